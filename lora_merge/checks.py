@@ -1,0 +1,221 @@
+"""Everything that is checked before the first byte is written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .errors import InvalidInput
+from .segments import FLOATS, RAW, Segment
+
+MAX_RANK = 512
+
+
+def check_segment(s: Segment) -> None:
+    """Raise `InvalidInput`, naming the weight, unless shapes, dtypes, devices and scaling of one segment fit."""
+    for label, tensor, dims in (
+        ("source", s.source, 2),
+        ("destination", s.destination, 2),
+        ("lora_A", s.lora_A, 2),
+        ("lora_B", s.lora_B, 2),
+        ("row_scale", s.row_scale, 1),
+    ):
+        if tensor is None:
+            continue
+        if tensor.dim() != dims:
+            raise InvalidInput(f"{s.name}: {label} must have {dims} dimensions, got shape {tuple(tensor.shape)}")
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            raise InvalidInput(f"{s.name}: {label} must be a dense tensor, got layout {tensor.layout}")
+        if tensor.device != s.source.device:
+            raise InvalidInput(
+                f"{s.name}: {label} is on {tensor.device}, the weight on {s.source.device}; move it there first"
+            )
+    if s.source.device.type == "meta":
+        raise InvalidInput(f"{s.name}: the weight is a meta tensor and holds no values; load it first")
+    if s.destination.shape != s.source.shape:
+        raise InvalidInput(
+            f"{s.name}: the destination must have the weight's shape {tuple(s.source.shape)}, "
+            f"got {tuple(s.destination.shape)}"
+        )
+    if not _distinct(s.destination):
+        raise InvalidInput(
+            f"{s.name}: the destination's elements share memory (shape {tuple(s.destination.shape)}, strides "
+            f"{s.destination.stride()}); pass a tensor of its own"
+        )
+    if s.row_scale is not None and (s.row_scale.dtype != torch.float32 or not s.row_scale.is_contiguous()):
+        raise InvalidInput(f"{s.name}: row_scale must be contiguous float32, got {s.row_scale.dtype}")
+    if s.row_scale is not None and s.row_scale.shape[0] != s.source.shape[0]:
+        raise InvalidInput(f"{s.name}: row_scale must have {s.source.shape[0]} entries, got {s.row_scale.shape[0]}")
+    if (s.lora_A is None) != (s.lora_B is None):
+        raise InvalidInput(f"{s.name}: lora_A and lora_B must come together")
+    if s.lora_A is None or s.lora_B is None:
+        _check_copy(s)
+        return
+    for label, tensor in (
+        ("the weight", s.source),
+        ("the destination", s.destination),
+        ("lora_A", s.lora_A),
+        ("lora_B", s.lora_B),
+    ):
+        if tensor.dtype not in FLOATS:
+            raise InvalidInput(f"{s.name}: {label} must be bfloat16, float16 or float32, got {tensor.dtype}")
+    (rows, cols), (rank, a_cols), (b_rows, b_rank) = s.source.shape, s.lora_A.shape, s.lora_B.shape
+    if a_cols != cols:
+        raise InvalidInput(f"{s.name}: lora_A must be [r, {cols}], got {tuple(s.lora_A.shape)}")
+    if b_rows != rows or b_rank != rank:
+        raise InvalidInput(f"{s.name}: lora_B must be [{rows}, {rank}], got {tuple(s.lora_B.shape)}")
+    if not 1 <= rank <= MAX_RANK:
+        raise InvalidInput(f"{s.name}: the rank must be between 1 and {MAX_RANK}, got {rank}")
+    if not math.isfinite(s.scaling):
+        raise InvalidInput(f"{s.name}: scaling must be finite, got {s.scaling}")
+
+
+def _check_copy(s: Segment) -> None:
+    if s.source.dtype == s.destination.dtype and s.row_scale is None:
+        rows, cols = s.source.shape
+        contiguous = cols <= 1 or (s.source.stride(1) == 1 and s.destination.stride(1) == 1)
+        if not contiguous and s.source.element_size() not in RAW:
+            raise InvalidInput(f"{s.name}: cannot copy {s.source.dtype} with a stride between elements")
+        return
+    for tensor in (s.source, s.destination):
+        if tensor.dtype not in FLOATS:
+            raise InvalidInput(
+                f"{s.name}: cannot convert {s.source.dtype} to {s.destination.dtype}; "
+                "only bfloat16, float16 and float32 convert"
+            )
+
+
+def check_overlaps(segments: Sequence[Segment]) -> None:
+    """Raise `InvalidInput` if two segments write one byte, or one reads what another (or itself, shifted) writes.
+
+    A segment may read exactly what it writes (in place). Extents are compared first; rows are enumerated only where
+    extents meet, so interleaved rectangles (fused QKV) pass and cost little.
+    """
+    spans = _Spans()
+    for index, s in enumerate(segments):
+        if s.destination.numel() == 0:
+            continue
+        spans.add(index, s.destination, write=True)
+        if not _same_view(s.source, s.destination):
+            spans.add(index, s.source, write=False)
+        for tensor in (s.lora_A, s.lora_B, s.row_scale):
+            if tensor is not None:
+                spans.add(index, tensor, write=False)
+    clash = spans.clash()
+    if clash is not None:
+        (one, one_writes), (other, other_writes) = clash
+        one_name, other_name = segments[one].name, segments[other].name
+        if one_writes and other_writes:
+            raise InvalidInput(f"{one_name} and {other_name}: two segments write the same place")
+        writer, reader = (one_name, other_name) if one_writes else (other_name, one_name)
+        raise InvalidInput(
+            f"{writer}: the destination overlaps what {reader} reads; pass the weight itself to merge in place, "
+            "or a tensor apart from it"
+        )
+
+
+def _same_view(x: Tensor, y: Tensor) -> bool:
+    return (
+        x.data_ptr() == y.data_ptr() and x.shape == y.shape and x.stride() == y.stride() and x.dtype == y.dtype
+    )
+
+
+class _Spans:
+    """Address ranges of strided views, and the search for a written one that meets another."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self.owner: list[int] = []
+        self.write: list[bool] = []
+
+    def add(self, owner: int, tensor: Tensor, write: bool) -> None:
+        self.tensors.append(tensor)
+        self.owner.append(owner)
+        self.write.append(write)
+
+    def clash(self) -> tuple[tuple[int, bool], tuple[int, bool]] | None:
+        begin = np.array([t.data_ptr() for t in self.tensors], dtype=np.int64)
+        end = begin + np.array([_extent(t) for t in self.tensors], dtype=np.int64)
+        write = np.array(self.write, dtype=bool)
+        # Rows are looked at only where extents meet a written one.
+        close = np.flatnonzero(_in_written_clusters(begin, end, write))
+        if not len(close):
+            return None
+        rows = [_row_ranges(self.tensors[i]) for i in close]
+        which = np.repeat(close, [len(r) for r in rows])
+        starts = np.concatenate(rows)
+        width = np.array([_row_bytes(t) for t in self.tensors], dtype=np.int64)[which]
+        pair = _first_meeting(starts, starts + width, write[which])
+        if pair is None:
+            return None
+        one, other = (int(which[p]) for p in pair)
+        return (self.owner[one], self.write[one]), (self.owner[other], self.write[other])
+
+
+def _in_written_clusters(begin: np.ndarray, end: np.ndarray, write: np.ndarray) -> np.ndarray:
+    """Mask of the ranges that lie in a run of overlapping ranges with a written one among several."""
+    order = np.argsort(begin, kind="stable")
+    reach = np.maximum.accumulate(end[order])
+    cluster = np.concatenate([[0], np.cumsum(begin[order][1:] >= reach[:-1])])
+    crowded = (np.bincount(cluster) > 1) & (np.bincount(cluster, weights=write[order]) > 0)
+    mask = np.zeros(len(begin), dtype=bool)
+    mask[order] = crowded[cluster]
+    return mask
+
+
+def _first_meeting(begin: np.ndarray, end: np.ndarray, write: np.ndarray) -> tuple[int, int] | None:
+    """Indices of two ranges that meet, at least one of them written; None if there are none.
+
+    Sorted by start, a range meets an earlier one if it starts before the furthest end so far: against every
+    earlier range if it is written itself, against the written ones if not.
+    """
+    order = np.argsort(begin, kind="stable")
+    begin, end, write = begin[order], end[order], write[order]
+    lowest = np.iinfo(np.int64).min
+    for reach_of, hit_if in ((np.ones_like(write), write), (write, np.ones_like(write))):
+        reach = np.maximum.accumulate(np.where(reach_of, end, lowest))
+        hits = np.flatnonzero(hit_if[1:] & (begin[1:] < reach[:-1]))
+        if len(hits):
+            later = int(hits[0]) + 1
+            earlier = next(i for i in range(later) if reach_of[i] and end[i] > begin[later])
+            return int(order[earlier]), int(order[later])
+    return None
+
+
+def _distinct(t: Tensor) -> bool:
+    """Whether every element of a view has memory of its own, as nested strides guarantee."""
+    need = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(t.stride(), t.shape, strict=True) if size > 1):
+        if stride < need:
+            return False
+        need = stride * (size - 1) + need
+    return True
+
+
+def _extent(t: Tensor) -> int:
+    return (sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1) * t.element_size() if t.numel() else 0
+
+
+def _inner(t: Tensor) -> int | None:
+    """The dimension along which elements are adjacent."""
+    return next((d for d in reversed(range(t.dim())) if t.stride(d) == 1 or t.shape[d] == 1), None)
+
+
+def _row_bytes(t: Tensor) -> int:
+    inner = _inner(t)
+    return t.element_size() * (1 if inner is None else t.shape[inner])
+
+
+def _row_ranges(t: Tensor) -> np.ndarray:
+    """Start addresses of the view's rows of adjacent bytes (of its single elements where none are adjacent)."""
+    inner = _inner(t)
+    starts = np.array([t.data_ptr()], dtype=np.int64)
+    for d in range(t.dim()):
+        if d != inner:
+            steps = np.arange(t.shape[d], dtype=np.int64) * (t.stride(d) * t.element_size())
+            starts = (starts[:, None] + steps[None, :]).reshape(-1)
+    return starts

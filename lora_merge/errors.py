@@ -1,0 +1,25 @@
+"""The exceptions of the package. Every one of them is raised before the first byte is written."""
+
+
+class LoraMergeError(Exception):
+    """Base class of everything that this package raises on purpose."""
+
+
+class InvalidInput(LoraMergeError, ValueError):
+    """A tensor, a shape, a dtype, a device, a scaling or a table that cannot be merged; names the tensor."""
+
+
+class UnsupportedAdapter(LoraMergeError, NotImplementedError):
+    """An adapter that has no exact merge here; names the module and the reason."""
+
+
+class AlreadyMerged(LoraMergeError, RuntimeError):
+    """The model already holds merged weights; says how to go on."""
+
+
+class BackendUnavailable(LoraMergeError, RuntimeError):
+    """`LORA_MERGE_BACKEND` asks for a backend that cannot run here, or none can."""
+
+
+class MissingExtra(LoraMergeError, ImportError):
+    """An optional dependency is not installed; names the extra that brings it."""

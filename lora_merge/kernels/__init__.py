@@ -1,0 +1,93 @@
+"""The four implementations of one job: run a table of segments.
+
+| name | where | what it is |
+|---|---|---|
+| cuda | GPU tensors | compiled kernels, `csrc/cuda` |
+| triton | GPU tensors; CPU tensors under `TRITON_INTERPRET=1` | the portable second implementation |
+| cpu | CPU tensors | compiled kernels, `csrc/cpu` |
+| reference | any tensors | float64 in PyTorch: the truth in tests, the last resort elsewhere |
+
+`pick(device)` takes the first that can run; `LORA_MERGE_BACKEND` forces one.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from functools import cache
+from importlib import import_module
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..errors import BackendUnavailable
+from ..segments import Segment
+
+ENVIRONMENT = "LORA_MERGE_BACKEND"
+NAMES = ("cuda", "triton", "cpu", "reference")
+_PREFERENCE = {"cuda": ("cuda", "triton", "reference"), "cpu": ("cpu", "reference")}
+
+
+class Launch(Protocol):
+    """A table made ready to run on a device."""
+
+    def __call__(self, stochastic: bool, seed: int) -> None:
+        """Run all segments; `seed` is the word of `segments.seed_key`. GPU work goes to the current stream."""
+
+    def row_norms(self, out: Tensor) -> None:
+        """Write to `out`, float64 `[sum of rows]`, the squared norm of every row, segment after segment.
+
+        That is `sum_j (source[i, j] + scaling * (B A)[i, j])^2`, accumulated in float64 in one fixed order.
+        Nothing else is written; `row_scale` plays no part.
+        """
+
+
+class Backend(Protocol):
+    """What a module of this package offers."""
+
+    def unavailable(self, device: torch.device) -> str | None:
+        """Why this backend cannot run on tensors of `device`; None if it can."""
+
+    def prepare(self, segments: Sequence[Segment], device: torch.device) -> Launch:
+        """Lay out the work of checked, non-empty segments; the caller keeps their tensors alive."""
+
+
+def pick(device: torch.device) -> Backend:
+    """The backend for tensors of `device`.
+
+    Raises:
+        BackendUnavailable: `LORA_MERGE_BACKEND` names none of `NAMES`, or one that cannot run there.
+    """
+    forced = os.environ.get(ENVIRONMENT)
+    if forced:
+        if forced not in NAMES:
+            raise BackendUnavailable(f"{ENVIRONMENT}={forced}: expected one of {', '.join(NAMES)}")
+        reason = _backend(forced).unavailable(device)
+        if reason:
+            raise BackendUnavailable(f"{ENVIRONMENT}={forced} cannot run on {device}: {reason}")
+        return _backend(forced)
+    return _default(device.type)
+
+
+@cache
+def _default(device_type: str) -> Backend:
+    reasons = []
+    for name in _PREFERENCE.get(device_type, ("reference",)):
+        reason = _backend(name).unavailable(torch.device(device_type))
+        if reason is None:
+            if reasons:
+                warnings.warn(
+                    f"lora_merge runs on the slower {name} backend for {device_type} tensors: " + "; ".join(reasons),
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+            return _backend(name)
+        reasons.append(f"{name}: {reason}")
+    raise BackendUnavailable(f"no backend runs on {device_type} tensors: " + "; ".join(reasons))
+
+
+@cache
+def _backend(name: str) -> Backend:
+    return import_module(f"{__name__}.{name}")  # type: ignore[return-value]

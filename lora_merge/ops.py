@@ -1,0 +1,231 @@
+"""The operators: merging on tensors, registered with torch.library.
+
+Each public function is a thin wrapper around an operator `torch.ops.lora_merge.*` with a schema and a fake
+implementation, so it can be traced by torch.compile and captured in a CUDA graph. All operators build segments and
+run a `Plan`; which kernels execute it is decided in `lora_merge.kernels`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .errors import InvalidInput
+from .plan import Plan, check_rounding
+from .segments import FLOATS, Segment
+
+_LIBRARY = torch.library.Library("lora_merge", "DEF")
+_LIBRARY.define(
+    "merge_(Tensor(a!) weight, Tensor lora_A, Tensor lora_B, float scaling, str rounding='nearest', int? seed=None) -> ()"
+)
+_LIBRARY.define(
+    "merge(Tensor weight, Tensor lora_A, Tensor lora_B, float scaling, ScalarType? dtype=None, "
+    "str rounding='nearest', int? seed=None) -> Tensor"
+)
+_LIBRARY.define(
+    "merge_out(Tensor weight, Tensor lora_A, Tensor lora_B, float scaling, str rounding='nearest', int? seed=None, *, "
+    "Tensor(a!) out) -> ()"
+)
+_LIBRARY.define(
+    "run_segments(Tensor(a!)[] destinations, Tensor?[] sources, Tensor?[] lora_A, Tensor?[] lora_B, float[] scaling, "
+    "str[] names, int[] first, int[] pitch, str rounding='nearest', int? seed=None) -> ()"
+)
+
+
+def merge_(weight: Tensor, lora_A: Tensor, lora_B: Tensor, scaling: float) -> Tensor:
+    """Add an adapter to a weight in place: `weight = round(weight + scaling * lora_B @ lora_A)`; returns weight.
+
+    One pass: products accumulate in float32, the sum is rounded once (nearest, ties to even). No temporary.
+
+    Args:
+        weight: `[out, in]`, bf16, fp16 or fp32, any strides.
+        lora_A: `[r, in]`, any of the three dtypes, 1 <= r <= 512.
+        lora_B: `[out, r]`, any of the three dtypes.
+        scaling: finite factor (`alpha / r` in PEFT).
+
+    Raises:
+        InvalidInput: something does not fit; nothing was written.
+    """
+    torch.ops.lora_merge.merge_(weight.detach(), lora_A.detach(), lora_B.detach(), float(scaling))
+    return weight
+
+
+def unmerge_(weight: Tensor, lora_A: Tensor, lora_B: Tensor, scaling: float) -> Tensor:
+    """Subtract an adapter in place: `weight = round(weight - scaling * lora_B @ lora_A)`; returns weight.
+
+    The arithmetic inverse of `merge_`. It is **not exact**: rounding at the merge lost bits that a subtraction
+    cannot bring back. `merged(model)` restores weights bit for bit.
+
+    Arguments and errors as in `merge_`.
+    """
+    return merge_(weight, lora_A, lora_B, -scaling)
+
+
+def merge(
+    weight: Tensor,
+    lora_A: Tensor,
+    lora_B: Tensor,
+    scaling: float,
+    *,
+    out: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    rounding: str = "nearest",
+    seed: int | None = None,
+) -> Tensor:
+    """`round(weight + scaling * lora_B @ lora_A)` in one pass, the weight untouched.
+
+    Args:
+        weight, lora_A, lora_B, scaling: as in `merge_`.
+        out: `[out, in]` tensor to write, any strides; apart from `weight`, or `weight` itself.
+        dtype: of the result where `out` is not given; default the weight's.
+        rounding: "nearest" (ties to even), or "stochastic", whose mean is the unrounded value.
+        seed: of stochastic rounding; the same seed draws the same bits.
+
+    Returns:
+        `out`, or a new contiguous tensor.
+
+    Raises:
+        InvalidInput: something does not fit; nothing was written.
+    """
+    weight, lora_A, lora_B = weight.detach(), lora_A.detach(), lora_B.detach()
+    if out is None:
+        return torch.ops.lora_merge.merge(weight, lora_A, lora_B, float(scaling), dtype, rounding, seed)
+    if dtype is not None and dtype != out.dtype:
+        raise InvalidInput(f"out has dtype {out.dtype}, but dtype={dtype} was asked for; pass one of the two")
+    torch.ops.lora_merge.merge_out(weight, lora_A, lora_B, float(scaling), rounding, seed, out=out.detach())
+    return out
+
+
+def run_segments(
+    destinations: list[Tensor],
+    sources: list[Tensor | None],
+    lora_A: list[Tensor | None],
+    lora_B: list[Tensor | None],
+    scaling: list[float],
+    names: list[str],
+    *,
+    first: list[int] | None = None,
+    pitch: list[tuple[int, int]] | None = None,
+    rounding: str = "nearest",
+    seed: int | None = None,
+) -> None:
+    """Many rectangles in one launch: `destinations[i] = round(sources[i] + scaling[i] * lora_B[i] @ lora_A[i])`.
+
+    The operator form of a `Plan`, for graphs; who runs the same segments every step keeps a `Plan` instead.
+
+    Args:
+        destinations: `[rows, cols]` views that are written; no two may meet.
+        sources: views of the bases; None merges in place.
+        lora_A, lora_B: `[r, cols]` and `[rows, r]` views; None copies.
+        scaling: a factor each.
+        names: names of the whole weights (messages, random bits).
+        first, pitch: where each rectangle lies in its whole weight, see `Segment`; default: it is the whole.
+        rounding, seed: as in `merge`.
+
+    Raises:
+        InvalidInput: lists differ in length, or a segment does not fit; nothing was written.
+    """
+    first = [0] * len(destinations) if first is None else first
+    pitch = [(d.shape[-1], 1) for d in destinations] if pitch is None else pitch
+    flat = [step for pair in pitch for step in pair]
+    torch.ops.lora_merge.run_segments(destinations, sources, lora_A, lora_B, scaling, names, first, flat, rounding, seed)
+
+
+def _segment(weight: Tensor, out: Tensor, lora_A: Tensor, lora_B: Tensor, scaling: float) -> Segment:
+    return Segment("weight", weight, out, lora_A, lora_B, scaling)
+
+
+def _merge_(
+    weight: Tensor, lora_A: Tensor, lora_B: Tensor, scaling: float, rounding: str = "nearest", seed: int | None = None
+) -> None:
+    Plan([_segment(weight, weight, lora_A, lora_B, scaling)]).run(rounding=rounding, seed=seed)
+
+
+def _merge(
+    weight: Tensor,
+    lora_A: Tensor,
+    lora_B: Tensor,
+    scaling: float,
+    dtype: torch.dtype | None = None,
+    rounding: str = "nearest",
+    seed: int | None = None,
+) -> Tensor:
+    out = _new(weight, dtype)
+    _merge_out(weight, lora_A, lora_B, scaling, rounding, seed, out=out)
+    return out
+
+
+def _merge_out(
+    weight: Tensor,
+    lora_A: Tensor,
+    lora_B: Tensor,
+    scaling: float,
+    rounding: str = "nearest",
+    seed: int | None = None,
+    *,
+    out: Tensor,
+) -> None:
+    Plan([_segment(weight, out, lora_A, lora_B, scaling)]).run(rounding=rounding, seed=seed)
+
+
+def _run_segments(
+    destinations: list[Tensor],
+    sources: list[Tensor | None],
+    lora_A: list[Tensor | None],
+    lora_B: list[Tensor | None],
+    scaling: list[float],
+    names: list[str],
+    first: list[int],
+    pitch: list[int],
+    rounding: str = "nearest",
+    seed: int | None = None,
+) -> None:
+    lists = {"sources": sources, "lora_A": lora_A, "lora_B": lora_B, "scaling": scaling, "names": names, "first": first}
+    for label, values in lists.items():
+        if len(values) != len(destinations):
+            raise InvalidInput(f"{label} must have {len(destinations)} entries, as destinations, got {len(values)}")
+    if len(pitch) != 2 * len(destinations):
+        raise InvalidInput(f"pitch must have two numbers a destination, got {len(pitch)} for {len(destinations)}")
+    pitches = list(zip(pitch[::2], pitch[1::2], strict=True))
+    segments = [
+        Segment(name, d if s is None else s, d, a, b, scale, None, start, steps)
+        for name, s, d, a, b, scale, start, steps in zip(
+            names, sources, destinations, lora_A, lora_B, scaling, first, pitches, strict=True
+        )
+    ]
+    Plan(segments).run(rounding=rounding, seed=seed)
+
+
+def _new(weight: Tensor, dtype: torch.dtype | None) -> Tensor:
+    dtype = dtype or weight.dtype
+    if dtype not in FLOATS:
+        raise InvalidInput(f"weight: the result must be bfloat16, float16 or float32, got dtype={dtype}")
+    return torch.empty(weight.shape, dtype=dtype, device=weight.device)
+
+
+def _fake_merge(
+    weight: Tensor,
+    lora_A: Tensor,
+    lora_B: Tensor,
+    scaling: float,
+    dtype: torch.dtype | None = None,
+    rounding: str = "nearest",
+    seed: int | None = None,
+) -> Tensor:
+    check_rounding(rounding, seed)
+    return _new(weight, dtype)
+
+
+def _fake_none(*args: object, **kwargs: object) -> None:
+    """In-place operators change values, not shapes."""
+
+
+for _name, _kernel, _fake in (
+    ("merge_", _merge_, _fake_none),
+    ("merge", _merge, _fake_merge),
+    ("merge_out", _merge_out, _fake_none),
+    ("run_segments", _run_segments, _fake_none),
+):
+    _LIBRARY.impl(_name, _kernel, "CPU")
+    _LIBRARY.impl(_name, _kernel, "CUDA")
+    _LIBRARY._register_fake(_name, _fake)

@@ -1,0 +1,87 @@
+"""Plan: segments, checked once and laid out for a backend; run every step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import kernels
+from .checks import check_overlaps, check_segment
+from .errors import InvalidInput
+from .segments import Segment, seed_key
+
+ROUNDINGS = ("nearest", "stochastic")
+
+
+class Plan:
+    """Segments that run in one launch (one for each combination of dtypes on the GPU).
+
+    The plan holds views of every tensor that it reads and writes, so its addresses stay valid as long as it lives.
+    Whoever hands in parameters that may be replaced compares addresses before a run and builds a new plan
+    (`merged` and `MergedWeights` do).
+
+    Args:
+        segments: the work; all tensors on one device.
+
+    Raises:
+        InvalidInput: a segment does not fit, or two of them meet; nothing was written.
+        BackendUnavailable: no backend runs on that device.
+    """
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        self.segments = tuple(segments)
+        devices = {s.source.device for s in self.segments}
+        if len(devices) > 1:
+            raise InvalidInput(f"a plan runs on one device, got {', '.join(sorted(map(str, devices)))}")
+        for segment in self.segments:
+            check_segment(segment)
+        check_overlaps(self.segments)
+        self.device = devices.pop() if devices else torch.device("cpu")
+        work = [s for s in self.segments if s.source.numel()]
+        self._launch = kernels.pick(self.device).prepare(work, self.device) if work else None
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes of bases read and of outputs written in one run; the adapters come on top."""
+        return sum(s.source.nbytes + s.destination.nbytes for s in self.segments)
+
+    @torch.compiler.disable
+    def run(self, *, rounding: str = "nearest", seed: int | None = None) -> None:
+        """Execute every segment, on the current stream.
+
+        Args:
+            rounding: "nearest" (ties to even), or "stochastic": up or down with the probability that makes the
+                mean exact.
+            seed: of stochastic rounding; needed there, and only there.
+        """
+        check_rounding(rounding, seed)
+        if self._launch is not None:
+            self._launch(rounding == "stochastic", seed_key(seed or 0))
+
+    @torch.compiler.disable
+    def row_norms(self) -> list[Tensor]:
+        """Squared norm of each row of `source + scaling * B A`, before any `row_scale`: float64 `[rows]` a segment.
+
+        Every segment must carry a `row_scale`: it marks rectangles whose rows are kept as rows (see `segments.pack`).
+        """
+        for s in self.segments:
+            if s.row_scale is None:
+                raise InvalidInput(f"{s.name}: row_norms needs segments with a row_scale")
+        rows = [s.source.shape[0] if s.source.numel() else 0 for s in self.segments]
+        out = torch.zeros(sum(rows), dtype=torch.float64, device=self.device)
+        if self._launch is not None:
+            self._launch.row_norms(out)
+        return [
+            norms if s.source.numel() else out.new_zeros(s.source.shape[0])
+            for s, norms in zip(self.segments, out.split(rows), strict=True)
+        ]
+
+
+def check_rounding(rounding: str, seed: int | None) -> None:
+    """Raise `InvalidInput` unless the pair means something."""
+    if rounding not in ROUNDINGS:
+        raise InvalidInput(f"rounding must be one of {', '.join(ROUNDINGS)}, got {rounding!r}")
+    if (rounding == "stochastic") != (seed is not None):
+        raise InvalidInput(f"rounding={rounding!r} got seed={seed}: a seed belongs to stochastic rounding, and only there")

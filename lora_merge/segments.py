@@ -1,0 +1,142 @@
+"""Segment: one rectangle of merging; and the packed table of them that every kernel reads.
+
+    destination[i, j] = round(row_scale[i] * (source[i, j] + scaling * sum_k lora_B[i, k] * lora_A[k, j]))
+
+A whole weight is one segment, a shard is one or a few, a fused tensor is one per part. Without an adapter (rank 0) a
+segment copies. `csrc/segments.h` is the same table seen from C++.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+"""dtypes of bases, outputs and adapters; a word's dtype code is the index in this tuple."""
+RAW = {1: 3, 2: 4, 4: 5, 8: 6}
+"""dtype codes of copies that move bits: bytes an element -> code."""
+WORDS = 24
+"""64-bit words a segment."""
+
+# Columns of the packed table (see csrc/segments.h).
+SOURCE, DESTINATION, LORA_A, LORA_B, ROW_SCALE, ROWS, COLS, RANK = range(8)
+SOURCE_STRIDE, DESTINATION_STRIDE, LORA_A_STRIDE, LORA_B_STRIDE = 8, 10, 12, 14
+SCALING, DTYPES, KEY, FIRST, PITCH, UNIT_BEGIN, UNITS_ACROSS = 16, 17, 18, 19, 20, 22, 23
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One rectangle of work.
+
+    Args:
+        name: name of the whole weight, for error messages and for the random bits of stochastic rounding.
+        source: `[rows, cols]` view of the base, any strides; bf16, fp16 or fp32 (any dtype where rank is 0 and the
+            destination has the same one).
+        destination: `[rows, cols]` view that is written; `source` itself merges in place.
+        lora_A: `[r, cols]` view, or None for a copy.
+        lora_B: `[rows, r]` view, or None for a copy.
+        scaling: factor of the product; finite.
+        row_scale: float32 `[rows]`: factor of each row after the addition (DoRA).
+        first: index of element (0, 0) in the whole weight.
+        pitch: what a row and a column add to that index; default `(cols, 1)`.
+    """
+
+    name: str
+    source: Tensor
+    destination: Tensor
+    lora_A: Tensor | None = None
+    lora_B: Tensor | None = None
+    scaling: float = 1.0
+    row_scale: Tensor | None = None
+    first: int = 0
+    pitch: tuple[int, int] | None = None
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.lora_A is None else self.lora_A.shape[0]
+
+
+def name_key(name: str) -> int:
+    """64-bit hash of a weight's name, as a signed word; the same in every process and on every machine."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def seed_key(seed: int) -> int:
+    """splitmix64 of the seed (Steele, Lea, Flood 2014), as a signed word; kernels xor it with the name's hash."""
+    mask = (1 << 64) - 1
+    z = (seed + 0x9E3779B97F4A7C15) & mask
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    z ^= z >> 31
+    return z - (1 << 64) if z >> 63 else z
+
+
+def pack(segments: Sequence[Segment]) -> np.ndarray:
+    """The table: int64 `[S, WORDS]`, one row a segment; none of them empty.
+
+    Where the destination (or, failing that, the source) is stored by columns, the segment is turned over so that
+    the kernels see rows of adjacent elements: W' = A' B' with the roles of lora_A and lora_B exchanged. Copies
+    that keep the dtype become byte copies, one run where memory is contiguous.
+    """
+    return np.array([_words(segment) for segment in segments], dtype=np.int64).reshape(len(segments), WORDS)
+
+
+def _words(s: Segment) -> list[int]:
+    source, destination, a, b = s.source, s.destination, s.lora_A, s.lora_B
+    pitch = s.pitch or (source.shape[1], 1)
+    if s.row_scale is None and _by_columns(destination, source):
+        source, destination, pitch = source.t(), destination.t(), (pitch[1], pitch[0])
+        if a is not None and b is not None:
+            a, b = b.t(), a.t()
+    (m, n), source_stride, destination_stride = source.shape, source.stride(), destination.stride()
+    if a is None and source.dtype == destination.dtype and s.row_scale is None:
+        m, n, source_stride, destination_stride, code = _copy_layout(source, destination)
+        dtypes = code | code << 8
+    else:
+        dtypes = FLOATS.index(source.dtype) | FLOATS.index(destination.dtype) << 8
+    lora = [0, 0, 0, 0]
+    if a is not None and b is not None:
+        dtypes |= FLOATS.index(a.dtype) << 16 | FLOATS.index(b.dtype) << 24
+        lora = [*a.stride(), *b.stride()]
+    return [
+        source.data_ptr(),
+        destination.data_ptr(),
+        0 if a is None else a.data_ptr(),
+        0 if b is None else b.data_ptr(),
+        0 if s.row_scale is None else s.row_scale.data_ptr(),
+        m,
+        n,
+        s.rank,
+        *source_stride,
+        *destination_stride,
+        *lora,
+        int(np.float64(s.scaling).view(np.int64)),
+        dtypes,
+        name_key(s.name),
+        s.first,
+        *pitch,
+        0,
+        0,
+    ]
+
+
+def _by_columns(destination: Tensor, source: Tensor) -> bool:
+    """Whether turning the rectangle over gives the kernels adjacent elements along a row."""
+    if destination.stride(1) == 1:
+        return source.stride(1) != 1 and destination.stride(0) == 1 and source.stride(0) == 1
+    return destination.stride(0) == 1
+
+
+def _copy_layout(source: Tensor, destination: Tensor) -> tuple[int, int, tuple[int, int], tuple[int, int], int]:
+    """rows, cols, strides and dtype code of a copy that moves bits: as few and as long runs of bytes as there are."""
+    (m, n), size = source.shape, source.element_size()
+    if n > 1 and (source.stride(1) != 1 or destination.stride(1) != 1):
+        return m, n, source.stride(), destination.stride(), RAW[size]
+    if m == 1 or (source.stride(0) == n and destination.stride(0) == n):
+        return 1, m * n * size, (m * n * size, 1), (m * n * size, 1), RAW[1]
+    return m, n * size, (source.stride(0) * size, 1), (destination.stride(0) * size, 1), RAW[1]
