@@ -1,0 +1,60 @@
+# Two commands from a bare clone: `make bench` and `make test`. Both make .venv on the first run and reuse it later.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+PEFT_OLDEST ?= peft==0.18.1
+ARGS ?=
+
+VENV := .venv
+PY := $(VENV)/bin/python
+SOURCES := pyproject.toml setup.py $(wildcard csrc/*.h csrc/*.cpp csrc/*/*)
+
+.PHONY: bench test test-peft lint cuda clean
+
+bench: $(VENV)/installed
+	$(PY) benchmarks/merge.py --plot benchmarks/work/merge.png $(ARGS)
+
+test: $(VENV)/installed
+	$(PY) -m pytest $(ARGS)
+
+# The tests that use PEFT, once more with the oldest release that is supported.
+test-peft: $(VENV)/installed $(VENV)/peft-oldest/done
+	PYTHONPATH=$(VENV)/peft-oldest $(PY) -m pytest $(ARGS) $$(grep -lE '(import|from) peft' tests/test_*.py)
+
+lint: $(VENV)/installed
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/mypy
+
+# Proof that every kernel source compiles for each architecture; needs nvcc, but neither a GPU nor torch.
+KERNELS := $(patsubst csrc/cuda/%.cu,build/cuda/%.o,$(wildcard csrc/cuda/*.cu))
+GENCODE := $(foreach sm,80 90a 100,-gencode arch=compute_$(sm),code=sm_$(sm))
+ifeq ($(shell command -v nvcc),)
+cuda:
+	@echo "make cuda: skipped, there is no nvcc on the PATH"
+else
+cuda: $(KERNELS)
+	@echo "make cuda: compiled $(words $(KERNELS)) kernel sources for sm_80, sm_90a and sm_100"
+endif
+
+build/cuda/%.o: csrc/cuda/%.cu $(wildcard csrc/*.h csrc/cuda/*.h csrc/cuda/*.cuh)
+	@mkdir -p $(@D)
+	nvcc -std=c++17 -O3 $(GENCODE) -c $< -o $@
+
+clean:
+	rm -rf $(VENV) build lora_merge/_C*.so
+
+# The torch that the extension is compiled against comes first: a build environment of pip's own would hold another.
+$(VENV)/torch:
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), f"Python 3.11 or newer is needed, this is {sys.version}"'
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet "$(TORCH)" numpy ninja "setuptools>=77"
+	@touch $@
+
+$(VENV)/installed: $(VENV)/torch $(SOURCES)
+	$(PY) -m pip install --quiet --no-build-isolation -e ".[test,dev]"
+	@touch $@
+
+$(VENV)/peft-oldest/done: $(VENV)/installed
+	rm -rf $(@D)
+	$(PY) -m pip install --quiet --no-deps --target $(@D) "$(PEFT_OLDEST)"
+	@touch $@
