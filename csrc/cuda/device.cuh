@@ -1,0 +1,102 @@
+// What the kernels share: number formats, rounding, matrix instructions, asynchronous copies.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "launch.h"
+
+namespace lora_merge {
+
+using bf16 = __nv_bfloat16;
+
+// ---- formats -------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ float to_float(bf16 x) { return __bfloat162float(x); }
+__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
+__device__ __forceinline__ float to_float(float x) { return x; }
+
+// Element `index` of an adapter half whose dtype is known at run time only.
+__device__ __forceinline__ float load_as_float(int64_t address, int64_t index, int dtype) {
+  if (dtype == kFloat32) return __ldg(reinterpret_cast<const float*>(address) + index);
+  const unsigned short bits = __ldg(reinterpret_cast<const unsigned short*>(address) + index);
+  return dtype == kBFloat16 ? __uint_as_float(static_cast<uint32_t>(bits) << 16) : __half2float(__ushort_as_half(bits));
+}
+
+template <typename T>
+__device__ __forceinline__ T round_nearest(float x);
+template <>
+__device__ __forceinline__ float round_nearest<float>(float x) { return x; }
+template <>
+__device__ __forceinline__ bf16 round_nearest<bf16>(float x) { return __float2bfloat16_rn(x); }
+template <>
+__device__ __forceinline__ __half round_nearest<__half>(float x) { return __float2half_rn(x); }
+
+// Stochastic rounding: as many random bits as fall off are added before cutting (reference.round_stochastic).
+template <typename T>
+__device__ __forceinline__ T round_stochastic(float x, uint32_t bits);
+template <>
+__device__ __forceinline__ float round_stochastic<float>(float x, uint32_t) { return x; }
+template <>
+__device__ __forceinline__ bf16 round_stochastic<bf16>(float x, uint32_t bits) {
+  if (!isfinite(x)) return __float2bfloat16_rn(x);
+  return __ushort_as_bfloat16(static_cast<unsigned short>((__float_as_uint(x) + (bits >> 16)) >> 16));
+}
+template <>
+__device__ __forceinline__ __half round_stochastic<__half>(float x, uint32_t bits) {
+  if (!isfinite(x)) return __float2half_rn(x);
+  const uint32_t word = __float_as_uint(x), exponent = (word >> 23) & 0xff, fraction = word & 0x7fffff;
+  const uint32_t significand = exponent > 0 ? fraction | 0x800000 : fraction;
+  const uint32_t shift = min(13 + (exponent < 113 ? 113 - exponent : 0), 31u);
+  uint32_t half = (significand + (bits & ((1u << shift) - 1))) >> shift;
+  if (exponent >= 113) half += (exponent - 113) << 10;
+  return __ushort_as_half(static_cast<unsigned short>(min(half, 0x7c00u) | (word >> 31 << 15)));
+}
+
+// A float32 as the sum of three bf16: 3 x 8 significant bits hold all 24 of it.
+__device__ __forceinline__ void split3(float x, bf16 (&part)[3]) {
+  part[0] = __float2bfloat16_rn(x);
+  float rest = x - __bfloat162float(part[0]);
+  part[1] = __float2bfloat16_rn(rest);
+  rest -= __bfloat162float(part[1]);
+  part[2] = __float2bfloat16_rn(rest);
+}
+
+__device__ __forceinline__ uint32_t pack2(bf16 low, bf16 high) {
+  return static_cast<uint32_t>(__bfloat16_as_ushort(low)) | static_cast<uint32_t>(__bfloat16_as_ushort(high)) << 16;
+}
+
+// ---- matrix instructions (sm_80 and later) -------------------------------------------------------------------------
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ __forceinline__ void ldmatrix4(uint32_t (&r)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
+}
+
+__device__ __forceinline__ void ldmatrix4_trans(uint32_t (&r)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
+}
+
+__device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// ---- asynchronous copies -------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void copy_async16(uint32_t shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global));
+}
+__device__ __forceinline__ void commit_async() { asm volatile("cp.async.commit_group;"); }
+template <int Pending>
+__device__ __forceinline__ void wait_async() { asm volatile("cp.async.wait_group %0;" ::"n"(Pending)); }
+
+}  // namespace lora_merge

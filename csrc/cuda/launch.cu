@@ -1,0 +1,34 @@
+// Which kernel runs a launch.
+#include <cuda_runtime.h>
+
+#include "launch.h"
+
+namespace lora_merge {
+
+int launch_from_bf16(int, bool, const Launch&, void*);
+int launch_from_fp16(int, bool, const Launch&, void*);
+int launch_from_fp32(int, bool, const Launch&, void*);
+
+int row_norms_from_bf16(const Launch&, double*, void*);
+int row_norms_from_fp16(const Launch&, double*, void*);
+int row_norms_from_fp32(const Launch&, double*, void*);
+
+int launch_merge(int source_dtype, int destination_dtype, bool wide, const Launch& launch, void* stream) {
+  switch (source_dtype) {
+    case kBFloat16: return launch_from_bf16(destination_dtype, wide, launch, stream);
+    case kFloat16: return launch_from_fp16(destination_dtype, wide, launch, stream);
+    default: return launch_from_fp32(destination_dtype, wide, launch, stream);
+  }
+}
+
+int launch_row_norms(int source_dtype, const Launch& launch, double* out, void* stream) {
+  switch (source_dtype) {
+    case kBFloat16: return row_norms_from_bf16(launch, out, stream);
+    case kFloat16: return row_norms_from_fp16(launch, out, stream);
+    default: return row_norms_from_fp32(launch, out, stream);
+  }
+}
+
+const char* error_name(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }
+
+}  // namespace lora_merge

@@ -1,0 +1,37 @@
+// Entry points of the CUDA kernels: plain C++, no torch headers, so that nvcc alone can compile them.
+#pragma once
+#include <cstdint>
+
+#include "../segments.h"
+
+namespace lora_merge {
+
+constexpr int kInlineSegments = 8;  // a table this small travels as a kernel argument: no copy, no allocation
+
+// One launch: segments of one combination of dtypes, then copies of raw bits.
+struct Launch {
+  const Segment* segments;      // on the device; null = inline_segments
+  const int32_t* unit_segment;  // on the device: index of the segment of every unit of work; null with inline_segments
+  int32_t n_segments;
+  int32_t n_units;      // of merging, numbered first
+  int32_t n_raw_units;  // of copying, numbered after them
+  int32_t rows_per_unit;
+  int32_t max_rank;
+  int32_t stochastic;
+  uint64_t seed;
+  Segment inline_segments[kInlineSegments];
+};
+
+// How a segment is cut into units; lora_merge/kernels/cuda.py counts them with the same numbers.
+constexpr int kTileRows = 64;
+constexpr int kTileCols = 128;
+constexpr int kRawRows = 64;
+constexpr int kRawCols = 2048;         // bytes (or elements) side by side in a unit of a copy with several rows
+constexpr int kRawCols1 = 128 * 1024;  // the same where there is one row
+
+// Each returns a cudaError_t. `stream` is a cudaStream_t of the current device.
+int launch_merge(int source_dtype, int destination_dtype, bool wide, const Launch& launch, void* stream);
+int launch_row_norms(int source_dtype, const Launch& launch, double* out, void* stream);
+const char* error_name(int error);
+
+}  // namespace lora_merge

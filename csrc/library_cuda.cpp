@@ -1,0 +1,63 @@
+// Operators of the CUDA kernels; compiled only where torch has CUDA. The mutation goes through addresses in the table,
+// so these are internal: lora_merge/ops.py holds the public operators with their schemas.
+#include <ATen/cuda/CUDAContext.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <torch/library.h>
+
+#include <cstring>
+
+#include "cuda/launch.h"
+
+namespace lora_merge {
+namespace {
+
+// `table` is on the device together with `unit_segment`, or on the CPU, small enough to travel as an argument.
+Launch make_launch(const at::Tensor& table, const at::Tensor& unit_segment, int64_t n_units, int64_t n_raw_units) {
+  Launch launch{};
+  launch.n_segments = static_cast<int32_t>(table.size(0));
+  launch.n_units = static_cast<int32_t>(n_units);
+  launch.n_raw_units = static_cast<int32_t>(n_raw_units);
+  if (table.is_cuda()) {
+    launch.segments = static_cast<const Segment*>(table.data_ptr());
+    launch.unit_segment = unit_segment.data_ptr<int32_t>();
+  } else {
+    TORCH_CHECK(table.size(0) <= kInlineSegments, "a table on the CPU holds at most ", kInlineSegments, " segments");
+    std::memcpy(launch.inline_segments, table.data_ptr(), table.nbytes());
+  }
+  return launch;
+}
+
+void check(int error) { TORCH_CHECK(error == 0, "lora_merge: launching a CUDA kernel failed: ", error_name(error)); }
+
+void launch_cuda(const at::Tensor& table, const at::Tensor& unit_segment, int64_t device, int64_t source_dtype,
+                 int64_t destination_dtype, bool wide, int64_t n_units, int64_t n_raw_units, int64_t rows_per_unit,
+                 int64_t max_rank, bool stochastic, int64_t seed) {
+  const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
+  Launch launch = make_launch(table, unit_segment, n_units, n_raw_units);
+  launch.rows_per_unit = static_cast<int32_t>(rows_per_unit);
+  launch.max_rank = static_cast<int32_t>(max_rank);
+  launch.stochastic = stochastic;
+  launch.seed = static_cast<uint64_t>(seed);
+  check(launch_merge(static_cast<int>(source_dtype), static_cast<int>(destination_dtype), wide, launch,
+                     at::cuda::getCurrentCUDAStream().stream()));
+}
+
+void row_norms_cuda(const at::Tensor& table, const at::Tensor& unit_segment, int64_t source_dtype, int64_t n_units,
+                    const at::Tensor& out) {
+  const c10::cuda::CUDAGuard guard(out.device());
+  const Launch launch = make_launch(table, unit_segment, n_units, 0);
+  check(launch_row_norms(static_cast<int>(source_dtype), launch, out.data_ptr<double>(),
+                         at::cuda::getCurrentCUDAStream().stream()));
+}
+
+}  // namespace
+}  // namespace lora_merge
+
+TORCH_LIBRARY_FRAGMENT(lora_merge_native, m) {
+  m.def(
+      "launch_cuda(Tensor table, Tensor unit_segment, int device, int source_dtype, int destination_dtype, bool wide, "
+      "int n_units, int n_raw_units, int rows_per_unit, int max_rank, bool stochastic, int seed) -> ()",
+      lora_merge::launch_cuda);
+  m.def("row_norms_cuda(Tensor table, Tensor unit_segment, int source_dtype, int n_units, Tensor out) -> ()",
+        lora_merge::row_norms_cuda);
+}

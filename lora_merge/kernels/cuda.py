@@ -1,0 +1,138 @@
+"""The compiled CUDA kernels (`csrc/cuda`): one launch for each combination of dtypes in a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..segments import (
+    COLS,
+    DTYPES,
+    FLOATS,
+    RANK,
+    RAW,
+    ROWS,
+    UNIT_BEGIN,
+    UNITS_ACROSS,
+    Segment,
+    pack,
+)
+from . import native
+
+# The same numbers as in csrc/cuda/launch.h.
+INLINE_SEGMENTS = 8
+TILE_ROWS, TILE_COLS = 64, 128
+RAW_ROWS, RAW_COLS, RAW_COLS_1 = 64, 2048, 128 * 1024
+
+BF16, FP32 = FLOATS.index(torch.bfloat16), FLOATS.index(torch.float32)
+FIRST_RAW = min(RAW.values())
+
+
+def unavailable(device: torch.device) -> str | None:
+    """Why the CUDA kernels cannot run on `device`; None if they can."""
+    if device.type != "cuda":
+        return "it needs CUDA tensors"
+    if native.load_error() is not None:
+        return native.load_error()
+    if not native.has_cuda():
+        return f"the compiled extension was built without nvcc; {native.BUILD_HINT} and nvcc"
+    major, minor = torch.cuda.get_device_capability(device)
+    return None if major >= 8 else f"it needs compute capability 8.0 or later, this GPU has {major}.{minor}"
+
+
+class _Variant(NamedTuple):
+    """One launch: the arguments of `launch_cuda` that stay the same from run to run."""
+
+    table: Tensor
+    unit_segment: Tensor
+    device: int
+    source_dtype: int
+    destination_dtype: int
+    wide: bool
+    n_units: int
+    n_raw_units: int
+    rows_per_unit: int
+    max_rank: int
+
+
+class _Launch:
+    def __init__(self, table: np.ndarray, device: torch.device) -> None:
+        self.table, self.device = table, device
+        self.variants = _variants(table, device)
+
+    def __call__(self, stochastic: bool, seed: int) -> None:
+        for variant in self.variants:
+            torch.ops.lora_merge_native.launch_cuda(*variant, stochastic, seed)
+
+    def row_norms(self, out: Tensor) -> None:
+        """One launch for each source dtype."""
+        source = self.table[:, DTYPES] & 0xFF
+        first_row = np.cumsum(self.table[:, ROWS]) - self.table[:, ROWS]
+        for dtype in np.unique(source):
+            table = self.table[source == dtype].copy()
+            units = _ceil(table[:, ROWS], TILE_ROWS)
+            table[:, UNIT_BEGIN] = np.cumsum(units) - units
+            table[:, UNITS_ACROSS] = first_row[source == dtype]
+            there = _place(table, units, self.device)
+            torch.ops.lora_merge_native.row_norms_cuda(*there, int(dtype), int(units.sum()), out)
+
+
+def prepare(segments: Sequence[Segment], device: torch.device) -> _Launch:
+    """Sort the table by launch, cut it into units of work, and put it on the device."""
+    return _Launch(pack(segments), device)
+
+
+def _variants(table: np.ndarray, device: torch.device) -> list[_Variant]:
+    """Group segments by (source, destination, wide); raw copies ride along with the largest group."""
+    source, destination = table[:, DTYPES] & 0xFF, table[:, DTYPES] >> 8 & 0xFF
+    raw = source >= FIRST_RAW
+    adapters = table[:, DTYPES] >> 16 & 0xFFFF
+    wide = (table[:, RANK] > 0) & (adapters != (BF16 | BF16 << 8))
+    group = np.where(raw, -1, source << 9 | destination << 1 | wide)
+    size = {int(g): int((table[group == g, ROWS] * table[group == g, COLS]).sum()) for g in np.unique(group[~raw])}
+    order = sorted(size, key=size.__getitem__, reverse=True) or [BF16 << 9 | BF16 << 1]
+    copies = table[raw]
+    variants = []
+    for key in order:
+        variants.append(_variant(table[group == key], copies, key, device))
+        copies = copies[:0]
+    return variants
+
+
+def _variant(merges: np.ndarray, copies: np.ndarray, key: int, device: torch.device) -> _Variant:
+    rows_per_unit = _rows_per_unit(merges, device)
+    merge_across = _ceil(merges[:, COLS], TILE_COLS)
+    copy_across = _ceil(copies[:, COLS], np.where(copies[:, ROWS] == 1, RAW_COLS_1, RAW_COLS))
+    merge_units = merge_across * _ceil(merges[:, ROWS], rows_per_unit)
+    copy_units = copy_across * _ceil(copies[:, ROWS], RAW_ROWS)
+    table, units = np.concatenate([merges, copies]), np.concatenate([merge_units, copy_units])
+    table[:, UNIT_BEGIN] = np.cumsum(units) - units
+    table[:, UNITS_ACROSS] = np.concatenate([merge_across, copy_across])
+    there = _place(table, units, device)
+    max_rank = int(merges[:, RANK].max(initial=0))
+    counts = int(merge_units.sum()), int(copy_units.sum())
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return _Variant(*there, index, key >> 9, key >> 1 & 0xFF, bool(key & 1), *counts, rows_per_unit, max_rank)
+
+
+def _rows_per_unit(merges: np.ndarray, device: torch.device) -> int:
+    """Rows that a block walks down with one strip of A: many, but enough units for an even load."""
+    tiles = int((_ceil(merges[:, COLS], TILE_COLS) * _ceil(merges[:, ROWS], TILE_ROWS)).sum())
+    blocks = 2 * torch.cuda.get_device_properties(device).multi_processor_count
+    return TILE_ROWS * min(16, max(1, tiles // (16 * blocks)))
+
+
+def _place(table: np.ndarray, units: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The table and the segment of every unit: on the device, or a small table on the CPU (a kernel argument)."""
+    if len(table) <= INLINE_SEGMENTS:
+        return torch.from_numpy(table), torch.empty(0, dtype=torch.int32)
+    unit_segment = np.repeat(np.arange(len(table), dtype=np.int32), units)
+    return torch.from_numpy(table).to(device), torch.from_numpy(unit_segment).to(device)
+
+
+def _ceil(x: np.ndarray, y: int | np.ndarray) -> np.ndarray:
+    return -(-x // y)
