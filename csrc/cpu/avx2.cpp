@@ -1,0 +1,64 @@
+// x86 with AVX2, FMA and F16C: tiles of 6 x 16.
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#include "kernel.h"
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
+#endif
+
+namespace lora_merge::cpu {
+namespace {
+
+constexpr int kLanes = 8;
+constexpr int kTileRows = 6;
+
+using F = __m256;
+
+inline F set(float x) { return _mm256_set1_ps(x); }
+inline F add(F a, F b) { return _mm256_add_ps(a, b); }
+inline F mul(F a, F b) { return _mm256_mul_ps(a, b); }
+inline F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
+inline F quiet(F a) {
+  return _mm256_blendv_ps(a, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc00000)), _mm256_cmp_ps(a, a, _CMP_UNORD_Q));
+}
+
+inline __m128i load_words(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
+inline void store_words(void* p, __m128i x) { _mm_storeu_si128(static_cast<__m128i*>(p), x); }
+
+inline F load(const float* p) { return _mm256_loadu_ps(p); }
+inline F load(const BFloat16* p) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load_words(p)), 16));
+}
+inline F load(const Float16* p) { return _mm256_cvtph_ps(load_words(p)); }
+
+inline void store(float* p, F a) { _mm256_storeu_ps(p, a); }
+inline void store(BFloat16* p, F a) {
+  const __m256i bits = _mm256_castps_si256(a);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i sum = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
+  const __m256i high = _mm256_srli_epi32(sum, 16);
+  store_words(p, _mm_packus_epi32(_mm256_castsi256_si128(high), _mm256_extracti128_si256(high, 1)));
+}
+inline void store(Float16* p, F a) {
+  store_words(p, _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+
+#include "merge.h"
+
+}  // namespace
+
+const Kernels kAvx2{"avx2", merge, row_norms};
+
+}  // namespace lora_merge::cpu
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#endif

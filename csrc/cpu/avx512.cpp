@@ -1,0 +1,64 @@
+// x86 with AVX-512: tiles of 12 x 32.
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#include "kernel.h"
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma,f16c"))), \
+                             apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma,f16c")
+#endif
+
+namespace lora_merge::cpu {
+namespace {
+
+constexpr int kLanes = 16;
+constexpr int kTileRows = 12;
+
+using F = __m512;
+
+inline F set(float x) { return _mm512_set1_ps(x); }
+inline F add(F a, F b) { return _mm512_add_ps(a, b); }
+inline F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+inline F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+inline F quiet(F a) {
+  return _mm512_mask_mov_ps(a, _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q), _mm512_castsi512_ps(_mm512_set1_epi32(0x7fc00000)));
+}
+
+inline __m256i load_words(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+inline void store_words(void* p, __m256i x) { _mm256_storeu_si256(static_cast<__m256i*>(p), x); }
+
+inline F load(const float* p) { return _mm512_loadu_ps(p); }
+inline F load(const BFloat16* p) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load_words(p)), 16));
+}
+inline F load(const Float16* p) { return _mm512_cvtph_ps(load_words(p)); }
+
+inline void store(float* p, F a) { _mm512_storeu_ps(p, a); }
+inline void store(BFloat16* p, F a) {
+  const __m512i bits = _mm512_castps_si512(a);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i sum = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+  store_words(p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(sum, 16)));
+}
+inline void store(Float16* p, F a) {
+  store_words(p, _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+
+#include "merge.h"
+
+}  // namespace
+
+const Kernels kAvx512{"avx512", merge, row_norms};
+
+}  // namespace lora_merge::cpu
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#endif

@@ -1,0 +1,56 @@
+// What one thread does at a time, and the choice of instruction sets that can do it.
+#pragma once
+#include "../segments.h"
+
+namespace lora_merge::cpu {
+
+// Storage types; the arithmetic is float32.
+struct BFloat16 { uint16_t bits; };
+struct Float16 { uint16_t bits; };
+
+// A rectangle of a segment that one thread works on.
+struct Unit {
+  const Segment* segment;
+  int64_t row, rows, col, cols;
+};
+
+constexpr int64_t kRankBlock = 32;   // products are summed in blocks of so many ranks
+constexpr int64_t kMaxRank = 512;
+constexpr int64_t kUnitRows = 192;
+constexpr int64_t kUnitCols = 1024;
+constexpr int64_t kMaxTileRows = 16;  // of a register tile, over all instruction sets
+constexpr int64_t kMaxPanel = 64;     // columns of a register tile, over all instruction sets
+constexpr int64_t kMaxChunk = 512;    // columns of lora_A packed at a time
+constexpr int64_t kPackedA = 4096;    // floats: 16 KiB, half of a small L1 cache
+constexpr int64_t kPackedB = kUnitRows * 128;  // floats: 96 KiB, a part of a small L2 cache
+
+inline int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+
+// Rows of a unit: few enough that their part of lora_B, as float32, stays in the L2 cache.
+inline int64_t unit_rows(int64_t rank) {
+  const int64_t width = round_up(rank < 1 ? 1 : rank, kRankBlock);
+  const int64_t rows = kPackedB / width;
+  return rows < kUnitRows ? rows : kUnitRows;
+}
+
+// One thread's working memory, about 200 KiB.
+struct alignas(64) Scratch {
+  float a[kPackedA + kMaxRank * kMaxPanel];
+  float b[kPackedB + kMaxTileRows * kMaxRank];
+  float sums[kMaxTileRows * kMaxChunk];
+  double norms[kUnitRows + kMaxTileRows][16];
+};
+
+struct Kernels {
+  const char* name;
+  void (*merge)(const Unit& unit, bool stochastic, uint64_t seed, Scratch& scratch);
+  void (*row_norms)(const Unit& unit, double* out, Scratch& scratch);  // a unit of whole rows
+};
+
+extern const Kernels kGeneric;
+#if defined(__x86_64__)
+extern const Kernels kAvx2;
+extern const Kernels kAvx512;
+#endif
+
+}  // namespace lora_merge::cpu

@@ -1,0 +1,142 @@
+// Cuts a table into units of work and hands them to threads.
+#include "launch.h"
+
+#include <ATen/Parallel.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "kernel.h"
+
+namespace lora_merge::cpu {
+namespace {
+
+constexpr int64_t kCopyBytes = 1 << 20;  // of one unit of a copy
+
+const Kernels& choose() {
+  std::vector<const Kernels*> usable;
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512vl")) {
+      usable.push_back(&kAvx512);
+    }
+    usable.push_back(&kAvx2);
+  }
+#endif
+  usable.push_back(&kGeneric);
+  const char* forced = std::getenv("LORA_MERGE_CPU_ISA");
+  if (forced == nullptr || *forced == '\0') return *usable.front();
+  std::string names;
+  for (const Kernels* kernels : usable) {
+    if (std::strcmp(kernels->name, forced) == 0) return *kernels;
+    names += std::string(names.empty() ? "" : ", ") + kernels->name;
+  }
+  TORCH_CHECK(false, "LORA_MERGE_CPU_ISA=", forced, ": this machine can run ", names);
+}
+
+const Kernels& kernels() {
+  static const Kernels& chosen = choose();
+  return chosen;
+}
+
+bool is_raw(const Segment& s) { return (s.dtypes & 0xff) >= kRaw1; }
+
+int64_t raw_size(const Segment& s) { return int64_t{1} << ((s.dtypes & 0xff) - kRaw1); }
+
+int64_t divide_up(int64_t n, int64_t step) { return (n + step - 1) / step; }
+
+// How a segment is cut: each unit has at most so many rows and columns.
+struct Cut {
+  int64_t rows, cols;
+
+  int64_t across(const Segment& s) const { return divide_up(s.cols, cols); }
+  int64_t units(const Segment& s) const { return divide_up(s.rows, rows) * across(s); }
+};
+
+Cut merge_cut(const Segment& s) {
+  if (!is_raw(s)) return {unit_rows(s.rank), kUnitCols};
+  const int64_t budget = kCopyBytes / raw_size(s);
+  const int64_t cols = std::min(s.cols, budget);
+  return {std::max<int64_t>(1, budget / std::max<int64_t>(1, cols)), std::max<int64_t>(1, cols)};
+}
+
+Cut row_cut(const Segment& s) { return {unit_rows(s.rank), std::max<int64_t>(1, s.cols)}; }
+
+// Runs `work(unit, scratch)` for every unit of every segment. Threads take the next unit when they are done with one,
+// so that a slow core holds up nobody. Which thread does a unit changes nothing in its result.
+template <class Work>
+void for_units(const Segment* segments, int64_t count, Cut (*cut)(const Segment&), const Work& work) {
+  std::vector<int64_t> begin(count + 1, 0);
+  for (int64_t i = 0; i < count; ++i) begin[i + 1] = begin[i] + cut(segments[i]).units(segments[i]);
+  const int64_t total = begin[count];
+  std::atomic<int64_t> next{0};
+  const auto worker = [&](int64_t, int64_t) {
+    const std::unique_ptr<Scratch> scratch(new Scratch);
+    for (int64_t at = next++; at < total; at = next++) {
+      const int64_t i = std::upper_bound(begin.begin(), begin.end(), at) - begin.begin() - 1;
+      const Segment& s = segments[i];
+      const Cut size = cut(s);
+      const int64_t down = (at - begin[i]) / size.across(s), side = (at - begin[i]) % size.across(s);
+      const int64_t row = down * size.rows, col = side * size.cols;
+      work(i, Unit{&s, row, std::min(size.rows, s.rows - row), col, std::min(size.cols, s.cols - col)}, *scratch);
+    }
+  };
+  at::parallel_for(0, std::min<int64_t>(at::get_num_threads(), total), 1, worker);
+}
+
+template <class T>
+void copy_elements(const Unit& unit) {
+  const Segment& s = *unit.segment;
+  if (s.source == s.destination) return;  // a copy onto itself
+  const int64_t* from_step = s.source_stride;
+  const int64_t* to_step = s.destination_stride;
+  for (int64_t i = unit.row; i < unit.row + unit.rows; ++i) {
+    const T* from = reinterpret_cast<const T*>(s.source) + i * from_step[0] + unit.col * from_step[1];
+    T* to = reinterpret_cast<T*>(s.destination) + i * to_step[0] + unit.col * to_step[1];
+    if (from_step[1] == 1 && to_step[1] == 1) {
+      std::memcpy(to, from, unit.cols * sizeof(T));
+    } else {
+      for (int64_t j = 0; j < unit.cols; ++j) to[j * to_step[1]] = from[j * from_step[1]];
+    }
+  }
+}
+
+void copy(const Unit& unit) {
+  switch (unit.segment->dtypes & 0xff) {
+    case kRaw1: return copy_elements<uint8_t>(unit);
+    case kRaw2: return copy_elements<uint16_t>(unit);
+    case kRaw4: return copy_elements<uint32_t>(unit);
+    default: return copy_elements<uint64_t>(unit);
+  }
+}
+
+}  // namespace
+
+const char* isa() { return kernels().name; }
+
+void launch(const Segment* segments, int64_t count, bool stochastic, uint64_t seed) {
+  const Kernels& k = kernels();
+  for_units(segments, count, merge_cut, [&](int64_t, const Unit& unit, Scratch& scratch) {
+    is_raw(*unit.segment) ? copy(unit) : k.merge(unit, stochastic, seed, scratch);
+  });
+}
+
+void row_norms(const Segment* segments, int64_t count, double* out) {
+  const Kernels& k = kernels();
+  std::vector<int64_t> first(count + 1, 0);
+  for (int64_t i = 0; i < count; ++i) {
+    TORCH_CHECK(!is_raw(segments[i]), "row norms of a byte copy");
+    first[i + 1] = first[i] + segments[i].rows;
+  }
+  for_units(segments, count, row_cut, [&](int64_t i, const Unit& unit, Scratch& scratch) {
+    k.row_norms(unit, out + first[i] + unit.row, scratch);
+  });
+}
+
+}  // namespace lora_merge::cpu

@@ -1,0 +1,16 @@
+// The CPU backend: runs segment tables with all threads of at::parallel_for.
+#pragma once
+#include "../segments.h"
+
+namespace lora_merge::cpu {
+
+// Executes every segment. `seed` is xored with each segment's key; only stochastic rounding looks at it.
+void launch(const Segment* segments, int64_t count, bool stochastic, uint64_t seed);
+
+// Writes the squared norm of each row of source + scaling * B A, segment after segment.
+void row_norms(const Segment* segments, int64_t count, double* out);
+
+// The instruction set in use: "generic", "avx2" or "avx512". LORA_MERGE_CPU_ISA, read once, forces one.
+const char* isa();
+
+}  // namespace lora_merge::cpu
