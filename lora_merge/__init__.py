@@ -1,5 +1,7 @@
 """lora_merge: add LoRA adapters to base weights where they lie, at copy speed, and get them into a rollout engine."""
 
+from .context import merged
+from .delta import Delta
 from .errors import (
     AlreadyMerged,
     BackendUnavailable,
@@ -8,6 +10,7 @@ from .errors import (
     MissingExtra,
     UnsupportedAdapter,
 )
+from .lora import read_deltas
 from .ops import merge, merge_, run_segments, unmerge_
 from .plan import Plan
 from .segments import Segment
@@ -17,6 +20,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AlreadyMerged",
     "BackendUnavailable",
+    "Delta",
     "InvalidInput",
     "LoraMergeError",
     "MissingExtra",
@@ -25,6 +29,8 @@ __all__ = [
     "UnsupportedAdapter",
     "merge",
     "merge_",
+    "merged",
+    "read_deltas",
     "run_segments",
     "unmerge_",
 ]

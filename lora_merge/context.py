@@ -1,0 +1,200 @@
+"""`merged(model)`: the adapters in the base weights for the time of a `with` block."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from . import kernels
+from .delta import Delta, MergePlan
+from .errors import AlreadyMerged, InvalidInput
+from .lora import Adapters, read_adapters
+
+Model = TypeVar("Model", bound=nn.Module)
+
+_lock = threading.Lock()
+_inside: WeakSet[nn.Module] = WeakSet()
+"""Adapter layers of the models that are inside `merged` now."""
+_plans: WeakKeyDictionary[nn.Module, tuple[Any, list[MergePlan]]] = WeakKeyDictionary()
+"""Model -> what its plans were built for, and the plans: one a device."""
+
+
+@contextmanager
+def merged(model: Model, *, restore: str = "exact", strategy: str | None = None) -> Iterator[Model]:
+    """Inside the block, the base weights hold the merged values and the adapters add nothing on top.
+
+        with lora_merge.merged(model):
+            model.generate(...)
+
+    The active adapters are merged as they stand: scaling, several of them (rounded once), DoRA, `lora_bias`, fused
+    experts. Weights are merged where they lie, so addresses stay what they are (CUDA graphs, compiled modules). After
+    the block, also when it raises, every parameter and buffer is bit for bit what it was; `requires_grad`, gradients,
+    optimizer state and PEFT's flags are not touched. Train outside of the block: a backward pass that crosses its
+    border is refused by autograd, as for any weight changed in place.
+
+    Memory: one copy of the adapted weights on their device while inside; nothing of that size is kept after.
+    A tied weight with an adapter on only one of its users is held apart inside: the others see the copy.
+
+    Work on the merged weights by other streams must be waited for before leaving, as before freeing a tensor.
+
+    Args:
+        model: a `PeftModel`, or any module that holds PEFT's LoRA layers.
+        restore: "exact", the only way.
+        strategy: None, the only one so far: weights whole on their device.
+
+    Yields:
+        `model`.
+
+    Raises:
+        InvalidInput: an unknown option; no LoRA layers in the model; a weight that does not fit.
+        UnsupportedAdapter: an adapter without an exact merge; names the module and the reason.
+        AlreadyMerged: the weights hold adapters already, or the model is inside `merged` now.
+
+        All of them before anything is written.
+    """
+    if restore != "exact":
+        raise InvalidInput(f"restore must be 'exact', got {restore!r}")
+    if strategy is not None:
+        raise InvalidInput(f"strategy must be None (weights whole on their device), got {strategy!r}")
+    with ExitStack() as undo:
+        adapters = read_adapters(model)
+        if not adapters.layers:
+            raise InvalidInput("the model has no LoRA layers; pass the PeftModel, not its bare base")
+        undo.enter_context(_claimed([layer for layer, _ in adapters.layers]))
+        saved = undo.enter_context(_Restore(_weights(adapters)))
+        jobs = undo.enter_context(_untied(adapters, saved))
+        plans = _plans_for(model, jobs)
+        with torch.inference_mode():
+            for plan in plans:
+                plan.run()
+        undo.enter_context(_adapters_off(adapters))
+        yield model
+
+
+@contextmanager
+def _claimed(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """One `merged` at a time on any layer, in all threads."""
+    with _lock:
+        if any(layer in _inside for layer in layers):
+            raise AlreadyMerged("merged() is already entered on this model; leave it before entering again")
+        _inside.update(layers)
+    try:
+        yield
+    finally:
+        with _lock:
+            _inside.difference_update(layers)
+
+
+def _weights(adapters: Adapters) -> dict[int, Tensor]:
+    """The adapted parameters by address, each once."""
+    return {delta.parameter.data_ptr(): delta.parameter for delta in adapters.deltas}
+
+
+class _Restore:
+    """Keeps the bits of weights while inside, and puts them back.
+
+    Version counters move on inside and go back with the bits: autograd then refuses a backward pass inside for a
+    forward pass outside (and the reverse), and allows one that starts and ends outside.
+    """
+
+    def __init__(self, weights: dict[int, Tensor]) -> None:
+        self.addresses = list(weights)
+        self.weights = [weight.data for weight in weights.values()]
+        self.counted = [weight for weight in weights.values() if not weight.is_inference()]
+
+    def __enter__(self) -> dict[int, Tensor]:
+        with torch.inference_mode(False):
+            self.copies = [torch.empty_like(weight) for weight in self.weights]
+        with torch.inference_mode():
+            torch._foreach_copy_(self.copies, self.weights)
+        self.versions = [weight._version for weight in self.counted]
+        torch.autograd.graph.increment_version(self.counted)
+        return dict(zip(self.addresses, self.copies, strict=True))
+
+    def __exit__(self, *exception: object) -> None:
+        with torch.inference_mode():
+            torch._foreach_copy_(self.weights, self.copies)
+        torch._C._autograd._unsafe_set_version_counter(tuple(self.counted), tuple(self.versions))
+
+
+@contextmanager
+def _untied(adapters: Adapters, saved: dict[int, Tensor]) -> Iterator[list[tuple[Delta, Tensor, Tensor]]]:
+    """Holds tied weights apart, and yields what is to be merged: (delta, source, destination).
+
+    The first adapted user of a weight merges in place; its other users get a parameter of their own, which is the
+    saved copy, or a merged tensor if they have an adapter too.
+    """
+    jobs, swaps = [], []
+    owned: dict[int, tuple[int, str]] = {}
+    merged_apart: set[tuple[int, str]] = set()
+    for delta in adapters.deltas:
+        parameter, place = delta.parameter, (id(delta.owner), delta.attribute)
+        address = parameter.data_ptr()
+        if owned.setdefault(address, place) == place:
+            jobs.append((delta, parameter, parameter))
+            continue
+        with torch.inference_mode(False):
+            destination = torch.empty_like(parameter)
+        jobs.append((delta, saved[address], destination))
+        swaps.append((delta.owner, delta.attribute, destination))
+        merged_apart.add(place)
+    for address, place in owned.items():
+        for owner, attribute in adapters.users[address]:
+            if (id(owner), attribute) != place and (id(owner), attribute) not in merged_apart:
+                swaps.append((owner, attribute, saved[address]))
+    before = [owner._parameters[attribute] for owner, attribute, _ in swaps]
+    try:
+        for (owner, attribute, tensor), tied in zip(swaps, before, strict=True):
+            with torch.inference_mode(False):
+                owner._parameters[attribute] = nn.Parameter(tensor, tied is not None and tied.requires_grad)
+        yield jobs
+    finally:
+        for (owner, attribute, _), tied in zip(swaps, before, strict=True):
+            owner._parameters[attribute] = tied
+
+
+def _plans_for(model: nn.Module, jobs: list[tuple[Delta, Tensor, Tensor]]) -> list[MergePlan]:
+    """The plans of an earlier entry if nothing that they depend on has changed, or new ones."""
+    devices = {source.device for _, source, _ in jobs}
+    key = (
+        [delta.key() for delta, _, _ in jobs],
+        [(source.data_ptr(), destination.data_ptr()) for _, source, destination in jobs],
+        {device: kernels.pick(device) for device in devices},
+    )
+    known = _plans.get(model)
+    if known is not None and known[0] == key:
+        return known[1]
+    plans = [MergePlan([job for job in jobs if job[1].device == device]) for device in devices]
+    if all(source is destination for _, source, destination in jobs):
+        _plans[model] = key, plans  # the others hold tensors of this entry only
+    return plans
+
+
+@contextmanager
+def _adapters_off(adapters: Adapters) -> Iterator[None]:
+    """Makes PEFT's forward take its merged path, and keeps PEFT from merging or unmerging meanwhile."""
+    layers = [(layer, active) for layer, active in adapters.layers if active]
+    before = [layer.merged_adapters for layer, _ in layers]
+    try:
+        for layer, active in layers:
+            layer.merged_adapters = list(active)
+            layer.__dict__["merge"] = layer.__dict__["unmerge"] = _refuse
+        yield
+    finally:
+        for (layer, _), names in zip(layers, before, strict=True):
+            layer.merged_adapters = names
+            layer.__dict__.pop("merge", None)
+            layer.__dict__.pop("unmerge", None)
+
+
+def _refuse(*args: object, **kwargs: object) -> None:
+    raise AlreadyMerged(
+        "inside lora_merge.merged() the adapters are merged and the base is not at hand: leave the block before "
+        "PEFT's merge_adapter, unmerge_adapter, set_adapter or disable_adapter"
+    )

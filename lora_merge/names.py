@@ -1,0 +1,123 @@
+"""HF checkpoint names, whatever wraps the model.
+
+`walk` looks through PEFT, torch.compile, activation checkpointing, DDP and FSDP by the wrapper's type, so a module of
+the user's that happens to be called `base_layer` keeps its name. `hf_name` does what can be done with text alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+_WRAPPERS = {
+    "peft.peft_model.PeftModel": "base_model",
+    "peft.mixed_model.PeftMixedModel": "base_model",
+    "peft.tuners.tuners_utils.BaseTuner": "model",
+    "peft.tuners.tuners_utils.BaseTunerLayer": "base_layer",
+    "peft.utils.other.TrainableTokensWrapper": "token_adapter",
+    "peft.utils.other.ModulesToSaveWrapper": "modules_to_save",
+    "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper": "_checkpoint_wrapped_module",
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "_fsdp_wrapped_module",
+    "torch.nn.parallel.distributed.DistributedDataParallel": "module",
+}
+"""Class -> the child that it wraps. By name, so that nothing is imported to look."""
+_STRIPPED = {"base_layer", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+
+
+class NamedTensor(NamedTuple):
+    """A parameter or a persistent buffer: its HF name and where it lives."""
+
+    name: str
+    owner: nn.Module
+    attribute: str
+    tensor: Tensor
+
+
+def hf_name(name: str) -> str:
+    """The HF checkpoint name of a parameter's path in a wrapped model.
+
+    Strips `base_model.model.` at the start, and `base_layer`, `modules_to_save.<adapter>`, `_orig_mod`,
+    `_checkpoint_wrapped_module` and `_fsdp_wrapped_module` as whole path components (`base_layer_norm` stays). Where
+    the model is at hand, `walk` decides by type instead, and is right for a user's own `base_layer` too.
+    """
+    parts = [part for part in name.split(".") if part not in _STRIPPED]
+    if parts[:2] == ["base_model", "model"]:
+        parts = parts[2:]
+    while "modules_to_save" in parts:
+        at = parts.index("modules_to_save")
+        del parts[at : at + 2]
+    return ".".join(parts)
+
+
+def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every module that takes part in the model's forward, in order, under its HF name.
+
+    A wrapper is yielded before the module in it, under the same name; a module that has two places comes twice. Of a
+    module in `modules_to_save` the copy of the active adapter is followed, or the original where no adapter is
+    active; adapters' own modules are left out.
+    """
+    stack = [("", model)]
+    while stack:
+        name, module = stack.pop()
+        yield name, module
+        inner = wrapped(module)
+        if inner is not None:
+            stack.append((name, inner))
+            continue
+        prefix = f"{name}." if name else ""
+        children = [(prefix + key, child) for key, child in module._modules.items() if child is not None]
+        stack.extend(reversed(children))
+
+
+def wrapped(module: nn.Module) -> nn.Module | None:
+    """The module inside a wrapper; None if `module` is no wrapper."""
+    child = _kind(type(module))
+    if child is None:
+        return None
+    return _active_copy(module) if child == "modules_to_save" else getattr(module, child)
+
+
+def _active_copy(wrapper: Any) -> nn.Module:  # noqa: ANN401 (PEFT's ModulesToSaveWrapper)
+    """The module that a ModulesToSaveWrapper's forward calls."""
+    active = wrapper.active_adapters
+    if wrapper.disable_adapters or not active or any(name not in wrapper.modules_to_save for name in active):
+        return wrapper.original_module
+    return wrapper.modules_to_save[active[0]]
+
+
+def named_tensors(model: nn.Module) -> Iterator[NamedTensor]:
+    """Parameters and persistent buffers of the model without its adapters, under HF names.
+
+    Tied weights come once for each of their names. Values are the base's: adapters are not added here.
+    """
+    for name, module in walk(model):
+        if wrapped(module) is not None:
+            continue
+        prefix = f"{name}." if name else ""
+        for key, tensor in module._parameters.items():
+            if tensor is not None:
+                yield NamedTensor(prefix + key, module, key, tensor)
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in module._non_persistent_buffers_set:
+                yield NamedTensor(prefix + key, module, key, buffer)
+
+
+def lineage(cls: type) -> tuple[str, ...]:
+    """Dotted paths of a class and its ancestors, nearest first: `isinstance` without an import."""
+    if cls not in _lineages:
+        _lineages[cls] = tuple(f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__)
+    return _lineages[cls]
+
+
+def _kind(cls: type) -> str | None:
+    """The child that a wrapper of this class wraps; None for other classes."""
+    if cls not in _kinds:
+        _kinds[cls] = next((_WRAPPERS[path] for path in lineage(cls) if path in _WRAPPERS), None)
+    return _kinds[cls]
+
+
+_lineages: dict[type, tuple[str, ...]] = {}
+_kinds: dict[type, str | None] = {}
