@@ -1,0 +1,121 @@
+"""From the tensors that a transformers model holds at run time to those of its checkpoints.
+
+transformers 5 fuses and renames parameters while loading (experts into one tensor, gate beside up) and undoes it when
+saving. Here the undoing is run once on meta tensors, to learn which view of which parameter each checkpoint tensor
+is; no weight is touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from .names import lineage, walk
+
+_PRETRAINED = "transformers.modeling_utils.PreTrainedModel"
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """One checkpoint tensor.
+
+    Args:
+        name: its checkpoint name.
+        sources: HF module names of the parameters that it is made of.
+        shape: its shape.
+        view: `(offset, shape, stride)` in its only source; None where values have to be computed.
+    """
+
+    name: str
+    sources: tuple[str, ...]
+    shape: torch.Size
+    view: tuple[int, torch.Size, tuple[int, ...]] | None
+
+
+class Conversion:
+    """What transformers does to the weights of `root` when it saves them; nothing where `root` is None."""
+
+    def __init__(self, root: Any | None, prefix: str) -> None:
+        self._root, self._prefix = root, prefix
+
+    def outputs(self, tensors: Mapping[str, Tensor]) -> list[Made]:
+        """The checkpoint tensors that these parameters and buffers become."""
+        metas = {
+            name: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for name, t in tensors.items()
+        }
+        storages = {_storage(meta): name for name, meta in metas.items()}
+        with _ViewsOnly():
+            made = self._revert(metas)
+        outputs, viewed = [], set()
+        for name, tensor in made.items():
+            source = storages.get(_storage(tensor))
+            if source is not None:
+                viewed.add(source)
+                view = (int(tensor.storage_offset()), tensor.shape, tensor.stride())
+                outputs.append(Made(name, (source,), tensor.shape, view))
+        for group in self._groups({name: meta for name, meta in metas.items() if name not in viewed}):
+            for name, tensor in self._revert({source: metas[source] for source in group}).items():
+                outputs.append(Made(name, tuple(group), tensor.shape, None))
+        place = {name: index for index, name in enumerate(tensors)}
+        return sorted(outputs, key=lambda m: place[m.sources[0]])
+
+    def compute(self, merged: Mapping[str, Tensor], name: str) -> Tensor:
+        """The checkpoint tensor `name` from the values of all its sources."""
+        return self._revert(merged)[name]
+
+    def _groups(self, metas: Mapping[str, Tensor]) -> list[Sequence[str]]:
+        """Parameters that go into the same checkpoint tensors, together."""
+        groups: dict[str, list[str]] = {}
+        for source, meta in metas.items():
+            group = [source]
+            for output in self._revert({source: meta}):
+                other = groups.get(output, group)
+                if other is not group:
+                    group = other + group
+                groups.update(dict.fromkeys([*(k for k, v in groups.items() if v is other), output], group))
+        return list({id(group): group for group in groups.values()}.values())
+
+    def _revert(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        if self._root is None:
+            return dict(tensors)
+        from transformers.core_model_loading import revert_weight_conversion
+
+        cut = len(self._prefix)
+        inside = {name[cut:]: t for name, t in tensors.items() if name.startswith(self._prefix)}
+        outside = {name: t for name, t in tensors.items() if not name.startswith(self._prefix)}
+        converted = revert_weight_conversion(self._root, inside)
+        return outside | {self._prefix + name: _single(t) for name, t in converted.items()}
+
+
+class _ViewsOnly(TorchFunctionMode):
+    """Leaves out the copies that only change the layout, so that chunks of a tensor stay views of it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.contiguous, Tensor.clone, torch.clone):
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def read_conversion(model: nn.Module) -> Conversion:
+    """The conversion of the transformers model that `model` is, wraps or contains."""
+    for name, module in walk(model):
+        if _PRETRAINED in lineage(type(module)):
+            try:
+                from transformers.core_model_loading import revert_weight_conversion  # noqa: F401
+            except ImportError:  # transformers 4 converts nothing
+                break
+            return Conversion(module, f"{name}." if name else "")
+    return Conversion(None, "")
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _single(value: Any) -> Tensor:
+    return value[0] if isinstance(value, list) else value
