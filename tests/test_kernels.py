@@ -111,20 +111,20 @@ def test_drawn(backend: Backend, data: st.DataObject) -> None:
     assert_accurate(s, s.destination)
 
 
-@settings(max_examples=15)
+@settings(max_examples=12)
 @given(data=st.data())
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_cuts_do_not_show(backend: Backend, rounding: str, data: st.DataObject) -> None:
     """However a weight is cut into rectangles, in place or not: the same bits."""
     seed = 7 if rounding == "stochastic" else None
-    rows, cols = data.draw(st.sampled_from([(40, 75), (67, 140)]), "shape")
+    rows, cols = (19, 40) if backend.interpreted else data.draw(st.sampled_from([(40, 75), (67, 140)]), "shape")
     dtypes = data.draw(st.sampled_from([pairwise(i) for i in range(9)]), "dtypes")
-    rank = data.draw(st.sampled_from([0, 3, 16, 40, 130]), "rank")
+    rank = data.draw(st.sampled_from([0, 3, 16, 40]), "rank")
     whole = make_segment("whole", rows, cols, rank, dtypes, backend.device, update=1.0)
     run(whole, rounding=rounding, seed=seed)
     wanted = whole.destination.clone()
 
-    parts = data.draw(cuts(rows, cols), "cuts")
+    parts = data.draw(cuts(rows, cols, 3 if backend.interpreted else 6), "cuts")
     apart = dataclasses.replace(whole, destination=torch.zeros_like(wanted))
     run(*cut(apart, parts), rounding=rounding, seed=seed)
     assert_same_bits(apart.destination, wanted, f"cut into {parts}")

@@ -1,0 +1,277 @@
+"""The Triton kernels: imported when a plan is prepared for them, so that the package does without triton.
+
+They read the packed table of `csrc/segments.h`. A program owns one tile of one segment.
+
+Accuracy: the rank is taken in blocks of BLOCK_K, in order, padded with zeros, in every tile alike, so that an element's
+bits depend on its row of lora_B, its column of lora_A and its weight alone. Matrix units cut off the low bits of their
+running sum; each block is therefore summed apart, from zero, and then added with rounding: the error stays at the size
+of a block. A pair of bf16 or of fp16 adapters multiplies exactly. All others are split into bf16 parts of 8 bits, which
+add up to the values exactly; of the products of parts those below 2^-21 are left out (they take either sign), the rest
+is summed small ones first.
+"""
+
+# A kernel's arguments are tiles and pointers without types of their own; DTYPE and the like are no constants to ruff.
+# ruff: noqa: ANN001, ANN201, ANN202, SIM300
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .. import segments
+
+INTERPRETED = tl.constexpr(not isinstance(tl.sum, triton.JITFunction))
+"""Whether TRITON_INTERPRET=1 was set when triton was imported."""
+
+# One tile of a merge; on the matrix units of an H200 64 x 128 leaves room for three or more programs an SM.
+BLOCK_M, BLOCK_N, BLOCK_K = tl.constexpr(64), tl.constexpr(128), tl.constexpr(32)
+# One tile of a byte copy.
+BLOCK_BYTES = tl.constexpr(16384)
+
+WORDS = tl.constexpr(segments.WORDS)
+SOURCE, DESTINATION = tl.constexpr(segments.SOURCE), tl.constexpr(segments.DESTINATION)
+LORA_A, LORA_B = tl.constexpr(segments.LORA_A), tl.constexpr(segments.LORA_B)
+ROW_SCALE, SCALING = tl.constexpr(segments.ROW_SCALE), tl.constexpr(segments.SCALING)
+ROWS, COLS, RANK = tl.constexpr(segments.ROWS), tl.constexpr(segments.COLS), tl.constexpr(segments.RANK)
+SOURCE_STRIDE = tl.constexpr(segments.SOURCE_STRIDE)
+DESTINATION_STRIDE = tl.constexpr(segments.DESTINATION_STRIDE)
+LORA_A_STRIDE, LORA_B_STRIDE = tl.constexpr(segments.LORA_A_STRIDE), tl.constexpr(segments.LORA_B_STRIDE)
+KEY, FIRST, PITCH = tl.constexpr(segments.KEY), tl.constexpr(segments.FIRST), tl.constexpr(segments.PITCH)
+UNIT_BEGIN, UNITS_ACROSS = tl.constexpr(segments.UNIT_BEGIN), tl.constexpr(segments.UNITS_ACROSS)
+
+
+@triton.jit
+def run_table(
+    table,
+    unit_segment,
+    seed: tl.int64,
+    SOURCE_T: tl.constexpr,
+    DESTINATION_T: tl.constexpr,
+    LORA_A_T: tl.constexpr,
+    LORA_B_T: tl.constexpr,
+    ALIGN: tl.constexpr,
+    LORA_ALIGN: tl.constexpr,
+    RANK_BLOCKS: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+):
+    """One tile of one segment.
+
+    Args:
+        table: int64 `[S, 24]`.
+        unit_segment: int32, the segment of each program.
+        seed: word of `segments.seed_key`.
+        *_T: the dtypes; an integer for copies that move bits.
+        ALIGN: 1, or more where every source and destination has adjacent columns, addresses of whole 16 bytes, and
+            row strides and columns that are multiples of it. LORA_ALIGN: likewise for the adapters.
+        RANK_BLOCKS: blocks of BLOCK_K that hold every segment's rank; 0 where none has an adapter.
+    """
+    unit = tl.program_id(0)
+    segment = table + tl.load(unit_segment + unit).to(tl.int64) * WORDS
+    local = unit - tl.load(segment + UNIT_BEGIN).to(tl.int32)
+    across = tl.load(segment + UNITS_ACROSS).to(tl.int32)
+    i = (local // across).to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
+    j = (local % across).to(tl.int64) * TILE_N + tl.arange(0, TILE_N)
+    mask = (i < tl.load(segment + ROWS))[:, None] & (j < _extent(segment + COLS, ALIGN))[None, :]
+    source = _tile(segment + SOURCE, segment + SOURCE_STRIDE, i, j, SOURCE_T, ALIGN)
+    destination = _tile(segment + DESTINATION, segment + DESTINATION_STRIDE, i, j, DESTINATION_T, ALIGN)
+    weight = tl.load(source, mask, other=0, eviction_policy="evict_first")
+    if SOURCE_T.is_int():
+        out = weight
+    else:
+        total = _float32(weight)
+        if RANK_BLOCKS > 0:
+            total += _update(segment, i, j, LORA_A_T, LORA_B_T, LORA_ALIGN, RANK_BLOCKS, TILE_M, TILE_N)
+        row_scale = tl.load(segment + ROW_SCALE).to(tl.pointer_type(tl.float32))
+        scaled = (i < tl.load(segment + ROWS)) & (tl.load(segment + ROW_SCALE) != 0)
+        total *= tl.load(row_scale + i, scaled, other=1.0)[:, None]
+        if STOCHASTIC and DESTINATION_T != tl.float32:
+            index = tl.load(segment + FIRST) + i[:, None] * tl.load(segment + PITCH)
+            index += j[None, :] * tl.load(segment + PITCH + 1)
+            out = _round_stochastic(total, _random_bits(tl.load(segment + KEY) ^ seed, index), DESTINATION_T)
+        else:
+            out = _round(total, DESTINATION_T)
+    tl.store(destination, out, mask, eviction_policy="evict_first")
+
+
+@triton.jit
+def row_norms(
+    table,
+    unit_segment,
+    out,
+    SOURCE_T: tl.constexpr,
+    LORA_A_T: tl.constexpr,
+    LORA_B_T: tl.constexpr,
+    ALIGN: tl.constexpr,
+    LORA_ALIGN: tl.constexpr,
+    RANK_BLOCKS: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+):
+    """Squared norms of a block of rows, all columns in order; the word UNITS_ACROSS says where a segment's begin."""
+    unit = tl.program_id(0)
+    segment = table + tl.load(unit_segment + unit).to(tl.int64) * WORDS
+    i = (unit - tl.load(segment + UNIT_BEGIN)) * TILE_M + tl.arange(0, TILE_M)
+    rows, cols = tl.load(segment + ROWS), _extent(segment + COLS, ALIGN)
+    norms = tl.zeros([TILE_M], tl.float64)
+    begin = tl.zeros([], tl.int64)
+    while begin < cols:
+        j = begin + tl.arange(0, TILE_N)
+        source = _tile(segment + SOURCE, segment + SOURCE_STRIDE, i, j, SOURCE_T, ALIGN)
+        total = _float32(tl.load(source, (i < rows)[:, None] & (j < cols)[None, :], other=0))
+        if RANK_BLOCKS > 0:
+            total += _update(segment, i, j, LORA_A_T, LORA_B_T, LORA_ALIGN, RANK_BLOCKS, TILE_M, TILE_N)
+        norms += tl.sum(total.to(tl.float64) * total.to(tl.float64), axis=1)
+        begin += TILE_N
+    tl.store(out + tl.load(segment + UNITS_ACROSS) + i, norms, i < rows)
+
+
+# ---- addresses -------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _extent(word, ALIGN: tl.constexpr):
+    """A number of the table, known to the compiler as a multiple of ALIGN."""
+    return tl.multiple_of(tl.load(word), ALIGN)
+
+
+@triton.jit
+def _tile(address, strides, i, j, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
+    """Pointers to elements (i, j) of a view."""
+    base = tl.load(address).to(tl.pointer_type(DTYPE))
+    if ALIGN > 1:
+        return tl.multiple_of(base, 16) + i[:, None] * _extent(strides, ALIGN) + j[None, :]
+    return base + i[:, None] * tl.load(strides) + j[None, :] * tl.load(strides + 1)
+
+
+# ---- products --------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _update(
+    segment,
+    i,
+    j,
+    A_T: tl.constexpr,
+    B_T: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+):
+    """float32 `scaling * lora_B[i] @ lora_A[:, j]`."""
+    rank = _extent(segment + RANK, ALIGN)
+    in_rows, in_cols = i < tl.load(segment + ROWS), j < _extent(segment + COLS, ALIGN)
+    scaling = tl.load(segment + SCALING).to(tl.float64, bitcast=True).to(tl.float32)
+    total = tl.zeros([TILE_M, TILE_N], tl.float32)
+    for block in range(BLOCKS):
+        k = block * BLOCK_K + tl.arange(0, BLOCK_K)
+        a_tile = _tile(segment + LORA_A, segment + LORA_A_STRIDE, k, j, A_T, ALIGN)
+        b_tile = _tile(segment + LORA_B, segment + LORA_B_STRIDE, i, k, B_T, ALIGN)
+        a = tl.load(a_tile, (k < rank)[:, None] & in_cols[None, :], other=0)
+        b = tl.load(b_tile, in_rows[:, None] & (k < rank)[None, :], other=0)
+        # fma, not an addition: that would be drawn into the matrix unit's own sum.
+        total = tl.fma(_product(b, a, TILE_M, TILE_N), scaling, total)
+    return total
+
+
+@triton.jit
+def _product(b, a, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    """float32 `b @ a` over one block of the rank."""
+    total = tl.zeros([TILE_M, TILE_N], tl.float32)
+    if a.dtype == b.dtype and a.dtype != tl.float32:
+        total = _dot(b, a, total, a.dtype)
+    else:
+        a_parts, b_parts = _split(a), _split(b)
+        for small in tl.static_range(2, -1, -1):
+            for part in tl.static_range(0, small + 1):
+                if small - part < len(a_parts) and part < len(b_parts):
+                    total = _dot(b_parts[part], a_parts[small - part], total, tl.bfloat16)
+    return total
+
+
+@triton.jit
+def _split(x):
+    """Up to three values of 8 bits each that add up to a tile exactly (to NaN for infinity)."""
+    if x.dtype == tl.bfloat16:
+        return (x,)
+    else:
+        whole = x.to(tl.float32)
+        high = (whole.to(tl.int32, bitcast=True) & -0x10000).to(tl.float32, bitcast=True)
+        rest = whole - high
+        if x.dtype == tl.float16:
+            return (high, rest)
+        else:
+            # Rounded, so that what is left has either sign; it also keeps NaN.
+            middle = ((rest.to(tl.int32, bitcast=True) + 0x8000) & -0x10000).to(tl.float32, bitcast=True)
+            return (high, middle, rest - middle)
+
+
+# ---- what Triton's interpreter gets wrong ----------------------------------------------------------------------------
+# It keeps bf16 as words, which it truncates to and multiplies as integers; its matrix product is that of a BLAS, whose
+# order of summation changes along the rows.
+
+
+@triton.jit
+def _dot(b, a, total, DTYPE: tl.constexpr):
+    """`total + b @ a` of values that DTYPE holds."""
+    if INTERPRETED:
+        return total + tl.sum(_float32(b)[:, :, None] * _float32(a)[None, :, :], axis=1)
+    else:
+        return tl.dot(b.to(DTYPE), a.to(DTYPE), total)
+
+
+@triton.jit
+def _float32(x):
+    if INTERPRETED and x.dtype == tl.bfloat16:
+        return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def _round(x, DTYPE: tl.constexpr):
+    """float32 to nearest, ties to even."""
+    if INTERPRETED and DTYPE == tl.bfloat16:
+        word = x.to(tl.uint32, bitcast=True)
+        rounded = (word + 0x7FFF + ((word >> 16) & 1)) >> 16
+        return tl.where(x == x, rounded, (word >> 16) | 0x40).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(DTYPE)
+
+
+# ---- stochastic rounding: kernels/reference.py, word for word --------------------------------------------------------
+
+
+@triton.jit
+def _random_bits(key, index):
+    h = _avalanche((index ^ key).to(tl.uint32))
+    return _avalanche(h ^ ((index ^ key) >> 32).to(tl.uint32))
+
+
+@triton.jit
+def _avalanche(x):
+    x ^= x >> 16
+    x *= 0x7FEB352D
+    x ^= x >> 15
+    x *= 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _round_stochastic(x, bits, DTYPE: tl.constexpr):
+    """Up in magnitude with the probability of the part that is cut off; NaN and infinity pass."""
+    word = x.to(tl.uint32, bitcast=True)
+    exponent = (word >> 23) & 0xFF
+    if DTYPE == tl.bfloat16:
+        kept = (word + (bits >> 16)) >> 16
+    else:
+        # fp16: 13 bits fall off a normal number, more below 2^-14, where the step stays 2^-24.
+        significand = tl.where(exponent > 0, (word & 0x7FFFFF) | 0x800000, word & 0x7FFFFF)
+        shift = tl.minimum(13 + tl.maximum(113 - exponent.to(tl.int32), 0), 31).to(tl.uint32)
+        kept = (significand + (bits & ((tl.full(shift.shape, 1, tl.uint32) << shift) - 1))) >> shift
+        kept += tl.maximum(exponent.to(tl.int32) - 113, 0).to(tl.uint32) << 10
+        kept = tl.minimum(kept, 0x7C00) | ((word >> 31) << 15)
+    return tl.where(exponent < 255, kept.to(tl.uint16).to(DTYPE, bitcast=True), _round(x, DTYPE))
