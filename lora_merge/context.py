@@ -171,8 +171,10 @@ def _plans_for(model: nn.Module, jobs: list[tuple[Delta, Tensor, Tensor]]) -> li
     if known is not None and known[0] == key:
         return known[1]
     plans = [MergePlan([job for job in jobs if job[1].device == device]) for device in devices]
-    if all(source is destination for _, source, destination in jobs):
-        _plans[model] = key, plans  # the others hold tensors of this entry only
+    if all(source is destination for _, source, destination in jobs):  # no tensors of this entry only
+        for plan in plans:
+            plan.release()  # what the model lets go of between entries (offloading, a sleep) is freed
+        _plans[model] = key, plans
     return plans
 
 
@@ -183,12 +185,11 @@ def _adapters_off(adapters: Adapters) -> Iterator[None]:
     before = [layer.merged_adapters for layer, _ in layers]
     try:
         for layer, active in layers:
-            layer.merged_adapters = list(active)
-            layer.__dict__["merge"] = layer.__dict__["unmerge"] = _refuse
+            layer.__dict__.update(merged_adapters=list(active), merge=_refuse, unmerge=_refuse)
         yield
     finally:
         for (layer, _), names in zip(layers, before, strict=True):
-            layer.merged_adapters = names
+            layer.__dict__["merged_adapters"] = names
             layer.__dict__.pop("merge", None)
             layer.__dict__.pop("unmerge", None)
 

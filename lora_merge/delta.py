@@ -185,6 +185,13 @@ class MergePlan:
         self.plan = Plan(segments)
         self._norms = Plan(scaled) if scaled else None
 
+    def release(self) -> None:
+        """As `Plan.release`."""
+        self._operands.factors = []
+        self.plan.release()
+        if self._norms is not None:
+            self._norms.release()
+
     def run(self, *, rounding: str = "nearest", seed: int | None = None) -> None:
         """Merge, with the adapters as they are now, on the current stream; arguments as in `Plan.run`."""
         self._operands.refresh()

@@ -7,7 +7,7 @@ passed over. PEFT is not imported; a model that holds its layers has done so.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeAlias
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from .delta import Delta, Factors
 from .errors import AlreadyMerged, InvalidInput, UnsupportedAdapter
-from .names import lineage, walk
+from .names import lineage, unwrapped, walk
 from .segments import FLOATS
 
 PeftLayer: TypeAlias = Any
@@ -28,22 +28,16 @@ _PEFT_MODEL = "peft.peft_model.PeftModel"
 _LAYERS = "peft.tuners.lora.layer."
 _VARIANTS = "peft.tuners.lora.variants."
 
-_SAME_AS_LORA = {"MiCALinearVariant", "MiCAEmbeddingVariant", "VeloraLinearVariant"}
+_SAME_AS_LORA = {_VARIANTS + name for name in ("MiCALinearVariant", "MiCAEmbeddingVariant", "VeloraLinearVariant")}
 """Variants whose forward is `scaling * lora_B @ lora_A`: they change initialisation or backward only."""
-_DORA = {
-    "DoraLinearVariant",
-    "DoraEmbeddingVariant",
-    "DoraConv1dVariant",
-    "DoraConv2dVariant",
-    "DoraConv3dVariant",
-}
+_DORA = {_VARIANTS + f"Dora{kind}Variant" for kind in ("Linear", "Embedding", "Conv1d", "Conv2d", "Conv3d")}
 _REASONS = {
-    "ALoraLinearVariant": "aLoRA adapts only the tokens after its invocation, which no single weight can express",
-    "ArrowLinearVariant": "Arrow picks adapters token by token, which no single weight can express",
-    "QALoraLinearVariant": "QALoRA pools the inputs of a quantised weight",
-    "BdLoraLinearVariant": "its factors are block-diagonal",
-    "KasaLinearVariant": "KaSA puts a trained diagonal between the factors and truncates the base",
-    "MontecloraLinearVariant": "its adapter is sampled anew at each training step",
+    _VARIANTS + "ALoraLinearVariant": "aLoRA adapts only tokens after its invocation, which no weight can express",
+    _VARIANTS + "ArrowLinearVariant": "Arrow picks adapters token by token, which no weight can express",
+    _VARIANTS + "QALoraLinearVariant": "QALoRA pools the inputs of a quantised weight",
+    _VARIANTS + "BdLoraLinearVariant": "its factors are block-diagonal",
+    _VARIANTS + "KasaLinearVariant": "KaSA puts a trained diagonal between the factors and truncates the base",
+    _VARIANTS + "MontecloraLinearVariant": "its adapter is sampled anew in every training step",
 }
 
 
@@ -79,16 +73,18 @@ def read_deltas(model: nn.Module) -> list[Delta]:
 def read_adapters(model: nn.Module) -> Adapters:
     """As `read_deltas`, with the layers and the places of parameters."""
     found = Adapters([], [], {})
-    seen: set[int] = set()
-    adapted: set[tuple[int, str]] = set()
+    layer_name, seen, bare, adapted = "", set(), {}, set()
     for name, module in walk(model):
+        kind = _kind(type(module))
+        if kind == _TUNER_LAYER:
+            layer_name = name
+        elif name != layer_name:
+            bare[id(module)] = name
         if id(module) in seen:
             continue
         seen.add(id(module))
-        ancestors = lineage(type(module))
-        if _TUNER_LAYER in ancestors:
-            _check_merged(name, module)
-            active = _active(module)
+        if kind == _TUNER_LAYER:
+            active = _active(name, module)
             found.layers.append((module, active))
             for delta in _layer_deltas(name, module, active) if active else ():
                 place = (id(delta.owner), delta.attribute)
@@ -96,12 +92,23 @@ def read_adapters(model: nn.Module) -> Adapters:
                     raise UnsupportedAdapter(f"{delta.name}: two adapter layers change this parameter; target it once")
                 adapted.add(place)
                 found.deltas.append(delta)
-        elif _PEFT_MODEL in ancestors:
+        elif kind == _PEFT_MODEL:
             _check_peft_type(module)
         for attribute, parameter in module._parameters.items():
             if parameter is not None:
                 found.users.setdefault(parameter.data_ptr(), []).append((module, attribute))
+    for delta in found.deltas:
+        if id(delta.owner) in bare:
+            raise UnsupportedAdapter(
+                f"{delta.name}: its module is also used as {bare[id(delta.owner)]}, without the adapter; give that "
+                "place a module of its own (it may share the parameter)"
+            )
     return found
+
+
+def _kind(cls: type) -> str | None:
+    """Which of PEFT's base classes a class descends from."""
+    return next((path for path in lineage(cls) if path in (_TUNER_LAYER, _PEFT_MODEL)), None)
 
 
 def _check_peft_type(model: PeftLayer) -> None:
@@ -112,122 +119,115 @@ def _check_peft_type(model: PeftLayer) -> None:
             raise UnsupportedAdapter(f"adapter '{adapter}' is of type {kind}; only LoRA adapters can be merged here")
 
 
-def _check_merged(name: str, layer: PeftLayer) -> None:
-    if layer.merged:
+def _active(name: str, layer: PeftLayer) -> list[str]:
+    """The adapters that act in the layer's forward, in their order."""
+    if layer.merged_adapters:
         raise AlreadyMerged(
             f"{name}: the base weight already holds the adapters {', '.join(layer.merged_adapters)}. Inside "
             "lora_merge.merged(), leave it first. After PEFT's merge_adapter(), call unmerge_adapter(); that subtracts "
             "and does not bring back the exact weights, so reload the base model where they matter"
         )
-
-
-def _active(layer: PeftLayer) -> list[str]:
     if layer.disable_adapters:
         return []
-    there = layer._get_available_adapters()
+    there = layer.scaling if lineage(type(layer))[0] in _READERS else layer._get_available_adapters()
     return [adapter for adapter in layer.active_adapters if adapter in there]
 
 
-def _layer_deltas(name: str, layer: PeftLayer, active: list[str]) -> Iterator[Delta]:
+def _layer_deltas(name: str, layer: PeftLayer, active: list[str]) -> list[Delta]:
     """The deltas of one layer, each checked."""
-    path = f"{type(layer).__module__}.{type(layer).__qualname__}"
+    path = lineage(type(layer))[0]
     read = _READERS.get(path)
     if read is None:
         raise UnsupportedAdapter(f"{name}: a {path} cannot be merged here{_LAYER_REASONS.get(path, '')}")
     if getattr(layer, "quantization_backend", None) is not None:
         raise UnsupportedAdapter(f"{name}: the base is quantised ({layer.quantization_backend}); merge a float one")
-    if getattr(layer.get_base_layer(), "_hf_device_mesh", None) is not None:
+    base = unwrapped(layer)
+    if base.__dict__.get("_hf_device_mesh") is not None:
         raise UnsupportedAdapter(f"{name}: the base is sharded by transformers' tensor parallelism")
-    dora = [adapter for adapter in active if _variant_is_dora(name, layer, adapter)]
+    dora = [adapter for adapter in active if _is_dora(name, layer, adapter)]
     if dora and len(active) > 1:
         raise UnsupportedAdapter(
             f"{name}: DoRA adapter '{dora[0]}' beside others ({', '.join(active)}): their result depends on the "
             "order; activate it alone"
         )
-    for delta in read(name, layer, active):
+    magnitude = _part(layer, "lora_magnitude_vector", dora[0])._parameters["weight"] if dora else None
+    deltas = read(name, layer, base, active, magnitude)
+    for delta in deltas:
         _check(delta)
-        yield delta
+    return deltas
 
 
-def _variant_is_dora(name: str, layer: PeftLayer, adapter: str) -> bool:
+def _is_dora(name: str, layer: PeftLayer, adapter: str) -> bool:
     variant = layer.lora_variant.get(adapter)
     if variant is None:
         return False
-    kind = type(variant).__qualname__
-    if type(variant).__module__ + "." == _VARIANTS and kind in _DORA:
-        return True
-    if type(variant).__module__ + "." == _VARIANTS and kind in _SAME_AS_LORA:
-        return False
-    reason = _REASONS.get(kind, "an unknown variant")
-    raise UnsupportedAdapter(f"{name}: adapter '{adapter}' is a {kind}, which cannot be merged here: {reason}")
+    path = lineage(type(variant))[0]
+    if path not in _DORA and path not in _SAME_AS_LORA:
+        reason = _REASONS.get(path, "an unknown variant")
+        raise UnsupportedAdapter(f"{name}: adapter '{adapter}' cannot be merged here: {reason} ({path})")
+    return path in _DORA
 
 
-def _read_linear(name: str, layer: PeftLayer, active: list[str]) -> Iterator[Delta]:
+def _part(layer: PeftLayer, kind: str, adapter: str) -> PeftLayer:
+    """`layer.kind[adapter]`, straight from the dicts: with thousands of them, `__getattr__` would take longest."""
+    return unwrapped(layer._modules[kind]._modules[adapter])
+
+
+def _factors(layer: PeftLayer, active: list[str]) -> tuple[Factors, ...]:
+    return tuple(
+        Factors(
+            _part(layer, "lora_A", adapter)._parameters["weight"],
+            _part(layer, "lora_B", adapter)._parameters["weight"],
+            layer.scaling[adapter],
+        )
+        for adapter in active
+    )
+
+
+def _read_linear(
+    name: str, layer: PeftLayer, base: PeftLayer, active: list[str], magnitude: Tensor | None
+) -> list[Delta]:
     """nn.Linear, and Conv1D with `fan_in_fan_out`."""
-    factors = tuple(Factors(layer.lora_A[a].weight, layer.lora_B[a].weight, layer.scaling[a]) for a in active)
-    owner = layer.get_base_layer()
-    magnitude = _magnitude(layer, active)
-    yield Delta(f"{name}.weight", owner, "weight", factors, None, bool(layer.fan_in_fan_out), magnitude)
-    yield from _read_bias(name, layer, active)
+    factors, transposed = _factors(layer, active), bool(layer.fan_in_fan_out)
+    weight = Delta(f"{name}.weight", base, "weight", factors, None, transposed, magnitude)
+    return [weight, *_read_bias(name, layer, base, active)]
 
 
-def _read_conv(name: str, layer: PeftLayer, active: list[str]) -> Iterator[Delta]:
-    """A convolution whose first factor strides over the input as the base does: lora_B is 1x1, so the product of
-    the flattened factors is the composed kernel."""
-    base = layer.get_base_layer()
+def _read_conv(
+    name: str, layer: PeftLayer, base: PeftLayer, active: list[str], magnitude: Tensor | None
+) -> list[Delta]:
+    """A convolution. lora_A strides over the input as the base does and lora_B is 1x1, so that the composed kernel is
+    the product of the flattened factors."""
     if base.groups > 1:
         raise UnsupportedAdapter(f"{name}: a convolution with {base.groups} groups cannot be merged (nor does PEFT)")
-    for adapter in active:
+    factors = _factors(layer, active)
+    for adapter, factor in zip(active, factors, strict=True):
+        lora_A = _part(layer, "lora_A", adapter)
         for what in ("kernel_size", "stride", "padding", "dilation", "padding_mode"):
-            ours, theirs = getattr(base, what), getattr(layer.lora_A[adapter], what)
-            if ours != theirs:
+            if getattr(base, what) != getattr(lora_A, what):
                 raise UnsupportedAdapter(
-                    f"{name}: the base convolves with {what} {ours}, lora_A of '{adapter}' with {theirs}: PEFT's "
-                    "forward is not a convolution with one merged weight"
+                    f"{name}: the base convolves with {what} {getattr(base, what)}, lora_A of '{adapter}' with "
+                    f"{getattr(lora_A, what)}: their sum is no convolution with one weight"
                 )
-    factors = tuple(Factors(layer.lora_A[a].weight, layer.lora_B[a].weight, layer.scaling[a]) for a in active)
-    if not all(t.is_contiguous() for f in factors for t in (base.weight, f.lora_A, f.lora_B)):
-        raise UnsupportedAdapter(f"{name}: convolutions must be contiguous, not channels_last")
-    yield Delta(f"{name}.weight", base, "weight", factors, magnitude=_magnitude(layer, active))
-    yield from _read_bias(name, layer, active)
+        if not all(t.is_contiguous() for t in (base.weight, factor.lora_A, factor.lora_B)):
+            raise UnsupportedAdapter(f"{name}: weights of convolutions must be contiguous, not channels_last")
+    weight = Delta(f"{name}.weight", base, "weight", factors, None, False, magnitude)
+    return [weight, *_read_bias(name, layer, base, active)]
 
 
-def _read_embedding(name: str, layer: PeftLayer, active: list[str]) -> Iterator[Delta]:
-    """Stored `[vocabulary, dim]`; lora_A is `[r, vocabulary]` and lora_B `[dim, r]`, so out = dim, in = vocabulary."""
-    owner = layer.get_base_layer()
-    if owner.max_norm is not None:
-        raise UnsupportedAdapter(f"{name}: an Embedding with max_norm rescales its weight in the forward")
-    factors = tuple(Factors(layer.lora_embedding_A[a], layer.lora_embedding_B[a], layer.scaling[a]) for a in active)
-    magnitude = _magnitude(layer, active)
-    yield Delta(f"{name}.weight", owner, "weight", factors, None, True, magnitude)
-
-
-def _read_parameter(name: str, layer: PeftLayer, active: list[str]) -> Iterator[Delta]:
-    """A parameter of its own (`target_parameters`), mostly the fused experts of a layer.
-
-    PEFT before 0.19 takes every 3-D parameter as `[E, in, out]`; later it asks the module (`is_transposed`) and notes
-    in `_did_swap_in_out_features` that it is `[E, out, in]`. With one expert it adds `lora_B @ lora_A` as it is.
-    """
-    owner = layer.get_base_layer()
-    factors = tuple(Factors(layer.lora_A[a].weight, layer.lora_B[a].weight, layer.scaling[a]) for a in active)
-    experts = layer.num_experts if layer.get_param().dim() == 3 else None
-    transposed = layer.num_experts > 1 and not getattr(layer, "_did_swap_in_out_features", False)
-    yield Delta(f"{name}.{layer.parameter_name}", owner, layer.parameter_name, factors, experts, transposed)
-
-
-def _read_bias(name: str, layer: PeftLayer, active: list[str]) -> Iterator[Delta]:
-    """`lora_bias` adds `scaling * lora_B.bias` to the base's bias: rank 1, with ones as lora_A."""
-    biased = [adapter for adapter in active if layer.lora_B[adapter].bias is not None]
-    if not biased:
-        return
-    owner = layer.get_base_layer()
-    if owner.bias is None:
-        raise UnsupportedAdapter(
-            f"{name}: adapter '{biased[0]}' has lora_bias, but the base has no bias to merge it into"
-        )
-    biases = [(layer.lora_B[adapter].bias.detach(), layer.scaling[adapter]) for adapter in biased]
-    factors = tuple(Factors(_one(bias.dtype, bias.device), bias.unsqueeze(1), scaling) for bias, scaling in biases)
-    yield Delta(f"{name}.bias", owner, "bias", factors)
+def _read_bias(name: str, layer: PeftLayer, base: PeftLayer, active: list[str]) -> list[Delta]:
+    """`lora_bias` adds `scaling * lora_B.bias` to the base's bias: rank 1, with a one as lora_A."""
+    biases = {adapter: _part(layer, "lora_B", adapter)._parameters.get("bias") for adapter in active}
+    factors = tuple(
+        Factors(_one(bias.dtype, bias.device), bias.detach().unsqueeze(1), layer.scaling[adapter])
+        for adapter, bias in biases.items()
+        if bias is not None
+    )
+    if not factors:
+        return []
+    if base.bias is None:
+        raise UnsupportedAdapter(f"{name}: an adapter has lora_bias, but the base has no bias to merge it into")
+    return [Delta(f"{name}.bias", base, "bias", factors)]
 
 
 @cache
@@ -235,11 +235,30 @@ def _one(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.ones(1, 1, dtype=dtype, device=device)
 
 
-def _magnitude(layer: PeftLayer, active: list[str]) -> Tensor | None:
-    """DoRA's magnitude vector of the only active adapter."""
-    if layer.lora_variant.get(active[0]) is None or active[0] not in layer.lora_magnitude_vector:
-        return None
-    return layer.lora_magnitude_vector[active[0]].weight
+def _read_embedding(
+    name: str, layer: PeftLayer, base: PeftLayer, active: list[str], magnitude: Tensor | None
+) -> list[Delta]:
+    """Stored `[vocabulary, dim]`; lora_A is `[r, vocabulary]` and lora_B `[dim, r]`, so out = dim, in = vocabulary."""
+    if base.max_norm is not None:
+        raise UnsupportedAdapter(f"{name}: an Embedding with max_norm rescales its weight in the forward")
+    a, b = layer.lora_embedding_A, layer.lora_embedding_B
+    factors = tuple(Factors(a[adapter], b[adapter], layer.scaling[adapter]) for adapter in active)
+    return [Delta(f"{name}.weight", base, "weight", factors, None, True, magnitude)]
+
+
+def _read_parameter(
+    name: str, layer: PeftLayer, base: PeftLayer, active: list[str], magnitude: Tensor | None
+) -> list[Delta]:
+    """A parameter of its own (`target_parameters`), mostly the fused experts of a layer.
+
+    PEFT before 0.19 takes every 3-D parameter as `[E, in, out]`; later it asks the module (`is_transposed`) and notes
+    in `_did_swap_in_out_features` that it is `[E, out, in]`. With one expert it adds `lora_B @ lora_A` as it is.
+    """
+    attribute = layer.parameter_name
+    parameter = base._parameters.get(attribute)
+    experts = layer.num_experts if parameter is not None and parameter.dim() == 3 else None
+    transposed = layer.num_experts > 1 and not getattr(layer, "_did_swap_in_out_features", False)
+    return [Delta(f"{name}.{attribute}", base, attribute, _factors(layer, active), experts, transposed, magnitude)]
 
 
 def _check(delta: Delta) -> None:
@@ -261,7 +280,8 @@ def _check(delta: Delta) -> None:
     (out, cols), experts = delta.shape, delta.experts or 1
     for f in delta.factors:
         rank = f.lora_A.shape[0] // experts
-        if f.lora_A.numel() != experts * rank * cols or f.lora_B.numel() != out * rank * experts:
+        fits = f.lora_A.numel() == experts * rank * cols and f.lora_B.numel() == out * rank * experts
+        if not fits or f.lora_B.shape[0] != out:
             raise UnsupportedAdapter(
                 f"{delta.name}: lora_A {tuple(f.lora_A.shape)} and lora_B {tuple(f.lora_B.shape)} do not fit a weight "
                 f"of shape {tuple(parameter.shape)} ({experts} x [{out}, {cols}]); is it sharded or offloaded?"
@@ -270,7 +290,7 @@ def _check(delta: Delta) -> None:
             raise InvalidInput(f"{delta.name}: scaling must be finite, got {f.scaling}")
 
 
-_READERS: dict[str, Callable[[str, PeftLayer, list[str]], Iterator[Delta]]] = {
+_READERS: dict[str, Callable[[str, PeftLayer, PeftLayer, list[str], Tensor | None], list[Delta]]] = {
     _LAYERS + "Linear": _read_linear,
     _LAYERS + "Embedding": _read_embedding,
     _LAYERS + "Conv1d": _read_conv,

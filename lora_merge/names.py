@@ -80,6 +80,13 @@ def wrapped(module: nn.Module) -> nn.Module | None:
     return _active_copy(module) if child == "modules_to_save" else getattr(module, child)
 
 
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module inside all wrappers around it."""
+    while (inner := wrapped(module)) is not None:
+        module = inner
+    return module
+
+
 def _active_copy(wrapper: Any) -> nn.Module:  # noqa: ANN401 (PEFT's ModulesToSaveWrapper)
     """The module that a ModulesToSaveWrapper's forward calls."""
     active = wrapper.active_adapters

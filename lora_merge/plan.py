@@ -18,9 +18,9 @@ ROUNDINGS = ("nearest", "stochastic")
 class Plan:
     """Segments that run in one launch (one for each combination of dtypes on the GPU).
 
-    The plan holds views of every tensor that it reads and writes, so its addresses stay valid as long as it lives.
-    Whoever hands in parameters that may be replaced compares addresses before a run and builds a new plan
-    (`merged` and `MergedWeights` do).
+    The plan holds views of every tensor that it reads and writes, so its addresses stay valid as long as it lives,
+    or until `release`. Whoever hands in parameters that may be replaced compares addresses before a run and builds a
+    new plan (`merged` and `MergedWeights` do).
 
     Args:
         segments: the work; all tensors on one device.
@@ -41,11 +41,18 @@ class Plan:
         self.device = devices.pop() if devices else torch.device("cpu")
         work = [s for s in self.segments if s.source.numel()]
         self._launch = kernels.pick(self.device).prepare(work, self.device) if work else None
-
-    @property
-    def bytes_moved(self) -> int:
+        self.bytes_moved = sum(s.source.nbytes + s.destination.nbytes for s in self.segments)
         """Bytes of bases read and of outputs written in one run; the adapters come on top."""
-        return sum(s.source.nbytes + s.destination.nbytes for s in self.segments)
+        self._rows = [(s.source.shape[0], s.source.numel() > 0) for s in self.segments]
+        self._unscaled = next((s.name for s in self.segments if s.row_scale is None), None)
+
+    def release(self) -> None:
+        """Let go of the tensors and keep their addresses: the plan then holds no memory that its owner wants freed.
+
+        For an owner that compares the plan's addresses with those of live tensors before every run. (The reference
+        backend has no table of addresses and goes on holding them.)
+        """
+        self.segments = ()
 
     @torch.compiler.disable
     def run(self, *, rounding: str = "nearest", seed: int | None = None) -> None:
@@ -66,17 +73,14 @@ class Plan:
 
         Every segment must carry a `row_scale`: it marks rectangles whose rows are kept as rows (see `segments.pack`).
         """
-        for s in self.segments:
-            if s.row_scale is None:
-                raise InvalidInput(f"{s.name}: row_norms needs segments with a row_scale")
-        rows = [s.source.shape[0] if s.source.numel() else 0 for s in self.segments]
-        out = torch.zeros(sum(rows), dtype=torch.float64, device=self.device)
+        if self._unscaled is not None:
+            raise InvalidInput(f"{self._unscaled}: row_norms needs segments with a row_scale")
+        sizes = [rows if some else 0 for rows, some in self._rows]
+        out = torch.zeros(sum(sizes), dtype=torch.float64, device=self.device)
         if self._launch is not None:
             self._launch.row_norms(out)
-        return [
-            norms if s.source.numel() else out.new_zeros(s.source.shape[0])
-            for s, norms in zip(self.segments, out.split(rows), strict=True)
-        ]
+        parts = zip(out.split(sizes), self._rows, strict=True)
+        return [norms if some else out.new_zeros(rows) for norms, (rows, some) in parts]
 
 
 def check_rounding(rounding: str, seed: int | None) -> None:
@@ -84,4 +88,6 @@ def check_rounding(rounding: str, seed: int | None) -> None:
     if rounding not in ROUNDINGS:
         raise InvalidInput(f"rounding must be one of {', '.join(ROUNDINGS)}, got {rounding!r}")
     if (rounding == "stochastic") != (seed is not None):
-        raise InvalidInput(f"rounding={rounding!r} got seed={seed}: a seed belongs to stochastic rounding, and only there")
+        raise InvalidInput(
+            f"rounding={rounding!r} got seed={seed}: a seed belongs to stochastic rounding, and only there"
+        )
