@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+# Read when torch loads: OpenMP threads that wait do not burn the core that another process needs.
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings

@@ -114,7 +114,8 @@ def empty(layout: str, rows: int, cols: int, dtype: torch.dtype, device: torch.d
 
     def storage(*shape: int) -> Tensor:
         size = torch.Size(shape).numel()
-        pattern = torch.arange(size * dtype.itemsize, device=device).mul_(37).remainder_(251).to(torch.uint8)
+        values = 2 if dtype == torch.bool else 251
+        pattern = torch.arange(size * dtype.itemsize, device=device).mul_(37).remainder_(values).to(torch.uint8)
         return pattern.view(dtype).view(shape)
 
     match layout:
