@@ -37,16 +37,25 @@ inline F load(const BFloat16* p) {
 inline F load(const Float16* p) { return _mm256_cvtph_ps(load_words(p)); }
 
 inline void store(float* p, F a) { _mm256_storeu_ps(p, a); }
-inline void store(BFloat16* p, F a) {
+inline void store(float* p, F a, F b) {
+  store(p, a);
+  store(p + kLanes, b);
+}
+inline __m256i bfloat16(F a) {
   const __m256i bits = _mm256_castps_si256(a);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-  const __m256i sum = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
-  const __m256i high = _mm256_srli_epi32(sum, 16);
-  store_words(p, _mm_packus_epi32(_mm256_castsi256_si128(high), _mm256_extracti128_si256(high, 1)));
+  return _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd), 16);
 }
-inline void store(Float16* p, F a) {
-  store_words(p, _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+inline void store(BFloat16* p, F a, F b) {
+  const __m256i both = _mm256_packus_epi32(bfloat16(a), bfloat16(b));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(both, 0xd8));
 }
+inline void store(Float16* p, F a, F b) {
+  constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  store_words(p, _mm256_cvtps_ph(a, kNearest));
+  store_words(p + kLanes, _mm256_cvtps_ph(b, kNearest));
+}
+inline void prefetch(const void* p) { _mm_prefetch(p, _MM_HINT_T0); }
 
 #include "merge.h"
 

@@ -38,15 +38,26 @@ inline F load(const BFloat16* p) {
 inline F load(const Float16* p) { return _mm512_cvtph_ps(load_words(p)); }
 
 inline void store(float* p, F a) { _mm512_storeu_ps(p, a); }
-inline void store(BFloat16* p, F a) {
+inline void store(float* p, F a, F b) {
+  store(p, a);
+  store(p + kLanes, b);
+}
+inline __m256i bfloat16(F a) {
   const __m512i bits = _mm512_castps_si512(a);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
   const __m512i sum = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
-  store_words(p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(sum, 16)));
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(sum, 16));
 }
-inline void store(Float16* p, F a) {
-  store_words(p, _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+inline void store(BFloat16* p, F a, F b) {
+  store_words(p, bfloat16(a));
+  store_words(p + kLanes, bfloat16(b));
 }
+inline void store(Float16* p, F a, F b) {
+  constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  store_words(p, _mm512_cvtps_ph(a, kNearest));
+  store_words(p + kLanes, _mm512_cvtps_ph(b, kNearest));
+}
+inline void prefetch(const void* p) { _mm_prefetch(p, _MM_HINT_T0); }
 
 #include "merge.h"
 

@@ -57,6 +57,12 @@ inline void store(BFloat16* p, F a) {
 inline void store(Float16* p, F a) {
   for (int l = 0; l < kLanes; ++l) p[l].bits = c10::detail::fp16_ieee_from_fp32_value(a.x[l]);
 }
+template <class T>
+inline void store(T* p, F a, F b) {
+  store(p, a);
+  store(p + kLanes, b);
+}
+inline void prefetch(const void* p) { __builtin_prefetch(p); }
 
 #include "merge.h"
 

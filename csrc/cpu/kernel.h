@@ -21,6 +21,7 @@ constexpr int64_t kUnitCols = 1024;
 constexpr int64_t kMaxTileRows = 16;  // of a register tile, over all instruction sets
 constexpr int64_t kMaxPanel = 64;     // columns of a register tile, over all instruction sets
 constexpr int64_t kMaxChunk = 512;    // columns of lora_A packed at a time
+constexpr int64_t kNormLanes = 16;    // a divisor of every panel
 constexpr int64_t kPackedA = 4096;    // floats: 16 KiB, half of a small L1 cache
 constexpr int64_t kPackedB = kUnitRows * 128;  // floats: 96 KiB, a part of a small L2 cache
 
@@ -37,8 +38,8 @@ inline int64_t unit_rows(int64_t rank) {
 struct alignas(64) Scratch {
   float a[kPackedA + kMaxRank * kMaxPanel];
   float b[kPackedB + kMaxTileRows * kMaxRank];
-  float sums[kMaxTileRows * kMaxChunk];
-  double norms[kUnitRows + kMaxTileRows][16];
+  float sums[kMaxTileRows * kMaxPanel];
+  double norms[kUnitRows][kNormLanes];
 };
 
 struct Kernels {

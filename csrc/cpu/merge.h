@@ -2,8 +2,10 @@
 //
 //     F                              a vector of kLanes float32
 //     kLanes, kTileRows              a register tile is kTileRows x (2 kLanes)
-//     load(p), store(p, F)           for float, BFloat16 and Float16; store rounds to nearest even
-//     set(float), mul, fma           fma(a, b, c) = a * b + c, rounded once
+//     load(p)                        kLanes elements of type float, BFloat16 or Float16
+//     store(p, F), store(p, F, F)    kLanes or 2 kLanes elements, rounded to nearest even
+//     set(float), add, mul, fma      fma(a, b, c) = a * b + c, rounded once
+//     prefetch(p)                    asks for the cache line of p
 //     quiet(F)                       every NaN replaced by the one with bits 7fc00000
 //
 // and includes this file there. It has no #include, so that no inline function of a library is compiled for an
@@ -78,86 +80,82 @@ void pack_a(const Segment& s, int64_t col, int64_t n, float* to) {
   }
 }
 
-// One rank block of a register tile: sums = B block x A panel, or sums += it.
+// One rank block of a tile of kTileRows x kPanel sums, to or onto memory: sums (+)= B block x A panel.
 template <bool kFirst>
-inline void tile_block(const float* a, const float* b, int64_t depth, float* sums) {
-  F total[kTileRows][2];
+inline void add_block(const float* a, const float* b, int64_t depth, float* sums) {
+  F t[kTileRows][2];
 #pragma GCC unroll 16
-  for (int i = 0; i < kTileRows; ++i) total[i][0] = total[i][1] = set(0);
+  for (int i = 0; i < kTileRows; ++i) t[i][0] = t[i][1] = set(0);
   for (int64_t k = 0; k < depth; ++k) {
     const F a0 = load(a + k * kPanel), a1 = load(a + k * kPanel + kLanes);
 #pragma GCC unroll 16
     for (int i = 0; i < kTileRows; ++i) {
       const F x = set(b[i * kRankBlock + k]);
-      total[i][0] = fma(x, a0, total[i][0]);
-      total[i][1] = fma(x, a1, total[i][1]);
+      t[i][0] = fma(x, a0, t[i][0]);
+      t[i][1] = fma(x, a1, t[i][1]);
     }
   }
 #pragma GCC unroll 16
-  for (int i = 0; i < kTileRows; ++i) {
-    float* to = sums + i * kMaxChunk;
-    store(to, kFirst ? total[i][0] : add(load(to), total[i][0]));
-    store(to + kLanes, kFirst ? total[i][1] : add(load(to + kLanes), total[i][1]));
-  }
-}
-
-// sums[i][j] = sum_k B[i, k] A[k, j] for kTileRows rows and `n` columns. Rank 0 gives -0, which changes no addend.
-void tile_sums(const float* a, const float* b, int64_t rank, int64_t n, float* sums) {
-  for (int64_t j = 0; j < n; j += kPanel) {
-    if (rank == 0) {
-      for (int i = 0; i < kTileRows; ++i) {
-        store(sums + i * kMaxChunk + j, set(-0.0f));
-        store(sums + i * kMaxChunk + j + kLanes, set(-0.0f));
-      }
-      continue;
-    }
-    tile_block<true>(a + j * rank, b, rank < kRankBlock ? rank : kRankBlock, sums + j);
-    for (int64_t k = kRankBlock; k < rank; k += kRankBlock) {
-      const int64_t depth = rank - k < kRankBlock ? rank - k : kRankBlock;
-      tile_block<false>(a + j * rank + k * kPanel, b + k * kTileRows, depth, sums + j);
+  for (int i = 0; i < kTileRows; ++i, sums += kPanel) {
+    if (kFirst) {
+      store(sums, t[i][0], t[i][1]);
+    } else {
+      store(sums, add(load(sums), t[i][0]), add(load(sums + kLanes), t[i][1]));
     }
   }
 }
 
-// Goes over a unit: `sink.row(i, j, n, sums)` gets n columns of the sums of row i from column j on, counted from the
-// unit's corner.
+// sums[i][j] = sum_k B[i, k] A[k, j], block by block. Not inlined, so that the registers are shared out for it alone.
+__attribute__((noinline)) void tile_sums(const float* a, const float* b, int64_t rank, float* sums) {
+  add_block<true>(a, b, rank < kRankBlock ? rank : kRankBlock, sums);
+  for (int64_t k = kRankBlock; k < rank; k += kRankBlock) {
+    a += kRankBlock * kPanel;
+    b += kRankBlock * kTileRows;
+    add_block<false>(a, b, rank - k < kRankBlock ? rank - k : kRankBlock, sums);
+  }
+}
+
+// Goes over a unit: `sink.take(i, j, rows, cols, sums)` gets the sums of the tile at (i, j), counted from the unit's
+// corner, of which rows x cols are inside; `sink.soon(i, j)` is told one row of tiles ahead.
 template <class Sink>
-void sweep(const Unit& unit, Scratch& m, Sink& sink) {
+void sweep(const Unit& unit, Scratch& m, const Sink& sink) {
   const Segment& s = *unit.segment;
-  const int64_t fit = kPackedA / (s.rank < 1 ? 1 : s.rank) / kPanel * kPanel;
+  const int64_t rank = s.rank, width = round_up(rank, kRankBlock);
+  const int64_t fit = kPackedA / (rank < 1 ? 1 : rank) / kPanel * kPanel;
   const int64_t chunk = fit < kPanel ? kPanel : fit < kMaxChunk ? fit : kMaxChunk;
-  if (s.rank > 0) pack_b(unit, m.b);
-  for (int64_t j = 0; j < unit.cols; j += chunk) {
-    const int64_t n = unit.cols - j < chunk ? unit.cols - j : chunk;
-    if (s.rank > 0) pack_a(s, unit.col + j, n, m.a);
-    for (int64_t i0 = 0; i0 < unit.rows; i0 += kTileRows) {
-      tile_sums(m.a, m.b + i0 * round_up(s.rank, kRankBlock), s.rank, n, m.sums);
-      for (int64_t i = i0; i < i0 + kTileRows && i < unit.rows; ++i) {
-        sink.row(i, j, n, m.sums + (i - i0) * kMaxChunk);
+  // Rank 0: -0 is the sum that changes no addend.
+  for (float& sum : m.sums) sum = -0.0f;
+  if (rank > 0) pack_b(unit, m.b);
+  for (int64_t j0 = 0; j0 < unit.cols; j0 += chunk) {
+    const int64_t end = unit.cols - j0 < chunk ? unit.cols : j0 + chunk;
+    if (rank > 0) pack_a(s, unit.col + j0, end - j0, m.a);
+    for (int64_t i = 0; i < unit.rows; i += kTileRows) {
+      const int64_t rows = unit.rows - i < kTileRows ? unit.rows - i : kTileRows;
+      for (int64_t j = j0; j < end; j += kPanel) {
+        sink.soon(i + kTileRows, j);
+        if (rank > 0) tile_sums(m.a + (j - j0) * rank, m.b + i * width, rank, m.sums);
+        sink.take(i, j, rows, end - j < kPanel ? end - j : kPanel, m.sums);
       }
     }
   }
 }
 
-inline F unrounded(F w, F sum, F scaling) { return fma(scaling, sum, w); }
-
-inline F finished(F w, F sum, F scaling, F scale) { return quiet(mul(unrounded(w, sum, scaling), scale)); }
-
-// to = round(scale * (w + scaling * sums)) for one row.
-template <class W, class Out>
-void finish_nearest(const W* w, int64_t w_step, Out* to, int64_t step, const float* sums, int64_t n, F scaling,
-                    F scale) {
-  int64_t j = 0;
-  if (w_step == 1 && step == 1) {
-    for (; j + kLanes <= n; j += kLanes) store(to + j, finished(load(w + j), load(sums + j), scaling, scale));
+// A row of a tile from memory, the elements outside as zeros.
+template <class T>
+inline void gather(const T* from, int64_t stride, int64_t n, T* to) {
+  if (stride == 1 && n == kPanel) {
+    __builtin_memcpy(to, from, kPanel * sizeof(T));
+  } else {
+    for (int64_t l = 0; l < kPanel; ++l) to[l] = l < n ? from[l * stride] : T{};
   }
-  for (; j < n; j += kLanes) {
-    W some[kLanes] = {};
-    Out done[kLanes];
-    const int64_t left = n - j < kLanes ? n - j : kLanes;
-    for (int64_t l = 0; l < left; ++l) some[l] = w[(j + l) * w_step];
-    store(done, finished(load(some), load(sums + j), scaling, scale));
-    for (int64_t l = 0; l < left; ++l) to[(j + l) * step] = done[l];
+}
+
+template <class T>
+inline void scatter(const T* from, T* to, int64_t stride, int64_t n) {
+  if (stride == 1 && n == kPanel) {
+    __builtin_memcpy(to, from, kPanel * sizeof(T));
+  } else {
+    for (int64_t l = 0; l < n; ++l) to[l * stride] = from[l];
   }
 }
 
@@ -180,49 +178,98 @@ inline void round_stochastic(uint32_t word, uint32_t random, Float16* to) {
   to->bits = static_cast<uint16_t>(magnitude | (word >> 31 << 15));
 }
 
-// The same with stochastic rounding; `index` and `pitch` place the row's elements in the whole weight.
-template <class W, class Out>
-void finish_stochastic(const W* w, int64_t w_step, Out* to, int64_t step, float* sums, int64_t n, F scaling, F scale,
-                       uint64_t key, uint64_t index, uint64_t pitch) {
-  finish_nearest(w, w_step, sums, 1, sums, n, scaling, scale);
-  Out done[kMaxChunk];
-  for (int64_t j = 0; j < n; ++j) {
-    uint32_t word;
-    __builtin_memcpy(&word, sums + j, sizeof word);
-    round_stochastic(word, random_bits(key, index + static_cast<uint64_t>(j) * pitch), done + j);
-  }
-  for (int64_t j = 0; j < n; ++j) to[j * step] = done[j];
+inline void round_stochastic(uint32_t, uint32_t, float*) {}  // a float32 output drops nothing
+
+alignas(64) constexpr float kOnes[16] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+
+inline float scaling_of(const Segment& s) { return s.rank > 0 ? static_cast<float>(s.scaling) : 1; }
+
+template <class T>
+inline T* corner(int64_t address, const int64_t* stride, const Unit& unit) {
+  return reinterpret_cast<T*>(address) + unit.row * stride[0] + unit.col * stride[1];
 }
 
+// Writes round(scale * (w + scaling * sums)).
 template <class W, class Out>
 struct Merge {
-  const Unit& unit;
-  bool stochastic;
-  uint64_t key;
+  const W* w;  // the unit's corner
+  Out* to;
+  const float* row_scale;
+  int64_t w_step[2], step[2];
   F scaling;
+  bool stochastic;
+  bool adjacent;  // both by rows, rounded to nearest
+  uint64_t key, first, pitch[2];
 
-  void row(int64_t i, int64_t j, int64_t n, float* sums) const {
-    const Segment& s = *unit.segment;
-    const int64_t r = unit.row + i, c = unit.col + j;
-    const W* w = reinterpret_cast<const W*>(s.source) + r * s.source_stride[0] + c * s.source_stride[1];
-    Out* to = reinterpret_cast<Out*>(s.destination) + r * s.destination_stride[0] + c * s.destination_stride[1];
-    const F scale = set(s.row_scale ? reinterpret_cast<const float*>(s.row_scale)[r] : 1);
-    if constexpr (sizeof(Out) == 2) {  // a float32 output drops nothing
-      if (stochastic) {
-        const uint64_t index = static_cast<uint64_t>(s.first) + r * s.pitch[0] + c * s.pitch[1];
-        return finish_stochastic(w, s.source_stride[1], to, s.destination_stride[1], sums, n, scaling, scale, key,
-                                 index, s.pitch[1]);
-      }
+  Merge(const Unit& unit, bool stochastic, uint64_t seed)
+      : w(corner<const W>(unit.segment->source, unit.segment->source_stride, unit)),
+        to(corner<Out>(unit.segment->destination, unit.segment->destination_stride, unit)),
+        row_scale(unit.segment->row_scale ? reinterpret_cast<const float*>(unit.segment->row_scale) + unit.row : 0),
+        w_step{unit.segment->source_stride[0], unit.segment->source_stride[1]},
+        step{unit.segment->destination_stride[0], unit.segment->destination_stride[1]},
+        scaling(set(scaling_of(*unit.segment))),
+        stochastic(stochastic && sizeof(Out) == 2),
+        adjacent(w_step[1] == 1 && step[1] == 1 && !this->stochastic),
+        key(unit.segment->key ^ seed),
+        first(unit.segment->first + unit.row * unit.segment->pitch[0] + unit.col * unit.segment->pitch[1]),
+        pitch{static_cast<uint64_t>(unit.segment->pitch[0]), static_cast<uint64_t>(unit.segment->pitch[1])} {}
+
+  void soon(int64_t i, int64_t j) const {
+    const W* from = w + i * w_step[0] + j * w_step[1];
+#pragma GCC unroll 16
+    for (int l = 0; l < kTileRows; ++l) prefetch(from + l * w_step[0]);
+  }
+
+  void take(int64_t i, int64_t j, int64_t rows, int64_t cols, const float* sums) const {
+    const W* from = w + i * w_step[0] + j * w_step[1];
+    Out* here = to + i * step[0] + j * step[1];
+    const float* scale = row_scale ? row_scale + i : kOnes;
+    if (adjacent && rows == kTileRows && cols == kPanel) {
+      take_whole(from, w_step[0], here, step[0], sums, scaling, scale);
+    } else {
+      take_part(from, here, rows, cols, sums, scale, first + i * pitch[0] + j * pitch[1]);
     }
-    finish_nearest(w, s.source_stride[1], to, s.destination_stride[1], sums, n, scaling, scale);
+  }
+
+  static F finished(const W* from, const float* sums, F scaling, F scale) {
+    return quiet(mul(fma(scaling, load(sums), load(from)), scale));
+  }
+
+  __attribute__((noinline)) static void take_whole(const W* from, int64_t w_step, Out* here, int64_t step,
+                                                   const float* sums, F scaling, const float* scale) {
+#pragma GCC unroll 16
+    for (int l = 0; l < kTileRows; ++l, from += w_step, here += step, sums += kPanel) {
+      const F factor = set(scale[l]);
+      store(here, finished(from, sums, scaling, factor), finished(from + kLanes, sums + kLanes, scaling, factor));
+    }
+  }
+
+  __attribute__((noinline)) void take_part(const W* from, Out* here, int64_t rows, int64_t cols, const float* sums,
+                                           const float* scale, uint64_t index) const {
+    for (int64_t l = 0; l < rows; ++l, from += w_step[0], here += step[0], sums += kPanel, index += pitch[0]) {
+      const F factor = set(scale[l]);
+      W some[kPanel];
+      Out done[kPanel];
+      gather(from, w_step[1], cols, some);
+      const F left = finished(some, sums, scaling, factor);
+      const F right = finished(some + kLanes, sums + kLanes, scaling, factor);
+      if (stochastic) {
+        uint32_t words[kPanel];
+        store(reinterpret_cast<float*>(words), left, right);
+        for (uint64_t e = 0; e < kPanel; ++e) {
+          round_stochastic(words[e], random_bits(key, index + e * pitch[1]), done + e);
+        }
+      } else {
+        store(done, left, right);
+      }
+      scatter(done, here, step[1], cols);
+    }
   }
 };
 
 template <class W, class Out>
 void merge_as(const Unit& unit, bool stochastic, uint64_t seed, Scratch& scratch) {
-  const Segment& s = *unit.segment;
-  Merge<W, Out> sink{unit, stochastic, s.key ^ seed, set(s.rank > 0 ? static_cast<float>(s.scaling) : 1)};
-  sweep(unit, scratch, sink);
+  sweep(unit, scratch, Merge<W, Out>(unit, stochastic, seed));
 }
 
 template <class W>
@@ -242,26 +289,26 @@ void merge(const Unit& unit, bool stochastic, uint64_t seed, Scratch& scratch) {
   }
 }
 
-// Squared norms of rows: 16 float64 sums a row, of the columns that are equal mod 16, added in order at the end. The
-// square of a float32 is exact in float64, so it makes no difference whether the compiler fuses it with the addition.
+// Squared norms of rows: kNormLanes float64 sums a row, each of the columns equal mod kNormLanes, added in order at
+// the end. The square of a float32 is exact in float64, so it makes no difference whether it is fused with the sum.
 template <class W>
 struct Norms {
-  const Unit& unit;
+  const W* w;
+  int64_t w_step[2];
   F scaling;
-  double (*partial)[16];
+  double (*partial)[kNormLanes];
 
-  void row(int64_t i, int64_t j, int64_t n, float* sums) const {
-    const Segment& s = *unit.segment;
-    const W* w = reinterpret_cast<const W*>(s.source) + (unit.row + i) * s.source_stride[0] + j * s.source_stride[1];
-    double* to = partial[i];
-    float values[kMaxChunk];
-    widen(w, s.source_stride[1], n, values);
-    for (int64_t l = 0; l < n; l += kLanes) {
-      store(values + l, unrounded(load(values + l), load(sums + l), scaling));
-    }
-    for (int64_t l = n; l < round_up(n, 16); ++l) values[l] = 0;
-    for (int64_t l = 0; l < n; l += 16) {
-      for (int64_t e = 0; e < 16; ++e) to[e] += static_cast<double>(values[l + e]) * values[l + e];
+  void soon(int64_t, int64_t) const {}
+
+  void take(int64_t i, int64_t j, int64_t rows, int64_t cols, const float* sums) const {
+    for (int64_t l = 0; l < rows; ++l, sums += kPanel) {
+      W some[kPanel];
+      float values[kPanel];
+      gather(w + (i + l) * w_step[0] + j * w_step[1], w_step[1], cols, some);
+      store(values, fma(scaling, load(sums), load(some)), fma(scaling, load(sums + kLanes), load(some + kLanes)));
+      for (int64_t e = cols; e < kPanel; ++e) values[e] = 0;
+      double* to = partial[i + l];
+      for (int64_t e = 0; e < kPanel; ++e) to[e % kNormLanes] += static_cast<double>(values[e]) * values[e];
     }
   }
 };
@@ -269,11 +316,11 @@ struct Norms {
 template <class W>
 void row_norms_from(const Unit& unit, double* out, Scratch& scratch) {
   const Segment& s = *unit.segment;
-  Norms<W> sink{unit, set(s.rank > 0 ? static_cast<float>(s.scaling) : 1), scratch.norms};
+  const W* w = corner<const W>(s.source, s.source_stride, unit);
   for (int64_t i = 0; i < unit.rows; ++i) {
     for (double& x : scratch.norms[i]) x = 0;
   }
-  sweep(unit, scratch, sink);
+  sweep(unit, scratch, Norms<W>{w, {s.source_stride[0], s.source_stride[1]}, set(scaling_of(s)), scratch.norms});
   for (int64_t i = 0; i < unit.rows; ++i) {
     out[i] = 0;
     for (const double x : scratch.norms[i]) out[i] += x;
