@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,6 +12,8 @@ from .errors import InvalidInput
 from .segments import FLOATS, RAW, Segment
 
 MAX_RANK = 512
+MAX_SIDE = 2**31 - 2**12
+"""Rows and columns of one merged rectangle, so that kernels count them in 32 bits; elements are unlimited."""
 
 
 def check_segment(s: Segment) -> None:
@@ -28,14 +29,22 @@ def check_segment(s: Segment) -> None:
             continue
         if tensor.dim() != dims:
             raise InvalidInput(f"{s.name}: {label} must have {dims} dimensions, got shape {tuple(tensor.shape)}")
-        if tensor.layout is not torch.strided or tensor.is_quantized:
-            raise InvalidInput(f"{s.name}: {label} must be a dense tensor, got layout {tensor.layout}")
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_neg():
+            kind = (
+                f"layout {tensor.layout}" if tensor.layout is not torch.strided else "a quantised or lazily negated one"
+            )
+            raise InvalidInput(f"{s.name}: {label} must be a dense tensor, got {kind}")
+        if tensor.device.type == "meta":
+            raise InvalidInput(f"{s.name}: {label} is a meta tensor and holds no values; load it first")
         if tensor.device != s.source.device:
             raise InvalidInput(
                 f"{s.name}: {label} is on {tensor.device}, the weight on {s.source.device}; move it there first"
             )
-    if s.source.device.type == "meta":
-        raise InvalidInput(f"{s.name}: the weight is a meta tensor and holds no values; load it first")
+        if tensor.numel() and tensor.data_ptr() == 0:
+            raise InvalidInput(
+                f"{s.name}: {label} has no memory: its storage was freed (as FSDP does), or it wraps other tensors "
+                "(of a DTensor pass to_local())"
+            )
     if s.destination.shape != s.source.shape:
         raise InvalidInput(
             f"{s.name}: the destination must have the weight's shape {tuple(s.source.shape)}, "
@@ -68,16 +77,17 @@ def check_segment(s: Segment) -> None:
         raise InvalidInput(f"{s.name}: lora_A must be [r, {cols}], got {tuple(s.lora_A.shape)}")
     if b_rows != rows or b_rank != rank:
         raise InvalidInput(f"{s.name}: lora_B must be [{rows}, {rank}], got {tuple(s.lora_B.shape)}")
+    if max(rows, cols) > MAX_SIDE:
+        raise InvalidInput(f"{s.name}: a side of {max(rows, cols)} is above {MAX_SIDE}; cut the weight into segments")
     if not 1 <= rank <= MAX_RANK:
         raise InvalidInput(f"{s.name}: the rank must be between 1 and {MAX_RANK}, got {rank}")
-    if not math.isfinite(s.scaling):
-        raise InvalidInput(f"{s.name}: scaling must be finite, got {s.scaling}")
+    if not abs(s.scaling) <= torch.finfo(torch.float32).max:
+        raise InvalidInput(f"{s.name}: scaling must be finite in float32, got {s.scaling}")
 
 
 def _check_copy(s: Segment) -> None:
     if s.source.dtype == s.destination.dtype and s.row_scale is None:
-        rows, cols = s.source.shape
-        contiguous = cols <= 1 or (s.source.stride(1) == 1 and s.destination.stride(1) == 1)
+        contiguous = s.source.shape[1] <= 1 or (s.source.stride(1) == 1 and s.destination.stride(1) == 1)
         if not contiguous and s.source.element_size() not in RAW:
             raise InvalidInput(f"{s.name}: cannot copy {s.source.dtype} with a stride between elements")
         return
@@ -119,9 +129,7 @@ def check_overlaps(segments: Sequence[Segment]) -> None:
 
 
 def _same_view(x: Tensor, y: Tensor) -> bool:
-    return (
-        x.data_ptr() == y.data_ptr() and x.shape == y.shape and x.stride() == y.stride() and x.dtype == y.dtype
-    )
+    return x.data_ptr() == y.data_ptr() and x.shape == y.shape and x.stride() == y.stride() and x.dtype == y.dtype
 
 
 class _Spans:
@@ -138,6 +146,8 @@ class _Spans:
         self.write.append(write)
 
     def clash(self) -> tuple[tuple[int, bool], tuple[int, bool]] | None:
+        if not self.tensors:
+            return None
         begin = np.array([t.data_ptr() for t in self.tensors], dtype=np.int64)
         end = begin + np.array([_extent(t) for t in self.tensors], dtype=np.int64)
         write = np.array(self.write, dtype=bool)
@@ -197,7 +207,9 @@ def _distinct(t: Tensor) -> bool:
 
 
 def _extent(t: Tensor) -> int:
-    return (sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1) * t.element_size() if t.numel() else 0
+    return (
+        (sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1) * t.element_size() if t.numel() else 0
+    )
 
 
 def _inner(t: Tensor) -> int | None:

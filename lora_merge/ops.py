@@ -7,6 +7,8 @@ run a `Plan`; which kernels execute it is decided in `lora_merge.kernels`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,8 @@ from .segments import FLOATS, Segment
 
 _LIBRARY = torch.library.Library("lora_merge", "DEF")
 _LIBRARY.define(
-    "merge_(Tensor(a!) weight, Tensor lora_A, Tensor lora_B, float scaling, str rounding='nearest', int? seed=None) -> ()"
+    "merge_(Tensor(a!) weight, Tensor lora_A, Tensor lora_B, float scaling, str rounding='nearest', "
+    "int? seed=None) -> ()"
 )
 _LIBRARY.define(
     "merge(Tensor weight, Tensor lora_A, Tensor lora_B, float scaling, ScalarType? dtype=None, "
@@ -87,6 +90,7 @@ def merge(
     Raises:
         InvalidInput: something does not fit; nothing was written.
     """
+    check_rounding(rounding, seed)
     weight, lora_A, lora_B = weight.detach(), lora_A.detach(), lora_B.detach()
     if out is None:
         return torch.ops.lora_merge.merge(weight, lora_A, lora_B, float(scaling), dtype, rounding, seed)
@@ -128,7 +132,9 @@ def run_segments(
     first = [0] * len(destinations) if first is None else first
     pitch = [(d.shape[-1], 1) for d in destinations] if pitch is None else pitch
     flat = [step for pair in pitch for step in pair]
-    torch.ops.lora_merge.run_segments(destinations, sources, lora_A, lora_B, scaling, names, first, flat, rounding, seed)
+    torch.ops.lora_merge.run_segments(
+        destinations, sources, lora_A, lora_B, scaling, names, first, flat, rounding, seed
+    )
 
 
 def _segment(weight: Tensor, out: Tensor, lora_A: Tensor, lora_B: Tensor, scaling: float) -> Segment:
@@ -139,6 +145,7 @@ def _merge_(
     weight: Tensor, lora_A: Tensor, lora_B: Tensor, scaling: float, rounding: str = "nearest", seed: int | None = None
 ) -> None:
     Plan([_segment(weight, weight, lora_A, lora_B, scaling)]).run(rounding=rounding, seed=seed)
+    _written(weight)
 
 
 def _merge(
@@ -166,6 +173,7 @@ def _merge_out(
     out: Tensor,
 ) -> None:
     Plan([_segment(weight, out, lora_A, lora_B, scaling)]).run(rounding=rounding, seed=seed)
+    _written(out)
 
 
 def _run_segments(
@@ -180,7 +188,14 @@ def _run_segments(
     rounding: str = "nearest",
     seed: int | None = None,
 ) -> None:
-    lists = {"sources": sources, "lora_A": lora_A, "lora_B": lora_B, "scaling": scaling, "names": names, "first": first}
+    lists: dict[str, Sequence[object]] = {
+        "sources": sources,
+        "lora_A": lora_A,
+        "lora_B": lora_B,
+        "scaling": scaling,
+        "names": names,
+        "first": first,
+    }
     for label, values in lists.items():
         if len(values) != len(destinations):
             raise InvalidInput(f"{label} must have {len(destinations)} entries, as destinations, got {len(values)}")
@@ -194,6 +209,12 @@ def _run_segments(
         )
     ]
     Plan(segments).run(rounding=rounding, seed=seed)
+    _written(*destinations)
+
+
+def _written(*tensors: Tensor) -> None:
+    """Tells autograd, so that a backward pass which needs the old values raises instead of using the new ones."""
+    torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
 
 
 def _new(weight: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -201,6 +222,11 @@ def _new(weight: Tensor, dtype: torch.dtype | None) -> Tensor:
     if dtype not in FLOATS:
         raise InvalidInput(f"weight: the result must be bfloat16, float16 or float32, got dtype={dtype}")
     return torch.empty(weight.shape, dtype=dtype, device=weight.device)
+
+
+def _fake_merge_(weight: Tensor, lora_A: Tensor, lora_B: Tensor, *_: object, out: Tensor | None = None) -> None:
+    """In-place operators change values, not shapes."""
+    _refuse_meta(weight=weight, lora_A=lora_A, lora_B=lora_B, out=out)
 
 
 def _fake_merge(
@@ -212,20 +238,42 @@ def _fake_merge(
     rounding: str = "nearest",
     seed: int | None = None,
 ) -> Tensor:
+    _refuse_meta(weight=weight, lora_A=lora_A, lora_B=lora_B)
     check_rounding(rounding, seed)
     return _new(weight, dtype)
 
 
-def _fake_none(*args: object, **kwargs: object) -> None:
-    """In-place operators change values, not shapes."""
+def _fake_run_segments(
+    destinations: list[Tensor],
+    sources: list[Tensor | None],
+    lora_A: list[Tensor | None],
+    lora_B: list[Tensor | None],
+    *_: object,
+) -> None:
+    lists: dict[str, Sequence[Tensor | None]] = {
+        "destinations": destinations,
+        "sources": sources,
+        "lora_A": lora_A,
+        "lora_B": lora_B,
+    }
+    _refuse_meta(**{f"{label}[{i}]": tensor for label, tensors in lists.items() for i, tensor in enumerate(tensors)})
+
+
+def _refuse_meta(**tensors: Tensor | None) -> None:
+    """PyTorch takes a fake implementation for meta tensors as well; they must not pass for merged."""
+    for label, tensor in tensors.items():
+        if tensor is not None and tensor.device.type == "meta":
+            raise InvalidInput(
+                f"{label} is a meta tensor of shape {tuple(tensor.shape)}: it holds no values; load it first"
+            )
 
 
 for _name, _kernel, _fake in (
-    ("merge_", _merge_, _fake_none),
+    ("merge_", _merge_, _fake_merge_),
     ("merge", _merge, _fake_merge),
-    ("merge_out", _merge_out, _fake_none),
-    ("run_segments", _run_segments, _fake_none),
+    ("merge_out", _merge_out, _fake_merge_),
+    ("run_segments", _run_segments, _fake_run_segments),
 ):
-    _LIBRARY.impl(_name, _kernel, "CPU")
-    _LIBRARY.impl(_name, _kernel, "CUDA")
+    # Every device, so that sparse and quantised tensors reach the checks as well.
+    _LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
     _LIBRARY._register_fake(_name, _fake)

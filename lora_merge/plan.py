@@ -91,3 +91,5 @@ def check_rounding(rounding: str, seed: int | None) -> None:
         raise InvalidInput(
             f"rounding={rounding!r} got seed={seed}: a seed belongs to stochastic rounding, and only there"
         )
+    if seed is not None and not -(2**63) <= seed < 2**63:
+        raise InvalidInput(f"seed must fit in 64 bits, got {seed}")
