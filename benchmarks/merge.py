@@ -1,0 +1,301 @@
+"""How fast, in how much memory and how exactly LoRA adapters are merged: lora_merge beside PEFT and torch.addmm_.
+
+Without arguments it writes a Qwen2 checkpoint and trains an adapter on it, both under benchmarks/work (a second run
+reuses them), loads them back through transformers and peft, merges with every method, and checks each result against
+float64. `--model` and `--adapter` take real ones, `--shape` takes random weights of a well-known model's shapes.
+
+    python benchmarks/merge.py
+    python benchmarks/merge.py --shape qwen2.5-7b --device cuda --json out.json --plot out.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+import checkpoint
+import report
+import shapes
+import timing
+import torch
+from accuracy import Accuracy, same_bits
+from peft import PeftModel
+from torch import Tensor, nn
+
+import lora_merge
+from lora_merge import kernels
+
+WORK = Path(__file__).resolve().parent / "work"
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass
+class Matrix:
+    """One base weight with its adapter, inside a PeftModel. `base` returns the weight as it was loaded."""
+
+    name: str
+    linear: nn.Linear
+    lora_A: Tensor
+    lora_B: Tensor
+    scaling: float
+    base: Callable[[], Tensor]
+
+    @property
+    def weight(self) -> Tensor:
+        return self.linear.weight.detach()
+
+
+@dataclass
+class Method:
+    """A way to merge a whole model, and its own way back.
+
+    Attributes:
+        merge: leaves the merged values in `results()`.
+        back: takes them off again.
+        round_trip: `back` belongs to the method's time.
+        plan_ms: how long it took to build what is kept from step to step.
+    """
+
+    merge: Callable[[], object]
+    back: Callable[[], object]
+    results: Callable[[], Sequence[Tensor]]
+    round_trip: bool = False
+    plan_ms: float | None = None
+
+
+def in_place(model: PeftModel, matrices: Sequence[Matrix]) -> Method:
+    """One `Plan` over all weights; back by subtraction, which is not exact."""
+
+    def plan(sign: int) -> lora_merge.Plan:
+        return lora_merge.Plan(
+            [lora_merge.Segment(m.name, m.weight, m.weight, m.lora_A, m.lora_B, sign * m.scaling) for m in matrices]
+        )
+
+    begin = time.perf_counter()
+    merge = plan(1)
+    plan_ms = (time.perf_counter() - begin) * 1e3
+    return Method(merge.run, plan(-1).run, lambda: [m.weight for m in matrices], plan_ms=plan_ms)
+
+
+def out_of_place(model: PeftModel, matrices: Sequence[Matrix]) -> Method:
+    """One `Plan` into tensors that lie ready, as a bucket's or an engine's do; the weights are only read."""
+    outs = [torch.zeros_like(m.weight) for m in matrices]
+    begin = time.perf_counter()
+    plan = lora_merge.Plan(
+        [
+            lora_merge.Segment(m.name, m.weight, out, m.lora_A, m.lora_B, m.scaling)
+            for m, out in zip(matrices, outs, strict=True)
+        ]
+    )
+    plan_ms = (time.perf_counter() - begin) * 1e3
+    return Method(plan.run, lambda: None, lambda: outs, plan_ms=plan_ms)
+
+
+def merged(model: PeftModel, matrices: Sequence[Matrix]) -> Method:
+    """The context manager over the PeftModel: merged inside, restored bit for bit after."""
+    contexts = []
+
+    def enter() -> None:
+        contexts.append(lora_merge.merged(model))
+        contexts[-1].__enter__()
+
+    def leave() -> None:
+        contexts.pop().__exit__(None, None, None)
+
+    return Method(enter, leave, lambda: [m.weight for m in matrices], round_trip=True)
+
+
+def peft(model: PeftModel, matrices: Sequence[Matrix]) -> Method:
+    """PEFT's own calls, on the same model."""
+    return Method(model.merge_adapter, model.unmerge_adapter, lambda: [m.weight for m in matrices])
+
+
+def addmm_(model: PeftModel, matrices: Sequence[Matrix]) -> Method:
+    """`torch.addmm_` a matrix. It takes one dtype, so adapters are cut to the weight's before the clock starts."""
+    cut = [(m, m.lora_A.to(m.weight.dtype), m.lora_B.to(m.weight.dtype)) for m in matrices]
+
+    def add(sign: int) -> None:
+        for m, lora_A, lora_B in cut:
+            m.weight.addmm_(lora_B, lora_A, alpha=sign * m.scaling)
+
+    return Method(lambda: add(1), lambda: add(-1), lambda: [m.weight for m in matrices])
+
+
+METHODS: dict[str, Callable[[PeftModel, Sequence[Matrix]], Method]] = {
+    "lora_merge in place": in_place,
+    "lora_merge out of place": out_of_place,
+    "merged() enter+exit": merged,
+    "peft": peft,
+    "addmm_": addmm_,
+}
+
+
+BUDGET_S = 10
+"""Seconds of timed runs a method, after which no further one begins: bf16 `addmm_` is slow on some CPUs."""
+
+
+def measure(method: Method, matrices: Sequence[Matrix], device: torch.device, repeat: int) -> dict[str, Any]:
+    """Accuracy, whether the way back restores the bits, then median time and peak memory of one method."""
+
+    def reset() -> None:
+        for m in matrices:
+            m.weight.copy_(m.base())
+
+    def round_trip() -> None:
+        method.merge()
+        method.back()
+
+    # This is the warm-up too: kernels load, threads start, every page is touched.
+    reset()
+    method.merge()
+    accuracy = Accuracy()
+    for m, result in zip(matrices, method.results(), strict=True):
+        accuracy.add(result, m.base(), m.lora_A, m.lora_B, m.scaling)
+    method.back()
+    restored = all(same_bits(m.weight, m.base()) for m in matrices)
+    reset()
+
+    call = round_trip if method.round_trip else method.merge
+    runs: list[timing.Run] = []
+    backs: list[timing.Run] = []
+    begin = time.perf_counter()
+    while not runs or (len(runs) < repeat and time.perf_counter() - begin < BUDGET_S):
+        runs.append(timing.observe(call, device))
+        if not method.round_trip:
+            backs.append(timing.observe(method.back, device))
+    launches = timing.launches(call, device) if device.type == "cuda" else None
+    if device.type == "cuda" and not method.round_trip:
+        method.back()
+    reset()
+    return {
+        "ms": statistics.median(run.ms for run in runs),
+        "back_ms": statistics.median(back.ms for back in backs) if backs else None,
+        "plan_ms": method.plan_ms,
+        "runs": len(runs),
+        "launches": launches,
+        "extra_bytes": max(run.peak_bytes for run in runs),
+        "max_ulp": accuracy.max_ulp,
+        "misrounded": accuracy.misrounded,
+        "of_bound": accuracy.of_bound,
+        "elements": accuracy.elements,
+        "restored": restored,
+    }
+
+
+def matrices_of(model: PeftModel, base: Callable[[int], Tensor]) -> list[Matrix]:
+    """Every base weight that the model's adapter adds to; plain Linear adapters, which all methods here can merge."""
+    from peft.tuners.lora import Linear, LoraLayer
+
+    found = []
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
+    for n, (name, layer) in enumerate(layers):
+        if not isinstance(layer, Linear) or layer.fan_in_fan_out or any(layer.use_dora.values()):
+            raise SystemExit(
+                f"{name}: this benchmark compares methods on plain Linear adapters, got {type(layer).__name__}"
+            )
+        (adapter,) = layer.active_adapters
+        lora_A, lora_B = layer.lora_A[adapter].weight.detach(), layer.lora_B[adapter].weight.detach()
+        found.append(Matrix(name, layer.base_layer, lora_A, lora_B, layer.scaling[adapter], partial(base, n)))
+    return found
+
+
+def prepare(args: argparse.Namespace, progress: report.Progress) -> tuple[PeftModel, list[Matrix], str]:
+    """The model to merge, its matrices, and what to call its shape."""
+    dtype, adapter_dtype = DTYPES[args.dtype], DTYPES[args.adapter_dtype]
+    if args.shape:
+        progress.say(f"drawing weights of {args.shape}")
+        model, base = shapes.random_model(shapes.SHAPES[args.shape], args.rank, dtype, adapter_dtype, args.device)
+        return model, matrices_of(model, base), args.shape
+    folder, adapter = args.model, args.adapter
+    if folder is None:
+        folder = WORK / f"qwen2-128m-{args.dtype}"
+        adapter = WORK / f"{folder.name}-adapter-rank{args.rank}"
+        if not folder.exists():
+            progress.say(f"writing checkpoint {folder.name}")
+            checkpoint.write_checkpoint(folder, checkpoint.QWEN2, dtype)
+        if not adapter.exists():
+            progress.say(f"training {adapter.name}")
+            losses = checkpoint.train_adapter(adapter, folder, args.rank)
+            progress.note(f"  {len(losses)} steps on this repository's text: loss {losses[0]:.2f} -> {losses[-1]:.2f}")
+    progress.say(f"loading {folder.name} and {adapter.name}")
+    model, base = checkpoint.load(folder, adapter, dtype, adapter_dtype, args.device)
+    return model, matrices_of(model, base), folder.name
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--model", type=Path, metavar="DIR", help="a checkpoint in HF format; with --adapter")
+    what.add_argument("--shape", choices=shapes.SHAPES, help="random weights of this model's linear layers")
+    parser.add_argument("--adapter", type=Path, metavar="DIR", help="a PEFT adapter of the --model")
+    parser.add_argument("--rank", type=int, default=32, help="of an adapter that is made here (default %(default)s)")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of the weights (default %(default)s)")
+    parser.add_argument("--adapter-dtype", choices=DTYPES, default="fp32", help="default %(default)s, as PEFT's")
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="default %(default)s")
+    parser.add_argument("--repeat", type=int, default=9, help="timed runs; their median counts (default %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them here, as PNG")
+    args = parser.parse_args()
+    if (args.model is None) != (args.adapter is None):
+        parser.error("--model and --adapter come together")
+    return args
+
+
+@torch.no_grad()
+def main() -> None:
+    args = parse()
+    with report.Progress(steps=len(METHODS)) as progress:
+        with torch.enable_grad():
+            model, matrices, shape = prepare(args, progress)
+        nbytes = sum(m.weight.nbytes for m in matrices)
+        progress.say("one large copy of the same bytes")
+        copies = timing.copies(nbytes, args.device, args.repeat)
+        measured: dict[str, dict[str, Any]] = {}
+        skipped: dict[str, str] = {}
+        for name, make in METHODS.items():
+            progress.say(name)
+            try:
+                measured[name] = measure(make(model, matrices), matrices, args.device, args.repeat)
+            except torch.OutOfMemoryError as error:
+                skipped[name] = str(error).splitlines()[0]
+            progress.advance()
+        copies += timing.copies(nbytes, args.device, args.repeat)
+
+    copy_ms = statistics.median(copies)
+    for figures in measured.values():
+        # Each byte of the weights is read once and written once.
+        figures["x_copy"], figures["gb_s"] = figures["ms"] / copy_ms, 2 * nbytes / figures["ms"] / 1e6
+    record = {
+        "device": args.device.type,
+        "torch": torch.__version__,
+        "shape": shape,
+        "rank": max(m.lora_A.shape[0] for m in matrices),
+        "dtype": args.dtype,
+        "adapter_dtype": args.adapter_dtype,
+        "matrices": len(matrices),
+        "bytes": nbytes,
+        "copy_ms": copy_ms,
+        "repeat": args.repeat,
+        "backend": cast(ModuleType, kernels.pick(args.device)).__name__.rpartition(".")[2],
+        "methods": measured,
+        "skipped": skipped,
+        **report.provenance(args.device),
+    }
+    report.table(record)
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(record, indent=2) + "\n")
+    if args.plot:
+        report.plot(record, args.plot)
+
+
+if __name__ == "__main__":
+    main()

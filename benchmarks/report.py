@@ -1,0 +1,180 @@
+"""What a run shows: progress, a table, a picture, and where the figures come from."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Self
+
+import peft
+import rich.progress
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import lora_merge
+
+Record = dict[str, Any]
+"""The JSON of a run."""
+
+
+def console() -> Console:
+    """As wide as the terminal; wide enough for the table where the output goes to a file."""
+    return Console(width=None if sys.stdout.isatty() else 110, highlight=False)
+
+
+class Progress:
+    """A bar on a terminal; elsewhere a line a step."""
+
+    def __init__(self, steps: int) -> None:
+        self.console = console()
+        self.bar = rich.progress.Progress(
+            rich.progress.SpinnerColumn(),
+            "{task.description}",
+            rich.progress.BarColumn(),
+            rich.progress.TimeElapsedColumn(),
+            console=self.console,
+            transient=True,
+            disable=not self.console.is_terminal,
+        )
+        self.task = self.bar.add_task("", total=steps)
+
+    def __enter__(self) -> Self:
+        self.bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.bar.stop()
+
+    def say(self, text: str) -> None:
+        """Tell what runs now."""
+        self.bar.update(self.task, description=text)
+        if self.bar.disable:
+            self.console.print(text)
+
+    def note(self, text: str) -> None:
+        """Leave a line that stays."""
+        self.console.print(text)
+
+    def advance(self) -> None:
+        """One of the steps is done."""
+        self.bar.advance(self.task)
+
+
+def provenance(device: torch.device) -> Record:
+    """What the figures were made with."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name(),
+        "threads": torch.get_num_threads(),
+        "versions": {m.__name__: m.__version__ for m in (lora_merge, peft, torch)}
+        | {"python": platform.python_version()},
+        "commit": commit or None,
+        "command": ["python", *sys.argv],
+    }
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return f"{name}, {torch.get_num_threads()} threads"
+
+
+def title(record: Record) -> str:
+    return (
+        f"{record['shape']}: {record['matrices']} matrices, {record['bytes'] / 1e9:.3g} GB of {record['dtype']}, "
+        f"rank {record['rank']} in {record['adapter_dtype']}"
+    )
+
+
+def table(record: Record) -> None:
+    """Print the figures."""
+    out = console()
+    copy_ms = record["copy_ms"]
+    sheet = Table(title=title(record), caption_justify="left", title_justify="left")
+    sheet.add_column("method")
+    for heading in ("ms", "x copy", "GB/s", "extra memory", "max ulp", "misrounded", "restored"):
+        sheet.add_column(heading, justify="right")
+    sheet.add_row("one large copy", f"{copy_ms:.2f}", "1.00", f"{2 * record['bytes'] / copy_ms / 1e6:.1f}")
+    for name, m in record["methods"].items():
+        sheet.add_row(
+            name,
+            f"{m['ms']:.2f}",
+            f"{m['x_copy']:.2f}",
+            f"{m['gb_s']:.1f}",
+            _bytes(m["extra_bytes"]),
+            str(m["max_ulp"]),
+            f"{m['misrounded']:.4%}",
+            "yes" if m["restored"] else "no",
+        )
+    out.print()
+    out.print(sheet)
+    for name, reason in record["skipped"].items():
+        out.print(f"{name}: left out, {reason}")
+    out.print(
+        f"{record['device_name']}, torch {record['torch']}, backend {record['backend']}, median of {record['repeat']}. "
+        "GB/s: weights read and written. Extra memory: peak beside weights, adapters and a given destination. "
+        "max ulp, misrounded: every element against float64, rounded once. restored: after the method's own way back, "
+        "every bit as before."
+    )
+
+
+def _bytes(n: int) -> str:
+    return f"{n / 2**20:.1f} MiB" if n < 2**30 else f"{n / 2**30:.2f} GiB"
+
+
+def plot(record: Record, file: Path) -> None:
+    """Draw time, extra memory and wrong roundings of every method, side by side, as PNG."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figures = list(record["methods"].values())
+    restored = ["restored bit for bit" if m["restored"] else "not restored exactly" for m in figures]
+    panels = (
+        (
+            f"time in large copies of the same bytes\n(one is {record['copy_ms']:.2f} ms, dashed)",
+            [m["x_copy"] for m in figures],
+            [f"{m['x_copy']:.2f}x, {m['ms']:.1f} ms" for m in figures],
+        ),
+        (
+            "peak extra memory\nas a share of the weights",
+            [m["extra_bytes"] / record["bytes"] for m in figures],
+            [_bytes(m["extra_bytes"]) for m in figures],
+        ),
+        (
+            "elements not correctly rounded,\nand the weights after the way back",
+            [m["misrounded"] for m in figures],
+            [f"{100 * m['misrounded']:.3g}%, {text}" for m, text in zip(figures, restored, strict=True)],
+        ),
+    )
+    colours = ["#aab2bf" if name in ("peft", "addmm_") else "#1f6feb" for name in record["methods"]]
+    with plt.rc_context({"font.size": 10, "axes.titlesize": 10, "axes.titlelocation": "left"}):
+        fig, axes = plt.subplots(1, 3, figsize=(14, 4), sharey=True, layout="constrained")
+        heading = f"{title(record)}\n{record['device_name']}, torch {record['torch']}"
+        fig.suptitle(heading, x=0.01, ha="left", fontsize=11)
+        for ax, (caption, widths, labels) in zip(axes, panels, strict=True):
+            ax.barh(list(record["methods"]), widths, color=colours, height=0.6)
+            # The label of the longest bar needs room on the right.
+            ax.set_xlim(0, max([*widths, 1e-4]) * 1.9)
+            ax.xaxis.set_major_locator(mpl.ticker.MaxNLocator(5))
+            for row, (width, label) in enumerate(zip(widths, labels, strict=True)):
+                ax.annotate(label, (width, row), (5, 0), textcoords="offset points", va="center", fontsize=9)
+            ax.set_title(caption)
+            ax.spines[["top", "right", "left"]].set_visible(False)
+            ax.tick_params(axis="y", length=0)
+            ax.grid(axis="x", color="#e6e8ec", linewidth=0.8)
+            ax.set_axisbelow(True)
+        for ax in axes[1:]:
+            ax.xaxis.set_major_formatter(mpl.ticker.PercentFormatter(1, decimals=None))
+        axes[0].axvline(1, color="#d1242f", linewidth=1.5, linestyle=(0, (4, 2)))
+        axes[0].invert_yaxis()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        fig.savefig(file, dpi=150)
+        plt.close(fig)
+    console().print(f"picture: {file}")

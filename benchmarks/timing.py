@@ -1,0 +1,86 @@
+"""Milliseconds, peak memory and kernel launches of one call, on a CPU and on a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One call: milliseconds, and bytes of peak memory above what was in use before it."""
+
+    ms: float
+    peak_bytes: int
+
+
+def observe(call: Call, device: torch.device) -> Run:
+    """Run a call once, watched.
+
+    Memory on a GPU is the allocator's own peak. On a CPU it is the peak of the process's resident memory, which Linux
+    keeps and resets on request (proc_pid_clear_refs(5), value 5): exact, where a sampling thread would miss short
+    peaks. Memory that malloc holds back is returned first, or it would hide what the call takes.
+    """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        ms = milliseconds(call, device)
+        return Run(ms, torch.cuda.max_memory_allocated(device) - before)
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status("VmRSS")
+    ms = milliseconds(call, device)
+    return Run(ms, max(_status("VmHWM") - before, 0))
+
+
+def _status(field: str) -> int:
+    """A line of /proc/self/status, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+
+
+def milliseconds(call: Call, device: torch.device) -> float:
+    """How long a call takes; on a GPU from its first kernel to its last, gaps in which the host was late included."""
+    if device.type == "cpu":
+        begin = time.perf_counter()
+        call()
+        return (time.perf_counter() - begin) * 1e3
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize(device)
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end))
+
+
+def copies(nbytes: int, device: torch.device, repeat: int) -> list[float]:
+    """The limit: milliseconds of one large copy that reads and writes `nbytes` once each.
+
+    Where two such buffers do not fit beside the model on a GPU, a smaller copy, its time scaled up.
+    """
+    size = nbytes
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        size = min(nbytes, torch.cuda.mem_get_info(device)[0] // 3)
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    destination = torch.zeros_like(source)
+    times = [milliseconds(lambda: destination.copy_(source), device) for _ in range(repeat + 1)]
+    return [ms * nbytes / size for ms in times[1:]]
+
+
+def launches(call: Call, device: torch.device) -> int:
+    """How many kernels, copies and fills a call starts on a GPU."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize(device)
+    return sum(event.device_type.name == "CUDA" for event in profile.events() or ())

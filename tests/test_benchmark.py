@@ -1,0 +1,86 @@
+"""The main job, end to end: `python benchmarks/merge.py` on small weights, as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+METHODS = ["lora_merge in place", "lora_merge out of place", "merged() enter+exit", "peft", "addmm_"]
+FIELDS = {"ms", "x_copy", "gb_s", "extra_bytes", "max_ulp", "misrounded", "restored"}
+
+# Elements that float32 accumulation rounds to the other side, where updates are up to a tenth of the weights.
+MISROUNDED = {"bf16": 1e-4, "fp16": 1e-3}
+
+
+def bench(*arguments: str | Path) -> str:
+    """Run the benchmark in a process of its own; returns what it prints."""
+    command = [sys.executable, "benchmarks/merge.py", "--repeat", "2", *map(str, arguments)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, f"{command} failed:\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def check(record: dict, dtype: str) -> None:
+    """The names, and what holds for our methods whatever the machine."""
+    assert {"device", "torch", "shape", "rank", "dtype", "bytes", "copy_ms"} <= record.keys()
+    assert record["device"] == "cpu"
+    assert record["torch"] == torch.__version__
+    assert record["dtype"] == dtype
+    assert list(record["methods"]) == METHODS
+    for name, figures in record["methods"].items():
+        assert figures.keys() >= FIELDS, name
+        assert figures["ms"] > 0, name
+        assert figures["x_copy"] == pytest.approx(figures["ms"] / record["copy_ms"]), name
+        assert figures["gb_s"] == pytest.approx(2 * record["bytes"] / figures["ms"] / 1e6), name
+        assert figures["elements"] * (4 if dtype == "fp32" else 2) == record["bytes"], (
+            f"{name}: every element is looked at"
+        )
+        assert figures["restored"] is (name in ("lora_merge out of place", "merged() enter+exit")), name
+    ours = [record["methods"][name] for name in METHODS[:3]]
+    for figures in ours:
+        assert figures["of_bound"] <= 1
+        assert figures["misrounded"] <= MISROUNDED.get(dtype, 1)
+        accuracy = {key: figures[key] for key in ("max_ulp", "misrounded", "of_bound")}
+        assert accuracy == {key: ours[0][key] for key in accuracy}, (
+            "in place, out of place and merged() give the same bits"
+        )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "adapter_dtype", "rank"), [("bf16", "fp32", 32), ("fp16", "bf16", 5), ("fp32", "fp32", 8)]
+)
+def test_shape(tmp_path: Path, dtype: str, adapter_dtype: str, rank: int) -> None:
+    """Random weights of a known shape: JSON, table and picture."""
+    data, picture = tmp_path / "out.json", tmp_path / "deeper" / "out.png"
+    options = ("--dtype", dtype, "--adapter-dtype", adapter_dtype, "--rank", str(rank))
+    printed = bench("--shape", "tiny", *options, "--json", data, "--plot", picture)
+    record = json.loads(data.read_text())
+    check(record, dtype)
+    assert (record["shape"], record["rank"], record["adapter_dtype"]) == ("tiny", rank, adapter_dtype)
+    assert all(name in printed for name in METHODS)
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def test_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint and a trained adapter on disk, the way the default job makes them."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import checkpoint
+
+    sizes = {"hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model, adapter = tmp_path / "model", tmp_path / "adapter"
+    checkpoint.write_checkpoint(model, checkpoint.QWEN2 | sizes, torch.bfloat16)
+    losses = checkpoint.train_adapter(adapter, model, rank=4, steps=8)
+    assert losses[-1] < losses[0], "training on the repository's text learns something"
+
+    bench("--model", model, "--adapter", adapter, "--json", tmp_path / "out.json")
+    record = json.loads((tmp_path / "out.json").read_text())
+    check(record, "bf16")
+    assert (record["shape"], record["rank"], record["matrices"]) == ("model", 4, 14)
