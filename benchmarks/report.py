@@ -18,6 +18,8 @@ import lora_merge
 
 Record = dict[str, Any]
 """The JSON of a run."""
+LONGEST = 16
+"""Copies that a bar of the picture can show."""
 
 
 def console() -> Console:
@@ -139,8 +141,9 @@ def plot(record: Record, file: Path) -> None:
     panels = (
         (
             f"time in large copies of the same bytes\n(one is {record['copy_ms']:.2f} ms, dashed)",
-            [m["x_copy"] for m in figures],
-            [f"{m['x_copy']:.2f}x, {m['ms']:.1f} ms" for m in figures],
+            # A bar that would dwarf all others is cut and says so.
+            [min(m["x_copy"], LONGEST) for m in figures],
+            [f"{m['x_copy']:.2f}x, {m['ms']:.1f} ms{' (cut)' * (m['x_copy'] > LONGEST)}" for m in figures],
         ),
         (
             "peak extra memory\nas a share of the weights",
