@@ -66,6 +66,7 @@ def merged(model: Model, *, restore: str = "exact", strategy: str | None = None)
         adapters = read_adapters(model)
         if not adapters.layers:
             raise InvalidInput("the model has no LoRA layers; pass the PeftModel, not its bare base")
+        _check_whole(adapters)
         undo.enter_context(_claimed([layer for layer, _ in adapters.layers]))
         saved = undo.enter_context(_Restore(_weights(adapters)))
         jobs = undo.enter_context(_untied(adapters, saved))
@@ -75,6 +76,16 @@ def merged(model: Model, *, restore: str = "exact", strategy: str | None = None)
                 plan.run()
         undo.enter_context(_adapters_off(adapters))
         yield model
+
+
+def _check_whole(adapters: Adapters) -> None:
+    """Raise `InvalidInput` unless every adapted weight lies whole on a device."""
+    for delta in adapters.deltas:
+        parameter = delta.parameter
+        if parameter.device.type == "meta":
+            raise InvalidInput(f"{delta.name}: the weight is a meta tensor and holds no values; load it first")
+        if type(parameter.data) is not Tensor:
+            raise InvalidInput(f"{delta.name}: the weight is a {type(parameter.data).__name__}, sharded over ranks")
 
 
 @contextmanager
@@ -111,16 +122,20 @@ class _Restore:
     def __enter__(self) -> dict[int, Tensor]:
         with torch.inference_mode(False):
             self.copies = [torch.empty_like(weight) for weight in self.weights]
-        with torch.inference_mode():
-            torch._foreach_copy_(self.copies, self.weights)
+        _copy(self.copies, self.weights)
         self.versions = [weight._version for weight in self.counted]
         torch.autograd.graph.increment_version(self.counted)
         return dict(zip(self.addresses, self.copies, strict=True))
 
     def __exit__(self, *exception: object) -> None:
-        with torch.inference_mode():
-            torch._foreach_copy_(self.weights, self.copies)
+        _copy(self.weights, self.copies)
         torch._C._autograd._unsafe_set_version_counter(tuple(self.counted), tuple(self.versions))
+
+
+def _copy(to: list[Tensor], source: list[Tensor]) -> None:
+    if to:
+        with torch.inference_mode():
+            torch._foreach_copy_(to, source)
 
 
 @contextmanager

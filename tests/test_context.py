@@ -1,0 +1,548 @@
+"""`merged(model)`: what is inside, and that nothing is left of it after."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import models
+import pytest
+import torch
+from helpers import assert_same_bits
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lora_merge import AlreadyMerged, InvalidInput, UnsupportedAdapter, context, merged, read_deltas
+from lora_merge.delta import MergePlan
+from lora_merge.names import named_tensors
+
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+class Snapshot:
+    """Everything of a model that must be as before: bits, identities, gradients, versions, PEFT's flags."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.tensors = {
+            name: (tensor, tensor.detach().clone(), tensor.data_ptr(), tensor.requires_grad, tensor.grad)
+            for name, tensor in self._named()
+        }
+        self.versions = {name: t._version for name, t in self._named() if not t.is_inference()}
+        self.gradients = {name: t.grad.clone() for name, t in self._named() if t.grad is not None}
+        self.flags = self._flags()
+
+    def _named(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.model.named_parameters(remove_duplicate=False)
+        yield from self.model.named_buffers(remove_duplicate=False)
+
+    def _flags(self) -> dict[str, Any]:
+        """Every plain attribute of every module (`merged_adapters`, `_disable_adapters`, `scaling`, ...)."""
+        hidden = {"_parameters", "_modules", "_buffers"}
+        return {
+            f"{name}:{key}": (id(value), repr(value) if isinstance(value, list | dict | str | bool) else None)
+            for name, module in self.model.named_modules()
+            for key, value in vars(module).items()
+            if key not in hidden
+        }
+
+    def check(self) -> None:
+        now = dict(self._named())
+        assert list(now) == list(self.tensors)
+        for name, (tensor, bits, address, requires_grad, grad) in self.tensors.items():
+            assert now[name] is tensor, f"{name}: another object"
+            assert tensor.data_ptr() == address, f"{name}: moved"
+            assert tensor.requires_grad == requires_grad, name
+            assert tensor.grad is grad, name
+            assert_same_bits(tensor, bits, name)
+        for name, version in self.versions.items():
+            assert now[name]._version == version, f"{name}: version {now[name]._version}, before {version}"
+        for name, gradient in self.gradients.items():
+            assert_same_bits(now[name].grad, gradient, f"gradient of {name}")
+        assert self._flags() == self.flags
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    before = Snapshot(model)
+    try:
+        yield
+    finally:
+        before.check()
+
+
+def plant(model: nn.Module) -> None:
+    """NaN with a payload, -infinity (NaN in fp16), -0.0 and a subnormal into every base weight."""
+    special = {2: [0x7FC1, -0x80, -0x8000, 0x0001], 4: [0x7FC00123, -0x800000, -0x80000000, 1]}
+    words = {2: torch.int16, 4: torch.int32}
+    for name, parameter in model.named_parameters():
+        if "lora_" not in name:
+            flat, size = parameter.data.view(-1), parameter.element_size()
+            flat[:4] = torch.tensor(special[size], dtype=words[size]).view(parameter.dtype)
+
+
+def experts() -> PeftModel:
+    return models.with_lora(models.qwen3_moe, target_modules=["q_proj"], target_parameters=EXPERTS)
+
+
+SUBJECTS: dict[str, Callable[[], PeftModel]] = {
+    "fp32": lambda: models.with_lora(models.qwen2),
+    "bf16": lambda: models.with_lora(models.qwen2, dtype=torch.bfloat16),
+    "fp16 dora": lambda: models.with_lora(models.qwen2, dtype=torch.float16, use_dora=True),
+    "two adapters": lambda: models.with_lora(models.qwen2, adapters=("one", "two")),
+    "conv1d, tied embedding": lambda: models.with_lora(models.gpt2, target_modules=["c_attn", "wte"]),
+    "head and embedding tied": lambda: models.with_lora(
+        lambda: models.qwen2(tied=True), target_modules=["lm_head", "embed_tokens", "q_proj"]
+    ),
+    "experts": experts,
+    "convolutions": lambda: models.with_lora(models.Convolutions, target_modules=models.CONVOLUTIONS),
+    "disabled": lambda: disabled(models.with_lora(models.qwen2)),
+}
+
+
+def disabled(model: PeftModel) -> PeftModel:
+    model.base_model.disable_adapter_layers()
+    return model
+
+
+# ---- nothing is left -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_everything_comes_back(subject: str) -> None:
+    """Bits (NaN payloads and -0.0 too), identities, gradients, versions, flags."""
+    model = SUBJECTS[subject]()
+    loss = model(models.tokens()).logits if subject != "convolutions" else model(torch.randn(2, 3, 7, 7, 7))
+    if loss.requires_grad:
+        loss.float().square().mean().backward()
+    plant(model)
+    with unchanged(model), merged(model) as inside:
+        assert inside is model
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+def test_exception_inside(error: type[BaseException]) -> None:
+    model = models.with_lora(models.qwen2)
+    with unchanged(model):
+        with pytest.raises(error, match="mine"), merged(model):
+            raise error("mine")
+        adapter = models.outputs(model)
+    with unchanged(model), merged(model):
+        torch.testing.assert_close(models.outputs(model), adapter)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_failure_while_merging(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launch fails after it has written: all is put back."""
+    model = models.with_lora(lambda: models.qwen2(tied=tied), target_modules=["lm_head", "q_proj"])
+    run = MergePlan.run
+
+    def fails(plan: MergePlan) -> None:
+        run(plan)
+        raise RuntimeError("the launch failed")
+
+    monkeypatch.setattr(MergePlan, "run", fails)
+    with unchanged(model), pytest.raises(RuntimeError, match="the launch failed"), merged(model):
+        raise AssertionError("the body ran")
+    monkeypatch.undo()
+    with unchanged(model), merged(model):
+        pass
+
+
+def test_a_thousand_entries() -> None:
+    """A peer's bug: weights drift when adapters are merged and subtracted again, cycle after cycle."""
+    model = models.with_lora(models.qwen2, dtype=torch.bfloat16, target_modules=["q_proj", "down_proj"])
+    adapter = models.outputs(model)
+    with unchanged(model):
+        with merged(model):
+            first = models.outputs(model)
+        for _ in range(1000):
+            with merged(model):
+                pass
+        with merged(model):
+            assert torch.equal(models.outputs(model), first)
+    assert torch.equal(models.outputs(model), adapter)
+
+
+def test_training_goes_on_as_if_nothing_happened() -> None:
+    """Steps with `merged` between them equal steps without, optimizer state included."""
+
+    def train(between: bool) -> tuple[dict[str, Tensor], list[Tensor]]:
+        model = models.with_lora(models.qwen2, lora_dropout=0.1, modules_to_save=["lm_head"]).train()
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        for step in range(3):
+            torch.manual_seed(step)
+            loss = model(models.tokens(step)).logits.square().mean()
+            if between:  # a graph is waiting for its backward pass
+                with torch.random.fork_rng(), merged(model):
+                    models.outputs(model)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        moments = [value for state in optimizer.state.values() for value in state.values()]
+        return model.state_dict(), moments
+
+    (plain, plain_moments), (between, between_moments) = train(False), train(True)
+    assert list(plain) == list(between)
+    for name, tensor in plain.items():
+        assert_same_bits(between[name], tensor, name)
+    for mine, theirs in zip(between_moments, plain_moments, strict=True):
+        assert_same_bits(mine, theirs, "optimizer state")
+
+
+# ---- inside ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
+def test_modes(mode: Callable[[], Any], train: bool) -> None:
+    """Entered in any grad mode; in train mode the merged weights have no adapter dropout."""
+    model = models.with_lora(models.qwen2, lora_dropout=0.5)
+    adapter = models.outputs(model)
+    model.train(train)
+    with unchanged(model), mode(), merged(model):
+        torch.testing.assert_close(models.outputs(model), adapter)
+        torch.testing.assert_close(model(models.tokens()).logits.detach(), adapter)
+
+
+def test_weights_made_in_inference_mode() -> None:
+    with torch.inference_mode():
+        model = models.with_lora(models.qwen2)
+        adapter = models.outputs(model)
+    with unchanged(model), merged(model):
+        torch.testing.assert_close(models.outputs(model), adapter)
+    with torch.inference_mode(), unchanged(model), merged(model):
+        torch.testing.assert_close(models.outputs(model), adapter)
+
+
+def test_generate() -> None:
+    """Greedy tokens of the adapter, with the cache."""
+    model = models.with_lora(models.qwen2)
+    options = {"max_new_tokens": 12, "do_sample": False}
+    wanted = model.generate(models.tokens(), **options)
+    with merged(model):
+        assert torch.equal(model.generate(models.tokens(), **options), wanted)
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["model compiled", "layers compiled"])
+def test_compiled_modules(whole: bool) -> None:
+    """One graph outside and one inside; entries after that compile nothing."""
+    torch._dynamo.reset()
+    model = models.with_lora(models.qwen2)
+    adapter = models.outputs(model)
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    called = model
+    if whole:
+        called = torch.compile(model, backend=backend)
+    else:
+        layers = model.base_model.model.model.layers
+        for index, layer in enumerate(layers):
+            layers[index] = torch.compile(layer, backend=backend)
+    with unchanged(model):
+        compiled = []
+        for _ in range(3):
+            torch.testing.assert_close(models.outputs(called), adapter)
+            with merged(called):
+                torch.testing.assert_close(models.outputs(called), adapter)
+            compiled.append(len(graphs))
+    assert compiled[0] == compiled[1] == compiled[2], f"graphs after each round: {compiled}"
+
+
+def test_lazily_read_tensors() -> None:
+    """A peer's bug: a generator of weights that is consumed after the restore sends the base without the adapter.
+
+    Read inside, it yields merged values; what is read after is the base, which is what `MergedWeights` is for.
+    """
+    model = models.with_lora(models.qwen2)
+    base = {t.name: t.tensor.detach().clone() for t in named_tensors(model)}
+    with merged(model):
+        inside = {t.name: t.tensor.detach().clone() for t in named_tensors(model)}
+        late = named_tensors(model)
+        next(late)
+    changed = {name for name, tensor in inside.items() if not torch.equal(tensor, base[name])}
+    assert changed == {delta.name for delta in read_deltas(model)}
+    assert all(torch.equal(t.tensor, base[t.name]) for t in late)
+
+
+def test_backward_does_not_cross_the_border() -> None:
+    """Gradients of other weights than the forward saw would be silently wrong: autograd refuses."""
+    model = models.with_lora(models.qwen2)
+
+    def loss() -> Tensor:
+        embeddings = model.get_input_embeddings()(models.tokens()).detach().requires_grad_()
+        return model(inputs_embeds=embeddings).logits.square().mean()
+
+    outside = loss()
+    with merged(model):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            outside.backward()
+        loss().backward()
+        inside = loss()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        inside.backward()
+    loss().backward()
+
+
+# ---- tied weights ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("targets", [["lm_head"], ["embed_tokens"], ["lm_head", "embed_tokens"]], ids="+".join)
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_tied_weights(targets: list[str], dora: bool) -> None:
+    """Bug of the peers: the head not updated, or updated with the embedding's adapter."""
+    model = models.with_lora(lambda: models.qwen2(tied=True), target_modules=[*targets, "q_proj"], use_dora=dora)
+    base = model.base_model.model
+
+    def weights() -> dict[str, Tensor]:
+        found = {t.name: t.tensor for t in named_tensors(model)}
+        return {"lm_head": found["lm_head.weight"], "embed_tokens": found["model.embed_tokens.weight"]}
+
+    adapter, before = models.outputs(model), weights()["lm_head"].detach().clone()
+    assert weights()["lm_head"] is weights()["embed_tokens"], "the model is not tied; then this test shows nothing"
+    with unchanged(model):
+        with merged(model):
+            torch.testing.assert_close(models.outputs(model), adapter)
+            assert weights()["lm_head"].data_ptr() != weights()["embed_tokens"].data_ptr()
+            for name, weight in weights().items():
+                assert torch.equal(weight, before) == (name not in targets), name
+        assert weights()["lm_head"] is weights()["embed_tokens"]
+        assert base.get_input_embeddings().weight is base.get_output_embeddings().weight
+        assert torch.equal(models.outputs(model), adapter)
+
+
+def test_tied_weights_without_an_adapter_stay_tied() -> None:
+    model = models.with_lora(lambda: models.qwen2(tied=True), target_modules=["q_proj"])
+    with unchanged(model), merged(model):
+        assert model.base_model.model.lm_head.weight is model.base_model.model.model.embed_tokens.weight
+
+
+def test_weights_tied_by_address() -> None:
+    """Two parameters on one memory, as some loaders leave them."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Tanh(), nn.Linear(6, 6, bias=False))
+    net[2].weight.data = net[0].weight.data
+    model = get_peft_model(net, LoraConfig(r=2, target_modules=["0"], init_lora_weights=False))
+    x = torch.randn(3, 6)
+    adapter = model(x)
+    with unchanged(model), merged(model):
+        torch.testing.assert_close(model(x), adapter)
+
+
+# ---- plans, memory ---------------------------------------------------------------------------------------------------
+
+
+def test_plan_serves_until_something_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steady entries build nothing; an adapter that was reloaded, a moved weight, another scaling do."""
+    built = []
+    init = MergePlan.__init__
+    monkeypatch.setattr(MergePlan, "__init__", lambda *args: (built.append(1), init(*args))[1])
+    model = models.with_lora(models.qwen2, adapters=("one", "two"))
+    layers = model.base_model.model.model.layers
+    layer = layers[1].mlp.up_proj
+
+    def step() -> int:
+        before = len(built)
+        adapter = models.outputs(model)
+        with unchanged(model), merged(model):
+            torch.testing.assert_close(models.outputs(model), adapter)
+        return len(built) - before
+
+    assert [step(), step()] == [1, 0]
+    layer.lora_B["one"].weight.data.mul_(2)  # a training step: values, not addresses
+    assert step() == 0
+    changes: dict[str, Callable[[], object]] = {
+        "scaling": lambda: layer.set_scale("one", 2.0),
+        "active adapters": lambda: model.set_adapter("two"),
+        "adapter replaced": lambda: setattr(layer.lora_A["two"], "weight", nn.Parameter(torch.randn(5, 32))),
+        "base moved": lambda: setattr(layer.base_layer.weight, "data", layer.base_layer.weight.data.clone()),
+        "base converted": lambda: setattr(
+            layer.base_layer.weight, "data", layer.base_layer.weight.data.double().float()
+        ),
+        "module removed": lambda: setattr(layers[0].mlp, "up_proj", layers[0].mlp.up_proj.base_layer),
+    }
+    kept = []  # freed memory would come back under the same address, which a plan may well serve
+    for what, change in changes.items():
+        kept.append([parameter.data for parameter in model.parameters()])
+        change()
+        assert step() == 1, what
+        assert step() == 0, what
+
+
+def test_offloaded_weights_are_freed() -> None:
+    """Between entries nothing holds the weights: a trainer that moves them away gets the memory back."""
+    model = models.with_lora(models.qwen2)
+    with merged(model):
+        pass
+    old = [StorageWeakRef(delta.parameter.untyped_storage()) for delta in read_deltas(model)]
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    gc.collect()
+    assert all(reference.expired() for reference in old)
+    with unchanged(model), merged(model):
+        pass
+
+
+def test_model_is_freed() -> None:
+    model = models.with_lora(models.qwen2)
+    with merged(model):
+        pass
+    assert len(context._plans) >= 1
+    old = StorageWeakRef(next(iter(read_deltas(model))).parameter.untyped_storage())
+    del model
+    gc.collect()
+    assert old.expired()
+
+
+class Allocations(TorchDispatchMode):
+    """Bytes of the storages that operators returned and that are still held."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        result = func(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                self.seen[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return result
+
+    def held(self) -> int:
+        gc.collect()
+        return sum(size for reference, size in self.seen.values() if not reference.expired())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_memory(tied: bool) -> None:
+    """Inside, one copy of the adapted weights, tied or not; after, nothing of that size."""
+    targets = ["embed_tokens", "q_proj", "down_proj"]
+    model = models.with_lora(lambda: models.qwen2(tied=tied), dtype=torch.bfloat16, target_modules=targets)
+    weights = sum(delta.parameter.nbytes for delta in read_deltas(model))
+    with merged(model):
+        pass
+    with Allocations() as allocations:
+        assert allocations.held() == 0
+        with merged(model):
+            inside = allocations.held()
+        after = allocations.held()
+    known = {p.untyped_storage()._cdata for p in model.parameters()}
+    views = sum(size for key, (_, size) in allocations.seen.items() if key in known)
+    assert weights <= inside - views <= 1.01 * weights + 1024, f"{inside - views} bytes for {weights} of weights"
+    assert after - views <= 1024
+
+
+# ---- bad input -------------------------------------------------------------------------------------------------------
+
+
+def test_options() -> None:
+    model = models.with_lora(models.qwen2)
+    with unchanged(model):
+        with pytest.raises(InvalidInput, match="restore must be 'exact', got 'fast'"), merged(model, restore="fast"):
+            pass
+        with (
+            pytest.raises(InvalidInput, match=r"strategy must be None.*got 'unshard'"),
+            merged(model, strategy="unshard"),
+        ):
+            pass
+
+
+def test_bare_model() -> None:
+    """A peer's bug: the adapter is never delivered, and nobody notices."""
+    with pytest.raises(InvalidInput, match="no LoRA layers"), merged(models.qwen2()):
+        pass
+
+
+@pytest.mark.parametrize("again", ["itself", "its base", "in another thread", "with adapters off"])
+def test_entering_twice(again: str) -> None:
+    model = models.with_lora(models.qwen2)
+    if again == "with adapters off":
+        model.base_model.disable_adapter_layers()
+    errors: list[BaseException] = []
+
+    def enter() -> None:
+        try:
+            with merged(model.base_model.model if again == "its base" else model):
+                pass
+        except BaseException as error:
+            errors.append(error)
+
+    with unchanged(model), merged(model):
+        if again == "in another thread":
+            thread = threading.Thread(target=enter)
+            thread.start()
+            thread.join()
+        else:
+            enter()
+        assert [type(error) for error in errors] == [AlreadyMerged]
+        assert "merged()" in str(errors[0])
+        if again != "with adapters off":
+            with pytest.raises(AlreadyMerged):  # nor can the adapters be read, and added a second time
+                read_deltas(model)
+    with unchanged(model), merged(model):
+        pass
+
+
+def test_peft_cannot_merge_inside() -> None:
+    """PEFT would add the adapter again, or subtract it from weights that it did not merge."""
+    model = models.with_lora(models.qwen2, adapters=("one", "two"))
+    model.set_adapter("one")
+
+    def forward_without_adapter() -> None:
+        with model.disable_adapter():
+            models.outputs(model)
+
+    actions: dict[str, Callable[[], object]] = {
+        "merge_adapter": model.merge_adapter,
+        "merge another": lambda: model.merge_adapter(["two"]),
+        "unmerge_adapter": model.unmerge_adapter,
+        "set_adapter": lambda: model.base_model.set_adapter("two"),
+        "disable_adapter": forward_without_adapter,
+    }
+    adapter = models.outputs(model)
+    for name, action in actions.items():
+        with merged(model):
+            with pytest.raises(AlreadyMerged, match="leave the block before"):
+                action()
+            model.base_model.enable_adapter_layers()
+            torch.testing.assert_close(models.outputs(model), adapter, msg=name)
+        assert torch.equal(models.outputs(model), adapter), name
+    model.merge_adapter()  # PEFT's own merging works again
+    torch.testing.assert_close(models.outputs(model), adapter)
+    model.unmerge_adapter()
+
+
+def test_an_error_late_in_the_model_changes_nothing() -> None:
+    """Everything is checked before the first byte is written."""
+    model = models.with_lora(models.qwen2)
+    layer = model.base_model.model.model.layers[1].mlp.down_proj
+    layer.base_layer.weight = nn.Parameter(layer.base_layer.weight.data.to(torch.int8), requires_grad=False)
+    with unchanged(model), pytest.raises(UnsupportedAdapter, match=r"layers\.1\.mlp\.down_proj"), merged(model):
+        pass
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_on_the_gpu(subject: str) -> None:
+    model = SUBJECTS[subject]().to("cuda")
+    plant(model)
+    weights = sum(p.nbytes for p in {d.parameter.data_ptr(): d.parameter for d in read_deltas(model)}.values())
+    with merged(model):
+        pass
+    with unchanged(model):
+        before = torch.cuda.memory_allocated()
+        with merged(model):
+            inside = torch.cuda.memory_allocated() - before
+        after = torch.cuda.memory_allocated() - before
+    assert inside <= 2 * weights + 512 * len(list(model.parameters()))
+    assert after == 0
