@@ -2,18 +2,22 @@
 
 from .context import merged
 from .delta import Delta
+from .engine import SyncReport, VllmSync
 from .errors import (
     AlreadyMerged,
     BackendUnavailable,
     InvalidInput,
     LoraMergeError,
     MissingExtra,
+    PushFailed,
+    PushRefused,
     UnsupportedAdapter,
 )
 from .lora import read_deltas
 from .ops import merge, merge_, run_segments, unmerge_
 from .plan import Plan
 from .segments import Segment
+from .weights import MergedWeights
 
 __version__ = "0.1.0"
 
@@ -23,10 +27,15 @@ __all__ = [
     "Delta",
     "InvalidInput",
     "LoraMergeError",
+    "MergedWeights",
     "MissingExtra",
     "Plan",
+    "PushFailed",
+    "PushRefused",
     "Segment",
+    "SyncReport",
     "UnsupportedAdapter",
+    "VllmSync",
     "merge",
     "merge_",
     "merged",

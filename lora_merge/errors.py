@@ -1,4 +1,4 @@
-"""The exceptions of the package. Every one of them is raised before the first byte is written."""
+"""The exceptions of the package. All but `PushFailed` are raised before the first byte is written."""
 
 
 class LoraMergeError(Exception):
@@ -23,3 +23,11 @@ class BackendUnavailable(LoraMergeError, RuntimeError):
 
 class MissingExtra(LoraMergeError, ImportError):
     """An optional dependency is not installed; names the extra that brings it."""
+
+
+class PushRefused(LoraMergeError, RuntimeError):
+    """Something does not fit between a model and an engine; nothing was sent, the engine is as before."""
+
+
+class PushFailed(LoraMergeError, RuntimeError):
+    """A push broke off half-way; says which engines are dirty and which are valid. The next push heals them."""

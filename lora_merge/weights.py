@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -109,13 +109,13 @@ class MergedWeights:
         """
         filler, run = self.filler(), self._run(seed)
         buffers = [filler.new_buffer() for _ in range(min(2, len(filler.table)))]
-        for index, _ in filler.stream(buffers, run):
+        for index, _ in double_buffered(filler, buffers, run):
             yield Bucket(index, filler.table[index], buffers[index % 2][: extent(filler.table[index])])
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         filler, run = self.filler(), self._run(None)
         buffers = [filler.new_buffer() for _ in range(min(2, len(filler.table)))]
-        for index, data in filler.stream(buffers, run, fresh=True):
+        for index, data in double_buffered(filler, buffers, run, fresh=True):
             for slot in filler.table[index]:
                 yield slot.name, slot.view(data)
             del data
@@ -172,12 +172,13 @@ class Filler:
     def __init__(self, entries: Sequence[Entry], table: Table, key: tuple[Any, ...]) -> None:
         self.entries, self.table, self.key = list(entries), table, key
         self.device = entries[0].parts[0].tensor.device if entries else torch.device("cpu")
+        self.digest = ""
+        """Under which name an engine knows the table."""
         self._plans: dict[int, tuple[int, _BucketPlan]] = {}
         starts = [0]
         for slots in table:
             starts.append(starts[-1] + len(slots))
         self._bounds = list(zip(starts, starts[1:], strict=False))
-        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     @property
     def nbytes(self) -> int:
@@ -189,7 +190,7 @@ class Filler:
         return torch.empty(capacity(self.table), dtype=torch.uint8, device=self.device)
 
     def fill(self, index: int, buffer: Tensor, run: Mapping[str, Any]) -> None:
-        """Write bucket `index` into `buffer`, on the current stream. `run` are arguments of `Plan.run`."""
+        """As `Source.fill`."""
         at, plan = self._plans.get(index, (0, None))
         if plan is None or at != buffer.data_ptr():
             begin, end = self._bounds[index]
@@ -197,36 +198,52 @@ class Filler:
             self._plans[index] = (buffer.data_ptr(), plan)
         plan.run(run)
 
-    def stream(
-        self, buffers: list[Tensor], run: Mapping[str, Any], *, fresh: bool = False
-    ) -> Iterator[tuple[int, Tensor]]:
-        """Fill bucket after bucket, one ahead of the consumer, and yield `(index, buffer)` when it may be read on
-        the current stream. With `fresh`, a buffer that the consumer still holds views of is left to it and replaced.
-        """
-        events: list[Any] = []
 
-        def launch(index: int) -> None:
-            if self._stream is None:
-                self.fill(index, buffers[index % 2], run)
-                return
-            # Everything that the caller enqueued, optimizer steps and reads of this buffer included, comes first.
-            self._stream.wait_stream(torch.cuda.current_stream(self.device))
-            with torch.cuda.stream(self._stream):
-                self.fill(index, buffers[index % 2], run)
-                buffers[index % 2].record_stream(self._stream)
-                events.append(torch.cuda.current_stream(self.device).record_event())
+class Source(Protocol):
+    """What is sent: a table, and something that fills its buckets."""
 
-        count = len(self.table)
-        if count:
-            launch(0)
-        for index in range(count):
-            if index + 1 < count:
-                if fresh and _held(buffers[(index + 1) % 2]):
-                    buffers[(index + 1) % 2] = self.new_buffer()
-                launch(index + 1)
-            if self._stream is not None:
-                torch.cuda.current_stream(self.device).wait_event(events[index])
-            yield index, buffers[index % 2]
+    table: Table
+    device: torch.device
+
+    def fill(self, index: int, buffer: Tensor, run: Mapping[str, Any]) -> None:
+        """Write bucket `index` into `buffer`, on the current stream. `run` are arguments of `Plan.run`."""
+
+
+def double_buffered(
+    source: Source, buffers: list[Tensor], run: Mapping[str, Any], *, fresh: bool = False
+) -> Iterator[tuple[int, Tensor]]:
+    """Fill bucket after bucket, one ahead of the consumer, on a stream of its own; yield `(index, buffer)` when it may
+    be read on the current stream, until the next one is asked for.
+
+    Args:
+        fresh: leave a buffer that the consumer still holds views of to it, and take a new one (in `buffers` too).
+    """
+    cuda = source.device.type == "cuda"
+    side = torch.cuda.Stream(source.device) if cuda else None
+    events: list[Any] = []
+
+    def launch(index: int) -> None:
+        if side is None:
+            source.fill(index, buffers[index % 2], run)
+            return
+        # Everything that the caller enqueued, optimizer steps and reads of this buffer included, comes first.
+        side.wait_stream(torch.cuda.current_stream(source.device))
+        with torch.cuda.stream(side):
+            source.fill(index, buffers[index % 2], run)
+            buffers[index % 2].record_stream(side)
+            events.append(side.record_event())
+
+    count = len(source.table)
+    if count:
+        launch(0)
+    for index in range(count):
+        if index + 1 < count:
+            if fresh and _held(buffers[(index + 1) % 2]):
+                buffers[(index + 1) % 2] = torch.empty_like(buffers[(index + 1) % 2])
+            launch(index + 1)
+        if cuda:
+            torch.cuda.current_stream(source.device).wait_event(events[index])
+        yield index, buffers[index % 2]
 
 
 class _BucketPlan:
@@ -256,7 +273,7 @@ class _BucketPlan:
             source = entry.parts[0].tensor.detach()
             assert entry.view is not None
             wholes = segments_for(delta, operands, source, source)
-            copies.append(_cut(wholes, source, entry.view, out))
+            copies.append(cut(wholes, source, entry.view, out))
         self._plan = MergePlan(jobs, copies)
 
     def run(self, run: Mapping[str, Any]) -> None:
@@ -266,7 +283,7 @@ class _BucketPlan:
         self._plan.run(**run)
 
 
-def _cut(wholes: Sequence[Segment], source: Tensor, view: tuple[int, torch.Size, tuple[int, ...]], out: Tensor) -> Segment:
+def cut(wholes: Sequence[Segment], source: Tensor, view: tuple[int, torch.Size, tuple[int, ...]], out: Tensor) -> Segment:
     """The segment of one expert, or of some of its rows or columns, from those of the whole parameter."""
     offset, shape, stride = view
     dims = [d for d, size in enumerate(shape) if size > 1] or [0]

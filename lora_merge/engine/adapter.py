@@ -1,0 +1,148 @@
+"""Adapter mode: the engine holds the pristine base, and only the adapter crosses.
+
+The trainer sends lora_A and lora_B of every adapted module in the rollout engine's LoRA dtype, the live scaling folded
+into lora_B; the worker builds vLLM's own `LoRAModel` from them, without a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..buckets import ALIGNMENT, Meta, Table, lay_out
+from ..delta import Operands, segments_for
+from ..errors import UnsupportedAdapter
+from ..names import lineage, walk
+from ..weights import Entry, MergedWeights, cut
+
+ADAPTER_NAME = "lora_merge"
+ADAPTER_ID = 2_020_202_020
+"""The one name and id of the adapter, in loading and in every request."""
+_LINEAR = ("lora_A.weight", "lora_B.weight")
+_EMBEDDING = ("lora_embedding_A", "lora_embedding_B")
+_INSTEAD = '; push with mode="merged" instead'
+
+
+class AdapterSource:
+    """The active adapters of a model as one bucket.
+
+    Args:
+        weights: the stream with adapters; its entries say which checkpoint tensor each delta belongs to.
+        dtype: of the engine's LoRA weights.
+
+    Raises:
+        UnsupportedAdapter: something of the adapter that vLLM cannot serve beside its base; says what.
+    """
+
+    def __init__(self, weights: MergedWeights, dtype: torch.dtype) -> None:
+        _check_model(weights.model)
+        filler = weights.filler()
+        entries = [entry for entry in filler.entries if any(d is not None for d in entry.deltas)]
+        self.device = filler.device
+        self._pairs = [_factors(entry) for entry in entries]
+        self.rank = max((a.shape[0] for _, _, a, _, _ in self._pairs), default=0)
+        self.modules = [name for name, _, _, _, _ in self._pairs]
+        metas = []
+        for name, (a_name, b_name), a, b, _ in self._pairs:
+            metas += [Meta(f"{name}.{a_name}", dtype, tuple(a.shape)), Meta(f"{name}.{b_name}", dtype, tuple(b.shape))]
+        self.table: Table = lay_out(metas, sum(m.nbytes + ALIGNMENT for m in metas) + ALIGNMENT)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(slot.nbytes for slots in self.table for slot in slots)
+
+    def fill(self, index: int, buffer: Tensor, run: Mapping[str, Any]) -> None:
+        """Lay the adapters as they are now into the bucket; an adapter is rounded to nearest whatever `run` says."""
+        slots = iter(self.table[index])
+        for _, _, a, b, scaling in self._pairs:
+            next(slots).view(buffer).copy_(a)
+            next(slots).view(buffer).copy_(b.float() * scaling)
+
+
+def _factors(entry: Entry) -> tuple[str, tuple[str, str], Tensor, Tensor, float]:
+    """Module, names of its factors, lora_A, lora_B and scaling of a checkpoint tensor; several adapters side by side."""
+    delta = entry.deltas[0]
+    name = entry.meta.name.removesuffix(".weight")
+    assert delta is not None
+    if delta.magnitude is not None:
+        raise UnsupportedAdapter(f"{name}: vLLM cannot serve DoRA as an adapter{_INSTEAD}")
+    if delta.attribute == "bias" or entry.meta.name.endswith(".bias"):
+        raise UnsupportedAdapter(f"{name}: vLLM cannot serve lora_bias{_INSTEAD}")
+    if not isinstance(delta.owner, nn.Linear | nn.Embedding) and delta.experts is None:
+        raise UnsupportedAdapter(f"{name}: vLLM cannot serve an adapter on a {type(delta.owner).__name__}{_INSTEAD}")
+    if entry.view is None:
+        raise UnsupportedAdapter(f"{name}: its checkpoint layout cannot be adapted in parts{_INSTEAD}")
+    operands = Operands([delta])
+    operands.refresh()
+    source = entry.parts[0].tensor.detach()
+    wholes = segments_for(delta, operands.factors[0], source, source)
+    offset, shape, stride = entry.view
+    whole = shape == source.shape and stride == source.stride()
+    view = source.as_strided(shape, stride, source.storage_offset() + offset)
+    segment = wholes[0] if whole else cut(wholes, source, entry.view, view)
+    assert segment.lora_A is not None and segment.lora_B is not None
+    kinds = _EMBEDDING if isinstance(delta.owner, nn.Embedding) else _LINEAR
+    return name, kinds, segment.lora_A, segment.lora_B, segment.scaling
+
+
+def _check_model(model: nn.Module) -> None:
+    """Refuse trained parts that are no adapter."""
+    for name, module in walk(model):
+        kinds = lineage(type(module))
+        for kind in ("ModulesToSaveWrapper", "TrainableTokensWrapper"):
+            if f"peft.utils.other.{kind}" in kinds:
+                raise UnsupportedAdapter(f"{name}: vLLM cannot serve {kind.removesuffix('Wrapper')} of PEFT{_INSTEAD}")
+
+
+def unserved_modules(manager: Any, modules: Sequence[str]) -> list[str]:
+    """In the worker: modules (HF names) that vLLM has no LoRA layer for, and would pass over in silence."""
+    inner = manager._adapter_manager
+    packed = {name for names in inner.packed_modules.values() for name in names}
+    mapper = _mapper(inner.model)
+    return [m for m in modules if (name := _mapped(mapper, m)) not in inner.modules and name not in packed]
+
+
+def load_adapter(manager: Any, tensors: Mapping[str, Tensor], rank: int) -> None:
+    """In the worker: put an adapter in the place of the one before. alpha = r, because the scaling is in lora_B."""
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.peft_helper import PEFTHelper
+
+    inner = manager._adapter_manager
+    modules = sorted({name.rpartition(".lora_")[0].rpartition(".")[2] for name in tensors})
+    helper = PEFTHelper.from_dict({"r": rank, "lora_alpha": rank, "target_modules": modules})
+    helper.validate_legal(manager.lora_config)
+    model = LoRAModel.from_lora_tensors(
+        ADAPTER_ID,
+        {f"base_model.model.{name}": tensor for name, tensor in tensors.items()},
+        helper,
+        device="cpu" if next(iter(tensors.values())).device.type == "cpu" else str(manager.device),
+        dtype=manager.lora_config.lora_dtype,
+        model_vocab_size=manager.vocab_size,
+        weights_mapper=_mapper(inner.model),
+    )
+    remove_adapter(manager)
+    if len(inner) + 1 > inner.capacity:
+        inner.remove_oldest_adapter()
+    inner.add_adapter(model)
+    inner.activate_adapter(ADAPTER_ID)
+
+
+def remove_adapter(manager: Any) -> None:
+    """In the worker: take our adapter out, if it is there."""
+    manager._adapter_manager.remove_adapter(ADAPTER_ID)
+
+
+def _mapper(model: nn.Module) -> Any:
+    """vLLM's map from checkpoint names to its own, renames only."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    for narrow in ("get_rename_mapper", "get_unstacked_mapper"):
+        if mapper is not None and hasattr(mapper, narrow):
+            return getattr(mapper, narrow)()
+    return mapper
+
+
+def _mapped(mapper: Any, name: str) -> str:
+    return name if mapper is None else (mapper._map_name(f"{name}.") or name).removesuffix(".")

@@ -1,0 +1,215 @@
+"""Control planes: how an engine is told what to do. One interface, a thin class for each kind of handle."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Coroutine, Mapping
+from typing import Any, TypeVar
+
+from ..errors import InvalidInput, PushRefused
+
+_T = TypeVar("_T")
+TIMEOUT_S = 600
+"""Seconds that a control call over HTTP may take."""
+
+
+class Control:
+    """An in-process `vllm.LLM`: nothing runs in it but what its owner steps.
+
+    Every method is a coroutine function; those of synchronous handles never suspend.
+    """
+
+    suspends = False
+    """Whether calls have to be awaited in the handle's own event loop."""
+    adapters: str | None = None
+    """Why adapters cannot be served over this handle."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+
+    async def rpc(self, op: str, **message: Any) -> list[dict[str, Any]]:
+        """Call the worker method `lora_merge` on every worker; their answers in rank order."""
+        request = json.dumps({"op": op, **message})
+        return [json.loads(answer) for answer in await self._call("collective_rpc", "lora_merge", args=(request,))]
+
+    async def init(self, info: Mapping[str, Any]) -> None:
+        await self._call("init_weight_transfer_engine", {"init_info": dict(info)})
+
+    async def start(self) -> None:
+        await self._call("start_weight_update")
+
+    async def update(self, info: Mapping[str, Any]) -> None:
+        await self._call("update_weights", {"update_info": dict(info)})
+
+    async def finish(self) -> None:
+        await self._call("finish_weight_update")
+
+    async def pause(self, mode: str) -> bool:
+        """Stop generation; False if it stood still already."""
+        engine = self.engine.llm_engine
+        if engine.is_sleeping():
+            return False
+        engine.sleep(level=0, mode=mode)
+        return True
+
+    async def resume(self) -> None:
+        self.engine.wake_up(tags=["scheduling"])
+
+    async def wake(self, tag: str) -> None:
+        """Map the memory of a sleeping engine again: "weights" or "kv_cache"."""
+        await self._call("wake_up", tags=[tag])
+
+    async def reset_prefix_cache(self, running: bool, connector: bool) -> bool:
+        """Forget cached blocks; `running` preempts requests that hold some. Whether it worked."""
+        return bool(await self._call("reset_prefix_cache", running, connector))
+
+    async def reset_media_caches(self) -> None:
+        """Forget cached encoder outputs and multimodal inputs."""
+        self.engine.llm_engine.reset_encoder_cache()
+        await self._call("reset_mm_cache")
+
+    async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.engine, method)(*args, **kwargs)
+
+
+class AsyncControl(Control):
+    """A `vllm.AsyncLLM`, driven in its own event loop."""
+
+    suspends = True
+
+    async def init(self, info: Mapping[str, Any]) -> None:
+        await self._call("collective_rpc", "init_weight_transfer_engine", kwargs={"init_info": dict(info)})
+
+    async def update(self, info: Mapping[str, Any]) -> None:
+        await self._call("collective_rpc", "update_weights", kwargs={"update_info": dict(info)})
+
+    async def pause(self, mode: str) -> bool:
+        if await self._call("is_paused"):
+            return False
+        await self._call("pause_generation", mode=mode, clear_cache=False)
+        return True
+
+    async def resume(self) -> None:
+        await self._call("resume_generation")
+
+    async def reset_media_caches(self) -> None:
+        await self._call("reset_encoder_cache")
+        await self._call("reset_mm_cache")
+
+    async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return await getattr(self.engine, method)(*args, **kwargs)
+
+
+class RayControl(AsyncControl):
+    """A Ray actor around `vllm.AsyncLLM`, or around `vllm.LLM`, whose calls queue up behind each other."""
+
+    suspends = False
+
+    async def pause(self, mode: str) -> bool:
+        return await super().pause(mode) if hasattr(self.engine, "pause_generation") else False
+
+    async def reset_media_caches(self) -> None:
+        if not hasattr(self.engine, "reset_encoder_cache"):
+            raise PushRefused("the encoder cache of a multimodal model can only be reset in an actor around AsyncLLM")
+        await super().reset_media_caches()
+
+    async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        import ray
+
+        return ray.get(getattr(self.engine, method).remote(*args, **kwargs))
+
+
+class HttpControl(Control):
+    """A running `vllm serve` with `VLLM_SERVER_DEV_MODE=1`, by its URL. JSON goes in and out."""
+
+    adapters = "its API server does not know adapters that a worker loaded by itself"
+
+    async def rpc(self, op: str, **message: Any) -> list[dict[str, Any]]:
+        request = json.dumps({"op": op, **message})
+        answer = self._post("collective_rpc", body={"method": "lora_merge", "args": [request]})
+        return [json.loads(result) for result in answer["results"]]
+
+    async def init(self, info: Mapping[str, Any]) -> None:
+        self._post("init_weight_transfer_engine", body={"init_info": dict(info)})
+
+    async def start(self) -> None:
+        self._post("start_weight_update")
+
+    async def update(self, info: Mapping[str, Any]) -> None:
+        self._post("update_weights", body={"update_info": dict(info)})
+
+    async def finish(self) -> None:
+        # vLLM 0.32 takes an optional weight_version; 0.26 takes no body at all, and both accept an empty object.
+        self._post("finish_weight_update", body={})
+
+    async def pause(self, mode: str) -> bool:
+        if self._get("is_paused")["is_paused"]:
+            return False
+        self._post("pause", mode=mode, clear_cache="false")
+        return True
+
+    async def resume(self) -> None:
+        self._post("resume")
+
+    async def wake(self, tag: str) -> None:
+        self._post("wake_up", tags=tag)
+
+    async def reset_prefix_cache(self, running: bool, connector: bool) -> bool:
+        query = {"reset_running_requests": str(running).lower(), "reset_external": str(connector).lower()}
+        return bool(self._post("reset_prefix_cache", **query).get("success", True))
+
+    async def reset_media_caches(self) -> None:
+        self._post("reset_encoder_cache")
+        self._post("reset_mm_cache")
+
+    def _post(self, route: str, body: Any = None, **query: str) -> dict[str, Any]:
+        url = f"{self.engine.rstrip('/')}/{route}" + (f"?{urllib.parse.urlencode(query)}" if query else "")
+        data = None if body is None else json.dumps(body).encode()
+        return self._send(urllib.request.Request(url, data, {"Content-Type": "application/json"}, method="POST"))
+
+    def _get(self, route: str) -> dict[str, Any]:
+        return self._send(urllib.request.Request(f"{self.engine.rstrip('/')}/{route}"))
+
+    def _send(self, request: urllib.request.Request) -> dict[str, Any]:
+        try:
+            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
+                text = response.read()
+        except urllib.error.HTTPError as error:
+            detail = error.read().decode(errors="replace")[:2000]
+            if error.code == 404:
+                detail = "no such route: start the server with VLLM_SERVER_DEV_MODE=1"
+            raise RuntimeError(f"{request.full_url} answered {error.code}: {detail}") from error
+        return json.loads(text) if text else {}
+
+
+def control_of(engine: Any) -> Control:
+    """The control plane of a handle: an LLM, an AsyncLLM, a Ray actor, or a server's URL.
+
+    Raises:
+        InvalidInput: it is none of them.
+    """
+    if isinstance(engine, str):
+        if not engine.startswith(("http://", "https://")):
+            raise InvalidInput(f"engine must be a URL like http://host:8000, got {engine!r}")
+        return HttpControl(engine)
+    if type(engine).__module__.startswith("ray."):
+        return RayControl(engine)
+    if asyncio.iscoroutinefunction(getattr(engine, "collective_rpc", None)):
+        return AsyncControl(engine)
+    if hasattr(engine, "llm_engine"):
+        return Control(engine)
+    raise InvalidInput(f"engine must be a vllm.LLM, an AsyncLLM, a Ray actor or a URL, got {type(engine).__name__}")
+
+
+def drive(coroutine: Coroutine[Any, Any, _T]) -> _T:
+    """Run a coroutine that never suspends."""
+    try:
+        coroutine.send(None)
+    except StopIteration as stop:
+        return stop.value
+    coroutine.close()
+    raise RuntimeError("this engine has to be awaited: use apush() in its event loop")

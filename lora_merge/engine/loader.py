@@ -1,0 +1,494 @@
+"""Into vLLM's parameters: a dry run of the model's own `load_weights` first, then buckets along what it showed.
+
+The dry run feeds meta tensors to `load_weights` and writes down every copy that it would make instead of making it.
+So vLLM's own code says, before the first byte, which names it does not take, which shapes do not fit, and which
+elements of which parameter nothing would fill (a missing k_proj, one expert's gate); and where every part of every
+tensor goes. Parameters whose layout after loading is the one at loading are then filled straight from the bucket, one
+launch a bucket. The others (prepacked on CPUs, shuffled experts) go through vLLM's layerwise reload.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..buckets import Slot, Table, dtype_name, extent
+from ..plan import Plan
+from ..segments import FLOATS, Segment
+
+_AS_LOADED = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
+"""Methods that leave weights on a CUDA device as they were loaded."""
+_ENGINE_OWNED = {
+    "_expert_map",
+    "expert_mask",
+    "expert_global_to_physical",
+    "expert_physical_to_global",
+    "expert_local_to_global",
+}
+"""Tensors that vLLM computes and no checkpoint holds."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Copy:
+    """A part of a slot that goes straight to a place in a parameter.
+
+    Args:
+        destination: live view in the engine.
+        offset: first byte in the bucket.
+        shape, stride, dtype: of the part, elements.
+    """
+
+    destination: Tensor
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(slots=True, eq=False)
+class Examination:
+    """What the dry run of one table showed.
+
+    Args:
+        copies: what goes straight, for each bucket.
+        staged: names of each bucket that go through `load_weights`.
+        fills: constants that loading writes (padding).
+        refused: name -> why `load_weights` does not take it.
+        ignored: names that filled nothing here.
+        missing: parameters and persistent buffers that stay unfilled, in words.
+        elements: elements filled and elements there are.
+        dtypes: name -> dtype that the engine holds it in.
+    """
+
+    copies: list[list[Copy]]
+    staged: list[set[str]]
+    fills: list[tuple[Tensor, Any]] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    ignored: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    elements: tuple[int, int] = (0, 0)
+    dtypes: dict[str, str] = field(default_factory=dict)
+
+
+class Loader:
+    """Loads full weight sets into one worker's model.
+
+    Args:
+        model: the live vLLM model, LoRA wrappers and all.
+        model_config: vLLM's.
+        device: of the worker.
+    """
+
+    def __init__(self, model: nn.Module, model_config: Any, device: torch.device) -> None:
+        self.model, self._config, self.device = model, model_config, device
+        self._examined: dict[Any, Examination] = {}
+        self._plans: dict[int, tuple[int, Plan]] = {}
+        self._open: list[tuple[Any, Any]] = []
+
+    def examine(self, table: Table) -> Examination:
+        """The dry run; kept for as long as table and parameters stay the same. Nothing is written."""
+        key = (table, tuple((p.data_ptr(), p.shape) for p in self.model.parameters()))
+        if key not in self._examined:
+            with torch.no_grad(), unwrapped(self.model):
+                self._examined = {key: self._dry_run(table)}
+            self._plans.clear()
+        return self._examined[key]
+
+    def begin(self, examination: Examination) -> None:
+        """Open the layers whose layout changes after loading."""
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        with torch.no_grad(), unwrapped(self.model):
+            for layer in self._staged_layers() if any(examination.staged) else ():
+                self._open.append((layer, getattr(layer.quant_method, "moe_kernel", None)))
+                if self.device.type == "cpu" and hasattr(layer.quant_method, "moe_kernel"):
+                    # vLLM's CPU experts prepack once, when their kernel is made: have it made again.
+                    layer.quant_method.moe_kernel = None
+                initialize_layerwise_reload(layer)
+            for view, value in examination.fills:
+                view.fill_(value)
+
+    def load(self, examination: Examination, index: int, slots: Sequence[Slot], data: Tensor) -> None:
+        """Write one bucket into the engine, on the current stream; `data` may be reused after that work."""
+        at, plan = self._plans.get(index, (0, None))
+        if plan is None or at != data.data_ptr():
+            plan = Plan([_segment(copy, data) for copy in examination.copies[index]])
+            self._plans[index] = (data.data_ptr(), plan)
+        plan.run()
+        staged = examination.staged[index]
+        if staged:
+            # Layerwise reload holds on to the tensors until their layer is complete, the bucket does not.
+            tensors = [(slot.name, slot.view(data).clone()) for slot in slots if slot.name in staged]
+            with torch.no_grad(), unwrapped(self.model):
+                self.model.load_weights(iter(tensors))
+
+    def arrived(self, examination: Examination, index: int, slots: Sequence[Slot], data: Tensor) -> dict[str, bool]:
+        """For what went straight: whether the engine's parameters hold the bucket's values, bit for bit."""
+        starts = [slot.offset for slot in slots]
+        equal: dict[str, bool] = {}
+        for copy in examination.copies[index]:
+            name = slots[bisect_right(starts, copy.offset) - 1].name
+            part = _part(copy, data)
+            there = part.to(copy.destination.dtype).contiguous().view(-1).view(torch.uint8)
+            here = copy.destination.contiguous().view(-1).view(torch.uint8)
+            equal[name] = equal.get(name, True) and torch.equal(here, there)
+        return equal
+
+    def finish(self) -> None:
+        """Close the layers: vLLM processes them into the layout that it computes with."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        with torch.no_grad(), unwrapped(self.model):
+            for layer, _ in self._open:
+                finalize_layerwise_reload(layer, self._config)
+            self._open = []
+            for layer in self._derived_layers():
+                layer.process_weights_after_loading(self._config.dtype)
+            for layer in self._tied_layers():
+                layer.quant_method.process_weights_after_loading(layer)
+
+    def abort(self) -> None:
+        """Put the engine's own tensors back into layers that a broken load left open."""
+        from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
+
+        for root, kernel in self._open:
+            for layer in root.modules():
+                info = get_layerwise_info(layer)
+                if info.can_load() and info.kernel_tensors is not None:
+                    _place_kernel_tensors(layer, info)
+                info.reset()
+            if kernel is not None:
+                root.quant_method.moe_kernel = kernel
+        self._open = []
+
+    def _dry_run(self, table: Table) -> Examination:
+        buckets = [torch.empty(extent(slots), dtype=torch.uint8, device="meta") for slots in table]
+        ties = _ties(self.model)
+        roots = self._staged_layers()
+        with _on_meta(roots):
+            tensors = _engine_tensors(self.model)
+            capture = _Capture({path: tensor for path, (tensor, _) in tensors.items()}, buckets, table)
+            metas = [(slot.name, slot.view(data)) for slots, data in zip(table, buckets, strict=True) for slot in slots]
+            refused = _feed(self.model, capture, metas)
+            missing, elements = _coverage(capture, ties)
+        layers = {id(layer) for root in roots for layer in root.modules()}
+        staged_paths = {path for path, (_, owner) in tensors.items() if id(owner) in layers}
+        copies, staged = [], []
+        for records in capture.records:
+            indirect = {r.name for r in records if r.copy is None or r.path in staged_paths}
+            copies.append([r.copy for r in records if r.copy is not None and r.name not in indirect])
+            staged.append(indirect)
+        taken = {r.name for records in capture.records for r in records}
+        return Examination(
+            copies,
+            staged,
+            [(view, value) for path, view, value in capture.fills if path not in staged_paths],
+            refused,
+            [slot.name for slots in table for slot in slots if slot.name not in taken and slot.name not in refused],
+            missing,
+            elements,
+            {r.name: dtype_name(tensors[r.path][0].dtype) for records in capture.records for r in records},
+        )
+
+    def _staged_layers(self) -> list[Any]:
+        """Layers that vLLM processes after loading; the outermost where they nest."""
+        tied = {id(layer) for layer in self._tied_layers()}
+        inside: set[int] = set()
+        layers = []
+        for module in self.model.modules():
+            method = getattr(module, "quant_method", None)
+            if method is None or id(module) in tied or id(module) in inside:
+                continue
+            if self.device.type == "cuda" and type(method).__name__ in _AS_LOADED and _same_layout(module):
+                continue
+            inside.update(map(id, module.modules()))
+            layers.append(module)
+        return layers
+
+    def _tied_layers(self) -> list[nn.Module]:
+        """Layers on a CPU that compute from a packed copy of a parameter that another layer loads (a tied head)."""
+        if self.device.type != "cpu":
+            return []
+        seen: set[int] = set()
+        tied = []
+        for module in self.model.modules():
+            own = {id(p) for p in module._parameters.values() if p is not None and p.numel()}
+            if own and own <= seen and getattr(module, "quant_method", None) is not None:
+                tied.append(module)
+            seen |= own
+        return tied
+
+    def _derived_layers(self) -> list[nn.Module]:
+        """Attention layers that keep matrices derived from a projection's weight (MLA)."""
+        return [
+            module
+            for module in self.model.modules()
+            if hasattr(module, "kv_b_proj") and callable(getattr(module, "process_weights_after_loading", None))
+        ]
+
+
+@contextmanager
+def _on_meta(roots: Sequence[nn.Module]) -> Iterator[None]:
+    """Layers as they are at loading, on the meta device; their live tensors come back after."""
+    from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
+    from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
+    from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers
+
+    opened = []
+    try:
+        for layer in (layer for root in roots for layer in root.modules()):
+            info = get_layerwise_info(layer)
+            info.kernel_tensors = get_layer_params_buffers(layer)
+            info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
+            opened.append((layer, info))
+            restore_layer_on_meta(layer, info)
+        yield
+    finally:
+        for layer, info in opened:
+            _place_kernel_tensors(layer, info)
+            info.reset()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Record:
+    """One captured copy: from which slot into which engine tensor; `copy` where it is a plain one."""
+
+    name: str
+    path: str
+    copy: Copy | None
+
+
+class _Capture(TorchDispatchMode):
+    """Writes down copies into the engine's tensors instead of making them."""
+
+    def __init__(self, tensors: dict[str, Tensor], buckets: list[Tensor], table: Table) -> None:
+        super().__init__()
+        self.tensors = tensors
+        self._owners: dict[int, list[tuple[int, int, str]]] = {}
+        for path, tensor in tensors.items():
+            self._owners.setdefault(_storage(tensor), []).append((*_bytes(tensor), path))
+        self._buckets = {_storage(bucket): index for index, bucket in enumerate(buckets)}
+        self._table = table
+        self._starts = [[slot.offset for slot in slots] for slots in table]
+        self.records: list[list[_Record]] = [[] for _ in table]
+        self.fills: list[tuple[str, Tensor, Any]] = []
+        self.written: dict[str, list[Tensor]] = {path: [] for path in tensors}
+        self.current: tuple[int, str] | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.is_mutable and isinstance(args[0], Tensor):
+            path = self._owner(args[0])
+            if path is not None:
+                self._write(func, path, args)
+                return args[0]
+        return func(*args, **(kwargs or {}))
+
+    def _write(self, func: Any, path: str, args: Any) -> None:
+        view = args[0].detach()
+        name = func._schema.name
+        if name in ("aten::fill_", "aten::zero_") and (len(args) == 1 or not isinstance(args[1], Tensor)):
+            self.fills.append((path, view, 0 if len(args) == 1 else args[1]))
+            self.written[path].append(view)
+            return
+        source = args[1] if name == "aten::copy_" and isinstance(args[1], Tensor) else None
+        index = None if source is None else self._buckets.get(_storage(source))
+        self.written[path].append(view)
+        if source is None or index is None:
+            # Something computed: the tensor that is being fed goes through load_weights for real.
+            if self.current is not None:
+                self.records[self.current[0]].append(_Record(self.current[1], path, None))
+            return
+        offset = source.storage_offset() * source.element_size()
+        slot = self._table[index][bisect_right(self._starts[index], offset) - 1]
+        plain = source.shape == view.shape and _copyable(source, view)
+        copy = Copy(view, offset, source.shape, source.stride(), source.dtype) if plain else None
+        self.records[index].append(_Record(slot.name, path, copy))
+
+    def _owner(self, tensor: Tensor) -> str | None:
+        owners = self._owners.get(_storage(tensor))
+        if owners is None:
+            return None
+        begin, _ = _bytes(tensor)
+        return next((path for first, last, path in owners if first <= begin < max(last, first + 1)), owners[0][2])
+
+
+def _feed(model: nn.Module, capture: _Capture, metas: list[tuple[str, Tensor]]) -> dict[str, str]:
+    """Run `load_weights` under capture; name -> error. All at once, and one by one only where that fails."""
+
+    def noted(pairs: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in pairs:
+            capture.current = (capture._buckets[_storage(tensor)], name)
+            yield name, tensor
+
+    refused: dict[str, str] = {}
+    try:
+        with capture:
+            model.load_weights(noted(metas))
+    except Exception:
+        for records in capture.records:
+            records.clear()
+        for views in capture.written.values():
+            views.clear()
+        capture.fills.clear()
+        for pair in metas:
+            try:
+                with capture:
+                    model.load_weights(noted([pair]))
+            except Exception as error:
+                refused[pair[0]] = f"{type(error).__name__}: {error}".split("\n")[0]
+    return refused
+
+
+def _coverage(capture: _Capture, ties: dict[str, str]) -> tuple[list[str], tuple[int, int]]:
+    """Engine tensors with elements that nothing writes, in words; and elements written, elements there are."""
+    missing, total, filled = [], 0, 0
+    for path, tensor in capture.tensors.items():
+        covered = _count(capture.written[path])
+        first = ties.get(path, path)
+        if first != path:
+            covered = max(covered, _count(capture.written[first]))
+        # Experts that are padded say how many elements a checkpoint has for them.
+        wanted = min(getattr(tensor, "weight_loader_numel", tensor.numel()), tensor.numel())
+        total += wanted
+        filled += min(covered, wanted)
+        if covered < wanted:
+            missing.append(f"{path} {list(tensor.shape)}: {wanted - covered} of {wanted} elements")
+    return missing, (filled, total)
+
+
+def _count(views: Sequence[Tensor]) -> int:
+    """Elements that views of one tensor cover, each counted once: their contiguous runs, united."""
+    runs = [_runs(view) for view in views if view.numel()]
+    if not runs:
+        return 0
+    spans = np.unique(np.concatenate(runs), axis=0)
+    ends = np.maximum.accumulate(spans[:, 1])
+    starts = np.maximum(spans[:, 0], np.concatenate([spans[:1, 0], ends[:-1]]))
+    return int(np.maximum(spans[:, 1] - starts, 0).sum())
+
+
+def _runs(view: Tensor) -> np.ndarray:
+    """`[n, 2]`: begin and end, in elements of the storage, of the contiguous runs of a view."""
+    dims = sorted(((st, sz) for st, sz in zip(view.stride(), view.shape, strict=True) if sz > 1), reverse=True)
+    length = 1
+    while dims and dims[-1][0] == length:
+        length *= dims.pop()[1]
+    begins = np.array([view.storage_offset()], dtype=np.int64)
+    for stride, size in dims:
+        begins = (begins[:, None] + np.arange(size, dtype=np.int64) * stride).reshape(-1)
+    return np.stack([begins, begins + length], axis=1)
+
+
+def _segment(copy: Copy, data: Tensor) -> Segment:
+    """A captured copy as a rank-0 segment from a bucket."""
+    source = _part(copy, data)
+    destination = copy.destination
+    if destination.dim() != 2:
+        source, destination = source.reshape(1, -1), destination.view(1, -1)
+    return Segment("engine", source, destination)
+
+
+def _part(copy: Copy, data: Tensor) -> Tensor:
+    """What a copy reads of its bucket."""
+    return data.view(copy.dtype).as_strided(copy.shape, copy.stride, copy.offset // copy.dtype.itemsize)
+
+
+def _copyable(source: Tensor, view: Tensor) -> bool:
+    """Whether a segment can do the copy: no conversion but between floats, at most two dimensions with strides."""
+    if source.dtype != view.dtype and not (source.dtype in FLOATS and view.dtype in FLOATS):
+        return False
+    return source.dim() == 2 or (source.is_contiguous() and view.is_contiguous())
+
+
+def _engine_tensors(model: nn.Module) -> dict[str, tuple[Tensor, nn.Module]]:
+    """Parameters and persistent buffers that a checkpoint has to fill, and whose they are, by path."""
+    found: dict[str, tuple[Tensor, nn.Module]] = {}
+    for name, module in model.named_modules():
+        # Attention's buffers are scales of a quantised cache, which vLLM sets itself.
+        buffers = {} if hasattr(module, "kv_cache_dtype") else module._buffers
+        own = module._parameters | {k: b for k, b in buffers.items() if k not in module._non_persistent_buffers_set}
+        for key, tensor in own.items():
+            if tensor is not None and tensor.numel() and key not in _ENGINE_OWNED:
+                found[f"{name}.{key}" if name else key] = (tensor, module)
+    return found
+
+
+def _ties(model: nn.Module) -> dict[str, str]:
+    """Path of a tied parameter -> path under which it comes first."""
+    first: dict[int, str] = {}
+    ties = {}
+    for name, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None and parameter.numel():
+                path = f"{name}.{key}" if name else key
+                if first.setdefault(id(parameter), path) != path:
+                    ties[path] = first[id(parameter)]
+    return ties
+
+
+def _same_layout(module: nn.Module) -> bool:
+    """Whether a layer's live parameters look as they did when it was made."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    recorded, _ = get_layerwise_info(module).restore_metadata
+    return all(
+        (live := module._parameters.get(name)) is not None
+        and (live.shape, live.stride(), live.dtype) == (meta.shape, meta.stride(), meta.dtype)
+        for name, meta in recorded.items()
+    )
+
+
+@contextmanager
+def unwrapped(model: nn.Module) -> Iterator[None]:
+    """The model without vLLM's LoRA wrappers, whose names `load_weights` does not know."""
+    try:
+        from vllm.lora.layers import BaseLayerWithLoRA
+    except ImportError:
+        yield
+        return
+    swapped: list[tuple[nn.Module, str, nn.Module]] = []
+    prefixes: list[tuple[Any, str]] = []
+    try:
+        while True:
+            found = [
+                (parent, key, child)
+                for parent in model.modules()
+                for key, child in parent._modules.items()
+                if isinstance(child, BaseLayerWithLoRA) and isinstance(getattr(child, "base_layer", None), nn.Module)
+            ]
+            if not found:
+                break
+            for parent, key, wrapper in found:
+                parent._modules[key] = wrapper.base_layer
+                swapped.append((parent, key, wrapper))
+        for module in model.modules():
+            prefix = getattr(module, "lora_base_layer_prefix", "")
+            if prefix:
+                prefixes.append((module, prefix))
+                module.lora_base_layer_prefix = ""
+        yield
+    finally:
+        for module, prefix in prefixes:
+            with suppress(AttributeError):
+                module.lora_base_layer_prefix = prefix
+        for parent, key, wrapper in reversed(swapped):
+            parent._modules[key] = wrapper
+
+
+def _bytes(tensor: Tensor) -> tuple[int, int]:
+    """First byte of a tensor in its storage, and the one after its last."""
+    size = tensor.element_size()
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else -1
+    return tensor.storage_offset() * size, (tensor.storage_offset() + last + 1) * size
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata

@@ -1,0 +1,104 @@
+"""What an engine holds, kept in the worker beside the weights; and how a change behind its back shows."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..plan import Plan
+from ..segments import Segment
+
+SAMPLES = 64
+"""Elements of each tensor that a sampled fingerprint reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What the weights of one engine are.
+
+    Args:
+        kind: "nothing" (what the engine started with), "base", "adapter" (base + adapter@version), "merged"
+            (merged@version) or "dirty".
+        version: number of the push that brought it, counted by the engine; 0 before the first.
+        base: fingerprint of the base weights, for "base" and "adapter".
+        reason: why it is dirty.
+    """
+
+    kind: str = "nothing"
+    version: int = 0
+    base: str = ""
+    reason: str = ""
+
+    def dirty(self, reason: str) -> State:
+        return State("dirty", self.version, "", reason)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return f"dirty ({self.reason})" if self.kind == "dirty" else f"{self.kind}@{self.version}"
+
+
+class Sampler:
+    """A sampled fingerprint of many tensors: one launch gathers some elements of each, one copy brings them over.
+
+    The plan is kept as long as the tensors stay where they are.
+    """
+
+    def __init__(self) -> None:
+        self._key: Any = None
+        self._plan: Plan | None = None
+        self._out = torch.empty(0, dtype=torch.uint8)
+
+    def __call__(self, tensors: Iterable[Tensor]) -> str:
+        """Hex digest over shapes, dtypes and sampled elements."""
+        chosen = [t.detach() for t in tensors if t.numel()]
+        key = [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in chosen]
+        if key != self._key:
+            self._prepare(chosen)
+            self._key = key
+        if self._plan is not None:
+            self._plan.run()
+        digest = hashlib.blake2b(repr([(tuple(t.shape), t.dtype) for t in chosen]).encode(), digest_size=16)
+        digest.update(self._out.cpu().numpy().tobytes())
+        return digest.hexdigest()
+
+    def _prepare(self, tensors: list[Tensor]) -> None:
+        views = [_spread(t) for t in tensors]
+        starts = [0]
+        for view in views:
+            starts.append(starts[-1] + -(-view.numel() * view.element_size() // 16) * 16)
+        device = tensors[0].device if tensors else torch.device("cpu")
+        self._out = torch.zeros(starts[-1], dtype=torch.uint8, device=device)
+        segments = []
+        for view, start in zip(views, starts, strict=False):
+            place = self._out[start : start + view.numel() * view.element_size()].view(view.dtype)
+            segments.append(Segment("sample", view, place.view(-1, 1)))
+        self._plan = Plan(segments)
+
+
+def _spread(tensor: Tensor) -> Tensor:
+    """`[n, 1]` view of up to `SAMPLES` elements spread over a tensor."""
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    step = max(1, last // (SAMPLES - 1))
+    return tensor.as_strided((last // step + 1, 1), (step, 1))
+
+
+def live_tensors(model: nn.Module) -> list[Tensor]:
+    """Parameters and persistent buffers of an engine's model, each once."""
+    found = {id(p): p for p in model.parameters() if p.numel()}
+    for module in model.modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.numel() and key not in module._non_persistent_buffers_set:
+                found[id(buffer)] = buffer
+    return list(found.values())
+
+
+def packed_kernels(model: nn.Module) -> list[Any]:
+    """What vLLM's CPU layers compute with instead of their parameters; made anew whenever weights are processed."""
+    return [module.cpu_linear for module in model.modules() if hasattr(module, "cpu_linear")]

@@ -1,0 +1,325 @@
+"""The worker's side of a push: vLLM's weight-transfer backend `lora_merge`, and the worker method of the same name.
+
+vLLM's four weight-transfer methods carry full weight sets and return nothing. Everything else (what the engine holds,
+what it expects, checksums, adapters) goes through one worker method, JSON in and JSON out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.config import set_current_vllm_config
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from ..buckets import Table, checksum, from_json
+from .adapter import ADAPTER_ID, load_adapter, remove_adapter, unserved_modules
+from .loader import Examination, Loader
+from .state import Sampler, State, live_tensors, packed_kernels
+from .transport import Receiver, device_id, host_id
+
+_SIDE = "_lora_merge"
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """See `Sender.init_info`."""
+
+    session: str
+    channels: list[dict[str, Any]]
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """One push: the digest of an examined table, and the state that it brings."""
+
+    digest: str
+    state: dict[str, Any]
+    verify: bool = False
+
+
+class Side:
+    """What this package keeps in a worker, beside the model's weights."""
+
+    def __init__(self, model: nn.Module, model_config: Any, device: torch.device) -> None:
+        self.model, self.device = model, device
+        self.loader = Loader(model, model_config, device)
+        self.receiver: Receiver | None = None
+        self.tables: dict[str, Table] = {}
+        self.pending: State | None = None
+        self.checksums: dict[str, int] = {}
+        self.arrived: dict[str, bool] = {}
+        self.coverage: tuple[int, int] = (0, 0)
+        self.updating = False
+        self._state = State()
+        self._sampler = Sampler()
+        self._sample = ""
+        self._kernels: list[Any] = []
+
+    def state(self) -> State:
+        """What the weights are; "dirty" if they changed since this package wrote them."""
+        if self._state.kind in ("nothing", "dirty") or asleep():
+            return self._state
+        kernels = packed_kernels(self.model)
+        same = len(kernels) == len(self._kernels) and all(a is b for a, b in zip(kernels, self._kernels, strict=True))
+        if not same or self._sampler(live_tensors(self.model)) != self._sample:
+            self._state = self._state.dirty("its weights were changed by something else: a sleep, a reload, an update")
+        return self._state
+
+    def settle(self, state: State) -> None:
+        """The weights are now `state`: note what they look like."""
+        self._state = state
+        if state.kind != "dirty":
+            self._sample = self._sampler(live_tensors(self.model))
+            self._kernels = packed_kernels(self.model)
+
+    def connect(self, session: str, channel: dict[str, Any]) -> None:
+        """Open a channel to a trainer; the one before is closed."""
+        if self.receiver is not None:
+            self.receiver.close()
+        self.receiver = Receiver(session, channel, self.device)
+
+    def take(self, table: Table, use: Callable[[int, Tensor], None], verify: bool) -> None:
+        """Receive every bucket of a table and hand it to `use`."""
+        if self.receiver is None:
+            raise RuntimeError("no trainer is connected: init_weight_transfer_engine comes first")
+        self.checksums, self.arrived = {}, {}
+        with closing(self.receiver.receive(len(table))) as buckets:
+            for index, data in buckets:
+                if verify:
+                    self.checksums.update({slot.name: checksum(slot.view(data)) for slot in table[index]})
+                use(index, data)
+
+
+class LoraMergeWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """Full weight sets, merged by the trainer, into the model that vLLM serves."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+
+    @property
+    def side(self) -> Side:
+        return side_of(self.model, self.model_config, self.device)
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        self.side.connect(init_info.session, init_info.channels[self.parallel_config.rank])
+
+    def start_weight_update(self) -> None:
+        self.side.settle(self.side.state().dirty("a push is under way or did not end"))
+        self.side.loader.abort()
+        self.side.updating = True
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        side, table = self.side, self.side.tables[update_info.digest]
+        examination = side.loader.examine(table)
+        side.loader.begin(examination)
+
+        def load(index: int, data: Tensor) -> None:
+            side.loader.load(examination, index, table[index], data)
+            if update_info.verify:
+                side.arrived.update(side.loader.arrived(examination, index, table[index], data))
+
+        side.take(table, load, update_info.verify)
+        side.coverage = examination.elements
+        side.pending = State(**update_info.state)
+
+    def finish_weight_update(self) -> None:
+        side = self.side
+        if side.pending is None:
+            raise RuntimeError("finish_weight_update without a whole update before it")
+        side.loader.finish()
+        side.settle(side.pending)
+        side.pending, side.updating = None, False
+
+    def shutdown(self) -> None:
+        if self.side.receiver is not None:
+            self.side.receiver.close()
+            self.side.receiver = None
+
+    @staticmethod
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        """vLLM 0.26 asks for this static method; `VllmSync` is the trainer's side."""
+        raise NotImplementedError("use lora_merge.VllmSync on the trainer's side")
+
+
+def side_of(model: nn.Module, model_config: Any, device: torch.device) -> Side:
+    """The `Side` of a model, made at first use."""
+    if _SIDE not in model.__dict__:
+        model.__dict__[_SIDE] = Side(model, model_config, device)
+    return model.__dict__[_SIDE]
+
+
+def asleep() -> bool:
+    """Whether the weights of this process are unmapped at the moment (sleep mode): they must not be read."""
+    if not torch.cuda.is_available():
+        return False
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    allocator = CuMemAllocator.instance
+    return allocator is not None and any(
+        data.is_asleep and data.tag == "weights" for data in allocator.pointer_to_data.values()
+    )
+
+
+def lora_merge(worker: Any, request: str) -> str:
+    """The worker method: a JSON object with `op` in, a JSON object out.
+
+    Refusals come back as `{"error": ...}`, so that one worker's refusal does not look like a dead engine.
+    """
+    message = json.loads(request)
+    side = side_of(worker.get_model(), worker.model_config, worker.device)
+    with set_current_vllm_config(worker.vllm_config):
+        return json.dumps(_OPS[message.pop("op")](worker, side, **message))
+
+
+def _hello(worker: Any, side: Side) -> dict[str, Any]:
+    """Who this worker is, what it holds, what it can serve."""
+    import vllm
+
+    lora = worker.vllm_config.lora_config
+    sleeping = asleep()
+    if not sleeping and side._state.kind == "adapter" and ADAPTER_ID not in worker.list_loras():
+        side.settle(State("base", side._state.version, side._state.base))
+    text = worker.model_config.hf_config.get_text_config()
+    backend = type(getattr(worker, "weight_transfer_engine", None)).__name__
+    return {
+        "pid": os.getpid(),
+        "host": host_id(),
+        "device": device_id(worker.device),
+        "rank": worker.parallel_config.rank,
+        "version": vllm.__version__,
+        "backend": backend == LoraMergeWeightTransferEngine.__name__,
+        "quantized": worker.model_config.quantization,
+        "dtype": str(worker.model_config.dtype).removeprefix("torch."),
+        "tied": bool(getattr(text, "tie_word_embeddings", False)),
+        "lora": None if lora is None else {"max_rank": lora.max_lora_rank, "dtype": _lora_dtype(lora)},
+        "asleep": sleeping,
+        "session": None if side.receiver is None else side.receiver.session,
+        "connector": worker.vllm_config.kv_transfer_config is not None,
+        "multimodal": bool(worker.model_config.is_multimodal_model),
+        "lacks": _lacks(),
+        "state": side.state().to_json(),
+    }
+
+
+def _lacks() -> list[str]:
+    """What this vLLM does not have of all that is used here."""
+    from importlib import import_module
+
+    needed = {
+        "vllm.model_executor.model_loader.reload": ("initialize_layerwise_reload", "finalize_layerwise_reload"),
+        "vllm.model_executor.model_loader.reload.layerwise": ("get_layerwise_info", "_place_kernel_tensors"),
+        "vllm.model_executor.model_loader.reload.meta": ("restore_layer_on_meta",),
+        "vllm.model_executor.model_loader.reload.utils": ("get_layer_params_buffers",),
+        "vllm.lora.lora_model": ("LoRAModel",),
+        "vllm.lora.peft_helper": ("PEFTHelper",),
+    }
+    lacking = []
+    for module, names in needed.items():
+        try:
+            found = import_module(module)
+        except ImportError:
+            lacking.append(module)
+            continue
+        lacking += [f"{module}.{name}" for name in names if not hasattr(found, name)]
+    return lacking
+
+
+def _commit(worker: Any, side: Side) -> dict[str, Any]:
+    """After a push: an adapter that does not belong to the weights any more goes."""
+    if worker.vllm_config.lora_config is not None and side._state.kind != "adapter":
+        remove_adapter(worker.model_runner.lora_manager)
+    return _hello(worker, side)
+
+
+def _lora_dtype(lora: Any) -> str:
+    return str(lora.lora_dtype).removeprefix("torch.")
+
+
+def _examine(worker: Any, side: Side, digest: str, table: Any = None) -> dict[str, Any]:
+    """Dry run of a table; without one, of the table that was sent before under this digest."""
+    if table is not None:
+        side.tables = {digest: from_json(table)}
+    if digest not in side.tables:
+        return {"unknown": True}
+    found: Examination = side.loader.examine(side.tables[digest])
+    return {
+        "refused": found.refused,
+        "ignored": found.ignored,
+        "missing": found.missing,
+        "dtypes": found.dtypes,
+        "elements": found.elements,
+        "straight": sum(map(len, found.copies)),
+        "reloaded": sum(map(len, found.staged)),
+    }
+
+
+def _adapter_modules(worker: Any, side: Side, modules: list[str]) -> dict[str, Any]:
+    """Modules that this engine cannot adapt."""
+    return {"unserved": unserved_modules(worker.model_runner.lora_manager, modules)}
+
+
+def _adapter(worker: Any, side: Side, table: Any, rank: int, state: dict[str, Any], verify: bool) -> dict[str, Any]:
+    """Receive an adapter and load it in the place of the one before."""
+    slots, before = from_json(table), side.state()
+    if before.kind not in ("base", "adapter") or before.base != state["base"]:
+        raise RuntimeError(f"an adapter needs the base that it was trained on; this engine holds {before}")
+    side.settle(before.dirty("an adapter push is under way or did not end"))
+    tensors: dict[str, Tensor] = {}
+
+    def keep(index: int, data: Tensor) -> None:
+        tensors.update({slot.name: slot.view(data).clone() for slot in slots[index]})
+
+    side.take(slots, keep, verify)
+    load_adapter(worker.model_runner.lora_manager, tensors, rank)
+    side.settle(State(**state))
+    return {}
+
+
+def _verified(worker: Any, side: Side) -> dict[str, Any]:
+    """Checksums of what came in the last push, and whether what lies in the parameters equals it."""
+    return {"checksums": side.checksums, "damaged": [name for name, same in side.arrived.items() if not same]}
+
+
+def _coverage(worker: Any, side: Side) -> dict[str, Any]:
+    """Elements that the last full push wrote, and elements there are."""
+    return {"elements": side.coverage, "state": side.state().to_json()}
+
+
+def _abort(worker: Any, side: Side, reason: str | None = None) -> dict[str, Any]:
+    """Close what a broken push left open; with a reason, the engine is dirty."""
+    side.loader.abort()
+    side.pending = None
+    if side.updating or reason is not None:
+        side.settle(side._state.dirty(reason or "a push broke off in the middle"))
+    side.updating = False
+    worker._weight_update_active = False
+    return {}
+
+
+_OPS: dict[str, Callable[..., dict[str, Any]]] = {
+    "hello": _hello,
+    "examine": _examine,
+    "adapter_modules": _adapter_modules,
+    "adapter": _adapter,
+    "verified": _verified,
+    "coverage": _coverage,
+    "abort": _abort,
+    "commit": _commit,
+}
