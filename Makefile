@@ -47,14 +47,14 @@ clean:
 $(VENV)/torch:
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), f"Python 3.11 or newer is needed, this is {sys.version}"'
 	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet "$(TORCH)" numpy ninja "setuptools>=77"
+	$(PY) -m pip install -qq "$(TORCH)" numpy ninja "setuptools>=77"
 	@touch $@
 
 $(VENV)/installed: $(VENV)/torch $(SOURCES)
-	$(PY) -m pip install --quiet --no-build-isolation -e ".[test,dev]"
+	$(PY) -m pip install -qq --no-build-isolation -e ".[test,dev]"
 	@touch $@
 
 $(VENV)/peft-oldest/done: $(VENV)/installed
 	rm -rf $(@D)
-	$(PY) -m pip install --quiet --no-deps --target $(@D) "$(PEFT_OLDEST)"
+	$(PY) -m pip install -qq --no-deps --target $(@D) "$(PEFT_OLDEST)"
 	@touch $@

@@ -139,7 +139,7 @@ METHODS: dict[str, Callable[[PeftModel, Sequence[Matrix]], Method]] = {
 
 
 BUDGET_S = 10
-"""Seconds of timed runs a method, after which no further one begins: bf16 `addmm_` is slow on some CPUs."""
+"""Seconds of timed runs a method, after which no further one begins: `addmm_` of bf16 is slow on some CPUs."""
 
 
 def measure(method: Method, matrices: Sequence[Matrix], device: torch.device, repeat: int) -> dict[str, Any]:
@@ -149,11 +149,7 @@ def measure(method: Method, matrices: Sequence[Matrix], device: torch.device, re
         for m in matrices:
             m.weight.copy_(m.base())
 
-    def round_trip() -> None:
-        method.merge()
-        method.back()
-
-    # This is the warm-up too: kernels load, threads start, every page is touched.
+    # This run is the warm-up too: kernels load, threads start, every page is touched.
     reset()
     method.merge()
     accuracy = Accuracy()
@@ -163,25 +159,28 @@ def measure(method: Method, matrices: Sequence[Matrix], device: torch.device, re
     restored = all(same_bits(m.weight, m.base()) for m in matrices)
     reset()
 
-    call = round_trip if method.round_trip else method.merge
-    runs: list[timing.Run] = []
-    backs: list[timing.Run] = []
+    runs: list[tuple[timing.Run, timing.Run]] = []
     begin = time.perf_counter()
     while not runs or (len(runs) < repeat and time.perf_counter() - begin < BUDGET_S):
-        runs.append(timing.observe(call, device))
-        if not method.round_trip:
-            backs.append(timing.observe(method.back, device))
-    launches = timing.launches(call, device) if device.type == "cuda" else None
-    if device.type == "cuda" and not method.round_trip:
+        runs.append((timing.observe(method.merge, device), timing.observe(method.back, device)))
+    launches = None
+    if device.type == "cuda":
+        launches = timing.launches(method.merge, device)
         method.back()
     reset()
+
+    merge_ms = statistics.median(merge.ms for merge, _ in runs)
+    back_ms = statistics.median(back.ms for _, back in runs)
+    peak = max(merge.peak_bytes for merge, _ in runs)
+    if method.round_trip:
+        peak = max(max(merge.peak_bytes, merge.kept_bytes + back.peak_bytes) for merge, back in runs)
     return {
-        "ms": statistics.median(run.ms for run in runs),
-        "back_ms": statistics.median(back.ms for back in backs) if backs else None,
+        "ms": merge_ms + back_ms if method.round_trip else merge_ms,
+        "back_ms": back_ms,
         "plan_ms": method.plan_ms,
         "runs": len(runs),
         "launches": launches,
-        "extra_bytes": max(run.peak_bytes for run in runs),
+        "extra_bytes": peak,
         "max_ulp": accuracy.max_ulp,
         "misrounded": accuracy.misrounded,
         "of_bound": accuracy.of_bound,

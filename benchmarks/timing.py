@@ -16,10 +16,11 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Run:
-    """One call: milliseconds, and bytes of peak memory above what was in use before it."""
+    """One call: milliseconds, and bytes of memory above what was in use before it: at the peak, and still after."""
 
     ms: float
     peak_bytes: int
+    kept_bytes: int
 
 
 def observe(call: Call, device: torch.device) -> Run:
@@ -33,13 +34,14 @@ def observe(call: Call, device: torch.device) -> Run:
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         ms = milliseconds(call, device)
-        return Run(ms, torch.cuda.max_memory_allocated(device) - before)
+        peak, after = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
+        return Run(ms, peak - before, after - before)
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     before = _status("VmRSS")
     ms = milliseconds(call, device)
-    return Run(ms, max(_status("VmHWM") - before, 0))
+    return Run(ms, max(_status("VmHWM") - before, 0), _status("VmRSS") - before)
 
 
 def _status(field: str) -> int:
