@@ -31,7 +31,11 @@ from ..segments import (
     pack,
 )
 
-NUM_WARPS, NUM_STAGES = 4, 2
+TILE_ROWS, TILE_COLS = 64, 128
+RANK_BLOCK = 32
+COPY_BYTES = 16384
+"""A tile of a byte copy, which has one row."""
+COMPILED_WITH = {"num_warps": 4, "num_stages": 2}
 
 
 def unavailable(device: torch.device) -> str | None:
@@ -94,12 +98,10 @@ def _groups(table: np.ndarray) -> list[tuple[np.ndarray, dict[str, Any]]]:
     """Parts of a table that one compiled kernel runs, and the constants it is compiled for."""
     import triton.language as tl
 
-    from .triton_device import BLOCK_K
-
     dtypes = (tl.bfloat16, tl.float16, tl.float32, tl.int8, tl.int16, tl.int32, tl.int64)
     one_row = table[:, ROWS] == 1
     table[one_row, SOURCE_STRIDE] = table[one_row, DESTINATION_STRIDE] = 0  # unused: then they are aligned
-    blocks = _ceil(table[:, RANK], BLOCK_K.value)
+    blocks = _ceil(table[:, RANK], RANK_BLOCK)
     align, lora_align = _alignment(table)
     keys, group_of = np.unique(np.stack([table[:, DTYPES], blocks, align, lora_align]), axis=1, return_inverse=True)
     groups = []
@@ -110,8 +112,8 @@ def _groups(table: np.ndarray) -> list[tuple[np.ndarray, dict[str, Any]]]:
             "ALIGN": a,
             "LORA_ALIGN": b,
             "RANK_BLOCKS": rank_blocks,
-            "num_warps": NUM_WARPS,
-            "num_stages": NUM_STAGES,
+            "BLOCK_K": RANK_BLOCK,
+            **COMPILED_WITH,
         }
         groups.append((table[group_of.reshape(-1) == group], constants))
     return groups
@@ -136,21 +138,17 @@ def _alignment(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _merge_variant(table: np.ndarray, constants: dict[str, Any], device: torch.device) -> _Variant:
-    from .triton_device import BLOCK_BYTES, BLOCK_M, BLOCK_N
-
     bytewise = (int(table[0, DTYPES]) & 0xFF) == RAW[1]
-    rows, cols = (1, BLOCK_BYTES.value) if bytewise else (BLOCK_M.value, BLOCK_N.value)
+    rows, cols = (1, COPY_BYTES) if bytewise else (TILE_ROWS, TILE_COLS)
     table[:, UNITS_ACROSS] = _ceil(table[:, COLS], cols)
     units = table[:, UNITS_ACROSS] * _ceil(table[:, ROWS], rows)
     return _place(table, units, {**constants, "TILE_M": rows, "TILE_N": cols}, device)
 
 
 def _norm_variant(table: np.ndarray, constants: dict[str, Any], device: torch.device) -> _Variant:
-    from .triton_device import BLOCK_M, BLOCK_N
-
-    options = {**constants, "TILE_M": BLOCK_M.value, "TILE_N": BLOCK_N.value}
+    options = {**constants, "TILE_M": TILE_ROWS, "TILE_N": TILE_COLS}
     del options["DESTINATION_T"]
-    return _place(table, _ceil(table[:, ROWS], BLOCK_M.value), options, device)
+    return _place(table, _ceil(table[:, ROWS], TILE_ROWS), options, device)
 
 
 def _place(table: np.ndarray, units: np.ndarray, options: dict[str, Any], device: torch.device) -> _Variant:

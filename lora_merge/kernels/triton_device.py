@@ -24,11 +24,6 @@ from .. import segments
 INTERPRETED = tl.constexpr(not isinstance(tl.sum, triton.JITFunction))
 """Whether TRITON_INTERPRET=1 was set when triton was imported."""
 
-# One tile of a merge; on the matrix units of an H200 64 x 128 leaves room for three or more programs an SM.
-BLOCK_M, BLOCK_N, BLOCK_K = tl.constexpr(64), tl.constexpr(128), tl.constexpr(32)
-# One tile of a byte copy.
-BLOCK_BYTES = tl.constexpr(16384)
-
 WORDS = tl.constexpr(segments.WORDS)
 SOURCE, DESTINATION = tl.constexpr(segments.SOURCE), tl.constexpr(segments.DESTINATION)
 LORA_A, LORA_B = tl.constexpr(segments.LORA_A), tl.constexpr(segments.LORA_B)
@@ -56,6 +51,7 @@ def run_table(
     STOCHASTIC: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
     """One tile of one segment.
 
@@ -66,7 +62,8 @@ def run_table(
         *_T: the dtypes; an integer for copies that move bits.
         ALIGN: 1, or more where every source and destination has adjacent columns, addresses of whole 16 bytes, and
             row strides and columns that are multiples of it. LORA_ALIGN: likewise for the adapters.
-        RANK_BLOCKS: blocks of BLOCK_K that hold every segment's rank; 0 where none has an adapter.
+        RANK_BLOCKS: blocks of BLOCK_K that hold the rank of every segment; 0 where none has an adapter.
+        TILE_M, TILE_N: rows and columns of a tile.
     """
     unit = tl.program_id(0)
     segment = table + tl.load(unit_segment + unit).to(tl.int64) * WORDS
@@ -83,7 +80,7 @@ def run_table(
     else:
         total = _float32(weight)
         if RANK_BLOCKS > 0:
-            total += _update(segment, i, j, LORA_A_T, LORA_B_T, LORA_ALIGN, RANK_BLOCKS, TILE_M, TILE_N)
+            total += _update(segment, i, j, LORA_A_T, LORA_B_T, LORA_ALIGN, RANK_BLOCKS, TILE_M, TILE_N, BLOCK_K)
         row_scale = tl.load(segment + ROW_SCALE).to(tl.pointer_type(tl.float32))
         scaled = (i < tl.load(segment + ROWS)) & (tl.load(segment + ROW_SCALE) != 0)
         total *= tl.load(row_scale + i, scaled, other=1.0)[:, None]
@@ -109,6 +106,7 @@ def row_norms(
     RANK_BLOCKS: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
     """Squared norms of a block of rows, all columns in order; the word UNITS_ACROSS says where a segment's begin."""
     unit = tl.program_id(0)
@@ -122,7 +120,7 @@ def row_norms(
         source = _tile(segment + SOURCE, segment + SOURCE_STRIDE, i, j, SOURCE_T, ALIGN)
         total = _float32(tl.load(source, (i < rows)[:, None] & (j < cols)[None, :], other=0))
         if RANK_BLOCKS > 0:
-            total += _update(segment, i, j, LORA_A_T, LORA_B_T, LORA_ALIGN, RANK_BLOCKS, TILE_M, TILE_N)
+            total += _update(segment, i, j, LORA_A_T, LORA_B_T, LORA_ALIGN, RANK_BLOCKS, TILE_M, TILE_N, BLOCK_K)
         norms += tl.sum(total.to(tl.float64) * total.to(tl.float64), axis=1)
         begin += TILE_N
     tl.store(out + tl.load(segment + UNITS_ACROSS) + i, norms, i < rows)
@@ -160,6 +158,7 @@ def _update(
     BLOCKS: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
     """float32 `scaling * lora_B[i] @ lora_A[:, j]`."""
     rank = _extent(segment + RANK, ALIGN)

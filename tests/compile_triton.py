@@ -1,0 +1,58 @@
+"""Compiles the Triton kernels for Hopper without a GPU, as real tables need them; run by test_triton.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from helpers import make_segment, pairwise
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from lora_merge import Segment
+from lora_merge.kernels import triton as backend
+from lora_merge.kernels import triton_device
+
+CPU = torch.device("cpu")
+F, H, B = torch.float32, torch.float16, torch.bfloat16
+
+
+def assembly(kernel: Any, options: dict[str, Any], **types: str) -> str:  # noqa: ANN401 - a JITFunction
+    """PTX of a kernel, after ptxas took it too."""
+    names = kernel.arg_names
+    types |= {"table": "*i64", "unit_segment": "*i32"}
+    signature = {name: types.get(name, "constexpr") for name in names}
+    constants = {(names.index(name),): value for name, value in options.items() if name in names}
+    compiler_options = {name: value for name, value in options.items() if name not in names}
+    source = ASTSource(kernel, signature, constants, {})
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=compiler_options).asm
+    assert made["cubin"]
+    return made["ptx"]
+
+
+def main() -> None:
+    aligned = [
+        make_segment("bf16", 64, 256, 16, (B, B, B, B), CPU),
+        make_segment("float32 adapters", 64, 256, 64, (B, B, F, F), CPU),
+        make_segment("conversion", 64, 256, 16, (F, B, F, H), CPU),
+        Segment("copy", torch.zeros(64, 256), torch.zeros(64, 256)),
+    ]
+    for number, variant in enumerate(backend.prepare(aligned, CPU).variants):
+        ptx = assembly(triton_device.run_table, {**variant.options, "STOCHASTIC": number % 2 == 0}, seed="i64")
+        weights = [line for line in ptx.splitlines() if "evict_first" in line and ".global" in line]
+        assert weights, "no access to weights found"
+        assert all(".v4.b32" in line for line in weights), f"not 16 bytes at a time: {weights}"
+        assert ("mma" in ptx) == (variant.options["RANK_BLOCKS"] > 0), "the products do not use the matrix unit"
+    ragged = [make_segment("ragged", 9, 37, 5, pairwise(index), CPU) for index in (1, 5)]
+    ragged.append(Segment("strided copy", torch.zeros(9, 8)[:, ::2], torch.zeros(9, 4)))
+    for number, variant in enumerate(backend.prepare(ragged, CPU).variants):
+        assembly(triton_device.run_table, {**variant.options, "STOCHASTIC": number % 2 == 0}, seed="i64")
+    s = aligned[1]
+    dora = Segment(s.name, s.source, s.destination, s.lora_A, s.lora_B, 1.0, torch.ones(64))
+    for variant in backend.prepare([dora], CPU)._norm_variants:
+        assembly(triton_device.row_norms, variant.options, out="*fp64")
+
+
+if __name__ == "__main__":
+    main()
