@@ -27,6 +27,13 @@ inline F quiet(F a) {
   return _mm256_blendv_ps(a, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc00000)), _mm256_cmp_ps(a, a, _CMP_UNORD_Q));
 }
 
+inline bool any_nan(const F (&t)[kTileRows][2]) {
+  F any = _mm256_cmp_ps(t[0][0], t[0][1], _CMP_UNORD_Q);
+#pragma GCC unroll 16
+  for (int i = 1; i < kTileRows; ++i) any = _mm256_or_ps(any, _mm256_cmp_ps(t[i][0], t[i][1], _CMP_UNORD_Q));
+  return _mm256_movemask_ps(any) != 0;
+}
+
 inline __m128i load_words(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
 inline void store_words(void* p, __m128i x) { _mm_storeu_si128(static_cast<__m128i*>(p), x); }
 

@@ -28,6 +28,13 @@ inline F quiet(F a) {
   return _mm512_mask_mov_ps(a, _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q), _mm512_castsi512_ps(_mm512_set1_epi32(0x7fc00000)));
 }
 
+inline bool any_nan(const F (&t)[kTileRows][2]) {
+  __mmask16 any = 0;
+#pragma GCC unroll 16
+  for (int i = 0; i < kTileRows; ++i) any |= _mm512_cmp_ps_mask(t[i][0], t[i][1], _CMP_UNORD_Q);
+  return any != 0;
+}
+
 inline __m256i load_words(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 inline void store_words(void* p, __m256i x) { _mm256_storeu_si256(static_cast<__m256i*>(p), x); }
 

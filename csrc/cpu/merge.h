@@ -7,6 +7,7 @@
 //     set(float), add, mul, fma      fma(a, b, c) = a * b + c, rounded once
 //     prefetch(p)                    asks for the cache line of p
 //     quiet(F)                       every NaN replaced by the one with bits 7fc00000
+//     any_nan(t)                     whether a tile F t[kTileRows][2] holds a NaN
 //
 // and includes this file there. It has no #include, so that no inline function of a library is compiled for an
 // instruction set that the machine may lack.
@@ -80,12 +81,10 @@ void pack_a(const Segment& s, int64_t col, int64_t n, float* to) {
   }
 }
 
-// One rank block of a tile of kTileRows x kPanel sums, to or onto memory: sums (+)= B block x A panel.
-template <bool kFirst>
-inline void add_block(const float* a, const float* b, int64_t depth, float* sums) {
-  F t[kTileRows][2];
+// One rank block of a tile of kTileRows x kPanel sums, in registers: B block x A panel, on top of `start`.
+inline void multiply(const float* a, const float* b, int64_t depth, float start, F (&t)[kTileRows][2]) {
 #pragma GCC unroll 16
-  for (int i = 0; i < kTileRows; ++i) t[i][0] = t[i][1] = set(0);
+  for (int i = 0; i < kTileRows; ++i) t[i][0] = t[i][1] = set(start);
   for (int64_t k = 0; k < depth; ++k) {
     const F a0 = load(a + k * kPanel), a1 = load(a + k * kPanel + kLanes);
 #pragma GCC unroll 16
@@ -95,36 +94,62 @@ inline void add_block(const float* a, const float* b, int64_t depth, float* sums
       t[i][1] = fma(x, a1, t[i][1]);
     }
   }
+}
+
+inline void add_sums(const float* sums, F (&t)[kTileRows][2]) {
 #pragma GCC unroll 16
   for (int i = 0; i < kTileRows; ++i, sums += kPanel) {
-    if (kFirst) {
-      store(sums, t[i][0], t[i][1]);
-    } else {
-      store(sums, add(load(sums), t[i][0]), add(load(sums + kLanes), t[i][1]));
+    t[i][0] = add(load(sums), t[i][0]);
+    t[i][1] = add(load(sums + kLanes), t[i][1]);
+  }
+}
+
+// The same in memory: sums = B block x A panel, or sums += it.
+__attribute__((noinline)) void add_block(const float* a, const float* b, int64_t depth, bool first, float* sums) {
+  F t[kTileRows][2];
+  multiply(a, b, depth, 0, t);
+  if (!first) add_sums(sums, t);
+#pragma GCC unroll 16
+  for (int i = 0; i < kTileRows; ++i, sums += kPanel) store(sums, t[i][0], t[i][1]);
+}
+
+// What a tile is made of: the packed columns of A, the packed rows of B, and room for sums.
+struct Factors {
+  const float* a;
+  const float* b;
+  int64_t rank;
+  float* sums;
+
+  // All rank blocks but the last, into `sums`; what is left of the factors is that last block.
+  void sum_all_but_last() {
+    for (bool first = true; rank > kRankBlock; first = false) {
+      add_block(a, b, kRankBlock, first, sums);
+      a += kRankBlock * kPanel;
+      b += kRankBlock * kTileRows;
+      rank -= kRankBlock;
     }
   }
-}
 
-// sums[i][j] = sum_k B[i, k] A[k, j], block by block. Not inlined, so that the registers are shared out for it alone.
-__attribute__((noinline)) void tile_sums(const float* a, const float* b, int64_t rank, float* sums) {
-  add_block<true>(a, b, rank < kRankBlock ? rank : kRankBlock, sums);
-  for (int64_t k = kRankBlock; k < rank; k += kRankBlock) {
-    a += kRankBlock * kPanel;
-    b += kRankBlock * kTileRows;
-    add_block<false>(a, b, rank - k < kRankBlock ? rank - k : kRankBlock, sums);
+  // sums[i][j] = sum_k B[i, k] A[k, j]. Rank 0 gives -0, which changes no addend.
+  void sum_all() {
+    const bool one_block = rank <= kRankBlock;
+    if (rank == 0) {
+      for (int64_t l = 0; l < kTileRows * kPanel; ++l) sums[l] = -0.0f;
+    } else {
+      sum_all_but_last();
+      add_block(a, b, rank, one_block, sums);
+    }
   }
-}
+};
 
-// Goes over a unit: `sink.take(i, j, rows, cols, sums)` gets the sums of the tile at (i, j), counted from the unit's
-// corner, of which rows x cols are inside; `sink.soon(i, j)` is told one row of tiles ahead.
+// Goes over a unit: `sink.take(i, j, rows, cols, factors)` gets the tile at (i, j), counted from the unit's corner, of
+// which rows x cols are inside; `sink.soon(i, j)` is told one row of tiles ahead.
 template <class Sink>
 void sweep(const Unit& unit, Scratch& m, const Sink& sink) {
   const Segment& s = *unit.segment;
   const int64_t rank = s.rank, width = round_up(rank, kRankBlock);
   const int64_t fit = kPackedA / (rank < 1 ? 1 : rank) / kPanel * kPanel;
   const int64_t chunk = fit < kPanel ? kPanel : fit < kMaxChunk ? fit : kMaxChunk;
-  // Rank 0: -0 is the sum that changes no addend.
-  for (float& sum : m.sums) sum = -0.0f;
   if (rank > 0) pack_b(unit, m.b);
   for (int64_t j0 = 0; j0 < unit.cols; j0 += chunk) {
     const int64_t end = unit.cols - j0 < chunk ? unit.cols : j0 + chunk;
@@ -133,8 +158,8 @@ void sweep(const Unit& unit, Scratch& m, const Sink& sink) {
       const int64_t rows = unit.rows - i < kTileRows ? unit.rows - i : kTileRows;
       for (int64_t j = j0; j < end; j += kPanel) {
         sink.soon(i + kTileRows, j);
-        if (rank > 0) tile_sums(m.a + (j - j0) * rank, m.b + i * width, rank, m.sums);
-        sink.take(i, j, rows, end - j < kPanel ? end - j : kPanel, m.sums);
+        sink.take(i, j, rows, end - j < kPanel ? end - j : kPanel,
+                  Factors{m.a + (j - j0) * rank, m.b + i * width, rank, m.sums});
       }
     }
   }
@@ -180,8 +205,6 @@ inline void round_stochastic(uint32_t word, uint32_t random, Float16* to) {
 
 inline void round_stochastic(uint32_t, uint32_t, float*) {}  // a float32 output drops nothing
 
-alignas(64) constexpr float kOnes[16] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
-
 inline float scaling_of(const Segment& s) { return s.rank > 0 ? static_cast<float>(s.scaling) : 1; }
 
 template <class T>
@@ -220,39 +243,58 @@ struct Merge {
     for (int l = 0; l < kTileRows; ++l) prefetch(from + l * w_step[0]);
   }
 
-  void take(int64_t i, int64_t j, int64_t rows, int64_t cols, const float* sums) const {
+  void take(int64_t i, int64_t j, int64_t rows, int64_t cols, Factors f) const {
     const W* from = w + i * w_step[0] + j * w_step[1];
     Out* here = to + i * step[0] + j * step[1];
-    const float* scale = row_scale ? row_scale + i : kOnes;
+    const float* scale = row_scale ? row_scale + i : nullptr;
     if (adjacent && rows == kTileRows && cols == kPanel) {
-      take_whole(from, w_step[0], here, step[0], sums, scaling, scale);
+      const bool one_block = f.rank <= kRankBlock;
+      f.sum_all_but_last();
+      finish_tile(f, one_block, from, w_step[0], here, step[0], scaling, scale);
     } else {
-      take_part(from, here, rows, cols, sums, scale, first + i * pitch[0] + j * pitch[1]);
+      f.sum_all();
+      finish_part(from, here, rows, cols, f.sums, scale, first + i * pitch[0] + j * pitch[1]);
     }
   }
 
-  static F finished(const W* from, const float* sums, F scaling, F scale) {
-    return quiet(mul(fma(scaling, load(sums), load(from)), scale));
-  }
-
-  __attribute__((noinline)) static void take_whole(const W* from, int64_t w_step, Out* here, int64_t step,
-                                                   const float* sums, F scaling, const float* scale) {
+  // The last block of a tile that lies inside, from registers to memory.
+  __attribute__((noinline)) static void finish_tile(const Factors& f, bool one_block, const W* from, int64_t w_step,
+                                                    Out* here, int64_t step, F scaling, const float* scale) {
+    F t[kTileRows][2];
+    multiply(f.a, f.b, f.rank, f.rank > 0 ? 0.0f : -0.0f, t);
+    if (!one_block) add_sums(f.sums, t);
 #pragma GCC unroll 16
-    for (int l = 0; l < kTileRows; ++l, from += w_step, here += step, sums += kPanel) {
-      const F factor = set(scale[l]);
-      store(here, finished(from, sums, scaling, factor), finished(from + kLanes, sums + kLanes, scaling, factor));
+    for (int l = 0; l < kTileRows; ++l, from += w_step) {
+      t[l][0] = fma(scaling, t[l][0], load(from));
+      t[l][1] = fma(scaling, t[l][1], load(from + kLanes));
     }
+    if (scale) {
+#pragma GCC unroll 16
+      for (int l = 0; l < kTileRows; ++l) {
+        t[l][0] = mul(t[l][0], set(scale[l]));
+        t[l][1] = mul(t[l][1], set(scale[l]));
+      }
+    }
+    if (any_nan(t)) {
+#pragma GCC unroll 16
+      for (int l = 0; l < kTileRows; ++l) {
+        t[l][0] = quiet(t[l][0]);
+        t[l][1] = quiet(t[l][1]);
+      }
+    }
+#pragma GCC unroll 16
+    for (int l = 0; l < kTileRows; ++l, here += step) store(here, t[l][0], t[l][1]);
   }
 
-  __attribute__((noinline)) void take_part(const W* from, Out* here, int64_t rows, int64_t cols, const float* sums,
+  __attribute__((noinline)) void finish_part(const W* from, Out* here, int64_t rows, int64_t cols, const float* sums,
                                            const float* scale, uint64_t index) const {
     for (int64_t l = 0; l < rows; ++l, from += w_step[0], here += step[0], sums += kPanel, index += pitch[0]) {
-      const F factor = set(scale[l]);
+      const F factor = set(scale ? scale[l] : 1);
       W some[kPanel];
       Out done[kPanel];
       gather(from, w_step[1], cols, some);
-      const F left = finished(some, sums, scaling, factor);
-      const F right = finished(some + kLanes, sums + kLanes, scaling, factor);
+      const F left = quiet(mul(fma(scaling, load(sums), load(some)), factor));
+      const F right = quiet(mul(fma(scaling, load(sums + kLanes), load(some + kLanes)), factor));
       if (stochastic) {
         uint32_t words[kPanel];
         store(reinterpret_cast<float*>(words), left, right);
@@ -300,7 +342,9 @@ struct Norms {
 
   void soon(int64_t, int64_t) const {}
 
-  void take(int64_t i, int64_t j, int64_t rows, int64_t cols, const float* sums) const {
+  void take(int64_t i, int64_t j, int64_t rows, int64_t cols, Factors f) const {
+    f.sum_all();
+    const float* sums = f.sums;
     for (int64_t l = 0; l < rows; ++l, sums += kPanel) {
       W some[kPanel];
       float values[kPanel];
