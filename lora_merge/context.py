@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from . import kernels
-from .delta import Delta, MergePlan
-from .errors import AlreadyMerged, InvalidInput
+from .delta import Address, Delta, MergePlan, address
+from .errors import AlreadyMerged, InvalidInput, UnsupportedAdapter
 from .lora import Adapters, read_adapters
 
 Model = TypeVar("Model", bound=nn.Module)
 
 _lock = threading.Lock()
-_inside: WeakSet[nn.Module] = WeakSet()
-"""Adapter layers of the models that are inside `merged` now."""
+_inside: set[object] = set()
+"""Adapter layers (by id) and weights (by address) of the models that are inside `merged` now."""
 _plans: WeakKeyDictionary[nn.Module, tuple[Any, list[MergePlan]]] = WeakKeyDictionary()
 """Model -> what its plans were built for, and the plans: one a device."""
 
@@ -67,8 +67,9 @@ def merged(model: Model, *, restore: str = "exact", strategy: str | None = None)
         if not adapters.layers:
             raise InvalidInput("the model has no LoRA layers; pass the PeftModel, not its bare base")
         _check_whole(adapters)
-        undo.enter_context(_claimed([layer for layer, _ in adapters.layers]))
-        saved = undo.enter_context(_Restore(_weights(adapters)))
+        weights = {address(delta.parameter): delta.parameter for delta in adapters.deltas}
+        undo.enter_context(_claimed({*weights, *(id(layer) for layer, _ in adapters.layers)}))
+        saved = undo.enter_context(_Restore(weights))
         jobs = undo.enter_context(_untied(adapters, saved))
         plans = _plans_for(model, jobs)
         with torch.inference_mode():
@@ -89,22 +90,20 @@ def _check_whole(adapters: Adapters) -> None:
 
 
 @contextmanager
-def _claimed(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """One `merged` at a time on any layer, in all threads."""
+def _claimed(claim: set[object]) -> Iterator[None]:
+    """One `merged` at a time on any layer and any weight, in all threads."""
     with _lock:
-        if any(layer in _inside for layer in layers):
-            raise AlreadyMerged("merged() is already entered on this model; leave it before entering again")
-        _inside.update(layers)
+        if not _inside.isdisjoint(claim):
+            raise AlreadyMerged(
+                "merged() is already entered on this model, or on one that shares weights with it; leave it before "
+                "entering again"
+            )
+        _inside.update(claim)
     try:
         yield
     finally:
         with _lock:
-            _inside.difference_update(layers)
-
-
-def _weights(adapters: Adapters) -> dict[int, Tensor]:
-    """The adapted parameters by address, each once."""
-    return {delta.parameter.data_ptr(): delta.parameter for delta in adapters.deltas}
+            _inside.difference_update(claim)
 
 
 class _Restore:
@@ -114,22 +113,21 @@ class _Restore:
     forward pass outside (and the reverse), and allows one that starts and ends outside.
     """
 
-    def __init__(self, weights: dict[int, Tensor]) -> None:
-        self.addresses = list(weights)
-        self.weights = [weight.data for weight in weights.values()]
-        self.counted = [weight for weight in weights.values() if not weight.is_inference()]
+    def __init__(self, weights: dict[Address, Tensor]) -> None:
+        self.weights = weights
+        self.counted = tuple(weight for weight in weights.values() if not weight.is_inference())
 
-    def __enter__(self) -> dict[int, Tensor]:
+    def __enter__(self) -> dict[Address, Tensor]:
         with torch.inference_mode(False):
-            self.copies = [torch.empty_like(weight) for weight in self.weights]
-        _copy(self.copies, self.weights)
-        self.versions = [weight._version for weight in self.counted]
+            self.copies = [torch.empty_like(weight.data) for weight in self.weights.values()]
+        _copy(self.copies, [weight.data for weight in self.weights.values()])
+        self.versions = tuple(weight._version for weight in self.counted)
         torch.autograd.graph.increment_version(self.counted)
-        return dict(zip(self.addresses, self.copies, strict=True))
+        return dict(zip(self.weights, self.copies, strict=True))
 
     def __exit__(self, *exception: object) -> None:
-        _copy(self.weights, self.copies)
-        torch._C._autograd._unsafe_set_version_counter(tuple(self.counted), tuple(self.versions))
+        _copy([weight.data for weight in self.weights.values()], self.copies)
+        torch._C._autograd._unsafe_set_version_counter(self.counted, self.versions)
 
 
 def _copy(to: list[Tensor], source: list[Tensor]) -> None:
@@ -139,31 +137,34 @@ def _copy(to: list[Tensor], source: list[Tensor]) -> None:
 
 
 @contextmanager
-def _untied(adapters: Adapters, saved: dict[int, Tensor]) -> Iterator[list[tuple[Delta, Tensor, Tensor]]]:
+def _untied(adapters: Adapters, saved: dict[Address, Tensor]) -> Iterator[list[tuple[Delta, Tensor, Tensor]]]:
     """Holds tied weights apart, and yields what is to be merged: (delta, source, destination).
 
     The first adapted user of a weight merges in place; its other users get a parameter of their own, which is the
     saved copy, or a merged tensor if they have an adapter too.
     """
-    jobs, swaps = [], []
-    owned: dict[int, tuple[int, str]] = {}
-    merged_apart: set[tuple[int, str]] = set()
+    jobs: list[tuple[Delta, Tensor, Tensor]] = []
+    users = {where: list(adapters.users[where]) for where in saved}
+    swaps = []
+    in_place = set()
     for delta in adapters.deltas:
-        parameter, place = delta.parameter, (id(delta.owner), delta.attribute)
-        address = parameter.data_ptr()
-        if owned.setdefault(address, place) == place:
-            jobs.append((delta, parameter, parameter))
-            continue
-        with torch.inference_mode(False):
-            destination = torch.empty_like(parameter)
-        jobs.append((delta, saved[address], destination))
-        swaps.append((delta.owner, delta.attribute, destination))
-        merged_apart.add(place)
-    for address, place in owned.items():
-        for owner, attribute in adapters.users[address]:
-            if (id(owner), attribute) != place and (id(owner), attribute) not in merged_apart:
-                swaps.append((owner, attribute, saved[address]))
+        where = address(delta.parameter)
+        source = destination = delta.parameter
+        if where in in_place:
+            with torch.inference_mode(False):
+                source, destination = saved[where], torch.empty_like(saved[where])
+            swaps.append((delta.owner, delta.attribute, destination))
+        in_place.add(where)
+        users[where].remove((delta.owner, delta.attribute))
+        jobs.append((delta, source, destination))
+    swaps += [(owner, attribute, saved[where]) for where in users for owner, attribute in users[where]]
     before = [owner._parameters[attribute] for owner, attribute, _ in swaps]
+    for (owner, attribute, tensor), tied in zip(swaps, before, strict=True):
+        if tied is not None and (tied.shape, tied.dtype) != (tensor.shape, tensor.dtype):
+            raise UnsupportedAdapter(
+                f"{attribute} of {type(owner).__name__}, {tied.dtype} {tuple(tied.shape)}, lies in the memory of an "
+                f"adapted weight, {tensor.dtype} {tuple(tensor.shape)}; give it memory of its own"
+            )
     try:
         for (owner, attribute, tensor), tied in zip(swaps, before, strict=True):
             with torch.inference_mode(False):
@@ -179,7 +180,7 @@ def _plans_for(model: nn.Module, jobs: list[tuple[Delta, Tensor, Tensor]]) -> li
     devices = {source.device for _, source, _ in jobs}
     key = (
         [delta.key() for delta, _, _ in jobs],
-        [(source.data_ptr(), destination.data_ptr()) for _, source, destination in jobs],
+        [(address(source), address(destination)) for _, source, destination in jobs],
         {device: kernels.pick(device) for device in devices},
     )
     known = _plans.get(model)

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from .plan import Plan
 from .segments import Segment
+
+Address: TypeAlias = tuple[int, torch.device]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,8 +92,13 @@ class Delta:
         return self.name, self.experts, self.transposed, _place(self.parameter), adapters, magnitude
 
 
+def address(t: Tensor) -> Address:
+    """Where a tensor begins; of a DTensor, where this rank's part does. Tensors that share memory have one address."""
+    return getattr(t, "_local_tensor", t).data_ptr(), t.device
+
+
 def _place(t: Tensor) -> tuple[Any, ...]:
-    return t.data_ptr(), t.shape, t.stride(), t.dtype, t.device
+    return address(t), t.shape, t.stride(), t.dtype
 
 
 def segments_for(

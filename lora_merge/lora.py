@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from .delta import Delta, Factors
+from .delta import Address, Delta, Factors, address
 from .errors import AlreadyMerged, InvalidInput, UnsupportedAdapter
 from .names import lineage, unwrapped, walk
 from .segments import FLOATS
@@ -48,12 +48,12 @@ class Adapters:
     Args:
         layers: every adapter layer of the model, with the names of its adapters that act in the forward.
         deltas: one for each parameter that active adapters change.
-        users: address of each parameter -> the places (module, attribute) that hold it; several where it is tied.
+        users: `address` of each parameter -> the places (module, attribute) that hold it; several where it is tied.
     """
 
     layers: list[tuple[PeftLayer, list[str]]]
     deltas: list[Delta]
-    users: dict[int, list[tuple[nn.Module, str]]]
+    users: dict[Address, list[tuple[nn.Module, str]]]
 
 
 def read_deltas(model: nn.Module) -> list[Delta]:
@@ -96,7 +96,7 @@ def read_adapters(model: nn.Module) -> Adapters:
             _check_peft_type(module)
         for attribute, parameter in module._parameters.items():
             if parameter is not None:
-                found.users.setdefault(parameter.data_ptr(), []).append((module, attribute))
+                found.users.setdefault(address(parameter), []).append((module, attribute))
     for delta in found.deltas:
         if id(delta.owner) in bare:
             raise UnsupportedAdapter(
@@ -108,14 +108,19 @@ def read_adapters(model: nn.Module) -> Adapters:
 
 def _kind(cls: type) -> str | None:
     """Which of PEFT's base classes a class descends from."""
-    return next((path for path in lineage(cls) if path in (_TUNER_LAYER, _PEFT_MODEL)), None)
+    if cls not in _kinds:
+        _kinds[cls] = next((path for path in lineage(cls) if path in (_TUNER_LAYER, _PEFT_MODEL)), None)
+    return _kinds[cls]
+
+
+_kinds: dict[type, str | None] = {}
 
 
 def _check_peft_type(model: PeftLayer) -> None:
     active = model.active_adapters
     for adapter in [active] if isinstance(active, str) else active:
-        kind = model.peft_config[adapter].peft_type
-        if getattr(kind, "value", kind) != "LORA":
+        kind = str(getattr(model.peft_config[adapter].peft_type, "value", "unknown"))
+        if kind != "LORA":
             raise UnsupportedAdapter(f"adapter '{adapter}' is of type {kind}; only LoRA adapters can be merged here")
 
 
@@ -178,7 +183,7 @@ def _factors(layer: PeftLayer, active: list[str]) -> tuple[Factors, ...]:
         Factors(
             _part(layer, "lora_A", adapter)._parameters["weight"],
             _part(layer, "lora_B", adapter)._parameters["weight"],
-            layer.scaling[adapter],
+            float(layer.scaling[adapter]),
         )
         for adapter in active
     )
@@ -219,7 +224,7 @@ def _read_bias(name: str, layer: PeftLayer, base: PeftLayer, active: list[str]) 
     """`lora_bias` adds `scaling * lora_B.bias` to the base's bias: rank 1, with a one as lora_A."""
     biases = {adapter: _part(layer, "lora_B", adapter)._parameters.get("bias") for adapter in active}
     factors = tuple(
-        Factors(_one(bias.dtype, bias.device), bias.detach().unsqueeze(1), layer.scaling[adapter])
+        Factors(_one(bias.dtype, bias.device), bias.detach().unsqueeze(1), float(layer.scaling[adapter]))
         for adapter, bias in biases.items()
         if bias is not None
     )
@@ -242,7 +247,7 @@ def _read_embedding(
     if base.max_norm is not None:
         raise UnsupportedAdapter(f"{name}: an Embedding with max_norm rescales its weight in the forward")
     a, b = layer.lora_embedding_A, layer.lora_embedding_B
-    factors = tuple(Factors(a[adapter], b[adapter], layer.scaling[adapter]) for adapter in active)
+    factors = tuple(Factors(a[adapter], b[adapter], float(layer.scaling[adapter])) for adapter in active)
     return [Delta(f"{name}.weight", base, "weight", factors, None, True, magnitude)]
 
 

@@ -220,6 +220,17 @@ def test_weights_made_in_inference_mode() -> None:
         torch.testing.assert_close(models.outputs(model), adapter)
 
 
+def test_weights_moved_inside() -> None:
+    """The saved bits go to where the parameters are."""
+    model = models.with_lora(models.qwen2)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with merged(model):
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
+    for name, tensor in model.state_dict().items():
+        assert_same_bits(tensor, before[name], name)
+
+
 def test_generate() -> None:
     """Greedy tokens of the adapter, with the cache."""
     model = models.with_lora(models.qwen2)
@@ -230,10 +241,11 @@ def test_generate() -> None:
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["model compiled", "layers compiled"])
-def test_compiled_modules(whole: bool) -> None:
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_compiled_modules(whole: bool, tied: bool) -> None:
     """One graph outside and one inside; entries after that compile nothing."""
     torch._dynamo.reset()
-    model = models.with_lora(models.qwen2)
+    model = models.with_lora(lambda: models.qwen2(tied), target_modules=["q_proj", "lm_head"])
     adapter = models.outputs(model)
     graphs = []
 
@@ -336,6 +348,16 @@ def test_weights_tied_by_address() -> None:
     adapter = model(x)
     with unchanged(model), merged(model):
         torch.testing.assert_close(model(x), adapter)
+
+
+def test_memory_shared_in_another_shape() -> None:
+    """What cannot be held apart is refused."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 4, bias=False), nn.Linear(4, 6, bias=False))
+    net[1].weight.data = net[0].weight.data.t()
+    model = get_peft_model(net, LoraConfig(r=2, target_modules=["0"], init_lora_weights=False))
+    with unchanged(model), pytest.raises(UnsupportedAdapter, match=r"weight of Linear, .*\(6, 4\)"), merged(model):
+        pass
 
 
 # ---- plans, memory ---------------------------------------------------------------------------------------------------
@@ -490,6 +512,16 @@ def test_entering_twice(again: str) -> None:
             with pytest.raises(AlreadyMerged):  # nor can the adapters be read, and added a second time
                 read_deltas(model)
     with unchanged(model), merged(model):
+        pass
+
+
+def test_models_that_share_weights() -> None:
+    """The second would merge on top of the first."""
+    base = models.qwen2()
+    one = models.with_lora(lambda: base)
+    two = models.with_lora(models.qwen2)
+    two.base_model.model.model.layers[0].mlp.up_proj.base_layer.weight = base.model.layers[0].mlp.up_proj.weight
+    with merged(one), unchanged(two), pytest.raises(AlreadyMerged, match="shares weights"), merged(two):
         pass
 
 

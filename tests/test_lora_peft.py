@@ -438,7 +438,7 @@ def test_every_other_variant_is_refused(variant: type) -> None:
 
 def test_alora_as_configured() -> None:
     config = LoraConfig(target_modules=["q_proj"], alora_invocation_tokens=[1, 2], task_type="CAUSAL_LM")
-    with pytest.raises(UnsupportedAdapter, match="layers.0.self_attn.q_proj: .*aLoRA"):
+    with pytest.raises(UnsupportedAdapter, match=r"layers.0.self_attn.q_proj: .*aLoRA"):
         read_deltas(get_peft_model(models.qwen2(), config))
 
 
@@ -468,12 +468,12 @@ def test_double_counting_after_peft_merged() -> None:
 @pytest.mark.parametrize("scaling", [float("nan"), float("inf")])
 def test_scaling_must_be_finite(scaling: float) -> None:
     model = small_with(lambda layer: layer.scaling.update(default=scaling))
-    with pytest.raises(InvalidInput, match="1.weight: scaling must be finite"):
+    with pytest.raises(InvalidInput, match=r"1.weight: scaling must be finite"):
         read_deltas(model)
 
 
 def test_meta_weights() -> None:
     """A model that was never loaded."""
     model = small().to("meta")
-    with pytest.raises(InvalidInput, match="1.weight: .*meta"), merged(model):
+    with pytest.raises(InvalidInput, match=r"1.weight: .*meta"), merged(model):
         pass
