@@ -69,11 +69,11 @@ def assert_accurate(s: Segment, out: Tensor, *, stochastic: bool = False) -> Non
     error = (out.double() - exact(s)).abs()
     bad = ~(error <= bound(s, out, stochastic=stochastic))
     if bad.any():
-        i, j = map(int, bad.nonzero()[0])
+        at = tuple(map(int, bad.nonzero()[0]))
         raise AssertionError(
-            f"{s.name}: {int(bad.sum())} of {bad.numel()} elements are off; the first at ({i}, {j}): got "
-            f"{out[i, j].item()!r}, exact {exact(s)[i, j].item()!r}, weight {s.source[i, j].item()!r}, error "
-            f"{error[i, j].item():.3g}, allowed {bound(s, out, stochastic=stochastic)[i, j].item():.3g}"
+            f"{s.name}: {int(bad.sum())} of {bad.numel()} elements are off; the first at {at}: got {out[at].item()!r}, "
+            f"exact {exact(s)[at].item()!r}, weight {s.source[at].item()!r}, error {error[at].item():.3g}, "
+            f"allowed {bound(s, out, stochastic=stochastic)[at].item():.3g}"
         )
 
 
