@@ -11,6 +11,7 @@ from typing import Any
 import models
 import pytest
 import torch
+from conftest import Backend
 from helpers import assert_same_bits
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
@@ -208,6 +209,16 @@ def test_modes(mode: Callable[[], Any], train: bool) -> None:
     with unchanged(model), mode(), merged(model):
         torch.testing.assert_close(models.outputs(model), adapter)
         torch.testing.assert_close(model(models.tokens()).logits.detach(), adapter)
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_every_backend(backend: Backend, dora: bool) -> None:
+    model = models.with_lora(models.qwen2, target_modules=["q_proj", "v_proj"], use_dora=dora).to(backend.device)
+    x = models.tokens().to(backend.device)
+    with torch.no_grad(), unchanged(model):
+        adapter = model(x).logits
+        with merged(model):
+            torch.testing.assert_close(model(x).logits, adapter)
 
 
 def test_weights_made_in_inference_mode() -> None:

@@ -18,6 +18,7 @@ from peft.tuners.lora import variants
 from torch import Tensor, nn
 
 from lora_merge import AlreadyMerged, InvalidInput, UnsupportedAdapter, merge, merged, read_deltas
+from lora_merge.delta import Operands, segments_for
 from lora_merge.kernels import reference
 from lora_merge.names import named_tensors
 
@@ -164,6 +165,23 @@ def test_forward(case: str) -> None:
     assert (adapter - base).abs().max().item() > 10 * allowed, "the adapter has no effect to see"
     assert torch.equal(inside, models.outputs(plain)), "a model with the merged weights computes something else"
     assert torch.equal(models.outputs(model), adapter), "the adapter's forward has changed"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_segments_know_their_place(case: str) -> None:
+    """Random bits hang on the element's index in the whole parameter, whatever view a segment has of it."""
+    build, settings = CASES[case]
+    deltas = read_deltas(models.with_lora(build, **settings))
+    for delta, operands in zip(deltas, Operands(deltas).factors, strict=True):
+        weight = delta.parameter
+        index = torch.arange(weight.numel()).view(weight.shape)
+        segments = segments_for(delta, operands, weight, weight)
+        assert sum(s.source.numel() for s in segments) == weight.numel()
+        for segment, part in zip(segments, delta.matrices(index), strict=True):
+            rows, cols = (torch.arange(n) for n in segment.source.shape)
+            assert segment.pitch is not None
+            known = segment.first + rows[:, None] * segment.pitch[0] + cols * segment.pitch[1]
+            assert torch.equal(known, part), f"{delta.name}, from {segment.first}"
 
 
 def test_pointwise_conv3d() -> None:
