@@ -184,26 +184,63 @@ inline void scatter(const T* from, T* to, int64_t stride, int64_t n) {
   }
 }
 
+// Stochastic rounding works on vectors of words, the vector extension that GCC and Clang share.
+typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
+
 // float32 bits, free of NaN payloads, to an output type: the dropped bits are compared with random ones by adding and
 // cutting. The same function as round_stochastic in lora_merge/kernels/reference.py.
-inline void round_stochastic(uint32_t word, uint32_t random, BFloat16* to) {
-  to->bits = static_cast<uint16_t>((word + (random >> 16)) >> 16);
-}
+inline Words round_stochastic(Words word, Words random, const BFloat16*) { return (word + (random >> 16)) >> 16; }
 
-inline void round_stochastic(uint32_t word, uint32_t random, Float16* to) {
-  const uint32_t exponent = word >> 23 & 0xff, fraction = word & 0x7fffff;
+inline Words round_stochastic(Words word, Words random, const Float16*) {
+  const Words exponent = word >> 23 & 0xff, fraction = word & 0x7fffff;
   // 13 bits fall off a normal number, more below 2^-14, where the step stays 2^-24.
-  const uint32_t significand = exponent > 0 ? fraction | 0x800000 : fraction;
-  const uint32_t deep = 126 - exponent > 31 ? 31 : 126 - exponent;
-  const uint32_t shift = exponent >= 113 ? 13 : deep;
-  const uint32_t kept = (significand + (random & ((1u << shift) - 1))) >> shift;
-  const uint32_t half = exponent >= 113 ? kept + ((exponent - 113) << 10) : kept;
-  const uint32_t finite = half > 0x7c00 ? 0x7c00 : half;
-  const uint32_t magnitude = (word & 0x7fffffff) > 0x7f800000 ? 0x7e00 : finite;
-  to->bits = static_cast<uint16_t>(magnitude | (word >> 31 << 15));
+  const Words significand = exponent > 0 ? fraction | 0x800000 : fraction;
+  const Words deep = exponent < 95 ? Words{} + 31 : 126 - exponent;
+  const Words shift = exponent >= 113 ? Words{} + 13 : deep;
+  const Words kept = (significand + (random & ((Words{} + 1 << shift) - 1))) >> shift;
+  const Words half = exponent >= 113 ? kept + ((exponent - 113) << 10) : kept;
+  const Words finite = half > 0x7c00 ? Words{} + 0x7c00 : half;
+  const Words magnitude = (word & 0x7fffffff) > 0x7f800000 ? Words{} + 0x7e00 : finite;
+  return magnitude | (word >> 31 << 15);
 }
 
-inline void round_stochastic(uint32_t, uint32_t, float*) {}  // a float32 output drops nothing
+// Where the elements of a tile's row lie in the whole weight, against the first of them.
+struct Offsets {
+  Words low[2], high[2];
+
+  explicit Offsets(uint64_t pitch) {
+    for (uint64_t e = 0; e < kPanel; ++e) {
+      low[e / kLanes][e % kLanes] = static_cast<uint32_t>(e * pitch);
+      high[e / kLanes][e % kLanes] = static_cast<uint32_t>(e * pitch >> 32);
+    }
+  }
+};
+
+// random_bits of segments.h for kLanes elements.
+inline Words avalanches(Words x) {
+  x ^= x >> 16;
+  x *= 0x7feb352dU;
+  x ^= x >> 15;
+  x *= 0x846ca68bU;
+  x ^= x >> 16;
+  return x;
+}
+
+inline Words random_words(uint64_t key, uint64_t index, Words low_offset, Words high_offset) {
+  const Words low = static_cast<uint32_t>(index) + low_offset;
+  const Words carry = low < low_offset ? Words{} + 1 : Words{};
+  const Words high = static_cast<uint32_t>(index >> 32) + high_offset + carry;
+  return avalanches(avalanches(low ^ static_cast<uint32_t>(key)) ^ high ^ static_cast<uint32_t>(key >> 32));
+}
+
+template <class Out>
+inline void store_rounded(Out* to, F x, Words random) {
+  Words word;
+  __builtin_memcpy(&word, &x, sizeof word);
+  const Halves half = __builtin_convertvector(round_stochastic(word, random, to), Halves);
+  __builtin_memcpy(to, &half, sizeof half);
+}
 
 inline float scaling_of(const Segment& s) { return s.rank > 0 ? static_cast<float>(s.scaling) : 1; }
 
@@ -213,29 +250,29 @@ inline T* corner(int64_t address, const int64_t* stride, const Unit& unit) {
 }
 
 // Writes round(scale * (w + scaling * sums)).
-template <class W, class Out>
+template <class W, class Out, bool kStochastic>
 struct Merge {
   const W* w;  // the unit's corner
   Out* to;
   const float* row_scale;
   int64_t w_step[2], step[2];
   F scaling;
-  bool stochastic;
-  bool adjacent;  // both by rows, rounded to nearest
+  bool adjacent;  // elements of a row, in source and destination
   uint64_t key, first, pitch[2];
+  Offsets offsets;
 
-  Merge(const Unit& unit, bool stochastic, uint64_t seed)
+  Merge(const Unit& unit, uint64_t seed)
       : w(corner<const W>(unit.segment->source, unit.segment->source_stride, unit)),
         to(corner<Out>(unit.segment->destination, unit.segment->destination_stride, unit)),
         row_scale(unit.segment->row_scale ? reinterpret_cast<const float*>(unit.segment->row_scale) + unit.row : 0),
         w_step{unit.segment->source_stride[0], unit.segment->source_stride[1]},
         step{unit.segment->destination_stride[0], unit.segment->destination_stride[1]},
         scaling(set(scaling_of(*unit.segment))),
-        stochastic(stochastic && sizeof(Out) == 2),
-        adjacent(w_step[1] == 1 && step[1] == 1 && !this->stochastic),
+        adjacent(w_step[1] == 1 && step[1] == 1),
         key(unit.segment->key ^ seed),
         first(unit.segment->first + unit.row * unit.segment->pitch[0] + unit.col * unit.segment->pitch[1]),
-        pitch{static_cast<uint64_t>(unit.segment->pitch[0]), static_cast<uint64_t>(unit.segment->pitch[1])} {}
+        pitch{static_cast<uint64_t>(unit.segment->pitch[0]), static_cast<uint64_t>(unit.segment->pitch[1])},
+        offsets(pitch[1]) {}
 
   void soon(int64_t i, int64_t j) const {
     const W* from = w + i * w_step[0] + j * w_step[1];
@@ -247,19 +284,22 @@ struct Merge {
     const W* from = w + i * w_step[0] + j * w_step[1];
     Out* here = to + i * step[0] + j * step[1];
     const float* scale = row_scale ? row_scale + i : nullptr;
+    const uint64_t index = first + i * pitch[0] + j * pitch[1];
     if (adjacent && rows == kTileRows && cols == kPanel) {
       const bool one_block = f.rank <= kRankBlock;
       f.sum_all_but_last();
-      finish_tile(f, one_block, from, w_step[0], here, step[0], scaling, scale);
+      finish_tile(f, one_block, from, here, scale, index);
     } else {
       f.sum_all();
-      finish_part(from, here, rows, cols, f.sums, scale, first + i * pitch[0] + j * pitch[1]);
+      finish_part(from, here, rows, cols, f.sums, scale, index);
     }
   }
 
   // The last block of a tile that lies inside, from registers to memory.
-  __attribute__((noinline)) static void finish_tile(const Factors& f, bool one_block, const W* from, int64_t w_step,
-                                                    Out* here, int64_t step, F scaling, const float* scale) {
+  __attribute__((noinline)) void finish_tile(const Factors& f, bool one_block, const W* from, Out* here,
+                                             const float* scale, uint64_t index) const {
+    const int64_t w_step = this->w_step[0], step = this->step[0];
+    const F scaling = this->scaling;
     F t[kTileRows][2];
     multiply(f.a, f.b, f.rank, f.rank > 0 ? 0.0f : -0.0f, t);
     if (!one_block) add_sums(f.sums, t);
@@ -283,7 +323,17 @@ struct Merge {
       }
     }
 #pragma GCC unroll 16
-    for (int l = 0; l < kTileRows; ++l, here += step) store(here, t[l][0], t[l][1]);
+    for (int l = 0; l < kTileRows; ++l, here += step, index += pitch[0]) put(here, t[l], index);
+  }
+
+  void put(Out* here, const F (&x)[2], uint64_t index) const {
+    if constexpr (kStochastic) {
+      for (int h = 0; h < 2; ++h) {
+        store_rounded(here + h * kLanes, x[h], random_words(key, index, offsets.low[h], offsets.high[h]));
+      }
+    } else {
+      store(here, x[0], x[1]);
+    }
   }
 
   __attribute__((noinline)) void finish_part(const W* from, Out* here, int64_t rows, int64_t cols, const float* sums,
@@ -293,17 +343,9 @@ struct Merge {
       W some[kPanel];
       Out done[kPanel];
       gather(from, w_step[1], cols, some);
-      const F left = quiet(mul(fma(scaling, load(sums), load(some)), factor));
-      const F right = quiet(mul(fma(scaling, load(sums + kLanes), load(some + kLanes)), factor));
-      if (stochastic) {
-        uint32_t words[kPanel];
-        store(reinterpret_cast<float*>(words), left, right);
-        for (uint64_t e = 0; e < kPanel; ++e) {
-          round_stochastic(words[e], random_bits(key, index + e * pitch[1]), done + e);
-        }
-      } else {
-        store(done, left, right);
-      }
+      const F x[2] = {quiet(mul(fma(scaling, load(sums), load(some)), factor)),
+                      quiet(mul(fma(scaling, load(sums + kLanes), load(some + kLanes)), factor))};
+      put(done, x, index);
       scatter(done, here, step[1], cols);
     }
   }
@@ -311,7 +353,10 @@ struct Merge {
 
 template <class W, class Out>
 void merge_as(const Unit& unit, bool stochastic, uint64_t seed, Scratch& scratch) {
-  sweep(unit, scratch, Merge<W, Out>(unit, stochastic, seed));
+  if constexpr (sizeof(Out) == 2) {  // a float32 output drops nothing
+    if (stochastic) return sweep(unit, scratch, Merge<W, Out, true>(unit, seed));
+  }
+  sweep(unit, scratch, Merge<W, Out, false>(unit, seed));
 }
 
 template <class W>
