@@ -9,7 +9,7 @@
 namespace lora_merge::cpu {
 namespace {
 
-constexpr int kLanes = 8;
+constexpr int kLanes = 4;
 constexpr int kTileRows = 4;
 
 struct F { float x[kLanes]; };

@@ -21,7 +21,7 @@ constexpr int64_t kUnitCols = 1024;
 constexpr int64_t kMaxTileRows = 16;  // of a register tile, over all instruction sets
 constexpr int64_t kMaxPanel = 64;     // columns of a register tile, over all instruction sets
 constexpr int64_t kMaxChunk = 512;    // columns of lora_A packed at a time
-constexpr int64_t kNormLanes = 16;    // a divisor of every panel
+constexpr int64_t kNormLanes = 16;    // float64 sums of one row norm
 constexpr int64_t kPackedA = 4096;    // floats: 16 KiB, half of a small L1 cache
 constexpr int64_t kPackedB = kUnitRows * 128;  // floats: 96 KiB, a part of a small L2 cache
 

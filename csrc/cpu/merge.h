@@ -198,7 +198,7 @@ inline Words round_stochastic(Words word, Words random, const Float16*) {
   const Words significand = exponent > 0 ? fraction | 0x800000 : fraction;
   const Words deep = exponent < 95 ? Words{} + 31 : 126 - exponent;
   const Words shift = exponent >= 113 ? Words{} + 13 : deep;
-  const Words kept = (significand + (random & ((Words{} + 1 << shift) - 1))) >> shift;
+  const Words kept = (significand + (random & (((Words{} + 1) << shift) - 1))) >> shift;
   const Words half = exponent >= 113 ? kept + ((exponent - 113) << 10) : kept;
   const Words finite = half > 0x7c00 ? Words{} + 0x7c00 : half;
   const Words magnitude = (word & 0x7fffffff) > 0x7f800000 ? Words{} + 0x7e00 : finite;
@@ -397,7 +397,7 @@ struct Norms {
       store(values, fma(scaling, load(sums), load(some)), fma(scaling, load(sums + kLanes), load(some + kLanes)));
       for (int64_t e = cols; e < kPanel; ++e) values[e] = 0;
       double* to = partial[i + l];
-      for (int64_t e = 0; e < kPanel; ++e) to[e % kNormLanes] += static_cast<double>(values[e]) * values[e];
+      for (int64_t e = 0; e < kPanel; ++e) to[(j + e) % kNormLanes] += static_cast<double>(values[e]) * values[e];
     }
   }
 };
