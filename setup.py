@@ -1,6 +1,7 @@
 """Builds the compiled extension lora_merge._C; everything else about the package is in pyproject.toml.
 
-csrc/library.cpp and csrc/cpu are always compiled; csrc/cuda where torch was built for CUDA and nvcc is found.
+csrc/library.cpp and csrc/cpu are always compiled; csrc/library_cuda.cpp and csrc/cuda where torch was built for CUDA and
+nvcc is found.
 `LORA_MERGE_BUILD=0` installs without the extension; `TORCH_CUDA_ARCH_LIST` ("8.0;9.0") names GPU architectures.
 """
 
@@ -52,12 +53,11 @@ def extension() -> dict[str, Any]:
     # OpenMP is what at::parallel_for runs on. No contraction: where a fused multiply-add is meant, it is written.
     # GCC 12 warns of uninitialised values in its own AVX-512 header.
     cxx = ["-O3", "-fopenmp", "-ffp-contract=off", "-Wall", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
-    make, macros, nvcc = cpp_extension.CppExtension, [], []
-    kernels = list(map(str, sorted(Path("csrc/cuda").glob("*.cu"))))
+    make, nvcc = cpp_extension.CppExtension, []
     home = cpp_extension.CUDA_HOME
-    if kernels and torch.version.cuda and home and shutil.which("nvcc", path=str(Path(home) / "bin")):
-        make, macros = cpp_extension.CUDAExtension, [("LORA_MERGE_WITH_CUDA", "1")]
-        sources += kernels
+    if torch.version.cuda and home and shutil.which("nvcc", path=str(Path(home) / "bin")):
+        make = cpp_extension.CUDAExtension
+        sources += ["csrc/library_cuda.cpp", *map(str, sorted(Path("csrc/cuda").glob("*.cu")))]
         nvcc = ["-O3", "-std=c++17", "-lineinfo", *cuda_architectures()]
 
     class Build(cpp_extension.BuildExtension):
@@ -74,7 +74,6 @@ def extension() -> dict[str, Any]:
         "lora_merge._C",
         sources,
         depends=headers,
-        define_macros=macros,
         extra_compile_args={"cxx": cxx, "nvcc": nvcc},
         extra_link_args=["-fopenmp"],
     )

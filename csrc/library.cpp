@@ -6,10 +6,6 @@
 
 #include "cpu/launch.h"
 
-#ifdef LORA_MERGE_WITH_CUDA
-#include "cuda/launch.h"
-#endif
-
 namespace lora_merge {
 namespace {
 
@@ -42,7 +38,4 @@ TORCH_LIBRARY(lora_merge_native, m) {
   m.def("launch_cpu(Tensor table, bool stochastic, int seed) -> ()", lora_merge::launch_cpu);
   m.def("row_norms_cpu(Tensor table, Tensor out) -> ()", lora_merge::row_norms_cpu);
   m.def("cpu_isa() -> str", [] { return std::string(lora_merge::cpu::isa()); });
-#ifdef LORA_MERGE_WITH_CUDA
-  // The CUDA operators go here (csrc/cuda/launch.h).
-#endif
 }
