@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -77,13 +77,29 @@ def seed_key(seed: int) -> int:
 
 
 def pack(segments: Sequence[Segment]) -> np.ndarray:
-    """The table: int64 `[S, WORDS]`, one row a segment; none of them empty.
+    """The table: int64 `[S, WORDS]`, a row for each segment (two where a long conversion is folded); none is empty.
 
     Where the destination (or, failing that, the source) is stored by columns, the segment is turned over so that
     the kernels see rows of adjacent elements: W' = A' B' with the roles of lora_A and lora_B exchanged. Copies
     that keep the dtype become byte copies, one run where memory is contiguous.
     """
-    return np.array([_words(segment) for segment in segments], dtype=np.int64).reshape(len(segments), WORDS)
+    rows = [_words(part) for segment in segments for part in _folded(segment)]
+    return np.array(rows, dtype=np.int64).reshape(len(rows), WORDS)
+
+
+def _folded(s: Segment) -> list[Segment]:
+    """A conversion of a long contiguous run, folded into rows (and the rest of it), so that it fills tiles."""
+    n, width = s.source.numel(), 4096
+    flat = s.source.is_contiguous() and s.destination.is_contiguous() and s.pitch in (None, (s.source.shape[1], 1))
+    if s.rank or s.row_scale is not None or s.source.dtype == s.destination.dtype or not flat or n < 2 * width:
+        return [s]
+    source, destination, rest = s.source.view(-1), s.destination.view(-1), n % width
+    body = replace(s, source=source[: n - rest].view(-1, width), destination=destination[: n - rest].view(-1, width))
+    body = replace(body, pitch=(width, 1))
+    if not rest:
+        return [body]
+    tail = replace(s, source=source[n - rest :].view(1, rest), destination=destination[n - rest :].view(1, rest))
+    return [body, replace(tail, first=s.first + n - rest, pitch=(rest, 1))]
 
 
 def _words(s: Segment) -> list[int]:

@@ -252,7 +252,7 @@ class _BucketPlan:
     def __init__(self, entries: Sequence[Entry], slots: Sequence[Slot], buffer: Tensor) -> None:
         jobs: list[tuple[Delta, Tensor, Tensor]] = []
         copies: list[Segment] = []
-        cut: list[tuple[Entry, Delta, Tensor]] = []
+        pieces: list[tuple[Entry, Delta, Tensor]] = []
         self._computed: list[tuple[Entry, Tensor]] = []
         for entry, slot in zip(entries, slots, strict=True):
             out, delta = slot.view(buffer), entry.deltas[0]
@@ -265,11 +265,11 @@ class _BucketPlan:
             if delta is not None and whole:
                 jobs.append((delta, source, out))
             elif delta is not None:
-                cut.append((entry, delta, out))
+                pieces.append((entry, delta, out))
             else:
                 copies.append(_copy(entry, source.as_strided(shape, stride, source.storage_offset() + offset), out))
-        self._operands = Operands([delta for _, delta, _ in cut])
-        for (entry, delta, out), operands in zip(cut, self._operands.factors, strict=True):
+        self._operands = Operands([delta for _, delta, _ in pieces])
+        for (entry, delta, out), operands in zip(pieces, self._operands.factors, strict=True):
             source = entry.parts[0].tensor.detach()
             assert entry.view is not None
             wholes = segments_for(delta, operands, source, source)

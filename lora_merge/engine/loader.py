@@ -135,8 +135,11 @@ class Loader:
         starts = [slot.offset for slot in slots]
         equal: dict[str, bool] = {}
         for copy in examination.copies[index]:
-            name = slots[bisect_right(starts, copy.offset) - 1].name
-            part = _part(copy, data)
+            slot = slots[bisect_right(starts, copy.offset) - 1]
+            name, inside = slot.name, (copy.offset - slot.offset) // slot.dtype.itemsize
+            # Not by way of `_part`, so that a mistake there shows.
+            elements = slot.view(data).flatten()
+            part = elements[inside:].as_strided(copy.shape, copy.stride)
             there = part.to(copy.destination.dtype).contiguous().view(-1).view(torch.uint8)
             here = copy.destination.contiguous().view(-1).view(torch.uint8)
             equal[name] = equal.get(name, True) and torch.equal(here, there)
@@ -398,7 +401,8 @@ def _segment(copy: Copy, data: Tensor) -> Segment:
 
 def _part(copy: Copy, data: Tensor) -> Tensor:
     """What a copy reads of its bucket."""
-    return data.view(copy.dtype).as_strided(copy.shape, copy.stride, copy.offset // copy.dtype.itemsize)
+    whole = data.view(copy.dtype)
+    return whole.as_strided(copy.shape, copy.stride, whole.storage_offset() + copy.offset // copy.dtype.itemsize)
 
 
 def _copyable(source: Tensor, view: Tensor) -> bool:

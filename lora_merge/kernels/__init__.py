@@ -73,7 +73,7 @@ def pick(device: torch.device) -> Backend:
 
 @cache
 def _default(device_type: str) -> Backend:
-    reasons = []
+    reasons: list[str] = []
     for name in _PREFERENCE.get(device_type, ("reference",)):
         reason = _backend(name).unavailable(torch.device(device_type))
         if reason is None:
@@ -90,4 +90,4 @@ def _default(device_type: str) -> Backend:
 
 @cache
 def _backend(name: str) -> Backend:
-    return import_module(f"{__name__}.{name}")  # type: ignore[return-value]
+    return import_module(f"{__name__}.{name}")

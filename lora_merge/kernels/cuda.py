@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from functools import cached_property
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -25,8 +26,12 @@ from . import native
 
 # The same numbers as in csrc/cuda/launch.h.
 INLINE_SEGMENTS = 8
-TILE_ROWS, TILE_COLS = 64, 128
+NORM_ROWS, WARP_COLS, MAX_UNIT_ROWS = 64, 64, 512
 RAW_ROWS, RAW_COLS, RAW_COLS_1 = 64, 2048, 128 * 1024
+CHUNK, VECTOR = 32, 256 * 16
+SHARED_FOR_TWO, SHARED_FOR_ONE = 113 * 1024, 227 * 1024
+
+Whole = TypeVar("Whole", int, np.ndarray)
 
 BF16, FP32 = FLOATS.index(torch.bfloat16), FLOATS.index(torch.float32)
 FIRST_RAW = min(RAW.values())
@@ -49,6 +54,7 @@ class _Variant(NamedTuple):
 
     table: Tensor
     unit_segment: Tensor
+    counter: Tensor
     device: int
     source_dtype: int
     destination_dtype: int
@@ -56,6 +62,10 @@ class _Variant(NamedTuple):
     n_units: int
     n_raw_units: int
     rows_per_unit: int
+    col_warps: int
+    deep: int
+    staged_B: bool
+    margin: int
     max_rank: int
 
 
@@ -70,15 +80,22 @@ class _Launch:
 
     def row_norms(self, out: Tensor) -> None:
         """One launch for each source dtype."""
+        for source_dtype, table, unit_segment, n_units, max_rank in self._norm_tables:
+            torch.ops.lora_merge_native.row_norms_cuda(table, unit_segment, source_dtype, n_units, max_rank, out)
+
+    @cached_property
+    def _norm_tables(self) -> list[tuple[int, Tensor, Tensor, int, int]]:
         source = self.table[:, DTYPES] & 0xFF
         first_row = np.cumsum(self.table[:, ROWS]) - self.table[:, ROWS]
+        tables = []
         for dtype in np.unique(source):
-            table = self.table[source == dtype].copy()
-            units = _ceil(table[:, ROWS], TILE_ROWS)
+            table = self.table[source == dtype]
+            units = _ceil(table[:, ROWS], NORM_ROWS)
             table[:, UNIT_BEGIN] = np.cumsum(units) - units
-            table[:, UNITS_ACROSS] = first_row[source == dtype]
-            there = _place(table, units, self.device)
-            torch.ops.lora_merge_native.row_norms_cuda(*there, int(dtype), int(units.sum()), out)
+            table[:, UNITS_ACROSS] = first_row[source == dtype]  # where the segment's rows begin in the result
+            counts = int(units.sum()), int(table[:, RANK].max())
+            tables.append((int(dtype), *_place(table, units, self.device), *counts))
+        return tables
 
 
 def prepare(segments: Sequence[Segment], device: torch.device) -> _Launch:
@@ -104,8 +121,11 @@ def _variants(table: np.ndarray, device: torch.device) -> list[_Variant]:
 
 
 def _variant(merges: np.ndarray, copies: np.ndarray, key: int, device: torch.device) -> _Variant:
-    rows_per_unit = _rows_per_unit(merges, device)
-    merge_across = _ceil(merges[:, COLS], TILE_COLS)
+    max_rank = int(merges[:, RANK].max(initial=0))
+    shape = _shape(max_rank, bool(key & 1), 4 if FP32 in (key >> 9, key >> 1 & 0xFF) else 2, _widest(merges))
+    col_warps = shape[0]
+    rows_per_unit = _rows_per_unit(merges, col_warps, device)
+    merge_across = _ceil(merges[:, COLS], WARP_COLS * col_warps)
     copy_across = _ceil(copies[:, COLS], np.where(copies[:, ROWS] == 1, RAW_COLS_1, RAW_COLS))
     merge_units = merge_across * _ceil(merges[:, ROWS], rows_per_unit)
     copy_units = copy_across * _ceil(copies[:, ROWS], RAW_ROWS)
@@ -113,17 +133,52 @@ def _variant(merges: np.ndarray, copies: np.ndarray, key: int, device: torch.dev
     table[:, UNIT_BEGIN] = np.cumsum(units) - units
     table[:, UNITS_ACROSS] = np.concatenate([merge_across, copy_across])
     there = _place(table, units, device)
-    max_rank = int(merges[:, RANK].max(initial=0))
     counts = int(merge_units.sum()), int(copy_units.sum())
+    counter = torch.zeros(2 if there[0].is_cuda else 0, dtype=torch.int32, device=there[0].device)
     index = torch.cuda.current_device() if device.index is None else device.index
-    return _Variant(*there, index, key >> 9, key >> 1 & 0xFF, bool(key & 1), *counts, rows_per_unit, max_rank)
+    return _Variant(
+        *there, counter, index, key >> 9, key >> 1 & 0xFF, bool(key & 1), *counts, rows_per_unit, *shape, max_rank
+    )
 
 
-def _rows_per_unit(merges: np.ndarray, device: torch.device) -> int:
+def _shape(max_rank: int, wide: bool, element_bytes: int, widest: int = 4) -> tuple[int, int, bool, int]:
+    """(col_warps, deep, staged_B, margin) of a launch, by the shared memory that they take.
+
+    The wider the strip, the more warps share rows of lora_B; the deeper, the more of memory's latency is hidden; and
+    two blocks on a multiprocessor hide each other's pauses. Tried in this order of merit.
+    """
+    chunks = _ceil(max_rank, CHUNK)
+
+    def shared(col_warps: int, deep: int, staged_B: bool, margin: int) -> int:
+        vectors = element_bytes + (chunks * (2 if wide else 1) if staged_B else 0)
+        strip = chunks * CHUNK * (WARP_COLS * col_warps + margin) * 2 * (3 if wide else 1)
+        return deep * vectors * VECTOR + strip
+
+    shapes = [(n, deep, True, 8) for deep in (4, 2) for n in (4, 2, 1) if n <= widest]
+    for shape in shapes:
+        if shared(*shape) <= SHARED_FOR_TWO:
+            return shape
+    for shape in [*shapes, (1, 2, False, 8), (1, 2, False, 0)]:
+        if shared(*shape) <= SHARED_FOR_ONE:
+            return shape
+    raise AssertionError(f"rank {max_rank} does not fit; checks.MAX_RANK keeps it from getting here")
+
+
+def _widest(merges: np.ndarray) -> int:
+    """The widest strip, in warps, of which less than an eighth would lie beyond the last columns."""
+    real = (merges[:, ROWS] * merges[:, COLS]).sum()
+
+    def covered(n: int) -> int:
+        return int((merges[:, ROWS] * _ceil(merges[:, COLS], WARP_COLS * n)).sum()) * WARP_COLS * n
+
+    return next((n for n in (4, 2) if covered(n) * 7 <= real * 8), 1)
+
+
+def _rows_per_unit(merges: np.ndarray, col_warps: int, device: torch.device) -> int:
     """Rows that a block walks down with one strip of A: many, but enough units for an even load."""
-    tiles = int((_ceil(merges[:, COLS], TILE_COLS) * _ceil(merges[:, ROWS], TILE_ROWS)).sum())
+    strips = int((_ceil(merges[:, COLS], WARP_COLS * col_warps) * _ceil(merges[:, ROWS], 64)).sum())
     blocks = 2 * torch.cuda.get_device_properties(device).multi_processor_count
-    return TILE_ROWS * min(16, max(1, tiles // (16 * blocks)))
+    return 64 * min(MAX_UNIT_ROWS // 64, max(1, strips // (16 * blocks)))
 
 
 def _place(table: np.ndarray, units: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -134,5 +189,5 @@ def _place(table: np.ndarray, units: np.ndarray, device: torch.device) -> tuple[
     return torch.from_numpy(table).to(device), torch.from_numpy(unit_segment).to(device)
 
 
-def _ceil(x: np.ndarray, y: int | np.ndarray) -> np.ndarray:
+def _ceil(x: Whole, y: Whole | int) -> Whole:
     return -(-x // y)

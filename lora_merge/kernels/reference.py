@@ -95,7 +95,7 @@ def round_once(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def random_bits(s: Segment, rows: slice, seed: int) -> Tensor:
     """32 random bits an element (int64): a function of (seed, name, index in the whole weight); csrc/segments.h."""
-    n_rows, n_cols = s.source.shape
+    n_cols = s.source.shape[1]
     pitch = s.pitch or (n_cols, 1)
     device = s.source.device
     i = torch.arange(rows.start, rows.stop, device=device)[:, None]

@@ -81,9 +81,9 @@ def run_table(
         total = _float32(weight)
         if RANK_BLOCKS > 0:
             total += _update(segment, i, j, LORA_A_T, LORA_B_T, LORA_ALIGN, RANK_BLOCKS, TILE_M, TILE_N, BLOCK_K)
-        row_scale = tl.load(segment + ROW_SCALE).to(tl.pointer_type(tl.float32))
-        scaled = (i < tl.load(segment + ROWS)) & (tl.load(segment + ROW_SCALE) != 0)
-        total *= tl.load(row_scale + i, scaled, other=1.0)[:, None]
+        row_scale = tl.load(segment + ROW_SCALE)
+        scaled_rows = tl.where(row_scale == 0, 0, tl.load(segment + ROWS))
+        total *= tl.load(row_scale.to(tl.pointer_type(tl.float32)) + i, i < scaled_rows, other=1.0)[:, None]
         if STOCHASTIC and DESTINATION_T != tl.float32:
             index = tl.load(segment + FIRST) + i[:, None] * tl.load(segment + PITCH)
             index += j[None, :] * tl.load(segment + PITCH + 1)
