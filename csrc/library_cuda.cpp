@@ -12,11 +12,10 @@ namespace lora_merge {
 namespace {
 
 // `table` is on the device together with `unit_segment`, or on the CPU, small enough to travel as an argument.
-Launch make_launch(const at::Tensor& table, const at::Tensor& unit_segment, int64_t n_units, int64_t n_raw_units) {
+Launch make_launch(const at::Tensor& table, const at::Tensor& unit_segment, int64_t n_units) {
   Launch launch{};
   launch.n_segments = static_cast<int32_t>(table.size(0));
   launch.n_units = static_cast<int32_t>(n_units);
-  launch.n_raw_units = static_cast<int32_t>(n_raw_units);
   if (table.is_cuda()) {
     launch.segments = static_cast<const Segment*>(table.data_ptr());
     launch.unit_segment = unit_segment.data_ptr<int32_t>();
@@ -29,12 +28,19 @@ Launch make_launch(const at::Tensor& table, const at::Tensor& unit_segment, int6
 
 void check(int error) { TORCH_CHECK(error == 0, "lora_merge: launching a CUDA kernel failed: ", error_name(error)); }
 
-void launch_cuda(const at::Tensor& table, const at::Tensor& unit_segment, int64_t device, int64_t source_dtype,
-                 int64_t destination_dtype, bool wide, int64_t n_units, int64_t n_raw_units, int64_t rows_per_unit,
+void launch_cuda(const at::Tensor& table, const at::Tensor& unit_segment, const at::Tensor& counter, int64_t device,
+                 int64_t source_dtype, int64_t destination_dtype, bool wide, int64_t n_units, int64_t n_raw_units,
+                 int64_t rows_per_unit, int64_t col_warps, int64_t deep, bool staged_B, int64_t margin,
                  int64_t max_rank, bool stochastic, int64_t seed) {
   const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
-  Launch launch = make_launch(table, unit_segment, n_units, n_raw_units);
+  Launch launch = make_launch(table, unit_segment, n_units);
+  launch.n_raw_units = static_cast<int32_t>(n_raw_units);
+  launch.counter = counter.numel() > 0 ? counter.data_ptr<int32_t>() : nullptr;
   launch.rows_per_unit = static_cast<int32_t>(rows_per_unit);
+  launch.col_warps = static_cast<int32_t>(col_warps);
+  launch.deep = static_cast<int32_t>(deep);
+  launch.staged_B = staged_B;
+  launch.margin = static_cast<int32_t>(margin);
   launch.max_rank = static_cast<int32_t>(max_rank);
   launch.stochastic = stochastic;
   launch.seed = static_cast<uint64_t>(seed);
@@ -43,9 +49,10 @@ void launch_cuda(const at::Tensor& table, const at::Tensor& unit_segment, int64_
 }
 
 void row_norms_cuda(const at::Tensor& table, const at::Tensor& unit_segment, int64_t source_dtype, int64_t n_units,
-                    const at::Tensor& out) {
+                    int64_t max_rank, const at::Tensor& out) {
   const c10::cuda::CUDAGuard guard(out.device());
-  const Launch launch = make_launch(table, unit_segment, n_units, 0);
+  Launch launch = make_launch(table, unit_segment, n_units);
+  launch.max_rank = static_cast<int32_t>(max_rank);
   check(launch_row_norms(static_cast<int>(source_dtype), launch, out.data_ptr<double>(),
                          at::cuda::getCurrentCUDAStream().stream()));
 }
@@ -55,9 +62,13 @@ void row_norms_cuda(const at::Tensor& table, const at::Tensor& unit_segment, int
 
 TORCH_LIBRARY_FRAGMENT(lora_merge_native, m) {
   m.def(
-      "launch_cuda(Tensor table, Tensor unit_segment, int device, int source_dtype, int destination_dtype, bool wide, "
-      "int n_units, int n_raw_units, int rows_per_unit, int max_rank, bool stochastic, int seed) -> ()",
+      "launch_cuda(Tensor table, Tensor unit_segment, Tensor counter, int device, int source_dtype, int "
+      "destination_dtype, bool wide, "
+      "int n_units, int n_raw_units, int rows_per_unit, int col_warps, int deep, bool staged_B, int margin, int "
+      "max_rank, bool stochastic, int seed) -> ()",
       lora_merge::launch_cuda);
-  m.def("row_norms_cuda(Tensor table, Tensor unit_segment, int source_dtype, int n_units, Tensor out) -> ()",
-        lora_merge::row_norms_cuda);
+  m.def(
+      "row_norms_cuda(Tensor table, Tensor unit_segment, int source_dtype, int n_units, int max_rank, Tensor out) -> "
+      "()",
+      lora_merge::row_norms_cuda);
 }

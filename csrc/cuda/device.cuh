@@ -17,27 +17,53 @@ __device__ __forceinline__ float to_float(bf16 x) { return __bfloat162float(x); 
 __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
 __device__ __forceinline__ float to_float(float x) { return x; }
 
+// The low 16 bits of a word, bf16 or fp16.
+__device__ __forceinline__ float half_as_float(uint32_t word, int dtype) {
+  return dtype == kBFloat16 ? __uint_as_float(word << 16)
+                            : __half2float(__ushort_as_half(static_cast<unsigned short>(word)));
+}
+
 // Element `index` of an adapter half whose dtype is known at run time only.
 __device__ __forceinline__ float load_as_float(int64_t address, int64_t index, int dtype) {
   if (dtype == kFloat32) return __ldg(reinterpret_cast<const float*>(address) + index);
-  const unsigned short bits = __ldg(reinterpret_cast<const unsigned short*>(address) + index);
-  return dtype == kBFloat16 ? __uint_as_float(static_cast<uint32_t>(bits) << 16) : __half2float(__ushort_as_half(bits));
+  return half_as_float(__ldg(reinterpret_cast<const unsigned short*>(address) + index), dtype);
 }
 
 template <typename T>
 __device__ __forceinline__ T round_nearest(float x);
 template <>
-__device__ __forceinline__ float round_nearest<float>(float x) { return x; }
+__device__ __forceinline__ float round_nearest<float>(float x) {
+  return x;
+}
 template <>
-__device__ __forceinline__ bf16 round_nearest<bf16>(float x) { return __float2bfloat16_rn(x); }
+__device__ __forceinline__ bf16 round_nearest<bf16>(float x) {
+  return __float2bfloat16_rn(x);
+}
 template <>
-__device__ __forceinline__ __half round_nearest<__half>(float x) { return __float2half_rn(x); }
+__device__ __forceinline__ __half round_nearest<__half>(float x) {
+  return __float2half_rn(x);
+}
+
+__device__ __forceinline__ void round_nearest8(float (&out)[8], const float (&x)[8]) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) out[i] = x[i];
+}
+__device__ __forceinline__ void round_nearest8(bf16 (&out)[8], const float (&x)[8]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) reinterpret_cast<__nv_bfloat162*>(out)[i] = __floats2bfloat162_rn(x[2 * i], x[2 * i + 1]);
+}
+__device__ __forceinline__ void round_nearest8(__half (&out)[8], const float (&x)[8]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) reinterpret_cast<__half2*>(out)[i] = __floats2half2_rn(x[2 * i], x[2 * i + 1]);
+}
 
 // Stochastic rounding: as many random bits as fall off are added before cutting (reference.round_stochastic).
 template <typename T>
 __device__ __forceinline__ T round_stochastic(float x, uint32_t bits);
 template <>
-__device__ __forceinline__ float round_stochastic<float>(float x, uint32_t) { return x; }
+__device__ __forceinline__ float round_stochastic<float>(float x, uint32_t) {
+  return x;
+}
 template <>
 __device__ __forceinline__ bf16 round_stochastic<bf16>(float x, uint32_t bits) {
   if (!isfinite(x)) return __float2bfloat16_rn(x);
@@ -75,12 +101,14 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
 
 __device__ __forceinline__ void ldmatrix4(uint32_t (&r)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address));
 }
 
 __device__ __forceinline__ void ldmatrix4_trans(uint32_t (&r)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address));
 }
 
 __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
@@ -95,8 +123,28 @@ __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint3
 __device__ __forceinline__ void copy_async16(uint32_t shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global));
 }
+// The same through L1, for what several warps of a block read.
+__device__ __forceinline__ void copy_async16_shared(uint32_t shared, const void* global) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global));
+}
 __device__ __forceinline__ void commit_async() { asm volatile("cp.async.commit_group;"); }
+// Waits until at most `Pending` groups of this thread are in flight; where that is -1, at most `pending` (0 to 7).
 template <int Pending>
-__device__ __forceinline__ void wait_async() { asm volatile("cp.async.wait_group %0;" ::"n"(Pending)); }
+__device__ __forceinline__ void wait_async_all_but(int pending) {
+  if constexpr (Pending >= 0) {
+    asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
+    return;
+  }
+  switch (pending) {
+    case 7: asm volatile("cp.async.wait_group 7;" ::: "memory"); return;
+    case 6: asm volatile("cp.async.wait_group 6;" ::: "memory"); return;
+    case 5: asm volatile("cp.async.wait_group 5;" ::: "memory"); return;
+    case 4: asm volatile("cp.async.wait_group 4;" ::: "memory"); return;
+    case 3: asm volatile("cp.async.wait_group 3;" ::: "memory"); return;
+    case 2: asm volatile("cp.async.wait_group 2;" ::: "memory"); return;
+    case 1: asm volatile("cp.async.wait_group 1;" ::: "memory"); return;
+    default: asm volatile("cp.async.wait_group 0;" ::: "memory"); return;
+  }
+}
 
 }  // namespace lora_merge

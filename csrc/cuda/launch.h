@@ -12,10 +12,15 @@ constexpr int kInlineSegments = 8;  // a table this small travels as a kernel ar
 struct Launch {
   const Segment* segments;      // on the device; null = inline_segments
   const int32_t* unit_segment;  // on the device: index of the segment of every unit of work; null with inline_segments
+  int32_t* counter;             // on the device: two zeros, and again after the launch; null: units go round the blocks
   int32_t n_segments;
-  int32_t n_units;      // of merging, numbered first
-  int32_t n_raw_units;  // of copying, numbered after them
-  int32_t rows_per_unit;
+  int32_t n_units;        // of merging, numbered first
+  int32_t n_raw_units;    // of copying, numbered after them
+  int32_t rows_per_unit;  // a multiple of 64
+  int32_t col_warps;      // a unit is 64 columns times this wide: 1, 2 or 4
+  int32_t deep;           // steps of W (and B) in flight; at least as many as share a load of A
+  int32_t staged_B;       // whether B is staged in shared memory
+  int32_t margin;         // elements added to a row of A in shared memory: 8, no bank conflicts, or 0, more room
   int32_t max_rank;
   int32_t stochastic;
   uint64_t seed;
@@ -23,8 +28,7 @@ struct Launch {
 };
 
 // How a segment is cut into units; lora_merge/kernels/cuda.py counts them with the same numbers.
-constexpr int kTileRows = 64;
-constexpr int kTileCols = 128;
+constexpr int kNormRows = 64;
 constexpr int kRawRows = 64;
 constexpr int kRawCols = 2048;         // bytes (or elements) side by side in a unit of a copy with several rows
 constexpr int kRawCols1 = 128 * 1024;  // the same where there is one row

@@ -49,6 +49,15 @@ def unavailable(device: torch.device) -> str | None:
     return None if major >= 8 else f"it needs compute capability 8.0 or later, this GPU has {major}.{minor}"
 
 
+class _Shape(NamedTuple):
+    """How a block works, see `Launch` in csrc/cuda/launch.h."""
+
+    col_warps: int
+    deep: int
+    staged_B: bool
+    margin: int
+
+
 class _Variant(NamedTuple):
     """One launch: the arguments of `launch_cuda` that stay the same from run to run."""
 
@@ -123,9 +132,8 @@ def _variants(table: np.ndarray, device: torch.device) -> list[_Variant]:
 def _variant(merges: np.ndarray, copies: np.ndarray, key: int, device: torch.device) -> _Variant:
     max_rank = int(merges[:, RANK].max(initial=0))
     shape = _shape(max_rank, bool(key & 1), 4 if FP32 in (key >> 9, key >> 1 & 0xFF) else 2, _widest(merges))
-    col_warps = shape[0]
-    rows_per_unit = _rows_per_unit(merges, col_warps, device)
-    merge_across = _ceil(merges[:, COLS], WARP_COLS * col_warps)
+    rows_per_unit = _rows_per_unit(merges, shape.col_warps, device)
+    merge_across = _ceil(merges[:, COLS], WARP_COLS * shape.col_warps)
     copy_across = _ceil(copies[:, COLS], np.where(copies[:, ROWS] == 1, RAW_COLS_1, RAW_COLS))
     merge_units = merge_across * _ceil(merges[:, ROWS], rows_per_unit)
     copy_units = copy_across * _ceil(copies[:, ROWS], RAW_ROWS)
@@ -141,7 +149,7 @@ def _variant(merges: np.ndarray, copies: np.ndarray, key: int, device: torch.dev
     )
 
 
-def _shape(max_rank: int, wide: bool, element_bytes: int, widest: int = 4) -> tuple[int, int, bool, int]:
+def _shape(max_rank: int, wide: bool, element_bytes: int, widest: int) -> _Shape:
     """(col_warps, deep, staged_B, margin) of a launch, by the shared memory that they take.
 
     The wider the strip, the more warps share rows of lora_B; the deeper, the more of memory's latency is hidden; and
@@ -154,11 +162,11 @@ def _shape(max_rank: int, wide: bool, element_bytes: int, widest: int = 4) -> tu
         strip = chunks * CHUNK * (WARP_COLS * col_warps + margin) * 2 * (3 if wide else 1)
         return deep * vectors * VECTOR + strip
 
-    shapes = [(n, deep, True, 8) for deep in (4, 2) for n in (4, 2, 1) if n <= widest]
+    shapes = [_Shape(n, deep, True, 8) for deep in (4, 2) for n in (4, 2, 1) if n <= widest]
     for shape in shapes:
         if shared(*shape) <= SHARED_FOR_TWO:
             return shape
-    for shape in [*shapes, (1, 2, False, 8), (1, 2, False, 0)]:
+    for shape in [*shapes, _Shape(1, 2, False, 8), _Shape(1, 2, False, 0)]:
         if shared(*shape) <= SHARED_FOR_ONE:
             return shape
     raise AssertionError(f"rank {max_rank} does not fit; checks.MAX_RANK keeps it from getting here")

@@ -1,0 +1,149 @@
+// lora_A and lora_B: into shared memory, into registers, through the matrix unit.
+#pragma once
+#include "units.cuh"
+
+namespace lora_merge {
+
+// Eight values of B, row `row`, ranks k .. k+7 (zeros outside): bf16 pairs, or float32 words where Wide.
+template <bool Wide>
+struct Piece {
+  uint32_t word[Wide ? 8 : 4];
+};
+
+// A piece straight from memory: any strides, dtypes and edges. A call, as it is rare: inlined, it would take registers
+// from the usual path.
+template <bool Wide>
+__device__ __noinline__ Piece<Wide> fetch_B(const Segment& s, int row, int k) {
+  const int dtype = (s.dtypes >> 24) & 0xff;
+  const int64_t at = row * s.lora_B_stride[0] + k * s.lora_B_stride[1];
+  float value[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+    value[i] = row < s.rows && k + i < s.rank ? load_as_float(s.lora_B, at + i * s.lora_B_stride[1], dtype) : 0.0f;
+  Piece<Wide> piece;
+#pragma unroll
+  for (int i = 0; i < (Wide ? 8 : 4); ++i) {
+    if constexpr (Wide) piece.word[i] = __float_as_uint(value[i]);
+    else piece.word[i] = pack2(__float2bfloat16_rn(value[2 * i]), __float2bfloat16_rn(value[2 * i + 1]));
+  }
+  return piece;
+}
+
+// A piece from this lane's slot.
+template <bool Wide>
+__device__ __forceinline__ Piece<Wide> staged_piece(const char* stage) {
+  Piece<Wide> piece;
+#pragma unroll
+  for (int i = 0; i < (Wide ? 2 : 1); ++i) {
+    const uint4 v = *reinterpret_cast<const uint4*>(stage + i * kVector);
+    piece.word[4 * i] = v.x, piece.word[4 * i + 1] = v.y, piece.word[4 * i + 2] = v.z, piece.word[4 * i + 3] = v.w;
+  }
+  return piece;
+}
+
+// Whether all ranks of a row of B can be copied 16 bytes at a time.
+template <bool Wide>
+__device__ __forceinline__ bool vector_B(const Segment& s) {
+  const bool dtype_fits = ((s.dtypes >> 24) & 0xff) == (Wide ? kFloat32 : kBFloat16);
+  return dtype_fits && s.rank % 8 == 0 && aligned16(s.lora_B, s.lora_B_stride, Wide ? 4 : 2);
+}
+
+// The planes of a piece: operand words of the matrix unit, [plane][pair of ranks].
+template <bool Wide>
+__device__ __forceinline__ void operand_B(uint32_t (&b)[Wide ? 3 : 1][4], const Piece<Wide>& piece) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (Wide) {
+      bf16 even[3], odd[3];
+      split3(__uint_as_float(piece.word[2 * i]), even);
+      split3(__uint_as_float(piece.word[2 * i + 1]), odd);
+#pragma unroll
+      for (int p = 0; p < 3; ++p) b[p][i] = pack2(even[p], odd[p]);
+    } else {
+      b[0][i] = piece.word[i];
+    }
+  }
+}
+
+// Columns [col, col + width) of A, all ranks (zeros up to a whole chunk), to shared memory in the permuted order.
+template <bool Wide>
+__device__ __forceinline__ void load_A(bf16* shared, const Segment& s, int col, int width, int pitch) {
+  const int dtype = (s.dtypes >> 16) & 0xff, size = dtype == kFloat32 ? 4 : 2, ranks = up_to_chunk(s.rank);
+  const bool vector = s.lora_A_stride[1] == 1 && ((s.lora_A | (s.lora_A_stride[0] * size)) & 15) == 0;
+  const int pieces = width / 8;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < ranks * pieces; i += kThreads) {
+    const int k = i / pieces, piece = i - k * pieces, j = col + piece * 8;
+    const int64_t at = k * s.lora_A_stride[0] + j * s.lora_A_stride[1];
+    float value[8];
+    if (vector && k < s.rank && j + 8 <= s.cols) {
+      if (dtype == kFloat32) {
+        const float4* from = reinterpret_cast<const float4*>(s.lora_A + at * 4);
+        const float4 low = __ldg(from), high = __ldg(from + 1);
+        value[0] = low.x, value[1] = low.y, value[2] = low.z, value[3] = low.w;
+        value[4] = high.x, value[5] = high.y, value[6] = high.z, value[7] = high.w;
+      } else {
+        const uint4 v = __ldg(reinterpret_cast<const uint4*>(s.lora_A + at * 2));
+        const uint32_t word[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+        for (int e = 0; e < 8; ++e) value[e] = half_as_float(word[e / 2] >> (16 * (e % 2)), dtype);
+      }
+    } else {
+#pragma unroll
+      for (int e = 0; e < 8; ++e)
+        value[e] = k < s.rank && j + e < s.cols ? load_as_float(s.lora_A, at + e * s.lora_A_stride[1], dtype) : 0.0f;
+    }
+    const int place = (k & -kChunk) + 16 * ((k >> 2) & 1) + 8 * ((k >> 1) & 1) + 2 * ((k >> 3) & 3) + (k & 1);
+    bf16* to = shared + place * pitch + (piece / 8) * 64 + piece % 8;
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      if constexpr (Wide) {
+        bf16 part[3];
+        split3(value[e], part);
+#pragma unroll
+        for (int p = 0; p < 3; ++p) to[p * ranks * pitch + 8 * e] = part[p];
+      } else {
+        to[8 * e] = __float2bfloat16_rn(value[e]);
+      }
+    }
+  }
+}
+
+// Address of this lane's row of the first 16 x 16 block of A for its warp's 64 columns.
+__device__ __forceinline__ uint32_t operand_A_address(const bf16* shared, int warp_col, int pitch) {
+  const int lane = threadIdx.x % 32;
+  return shared_address(shared + ((lane / 16) * 8 + lane % 8) * pitch + warp_col * 64 + (lane / 8 % 2) * 8);
+}
+
+// 32 ranks for 64 columns and `Steps` times eight rows: sum += A^T B^T.
+template <bool Wide, int Steps>
+__device__ __forceinline__ void multiply_chunk(float (&sum)[Steps][4][4], uint32_t a_address, int pitch,
+                                               int plane_bytes, const uint32_t (&b)[Steps][Wide ? 3 : 1][4]) {
+#pragma unroll
+  for (int t = 0; t < 4; ++t) {
+    float part[Steps][4] = {};
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      uint32_t a[Wide ? 3 : 1][4];
+#pragma unroll
+      for (int p = 0; p < (Wide ? 3 : 1); ++p)
+        ldmatrix4_trans(a[p], a_address + p * plane_bytes + (h * 16 * pitch + t * 16) * 2);
+#pragma unroll
+      for (int j = 0; j < Steps; ++j) {
+        if constexpr (Wide) {
+          constexpr int kA[6] = {2, 1, 0, 1, 0, 0}, kB[6] = {0, 1, 2, 0, 1, 0};  // planes of the six products
+#pragma unroll
+          for (int p = 0; p < 6; ++p) mma(part[j], a[kA[p]], b[j][kB[p]][2 * h], b[j][kB[p]][2 * h + 1]);
+        } else {
+          mma(part[j], a[0], b[j][0][2 * h], b[j][0][2 * h + 1]);
+        }
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < Steps; ++j)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sum[j][t][e] += part[j][e];
+  }
+}
+
+}  // namespace lora_merge

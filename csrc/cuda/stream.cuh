@@ -1,0 +1,119 @@
+// W and B on their way from memory to the stages of a warp.
+#pragma once
+#include "adapters.cuh"
+#include "tiles.cuh"
+
+namespace lora_merge {
+
+// The steps that a warp has in a unit, as its lanes load them. Full ones of aligned segments are staged.
+struct Feed {
+  int n, steps_left, staged_left;  // in this block's n-th unit
+  int ranks_B;                     // of B to stage; 0 where B is not staged
+  const char* from_W;
+  const char* from_B;
+  int pitch_W, advance_W, advance_B;  // bytes to the next row, and to the next step
+};
+
+template <typename Source, typename Destination>
+__device__ __forceinline__ int staged_steps(const Segment& s, const Walk& walk) {
+  const bool aligned = aligned16(s.source, s.source_stride, sizeof(Source)) &&
+                       aligned16(s.destination, s.destination_stride, sizeof(Destination));
+  return aligned ? walk.full_steps : 0;
+}
+
+// The n-th unit of this block. A call: it is rare, and takes registers.
+template <typename Source, typename Destination, bool Wide>
+__device__ __noinline__ Feed open_unit(const Launch& launch, int n, int unit) {
+  Feed feed{};
+  feed.n = n;
+  if (unit < launch.n_units) {
+    const Segment& s = segments_of(launch)[segment_of(launch, unit)];
+    const Walk walk(launch, s, unit);
+    const int lane = threadIdx.x % 32, stride = Walk::row_stride(launch), first_col = walk.col - lane / 4 * 8;
+    feed.steps_left = walk.steps;
+    feed.staged_left = staged_steps<Source, Destination>(s, walk);
+    feed.ranks_B = launch.staged_B && vector_B<Wide>(s) ? s.rank : 0;
+    const int64_t pitch_W = s.source_stride[0] * static_cast<int64_t>(sizeof(Source));
+    feed.pitch_W = pitch_W;
+    feed.advance_W = stride * pitch_W;
+    feed.from_W = reinterpret_cast<const char*>(s.source) + (walk.first_row + lane / Stage<Source>::kAcross) * pitch_W +
+                  first_col * static_cast<int64_t>(sizeof(Source)) + lane % Stage<Source>::kAcross * 16;
+    const int64_t pitch_B = s.lora_B_stride[0] * (Wide ? 4 : 2);
+    feed.advance_B = stride * pitch_B;
+    feed.from_B =
+        reinterpret_cast<const char*>(s.lora_B) + (walk.first_row + lane / 4) * pitch_B + lane % 4 * (Wide ? 32 : 16);
+  }
+  return feed;
+}
+
+// Shared memory of a step: a stage for each warp, which holds W and then the result, and pieces of B for each lane.
+template <typename Source, typename Destination>
+constexpr uint32_t kStageBytes =
+    kStepRows * 64 * (sizeof(Source) > sizeof(Destination) ? sizeof(Source) : sizeof(Destination));
+
+template <typename Source, typename Destination, bool Wide>
+__host__ __device__ __forceinline__ uint32_t slot_bytes_of(const Launch& launch) {
+  const uint32_t pieces = launch.staged_B ? (launch.max_rank + kChunk - 1) / kChunk * (Wide ? 2 : 1) : 0;
+  return kWarps * kStageBytes<Source, Destination> + pieces * kVector;
+}
+
+// How many steps are in flight: known to the compiler where one chunk of the rank leaves room for a fixed number.
+template <Mode M>
+__device__ __forceinline__ int deep_of(const Launch& launch) {
+  return M == Mode::kNarrow32 ? kNarrow32Deep : launch.deep;
+}
+
+// W and B on their way to shared memory: one step after the other, across units, `deep` steps ahead of their use.
+template <typename Source, typename Destination, Mode M>
+struct Stream {
+  static constexpr bool kWide = M == Mode::kWide;
+  using S = Stage<Source>;
+  const Launch& launch;
+  const Units& units;
+  const uint32_t pieces, slot_bytes;  // this lane's pieces in slot 0
+  uint32_t vectors[S::kLaneVectors];  // where this lane's vectors of W go in slot 0
+  uint32_t slot = 0;
+  Feed feed;
+
+  __device__ __forceinline__ Stream(const Launch& l, const Units& u, const void* memory)
+      : launch(l),
+        units(u),
+        pieces(shared_address(memory) + kWarps * kStageBytes<Source, Destination> + threadIdx.x * 16),
+        slot_bytes(slot_bytes_of<Source, Destination, kWide>(l)),
+        feed(open_unit<Source, Destination, kWide>(l, 0, u[0])) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < S::kLaneVectors; ++i)
+      vectors[i] = shared_address(memory) + threadIdx.x / 32 * kStageBytes<Source, Destination> +
+                   S::place(lane / S::kAcross + i * S::kRowStep, lane % S::kAcross);
+#pragma unroll 1
+    for (int i = 0; i < deep_of<M>(launch); ++i) push();
+  }
+
+  // Asks for the next step. A group is committed in any case, so that groups count steps.
+  __device__ __forceinline__ void push() {
+    if (feed.staged_left > 0) {
+#pragma unroll
+      for (int i = 0; i < S::kLaneVectors; ++i)
+        copy_async16(vectors[i] + slot, feed.from_W + i * S::kRowStep * feed.pitch_W);
+      const int k = threadIdx.x % 4 * 8;
+      if constexpr (M == Mode::kNarrow32) {
+        if (k < feed.ranks_B) copy_async16_shared(pieces + slot, feed.from_B);
+      } else {
+        uint32_t to = pieces + slot;
+        for (int c = 0; k + c < feed.ranks_B; c += kChunk)
+#pragma unroll
+          for (int i = 0; i < (kWide ? 2 : 1); ++i, to += kVector)
+            copy_async16_shared(to, feed.from_B + c * (kWide ? 4 : 2) + i * 16);
+      }
+    }
+    commit_async();
+    feed.from_W += feed.advance_W;
+    feed.from_B += feed.advance_B;
+    slot = slot + slot_bytes == deep_of<M>(launch) * slot_bytes ? 0 : slot + slot_bytes;
+    --feed.staged_left;
+    if (--feed.steps_left == 0) feed = open_unit<Source, Destination, kWide>(launch, feed.n + 1, units[feed.n + 1]);
+  }
+};
+
+}  // namespace lora_merge
