@@ -140,12 +140,23 @@ def _variant(merges: np.ndarray, copies: np.ndarray, key: int, device: torch.dev
     table, units = np.concatenate([merges, copies]), np.concatenate([merge_units, copy_units])
     table[:, UNIT_BEGIN] = np.cumsum(units) - units
     table[:, UNITS_ACROSS] = np.concatenate([merge_across, copy_across])
-    there = _place(table, units, device)
-    counts = int(merge_units.sum()), int(copy_units.sum())
-    counter = torch.zeros(2 if there[0].is_cuda else 0, dtype=torch.int32, device=there[0].device)
-    index = torch.cuda.current_device() if device.index is None else device.index
+    inline = len(table) <= INLINE_SEGMENTS
+    counter = torch.zeros(0 if inline else 2, dtype=torch.int32, device="cpu" if inline else device)
     return _Variant(
-        *there, counter, index, key >> 9, key >> 1 & 0xFF, bool(key & 1), *counts, rows_per_unit, *shape, max_rank
+        *_place(table, units, device),
+        counter,
+        torch.cuda.current_device() if device.index is None else device.index,
+        source_dtype=key >> 9,
+        destination_dtype=key >> 1 & 0xFF,
+        wide=bool(key & 1),
+        n_units=int(merge_units.sum()),
+        n_raw_units=int(copy_units.sum()),
+        rows_per_unit=rows_per_unit,
+        col_warps=shape.col_warps,
+        deep=shape.deep,
+        staged_B=shape.staged_B,
+        margin=shape.margin,
+        max_rank=max_rank,
     )
 
 
