@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-BLOCK = {"cpu": 1 << 18, "cuda": 1 << 24}
-"""Elements worked on at a time: float64 temporaries that stay near the cache of a CPU, and about 1 GiB on a GPU."""
+BLOCK = {"cpu": 1 << 17, "cuda": 1 << 24}
+"""Elements worked on at a time: temporaries of a few MiB on a CPU, of about 1 GiB on a GPU."""
 
 # Bits of the fraction, and the exponent of the smallest normal number.
 _FORMAT = {torch.bfloat16: (7, -126), torch.float16: (10, -14), torch.float32: (23, -126)}
@@ -37,23 +39,43 @@ class Accuracy:
     def misrounded(self) -> float:
         return self.wrong / max(self.elements, 1)
 
-    def add(self, result: Tensor, base: Tensor, lora_A: Tensor, lora_B: Tensor, scaling: float) -> None:
-        """Compare `result` `[out, in]` with float64 `base + scaling * lora_B @ lora_A`; all values finite."""
-        a, b = lora_A.double(), lora_B.double()
-        step = max(1, BLOCK[base.device.type] // base.shape[1])
-        for i in range(0, base.shape[0], step):
-            rows = slice(i, i + step)
-            out, w = result[rows].double(), base[rows].double()
-            exact = torch.addmm(w, b[rows], a, alpha=scaling)
+    def __add__(self, other: Accuracy) -> Accuracy:
+        """Of the elements of both."""
+        return Accuracy(
+            max(self.max_ulp, other.max_ulp),
+            self.wrong + other.wrong,
+            self.elements + other.elements,
+            max(self.of_bound, other.of_bound),
+        )
 
-            steps = (_ordinal(result[rows]) - _ordinal(round_once(exact, result.dtype))).abs_()
-            self.max_ulp = max(self.max_ulp, int(steps.max()))
-            self.wrong += int(steps.count_nonzero())
-            self.elements += steps.numel()
 
-            size = torch.addmm(w.abs(), b[rows].abs(), a.abs(), beta=2**-23, alpha=2**-20 * abs(scaling))
-            bound = size.add_(out.abs(), alpha=2**-23).add_(ulp(out, result.dtype), alpha=0.5)
-            self.of_bound = max(self.of_bound, float(out.sub_(exact).abs_().div_(bound).max()))
+def compare(result: Tensor, base: Tensor, lora_A: Tensor, lora_B: Tensor, scaling: float) -> Accuracy:
+    """`result` `[out, in]` against float64 `base + scaling * lora_B @ lora_A`; all values finite."""
+    seen = Accuracy()
+    a, b = lora_A.double(), lora_B.double()
+    step = max(1, BLOCK[base.device.type] // base.shape[1])
+    for i in range(0, base.shape[0], step):
+        rows = slice(i, i + step)
+        out, w = result[rows].double(), base[rows].double()
+        exact = torch.addmm(w, b[rows], a, alpha=scaling)
+        steps = (_ordinal(result[rows]) - _ordinal(round_once(exact, result.dtype))).abs_()
+        size = torch.addmm(w.abs(), b[rows].abs(), a.abs(), beta=2**-23, alpha=2**-20 * abs(scaling))
+        bound = size.add_(out.abs(), alpha=2**-23).add_(ulp(out, result.dtype), alpha=0.5)
+        of_bound = float(out.sub_(exact).abs_().div_(bound).max())
+        seen += Accuracy(int(steps.max()), int(steps.count_nonzero()), steps.numel(), of_bound)
+    return seen
+
+
+def accuracy_of(comparisons: Sequence[Callable[[], Accuracy]], device: torch.device) -> Accuracy:
+    """The sum of all comparisons. On a CPU they run side by side, a thread each: many small operations on all threads
+    would wait for the slowest thread at every one of them."""
+    threads = torch.get_num_threads()
+    workers = threads if device.type == "cpu" else 1
+    try:
+        with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            return sum(pool.map(lambda compare: compare(), comparisons), Accuracy())
+    finally:
+        torch.set_num_threads(threads)
 
 
 def round_once(x: Tensor, dtype: torch.dtype) -> Tensor:

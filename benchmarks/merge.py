@@ -26,7 +26,7 @@ import report
 import shapes
 import timing
 import torch
-from accuracy import Accuracy, same_bits
+from accuracy import Accuracy, accuracy_of, compare, same_bits
 from peft import PeftModel
 from torch import Tensor, nn
 
@@ -51,6 +51,9 @@ class Matrix:
     @property
     def weight(self) -> Tensor:
         return self.linear.weight.detach()
+
+    def compare(self, result: Tensor) -> Accuracy:
+        return compare(result, self.base(), self.lora_A, self.lora_B, self.scaling)
 
 
 @dataclass
@@ -152,9 +155,8 @@ def measure(method: Method, matrices: Sequence[Matrix], device: torch.device, re
     # This run is the warm-up too: kernels load, threads start, every page is touched.
     reset()
     method.merge()
-    accuracy = Accuracy()
-    for m, result in zip(matrices, method.results(), strict=True):
-        accuracy.add(result, m.base(), m.lora_A, m.lora_B, m.scaling)
+    pairs = zip(matrices, method.results(), strict=True)
+    accuracy = accuracy_of([partial(m.compare, result) for m, result in pairs], device)
     method.back()
     restored = all(same_bits(m.weight, m.base()) for m in matrices)
     reset()
