@@ -27,6 +27,11 @@ settings.register_profile(
 settings.load_profile("lora_merge")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    # numpy speaks up where the interpreter computes with infinities and NaN, as the tests want it to.
+    config.addinivalue_line("filterwarnings", "ignore:(overflow|invalid value) encountered:RuntimeWarning:triton")
+
+
 @dataclass(frozen=True)
 class Backend:
     """A backend that LORA_MERGE_BACKEND forces, and where its tensors lie."""

@@ -176,6 +176,7 @@ PLANS: dict[str, tuple[Callable[[Case], object], str]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 @pytest.mark.parametrize(("call", "message"), (MERGES | PLANS).values(), ids=(MERGES | PLANS).keys())
 def test_is_refused(call: Callable[[Case], object], message: str) -> None:
     c = Case()

@@ -80,7 +80,7 @@ def calls() -> Iterator[tuple[str, tuple[object, ...], dict[str, object]]]:
     yield "run_segments", (*tables, [0.5, 1.0], ["x", "y"], [0, 0], [48, 1, 48, 1]), {}
 
 
-@pytest.mark.parametrize("call", calls(), ids=lambda call: call[0])
+@pytest.mark.parametrize("call", list(calls()), ids=lambda call: call[0])
 def test_opcheck(call: tuple[str, tuple[object, ...], dict[str, object]]) -> None:
     """Schema, fake implementation, autograd registration and AOT dispatch, by PyTorch's own checks."""
     name, args, kwargs = call
@@ -127,34 +127,56 @@ def test_autograd_notices() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["cuda", "triton"])
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-def test_cuda_graph(name: str, rounding: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan and an operator are captured, and each replay reads the weights of that moment."""
+def test_cuda_graph_of_a_plan(name: str, rounding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each replay reads the weights of that moment."""
     monkeypatch.setenv("LORA_MERGE_BACKEND", name)
     seed = 3 if rounding == "stochastic" else None
     w, a, b = tensors("cuda")
-    out, other = torch.zeros_like(w), w.clone()
-    plan = Plan([Segment("w", w, out, a, b, 0.5), Segment("copy", other, torch.zeros_like(other))])
+    s = Segment("w", w, torch.zeros_like(w), a, b, 0.5)
+    copy = Segment("copy", a, torch.zeros_like(a))
+    plan = Plan([s, copy])
     plan.run(rounding=rounding, seed=seed)  # compiles, loads
-    merge_(other.clone(), a, b, 0.5)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         plan.run(rounding=rounding, seed=seed)
     for _ in range(3):
-        w.normal_(), a.normal_()
-        out.zero_()
+        for tensor in (w, a, b):
+            tensor.normal_()
+        s.destination.zero_()
         graph.replay()
-        wanted = Segment("w", w, torch.zeros_like(w), a, b, 0.5)
-        Plan([wanted]).run(rounding=rounding, seed=seed)
-        assert_same_bits(out, wanted.destination, "the replay")
-    target = torch.zeros_like(w)
+        got = s.destination.clone()
+        assert_same_bits(copy.destination, a, "the copy")
+        plan.run(rounding=rounding, seed=seed)
+        assert_same_bits(got, s.destination, "the replay")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["cuda", "triton"])
+def test_cuda_graph_of_the_operators(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans that exist only while the graph is captured: nothing that a replay reads may be gone by then."""
+    monkeypatch.setenv("LORA_MERGE_BACKEND", name)
+    w, a, b = tensors("cuda")
+    target, out, parts = torch.zeros_like(w), torch.zeros_like(w), torch.zeros_like(w)
+
+    def step() -> None:
+        merge_(target, a, b, 0.5)
+        merge(target, a, b, 0.25, out=out)
+        run_segments([parts[:7], parts[7:]], [w[:7], w[7:]], [a, None], [b[:7], None], [0.5, 1.0], ["x", "y"])
+
+    step()
     graph = torch.cuda.CUDAGraph()
-    plan = Plan([Segment("weight", target, target, a, b, 0.5)])
-    plan.run()
     with torch.cuda.graph(graph):
-        plan.run()
-    target.copy_(w)
-    graph.replay()
-    assert_same_bits(target, merge(w, a, b, 0.5), "in place")
+        step()
+    keep = [torch.randint(100, (1 << 16,), device="cuda") for _ in range(100)]  # takes freed memory
+    for _ in range(2):
+        w.normal_()
+        target.copy_(w)
+        graph.replay()
+        first = merge(w, a, b, 0.5)
+        assert_same_bits(target, first, "merge_")
+        assert_same_bits(out, merge(first, a, b, 0.25), "merge(out=)")
+        assert_same_bits(parts, torch.cat([first[:7], w[7:]]), "run_segments")
+    assert len(keep) == 100
 
 
 @pytest.mark.gpu

@@ -153,8 +153,21 @@ def _norm_variant(table: np.ndarray, constants: dict[str, Any], device: torch.de
 
 def _place(table: np.ndarray, units: np.ndarray, options: dict[str, Any], device: torch.device) -> _Variant:
     table[:, UNIT_BEGIN] = np.cumsum(units) - units
-    unit_segment = np.repeat(np.arange(len(table), dtype=np.int32), units)
-    return _Variant(torch.from_numpy(table).to(device), torch.from_numpy(unit_segment).to(device), options)
+    if not _capturing(device):
+        unit_segment = torch.from_numpy(np.repeat(np.arange(len(table), dtype=np.int32), units))
+        return _Variant(torch.from_numpy(table).to(device), unit_segment.to(device), options)
+    # A copy captured in a CUDA graph would read memory of the host that is gone at the replay. Arguments stay.
+    words = torch.empty(table.shape, dtype=torch.int64, device=device)
+    for cell, word in zip(words.view(-1), table.reshape(-1).tolist(), strict=True):
+        cell.fill_(word)
+    unit_segment = torch.zeros(int(units.sum()), dtype=torch.int32, device=device)
+    for segment, begin in enumerate(table[:, UNIT_BEGIN].tolist()):
+        unit_segment[begin:].fill_(segment)
+    return _Variant(words, unit_segment, options)
+
+
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _ceil(x: np.ndarray, y: int) -> np.ndarray:
