@@ -87,7 +87,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
-def _active_copy(wrapper: Any) -> nn.Module:  # noqa: ANN401 (PEFT's ModulesToSaveWrapper)
+def _active_copy(wrapper: Any) -> nn.Module:
     """The module that a ModulesToSaveWrapper's forward calls."""
     active = wrapper.active_adapters
     if wrapper.disable_adapters or not active or any(name not in wrapper.modules_to_save for name in active):

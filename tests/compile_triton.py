@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 F, H, B = torch.float32, torch.float16, torch.bfloat16
 
 
-def assembly(kernel: Any, options: dict[str, Any], **types: str) -> str:  # noqa: ANN401 - a JITFunction
+def assembly(kernel: Any, options: dict[str, Any], **types: str) -> str:
     """PTX of a kernel, after ptxas took it too."""
     names = kernel.arg_names
     types |= {"table": "*i64", "unit_segment": "*i32"}

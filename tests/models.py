@@ -100,7 +100,7 @@ def with_lora(
     seed: int = 0,
     adapters: tuple[str, ...] = ("default",),
     adapter_dtype: torch.dtype | None = None,
-    **config: Any,  # noqa: ANN401
+    **config: Any,
 ) -> PeftModel:
     """A PEFT model in eval mode whose adapters all have an effect.
 

@@ -72,12 +72,12 @@ def lora_layers_of(model: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if isinstance(module, lora_layers.LoraLayer)}
 
 
-def acting(layer: Any) -> list[str]:  # noqa: ANN401
+def acting(layer: Any) -> list[str]:
     there = set(layer.lora_A) | set(layer.lora_embedding_A)
     return [name for name in layer.active_adapters if name in there]
 
 
-def base_weight(layer: Any) -> nn.Parameter:  # noqa: ANN401
+def base_weight(layer: Any) -> nn.Parameter:
     return layer.get_param() if isinstance(layer, lora_layers.ParamWrapper) else layer.get_base_layer().weight
 
 
@@ -322,20 +322,20 @@ def test_layers_without_a_peft_model() -> None:
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 
-def small(**config: Any) -> PeftModel:  # noqa: ANN401
+def small(**config: Any) -> PeftModel:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     return get_peft_model(net, LoraConfig(**({"r": 2, "target_modules": ["1"], "init_lora_weights": False} | config)))
 
 
-def small_with(change: Callable[[Any], object], **config: Any) -> PeftModel:  # noqa: ANN401
+def small_with(change: Callable[[Any], object], **config: Any) -> PeftModel:
     """A small model whose only LoRA layer was changed."""
     model = small(**config)
     change(model.base_model.model[1])
     return model
 
 
-def convolution(**options: Any) -> PeftModel:  # noqa: ANN401
+def convolution(**options: Any) -> PeftModel:
     net = nn.Sequential(nn.Identity(), nn.Conv2d(4, 8, 3, **options))
     return get_peft_model(net, LoraConfig(r=2, target_modules=["1"]))
 
@@ -366,7 +366,7 @@ def adapted_twice() -> PeftModel:
     return model
 
 
-def no_plain_parameter(layer: Any) -> None:  # noqa: ANN401
+def no_plain_parameter(layer: Any) -> None:
     nn.utils.parametrizations.weight_norm(layer.base_layer)
 
 
