@@ -5,12 +5,15 @@ The training weights are read and never written. One launch fills a bucket, merg
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
+import torch.utils.dlpack
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from .buckets import Bucket, Meta, Slot, Table, capacity, extent, lay_out
 from .conversion import Conversion, read_conversion
@@ -108,17 +111,19 @@ class MergedWeights:
             seed: of stochastic rounding; default: the number of the pass.
         """
         filler, run = self.filler(), self._run(seed)
-        buffers = [filler.new_buffer() for _ in range(min(2, len(filler.table)))]
-        for index, _ in double_buffered(filler, buffers, run):
-            yield Bucket(index, filler.table[index], buffers[index % 2][: extent(filler.table[index])])
+        with filler.buffers() as buffers:
+            for index, data in double_buffered(filler, buffers, run):
+                yield Bucket(index, filler.table[index], data[: extent(filler.table[index])])
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         filler, run = self.filler(), self._run(None)
-        buffers = [filler.new_buffer() for _ in range(min(2, len(filler.table)))]
-        for index, data in double_buffered(filler, buffers, run, fresh=True):
-            for slot in filler.table[index]:
-                yield slot.name, slot.view(data)
-            del data
+        with filler.buffers() as buffers:
+            for index, buffer in double_buffered(filler, buffers, run, held=filler.held):
+                data = filler.lend(buffer)
+                del buffer
+                for slot in filler.table[index]:
+                    yield slot.name, slot.view(data)
+                del data
 
     def _run(self, seed: int | None) -> dict[str, Any]:
         self._passes += 1
@@ -175,6 +180,8 @@ class Filler:
         self.digest = ""
         """Under which name an engine knows the table."""
         self._plans: dict[int, tuple[int, _BucketPlan]] = {}
+        self._idle: list[Tensor] = []
+        self._lent: dict[int, StorageWeakRef] = {}
         starts = [0]
         for slots in table:
             starts.append(starts[-1] + len(slots))
@@ -185,9 +192,27 @@ class Filler:
         """Bytes of all tensors of the stream."""
         return sum(entry.meta.nbytes for entry in self.entries)
 
-    def new_buffer(self) -> Tensor:
-        """A buffer that any bucket fits into."""
-        return torch.empty(capacity(self.table), dtype=torch.uint8, device=self.device)
+    @contextmanager
+    def buffers(self) -> Iterator[list[Tensor]]:
+        """Two buffers that any bucket fits into, for one pass; kept for the next one, and its plans with them."""
+        buffers, self._idle = self._idle, []
+        size = capacity(self.table)
+        buffers = buffers or [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(2)]
+        try:
+            yield buffers
+        finally:
+            self._idle = buffers
+
+    def lend(self, buffer: Tensor) -> Tensor:
+        """A buffer's memory under a storage of its own, which lives as long as somebody holds views of it."""
+        data = torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(buffer))
+        self._lent[buffer.data_ptr()] = StorageWeakRef(data.untyped_storage())
+        return data
+
+    def held(self, buffer: Tensor) -> bool:
+        """Whether somebody holds views of what was lent of a buffer."""
+        lent = self._lent.get(buffer.data_ptr())
+        return lent is not None and not lent.expired()
 
     def fill(self, index: int, buffer: Tensor, run: Mapping[str, Any]) -> None:
         """As `Source.fill`."""
@@ -210,36 +235,40 @@ class Source(Protocol):
 
 
 def double_buffered(
-    source: Source, buffers: list[Tensor], run: Mapping[str, Any], *, fresh: bool = False
+    source: Source,
+    buffers: list[Tensor],
+    run: Mapping[str, Any],
+    *,
+    held: Callable[[Tensor], bool] = lambda buffer: False,
 ) -> Iterator[tuple[int, Tensor]]:
     """Fill bucket after bucket, one ahead of the consumer, on a stream of its own; yield `(index, buffer)` when it may
     be read on the current stream, until the next one is asked for.
 
     Args:
-        fresh: leave a buffer that the consumer still holds views of to it, and take a new one (in `buffers` too).
+        held: whether the consumer still needs what a buffer holds; it is then left to it and replaced in `buffers`.
     """
     cuda = source.device.type == "cuda"
     side = torch.cuda.Stream(source.device) if cuda else None
     events: list[Any] = []
-
     def launch(index: int) -> None:
+        at = index % 2
+        if held(buffers[at]):
+            buffers[at] = torch.empty_like(buffers[at])
         if side is None:
-            source.fill(index, buffers[index % 2], run)
-            return
-        # Everything that the caller enqueued, optimizer steps and reads of this buffer included, comes first.
-        side.wait_stream(torch.cuda.current_stream(source.device))
-        with torch.cuda.stream(side):
-            source.fill(index, buffers[index % 2], run)
-            buffers[index % 2].record_stream(side)
-            events.append(side.record_event())
+            source.fill(index, buffers[at], run)
+        else:
+            # Everything that the caller enqueued, optimizer steps and reads of this buffer included, comes first.
+            side.wait_stream(torch.cuda.current_stream(source.device))
+            with torch.cuda.stream(side):
+                source.fill(index, buffers[at], run)
+                buffers[at].record_stream(side)
+                events.append(side.record_event())
 
     count = len(source.table)
     if count:
         launch(0)
     for index in range(count):
         if index + 1 < count:
-            if fresh and _held(buffers[(index + 1) % 2]):
-                buffers[(index + 1) % 2] = torch.empty_like(buffers[(index + 1) % 2])
             launch(index + 1)
         if cuda:
             torch.cuda.current_stream(source.device).wait_event(events[index])
@@ -354,11 +383,6 @@ def _untie(
         for t, _ in group[1:]
     }
     return [(t, delta) for t, delta in tensors if t.name not in dropped]
-
-
-def _held(buffer: Tensor) -> bool:
-    """Whether views of a buffer are alive: the tensor itself and the wrapper made here account for two uses."""
-    return torch._C._storage_Use_Count(buffer.untyped_storage()._cdata) > 2
 
 
 def _place(t: Tensor) -> tuple[Any, ...]:

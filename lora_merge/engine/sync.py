@@ -484,10 +484,10 @@ class _Fingerprint:
         key = (filler.key, versions, self._sampler(tensors))
         if key != self._key:
             digest = hashlib.blake2b(digest_size=16)
-            buffers = [filler.new_buffer() for _ in range(min(2, len(filler.table)))]
-            for index, data in double_buffered(filler, buffers, {}):
-                for slot in filler.table[index]:
-                    digest.update(repr((slot.name, slot.dtype, slot.shape, checksum(slot.view(data)))).encode())
+            with filler.buffers() as buffers:
+                for index, data in double_buffered(filler, buffers, {}):
+                    for slot in filler.table[index]:
+                        digest.update(repr((slot.name, slot.dtype, slot.shape, checksum(slot.view(data)))).encode())
             self._key, self._value = key, digest.hexdigest()
         return self._value
 

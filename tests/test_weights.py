@@ -1,0 +1,232 @@
+"""MergedWeights: names, layouts and values of the stream, buckets, and consumers that misbehave."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import weakref
+from pathlib import Path
+
+import models
+import pytest
+import torch
+from helpers import assert_same_bits
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from lora_merge import InvalidInput, MergedWeights
+from lora_merge.buckets import ALIGNMENT, Meta, capacity, checksum, extent, from_json, lay_out, to_json
+
+
+def gemma4() -> nn.Module:
+    """Persistent buffers (`layer_scalar`)."""
+    from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+
+    sizes = models._SIZES | {"head_dim": 8, "vocab_size_per_layer_input": models.VOCABULARY}
+    return Gemma4ForCausalLM(Gemma4TextConfig(**sizes, hidden_size_per_layer_input=8))
+
+
+def qwen2_5_vl() -> nn.Module:
+    """A vision tower and a language model; run-time names differ from those of checkpoints."""
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
+    vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "out_hidden_size": 32,
+              "fullatt_block_indexes": [1]}  # fmt: skip
+    text = models._SIZES | {"rope_parameters": rope}
+    return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision))
+
+
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+ATTENTION = {"target_modules": ["q_proj", "v_proj"]}
+CASES = {
+    "qwen2": (models.qwen2, {}),
+    "qwen2 tied": (lambda: models.qwen2(tied=True), {}),
+    "qwen2 embeddings": (models.qwen2, {"target_modules": ["embed_tokens", "q_proj", "lm_head"]}),
+    "qwen2 dora": (models.qwen2, {"use_dora": True}),
+    "qwen2 head saved": (models.qwen2, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
+    "gpt2": (models.gpt2, {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}),
+    "mixtral": (models.mixtral, ATTENTION | {"target_parameters": EXPERTS}),
+    "qwen3 moe": (models.qwen3_moe, ATTENTION | {"target_parameters": EXPERTS}),
+    "gpt_oss": (models.gpt_oss, ATTENTION | {"target_parameters": EXPERTS}),
+    "gemma4": (gemma4, ATTENTION),
+    "qwen2.5 vl": (qwen2_5_vl, {"target_modules": ["q_proj", "qkv"]}),
+}
+
+
+def checkpoint(model: nn.Module, folder: Path) -> dict[str, Tensor]:
+    """What PEFT merges and transformers saves."""
+    merged = copy.deepcopy(model).merge_and_unload() if hasattr(model, "merge_and_unload") else model
+    merged.save_pretrained(folder)
+    return {k: t for file in folder.glob("*.safetensors") for k, t in load_file(file).items()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_stream_is_the_checkpoint_that_peft_merges_and_saves(case: str, tmp_path: Path) -> None:
+    build, config = CASES[case]
+    model = models.with_lora(build, **config)
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    weights = MergedWeights(model, bucket_bytes=1 << 13)
+    streamed = dict(weights)
+    wanted = checkpoint(model, tmp_path)
+    assert streamed.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        # Both round a float32 sum once; the products are accumulated in different orders.
+        torch.testing.assert_close(streamed[name], tensor, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+    assert weights.metadata() == [(name, t.dtype, tuple(t.shape)) for name, t in streamed.items()]
+    for name, tensor in model.state_dict().items():
+        assert_same_bits(tensor, before[name], name)
+
+
+@pytest.mark.parametrize("bucket_bytes", [ALIGNMENT, 3000, 1 << 20])
+def test_bits_do_not_depend_on_the_buckets(bucket_bytes: int) -> None:
+    model = models.with_lora(models.qwen3_moe, dtype=torch.bfloat16, **ATTENTION, target_parameters=EXPERTS)
+    whole = dict(MergedWeights(model))
+    for bucket in MergedWeights(model, bucket_bytes=bucket_bytes).buckets():
+        assert len(bucket.slots) == 1 or extent(bucket.slots) <= -(-bucket_bytes // ALIGNMENT) * ALIGNMENT
+        for slot, (name, tensor) in zip(bucket.slots, bucket.tensors(), strict=True):
+            assert slot.offset % ALIGNMENT == 0
+            assert_same_bits(tensor, whole[name], name)
+
+
+def test_a_tensor_larger_than_a_bucket_gets_its_own() -> None:
+    metas = [Meta("a", torch.float32, (10,)), Meta("b", torch.float32, (1000,)), Meta("c", torch.int8, (3,))]
+    table = lay_out(metas, 512)
+    assert [[slot.name for slot in slots] for slots in table] == [["a"], ["b"], ["c"]]
+    assert capacity(table) == 4096
+    assert from_json(json.loads(json.dumps(to_json(table)))) == table
+
+
+@pytest.mark.parametrize("change", [{3: 128}, {1: "floating"}, {2: [11]}])
+def test_a_wrong_table_off_the_wire_is_refused(change: dict[int, object]) -> None:
+    (slots,) = to_json(lay_out([Meta("w", torch.float32, (10,))], 512))
+    for column, value in change.items():
+        slots[0][column] = value
+    with pytest.raises(InvalidInput):
+        from_json([slots])
+
+
+def test_consumers_that_keep_tensors_stop_early_or_raise() -> None:
+    model = models.with_lora(models.qwen2)
+    weights = MergedWeights(model, bucket_bytes=4096)
+    kept = list(weights)  # holds on to every tensor
+    expected = {name: t.clone() for name, t in kept}
+    for name, tensor in weights:
+        if "layers.1" in name:
+            break
+        assert_same_bits(tensor, expected[name], name)
+    with pytest.raises(RuntimeError, match="consumer"):
+        for _ in weights.buckets():
+            raise RuntimeError("consumer")
+    for name, tensor in weights:
+        assert_same_bits(tensor, expected[name], name)
+    for name, tensor in kept:
+        assert_same_bits(tensor, expected[name], f"{name}, which was held during three more passes")
+
+
+def test_two_buffers_suffice_for_who_lets_go() -> None:
+    weights = MergedWeights(models.with_lora(models.qwen2), bucket_bytes=4096)
+    places = set()
+    for _, tensor in weights:
+        places.add(tensor.untyped_storage().data_ptr())
+        del tensor
+    assert len(places) == 2
+
+
+def test_lazily_read_tensors_hold_the_adapter() -> None:
+    """A peer restored the base before its lazy tensors were read, and sent the base without the adapter."""
+    model = models.with_lora(models.qwen2)
+    stream = iter(MergedWeights(model, bucket_bytes=4096))
+    lazily = dict(stream)
+    merged = copy.deepcopy(model).merge_and_unload().state_dict()
+    name = "model.layers.1.mlp.down_proj.weight"
+    torch.testing.assert_close(lazily[name], merged[name], rtol=1e-5, atol=1e-6)
+
+
+def test_every_pass_reads_the_adapter_as_it_is_now() -> None:
+    model = models.with_lora(models.qwen2)
+    weights = MergedWeights(model)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    first = dict(weights)[name]
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    base = layer.base_layer.weight.detach()
+    for factor in (3.0, 0.0):
+        layer.scaling["default"] = factor * 1.5
+        torch.testing.assert_close(dict(weights)[name] - base, factor * (first - base), rtol=1e-3, atol=1e-5)
+    layer.base_layer.weight.data = base.clone() + 1  # another tensor in the parameter's place
+    torch.testing.assert_close(dict(weights)[name], base + 1)
+    with model.disable_adapter():
+        torch.testing.assert_close(dict(weights)[name], base + 1)
+
+
+def test_an_adapter_on_one_of_two_tied_weights_sends_both() -> None:
+    tied = models.with_lora(lambda: models.qwen2(tied=True), target_modules=["embed_tokens", "q_proj"])
+    streamed = dict(MergedWeights(tied))
+    base = tied.get_base_model().lm_head.weight
+    assert_same_bits(streamed["lm_head.weight"], base.detach(), "the head, which has no adapter")
+    assert not torch.equal(streamed["model.embed_tokens.weight"], base)
+    assert "lm_head.weight" not in dict(MergedWeights(models.qwen2(tied=True)))
+
+
+def test_dtype_converts_parameters_once_and_leaves_buffers() -> None:
+    model = models.with_lora(gemma4, **ATTENTION)
+    streamed = dict(MergedWeights(model, dtype=torch.bfloat16))
+    full = dict(MergedWeights(model))
+    for name, tensor in streamed.items():
+        if name.endswith("layer_scalar"):
+            assert tensor.dtype == torch.float32
+        else:  # float32 merged weights rounded to bf16 once more: at most one step apart
+            assert tensor.dtype == torch.bfloat16
+            torch.testing.assert_close(tensor.float(), full[name], rtol=2**-8, atol=0)
+
+
+def test_stochastic_rounding_draws_by_seed() -> None:
+    weights = MergedWeights(models.with_lora(models.qwen2, dtype=torch.bfloat16), rounding="stochastic")
+
+    def draw(seed: int) -> dict[str, Tensor]:
+        return {name: t.clone() for bucket in weights.buckets(seed=seed) for name, t in bucket.tensors()}
+
+    one, same, other = draw(7), draw(7), draw(8)
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert_same_bits(one[name], same[name])
+    assert not torch.equal(one[name], other[name])
+
+
+def test_full_fine_tuning_without_adapters() -> None:
+    model = models.qwen2()
+    for name, tensor in MergedWeights(model, bucket_bytes=4096):
+        assert_same_bits(tensor, model.state_dict()[name], name)
+
+
+def test_plans_do_not_keep_a_dropped_model() -> None:
+    model = models.qwen2()
+    weights = MergedWeights(model)
+    list(weights)
+    gone = weakref.ref(model)
+    del weights, model
+    gc.collect()
+    assert gone() is None
+
+
+def test_bad_arguments_are_named() -> None:
+    model = models.qwen2()
+    for arguments, word in (
+        ({"rounding": "up"}, "rounding"),
+        ({"dtype": torch.int8}, "dtype"),
+        ({"bucket_bytes": 1}, "bucket_bytes"),
+    ):
+        with pytest.raises(InvalidInput, match=word):
+            MergedWeights(model, **arguments).metadata()
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.to("meta"))
+    with pytest.raises(InvalidInput, match="one device"):
+        MergedWeights(model).metadata()
+
+
+def test_checksums_see_a_bit_and_an_order() -> None:
+    a = torch.arange(1001, dtype=torch.int16)
+    assert checksum(a) == checksum(a.clone())
+    for change in (lambda t: t[500:502].copy_(t[500:502].flip(0)), lambda t: t[1000:].add_(1), lambda t: t[:1].add_(1)):
+        b = a.clone()
+        change(b)
+        assert checksum(b) != checksum(a)
