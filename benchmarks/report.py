@@ -11,6 +11,7 @@ from typing import Any, Self
 import peft
 import rich.progress
 import torch
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -94,12 +95,19 @@ def title(record: Record) -> str:
 
 
 def table(record: Record) -> None:
-    """Print the figures."""
+    """Print the figures; 80 columns hold them."""
     out = console()
     copy_ms = record["copy_ms"]
-    sheet = Table(title=title(record), caption_justify="left", title_justify="left")
-    sheet.add_column("method")
-    for heading in ("ms", "x copy", "GB/s", "extra memory", "max ulp", "misrounded", "restored"):
+    sheet = Table(
+        title=title(record),
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        show_edge=False,
+    )
+    sheet.add_column("method", no_wrap=True)
+    for heading in ("ms", "x copy", "GB/s", "extra\nMiB", "max\nulp", "mis-\nrounded", "re-\nstored"):
         sheet.add_column(heading, justify="right")
     sheet.add_row("one large copy", f"{copy_ms:.2f}", "1.00", f"{2 * record['bytes'] / copy_ms / 1e6:.1f}")
     for name, m in record["methods"].items():
@@ -108,7 +116,7 @@ def table(record: Record) -> None:
             f"{m['ms']:.2f}",
             f"{m['x_copy']:.2f}",
             f"{m['gb_s']:.1f}",
-            _bytes(m["extra_bytes"]),
+            f"{m['extra_bytes'] / 2**20:.1f}",
             str(m["max_ulp"]),
             f"{m['misrounded']:.4%}",
             "yes" if m["restored"] else "no",
@@ -118,10 +126,10 @@ def table(record: Record) -> None:
     for name, reason in record["skipped"].items():
         out.print(f"{name}: left out, {reason}")
     out.print(
-        f"{record['device_name']}, torch {record['torch']}, backend {record['backend']}, median of {record['repeat']}. "
-        "GB/s: weights read and written. Extra memory: peak beside weights, adapters and a given destination. "
-        "max ulp, misrounded: every element against float64, rounded once. restored: after the method's own way back, "
-        "every bit as before."
+        f"{record['device_name']}, torch {record['torch']}, backend {record['backend']}, medians of up to "
+        f"{record['repeat']} runs. ms: one merge; of merged() its way back too. GB/s: weights read and written. "
+        "extra MiB: peak memory beside weights, adapters and a given destination. max ulp, misrounded: every element "
+        "against float64, rounded once. restored: whether the method's own way back brings every bit back."
     )
 
 
