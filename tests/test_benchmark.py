@@ -7,9 +7,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+
+import lora_merge
 
 ROOT = Path(__file__).resolve().parent.parent
 METHODS = ["lora_merge in place", "lora_merge out of place", "merged() enter+exit", "peft", "addmm_"]
@@ -69,18 +73,51 @@ def test_shape(tmp_path: Path, dtype: str, adapter_dtype: str, rank: int) -> Non
     assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
-def test_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint and a trained adapter on disk, the way the default job makes them."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    import checkpoint
-
+@pytest.fixture(scope="module")
+def disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a checkpoint, `base`, and an `adapter` trained on it, the way the default job makes them."""
+    folder = tmp_path_factory.mktemp("disk")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "benchmarks")
+        import checkpoint
     sizes = {"hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model, adapter = tmp_path / "model", tmp_path / "adapter"
-    checkpoint.write_checkpoint(model, checkpoint.QWEN2 | sizes, torch.bfloat16)
-    losses = checkpoint.train_adapter(adapter, model, rank=4, steps=8)
+    checkpoint.write_checkpoint(folder / "base", checkpoint.QWEN2 | sizes, torch.bfloat16)
+    losses = checkpoint.train_adapter(folder / "adapter", folder / "base", rank=4, steps=8)
     assert losses[-1] < losses[0], "training on the repository's text learns something"
+    return folder
 
-    bench("--model", model, "--adapter", adapter, "--json", tmp_path / "out.json")
+
+def test_checkpoint(disk: Path, tmp_path: Path) -> None:
+    """A real checkpoint and a real adapter, read back from disk."""
+    bench("--model", disk / "base", "--adapter", disk / "adapter", "--json", tmp_path / "out.json")
     record = json.loads((tmp_path / "out.json").read_text())
     check(record, "bf16")
-    assert (record["shape"], record["rank"], record["matrices"]) == ("model", 4, 14)
+    assert (record["shape"], record["rank"], record["matrices"]) == ("base", 4, 14)
+
+
+def test_readme(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """README's code for PEFT and for tensors does what its comments say."""
+    monkeypatch.chdir(disk)
+    text = (ROOT / "README.md").read_text()
+    peft, tensors = (text.partition(f"### {heading}\n")[2].split("```")[1] for heading in ("PEFT", "Tensors"))
+
+    sent: dict[str, torch.Tensor] = {}
+    names: dict[str, Any] = {
+        "prompt": torch.tensor([[1, 2, 3]]),
+        "send": lambda name, t: sent.update({name: t.clone()}),
+    }
+    exec(peft.removeprefix("python"), names)
+    weight = "model.layers.0.self_attn.q_proj.weight"
+    layer = names["model"].get_submodule("base_model.model.model.layers.0.self_attn.q_proj")
+    lora_A, lora_B, scaling = layer.lora_A.default.weight, layer.lora_B.default.weight, layer.scaling["default"]
+    with safe_open(disk / "base" / "model.safetensors", "pt") as file:
+        base = file.get_tensor(weight)
+    assert torch.equal(layer.base_layer.weight, base), "restored"
+    merged = lora_merge.merge(base, lora_A, lora_B, scaling)
+    assert not torch.equal(merged, base)
+    assert torch.equal(sent[weight], merged)
+
+    names = {"torch": torch, "lora_merge": lora_merge, "weight": base.clone(), "slot": torch.zeros_like(base)}
+    exec(tensors.removeprefix("python"), names | {"lora_A": lora_A, "lora_B": lora_B, "scaling": scaling})
+    assert torch.equal(names["weight"], merged)
+    assert torch.equal(names["slot"], lora_merge.merge(merged, lora_A, lora_B, scaling))
