@@ -115,13 +115,14 @@ __device__ __forceinline__ uint32_t operand_A_address(const bf16* shared, int wa
   return shared_address(shared + ((lane / 16) * 8 + lane % 8) * pitch + warp_col * 64 + (lane / 8 % 2) * 8);
 }
 
-// 32 ranks for 64 columns and `Steps` times eight rows: sum += A^T B^T.
+// 32 ranks for 64 columns and `Steps` times eight rows: sum += A^T B^T. Wide products that are small go to a sum of
+// their own: the matrix unit cuts what it adds, and would cut the large sum once for each of them.
 template <bool Wide, int Steps>
 __device__ __forceinline__ void multiply_chunk(float (&sum)[Steps][4][4], uint32_t a_address, int pitch,
                                                int plane_bytes, const uint32_t (&b)[Steps][Wide ? 3 : 1][4]) {
 #pragma unroll
   for (int t = 0; t < 4; ++t) {
-    float part[Steps][4] = {};
+    float large[Steps][4] = {}, small[Steps][4] = {};
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       uint32_t a[Wide ? 3 : 1][4];
@@ -131,18 +132,17 @@ __device__ __forceinline__ void multiply_chunk(float (&sum)[Steps][4][4], uint32
 #pragma unroll
       for (int j = 0; j < Steps; ++j) {
         if constexpr (Wide) {
-          constexpr int kA[6] = {2, 1, 0, 1, 0, 0}, kB[6] = {0, 1, 2, 0, 1, 0};  // planes of the six products
+          constexpr int kA[5] = {2, 1, 0, 1, 0}, kB[5] = {0, 1, 2, 0, 1};  // planes of the small products
 #pragma unroll
-          for (int p = 0; p < 6; ++p) mma(part[j], a[kA[p]], b[j][kB[p]][2 * h], b[j][kB[p]][2 * h + 1]);
-        } else {
-          mma(part[j], a[0], b[j][0][2 * h], b[j][0][2 * h + 1]);
+          for (int p = 0; p < 5; ++p) mma(small[j], a[kA[p]], b[j][kB[p]][2 * h], b[j][kB[p]][2 * h + 1]);
         }
+        mma(large[j], a[0], b[j][0][2 * h], b[j][0][2 * h + 1]);
       }
     }
 #pragma unroll
     for (int j = 0; j < Steps; ++j)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) sum[j][t][e] += part[j][e];
+      for (int e = 0; e < 4; ++e) sum[j][t][e] += Wide ? large[j][e] + small[j][e] : large[j][e];
   }
 }
 

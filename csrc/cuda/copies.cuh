@@ -48,13 +48,14 @@ __device__ __forceinline__ void copy_rows(char* to, const char* from, int rows, 
            __ldcs(reinterpret_cast<const uint4*>(from + r * from_pitch) + v));
 }
 
-__device__ inline void copy_unit(const Segment& s, int unit) {
+static __device__ __noinline__ void copy_unit(const Segment& s, int unit) {
   const int64_t width = s.rows == 1 ? kRawCols1 : kRawCols;
   const int64_t local = unit - s.unit_begin, down = local / s.units_across;
   const int64_t col = (local - down * s.units_across) * width, cols = min(width, s.cols - col);
   const int row = down * kRawRows, rows = min(static_cast<int64_t>(kRawRows), s.rows - row);
   switch (s.dtypes & 0xff) {
     case kRaw1: {
+      if (s.source_stride[1] != 1 || s.destination_stride[1] != 1) return copy_elements<uint8_t>(s, row, rows, col, cols);
       char* to = reinterpret_cast<char*>(s.destination) + row * s.destination_stride[0] + col;
       const char* from = reinterpret_cast<const char*>(s.source) + row * s.source_stride[0] + col;
       const int64_t bits = s.source | s.destination | s.source_stride[0] | s.destination_stride[0] | cols;

@@ -17,7 +17,7 @@
 // only how data is loaded and stored.
 //
 // Wide: adapters that are not both bf16 are split into three bf16 parts, and the six products above 2^-26 are summed,
-// small ones first, so float32 adapters keep float32 accuracy.
+// the large ones and the small ones apart, so float32 adapters keep float32 accuracy.
 #pragma once
 #include "copies.cuh"
 #include "norms.cuh"

@@ -1,0 +1,51 @@
+"""Runs every path of the CUDA kernels once, on small shapes: compute-sanitizer watches (tests/gpu.sh)."""
+
+from __future__ import annotations
+
+import itertools
+import os
+
+os.environ["LORA_MERGE_BACKEND"] = "cuda"
+
+import torch
+from helpers import LAYOUTS, assert_accurate, make_segment
+
+from lora_merge import Plan, Segment
+
+DEVICE = torch.device("cuda", 0)
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def main() -> None:
+    segments: list[Segment] = []
+    # Narrow and wide products, one chunk of the rank and several, staged and direct, whole tiles and edges.
+    for (base, out), adapters, rank in itertools.product(
+        ((BF16, BF16), (FP32, BF16), (BF16, FP32), (FP16, FP16)), (BF16, FP32), (16, 24, 33, 128, 512)
+    ):
+        for rows, cols in ((72, 128), (37, 91)):
+            segments.append(make_segment("shapes", rows, cols, rank, (base, out, adapters, adapters), DEVICE))
+    for layout in LAYOUTS:
+        segments.append(make_segment(layout, 40, 72, 20, (BF16,) * 4, DEVICE, layouts=(layout,) * 4))
+        segments.append(make_segment("convert", 3, 9000, 0, (FP32, BF16, BF16, BF16), DEVICE))
+    for group in (segments, *([s] for s in segments[::9])):  # as a table on the device, and as a kernel argument
+        Plan(group).run()
+        for s in group:
+            assert_accurate(s, s.destination)
+        Plan(group).run(rounding="stochastic", seed=1)
+    for dtype, layout in itertools.product((torch.uint8, torch.int16, FP32, torch.int64), LAYOUTS):
+        copy = make_segment(layout, 40, 72, 0, (FP32,) * 4, DEVICE)
+        source = copy.source.to(dtype)
+        target = torch.empty(72, 40, dtype=dtype, device=DEVICE).t()
+        Plan([Segment("bits", source, target), Segment("run", source, torch.empty_like(source))]).run()
+        assert torch.equal(source, target)
+    for rank in (8, 40, 512):
+        s = make_segment("norms", 70, 200, rank, (BF16, BF16, FP32, FP32), DEVICE)
+        scale = torch.rand(70, device=DEVICE)
+        plan = Plan([Segment("norms", s.source, s.destination, s.lora_A, s.lora_B, s.scaling, scale)])
+        plan.row_norms()
+        plan.run()
+    torch.cuda.synchronize()
+    print("all paths ran")
+
+
+main()
