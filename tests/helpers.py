@@ -14,7 +14,7 @@ from lora_merge.kernels import reference
 from lora_merge.segments import FLOATS
 
 # ---- tolerances ------------------------------------------------------------------------------------------------------
-# They follow from the arithmetic of docs/kernels: products at float32 accuracy or better, summed in float32, added to
+# They follow from the arithmetic that every backend keeps to: products at float32 accuracy or better, summed in float32, added to
 # the base in float32, rounded once.
 
 SUM_ERROR = 2.0**-23

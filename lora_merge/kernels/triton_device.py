@@ -36,7 +36,7 @@ KEY, FIRST, PITCH = tl.constexpr(segments.KEY), tl.constexpr(segments.FIRST), tl
 UNIT_BEGIN, UNITS_ACROSS = tl.constexpr(segments.UNIT_BEGIN), tl.constexpr(segments.UNITS_ACROSS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seed"])
 def run_table(
     table,
     unit_segment,
