@@ -93,6 +93,11 @@ class Loader:
         self._plans: dict[int, tuple[int, Plan]] = {}
         self._open: list[tuple[Any, Any]] = []
 
+    @property
+    def ties(self) -> bool:
+        """Whether some parameter has two names here (a head tied to the embedding)."""
+        return bool(_ties(self.model))
+
     def examine(self, table: Table) -> Examination:
         """The dry run; kept for as long as table and parameters stay the same. Nothing is written."""
         key = (table, tuple((p.data_ptr(), p.shape) for p in self.model.parameters()))
@@ -182,6 +187,7 @@ class Loader:
             metas = [(slot.name, slot.view(data)) for slots, data in zip(table, buckets, strict=True) for slot in slots]
             refused = _feed(self.model, capture, metas)
             missing, elements = _coverage(capture, ties)
+        refused |= _torn(capture, ties)
         layers = {id(layer) for root in roots for layer in root.modules()}
         staged_paths = {path for path, (_, owner) in tensors.items() if id(owner) in layers}
         copies, staged = [], []
@@ -241,9 +247,13 @@ class Loader:
 @contextmanager
 def _on_meta(roots: Sequence[nn.Module]) -> Iterator[None]:
     """Layers as they are at loading, on the meta device; their live tensors come back after."""
-    from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
+    from vllm.model_executor.model_loader.reload.layerwise import (
+        _get_original_loader,
+        _place_kernel_tensors,
+        get_layerwise_info,
+    )
     from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
-    from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers
+    from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers, get_layer_tensors
 
     opened = []
     try:
@@ -253,6 +263,10 @@ def _on_meta(roots: Sequence[nn.Module]) -> Iterator[None]:
             info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
             opened.append((layer, info))
             restore_layer_on_meta(layer, info)
+            for tensor in get_layer_tensors(layer).values():
+                # A reload before left its own loader on the recorded tensors, which passes over what it is given.
+                if hasattr(tensor, "weight_loader"):
+                    tensor.weight_loader = _get_original_loader(tensor)
         yield
     finally:
         for layer, info in opened:
@@ -348,6 +362,20 @@ def _feed(model: nn.Module, capture: _Capture, metas: list[tuple[str, Tensor]]) 
             except Exception as error:
                 refused[pair[0]] = f"{type(error).__name__}: {error}".split("\n")[0]
     return refused
+
+
+def _torn(capture: _Capture, ties: dict[str, str]) -> dict[str, str]:
+    """Tensors for one of two tied names where the other name gets a tensor of its own: the last one would win."""
+    names: dict[str, set[str]] = {}
+    for record in (record for records in capture.records for record in records):
+        names.setdefault(record.path, set()).add(record.name)
+    return {
+        name: f"the engine ties it to {', '.join(sorted(names[first]))}, but here an adapter changes only one of the two "
+        "(or they differ otherwise): start the engine with tie_word_embeddings=False"
+        for path, first in ties.items()
+        for name in names.get(path, set()) - names.get(first, set())
+        if first in names
+    }
 
 
 def _coverage(capture: _Capture, ties: dict[str, str]) -> tuple[list[str], tuple[int, int]]:

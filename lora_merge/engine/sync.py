@@ -554,14 +554,7 @@ def _problems(replica: _Replica, found: Sequence[Mapping[str, Any]]) -> list[str
     problems = [f"{where}{name} is refused: {why}" for answer in found for name, why in answer["refused"].items()]
     problems += [f"{where}nothing would fill {what}" for answer in found for what in answer["missing"]]
     surplus = set.intersection(*(set(answer["ignored"]) for answer in found))
-    for name in sorted(surplus):
-        reason = "the engine has no place for it"
-        if replica.workers[0]["tied"] and name.rpartition(".")[0].endswith(("lm_head", "embed_tokens")):
-            reason = (
-                "the engine ties it to the other embedding, but here an adapter changes only one of the two: start the "
-                "engine with tie_word_embeddings=False"
-            )
-        problems.append(f"{where}{name} is surplus: {reason}")
+    problems += [f"{where}{name} is surplus: the engine has no place for it" for name in sorted(surplus)]
     return list(dict.fromkeys(problems))
 
 

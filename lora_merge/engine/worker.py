@@ -83,6 +83,10 @@ class Side:
             self._sample = self._sampler(live_tensors(self.model))
             self._kernels = packed_kernels(self.model)
 
+    def evicted(self) -> None:
+        """The adapter is gone, the base is still what it was."""
+        self._state = State("base", self._state.version, self._state.base)
+
     def connect(self, session: str, channel: dict[str, Any]) -> None:
         """Open a channel to a trainer; the one before is closed."""
         if self.receiver is not None:
@@ -194,9 +198,8 @@ def _hello(worker: Any, side: Side) -> dict[str, Any]:
 
     lora = worker.vllm_config.lora_config
     sleeping = asleep()
-    if not sleeping and side._state.kind == "adapter" and ADAPTER_ID not in worker.list_loras():
-        side.settle(State("base", side._state.version, side._state.base))
-    text = worker.model_config.hf_config.get_text_config()
+    if side.state().kind == "adapter" and ADAPTER_ID not in worker.list_loras():
+        side.evicted()
     backend = type(getattr(worker, "weight_transfer_engine", None)).__name__
     return {
         "pid": os.getpid(),
@@ -207,7 +210,7 @@ def _hello(worker: Any, side: Side) -> dict[str, Any]:
         "backend": backend == LoraMergeWeightTransferEngine.__name__,
         "quantized": worker.model_config.quantization,
         "dtype": str(worker.model_config.dtype).removeprefix("torch."),
-        "tied": bool(getattr(text, "tie_word_embeddings", False)),
+        "tied": side.loader.ties,
         "lora": None if lora is None else {"max_rank": lora.max_lora_rank, "dtype": _lora_dtype(lora)},
         "asleep": sleeping,
         "session": None if side.receiver is None else side.receiver.session,

@@ -179,16 +179,19 @@ def _update(
 @triton.jit
 def _product(b, a, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
     """float32 `b @ a` over one block of the rank."""
-    total = tl.zeros([TILE_M, TILE_N], tl.float32)
+    large = tl.zeros([TILE_M, TILE_N], tl.float32)
     if a.dtype == b.dtype and a.dtype != tl.float32:
-        total = _dot(b, a, total, a.dtype)
+        return _dot(b, a, large, a.dtype)
     else:
+        # The matrix unit cuts what it adds, so small products do not join the large sum there.
+        small = tl.zeros([TILE_M, TILE_N], tl.float32)
         a_parts, b_parts = _split(a), _split(b)
-        for small in tl.static_range(2, -1, -1):
-            for part in tl.static_range(0, small + 1):
-                if small - part < len(a_parts) and part < len(b_parts):
-                    total = _dot(b_parts[part], a_parts[small - part], total, tl.bfloat16)
-    return total
+        for order in tl.static_range(2, 0, -1):
+            for part in tl.static_range(0, order + 1):
+                if order - part < len(a_parts) and part < len(b_parts):
+                    small = _dot(b_parts[part], a_parts[order - part], small, tl.bfloat16)
+        large = _dot(b_parts[0], a_parts[0], large, tl.bfloat16)
+        return tl.fma(small, 1.0, large)
 
 
 @triton.jit

@@ -1,0 +1,168 @@
+"""Real vLLM engines for tests: tiny models that vLLM serves on a CPU, and what they must answer."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+os.environ |= {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+
+import models  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from torch import nn  # noqa: E402
+from vllm import LLM, SamplingParams  # noqa: E402
+from vllm.config import WeightTransferConfig  # noqa: E402
+
+# vLLM wants head dimensions of 32 and more in float32.
+SIZES = models._SIZES | {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 256}
+MOE = {"head_dim": 32, "num_experts_per_tok": 2}
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def qwen2(tied: bool = True) -> nn.Module:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    return Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=tied))
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**SIZES))
+
+
+def qwen3() -> nn.Module:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    return Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=32))
+
+
+def mixtral() -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    return models.eager(MixtralForCausalLM(MixtralConfig(**SIZES | {"num_hidden_layers": 1}, num_local_experts=4)))
+
+
+def qwen3_moe() -> nn.Module:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = SIZES | MOE | {"num_hidden_layers": 1}
+    return models.eager(Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, num_experts=4, moe_intermediate_size=64)))
+
+
+def gemma4() -> nn.Module:
+    from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+
+    sizes = SIZES | {"head_dim": 32, "global_head_dim": 32, "vocab_size_per_layer_input": 256}
+    model = Gemma4ForCausalLM(Gemma4TextConfig(**sizes, hidden_size_per_layer_input=0))
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer.fill_(0.75)
+    return model
+
+
+def train(model: nn.Module, seed: int = 1, size: float = 0.05) -> None:
+    """Move the adapter as a step of an optimizer would."""
+    g = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.add_(torch.randn(parameter.shape, generator=g) * size)
+
+
+@contextmanager
+def engine(model: nn.Module, folder: Path, *, processes: bool = False, **options: Any) -> Iterator[LLM]:  # noqa: ANN401
+    """A vLLM engine of the model's architecture, with random weights unless `options` say otherwise.
+
+    Args:
+        folder: a checkpoint; where there is none, the model's base is saved there.
+    """
+    if not folder.exists():
+        save_base(model.get_base_model() if hasattr(model, "get_base_model") else model, folder)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if processes else "0"
+    llm = LLM(str(folder), **engine_options(model) | options)
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+        if not processes:
+            from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+            cleanup_dist_env_and_memory()
+
+
+def engine_options(model: nn.Module) -> dict[str, Any]:
+    dtype = next(model.parameters()).dtype
+    return {
+        "dtype": str(dtype).removeprefix("torch."),
+        "enforce_eager": True,
+        "skip_tokenizer_init": True,
+        "max_model_len": 64,
+        "max_num_seqs": 8,
+        "load_format": "dummy",
+        "weight_transfer_config": WeightTransferConfig(backend="lora_merge"),
+    }
+
+
+def save_base(base: nn.Module, folder: Path) -> None:
+    """The base in HF format, without what PEFT injected into it."""
+    import lora_merge.weights
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True)
+    base.config.architectures = [type(base).__name__]
+    base.config.save_pretrained(folder)
+    stream = lora_merge.weights.MergedWeights(base, adapters=False)
+    save_file({name: t.contiguous().clone() for name, t in stream}, folder / "model.safetensors", {"format": "pt"})
+
+
+def prompts(count: int = 4, seed: int = 3) -> list[list[int]]:
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, 256, (12,), generator=g).tolist() for _ in range(count)]
+
+
+GREEDY = SamplingParams(temperature=0, max_tokens=10, logprobs=1, detokenize=False, ignore_eos=True)
+
+
+def assert_answers(
+    outputs: Sequence[Any], model: nn.Module, asked: Sequence[Sequence[int]] | None = None, tolerance: float = 5e-6
+) -> None:
+    """Greedy tokens and their log-probs are the trainer's own, adapter counted once.
+
+    The tolerance is for float32: log-probs of a few units out of sums over a few hundred products, each engine in its
+    own order: some ten roundings of 2^-24 times 10.
+    """
+    for prompt, output in zip(asked or prompts(), outputs, strict=True):
+        answer = list(output.outputs[0].token_ids)
+        with torch.no_grad():
+            logp = model(torch.tensor([[*prompt, *answer]])).logits[0].float().log_softmax(-1)[len(prompt) - 1 : -1]
+        got = [step[token].logprob for step, token in zip(output.outputs[0].logprobs, answer, strict=True)]
+        wanted = logp.gather(-1, torch.tensor(answer)[:, None]).squeeze(-1)
+        assert logp.argmax(-1).tolist() == answer, f"greedy tokens differ for the prompt {prompt}"
+        assert (torch.tensor(got) - wanted).abs().max() < tolerance, (got, wanted.tolist())
+
+
+def ask(llm: LLM, lora: Any = None, asked: Sequence[Sequence[int]] | None = None) -> list[Any]:  # noqa: ANN401
+    requests = [{"prompt_token_ids": list(p)} for p in asked or prompts()]
+    return llm.generate(requests, GREEDY, use_tqdm=False, lora_request=lora)
+
+
+@pytest.fixture(autouse=True)
+def no_leftovers() -> Iterator[None]:
+    """Nothing of ours stays in shared memory."""
+    yield
+    assert not list(Path("/dev/shm").glob("lora_merge-*"))
