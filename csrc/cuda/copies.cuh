@@ -48,7 +48,7 @@ __device__ __forceinline__ void copy_rows(char* to, const char* from, int rows, 
            __ldcs(reinterpret_cast<const uint4*>(from + r * from_pitch) + v));
 }
 
-static __device__ __noinline__ void copy_unit(const Segment& s, int unit) {
+__device__ __forceinline__ void copy_unit(const Segment& s, int unit) {
   const int64_t width = s.rows == 1 ? kRawCols1 : kRawCols;
   const int64_t local = unit - s.unit_begin, down = local / s.units_across;
   const int64_t col = (local - down * s.units_across) * width, cols = min(width, s.cols - col);

@@ -49,16 +49,11 @@ __global__ void __launch_bounds__(kThreads, 2) merge_kernel(const __grid_constan
   uint32_t slot = 0;
   const auto after = [&](uint32_t at) { return at + slot_bytes == ring_bytes ? 0 : at + slot_bytes; };
 
-  const int n_all = launch.n_units + launch.n_raw_units;
-  for (int n = 0, unit = units[0]; unit < n_all; unit = units[++n]) {
+  int n = 0, unit = units[0];
+  for (; unit < launch.n_units; unit = units[++n]) {
     const Segment& s = segments_of(launch)[segment_of(launch, unit)];
     __syncthreads();  // the last unit's A is no longer read
     if (threadIdx.x == 0) units.fetch(n + 1);
-    if (unit >= launch.n_units) {
-      copy_unit(s, unit);
-      __syncthreads();
-      continue;
-    }
     const Walk walk(launch, s, unit);
     const int rank = s.rank, chunks = (rank + kChunk - 1) / kChunk, steps = walk.steps;
     const int staged = staged_steps<Source, Destination>(s, walk);
@@ -189,6 +184,13 @@ __global__ void __launch_bounds__(kThreads, 2) merge_kernel(const __grid_constan
     }
   }
 
+  // Copies of raw bits are numbered after all merging.
+  for (; unit < launch.n_units + launch.n_raw_units; unit = units[++n]) {
+    __syncthreads();  // all have read this unit's number
+    if (threadIdx.x == 0) units.fetch(n + 1);
+    copy_unit(segments_of(launch)[segment_of(launch, unit)], unit);
+    __syncthreads();
+  }
   units.close();
 }
 
