@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "kernel.h"
@@ -17,6 +18,7 @@ namespace lora_merge::cpu {
 namespace {
 
 constexpr int64_t kCopyBytes = 1 << 20;  // of one unit of a copy
+constexpr int64_t kCopyTile = 128;       // rows and columns of one whose elements lie apart: lines stay in the cache
 
 const Kernels& choose() {
   std::vector<const Kernels*> usable;
@@ -59,14 +61,17 @@ struct Cut {
   int64_t units(const Segment& s) const { return divide_up(s.rows, rows) * across(s); }
 };
 
+bool is_runs(const Segment& s) { return s.source_stride[1] == 1 && s.destination_stride[1] == 1; }
+
 Cut merge_cut(const Segment& s) {
   if (!is_raw(s)) return {unit_rows(s.rank), kUnitCols};
+  if (!is_runs(s)) return {kCopyTile, kCopyTile};
   const int64_t budget = kCopyBytes / raw_size(s);
   const int64_t cols = std::min(s.cols, budget);
-  return {std::max<int64_t>(1, budget / std::max<int64_t>(1, cols)), std::max<int64_t>(1, cols)};
+  return {budget / cols, cols};
 }
 
-Cut row_cut(const Segment& s) { return {unit_rows(s.rank), std::max<int64_t>(1, s.cols)}; }
+Cut row_cut(const Segment& s) { return {unit_rows(s.rank), s.cols}; }
 
 // Runs `work(unit, scratch)` for every unit of every segment. Threads take the next unit when they are done with one,
 // so that a slow core holds up nobody. Which thread does a unit changes nothing in its result.
@@ -99,7 +104,7 @@ void copy_elements(const Unit& unit) {
   for (int64_t i = unit.row; i < unit.row + unit.rows; ++i) {
     const T* from = reinterpret_cast<const T*>(s.source) + i * from_step[0] + unit.col * from_step[1];
     T* to = reinterpret_cast<T*>(s.destination) + i * to_step[0] + unit.col * to_step[1];
-    if (from_step[1] == 1 && to_step[1] == 1) {
+    if (is_runs(s)) {
       std::memcpy(to, from, unit.cols * sizeof(T));
     } else {
       for (int64_t j = 0; j < unit.cols; ++j) to[j * to_step[1]] = from[j * from_step[1]];

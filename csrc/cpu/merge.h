@@ -142,8 +142,21 @@ struct Factors {
   }
 };
 
+// A unit's part of a matrix.
+template <class T>
+struct View {
+  T* corner;
+  int64_t step[2];
+
+  View(int64_t address, const int64_t* stride, const Unit& unit)
+      : corner(reinterpret_cast<T*>(address) + unit.row * stride[0] + unit.col * stride[1]),
+        step{stride[0], stride[1]} {}
+
+  T* at(int64_t i, int64_t j) const { return corner + i * step[0] + j * step[1]; }
+};
+
 // Goes over a unit: `sink.take(i, j, rows, cols, factors)` gets the tile at (i, j), counted from the unit's corner, of
-// which rows x cols are inside; `sink.soon(i, j)` is told one row of tiles ahead.
+// which rows x cols are inside. The source, `sink.w`, is asked for one row of tiles ahead.
 template <class Sink>
 void sweep(const Unit& unit, Scratch& m, const Sink& sink) {
   const Segment& s = *unit.segment;
@@ -157,7 +170,8 @@ void sweep(const Unit& unit, Scratch& m, const Sink& sink) {
     for (int64_t i = 0; i < unit.rows; i += kTileRows) {
       const int64_t rows = unit.rows - i < kTileRows ? unit.rows - i : kTileRows;
       for (int64_t j = j0; j < end; j += kPanel) {
-        sink.soon(i + kTileRows, j);
+#pragma GCC unroll 16
+        for (int l = 0; l < kTileRows; ++l) prefetch(sink.w.at(i + kTileRows + l, j));
         sink.take(i, j, rows, end - j < kPanel ? end - j : kPanel,
                   Factors{m.a + (j - j0) * rank, m.b + i * width, rank, m.sums});
       }
@@ -244,45 +258,32 @@ inline void store_rounded(Out* to, F x, Words random) {
 
 inline float scaling_of(const Segment& s) { return s.rank > 0 ? static_cast<float>(s.scaling) : 1; }
 
-template <class T>
-inline T* corner(int64_t address, const int64_t* stride, const Unit& unit) {
-  return reinterpret_cast<T*>(address) + unit.row * stride[0] + unit.col * stride[1];
-}
 
 // Writes round(scale * (w + scaling * sums)).
 template <class W, class Out, bool kStochastic>
 struct Merge {
-  const W* w;  // the unit's corner
-  Out* to;
+  View<const W> w;
+  View<Out> to;
   const float* row_scale;
-  int64_t w_step[2], step[2];
   F scaling;
   bool adjacent;  // elements of a row, in source and destination
   uint64_t key, first, pitch[2];
   Offsets offsets;
 
-  Merge(const Unit& unit, uint64_t seed)
-      : w(corner<const W>(unit.segment->source, unit.segment->source_stride, unit)),
-        to(corner<Out>(unit.segment->destination, unit.segment->destination_stride, unit)),
-        row_scale(unit.segment->row_scale ? reinterpret_cast<const float*>(unit.segment->row_scale) + unit.row : 0),
-        w_step{unit.segment->source_stride[0], unit.segment->source_stride[1]},
-        step{unit.segment->destination_stride[0], unit.segment->destination_stride[1]},
-        scaling(set(scaling_of(*unit.segment))),
-        adjacent(w_step[1] == 1 && step[1] == 1),
-        key(unit.segment->key ^ seed),
-        first(unit.segment->first + unit.row * unit.segment->pitch[0] + unit.col * unit.segment->pitch[1]),
-        pitch{static_cast<uint64_t>(unit.segment->pitch[0]), static_cast<uint64_t>(unit.segment->pitch[1])},
+  Merge(const Segment& s, const Unit& unit, uint64_t seed)
+      : w(s.source, s.source_stride, unit),
+        to(s.destination, s.destination_stride, unit),
+        row_scale(s.row_scale ? reinterpret_cast<const float*>(s.row_scale) + unit.row : nullptr),
+        scaling(set(scaling_of(s))),
+        adjacent(w.step[1] == 1 && to.step[1] == 1),
+        key(s.key ^ seed),
+        first(s.first + unit.row * s.pitch[0] + unit.col * s.pitch[1]),
+        pitch{static_cast<uint64_t>(s.pitch[0]), static_cast<uint64_t>(s.pitch[1])},
         offsets(pitch[1]) {}
 
-  void soon(int64_t i, int64_t j) const {
-    const W* from = w + i * w_step[0] + j * w_step[1];
-#pragma GCC unroll 16
-    for (int l = 0; l < kTileRows; ++l) prefetch(from + l * w_step[0]);
-  }
-
   void take(int64_t i, int64_t j, int64_t rows, int64_t cols, Factors f) const {
-    const W* from = w + i * w_step[0] + j * w_step[1];
-    Out* here = to + i * step[0] + j * step[1];
+    const W* from = w.at(i, j);
+    Out* here = to.at(i, j);
     const float* scale = row_scale ? row_scale + i : nullptr;
     const uint64_t index = first + i * pitch[0] + j * pitch[1];
     if (adjacent && rows == kTileRows && cols == kPanel) {
@@ -298,7 +299,7 @@ struct Merge {
   // The last block of a tile that lies inside, from registers to memory.
   __attribute__((noinline)) void finish_tile(const Factors& f, bool one_block, const W* from, Out* here,
                                              const float* scale, uint64_t index) const {
-    const int64_t w_step = this->w_step[0], step = this->step[0];
+    const int64_t w_step = w.step[0], step = to.step[0];
     const F scaling = this->scaling;
     F t[kTileRows][2];
     multiply(f.a, f.b, f.rank, f.rank > 0 ? 0.0f : -0.0f, t);
@@ -338,15 +339,15 @@ struct Merge {
 
   __attribute__((noinline)) void finish_part(const W* from, Out* here, int64_t rows, int64_t cols, const float* sums,
                                            const float* scale, uint64_t index) const {
-    for (int64_t l = 0; l < rows; ++l, from += w_step[0], here += step[0], sums += kPanel, index += pitch[0]) {
+    for (int64_t l = 0; l < rows; ++l, from += w.step[0], here += to.step[0], sums += kPanel, index += pitch[0]) {
       const F factor = set(scale ? scale[l] : 1);
       W some[kPanel];
       Out done[kPanel];
-      gather(from, w_step[1], cols, some);
+      gather(from, w.step[1], cols, some);
       const F x[2] = {quiet(mul(fma(scaling, load(sums), load(some)), factor)),
                       quiet(mul(fma(scaling, load(sums + kLanes), load(some + kLanes)), factor))};
       put(done, x, index);
-      scatter(done, here, step[1], cols);
+      scatter(done, here, to.step[1], cols);
     }
   }
 };
@@ -354,9 +355,9 @@ struct Merge {
 template <class W, class Out>
 void merge_as(const Unit& unit, bool stochastic, uint64_t seed, Scratch& scratch) {
   if constexpr (sizeof(Out) == 2) {  // a float32 output drops nothing
-    if (stochastic) return sweep(unit, scratch, Merge<W, Out, true>(unit, seed));
+    if (stochastic) return sweep(unit, scratch, Merge<W, Out, true>(*unit.segment, unit, seed));
   }
-  sweep(unit, scratch, Merge<W, Out, false>(unit, seed));
+  sweep(unit, scratch, Merge<W, Out, false>(*unit.segment, unit, seed));
 }
 
 template <class W>
@@ -376,16 +377,25 @@ void merge(const Unit& unit, bool stochastic, uint64_t seed, Scratch& scratch) {
   }
 }
 
+inline void add_squares(const float* values, double* to) {
+  typedef float Floats __attribute__((vector_size(4 * kLanes)));
+  typedef double Doubles __attribute__((vector_size(8 * kLanes)));
+  Floats value;
+  Doubles sum;
+  __builtin_memcpy(&value, values, sizeof value);
+  __builtin_memcpy(&sum, to, sizeof sum);
+  const Doubles wide = __builtin_convertvector(value, Doubles);
+  sum += wide * wide;
+  __builtin_memcpy(to, &sum, sizeof sum);
+}
+
 // Squared norms of rows: kNormLanes float64 sums a row, each of the columns equal mod kNormLanes, added in order at
 // the end. The square of a float32 is exact in float64, so it makes no difference whether it is fused with the sum.
 template <class W>
 struct Norms {
-  const W* w;
-  int64_t w_step[2];
+  View<const W> w;
   F scaling;
   double (*partial)[kNormLanes];
-
-  void soon(int64_t, int64_t) const {}
 
   void take(int64_t i, int64_t j, int64_t rows, int64_t cols, Factors f) const {
     f.sum_all();
@@ -393,11 +403,10 @@ struct Norms {
     for (int64_t l = 0; l < rows; ++l, sums += kPanel) {
       W some[kPanel];
       float values[kPanel];
-      gather(w + (i + l) * w_step[0] + j * w_step[1], w_step[1], cols, some);
+      gather(w.at(i + l, j), w.step[1], cols, some);
       store(values, fma(scaling, load(sums), load(some)), fma(scaling, load(sums + kLanes), load(some + kLanes)));
       for (int64_t e = cols; e < kPanel; ++e) values[e] = 0;
-      double* to = partial[i + l];
-      for (int64_t e = 0; e < kPanel; ++e) to[(j + e) % kNormLanes] += static_cast<double>(values[e]) * values[e];
+      for (int64_t h = 0; h < kPanel; h += kLanes) add_squares(values + h, partial[i + l] + (j + h) % kNormLanes);
     }
   }
 };
@@ -405,11 +414,10 @@ struct Norms {
 template <class W>
 void row_norms_from(const Unit& unit, double* out, Scratch& scratch) {
   const Segment& s = *unit.segment;
-  const W* w = corner<const W>(s.source, s.source_stride, unit);
   for (int64_t i = 0; i < unit.rows; ++i) {
     for (double& x : scratch.norms[i]) x = 0;
   }
-  sweep(unit, scratch, Norms<W>{w, {s.source_stride[0], s.source_stride[1]}, set(scaling_of(s)), scratch.norms});
+  sweep(unit, scratch, Norms<W>{{s.source, s.source_stride, unit}, set(scaling_of(s)), scratch.norms});
   for (int64_t i = 0; i < unit.rows; ++i) {
     out[i] = 0;
     for (const double x : scratch.norms[i]) out[i] += x;
