@@ -14,8 +14,8 @@ from lora_merge.kernels import reference
 from lora_merge.segments import FLOATS
 
 # ---- tolerances ------------------------------------------------------------------------------------------------------
-# They follow from the arithmetic that every backend keeps to: products at float32 accuracy or better, summed in float32, added to
-# the base in float32, rounded once.
+# They follow from the arithmetic that every backend keeps to: products at float32 accuracy or better, summed in
+# float32, added to the base in float32, rounded once.
 
 SUM_ERROR = 2.0**-23
 """of |W| + |out|: the float32 addition, and the rounding of the update before it, round to 2^-24 each."""
