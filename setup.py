@@ -1,7 +1,7 @@
 """Builds the compiled extension lora_merge._C; everything else about the package is in pyproject.toml.
 
-csrc/library.cpp and csrc/cpu are always compiled; csrc/library_cuda.cpp and csrc/cuda where torch was built for CUDA and
-nvcc is found.
+csrc/library.cpp and csrc/cpu are always compiled; csrc/library_cuda.cpp and csrc/cuda where torch was built for CUDA
+and nvcc is found.
 `LORA_MERGE_BUILD=0` installs without the extension; `TORCH_CUDA_ARCH_LIST` ("8.0;9.0") names GPU architectures.
 """
 
