@@ -78,11 +78,15 @@ def assert_accurate(s: Segment, out: Tensor, *, stochastic: bool = False) -> Non
 
 
 def assert_correctly_rounded(s: Segment, out: Tensor) -> None:
-    """The share of elements equal to the rounded exact result."""
-    right = reference.round_once(exact(s), out.dtype) == out
-    share = right.double().mean().item()
-    wanted = CORRECTLY_ROUNDED[out.dtype]
-    assert share >= wanted, f"{s.name}: {share:.6%} of the elements are correctly rounded, wanted {wanted:.2%}"
+    """The share of elements equal to the rounded exact result; what a small sample may miss by chance is allowed.
+
+    Misses at the allowed rate are a Poisson count: mean m, standard deviation sqrt(m), and four of those on top. The
+    benchmark holds the share itself, over billions of elements (`misrounded`).
+    """
+    missed = int((reference.round_once(exact(s), out.dtype) != out).sum())
+    mean = (1 - CORRECTLY_ROUNDED[out.dtype]) * out.numel()
+    most = mean + 4 * mean**0.5
+    assert missed <= most, f"{s.name}: {missed} of {out.numel()} elements are not correctly rounded, at most {most:.1f}"
 
 
 def bits(t: Tensor) -> Tensor:

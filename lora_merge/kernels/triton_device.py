@@ -6,8 +6,8 @@ Accuracy: the rank is taken in blocks of BLOCK_K, in order, padded with zeros, i
 bits depend on its row of lora_B, its column of lora_A and its weight alone. Matrix units cut off the low bits of their
 running sum; each block is therefore summed apart, from zero, and then added with rounding: the error stays at the size
 of a block. A pair of bf16 or of fp16 adapters multiplies exactly. All others are split into bf16 parts of 8 bits, which
-add up to the values exactly; of the products of parts those below 2^-21 are left out (they take either sign), and the
-small ones have a sum of their own.
+add up to the values exactly; of the products of parts those below 2^-21 are left out (they take either sign), the rest
+is summed small ones first.
 """
 
 # A kernel's arguments are tiles and pointers without types of their own; DTYPE and the like are no constants to ruff.
