@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import urllib.error
 import urllib.parse
@@ -15,6 +16,10 @@ from ..errors import InvalidInput, PushRefused
 _T = TypeVar("_T")
 TIMEOUT_S = 600
 """Seconds that a control call over HTTP may take."""
+
+
+class NoRoute(RuntimeError):
+    """A server does not know a route."""
 
 
 class Control:
@@ -63,6 +68,11 @@ class Control:
         """Map the memory of a sleeping engine again: "weights" or "kv_cache"."""
         await self._call("wake_up", tags=[tag])
 
+    async def label(self, version: str) -> None:
+        """Tell the engine what its weights are called: vLLM 0.32 notes on every output which tokens came from which."""
+        if hasattr(self.engine.llm_engine, "set_weight_version"):
+            self.engine.llm_engine.set_weight_version(version)
+
     async def reset_prefix_cache(self, running: bool, connector: bool) -> bool:
         """Forget cached blocks; `running` preempts requests that hold some. Whether it worked."""
         return bool(await self._call("reset_prefix_cache", running, connector))
@@ -95,6 +105,10 @@ class AsyncControl(Control):
 
     async def resume(self) -> None:
         await self._call("resume_generation")
+
+    async def label(self, version: str) -> None:
+        if hasattr(self.engine, "update_weight_version"):
+            await self._call("update_weight_version", version)
 
     async def reset_media_caches(self) -> None:
         await self._call("reset_encoder_cache")
@@ -158,6 +172,10 @@ class HttpControl(Control):
     async def wake(self, tag: str) -> None:
         self._post("wake_up", tags=tag)
 
+    async def label(self, version: str) -> None:
+        with contextlib.suppress(NoRoute):  # vLLM 0.26 keeps no versions
+            self._post("update_weight_version", body={"new_version": version})
+
     async def reset_prefix_cache(self, running: bool, connector: bool) -> bool:
         query = {"reset_running_requests": str(running).lower(), "reset_external": str(connector).lower()}
         return bool(self._post("reset_prefix_cache", **query).get("success", True))
@@ -181,7 +199,7 @@ class HttpControl(Control):
         except urllib.error.HTTPError as error:
             detail = error.read().decode(errors="replace")[:2000]
             if error.code == 404:
-                detail = "no such route: start the server with VLLM_SERVER_DEV_MODE=1"
+                raise NoRoute(f"{request.full_url}: start the server with VLLM_SERVER_DEV_MODE=1") from error
             raise RuntimeError(f"{request.full_url} answered {error.code}: {detail}") from error
         return json.loads(text) if text else {}
 

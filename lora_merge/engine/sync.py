@@ -226,6 +226,7 @@ class VllmSync:
         with _timed(seconds, "caches"):
             for replica in live:
                 await self._attempt(replica, self._reset_caches(replica))
+                await self._attempt(replica, replica.control.label(f"{report.mode}@{report.version}"))
         with _timed(seconds, "resume"):
             await self._resume(replicas)
         if any(r.error for r in replicas):

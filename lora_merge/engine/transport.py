@@ -157,7 +157,7 @@ class Sender:
             if (replica, w) in self._channels:
                 assert self._mailbox is not None
                 channel |= {"mailbox": self._mailbox[0], "words": len(self._mailbox[1]) // 8}
-                channel |= {"index": self._channels[replica, w]}
+                channel |= {"index": self._channels[replica, w], "pid": os.getpid()}
             if kind == "shm":
                 channel["data"] = self._data[0]
             elif kind == "ipc":
@@ -268,7 +268,7 @@ class Receiver:
             words = channel["words"]
             mailbox = torch.from_file(_checked(channel["mailbox"]), shared=True, size=8 * words, dtype=torch.uint8)
             self._box = mailbox.view(torch.int64).numpy()
-            self._index = _CHANNELS + 2 * channel["index"]
+            self._index, self._trainer = _CHANNELS + 2 * channel["index"], channel["pid"]
         if self.kind == "shm":
             data = torch.from_file(_checked(channel["data"]), shared=True, size=2 * size, dtype=torch.uint8)
             self._buffers = list(data.split(size))
@@ -305,6 +305,8 @@ class Receiver:
             while self._box[_FILLED] <= index:
                 if self._box[_ABORTED]:
                     raise TransferAborted("the trainer gave up in the middle of a push")
+                if pause >= 2e-4 and not Path(f"/proc/{self._trainer}").exists():
+                    raise TransferAborted("the trainer died in the middle of a push")
                 time.sleep(pause)
                 pause = min(pause + 2e-6, 2e-4)
             yield index, self._buffers[index % 2][: self._nbytes]

@@ -1,0 +1,278 @@
+"""Engines in other processes: shared memory, tensor parallelism, HTTP, AsyncLLM, Ray, replicas."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import engines
+import models
+import pytest
+import torch
+from engines import GREEDY, ask, assert_answers, engine, train
+from vllm import SamplingParams
+
+from lora_merge import InvalidInput, PushFailed, PushRefused, VllmSync
+from lora_merge.engine.transport import Sender
+from lora_merge.verify import coverage
+from lora_merge.weights import Filler
+
+DENSE = {"target_modules": engines.LINEARS}
+pytestmark = pytest.mark.usefixtures("no_leftovers")
+no_leftovers = engines.no_leftovers
+
+
+@pytest.fixture
+def single_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+
+
+def test_tensor_parallel_workers_each_take_what_is_theirs(tmp_path: Path, single_cores: None) -> None:
+    """gate and up were split wrongly under TP by a peer."""
+    model = models.with_lora(engines.qwen2, **DENSE)
+    options = {"tensor_parallel_size": 2, "enable_lora": True, "max_lora_rank": 8}
+    with engine(model, tmp_path / "base", processes=True, **options) as llm:
+        sync = VllmSync(model, llm, bucket_bytes=1 << 17)
+        for step, mode in enumerate(["merged", "adapter", "adapter", "merged"]):
+            train(model, step)
+            report = sync.push(mode=mode, verify=step < 2)
+            assert report.transports == ("shm",)
+            assert_answers(ask(llm, sync.lora_request()), model)
+        assert [c.complete for c in coverage(llm)] == [True, True]
+
+
+def test_another_process_and_a_trainer_that_breaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = models.with_lora(engines.mixtral, target_modules=["q_proj"], target_parameters=engines.EXPERTS)
+    with engine(model, tmp_path / "base", processes=True) as llm:
+        sync = VllmSync(model, llm, bucket_bytes=1 << 17)
+        sync.push(verify=True)
+        assert_answers(ask(llm), model)
+        fill = Filler.fill
+
+        def broken(self: Filler, index: int, *args: Any) -> None:  # noqa: ANN401
+            if index == 3:
+                raise RuntimeError("injected")
+            fill(self, index, *args)
+
+        monkeypatch.setattr(Filler, "fill", broken)
+        with pytest.raises(PushFailed, match="injected"):
+            sync.push()
+        assert sync.states()[0].kind == "dirty"
+        monkeypatch.undo()
+        newcomer = VllmSync(model, llm, bucket_bytes=1 << 18)  # a trainer that resumed takes over
+        train(model)
+        assert newcomer.push().version == 2
+        assert_answers(ask(llm), model)
+        monkeypatch.setattr(Sender, "serve", serve_damaged)
+        with pytest.raises(PushFailed):
+            newcomer.push(verify=True)
+        assert newcomer.states()[0].kind == "dirty"
+
+
+def serve_damaged(sender: Sender, source: Any, run: Any, gone: Any) -> None:  # noqa: ANN401
+    """As `Sender.serve`, by a transport that flips a bit on the way."""
+    assert sender._box is not None
+    for index in range(len(source.table)):
+        source.fill(index, sender.buffers[index % 2][: sender.nbytes], run)
+        sender.buffers[index % 2][100] ^= 1
+        sender._box[0] = index + 1
+        while sender._box[2] <= index and not gone():
+            time.sleep(1e-3)
+
+
+class Server:
+    """A real `vllm serve` on this machine."""
+
+    def __init__(self, folder: Path, log: Path) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--port"]
+        command += [str(self.port), "--host", "127.0.0.1", "--enforce-eager", "--skip-tokenizer-init"]
+        command += ["--load-format", "dummy", "--max-model-len", "64", "--dtype", "float32", "--enable-scale-out"]
+        command += ["--weight-transfer-config", json.dumps({"backend": "lora_merge"}), "--max-num-seqs", "8"]
+        environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+        self.log = log.open("w")
+        self.process = subprocess.Popen(command, env=environment, stdout=self.log, stderr=self.log, start_new_session=True)
+
+    def wait(self) -> None:
+        end = time.monotonic() + 120
+        while time.monotonic() < end and self.process.poll() is None:
+            try:
+                urllib.request.urlopen(f"{self.url}/health", timeout=2)
+                return
+            except OSError:
+                time.sleep(0.3)
+        raise AssertionError(f"the server did not come up: {Path(self.log.name).read_text()[-3000:]}")
+
+    def generate(self, prompt: list[int]) -> list[int]:
+        body = {"token_ids": prompt, "sampling_params": {"temperature": 0, "max_tokens": 10, "ignore_eos": True}}
+        request = urllib.request.Request(
+            f"{self.url}/inference/v1/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return json.loads(response.read())["choices"][0]["token_ids"]
+
+    def close(self) -> None:
+        os.killpg(self.process.pid, signal.SIGTERM)
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait(20)
+        self.log.close()
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
+    folder = tmp_path_factory.mktemp("servers")
+    engines.save_base(engines.qwen2(), folder / "base")
+    servers = [Server(folder / "base", folder / f"{i}.log") for i in range(2)]
+    try:
+        for server in servers:
+            server.wait()
+        yield servers
+    finally:
+        for server in servers:
+            server.close()
+
+
+def greedy(model: torch.nn.Module, prompt: list[int]) -> list[int]:
+    ids = list(prompt)
+    with torch.no_grad():
+        for _ in range(10):
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+def test_two_replicas_over_http(servers: list[Server]) -> None:
+    model = models.with_lora(engines.qwen2, **DENSE)
+    sync = VllmSync(model, [server.url for server in servers], bucket_bytes=1 << 17)
+    for step in range(2):
+        train(model, step)
+        report = sync.push(verify=step == 0)
+        assert report.transports == ("shm",)
+        for prompt in engines.prompts():
+            wanted = greedy(model, prompt)
+            assert [server.generate(prompt) for server in servers] == [wanted, wanted]
+    with pytest.raises(PushRefused, match='(?s)API server does not know.*mode="merged"'):
+        sync.push(mode="adapter")
+    sync.push(mode="merged")
+
+
+def test_one_replica_fails_and_the_other_is_valid(servers: list[Server], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = models.with_lora(engines.qwen2, seed=4, **DENSE)
+    sync = VllmSync(model, [server.url for server in servers], bucket_bytes=1 << 17)
+    sync.push()
+    failing = sync._controls[1]
+
+    async def broken() -> None:
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(failing, "start", broken)
+    train(model)
+    with pytest.raises(PushFailed, match=r"engine 1 is dirty: RuntimeError: injected; engine 0 is valid"):
+        sync.push()
+    assert [state.kind for state in sync.states()] == ["merged", "dirty"]
+    prompt = engines.prompts()[0]
+    assert servers[0].generate(prompt) == greedy(model, prompt)
+    monkeypatch.undo()
+    sync.push()
+    assert [server.generate(prompt) for server in servers] == [greedy(model, prompt)] * 2
+
+
+def test_a_users_pause_stays(servers: list[Server]) -> None:
+    sync = VllmSync(engines.qwen2(), servers[0].url)
+    control = sync._controls[0]
+    control._post("pause", mode="keep")  # type: ignore[attr-defined]
+    sync.push()
+    assert control._get("is_paused")["is_paused"], "the user paused and did not ask to go on"  # type: ignore[attr-defined]
+    control._post("resume")  # type: ignore[attr-defined]
+    sync.push()
+    assert not control._get("is_paused")["is_paused"]  # type: ignore[attr-defined]
+
+
+def test_pushes_while_an_async_engine_generates_for_training_and_evaluation(tmp_path: Path) -> None:
+    """No request is lost, and none mixes versions without saying so."""
+    from vllm import AsyncEngineArgs, AsyncLLM
+
+    model = models.with_lora(engines.qwen2, **DENSE)
+    engines.save_base(model.get_base_model(), tmp_path / "base")
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+
+    async def scenario() -> None:
+        options = engines.engine_options(model) | {"enable_lora": True, "max_lora_rank": 8, "max_model_len": 256}
+        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(str(tmp_path / "base"), **options))
+        try:
+            sync = VllmSync(model, llm, bucket_bytes=1 << 17)
+            with pytest.raises(InvalidInput, match="apush"):
+                sync.push()
+            await sync.apush()
+
+            async def request(kind: str, number: int, tokens: int) -> Any:  # noqa: ANN401
+                sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=1)
+                prompt = {"prompt_token_ids": engines.prompts(8)[number % 8]}
+                async for output in llm.generate(prompt, sampling, f"{kind}-{number}", lora_request=sync.lora_request()):
+                    last = output
+                return last
+
+            running = [asyncio.create_task(request("train", i, 150)) for i in range(6)]
+            running += [asyncio.create_task(request("eval", i, 60)) for i in range(6)]
+            await asyncio.sleep(0.3)
+            for step in range(3):
+                train(model, step)
+                await sync.apush(mode="merged")
+                await asyncio.sleep(0.1)
+            outputs = await asyncio.gather(*running)
+            assert [len(o.outputs[0].token_ids) for o in outputs] == [150] * 6 + [60] * 6
+            known = {f"merged@{version}" for version in range(1, 5)}
+            mixed = 0
+            for output in outputs:
+                spans = output.outputs[0].weight_versions
+                assert spans, "vLLM says which tokens came from which version"
+                assert {span.version if hasattr(span, "version") else span[0] for span in spans} <= known
+                mixed += len(spans) > 1
+            assert mixed, "the scenario kept requests over a push"
+            quiet = await asyncio.gather(*(request("quiet", i, 10) for i in range(4)))
+            assert_answers(quiet, model)
+            await sync.apush(mode="adapter")
+            assert_answers(await asyncio.gather(*(request("adapter", i, 10) for i in range(4))), model)
+        finally:
+            llm.shutdown()
+
+    asyncio.run(scenario())
+
+
+def test_a_ray_actor(tmp_path: Path) -> None:
+    import ray
+    from vllm import LLM
+
+    model = models.with_lora(engines.qwen2, **DENSE)
+    engines.save_base(model.get_base_model(), tmp_path / "base")
+    environment = {k: v for k, v in os.environ.items() if k.startswith(("VLLM_", "HF_"))}
+    environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
+    ray.init(num_cpus=2, include_dashboard=False, runtime_env={"env_vars": environment}, logging_level="ERROR")
+    try:
+        options = engines.engine_options(model) | {"enable_lora": True, "max_lora_rank": 8}
+        actor = ray.remote(LLM).remote(str(tmp_path / "base"), **options)
+        sync = VllmSync(model, actor, bucket_bytes=1 << 17)
+        for mode in ("merged", "adapter"):
+            train(model)
+            assert sync.push(mode=mode).transports == ("shm",)
+            requests = [{"prompt_token_ids": p} for p in engines.prompts()]
+            call = actor.generate.remote(requests, GREEDY, use_tqdm=False, lora_request=sync.lora_request())
+            assert_answers(ray.get(call), model)
+        sync.close()
+    finally:
+        ray.shutdown()
