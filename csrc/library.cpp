@@ -37,5 +37,5 @@ void row_norms_cpu(const at::Tensor& table, const at::Tensor& out) {
 TORCH_LIBRARY(lora_merge_native, m) {
   m.def("launch_cpu(Tensor table, bool stochastic, int seed) -> ()", lora_merge::launch_cpu);
   m.def("row_norms_cpu(Tensor table, Tensor out) -> ()", lora_merge::row_norms_cpu);
-  m.def("cpu_isa() -> str", [] { return std::string(lora_merge::cpu::isa()); });
+  m.def("cpu_isas() -> str[]", lora_merge::cpu::isas);
 }

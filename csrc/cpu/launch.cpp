@@ -3,14 +3,13 @@
 
 #include <ATen/Parallel.h>
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
-#include <string>
-#include <vector>
 
 #include "kernel.h"
 
@@ -20,26 +19,30 @@ namespace {
 constexpr int64_t kCopyBytes = 1 << 20;  // of one unit of a copy
 constexpr int64_t kCopyTile = 128;       // rows and columns of one whose elements lie apart: lines stay in the cache
 
-const Kernels& choose() {
-  std::vector<const Kernels*> usable;
+std::vector<const Kernels*> usable() {
+  std::vector<const Kernels*> all;
 #if defined(__x86_64__)
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
         __builtin_cpu_supports("avx512vl")) {
-      usable.push_back(&kAvx512);
+      all.push_back(&kAvx512);
     }
-    usable.push_back(&kAvx2);
+    all.push_back(&kAvx2);
   }
 #endif
-  usable.push_back(&kGeneric);
+  all.push_back(&kGeneric);
+  return all;
+}
+
+const Kernels& choose() {
   const char* forced = std::getenv("LORA_MERGE_CPU_ISA");
-  if (forced == nullptr || *forced == '\0') return *usable.front();
-  std::string names;
-  for (const Kernels* kernels : usable) {
+  const std::vector<const Kernels*> all = usable();
+  if (forced == nullptr || *forced == '\0') return *all.front();
+  for (const Kernels* kernels : all) {
     if (std::strcmp(kernels->name, forced) == 0) return *kernels;
-    names += std::string(names.empty() ? "" : ", ") + kernels->name;
   }
-  TORCH_CHECK(false, "LORA_MERGE_CPU_ISA=", forced, ": this machine can run ", names);
+  TORCH_CHECK(false, "LORA_MERGE_CPU_ISA=", forced, ": expected one of those that this machine runs: ",
+              c10::Join(", ", isas()));
 }
 
 const Kernels& kernels() {
@@ -123,7 +126,11 @@ void copy(const Unit& unit) {
 
 }  // namespace
 
-const char* isa() { return kernels().name; }
+std::vector<std::string> isas() {
+  std::vector<std::string> names;
+  for (const Kernels* kernels : usable()) names.emplace_back(kernels->name);
+  return names;
+}
 
 void launch(const Segment* segments, int64_t count, bool stochastic, uint64_t seed) {
   const Kernels& k = kernels();
