@@ -1,0 +1,125 @@
+"""The compiled CPU kernels: what the tests of all backends do not see."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import LAYOUTS, assert_same_bits, bits, cut, make_segment, pairwise
+
+from lora_merge import Segment
+from lora_merge.kernels import cpu, native
+from lora_merge.segments import seed_key
+
+CPU = torch.device("cpu")
+SHAPES = ((1, 1, 3), (5, 31, 32), (13, 97, 33), (26, 64, 100), (7, 40, 512), (19, 130, 0), (200, 1100, 40))
+"""rows, columns, rank: inside, at and beyond the edges of tiles, panels, rank blocks and units of work"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def library() -> None:
+    assert native.load_error() is None, native.load_error()
+
+
+def cases() -> Iterator[tuple[Segment, bool]]:
+    """Segments and whether they round stochastically: every pair of dtypes, layout, shape and special value."""
+    for index in range(63):
+        rows, cols, rank = SHAPES[index % 7]
+        layouts = [LAYOUTS[index * step % 6] for step in (1, 5, 2, 3)]
+        s = make_segment(f"case {index}", rows, cols, rank, pairwise(index // 7), CPU, layouts=layouts, seed=index)
+        if index % 2:
+            for start, value in enumerate((float("nan"), float("inf"), -0.0)):
+                s.source[rows // 2, start::7] = value
+        if index % 4 == 3:
+            scale = torch.rand(rows, generator=torch.Generator().manual_seed(index)) + 0.5
+            s = Segment(s.name, s.source, s.destination, s.lora_A, s.lora_B, s.scaling, scale)
+        yield s, index % 3 == 0
+
+
+def digest() -> str:
+    """SHA-256 of what all cases write, whole and cut, and of their row norms."""
+    total = hashlib.sha256()
+    for s, stochastic in cases():
+        rows, cols = s.source.shape
+        cpu.prepare([s], CPU)(stochastic, seed_key(3))
+        whole = s.destination.clone()
+        s.destination.zero_()
+        i, j = rows // 3, cols * 2 // 5
+        corners = [(0, i, 0, j), (0, i, j, cols), (i, rows, 0, j), (i, rows, j, cols)]
+        parts = [part for part in cut(s, corners) if part.source.numel()]
+        cpu.prepare(parts, CPU)(stochastic, seed_key(3))
+        assert_same_bits(s.destination, whole, f"{s.name}, cut at row {i} and column {j}")
+        total.update(bits(whole).numpy().tobytes())
+        if s.row_scale is not None:
+            norms = torch.zeros(rows, dtype=torch.float64)
+            cpu.prepare([s], CPU).row_norms(norms)
+            total.update(norms.numpy().tobytes())
+    return total.hexdigest()
+
+
+def in_new_process(isa: str) -> subprocess.CompletedProcess[str]:
+    """`digest` in a process that is told which instruction set to use; it is chosen once in a process."""
+    here = Path(__file__).resolve().parent
+    path = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
+    code = "import test_cpu_kernel as t; from lora_merge.kernels import native; native.load_error(); print(t.digest())"
+    environment = os.environ | {"LORA_MERGE_CPU_ISA": isa, "PYTHONPATH": path}
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+
+
+def test_instruction_sets_agree() -> None:
+    """Every bit, on as many of generic, AVX2 and AVX-512 as this machine has."""
+    results = {}
+    for isa in torch.ops.lora_merge_native.cpu_isas():
+        done = in_new_process(isa)
+        assert done.returncode == 0, f"{isa}: {done.stderr[-2000:]}"
+        results[isa] = done.stdout.strip()
+    assert len(set(results.values())) == 1, f"instruction sets round apart: {results}"
+
+
+def test_unknown_instruction_set() -> None:
+    done = in_new_process("sse9")
+    assert done.returncode != 0
+    assert "LORA_MERGE_CPU_ISA=sse9: expected one of those that this machine runs: " in done.stderr
+
+
+def test_threads_change_nothing() -> None:
+    before = torch.get_num_threads()
+    results = {}
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            results[threads] = digest()
+    finally:
+        torch.set_num_threads(before)
+    assert len(set(results.values())) == 1, f"the number of threads shows in the result: {results}"
+
+
+def test_other_python_threads_run_meanwhile() -> None:
+    s = make_segment("long", 2048, 4096, 512, (torch.float32,) * 4, CPU)
+    launch = cpu.prepare([s], CPU)
+    began = time.perf_counter()
+    launch(False, 0)
+    alone = time.perf_counter() - began
+    worker = threading.Thread(target=launch, args=(False, 0))
+    steps = 0
+    worker.start()
+    while worker.is_alive():
+        time.sleep(alone / 100)
+        steps += 1
+    assert steps >= 5, f"this thread came to run {steps} times during a launch of about {alone * 1e3:.0f} ms"
+
+
+@pytest.mark.parametrize(
+    "table", [torch.zeros(2, 24), torch.zeros(2, 23, dtype=torch.int64), torch.zeros(24, 2, dtype=torch.int64).t()]
+)
+def test_what_is_no_table_is_refused(table: torch.Tensor) -> None:
+    with pytest.raises(RuntimeError, match="a segment table is a contiguous int64 CPU tensor"):
+        torch.ops.lora_merge_native.launch_cpu(table, False, 0)
