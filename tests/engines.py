@@ -25,7 +25,7 @@ from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.config import WeightTransferConfig  # noqa: E402
 
 # vLLM wants head dimensions of 32 and more in float32.
-SIZES = models._SIZES | {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 256}
+SIZES = models._SIZES | {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 256}
 MOE = {"head_dim": 32, "num_experts_per_tok": 2}
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

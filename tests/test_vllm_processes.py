@@ -205,7 +205,8 @@ def test_a_users_pause_stays(servers: list[Server]) -> None:
 
 def test_pushes_while_an_async_engine_generates_for_training_and_evaluation(tmp_path: Path) -> None:
     """No request is lost, and none mixes versions without saying so."""
-    from vllm import AsyncEngineArgs, AsyncLLM
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
 
     model = models.with_lora(engines.qwen2, **DENSE)
     engines.save_base(model.get_base_model(), tmp_path / "base")
