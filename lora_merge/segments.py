@@ -152,7 +152,8 @@ def _copy_layout(source: Tensor, destination: Tensor) -> tuple[int, int, tuple[i
     """rows, cols, strides and dtype code of a copy that moves bits: as few and as long runs of bytes as there are."""
     (m, n), size = source.shape, source.element_size()
     if n > 1 and (source.stride(1) != 1 or destination.stride(1) != 1):
-        return m, n, source.stride(), destination.stride(), RAW[size]
+        (sr, sc), (dr, dc) = source.stride(), destination.stride()
+        return m, n, (sr, sc), (dr, dc), RAW[size]
     if m == 1 or (source.stride(0) == n and destination.stride(0) == n):
         return 1, m * n * size, (m * n * size, 1), (m * n * size, 1), RAW[1]
     return m, n * size, (source.stride(0) * size, 1), (destination.stride(0) * size, 1), RAW[1]
