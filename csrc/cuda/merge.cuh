@@ -204,9 +204,10 @@ inline int shared_bytes(int rank, int pitch, int planes) {
 template <typename Source, typename Destination, Mode M>
 cudaError_t launch_typed(const Launch& launch, cudaStream_t stream) {
   if (M == Mode::kNarrow32 && launch.deep != kNarrow32Deep) return cudaErrorInvalidValue;
-  int device = 0, processors = 0;
+  int device = 0, processors = 0, room = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&room, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
   if (error != cudaSuccess) return error;
   constexpr bool kWide = M == Mode::kWide;
   const int shared = launch.deep * slot_bytes_of<Source, Destination, kWide>(launch) +
@@ -215,7 +216,7 @@ cudaError_t launch_typed(const Launch& launch, cudaStream_t stream) {
   error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   if (error != cudaSuccess) return error;
   const int64_t units = static_cast<int64_t>(launch.n_units) + launch.n_raw_units;
-  const int64_t blocks = static_cast<int64_t>(processors) * (shared <= kSharedForTwo ? 2 : 1);
+  const int64_t blocks = static_cast<int64_t>(processors) * (2 * (shared + kReserved) <= room ? 2 : 1);
   kernel<<<static_cast<unsigned>(units < blocks ? units : blocks), kThreads, shared, stream>>>(launch);
   return cudaGetLastError();
 }

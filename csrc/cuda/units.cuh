@@ -10,7 +10,7 @@ constexpr int kChunk = 32;                   // ranks summed in the matrix unit
 constexpr int kNormMargin = 8;               // elements added to a row of A in shared memory: no bank conflicts
 constexpr uint32_t kVector = kThreads * 16;  // shared memory of 16 bytes for each lane
 constexpr int kNarrow32Deep = 4;             // steps in flight where the rank is one chunk
-constexpr int kSharedForTwo = 113 * 1024;    // with this much, two blocks fit on an sm_90 or sm_100
+constexpr int kReserved = 1024;              // shared memory that the system takes of every block
 
 // bf16 adapters up to rank 32, or beyond; any others.
 enum class Mode { kNarrow32, kNarrow, kWide };

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..errors import BackendUnavailable
 from ..segments import (
     COLS,
     DTYPES,
@@ -29,7 +30,8 @@ INLINE_SEGMENTS = 8
 NORM_ROWS, WARP_COLS, MAX_UNIT_ROWS = 64, 64, 512
 RAW_ROWS, RAW_COLS, RAW_COLS_1 = 64, 2048, 128 * 1024
 CHUNK, VECTOR = 32, 256 * 16
-SHARED_FOR_TWO, SHARED_FOR_ONE = 113 * 1024, 227 * 1024
+RESERVED = 1024
+"""Shared memory that the system takes of every block."""
 
 Whole = TypeVar("Whole", int, np.ndarray)
 
@@ -131,7 +133,7 @@ def _variants(table: np.ndarray, device: torch.device) -> list[_Variant]:
 
 def _variant(merges: np.ndarray, copies: np.ndarray, key: int, device: torch.device) -> _Variant:
     max_rank = int(merges[:, RANK].max(initial=0))
-    shape = _shape(max_rank, bool(key & 1), 4 if FP32 in (key >> 9, key >> 1 & 0xFF) else 2, _widest(merges))
+    shape = _shape(max_rank, bool(key & 1), 4 if FP32 in (key >> 9, key >> 1 & 0xFF) else 2, _widest(merges), device)
     rows_per_unit = _rows_per_unit(merges, shape.col_warps, device)
     merge_across = _ceil(merges[:, COLS], WARP_COLS * shape.col_warps)
     copy_across = _ceil(copies[:, COLS], np.where(copies[:, ROWS] == 1, RAW_COLS_1, RAW_COLS))
@@ -160,7 +162,7 @@ def _variant(merges: np.ndarray, copies: np.ndarray, key: int, device: torch.dev
     )
 
 
-def _shape(max_rank: int, wide: bool, element_bytes: int, widest: int) -> _Shape:
+def _shape(max_rank: int, wide: bool, element_bytes: int, widest: int, device: torch.device) -> _Shape:
     """(col_warps, deep, staged_B, margin) of a launch, by the shared memory that they take.
 
     The wider the strip, the more warps share rows of lora_B; the deeper, the more of memory's latency is hidden; and
@@ -173,14 +175,20 @@ def _shape(max_rank: int, wide: bool, element_bytes: int, widest: int) -> _Shape
         strip = chunks * CHUNK * (WARP_COLS * col_warps + margin) * 2 * (3 if wide else 1)
         return deep * vectors * VECTOR + strip
 
+    properties = torch.cuda.get_device_properties(device)
+    half = properties.shared_memory_per_multiprocessor // 2 - RESERVED
+    whole: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
     shapes = [_Shape(n, deep, True, 8) for deep in (4, 2) for n in (4, 2, 1) if n <= widest]
     for shape in shapes:
-        if shared(*shape) <= SHARED_FOR_TWO:
+        if shared(*shape) <= half:
             return shape
     for shape in [*shapes, _Shape(1, 2, False, 8), _Shape(1, 2, False, 0)]:
-        if shared(*shape) <= SHARED_FOR_ONE:
+        if shared(*shape) <= whole:
             return shape
-    raise AssertionError(f"rank {max_rank} does not fit; checks.MAX_RANK keeps it from getting here")
+    raise BackendUnavailable(
+        f"adapters of rank {max_rank} that are not bf16 need more shared memory than the {whole >> 10} KiB that a "
+        f"block has on this {properties.name}; set LORA_MERGE_BACKEND=triton"
+    )
 
 
 def _widest(merges: np.ndarray) -> int:
