@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -106,6 +107,11 @@ def to_json(table: Table) -> list[Any]:
     return [[[s.name, dtype_name(s.dtype), list(s.shape), s.offset, s.nbytes] for s in slots] for slots in table]
 
 
+def digest_of(table: Table) -> str:
+    """Hex digest that names a table."""
+    return hashlib.blake2b(repr(to_json(table)).encode(), digest_size=16).hexdigest()
+
+
 def from_json(value: Any) -> Table:
     """Read a table off the wire.
 
@@ -121,7 +127,9 @@ def from_json(value: Any) -> Table:
         end = 0
         for slot in slots:
             if slot.offset % ALIGNMENT or slot.offset < end:
-                raise InvalidInput(f"{slot.name}: a slot at byte {slot.offset} is misaligned or overlaps the one before")
+                raise InvalidInput(
+                    f"{slot.name}: a slot at byte {slot.offset} is misaligned or overlaps the one before"
+                )
             if slot.nbytes != Meta(slot.name, slot.dtype, slot.shape).nbytes:
                 raise InvalidInput(f"{slot.name}: {slot.nbytes} bytes do not hold {slot.dtype} {slot.shape}")
             end = slot.offset + slot.nbytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -52,7 +53,11 @@ async def acoverage(engine: Any) -> list[Coverage]:
     from .engine.state import State
 
     answers = await control_of(engine).rpc("coverage")
-    return [Coverage(*answer["elements"], str(State(**answer["state"]))) for answer in answers]
+    found = []
+    for answer in answers:
+        written, elements = answer["elements"]
+        found.append(Coverage(written, elements, str(State(**answer["state"]))))
+    return found
 
 
 def checksums(weights: MergedWeights) -> dict[str, int]:
@@ -112,7 +117,9 @@ def _rounding_loss(delta: Delta, dtype: torch.dtype, rounding: str, seed: int | 
         kept += float((there * change).sum())
     if update == 0:
         return RoundingLoss(delta.name, 0.0, 1.0)
-    return RoundingLoss(delta.name, (lost / update) ** 0.5, kept / (update * arrived) ** 0.5 if arrived else float("nan"))
+    return RoundingLoss(
+        delta.name, (lost / update) ** 0.5, kept / (update * arrived) ** 0.5 if arrived else float("nan")
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -164,11 +171,10 @@ def logprob_gap(
 
     The trainer's come in one of three layouts:
 
-    | layout | `trainer` | needs |
-    |---|---|---|
-    | padded | `[N, P + R]`, prompts left-padded to P, responses right-padded to R | `prompt_width` = P, `response_lengths` |
-    | packed | `[T]` or `[1, T]`, sequences (prompt, response) one after another | `cu_seqlens` `[N + 1]`, `prompt_lengths` |
-    | jagged | nested tensor `[N, length]` of whole sequences | `prompt_lengths` |
+    - padded `[N, P + R]`, prompts left-padded to P, responses right-padded to R; needs `prompt_width` = P and
+      `response_lengths`;
+    - packed `[T]` or `[1, T]`, whole sequences one after another; needs `cu_seqlens` `[N + 1]` and `prompt_lengths`;
+    - a jagged nested tensor `[N, length]` of whole sequences; needs `prompt_lengths`.
 
     Args:
         trainer: log-probs over whole sequences, prompts included, as many positions as tokens.
@@ -221,9 +227,9 @@ def _trainer_responses(
         sequences = list(trainer.unbind())
     elif cu_seqlens is not None:
         flat, bounds = trainer.reshape(-1), _ints(cu_seqlens)
-        if bounds[0] != 0 or bounds[-1] != flat.numel() or any(b < a for a, b in zip(bounds, bounds[1:], strict=False)):
+        if bounds[0] != 0 or bounds[-1] != flat.numel() or any(b < a for a, b in pairwise(bounds)):
             raise InvalidInput(f"cu_seqlens {bounds} do not rise from 0 to the {flat.numel()} positions of trainer")
-        sequences = [flat[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+        sequences = [flat[a:b] for a, b in pairwise(bounds)]
     else:
         raise InvalidInput("a trainer without padding must be a nested tensor, or come with cu_seqlens")
     prompts = _ints(prompt_lengths)

@@ -8,14 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
-import torch.utils.dlpack
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.dlpack import from_dlpack
 
-from .buckets import Bucket, Meta, Slot, Table, capacity, extent, lay_out
+from .buckets import Bucket, Meta, Slot, Table, capacity, digest_of, extent, lay_out
 from .conversion import Conversion, read_conversion
 from .delta import Delta, MergePlan, Operands, segments_for
 from .errors import InvalidInput
@@ -161,7 +162,9 @@ class MergedWeights:
                 wanted = self.dtype if isinstance(first.tensor, nn.Parameter) else None
                 dtype = self.dtypes.get(made.name) or wanted or dtype
             meta = Meta(made.name, dtype, tuple(made.shape))
-            entries.append(Entry(meta, tuple(t for t, _ in parts), tuple(d for _, d in parts), made.view, self._conversion))
+            entries.append(
+                Entry(meta, tuple(t for t, _ in parts), tuple(d for _, d in parts), made.view, self._conversion)
+            )
         return entries
 
 
@@ -177,7 +180,7 @@ class Filler:
     def __init__(self, entries: Sequence[Entry], table: Table, key: tuple[Any, ...]) -> None:
         self.entries, self.table, self.key = list(entries), table, key
         self.device = entries[0].parts[0].tensor.device if entries else torch.device("cpu")
-        self.digest = ""
+        self.digest = digest_of(table)
         """Under which name an engine knows the table."""
         self._plans: dict[int, tuple[int, _BucketPlan]] = {}
         self._idle: list[Tensor] = []
@@ -185,7 +188,7 @@ class Filler:
         starts = [0]
         for slots in table:
             starts.append(starts[-1] + len(slots))
-        self._bounds = list(zip(starts, starts[1:], strict=False))
+        self._bounds = list(pairwise(starts))
 
     @property
     def nbytes(self) -> int:
@@ -205,7 +208,7 @@ class Filler:
 
     def lend(self, buffer: Tensor) -> Tensor:
         """A buffer's memory under a storage of its own, which lives as long as somebody holds views of it."""
-        data = torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(buffer))
+        data = from_dlpack(buffer)
         self._lent[buffer.data_ptr()] = StorageWeakRef(data.untyped_storage())
         return data
 
@@ -250,6 +253,7 @@ def double_buffered(
     cuda = source.device.type == "cuda"
     side = torch.cuda.Stream(source.device) if cuda else None
     events: list[Any] = []
+
     def launch(index: int) -> None:
         at = index % 2
         if held(buffers[at]):
@@ -312,7 +316,9 @@ class _BucketPlan:
         self._plan.run(**run)
 
 
-def cut(wholes: Sequence[Segment], source: Tensor, view: tuple[int, torch.Size, tuple[int, ...]], out: Tensor) -> Segment:
+def cut(
+    wholes: Sequence[Segment], source: Tensor, view: tuple[int, torch.Size, tuple[int, ...]], out: Tensor
+) -> Segment:
     """The segment of one expert, or of some of its rows or columns, from those of the whole parameter."""
     offset, shape, stride = view
     dims = [d for d, size in enumerate(shape) if size > 1] or [0]
@@ -334,7 +340,8 @@ def cut(wholes: Sequence[Segment], source: Tensor, view: tuple[int, torch.Size, 
         if window.stride() != (row_step, col_step):
             raise InvalidInput(f"{s.name}: cannot cut strides {stride} out of an adapted weight")
         (m, n), (p0, p1) = window.shape, s.pitch or (cols, 1)
-        assert s.lora_A is not None and s.lora_B is not None
+        assert s.lora_A is not None
+        assert s.lora_B is not None
         return replace(
             s,
             source=window,
@@ -369,9 +376,7 @@ def _compute(entry: Entry, run: Mapping[str, Any]) -> Tensor:
     return entry.conversion.compute(merged, entry.meta.name)
 
 
-def _untie(
-    tensors: Sequence[tuple[NamedTensor, Delta | None]], keep: bool
-) -> list[tuple[NamedTensor, Delta | None]]:
+def _untie(tensors: Sequence[tuple[NamedTensor, Delta | None]], keep: bool) -> list[tuple[NamedTensor, Delta | None]]:
     """Tied weights once, under their first name; but under each name where adapters differ, or where `keep` asks."""
     groups: dict[Any, list[tuple[NamedTensor, Delta | None]]] = {}
     for t, delta in tensors:

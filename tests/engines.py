@@ -17,15 +17,20 @@ os.environ |= {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 
-import models  # noqa: E402
-import pytest  # noqa: E402
-import torch  # noqa: E402
-from torch import nn  # noqa: E402
-from vllm import LLM, SamplingParams  # noqa: E402
-from vllm.config import WeightTransferConfig  # noqa: E402
+import models
+import pytest
+import torch
+from torch import nn
+from vllm import LLM, SamplingParams
+from vllm.config import WeightTransferConfig
 
 # vLLM wants head dimensions of 32 and more in float32.
-SIZES = models._SIZES | {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 256}
+SIZES = models._SIZES | {
+    "vocab_size": 256,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "max_position_embeddings": 256,
+}
 MOE = {"head_dim": 32, "num_experts_per_tok": 2}
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -83,7 +88,7 @@ def train(model: nn.Module, seed: int = 1, size: float = 0.05) -> None:
 
 
 @contextmanager
-def engine(model: nn.Module, folder: Path, *, processes: bool = False, **options: Any) -> Iterator[LLM]:  # noqa: ANN401
+def engine(model: nn.Module, folder: Path, *, processes: bool = False, **options: Any) -> Iterator[LLM]:
     """A vLLM engine of the model's architecture, with random weights unless `options` say otherwise.
 
     Args:
@@ -120,8 +125,9 @@ def engine_options(model: nn.Module) -> dict[str, Any]:
 
 def save_base(base: nn.Module, folder: Path) -> None:
     """The base in HF format, without what PEFT injected into it."""
-    import lora_merge.weights
     from safetensors.torch import save_file
+
+    import lora_merge.weights
 
     folder.mkdir(parents=True)
     base.config.architectures = [type(base).__name__]
@@ -156,7 +162,7 @@ def assert_answers(
         assert (torch.tensor(got) - wanted).abs().max() < tolerance, (got, wanted.tolist())
 
 
-def ask(llm: LLM, lora: Any = None, asked: Sequence[Sequence[int]] | None = None) -> list[Any]:  # noqa: ANN401
+def ask(llm: LLM, lora: Any = None, asked: Sequence[Sequence[int]] | None = None) -> list[Any]:
     requests = [{"prompt_token_ids": list(p)} for p in asked or prompts()]
     return llm.generate(requests, GREEDY, use_tqdm=False, lora_request=lora)
 

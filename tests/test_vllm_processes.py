@@ -59,7 +59,7 @@ def test_another_process_and_a_trainer_that_breaks(tmp_path: Path, monkeypatch: 
         assert_answers(ask(llm), model)
         fill = Filler.fill
 
-        def broken(self: Filler, index: int, *args: Any) -> None:  # noqa: ANN401
+        def broken(self: Filler, index: int, *args: Any) -> None:
             if index == 3:
                 raise RuntimeError("injected")
             fill(self, index, *args)
@@ -79,7 +79,7 @@ def test_another_process_and_a_trainer_that_breaks(tmp_path: Path, monkeypatch: 
         assert newcomer.states()[0].kind == "dirty"
 
 
-def serve_damaged(sender: Sender, source: Any, run: Any, gone: Any) -> None:  # noqa: ANN401
+def serve_damaged(sender: Sender, source: Any, run: Any, gone: Any) -> None:
     """As `Sender.serve`, by a transport that flips a bit on the way."""
     assert sender._box is not None
     for index in range(len(source.table)):
@@ -104,7 +104,9 @@ class Server:
         command += ["--weight-transfer-config", json.dumps({"backend": "lora_merge"}), "--max-num-seqs", "8"]
         environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
         self.log = log.open("w")
-        self.process = subprocess.Popen(command, env=environment, stdout=self.log, stderr=self.log, start_new_session=True)
+        self.process = subprocess.Popen(
+            command, env=environment, stdout=self.log, stderr=self.log, start_new_session=True
+        )
 
     def wait(self) -> None:
         end = time.monotonic() + 120
@@ -166,7 +168,7 @@ def test_two_replicas_over_http(servers: list[Server]) -> None:
         for prompt in engines.prompts():
             wanted = greedy(model, prompt)
             assert [server.generate(prompt) for server in servers] == [wanted, wanted]
-    with pytest.raises(PushRefused, match='(?s)API server does not know.*mode="merged"'):
+    with pytest.raises(PushRefused, match=r'(?s)API server does not know.*mode="merged"'):
         sync.push(mode="adapter")
     sync.push(mode="merged")
 
@@ -221,10 +223,14 @@ def test_pushes_while_an_async_engine_generates_for_training_and_evaluation(tmp_
                 sync.push()
             await sync.apush()
 
-            async def request(kind: str, number: int, tokens: int) -> Any:  # noqa: ANN401
-                sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=1)
+            async def request(kind: str, number: int, tokens: int) -> Any:
+                sampling = SamplingParams(
+                    temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=1
+                )
                 prompt = {"prompt_token_ids": engines.prompts(8)[number % 8]}
-                async for output in llm.generate(prompt, sampling, f"{kind}-{number}", lora_request=sync.lora_request()):
+                async for output in llm.generate(
+                    prompt, sampling, f"{kind}-{number}", lora_request=sync.lora_request()
+                ):
                     last = output
                 return last
 

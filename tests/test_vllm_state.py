@@ -33,7 +33,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
         yield llm
 
 
-def policy(seed: int = 0, build: Any = engines.qwen2, **config: Any) -> PeftModel:  # noqa: ANN401
+def policy(seed: int = 0, build: Any = engines.qwen2, **config: Any) -> PeftModel:
     return models.with_lora(build, seed=seed, **(DENSE | config))
 
 
@@ -209,7 +209,7 @@ def test_a_push_that_breaks_leaves_the_engine_dirty_and_the_next_heals_it(
     method = "fill" if where is Filler else "load"
     works, calls = getattr(where, method), []
 
-    def broken(self: Any, *args: Any) -> None:  # noqa: ANN401
+    def broken(self: Any, *args: Any) -> None:
         calls.append(args)
         if len(calls) == 4:
             raise RuntimeError("injected")
@@ -233,7 +233,7 @@ def test_two_pushes_at_the_same_time_are_an_error(llm: LLM, monkeypatch: pytest.
     sync, inside, go = VllmSync(model, llm), threading.Event(), threading.Event()
     fill = Filler.fill
 
-    def slow(self: Filler, *args: Any) -> None:  # noqa: ANN401
+    def slow(self: Filler, *args: Any) -> None:
         inside.set()
         go.wait(30)
         fill(self, *args)
@@ -304,7 +304,7 @@ def test_engines_that_cannot_be_pushed_to_say_why(tmp_path: Path, llm: LLM) -> N
     class Deaf:
         llm_engine = None
 
-        def collective_rpc(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        def collective_rpc(self, *args: Any, **kwargs: Any) -> None:
             raise AttributeError("no worker method lora_merge")
 
     with pytest.raises(PushRefused, match="is lora-merge installed where its workers run"):

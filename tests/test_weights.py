@@ -116,9 +116,13 @@ def test_consumers_that_keep_tensors_stop_early_or_raise() -> None:
         if "layers.1" in name:
             break
         assert_same_bits(tensor, expected[name], name)
-    with pytest.raises(RuntimeError, match="consumer"):
+
+    def consume() -> None:
         for _ in weights.buckets():
             raise RuntimeError("consumer")
+
+    with pytest.raises(RuntimeError, match="consumer"):
+        consume()
     for name, tensor in weights:
         assert_same_bits(tensor, expected[name], name)
     for name, tensor in kept:

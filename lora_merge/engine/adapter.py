@@ -63,7 +63,7 @@ class AdapterSource:
 
 
 def _factors(entry: Entry) -> tuple[str, tuple[str, str], Tensor, Tensor, float]:
-    """Module, names of its factors, lora_A, lora_B and scaling of a checkpoint tensor; several adapters side by side."""
+    """Module, names of its factors, lora_A, lora_B and scaling of a tensor; several adapters side by side."""
     delta = entry.deltas[0]
     name = entry.meta.name.removesuffix(".weight")
     assert delta is not None
@@ -83,7 +83,8 @@ def _factors(entry: Entry) -> tuple[str, tuple[str, str], Tensor, Tensor, float]
     whole = shape == source.shape and stride == source.stride()
     view = source.as_strided(shape, stride, source.storage_offset() + offset)
     segment = wholes[0] if whole else cut(wholes, source, entry.view, view)
-    assert segment.lora_A is not None and segment.lora_B is not None
+    assert segment.lora_A is not None
+    assert segment.lora_B is not None
     kinds = _EMBEDDING if isinstance(delta.owner, nn.Embedding) else _LINEAR
     return name, kinds, segment.lora_A, segment.lora_B, segment.scaling
 

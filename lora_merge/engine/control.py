@@ -8,7 +8,8 @@ import json
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from ..errors import InvalidInput, PushRefused
@@ -231,3 +232,59 @@ def drive(coroutine: Coroutine[Any, Any, _T]) -> _T:
         return stop.value
     coroutine.close()
     raise RuntimeError("this engine has to be awaited: use apush() in its event loop")
+
+
+async def together(
+    controls: Sequence[Control],
+    calls: Sequence[Callable[[], Coroutine[Any, Any, None]]],
+    work: Callable[[], None],
+    ended: Callable[[int], object] = lambda position: None,
+) -> list[BaseException | None]:
+    """Control calls of several replicas at the same time, and blocking work of our own beside them; an error each."""
+    if not any(control.suspends for control in controls):
+        return _in_threads(calls, work, ended)
+
+    async def one(position: int) -> BaseException | None:
+        try:
+            control = controls[position]
+            await (calls[position]() if control.suspends else asyncio.to_thread(drive, calls[position]()))
+        except Exception as error:
+            return error
+        finally:
+            ended(position)
+        return None
+
+    tasks = [asyncio.ensure_future(one(position)) for position in range(len(calls))]
+    failure: BaseException | None = None
+    try:
+        await asyncio.to_thread(work)
+    except Exception as error:
+        failure = error
+    errors = await asyncio.gather(*tasks)
+    return [failure or error for error in errors]
+
+
+def _in_threads(
+    calls: Sequence[Callable[[], Coroutine[Any, Any, None]]], work: Callable[[], None], ended: Callable[[int], object]
+) -> list[BaseException | None]:
+    def one(position: int) -> BaseException | None:
+        try:
+            drive(calls[position]())
+        except Exception as error:
+            return error
+        finally:
+            ended(position)
+        return None
+
+    failure: BaseException | None = None
+    with ThreadPoolExecutor(len(calls)) as pool:
+        futures = [pool.submit(one, position) for position in range(len(calls))]
+        try:
+            work()
+        except Exception as error:
+            failure = error
+    return [failure or future.result() for future in futures]
+
+
+def bind(method: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> Callable[[], Coroutine[Any, Any, None]]:
+    return lambda: method(*args)

@@ -11,18 +11,17 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..buckets import Slot, Table, dtype_name, extent
 from ..plan import Plan
-from ..segments import FLOATS, Segment
+from ..segments import Segment
+from .capture import Capture, Copy, coverage, feed, torn
 
 _AS_LOADED = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
 """Methods that leave weights on a CUDA device as they were loaded."""
@@ -34,23 +33,6 @@ _ENGINE_OWNED = {
     "expert_local_to_global",
 }
 """Tensors that vLLM computes and no checkpoint holds."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Copy:
-    """A part of a slot that goes straight to a place in a parameter.
-
-    Args:
-        destination: live view in the engine.
-        offset: first byte in the bucket.
-        shape, stride, dtype: of the part, elements.
-    """
-
-    destination: Tensor
-    offset: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
 
 
 @dataclass(slots=True, eq=False)
@@ -88,7 +70,8 @@ class Loader:
     """
 
     def __init__(self, model: nn.Module, model_config: Any, device: torch.device) -> None:
-        self.model, self._config, self.device = model, model_config, device
+        self.model: Any = model
+        self._config, self.device = model_config, device
         self._examined: dict[Any, Examination] = {}
         self._plans: dict[int, tuple[int, Plan]] = {}
         self._open: list[tuple[Any, Any]] = []
@@ -183,11 +166,11 @@ class Loader:
         roots = self._staged_layers()
         with _on_meta(roots):
             tensors = _engine_tensors(self.model)
-            capture = _Capture({path: tensor for path, (tensor, _) in tensors.items()}, buckets, table)
+            capture = Capture({path: tensor for path, (tensor, _) in tensors.items()}, buckets, table)
             metas = [(slot.name, slot.view(data)) for slots, data in zip(table, buckets, strict=True) for slot in slots]
-            refused = _feed(self.model, capture, metas)
-            missing, elements = _coverage(capture, ties)
-        refused |= _torn(capture, ties)
+            refused = feed(self.model, capture, metas)
+            missing, elements = coverage(capture, ties)
+        refused |= torn(capture, ties)
         layers = {id(layer) for root in roots for layer in root.modules()}
         staged_paths = {path for path, (_, owner) in tensors.items() if id(owner) in layers}
         copies, staged = [], []
@@ -222,7 +205,7 @@ class Loader:
             layers.append(module)
         return layers
 
-    def _tied_layers(self) -> list[nn.Module]:
+    def _tied_layers(self) -> list[Any]:
         """Layers on a CPU that compute from a packed copy of a parameter that another layer loads (a tied head)."""
         if self.device.type != "cpu":
             return []
@@ -235,7 +218,7 @@ class Loader:
             seen |= own
         return tied
 
-    def _derived_layers(self) -> list[nn.Module]:
+    def _derived_layers(self) -> list[Any]:
         """Attention layers that keep matrices derived from a projection's weight (MLA)."""
         return [
             module
@@ -274,150 +257,6 @@ def _on_meta(roots: Sequence[nn.Module]) -> Iterator[None]:
             info.reset()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Record:
-    """One captured copy: from which slot into which engine tensor; `copy` where it is a plain one."""
-
-    name: str
-    path: str
-    copy: Copy | None
-
-
-class _Capture(TorchDispatchMode):
-    """Writes down copies into the engine's tensors instead of making them."""
-
-    def __init__(self, tensors: dict[str, Tensor], buckets: list[Tensor], table: Table) -> None:
-        super().__init__()
-        self.tensors = tensors
-        self._owners: dict[int, list[tuple[int, int, str]]] = {}
-        for path, tensor in tensors.items():
-            self._owners.setdefault(_storage(tensor), []).append((*_bytes(tensor), path))
-        self._buckets = {_storage(bucket): index for index, bucket in enumerate(buckets)}
-        self._table = table
-        self._starts = [[slot.offset for slot in slots] for slots in table]
-        self.records: list[list[_Record]] = [[] for _ in table]
-        self.fills: list[tuple[str, Tensor, Any]] = []
-        self.written: dict[str, list[Tensor]] = {path: [] for path in tensors}
-        self.current: tuple[int, str] | None = None
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.is_mutable and isinstance(args[0], Tensor):
-            path = self._owner(args[0])
-            if path is not None:
-                self._write(func, path, args)
-                return args[0]
-        return func(*args, **(kwargs or {}))
-
-    def _write(self, func: Any, path: str, args: Any) -> None:
-        view = args[0].detach()
-        name = func._schema.name
-        if name in ("aten::fill_", "aten::zero_") and (len(args) == 1 or not isinstance(args[1], Tensor)):
-            self.fills.append((path, view, 0 if len(args) == 1 else args[1]))
-            self.written[path].append(view)
-            return
-        source = args[1] if name == "aten::copy_" and isinstance(args[1], Tensor) else None
-        index = None if source is None else self._buckets.get(_storage(source))
-        self.written[path].append(view)
-        if source is None or index is None:
-            # Something computed: the tensor that is being fed goes through load_weights for real.
-            if self.current is not None:
-                self.records[self.current[0]].append(_Record(self.current[1], path, None))
-            return
-        offset = source.storage_offset() * source.element_size()
-        slot = self._table[index][bisect_right(self._starts[index], offset) - 1]
-        plain = source.shape == view.shape and _copyable(source, view)
-        copy = Copy(view, offset, source.shape, source.stride(), source.dtype) if plain else None
-        self.records[index].append(_Record(slot.name, path, copy))
-
-    def _owner(self, tensor: Tensor) -> str | None:
-        owners = self._owners.get(_storage(tensor))
-        if owners is None:
-            return None
-        begin, _ = _bytes(tensor)
-        return next((path for first, last, path in owners if first <= begin < max(last, first + 1)), owners[0][2])
-
-
-def _feed(model: nn.Module, capture: _Capture, metas: list[tuple[str, Tensor]]) -> dict[str, str]:
-    """Run `load_weights` under capture; name -> error. All at once, and one by one only where that fails."""
-
-    def noted(pairs: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in pairs:
-            capture.current = (capture._buckets[_storage(tensor)], name)
-            yield name, tensor
-
-    refused: dict[str, str] = {}
-    try:
-        with capture:
-            model.load_weights(noted(metas))
-    except Exception:
-        for records in capture.records:
-            records.clear()
-        for views in capture.written.values():
-            views.clear()
-        capture.fills.clear()
-        for pair in metas:
-            try:
-                with capture:
-                    model.load_weights(noted([pair]))
-            except Exception as error:
-                refused[pair[0]] = f"{type(error).__name__}: {error}".split("\n")[0]
-    return refused
-
-
-def _torn(capture: _Capture, ties: dict[str, str]) -> dict[str, str]:
-    """Tensors for one of two tied names where the other name gets a tensor of its own: the last one would win."""
-    names: dict[str, set[str]] = {}
-    for record in (record for records in capture.records for record in records):
-        names.setdefault(record.path, set()).add(record.name)
-    return {
-        name: f"the engine ties it to {', '.join(sorted(names[first]))}, but here an adapter changes only one of the two "
-        "(or they differ otherwise): start the engine with tie_word_embeddings=False"
-        for path, first in ties.items()
-        for name in names.get(path, set()) - names.get(first, set())
-        if first in names
-    }
-
-
-def _coverage(capture: _Capture, ties: dict[str, str]) -> tuple[list[str], tuple[int, int]]:
-    """Engine tensors with elements that nothing writes, in words; and elements written, elements there are."""
-    missing, total, filled = [], 0, 0
-    for path, tensor in capture.tensors.items():
-        covered = _count(capture.written[path])
-        first = ties.get(path, path)
-        if first != path:
-            covered = max(covered, _count(capture.written[first]))
-        # Experts that are padded say how many elements a checkpoint has for them.
-        wanted = min(getattr(tensor, "weight_loader_numel", tensor.numel()), tensor.numel())
-        total += wanted
-        filled += min(covered, wanted)
-        if covered < wanted:
-            missing.append(f"{path} {list(tensor.shape)}: {wanted - covered} of {wanted} elements")
-    return missing, (filled, total)
-
-
-def _count(views: Sequence[Tensor]) -> int:
-    """Elements that views of one tensor cover, each counted once: their contiguous runs, united."""
-    runs = [_runs(view) for view in views if view.numel()]
-    if not runs:
-        return 0
-    spans = np.unique(np.concatenate(runs), axis=0)
-    ends = np.maximum.accumulate(spans[:, 1])
-    starts = np.maximum(spans[:, 0], np.concatenate([spans[:1, 0], ends[:-1]]))
-    return int(np.maximum(spans[:, 1] - starts, 0).sum())
-
-
-def _runs(view: Tensor) -> np.ndarray:
-    """`[n, 2]`: begin and end, in elements of the storage, of the contiguous runs of a view."""
-    dims = sorted(((st, sz) for st, sz in zip(view.stride(), view.shape, strict=True) if sz > 1), reverse=True)
-    length = 1
-    while dims and dims[-1][0] == length:
-        length *= dims.pop()[1]
-    begins = np.array([view.storage_offset()], dtype=np.int64)
-    for stride, size in dims:
-        begins = (begins[:, None] + np.arange(size, dtype=np.int64) * stride).reshape(-1)
-    return np.stack([begins, begins + length], axis=1)
-
-
 def _segment(copy: Copy, data: Tensor) -> Segment:
     """A captured copy as a rank-0 segment from a bucket."""
     source = _part(copy, data)
@@ -431,13 +270,6 @@ def _part(copy: Copy, data: Tensor) -> Tensor:
     """What a copy reads of its bucket."""
     whole = data.view(copy.dtype)
     return whole.as_strided(copy.shape, copy.stride, whole.storage_offset() + copy.offset // copy.dtype.itemsize)
-
-
-def _copyable(source: Tensor, view: Tensor) -> bool:
-    """Whether a segment can do the copy: no conversion but between floats, at most two dimensions with strides."""
-    if source.dtype != view.dtype and not (source.dtype in FLOATS and view.dtype in FLOATS):
-        return False
-    return source.dim() == 2 or (source.is_contiguous() and view.is_contiguous())
 
 
 def _engine_tensors(model: nn.Module) -> dict[str, tuple[Tensor, nn.Module]]:
@@ -460,7 +292,7 @@ def _ties(model: nn.Module) -> dict[str, str]:
     for name, module in model.named_modules():
         for key, parameter in module._parameters.items():
             if parameter is not None and parameter.numel():
-                path = f"{name}.{key}" if name else key
+                path: str = f"{name}.{key}" if name else key
                 if first.setdefault(id(parameter), path) != path:
                     ties[path] = first[id(parameter)]
     return ties
@@ -479,14 +311,14 @@ def _same_layout(module: nn.Module) -> bool:
 
 
 @contextmanager
-def unwrapped(model: nn.Module) -> Iterator[None]:
+def unwrapped(model: Any) -> Iterator[None]:
     """The model without vLLM's LoRA wrappers, whose names `load_weights` does not know."""
     try:
         from vllm.lora.layers import BaseLayerWithLoRA
     except ImportError:
         yield
         return
-    swapped: list[tuple[nn.Module, str, nn.Module]] = []
+    swapped: list[tuple[Any, str, Any]] = []
     prefixes: list[tuple[Any, str]] = []
     try:
         while True:
@@ -509,18 +341,6 @@ def unwrapped(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for module, prefix in prefixes:
-            with suppress(AttributeError):
-                module.lora_base_layer_prefix = prefix
+            module.lora_base_layer_prefix = prefix
         for parent, key, wrapper in reversed(swapped):
             parent._modules[key] = wrapper
-
-
-def _bytes(tensor: Tensor) -> tuple[int, int]:
-    """First byte of a tensor in its storage, and the one after its last."""
-    size = tensor.element_size()
-    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else -1
-    return tensor.storage_offset() * size, (tensor.storage_offset() + last + 1) * size
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata

@@ -20,4 +20,4 @@ def register() -> None:
 
         return lora_merge(self, request)
 
-    WorkerBase.lora_merge = lora_merge  # type: ignore[attr-defined]
+    WorkerBase.lora_merge = lora_merge

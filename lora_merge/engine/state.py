@@ -91,7 +91,7 @@ def _spread(tensor: Tensor) -> Tensor:
 
 def live_tensors(model: nn.Module) -> list[Tensor]:
     """Parameters and persistent buffers of an engine's model, each once."""
-    found = {id(p): p for p in model.parameters() if p.numel()}
+    found: dict[int, Tensor] = {id(p): p for p in model.parameters() if p.numel()}
     for module in model.modules():
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.numel() and key not in module._non_persistent_buffers_set:

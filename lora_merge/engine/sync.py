@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
-import hashlib
-import json
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ..buckets import capacity, checksum, dtype_of, to_json
+from ..buckets import capacity, dtype_of, to_json
 from ..errors import InvalidInput, MissingExtra, PushFailed, PushRefused, UnsupportedAdapter
 from ..segments import FLOATS
-from ..weights import BUCKET_BYTES, Filler, MergedWeights, Source, double_buffered
+from ..weights import BUCKET_BYTES, Filler, MergedWeights, Source
 from .adapter import ADAPTER_ID, ADAPTER_NAME, AdapterSource
-from .control import Control, control_of, drive
-from .state import Sampler, State
+from .control import Control, bind, control_of, drive, together
+from .sources import Fingerprint, Verified
+from .state import State
 from .transport import Sender
 
 MODES = ("merged", "adapter")
@@ -129,7 +126,7 @@ class VllmSync:
             raise InvalidInput("engine must be a handle or a list of them, got an empty list")
         self._controls = [control_of(e) for e in engines]
         self._senders: list[tuple[Sender, list[int]]] = []
-        self._fingerprint = _Fingerprint()
+        self._fingerprint = Fingerprint()
         self._lock = threading.Lock()
 
     # What a user calls
@@ -246,8 +243,8 @@ class VllmSync:
                 workers = await control.rpc("hello")
             except Exception as error:
                 raise PushRefused(
-                    f"engine {index} does not answer as one of lora_merge's ({error}); is lora-merge installed where its "
-                    "workers run, and does VLLM_PLUGINS allow it?"
+                    f"engine {index} does not answer as one of lora_merge's ({error}); is lora-merge installed where "
+                    "its workers run, and does VLLM_PLUGINS allow it?"
                 ) from error
             for worker in workers:
                 _check_worker(index, worker)
@@ -262,7 +259,9 @@ class VllmSync:
                 await replica.control.wake("weights")
                 replica.workers = sorted(await replica.control.rpc("hello"), key=lambda w: w["rank"])
 
-    async def _plan(self, replicas: Sequence[_Replica], report: SyncReport) -> list[tuple[State, Source, list[_Replica]]]:
+    async def _plan(
+        self, replicas: Sequence[_Replica], report: SyncReport
+    ) -> list[tuple[State, Source, list[_Replica]]]:
         """What has to be sent to whom, everything checked."""
         if self._mode == "merged":
             filler = await self._examine(self._weights, replicas)
@@ -284,25 +283,24 @@ class VllmSync:
         weights.keep_tied = not all(worker["tied"] for replica in replicas for worker in replica.workers)
         for _ in range(2):
             filler = weights.filler()
-            table = to_json(filler.table)
-            digest = hashlib.blake2b(json.dumps(table).encode(), digest_size=16).hexdigest()
-            filler.digest = digest
-            problems, dtypes = [], {}
+            problems: list[str] = []
+            dtypes: dict[str, str] = {}
             for replica in replicas:
-                found = await replica.control.rpc("examine", digest=digest)
+                found = await replica.control.rpc("examine", digest=filler.digest)
                 if any("unknown" in answer for answer in found):
-                    found = await replica.control.rpc("examine", digest=digest, table=table)
+                    found = await replica.control.rpc("examine", digest=filler.digest, table=to_json(filler.table))
                 problems += _problems(replica, found)
                 dtypes.update({name: dtype for answer in found for name, dtype in answer["dtypes"].items()})
             if problems:
                 raise PushRefused("the weights do not fit the engine:\n  " + "\n  ".join(problems))
+            metas = [entry.meta for entry in filler.entries]
             wanted = {
                 meta.name: dtype_of(dtypes[meta.name])
-                for meta in weights.metadata()
+                for meta in metas
                 if dtype_of(dtypes[meta.name]) in FLOATS and meta.dtype in FLOATS
             }
             # Round once, to what the engine holds; then the slots change, and are tried on again.
-            if all(meta.dtype == wanted.get(meta.name, meta.dtype) for meta in weights.metadata()):
+            if all(meta.dtype == wanted.get(meta.name, meta.dtype) for meta in metas):
                 return filler
             weights.dtypes = wanted
         raise PushRefused("the engines hold the same weights in different dtypes; push to them apart")
@@ -344,8 +342,8 @@ class VllmSync:
         for group in groups:
             sender = Sender([r.workers for r in group], nbytes, device)
             self._senders.append((sender, [r.index for r in group]))
-            calls = [_bind(r.control.init, sender.init_info(i)) for i, r in enumerate(group)]
-            errors = await _together(group, calls, sender.connect)
+            calls = [bind(r.control.init, sender.init_info(i)) for i, r in enumerate(group)]
+            errors = await together([r.control for r in group], calls, sender.connect)
             if any(errors):
                 self.close()
                 raise PushRefused(f"no channel to the engine: {next(filter(None, errors))}")
@@ -359,7 +357,7 @@ class VllmSync:
         run: dict[str, Any] = {"rounding": self._weights.rounding if state.kind == "merged" else "nearest"}
         if run["rounding"] == "stochastic":
             run["seed"] = state.version
-        verified = _Verified(source) if verify else None
+        verified = Verified(source) if verify else None
         with _timed(seconds, "transfer"):
             for sender, indices in self._senders:
                 group = [r for r in targets if r.index in indices]
@@ -386,7 +384,7 @@ class VllmSync:
         """The blocking control call of each replica, and the buckets beside it."""
         if not group:
             return
-        calls = [_bind(self._receive_call, r, source, state) for r in group]
+        calls = [bind(self._receive_call, r, source, state) for r in group]
         sender.begin()
         if sender.local:
             sender.offer(source, run)
@@ -399,13 +397,15 @@ class VllmSync:
         def serve() -> None:
             sender.serve(source, run, lambda: finished)
 
-        errors = await _together(group, calls, serve, lambda position: finished.add(places[position]))
+        errors = await together(
+            [r.control for r in group], calls, serve, lambda position: finished.add(places[position])
+        )
         for replica, error in zip(group, errors, strict=True):
             replica.error = replica.error or error
 
     async def _receive_call(self, replica: _Replica, source: Source, state: State) -> None:
-        verify = isinstance(source, _Verified)
-        inner = source.inner if isinstance(source, _Verified) else source
+        verify = isinstance(source, Verified)
+        inner = source.inner if isinstance(source, Verified) else source
         if isinstance(inner, AdapterSource):
             await replica.control.rpc(
                 "adapter", table=to_json(inner.table), rank=inner.rank, state=state.to_json(), verify=verify
@@ -414,7 +414,7 @@ class VllmSync:
             assert isinstance(inner, Filler)
             await replica.control.update({"digest": inner.digest, "state": state.to_json(), "verify": verify})
 
-    async def _settled(self, replica: _Replica, state: State, verified: _Verified | None) -> None:
+    async def _settled(self, replica: _Replica, state: State, verified: Verified | None) -> None:
         """Make sure that every worker holds the new state, and the right bytes."""
         replica.workers = sorted(await replica.control.rpc("commit"), key=lambda w: w["rank"])
         if replica.state != state:
@@ -458,97 +458,6 @@ class VllmSync:
                 replica.error = replica.error or error
 
 
-class _Verified:
-    """A source that notes the checksum of every tensor that it sends."""
-
-    def __init__(self, inner: Source) -> None:
-        self.inner, self.table, self.device = inner, inner.table, inner.device
-        self.checksums: dict[str, int] = {}
-
-    def fill(self, index: int, buffer: Tensor, run: Mapping[str, Any]) -> None:
-        self.inner.fill(index, buffer, run)
-        self.checksums.update({slot.name: checksum(slot.view(buffer)) for slot in self.table[index]})
-
-
-class _Fingerprint:
-    """Fingerprint of a stream: names, shapes, dtypes and checksums of all its bytes; computed again when a parameter
-    was written (by its version counter, or by what a sample of it shows)."""
-
-    def __init__(self) -> None:
-        self._sampler = Sampler()
-        self._key: Any = None
-        self._value = ""
-
-    def __call__(self, filler: Filler) -> str:
-        tensors = [part.tensor.detach() for entry in filler.entries for part in entry.parts]
-        versions = [part.tensor._version for entry in filler.entries for part in entry.parts]
-        key = (filler.key, versions, self._sampler(tensors))
-        if key != self._key:
-            digest = hashlib.blake2b(digest_size=16)
-            with filler.buffers() as buffers:
-                for index, data in double_buffered(filler, buffers, {}):
-                    for slot in filler.table[index]:
-                        digest.update(repr((slot.name, slot.dtype, slot.shape, checksum(slot.view(data)))).encode())
-            self._key, self._value = key, digest.hexdigest()
-        return self._value
-
-
-async def _together(
-    group: Sequence[_Replica],
-    calls: Sequence[Callable[[], Coroutine[Any, Any, None]]],
-    work: Callable[[], None],
-    ended: Callable[[int], object] = lambda position: None,
-) -> list[BaseException | None]:
-    """Control calls of several replicas at the same time, and blocking work of our own beside them; an error each."""
-    if not any(replica.control.suspends for replica in group):
-        return _in_threads(calls, work, ended)
-
-    async def one(position: int) -> BaseException | None:
-        try:
-            control = group[position].control
-            await (calls[position]() if control.suspends else asyncio.to_thread(drive, calls[position]()))
-        except Exception as error:
-            return error
-        finally:
-            ended(position)
-        return None
-
-    tasks = [asyncio.ensure_future(one(position)) for position in range(len(calls))]
-    failure: BaseException | None = None
-    try:
-        await asyncio.to_thread(work)
-    except Exception as error:
-        failure = error
-    errors = await asyncio.gather(*tasks)
-    return [failure or error for error in errors]
-
-
-def _in_threads(
-    calls: Sequence[Callable[[], Coroutine[Any, Any, None]]], work: Callable[[], None], ended: Callable[[int], object]
-) -> list[BaseException | None]:
-    def one(position: int) -> BaseException | None:
-        try:
-            drive(calls[position]())
-        except Exception as error:
-            return error
-        finally:
-            ended(position)
-        return None
-
-    failure: BaseException | None = None
-    with ThreadPoolExecutor(len(calls)) as pool:
-        futures = [pool.submit(one, position) for position in range(len(calls))]
-        try:
-            work()
-        except Exception as error:
-            failure = error
-    return [failure or future.result() for future in futures]
-
-
-def _bind(method: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> Callable[[], Coroutine[Any, Any, None]]:
-    return lambda: method(*args)
-
-
 def _problems(replica: _Replica, found: Sequence[Mapping[str, Any]]) -> list[str]:
     """What the workers of a replica say against a stream."""
     where = f"engine {replica.index}: "
@@ -571,7 +480,9 @@ def _check_worker(index: int, worker: Mapping[str, Any]) -> None:
             'weight_transfer_config=WeightTransferConfig(backend="lora_merge")'
         )
     if worker["quantized"]:
-        raise PushRefused(f"engine {index} holds {worker['quantized']} weights; only unquantised engines can be pushed to")
+        raise PushRefused(
+            f"engine {index} holds {worker['quantized']} weights; only unquantised engines can be pushed to"
+        )
 
 
 def _failure(replicas: Sequence[_Replica]) -> PushFailed:

@@ -22,7 +22,7 @@ import secrets
 import socket
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ class TransferAborted(RuntimeError):
 def host_id() -> str:
     """Equal for processes that can share memory."""
     boot = Path("/proc/sys/kernel/random/boot_id")
-    mounts = os.stat(SHARED).st_dev if SHARED.exists() else 0
+    mounts = SHARED.stat().st_dev if SHARED.exists() else 0
     return f"{socket.gethostname()}/{boot.read_text().strip() if boot.exists() else ''}/{mounts}"
 
 
@@ -279,7 +279,7 @@ class Receiver:
             self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
             self._group = _nccl_group(channel["host"], channel["port"], channel["rank"], channel["world"], device)
 
-    def receive(self, count: int) -> Iterator[tuple[int, Tensor]]:
+    def receive(self, count: int) -> Generator[tuple[int, Tensor], None, None]:
         """`count` buckets: `(index, data)`. A bucket may be read until the next one is asked for; work on the
         current stream counts. A consumer that raises leaves the sender waiting for nobody.
 
@@ -352,7 +352,9 @@ class CudaMemory:
                 handle = bytes(exported)
             else:
                 flags = ctypes.c_uint(1)  # cudaIpcMemLazyEnablePeerAccess
-                code = self._runtime.cudaIpcOpenMemHandle(ctypes.byref(pointer), _IpcHandle.from_buffer_copy(handle), flags)
+                code = self._runtime.cudaIpcOpenMemHandle(
+                    ctypes.byref(pointer), _IpcHandle.from_buffer_copy(handle), flags
+                )
                 self._check(code, "cudaIpcOpenMemHandle")
         self.handle, self._pointer = handle, pointer
         self.tensor = torch.as_tensor(_Pointer(pointer.value or 0, nbytes), device=device)
@@ -422,5 +424,4 @@ def _checked(path: str) -> str:
 
 def _unlink(path: str) -> None:
     with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
-
+        Path(path).unlink()

@@ -61,31 +61,31 @@ class Side:
         self.arrived: dict[str, bool] = {}
         self.coverage: tuple[int, int] = (0, 0)
         self.updating = False
-        self._state = State()
+        self.held = State()
         self._sampler = Sampler()
         self._sample = ""
         self._kernels: list[Any] = []
 
     def state(self) -> State:
         """What the weights are; "dirty" if they changed since this package wrote them."""
-        if self._state.kind in ("nothing", "dirty") or asleep():
-            return self._state
+        if self.held.kind in ("nothing", "dirty") or asleep():
+            return self.held
         kernels = packed_kernels(self.model)
         same = len(kernels) == len(self._kernels) and all(a is b for a, b in zip(kernels, self._kernels, strict=True))
         if not same or self._sampler(live_tensors(self.model)) != self._sample:
-            self._state = self._state.dirty("its weights were changed by something else: a sleep, a reload, an update")
-        return self._state
+            self.held = self.held.dirty("its weights were changed by something else: a sleep, a reload, an update")
+        return self.held
 
     def settle(self, state: State) -> None:
         """The weights are now `state`: note what they look like."""
-        self._state = state
+        self.held = state
         if state.kind != "dirty":
             self._sample = self._sampler(live_tensors(self.model))
             self._kernels = packed_kernels(self.model)
 
     def evicted(self) -> None:
         """The adapter is gone, the base is still what it was."""
-        self._state = State("base", self._state.version, self._state.base)
+        self.held = State("base", self.held.version, self.held.base)
 
     def connect(self, session: str, channel: dict[str, Any]) -> None:
         """Open a channel to a trainer; the one before is closed."""
@@ -120,7 +120,7 @@ class LoraMergeWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.side.connect(init_info.session, init_info.channels[self.parallel_config.rank])
 
     def start_weight_update(self) -> None:
-        self.side.settle(self.side.state().dirty("a push is under way or did not end"))
+        self.side.settle(self.side.held.dirty("a push is under way or did not end"))
         self.side.loader.abort()
         self.side.updating = True
 
@@ -246,7 +246,7 @@ def _lacks() -> list[str]:
 
 def _commit(worker: Any, side: Side) -> dict[str, Any]:
     """After a push: an adapter that does not belong to the weights any more goes."""
-    if worker.vllm_config.lora_config is not None and side._state.kind != "adapter":
+    if worker.vllm_config.lora_config is not None and side.held.kind != "adapter":
         remove_adapter(worker.model_runner.lora_manager)
     return _hello(worker, side)
 
@@ -310,7 +310,7 @@ def _abort(worker: Any, side: Side, reason: str | None = None) -> dict[str, Any]
     side.loader.abort()
     side.pending = None
     if side.updating or reason is not None:
-        side.settle(side._state.dirty(reason or "a push broke off in the middle"))
+        side.settle(side.held.dirty(reason or "a push broke off in the middle"))
     side.updating = False
     worker._weight_update_active = False
     return {}
