@@ -1,0 +1,333 @@
+"""How long a push takes: merged weights and adapters into a real vLLM engine, beside how peers do it.
+
+    python benchmarks/sync.py --json benchmarks/results/sync.json            # GPU: Qwen2.5-7B shape, rank 32
+    python benchmarks/sync.py --device cpu --shape tiny                      # a smoke test
+
+Engines start with `load_format="dummy"`, the trainer with random weights of the same shape. Each part runs in a process
+of its own: `same` (trainer and engine in one process), `other` (engine in another process on the same device),
+`adapter`, `tp2` (two GPUs, asked for with --parts). Times are medians over `--repeats` pushes after a warm-up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen2.5-7b": {
+        "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+        "num_attention_heads": 28, "num_key_value_heads": 4, "tie_word_embeddings": False,
+    },
+    "qwen2.5-0.5b": {
+        "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+        "num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True,
+    },
+    "qwen3-30b-a3b-8": {  # 8 of the 48 layers
+        "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 8, "head_dim": 128,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128, "moe_intermediate_size": 768,
+        "num_experts_per_tok": 8, "tie_word_embeddings": False,
+    },
+    "tiny": {
+        "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def config_of(shape: str) -> Any:
+    from transformers import Qwen2Config, Qwen3MoeConfig
+
+    sizes = SHAPES[shape] | {"max_position_embeddings": 4096, "dtype": "bfloat16"}
+    config = Qwen3MoeConfig(**sizes) if "num_experts" in sizes else Qwen2Config(**sizes)
+    config.architectures = ["Qwen3MoeForCausalLM" if "num_experts" in sizes else "Qwen2ForCausalLM"]
+    return config
+
+
+def build_policy(shape: str, rank: int, device: str) -> nn.Module:
+    """Random weights of the shape with a LoRA on every linear layer, experts included."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config_of(shape), dtype=torch.bfloat16)
+        moe = "num_experts" in SHAPES[shape]
+        experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        lora = LoraConfig(
+            r=rank, target_modules=LINEARS[:4] if moe else LINEARS, target_parameters=experts if moe else None,
+            init_lora_weights=False,
+        )  # fmt: skip
+        return get_peft_model(model, lora).eval()
+
+
+@contextmanager
+def start_engine(args: argparse.Namespace, folder: Path, *, tp: int = 1, lora: bool = False) -> Iterator[Any]:
+    from vllm import LLM
+    from vllm.config import WeightTransferConfig
+
+    config_of(args.shape).save_pretrained(folder)
+    options: dict[str, Any] = {"enable_lora": True, "max_lora_rank": max(args.rank, 8)} if lora else {}
+    if args.device == "cuda":
+        options["gpu_memory_utilization"] = args.gpu_memory
+    llm = LLM(
+        str(folder), load_format="dummy", dtype="bfloat16", enforce_eager=True, skip_tokenizer_init=True,
+        max_model_len=1024, max_num_seqs=16, tensor_parallel_size=tp,
+        weight_transfer_config=WeightTransferConfig(backend="lora_merge"), **options,
+    )  # fmt: skip
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def timed(run: Callable[[], object], device: str, repeats: int) -> float:
+    """Median milliseconds, after one warm-up."""
+    spent = []
+    for index in range(repeats + 1):
+        synchronize(device)
+        begin = time.perf_counter()
+        run()
+        synchronize(device)
+        if index:
+            spent.append(1e3 * (time.perf_counter() - begin))
+    return statistics.median(spent)
+
+
+def pushes(sync: Any, repeats: int, mode: str) -> dict[str, Any]:
+    """Medians by phase over some pushes; the first two (plans, base) are left out but shown."""
+    reports = [sync.push(mode=mode) for _ in range(repeats + 2)]
+    phases = {
+        phase: statistics.median(1e3 * r.seconds.get(phase, 0.0) for r in reports[2:]) for phase in reports[-1].seconds
+    }
+    print(reports[-1], flush=True)
+    return {
+        "bytes": reports[-1].nbytes,
+        "tensors": reports[-1].tensors,
+        "transports": list(reports[-1].transports),
+        "phases_ms": phases,
+        "merge_and_load_ms": phases["transfer"] + phases["finish"],
+        "total_ms": sum(phases.values()),
+        "first_ms": 1e3 * sum(reports[0].seconds.values()),
+    }
+
+
+def copy_ms(nbytes: int, device: str, repeats: int) -> float:
+    """One large copy of as many bytes."""
+    source = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return timed(lambda: target.copy_(source), device, repeats)
+
+
+def as_verl(model: Any, engine_model: Any, device: str) -> dict[str, float]:
+    """Backup of the base to the CPU, PEFT's merge, tensor by tensor into the engine, restore."""
+    spent: dict[str, float] = {}
+
+    def phase(name: str, run: Callable[[], Any]) -> Any:
+        synchronize(device)
+        begin = time.perf_counter()
+        value = run()
+        synchronize(device)
+        spent[name] = 1e3 * (time.perf_counter() - begin)
+        return value
+
+    parameters = {n: p for n, p in model.named_parameters() if "lora_" not in n}
+    backup = phase("backup", lambda: {n: p.detach().clone().cpu() for n, p in parameters.items()})
+    phase("merge", model.merge_adapter)
+
+    def stream() -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in parameters.items():
+            yield name.removeprefix("base_model.model.").replace(".base_layer.", "."), parameter.detach()
+
+    phase("load", lambda: [engine_model.load_weights([pair]) for pair in stream()])
+
+    def restore() -> None:
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(backup[name])
+        for module in model.modules():
+            if hasattr(module, "merged_adapters"):
+                module.merged_adapters = []
+
+    phase("restore", restore)
+    spent["total"] = sum(spent.values())
+    return spent
+
+
+def as_swift(model: Any, engine_model: Any, device: str, bucket_bytes: int) -> float:
+    """Out of place on full tensors, buckets made by torch.cat of uint8 views, split and loaded."""
+    layers = {f"{n}.weight": m for n, m in model.named_modules() if hasattr(m, "lora_A") and hasattr(m, "base_layer")}
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                continue
+            layer = layers.get(name.replace(".base_layer.", "."))
+            value = parameter.detach()
+            if layer is not None:
+                value = value + layer.get_delta_weight("default").to(value.dtype)
+            yield name.removeprefix("base_model.model.").replace(".base_layer.", "."), value
+
+    def send(bucket: list[tuple[str, Tensor]]) -> None:
+        flat = torch.cat([t.contiguous().view(-1).view(torch.uint8) for _, t in bucket])
+        sizes = [t.nbytes for _, t in bucket]
+        parts = zip(bucket, flat.split(sizes), strict=True)
+        engine_model.load_weights([(n, part.view(t.dtype).view(t.shape)) for (n, t), part in parts])
+
+    def run() -> None:
+        bucket: list[tuple[str, Tensor]] = []
+        for name, tensor in tensors():
+            bucket.append((name, tensor))
+            if sum(t.nbytes for _, t in bucket) >= bucket_bytes:
+                send(bucket)
+                bucket = []
+        if bucket:
+            send(bucket)
+
+    with torch.no_grad():
+        return timed(run, device, 3)
+
+
+def part_same(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    from lora_merge import VllmSync
+
+    with start_engine(args, folder) as llm:
+        model = build_policy(args.shape, args.rank, args.device)
+        before = {n: p.detach().cpu().clone() for n, p in model.named_parameters()}
+        free = torch.cuda.mem_get_info()[0] if args.device == "cuda" else 0
+        sync = VllmSync(model, llm, bucket_bytes=args.bucket_bytes)
+        result = pushes(sync, args.repeats, "merged")
+        result["extra_bytes"] = free - torch.cuda.mem_get_info()[0] if args.device == "cuda" else None
+        result["check_of_all_bytes"] = str(sync.push(verify=True))
+        filler = sync._weights.filler()
+        buffers = sync._senders[0][0].buffers
+        result["merge_only_ms"] = timed(
+            lambda: [filler.fill(k, buffers[k % 2][: sync._senders[0][0].nbytes], {}) for k in range(len(filler.table))],
+            args.device, args.repeats,
+        )  # fmt: skip
+        used = torch.cuda.memory_allocated() if args.device == "cuda" else 0
+        for _ in range(args.pushes):
+            sync.push()
+        result["memory_growth_bytes"] = (torch.cuda.memory_allocated() if args.device == "cuda" else 0) - used
+        result["pushes"] = args.pushes
+        result["weights_identical"] = all(torch.equal(p.detach().cpu(), before[n]) for n, p in model.named_parameters())
+        del before
+        sync.close()
+        worker = llm.llm_engine.model_executor.driver_worker.worker
+        if args.device == "cuda" and "num_experts" not in SHAPES[args.shape]:
+            from vllm.config import set_current_vllm_config
+
+            with set_current_vllm_config(worker.vllm_config):
+                result["as_swift_ms"] = as_swift(model, worker.get_model(), args.device, args.bucket_bytes)
+                result["as_verl_ms"] = as_verl(model, worker.get_model(), args.device)
+        result["copy_ms"] = copy_ms(result["bytes"], args.device, args.repeats)
+        return result
+
+
+def part_other(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    from lora_merge import VllmSync
+
+    with start_engine(args, folder) as llm:
+        model = build_policy(args.shape, args.rank, args.device)
+        return pushes(VllmSync(model, llm, bucket_bytes=args.bucket_bytes), args.repeats, "merged")
+
+
+def part_adapter(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    from lora_merge import VllmSync
+
+    with start_engine(args, folder, lora=True) as llm:
+        model = build_policy(args.shape, args.rank, args.device)
+        return pushes(VllmSync(model, llm, bucket_bytes=args.bucket_bytes), args.repeats, "adapter")
+
+
+def part_tp2(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Trainer on GPU 0, workers on GPUs 0 (IPC) and 1 (NCCL)."""
+    from lora_merge import VllmSync
+
+    with start_engine(args, folder, tp=2) as llm:
+        model = build_policy(args.shape, args.rank, args.device)
+        return pushes(VllmSync(model, llm, bucket_bytes=args.bucket_bytes), args.repeats, "merged")
+
+
+PARTS = {"same": part_same, "other": part_other, "adapter": part_adapter, "tp2": part_tp2}
+
+
+def run_part(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """One part in a process of its own."""
+    with tempfile.NamedTemporaryFile("r", suffix=".json") as out:
+        command = [sys.executable, __file__, *sys.argv[1:], "--part", name, "--json", out.name]
+        environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0" if name in ("same", "adapter") else "1"}
+        done = subprocess.run(command, env=environment, check=False)
+        text = out.read()
+    if done.returncode or not text:
+        return {"error": f"part {name} ended with {done.returncode}"}
+    return json.loads(text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-7b")
+    parser.add_argument("--rank", type=int, default=32)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--bucket-bytes", type=int, default=512 << 20)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--pushes", type=int, default=100, help="pushes of the drift and memory test")
+    parser.add_argument("--gpu-memory", type=float, default=0.4, help="the engine's share of the GPU")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=["same", "other", "adapter"])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    for name, value in {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
+                        "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_USE_FLASHINFER_SAMPLER": "0"}.items():  # fmt: skip
+        os.environ.setdefault(name, value)
+    if args.part:
+        with tempfile.TemporaryDirectory() as folder:
+            result = PARTS[args.part](args, Path(folder))
+        assert args.json is not None
+        args.json.write_text(json.dumps(result))
+        sys.stdout.flush()
+        gc.collect()
+        os._exit(0)  # engines leave threads behind
+    device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
+    import vllm
+
+    report: dict[str, Any] = {"device": device, "torch": torch.__version__, "vllm": vllm.__version__}
+    report |= {"shape": args.shape, "rank": args.rank, "bucket_bytes": args.bucket_bytes}
+    report |= {name: run_part(name, args) for name in args.parts}
+    same = report.get("same", {})
+    if "copy_ms" in same:
+        report["copy_ms"] = copy = same["copy_ms"]
+        report["x_copy"] = {n: report[n]["merge_and_load_ms"] / copy for n in args.parts if "phases_ms" in report[n]}
+        if "as_verl_ms" in same:
+            ours = same["merge_and_load_ms"]
+            report["times_faster"] = {
+                "verl": same["as_verl_ms"]["total"] / ours,
+                "ms-swift": same["as_swift_ms"] / ours,
+            }
+    print(json.dumps(report, indent=1))
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
