@@ -207,6 +207,11 @@ def as_swift(model: Any, engine_model: Any, device: str, bucket_bytes: int) -> f
         return timed(run, device, 3)
 
 
+def fill_all(filler: Any, buffers: list[Tensor]) -> None:
+    for index in range(len(filler.table)):
+        filler.fill(index, buffers[index % 2], {})
+
+
 def part_same(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     from lora_merge import VllmSync
 
@@ -219,11 +224,9 @@ def part_same(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         result["extra_bytes"] = free - torch.cuda.mem_get_info()[0] if args.device == "cuda" else None
         result["check_of_all_bytes"] = str(sync.push(verify=True))
         filler = sync._weights.filler()
-        buffers = sync._senders[0][0].buffers
-        result["merge_only_ms"] = timed(
-            lambda: [filler.fill(k, buffers[k % 2][: sync._senders[0][0].nbytes], {}) for k in range(len(filler.table))],
-            args.device, args.repeats,
-        )  # fmt: skip
+        sender = sync._senders[0][0]
+        buffers = [buffer[: sender.nbytes] for buffer in sender.buffers]
+        result["merge_only_ms"] = timed(lambda: fill_all(filler, buffers), args.device, args.repeats)
         used = torch.cuda.memory_allocated() if args.device == "cuda" else 0
         for _ in range(args.pushes):
             sync.push()

@@ -131,6 +131,10 @@ class LoraMergeWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         side, table = self.side, self.side.tables[update_info.digest]
+        with set_current_vllm_config(self.vllm_config):
+            self._receive(side, table, update_info)
+
+    def _receive(self, side: Side, table: Table, update_info: UpdateInfo) -> None:
         examination = side.loader.examine(table)
         side.loader.begin(examination)
 
@@ -147,7 +151,8 @@ class LoraMergeWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         side = self.side
         if side.pending is None:
             raise RuntimeError("finish_weight_update without a whole update before it")
-        side.loader.finish()
+        with set_current_vllm_config(self.vllm_config):
+            side.loader.finish()
         side.settle(side.pending)
         side.pending, side.updating = None, False
 

@@ -1,0 +1,130 @@
+"""Engines on NVIDIA GPUs: same process, other process over CUDA IPC, NCCL, sleep mode; bf16."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import engines
+import models
+import pytest
+import torch
+from engines import ask, engine, train
+from torch import nn
+
+from lora_merge import VllmSync
+from lora_merge.verify import coverage
+
+pytestmark = pytest.mark.gpu
+DENSE = {"target_modules": engines.LINEARS}
+MOE = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], "target_parameters": engines.EXPERTS}
+BF16 = {"dtype": "bfloat16", "gpu_memory_utilization": 0.3}
+TOLERANCE = 0.15
+"""Log-probs of bf16 models: logits of a few units carry errors of some 2^-7 of themselves; a policy without its
+adapter is off by far more (asserted)."""
+
+
+def policy(build: Any, **config: Any) -> nn.Module:
+    with torch.device("cuda"):
+        model = models.with_lora(build, dtype=torch.bfloat16, **config)
+    return model.cuda()
+
+
+def assert_answers(outputs: Any, model: Any) -> None:
+    engines.assert_answers(outputs, model, tolerance=TOLERANCE, greedy=False)
+    with model.disable_adapter(), pytest.raises(AssertionError):
+        engines.assert_answers(outputs, model, tolerance=2 * TOLERANCE, greedy=False)
+
+
+def needs(count: int) -> Any:
+    return pytest.mark.skipif(torch.cuda.device_count() < count, reason=f"needs {count} GPUs")
+
+
+@pytest.mark.parametrize("processes", [False, True], ids=["same process", "cuda ipc"])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+def test_dense_in_both_modes(name: str, processes: bool, tmp_path: Path) -> None:
+    model = policy(getattr(engines, name), **DENSE)
+    with engine(model, tmp_path / "base", processes=processes, enable_lora=True, max_lora_rank=8, **BF16) as llm:
+        sync = VllmSync(model, llm, bucket_bytes=1 << 17)
+        for step, mode in enumerate(["merged", "adapter", "adapter", "merged"]):
+            train(model, step)
+            report = sync.push(mode=mode, verify=True)
+            assert report.transports == (("ipc",) if processes else ("local",))
+            assert_answers(ask(llm, sync.lora_request()), model)
+        assert all(c.complete for c in coverage(llm))
+        sync.close()
+
+
+@pytest.mark.parametrize("mode", ["merged", "adapter"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_experts(name: str, mode: str, tmp_path: Path) -> None:
+    model = policy(getattr(engines, name), **MOE)
+    lora = {"enable_lora": True, "max_lora_rank": 8} if mode == "adapter" else {}
+    with engine(model, tmp_path / "base", **lora, **BF16) as llm:
+        sync = VllmSync(model, llm, mode=mode, bucket_bytes=1 << 17)
+        for step in range(2):
+            train(model, step)
+            sync.push()
+            assert_answers(ask(llm, sync.lora_request()), model)
+
+
+def test_buffers_of_gemma4(tmp_path: Path) -> None:
+    model = policy(engines.gemma4, **DENSE)
+    with engine(model, tmp_path / "base", **BF16) as llm:
+        VllmSync(model, llm).push(verify=True)
+        assert_answers(ask(llm), model)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("processes", [False, True], ids=["same process", "cuda ipc"])
+def test_a_sleeping_engine(level: int, processes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = policy(engines.qwen2, **DENSE)
+    options = {"enable_sleep_mode": True, "enable_lora": True, "max_lora_rank": 8} | BF16
+    with engine(model, tmp_path / "base", processes=processes, **options) as llm:
+        sync = VllmSync(model, llm)
+        for mode in ("merged", "adapter", "adapter"):
+            sync.push(mode=mode)
+            llm.sleep(level=level)
+            train(model)
+            report = sync.push(mode=mode)
+            assert mode == "merged" or report.base_sent == (level == 2), "level 2 throws the weights away"
+            assert_answers(ask(llm, sync.lora_request()), model)
+
+
+def test_weights_discarded_behind_its_back_show_as_dirty(tmp_path: Path) -> None:
+    model = policy(engines.qwen2, **DENSE)
+    with engine(model, tmp_path / "base", enable_sleep_mode=True, **BF16) as llm:
+        sync = VllmSync(model, llm)
+        sync.push()
+        llm.sleep(level=2)
+        llm.wake_up()
+        assert sync.states()[0].kind == "dirty"
+        sync.push()
+        assert_answers(ask(llm), model)
+
+
+def test_training_weights_and_memory_after_a_hundred_pushes(tmp_path: Path) -> None:
+    model = policy(engines.qwen2, **DENSE)
+    before = copy.deepcopy(model.state_dict())
+    with engine(model, tmp_path / "base", **BF16) as llm:
+        sync = VllmSync(model, llm)
+        sync.push()
+        used = torch.cuda.memory_allocated()
+        for _ in range(100):
+            sync.push()
+        assert torch.cuda.memory_allocated() == used
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor.view(torch.uint8), before[name].view(torch.uint8)), name
+
+
+@needs(2)
+@pytest.mark.parametrize("name", ["qwen2", "qwen3_moe"])
+def test_tensor_parallel_over_ipc_and_nccl(name: str, tmp_path: Path) -> None:
+    model = policy(getattr(engines, name), **(MOE if "moe" in name else DENSE))
+    with engine(model, tmp_path / "base", processes=True, tensor_parallel_size=2, **BF16) as llm:
+        sync = VllmSync(model, llm, bucket_bytes=1 << 17)
+        for step in range(2):
+            train(model, step)
+            assert sync.push(verify=True).transports == ("ipc", "nccl")
+            assert_answers(ask(llm), model)
