@@ -84,7 +84,7 @@ def train(model: nn.Module, seed: int = 1, size: float = 0.05) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_" in name:
-                parameter.add_(torch.randn(parameter.shape, generator=g) * size)
+                parameter.add_((torch.randn(parameter.shape, generator=g) * size).to(parameter))
 
 
 @contextmanager
