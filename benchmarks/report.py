@@ -19,7 +19,7 @@ import lora_merge
 
 Record = dict[str, Any]
 """The JSON of a run."""
-LONGEST = 16
+LONGEST = 30
 """Copies that a bar of the picture can show."""
 
 
