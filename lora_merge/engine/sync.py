@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
@@ -184,8 +185,15 @@ class VllmSync:
         return [replica.state for replica in await self._introduce()]
 
     def close(self) -> None:
-        """Give buffers and handles back."""
-        for sender, _ in self._senders:
+        """Give buffers and handles back: workers let go first. Of an `AsyncLLM`, await `aclose`."""
+        drive(self.aclose())
+
+    async def aclose(self) -> None:
+        """As `close`, in the event loop of an `AsyncLLM`."""
+        for sender, indices in self._senders:
+            for index in indices:
+                with contextlib.suppress(Exception):  # an engine that is gone has let go already
+                    await self._controls[index].rpc("disconnect", session=sender.session)
             sender.close()
         self._senders = []
 
@@ -227,7 +235,7 @@ class VllmSync:
         with _timed(seconds, "resume"):
             await self._resume(replicas)
         if any(r.error for r in replicas):
-            self.close()
+            await self.aclose()
             raise _failure(replicas)
         source = passes[-1][1]
         report.nbytes = sum(slot.nbytes for slots in source.table for slot in slots)
@@ -334,7 +342,7 @@ class VllmSync:
                 if sessions[i] == {sender.session}}  # fmt: skip
         if kept == {r.index for r in replicas}:
             return
-        self.close()
+        await self.aclose()
         device = next(self._weights.model.parameters()).device
         here = Sender.lives_here
         groups = [[r] for r in replicas if here(r.workers)]
@@ -345,7 +353,7 @@ class VllmSync:
             calls = [bind(r.control.init, sender.init_info(i)) for i, r in enumerate(group)]
             errors = await together([r.control for r in group], calls, sender.connect)
             if any(errors):
-                self.close()
+                await self.aclose()
                 raise PushRefused(f"no channel to the engine: {next(filter(None, errors))}")
             sender.opened()
 

@@ -245,6 +245,8 @@ class Sender:
         self.buffers, self._box, self._mailbox = [], None, None
         for memory in self._memory:
             memory.close()
+        if hasattr(self._group, "destroy"):
+            self._group.destroy()
         self._memory, self._group = [], None
 
 
@@ -331,6 +333,8 @@ class Receiver:
 
     def close(self) -> None:
         """Let go of the other side's memory."""
+        if hasattr(self._group, "destroy"):
+            self._group.destroy()
         self._buffers, self._box, self._group = [], None, None
         if self._memory is not None:
             self._memory.close()

@@ -321,6 +321,14 @@ def _abort(worker: Any, side: Side, reason: str | None = None) -> dict[str, Any]
     return {}
 
 
+def _disconnect(worker: Any, side: Side, session: str) -> dict[str, Any]:
+    """Let go of a trainer's memory, before the trainer frees it."""
+    if side.receiver is not None and side.receiver.session == session:
+        side.receiver.close()
+        side.receiver = None
+    return {}
+
+
 _OPS: dict[str, Callable[..., dict[str, Any]]] = {
     "hello": _hello,
     "examine": _examine,
@@ -330,4 +338,5 @@ _OPS: dict[str, Callable[..., dict[str, Any]]] = {
     "coverage": _coverage,
     "abort": _abort,
     "commit": _commit,
+    "disconnect": _disconnect,
 }
