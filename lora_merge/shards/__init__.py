@@ -1,0 +1,112 @@
+"""Shard: which boxes of a tensor this rank holds, and where.
+
+A layout (FSDP2, FSDP1, Megatron) is a file that says so for its tensors; everything behind it works on boxes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+"""`(start, size)` of a box of a tensor, a number for each dimension."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """A box of a tensor that lies on this rank.
+
+    Args:
+        start: index of its first element in the whole tensor.
+        tensor: live view of it, any strides; as many dimensions as the whole.
+    """
+
+    start: tuple[int, ...]
+    tensor: Tensor
+
+    @property
+    def box(self) -> Box:
+        return self.start, tuple(self.tensor.shape)
+
+    def window(self, box: Box) -> Tensor | None:
+        """View of a box of the whole tensor; None where this piece does not hold all of it."""
+        view = self.tensor
+        for dim, (first, size, mine) in enumerate(zip(*box, self.start, strict=True)):
+            if first < mine or first + size > mine + view.shape[dim]:
+                return None
+            view = view.narrow(dim, first - mine, size)
+        return view
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shard:
+    """What this rank holds of one tensor.
+
+    Args:
+        shape, dtype: of the whole tensor.
+        device: of the pieces; where there are none, of where they would be.
+        pieces: disjoint boxes; none where this rank holds nothing of it.
+        whole: this rank alone holds the whole tensor, and nobody has to be asked.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    pieces: tuple[Piece, ...]
+    whole: bool = False
+
+    def window(self, box: Box) -> Tensor | None:
+        """View of a box of the whole tensor; None where no piece holds all of it."""
+        views = (piece.window(box) for piece in self.pieces)
+        return next((view for view in views if view is not None), None)
+
+
+def whole(tensor: Tensor) -> Shard:
+    """The shard of a tensor that lies here in full."""
+    piece = Piece((0,) * tensor.dim(), tensor.detach())
+    return Shard(tuple(tensor.shape), tensor.dtype, tensor.device, (piece,), True)
+
+
+def overlap(a: Box, b: Box) -> Box | None:
+    """The box that two boxes share; None where they do not meet."""
+    start = tuple(map(max, a[0], b[0]))
+    end = [min(i + n, j + m) for i, n, j, m in zip(*a, *b, strict=True)]
+    size = tuple(e - s for s, e in zip(start, end, strict=True))
+    return None if any(n <= 0 for n in size) else (start, size)
+
+
+def numel(boxes: Sequence[Box]) -> int:
+    return sum(prod(size) for _, size in boxes)
+
+
+def flat_boxes(shape: Sequence[int], begin: int, end: int) -> Iterator[tuple[Box, int]]:
+    """The boxes of elements `begin` to `end` (row-major) of a tensor, each with its first element's number.
+
+    Three at most for a matrix: the end of a row, whole rows, the beginning of a row.
+    """
+    if begin >= end:
+        return
+    if not shape:
+        yield ((), ()), begin
+        return
+    step = prod(shape[1:])
+    first, last = -(-begin // step), end // step
+    if first > last:  # inside of one slice
+        yield from _inside(shape, begin // step, begin % step, end - begin // step * step, begin)
+        return
+    if begin < first * step:
+        yield from _inside(shape, first - 1, begin % step, step, begin)
+    if first < last:
+        yield ((first, *(0 for _ in shape[1:])), (last - first, *shape[1:])), first * step
+    if last * step < end:
+        yield from _inside(shape, last, 0, end - last * step, last * step)
+
+
+def _inside(shape: Sequence[int], row: int, begin: int, end: int, number: int) -> Iterator[tuple[Box, int]]:
+    for (start, size), at in flat_boxes(shape[1:], begin, end):
+        yield ((row, *start), (1, *size)), number + at - begin
