@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,16 +29,25 @@ class Accuracy:
         elements: number of elements looked at.
         of_bound: largest error as a fraction of what one rounding and float32 accumulation may leave,
             1/2 ulp(out) + 2^-23 (|W| + |out|) + 2^-20 |scaling| sum |B| |A|.
+        squared: sum of the squared errors.
+        squared_rounding: the same of the correctly rounded results.
     """
 
     max_ulp: int = 0
     wrong: int = 0
     elements: int = 0
     of_bound: float = 0.0
+    squared: float = 0.0
+    squared_rounding: float = 0.0
 
     @property
     def misrounded(self) -> float:
         return self.wrong / max(self.elements, 1)
+
+    @property
+    def x_rounding(self) -> float:
+        """RMS error in multiples of the RMS error that one rounding leaves: 1.0 is as good as the dtype can be."""
+        return math.sqrt(self.squared / self.squared_rounding) if self.squared_rounding else math.inf
 
     def __add__(self, other: Accuracy) -> Accuracy:
         """Of the elements of both."""
@@ -46,6 +56,8 @@ class Accuracy:
             self.wrong + other.wrong,
             self.elements + other.elements,
             max(self.of_bound, other.of_bound),
+            self.squared + other.squared,
+            self.squared_rounding + other.squared_rounding,
         )
 
 
@@ -58,11 +70,15 @@ def compare(result: Tensor, base: Tensor, lora_A: Tensor, lora_B: Tensor, scalin
         rows = slice(i, i + step)
         out, w = result[rows].double(), base[rows].double()
         exact = torch.addmm(w, b[rows], a, alpha=scaling)
-        steps = (_ordinal(result[rows]) - _ordinal(round_once(exact, result.dtype))).abs_()
+        rounded = round_once(exact, result.dtype)
+        steps = (_ordinal(result[rows]) - _ordinal(rounded)).abs_()
         size = torch.addmm(w.abs(), b[rows].abs(), a.abs(), beta=2**-23, alpha=2**-20 * abs(scaling))
         bound = size.add_(out.abs(), alpha=2**-23).add_(ulp(out, result.dtype), alpha=0.5)
-        of_bound = float(out.sub_(exact).abs_().div_(bound).max())
-        seen += Accuracy(int(steps.max()), int(steps.count_nonzero()), steps.numel(), of_bound)
+        error, rounding = out.sub_(exact), rounded.double().sub_(exact)
+        squared, squared_rounding = float(error.norm()) ** 2, float(rounding.norm()) ** 2
+        of_bound = float(error.abs_().div_(bound).max())
+        wrong = int(steps.count_nonzero())
+        seen += Accuracy(int(steps.max()), wrong, steps.numel(), of_bound, squared, squared_rounding)
     return seen
 
 

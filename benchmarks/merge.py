@@ -14,7 +14,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -65,6 +65,8 @@ class Method:
         back: takes them off again.
         round_trip: `back` belongs to the method's time.
         plan_ms: how long it took to build what is kept from step to step.
+        held_bytes: device memory of the size of weights that it keeps from step to step.
+        host_bytes: host memory that a step takes while the weights are on a GPU.
     """
 
     merge: Callable[[], object]
@@ -72,6 +74,8 @@ class Method:
     results: Callable[[], Sequence[Tensor]]
     round_trip: bool = False
     plan_ms: float | None = None
+    held_bytes: Callable[[], int] = lambda: 0
+    host_bytes: int = 0
 
 
 def in_place(model: PeftModel, matrices: Sequence[Matrix]) -> Method:
@@ -165,9 +169,10 @@ def measure(method: Method, matrices: Sequence[Matrix], device: torch.device, re
     begin = time.perf_counter()
     while not runs or (len(runs) < repeat and time.perf_counter() - begin < BUDGET_S):
         runs.append((timing.observe(method.merge, device), timing.observe(method.back, device)))
-    launches = None
-    if device.type == "cuda":
-        launches = timing.launches(method.merge, device)
+    launches = timing.launches(method.merge, device)
+    if method.round_trip:
+        launches += timing.launches(method.back, device)
+    else:
         method.back()
     reset()
 
@@ -182,12 +187,64 @@ def measure(method: Method, matrices: Sequence[Matrix], device: torch.device, re
         "plan_ms": method.plan_ms,
         "runs": len(runs),
         "launches": launches,
-        "extra_bytes": peak,
+        "extra_bytes": peak + method.held_bytes(),
+        "host_bytes": method.host_bytes,
         "max_ulp": accuracy.max_ulp,
         "misrounded": accuracy.misrounded,
         "of_bound": accuracy.of_bound,
+        "x_rounding": accuracy.x_rounding,
         "elements": accuracy.elements,
         "restored": restored,
+    }
+
+
+def compare_methods(
+    methods: Mapping[str, Callable[[PeftModel, Sequence[Matrix]], Method]],
+    model: PeftModel,
+    matrices: Sequence[Matrix],
+    args: argparse.Namespace,
+    progress: report.Progress,
+) -> report.Record:
+    """Every method on the same weights, and both limits of the machine, measured before and after them."""
+    nbytes = sum(m.weight.nbytes for m in matrices)
+    progress.say("the machine's limits: one large copy of the same bytes, and products of matrices")
+    copies, operations = timing.copies(nbytes, args.device, args.repeat), timing.operations(args.device, args.repeat)
+    measured: dict[str, dict[str, Any]] = {}
+    skipped: dict[str, str] = {}
+    for name, make in methods.items():
+        progress.say(name)
+        try:
+            measured[name] = measure(make(model, matrices), matrices, args.device, args.repeat)
+        except torch.OutOfMemoryError as error:
+            skipped[name] = str(error).splitlines()[0]
+        progress.advance()
+    copy_ms = statistics.median(copies + timing.copies(nbytes, args.device, args.repeat))
+    operations = max(operations, timing.operations(args.device, args.repeat))
+
+    # docs/performance.md: on a GPU float32 adapters are split in three bf16 parts, and six products of them count.
+    adapter_dtype = matrices[0].lora_A.dtype
+    parts = 6 if args.device.type == "cuda" and adapter_dtype == torch.float32 else 1
+    products_ms = 1e3 * parts * sum(2 * m.lora_A.shape[0] * m.weight.numel() for m in matrices) / operations
+    for figures in measured.values():
+        # Each byte of the weights is read once and written once.
+        figures["x_copy"], figures["gb_s"] = figures["ms"] / copy_ms, 2 * nbytes / figures["ms"] / 1e6
+        figures["of_copy"], figures["of_products"] = copy_ms / figures["ms"], products_ms / figures["ms"]
+    return {
+        "device": args.device.type,
+        "torch": torch.__version__,
+        "rank": max(m.lora_A.shape[0] for m in matrices),
+        "dtype": args.dtype,
+        "adapter_dtype": args.adapter_dtype,
+        "matrices": len(matrices),
+        "bytes": nbytes,
+        "copy_ms": copy_ms,
+        "products_ms": products_ms,
+        "operations_s": operations,
+        "repeat": args.repeat,
+        "backend": cast(ModuleType, kernels.pick(args.device)).__name__.rpartition(".")[2],
+        "methods": measured,
+        "skipped": skipped,
+        **report.provenance(args.device),
     }
 
 
@@ -256,40 +313,8 @@ def main() -> None:
     with report.Progress(steps=len(METHODS)) as progress:
         with torch.enable_grad():
             model, matrices, shape = prepare(args, progress)
-        nbytes = sum(m.weight.nbytes for m in matrices)
-        progress.say("one large copy of the same bytes")
-        copies = timing.copies(nbytes, args.device, args.repeat)
-        measured: dict[str, dict[str, Any]] = {}
-        skipped: dict[str, str] = {}
-        for name, make in METHODS.items():
-            progress.say(name)
-            try:
-                measured[name] = measure(make(model, matrices), matrices, args.device, args.repeat)
-            except torch.OutOfMemoryError as error:
-                skipped[name] = str(error).splitlines()[0]
-            progress.advance()
-        copies += timing.copies(nbytes, args.device, args.repeat)
-
-    copy_ms = statistics.median(copies)
-    for figures in measured.values():
-        # Each byte of the weights is read once and written once.
-        figures["x_copy"], figures["gb_s"] = figures["ms"] / copy_ms, 2 * nbytes / figures["ms"] / 1e6
-    record = {
-        "device": args.device.type,
-        "torch": torch.__version__,
-        "shape": shape,
-        "rank": max(m.lora_A.shape[0] for m in matrices),
-        "dtype": args.dtype,
-        "adapter_dtype": args.adapter_dtype,
-        "matrices": len(matrices),
-        "bytes": nbytes,
-        "copy_ms": copy_ms,
-        "repeat": args.repeat,
-        "backend": cast(ModuleType, kernels.pick(args.device)).__name__.rpartition(".")[2],
-        "methods": measured,
-        "skipped": skipped,
-        **report.provenance(args.device),
-    }
+        record = compare_methods(METHODS, model, matrices, args, progress)
+    record["shape"] = shape
     report.table(record)
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)

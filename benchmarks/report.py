@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,6 +22,12 @@ Record = dict[str, Any]
 """The JSON of a run."""
 LONGEST = 30
 """Copies that a bar of the picture can show."""
+BLUE, GREY = "#1f6feb", "#aab2bf"
+
+
+def is_ours(method: str) -> bool:
+    """Whether a method is this package's."""
+    return method.startswith(("lora_merge", "merged()"))
 
 
 def console() -> Console:
@@ -94,10 +101,34 @@ def title(record: Record) -> str:
     )
 
 
-def table(record: Record) -> None:
-    """Print the figures; 80 columns hold them."""
+COLUMNS: dict[str, Callable[[Record], str]] = {
+    "ms": lambda m: f"{m['ms']:.2f}",
+    "back\nms": lambda m: "" if m["back_ms"] < 0.1 else f"{m['back_ms']:.2f}",
+    "x copy": lambda m: f"{m['x_copy']:.2f}",
+    "copy\nlimit": lambda m: f"{m['of_copy']:.0%}",
+    "product\nlimit": lambda m: f"{m['of_products']:.0%}",
+    "extra\nMiB": lambda m: f"{m['extra_bytes'] / 2**20:.1f}",
+    "host\nMiB": lambda m: f"{m['host_bytes'] / 2**20:.0f}" if m["host_bytes"] else "",
+    "launch-\nes": lambda m: str(m["launches"]),
+    "max\nulp": lambda m: str(m["max_ulp"]),
+    "mis-\nrounded": lambda m: f"{m['misrounded']:.4%}",
+    "x round-\ning": lambda m: f"{m['x_rounding']:.4f}",
+    "re-\nstored": lambda m: "yes" if m["restored"] else "no",
+}
+"""Heading -> one figure of a method, as text."""
+MERGE = ("ms", "x copy", "copy\nlimit", "product\nlimit", "extra\nMiB", "max\nulp", "mis-\nrounded", "re-\nstored")
+"""Columns that 80 characters hold."""
+LEGEND = (
+    "ms: one merge; there and back where the name says so. copy limit, product limit: shares of the machine's speed at "
+    "one large copy, and at products of large matrices. extra MiB: peak memory beside weights, adapters and a given "
+    "destination. max ulp, misrounded: every element against float64, rounded once; x rounding: RMS error in "
+    "multiples of what one rounding leaves. restored: whether the method's own way back brings every bit back."
+)
+
+
+def table(record: Record, columns: Sequence[str] = MERGE) -> None:
+    """Print the figures."""
     out = console()
-    copy_ms = record["copy_ms"]
     sheet = Table(
         title=title(record),
         title_justify="left",
@@ -107,29 +138,21 @@ def table(record: Record) -> None:
         show_edge=False,
     )
     sheet.add_column("method", no_wrap=True)
-    for heading in ("ms", "x copy", "GB/s", "extra\nMiB", "max\nulp", "mis-\nrounded", "re-\nstored"):
+    for heading in columns:
         sheet.add_column(heading, justify="right")
-    sheet.add_row("one large copy", f"{copy_ms:.2f}", "1.00", f"{2 * record['bytes'] / copy_ms / 1e6:.1f}")
+    copy_ms, products_ms = record["copy_ms"], record["products_ms"]
+    for limit, ms in (("limit: one large copy", copy_ms), ("limit: the products", products_ms)):
+        sheet.add_row(limit, *({"ms": f"{ms:.2f}", "x copy": f"{ms / copy_ms:.2f}"}.get(c, "") for c in columns))
     for name, m in record["methods"].items():
-        sheet.add_row(
-            name,
-            f"{m['ms']:.2f}",
-            f"{m['x_copy']:.2f}",
-            f"{m['gb_s']:.1f}",
-            f"{m['extra_bytes'] / 2**20:.1f}",
-            str(m["max_ulp"]),
-            f"{m['misrounded']:.4%}",
-            "yes" if m["restored"] else "no",
-        )
+        sheet.add_row(name, *(COLUMNS[heading](m) for heading in columns))
     out.print()
     out.print(sheet)
     for name, reason in record["skipped"].items():
         out.print(f"{name}: left out, {reason}")
     out.print(
         f"{record['device_name']}, torch {record['torch']}, backend {record['backend']}, medians of up to "
-        f"{record['repeat']} runs. ms: one merge; of merged() its way back too. GB/s: weights read and written. "
-        "extra MiB: peak memory beside weights, adapters and a given destination. max ulp, misrounded: every element "
-        "against float64, rounded once. restored: whether the method's own way back brings every bit back."
+        f"{record['repeat']} runs; a copy moves {2 * record['bytes'] / copy_ms / 1e6:.1f} GB/s, products run at "
+        f"{record['operations_s'] / 1e9:.0f} Gop/s. {LEGEND}"
     )
 
 
@@ -164,9 +187,10 @@ def plot(record: Record, file: Path) -> None:
             [f"{100 * m['misrounded']:.3g}%, {text}" for m, text in zip(figures, restored, strict=True)],
         ),
     )
-    colours = ["#aab2bf" if name in ("peft", "addmm_") else "#1f6feb" for name in record["methods"]]
+    colours = [BLUE if is_ours(name) else GREY for name in record["methods"]]
     with plt.rc_context({"font.size": 10, "axes.titlesize": 10, "axes.titlelocation": "left"}):
-        fig, axes = plt.subplots(1, 3, figsize=(14, 4), sharey=True, layout="constrained")
+        size = (14, 1.5 + len(figures) / 2)
+        fig, axes = plt.subplots(1, 3, figsize=size, sharey=True, layout="constrained")
         heading = f"{title(record)}\n{record['device_name']}, torch {record['torch']}"
         fig.suptitle(heading, x=0.01, ha="left", fontsize=11)
         for ax, (caption, widths, labels) in zip(axes, panels, strict=True):

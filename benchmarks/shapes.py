@@ -36,13 +36,21 @@ class Shape:
 
 SHAPES = {
     "tiny": Shape(2, 96, 6, 2, 16, 200),
+    # 61 million weights of usual widths, for a CPU.
+    "small": Shape(4, 1024, 16, 4, 64, 4096),
     "qwen2.5-0.5b": Shape(24, 896, 14, 2, 64, 4864),
+    "qwen2.5-1.5b": Shape(28, 1536, 12, 2, 128, 8960),
+    "qwen2.5-3b": Shape(36, 2048, 16, 2, 128, 11008),
     "qwen2.5-7b": Shape(28, 3584, 28, 4, 128, 18944),
+    "qwen2.5-14b": Shape(48, 5120, 40, 8, 128, 13824),
     "qwen2.5-32b": Shape(64, 5120, 40, 8, 128, 27648),
     "llama3-8b": Shape(32, 4096, 32, 8, 128, 14336),
     "qwen3-30b-a3b": Shape(48, 2048, 32, 4, 128, 768, experts=128),
     # The expert weights alone of 8 layers: 3072 matrices.
     "qwen3-30b-a3b-8layers": Shape(8, 2048, 32, 4, 128, 768, experts=128, attention=False),
+    # A sweep over the number of experts starts from these.
+    "qwen3-30b-a3b-1layer": Shape(1, 2048, 32, 4, 128, 768, experts=128, attention=False),
+    "tiny-moe": Shape(1, 64, 4, 2, 16, 48, experts=4, attention=False),
 }
 
 

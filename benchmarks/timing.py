@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -80,9 +81,32 @@ def copies(nbytes: int, device: torch.device, repeat: int) -> list[float]:
     return [ms * nbytes / size for ms in times[1:]]
 
 
+def operations(device: torch.device, repeat: int) -> float:
+    """The other limit: multiplications and additions a second, two for each product, of torch's best matrix product.
+
+    float32 on a CPU, where the kernels compute in it; bf16 on a GPU, whose matrix units they feed with bf16. The best
+    run counts: it is a limit.
+    """
+    n, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
+    a, b = (torch.randn(n, n, dtype=dtype, device=device) for _ in range(2))
+    out = torch.empty_like(a)
+    times = [milliseconds(lambda: torch.mm(a, b, out=out), device) for _ in range(repeat + 1)]
+    return 2 * n**3 / min(times[1:]) * 1e3
+
+
 def launches(call: Call, device: torch.device) -> int:
-    """How many kernels, copies and fills a call starts on a GPU."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    """How many kernels, copies and fills a call starts on a GPU; on a CPU, how many operators of torch it calls."""
+    activity = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[activity.CUDA if device.type == "cuda" else activity.CPU]) as profile:
         call()
-        torch.cuda.synchronize(device)
-    return sum(event.device_type.name == "CUDA" for event in profile.events() or ())
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    events = profile.events() or []
+    if device.type == "cuda":
+        return sum(event.device_type.name == "CUDA" for event in events)
+    return sum("::" in event.name and not _inside_operator(event) for event in events)
+
+
+def _inside_operator(event: Any) -> bool:
+    parent = event.cpu_parent
+    return parent is not None and ("::" in parent.name or _inside_operator(parent))
