@@ -97,6 +97,9 @@ def engine(model: nn.Module, folder: Path, *, processes: bool = False, **options
     if not folder.exists():
         save_base(model.get_base_model() if hasattr(model, "get_base_model") else model, folder)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if processes else "0"
+    gc.collect()  # an engine of the test before, which its frame held
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
     llm = LLM(str(folder), **engine_options(model) | options)
     try:
         yield llm

@@ -289,7 +289,8 @@ def _ties(model: nn.Module) -> dict[str, str]:
     """Path of a tied parameter -> path under which it comes first."""
     first: dict[int, str] = {}
     ties = {}
-    for name, module in model.named_modules():
+    # A head may be the embedding module itself, under a second name.
+    for name, module in model.named_modules(remove_duplicate=False):
         for key, parameter in module._parameters.items():
             if parameter is not None and parameter.numel():
                 path: str = f"{name}.{key}" if name else key
