@@ -1,0 +1,119 @@
+"""The pages for trainers do what they say, on real PEFT models; blocks that need vLLM run in test_vllm_grpo.py."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+
+import models
+import pytest
+import torch
+from docs_code import names_of
+from torch import Tensor, nn
+
+import lora_merge
+
+
+def merged_weights(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """HF names and merged weights, without the stream: `merge` for each LoRA layer, everything else as it is."""
+    wanted = {}
+    for name, tensor in model.get_base_model().state_dict().items():
+        if ".lora_" in name:
+            continue
+        if name.endswith(".base_layer.weight"):
+            owner = model.get_base_model().get_submodule(name.removesuffix(".base_layer.weight"))
+            A, B = owner.lora_A["default"].weight, owner.lora_B["default"].weight
+            tensor = lora_merge.merge(tensor, A, B, owner.scaling["default"], dtype=dtype)
+        wanted[name.replace(".base_layer.", ".")] = tensor.to(dtype or tensor.dtype)
+    return wanted
+
+
+def assert_same(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert got.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert got[name].dtype == tensor.dtype, name
+        assert torch.equal(got[name].view(torch.uint8), tensor.contiguous().view(torch.uint8)), name
+
+
+class PackingRollout:
+    """A rollout with a sender as verl has: tensors are packed back to back into one buffer of a fixed size, which is
+    shipped and used again; the receiver copies out of it."""
+
+    def __init__(self, size: int) -> None:
+        self.buffer = torch.empty(size, dtype=torch.uint8)
+        self.awake: list[str] = []
+        self.received: dict[str, Tensor] = {}
+
+    async def resume(self, tags: list[str]) -> None:
+        self.awake += tags
+
+    async def update_weights(self, weights: Iterable[tuple[str, Tensor]], **options: Any) -> None:
+        assert options == {"peft_config": None, "base_sync_done": True}
+        used, table = 0, []
+        for name, tensor in weights:
+            if used + tensor.nbytes > self.buffer.numel():
+                await self.ship(table)
+                used, table = 0, []
+            self.buffer[used : used + tensor.nbytes] = tensor.reshape(-1).view(torch.uint8)
+            table.append((name, tensor.dtype, tensor.shape, used))
+            used += tensor.nbytes
+        await self.ship(table)
+
+    async def ship(self, table: list[Any]) -> None:
+        await asyncio.sleep(0)
+        for name, dtype, shape, start in table:
+            assert name not in self.received, f"{name} came twice"
+            data = self.buffer[start : start + shape.numel() * dtype.itemsize].clone()
+            self.received[name] = data.view(dtype).view(shape)
+
+
+def test_verl_worker_with_a_packing_sender() -> None:
+    model = models.with_lora(models.qwen2)
+    worker = names_of("verl.md")["ActorRolloutWorker"](model, PackingRollout(1 << 14))
+    for step in range(2):
+        worker.rollout = PackingRollout(1 << 14)
+        asyncio.run(worker.update_weights())
+        assert worker.rollout.awake == ["weights", "kv_cache"]
+        assert_same(worker.rollout.received, merged_weights(model, torch.bfloat16))
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter += 0.01 * (step + 1) * ("lora_" in name)
+
+
+def test_verl_buckets_as_they_are() -> None:
+    model, names, received = models.with_lora(models.qwen2), names_of("verl.md"), {}
+
+    def send(table: list[Any], data: Tensor) -> None:
+        received.update(names["receive_bucket"](table, data.clone()))
+
+    names["send_weights"](lora_merge.MergedWeights(model, bucket_bytes=1 << 14), send)
+    assert_same(received, merged_weights(model))
+
+
+def test_trl_generation_by_the_training_model() -> None:
+    model, prompts = models.with_lora(models.qwen2), models.tokens()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    options = {"max_new_tokens": 4, "do_sample": False}
+    wanted = model.generate(prompts, **options)
+    assert torch.equal(names_of("trl.md")["generate"](model, prompts, **options), wanted)
+    assert_same(dict(model.state_dict()), before)
+
+
+def test_trl_loader() -> None:
+    model, received = models.with_lora(models.qwen2), {}
+
+    def load_weights(weights: Iterable[tuple[str, Tensor]]) -> None:
+        received.update(weights)
+
+    names_of("trl.md")["sync_weights"](model, load_weights)
+    assert_same(received, merged_weights(model))
+
+
+def test_trl_check_of_the_rollout(capsys: pytest.CaptureFixture[str]) -> None:
+    check, trainer = names_of("trl.md")["check"], torch.randn(3, 9)
+    rollout = trainer[:, 3:8].clone()  # prompts of 4 tokens: the first answer token is about entry 3
+    check(trainer, rollout, 4, [5, 2, 4])
+    assert "importance ratio 1.0000 to 1.0000" in capsys.readouterr().out
+    with pytest.raises(AssertionError):
+        check(trainer, rollout - 0.1, 4, [5, 2, 4])
