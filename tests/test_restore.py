@@ -1,0 +1,151 @@
+"""TrackedPlan: the bits of `Plan.run` while merged, every bit of the base after, and a bound on the memory between."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from conftest import Backend
+from helpers import LAYOUTS, assert_same_bits, bits, cut, cuts, in_place, make_segment
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lora_merge import Plan, Segment, restore
+from lora_merge.errors import AlreadyMerged, InvalidInput
+from lora_merge.restore import TrackedPlan
+from lora_merge.segments import FLOATS
+
+VALUES = (0.0, -0.0, 1e-42, -6e-8, float("inf"), float("-inf"), float("nan"), 6e4, -1e-30)
+
+
+def with_special_values(s: Segment, payload: int = 0x2B) -> Segment:
+    """Zeros, subnormals, infinities and NaN spread over a base; one NaN with a payload and one that signals."""
+    for start, value in enumerate(VALUES):
+        s.source[start % s.source.shape[0], start :: len(VALUES) + 2] = value
+    word, quiet = bits(s.source), {torch.bfloat16: 0x7FC0, torch.float16: 0x7E00, torch.float32: 0x7FC00000}
+    top = quiet[s.source.dtype]
+    word[-1, -1], word[-1, 0] = top | payload, (top ^ (top & -top) | payload)
+    s.source.view(word.dtype).copy_(word) if s.source.is_contiguous() else s.source.copy_(word.view(s.source.dtype))
+    return s
+
+
+def round_trip(segments: list[Segment]) -> tuple[int, int]:
+    """Merge and unmerge segments in place; returns the bytes held while merged, and those of the bases."""
+    before = [s.source.clone() for s in segments]
+    wanted = [in_place(s) for s in segments]
+    Plan(wanted).run()
+    plan = TrackedPlan(segments)
+    assert plan.nbytes == 0
+    plan.merge()
+    held = plan.nbytes
+    for s, other in zip(segments, wanted, strict=True):
+        assert_same_bits(s.source, other.source, f"{s.name}, merged")
+    plan.unmerge()
+    assert plan.nbytes == 0
+    for s, old in zip(segments, before, strict=True):
+        assert_same_bits(s.source, old, f"{s.name}, restored")
+    return held, sum(s.source.nbytes for s in segments)
+
+
+@pytest.mark.parametrize("adapters", FLOATS)
+@pytest.mark.parametrize("base", FLOATS)
+def test_any_values_in_any_layout(backend: Backend, base: torch.dtype, adapters: torch.dtype) -> None:
+    segments = []
+    for index, layout in enumerate(LAYOUTS):
+        for update in (0.001, 1.0, 1e4):
+            dtypes = (base, base, adapters, adapters)
+            s = make_segment(
+                layout, 37, 71, 5, dtypes, backend.device, layouts=(layout,) * 4, update=update, seed=index
+            )
+            segments.append(in_place(with_special_values(s)))
+    round_trip(segments)
+
+
+@given(data=st.data())
+def test_any_size_and_cut(backend: Backend, data: st.DataObject) -> None:
+    """Pieces of one tensor, blocks that end anywhere, DoRA, a factor of zero, and no adapter at all."""
+    most = 40 if backend.interpreted else 150
+    rows, cols = data.draw(st.integers(1, most), "rows"), data.draw(st.integers(1, most), "columns")
+    rank = data.draw(st.sampled_from((1, 16, 33, 0)), "rank")
+    base = data.draw(st.sampled_from(FLOATS), "base")
+    adapters = data.draw(st.sampled_from(FLOATS), "adapters")
+    layout = data.draw(st.sampled_from(LAYOUTS), "layout")
+    update = data.draw(st.sampled_from((0.01, 1.0, 1e3)), "update")
+    s = in_place(
+        make_segment("w", rows, cols, rank, (base, base, adapters, adapters), backend.device, layouts=(layout,) * 4,
+                     update=update)
+    )  # fmt: skip
+    if data.draw(st.booleans(), "row scale"):
+        s = dataclasses.replace(s, row_scale=torch.linspace(0.0, 2.0, rows, device=backend.device))
+    parts = cut(s, data.draw(cuts(rows, cols), "cuts"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(restore, "BLOCK", data.draw(st.integers(1, 3 * most * most) if backend.compiled
+                                                  else st.integers(most * most, 3 * most * most), "block"))  # fmt: skip
+        before = s.source.clone()
+        whole = in_place(s)
+        Plan([whole]).run()
+        plan = TrackedPlan(parts)
+        plan.merge()
+        assert_same_bits(s.source, whole.source, "merged")
+        plan.unmerge()
+        assert_same_bits(s.source, before, "restored")
+
+
+@pytest.mark.parametrize(("update", "most"), [(1e-3, 0.17), (1e-2, 0.17), (0.1, 0.17), (1.0, 0.27)])
+def test_memory(backend: Backend, update: float, most: float) -> None:
+    """Shares of the base's bytes; the sample is large enough that chance moves them by less than 0.005."""
+    shape = (64, 256) if backend.interpreted else (512, 1024)
+    s = in_place(make_segment("w", *shape, 16, (torch.bfloat16,) * 4, backend.device, update=update))
+    held, base = round_trip([s])
+    assert held <= most * base, f"{held / base:.3f} of the base's bytes"
+
+
+def test_whatever_the_adapter_never_much_above_a_copy(backend: Backend) -> None:
+    s = in_place(make_segment("w", 64, 256, 16, (torch.bfloat16,) * 4, backend.device, update=1e4))
+    held, base = round_trip([s])
+    assert held <= 1.125 * base, "2 bits an element on top of raw bits"
+
+
+@pytest.mark.parametrize("fails_at", [1, 2, 3])
+def test_a_failing_merge_changes_nothing(backend: Backend, monkeypatch: pytest.MonkeyPatch, fails_at: int) -> None:
+    """Out of memory in a block: it is not written, and those before it come back."""
+    monkeypatch.setattr(restore, "BLOCK", 2000)
+    s = in_place(make_segment("w", 60, 100, 4, (torch.bfloat16,) * 4, backend.device, update=1.0))
+    before, calls, pack = s.source.clone(), [], restore._pack
+
+    def failing(codes: torch.Tensor) -> torch.Tensor:
+        calls.append(None)
+        if len(calls) == fails_at:
+            raise torch.OutOfMemoryError("no room")
+        return pack(codes)
+
+    plan = TrackedPlan([s])
+    with monkeypatch.context() as patch:
+        patch.setattr(restore, "_pack", failing)
+        with pytest.raises(torch.OutOfMemoryError):
+            plan.merge()
+    assert_same_bits(s.source, before)
+    assert plan.nbytes == 0
+    plan.merge()  # and the plan still works
+    plan.unmerge()
+    assert_same_bits(s.source, before)
+
+
+def test_refused(backend: Backend) -> None:
+    s = make_segment("w", 8, 8, 2, (torch.float32,) * 4, backend.device)
+    with pytest.raises(InvalidInput, match="w: a tracked merge works in place"):
+        TrackedPlan([s])
+    copy = torch.zeros(4, 4, dtype=torch.int32, device=backend.device)
+    with pytest.raises(InvalidInput, match="w: a tracked merge needs bf16, fp16 or fp32"):
+        TrackedPlan([Segment("w", copy, copy)])
+    same = in_place(s)
+    with pytest.raises(InvalidInput, match="two segments write the same place"):
+        TrackedPlan([same, same])
+    plan = TrackedPlan([same])
+    plan.merge()
+    with pytest.raises(AlreadyMerged):
+        plan.merge()
+    plan.unmerge()
+    plan.unmerge()
+    TrackedPlan([]).merge()
