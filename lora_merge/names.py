@@ -22,6 +22,9 @@ _WRAPPERS = {
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper": "_checkpoint_wrapped_module",
     "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "_fsdp_wrapped_module",
     "torch.nn.parallel.distributed.DistributedDataParallel": "module",
+    "megatron.core.distributed.data_parallel_base._BaseDataParallel": "module",
+    "megatron.core.transformer.module.Float16Module": "module",
+    "megatron.bridge.peft.adapter_wrapper.AdapterWrapper": "to_wrap",
 }
 """Class -> the child that it wraps. By name, so that nothing is imported to look."""
 _STRIPPED = {"base_layer", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
@@ -93,6 +96,12 @@ def _active_copy(wrapper: Any) -> nn.Module:
     if wrapper.disable_adapters or not active or any(name not in wrapper.modules_to_save for name in active):
         return wrapper.original_module
     return wrapper.modules_to_save[active[0]]
+
+
+def register_wrapper(path: str, child: str) -> None:
+    """Let `walk` look through classes of this dotted path (and their descendants) into their child `child`."""
+    _WRAPPERS[path] = child
+    _kinds.clear()
 
 
 def named_tensors(model: nn.Module) -> Iterator[NamedTensor]:

@@ -1,0 +1,397 @@
+"""megatron-core: what this rank holds of every HF checkpoint tensor, and what the adapters add to it.
+
+Nothing is copied or permuted: pieces are views of the live parameters, placed in coordinates of the HF tensor. So the
+blocks of a fused QKV of grouped queries, the halves of gate and up, and the experts of a grouped weight are pieces like
+any others, and de-interleaving is a matter of where they start.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..errors import InvalidInput, MissingExtra, UnsupportedAdapter
+from ..names import lineage, unwrapped, walk, wrapped
+from . import Piece, Shard
+from .megatron_adapters import Half, Layer, Pair, Style, cut_of, style_of
+from .megatron_names import HF, Block, Names, names_of, row_blocks
+
+_CORE = "megatron.core."
+_MODEL = _CORE + "models.gpt.gpt_model.GPTModel"
+_TRANSFORMER_LAYER = _CORE + "transformer.transformer_layer.TransformerLayer"
+_GROUPED_MLP = _CORE + "transformer.moe.experts.GroupedMLP"
+_LOCAL_EXPERT = re.compile(r"(.*mlp\.experts)\.local_experts\.(\d+)\.(linear_fc[12]\.(?:weight|bias))")
+_GROUPED_EXPERT = re.compile(r"(.*mlp\.experts)\.(linear_fc[12]\.(?:weight|bias))(\d+)")
+_VOCABULARY = re.compile(r"(embedding\.word_embeddings|output_layer)\.(weight|bias)")
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Where this rank stands: `(rank, size)` in its group of each kind; and the ranks it needs for a whole model.
+
+    Args:
+        tp, expert_tp: tensor parallel, of experts.
+        ep: expert parallel.
+        model: global ranks of its TP x PP group, which hold the dense weights.
+        experts: global ranks of its expert-TP x EP x PP group, which hold the experts.
+    """
+
+    tp: tuple[int, int]
+    expert_tp: tuple[int, int]
+    ep: tuple[int, int]
+    model: tuple[int, ...]
+    experts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Factor:
+    """One adapter's product `scaling * lora_B @ lora_A` on one HF tensor `[out, in]`.
+
+    Args:
+        lora_A: `[r, in]`.
+        lora_B: `[out, r]`.
+        scaling: as the live module has it.
+    """
+
+    lora_A: Shard
+    lora_B: Shard
+    scaling: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MegatronModel:
+    """What `read` found on this rank.
+
+    Args:
+        tensors: `(HF name, shard)` of every checkpoint tensor of which this rank holds something.
+        deltas: HF name -> what the active adapters add to it; both factors in coordinates of the HF tensor. q, k and v
+            share the shard of one lora_A, as do gate and up, and experts under one adapter.
+        groups: see `Groups`.
+        layers: global numbers of the transformer layers that are here, of `layer_count` in all stages.
+    """
+
+    tensors: list[tuple[str, Shard]]
+    deltas: dict[str, tuple[Factor, ...]]
+    groups: Groups
+    layers: tuple[int, ...]
+    layer_count: int
+
+
+def is_megatron(model: object) -> bool:
+    """Whether a model (or the first of a list of chunks) is a megatron-core GPTModel in any wrappers."""
+    first = model[0] if isinstance(model, Sequence) and len(model) else model
+    return isinstance(first, nn.Module) and _MODEL in lineage(type(unwrapped(first)))
+
+
+def read(
+    chunks: Sequence[nn.Module] | nn.Module, *, vocab_size: int | None = None, names: Names | None = None
+) -> MegatronModel:
+    """Read this rank's chunks of a model; no collective.
+
+    Args:
+        chunks: the GPTModel of every virtual stage of this rank, in any of Megatron's and PEFT's wrappers.
+        vocab_size: rows of the checkpoint's embedding; default: the configuration's `vocab_size` where it has one
+            (Megatron-Bridge's providers do), else the model's, padding and all.
+        names: see `megatron_names.Names`; default: `names_of(config)`.
+
+    Raises:
+        InvalidInput: a parameter that has no HF name, or that does not fit the configuration; names it and the rank.
+        UnsupportedAdapter, AlreadyMerged: an adapter that cannot be merged exactly; names its module and the rank.
+    """
+    chunks = [chunks] if isinstance(chunks, nn.Module) else list(chunks)
+    if not chunks or not all(is_megatron(chunk) for chunk in chunks):
+        kinds = ", ".join(type(chunk).__name__ for chunk in chunks) or "none"
+        raise InvalidInput(f"expected the chunks of a megatron-core GPTModel, got {kinds}")
+    reader = _Reader([unwrapped(chunk) for chunk in chunks], vocab_size, names)
+    try:
+        for chunk in chunks:
+            reader.chunk(chunk)
+    except (InvalidInput, UnsupportedAdapter) as error:
+        raise type(error)(f"rank {dist.get_rank()}: {error}") from None
+    return reader.model()
+
+
+@contextmanager
+def adapters_off(chunks: Sequence[nn.Module] | nn.Module) -> Iterator[None]:
+    """Inside, the adapters' forwards add nothing (the base holds merged weights); after it they are as before."""
+    with ExitStack() as undo:
+        for chunk in [chunks] if isinstance(chunks, nn.Module) else chunks:
+            for name, module in walk(chunk):
+                style = style_of(name, module)
+                if style is not None:
+                    undo.enter_context(style.off(module))
+        yield
+
+
+def replica(groups: Sequence[Groups], rank: int) -> tuple[int, ...]:
+    """The smallest set of ranks around one that holds a whole model, dense weights and experts.
+
+    Args:
+        groups: of every rank in the world.
+        rank: a global one.
+    """
+    found, new = set[int](), {rank}
+    while new:
+        found |= new
+        new = {peer for r in new for peer in (*groups[r].model, *groups[r].experts)} - found
+    return tuple(sorted(found))
+
+
+def _groups(model: Any) -> Groups:
+    pg = getattr(model, "pg_collection", None)
+    if pg is None:
+        try:
+            from megatron.core.process_groups_config import ProcessGroupCollection
+        except ImportError as error:
+            raise MissingExtra(f"pip install lora-merge[megatron]: {error}") from None
+        pg = ProcessGroupCollection.use_mpu_process_groups()
+
+    def place(group: Any) -> tuple[int, int]:
+        return dist.get_rank(group), dist.get_world_size(group)
+
+    model_ranks, expert_ranks = (tuple(dist.get_process_group_ranks(group)) for group in (pg.mp, pg.tp_ep_pp))
+    return Groups(place(pg.tp), place(pg.expt_tp), place(pg.ep), model_ranks, expert_ranks)
+
+
+class _Weight(NamedTuple):
+    """A parameter as a matrix (or vector) of its own: one expert of a grouped weight, or a parameter as it is."""
+
+    name: str
+    tensor: Tensor
+    cut: int | None
+    expert: int | None
+    grid: tuple[int, int]
+    config: Any
+
+
+class _Reader:
+    def __init__(self, models: Sequence[Any], vocab_size: int | None, names: Names | None) -> None:
+        self._models, config = models, models[0].config
+        for attribute in ("layernorm_zero_centered_gamma", "multi_latent_attention"):
+            if getattr(config, attribute, False):
+                raise InvalidInput(f"{attribute}: the HF tensors of such models are no views of Megatron's")
+        self._names = names or names_of(config)
+        self._vocabulary = vocab_size or getattr(config, "vocab_size", None) or models[0].vocab_size
+        self._groups = _groups(models[0])
+        self._check_stages(config)
+        self._shards: dict[str, Shard] = {}
+        self._deltas: dict[str, list[Factor]] = {}
+        self._layers: list[int] = []
+        self._halves: dict[tuple[Any, ...], Shard] = {}
+
+    def model(self) -> MegatronModel:
+        deltas = {name: tuple(factors) for name, factors in self._deltas.items()}
+        layers, count = tuple(self._layers), self._models[0].config.num_layers
+        return MegatronModel(list(self._shards.items()), deltas, self._groups, layers, count)
+
+    def _check_stages(self, config: Any) -> None:
+        stages = getattr(config, "virtual_pipeline_model_parallel_size", None) or 1
+        if len(self._models) != stages:
+            raise InvalidInput(
+                f"rank {dist.get_rank()}: the model has {stages} virtual stages on each rank, got {len(self._models)} "
+                "chunks; pass them all"
+            )
+
+    def chunk(self, chunk: nn.Module) -> None:
+        model: Any = unwrapped(chunk)
+        adapters: dict[str, list[tuple[Layer, Style]]] = {}
+        layer_at, layer_name = "", ""
+        for path, module in walk(chunk):
+            style = style_of(path, module)
+            if style is not None:
+                adapters.setdefault(path, []).append((module, style))
+            if wrapped(module) is not None:
+                continue
+            if _TRANSFORMER_LAYER in lineage(type(module)):
+                number = int(module.layer_number) - 1  # type: ignore[arg-type]
+                self._layers.append(number)
+                layer_at, layer_name = path + ".", f"{path.rpartition('.')[0]}.{number}."
+            name = layer_name + path[len(layer_at) :] if layer_at and path.startswith(layer_at) else path
+            weights = list(self._weights(name, module, model))
+            for weight in weights:
+                self._weight(weight)
+            for layer, adapter_style in adapters.get(path, ()):
+                self._adapt(name, module, weights, adapter_style.pairs(name, layer))
+
+    def _weights(self, path: str, module: nn.Module, model: Any) -> Iterator[_Weight]:
+        """The parameters and persistent buffers of a module under the names of `Names`, experts one by one."""
+        tied = model.share_embeddings_and_output_weights and path == "output_layer"
+        config, cut = getattr(module, "config", model.config), cut_of(module)
+        experts = ".experts." in path + "." and ".shared_experts" not in path
+        grid = self._groups.expert_tp if experts else self._groups.tp
+        if _GROUPED_MLP in lineage(type(module)):
+            yield from self._grouped(path, module, config)
+            return
+        buffers = {k: b for k, b in module._buffers.items() if k not in module._non_persistent_buffers_set}
+        for key, tensor in (*module._parameters.items(), *buffers.items()):
+            if tensor is None or tied:  # the last of several stages holds a copy of the embedding
+                continue
+            if type(tensor.data) is not Tensor:
+                raise InvalidInput(f"{path}.{key}: expected a plain tensor, got a {type(tensor.data).__name__}")
+            name, expert = self._canonical(f"{path}.{key}", config)
+            along = cut if key.startswith("weight") or (cut == 0 and key.startswith("bias")) else None
+            yield _Weight(name, tensor.detach(), along, expert, grid, config)
+
+    def _grouped(self, path: str, module: Any, config: Any) -> Iterator[_Weight]:
+        """GroupedMLP holds the experts' weights transposed: `[E, hidden, ffn]` and `[E, ffn, hidden]`."""
+        count, hidden, grid = module.num_local_experts, config.hidden_size, self._groups.expert_tp
+        for linear, weight, shape, cut in (
+            ("linear_fc1", module.weight1, (count, hidden, -1), 0),
+            ("linear_fc2", module.weight2, (count, -1, hidden), 1),
+        ):
+            for e, matrix in enumerate(weight.detach().view(shape).unbind(0)):
+                name, _ = self._canonical(f"{path}.{linear}.weight{e}", config)
+                yield _Weight(name, matrix.t(), cut, e, grid, config)
+
+    def _canonical(self, name: str, config: Any) -> tuple[str, int | None]:
+        """The name that `Names` takes, and the number of the local expert."""
+        rank, size = self._groups.ep
+        found = _LOCAL_EXPERT.fullmatch(name)
+        if found:
+            prefix, local, linear = found.groups()
+        else:
+            found = _GROUPED_EXPERT.fullmatch(name)
+            if found:
+                prefix, linear, local = found.groups()
+        if found:
+            count, rest = divmod(config.num_moe_experts, size)
+            if rest or int(local) >= count:
+                raise InvalidInput(
+                    f"{name}: num_moe_experts={config.num_moe_experts} over {size} ranks leaves {count} here"
+                )
+            return f"{prefix}.{linear}{rank * count + int(local)}", int(local)
+        if name.endswith(".input_layernorm.weight"):
+            return name.replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_"), None
+        if name.endswith(".pre_mlp_layernorm.weight") and not self._has_experts(name):
+            return name.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_"), None
+        return name, None
+
+    def _has_experts(self, name: str) -> bool:
+        """Whether the layer of a (global) name has experts: `moe_layer_freq` is a period or a list."""
+        config = self._models[0].config
+        if not config.num_moe_experts:
+            return False
+        layer = int(re.findall(r"layers\.(\d+)\.", name)[-1])
+        pattern = config.moe_layer_freq
+        return bool(pattern[layer]) if isinstance(pattern, Sequence) else layer % pattern == 0
+
+    def _hf(self, weight: _Weight) -> tuple[HF, list[Block]]:
+        hf = self._names(weight.name)
+        if hf is None:
+            raise InvalidInput(
+                f"{weight.name}: a parameter without a HF name here; pass names= for architectures of your own"
+            )
+        ranks = weight.grid[1] if weight.cut == 0 else 1
+        blocks = row_blocks(weight.name, hf, weight.tensor.shape[0] * ranks, ranks, weight.config)
+        if _VOCABULARY.fullmatch(weight.name):
+            rows = blocks[0][2]
+            if rows < self._vocabulary:
+                raise InvalidInput(f"{weight.name}: {rows} rows, fewer than the vocabulary of {self._vocabulary}")
+            blocks = [("", 0, self._vocabulary)]
+        return hf, blocks
+
+    def _weight(self, weight: _Weight) -> None:
+        hf, blocks = self._hf(weight)
+        self._check_columns(weight)
+        for key, name in {"": hf}.items() if isinstance(hf, str) else hf.items():
+            if name in self._shards:
+                raise InvalidInput(f"{weight.name}: {name} was found twice")
+            shard = _place(weight.tensor, weight.cut, weight.grid, key, blocks)
+            if shard.pieces:
+                self._shards[name] = shard
+
+    def _check_columns(self, weight: _Weight) -> None:
+        """The hidden size, on the side that is not cut."""
+        if weight.tensor.dim() != 2 or weight.cut is None:
+            return
+        hidden, got = weight.config.hidden_size, weight.tensor.shape[1 - weight.cut]
+        if got != hidden:
+            raise InvalidInput(f"{weight.name}: shape {tuple(weight.tensor.shape)} does not fit hidden_size={hidden}")
+
+    # ---- adapters ----------------------------------------------------------------------------------------------------
+
+    def _adapt(self, name: str, module: nn.Module, weights: Sequence[_Weight], pairs: Sequence[Pair]) -> None:
+        if pairs and name == "output_layer" and not weights:
+            raise UnsupportedAdapter(
+                f"{name}: its weight is the embedding's (share_embeddings_and_output_weights): an adapter on it alone "
+                "cannot be merged into both; untie them"
+            )
+        matrices = [w for w in weights if w.tensor.dim() == 2 and "layer_norm" not in w.name]
+        for pair in pairs:
+            for weight in matrices:
+                if pair.expert is None or pair.expert == weight.expert:
+                    self._pair(name, weight, pair)
+
+    def _pair(self, name: str, weight: _Weight, pair: Pair) -> None:
+        ranks, groups = weight.grid[1], weight.config.num_query_groups
+        if weight.expert is not None and weight.cut == 1 and ranks > 1:
+            raise UnsupportedAdapter(
+                f"{name}: an adapter on linear_fc2 of experts with expert tensor parallelism {ranks}: its own forward "
+                "does not compute scaling * B @ A (each rank adds a part that is summed once too often)"
+            )
+        if pair.part in ("q", "k", "v") and groups % ranks:
+            raise UnsupportedAdapter(
+                f"{name}: apart adapters for q, k and v with {groups} query groups over {ranks} ranks: their forward "
+                "interleaves whole groups, which no rank has"
+            )
+        hf, blocks = self._hf(weight)
+        shared = self._half(pair.lora_A, weight.grid, "", None)
+        rank, columns = shared.shape
+        wanted = weight.tensor.shape[1] * (ranks if weight.cut == 1 else 1)
+        if columns != wanted or rank != pair.lora_B.tensor.shape[1]:
+            raise InvalidInput(
+                f"{name}: lora_A {list(shared.shape)} and lora_B [.., {pair.lora_B.tensor.shape[1]}] over {ranks} "
+                f"ranks do not fit a weight of {wanted} columns"
+            )
+        for key, hf_name in {"": hf}.items() if isinstance(hf, str) else hf.items():
+            if pair.part is not None and pair.part != key:
+                continue
+            rows = sum(count for part, _, count in blocks if part == key)
+            mine = [(key, 0, rows)] if pair.part is not None else blocks
+            lora_B = self._half(pair.lora_B, weight.grid, key, mine)
+            has = pair.lora_B.tensor.shape[0] * (ranks if pair.lora_B.cut == 0 else 1)
+            needs = rows if pair.part is not None else weight.tensor.shape[0] * (ranks if weight.cut == 0 else 1)
+            if has != needs:
+                raise InvalidInput(f"{name}: lora_B has {has} rows over {ranks} ranks, the weight {needs}")
+            self._deltas.setdefault(hf_name, []).append(Factor(shared, lora_B, pair.scaling))
+
+    def _half(self, half: Half, grid: tuple[int, int], key: str, blocks: Sequence[Block] | None) -> Shard:
+        tensor = half.tensor.detach()
+        memo = (tensor.data_ptr(), tuple(tensor.shape), key, half.cut)
+        if memo not in self._halves:
+            rows = tensor.shape[0] * (grid[1] if half.cut == 0 else 1)
+            self._halves[memo] = _place(tensor, half.cut, grid, key, blocks or [("", 0, rows)])
+        return self._halves[memo]
+
+
+def _place(tensor: Tensor, cut: int | None, grid: tuple[int, int], key: str, blocks: Sequence[Block]) -> Shard:
+    """This rank's part of one checkpoint tensor, out of a parameter whose rows over all ranks are `blocks`.
+
+    Args:
+        tensor: `[rows]` or `[rows, columns]`, cut evenly over the ranks of a group along dimension `cut`.
+        grid: `(rank, size)` in that group.
+        key: of the checkpoint tensor.
+    """
+    rank, size = grid
+    begin = rank * tensor.shape[0] if cut == 0 else 0
+    end, at = begin + tensor.shape[0], 0
+    columns = [n * (size if cut == 1 else 1) for n in tensor.shape[1:]]
+    first = [rank * n if cut == 1 else 0 for n in tensor.shape[1:]]
+    pieces, rows = [], 0
+    for part, start, count in blocks:
+        lower, upper = max(at, begin), min(at + count, end)
+        if part == key:
+            rows += count
+            if lower < upper and tensor.numel():
+                pieces.append(Piece((start + lower - at, *first), tensor[lower - begin : upper - begin]))
+        at += count
+    shape = (rows, *columns)
+    whole = sum(piece.tensor.numel() for piece in pieces) == prod(shape)
+    return Shard(shape, tensor.dtype, tensor.device, tuple(pieces), whole)

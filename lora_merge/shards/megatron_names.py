@@ -1,0 +1,142 @@
+"""From the parameters of a megatron-core GPTModel to the tensors of a HF checkpoint: names, and which rows go where."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+from ..errors import InvalidInput
+
+HF: TypeAlias = str | Mapping[str, str]
+"""A checkpoint tensor; or the ones that Megatron fuses by rows: keys q, k, v or gate, up."""
+Names: TypeAlias = Callable[[str], HF | None]
+"""HF name(s) of a Megatron parameter, None for one that it does not know.
+
+The parameter is named as in Megatron-Bridge's mappings: layers and experts by global index, one `weight{expert}` for
+each expert whatever holds them, layer norms under the linear that they precede where there is a linear:
+`decoder.layers.7.self_attention.linear_qkv.layer_norm_weight`, `decoder.layers.7.mlp.experts.linear_fc1.weight12`. So
+where Megatron-Bridge is installed, its mappings serve: see `bridge_names`.
+"""
+Block: TypeAlias = tuple[str, int, int]
+"""Rows of a checkpoint tensor: its key in `HF` ("" where there is only one), the first row, their number."""
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)")
+
+
+def names_of(config: Any) -> Names:
+    """The names of Llama, Qwen2, Qwen3, Qwen2-MoE, Qwen3-MoE and Mixtral checkpoints, told apart by the configuration.
+
+    Experts without norms on q and k, and without biases on them, are Mixtral's.
+
+    Args:
+        config: the model's TransformerConfig.
+    """
+    qwen = config.qk_layernorm or config.add_qkv_bias
+    moe, gate, down, up = (
+        ("mlp", "gate_proj", "down_proj", "up_proj") if qwen else ("block_sparse_moe", "w1", "w2", "w3")
+    )
+    top = {
+        "embedding.word_embeddings.weight": "model.embed_tokens.weight",
+        "decoder.final_layernorm.weight": "model.norm.weight",
+        "output_layer.weight": "lm_head.weight",
+    }
+    layer: dict[str, HF] = {
+        "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+        "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
+        "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
+        "mlp.linear_fc1.layer_norm_weight": "post_attention_layernorm.weight",
+        "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+        "mlp.router.weight": f"{moe}.gate.weight",
+        "mlp.shared_experts.gate_weight": "mlp.shared_expert_gate.weight",
+    }
+    for kind in ("weight", "bias"):
+        layer |= {
+            f"self_attention.linear_qkv.{kind}": {key: f"self_attn.{key}_proj.{kind}" for key in "qkv"},
+            f"self_attention.linear_proj.{kind}": f"self_attn.o_proj.{kind}",
+            f"mlp.linear_fc1.{kind}": {key: f"mlp.{key}_proj.{kind}" for key in ("gate", "up")},
+            f"mlp.linear_fc2.{kind}": f"mlp.down_proj.{kind}",
+            f"mlp.shared_experts.linear_fc1.{kind}": {
+                key: f"mlp.shared_expert.{key}_proj.{kind}" for key in ("gate", "up")
+            },
+            f"mlp.shared_experts.linear_fc2.{kind}": f"mlp.shared_expert.down_proj.{kind}",
+        }
+
+    def names(name: str) -> HF | None:
+        found = _LAYER.fullmatch(name)
+        if found is None:
+            return top.get(name)
+        index, rest = found.groups()
+        expert = _EXPERT.fullmatch(rest)
+        hf: HF | None
+        if expert is None:
+            hf = layer.get(rest)
+        else:
+            linear, kind, number = expert.groups()
+            inside = f"{moe}.experts.{number}"
+            fc1 = {"gate": f"{inside}.{gate}.{kind}", "up": f"{inside}.{up}.{kind}"}
+            hf = fc1 if linear == "linear_fc1" else f"{inside}.{down}.{kind}"
+        prefix = f"model.layers.{index}."
+        if hf is None or isinstance(hf, str):
+            return hf and prefix + hf
+        return {key: prefix + value for key, value in hf.items()}
+
+    return names
+
+
+def bridge_names(registry: Any) -> Names:
+    """Names out of a `MegatronMappingRegistry` of Megatron-Bridge, for architectures that `names_of` does not know.
+
+        bridge = AutoBridge.from_hf_pretrained(path)
+        read(chunks, names=bridge_names(bridge._model_bridge.mapping_registry()))
+
+    Only names are taken from it; mappings that change values or move them otherwise than by splitting q, k, v or gate
+    and up are refused when they are met, by the class of the mapping.
+    """
+    plain = {"AutoMapping", "QKVMapping", "GatedMLPMapping", "ColumnParallelMapping", "RowParallelMapping"}
+    plain |= {"ReplicatedMapping", "DirectMapping"}
+
+    def names(name: str) -> HF | None:
+        mapping = registry.megatron_to_hf_lookup(name)
+        if mapping is None:
+            return None
+        if type(mapping).__name__ not in plain:
+            raise InvalidInput(
+                f"{name}: Megatron-Bridge converts it with a {type(mapping).__name__}, which does more than split rows"
+            )
+        return mapping.hf_param
+
+    return names
+
+
+def row_blocks(name: str, hf: HF, rows: int, ranks: int, config: Any) -> list[Block]:
+    """Which rows of the checkpoint tensors the rows of a Megatron parameter are, in its order over all TP ranks.
+
+    Args:
+        rows: of the whole parameter.
+        ranks: over which its rows are cut; 1 where they are not.
+
+    Raises:
+        InvalidInput: the rows do not fit the configuration.
+    """
+    if isinstance(hf, str):
+        return [("", 0, rows)]
+    if set(hf) == {"gate", "up"}:  # each rank holds its rows of gate above its rows of up
+        half, rest = divmod(rows, 2 * ranks)
+        if rest:
+            raise InvalidInput(f"{name}: {rows} rows over {ranks} ranks do not halve into gate and up")
+        return [(key, rank * half, half) for rank in range(ranks) for key in ("gate", "up")]
+    if set(hf) != {"q", "k", "v"}:
+        raise InvalidInput(f"{name}: fused tensors must be q, k, v or gate, up; got {', '.join(hf)}")
+    heads, groups, dim = config.num_attention_heads, config.num_query_groups, config.kv_channels
+    wanted = (heads + 2 * groups) * dim
+    if rows != wanted or getattr(config, "attention_output_gate", False):
+        raise InvalidInput(
+            f"{name}: {rows} rows, but num_attention_heads={heads}, num_query_groups={groups} and kv_channels={dim} "
+            f"make {wanted} of q, k and v"
+        )
+    q = heads // groups * dim  # a query group: its heads of q, then one of k, then one of v
+    return [
+        block for g in range(groups) for block in (("q", g * q, q), ("k", g * dim, dim), ("v", g * dim, dim))
+    ]  # fmt: skip
