@@ -1,0 +1,95 @@
+"""examples/grpo.py, short, and the vLLM block of docs/trl.md.
+
+A peer's rollout broke from the second batch on, and after a resume: so every step of every run is looked at.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import engines
+import models
+import pytest
+import torch
+from docs_code import names_of
+from engines import GREEDY, assert_answers, train
+from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+ROOT = Path(__file__).parents[1]
+PROCESSES = 1
+
+
+def grpo(out: Path, *options: str) -> str:
+    """Run the example; returns what it printed."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    command += [str(PROCESSES), str(ROOT / "examples" / "grpo.py"), "--out", str(out), "--prompts", "8", *options]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
+    environment |= {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
+    done = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=150)
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first run teaches it, the others start from it."""
+    return tmp_path_factory.mktemp("grpo") / "base"
+
+
+@pytest.mark.parametrize("mode", ["merged", "adapter"])
+def test_every_token_of_every_step_comes_from_the_policy(mode: str, base: Path, tmp_path: Path) -> None:
+    if base.exists():
+        shutil.copytree(base, tmp_path / "base")
+    options = ("--mode", mode, "--pretrain", "40", "--save-every", "3")
+    # Four steps, a checkpoint after three: what the fourth did is lost, as in a crash, and done again.
+    printed = grpo(tmp_path, *options, "--steps", "4")
+    shutil.rmtree(tmp_path / "checkpoint-000004")
+    lost = records(tmp_path)[3]
+    printed += grpo(tmp_path, *options, "--steps", "6", "--resume")
+    if not base.exists():
+        shutil.copytree(tmp_path / "base", base)
+    steps = records(tmp_path)
+    assert [step["step"] for step in steps] == list(range(6))
+    assert [step["resumed"] for step in steps] == [False, False, False, True, False, False]
+    for step in steps:
+        # In float32 a log-prob of a few units carries some ten roundings of 2^-24 on either side; 1e-4 is far below the
+        # 0.02 that training needs, and far below what a missing or doubled adapter does.
+        assert step["ratio_off"] < 1e-4, f"step {step['step']}: {step}"
+        assert step["tokens"] >= 64, "one token an answer at least"
+    assert printed.count("gap max") == 7, "the gap of every step is printed"
+    assert printed.count(f"{mode}@") == 7
+    # The same prompts, seeds and weights: the resumed run does what the lost step did.
+    assert steps[3]["reward"] == pytest.approx(lost["reward"], abs=0.05)
+    kept = torch.load(tmp_path / "checkpoint-000006" / "trainer.pt", weights_only=True)
+    assert kept["step"] == 6
+
+
+def records(out: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+
+
+def test_trl_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The block of docs/trl.md, with a real engine."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    model = models.with_lora(engines.qwen2, target_modules=engines.LINEARS)
+    engines.save_base(model.get_base_model(), tmp_path / "base")
+    options = engines.engine_options(model)
+    del options["weight_transfer_config"]
+    generation = names_of("trl.md", vllm=True)["Generation"](model, str(tmp_path / "base"), **options)
+    try:
+        for step in range(2):
+            train(model, step)
+            generation.sync_weights()
+            assert_answers(generation.generate(engines.prompts(), GREEDY), model)
+    finally:
+        generation.sync.close()
+        generation.llm.llm_engine.engine_core.shutdown()
+        cleanup_dist_env_and_memory()
