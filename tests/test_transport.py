@@ -44,7 +44,7 @@ def sender(workers: int) -> Sender:
 def take(info: dict[str, Any], rank: int, stop_at: int, seen: Any) -> None:
     receiver = Receiver(info["session"], info["channels"][rank], CPU)
     try:
-        with closing(receiver.receive(7)) as buckets:
+        with closing(receiver.receive([8] * 7)) as buckets:
             for index, data in buckets:
                 if index == stop_at:
                     raise RuntimeError("consumer")
@@ -81,7 +81,7 @@ def test_a_trainer_that_breaks_tells_its_workers() -> None:
 
     def worker() -> None:
         try:
-            list(Receiver(info["session"], info["channels"][0], CPU).receive(7))
+            list(Receiver(info["session"], info["channels"][0], CPU).receive([8] * 7))
         except TransferAborted as error:
             errors.append(error)
 
@@ -100,7 +100,7 @@ def test_a_trainer_that_dies_is_noticed() -> None:
     channel = ours.init_info(0)["channels"][0] | {"pid": int(gone.stdout)}
     ours.begin()
     with pytest.raises(TransferAborted, match="died"):
-        list(Receiver(ours.session, channel, CPU).receive(1))
+        list(Receiver(ours.session, channel, CPU).receive([8]))
     ours.close()
 
 

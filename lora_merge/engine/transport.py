@@ -29,13 +29,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..buckets import ALIGNMENT
+from ..buckets import ALIGNMENT, extent
 from ..errors import InvalidInput
 from ..weights import Source, double_buffered
 
 SHARED = Path("/dev/shm")
 TAIL = ALIGNMENT
-"""Bytes behind a buffer: what an NCCL broadcast carries beside the bucket."""
+"""Bytes behind a bucket that an NCCL broadcast carries beside it."""
 _LOCAL: weakref.WeakValueDictionary[str, Sender] = weakref.WeakValueDictionary()
 _FILLED, _ABORTED, _CHANNELS = 0, 1, 2
 
@@ -193,21 +193,22 @@ class Sender:
         Raises:
             whatever filling raises; the workers are told to give up first.
         """
+        size = 0
         try:
-            for index in range(len(source.table)):
+            for index, slots in enumerate(source.table):
                 if self._await(index - 1, gone):
                     return
-                buffer = self.buffers[index % 2]
+                buffer, size = self.buffers[index % 2], extent(slots)
                 source.fill(index, buffer[: self.nbytes], run)
                 if self._group is not None:
-                    buffer[self.nbytes :].zero_()
-                    self._group.broadcast(buffer, 0)
+                    buffer[size : size + TAIL].zero_()
+                    self._group.broadcast(buffer[: size + TAIL], 0)
                 if self.device.type == "cuda":
                     torch.cuda.current_stream(self.device).synchronize()
                 if self._box is not None:
                     self._box[_FILLED] = index + 1
         except BaseException:
-            self.abort()
+            self.abort(size)
             raise
 
     def offer(self, source: Source, run: Mapping[str, Any]) -> None:
@@ -215,13 +216,13 @@ class Sender:
         buffers = [buffer[: self.nbytes] for buffer in self.buffers]
         self.pulled = lambda: double_buffered(source, buffers, run)
 
-    def abort(self) -> None:
-        """Tell the workers that no further bucket comes."""
+    def abort(self, size: int) -> None:
+        """Tell the workers, who wait for a bucket of `size` bytes, that none comes."""
         if self._box is not None:
             self._box[_ABORTED] = 1
         if self._group is not None:
-            self.buffers[0][self.nbytes :].fill_(1)
-            self._group.broadcast(self.buffers[0], 0)
+            self.buffers[0][size : size + TAIL].fill_(1)
+            self._group.broadcast(self.buffers[0][: size + TAIL], 0)
 
     def _await(self, done: int, gone: Callable[[], set[int]]) -> bool:
         """Wait until every worker that is left is done with `done` buckets; whether there is none left."""
@@ -281,9 +282,12 @@ class Receiver:
             self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
             self._group = _nccl_group(channel["host"], channel["port"], channel["rank"], channel["world"], device)
 
-    def receive(self, count: int) -> Generator[tuple[int, Tensor], None, None]:
-        """`count` buckets: `(index, data)`. A bucket may be read until the next one is asked for; work on the
-        current stream counts. A consumer that raises leaves the sender waiting for nobody.
+    def receive(self, sizes: Sequence[int]) -> Generator[tuple[int, Tensor], None, None]:
+        """Buckets: `(index, data)`. A bucket may be read until the next one is asked for; work on the current stream
+        counts. A consumer that raises leaves the sender waiting for nobody.
+
+        Args:
+            sizes: bytes of each bucket.
 
         Raises:
             TransferAborted: the sender gave up, or is gone.
@@ -295,7 +299,7 @@ class Receiver:
             yield from sender.pulled()
             return
         try:
-            yield from self._shared(count) if self._group is None else self._broadcast(count)
+            yield from self._shared(len(sizes)) if self._group is None else self._broadcast(sizes)
         except BaseException:
             if self._box is not None:
                 self._box[self._index + 1] = 1
@@ -316,12 +320,12 @@ class Receiver:
                 torch.cuda.current_stream(self._device).synchronize()
             self._box[self._index] = index + 1
 
-    def _broadcast(self, count: int) -> Iterator[tuple[int, Tensor]]:
+    def _broadcast(self, sizes: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
         error: BaseException | None = None
-        for index in range(count):
+        for index, size in enumerate(sizes):
             buffer = self._buffers[index % 2]
-            self._group.broadcast(buffer, 0)
-            if buffer[self._nbytes :].any().item():
+            self._group.broadcast(buffer[: size + TAIL], 0)
+            if buffer[size : size + TAIL].any().item():
                 raise TransferAborted("the trainer gave up in the middle of a push")
             if error is None:
                 try:

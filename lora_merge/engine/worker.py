@@ -22,7 +22,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from ..buckets import Table, checksum, from_json
+from ..buckets import Table, checksum, extent, from_json
 from .adapter import ADAPTER_ID, load_adapter, remove_adapter, unserved_modules
 from .loader import Examination, Loader
 from .state import Sampler, State, live_tensors, packed_kernels
@@ -98,7 +98,7 @@ class Side:
         if self.receiver is None:
             raise RuntimeError("no trainer is connected: init_weight_transfer_engine comes first")
         self.checksums, self.arrived = {}, {}
-        with closing(self.receiver.receive(len(table))) as buckets:
+        with closing(self.receiver.receive([extent(slots) for slots in table])) as buckets:
             for index, data in buckets:
                 if verify:
                     self.checksums.update({slot.name: checksum(slot.view(data)) for slot in table[index]})
