@@ -61,6 +61,17 @@ class Segment:
         return 0 if self.lora_A is None else self.lora_A.shape[0]
 
 
+def copies(name: str, source: Tensor, destination: Tensor) -> list[Segment]:
+    """Segments that copy one tensor into another of the same shape, any strides; floats are converted."""
+    if source.is_contiguous() and destination.is_contiguous():
+        return [Segment(name, source.view(1, -1), destination.view(1, -1))]
+    if source.dim() == 1:
+        return [Segment(name, source.unsqueeze(0), destination.unsqueeze(0))]
+    if source.dim() == 2:
+        return [Segment(name, source, destination)]
+    return [part for s, d in zip(source, destination, strict=True) for part in copies(name, s, d)]
+
+
 def name_key(name: str) -> int:
     """64-bit hash of a weight's name, as a signed word; the same in every process and on every machine."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)

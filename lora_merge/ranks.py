@@ -1,0 +1,145 @@
+"""Ranks: the processes that hold a model together, and the few collectives that are run over them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .errors import InvalidInput, LoraMergeError
+
+_T = TypeVar("_T")
+PADDING = 1.05
+"""Parts that differ in size are padded to the largest for one all-gather, if that sends at most this much more."""
+
+
+class Ranks:
+    """The ranks that together hold one whole copy of a model. Every method is collective over them.
+
+    Args:
+        group: a process group; None for a model that one process holds by itself.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        self.group = group
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.size = 1 if group is None else dist.get_world_size(group)
+
+    @property
+    def alone(self) -> bool:
+        return self.size == 1
+
+    def global_rank(self, rank: int) -> int:
+        """The rank in the world of a rank of these."""
+        return rank if self.group is None else dist.get_global_rank(self.group, rank)
+
+    def gather(self, value: _T) -> list[_T]:
+        """Everybody's small Python value, by rank."""
+        if self.alone:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    @contextmanager
+    def vote(self, what: str) -> Iterator[None]:
+        """If the block raises on any rank, raise on every rank; nobody is left waiting in a later collective.
+
+        Raises:
+            its own error where there is one; else `InvalidInput` with the first error of another rank.
+        """
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as raised:
+            error = raised
+        if self.alone:
+            if error is not None:
+                raise error
+            return
+        told = None if error is None else (isinstance(error, LoraMergeError), f"{type(error).__name__}: {error}")
+        errors = self.gather(told)
+        if error is not None:
+            raise error
+        for rank, other in enumerate(errors):
+            if other is not None:
+                raise InvalidInput(f"{what}: rank {self.global_rank(rank)} failed, nothing was changed: {other[1]}")
+
+    def same(self, value: Any, what: Callable[[], Sequence[str]]) -> None:
+        """Raise `InvalidInput` on every rank unless all hold an equal value.
+
+        Args:
+            what: the value in words, a line each; the lines that some rank lacks are named.
+        """
+        if self.alone:
+            return
+        digests = self.gather(hashlib.blake2b(repr(value).encode(), digest_size=16).hexdigest())
+        if len(set(digests)) == 1:
+            return
+        lines = self.gather(list(what()))
+        everywhere = set.intersection(*map(set, lines))
+        differing = [
+            f"rank {self.global_rank(rank)}: {line}"
+            for rank, own in enumerate(lines)
+            for line in own
+            if line not in everywhere
+        ]
+        shown = "\n  ".join(differing[:20]) + (f"\n  and {len(differing) - 20} more" if len(differing) > 20 else "")
+        raise InvalidInput(f"the ranks disagree on the model or its adapters:\n  {shown}")
+
+    def all_gather_parts(self, buffer: Tensor, sizes: Sequence[int]) -> None:
+        """Fill a buffer whose consecutive parts are the ranks': each holds its own, afterwards everybody holds all.
+
+        Args:
+            buffer: uint8 `[sum(sizes)]`.
+            sizes: bytes of each part, all positive.
+        """
+        if self.alone:
+            return
+        parts = list(buffer[: sum(sizes)].split(list(sizes)))
+        gloo = buffer.device.type == "cpu"
+        if len(set(sizes)) == 1:
+            mine = parts[self.rank]
+            dist.all_gather_into_tensor(buffer[: sum(sizes)], mine.clone() if gloo else mine, group=self.group)
+        elif gloo:
+            for rank, part in enumerate(parts):
+                dist.broadcast(part, self.global_rank(rank), group=self.group)
+        else:  # NCCL makes one group of broadcasts of it
+            dist.all_gather(parts, parts[self.rank], group=self.group)
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """Sum over the ranks, in place."""
+        if not self.alone:
+            dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+
+def even(sizes: Sequence[int]) -> list[int]:
+    """Sizes of the ranks' parts of a buffer: all as large as the largest where that costs little."""
+    largest = max(sizes)
+    return [largest] * len(sizes) if largest * len(sizes) <= PADDING * sum(sizes) else list(sizes)
+
+
+def check_device(tensor: Tensor, ranks: Ranks) -> torch.device:
+    """The device on which the ranks can talk about a tensor: its own, or this rank's GPU where they speak NCCL only.
+
+    Raises:
+        InvalidInput: there is none.
+    """
+    if ranks.alone:
+        return tensor.device
+    backends = dist.get_backend_config(ranks.group)
+    kinds = {part.split(":")[0] for part in str(backends).split(",")}
+    if tensor.device.type in kinds:
+        return tensor.device
+    if "cuda" in kinds and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    raise InvalidInput(
+        f"weights lie on {tensor.device}, but their process group speaks {backends}: initialise it with a backend for "
+        f"{tensor.device.type} too"
+    )

@@ -1,0 +1,79 @@
+"""FSDP1 (`FullyShardedDataParallel`): each rank holds a range of every unit's flat parameter, cut anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import InvalidInput
+from ..names import lineage
+from . import Piece, Shard, flat_boxes
+
+_UNIT = "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel"
+
+
+def handles(model: nn.Module) -> Iterator[tuple[Any, Any]]:
+    """Every unit that manages parameters, with the handle of its flat parameter."""
+    for module in model.modules():
+        if _UNIT in lineage(type(module)) and getattr(module, "_handle", None) is not None:
+            yield module, module._handle
+
+
+def shards(model: nn.Module) -> dict[tuple[int, str], Shard]:
+    """`(id(module), attribute)` -> what this rank holds, of every parameter that FSDP1 manages; tied ones under each
+    of their places.
+
+    Raises:
+        InvalidInput: a unit whose flat parameter cannot be mapped, or which is gathered at the moment.
+    """
+    found: dict[tuple[int, str], Shard] = {}
+    for unit, handle in handles(model):
+        flat = handle.flat_param
+        if handle.uses_sharded_strategy and not handle.is_sharded(flat):
+            raise InvalidInput("an FSDP1 unit is gathered (summon_full_params or a forward under way); leave it first")
+        if not hasattr(flat, "_shard_param_infos"):
+            raise InvalidInput(f"the flat parameter of the FSDP1 unit {type(unit).__name__} has no map of its parts")
+        local = getattr(flat, "_local_shard", flat.data).detach()
+        for info, shape, part in zip(flat._param_infos, flat._shapes, flat._shard_param_infos, strict=True):
+            pieces: tuple[Piece, ...] = ()
+            if not handle.uses_sharded_strategy:
+                raise InvalidInput("FSDP1 with NO_SHARD keeps no shards; use DDP, or FSDP without a wrapper")
+            if part.in_shard:
+                begin = part.intra_param_start_idx
+                view = local[part.offset_in_shard : part.offset_in_shard + part.numel_in_shard]
+                pieces = tuple(_pieces(tuple(shape), begin, view))
+            found[id(info.module), info.param_name] = Shard(
+                tuple(shape), flat.dtype, local.device, pieces, sum(p.tensor.numel() for p in pieces) == prod(shape)
+            )
+        for shared in flat._shared_param_infos:
+            found[id(shared.module), shared.param_name] = found[id(shared.prim_module), shared.prim_param_name]
+    return found
+
+
+def _pieces(shape: tuple[int, ...], begin: int, view: Tensor) -> Iterator[Piece]:
+    for (start, size), number in flat_boxes(shape, begin, begin + view.numel()):
+        yield Piece(start, view[number - begin : number - begin + prod(size)].view(size))
+
+
+def group(model: nn.Module) -> Any | None:
+    """The process group over which the model is sharded; None where no unit is FSDP1's."""
+    return next((unit.process_group for unit, _ in handles(model)), None)
+
+
+def reshard(model: nn.Module) -> None:
+    """Bring every unit back to its shards: what a forward left gathered (the root) would go on holding old values."""
+    for unit, handle in handles(model):
+        if handle.uses_sharded_strategy and not handle.is_sharded(handle.flat_param):
+            state = str(getattr(handle, "_training_state", ""))
+            if not state.endswith("IDLE"):
+                raise InvalidInput(
+                    f"the FSDP1 unit {type(unit).__name__} is in {state}: leave summon_full_params, the forward or the "
+                    "backward pass first"
+                )
+            with torch.no_grad():
+                handle.reshard(True)
+                handle.post_reshard()

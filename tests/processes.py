@@ -1,0 +1,39 @@
+"""Tests over several real processes that talk over gloo."""
+
+from __future__ import annotations
+
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+TIMEOUT = timedelta(seconds=60)
+"""A rank that waits for nobody fails after this."""
+
+
+def spawn(world: int, work: Callable[..., None], *args: Any) -> None:
+    """Run `work(rank, *args)` on `world` ranks; the first failure is raised here, with its rank's traceback."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.spawn(_main, (world, port, work, args), nprocs=world, join=True)
+
+
+def _main(rank: int, world: int, port: int, work: Callable[..., None], args: tuple[Any, ...]) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(world)}
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=world, timeout=TIMEOUT)
+    try:
+        work(rank, *args)
+        dist.barrier()
+    except BaseException:
+        traceback.print_exc()
+        raise
+    finally:
+        dist.destroy_process_group()
