@@ -24,6 +24,7 @@ from .lora import read_deltas
 from .names import NamedTensor, named_tensors
 from .plan import ROUNDINGS
 from .segments import FLOATS, Segment
+from .shards.layout import Layout
 
 BUCKET_BYTES = 512 << 20
 
@@ -145,6 +146,8 @@ class MergedWeights:
         )
         if self._filler is not None and self._filler.key == key:
             return self._filler.entries, key
+        if Layout(self.model).sharded:
+            raise InvalidInput("the model is sharded (FSDP): MergedWeights takes weights that lie whole on one device")
         devices = {t.tensor.device for t, _ in tensors}
         if len(devices) > 1:
             raise InvalidInput(f"all weights must be on one device, got {', '.join(sorted(map(str, devices)))}")

@@ -18,6 +18,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from lora_merge import MergedWeights
 from lora_merge.errors import InvalidInput
 from lora_merge.exchange import Exchange
 from lora_merge.ranks import Ranks, even
@@ -104,6 +105,18 @@ def shards_of(model: nn.Module, whole: dict[str, Tensor]) -> tuple[Layout, dict[
             if name in whole and parameter is not None:
                 found[name] = layout.shard(name, module, key, parameter)
     return layout, found
+
+
+def refused(rank: int) -> None:
+    """Until they work on shards: a sharded model is an error, never a stream of one rank's part."""
+    for wrap in WRAPS:
+        model, _ = build()
+        with pytest.raises(InvalidInput, match="sharded"):
+            MergedWeights(wrap(model)).metadata()
+
+
+def test_sharded_models_are_refused() -> None:
+    spawn(2, refused)
 
 
 def pieces_and_wholes(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> None:
