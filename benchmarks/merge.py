@@ -11,7 +11,6 @@ float64. `--model` and `--adapter` take real ones, `--shape` takes random weight
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -315,12 +314,7 @@ def main() -> None:
             model, matrices, shape = prepare(args, progress)
         record = compare_methods(METHODS, model, matrices, args, progress)
     record["shape"] = shape
-    report.table(record)
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(record, indent=2) + "\n")
-    if args.plot:
-        report.plot(record, args.plot)
+    report.publish(record, args.json, args.plot)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ source. Wires and engines are left out: this is the trainer's side alone.
 from __future__ import annotations
 
 import argparse
-import json
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -203,12 +202,7 @@ def main() -> None:
         model, base = shapes.random_model(shapes.SHAPES[args.shape], args.rank, dtype, adapter_dtype, args.device)
         record = merge.compare_methods(chosen, model, merge.matrices_of(model, base), args, progress)
     record["shape"] = args.shape
-    report.table(record, COLUMNS)
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(record, indent=2) + "\n")
-    if args.plot:
-        report.plot(record, args.plot)
+    report.publish(record, args.json, args.plot, COLUMNS)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import report
+
 RESULTS = Path(__file__).resolve().parent / "results"
 JOB = ("device_name", "shape", "rank", "dtype", "adapter_dtype")
 SPARE_BYTES = 1 << 20
@@ -25,7 +27,7 @@ SPARE_BYTES = 1 << 20
 def ours(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """The methods of this package."""
     methods: dict[str, dict[str, Any]] = record.get("methods", {})
-    return {name: m for name, m in methods.items() if name.startswith(("lora_merge", "merged()"))}
+    return {name: m for name, m in methods.items() if report.is_ours(name)}
 
 
 def regressions(new: dict[str, Any], old: dict[str, Any], slack: float) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import subprocess
 import sys
@@ -158,6 +159,16 @@ def table(record: Record, columns: Sequence[str] = MERGE) -> None:
 
 def _bytes(n: int) -> str:
     return f"{n / 2**20:.1f} MiB" if n < 2**30 else f"{n / 2**30:.2f} GiB"
+
+
+def publish(record: Record, json_file: Path | None, plot_file: Path | None, columns: Sequence[str] = MERGE) -> None:
+    """Print the figures; write and draw them where that was asked for."""
+    table(record, columns)
+    if json_file:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        json_file.write_text(json.dumps(record, indent=2) + "\n")
+    if plot_file:
+        plot(record, plot_file)
 
 
 def plot(record: Record, file: Path) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from .plan import Plan
 from .ranks import Ranks, even
 from .segments import Segment, copies
-from .shards import Box, Shard
+from .shards import Box, Shard, whole
 from .shards.owners import divide
 
 _ALIGNMENT = 16
@@ -54,10 +54,9 @@ class Exchange:
             for index, box, offset in parts:
                 at = self._flat[starts[rank] + offset :][: prod(box[1]) * shards[index].dtype.itemsize]
                 at = at.view(shards[index].dtype).view(box[1])
-                unpacked += copies(names[index], at, _window(self.wholes[index], box))
+                unpacked += copies(names[index], at, _held(whole(self.wholes[index]), box))
                 if rank == ranks.rank:
-                    mine = shards[index].window(box)
-                    assert mine is not None
+                    mine = _held(shards[index], box)
                     if mine.device == device:
                         packed += copies(names[index], mine, at)
                     else:
@@ -79,7 +78,8 @@ class Exchange:
         self._unpack.run()
 
 
-def _window(tensor: Tensor, box: Box) -> Tensor:
-    for dim, (first, size) in enumerate(zip(*box, strict=True)):
-        tensor = tensor.narrow(dim, first, size)
-    return tensor
+def _held(shard: Shard, box: Box) -> Tensor:
+    """A box that is known to be here."""
+    view = shard.window(box)
+    assert view is not None
+    return view

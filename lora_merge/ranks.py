@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -112,34 +111,8 @@ class Ranks:
         else:  # NCCL makes one group of broadcasts of it
             dist.all_gather(parts, parts[self.rank], group=self.group)
 
-    def sum_(self, tensor: Tensor) -> Tensor:
-        """Sum over the ranks, in place."""
-        if not self.alone:
-            dist.all_reduce(tensor, group=self.group)
-        return tensor
-
 
 def even(sizes: Sequence[int]) -> list[int]:
     """Sizes of the ranks' parts of a buffer: all as large as the largest where that costs little."""
     largest = max(sizes)
     return [largest] * len(sizes) if largest * len(sizes) <= PADDING * sum(sizes) else list(sizes)
-
-
-def check_device(tensor: Tensor, ranks: Ranks) -> torch.device:
-    """The device on which the ranks can talk about a tensor: its own, or this rank's GPU where they speak NCCL only.
-
-    Raises:
-        InvalidInput: there is none.
-    """
-    if ranks.alone:
-        return tensor.device
-    backends = dist.get_backend_config(ranks.group)
-    kinds = {part.split(":")[0] for part in str(backends).split(",")}
-    if tensor.device.type in kinds:
-        return tensor.device
-    if "cuda" in kinds and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    raise InvalidInput(
-        f"weights lie on {tensor.device}, but their process group speaks {backends}: initialise it with a backend for "
-        f"{tensor.device.type} too"
-    )

@@ -33,15 +33,15 @@ def shards(model: nn.Module) -> dict[tuple[int, str], Shard]:
     found: dict[tuple[int, str], Shard] = {}
     for unit, handle in handles(model):
         flat = handle.flat_param
-        if handle.uses_sharded_strategy and not handle.is_sharded(flat):
+        if not handle.uses_sharded_strategy:
+            raise InvalidInput("FSDP1 with NO_SHARD keeps no shards; use DDP, or FSDP without a wrapper")
+        if not handle.is_sharded(flat):
             raise InvalidInput("an FSDP1 unit is gathered (summon_full_params or a forward under way); leave it first")
         if not hasattr(flat, "_shard_param_infos"):
             raise InvalidInput(f"the flat parameter of the FSDP1 unit {type(unit).__name__} has no map of its parts")
         local = getattr(flat, "_local_shard", flat.data).detach()
         for info, shape, part in zip(flat._param_infos, flat._shapes, flat._shard_param_infos, strict=True):
             pieces: tuple[Piece, ...] = ()
-            if not handle.uses_sharded_strategy:
-                raise InvalidInput("FSDP1 with NO_SHARD keeps no shards; use DDP, or FSDP without a wrapper")
             if part.in_shard:
                 begin = part.intra_param_start_idx
                 view = local[part.offset_in_shard : part.offset_in_shard + part.numel_in_shard]

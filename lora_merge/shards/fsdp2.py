@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -83,9 +82,3 @@ def group_over(mesh: Any, dims: tuple[int, ...]) -> Any:
     if names is None:
         raise InvalidInput(f"the mesh {mesh} is sharded over several dimensions and has no names for them; name them")
     return mesh[tuple(names[i] for i in dims)]._flatten().get_group()
-
-
-def weights_device(mesh: Any) -> torch.device:
-    """Where a mesh computes: buckets lie there even if shards are offloaded."""
-    kind = mesh.device_type
-    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)

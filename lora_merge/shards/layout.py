@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -68,10 +67,6 @@ class Layout:
             return Ranks(fsdp2.group_over(meshes.pop(), tuple(sorted({d for _, dims in cut for d in dims}))))
         # Several meshes (experts on one of their own): only the whole world is sure to hold everything.
         return Ranks(dist.group.WORLD)
-
-    def device(self) -> torch.device | None:
-        """Where the model computes, if its weights may lie elsewhere (CPU offloading)."""
-        return next((fsdp2.weights_device(mesh) for mesh, _ in self._meshes), None)
 
 
 def reshard(model: nn.Module) -> None:
