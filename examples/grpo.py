@@ -1,9 +1,11 @@
-"""GRPO with LoRA: FSDP2 trains, a real vLLM engine rolls out, `VllmSync` keeps the two at the same policy.
+"""GRPO with LoRA: PyTorch trains, a real vLLM engine rolls out, `VllmSync` keeps the two at the same policy.
 
-    torchrun --nproc-per-node 2 examples/grpo.py --out runs/grpo --plot runs/grpo.png
-    torchrun --nproc-per-node 2 examples/grpo.py --out runs/grpo --steps 80 --resume
-    torchrun --nproc-per-node 2 examples/grpo.py --out runs/adapter --mode adapter
-    torchrun --nproc-per-node 2 examples/grpo.py --out runs/gpu --device cuda --dtype bfloat16
+    python examples/grpo.py --out runs/grpo --plot runs/grpo.png
+    python examples/grpo.py --out runs/grpo --steps 80 --resume
+    python examples/grpo.py --out runs/adapter --mode adapter
+    python examples/grpo.py --out runs/gpu --device cuda --dtype bfloat16
+
+One process, until `VllmSync` takes shards: with more, the model is wrapped by FSDP2, and the first push is refused.
 
 The task is to sort. A prompt is `BOS d1 .. d6 SEP` with random digits, the right answer is the sorted digits and `EOS`.
 Everything is a token id, so there is no tokenizer. The reward can be verified: the share of positions that hold what
