@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, zip_longest
+from math import prod
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from .errors import InvalidInput
+from .ranks import even
+from .shards import Box
+
+_T = TypeVar("_T")
+BUCKET_BYTES = 512 << 20
 
 ALIGNMENT = 256
 """Slots start at multiples of this many bytes: any dtype can be viewed there, and every kernel may use wide loads."""
@@ -30,13 +37,15 @@ class Meta(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where one tensor lies in its bucket.
+    """Where a tensor, or a box of one, lies in its bucket.
 
     Args:
         name: HF checkpoint name.
-        dtype, shape: of the tensor; contiguous.
+        dtype, shape: of what lies there; contiguous.
         offset: first byte in the bucket, a multiple of `ALIGNMENT`.
-        nbytes: bytes of the tensor, without padding.
+        nbytes: bytes of it, without padding.
+        start: index of its first element in the whole tensor.
+        whole: shape of the whole tensor.
     """
 
     name: str
@@ -44,9 +53,15 @@ class Slot:
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+    start: tuple[int, ...]
+    whole: tuple[int, ...]
+
+    @property
+    def box(self) -> Box:
+        return self.start, self.shape
 
     def view(self, data: Tensor) -> Tensor:
-        """The tensor, as a view of its bucket's `data` (uint8, 1-D)."""
+        """What lies there, as a view of its bucket's `data` (uint8, 1-D)."""
         return data[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
 
 
@@ -87,14 +102,91 @@ def lay_out(metas: Sequence[Meta], bucket_bytes: int) -> Table:
         if not buckets or offset + meta.nbytes > bucket_bytes:
             buckets.append([])
             offset = 0
-        buckets[-1].append(Slot(meta.name, meta.dtype, meta.shape, offset, meta.nbytes))
+        buckets[-1].append(_slot(meta, ((0,) * len(meta.shape), meta.shape), offset))
         end = offset + meta.nbytes
     return tuple(map(tuple, buckets))
 
 
-def capacity(table: Table) -> int:
-    """Bytes of a buffer that any bucket of the table fits into."""
-    return max((extent(slots) for slots in table), default=0)
+def _slot(meta: Meta, box: Box, offset: int) -> Slot:
+    start, shape = box
+    return Slot(meta.name, meta.dtype, shape, offset, prod(shape) * meta.dtype.itemsize, start, meta.shape)
+
+
+def lay_out_parts(
+    boxes: Sequence[Sequence[tuple[Meta, Box]]], bucket_bytes: int
+) -> tuple[Table, tuple[tuple[int, ...], ...]]:
+    """Slots for a stream whose tensors lie in boxes on several ranks: a bucket is one part a rank, side by side.
+
+    Every rank fills its own parts in its own order, each `bucket_bytes` / ranks; so parts are as even as what the
+    ranks hold. A box that is larger than a part is cut into several slots.
+
+    Args:
+        boxes: of each rank.
+
+    Returns:
+        The table, and the bytes of each rank's part in each bucket.
+    """
+    if bucket_bytes < ALIGNMENT:
+        raise InvalidInput(f"bucket_bytes must be at least {ALIGNMENT}, got {bucket_bytes}")
+    room = max(bucket_bytes // len(boxes) // ALIGNMENT, 1) * ALIGNMENT
+    parts = [_parts(own, room) for own in boxes]
+    table, sizes = [], []
+    for bucket in zip_longest(*parts, fillvalue=()):
+        sizes.append(tuple(even([max(extent(slots), ALIGNMENT) for slots in bucket])))
+        starts = accumulate(sizes[-1], initial=0)
+        table.append(
+            tuple(
+                replace(slot, offset=start + slot.offset)
+                for start, slots in zip(starts, bucket, strict=False)
+                for slot in slots
+            )
+        )
+    return tuple(table), tuple(sizes)
+
+
+def _parts(boxes: Sequence[tuple[Meta, Box]], room: int) -> list[tuple[Slot, ...]]:
+    """One rank's slots, in parts of up to `room` bytes."""
+    parts: list[list[Slot]] = [[]]
+    end = 0
+    rest = list(reversed(boxes))
+    while rest:
+        meta, (start, size) = rest.pop()
+        nbytes = prod(size) * meta.dtype.itemsize
+        offset = -(-end // ALIGNMENT) * ALIGNMENT
+        if offset + nbytes > room and nbytes > room and prod(size) > 1:
+            dim = next(d for d, n in enumerate(size) if n > 1)
+            step = nbytes // size[dim]
+            count = (room - offset) // step or (1 if step > room else 0)
+            if count:
+                head = (*size[:dim], count, *size[dim + 1 :])
+                tail = (*size[:dim], size[dim] - count, *size[dim + 1 :])
+                if tail[dim]:
+                    rest.append((meta, ((*start[:dim], start[dim] + count, *start[dim + 1 :]), tail)))
+                rest.append((meta, (start, head)))
+                continue
+        if parts[-1] and offset + nbytes > room:
+            parts.append([])
+            offset = end = 0
+            if nbytes > room:
+                rest.append((meta, (start, size)))
+                continue
+        parts[-1].append(_slot(meta, (start, size), offset))
+        end = offset + nbytes
+    return [tuple(slots) for slots in parts if slots]
+
+
+def batched(items: Sequence[_T], nbytes: Sequence[int], most: int) -> Iterator[list[_T]]:
+    """Runs of items of up to `most` bytes together, at least one each."""
+    batch: list[_T] = []
+    size = 0
+    for item, n in zip(items, nbytes, strict=True):
+        if batch and size + n > most:
+            yield batch
+            batch, size = [], 0
+        batch.append(item)
+        size += n
+    if batch:
+        yield batch
 
 
 def extent(slots: Sequence[Slot]) -> int:
@@ -103,8 +195,11 @@ def extent(slots: Sequence[Slot]) -> int:
 
 
 def to_json(table: Table) -> list[Any]:
-    """The table as JSON values: for each bucket a list of `[name, dtype, shape, offset, bytes]`."""
-    return [[[s.name, dtype_name(s.dtype), list(s.shape), s.offset, s.nbytes] for s in slots] for slots in table]
+    """The table as JSON values: for each bucket a list of `[name, dtype, shape, offset, bytes, start, whole]`."""
+    return [
+        [[s.name, dtype_name(s.dtype), list(s.shape), s.offset, s.nbytes, list(s.start), list(s.whole)] for s in slots]
+        for slots in table
+    ]
 
 
 def digest_of(table: Table) -> str:
@@ -116,11 +211,14 @@ def from_json(value: Any) -> Table:
     """Read a table off the wire.
 
     Raises:
-        InvalidInput: a dtype that torch does not have, a slot that is misaligned or whose bytes do not fit its shape,
-            or two slots that meet.
+        InvalidInput: a dtype that torch does not have, a slot that is misaligned, outside of its tensor or whose bytes
+            do not fit its shape, or two slots that meet.
     """
     table = tuple(
-        tuple(Slot(name, dtype_of(dtype), tuple(shape), offset, nbytes) for name, dtype, shape, offset, nbytes in slots)
+        tuple(
+            Slot(name, dtype_of(dtype), tuple(shape), offset, nbytes, tuple(start), tuple(whole))
+            for name, dtype, shape, offset, nbytes, start, whole in slots
+        )
         for slots in value
     )
     for slots in table:
@@ -130,10 +228,18 @@ def from_json(value: Any) -> Table:
                 raise InvalidInput(
                     f"{slot.name}: a slot at byte {slot.offset} is misaligned or overlaps the one before"
                 )
-            if slot.nbytes != Meta(slot.name, slot.dtype, slot.shape).nbytes:
+            if slot.nbytes != prod(slot.shape) * slot.dtype.itemsize:
                 raise InvalidInput(f"{slot.name}: {slot.nbytes} bytes do not hold {slot.dtype} {slot.shape}")
+            inside = zip(slot.start, slot.shape, slot.whole, strict=True)
+            if any(s < 0 or s + n > m for s, n, m in inside):
+                raise InvalidInput(f"{slot.name}: {slot.shape} at {slot.start} is not inside {slot.whole}")
             end = slot.offset + slot.nbytes
     return table
+
+
+def metas(table: Table) -> dict[str, Meta]:
+    """The whole tensors of a table, by name, in the order in which they begin."""
+    return {slot.name: Meta(slot.name, slot.dtype, slot.whole) for slots in table for slot in slots}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -147,21 +253,53 @@ def dtype_of(name: str) -> torch.dtype:
     return dtype
 
 
-def checksum(tensor: Tensor) -> int:
-    """63-bit checksum of a tensor's bytes, the same on every device: a sum over its 4-byte words, each multiplied by
-    an odd number that depends on its place, so that order counts."""
-    raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    tail = raw.numel() % 4
-    total = 0
-    words = raw[: raw.numel() - tail].view(torch.int32) if raw.numel() >= 4 else raw.new_zeros(0, dtype=torch.int32)
-    for start in range(0, words.numel(), _CHUNK):
-        chunk = words[start : start + _CHUNK].long()
-        place = torch.arange(start, start + chunk.numel(), device=chunk.device)
-        total += int((chunk * (place * _STEP + 1)).sum().item())
-    for i, byte in enumerate(raw[raw.numel() - tail :].tolist() if tail else []):
-        total += (byte + 1) * (2 * i + 3)
-    return (total + raw.numel()) & ((1 << 63) - 1)
+def checksum(tensor: Tensor, start: Sequence[int] | None = None, whole: Sequence[int] | None = None) -> int:
+    """63-bit checksum of a tensor's bits, the same on every device: a sum over its elements, each multiplied by an odd
+    number that depends on its place, so that order counts. Those of the boxes of a tensor add up to its own
+    (`combined`).
+
+    Args:
+        start, whole: of a box: where it begins in the tensor, and the tensor's shape.
+    """
+    bits = tensor.detach().contiguous().view(_INTEGERS[tensor.element_size()])
+    shape = tuple(tensor.shape if whole is None else whole)
+    return _checksum(bits, tuple(start or (0,) * len(shape)), shape) & _MASK
+
+
+def combined(sums: Iterable[int]) -> int:
+    """The checksum of a tensor from those of its boxes."""
+    return sum(sums) & _MASK
+
+
+def _checksum(bits: Tensor, start: tuple[int, ...], whole: tuple[int, ...]) -> int:
+    if bits.numel() == 0:
+        return 0
+    first = sum(s * prod(whole[d + 1 :]) for d, s in enumerate(start))
+    if bits.shape[1:] == whole[1:] or bits.dim() < 2:  # one run
+        total, flat = bits.numel(), bits.view(-1)
+        for begin in range(0, flat.numel(), _CHUNK):
+            chunk = flat[begin : begin + _CHUNK].long()
+            place = torch.arange(first + begin, first + begin + chunk.numel(), device=chunk.device)
+            total += int((chunk * (place * _STEP + 1)).sum().item())
+        return total
+    if bits.dim() == 2:
+        total, (rows, cols) = bits.numel(), bits.shape
+        across = torch.arange(cols, device=bits.device)
+        count = max(_CHUNK // cols, 1)
+        for begin in range(0, rows, count):
+            chunk = bits[begin : begin + count].long()
+            down = torch.arange(begin, begin + chunk.shape[0], device=bits.device) * whole[1]
+            total += int((chunk * ((first + down[:, None] + across) * _STEP + 1)).sum().item())
+        return total
+    # A slice of it, as a box of all slices put below each other.
+    inner = (start[0] * whole[1] + start[1], *start[2:])
+    return sum(
+        _checksum(part, (inner[0] + i * whole[1], *inner[1:]), (whole[0] * whole[1], *whole[2:]))
+        for i, part in enumerate(bits)
+    )
 
 
 _CHUNK = 1 << 24
 _STEP = 2 * 0x1E3779B97F4A7C15
+_MASK = (1 << 63) - 1
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

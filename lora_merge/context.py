@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -12,17 +12,24 @@ import torch
 from torch import Tensor, nn
 
 from . import kernels
-from .delta import Address, Delta, MergePlan, address
+from .buckets import BUCKET_BYTES, batched
+from .delta import Delta, Job, in_place, whole_job
 from .errors import AlreadyMerged, InvalidInput, UnsupportedAdapter
+from .exchange import Exchange
 from .lora import Adapters, read_adapters
+from .operands import MergePlan, Operands
+from .ranks import Ranks
+from .shards import Address, address, cut
+from .shards.layout import Layout, reshard
 
 Model = TypeVar("Model", bound=nn.Module)
 
 _lock = threading.Lock()
 _inside: set[object] = set()
 """Adapter layers (by id) and weights (by address) of the models that are inside `merged` now."""
-_plans: WeakKeyDictionary[nn.Module, tuple[Any, list[MergePlan]]] = WeakKeyDictionary()
-"""Model -> what its plans were built for, and the plans: one a device."""
+_merges: WeakKeyDictionary[nn.Module, tuple[Any, list[_Merge]]] = WeakKeyDictionary()
+"""Model -> what its merges were built for, and the merges: one a device."""
+STRATEGIES = (None, "unshard")
 
 
 @contextmanager
@@ -38,55 +45,76 @@ def merged(model: Model, *, restore: str = "exact", strategy: str | None = None)
     optimizer state and PEFT's flags are not touched. Train outside of the block: a backward pass that crosses its
     border is refused by autograd, as for any weight changed in place.
 
-    Memory: one copy of the adapted weights on their device while inside; nothing of that size is kept after.
-    A tied weight with an adapter on only one of its users is held apart inside: the others see the copy.
+    FSDP2 and FSDP1: collective over the ranks that hold the model. Each rank merges what it holds; only the halves of
+    adapters that do not line up with it are gathered. Units that are gathered at the moment (the root after a forward,
+    `reshard_after_forward=False`) are brought back to their shards first, at both ends.
+
+    Memory: one copy of the adapted weights that are here, on their device, while inside; nothing of that size is kept
+    after. A tied weight with an adapter on only one of its users is held apart inside: the others see the copy.
 
     Work on the merged weights by other streams must be waited for before leaving, as before freeing a tensor.
 
     Args:
         model: a `PeftModel`, or any module that holds PEFT's LoRA layers.
         restore: "exact", the only way.
-        strategy: None, the only one so far: weights whole on their device.
+        strategy: None: weights are merged where they lie. "unshard": sharded weights are gathered, merged whole and
+            cut again, bucket by bucket; it gives the same bits and costs their bytes over the network.
 
     Yields:
         `model`.
 
     Raises:
-        InvalidInput: an unknown option; no LoRA layers in the model; a weight that does not fit.
+        InvalidInput: an unknown option; no LoRA layers in the model; a weight that does not fit; ranks that disagree.
         UnsupportedAdapter: an adapter without an exact merge; names the module and the reason.
         AlreadyMerged: the weights hold adapters already, or the model is inside `merged` now.
 
-        All of them before anything is written.
+        All of them on every rank, and before anything is written.
     """
     if restore != "exact":
         raise InvalidInput(f"restore must be 'exact', got {restore!r}")
-    if strategy is not None:
-        raise InvalidInput(f"strategy must be None (weights whole on their device), got {strategy!r}")
+    if strategy not in STRATEGIES:
+        raise InvalidInput(f"strategy must be None (weights are merged where they lie) or 'unshard', got {strategy!r}")
+    reshard(model)
+    ranks = Layout(model).ranks()
     with ExitStack() as undo:
-        adapters = read_adapters(model)
-        if not adapters.layers:
-            raise InvalidInput("the model has no LoRA layers; pass the PeftModel, not its bare base")
-        _check_whole(adapters)
-        weights = {address(delta.parameter): delta.parameter for delta in adapters.deltas}
-        undo.enter_context(_claimed({*weights, *(id(layer) for layer, _ in adapters.layers)}))
-        saved = undo.enter_context(_Restore(weights))
-        jobs = undo.enter_context(_untied(adapters, saved))
-        plans = _plans_for(model, jobs)
+        with ranks.vote("merged"):
+            adapters = _read(model)
+            weights = _weights(adapters)
+            undo.enter_context(_claimed({*weights, *(id(layer) for layer, _ in adapters.layers)}))
+            undo.callback(reshard, model)
+            saved = undo.enter_context(_Restore(weights))
+            jobs = undo.enter_context(_untied(adapters, saved))
+        merges = _merges_for(model, ranks, adapters.deltas, jobs, strategy)
         with torch.inference_mode():
-            for plan in plans:
-                plan.run()
+            for merge in merges:
+                merge.run()
         undo.enter_context(_adapters_off(adapters))
         yield model
 
 
-def _check_whole(adapters: Adapters) -> None:
-    """Raise `InvalidInput` unless every adapted weight lies whole on a device."""
+def _read(model: nn.Module) -> Adapters:
+    """The adapters, checked."""
+    adapters = read_adapters(model)
+    if not adapters.layers:
+        raise InvalidInput("the model has no LoRA layers; pass the PeftModel, not its bare base")
     for delta in adapters.deltas:
-        parameter = delta.parameter
-        if parameter.device.type == "meta":
+        if delta.weight.device.type == "meta":
             raise InvalidInput(f"{delta.name}: the weight is a meta tensor and holds no values; load it first")
-        if type(parameter.data) is not Tensor:
-            raise InvalidInput(f"{delta.name}: the weight is a {type(parameter.data).__name__}, sharded over ranks")
+    return adapters
+
+
+def _weights(adapters: Adapters) -> dict[Address, Tensor]:
+    """What is merged in place: parameters (whose data may be moved inside the block), or what FSDP holds of them."""
+    if adapters.layout.sharded:
+        return {address(piece.tensor): piece.tensor for delta in adapters.deltas for piece in delta.weight.pieces}
+    return {address(parameter): parameter for delta in adapters.deltas for parameter in [_parameter(delta)]}
+
+
+def _parameter(delta: Delta) -> Tensor:
+    assert delta.owner is not None
+    parameter = delta.owner._parameters[delta.attribute]
+    assert parameter is not None
+    return parameter
 
 
 @contextmanager
@@ -137,26 +165,30 @@ def _copy(to: list[Tensor], source: list[Tensor]) -> None:
 
 
 @contextmanager
-def _untied(adapters: Adapters, saved: dict[Address, Tensor]) -> Iterator[list[tuple[Delta, Tensor, Tensor]]]:
-    """Holds tied weights apart, and yields what is to be merged: (delta, source, destination).
+def _untied(adapters: Adapters, saved: dict[Address, Tensor]) -> Iterator[list[Job]]:
+    """Holds tied weights apart, and yields what is to be merged.
 
     The first adapted user of a weight merges in place; its other users get a parameter of their own, which is the
     saved copy, or a merged tensor if they have an adapter too.
     """
-    jobs: list[tuple[Delta, Tensor, Tensor]] = []
+    if adapters.layout.sharded:
+        yield _sharded_jobs(adapters)
+        return
+    jobs: list[Job] = []
     users = {where: list(adapters.users[where]) for where in saved}
     swaps = []
     in_place = set()
     for delta in adapters.deltas:
-        where = address(delta.parameter)
-        source = destination = delta.parameter
+        assert delta.owner is not None
+        source = destination = delta.weight.pieces[0].tensor
+        where = address(source)
         if where in in_place:
             with torch.inference_mode(False):
                 source, destination = saved[where], torch.empty_like(saved[where])
             swaps.append((delta.owner, delta.attribute, destination))
         in_place.add(where)
         users[where].remove((delta.owner, delta.attribute))
-        jobs.append((delta, source, destination))
+        jobs.append(whole_job(delta, source, destination))
     swaps += [(owner, attribute, saved[where]) for where in users for owner, attribute in users[where]]
     before = [owner._parameters[attribute] for owner, attribute, _ in swaps]
     for (owner, attribute, tensor), tied in zip(swaps, before, strict=True):
@@ -175,23 +207,89 @@ def _untied(adapters: Adapters, saved: dict[Address, Tensor]) -> Iterator[list[t
             owner._parameters[attribute] = tied
 
 
-def _plans_for(model: nn.Module, jobs: list[tuple[Delta, Tensor, Tensor]]) -> list[MergePlan]:
-    """The plans of an earlier entry if nothing that they depend on has changed, or new ones."""
-    devices = {source.device for _, source, _ in jobs}
+def _sharded_jobs(adapters: Adapters) -> list[Job]:
+    """What FSDP holds cannot be held apart: a tied weight must not have an adapter."""
+    places = {(id(owner), key): users for users in adapters.users.values() for owner, key in users}
+    for delta in adapters.deltas:
+        users = places[id(delta.owner), delta.attribute]
+        if len(users) > 1:
+            names = ", ".join(f"{type(owner).__name__}.{key}" for owner, key in users)
+            raise UnsupportedAdapter(
+                f"{delta.name}: an adapter on a tied weight ({names}) that FSDP has sharded: its users would need "
+                "weights of their own; untie them, or sync with MergedWeights, which streams them apart"
+            )
+    return [job for delta in adapters.deltas for job in in_place(delta)]
+
+
+def _merges_for(
+    model: nn.Module, ranks: Ranks, deltas: Sequence[Delta], jobs: Sequence[Job], strategy: str | None
+) -> list[_Merge]:
+    """The merges of an earlier entry if nothing that they depend on has changed on any rank, or new ones."""
+    devices = sorted({delta.weight.device for delta in deltas}, key=str)
     key = (
-        [delta.key() for delta, _, _ in jobs],
-        [(address(source), address(destination)) for _, source, destination in jobs],
+        [delta.key() for delta in deltas],
+        [(job.source.data_ptr(), job.destination.data_ptr()) for job in jobs],
         {device: kernels.pick(device) for device in devices},
+        strategy,
     )
-    known = _plans.get(model)
-    if known is not None and known[0] == key:
+    known = _merges.get(model)
+    if not ranks.any(known is None or known[0] != key):
+        assert known is not None
         return known[1]
-    plans = [MergePlan([job for job in jobs if job[1].device == device]) for device in devices]
-    if all(source is destination for _, source, destination in jobs):  # no tensors of this entry only
-        for plan in plans:
-            plan.release()  # what the model lets go of between entries (offloading, a sleep) is freed
-        _plans[model] = key, plans
-    return plans
+    ranks.same([delta.describe() for delta in deltas], lambda: [delta.describe() for delta in deltas])
+    make = _Unshard if strategy == "unshard" and not ranks.alone else _Merge
+    merges = [
+        make(
+            [delta for delta in deltas if delta.weight.device == device],
+            [job for job in jobs if job.source.device == device],
+            ranks,
+            device,
+        )
+        for device in devices
+    ]
+    if make is _Merge and all(job.source is job.destination for job in jobs):  # no tensors of this entry only
+        for merge in merges:
+            merge.release()  # what the model lets go of between entries (offloading, a sleep) is freed
+        _merges[model] = key, merges
+    return merges
+
+
+class _Merge:
+    """The deltas of one device, merged where they lie; collective over the ranks."""
+
+    def __init__(self, deltas: Sequence[Delta], jobs: Sequence[Job], ranks: Ranks, device: torch.device) -> None:
+        self._operands = Operands(deltas, ranks, device, jobs)
+        self._plan = MergePlan(jobs, self._operands)
+
+    def release(self) -> None:
+        """As `Plan.release`."""
+        self._operands.release()
+        self._plan.release()
+
+    def run(self) -> None:
+        self._operands.refresh()
+        self._plan.run()
+
+
+class _Unshard(_Merge):
+    """Whole weights, a bucket of them at a time: gathered, merged, and each rank keeps what is its own."""
+
+    def __init__(self, deltas: Sequence[Delta], jobs: Sequence[Job], ranks: Ranks, device: torch.device) -> None:
+        self._operands = Operands(deltas, ranks, device, everything={delta.name for delta in deltas})
+        self._deltas, self._jobs, self._ranks, self._device = deltas, jobs, ranks, device
+
+    def run(self) -> None:
+        self._operands.refresh()
+        for batch in batched(self._deltas, [delta.weight.nbytes for delta in self._deltas], BUCKET_BYTES):
+            names = [delta.name for delta in batch]
+            exchange = Exchange(names, [delta.weight for delta in batch], self._ranks, self._device)
+            exchange.run()
+            wholes = dict(zip(names, exchange.wholes, strict=True))
+            MergePlan(
+                [whole_job(delta, wholes[delta.name], wholes[delta.name]) for delta in batch], self._operands
+            ).run()
+            for job in (job for job in self._jobs if job.delta.name in wholes):
+                job.destination.copy_(cut(wholes[job.delta.name], (job.start, tuple(job.destination.shape))))
 
 
 @contextmanager

@@ -43,11 +43,8 @@ class Conversion:
     def __init__(self, root: Any | None, prefix: str) -> None:
         self._root, self._prefix = root, prefix
 
-    def outputs(self, tensors: Mapping[str, Tensor]) -> list[Made]:
-        """The checkpoint tensors that these parameters and buffers become."""
-        metas = {
-            name: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for name, t in tensors.items()
-        }
+    def outputs(self, metas: Mapping[str, Tensor]) -> list[Made]:
+        """The checkpoint tensors that parameters and buffers, given as meta tensors, become."""
         storages = {_storage(meta): name for name, meta in metas.items()}
         with _ViewsOnly():
             made = self._revert(metas)
@@ -61,7 +58,7 @@ class Conversion:
         for group in self._groups({name: meta for name, meta in metas.items() if name not in viewed}):
             for name, tensor in self._revert({source: metas[source] for source in group}).items():
                 outputs.append(Made(name, tuple(group), tensor.shape, None))
-        place = {name: index for index, name in enumerate(tensors)}
+        place = {name: index for index, name in enumerate(metas)}
         return sorted(outputs, key=lambda m: place[m.sources[0]])
 
     def compute(self, merged: Mapping[str, Tensor], name: str) -> Tensor:

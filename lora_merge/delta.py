@@ -1,21 +1,20 @@
-"""Delta: what the active adapters add to one parameter; and how deltas become segments and a plan.
+"""Delta: what the active adapters add to one parameter; and the rectangles that this comes to.
 
-`lora.py` reads deltas out of a live model.
+`lora.py` reads deltas out of live PEFT models, `shards/megatron.py` out of Megatron's; `operands.py` makes segments of
+them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from itertools import product
+from math import prod
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
-from .plan import Plan
-from .segments import Segment
-
-Address: TypeAlias = tuple[int, torch.device]
+from .shards import Shard
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,12 +23,13 @@ class Factors:
 
     Args:
         lora_A: `[r, in]`; expert-major `[E*r, in]` for fused experts; `[r, in, *kernel]` for a convolution.
-        lora_B: `[out, r]`; expert-minor `[out, r*E]` for fused experts; `[out, r, 1, ...]` for a convolution.
+        lora_B: `[out, r]`; expert-minor `[out, r*E]` for fused experts; `[out, r, 1, ...]` for a convolution; `[out]`
+            for a bias.
         scaling: `layer.scaling[adapter]` as it stands.
     """
 
-    lora_A: Tensor
-    lora_B: Tensor
+    lora_A: Shard
+    lora_B: Shard
     scaling: float
 
 
@@ -41,170 +41,134 @@ class Delta:
 
     Args:
         name: HF checkpoint name of the parameter (`model.layers.0.self_attn.q_proj.weight`).
-        owner, attribute: the module that holds the live parameter, and under which name.
+        weight: what this rank holds of the parameter.
         factors: one for each active adapter; never empty.
         experts: None for one matrix (a bias counts as `[out, 1]`, a convolution as `[out, in*kernel]`), else the
             number of matrices along the parameter's first dimension.
         transposed: a matrix is stored `[in, out]` (`fan_in_fan_out`, Embedding, transposed experts).
         magnitude: DoRA's magnitude vector, any shape with `out` elements; rows are scaled to that norm.
+        owner, attribute: the module that holds the live parameter, and under which name.
     """
 
     name: str
-    owner: nn.Module
-    attribute: str
+    weight: Shard
     factors: tuple[Factors, ...]
     experts: int | None = None
     transposed: bool = False
-    magnitude: Tensor | None = None
-
-    @property
-    def parameter(self) -> Tensor:
-        """The live parameter, `requires_grad` and all."""
-        parameter = self.owner._parameters[self.attribute]
-        assert parameter is not None, self.name
-        return parameter
+    magnitude: Shard | None = None
+    owner: nn.Module | None = None
+    attribute: str = ""
 
     @property
     def shape(self) -> tuple[int, int]:
         """`(out, in)` of one matrix, from the parameter's shape."""
         lead = 0 if self.experts is None else 1
-        shape = self.parameter.shape
-        rows, cols = shape[lead], shape[lead + 1 :].numel()
+        rows, cols = self.weight.shape[lead], prod(self.weight.shape[lead + 1 :])
         return (cols, rows) if self.transposed else (rows, cols)
 
+    def shards(self) -> Iterator[Shard]:
+        """lora_A and lora_B of every adapter."""
+        for factors in self.factors:
+            yield factors.lora_A
+            yield factors.lora_B
+
     def matrices(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        """Logical `[out, in]` views, one for each expert, of a tensor laid out as the parameter."""
+        """Logical `[out, in]` views, one for each expert, of a tensor laid out as the whole parameter."""
         out, cols = reversed(self.shape) if self.transposed else self.shape
         views = tensor.detach().view(self.experts or 1, out, cols).unbind(0)
         return tuple(view.t() for view in views) if self.transposed else views
 
-    def operands(self, factors: Factors) -> Factors:
-        """lora_A as `[E, r, in]` and lora_B as `[out, r, E]` views (E = 1 where there are no experts)."""
-        (out, cols), experts = self.shape, self.experts or 1
-        rank = factors.lora_A.shape[0] // experts
-        lora_A = factors.lora_A.detach().view(experts, rank, cols)
-        return Factors(lora_A, factors.lora_B.detach().view(out, rank, experts), factors.scaling)
-
     def key(self) -> tuple[Any, ...]:
         """Everything that a plan depends on; a plan serves as long as keys stay equal."""
-        adapters = tuple((*_place(f.lora_A), *_place(f.lora_B), f.scaling) for f in self.factors)
-        magnitude = () if self.magnitude is None else _place(self.magnitude)
-        return self.name, self.experts, self.transposed, _place(self.parameter), adapters, magnitude
+        adapters = (*[(f.lora_A.key(), f.lora_B.key(), f.scaling) for f in self.factors],)
+        magnitude = None if self.magnitude is None else self.magnitude.key()
+        return self.name, self.experts, self.transposed, self.weight.key(), adapters, magnitude
 
-
-def address(t: Tensor) -> Address:
-    """Where a tensor begins; of a DTensor, where this rank's part does. Tensors that share memory have one address."""
-    return getattr(t, "_local_tensor", t).data_ptr(), t.device
-
-
-def _place(t: Tensor) -> tuple[Any, ...]:
-    return address(t), t.shape, t.stride(), t.dtype
-
-
-def segments_for(
-    delta: Delta, operands: Factors, source: Tensor, destination: Tensor, row_scale: Tensor | None = None
-) -> list[Segment]:
-    """The segments that add a delta to a whole weight on its way from `source` to `destination`; one an expert.
-
-    Args:
-        operands: `[E, R, in]` and `[out, R, E]`, from `Delta.operands` or `Operands`.
-        source, destination: tensors laid out as the parameter; the same one merges in place.
-        row_scale: float32 `[out]`, for DoRA.
-    """
-    # Strides and offset of the views of a contiguous tensor are the indices in the whole weight.
-    index = delta.matrices(torch.empty(delta.parameter.shape, device="meta"))
-    parts = zip(
-        delta.matrices(source),
-        delta.matrices(destination),
-        operands.lora_A.unbind(0),
-        operands.lora_B.unbind(2),
-        index,
-        strict=True,
-    )
-    return [
-        Segment(
-            delta.name, w, out, a, b, operands.scaling, row_scale, int(i.storage_offset()), (i.stride(0), i.stride(1))
+    def describe(self) -> str:
+        """What must be equal on every rank, in words."""
+        adapters = ", ".join(
+            f"lora_A {f.lora_A.dtype} {list(f.lora_A.shape)} lora_B {f.lora_B.dtype} {list(f.lora_B.shape)} "
+            f"x {f.scaling}"
+            for f in self.factors
         )
-        for w, out, a, b, i in parts
-    ]
+        kind = f"{self.experts or ''}{' transposed' if self.transposed else ''}{' DoRA' if self.magnitude else ''}"
+        return f"{self.name} {list(self.weight.shape)}{kind} + {adapters}"
 
 
-class Operands:
-    """What the kernels read of each delta: the adapter itself, or several of them with their ranks side by side.
-
-    Several adapters lie in float32 buffers of adapter size, their scaling folded into lora_B, so that their sum is
-    rounded once. `refresh` fills the buffers from the live adapters.
-    """
-
-    def __init__(self, deltas: Sequence[Delta]) -> None:
-        self._to: list[Tensor] = []
-        self._from: list[Tensor] = []
-        self._scaled: list[Tensor] = []
-        self._scaling: list[float] = []
-        self.factors = [self._of(delta) for delta in deltas]
-
-    def _of(self, delta: Delta) -> Factors:
-        parts = [delta.operands(factors) for factors in delta.factors]
-        if len(parts) == 1:
-            return parts[0]
-        ranks = [part.lora_A.shape[1] for part in parts]
-        a, b = parts[0].lora_A, parts[0].lora_B
-        lora_A = torch.empty(a.shape[0], sum(ranks), a.shape[2], dtype=torch.float32, device=a.device)
-        lora_B = torch.empty(b.shape[0], sum(ranks), b.shape[2], dtype=torch.float32, device=a.device)
-        b_slots = lora_B.split(ranks, dim=1)
-        self._to += [*lora_A.split(ranks, dim=1), *b_slots]
-        self._from += [part.lora_A for part in parts] + [part.lora_B for part in parts]
-        self._scaled += b_slots
-        self._scaling += [part.scaling for part in parts]
-        return Factors(lora_A, lora_B, 1.0)
-
-    def refresh(self) -> None:
-        """Read the live adapters again."""
-        if self._to:
-            torch._foreach_copy_(self._to, self._from)
-            torch._foreach_mul_(self._scaled, self._scaling)
-
-
-class MergePlan:
-    """Deltas added to weights on their way from source to destination: checked and laid out once, run every step.
+class Job(NamedTuple):
+    """A box of a parameter on its way from `source` to `destination`, with what a delta adds to it.
 
     Args:
-        jobs: `(delta, source, destination)`, tensors laid out as the parameter and all on one device.
-        copies: further segments of the same launch (what has no adapter).
-
-    Raises:
-        InvalidInput: something does not fit; nothing was written.
+        start: index of the box in the whole parameter.
+        source, destination: tensors of the box's shape; the same one merges in place.
     """
 
-    def __init__(self, jobs: Sequence[tuple[Delta, Tensor, Tensor]], copies: Sequence[Segment] = ()) -> None:
-        self._operands = Operands([delta for delta, _, _ in jobs])
-        self._magnitudes = [delta.magnitude for delta, _, _ in jobs if delta.magnitude is not None]
-        device = jobs[0][1].device if jobs else torch.device("cpu")
-        rows = [magnitude.numel() for magnitude in self._magnitudes]
-        self._row_scale = torch.ones(sum(rows), dtype=torch.float32, device=device)
-        row_scales = iter(self._row_scale.split(rows))
-        segments, scaled = list(copies), []
-        for (delta, source, destination), operands in zip(jobs, self._operands.factors, strict=True):
-            row_scale = None if delta.magnitude is None else next(row_scales)
-            parts = segments_for(delta, operands, source, destination, row_scale)
-            segments += parts
-            scaled += parts if row_scale is not None else []
-        self.plan = Plan(segments)
-        self._norms = Plan(scaled) if scaled else None
+    delta: Delta
+    start: tuple[int, ...]
+    source: Tensor
+    destination: Tensor
 
-    def release(self) -> None:
-        """As `Plan.release`."""
-        self._operands.factors = []
-        self.plan.release()
-        if self._norms is not None:
-            self._norms.release()
 
-    def run(self, *, rounding: str = "nearest", seed: int | None = None) -> None:
-        """Merge, with the adapters as they are now, on the current stream; arguments as in `Plan.run`."""
-        self._operands.refresh()
-        if self._norms is not None:
-            # DoRA (Liu et al. 2024, eq. 5): rows of W + D keep their direction and get the magnitude as their norm.
-            norms = torch.cat(self._norms.row_norms()).sqrt_()
-            magnitudes = torch.cat([magnitude.detach().flatten() for magnitude in self._magnitudes])
-            self._row_scale.copy_(magnitudes.double().div_(norms))
-        self.plan.run(rounding=rounding, seed=seed)
+def whole_job(delta: Delta, source: Tensor, destination: Tensor) -> Job:
+    """The job of a whole parameter."""
+    return Job(delta, (0,) * len(delta.weight.shape), source, destination)
+
+
+def in_place(delta: Delta) -> list[Job]:
+    """The jobs that merge what this rank holds of a parameter where it lies."""
+    return [Job(delta, piece.start, piece.tensor, piece.tensor) for piece in delta.weight.pieces]
+
+
+class Rectangle(NamedTuple):
+    """A job's part in one matrix, `[out, in]` seen logically.
+
+    Args:
+        expert: number of the matrix.
+        row, col: index of its first element in the matrix.
+        source, destination: 2-D views.
+        first, pitch: see `Segment`.
+    """
+
+    expert: int
+    row: int
+    col: int
+    source: Tensor
+    destination: Tensor
+    first: int
+    pitch: tuple[int, int]
+
+
+def rectangles(job: Job) -> Iterator[Rectangle]:
+    """A job as rectangles of matrices: one for a plain weight, one an expert for fused ones."""
+    delta, start = job.delta, job.start
+    shape = delta.weight.shape
+    strides = [prod(shape[d + 1 :]) for d in range(len(shape))]
+    lead = 0 if delta.experts is None else 1
+    for e in range(start[0], start[0] + job.source.shape[0]) if lead else (0,):
+        source, destination = (t[e - start[0]] if lead else t for t in (job.source, job.destination))
+        base = e * strides[0] if lead else 0
+        for s, d, col in _flattened(source, destination, shape[lead:], start[lead:]):
+            row = start[lead]
+            first, pitch = base + row * strides[lead] + col, (strides[lead], 1)
+            if delta.transposed:
+                yield Rectangle(e, col, row, s.t(), d.t(), first, (pitch[1], pitch[0]))
+            else:
+                yield Rectangle(e, row, col, s, d, first, pitch)
+
+
+def _flattened(
+    source: Tensor, destination: Tensor, shape: tuple[int, ...], start: tuple[int, ...]
+) -> Iterator[tuple[Tensor, Tensor, int]]:
+    """A box as matrices `[rows, cols]`, with the number of the first column: the dimensions after the first in one."""
+    if source.dim() == 1:
+        yield source.unsqueeze(1), destination.unsqueeze(1), 0
+    elif source.dim() == 2:
+        yield source, destination, start[1]
+    elif source.shape[1:] == shape[1:] and source.is_contiguous() and destination.is_contiguous():
+        yield source.flatten(1), destination.flatten(1), 0
+    else:
+        steps = [prod(shape[d + 1 :]) for d in range(1, len(shape))]
+        for index in product(*map(range, source.shape[1:-1])):
+            number = sum((i + s) * step for i, s, step in zip((*index, 0), start[1:], steps, strict=True))
+            at: Any = (slice(None), *index)
+            yield source[at], destination[at], number

@@ -11,7 +11,7 @@ from torch import Tensor
 from .plan import Plan
 from .ranks import Ranks, even
 from .segments import Segment, copies
-from .shards import Box, Shard, whole
+from .shards import Box, Shard, cut
 from .shards.owners import divide
 
 _ALIGNMENT = 16
@@ -25,14 +25,16 @@ class Exchange:
 
     Args:
         names: for errors.
-        shards: the same tensors in the same order on every rank; those that are whole everywhere are not for here.
+        shards: the same tensors in the same order on every rank.
         ranks: making it and `run` are collective over them.
-        device: of the whole tensors, on which the ranks can talk.
+        device: of the whole tensors.
     """
 
     def __init__(self, names: Sequence[str], shards: Sequence[Shard], ranks: Ranks, device: torch.device) -> None:
         self._ranks, self.device = ranks, device
-        self.wholes = [torch.empty(shard.shape, dtype=shard.dtype, device=device) for shard in shards]
+        talk = ranks.talks_on(device)
+        self._gathered = [torch.empty(shard.shape, dtype=shard.dtype, device=talk) for shard in shards]
+        self.wholes = self._gathered if talk == device else [torch.empty_like(t, device=device) for t in self._gathered]
         """One for each shard, filled by `run`."""
         owned = divide(names, shards, ranks)
         ends = [0] * ranks.size
@@ -44,7 +46,7 @@ class Exchange:
                     ends[rank] += -(-prod(box[1]) * shards[index].dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         self._sizes = even([max(end, _ALIGNMENT) for end in ends])
         starts = [sum(self._sizes[:rank]) for rank in range(ranks.size)]
-        self._flat = torch.empty(sum(self._sizes) if shards else 0, dtype=torch.uint8, device=device)
+        self._flat = torch.empty(sum(self._sizes) if shards else 0, dtype=torch.uint8, device=talk)
         self.nbytes = sum(self._sizes) - self._sizes[ranks.rank] if shards else 0
         """Bytes that one run receives from other ranks."""
         self._brought: list[tuple[Tensor, Tensor]] = []
@@ -54,10 +56,11 @@ class Exchange:
             for index, box, offset in parts:
                 at = self._flat[starts[rank] + offset :][: prod(box[1]) * shards[index].dtype.itemsize]
                 at = at.view(shards[index].dtype).view(box[1])
-                unpacked += copies(names[index], at, _held(whole(self.wholes[index]), box))
+                unpacked += copies(names[index], at, cut(self._gathered[index], box))
                 if rank == ranks.rank:
-                    mine = _held(shards[index], box)
-                    if mine.device == device:
+                    mine = shards[index].window(box)
+                    assert mine is not None
+                    if mine.device == talk:
                         packed += copies(names[index], mine, at)
                     else:
                         self._brought.append((at, mine))
@@ -73,13 +76,9 @@ class Exchange:
             return
         self._pack.run()
         for there, here in self._brought:
-            there.copy_(here, non_blocking=True)
+            there.copy_(here)
         self._ranks.all_gather_parts(self._flat, self._sizes)
         self._unpack.run()
-
-
-def _held(shard: Shard, box: Box) -> Tensor:
-    """A box that is known to be here."""
-    view = shard.window(box)
-    assert view is not None
-    return view
+        if self.wholes is not self._gathered:
+            for whole, gathered in zip(self.wholes, self._gathered, strict=True):
+                whole.copy_(gathered)

@@ -7,18 +7,21 @@ passed over. PEFT is not imported; a model that holds its layers has done so.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, TypeAlias
+from math import prod
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from .delta import Address, Delta, Factors, address
+from .delta import Delta, Factors
 from .errors import AlreadyMerged, InvalidInput, UnsupportedAdapter
 from .names import lineage, unwrapped, walk
 from .segments import FLOATS
+from .shards import Shard, whole
+from .shards.layout import Layout
 
 PeftLayer: TypeAlias = Any
 """A layer of PEFT's, whose attributes differ from class to class."""
@@ -48,12 +51,15 @@ class Adapters:
     Args:
         layers: every adapter layer of the model, with the names of its adapters that act in the forward.
         deltas: one for each parameter that active adapters change.
-        users: `address` of each parameter -> the places (module, attribute) that hold it; several where it is tied.
+        users: `Layout.identity` of each parameter -> the places (module, attribute) that hold it; several where it is
+            tied.
+        layout: where the model's tensors are.
     """
 
     layers: list[tuple[PeftLayer, list[str]]]
     deltas: list[Delta]
-    users: dict[Address, list[tuple[nn.Module, str]]]
+    users: dict[Hashable, list[tuple[nn.Module, str]]]
+    layout: Layout
 
 
 def read_deltas(model: nn.Module) -> list[Delta]:
@@ -70,9 +76,10 @@ def read_deltas(model: nn.Module) -> list[Delta]:
     return read_adapters(model).deltas
 
 
-def read_adapters(model: nn.Module) -> Adapters:
+def read_adapters(model: nn.Module, layout: Layout | None = None) -> Adapters:
     """As `read_deltas`, with the layers and the places of parameters."""
-    found = Adapters([], [], {})
+    layout = layout or Layout(model)
+    found = Adapters([], [], {}, layout)
     layer_name, seen, bare, adapted = "", set(), {}, set()
     for name, module in walk(model):
         kind = _kind(type(module))
@@ -86,7 +93,7 @@ def read_adapters(model: nn.Module) -> Adapters:
         if kind == _TUNER_LAYER:
             active = _active(name, module)
             found.layers.append((module, active))
-            for delta in _layer_deltas(name, module, active) if active else ():
+            for delta in _layer_deltas(name, module, active, layout) if active else ():
                 place = (id(delta.owner), delta.attribute)
                 if place in adapted:
                     raise UnsupportedAdapter(f"{delta.name}: two adapter layers change this parameter; target it once")
@@ -94,9 +101,8 @@ def read_adapters(model: nn.Module) -> Adapters:
                 found.deltas.append(delta)
         elif kind == _PEFT_MODEL:
             _check_peft_type(module)
-        for attribute, parameter in module._parameters.items():
-            if parameter is not None:
-                found.users.setdefault(address(parameter), []).append((module, attribute))
+        for attribute, parameter in layout.parameters(module):
+            found.users.setdefault(layout.identity(module, attribute, parameter), []).append((module, attribute))
     for delta in found.deltas:
         if id(delta.owner) in bare:
             raise UnsupportedAdapter(
@@ -138,7 +144,7 @@ def _active(name: str, layer: PeftLayer) -> list[str]:
     return [adapter for adapter in layer.active_adapters if adapter in there]
 
 
-def _layer_deltas(name: str, layer: PeftLayer, active: list[str]) -> list[Delta]:
+def _layer_deltas(name: str, layer: PeftLayer, active: list[str], layout: Layout) -> list[Delta]:
     """The deltas of one layer, each checked."""
     path = lineage(type(layer))[0]
     read = _READERS.get(path)
@@ -155,11 +161,56 @@ def _layer_deltas(name: str, layer: PeftLayer, active: list[str]) -> list[Delta]
             f"{name}: DoRA adapter '{dora[0]}' beside others ({', '.join(active)}): their result depends on the "
             "order; activate it alone"
         )
-    magnitude = _part(layer, "lora_magnitude_vector", dora[0])._parameters["weight"] if dora else None
-    deltas = read(name, layer, base, active, magnitude)
+    reading = _Reading(name, layer, base, active, layout)
+    deltas = read(reading)
+    if dora:
+        magnitude = reading.shard(_part(layer, "lora_magnitude_vector", dora[0]), "weight")
+        deltas[0] = replace(deltas[0], magnitude=magnitude)
     for delta in deltas:
         _check(delta)
     return deltas
+
+
+class _Reading(NamedTuple):
+    """One layer that is being read.
+
+    Args:
+        name: of the layer.
+        base: the module inside it.
+        active: its adapters that act in the forward.
+    """
+
+    name: str
+    layer: PeftLayer
+    base: PeftLayer
+    active: list[str]
+    layout: Layout
+
+    def shard(self, owner: nn.Module, attribute: str) -> Shard:
+        found = self.layout.of(self.name, owner, attribute)
+        if found is None:
+            raise UnsupportedAdapter(
+                f"{self.name}.{attribute}: {type(owner).__name__} has no plain parameter '{attribute}' (a quantised, "
+                "parametrised or offloaded one cannot be merged here)"
+            )
+        return found
+
+    def delta(
+        self, attribute: str, factors: tuple[Factors, ...], experts: int | None = None, transposed: bool = False
+    ) -> Delta:
+        weight = self.shard(self.base, attribute)
+        name = f"{self.name}.{attribute}"
+        return Delta(name, weight, factors, experts, transposed, None, self.base, attribute)
+
+    def factors(self) -> tuple[Factors, ...]:
+        return tuple(
+            Factors(
+                self.shard(_part(self.layer, "lora_A", adapter), "weight"),
+                self.shard(_part(self.layer, "lora_B", adapter), "weight"),
+                float(self.layer.scaling[adapter]),
+            )
+            for adapter in self.active
+        )
 
 
 def _is_dora(name: str, layer: PeftLayer, adapter: str) -> bool:
@@ -173,129 +224,115 @@ def _is_dora(name: str, layer: PeftLayer, adapter: str) -> bool:
     return path in _DORA
 
 
-def _part(layer: PeftLayer, kind: str, adapter: str) -> PeftLayer:
+def _part(layer: PeftLayer, kind: str, adapter: str) -> nn.Module:
     """`layer.kind[adapter]`, straight from the dicts: with thousands of them, `__getattr__` would take longest."""
     return unwrapped(layer._modules[kind]._modules[adapter])
 
 
-def _factors(layer: PeftLayer, active: list[str]) -> tuple[Factors, ...]:
-    return tuple(
-        Factors(
-            _part(layer, "lora_A", adapter)._parameters["weight"],
-            _part(layer, "lora_B", adapter)._parameters["weight"],
-            float(layer.scaling[adapter]),
-        )
-        for adapter in active
-    )
-
-
-def _read_linear(
-    name: str, layer: PeftLayer, base: PeftLayer, active: list[str], magnitude: Tensor | None
-) -> list[Delta]:
+def _read_linear(reading: _Reading) -> list[Delta]:
     """nn.Linear, and Conv1D with `fan_in_fan_out`."""
-    factors, transposed = _factors(layer, active), bool(layer.fan_in_fan_out)
-    weight = Delta(f"{name}.weight", base, "weight", factors, None, transposed, magnitude)
-    return [weight, *_read_bias(name, layer, base, active)]
+    transposed = bool(reading.layer.fan_in_fan_out)
+    return [reading.delta("weight", reading.factors(), None, transposed), *_read_bias(reading)]
 
 
-def _read_conv(
-    name: str, layer: PeftLayer, base: PeftLayer, active: list[str], magnitude: Tensor | None
-) -> list[Delta]:
+def _read_conv(reading: _Reading) -> list[Delta]:
     """A convolution. lora_A strides over the input as the base does and lora_B is 1x1, so that the composed kernel is
     the product of the flattened factors."""
+    name, base = reading.name, reading.base
     if base.groups > 1:
         raise UnsupportedAdapter(f"{name}: a convolution with {base.groups} groups cannot be merged (nor does PEFT)")
-    factors = _factors(layer, active)
-    for adapter, factor in zip(active, factors, strict=True):
-        lora_A = _part(layer, "lora_A", adapter)
+    weight = reading.delta("weight", reading.factors())
+    for adapter, factor in zip(reading.active, weight.factors, strict=True):
+        lora_A = _part(reading.layer, "lora_A", adapter)
         for what in ("kernel_size", "stride", "padding", "dilation", "padding_mode"):
             if getattr(base, what) != getattr(lora_A, what):
                 raise UnsupportedAdapter(
                     f"{name}: the base convolves with {what} {getattr(base, what)}, lora_A of '{adapter}' with "
                     f"{getattr(lora_A, what)}: their sum is no convolution with one weight"
                 )
-        if not all(t.is_contiguous() for t in (base.weight, factor.lora_A, factor.lora_B)):
-            raise UnsupportedAdapter(f"{name}: weights of convolutions must be contiguous, not channels_last")
-    weight = Delta(f"{name}.weight", base, "weight", factors, None, False, magnitude)
-    return [weight, *_read_bias(name, layer, base, active)]
+        for shard in (weight.weight, factor.lora_A, factor.lora_B):
+            if shard.whole and not shard.pieces[0].tensor.is_contiguous():
+                raise UnsupportedAdapter(f"{name}: weights of convolutions must be contiguous, not channels_last")
+    return [weight, *_read_bias(reading)]
 
 
-def _read_bias(name: str, layer: PeftLayer, base: PeftLayer, active: list[str]) -> list[Delta]:
+def _read_bias(reading: _Reading) -> list[Delta]:
     """`lora_bias` adds `scaling * lora_B.bias` to the base's bias: rank 1, with a one as lora_A."""
-    biases = {adapter: _part(layer, "lora_B", adapter)._parameters.get("bias") for adapter in active}
-    factors = tuple(
-        Factors(_one(bias.dtype, bias.device), bias.detach().unsqueeze(1), float(layer.scaling[adapter]))
-        for adapter, bias in biases.items()
-        if bias is not None
-    )
+    layer, base = reading.layer, reading.base
+    factors = []
+    for adapter in reading.active:
+        bias = reading.layout.of(reading.name, _part(layer, "lora_B", adapter), "bias")
+        if bias is not None:
+            factors.append(Factors(whole(_one(bias.dtype, bias.device)), bias, float(layer.scaling[adapter])))
     if not factors:
         return []
-    if base.bias is None:
-        raise UnsupportedAdapter(f"{name}: an adapter has lora_bias, but the base has no bias to merge it into")
-    return [Delta(f"{name}.bias", base, "bias", factors)]
+    if reading.layout.of(reading.name, base, "bias") is None:
+        raise UnsupportedAdapter(f"{reading.name}: an adapter has lora_bias, but the base has no bias to merge it into")
+    return [reading.delta("bias", tuple(factors))]
 
 
 @cache
-def _one(dtype: torch.dtype, device: torch.device) -> Tensor:
+def _one(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.ones(1, 1, dtype=dtype, device=device)
 
 
-def _read_embedding(
-    name: str, layer: PeftLayer, base: PeftLayer, active: list[str], magnitude: Tensor | None
-) -> list[Delta]:
+def _read_embedding(reading: _Reading) -> list[Delta]:
     """Stored `[vocabulary, dim]`; lora_A is `[r, vocabulary]` and lora_B `[dim, r]`, so out = dim, in = vocabulary."""
-    if base.max_norm is not None:
-        raise UnsupportedAdapter(f"{name}: an Embedding with max_norm rescales its weight in the forward")
-    a, b = layer.lora_embedding_A, layer.lora_embedding_B
-    factors = tuple(Factors(a[adapter], b[adapter], float(layer.scaling[adapter])) for adapter in active)
-    return [Delta(f"{name}.weight", base, "weight", factors, None, True, magnitude)]
+    layer = reading.layer
+    if reading.base.max_norm is not None:
+        raise UnsupportedAdapter(f"{reading.name}: an Embedding with max_norm rescales its weight in the forward")
+    factors = tuple(
+        Factors(
+            reading.shard(layer.lora_embedding_A, adapter),
+            reading.shard(layer.lora_embedding_B, adapter),
+            float(layer.scaling[adapter]),
+        )
+        for adapter in reading.active
+    )
+    return [reading.delta("weight", factors, None, True)]
 
 
-def _read_parameter(
-    name: str, layer: PeftLayer, base: PeftLayer, active: list[str], magnitude: Tensor | None
-) -> list[Delta]:
+def _read_parameter(reading: _Reading) -> list[Delta]:
     """A parameter of its own (`target_parameters`), mostly the fused experts of a layer.
 
     PEFT before 0.19 takes every 3-D parameter as `[E, in, out]`; later it asks the module (`is_transposed`) and notes
     in `_did_swap_in_out_features` that it is `[E, out, in]`. With one expert it adds `lora_B @ lora_A` as it is.
     """
-    attribute = layer.parameter_name
-    parameter = base._parameters.get(attribute)
-    experts = layer.num_experts if parameter is not None and parameter.dim() == 3 else None
+    layer, attribute = reading.layer, reading.layer.parameter_name
+    dims = len(reading.shard(reading.base, attribute).shape)
     transposed = layer.num_experts > 1 and not getattr(layer, "_did_swap_in_out_features", False)
-    return [Delta(f"{name}.{attribute}", base, attribute, _factors(layer, active), experts, transposed, magnitude)]
+    return [reading.delta(attribute, reading.factors(), layer.num_experts if dims == 3 else None, transposed)]
 
 
 def _check(delta: Delta) -> None:
     """Raise unless the parameter is a plain float one and the factors fit it."""
+    weight = delta.weight
+    assert delta.owner is not None
     parameter = delta.owner._parameters.get(delta.attribute)
-    if parameter is None:
+    kind = "Tensor" if parameter is None else type(parameter.data).__name__
+    if weight.dtype not in FLOATS or kind not in ("Tensor", "DTensor"):
         raise UnsupportedAdapter(
-            f"{delta.name}: {type(delta.owner).__name__} has no plain parameter '{delta.attribute}' (a quantised, "
-            "parametrised or offloaded one cannot be merged here)"
+            f"{delta.name}: the base is a {kind} of {weight.dtype}; only plain bfloat16, float16 and float32 weights "
+            "can be merged here, not quantised ones"
         )
-    kind = type(parameter.data)
-    if parameter.dtype not in FLOATS or kind.__name__ not in ("Tensor", "DTensor"):
-        raise UnsupportedAdapter(
-            f"{delta.name}: the base is a {kind.__name__} of {parameter.dtype}; only plain bfloat16, float16 and "
-            "float32 weights can be merged here, not quantised ones"
-        )
-    if parameter.dim() != (2 if delta.experts is None else 3) and not parameter.is_contiguous():
-        raise UnsupportedAdapter(f"{delta.name}: the base must be contiguous, got strides {parameter.stride()}")
+    if weight.whole and len(weight.shape) != (2 if delta.experts is None else 3):
+        tensor = weight.pieces[0].tensor
+        if not tensor.is_contiguous():
+            raise UnsupportedAdapter(f"{delta.name}: the base must be contiguous, got strides {tensor.stride()}")
     (out, cols), experts = delta.shape, delta.experts or 1
     for f in delta.factors:
         rank = f.lora_A.shape[0] // experts
-        fits = f.lora_A.numel() == experts * rank * cols and f.lora_B.numel() == out * rank * experts
+        fits = prod(f.lora_A.shape) == experts * rank * cols and prod(f.lora_B.shape) == out * rank * experts
         if not fits or f.lora_B.shape[0] != out:
             raise UnsupportedAdapter(
-                f"{delta.name}: lora_A {tuple(f.lora_A.shape)} and lora_B {tuple(f.lora_B.shape)} do not fit a weight "
-                f"of shape {tuple(parameter.shape)} ({experts} x [{out}, {cols}]); is it sharded or offloaded?"
+                f"{delta.name}: lora_A {f.lora_A.shape} and lora_B {f.lora_B.shape} do not fit a weight of shape "
+                f"{weight.shape} ({experts} x [{out}, {cols}]); is it sharded or offloaded?"
             )
         if not math.isfinite(f.scaling):
             raise InvalidInput(f"{delta.name}: scaling must be finite, got {f.scaling}")
 
 
-_READERS: dict[str, Callable[[str, PeftLayer, PeftLayer, list[str], Tensor | None], list[Delta]]] = {
+_READERS: dict[str, Callable[[_Reading], list[Delta]]] = {
     _LAYERS + "Linear": _read_linear,
     _LAYERS + "Embedding": _read_embedding,
     _LAYERS + "Conv1d": _read_conv,

@@ -6,7 +6,7 @@ the user's that happens to be called `base_layer` keeps its name. `hf_name` does
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -104,21 +104,33 @@ def register_wrapper(path: str, child: str) -> None:
     _kinds.clear()
 
 
-def named_tensors(model: nn.Module) -> Iterator[NamedTensor]:
+def named_tensors(
+    model: nn.Module, parameters: Callable[[nn.Module], Iterable[tuple[str, Tensor]]] | None = None
+) -> Iterator[NamedTensor]:
     """Parameters and persistent buffers of the model without its adapters, under HF names.
 
     Tied weights come once for each of their names. Values are the base's: adapters are not added here.
+
+    Args:
+        parameters: of one module; `Layout.parameters` finds those that FSDP1 has taken out of it too.
     """
+    parameters = parameters or own_parameters
     for name, module in walk(model):
         if wrapped(module) is not None:
             continue
         prefix = f"{name}." if name else ""
-        for key, tensor in module._parameters.items():
-            if tensor is not None:
-                yield NamedTensor(prefix + key, module, key, tensor)
+        for key, tensor in parameters(module):
+            yield NamedTensor(prefix + key, module, key, tensor)
         for key, buffer in module._buffers.items():
             if buffer is not None and key not in module._non_persistent_buffers_set:
                 yield NamedTensor(prefix + key, module, key, buffer)
+
+
+def own_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters that a module itself holds."""
+    for key, parameter in module._parameters.items():
+        if parameter is not None:
+            yield key, parameter
 
 
 def lineage(cls: type) -> tuple[str, ...]:

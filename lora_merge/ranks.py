@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .errors import InvalidInput, LoraMergeError
+from .errors import InvalidInput
 
 _T = TypeVar("_T")
 PADDING = 1.05
@@ -37,6 +38,41 @@ class Ranks:
         """The rank in the world of a rank of these."""
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
+    def talks_on(self, device: torch.device) -> torch.device:
+        """The device on which the ranks can exchange tensors of `device`: itself, or this rank's GPU where they speak
+        NCCL only.
+
+        Raises:
+            InvalidInput: there is none.
+        """
+        if self.alone:
+            return device
+        kinds = {part.partition(":")[0] for part in str(dist.get_backend_config(self.group)).split(",")}
+        if device.type in kinds:
+            return device
+        if "cuda" in kinds and torch.cuda.is_available():
+            return torch.device("cuda", torch.cuda.current_device())
+        raise InvalidInput(
+            f"weights lie on {device}, but their process group speaks {', '.join(sorted(kinds))} only: initialise it "
+            f"with a backend for {device.type} too"
+        )
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on some rank."""
+        if self.alone:
+            return flag
+        there = torch.tensor([flag], dtype=torch.int32, device=self.talks_on(torch.device("cpu")))
+        dist.all_reduce(there, dist.ReduceOp.MAX, group=self.group)
+        return bool(there.item())
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """Sum over the ranks, in place."""
+        if not self.alone:
+            talking = tensor.to(self.talks_on(tensor.device))
+            dist.all_reduce(talking, group=self.group)
+            tensor.copy_(talking)
+        return tensor
+
     def gather(self, value: _T) -> list[_T]:
         """Everybody's small Python value, by rank."""
         if self.alone:
@@ -57,17 +93,16 @@ class Ranks:
             yield
         except Exception as raised:
             error = raised
-        if self.alone:
-            if error is not None:
-                raise error
-            return
-        told = None if error is None else (isinstance(error, LoraMergeError), f"{type(error).__name__}: {error}")
+        if self.any(error is not None):
+            self._raise(what, error)
+
+    def _raise(self, what: str, error: Exception | None) -> None:
+        told = None if error is None else f"{type(error).__name__}: {error}"
         errors = self.gather(told)
         if error is not None:
             raise error
-        for rank, other in enumerate(errors):
-            if other is not None:
-                raise InvalidInput(f"{what}: rank {self.global_rank(rank)} failed, nothing was changed: {other[1]}")
+        rank, other = next((rank, other) for rank, other in enumerate(errors) if other is not None)
+        raise InvalidInput(f"{what}: rank {self.global_rank(rank)} failed, nothing was changed: {other}")
 
     def same(self, value: Any, what: Callable[[], Sequence[str]]) -> None:
         """Raise `InvalidInput` on every rank unless all hold an equal value.

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from .buckets import checksum
-from .delta import Delta, MergePlan
+from .delta import Delta, whole_job
 from .errors import InvalidInput
 from .lora import read_deltas
+from .operands import MergePlan, Operands
+from .ranks import Ranks
 from .segments import FLOATS
 from .weights import MergedWeights
 
@@ -99,17 +101,22 @@ def rounding_loss(
 
 
 def _rounding_loss(delta: Delta, dtype: torch.dtype, rounding: str, seed: int | None) -> RoundingLoss:
-    weight = delta.parameter.detach()
+    if not delta.weight.whole:
+        raise InvalidInput(f"{delta.name} is sharded: measure the rounding loss on a model that is whole on one device")
+    weight = delta.weight.pieces[0].tensor
     rounded = torch.empty(weight.shape, dtype=dtype, device=weight.device)
-    MergePlan([(delta, weight, rounded)]).run(rounding=rounding, seed=seed)
+    operands = Operands([delta], Ranks(), weight.device)
+    operands.refresh()
+    MergePlan([whole_job(delta, weight, rounded)], operands).run(rounding=rounding, seed=seed)
     lost = kept = update = arrived = 0.0
-    parts = [delta.operands(factors) for factors in delta.factors]
+    lora_A, lora_B, scaling = operands.factors(delta)
     for e, (w, r) in enumerate(zip(delta.matrices(weight), delta.matrices(rounded), strict=True)):
         base = w.double()
-        exact = base + sum(p.scaling * (p.lora_B[:, :, e].double() @ p.lora_A[e].double()) for p in parts)
+        exact = base + scaling * (lora_B[:, :, e].double() @ lora_A[e].double())
         if delta.magnitude is not None:
             norms = torch.linalg.vector_norm(exact, dim=1)
-            exact *= (delta.magnitude.detach().flatten().double() / norms).unsqueeze(1)
+            magnitude = operands.whole(delta.magnitude)
+            exact *= (magnitude.flatten().double() / norms).unsqueeze(1)
         change, there = exact - base, r.double() - base
         lost += float((r.double() - exact).square().sum())
         update += float(change.square().sum())

@@ -19,8 +19,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lora_merge import AlreadyMerged, InvalidInput, UnsupportedAdapter, context, merged, read_deltas
-from lora_merge.delta import MergePlan
 from lora_merge.names import named_tensors
+from lora_merge.operands import MergePlan
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
@@ -416,7 +416,7 @@ def test_offloaded_weights_are_freed() -> None:
     model = models.with_lora(models.qwen2)
     with merged(model):
         pass
-    old = [StorageWeakRef(delta.parameter.untyped_storage()) for delta in read_deltas(model)]
+    old = [StorageWeakRef(delta.weight.pieces[0].tensor.untyped_storage()) for delta in read_deltas(model)]
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
     gc.collect()
@@ -429,8 +429,8 @@ def test_model_is_freed() -> None:
     model = models.with_lora(models.qwen2)
     with merged(model):
         pass
-    assert len(context._plans) >= 1
-    old = StorageWeakRef(next(iter(read_deltas(model))).parameter.untyped_storage())
+    assert len(context._merges) >= 1
+    old = StorageWeakRef(read_deltas(model)[0].weight.pieces[0].tensor.untyped_storage())
     del model
     gc.collect()
     assert old.expired()
@@ -461,7 +461,7 @@ def test_memory(tied: bool) -> None:
     """Inside, one copy of the adapted weights, tied or not; after, nothing of that size."""
     targets = ["embed_tokens", "q_proj", "down_proj"]
     model = models.with_lora(lambda: models.qwen2(tied=tied), dtype=torch.bfloat16, target_modules=targets)
-    weights = sum(delta.parameter.nbytes for delta in read_deltas(model))
+    weights = sum(delta.weight.nbytes for delta in read_deltas(model))
     with merged(model):
         pass
     with Allocations() as allocations:
@@ -484,8 +484,8 @@ def test_options() -> None:
         with pytest.raises(InvalidInput, match="restore must be 'exact', got 'fast'"), merged(model, restore="fast"):
             pass
         with (
-            pytest.raises(InvalidInput, match=r"strategy must be None.*got 'unshard'"),
-            merged(model, strategy="unshard"),
+            pytest.raises(InvalidInput, match=r"strategy must be None.*got 'gather'"),
+            merged(model, strategy="gather"),
         ):
             pass
 
@@ -579,7 +579,8 @@ def test_an_error_late_in_the_model_changes_nothing() -> None:
 def test_on_the_gpu(subject: str) -> None:
     model = SUBJECTS[subject]().to("cuda")
     plant(model)
-    weights = sum(p.nbytes for p in {d.parameter.data_ptr(): d.parameter for d in read_deltas(model)}.values())
+    held = [delta.weight.pieces[0].tensor for delta in read_deltas(model)]
+    weights = sum(t.nbytes for t in {t.data_ptr(): t for t in held}.values())
     with merged(model):
         pass
     with unchanged(model):

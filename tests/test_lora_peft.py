@@ -18,9 +18,11 @@ from peft.tuners.lora import variants
 from torch import Tensor, nn
 
 from lora_merge import AlreadyMerged, InvalidInput, UnsupportedAdapter, merge, merged, read_deltas
-from lora_merge.delta import Operands, segments_for
+from lora_merge.delta import whole_job
 from lora_merge.kernels import reference
 from lora_merge.names import named_tensors
+from lora_merge.operands import Operands
+from lora_merge.ranks import Ranks
 
 Build = Callable[[], nn.Module]
 
@@ -172,10 +174,11 @@ def test_segments_know_their_place(case: str) -> None:
     """Random bits hang on the element's index in the whole parameter, whatever view a segment has of it."""
     build, settings = CASES[case]
     deltas = read_deltas(models.with_lora(build, **settings))
-    for delta, operands in zip(deltas, Operands(deltas).factors, strict=True):
-        weight = delta.parameter
+    operands = Operands(deltas, Ranks(), torch.device("cpu"))
+    for delta in deltas:
+        weight = delta.weight.pieces[0].tensor
         index = torch.arange(weight.numel()).view(weight.shape)
-        segments = segments_for(delta, operands, weight, weight)
+        segments = operands.segments(whole_job(delta, weight, weight))
         assert sum(s.source.numel() for s in segments) == weight.numel()
         for segment, part in zip(segments, delta.matrices(index), strict=True):
             rows, cols = (torch.arange(n) for n in segment.source.shape)
@@ -233,13 +236,12 @@ def test_expert_packing_order(build: Build) -> None:
         (factors,), experts = delta.factors, delta.experts
         assert experts == model.config.get_text_config().num_local_experts or experts == model.config.num_experts
         rank = factors.lora_A.shape[0] // experts
-        by_hand = [
-            factors.scaling * factors.lora_B[:, e::experts] @ factors.lora_A[e * rank : (e + 1) * rank]
-            for e in range(experts)
-        ]
-        before = delta.parameter.detach().clone()
+        lora_A, lora_B = (shard.pieces[0].tensor for shard in (factors.lora_A, factors.lora_B))
+        weight = delta.weight.pieces[0].tensor
+        by_hand = [factors.scaling * lora_B[:, e::experts] @ lora_A[e * rank : (e + 1) * rank] for e in range(experts)]
+        before = weight.clone()
         with merged(model):
-            for e, (after, was) in enumerate(zip(delta.matrices(delta.parameter), delta.matrices(before), strict=True)):
+            for e, (after, was) in enumerate(zip(delta.matrices(weight), delta.matrices(before), strict=True)):
                 torch.testing.assert_close(after, was + by_hand[e].detach(), msg=f"{delta.name}, expert {e}")
 
 

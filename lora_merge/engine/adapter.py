@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..buckets import ALIGNMENT, Meta, Table, lay_out
-from ..delta import Operands, segments_for
+from ..buckets import ALIGNMENT, Meta, Table, extent, lay_out
+from ..delta import Delta
 from ..errors import UnsupportedAdapter
 from ..names import lineage, walk
-from ..weights import Entry, MergedWeights, cut
+from ..operands import Operands
+from ..stream import Entry, Filler
+from ..weights import MergedWeights
 
 ADAPTER_NAME = "lora_merge"
 ADAPTER_ID = 2_020_202_020
@@ -30,63 +32,81 @@ class AdapterSource:
     """The active adapters of a model as one bucket.
 
     Args:
-        weights: the stream with adapters; its entries say which checkpoint tensor each delta belongs to.
+        weights: the stream with adapters.
+        filler: of it; its entries say which checkpoint tensor each delta belongs to.
         dtype: of the engine's LoRA weights.
 
     Raises:
         UnsupportedAdapter: something of the adapter that vLLM cannot serve beside its base; says what.
     """
 
-    def __init__(self, weights: MergedWeights, dtype: torch.dtype) -> None:
+    def __init__(self, weights: MergedWeights, filler: Filler, dtype: torch.dtype) -> None:
         _check_model(weights.model)
-        filler = weights.filler()
-        entries = [entry for entry in filler.entries if any(d is not None for d in entry.deltas)]
         self.device = filler.device
-        self._pairs = [_factors(entry) for entry in entries]
-        self.rank = max((a.shape[0] for _, _, a, _, _ in self._pairs), default=0)
-        self.modules = [name for name, _, _, _, _ in self._pairs]
-        metas = []
-        for name, (a_name, b_name), a, b, _ in self._pairs:
+        parts = filler.source.parts
+        adapted = {
+            name: delta
+            for name, entry in filler.entries.items()
+            for source in entry.sources
+            if (delta := parts[source].delta) is not None
+        }
+        for name, delta in adapted.items():
+            _check_served(name, delta, filler.entries[name])
+        deltas = list({delta.name: delta for delta in adapted.values()}.values())
+        everything = {delta.name for delta in deltas}
+        self._operands = Operands(deltas, filler.source.merging, self.device, everything=everything)
+        pairs = [_factors(name, delta, filler.entries[name], self._operands) for name, delta in adapted.items()]
+        self.rank = max((a.shape[0] for _, _, a, _, _ in pairs), default=0)
+        self.modules = [name for name, _, _, _, _ in pairs]
+        metas, self._plain, self._scaled, self._scaling = [], [], [], []
+        for name, (a_name, b_name), a, b, scaling in pairs:
             metas += [Meta(f"{name}.{a_name}", dtype, tuple(a.shape)), Meta(f"{name}.{b_name}", dtype, tuple(b.shape))]
+            self._plain.append(a)
+            self._scaled.append(b)
+            self._scaling.append(scaling)
         self.table: Table = lay_out(metas, sum(m.nbytes + ALIGNMENT for m in metas) + ALIGNMENT)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(slot.nbytes for slots in self.table for slot in slots)
+        self.capacity = extent(self.table[0]) if self.table else 0
 
     def fill(self, index: int, buffer: Tensor, run: Mapping[str, Any]) -> None:
         """Lay the adapters as they are now into the bucket; an adapter is rounded to nearest whatever `run` says."""
-        slots = iter(self.table[index])
-        for _, _, a, b, scaling in self._pairs:
-            next(slots).view(buffer).copy_(a)
-            next(slots).view(buffer).copy_(b.float() * scaling)
+        self._operands.refresh()
+        views = [slot.view(buffer) for slot in self.table[index]]
+        torch._foreach_copy_(views[::2], self._plain)
+        torch._foreach_copy_(views[1::2], torch._foreach_mul([b.float() for b in self._scaled], self._scaling))
 
 
-def _factors(entry: Entry) -> tuple[str, tuple[str, str], Tensor, Tensor, float]:
-    """Module, names of its factors, lora_A, lora_B and scaling of a tensor; several adapters side by side."""
-    delta = entry.deltas[0]
-    name = entry.meta.name.removesuffix(".weight")
-    assert delta is not None
+def _check_served(name: str, delta: Delta, entry: Entry) -> None:
     if delta.magnitude is not None:
         raise UnsupportedAdapter(f"{name}: vLLM cannot serve DoRA as an adapter{_INSTEAD}")
-    if delta.attribute == "bias" or entry.meta.name.endswith(".bias"):
+    if len(delta.weight.shape) == 1 or name.endswith(".bias"):
         raise UnsupportedAdapter(f"{name}: vLLM cannot serve lora_bias{_INSTEAD}")
-    if not isinstance(delta.owner, nn.Linear | nn.Embedding) and delta.experts is None:
-        raise UnsupportedAdapter(f"{name}: vLLM cannot serve an adapter on a {type(delta.owner).__name__}{_INSTEAD}")
-    if entry.view is None:
+    kind = type(delta.owner).__name__
+    if delta.owner is not None and not isinstance(delta.owner, nn.Linear | nn.Embedding) and delta.experts is None:
+        raise UnsupportedAdapter(f"{name}: vLLM cannot serve an adapter on a {kind}{_INSTEAD}")
+    out, into = _dims(delta)
+    embedding = isinstance(delta.owner, nn.Embedding)
+    if entry.window is None or entry.window.dims != ((into, out) if embedding else (out, into)):
         raise UnsupportedAdapter(f"{name}: its checkpoint layout cannot be adapted in parts{_INSTEAD}")
-    operands = Operands([delta])
-    operands.refresh()
-    source = entry.parts[0].tensor.detach()
-    wholes = segments_for(delta, operands.factors[0], source, source)
-    offset, shape, stride = entry.view
-    whole = shape == source.shape and stride == source.stride()
-    view = source.as_strided(shape, stride, source.storage_offset() + offset)
-    segment = wholes[0] if whole else cut(wholes, source, entry.view, view)
-    assert segment.lora_A is not None
-    assert segment.lora_B is not None
+
+
+def _dims(delta: Delta) -> tuple[int, int]:
+    """The parameter's dimensions that are `out` and `in` of its matrices."""
+    lead = 0 if delta.experts is None else 1
+    return (lead + 1, lead) if delta.transposed else (lead, lead + 1)
+
+
+def _factors(
+    name: str, delta: Delta, entry: Entry, operands: Operands
+) -> tuple[str, tuple[str, str], Tensor, Tensor, float]:
+    """Module, names of its factors, lora_A, lora_B and scaling of a tensor; several adapters side by side."""
+    assert entry.window is not None
+    lora_A, lora_B, scaling = operands.factors(delta)
+    (out, into), (start, size) = _dims(delta), entry.window.box
+    expert = 0 if delta.experts is None else start[0]
+    a = lora_A[expert, :, start[into] : start[into] + size[into]]
+    b = lora_B[start[out] : start[out] + size[out], :, expert]
     kinds = _EMBEDDING if isinstance(delta.owner, nn.Embedding) else _LINEAR
-    return name, kinds, segment.lora_A, segment.lora_B, segment.scaling
+    return name.removesuffix(".weight"), kinds, a, b, scaling
 
 
 def _check_model(model: nn.Module) -> None:

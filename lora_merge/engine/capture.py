@@ -2,40 +2,34 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..buckets import Table
 from ..segments import FLOATS
+from ..window import Window, window_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Copy:
-    """A part of a slot that goes straight to a place in a parameter.
+    """A box of a tensor of the stream that goes straight to a place in a parameter.
 
     Args:
         destination: live view in the engine.
-        offset: first byte in the bucket.
-        shape, stride, dtype: of the part, elements.
+        window: the box, seen as the destination is.
     """
 
     destination: Tensor
-    offset: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
+    window: Window
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Record:
-    """One captured copy: from which slot into which engine tensor; `copy` where it is a plain one."""
+    """One captured copy: from which tensor of the stream into which of the engine; `copy` where it is a plain one."""
 
     name: str
     path: str
@@ -45,19 +39,17 @@ class Record:
 class Capture(TorchDispatchMode):
     """Writes down copies into the engine's tensors instead of making them."""
 
-    def __init__(self, tensors: dict[str, Tensor], buckets: list[Tensor], table: Table) -> None:
+    def __init__(self, tensors: dict[str, Tensor], fed: list[tuple[str, Tensor]]) -> None:
         super().__init__()
         self.tensors = tensors
         self._owners: dict[int, list[tuple[int, int, str]]] = {}
         for path, tensor in tensors.items():
             self._owners.setdefault(_storage(tensor), []).append((*_bytes(tensor), path))
-        self._buckets = {_storage(bucket): index for index, bucket in enumerate(buckets)}
-        self._table = table
-        self._starts = [[slot.offset for slot in slots] for slots in table]
-        self.records: list[list[Record]] = [[] for _ in table]
+        self._fed = {_storage(tensor): (name, tensor) for name, tensor in fed}
+        self.records: list[Record] = []
         self.fills: list[tuple[str, Tensor, Any]] = []
         self.written: dict[str, list[Tensor]] = {path: [] for path in tensors}
-        self.current: tuple[int, str] | None = None
+        self.current: str | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.is_mutable and isinstance(args[0], Tensor):
@@ -75,18 +67,18 @@ class Capture(TorchDispatchMode):
             self.written[path].append(view)
             return
         source = args[1] if name == "aten::copy_" and isinstance(args[1], Tensor) else None
-        index = None if source is None else self._buckets.get(_storage(source))
+        fed = None if source is None else self._fed.get(_storage(source))
         self.written[path].append(view)
-        if source is None or index is None:
+        if source is None or fed is None:
             # Something computed: the tensor that is being fed goes through load_weights for real.
             if self.current is not None:
-                self.records[self.current[0]].append(Record(self.current[1], path, None))
+                self.records.append(Record(self.current, path, None))
             return
-        offset = int(source.storage_offset()) * source.element_size()
-        slot = self._table[index][bisect_right(self._starts[index], offset) - 1]
-        plain = source.shape == view.shape and _copyable(source, view)
-        copy = Copy(view, offset, source.shape, source.stride(), source.dtype) if plain else None
-        self.records[index].append(Record(slot.name, path, copy))
+        at = (int(source.storage_offset()), source.shape, source.stride())
+        window = window_of(at, fed[1].shape, fed[1].stride())
+        converts = source.dtype == view.dtype or (source.dtype in FLOATS and view.dtype in FLOATS)
+        plain = window is not None and source.shape == view.shape and converts
+        self.records.append(Record(fed[0], path, Copy(view, window) if window is not None and plain else None))
 
     def _owner(self, tensor: Tensor) -> str | None:
         owners = self._owners.get(_storage(tensor))
@@ -101,7 +93,7 @@ def feed(model: Any, capture: Capture, metas: list[tuple[str, Tensor]]) -> dict[
 
     def noted(pairs: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in pairs:
-            capture.current = (capture._buckets[_storage(tensor)], name)
+            capture.current = name
             yield name, tensor
 
     refused: dict[str, str] = {}
@@ -109,8 +101,7 @@ def feed(model: Any, capture: Capture, metas: list[tuple[str, Tensor]]) -> dict[
         with capture:
             model.load_weights(noted(metas))
     except Exception:
-        for records in capture.records:
-            records.clear()
+        capture.records.clear()
         for views in capture.written.values():
             views.clear()
         capture.fills.clear()
@@ -126,7 +117,7 @@ def feed(model: Any, capture: Capture, metas: list[tuple[str, Tensor]]) -> dict[
 def torn(capture: Capture, ties: dict[str, str]) -> dict[str, str]:
     """Tensors for one of two tied names where the other name gets a tensor of its own: the last one would win."""
     names: dict[str, set[str]] = {}
-    for record in (record for records in capture.records for record in records):
+    for record in capture.records:
         names.setdefault(record.path, set()).add(record.name)
     return {
         name: f"the engine ties it to {', '.join(sorted(names[first]))}, but here an adapter changes only one of "
@@ -175,13 +166,6 @@ def _runs(view: Tensor) -> np.ndarray:
     for stride, size in dims:
         begins = (begins[:, None] + np.arange(size, dtype=np.int64) * stride).reshape(-1)
     return np.stack([begins, begins + length], axis=1)
-
-
-def _copyable(source: Tensor, view: Tensor) -> bool:
-    """Whether a segment can do the copy: no conversion but between floats, at most two dimensions with strides."""
-    if source.dtype != view.dtype and not (source.dtype in FLOATS and view.dtype in FLOATS):
-        return False
-    return source.dim() == 2 or (source.is_contiguous() and view.is_contiguous())
 
 
 def _bytes(tensor: Tensor) -> tuple[int, int]:

@@ -9,7 +9,6 @@ launch a bucket. The others (prepacked on CPUs, shuffled experts) go through vLL
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..buckets import Slot, Table, dtype_name, extent
+from ..buckets import Slot, Table, dtype_name, metas
 from ..plan import Plan
-from ..segments import Segment
+from ..segments import copies
+from ..shards import cut, overlap
 from .capture import Capture, Copy, coverage, feed, torn
 
 _AS_LOADED = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
@@ -40,8 +40,8 @@ class Examination:
     """What the dry run of one table showed.
 
     Args:
-        copies: what goes straight, for each bucket.
-        staged: names of each bucket that go through `load_weights`.
+        copies: what goes straight, by name.
+        staged: names that go through `load_weights`, whole.
         fills: constants that loading writes (padding).
         refused: name -> why `load_weights` does not take it.
         ignored: names that filled nothing here.
@@ -50,8 +50,8 @@ class Examination:
         dtypes: name -> dtype that the engine holds it in.
     """
 
-    copies: list[list[Copy]]
-    staged: list[set[str]]
+    copies: dict[str, list[Copy]]
+    staged: set[str]
     fills: list[tuple[Tensor, Any]] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
     ignored: list[str] = field(default_factory=list)
@@ -75,6 +75,7 @@ class Loader:
         self._examined: dict[Any, Examination] = {}
         self._plans: dict[int, tuple[int, Plan]] = {}
         self._open: list[tuple[Any, Any]] = []
+        self._begun: dict[str, tuple[Tensor, int]] = {}
 
     @property
     def ties(self) -> bool:
@@ -95,7 +96,7 @@ class Loader:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         with torch.no_grad(), unwrapped(self.model):
-            for layer in self._staged_layers() if any(examination.staged) else ():
+            for layer in self._staged_layers() if examination.staged else ():
                 self._open.append((layer, getattr(layer.quant_method, "moe_kernel", None)))
                 if self.device.type == "cpu" and hasattr(layer.quant_method, "moe_kernel"):
                     # vLLM's CPU experts prepack once, when their kernel is made: have it made again.
@@ -108,29 +109,36 @@ class Loader:
         """Write one bucket into the engine, on the current stream; `data` may be reused after that work."""
         at, plan = self._plans.get(index, (0, None))
         if plan is None or at != data.data_ptr():
-            plan = Plan([_segment(copy, data) for copy in examination.copies[index]])
+            pairs = [pair for slot in slots for pair in _pairs(examination, slot, data)]
+            plan = Plan([segment for source, to in pairs for segment in copies("engine", source, to)])
             self._plans[index] = (data.data_ptr(), plan)
         plan.run()
-        staged = examination.staged[index]
-        if staged:
-            # Layerwise reload holds on to the tensors until their layer is complete, the bucket does not.
-            tensors = [(slot.name, slot.view(data).clone()) for slot in slots if slot.name in staged]
+        tensors = [whole for slot in slots if slot.name in examination.staged for whole in self._staged(slot, data)]
+        if tensors:
             with torch.no_grad(), unwrapped(self.model):
                 self.model.load_weights(iter(tensors))
 
-    def arrived(self, examination: Examination, index: int, slots: Sequence[Slot], data: Tensor) -> dict[str, bool]:
+    def _staged(self, slot: Slot, data: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Keep a slot of a tensor that goes through `load_weights`; yield the tensor when it is whole. Layerwise reload
+        holds on to tensors until their layer is complete, the bucket does not."""
+        if slot.name not in self._begun:
+            self._begun[slot.name] = torch.empty(slot.whole, dtype=slot.dtype, device=data.device), 0
+        tensor, filled = self._begun[slot.name]
+        cut(tensor, slot.box).copy_(slot.view(data))
+        filled += slot.nbytes // slot.dtype.itemsize
+        self._begun[slot.name] = tensor, filled
+        if filled == tensor.numel():
+            del self._begun[slot.name]
+            yield slot.name, tensor
+
+    def arrived(self, examination: Examination, slots: Sequence[Slot], data: Tensor) -> dict[str, bool]:
         """For what went straight: whether the engine's parameters hold the bucket's values, bit for bit."""
-        starts = [slot.offset for slot in slots]
         equal: dict[str, bool] = {}
-        for copy in examination.copies[index]:
-            slot = slots[bisect_right(starts, copy.offset) - 1]
-            name, inside = slot.name, (copy.offset - slot.offset) // slot.dtype.itemsize
-            # Not by way of `_part`, so that a mistake there shows.
-            elements = slot.view(data).flatten()
-            part = elements[inside:].as_strided(copy.shape, copy.stride)
-            there = part.to(copy.destination.dtype).contiguous().view(-1).view(torch.uint8)
-            here = copy.destination.contiguous().view(-1).view(torch.uint8)
-            equal[name] = equal.get(name, True) and torch.equal(here, there)
+        for slot in slots:
+            for source, to in _pairs(examination, slot, data):
+                there = source.to(to.dtype).contiguous().view(-1).view(torch.uint8)
+                here = to.contiguous().view(-1).view(torch.uint8)
+                equal[slot.name] = equal.get(slot.name, True) and torch.equal(here, there)
         return equal
 
     def finish(self) -> None:
@@ -158,36 +166,35 @@ class Loader:
                 info.reset()
             if kernel is not None:
                 root.quant_method.moe_kernel = kernel
-        self._open = []
+        self._open, self._begun = [], {}
 
     def _dry_run(self, table: Table) -> Examination:
-        buckets = [torch.empty(extent(slots), dtype=torch.uint8, device="meta") for slots in table]
+        fed = [(meta.name, torch.empty(meta.shape, dtype=meta.dtype, device="meta")) for meta in metas(table).values()]
         ties = _ties(self.model)
         roots = self._staged_layers()
         with _on_meta(roots):
             tensors = _engine_tensors(self.model)
-            capture = Capture({path: tensor for path, (tensor, _) in tensors.items()}, buckets, table)
-            metas = [(slot.name, slot.view(data)) for slots, data in zip(table, buckets, strict=True) for slot in slots]
-            refused = feed(self.model, capture, metas)
+            capture = Capture({path: tensor for path, (tensor, _) in tensors.items()}, fed)
+            refused = feed(self.model, capture, fed)
             missing, elements = coverage(capture, ties)
         refused |= torn(capture, ties)
         layers = {id(layer) for root in roots for layer in root.modules()}
         staged_paths = {path for path, (_, owner) in tensors.items() if id(owner) in layers}
-        copies, staged = [], []
-        for records in capture.records:
-            indirect = {r.name for r in records if r.copy is None or r.path in staged_paths}
-            copies.append([r.copy for r in records if r.copy is not None and r.name not in indirect])
-            staged.append(indirect)
-        taken = {r.name for records in capture.records for r in records}
+        staged = {r.name for r in capture.records if r.copy is None or r.path in staged_paths}
+        straight: dict[str, list[Copy]] = {}
+        for record in capture.records:
+            if record.copy is not None and record.name not in staged:
+                straight.setdefault(record.name, []).append(record.copy)
+        taken = straight.keys() | staged
         return Examination(
-            copies,
+            straight,
             staged,
             [(view, value) for path, view, value in capture.fills if path not in staged_paths],
             refused,
-            [slot.name for slots in table for slot in slots if slot.name not in taken and slot.name not in refused],
+            [name for name, _ in fed if name not in taken and name not in refused],
             missing,
             elements,
-            {r.name: dtype_name(tensors[r.path][0].dtype) for records in capture.records for r in records},
+            {r.name: dtype_name(tensors[r.path][0].dtype) for r in capture.records},
         )
 
     def _staged_layers(self) -> list[Any]:
@@ -257,19 +264,14 @@ def _on_meta(roots: Sequence[nn.Module]) -> Iterator[None]:
             info.reset()
 
 
-def _segment(copy: Copy, data: Tensor) -> Segment:
-    """A captured copy as a rank-0 segment from a bucket."""
-    source = _part(copy, data)
-    destination = copy.destination
-    if destination.dim() != 2:
-        source, destination = source.reshape(1, -1), destination.view(1, -1)
-    return Segment("engine", source, destination)
-
-
-def _part(copy: Copy, data: Tensor) -> Tensor:
-    """What a copy reads of its bucket."""
-    whole = data.view(copy.dtype)
-    return whole.as_strided(copy.shape, copy.stride, whole.storage_offset() + copy.offset // copy.dtype.itemsize)
+def _pairs(examination: Examination, slot: Slot, data: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """What of a slot goes straight: its view in the bucket, and its place in the engine."""
+    view = slot.view(data)
+    for copy in examination.copies.get(slot.name, ()):
+        box = overlap(slot.box, copy.window.box)
+        if box is not None:
+            inside = tuple(b - s for b, s in zip(box[0], slot.start, strict=True)), box[1]
+            yield copy.window.fold(cut(view, inside)), cut(copy.destination, copy.window.inner(box))
 
 
 def _engine_tensors(model: nn.Module) -> dict[str, tuple[Tensor, nn.Module]]:

@@ -3,31 +3,39 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from ..buckets import checksum
-from ..weights import Filler, Source, double_buffered
+from ..buckets import Slot, checksum, combined, metas
+from ..stream import Filler, Sent, double_buffered
 from .state import Sampler
 
 
-class Verified:
-    """A source that notes the checksum of every tensor that it sends."""
+def add_checksums(sums: dict[str, int], slots: Sequence[Slot], data: Tensor) -> None:
+    """Add the slots of a bucket to the checksums of their tensors."""
+    for slot in slots:
+        sums[slot.name] = combined([sums.get(slot.name, 0), checksum(slot.view(data), slot.start, slot.whole)])
 
-    def __init__(self, inner: Source) -> None:
-        self.inner, self.table, self.device = inner, inner.table, inner.device
+
+class Verified:
+    """What is sent, and the checksum of every tensor of it."""
+
+    def __init__(self, inner: Sent) -> None:
+        self.inner, self.table, self.device, self.capacity = inner, inner.table, inner.device, inner.capacity
         self.checksums: dict[str, int] = {}
 
     def fill(self, index: int, buffer: Tensor, run: Mapping[str, Any]) -> None:
         self.inner.fill(index, buffer, run)
-        self.checksums.update({slot.name: checksum(slot.view(buffer)) for slot in self.table[index]})
+        if index == 0:
+            self.checksums = {}
+        add_checksums(self.checksums, self.table[index], buffer)
 
 
 class Fingerprint:
-    """Fingerprint of a stream: names, shapes, dtypes and checksums of all its bytes; computed again when a parameter
-    was written (by its version counter, or by what a sample of it shows)."""
+    """Fingerprint of a stream: names, shapes, dtypes and checksums of all its bytes, however it is cut and sharded;
+    computed again when a parameter was written (by its version counter, or by what a sample of it shows)."""
 
     def __init__(self) -> None:
         self._sampler = Sampler()
@@ -35,14 +43,19 @@ class Fingerprint:
         self._value = ""
 
     def __call__(self, filler: Filler) -> str:
-        tensors = [part.tensor.detach() for entry in filler.entries for part in entry.parts]
-        versions = [part.tensor._version for entry in filler.entries for part in entry.parts]
-        key = (filler.key, versions, self._sampler(tensors))
-        if key != self._key:
-            digest = hashlib.blake2b(digest_size=16)
+        """Collective over the ranks of the stream."""
+        tensors = [piece.tensor for part in filler.source.parts.values() for piece in part.shard.pieces]
+        key = (filler.key, [tensor._version for tensor in tensors], self._sampler(tensors))
+        if filler.ranks.any(key != self._key):
+            sums: dict[str, int] = {}
+            source = filler.source
             with filler.buffers() as buffers:
                 for index, data in double_buffered(filler, buffers, {}):
-                    for slot in filler.table[index]:
-                        digest.update(repr((slot.name, slot.dtype, slot.shape, checksum(slot.view(data)))).encode())
+                    add_checksums(sums, filler.table[index], data)
+            filler.source = source
+            lines = sorted(
+                (meta.name, str(meta.dtype), meta.shape, sums[name]) for name, meta in metas(filler.table).items()
+            )
+            digest = hashlib.blake2b(repr(lines).encode(), digest_size=16)
             self._key, self._value = key, digest.hexdigest()
         return self._value

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..buckets import capacity, dtype_of, to_json
+from ..buckets import BUCKET_BYTES, dtype_of, metas, to_json
 from ..errors import InvalidInput, MissingExtra, PushFailed, PushRefused, UnsupportedAdapter
 from ..segments import FLOATS
-from ..weights import BUCKET_BYTES, Filler, MergedWeights, Source
+from ..stream import Filler, Sent
+from ..weights import MergedWeights
 from .adapter import ADAPTER_ID, ADAPTER_NAME, AdapterSource
 from .control import Control, bind, control_of, drive, together
 from .sources import Fingerprint, Verified
@@ -218,7 +219,7 @@ class VllmSync:
             try:
                 await self._wake(replicas)
                 passes = await self._plan(replicas, report)
-                await self._connect(replicas, max(capacity(source.table) for _, source, _ in passes))
+                await self._connect(replicas, max(source.capacity for _, source, _ in passes))
             except (PushRefused, UnsupportedAdapter, InvalidInput):
                 await self._resume(replicas)
                 raise
@@ -239,7 +240,7 @@ class VllmSync:
             raise _failure(replicas)
         source = passes[-1][1]
         report.nbytes = sum(slot.nbytes for slots in source.table for slot in slots)
-        report.tensors = sum(map(len, source.table))
+        report.tensors = len(metas(source.table))
         report.transports = tuple(sorted({k for sender, _ in self._senders for kinds in sender.kinds for k in kinds}))
         return report
 
@@ -267,9 +268,7 @@ class VllmSync:
                 await replica.control.wake("weights")
                 replica.workers = sorted(await replica.control.rpc("hello"), key=lambda w: w["rank"])
 
-    async def _plan(
-        self, replicas: Sequence[_Replica], report: SyncReport
-    ) -> list[tuple[State, Source, list[_Replica]]]:
+    async def _plan(self, replicas: Sequence[_Replica], report: SyncReport) -> list[tuple[State, Sent, list[_Replica]]]:
         """What has to be sent to whom, everything checked."""
         if self._mode == "merged":
             filler = await self._examine(self._weights, replicas)
@@ -280,7 +279,7 @@ class VllmSync:
         # Engines that hold another base, or none that they could vouch for, get it first.
         without = [r for r in replicas if r.state.kind not in ("base", "adapter") or r.state.base != fingerprint]
         report.base_sent = bool(without)
-        passes: list[tuple[State, Source, list[_Replica]]] = []
+        passes: list[tuple[State, Sent, list[_Replica]]] = []
         if without:
             passes.append((State("base", report.version, fingerprint), base, without))
         passes.append((State("adapter", report.version, fingerprint), source, list(replicas)))
@@ -301,14 +300,14 @@ class VllmSync:
                 dtypes.update({name: dtype for answer in found for name, dtype in answer["dtypes"].items()})
             if problems:
                 raise PushRefused("the weights do not fit the engine:\n  " + "\n  ".join(problems))
-            metas = [entry.meta for entry in filler.entries]
+            sent = metas(filler.table).values()
             wanted = {
                 meta.name: dtype_of(dtypes[meta.name])
-                for meta in metas
+                for meta in sent
                 if dtype_of(dtypes[meta.name]) in FLOATS and meta.dtype in FLOATS
             }
             # Round once, to what the engine holds; then the slots change, and are tried on again.
-            if all(meta.dtype == wanted.get(meta.name, meta.dtype) for meta in metas):
+            if all(meta.dtype == wanted.get(meta.name, meta.dtype) for meta in sent):
                 return filler
             weights.dtypes = wanted
         raise PushRefused("the engines hold the same weights in different dtypes; push to them apart")
@@ -322,7 +321,7 @@ class VllmSync:
             if any(worker["lora"] is None for worker in replica.workers):
                 raise PushRefused(f"engine {replica.index} was started without enable_lora=True{instead}")
         loras = [worker["lora"] for replica in replicas for worker in replica.workers]
-        source = AdapterSource(self._weights, dtype_of(loras[0]["dtype"]))
+        source = AdapterSource(self._weights, self._weights.filler(), dtype_of(loras[0]["dtype"]))
         if not source.modules:
             raise PushRefused("the model has no active adapter to send")
         limit = min(lora["max_rank"] for lora in loras)
@@ -358,7 +357,7 @@ class VllmSync:
             sender.opened()
 
     async def _pass(
-        self, state: State, source: Source, targets: Sequence[_Replica], seconds: dict[str, float], verify: bool
+        self, state: State, source: Sent, targets: Sequence[_Replica], seconds: dict[str, float], verify: bool
     ) -> None:
         """Send one source to some replicas. Errors are noted in the replicas."""
         targets = [r for r in targets if r.error is None]
@@ -385,7 +384,7 @@ class VllmSync:
         sender: Sender,
         indices: Sequence[int],
         group: Sequence[_Replica],
-        source: Source,
+        source: Sent,
         state: State,
         run: Mapping[str, Any],
     ) -> None:
@@ -411,7 +410,7 @@ class VllmSync:
         for replica, error in zip(group, errors, strict=True):
             replica.error = replica.error or error
 
-    async def _receive_call(self, replica: _Replica, source: Source, state: State) -> None:
+    async def _receive_call(self, replica: _Replica, source: Sent, state: State) -> None:
         verify = isinstance(source, Verified)
         inner = source.inner if isinstance(source, Verified) else source
         if isinstance(inner, AdapterSource):

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from ..buckets import ALIGNMENT, extent
 from ..errors import InvalidInput
-from ..weights import Source, double_buffered
+from ..stream import Sent, double_buffered
 
 SHARED = Path("/dev/shm")
 TAIL = ALIGNMENT
@@ -183,7 +183,7 @@ class Sender:
         if self._box is not None:
             self._box[:] = 0
 
-    def serve(self, source: Source, run: Mapping[str, Any], gone: Callable[[], set[int]]) -> None:
+    def serve(self, source: Sent, run: Mapping[str, Any], gone: Callable[[], set[int]]) -> None:
         """Fill and hand over every bucket of a source.
 
         Args:
@@ -211,7 +211,7 @@ class Sender:
             self.abort(size)
             raise
 
-    def offer(self, source: Source, run: Mapping[str, Any]) -> None:
+    def offer(self, source: Sent, run: Mapping[str, Any]) -> None:
         """Let the worker in this process pull the buckets of a source."""
         buffers = [buffer[: self.nbytes] for buffer in self.buffers]
         self.pulled = lambda: double_buffered(source, buffers, run)

@@ -22,9 +22,10 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from ..buckets import Table, checksum, extent, from_json
+from ..buckets import Table, extent, from_json
 from .adapter import ADAPTER_ID, load_adapter, remove_adapter, unserved_modules
 from .loader import Examination, Loader
+from .sources import add_checksums
 from .state import Sampler, State, live_tensors, packed_kernels
 from .transport import Receiver, device_id, host_id
 
@@ -101,7 +102,7 @@ class Side:
         with closing(self.receiver.receive([extent(slots) for slots in table])) as buckets:
             for index, data in buckets:
                 if verify:
-                    self.checksums.update({slot.name: checksum(slot.view(data)) for slot in table[index]})
+                    add_checksums(self.checksums, table[index], data)
                 use(index, data)
 
 
@@ -140,8 +141,10 @@ class LoraMergeWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
         def load(index: int, data: Tensor) -> None:
             side.loader.load(examination, index, table[index], data)
-            if update_info.verify:
-                side.arrived.update(side.loader.arrived(examination, index, table[index], data))
+            for name, same in (
+                side.loader.arrived(examination, table[index], data).items() if update_info.verify else ()
+            ):
+                side.arrived[name] = side.arrived.get(name, True) and same
 
         side.take(table, load, update_info.verify)
         side.coverage = examination.elements
@@ -273,8 +276,8 @@ def _examine(worker: Any, side: Side, digest: str, table: Any = None) -> dict[st
         "missing": found.missing,
         "dtypes": found.dtypes,
         "elements": found.elements,
-        "straight": sum(map(len, found.copies)),
-        "reloaded": sum(map(len, found.staged)),
+        "straight": len(found.copies),
+        "reloaded": len(found.staged),
     }
 
 

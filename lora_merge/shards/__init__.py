@@ -8,13 +8,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 """`(start, size)` of a box of a tensor, a number for each dimension."""
+Address: TypeAlias = tuple[int, torch.device]
+
+
+def address(t: Tensor) -> Address:
+    """Where a tensor begins; of a DTensor, where this rank's part does. Tensors that share memory have one address."""
+    return getattr(t, "_local_tensor", t).data_ptr(), t.device
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,6 +66,26 @@ class Shard:
     pieces: tuple[Piece, ...]
     whole: bool = False
 
+    @property
+    def box(self) -> Box:
+        """The box of the whole tensor."""
+        return (0,) * len(self.shape), self.shape
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def key(self) -> tuple[Any, ...]:
+        """Where the pieces lie and what they are: what a plan depends on."""
+        if self.whole:
+            tensor = self.pieces[0].tensor
+            return self.shape, self.dtype, tensor.data_ptr(), tensor.device, tensor.stride()
+        places = [
+            (p.start, p.tensor.shape, p.tensor.data_ptr(), p.tensor.device, p.tensor.stride()) for p in self.pieces
+        ]
+        return self.shape, self.dtype, *places
+
     def window(self, box: Box) -> Tensor | None:
         """View of a box of the whole tensor; None where no piece holds all of it."""
         views = (piece.window(box) for piece in self.pieces)
@@ -82,6 +108,13 @@ def overlap(a: Box, b: Box) -> Box | None:
 
 def numel(boxes: Sequence[Box]) -> int:
     return sum(prod(size) for _, size in boxes)
+
+
+def cut(tensor: Tensor, box: Box) -> Tensor:
+    """View of a box of a tensor that lies here in full."""
+    for dim, (first, size) in enumerate(zip(*box, strict=True)):
+        tensor = tensor.narrow(dim, first, size)
+    return tensor
 
 
 def flat_boxes(shape: Sequence[int], begin: int, end: int) -> Iterator[tuple[Box, int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from typing import Any
 
@@ -16,14 +16,19 @@ from . import Piece, Shard, flat_boxes
 _UNIT = "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel"
 
 
-def handles(model: nn.Module) -> Iterator[tuple[Any, Any]]:
-    """Every unit that manages parameters, with the handle of its flat parameter."""
-    for module in model.modules():
-        if _UNIT in lineage(type(module)) and getattr(module, "_handle", None) is not None:
-            yield module, module._handle
+def is_unit(kind: type) -> bool:
+    """Whether a module of this type is an FSDP1 wrapper."""
+    return _UNIT in lineage(kind)
 
 
-def shards(model: nn.Module) -> dict[tuple[int, str], Shard]:
+def _handles(units: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+    """The units that manage parameters, with the handle of their flat parameter."""
+    for unit in units:
+        if getattr(unit, "_handle", None) is not None:
+            yield unit, unit._handle
+
+
+def shards(units: Sequence[nn.Module]) -> dict[tuple[int, str], Shard]:
     """`(id(module), attribute)` -> what this rank holds, of every parameter that FSDP1 manages; tied ones under each
     of their places.
 
@@ -31,7 +36,7 @@ def shards(model: nn.Module) -> dict[tuple[int, str], Shard]:
         InvalidInput: a unit whose flat parameter cannot be mapped, or which is gathered at the moment.
     """
     found: dict[tuple[int, str], Shard] = {}
-    for unit, handle in handles(model):
+    for unit, handle in _handles(units):
         flat = handle.flat_param
         if not handle.uses_sharded_strategy:
             raise InvalidInput("FSDP1 with NO_SHARD keeps no shards; use DDP, or FSDP without a wrapper")
@@ -59,14 +64,14 @@ def _pieces(shape: tuple[int, ...], begin: int, view: Tensor) -> Iterator[Piece]
         yield Piece(start, view[number - begin : number - begin + prod(size)].view(size))
 
 
-def group(model: nn.Module) -> Any | None:
+def group(units: Sequence[nn.Module]) -> Any | None:
     """The process group over which the model is sharded; None where no unit is FSDP1's."""
-    return next((unit.process_group for unit, _ in handles(model)), None)
+    return next((unit.process_group for unit, _ in _handles(units)), None)
 
 
-def reshard(model: nn.Module) -> None:
+def reshard(units: Sequence[nn.Module]) -> None:
     """Bring every unit back to its shards: what a forward left gathered (the root) would go on holding old values."""
-    for unit, handle in handles(model):
+    for unit, handle in _handles(units):
         if handle.uses_sharded_strategy and not handle.is_sharded(handle.flat_param):
             state = str(getattr(handle, "_training_state", ""))
             if not state.endswith("IDLE"):

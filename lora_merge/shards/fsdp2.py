@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import InvalidInput
 from ..names import lineage
@@ -14,6 +16,11 @@ from . import Piece, Shard
 _MODULE = {"torch.distributed.fsdp.FSDPModule", "torch.distributed.fsdp._fully_shard._fully_shard.FSDPModule"}
 _DTENSOR = {"torch.distributed.tensor.DTensor", "torch.distributed.tensor._api.DTensor"}
 """By name, so that nothing is imported to look; as torch 2.13 calls them, and as older ones do."""
+
+
+def is_unit(kind: type) -> bool:
+    """Whether a module of this type has been through `fully_shard`."""
+    return not _MODULE.isdisjoint(lineage(kind))
 
 
 def is_dtensor(tensor: Tensor) -> bool:
@@ -53,12 +60,11 @@ def sharded_over(tensor: Any) -> tuple[Any, tuple[int, ...]]:
     return tensor.device_mesh, tuple(i for i, p in enumerate(tensor.placements) if not p.is_replicate())
 
 
-def reshard(model: nn.Module) -> None:
+def reshard(units: Sequence[Any]) -> None:
     """Bring every unit back to its shards: what a forward left gathered would go on holding the old values."""
-    for module in model.modules():
-        if not _MODULE.isdisjoint(lineage(type(module))):
-            _check_idle(module)
-            module.reshard()  # type: ignore[operator]
+    for unit in units:
+        _check_idle(unit)
+        unit.reshard()
 
 
 def _check_idle(module: Any) -> None:
@@ -82,3 +88,9 @@ def group_over(mesh: Any, dims: tuple[int, ...]) -> Any:
     if names is None:
         raise InvalidInput(f"the mesh {mesh} is sharded over several dimensions and has no names for them; name them")
     return mesh[tuple(names[i] for i in dims)]._flatten().get_group()
+
+
+def device_of(mesh: Any) -> torch.device:
+    """Where a mesh computes: buckets lie there even if shards are offloaded."""
+    kind = mesh.device_type
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..errors import InvalidInput
+from ..names import own_parameters
 from ..ranks import Ranks
-from . import Shard, fsdp1, fsdp2, whole
+from . import Shard, address, fsdp1, fsdp2, whole
 
 
 class Layout:
@@ -25,27 +27,51 @@ class Layout:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._flat = fsdp1.shards(model)
+        self._flat: dict[tuple[int, str], Shard] = {}
         self._meshes: dict[tuple[Any, tuple[int, ...]], None] = {}
-        self._fsdp1 = fsdp1.group(model) if self._flat else None
-        for module in model.modules():
+        self._fsdp1: Any = None
+        self._taken: dict[int, list[str]] = {}
+        if not dist.is_available() or not dist.is_initialized():
+            return
+        units = []
+        for module in _modules(model):
+            if fsdp1.is_unit(type(module)):
+                units.append(module)
             for parameter in module._parameters.values():
                 if parameter is not None and fsdp2.is_dtensor(parameter):
                     self._meshes[fsdp2.sharded_over(parameter)] = None
+        self._flat = fsdp1.shards(units)
+        self._fsdp1 = fsdp1.group(units) if self._flat else None
+        owners = {id(module): module for module in _modules(model)} if self._flat else {}
+        for owner, key in self._flat:
+            if key not in owners[owner]._parameters:
+                self._taken.setdefault(owner, []).append(key)
 
-    def shard(self, name: str, owner: nn.Module, attribute: str, tensor: Tensor) -> Shard:
-        """What this rank holds of `owner.attribute`."""
-        flat = self._flat.get((id(owner), attribute))
+    def of(self, name: str, owner: nn.Module, attribute: str) -> Shard | None:
+        """What this rank holds of `owner.attribute`; None where there is no such parameter."""
+        if self._flat and (found := self._flat.get((id(owner), attribute))) is not None:
+            return found
+        tensor = owner._parameters.get(attribute)
+        if tensor is None:
+            return None
+        return self.shard(name, tensor) if self._meshes else whole(tensor)
+
+    def shard(self, name: str, tensor: Tensor) -> Shard:
+        """What this rank holds of a tensor that FSDP1 does not manage."""
+        return fsdp2.shard_of(name, tensor) if self._meshes and fsdp2.is_dtensor(tensor) else whole(tensor)
+
+    def parameters(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """The parameters of a module, those that FSDP1 (`use_orig_params=False`) has taken out of it too."""
+        yield from own_parameters(module)
+        for key in self._taken.get(id(module), ()):
+            yield key, getattr(module, key)
+
+    def identity(self, owner: nn.Module, attribute: str, tensor: Tensor) -> Hashable:
+        """Equal for two places that hold one parameter (tied weights)."""
+        flat = self._flat.get((id(owner), attribute)) if self._flat else None
         if flat is not None:
-            return flat
-        if fsdp2.is_dtensor(tensor):
-            return fsdp2.shard_of(name, tensor)
-        return whole(tensor)
-
-    def extra(self, module: nn.Module) -> dict[str, Tensor]:
-        """Parameters of a module that FSDP1 (`use_orig_params=False`) has taken out of it."""
-        names = (key[1] for key in self._flat if key[0] == id(module))
-        return {name: getattr(module, name) for name in names if name not in module._parameters}
+            return id(flat)
+        return id(tensor) if self._meshes and fsdp2.is_dtensor(tensor) else address(tensor)
 
     @property
     def sharded(self) -> bool:
@@ -53,12 +79,8 @@ class Layout:
 
     def ranks(self) -> Ranks:
         """The ranks that hold the model together."""
-        if not dist.is_available() or not self.sharded:
+        if not self.sharded:
             return Ranks()
-        if not dist.is_initialized():
-            raise InvalidInput(
-                "the model is sharded, but torch.distributed is not initialised: init_process_group first"
-            )
         if self._fsdp1 is not None:
             return Ranks(self._fsdp1)
         cut = {(mesh, dims) for mesh, dims in self._meshes if dims}
@@ -68,8 +90,26 @@ class Layout:
         # Several meshes (experts on one of their own): only the whole world is sure to hold everything.
         return Ranks(dist.group.WORLD)
 
+    def device(self) -> torch.device | None:
+        """Where a sharded model computes, if its weights may lie elsewhere (CPU offloading)."""
+        return next((fsdp2.device_of(mesh) for mesh, _ in self._meshes), None)
+
 
 def reshard(model: nn.Module) -> None:
     """Bring every FSDP unit of a model back to its shards."""
-    fsdp1.reshard(model)
-    fsdp2.reshard(model)
+    if dist.is_available() and dist.is_initialized():
+        modules = list(_modules(model))
+        fsdp1.reshard([module for module in modules if fsdp1.is_unit(type(module))])
+        fsdp2.reshard([module for module in modules if fsdp2.is_unit(type(module))])
+
+
+def _modules(model: nn.Module) -> Iterator[nn.Module]:
+    """Every module once, adapters' own ones too; `nn.Module.modules` would take several times as long."""
+    stack, seen = [model], {id(model)}
+    while stack:
+        module = stack.pop()
+        yield module
+        for child in module._modules.values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                stack.append(child)

@@ -1,0 +1,363 @@
+"""The stream of HF tensors out of what the ranks hold: which box of which parameter lands in which slot, and the plans
+that lay it there, one launch a bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.dlpack import from_dlpack
+
+from .buckets import Meta, Slot, Table, digest_of, extent, lay_out, lay_out_parts
+from .conversion import Conversion
+from .delta import Delta, Job, whole_job
+from .exchange import Exchange
+from .operands import MergePlan, Operands
+from .ranks import Ranks
+from .segments import Segment, copies
+from .shards import Box, Shard, cut, overlap
+from .shards.owners import divide
+from .window import Window
+
+_WAYS = {
+    "merge": "each rank merges what it holds",
+    "copy": "no adapter",
+    "unshard": "gathered whole, merged, cut",
+    "convert": "merged whole, then converted to the checkpoint's layout",
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """A parameter or persistent buffer: what this rank holds of it, and what the active adapters add to it.
+
+    Args:
+        name: HF module name.
+        shard: live.
+        delta: None where adapters add nothing.
+        trained: a parameter, not a buffer.
+    """
+
+    name: str
+    shard: Shard
+    delta: Delta | None
+    trained: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entry:
+    """One tensor of the stream.
+
+    Args:
+        meta: what goes out.
+        sources: names of the parts that it is made of; one, except where a conversion joins several.
+        window: what it is of its part; None where it has to be computed from whole parts.
+    """
+
+    meta: Meta
+    sources: tuple[str, ...]
+    window: Window | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Source:
+    """What a stream is made from, read off a live model.
+
+    Args:
+        parts: by name, in the same order on every rank.
+        ranks: that hold them together.
+        merging: the ranks among them whose adapters' halves make up whole ones (Megatron's tensor-parallel group).
+        device: on which buckets are filled.
+        conversion: computes what no window expresses.
+    """
+
+    parts: Mapping[str, Part]
+    ranks: Ranks
+    merging: Ranks
+    device: torch.device
+    conversion: Conversion
+
+
+class Sent(Protocol):
+    """What is sent: a table, and something that fills its buckets."""
+
+    table: Table
+    device: torch.device
+    capacity: int
+
+    def fill(self, index: int, buffer: Tensor, run: Mapping[str, Any]) -> None:
+        """Write bucket `index` into `buffer`, on the current stream. `run` are arguments of `Plan.run`.
+
+        Collective over the ranks of a sharded model: every one of them fills every bucket, in order."""
+
+
+class Filler:
+    """Writes the buckets of a stream into buffers, with one plan for each bucket, made at its first use.
+
+    Making one, and filling, are collective over `source.ranks`.
+
+    Args:
+        source: of its first pass; who makes another one sets `source` before.
+        entries: the stream, the same on every rank.
+        key: see `MergedWeights._read`.
+        bucket_bytes: see `MergedWeights`.
+        whole: tensors are not cut, whatever their size; for a model that this process holds alone.
+        unshard: entries whose parts are gathered, merged whole, and cut.
+    """
+
+    def __init__(
+        self, source: Source, entries: Sequence[Entry], key: Any, bucket_bytes: int, *, whole: bool, unshard: bool
+    ) -> None:
+        self.source, self.key, self.ranks, self.device = source, key, source.ranks, source.device
+        self.entries = {entry.meta.name: entry for entry in entries}
+        self._wholly = {name for name, entry in self.entries.items() if entry.window is None or unshard}
+        if whole:
+            self.table: Table = lay_out([entry.meta for entry in entries], bucket_bytes)
+            self._sizes: tuple[tuple[int, ...], ...] = tuple((extent(slots),) for slots in self.table)
+        else:
+            self.table, self._sizes = lay_out_parts(self._boxes(source), bucket_bytes)
+        self.capacity = max(map(sum, self._sizes), default=0)
+        """Bytes of a buffer that any bucket fits into."""
+        self.digest = digest_of(self.table)
+        """Under which name an engine knows the table."""
+        self._operands = self._read_operands()
+        self._plans: dict[int, tuple[int, _BucketPlan]] = {}
+        self._idle: list[Tensor] = []
+        self._lent: dict[int, StorageWeakRef] = {}
+        self._passes = 0
+
+    def _boxes(self, source: Source) -> list[list[tuple[Meta, Box]]]:
+        """What each rank sends: of every tensor, the boxes that it owns."""
+        direct = dict.fromkeys(e.sources[0] for e in self.entries.values() if e.meta.name not in self._wholly)
+        names = [name for name in source.parts if name in direct]
+        owned = dict(zip(names, divide(names, [source.parts[n].shard for n in names], self.ranks), strict=True))
+        sent: list[list[tuple[Meta, Box]]] = [[] for _ in range(self.ranks.size)]
+        for turn, entry in enumerate(self.entries.values()):
+            if entry.meta.name in self._wholly:
+                box = ((0,) * len(entry.meta.shape), entry.meta.shape)
+                sent[turn % self.ranks.size].append((entry.meta, box))
+                continue
+            assert entry.window is not None
+            for rank, boxes in enumerate(owned[entry.sources[0]]):
+                met = [found for box in boxes if (found := overlap(box, entry.window.box)) is not None]
+                sent[rank] += [(entry.meta, entry.window.inner(box)) for box in met]
+        return sent
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors of the stream."""
+        return sum(entry.meta.nbytes for entry in self.entries.values())
+
+    def mine(self, index: int) -> list[Slot]:
+        """The slots of a bucket that this rank fills."""
+        begin = sum(self._sizes[index][: self.ranks.rank])
+        end = begin + self._sizes[index][self.ranks.rank]
+        return [slot for slot in self.table[index] if begin <= slot.offset < end]
+
+    def _read_operands(self) -> Operands:
+        """What merging needs of the adapters on this rank: all of it for what is merged whole."""
+        parts = self.source.parts
+        deltas = [part.delta for part in parts.values() if part.delta is not None]
+        wholly = {name for entry in self.entries.values() if entry.meta.name in self._wholly for name in entry.sources}
+        everything = {d.name for d in deltas if d.name in wholly}
+        jobs = []
+        for index in range(len(self.table)):
+            for slot in self.mine(index):
+                entry = self.entries[slot.name]
+                delta = parts[entry.sources[0]].delta
+                if slot.name not in self._wholly and delta is not None:
+                    start, view = self._held(entry, slot)
+                    jobs.append(Job(delta, start, view, view))
+        return Operands(deltas, self.source.merging, self.device, jobs, everything=everything)
+
+    def _held(self, entry: Entry, slot: Slot) -> tuple[tuple[int, ...], Tensor]:
+        """Where a slot begins in its parameter, and the view of the live parameter."""
+        assert entry.window is not None
+        box = entry.window.outer(slot.box)
+        view = self.source.parts[entry.sources[0]].shard.window(box)
+        assert view is not None, slot.name
+        return box[0], view
+
+    @contextmanager
+    def buffers(self) -> Iterator[list[Tensor]]:
+        """For one pass: two buffers that any bucket fits into. They are kept for the next one."""
+        buffers, self._idle = self._idle, []
+        if not buffers:
+            buffers = [torch.empty(self.capacity, dtype=torch.uint8, device=self.device) for _ in range(2)]
+        with self.passing():
+            try:
+                yield buffers
+            finally:
+                self._idle = buffers
+
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """For one pass into any buffers. After it plans are kept, but no tensor of the model: what its owner lets go
+        of between passes is freed."""
+        self._passes += 1
+        try:
+            yield
+        finally:
+            self._passes -= 1
+            if not self._passes:
+                self._operands.release()
+                for _, plan in self._plans.values():
+                    plan.release()
+                self.source = replace(self.source, parts={})
+
+    def describe(self) -> str:
+        """Which way every tensor goes, and what a pass costs."""
+        ways: dict[str, list[Entry]] = {}
+        for name, entry in self.entries.items():
+            adapted = any(self.source.parts[source].delta is not None for source in entry.sources)
+            way = ("unshard" if not self.ranks.alone else "convert") if name in self._wholly else None
+            ways.setdefault(way or ("merge" if adapted else "copy"), []).append(entry)
+        gathered = {source: self.source.parts[source] for e in ways.get("unshard", ()) for source in e.sources}
+        whole = sum(part.shard.nbytes for part in gathered.values())
+        lines = [f"{len(self.table)} buckets of up to {self.capacity:,} bytes; {self.nbytes:,} bytes in all"]
+        for way, what in _WAYS.items():
+            entries = ways.get(way, [])
+            if entries:
+                size = sum(entry.meta.nbytes for entry in entries)
+                lines.append(f"{way}: {len(entries)} tensors, {size:,} bytes ({what})")
+                lines += [f"  {e.meta.name} {list(e.meta.shape)}" for e in entries if way in ("unshard", "convert")]
+        if not self.ranks.alone:
+            received = self.nbytes * (self.ranks.size - 1) // self.ranks.size
+            lines.append(
+                f"from other ranks, a pass: {received:,} bytes of merged shards, {self._operands.nbytes:,} of "
+                f"adapters, {whole * (self.ranks.size - 1) // self.ranks.size:,} of base weights"
+            )
+        return "\n".join(lines)
+
+    def lend(self, buffer: Tensor) -> Tensor:
+        """A buffer's memory under a storage of its own, which lives as long as somebody holds views of it."""
+        data = from_dlpack(buffer)
+        self._lent[buffer.data_ptr()] = StorageWeakRef(data.untyped_storage())
+        return data
+
+    def held(self, buffer: Tensor) -> bool:
+        """Whether somebody holds views of what was lent of a buffer."""
+        lent = self._lent.get(buffer.data_ptr())
+        return lent is not None and not lent.expired()
+
+    def fill(self, index: int, buffer: Tensor, run: Mapping[str, Any]) -> None:
+        """As `Sent.fill`."""
+        if index == 0:
+            self._operands.refresh()
+        at, plan = self._plans.get(index, (0, None))
+        if plan is None or at != buffer.data_ptr():
+            plan = self._plan(index, buffer)
+            self._plans[index] = (buffer.data_ptr(), plan)
+        plan.run(run)
+        wholly = [slot for slot in self.table[index] if slot.name in self._wholly]
+        if wholly:
+            self._fill_wholly(wholly, self.mine(index), buffer, run)
+        self.ranks.all_gather_parts(buffer, self._sizes[index])
+
+    def _plan(self, index: int, buffer: Tensor) -> _BucketPlan:
+        jobs: list[Job] = []
+        segments: list[Segment] = []
+        brought: list[tuple[Tensor, Tensor]] = []
+        for slot in self.mine(index):
+            if slot.name in self._wholly:
+                continue
+            entry, out = self.entries[slot.name], slot.view(buffer)
+            assert entry.window is not None
+            start, view = self._held(entry, slot)
+            if view.device != self.device:  # offloaded weights are merged where the bucket is
+                brought.append((torch.empty(view.shape, dtype=view.dtype, device=self.device), view))
+                view = brought[-1][0]
+            delta, unfolded = self.source.parts[entry.sources[0]].delta, entry.window.unfold(out)
+            if delta is None:
+                segments += copies(slot.name, view, unfolded)
+            else:
+                jobs.append(Job(delta, start, view, unfolded))
+        return _BucketPlan(MergePlan(jobs, self._operands, segments), brought)
+
+    def _fill_wholly(self, slots: Sequence[Slot], mine: Sequence[Slot], buffer: Tensor, run: Mapping[str, Any]) -> None:
+        """Tensors that are made of whole parameters: gather these, merge, convert, and keep what this rank sends."""
+        by_sources = groupby(dict.fromkeys(slot.name for slot in slots), lambda name: self.entries[name].sources)
+        for sources, names in by_sources:
+            parts = [self.source.parts[name] for name in sources]
+            dtype = self.entries[next(iter(names))].meta.dtype
+            exchange = Exchange(sources, [part.shard for part in parts], self.ranks, self.device)
+            exchange.run()
+            wanted = [slot for slot in mine if self.entries[slot.name].sources == sources]
+            if not wanted:
+                continue
+            merged = {}
+            for part, whole in zip(parts, exchange.wholes, strict=True):
+                merged[part.name] = out = torch.empty(whole.shape, dtype=dtype, device=self.device)
+                jobs = [] if part.delta is None else [whole_job(part.delta, whole, out)]
+                segments = copies(part.name, whole, out) if part.delta is None else []
+                MergePlan(jobs, self._operands, segments).run(**run)
+            for slot in wanted:
+                window = self.entries[slot.name].window
+                if window is None:
+                    made = self.source.conversion.compute(merged, slot.name)
+                else:
+                    made = window.fold(cut(merged[sources[0]], window.box))
+                slot.view(buffer).copy_(cut(made, slot.box))
+
+
+class _BucketPlan:
+    """What fills this rank's part of one bucket: a launch, and before it the copies of offloaded weights."""
+
+    def __init__(self, plan: MergePlan, brought: list[tuple[Tensor, Tensor]]) -> None:
+        self._plan, self._brought = plan, brought
+
+    def release(self) -> None:
+        self._plan.release()
+
+    def run(self, run: Mapping[str, Any]) -> None:
+        for here, there in self._brought:
+            here.copy_(there, non_blocking=True)
+        self._plan.run(**run)
+
+
+def double_buffered(
+    source: Sent,
+    buffers: list[Tensor],
+    run: Mapping[str, Any],
+    *,
+    held: Callable[[Tensor], bool] = lambda buffer: False,
+) -> Iterator[tuple[int, Tensor]]:
+    """Fill bucket after bucket, one ahead of the consumer, on a stream of its own; yield `(index, buffer)` when it may
+    be read on the current stream, until the next one is asked for.
+
+    Args:
+        held: whether the consumer still needs what a buffer holds; it is then left to it and replaced in `buffers`.
+    """
+    cuda = source.device.type == "cuda"
+    side = torch.cuda.Stream(source.device) if cuda else None
+    events: list[Any] = []
+
+    def launch(index: int) -> None:
+        at = index % 2
+        if held(buffers[at]):
+            buffers[at] = torch.empty_like(buffers[at])
+        if side is None:
+            source.fill(index, buffers[at], run)
+        else:
+            # Everything that the caller enqueued, optimizer steps and reads of this buffer included, comes first.
+            side.wait_stream(torch.cuda.current_stream(source.device))
+            with torch.cuda.stream(side):
+                source.fill(index, buffers[at], run)
+                buffers[at].record_stream(side)
+                events.append(side.record_event())
+
+    count = len(source.table)
+    if count:
+        launch(0)
+    for index in range(count):
+        if index + 1 < count:
+            launch(index + 1)
+        if cuda:
+            torch.cuda.current_stream(source.device).wait_event(events[index])
+        yield index, buffers[index % 2]

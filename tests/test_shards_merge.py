@@ -1,0 +1,201 @@
+"""merged() and MergedWeights on real FSDP2 and FSDP1 models over gloo: bit-equal to the unsharded model's merge."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import models
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import assert_same_bits
+from peft.utils.other import fsdp_auto_wrap_policy
+from processes import spawn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from lora_merge import InvalidInput, MergedWeights, UnsupportedAdapter, merged, read_deltas
+from lora_merge.shards import cut
+from lora_merge.shards.layout import Layout, reshard
+
+Wrap = Callable[[Any], nn.Module]
+ATTENTION = {"target_modules": ["q_proj", "v_proj"]}
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "qwen2": lambda: models.with_lora(models.qwen2, dtype=torch.bfloat16),
+    "qwen2 float32": lambda: models.with_lora(models.qwen2),
+    "qwen2 head and embeddings": lambda: models.with_lora(
+        models.qwen2, target_modules=["embed_tokens", "q_proj", "lm_head", "down_proj"]
+    ),
+    "dora": lambda: models.with_lora(models.qwen2, use_dora=True),
+    "two adapters": lambda: models.with_lora(models.qwen2, adapters=("one", "two")),
+    "lora_bias": lambda: models.with_lora(models.qwen2, target_modules=["q_proj"], lora_bias=True),
+    "experts": lambda: models.with_lora(models.qwen3_moe, **ATTENTION, target_parameters=EXPERTS),
+    "gpt2": lambda: models.with_lora(models.gpt2, target_modules=["c_attn", "c_proj"], fan_in_fan_out=True),
+}
+
+
+def layers_of(model: Any) -> Any:
+    base = model.get_base_model()
+    return base.model.layers if hasattr(base, "model") else base.transformer.h
+
+
+def fsdp2(model: Any) -> nn.Module:
+    for layer in layers_of(model):
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def fsdp2_kept(model: Any) -> nn.Module:
+    return fully_shard(model, reshard_after_forward=False)
+
+
+def fsdp2_columns(model: Any) -> nn.Module:
+    return fully_shard(model, shard_placement_fn=lambda p: Shard(p.dim() - 1) if p.shape[-1] % 4 == 0 else None)
+
+
+def fsdp2_mixed_precision(model: Any) -> nn.Module:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for layer in layers_of(model):
+        fully_shard(layer, mp_policy=policy)
+    return fully_shard(model, mp_policy=policy)
+
+
+def hsdp(model: Any) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("replicate", "shard"))
+    for layer in layers_of(model):
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def tensor_parallel(model: Any) -> nn.Module:
+    """The base cut by rows and columns over one dimension of the mesh, all of it by rows over the other."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    for layer in layers_of(model):
+        styles = {"q_proj": ColwiseParallel(), "v_proj": ColwiseParallel(), "o_proj": RowwiseParallel()}
+        present = {f"{name}.base_layer": style for name, style in styles.items()
+                   if hasattr(getattr(layer.self_attn, name, None), "base_layer")}  # fmt: skip
+        parallelize_module(layer.self_attn, mesh["tp"], present)
+        fully_shard(layer, mesh=mesh["dp"])
+    return model
+
+
+def fsdp1(model: Any) -> nn.Module:
+    policy = ModuleWrapPolicy({type(layers_of(model)[0])})
+    return FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu"))
+
+
+def fsdp1_one_unit(model: Any) -> nn.Module:
+    return FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+
+
+def fsdp1_flat(model: Any) -> nn.Module:
+    return FullyShardedDataParallel(
+        model, auto_wrap_policy=fsdp_auto_wrap_policy(model), use_orig_params=False, device_id=torch.device("cpu")
+    )
+
+
+WRAPS: list[Wrap] = [fsdp2, fsdp2_kept, fsdp2_columns, fsdp2_mixed_precision, hsdp, tensor_parallel, fsdp1,
+                     fsdp1_one_unit, fsdp1_flat]  # fmt: skip
+FSDP1 = (fsdp1, fsdp1_one_unit, fsdp1_flat)
+"""A unit of FSDP1 holds one dtype."""
+ODD: list[Wrap] = [fsdp2, fsdp2_columns, fsdp1, fsdp1_one_unit, fsdp1_flat]
+"""Wraps that need no even number of ranks."""
+NO_FORWARD = (tensor_parallel,)
+"""PEFT's forward knows no tensor-parallel base: only weights are looked at."""
+
+
+def local_bits(model: nn.Module) -> list[Tensor]:
+    layout = Layout(model)
+    tensors = []
+    for module in model.modules():
+        for key, parameter in layout.parameters(module):
+            shard = layout.of(key, module, key)
+            assert shard is not None, parameter
+            tensors += [piece.tensor.clone() for piece in shard.pieces]
+    return tensors
+
+
+def forward(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return model(input_ids=torch.arange(12).view(2, 6)).logits.clone()
+
+
+def check(build: Callable[[], nn.Module], wrap: Wrap, what: str) -> None:
+    """One model in one wrapping: merged in place and streamed, both strategies."""
+    plain = build()
+    streamed = {name: t.clone() for name, t in MergedWeights(plain)}
+    with merged(plain):
+        held = {d.name: d.weight.pieces[0].tensor.clone() for d in read_deltas_merged(plain)}
+    model = wrap(build())
+    runs = wrap not in NO_FORWARD
+    if runs:
+        adapter = forward(model)  # leaves units gathered
+    reshard(model)
+    before = local_bits(model)
+    for strategy in (None, "unshard"):
+        for _ in range(2):
+            if runs:
+                forward(model)
+            with merged(model, strategy=strategy):
+                for delta in read_deltas_merged(model):
+                    for piece in delta.weight.pieces:
+                        assert_same_bits(piece.tensor, cut(held[delta.name], piece.box), f"{what} {delta.name}")
+                if runs:
+                    inside = forward(model)
+        weights = MergedWeights(model, bucket_bytes=10_000, strategy=strategy)
+        for _ in range(2):
+            got = dict(weights)
+            assert got.keys() == streamed.keys(), what
+            for name, tensor in got.items():
+                assert_same_bits(tensor, streamed[name], f"{what} {strategy} {name}")
+        assert weights.metadata() == [(name, t.dtype, tuple(t.shape)) for name, t in got.items()]
+        assert "base weights" in weights.describe()
+        reshard(model)
+        for now, then in zip(local_bits(model), before, strict=True):
+            assert_same_bits(now, then, f"{what}: a shard after merging")
+    if runs:
+        assert torch.equal(forward(model), adapter), f"{what}: the adapter's forward has changed"
+        assert not torch.equal(inside, adapter), what
+        assert (inside - adapter).abs().max() <= 0.05 * adapter.abs().max(), f"{what}: merged is another policy"
+
+
+def read_deltas_merged(model: Any) -> Any:
+    """Deltas of a model that is inside `merged`: its layers say that they are merged, so ask them as if not."""
+    layers = [module for module in model.modules() if "merged_adapters" in module.__dict__]
+    saved = [layer.__dict__.pop("merged_adapters") for layer in layers]
+    for layer in layers:
+        layer.__dict__["merged_adapters"] = []
+    try:
+        return read_deltas(model)
+    finally:
+        for layer, names in zip(layers, saved, strict=True):
+            layer.__dict__["merged_adapters"] = names
+
+
+def every_wrap(rank: int, wraps: list[Wrap], names: list[str]) -> None:
+    for wrap in wraps:
+        for name in names:
+            if name == "qwen2" and wrap in FSDP1:
+                name = "qwen2 float32"
+            if wrap is fsdp1_flat and name in ("two adapters", "experts", "qwen2 head and embeddings"):
+                continue  # PEFT's policy does not make units of one requires_grad here
+            check(MODELS[name], wrap, f"{wrap.__name__} {name} on rank {rank}")
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_wrap(world: int) -> None:
+    spawn(world, every_wrap, WRAPS, ["qwen2"])
+
+
+def test_every_model_on_two_ranks() -> None:
+    spawn(2, every_wrap, [fsdp2, fsdp1_one_unit], [name for name in MODELS if "qwen2" not in name or "head" in name])
+
+
+def test_rows_that_do_not_divide() -> None:
+    spawn(3, every_wrap, ODD, ["qwen2", "experts"])
