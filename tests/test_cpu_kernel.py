@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 import subprocess
@@ -123,3 +124,20 @@ def test_other_python_threads_run_meanwhile() -> None:
 def test_what_is_no_table_is_refused(table: torch.Tensor) -> None:
     with pytest.raises(RuntimeError, match="a segment table is a contiguous int64 CPU tensor"):
         torch.ops.lora_merge_native.launch_cpu(table, False, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("rank", [3, 40])
+def test_results_past_the_caches(dtype: torch.dtype, rank: int) -> None:
+    """A launch too large for the caches streams whole cache lines; the bits are those of small launches, and nothing
+    beside the rectangle is touched."""
+    rows, cols, pitch = 2053, 2071, 2112
+    s = make_segment("large", rows, cols, rank, (dtype, dtype, torch.float32, torch.float32), CPU)
+    room = torch.full((rows + 1, pitch), 7.0, dtype=dtype)
+    large = dataclasses.replace(s, destination=room[:rows, :cols])
+    cpu.prepare([large], CPU)(False, 0)
+    for part in cut(s, [(i, min(i + 700, rows), 0, cols) for i in range(0, rows, 700)]):
+        cpu.prepare([part], CPU)(False, 0)
+    assert_same_bits(room[:rows, :cols], s.destination)
+    room[:rows, :cols] = 7
+    assert (room == 7).all(), "something beside the rectangle was written"

@@ -62,6 +62,12 @@ inline void store(Float16* p, F a, F b) {
   store_words(p, _mm256_cvtps_ph(a, kNearest));
   store_words(p + kLanes, _mm256_cvtps_ph(b, kNearest));
 }
+inline void stream(void* to, const void* from) {
+  __m256i* line = static_cast<__m256i*>(to);
+  _mm256_stream_si256(line, _mm256_loadu_si256(static_cast<const __m256i*>(from)));
+  _mm256_stream_si256(line + 1, _mm256_loadu_si256(static_cast<const __m256i*>(from) + 1));
+}
+inline void drain() { _mm_sfence(); }
 inline void prefetch(const void* p) { _mm_prefetch(p, _MM_HINT_T0); }
 
 #include "merge.h"

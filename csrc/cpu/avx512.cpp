@@ -64,6 +64,10 @@ inline void store(Float16* p, F a, F b) {
   store_words(p, _mm512_cvtps_ph(a, kNearest));
   store_words(p + kLanes, _mm512_cvtps_ph(b, kNearest));
 }
+inline void stream(void* to, const void* from) {
+  _mm512_stream_si512(static_cast<__m512i*>(to), _mm512_loadu_si512(from));
+}
+inline void drain() { _mm_sfence(); }
 inline void prefetch(const void* p) { _mm_prefetch(p, _MM_HINT_T0); }
 
 #include "merge.h"

@@ -63,6 +63,8 @@ inline void store(T* p, F a, F b) {
   store(p, a);
   store(p + kLanes, b);
 }
+inline void stream(void* to, const void* from) { std::memcpy(to, from, kLine); }
+inline void drain() {}
 inline void prefetch(const void* p) { __builtin_prefetch(p); }
 
 #include "merge.h"

@@ -12,6 +12,7 @@ struct Float16 { uint16_t bits; };
 struct Unit {
   const Segment* segment;
   int64_t row, rows, col, cols;
+  bool streamed = false;  // the result goes past the caches, where its rows are aligned
 };
 
 constexpr int64_t kRankBlock = 32;   // products are summed in blocks of so many ranks
@@ -21,6 +22,8 @@ constexpr int64_t kUnitCols = 1024;
 constexpr int64_t kMaxTileRows = 16;  // of a register tile, over all instruction sets
 constexpr int64_t kMaxPanel = 64;     // columns of a register tile, over all instruction sets
 constexpr int64_t kMaxChunk = 512;    // columns of lora_A packed at a time
+constexpr int64_t kStripe = kUnitCols + 32;  // elements between rows of a result on its way past the caches
+constexpr int64_t kLine = 64;         // bytes of a cache line
 constexpr int64_t kNormLanes = 16;    // float64 sums of one row norm
 constexpr int64_t kPackedA = 4096;    // floats: 16 KiB, half of a small L1 cache
 constexpr int64_t kPackedB = kUnitRows * 128;  // floats: 96 KiB, a part of a small L2 cache
@@ -34,11 +37,12 @@ inline int64_t unit_rows(int64_t rank) {
   return rows < kUnitRows ? rows : kUnitRows;
 }
 
-// One thread's working memory, about 200 KiB.
+// One thread's working memory, about 250 KiB.
 struct alignas(64) Scratch {
   float a[kPackedA + kMaxRank * kMaxPanel];
   float b[kPackedB + kMaxTileRows * kMaxRank];
   float sums[kMaxTileRows * kMaxPanel];
+  float stripe[kMaxTileRows * kStripe];
   double norms[kUnitRows][kNormLanes];
 };
 

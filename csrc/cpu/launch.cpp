@@ -17,6 +17,7 @@ namespace lora_merge::cpu {
 namespace {
 
 constexpr int64_t kCopyBytes = 1 << 20;  // of one unit of a copy
+constexpr int64_t kStreamed = 1 << 22;   // elements of results beyond which none stays in the caches
 constexpr int64_t kCopyTile = 128;       // rows and columns of one whose elements lie apart: lines stay in the cache
 
 std::vector<const Kernels*> usable() {
@@ -134,7 +135,12 @@ std::vector<std::string> isas() {
 
 void launch(const Segment* segments, int64_t count, bool stochastic, uint64_t seed) {
   const Kernels& k = kernels();
-  for_units(segments, count, merge_cut, [&](int64_t, const Unit& unit, Scratch& scratch) {
+  int64_t apart = 0;  // elements whose result lies elsewhere than their source
+  for (const Segment* s = segments; s < segments + count; ++s) {
+    if (s->source != s->destination && !is_raw(*s)) apart += s->rows * s->cols;
+  }
+  for_units(segments, count, merge_cut, [&](int64_t, Unit unit, Scratch& scratch) {
+    unit.streamed = apart > kStreamed && unit.segment->source != unit.segment->destination;
     is_raw(*unit.segment) ? copy(unit) : k.merge(unit, stochastic, seed, scratch);
   });
 }

@@ -4,6 +4,7 @@
 //     kLanes, kTileRows              a register tile is kTileRows x (2 kLanes)
 //     load(p)                        kLanes elements of type float, BFloat16 or Float16
 //     store(p, F), store(p, F, F)    kLanes or 2 kLanes elements, rounded to nearest even
+//     stream(to, from)               a cache line past the caches; drain() waits for all of them
 //     set(float), add, mul, fma      fma(a, b, c) = a * b + c, rounded once
 //     prefetch(p)                    asks for the cache line of p
 //     quiet(F)                       every NaN replaced by the one with bits 7fc00000
@@ -155,14 +156,20 @@ struct View {
   T* at(int64_t i, int64_t j) const { return corner + i * step[0] + j * step[1]; }
 };
 
+// Columns of lora_A that are packed at a time.
+inline int64_t chunk_of(int64_t rank) {
+  const int64_t fit = kPackedA / (rank < 1 ? 1 : rank) / kPanel * kPanel;
+  return fit < kPanel ? kPanel : fit < kMaxChunk ? fit : kMaxChunk;
+}
+
 // Goes over a unit: `sink.take(i, j, rows, cols, factors)` gets the tile at (i, j), counted from the unit's corner, of
-// which rows x cols are inside. The source, `sink.w`, is asked for one row of tiles ahead.
+// which rows x cols are inside; `sink.end(i, j, rows, cols)` follows a row of tiles. The source, `sink.w`, is asked for
+// one row of tiles ahead.
 template <class Sink>
 void sweep(const Unit& unit, Scratch& m, const Sink& sink) {
   const Segment& s = *unit.segment;
   const int64_t rank = s.rank, width = round_up(rank, kRankBlock);
-  const int64_t fit = kPackedA / (rank < 1 ? 1 : rank) / kPanel * kPanel;
-  const int64_t chunk = fit < kPanel ? kPanel : fit < kMaxChunk ? fit : kMaxChunk;
+  const int64_t chunk = chunk_of(rank);
   if (rank > 0) pack_b(unit, m.b);
   for (int64_t j0 = 0; j0 < unit.cols; j0 += chunk) {
     const int64_t end = unit.cols - j0 < chunk ? unit.cols : j0 + chunk;
@@ -175,6 +182,7 @@ void sweep(const Unit& unit, Scratch& m, const Sink& sink) {
         sink.take(i, j, rows, end - j < kPanel ? end - j : kPanel,
                   Factors{m.a + (j - j0) * rank, m.b + i * width, rank, m.sums});
       }
+      sink.end(i, j0, rows, end - j0);
     }
   }
 }
@@ -267,15 +275,24 @@ struct Merge {
   const float* row_scale;
   F scaling;
   bool adjacent;  // elements of a row, in source and destination
+  Out* stripe;    // where rows of tiles wait for whole cache lines; null: they go straight to `to`
   uint64_t key, first, pitch[2];
   Offsets offsets;
 
-  Merge(const Segment& s, const Unit& unit, uint64_t seed)
+  // Whether pieces of rows are whole cache lines (and a rest at the end).
+  static bool streams(const Unit& unit) {
+    const Segment& s = *unit.segment;
+    const int64_t pitch = s.destination_stride[0] * sizeof(Out), piece = chunk_of(s.rank) * sizeof(Out);
+    return unit.streamed && s.destination_stride[1] == 1 && ((s.destination | pitch | piece) & (kLine - 1)) == 0;
+  }
+
+  Merge(const Segment& s, const Unit& unit, uint64_t seed, Scratch& m)
       : w(s.source, s.source_stride, unit),
         to(s.destination, s.destination_stride, unit),
         row_scale(s.row_scale ? reinterpret_cast<const float*>(s.row_scale) + unit.row : nullptr),
         scaling(set(scaling_of(s))),
         adjacent(w.step[1] == 1 && to.step[1] == 1),
+        stripe(streams(unit) ? reinterpret_cast<Out*>(m.stripe) : nullptr),
         key(s.key ^ seed),
         first(s.first + unit.row * s.pitch[0] + unit.col * s.pitch[1]),
         pitch{static_cast<uint64_t>(s.pitch[0]), static_cast<uint64_t>(s.pitch[1])},
@@ -283,23 +300,24 @@ struct Merge {
 
   void take(int64_t i, int64_t j, int64_t rows, int64_t cols, Factors f) const {
     const W* from = w.at(i, j);
-    Out* here = to.at(i, j);
+    Out* here = stripe ? stripe + j : to.at(i, j);
+    const int64_t step = stripe ? kStripe : to.step[0];
     const float* scale = row_scale ? row_scale + i : nullptr;
     const uint64_t index = first + i * pitch[0] + j * pitch[1];
     if (adjacent && rows == kTileRows && cols == kPanel) {
       const bool one_block = f.rank <= kRankBlock;
       f.sum_all_but_last();
-      finish_tile(f, one_block, from, here, scale, index);
+      finish_tile(f, one_block, from, here, step, scale, index);
     } else {
       f.sum_all();
-      finish_part(from, here, rows, cols, f.sums, scale, index);
+      finish_part(from, here, step, rows, cols, f.sums, scale, index);
     }
   }
 
   // The last block of a tile that lies inside, from registers to memory.
   __attribute__((noinline)) void finish_tile(const Factors& f, bool one_block, const W* from, Out* here,
-                                             const float* scale, uint64_t index) const {
-    const int64_t w_step = w.step[0], step = to.step[0];
+                                             int64_t step, const float* scale, uint64_t index) const {
+    const int64_t w_step = w.step[0];
     const F scaling = this->scaling;
     F t[kTileRows][2];
     multiply(f.a, f.b, f.rank, f.rank > 0 ? 0.0f : -0.0f, t);
@@ -327,6 +345,18 @@ struct Merge {
     for (int l = 0; l < kTileRows; ++l, here += step, index += pitch[0]) put(here, t[l], index);
   }
 
+  // A row of tiles is done.
+  void end(int64_t i, int64_t j, int64_t rows, int64_t cols) const {
+    if (!stripe) return;
+    const int64_t bytes = cols * sizeof(Out), lines = bytes / kLine * kLine;
+    for (int64_t l = 0; l < rows; ++l) {
+      const char* from = reinterpret_cast<const char*>(stripe + l * kStripe + j);
+      char* here = reinterpret_cast<char*>(to.at(i + l, j));
+      for (int64_t b = 0; b < lines; b += kLine) stream(here + b, from + b);
+      __builtin_memcpy(here + lines, from + lines, bytes - lines);
+    }
+  }
+
   void put(Out* here, const F (&x)[2], uint64_t index) const {
     if constexpr (kStochastic) {
       for (int h = 0; h < 2; ++h) {
@@ -337,9 +367,9 @@ struct Merge {
     }
   }
 
-  __attribute__((noinline)) void finish_part(const W* from, Out* here, int64_t rows, int64_t cols, const float* sums,
-                                           const float* scale, uint64_t index) const {
-    for (int64_t l = 0; l < rows; ++l, from += w.step[0], here += to.step[0], sums += kPanel, index += pitch[0]) {
+  __attribute__((noinline)) void finish_part(const W* from, Out* here, int64_t step, int64_t rows, int64_t cols,
+                                           const float* sums, const float* scale, uint64_t index) const {
+    for (int64_t l = 0; l < rows; ++l, from += w.step[0], here += step, sums += kPanel, index += pitch[0]) {
       const F factor = set(scale ? scale[l] : 1);
       W some[kPanel];
       Out done[kPanel];
@@ -355,9 +385,9 @@ struct Merge {
 template <class W, class Out>
 void merge_as(const Unit& unit, bool stochastic, uint64_t seed, Scratch& scratch) {
   if constexpr (sizeof(Out) == 2) {  // a float32 output drops nothing
-    if (stochastic) return sweep(unit, scratch, Merge<W, Out, true>(*unit.segment, unit, seed));
+    if (stochastic) return sweep(unit, scratch, Merge<W, Out, true>(*unit.segment, unit, seed, scratch));
   }
-  sweep(unit, scratch, Merge<W, Out, false>(*unit.segment, unit, seed));
+  sweep(unit, scratch, Merge<W, Out, false>(*unit.segment, unit, seed, scratch));
 }
 
 template <class W>
@@ -371,10 +401,11 @@ void merge_from(const Unit& unit, bool stochastic, uint64_t seed, Scratch& scrat
 
 void merge(const Unit& unit, bool stochastic, uint64_t seed, Scratch& scratch) {
   switch (unit.segment->dtypes & 0xff) {
-    case kBFloat16: return merge_from<BFloat16>(unit, stochastic, seed, scratch);
-    case kFloat16: return merge_from<Float16>(unit, stochastic, seed, scratch);
-    default: return merge_from<float>(unit, stochastic, seed, scratch);
+    case kBFloat16: merge_from<BFloat16>(unit, stochastic, seed, scratch); break;
+    case kFloat16: merge_from<Float16>(unit, stochastic, seed, scratch); break;
+    default: merge_from<float>(unit, stochastic, seed, scratch);
   }
+  if (unit.streamed) drain();
 }
 
 inline void add_squares(const float* values, double* to) {
@@ -396,6 +427,8 @@ struct Norms {
   View<const W> w;
   F scaling;
   double (*partial)[kNormLanes];
+
+  void end(int64_t, int64_t, int64_t, int64_t) const {}
 
   void take(int64_t i, int64_t j, int64_t rows, int64_t cols, Factors f) const {
     f.sum_all();
