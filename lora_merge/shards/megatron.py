@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..errors import InvalidInput, MissingExtra, UnsupportedAdapter
+from ..delta import Factors
+from ..errors import InvalidInput, LoraMergeError, MissingExtra, UnsupportedAdapter
 from ..names import lineage, unwrapped, walk, wrapped
 from . import Piece, Shard
 from .megatron_adapters import Half, Layer, Pair, Style, cut_of, style_of
@@ -51,21 +52,6 @@ class Groups:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Factor:
-    """One adapter's product `scaling * lora_B @ lora_A` on one HF tensor `[out, in]`.
-
-    Args:
-        lora_A: `[r, in]`.
-        lora_B: `[out, r]`.
-        scaling: as the live module has it.
-    """
-
-    lora_A: Shard
-    lora_B: Shard
-    scaling: float
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class MegatronModel:
     """What `read` found on this rank.
 
@@ -78,7 +64,7 @@ class MegatronModel:
     """
 
     tensors: list[tuple[str, Shard]]
-    deltas: dict[str, tuple[Factor, ...]]
+    deltas: dict[str, tuple[Factors, ...]]
     groups: Groups
     layers: tuple[int, ...]
     layer_count: int
@@ -113,7 +99,7 @@ def read(
     try:
         for chunk in chunks:
             reader.chunk(chunk)
-    except (InvalidInput, UnsupportedAdapter) as error:
+    except LoraMergeError as error:
         raise type(error)(f"rank {dist.get_rank()}: {error}") from None
     return reader.model()
 
@@ -182,7 +168,7 @@ class _Reader:
         self._groups = _groups(models[0])
         self._check_stages(config)
         self._shards: dict[str, Shard] = {}
-        self._deltas: dict[str, list[Factor]] = {}
+        self._deltas: dict[str, list[Factors]] = {}
         self._layers: list[int] = []
         self._halves: dict[tuple[Any, ...], Shard] = {}
 
@@ -237,6 +223,11 @@ class _Reader:
                 raise InvalidInput(f"{path}.{key}: expected a plain tensor, got a {type(tensor.data).__name__}")
             name, expert = self._canonical(f"{path}.{key}", config)
             along = cut if key.startswith("weight") or (cut == 0 and key.startswith("bias")) else None
+            if along is None and grid[1] > 1 and getattr(tensor, "tensor_model_parallel", False):
+                raise InvalidInput(
+                    f"{path}.{key}: a tensor-parallel parameter of class {lineage(type(module))[0]}, and it is not "
+                    "known how that cuts its weight; known are the linears and embeddings of megatron-core"
+                )
             yield _Weight(name, tensor.detach(), along, expert, grid, config)
 
     def _grouped(self, path: str, module: Any, config: Any) -> Iterator[_Weight]:
@@ -360,7 +351,7 @@ class _Reader:
             needs = rows if pair.part is not None else weight.tensor.shape[0] * (ranks if weight.cut == 0 else 1)
             if has != needs:
                 raise InvalidInput(f"{name}: lora_B has {has} rows over {ranks} ranks, the weight {needs}")
-            self._deltas.setdefault(hf_name, []).append(Factor(shared, lora_B, pair.scaling))
+            self._deltas.setdefault(hf_name, []).append(Factors(shared, lora_B, pair.scaling))
 
     def _half(self, half: Half, grid: tuple[int, int], key: str, blocks: Sequence[Block] | None) -> Shard:
         tensor = half.tensor.detach()

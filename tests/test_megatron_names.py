@@ -1,0 +1,146 @@
+"""What is decided by names, shapes and configurations alone: no processes."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("megatron.core", reason="the megatron tests run in an environment of their own")
+
+import megatron.core
+import megatron_models as mm
+import torch
+
+from lora_merge import InvalidInput
+from lora_merge.shards import megatron_adapters as adapters
+from lora_merge.shards.megatron import Groups, read, replica
+from lora_merge.shards.megatron_names import bridge_names, names_of, row_blocks
+
+
+def config(**changes: Any) -> Any:
+    base = {"qk_layernorm": True, "add_qkv_bias": False, "attention_output_gate": False}
+    return types.SimpleNamespace(**base | {"num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 3} | changes)
+
+
+def test_the_linears_of_transformer_engine_have_these_names() -> None:
+    source = (Path(megatron.core.__path__[0]) / "extensions" / "transformer_engine.py").read_text()
+    known = {path.rpartition(".")[2] for path in adapters._ROWS | adapters._COLUMNS if "transformer_engine" in path}
+    assert {name for name in re.findall(r"class (\w+)\(", source) if "Parallel" in name} - known <= {
+        "TEFusedMLP",  # no linear
+    }
+    assert all(f"class {name}(" in source for name in known), known
+
+
+def test_rows_of_gate_and_up_alternate_by_rank_and_those_of_q_k_and_v_by_query_group() -> None:
+    both = {"gate": "g", "up": "u"}
+    assert row_blocks("fc1", both, 8, 2, config()) == [("gate", 0, 2), ("up", 0, 2), ("gate", 2, 2), ("up", 2, 2)]
+    qkv = {"q": "q", "k": "k", "v": "v"}
+    assert row_blocks("qkv", qkv, 24, 4, config()) == [
+        *[("q", 0, 6), ("k", 0, 3), ("v", 0, 3)],
+        *[("q", 6, 6), ("k", 3, 3), ("v", 3, 3)],
+    ]
+    with pytest.raises(InvalidInput, match="qkv: 20 rows, but num_attention_heads=4, num_query_groups=2"):
+        row_blocks("qkv", qkv, 20, 1, config())
+    with pytest.raises(InvalidInput, match="fc1: 9 rows over 2 ranks do not halve into gate and up"):
+        row_blocks("fc1", both, 9, 2, config())
+    with pytest.raises(InvalidInput, match="x: fused tensors must be q, k, v or gate, up; got a, b"):
+        row_blocks("x", {"a": "a", "b": "b"}, 8, 1, config())
+
+
+RECORDED = {
+    "AutoMapping": {
+        "embedding.word_embeddings.weight": "model.embed_tokens.weight",
+        "output_layer.weight": "lm_head.weight",
+        "decoder.final_layernorm.weight": "model.norm.weight",
+        "decoder.layers.*.self_attention.linear_qkv.layer_norm_weight": "model.layers.*.input_layernorm.weight",
+        "decoder.layers.*.mlp.router.weight": "model.layers.*.mlp.gate.weight",
+        "decoder.layers.*.pre_mlp_layernorm.weight": "model.layers.*.post_attention_layernorm.weight",
+        "decoder.layers.*.self_attention.q_layernorm.weight": "model.layers.*.self_attn.q_norm.weight",
+        "decoder.layers.*.self_attention.k_layernorm.weight": "model.layers.*.self_attn.k_norm.weight",
+        "decoder.layers.*.self_attention.linear_proj.weight": "model.layers.*.self_attn.o_proj.weight",
+        "decoder.layers.*.mlp.experts.linear_fc2.weight*": "model.layers.*.mlp.experts.*.down_proj.weight",
+    },
+    "QKVMapping": {
+        "decoder.layers.*.self_attention.linear_qkv.weight": {
+            key: f"model.layers.*.self_attn.{key}_proj.weight" for key in "qkv"
+        },
+    },
+    "GatedMLPMapping": {
+        "decoder.layers.*.mlp.experts.linear_fc1.weight*": {
+            key: f"model.layers.*.mlp.experts.*.{key}_proj.weight" for key in ("gate", "up")
+        },
+    },
+}
+"""What Megatron-Bridge 0.3.1 says of Qwen3-MoE (models/qwen/qwen3_moe_bridge.py)."""
+
+
+def recorded(extra: str | None = None) -> Any:
+    """The recorded table in Megatron-Bridge's own classes."""
+    mm.bridge()
+    folder = Path(sys.modules["megatron.bridge"].__path__[0])
+    for name in ("models", "models.conversion"):
+        package = types.ModuleType(f"megatron.bridge.{name}")
+        package.__path__ = [str(folder / name.replace(".", "/"))]
+        sys.modules.setdefault(package.__name__, package)
+    mappings = importlib.import_module("megatron.bridge.models.conversion.param_mapping")
+    registry = importlib.import_module("megatron.bridge.models.conversion.mapping_registry")
+    made = []
+    for kind, table in RECORDED.items():
+        for name, hf in table.items():
+            made.append(getattr(mappings, kind)(name, **(hf if isinstance(hf, dict) else {"hf_param": hf})))
+    if extra:
+        made.append(getattr(mappings, extra)("decoder.layers.*.special", "model.layers.*.special"))
+    return registry.MegatronMappingRegistry(*made)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["embedding.word_embeddings.weight", "output_layer.weight", "decoder.final_layernorm.weight"]
+    + [
+        f"decoder.layers.17.{rest}"
+        for rest in (
+            "self_attention.linear_qkv.layer_norm_weight",
+            "self_attention.linear_qkv.weight",
+            "self_attention.linear_proj.weight",
+            "self_attention.q_layernorm.weight",
+            "pre_mlp_layernorm.weight",
+            "mlp.router.weight",
+            "mlp.experts.linear_fc1.weight113",
+            "mlp.experts.linear_fc2.weight0",
+        )
+    ],
+)
+def test_megatron_bridge_and_we_give_the_same_names(name: str) -> None:
+    assert bridge_names(recorded())(name) == names_of(config())(name) is not None
+
+
+def test_names_of_megatron_bridge_that_do_not_fit() -> None:
+    assert bridge_names(recorded())("decoder.layers.0.unheard_of") is None
+    with pytest.raises(InvalidInput, match=r"decoder\.layers\.3\.special: .* a MambaConv1dMapping, which does more"):
+        bridge_names(recorded("MambaConv1dMapping"))("decoder.layers.3.special")
+
+
+@pytest.mark.parametrize(
+    ("tp", "experts", "world", "rank", "ranks"),
+    [(2, 4, 8, 5, (4, 5, 6, 7)), (4, 2, 8, 1, (0, 1, 2, 3)), (2, 3, 12, 7, (6, 7, 8, 9, 10, 11)), (1, 1, 2, 1, (1,))],
+)
+def test_a_replica_holds_dense_weights_and_experts(
+    tp: int, experts: int, world: int, rank: int, ranks: tuple[int, ...]
+) -> None:
+    def block(r: int, n: int) -> tuple[int, ...]:
+        return tuple(range(r // n * n, r // n * n + n))
+
+    groups = [Groups((0, 1), (0, 1), (0, 1), block(r, tp), block(r, experts)) for r in range(world)]
+    assert replica(groups, rank) == ranks
+
+
+@pytest.mark.parametrize(("model", "kinds"), [([torch.nn.Linear(2, 2)], "Linear"), ([], "none")])
+def test_only_megatron_models(model: list[Any], kinds: str) -> None:
+    with pytest.raises(InvalidInput, match=f"chunks of a megatron-core GPTModel, got {kinds}"):
+        read(model)
