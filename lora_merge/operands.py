@@ -89,7 +89,7 @@ class Operands:
         self._scaling: list[float] = []
         self._pairs = {delta.name: self._pair(delta) for delta in deltas}
         scaled = [d for d in deltas if d.magnitude is not None]
-        self._dora = _RowScales(scaled, self, ranks) if scaled else None
+        self._dora = _RowScales(scaled, self, ranks, everything) if scaled else None
 
     def _lacking(self, deltas: Sequence[Delta], jobs: Sequence[Job], everything: Container[str]) -> set[int]:
         """ids of the shards that have to be gathered for this rank."""
@@ -184,15 +184,16 @@ class Operands:
 class _RowScales:
     """DoRA (Liu et al. 2024, eq. 5): rows of W + D keep their direction and get the magnitude as their norm."""
 
-    def __init__(self, deltas: Sequence[Delta], operands: Operands, ranks: Ranks) -> None:
+    def __init__(self, deltas: Sequence[Delta], operands: Operands, ranks: Ranks, everywhere: Container[str]) -> None:
         self._magnitudes = [operands.whole(d.magnitude) for d in deltas if d.magnitude is not None]
         rows = [d.shape[0] for d in deltas]
         self._norms = torch.zeros(sum(rows), dtype=torch.float64, device=operands._device)
         self._scale = torch.ones(sum(rows), dtype=torch.float32, device=operands._device)
         self._scales = {d.name: s for d, s in zip(deltas, self._scale.split(rows), strict=True)}
         owned = divide([d.name for d in deltas], [d.weight for d in deltas], ranks)
-        # Where a row is split over ranks, its parts are added up; each part counts once.
-        self._ranks = ranks if any(_splits(d, boxes) for d, boxes in zip(deltas, owned, strict=True)) else Ranks()
+        # Where a row is split over ranks, its parts are added up, each once; and where every rank needs all rows.
+        shared = any(d.name in everywhere or _splits(d, boxes) for d, boxes in zip(deltas, owned, strict=True))
+        self._ranks = ranks if shared else Ranks()
         # A plan has each place once; a weight that is tied comes once for each of its names.
         seen: dict[int, int] = {}
         rounds: list[tuple[list[Segment], list[Tensor]]] = []

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import models
-import pytest
 import torch
 import torch.distributed as dist
 from helpers import assert_same_bits
@@ -19,7 +18,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from lora_merge import InvalidInput, MergedWeights, UnsupportedAdapter, merged, read_deltas
+from lora_merge import MergedWeights, merged, read_deltas
 from lora_merge.shards import cut
 from lora_merge.shards.layout import Layout, reshard
 
@@ -188,9 +187,12 @@ def every_wrap(rank: int, wraps: list[Wrap], names: list[str]) -> None:
             check(MODELS[name], wrap, f"{wrap.__name__} {name} on rank {rank}")
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_every_wrap(world: int) -> None:
-    spawn(world, every_wrap, WRAPS, ["qwen2"])
+def test_every_wrap() -> None:
+    spawn(2, every_wrap, WRAPS, ["qwen2"])
+
+
+def test_four_ranks() -> None:
+    spawn(4, every_wrap, [fsdp2, hsdp, tensor_parallel, fsdp1_one_unit], ["qwen2"])
 
 
 def test_every_model_on_two_ranks() -> None:

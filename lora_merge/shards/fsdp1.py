@@ -21,6 +21,11 @@ def is_unit(kind: type) -> bool:
     return _UNIT in lineage(kind)
 
 
+def is_flat(parameter: Tensor) -> bool:
+    """Whether a parameter is the flat one that stands for those of a unit."""
+    return hasattr(parameter, "_param_infos")
+
+
 def _handles(units: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
     """The units that manage parameters, with the handle of their flat parameter."""
     for unit in units:
@@ -72,7 +77,10 @@ def group(units: Sequence[nn.Module]) -> Any | None:
 def reshard(units: Sequence[nn.Module]) -> None:
     """Bring every unit back to its shards: what a forward left gathered (the root) would go on holding old values."""
     for unit, handle in _handles(units):
-        if handle.uses_sharded_strategy and not handle.is_sharded(handle.flat_param):
+        flat = handle.flat_param
+        # A root that has been through a forward is back on its shards, but would not gather them again.
+        gathered = hasattr(flat, "_full_param_padded") and not handle.needs_unshard()
+        if handle.uses_sharded_strategy and (gathered or not handle.is_sharded(flat)):
             state = str(getattr(handle, "_training_state", ""))
             if not state.endswith("IDLE"):
                 raise InvalidInput(

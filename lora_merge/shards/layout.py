@@ -62,7 +62,9 @@ class Layout:
 
     def parameters(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """The parameters of a module, those that FSDP1 (`use_orig_params=False`) has taken out of it too."""
-        yield from own_parameters(module)
+        for key, parameter in own_parameters(module):
+            if not (self._flat and fsdp1.is_flat(parameter)):
+                yield key, parameter
         for key in self._taken.get(id(module), ()):
             yield key, getattr(module, key)
 
