@@ -1,14 +1,15 @@
-"""Transports without an engine: shared memory between real processes, and who gives up when."""
+"""Transports without an engine: real processes, and who gives up when. Where there is no GPU, gloo stands for NCCL."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-import subprocess
-import sys
+import signal
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,116 +18,415 @@ import torch
 from torch import Tensor
 
 from lora_merge import InvalidInput
-from lora_merge.buckets import Meta, Table, lay_out
-from lora_merge.engine.transport import Receiver, Sender, TransferAborted, choose, host_id
+from lora_merge.buckets import Meta, Table, extent, lay_out
+from lora_merge.engine import nccl, transport
+from lora_merge.engine.transport import Receiver, Sender, assign
+from lora_merge.engine.waiting import TransferAborted, host_id
 
 CPU = torch.device("cpu")
+BUCKETS = 7
+NBYTES = 1024
+LIMIT_S = 40
+"""Nothing here takes longer, also where GPUs have to start."""
+processes = multiprocessing.get_context("forkserver")
+processes.set_forkserver_preload(["torch", "lora_merge.engine.transport"])
 
 
 class Counting:
     """Bucket k is full of k + 1."""
 
-    def __init__(self, buckets: int = 7, breaks_at: int = -1) -> None:
-        self.table: Table = lay_out([Meta(str(i), torch.uint8, (1000,)) for i in range(buckets)], 1024)
-        self.device, self._breaks_at = CPU, breaks_at
+    def __init__(self, device: torch.device = CPU, at: int = -1, then: Callable[[], None] = lambda: None) -> None:
+        self.table: Table = lay_out([Meta(str(i), torch.uint8, (1000,)) for i in range(BUCKETS)], NBYTES)
+        self.device, self._at, self._then = device, at, then
+        self.filled: list[int] = []
 
     def fill(self, index: int, buffer: Tensor, run: Mapping[str, Any]) -> None:
-        if index == self._breaks_at:
-            raise RuntimeError("injected")
+        if index == self._at:
+            self._then()
         buffer.fill_(index + 1)
+        self.filled.append(index)
 
 
-def sender(workers: int) -> Sender:
-    introductions = [{"host": host_id(), "pid": os.getpid() + 1 + w, "device": "cpu"} for w in range(workers)]
-    return Sender([introductions], 1024, CPU)
+SIZES = [extent(slots) for slots in Counting().table]
+ALL = list(range(BUCKETS))
 
 
-def take(info: dict[str, Any], rank: int, stop_at: int, seen: Any) -> None:
-    receiver = Receiver(info["session"], info["channels"][rank], CPU)
+def fail() -> None:
+    raise RuntimeError("injected")
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Gloo:
+    """In the place of `Nccl`. Like there, a broadcast that a member does not join never ends by itself."""
+
+    def __init__(self, store: Any, rank: int, world: int, device: torch.device) -> None:
+        from torch.distributed import PrefixStore, ProcessGroupGloo
+
+        self._group = ProcessGroupGloo(PrefixStore("gloo", store), rank, world, timedelta(seconds=LIMIT_S))
+
+    def broadcast(self, data: Tensor) -> Gloo.Pending:
+        from torch.distributed import BroadcastOptions
+
+        options = BroadcastOptions()
+        options.rootRank = 0
+        return self.Pending(self._group.broadcast([data], options))
+
+    def abort(self) -> None:
+        pass
+
+    class Pending:
+        def __init__(self, work: Any) -> None:
+            self._work = work
+
+        def query(self) -> bool:
+            return self._work.is_completed() and self._work.exception() is None
+
+
+def use_gloo() -> None:
+    nccl.Nccl = Gloo  # type: ignore[misc, assignment]
+
+
+@pytest.fixture(autouse=True)
+def gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(nccl, "Nccl", Gloo)
+        monkeypatch.setattr(
+            transport, "address_of", lambda store: {"host": host_id(), "address": "", "port": store.port}
+        )
+
+
+@pytest.fixture(autouse=True)
+def no_leftovers() -> Iterator[None]:
+    yield
+    assert not list(Path("/dev/shm").glob("lora_merge-*"))
+
+
+def needs(count: int) -> Any:
+    return pytest.mark.skipif(torch.cuda.device_count() < count, reason=f"needs {count} GPUs")
+
+
+KINDS = [
+    pytest.param(("shm", "cpu", "cpu"), id="shm"),
+    pytest.param(("nccl", "cpu", "cpu"), id="nccl, gloo in its place"),
+    pytest.param(("ipc", "cuda:0", "cuda:0"), id="ipc", marks=pytest.mark.gpu),
+    pytest.param(("nccl", "cuda:0", "cuda:1"), id="nccl", marks=[pytest.mark.gpu, needs(2)]),
+]
+
+
+def work(channel: dict[str, Any], device: str, transfers: int, at: int, how: str, tell: Any) -> None:
+    """A worker: opens its channel and takes transfers, but for what goes wrong `at` a bucket."""
+    signal.alarm(LIMIT_S)
+    if device == "cpu":
+        use_gloo()
+    else:
+        torch.cuda.set_device(device)
+    seen: list[Any] = []
     try:
-        with closing(receiver.receive([8] * 7)) as buckets:
-            for index, data in buckets:
-                if index == stop_at:
-                    raise RuntimeError("consumer")
-                seen.put((rank, index, bool((data[:1000] == index + 1).all())))
+        receiver = Receiver(channel, torch.device(device))
+        for _ in range(transfers):
+            tell.send("open")
+            tell.recv()
+            if at < 0 and how:
+                {"breaks": receiver.left, "dies": die}[how]()
+                raise RuntimeError("consumer")
+            with closing(receiver.receive(SIZES)) as buckets:
+                for index, data in buckets:
+                    if how and index == at:
+                        {"breaks": fail, "dies": die}[how]()
+                    seen.append(index if bool((data[:1000] == index + 1).all()) else f"{index} is damaged")
+        receiver.close()
     except (RuntimeError, TransferAborted) as error:
-        seen.put((rank, type(error).__name__, str(error)))
-    receiver.close()
+        seen.append(f"{type(error).__name__}: {error}")
+    tell.send(seen)
 
 
-@pytest.mark.parametrize("stop_at", [-1, 3])
-def test_workers_in_other_processes(stop_at: int) -> None:
-    ours, context = sender(2), multiprocessing.get_context("spawn")
-    seen, info = context.Queue(), ours.init_info(0)
-    processes = [context.Process(target=take, args=(info, r, stop_at if r else -1, seen)) for r in range(2)]
-    ours.begin()
-    for process in processes:
-        process.start()
-    ours.serve(Counting(), {}, set)
-    for process in processes:
-        process.join(60)
-    found = [seen.get(timeout=5) for _ in range(7 + (7 if stop_at < 0 else stop_at + 1))]
-    assert [f for f in found if f[0] == 0] == [(0, i, True) for i in range(7)], "one worker's failure is its own"
-    if stop_at >= 0:
-        assert [f for f in found if f[0] == 1][-1] == (1, "RuntimeError", "consumer")
+class Workers:
+    """Worker processes of replicas, and their control calls as a trainer sees them."""
+
+    def __init__(
+        self,
+        ours: Sender,
+        device: str,
+        *,
+        transfers: int = 1,
+        wrong: tuple[int, int] | None = None,
+        at: int = 0,
+        how: str = "",
+    ) -> None:
+        self.pipes: dict[tuple[int, int], Any] = {}
+        self.said: dict[tuple[int, int], Any] = dict.fromkeys(ours.kinds, "busy")
+        for place in ours.kinds:
+            self.pipes[place], theirs = processes.Pipe()
+            args = (ours.channel(*place), device, transfers, at, how if place == wrong else "", theirs)
+            processes.Process(target=work, args=args, daemon=True).start()
+            theirs.close()
+
+    def call(self, replicas: set[int]) -> None:
+        """A control call to some replicas."""
+        self.wait()
+        for place in (place for place in self.pipes if place[0] in replicas):
+            assert self.said[place] == "open"
+            self.said[place] = "busy"
+            self.pipes[place].send("go")
+
+    def gone(self) -> set[int]:
+        """A call ends when one of its workers is dead, or none is busy."""
+        for place, pipe in self.pipes.items():
+            while self.said[place] == "busy" and pipe.poll():
+                try:
+                    self.said[place] = pipe.recv()
+                except EOFError:
+                    self.said[place] = "dead"
+        dead = {r for (r, _), said in self.said.items() if said == "dead"}
+        return dead | ({r for r, _ in self.pipes} - {r for (r, _), said in self.said.items() if said == "busy"})
+
+    def wait(self) -> dict[tuple[int, int], Any]:
+        """What the workers say when none is busy."""
+        end = time.monotonic() + LIMIT_S
+        while "busy" in self.said.values() and time.monotonic() < end:
+            self.gone()
+            time.sleep(0.01)
+        return self.said
+
+
+def channels(kind: str, device: str) -> dict[tuple[int, int], str]:
+    """Two workers in one replica and one in another; on two GPUs there is room for one."""
+    places = [(0, 0)] if (kind, device) == ("nccl", "cuda:1") else [(0, 0), (0, 1), (1, 0)]
+    return dict.fromkeys(places, kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_buckets_arrive_transfer_after_transfer(kind: tuple[str, str, str]) -> None:
+    """And a replica that takes no part in one of them takes part in the next."""
+    name, here, there = kind
+    ours = Sender(channels(name, there), NBYTES, torch.device(here))
+    workers = Workers(ours, there, transfers=2)
+    ours.connect()
+    replicas = {r for r, _ in ours.kinds}
+    for taking in (replicas, {0}, replicas - {0}) if len(replicas) > 1 else (replicas, replicas):
+        workers.wait()
+        ours.begin()
+        workers.call(taking)
+        ours.serve(source := Counting(torch.device(here)), {}, workers.gone)
+        assert source.filled == ALL
+        ours.opened()
+    assert workers.wait() == dict.fromkeys(ours.kinds, ALL * 2)
     ours.close()
-    assert not list(Path("/dev/shm").glob(f"lora_merge-{ours.session}*"))
 
 
-def test_a_trainer_that_breaks_tells_its_workers() -> None:
-    ours = sender(1)
-    info = ours.init_info(0)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", ["breaks", "dies"])
+@pytest.mark.parametrize("at", [-1, 3], ids=["before", "in the middle"])
+def test_a_worker_that_fails_holds_nobody_up(kind: tuple[str, str, str], how: str, at: int) -> None:
+    name, here, there = kind
+    ours = Sender(channels(name, there), NBYTES, torch.device(here))
+    wrong = max(place for place in ours.kinds if place[0] == 0)
+    workers = Workers(ours, there, wrong=wrong, at=at, how=how)
+    ours.connect()
     ours.begin()
+    workers.call({0, 1})
+    begin = time.monotonic()
+    ours.serve(source := Counting(torch.device(here)), {}, workers.gone)
+    assert time.monotonic() - begin < nccl.GRACE_S + 8
+    assert source.filled == ALL, "filling may take all trainer ranks: it goes on"
+    found = workers.wait()
+    assert found[wrong] == "dead" if how == "dies" else found[wrong][-1].startswith("RuntimeError")
+    for place in set(ours.kinds) - {wrong}:
+        if place[0] == 0 and how == "dies":
+            continue  # its engine's call has ended: nobody waits for what is left of it
+        if found[place] != ALL:
+            assert (name, place[0]) == ("nccl", 0), "one worker's failure is its own, but NCCL needs every member"
+            assert found[place][-1].startswith("TransferAborted")
+    ours.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("at", [0, 4])
+def test_a_trainer_that_breaks_tells_its_workers(kind: tuple[str, str, str], at: int) -> None:
+    name, here, there = kind
+    ours = Sender(channels(name, there), NBYTES, torch.device(here))
+    workers = Workers(ours, there)
+    ours.connect()
+    ours.begin()
+    workers.call({0, 1})
+    with pytest.raises(RuntimeError, match="injected"):
+        ours.serve(Counting(torch.device(here), at, fail), {}, workers.gone)
+    for seen in workers.wait().values():
+        assert "TransferAborted: the trainer gave up" in seen[-1]
+        assert seen[:-1] == ALL[: len(seen) - 1]
+        assert len(seen) <= at + 1
+    ours.close()
+
+
+def train(name: str, here: str, there: str, tell: Any) -> None:
+    """A trainer that is killed in its third bucket."""
+    signal.alarm(LIMIT_S)
+    if here == "cpu":
+        use_gloo()
+        transport.address_of = lambda store: {"host": host_id(), "address": "", "port": store.port}  # type: ignore[assignment]
+    ours = Sender({(0, 0): name}, NBYTES, torch.device(here))
+    tell.send(ours.channel(0, 0))
+    ours.connect()
+    ours.begin()
+    tell.send("begun")
+    tell.recv()
+    ours.opened()
+    ours.serve(Counting(torch.device(here), 2, die), {})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_trainer_that_is_killed_is_noticed(kind: tuple[str, str, str]) -> None:
+    name, here, there = kind
+    pipe, theirs = processes.Pipe()
+    process = processes.Process(target=train, args=(name, here, there, theirs), daemon=True)
+    process.start()
+    receiver = Receiver(pipe.recv(), torch.device(there))
+    assert pipe.recv() == "begun"
+    pipe.send("go")
+    begin, seen = time.monotonic(), []
+    buckets = receiver.receive(SIZES)
+    with pytest.raises(TransferAborted, match="trainer"):
+        seen += (index for index, _ in buckets)
+    assert time.monotonic() - begin < 8
+    assert not seen or max(seen) < 2
+    receiver.close()
+    process.join(LIMIT_S)
+
+
+def test_workers_that_cannot_all_connect_do_not_wait() -> None:
+    """One of two workers fails before it joins the NCCL group."""
+    ours = Sender({(0, 0): "nccl", (0, 1): "nccl"}, NBYTES, CPU)
     errors: list[BaseException] = []
 
-    def worker() -> None:
+    def first() -> None:
         try:
-            list(Receiver(info["session"], info["channels"][0], CPU).receive([8] * 7))
+            Receiver(ours.channel(0, 0), CPU)
         except TransferAborted as error:
             errors.append(error)
 
-    thread = threading.Thread(target=worker)
+    thread = threading.Thread(target=first)
     thread.start()
-    with pytest.raises(RuntimeError, match="injected"):
-        ours.serve(Counting(breaks_at=2), {}, set)
-    thread.join(10)
-    assert "gave up" in str(errors[0])
+    with pytest.raises(TransferAborted, match="did not come"):
+        ours.connect(lambda: {0})
+    thread.join(8)
+    assert "did not come" in str(errors[0])
     ours.close()
 
 
-def test_a_trainer_that_dies_is_noticed() -> None:
-    gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
-    ours = sender(1)
-    channel = ours.init_info(0)["channels"][0] | {"pid": int(gone.stdout)}
+# A worker in the trainer's own process
+
+
+def pull(ours: Sender, until: int = BUCKETS) -> list[int]:
+    receiver, seen = Receiver(ours.channel(0, 0), CPU), []
+    with closing(receiver.receive(SIZES)) as buckets:
+        for index, data in buckets:
+            assert (data == index + 1).all()
+            seen.append(index)
+            if len(seen) == until:
+                break
+    return seen
+
+
+@pytest.mark.parametrize("until", [2, BUCKETS])
+def test_a_local_worker_pulls_and_what_it_leaves_is_filled(until: int) -> None:
+    ours = Sender({(0, 0): "local"}, NBYTES, CPU)
+    for _ in range(2):
+        source = Counting()
+        ours.begin()
+        ours.offer(source, {})
+        assert pull(ours, until) == ALL[:until]
+        assert source.filled == ALL[: until + 1], "one bucket ahead"
+        ours.drain()
+        assert source.filled == ALL
+    with pytest.raises(TransferAborted, match="offers nothing"):
+        pull(ours)
+    ours.close()
+
+
+@pytest.mark.parametrize("until", [2, BUCKETS])
+def test_local_workers_and_others_take_the_same_buckets(until: int) -> None:
+    ours = Sender({(0, 0): "local", (1, 0): "shm"}, NBYTES, CPU)
+    try:
+        part = Sender.__new__(Sender)  # the channels of the workers that are processes
+        part.kinds, part.channel = {(1, 0): "shm"}, ours.channel  # type: ignore[method-assign]
+        workers = Workers(part, "cpu")
+        ours.begin()
+        ours.offer(source := Counting(), {}, workers.gone)
+        workers.call({1})
+        assert pull(ours, until) == ALL[:until]
+        ours.drain()
+        assert source.filled == ALL
+        assert workers.wait() == {(1, 0): ALL}
+    finally:
+        ours.close()
+
+
+def test_a_rank_without_workers_fills_all_the_same() -> None:
+    ours = Sender({}, NBYTES, CPU)
     ours.begin()
-    with pytest.raises(TransferAborted, match="died"):
-        list(Receiver(ours.session, channel, CPU).receive([8]))
+    ours.serve(source := Counting(), {}, set)
+    assert source.filled == ALL
     ours.close()
 
 
-def test_a_worker_whose_call_ended_is_not_waited_for() -> None:
-    ours = sender(1)
-    ours.begin()
-    ours.serve(Counting(), {}, lambda: {0})
-    ours.close()
+# Who serves whom
+
+
+def at(host: str, pid: int, device: str) -> dict[str, Any]:
+    return {"host": host, "pid": pid, "device": device}
+
+
+TRAINERS = [at("a", 1, "gpu-1"), at("a", 2, "gpu-2"), at("b", 1, "gpu-3")]
+CPUS = [at("a", 1, "cpu"), at("a", 2, "cpu"), at("b", 1, "cpu")]
 
 
 @pytest.mark.parametrize(
-    ("worker", "kind"),
+    ("trainers", "worker", "wanted"),
     [
-        ({"host": "h", "pid": 1, "device": "gpu-1"}, "local"),
-        ({"host": "h", "pid": 2, "device": "gpu-1"}, "ipc"),
-        ({"host": "h", "pid": 2, "device": "gpu-2"}, "nccl"),
-        ({"host": "other", "pid": 1, "device": "gpu-1"}, "nccl"),
+        (TRAINERS, at("a", 2, "gpu-2"), (1, "local")),
+        (TRAINERS, at("b", 1, "gpu-9"), (2, "local")),
+        (TRAINERS, at("a", 7, "gpu-2"), (1, "ipc")),
+        (TRAINERS, at("b", 2, "gpu-3"), (2, "ipc")),
+        (TRAINERS, at("a", 7, "gpu-4"), (0, "nccl")),
+        (TRAINERS, at("c", 1, "gpu-5"), (0, "nccl")),
+        (TRAINERS, at("a", 3, "gpu-3"), (0, "nccl")),  # rank 2's GPU, out of reach of its memory
+        (CPUS, at("a", 2, "cpu"), (1, "local")),
+        (CPUS, at("a", 7, "cpu"), (0, "shm")),
+        (CPUS, at("b", 7, "cpu"), (2, "shm")),
     ],
 )
-def test_ends_are_matched_by_host_process_and_uuid(worker: dict[str, Any], kind: str) -> None:
-    assert choose({"host": "h", "pid": 1, "device": "gpu-1"}, worker) == kind
+def test_ends_are_matched_by_host_process_and_uuid(
+    trainers: list[dict[str, Any]], worker: dict[str, Any], wanted: tuple[int, str]
+) -> None:
+    other = at("a", 9, trainers[0]["device"])
+    assert assign(trainers, [[other, worker], [worker]]) == {
+        (0, 0): (0, "shm" if other["device"] == "cpu" else "ipc"),
+        (0, 1): wanted,
+        (1, 0): wanted,
+    }
 
 
-def test_what_cannot_be_connected_is_refused() -> None:
-    with pytest.raises(InvalidInput, match="no transport"):
-        choose({"host": "h", "pid": 1, "device": "cpu"}, {"host": "h", "pid": 2, "device": "gpu-1"})
+@pytest.mark.parametrize(
+    ("trainers", "workers", "word"),
+    [
+        (CPUS, [[at("a", 7, "gpu-1")]], "no transport from weights on cpu to worker 0 of engine 0 on gpu-1"),
+        (TRAINERS, [[at("a", 7, "cpu")]], "no transport"),
+        (CPUS, [[at("c", 7, "cpu")]], "other host"),
+        (TRAINERS, [[], [at("a2", 7, "gpu-1")]], "worker 0 of engine 1 and trainer rank 0 are on one GPU"),
+        (TRAINERS, [[at("c", 7, "gpu-5"), at("c", 8, "gpu-5")]], "worker 1 of engine 0 and worker 0 are on one GPU"),
+    ],
+)
+def test_what_cannot_be_connected_is_refused(
+    trainers: list[dict[str, Any]], workers: list[list[dict[str, Any]]], word: str
+) -> None:
+    with pytest.raises(InvalidInput, match=word):
+        assign(trainers, workers)
+
+
+def test_only_buffers_of_ours_are_opened() -> None:
+    channel = {"session": "s", "kind": "shm", "nbytes": 1, "mailbox": "/dev/shm/../../etc/passwd", "words": 1, "at": 2}
     with pytest.raises(InvalidInput, match="not a buffer"):
-        Receiver("s", {"kind": "shm", "nbytes": 1, "mailbox": "/dev/shm/../../etc/passwd", "words": 1, "index": 0,
-                       "pid": 1}, CPU)  # fmt: skip
+        Receiver(channel, CPU)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from .adapter import ADAPTER_ID, ADAPTER_NAME, AdapterSource
 from .control import Control, bind, control_of, drive, together
 from .sources import Fingerprint, Verified
 from .state import State
-from .transport import Sender
+from .transport import Sender, assign, introduction
 
 MODES = ("merged", "adapter")
 PAUSES = ("keep", "wait", "abort")
@@ -241,7 +242,7 @@ class VllmSync:
         source = passes[-1][1]
         report.nbytes = sum(slot.nbytes for slots in source.table for slot in slots)
         report.tensors = len(metas(source.table))
-        report.transports = tuple(sorted({k for sender, _ in self._senders for kinds in sender.kinds for k in kinds}))
+        report.transports = tuple(sorted({kind for sender, _ in self._senders for kind in sender.kinds.values()}))
         return report
 
     async def _introduce(self) -> list[_Replica]:
@@ -343,14 +344,22 @@ class VllmSync:
             return
         await self.aclose()
         device = next(self._weights.model.parameters()).device
-        here = Sender.lives_here
-        groups = [[r] for r in replicas if here(r.workers)]
-        groups += [group] if (group := [r for r in replicas if not here(r.workers)]) else []
+        places = assign([introduction(device)], [r.workers for r in replicas])
+        here = {r for (r, _), (_, kind) in places.items() if kind == "local"}
+        groups = [[r] for r in replicas if r.index in here]
+        groups += [group] if (group := [r for r in replicas if r.index not in here]) else []
         for group in groups:
-            sender = Sender([r.workers for r in group], nbytes, device)
-            self._senders.append((sender, [r.index for r in group]))
-            calls = [bind(r.control.init, sender.init_info(i)) for i, r in enumerate(group)]
-            errors = await together([r.control for r in group], calls, sender.connect)
+            indices = [r.index for r in group]
+            sender = Sender({p: kind for p, (_, kind) in places.items() if p[0] in indices}, nbytes, device)
+            self._senders.append((sender, indices))
+            infos = [
+                {"channels": [sender.channel(i, w) for w in range(len(r.workers))]}
+                for i, r in zip(indices, group, strict=True)
+            ]
+            calls = [bind(r.control.init, info) for r, info in zip(group, infos, strict=True)]
+            ended: set[int] = set()
+            connect = partial(sender.connect, ended.copy)
+            errors = await together([r.control for r in group], calls, connect, _noting(ended, indices))
             if any(errors):
                 await self.aclose()
                 raise PushRefused(f"no channel to the engine: {next(filter(None, errors))}")
@@ -396,17 +405,15 @@ class VllmSync:
         if sender.local:
             sender.offer(source, run)
             await self._attempt(group[0], calls[0]())
-            sender.pulled = None
+            if group[0].error is None:
+                sender.drain()
             return
-        finished: set[int] = {i for i, index in enumerate(indices) if index not in {r.index for r in group}}
-        places = [indices.index(r.index) for r in group]
+        finished = set(indices) - {r.index for r in group}
 
         def serve() -> None:
             sender.serve(source, run, lambda: finished)
 
-        errors = await together(
-            [r.control for r in group], calls, serve, lambda position: finished.add(places[position])
-        )
+        errors = await together([r.control for r in group], calls, serve, _noting(finished, [r.index for r in group]))
         for replica, error in zip(group, errors, strict=True):
             replica.error = replica.error or error
 
@@ -463,6 +470,11 @@ class VllmSync:
                     await replica.control.resume()
             except Exception as error:
                 replica.error = replica.error or error
+
+
+def _noting(found: set[int], indices: Sequence[int]) -> Callable[[int], None]:
+    """Adds the replica at a position to those found."""
+    return lambda position: found.add(indices[position])
 
 
 def _problems(replica: _Replica, found: Sequence[Mapping[str, Any]]) -> list[str]:

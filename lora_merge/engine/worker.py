@@ -7,7 +7,6 @@ what it expects, checksums, adapters) goes through one worker method, JSON in an
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
@@ -27,16 +26,15 @@ from .adapter import ADAPTER_ID, load_adapter, remove_adapter, unserved_modules
 from .loader import Examination, Loader
 from .sources import add_checksums
 from .state import Sampler, State, live_tensors, packed_kernels
-from .transport import Receiver, device_id, host_id
+from .transport import Receiver, introduction
 
 _SIDE = "_lora_merge"
 
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """See `Sender.init_info`."""
+    """For each worker of this engine its `Sender.channel`."""
 
-    session: str
     channels: list[dict[str, Any]]
 
 
@@ -88,11 +86,12 @@ class Side:
         """The adapter is gone, the base is still what it was."""
         self.held = State("base", self.held.version, self.held.base)
 
-    def connect(self, session: str, channel: dict[str, Any]) -> None:
+    def connect(self, channel: dict[str, Any]) -> None:
         """Open a channel to a trainer; the one before is closed."""
         if self.receiver is not None:
             self.receiver.close()
-        self.receiver = Receiver(session, channel, self.device)
+            self.receiver = None
+        self.receiver = Receiver(channel, self.device)
 
     def take(self, table: Table, use: Callable[[int, Tensor], None], verify: bool) -> None:
         """Receive every bucket of a table and hand it to `use`."""
@@ -118,7 +117,7 @@ class LoraMergeWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return side_of(self.model, self.model_config, self.device)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        self.side.connect(init_info.session, init_info.channels[self.parallel_config.rank])
+        self.side.connect(init_info.channels[self.parallel_config.rank])
 
     def start_weight_update(self) -> None:
         self.side.settle(self.side.held.dirty("a push is under way or did not end"))
@@ -210,9 +209,7 @@ def _hello(worker: Any, side: Side) -> dict[str, Any]:
         side.evicted()
     backend = type(getattr(worker, "weight_transfer_engine", None)).__name__
     return {
-        "pid": os.getpid(),
-        "host": host_id(),
-        "device": device_id(worker.device),
+        **introduction(worker.device),
         "rank": worker.parallel_config.rank,
         "version": vllm.__version__,
         "backend": backend == LoraMergeWeightTransferEngine.__name__,

@@ -1,0 +1,220 @@
+"""NCCL between a trainer's rank and the workers of one replica, and why nobody is left hanging in it.
+
+NCCL itself never gives up: a broadcast that one member does not join spins on the GPUs of all others. So there is a
+store beside it, in the trainer's process. Before anybody broadcasts, the workers report there that they are ready, and
+the trainer says whether the transfer takes place. Who fails later says so there as well; a thread of every member
+looks, and aborts its communicator, which ends a broadcast that waits for ever. A member that dies shows too: a trainer
+by its store, a worker by its control call.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from .waiting import CHECK_S, TransferAborted, host_id, until
+
+TIMEOUT = timedelta(seconds=60)
+"""A store that does not answer for so long is gone."""
+GRACE_S = 2.0
+"""Seconds in which a broadcast ends whose receivers have all it carries."""
+
+
+class Done(Protocol):
+    """What tells when a broadcast is through; a CUDA event."""
+
+    def query(self) -> bool: ...
+
+
+class Nccl:
+    """vLLM's communicator; broadcasts from rank 0 on a stream of its own."""
+
+    def __init__(self, store: Any, rank: int, world: int, device: torch.device) -> None:
+        from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+        from vllm.distributed.utils import StatelessProcessGroup
+
+        class Members(StatelessProcessGroup):
+            def broadcast_obj(self, obj: Any, src: int) -> Any:
+                """The communicator's id, as the bytes that it is: nothing off the network is unpickled."""
+                if self.rank == src:
+                    store.set("id", bytes(obj))
+                    return obj
+                return type(obj).from_buffer_copy(store.get("id"))
+
+        members = Members(rank=rank, world_size=world, store=store)
+        self._communicator = PyNcclCommunicator(members, device=device)
+        if self._communicator.disabled:
+            raise RuntimeError("vLLM cannot use NCCL here: is its library missing, or VLLM_DISABLE_PYNCCL set?")
+        self._stream, self._device = torch.cuda.Stream(device), device
+
+    def broadcast(self, data: Tensor) -> Done:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._communicator.broadcast(data, 0, stream=self._stream)
+        return self._stream.record_event()
+
+    def abort(self) -> None:
+        self._communicator.destroy()  # ncclCommAbort
+
+
+def serve_store() -> TCPStore:
+    """A store in this process, at a free port."""
+    return TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
+
+
+def address_of(store: TCPStore) -> dict[str, Any]:
+    """How other processes reach a store of this one: JSON values."""
+    from vllm.utils.network_utils import get_ip
+
+    return {"host": host_id(), "address": get_ip(), "port": store.port}
+
+
+def reach_store(address: dict[str, Any]) -> TCPStore:
+    name = "127.0.0.1" if address["host"] == host_id() else address["address"]
+    return TCPStore(name, address["port"], is_master=False, wait_for_workers=False, timeout=TIMEOUT)
+
+
+class Group:
+    """Rank 0 is the trainer's, the others are the workers of one replica.
+
+    Args:
+        store: see `serve_store` and `reach_store`.
+        name: of the group in its store.
+    """
+
+    def __init__(self, store: TCPStore, name: str, rank: int, world: int, device: torch.device) -> None:
+        self._store, self._rank, self._world, self._device = PrefixStore(name, store), rank, world, device
+        self._number = 0
+        self._nccl: Nccl | None = None
+        self._lock = threading.Lock()
+        self._over: threading.Event | None = None
+        self.lost = ""
+        if rank == 0:
+            start = {"transfer": "0", "verdict": "", "left": ""} | dict.fromkeys(self._ready_keys(), "-1")
+            for key, value in start.items():
+                self._store.set(key, value)
+
+    def open(self, gone: Callable[[], bool] = lambda: False) -> None:
+        """Make the communicator; every member does at the same time.
+
+        Raises:
+            TransferAborted: a member has failed before it came here.
+        """
+        if self._rank:
+            self.join()
+        elif not self.decide(gone, TIMEOUT.total_seconds()):
+            self.leave("a worker of the engine did not come to its NCCL group")
+            raise TransferAborted(self.lost)
+        self._nccl = Nccl(self._store, self._rank, self._world, self._device)
+
+    # The trainer
+
+    def announce(self) -> None:
+        """A transfer begins; before its workers are called."""
+        self._number += 1
+        with suppress(Exception):
+            self._store.set("transfer", str(self._number))
+
+    def decide(self, gone: Callable[[], bool], seconds: float = math.inf) -> bool:
+        """Wait until all workers are ready, or some worker never will be: whether the transfer takes place."""
+        missing, end = False, time.monotonic() + seconds
+
+        def settled() -> bool:
+            nonlocal missing
+            missing = gone() or bool(self._reason()) or time.monotonic() > end
+            return missing or all(int(n) == self._number for n in self._store.multi_get(self._ready_keys()))
+
+        until(settled, lambda: None)
+        with suppress(Exception):
+            self._store.set("verdict", f"{self._number} {'no' if missing else 'go'}")
+        return not missing
+
+    # A worker
+
+    def join(self) -> None:
+        """Ready for the transfer that was announced last; returns when it takes place.
+
+        Raises:
+            TransferAborted: it does not.
+        """
+        try:
+            number = int(self._store.get("transfer"))
+            self._store.set(f"ready/{self._rank}", str(number))
+        except Exception as error:
+            raise TransferAborted("the trainer is gone") from error
+        verdict: list[str] = []
+
+        def settled() -> bool:
+            reason = self._reason()
+            if reason:
+                raise TransferAborted(reason)
+            verdict[:] = self._store.get("verdict").decode().split()
+            return verdict[:1] == [str(number)]
+
+        until(settled, lambda: None)
+        if verdict[1] != "go":
+            raise TransferAborted("another worker of this engine failed before the transfer began")
+
+    # Both
+
+    def watch(self, gone: Callable[[], bool] = lambda: False) -> None:
+        """From now on, and until `rest`, abort the communicator when a member has left."""
+        self._over = threading.Event()
+        threading.Thread(target=self._watch, args=(self._over, gone), daemon=True).start()
+
+    def rest(self) -> None:
+        if self._over is not None:
+            self._over.set()
+
+    def broadcast(self, data: Tensor) -> Done | None:
+        """Enqueue a broadcast from rank 0, after the current stream's work so far; None if the group is lost."""
+        with self._lock:
+            return None if self.lost or self._nccl is None else self._nccl.broadcast(data)
+
+    def wait(self, done: Done | None) -> bool:
+        """Wait for a broadcast; whether it went through."""
+        until(lambda: bool(self.lost) or done is None or done.query(), lambda: None)
+        return not self.lost and done is not None
+
+    def leave(self, reason: str) -> None:
+        """Tell all members to give up, and give up: the group is of no more use."""
+        with suppress(Exception):
+            self._store.compare_set("left", "", reason)  # the first reason stands
+        self.close(reason)
+
+    def close(self, reason: str = "closed") -> None:
+        """Abort the communicator and whatever waits in it."""
+        self.rest()
+        with self._lock:
+            self.lost = self.lost or reason
+            nccl, self._nccl = self._nccl, None
+            if nccl is not None:
+                nccl.abort()
+
+    def _watch(self, over: threading.Event, gone: Callable[[], bool]) -> None:
+        patience = GRACE_S
+        while not over.wait(CHECK_S):
+            reason = self._reason()
+            if not reason and gone():
+                patience -= CHECK_S
+                reason = "its control call ended in the middle of the transfer" if patience < 0 else ""
+            if reason:
+                self.leave(reason)
+
+    def _reason(self) -> str:
+        """Why a member has left, or "" if none has."""
+        try:
+            return self._store.get("left").decode()
+        except Exception:
+            return "the trainer died in the middle of a push"
+
+    def _ready_keys(self) -> list[str]:
+        return [f"ready/{rank}" for rank in range(1, self._world)]

@@ -1,0 +1,45 @@
+"""Waiting for another process, and not for ever when it is gone."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+SHARED = Path("/dev/shm")
+CHECK_S = 0.02
+"""Seconds between two looks at whether the other side is still there."""
+
+
+class TransferAborted(RuntimeError):
+    """The other side gave up in the middle of a transfer."""
+
+
+def until(ready: Callable[[], bool], check: Callable[[], None]) -> None:
+    """Wait for `ready`, asked every 0.2 ms at most; `check`, called every `CHECK_S`, may raise."""
+    pause, due = 0.0, time.monotonic() + CHECK_S
+    while not ready():
+        if time.monotonic() > due:
+            check()
+            due = time.monotonic() + CHECK_S
+        time.sleep(pause)
+        pause = min(pause + 2e-6, 2e-4)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process of this host runs; one that ended and that nobody has waited for does not."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def host_id() -> str:
+    """Equal for processes that can share memory and look each other up by process id."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    mounts = SHARED.stat().st_dev if SHARED.exists() else 0
+    processes = Path("/proc/self/ns/pid")
+    names = [socket.gethostname(), boot.read_text().strip() if boot.exists() else "", str(mounts)]
+    return "/".join([*names, str(processes.readlink()) if processes.exists() else ""])
