@@ -197,6 +197,14 @@ def measure(method: Method, matrices: Sequence[Matrix], device: torch.device, re
     }
 
 
+def product_parts(device: torch.device, adapter_dtype: torch.dtype) -> int:
+    """Products of the matrix unit for one of the adapter.
+
+    On a GPU float32 adapters are split in three bf16 parts, and six products of them count (docs/performance.md).
+    """
+    return 6 if device.type == "cuda" and adapter_dtype == torch.float32 else 1
+
+
 def compare_methods(
     methods: Mapping[str, Callable[[PeftModel, Sequence[Matrix]], Method]],
     model: PeftModel,
@@ -220,9 +228,7 @@ def compare_methods(
     copy_ms = statistics.median(copies + timing.copies(nbytes, args.device, args.repeat))
     operations = max(operations, timing.operations(args.device, args.repeat))
 
-    # docs/performance.md: on a GPU float32 adapters are split in three bf16 parts, and six products of them count.
-    adapter_dtype = matrices[0].lora_A.dtype
-    parts = 6 if args.device.type == "cuda" and adapter_dtype == torch.float32 else 1
+    parts = product_parts(args.device, matrices[0].lora_A.dtype)
     products_ms = 1e3 * parts * sum(2 * m.lora_A.shape[0] * m.weight.numel() for m in matrices) / operations
     for figures in measured.values():
         # Each byte of the weights is read once and written once.

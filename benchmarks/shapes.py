@@ -38,14 +38,21 @@ SHAPES = {
     "tiny": Shape(2, 96, 6, 2, 16, 200),
     # 61 million weights of usual widths, for a CPU.
     "small": Shape(4, 1024, 16, 4, 64, 4096),
+    "small-1layer": Shape(1, 1024, 16, 4, 64, 4096),
+    "small-moe": Shape(1, 512, 8, 2, 64, 256, experts=64, attention=False),
     "qwen2.5-0.5b": Shape(24, 896, 14, 2, 64, 4864),
     "qwen2.5-1.5b": Shape(28, 1536, 12, 2, 128, 8960),
     "qwen2.5-3b": Shape(36, 2048, 16, 2, 128, 11008),
     "qwen2.5-7b": Shape(28, 3584, 28, 4, 128, 18944),
     "qwen2.5-14b": Shape(48, 5120, 40, 8, 128, 13824),
     "qwen2.5-32b": Shape(64, 5120, 40, 8, 128, 27648),
+    "qwen2.5-72b": Shape(80, 8192, 64, 8, 128, 29568),
     "llama3-8b": Shape(32, 4096, 32, 8, 128, 14336),
     "qwen3-30b-a3b": Shape(48, 2048, 32, 4, 128, 768, experts=128),
+    "qwen3-235b-a22b": Shape(94, 4096, 64, 4, 128, 1536, experts=128),
+    # Sizes of DeepSeek-V3 and Kimi-K2, whose latent attention is counted as grouped-query attention.
+    "like-deepseek-v3": Shape(61, 7168, 128, 8, 128, 2048, experts=256),
+    "like-kimi-k2": Shape(61, 7168, 64, 8, 128, 2048, experts=384),
     # The expert weights alone of 8 layers: 3072 matrices.
     "qwen3-30b-a3b-8layers": Shape(8, 2048, 32, 4, 128, 768, experts=128, attention=False),
     # A sweep over the number of experts starts from these.

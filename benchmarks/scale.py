@@ -1,0 +1,276 @@
+"""Predicts what a step costs in each mode, from 7B to 1T parameters on 1 to 1024 GPUs, out of measured bandwidths.
+
+    python benchmarks/scale.py [--json FILE] [--network 50] [--rank 32]
+
+Trainer and engines share the GPUs, as processes of their own: every engine is `tp` GPUs wide, there are `gpus / tp` of
+them, and all get the new weights. A group of GPUs holds the model between them: all GPUs (FSDP), a node's (HSDP), or
+tp x pp x ep (Megatron: experts are cut by all three, the rest by tp x pp). Per step, for S bytes of weights, of which a
+rank merges s, and a bytes of adapters:
+
+    in place   the trainer's own weights are merged, and restored after the rollout    2 merge(s)
+    merged     every rank merges its part, buckets gather whole tensors in the group,  merge(s) + gather(S)
+               engines load their slice of each                                        + load(S / tp)
+    direct     every rank merges into the slices of its engine                         merge(S / tp) or wire(S / tp)
+    adapter    adapters alone are gathered; the engine computes with them              gather(a) + load(a / tp)
+    receiver   adapters alone are gathered; the engine merges into its slice           gather(a) + merge(S / tp)
+
+"direct" and "receiver" are designs, not in the package. The check compares the same formulas with the runs that are
+recorded in benchmarks/results; a constant that was fitted to a run says so, and is not compared with that run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import report
+import shapes
+from shapes import Shape
+
+RESULTS = Path(__file__).resolve().parent / "results"
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Machine:
+    """GB/s as programs see them. A merge or a copy of n bytes moves 2n."""
+
+    copy: float = 4240
+    merge_copies: float = 1.12
+    gather: float = 308
+    broadcast: float = 368
+    peer: float = 371
+    network: float = 50
+    hop_us: float = 5
+    load_copies: float = 1.7
+    tensor_us: float = 0
+    bucket_ms: float = 0
+    fixed_ms: float = 0
+    gpus_a_node: int = 8
+    bucket: float = 0.512
+
+    def merge_ms(self, gigabytes: float) -> float:
+        """A merge of so many GB in place or into other memory of the same GPU."""
+        return 2e3 * gigabytes / self.copy * self.merge_copies
+
+    def load_ms(self, gigabytes: float, tensors: int) -> float:
+        """The engine's loader takes tensors that lie on its own GPU, in its own process."""
+        return 2e3 * gigabytes / self.copy * self.load_copies + tensors * self.tensor_us / 1e3
+
+    def hand_ms(self, gigabytes: float) -> float:
+        """Buckets of so many GB are handed to another process, one by one."""
+        return max(1.0, gigabytes / self.bucket) * self.bucket_ms
+
+    def gather_ms(self, gigabytes: float, gpus: int) -> float:
+        """Rings of NCCL, bucket by bucket, every GPU ending with all bytes: NVLink or all network cards of a node."""
+        if gpus == 1:
+            return 0.0
+        speed = self.gather if gpus <= self.gpus_a_node else min(self.gather, self.network * self.gpus_a_node)
+        hops = max(1.0, gigabytes / self.bucket) * (gpus - 1) * self.hop_us / 1e3
+        return 1e3 * gigabytes * (gpus - 1) / gpus / speed + hops
+
+    def wire_ms(self, gigabytes: float, gpus: int) -> float:
+        """Every GPU receives so many GB, evenly from all GPUs, each byte once, over NVLink and network at a time."""
+        near = min(gpus, self.gpus_a_node)
+        nvlink = gigabytes * (near - 1) / gpus / self.peer
+        return 1e3 * max(nvlink, gigabytes * (gpus - near) / gpus / self.network)
+
+
+SOURCES = {
+    "copy": "one large copy on an H200, read and write counted (results/merge-qwen2.5-7b.json)",
+    "merge_copies": "Qwen2.5-7B linears, rank 32, bf16 (the same file); the other merges are checked against it",
+    "gather": "NCCL all-gather over NVLink between two H200, 1 GB and more",
+    "broadcast": "NCCL broadcast over NVLink between two H200, 1 GB and more",
+    "peer": "stores of a kernel into memory of the other H200, over NVLink",
+    "network": "ASSUMED: one 400 Gb/s card a GPU; all cards of a node work for one ring",
+    "hop_us": "ASSUMED: one hop of a ring for one bucket",
+    "tensor_us": "fitted: the push of 339 tensors within a process (results/sync-qwen2.5-7b.json)",
+    "load_copies": "vLLM load_weights of 15.2 GB on the same H200, 12 ms",
+    "bucket_ms": "fitted: the push of the same tensors to another process (results/sync-qwen2.5-7b-x2.json)",
+    "fixed_ms": "fitted: check, pause, finish, caches and resume of the same push",
+    "gpus_a_node": "ASSUMED, NVLink between them",
+    "bucket": "the default of MergedWeights",
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the trainer holds the weights: `group` GPUs between them, cut in so many ways."""
+
+    name: str
+    group: int
+    dense_ways: int
+    expert_ways: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model: bytes of all adapted weights in bf16 and of its adapters, GPUs an engine, and the trainer's layouts."""
+
+    name: str
+    shape: Shape
+    tp: int
+    megatron: str
+
+    def gigabytes(self, experts: bool | None = None) -> float:
+        """Of all weights, or of those of experts, or of the others."""
+        sizes = [("experts." in name, 2 * rows * cols) for name, rows, cols in self.shape.matrices()]
+        return sum(size for expert, size in sizes if experts in (None, expert)) / GB
+
+    def adapters(self, rank: int) -> float:
+        return sum(2 * rank * (rows + cols) for _, rows, cols in self.shape.matrices()) / GB
+
+    def layouts(self, gpus: int, node: int) -> list[Layout]:
+        """Those that fit on so many GPUs; HSDP as long as an eighth of 141 GB holds a GPU's part of the weights."""
+        sizes = {name: int(size) for name, size in (part.split("=") for part in self.megatron.split())}
+        dense = sizes["tp"] * sizes.get("pp", 1)
+        model = dense * sizes.get("ep", 1)
+        found = [Layout("FSDP", gpus, gpus, gpus)]
+        if gpus > node and self.gigabytes() / node < 141 / 8:
+            found.append(Layout("HSDP", node, node, node))
+        return found + ([Layout(self.megatron, model, dense, model)] if gpus >= model else [])
+
+
+# Engines are as wide as it takes to hold the weights in half of 141 GB a GPU.
+JOBS = (
+    Job("Qwen2.5-7B", shapes.SHAPES["qwen2.5-7b"], 1, "tp=2"),
+    Job("Qwen2.5-32B", shapes.SHAPES["qwen2.5-32b"], 1, "tp=4"),
+    Job("Qwen3-30B-A3B", shapes.SHAPES["qwen3-30b-a3b"], 1, "tp=2 ep=4"),
+    Job("Qwen2.5-72B", shapes.SHAPES["qwen2.5-72b"], 4, "tp=8"),
+    Job("Qwen3-235B-A22B", shapes.SHAPES["qwen3-235b-a22b"], 8, "tp=4 pp=2 ep=8"),
+    Job("DeepSeek-V3 (671B)", shapes.SHAPES["like-deepseek-v3"], 32, "tp=8 pp=4 ep=8"),
+    Job("Kimi-K2 (1T)", shapes.SHAPES["like-kimi-k2"], 32, "tp=8 pp=8 ep=8"),
+)
+GPUS = (1, 2, 4, 8, 16, 64, 256, 1024)
+
+
+def step(job: Job, layout: Layout, m: Machine, rank: int) -> dict[str, float]:
+    """Milliseconds of a step in each mode; engine-side fixed costs are in all that push."""
+    size, adapters, tensors = job.gigabytes(), job.adapters(rank), len(job.shape.matrices())
+    mine = m.merge_ms(job.gigabytes(False) / layout.dense_ways + job.gigabytes(True) / layout.expert_ways)
+    gathered = m.gather_ms(adapters, layout.group) + m.hand_ms(adapters)
+    load = m.hand_ms(size) + m.load_ms(size / job.tp, tensors)
+    return {
+        "in place": 2 * mine,
+        "merged": mine + m.gather_ms(size, layout.group) + load + m.fixed_ms,
+        "direct": max(m.merge_ms(size / job.tp), m.wire_ms(size / job.tp, layout.group)) + m.fixed_ms,
+        "adapter": gathered + m.load_ms(adapters / job.tp, 2 * tensors) + m.fixed_ms,
+        "receiver": gathered + m.merge_ms(size / job.tp) + m.fixed_ms,
+    }
+
+
+def fitted(m: Machine) -> Machine:
+    """The machine with what two recorded pushes say: within a process, and to another one on the same GPU."""
+    same = json.loads((RESULTS / "sync-qwen2.5-7b.json").read_text())["same"]
+    phases = same["phases_ms"]
+    loading = phases["transfer"] + phases["finish"]
+    size, tensors = same["bytes"] / GB, same["tensors"]
+    rest = loading - m.merge_ms(size) - replace(m, tensor_us=0).load_ms(size, tensors)
+    m = replace(m, tensor_us=1e3 * rest / tensors, fixed_ms=same["total_ms"] - loading)
+    other = json.loads((RESULTS / "sync-qwen2.5-7b-x2.json").read_text())["other"]
+    size, tensors = other["bytes"] / GB, other["tensors"]
+    rest = other["merge_and_load_ms"] - m.merge_ms(size) - m.load_ms(size, tensors)
+    return replace(m, bucket_ms=rest / (size / m.bucket))
+
+
+@dataclass(frozen=True)
+class Check:
+    """A figure that was measured, and what the formulas say."""
+
+    what: str
+    measured_ms: float
+    predicted_ms: float
+    note: str = ""
+
+
+def checks(m: Machine) -> list[Check]:
+    """Every recorded run that the formulas speak of and that no constant was fitted to."""
+    found = []
+    for path in sorted(RESULTS.glob("*.json")):
+        record = json.loads(path.read_text())
+        if record.get("device") == "cuda" and record.get("adapter_dtype") == "bf16":
+            points = record.get("points", [record])
+            for p in points:
+                ours = p["methods"].get("lora_merge in place")
+                name = f"{p.get('sweep', '')} {p.get('name', record.get('shape'))}, rank {p['rank']}".strip()
+                if ours and path.name != "merge-qwen2.5-7b.json":
+                    found.append(Check(f"merge: {name}", ours["ms"], m.merge_ms(p["bytes"] / GB)))
+    pushes = json.loads((RESULTS / "sync-qwen2.5-7b-x2.json").read_text())
+    size, tensors = pushes["tp2"]["bytes"] / GB, pushes["tp2"]["tensors"]
+    broadcast = 1e3 * size / m.broadcast + m.hand_ms(size)
+    found.append(
+        Check(
+            "push to TP=2 over IPC and NCCL: merge and load",
+            pushes["tp2"]["merge_and_load_ms"],
+            m.merge_ms(size) + broadcast + m.load_ms(size / 2, tensors),
+            "each broadcast carried a buffer as large as the embedding then; mended since, not measured again",
+        )
+    )
+    return found
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rank", type=int, default=32, help="of the adapters, in bf16 (default %(default)s)")
+    parser.add_argument("--network", type=float, default=Machine.network, help="GB/s a GPU (default %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
+    return parser.parse_args()
+
+
+def show(print_line: Callable[[str], object], record: dict[str, Any]) -> None:
+    """Assumptions, check, predictions."""
+    print_line("| constant | value | from |\n|---|---|---|")
+    for name, value in record["machine"].items():
+        print_line(f"| {name} | {value:.4g} | {SOURCES[name]} |")
+    print_line("\n| measured | ms | predicted | predicted / measured | |\n|---|---|---|---|---|")
+    for c in record["checks"]:
+        ratio = c["predicted_ms"] / c["measured_ms"]
+        print_line(f"| {c['what']} | {c['measured_ms']:.2f} | {c['predicted_ms']:.2f} | {ratio:.2f} | {c['note']} |")
+    modes = list(record["predictions"][0]["ms"])
+    print_line(
+        f"\n| model | GB | adapters GB | layout | GPUs | {' | '.join(modes)} |" + "\n|" + "---|" * (5 + len(modes))
+    )
+    for p in record["predictions"]:
+        times = " | ".join(f"{ms:.0f} ms" if ms < 1e4 else f"{ms / 1e3:.1f} s" for ms in p["ms"].values())
+        print_line(
+            f"| {p['model']} | {p['gigabytes']:.4g} | {p['adapter_gigabytes']:.3g} | {p['layout']} | {p['gpus']} | "
+            f"{times} |"
+        )
+
+
+def main() -> None:
+    args = parse()
+    machine = fitted(Machine(network=args.network))
+    predictions = [
+        {
+            "model": job.name,
+            "gigabytes": job.gigabytes(),
+            "adapter_gigabytes": job.adapters(args.rank),
+            "layout": layout.name,
+            "tp": job.tp,
+            "gpus": gpus,
+            "ms": step(job, layout, machine, args.rank),
+        }
+        for job in JOBS
+        for gpus in GPUS
+        if gpus >= job.tp
+        for layout in job.layouts(gpus, machine.gpus_a_node)
+    ]
+    record = {
+        "rank": args.rank,
+        "machine": asdict(machine),
+        "checks": [asdict(check) for check in checks(machine)],
+        "predictions": predictions,
+    }
+    show(lambda line: report.console().print(line, soft_wrap=True, markup=False), record)
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(record, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""The sweeps behind README's pictures, and the model of large jobs: `benchmarks/sweep.py` and `benchmarks/scale.py`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Imports a benchmark as its own scripts do."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+
+    def by_name(name: str) -> ModuleType:
+        return __import__(name)
+
+    return by_name
+
+
+def test_sweep(load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Every job of a grid with every method, as JSON and as a picture; and the picture again from the JSON alone."""
+    sweep = load("sweep")
+    data, picture, again = tmp_path / "sweep.json", tmp_path / "sweep.png", tmp_path / "again.png"
+    run = ["sweep.py", "--grid", "tiny", "--repeat", "1", "--json", str(data), "--plot", str(picture)]
+    monkeypatch.setattr(sys, "argv", run)
+    sweep.main()
+    record = json.loads(data.read_text())
+    grid = list(sweep.GRIDS["tiny"].points())
+    assert [(p["sweep"], p["name"], p["rank"]) for p in record["points"]] == [(s, n, r) for s, n, _, r in grid]
+    for p, (_, _, shape, _) in zip(record["points"], grid, strict=True):
+        assert p["elements"] == sum(rows * cols for _, rows, cols in shape.matrices())
+        assert list(p["methods"]) == list(sweep.METHODS), p["skipped"]
+        assert all(m["x_copy"] == pytest.approx(m["ms"] / p["copy_ms"]) for m in p["methods"].values())
+    monkeypatch.setattr(sys, "argv", ["sweep.py", "--draw", str(data), "--plot", str(again)])
+    sweep.main()
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert again.read_bytes() == picture.read_bytes()
+
+
+def test_scale(load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """7B to 1T on 1 to 1024 GPUs; every constant names its source; the formulas agree with what was measured."""
+    scale = load("scale")
+    data = tmp_path / "scale.json"
+    monkeypatch.setattr(sys, "argv", ["scale.py", "--json", str(data)])
+    scale.main()
+    printed, record = capsys.readouterr().out, json.loads(data.read_text())
+    assert set(record["machine"]) == set(scale.SOURCES)
+    assert all(f"| {name} |" in printed for name in scale.SOURCES), "assumptions are printed"
+    sizes = {p["model"]: p["gigabytes"] for p in record["predictions"]}
+    assert min(sizes.values()) == pytest.approx(13.05, rel=1e-3), "bytes of the linears of Qwen2.5-7B in bf16"
+    assert max(sizes.values()) > 2000, "a trillion weights"
+    assert {p["gpus"] for p in record["predictions"]} == set(scale.GPUS)
+    merges = [c for c in record["checks"] if c["what"].startswith("merge: qwen3")]
+    assert merges, "merges of another model than the one that the constants come from"
+    assert all(0.9 < c["predicted_ms"] / c["measured_ms"] < 1.1 for c in merges), merges
+
+    # The fits return what they were fitted to.
+    machine = scale.fitted(scale.Machine())
+    pushes = [json.loads((scale.RESULTS / f"sync-qwen2.5-7b{x}.json").read_text()) for x in ("", "-x2")]
+    same, other = pushes[0]["same"], pushes[1]["other"]
+    loading = machine.merge_ms(same["bytes"] / 1e9) + machine.load_ms(same["bytes"] / 1e9, same["tensors"])
+    assert loading + machine.fixed_ms == pytest.approx(same["total_ms"])
+    assert loading + machine.hand_ms(other["bytes"] / 1e9) == pytest.approx(other["merge_and_load_ms"])
+
+
+def test_more_gpus_and_wires(load: Any) -> None:
+    """What must hold of the formulas whatever the constants are."""
+    scale = load("scale")
+    machine, job = scale.Machine(), scale.JOBS[0]
+
+    def step(gpus: int, layout: int = 0) -> dict[str, float]:
+        return scale.step(job, job.layouts(gpus, 8)[layout], machine, 32)
+
+    assert step(8)["in place"] == pytest.approx(step(1)["in place"] / 8), "a shard each"
+    assert machine.gather_ms(1, 1) == machine.wire_ms(1, 1) == 0
+    assert machine.wire_ms(1, 8) == pytest.approx(1e3 * 7 / 8 / machine.peer), "one GPU's own eighth stays"
+    assert machine.wire_ms(1, 16) == pytest.approx(1e3 / 2 / machine.network), "half of it comes from the other node"
+    assert step(64, 1) == step(8), "HSDP: a node as if alone"
+    moe = next(j for j in scale.JOBS if "ep" in j.megatron)
+    assert moe.gigabytes(True) + moe.gigabytes(False) == pytest.approx(moe.gigabytes())
