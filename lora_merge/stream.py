@@ -90,11 +90,11 @@ class Sent(Protocol):
     table: Table
     device: torch.device
     capacity: int
+    collective: bool
+    """Whether filling takes several ranks, each of which fills every bucket, in order."""
 
     def fill(self, index: int, buffer: Tensor, run: Mapping[str, Any]) -> None:
-        """Write bucket `index` into `buffer`, on the current stream. `run` are arguments of `Plan.run`.
-
-        Collective over the ranks of a sharded model: every one of them fills every bucket, in order."""
+        """Write bucket `index` into `buffer`, on the current stream. `run` are arguments of `Plan.run`."""
 
 
 class Filler:
@@ -126,6 +126,7 @@ class Filler:
         """Bytes of a buffer that any bucket fits into."""
         self.digest = digest_of(self.table)
         """Under which name an engine knows the table."""
+        self.collective = not self.ranks.alone
         self._operands = self._read_operands()
         self._plans: dict[int, tuple[int, _BucketPlan]] = {}
         self._idle: list[Tensor] = []

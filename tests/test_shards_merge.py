@@ -55,7 +55,8 @@ def fsdp2_kept(model: Any) -> nn.Module:
 
 
 def fsdp2_columns(model: Any) -> nn.Module:
-    return fully_shard(model, shard_placement_fn=lambda p: Shard(p.dim() - 1) if p.shape[-1] % 4 == 0 else None)
+    even = 4 * dist.get_world_size()
+    return fully_shard(model, shard_placement_fn=lambda p: Shard(p.dim() - 1) if p.shape[-1] % even == 0 else None)
 
 
 def fsdp2_mixed_precision(model: Any) -> nn.Module:

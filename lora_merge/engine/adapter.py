@@ -42,7 +42,7 @@ class AdapterSource:
 
     def __init__(self, weights: MergedWeights, filler: Filler, dtype: torch.dtype) -> None:
         _check_model(weights.model)
-        self.device = filler.device
+        self.device, self.collective = filler.device, not filler.source.merging.alone
         parts = filler.source.parts
         adapted = {
             name: delta

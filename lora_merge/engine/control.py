@@ -239,8 +239,9 @@ async def together(
     calls: Sequence[Callable[[], Coroutine[Any, Any, None]]],
     work: Callable[[], None],
     ended: Callable[[int], object] = lambda position: None,
-) -> list[BaseException | None]:
-    """Control calls of several replicas at the same time, and blocking work of our own beside them; an error each."""
+) -> tuple[list[BaseException | None], BaseException | None]:
+    """Control calls of several replicas at the same time, and blocking work of our own beside them; an error of each
+    call, and that of the work."""
     if not any(control.suspends for control in controls):
         return _in_threads(calls, work, ended)
 
@@ -260,13 +261,12 @@ async def together(
         await asyncio.to_thread(work)
     except Exception as error:
         failure = error
-    errors = await asyncio.gather(*tasks)
-    return [failure or error for error in errors]
+    return list(await asyncio.gather(*tasks)), failure
 
 
 def _in_threads(
     calls: Sequence[Callable[[], Coroutine[Any, Any, None]]], work: Callable[[], None], ended: Callable[[int], object]
-) -> list[BaseException | None]:
+) -> tuple[list[BaseException | None], BaseException | None]:
     def one(position: int) -> BaseException | None:
         try:
             drive(calls[position]())
@@ -277,13 +277,13 @@ def _in_threads(
         return None
 
     failure: BaseException | None = None
-    with ThreadPoolExecutor(len(calls)) as pool:
+    with ThreadPoolExecutor(max(len(calls), 1)) as pool:
         futures = [pool.submit(one, position) for position in range(len(calls))]
         try:
             work()
         except Exception as error:
             failure = error
-    return [failure or future.result() for future in futures]
+    return [future.result() for future in futures], failure
 
 
 def bind(method: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> Callable[[], Coroutine[Any, Any, None]]:

@@ -24,6 +24,7 @@ class Verified:
 
     def __init__(self, inner: Sent) -> None:
         self.inner, self.table, self.device, self.capacity = inner, inner.table, inner.device, inner.capacity
+        self.collective = True  # checksums are of what was filled on this rank
         self.checksums: dict[str, int] = {}
 
     def fill(self, index: int, buffer: Tensor, run: Mapping[str, Any]) -> None:

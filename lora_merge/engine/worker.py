@@ -7,8 +7,8 @@ what it expects, checksums, adapters) goes through one worker method, JSON in an
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,6 +93,16 @@ class Side:
             self.receiver = None
         self.receiver = Receiver(channel, self.device)
 
+    @contextmanager
+    def taking(self) -> Iterator[None]:
+        """A transfer: if it fails here, also before the first bucket, the trainer does not wait for this worker."""
+        try:
+            yield
+        except BaseException:
+            if self.receiver is not None:
+                self.receiver.left()
+            raise
+
     def take(self, table: Table, use: Callable[[int, Tensor], None], verify: bool) -> None:
         """Receive every bucket of a table and hand it to `use`."""
         if self.receiver is None:
@@ -130,9 +140,9 @@ class LoraMergeWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             torch.cuda.current_stream(self.device).synchronize()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        side, table = self.side, self.side.tables[update_info.digest]
-        with set_current_vllm_config(self.vllm_config):
-            self._receive(side, table, update_info)
+        side = self.side
+        with side.taking(), set_current_vllm_config(self.vllm_config):
+            self._receive(side, side.tables[update_info.digest], update_info)
 
     def _receive(self, side: Side, table: Table, update_info: UpdateInfo) -> None:
         examination = side.loader.examine(table)
@@ -201,12 +211,16 @@ def lora_merge(worker: Any, request: str) -> str:
 
 def _hello(worker: Any, side: Side) -> dict[str, Any]:
     """Who this worker is, what it holds, what it can serve."""
+    return _introduction(worker, side, side.state())
+
+
+def _introduction(worker: Any, side: Side, state: State) -> dict[str, Any]:
     import vllm
 
     lora = worker.vllm_config.lora_config
-    sleeping = asleep()
-    if side.state().kind == "adapter" and ADAPTER_ID not in worker.list_loras():
+    if state.kind == "adapter" and ADAPTER_ID not in worker.list_loras():
         side.evicted()
+        state = side.held
     backend = type(getattr(worker, "weight_transfer_engine", None)).__name__
     return {
         **introduction(worker.device),
@@ -217,12 +231,12 @@ def _hello(worker: Any, side: Side) -> dict[str, Any]:
         "dtype": str(worker.model_config.dtype).removeprefix("torch."),
         "tied": side.loader.ties,
         "lora": None if lora is None else {"max_rank": lora.max_lora_rank, "dtype": _lora_dtype(lora)},
-        "asleep": sleeping,
+        "asleep": asleep(),
         "session": None if side.receiver is None else side.receiver.session,
         "connector": worker.vllm_config.kv_transfer_config is not None,
         "multimodal": bool(worker.model_config.is_multimodal_model),
         "lacks": _lacks(),
-        "state": side.state().to_json(),
+        "state": state.to_json(),
     }
 
 
@@ -253,7 +267,7 @@ def _commit(worker: Any, side: Side) -> dict[str, Any]:
     """After a push: an adapter that does not belong to the weights any more goes."""
     if worker.vllm_config.lora_config is not None and side.held.kind != "adapter":
         remove_adapter(worker.model_runner.lora_manager)
-    return _hello(worker, side)
+    return _introduction(worker, side, side.held)
 
 
 def _lora_dtype(lora: Any) -> str:
@@ -285,18 +299,19 @@ def _adapter_modules(worker: Any, side: Side, modules: list[str]) -> dict[str, A
 
 def _adapter(worker: Any, side: Side, table: Any, rank: int, state: dict[str, Any], verify: bool) -> dict[str, Any]:
     """Receive an adapter and load it in the place of the one before."""
-    slots, before = from_json(table), side.state()
-    if before.kind not in ("base", "adapter") or before.base != state["base"]:
-        raise RuntimeError(f"an adapter needs the base that it was trained on; this engine holds {before}")
-    side.settle(before.dirty("an adapter push is under way or did not end"))
-    tensors: dict[str, Tensor] = {}
+    with side.taking():
+        slots, before = from_json(table), side.state()
+        if before.kind not in ("base", "adapter") or before.base != state["base"]:
+            raise RuntimeError(f"an adapter needs the base that it was trained on; this engine holds {before}")
+        side.settle(before.dirty("an adapter push is under way or did not end"))
+        tensors: dict[str, Tensor] = {}
 
-    def keep(index: int, data: Tensor) -> None:
-        tensors.update({slot.name: slot.view(data).clone() for slot in slots[index]})
+        def keep(index: int, data: Tensor) -> None:
+            tensors.update({slot.name: slot.view(data).clone() for slot in slots[index]})
 
-    side.take(slots, keep, verify)
-    load_adapter(worker.model_runner.lora_manager, tensors, rank)
-    side.settle(State(**state))
+        side.take(slots, keep, verify)
+        load_adapter(worker.model_runner.lora_manager, tensors, rank)
+        side.settle(State(**state))
     return {}
 
 
@@ -321,9 +336,9 @@ def _abort(worker: Any, side: Side, reason: str | None = None) -> dict[str, Any]
     return {}
 
 
-def _disconnect(worker: Any, side: Side, session: str) -> dict[str, Any]:
+def _disconnect(worker: Any, side: Side, sessions: list[str]) -> dict[str, Any]:
     """Let go of a trainer's memory, before the trainer frees it."""
-    if side.receiver is not None and side.receiver.session == session:
+    if side.receiver is not None and side.receiver.session in sessions:
         side.receiver.close()
         side.receiver = None
     return {}

@@ -1,0 +1,275 @@
+"""The trainer's ranks in a push: what they tell each other, and which of them serves which worker."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ..errors import PushRefused
+from ..ranks import Ranks
+from ..stream import Sent
+from .control import Control, bind, together
+from .replica import Replica
+from .transport import Place, Sender, assign, introduction
+
+_T = TypeVar("_T")
+LOOK_S = 0.05
+"""Seconds between two looks at which control calls of other ranks have ended."""
+
+
+class Ended:
+    """Replicas whose control call has ended: nobody waits for their workers any more. Ranks that hold no handle learn
+    it from the store of the process group."""
+
+    def __init__(self, world: Ranks, name: str, replicas: Sequence[Replica]) -> None:
+        self._known: set[int] = set()
+        self._theirs = [r.index for r in replicas if r.control is None]
+        self._due, self._name = 0.0, name
+        self._store = None
+        if not world.alone:
+            self._store = dist.PrefixStore(  # type: ignore[attr-defined]
+                f"lora_merge/{name}", dist.distributed_c10d._get_default_store()
+            )
+
+    def add(self, index: int) -> None:
+        self._known.add(index)
+        if self._store is not None:
+            self._store.set(str(index), "")
+
+    def __call__(self) -> set[int]:
+        if self._theirs and self._store is not None and time.monotonic() > self._due:
+            self._due = time.monotonic() + LOOK_S
+            self._known |= {index for index in self._theirs if self._store.check([str(index)])}
+        return self._known
+
+
+class Trainer:
+    """The ranks that push together, and their channels to all workers.
+
+    Args:
+        controls: of the engines whose handles this rank holds.
+        world: all ranks that push.
+    """
+
+    def __init__(self, controls: Sequence[Control], world: Ranks) -> None:
+        self.controls, self.world = list(controls), world
+        self._suspends = any(control.suspends for control in controls)
+        self._rounds: list[tuple[Sender, frozenset[int]]] = []
+        self._sessions: dict[Place, str] = {}
+        self._kinds: tuple[str, ...] = ()
+        self._nbytes = 0
+        self._transfers = 0
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Names of the transports in use."""
+        return self._kinds
+
+    async def blocking(self, work: Callable[[], _T]) -> _T:
+        """Run something that may wait for other ranks, without holding up an event loop that an engine lives in."""
+        if not self._suspends:
+            return work()
+        device = torch.cuda.current_device() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+
+        def there() -> _T:
+            if device is not None:
+                torch.cuda.set_device(device)  # a thread begins with device 0
+            return work()
+
+        return await asyncio.to_thread(there)
+
+    async def gather(self, value: _T) -> list[_T]:
+        """Everybody's value, by rank."""
+        return [value] if self.world.alone else await self.blocking(lambda: self.world.gather(value))
+
+    async def everywhere(self, call: Coroutine[Any, Any, _T]) -> list[_T]:
+        """Run a call on every rank; if it fails on one, it fails on all, before anything is sent.
+
+        Raises:
+            its own error where there is one, else `PushRefused` with that of another rank.
+        """
+        error: Exception | None = None
+        value: Any = None
+        try:
+            value = await call
+        except Exception as raised:
+            error = raised
+        answers = await self.gather((None if error is None else told(error), value))
+        if error is not None:
+            raise error
+        for rank, (other, _) in enumerate(answers):
+            if other is not None:
+                raise PushRefused(f"trainer rank {rank}: {other}")
+        return [value for _, value in answers]
+
+    async def attempt(self, replica: Replica, call: Coroutine[Any, Any, Any]) -> None:
+        """Run a step of one replica; its failure is noted, the others go on."""
+        if replica.error:
+            call.close()
+            return
+        try:
+            await call
+        except Exception as error:
+            replica.error = told(error)
+
+    async def share(self, replicas: Sequence[Replica], error: str = "") -> None:
+        """Let every rank know which replicas have failed; an error of this rank itself fails them all."""
+        for others, failed in await self.gather(({r.index: r.error for r in replicas if r.error}, error)):
+            for replica in replicas:
+                replica.error = replica.error or others.get(replica.index, "") or failed
+
+    # Channels
+
+    async def connect(self, replicas: Sequence[Replica], nbytes: int, device: torch.device) -> None:
+        """Channels to all workers, with two buffers of at least `nbytes`; kept from push to push.
+
+        Raises:
+            PushRefused: some engine cannot be reached; no channel is left open.
+            InvalidInput: no transport leads from here to some worker.
+        """
+        open_ = {(r.index, w): worker["session"] for r in replicas for w, worker in enumerate(r.workers)}
+        if open_ == self._sessions and self._nbytes >= nbytes:
+            return
+        await self.close()
+        size = max(nbytes, 1)
+        trainers = await self.gather(introduction(device))
+        places = assign(trainers, [r.workers for r in replicas])
+        self._rounds = [
+            (Sender({p: places[p][1] for p in some if places[p][0] == self.world.rank}, size, device),
+             frozenset(r for r, _ in some))
+            for some in _rounds(places)
+        ]  # fmt: skip
+        mine = {place: sender.channel(*place) for sender, _ in self._rounds for place in sender.kinds}
+        channels = {place: channel for some in await self.gather(mine) for place, channel in some.items()}
+        own = [r for r in replicas if r.control is not None]
+        calls = [
+            bind(_control(r).init, {"channels": [channels[r.index, w] for w in range(len(r.workers))]}) for r in own
+        ]
+        ended = self._ended(replicas)
+
+        def join() -> None:
+            for sender, _ in self._rounds:
+                sender.connect(ended)
+
+        errors, failure = await together([_control(r) for r in own], calls, join, lambda i: ended.add(own[i].index))
+        failed = next((told(error) for error in (failure, *errors) if error is not None), "")
+        failures = [text for text in await self.gather(failed) if text]
+        if failures:
+            await self.close()
+            raise PushRefused(f"no channel to the engine: {failures[0]}")
+        for sender, _ in self._rounds:
+            sender.opened()
+        self._sessions = {place: channel["session"] for place, channel in channels.items()}
+        self._kinds = tuple(sorted({kind for _, kind in places.values()}))
+        self._nbytes = size
+
+    async def close(self) -> None:
+        """Give buffers and handles back: workers let go first. Collective."""
+        sessions = sorted(set(self._sessions.values()))
+        for control in self.controls if sessions else ():
+            with contextlib.suppress(Exception):  # an engine that is gone has let go already
+                await control.rpc("disconnect", sessions=sessions)
+        await self.gather(None)
+        for sender, _ in self._rounds:
+            sender.close()
+        self._rounds, self._sessions, self._nbytes = [], {}, 0
+
+    # One transfer
+
+    async def transfer(
+        self,
+        source: Sent,
+        run: Mapping[str, Any],
+        replicas: Sequence[Replica],
+        prepare: Callable[[Replica], Coroutine[Any, Any, Any]],
+        receive: Callable[[Replica], Coroutine[Any, Any, Any]],
+    ) -> None:
+        """Send one source to some replicas. Errors are noted in the replicas, on every rank.
+
+        Args:
+            run: arguments of `Plan.run`.
+            prepare: what comes before, of each replica whose handle is here.
+            receive: the control call in which its workers take the buckets.
+        """
+        for sender, indices in self._rounds:
+            ended = self._ended(replicas)
+            group = [r for r in replicas if r.index in indices]
+            for replica in group:
+                if replica.control is not None:
+                    await self.attempt(replica, prepare(replica))
+            sender.begin()
+            await self.share(replicas)
+            for index in indices - {r.index for r in group if not r.error}:
+                ended.add(index)
+            own = [r for r in group if r.control is not None and not r.error]
+            failure = await self._send(sender, source, run, own, receive, ended)
+            await self.share(replicas, failure)
+
+    async def _send(
+        self,
+        sender: Sender,
+        source: Sent,
+        run: Mapping[str, Any],
+        own: Sequence[Replica],
+        receive: Callable[[Replica], Coroutine[Any, Any, Any]],
+        ended: Ended,
+    ) -> str:
+        """This rank's part in a round: serve its workers, and make the control calls of its engines; its own failure,
+        in words."""
+        if sender.local:
+            sender.offer(source, run, ended)
+            for replica in own:
+                await self.attempt(replica, receive(replica))
+            try:
+                await self.blocking(sender.drain)
+            except Exception as error:
+                return told(error)
+            return ""
+
+        def serve() -> None:
+            # Who serves nobody fills only what needs all ranks.
+            if sender.kinds or source.collective:
+                sender.serve(source, run, ended)
+
+        calls = [bind(receive, replica) for replica in own]
+        errors, failure = await together(
+            [_control(r) for r in own], calls, serve, lambda position: ended.add(own[position].index)
+        )
+        for replica, raised in zip(own, errors, strict=True):
+            replica.error = replica.error or (told(raised) if raised is not None else "")
+        return "" if failure is None else told(failure)
+
+    def _ended(self, replicas: Sequence[Replica]) -> Ended:
+        self._transfers += 1
+        return Ended(self.world, str(self._transfers), replicas)
+
+
+def _rounds(places: Mapping[Place, tuple[int, str]]) -> list[list[Place]]:
+    """Places that are served at the same time: all workers elsewhere first, then one engine in each trainer process,
+    which pulls at its own pace."""
+    elsewhere = [place for place, (_, kind) in places.items() if kind != "local"]
+    here: list[list[Place]] = []
+    turns: dict[int, int] = {}
+    for place, (rank, kind) in places.items():
+        if kind == "local":
+            turn = turns[rank] = turns.get(rank, -1) + 1
+            if turn == len(here):
+                here.append([])
+            here[turn].append(place)
+    return [*([elsewhere] if elsewhere else []), *here]
+
+
+def _control(replica: Replica) -> Control:
+    assert replica.control is not None
+    return replica.control
+
+
+def told(error: BaseException) -> str:
+    """An error in words."""
+    return f"{type(error).__name__}: {error}"
