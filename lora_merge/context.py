@@ -13,16 +13,16 @@ from torch import Tensor, nn
 
 from . import kernels
 from .buckets import BUCKET_BYTES, batched
-from .delta import Delta, Job, in_place, whole_job
-from .errors import AlreadyMerged, InvalidInput, UnsupportedAdapter
+from .delta import Delta, Job, whole_job
+from .errors import AlreadyMerged, InvalidInput
 from .exchange import Exchange
-from .lora import Adapters, read_adapters
+from .live import Live, live
 from .operands import MergePlan, Operands
 from .ranks import Ranks
-from .shards import Address, address, cut
-from .shards.layout import Layout, reshard
+from .shards import Address, cut
+from .stream import Part
 
-Model = TypeVar("Model", bound=nn.Module)
+Model = TypeVar("Model")
 
 _lock = threading.Lock()
 _inside: set[object] = set()
@@ -55,7 +55,8 @@ def merged(model: Model, *, restore: str = "exact", strategy: str | None = None)
     Work on the merged weights by other streams must be waited for before leaving, as before freeing a tensor.
 
     Args:
-        model: a `PeftModel`, or any module that holds PEFT's LoRA layers.
+        model: a `PeftModel`, or any module that holds PEFT's LoRA layers. Or the chunks of a megatron-core model, as
+            they are or in `lora_merge.shards.megatron.Chunks`.
         restore: "exact", the only way.
         strategy: None: weights are merged where they lie. "unshard": sharded weights are gathered, merged whole and
             cut again, bucket by bucket; it gives the same bits and costs their bytes over the network.
@@ -74,47 +75,28 @@ def merged(model: Model, *, restore: str = "exact", strategy: str | None = None)
         raise InvalidInput(f"restore must be 'exact', got {restore!r}")
     if strategy not in STRATEGIES:
         raise InvalidInput(f"strategy must be None (weights are merged where they lie) or 'unshard', got {strategy!r}")
-    reshard(model)
-    ranks = Layout(model).ranks()
+    found = live(model)
     with ExitStack() as undo:
-        with ranks.vote("merged"):
-            adapters = _read(model)
-            weights = _weights(adapters)
-            undo.enter_context(_claimed({*weights, *(id(layer) for layer, _ in adapters.layers)}))
-            undo.callback(reshard, model)
+        with found.ranks.vote("merged"):
+            layers, deltas = found.adapters()
+            _check(deltas)
+            weights = found.weights(deltas)
+            undo.enter_context(_claimed({*weights, *map(id, layers)}))
+            undo.callback(found.settle)
             saved = undo.enter_context(_Restore(weights))
-            jobs = undo.enter_context(_untied(adapters, saved))
-        merges = _merges_for(model, ranks, adapters.deltas, jobs, strategy)
+            jobs = undo.enter_context(found.jobs(deltas, saved))
+        merges = _merges_for(found, bool(layers), deltas, jobs, strategy)
         with torch.inference_mode():
             for merge in merges:
                 merge.run()
-        undo.enter_context(_adapters_off(adapters))
+        undo.enter_context(found.off())
         yield model
 
 
-def _read(model: nn.Module) -> Adapters:
-    """The adapters, checked."""
-    adapters = read_adapters(model)
-    if not adapters.layers:
-        raise InvalidInput("the model has no LoRA layers; pass the PeftModel, not its bare base")
-    for delta in adapters.deltas:
+def _check(deltas: Sequence[Delta]) -> None:
+    for delta in deltas:
         if delta.weight.device.type == "meta":
             raise InvalidInput(f"{delta.name}: the weight is a meta tensor and holds no values; load it first")
-    return adapters
-
-
-def _weights(adapters: Adapters) -> dict[Address, Tensor]:
-    """What is merged in place: parameters (whose data may be moved inside the block), or what FSDP holds of them."""
-    if adapters.layout.sharded:
-        return {address(piece.tensor): piece.tensor for delta in adapters.deltas for piece in delta.weight.pieces}
-    return {address(parameter): parameter for delta in adapters.deltas for parameter in [_parameter(delta)]}
-
-
-def _parameter(delta: Delta) -> Tensor:
-    assert delta.owner is not None
-    parameter = delta.owner._parameters[delta.attribute]
-    assert parameter is not None
-    return parameter
 
 
 @contextmanager
@@ -164,85 +146,32 @@ def _copy(to: list[Tensor], source: list[Tensor]) -> None:
             torch._foreach_copy_(to, source)
 
 
-@contextmanager
-def _untied(adapters: Adapters, saved: dict[Address, Tensor]) -> Iterator[list[Job]]:
-    """Holds tied weights apart, and yields what is to be merged.
-
-    The first adapted user of a weight merges in place; its other users get a parameter of their own, which is the
-    saved copy, or a merged tensor if they have an adapter too.
-    """
-    if adapters.layout.sharded:
-        yield _sharded_jobs(adapters)
-        return
-    jobs: list[Job] = []
-    users = {where: list(adapters.users[where]) for where in saved}
-    swaps = []
-    in_place = set()
-    for delta in adapters.deltas:
-        assert delta.owner is not None
-        source = destination = delta.weight.pieces[0].tensor
-        where = address(source)
-        if where in in_place:
-            with torch.inference_mode(False):
-                source, destination = saved[where], torch.empty_like(saved[where])
-            swaps.append((delta.owner, delta.attribute, destination))
-        in_place.add(where)
-        users[where].remove((delta.owner, delta.attribute))
-        jobs.append(whole_job(delta, source, destination))
-    swaps += [(owner, attribute, saved[where]) for where in users for owner, attribute in users[where]]
-    before = [owner._parameters[attribute] for owner, attribute, _ in swaps]
-    for (owner, attribute, tensor), tied in zip(swaps, before, strict=True):
-        if tied is not None and (tied.shape, tied.dtype) != (tensor.shape, tensor.dtype):
-            raise UnsupportedAdapter(
-                f"{attribute} of {type(owner).__name__}, {tied.dtype} {tuple(tied.shape)}, lies in the memory of an "
-                f"adapted weight, {tensor.dtype} {tuple(tensor.shape)}; give it memory of its own"
-            )
-    try:
-        for (owner, attribute, tensor), tied in zip(swaps, before, strict=True):
-            with torch.inference_mode(False):
-                owner._parameters[attribute] = nn.Parameter(tensor, tied is not None and tied.requires_grad)
-        yield jobs
-    finally:
-        for (owner, attribute, _), tied in zip(swaps, before, strict=True):
-            owner._parameters[attribute] = tied
-
-
-def _sharded_jobs(adapters: Adapters) -> list[Job]:
-    """What FSDP holds cannot be held apart: a tied weight must not have an adapter."""
-    places = {(id(owner), key): users for users in adapters.users.values() for owner, key in users}
-    for delta in adapters.deltas:
-        users = places[id(delta.owner), delta.attribute]
-        if len(users) > 1:
-            names = ", ".join(f"{type(owner).__name__}.{key}" for owner, key in users)
-            raise UnsupportedAdapter(
-                f"{delta.name}: an adapter on a tied weight ({names}) that FSDP has sharded: its users would need "
-                "weights of their own; untie them, or sync with MergedWeights, which streams them apart"
-            )
-    return [job for delta in adapters.deltas for job in in_place(delta)]
-
-
 def _merges_for(
-    model: nn.Module, ranks: Ranks, deltas: Sequence[Delta], jobs: Sequence[Job], strategy: str | None
+    model: Live, adapted: bool, deltas: Sequence[Delta], jobs: Sequence[Job], strategy: str | None
 ) -> list[_Merge]:
     """The merges of an earlier entry if nothing that they depend on has changed on any rank, or new ones."""
-    devices = sorted({delta.weight.device for delta in deltas}, key=str)
     key = (
         [delta.key() for delta in deltas],
         [(job.source.data_ptr(), job.destination.data_ptr()) for job in jobs],
-        {device: kernels.pick(device) for device in devices},
+        {device: kernels.pick(device) for device in {delta.weight.device for delta in deltas}},
         strategy,
     )
-    known = _merges.get(model)
+    known, ranks = _merges.get(model.key), model.ranks
     if not ranks.any(known is None or known[0] != key):
         assert known is not None
         return known[1]
+    if not ranks.any(adapted):
+        raise InvalidInput("the model has no LoRA layers; pass the PeftModel, not its bare base")
+    parts = model.united({delta.name: Part(delta.name, delta.weight, delta, True) for delta in deltas})
+    deltas = [part.delta for part in parts.values() if part.delta is not None]
     ranks.same([delta.describe() for delta in deltas], lambda: [delta.describe() for delta in deltas])
+    devices = sorted({delta.weight.device for delta in deltas}, key=str)
     make = _Unshard if strategy == "unshard" and not ranks.alone else _Merge
     merges = [
         make(
             [delta for delta in deltas if delta.weight.device == device],
             [job for job in jobs if job.source.device == device],
-            ranks,
+            model.merging,
             device,
         )
         for device in devices
@@ -250,7 +179,7 @@ def _merges_for(
     if make is _Merge and all(job.source is job.destination for job in jobs):  # no tensors of this entry only
         for merge in merges:
             merge.release()  # what the model lets go of between entries (offloading, a sleep) is freed
-        _merges[model] = key, merges
+        _merges[model.key] = key, merges
     return merges
 
 
@@ -290,26 +219,3 @@ class _Unshard(_Merge):
             ).run()
             for job in (job for job in self._jobs if job.delta.name in wholes):
                 job.destination.copy_(cut(wholes[job.delta.name], (job.start, tuple(job.destination.shape))))
-
-
-@contextmanager
-def _adapters_off(adapters: Adapters) -> Iterator[None]:
-    """Makes PEFT's forward take its merged path, and keeps PEFT from merging or unmerging meanwhile."""
-    layers = [(layer, active) for layer, active in adapters.layers if active]
-    before = [layer.merged_adapters for layer, _ in layers]
-    try:
-        for layer, active in layers:
-            layer.__dict__.update(merged_adapters=list(active), merge=_refuse, unmerge=_refuse)
-        yield
-    finally:
-        for (layer, _), names in zip(layers, before, strict=True):
-            layer.__dict__["merged_adapters"] = names
-            layer.__dict__.pop("merge", None)
-            layer.__dict__.pop("unmerge", None)
-
-
-def _refuse(*args: object, **kwargs: object) -> None:
-    raise AlreadyMerged(
-        "inside lora_merge.merged() the adapters are merged and the base is not at hand: leave the block before "
-        "PEFT's merge_adapter, unmerge_adapter, set_adapter or disable_adapter"
-    )

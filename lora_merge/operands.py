@@ -55,7 +55,7 @@ class Operands:
     so that their sum is rounded once. DoRA's row factors come from the norms of whole rows.
 
     Args:
-        deltas: the same ones in the same order on every rank.
+        deltas: the same ones in the same order on every rank; those whose weights lie on none of `ranks` are left out.
         ranks: making `Operands` and `refresh` are collective over them.
         device: of the kernels.
         jobs: what will be merged with them (or boxes like it).
@@ -72,6 +72,8 @@ class Operands:
         everything: Container[str] = (),
     ) -> None:
         self._device, self._ranks = device, ranks
+        held = ranks.gather([bool(delta.weight.pieces) for delta in deltas])
+        deltas = [delta for delta, *flags in zip(deltas, *held, strict=True) if any(flags)]
         named = {id(shard): (d.name, shard) for d in deltas for shard in d.shards()}
         named |= {id(d.magnitude): (d.name, d.magnitude) for d in deltas if d.magnitude is not None}
         self._factors = {key: _Factor(shard, shard.device == device) for key, (_, shard) in named.items()}

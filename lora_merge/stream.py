@@ -103,7 +103,7 @@ class Filler:
     Making one, and filling, are collective over `source.ranks`.
 
     Args:
-        source: of its first pass; who makes another one sets `source` before.
+        source: of its first pass; who makes another one calls `adopt` before.
         entries: the stream, the same on every rank.
         key: see `MergedWeights._read`.
         bucket_bytes: see `MergedWeights`.
@@ -116,6 +116,9 @@ class Filler:
     ) -> None:
         self.source, self.key, self.ranks, self.device = source, key, source.ranks, source.device
         self.entries = {entry.meta.name: entry for entry in entries}
+        self.whole = whole
+        self._elsewhere = {name: part for name, part in source.parts.items() if not part.shard.pieces}
+        self._order = tuple(source.parts)
         self._wholly = {name for name, entry in self.entries.items() if entry.window is None or unshard}
         if whole:
             self.table: Table = lay_out([entry.meta for entry in entries], bucket_bytes)
@@ -132,6 +135,11 @@ class Filler:
         self._idle: list[Tensor] = []
         self._lent: dict[int, StorageWeakRef] = {}
         self._passes = 0
+
+    def adopt(self, source: Source) -> None:
+        """What this rank holds now; the parts of which it holds nothing stay what they were."""
+        parts = {name: source.parts.get(name) or self._elsewhere[name] for name in self._order}
+        self.source = replace(source, parts=parts)
 
     def _boxes(self, source: Source) -> list[list[tuple[Meta, Box]]]:
         """What each rank sends: of every tensor, the boxes that it owns."""

@@ -5,22 +5,20 @@ The training weights are read and never written. One launch fills a bucket, merg
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .buckets import BUCKET_BYTES, Bucket, Meta, Table, extent, lay_out, metas
-from .conversion import Conversion, read_conversion
-from .delta import Delta
+from .conversion import Conversion
 from .errors import InvalidInput
-from .lora import read_adapters
-from .names import NamedTensor, named_tensors
+from .live import Live, live
 from .plan import ROUNDINGS
 from .segments import FLOATS
 from .shards import Shard, cut
-from .shards.layout import Layout, reshard
 from .stream import Entry, Filler, Part, Source, double_buffered
 from .window import window_of
 
@@ -40,7 +38,8 @@ class MergedWeights:
     collective over them. The order of the stream is then that in which tensors become whole.
 
     Args:
-        model: any module, with or without PEFT adapters and wrappers; all weights on one device.
+        model: any module, with or without PEFT adapters and wrappers; all weights on one device. Or the chunks of a
+            megatron-core model, as they are or in `lora_merge.shards.megatron.Chunks`.
         bucket_bytes: size of a bucket. Two of them are in use. A tensor that is larger gets a bucket of its own, and
             both buffers are then as large as it is (`VllmSync` cuts it instead).
         dtype: of floating-point parameters as they go out; default: as they are. Buffers keep their dtype.
@@ -56,7 +55,7 @@ class MergedWeights:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Any,
         *,
         bucket_bytes: int = BUCKET_BYTES,
         dtype: torch.dtype | None = None,
@@ -84,7 +83,7 @@ class MergedWeights:
         """`(name, dtype, shape)` of what iteration yields, in its order; computes nothing."""
         filler = self.filler(whole=True)
         with filler.passing():
-            if filler.ranks.alone:
+            if filler.whole:
                 return [entry.meta for entry in filler.entries.values()]
             return [Meta(slot.name, slot.dtype, slot.whole) for slots in _completed(filler.table) for slot in slots]
 
@@ -94,21 +93,20 @@ class MergedWeights:
         Args:
             whole: no tensor is cut, where the model is not sharded.
         """
-        reshard(self.model)
-        layout = Layout(self.model)
-        ranks = layout.ranks()
-        with ranks.vote("MergedWeights"):
-            source, key = self._read(layout)
-        whole = whole and ranks.alone
+        model = live(self.model)
+        with model.ranks.vote("MergedWeights"):
+            source, key = self._read(model)
+        whole = whole and model.ranks.alone and all(part.shard.whole for part in source.parts.values())
         known = self._fillers.get(whole)
-        if ranks.any(known is None or known.key != key):
+        if model.ranks.any(known is None or known.key != key):
+            source = replace(source, parts=model.united(source.parts))
             entries = self._entries(source.parts)
             lines = [_line(entry, source.parts) for entry in entries]
-            ranks.same(lines, lambda: lines)
+            model.ranks.same(lines, lambda: lines)
             known = Filler(source, entries, key, self.bucket_bytes, whole=whole, unshard=self.strategy is not None)
             self._fillers[whole] = known
         assert known is not None
-        known.source = source
+        known.adopt(source)
         return known
 
     def buckets(self, *, seed: int | None = None) -> Iterator[Bucket]:
@@ -123,7 +121,7 @@ class MergedWeights:
         filler, run = self.filler(whole=True), self._run(seed)
         with filler.buffers() as buffers:
             filled = double_buffered(filler, buffers, run)
-            if not filler.ranks.alone:
+            if not filler.whole:
                 yield from _assembled(filler.table, filled)
                 return
             for index, data in filled:
@@ -132,7 +130,7 @@ class MergedWeights:
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         filler, run = self.filler(whole=True), self._run(None)
         with filler.buffers() as buffers:
-            if not filler.ranks.alone:
+            if not filler.whole:
                 for bucket in _assembled(filler.table, double_buffered(filler, buffers, run)):
                     yield from bucket.tensors()
                 return
@@ -155,26 +153,20 @@ class MergedWeights:
             return {"rounding": "nearest"}
         return {"rounding": "stochastic", "seed": self._passes if seed is None else seed}
 
-    def _read(self, layout: Layout) -> tuple[Source, Any]:
+    def _read(self, model: Live) -> tuple[Source, Any]:
         """What the stream is made from, and a key that changes whenever a plan made from it would be wrong."""
-        adapters = read_adapters(self.model, layout).deltas if self.adapters else []
-        deltas = {(id(d.owner), d.attribute, d.name): d for d in adapters}
-        named = [
-            (t, deltas.get((id(t.owner), t.attribute, t.name))) for t in named_tensors(self.model, layout.parameters)
-        ]
         if self._conversion is None:
-            self._conversion = read_conversion(self.model)
-        parts = {t.name: _part(t, delta, layout) for t, delta in _untie(named, layout, self.keep_tied)}
+            self._conversion = model.conversion()
+        parts = model.parts(adapters=self.adapters, keep_tied=self.keep_tied)
         key = (
             tuple((p.name, p.shard.key(), None if p.delta is None else p.delta.key()) for p in parts.values()),
             tuple(self.dtypes.items()),
         )
         devices = {part.shard.device for part in parts.values()}
-        device = layout.device() or next(iter(devices), torch.device("cpu"))
-        if len(devices) > 1 and not layout.sharded:
+        device = model.device or next(iter(devices), torch.device("cpu"))
+        if len(devices) > 1 and not model.sharded:
             raise InvalidInput(f"all weights must be on one device, got {', '.join(sorted(map(str, devices)))}")
-        ranks = layout.ranks()
-        return Source(parts, ranks, ranks, device, self._conversion), key
+        return Source(parts, model.ranks, model.merging, device, self._conversion), key
 
     def _entries(self, parts: Mapping[str, Part]) -> list[Entry]:
         assert self._conversion is not None
@@ -191,14 +183,6 @@ class MergedWeights:
         return entries
 
 
-def _part(t: NamedTensor, delta: Delta | None, layout: Layout) -> Part:
-    if delta is not None:
-        return Part(t.name, delta.weight, delta, True)
-    trained = isinstance(t.tensor, nn.Parameter) or t.attribute not in t.owner._buffers
-    shard = layout.of(t.name, t.owner, t.attribute) if trained else None
-    return Part(t.name, shard or layout.shard(t.name, t.tensor), None, trained)
-
-
 def _meta(shard: Shard) -> Tensor:
     """A parameter without values; what is sharded counts as contiguous."""
     if shard.whole:
@@ -212,24 +196,6 @@ def _line(entry: Entry, parts: Mapping[str, Part]) -> str:
     meta = entry.meta
     deltas = [delta.describe() for name in entry.sources if (delta := parts[name].delta) is not None]
     return f"{meta.name} {meta.dtype} {list(meta.shape)} from {', '.join(entry.sources)} {entry.window} {deltas}"
-
-
-def _untie(
-    tensors: Sequence[tuple[NamedTensor, Delta | None]], layout: Layout, keep: bool
-) -> list[tuple[NamedTensor, Delta | None]]:
-    """Tied weights once, under their first name; but under each name where adapters differ, or where `keep` asks."""
-    groups: dict[Hashable, list[tuple[NamedTensor, Delta | None]]] = {}
-    for t, delta in tensors:
-        place = (layout.identity(t.owner, t.attribute, t.tensor), t.tensor.shape, t.tensor.dtype)
-        empty = t.name if t.tensor.numel() == 0 and layout.of(t.name, t.owner, t.attribute) is None else None
-        groups.setdefault((place, empty), []).append((t, delta))
-    dropped = {
-        t.name
-        for group in groups.values()
-        if not keep and len({None if d is None else d.key()[1:] for _, d in group}) == 1
-        for t, _ in group[1:]
-    }
-    return [(t, delta) for t, delta in tensors if t.name not in dropped]
 
 
 def _completed(table: Table) -> list[tuple[Any, ...]]:

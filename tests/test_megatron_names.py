@@ -19,7 +19,7 @@ import torch
 
 from lora_merge import InvalidInput
 from lora_merge.shards import megatron_adapters as adapters
-from lora_merge.shards.megatron import Groups, read, replica
+from lora_merge.shards.megatron import read, replica
 from lora_merge.shards.megatron_names import bridge_names, names_of, row_blocks
 
 
@@ -136,8 +136,7 @@ def test_a_replica_holds_dense_weights_and_experts(
     def block(r: int, n: int) -> tuple[int, ...]:
         return tuple(range(r // n * n, r // n * n + n))
 
-    groups = [Groups((0, 1), (0, 1), (0, 1), block(r, tp), block(r, experts)) for r in range(world)]
-    assert replica(groups, rank) == ranks
+    assert replica([(block(r, tp), block(r, experts)) for r in range(world)], rank) == ranks
 
 
 @pytest.mark.parametrize(("model", "kinds"), [([torch.nn.Linear(2, 2)], "Linear"), ([], "none")])

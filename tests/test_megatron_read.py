@@ -87,7 +87,7 @@ def collect(case: Case) -> dict[str, Any]:
 
 
 def assemble(what: str, parts: list[dict[str, Any]]) -> Tensor:
-    """The whole tensor: every element held, the same by all that hold it; a rank with `whole` holds all of it."""
+    """The whole tensor: every element held, the same by all that hold it; `whole` means in one piece."""
     shape = parts[0]["shape"]
     out = torch.zeros(shape, dtype=next(t for p in parts for _, t in p["pieces"]).dtype)
     seen = torch.zeros(shape, dtype=torch.int32)
@@ -101,7 +101,7 @@ def assemble(what: str, parts: list[dict[str, Any]]) -> Tensor:
             out[at] = tensor
             mine[at] += 1
         assert int(mine.max()) <= 1, f"{what}: a rank's pieces overlap"
-        assert part["whole"] == bool(mine.all()), f"{what}: whole={part['whole']}"
+        assert part["whole"] == (bool(mine.all()) and len(part["pieces"]) == 1), f"{what}: whole={part['whole']}"
         seen += mine
     assert seen.all(), f"{what}: {int((seen == 0).sum())} of {seen.numel()} elements are on no rank"
     return out

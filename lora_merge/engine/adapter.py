@@ -42,7 +42,7 @@ class AdapterSource:
 
     def __init__(self, weights: MergedWeights, filler: Filler, dtype: torch.dtype) -> None:
         _check_model(weights.model)
-        self.device, self.collective = filler.device, not filler.source.merging.alone
+        self.device, self.collective = filler.device, not filler.source.ranks.alone
         parts = filler.source.parts
         adapted = {
             name: delta
@@ -54,7 +54,7 @@ class AdapterSource:
             _check_served(name, delta, filler.entries[name])
         deltas = list({delta.name: delta for delta in adapted.values()}.values())
         everything = {delta.name for delta in deltas}
-        self._operands = Operands(deltas, filler.source.merging, self.device, everything=everything)
+        self._operands = Operands(deltas, filler.source.ranks, self.device, everything=everything)
         pairs = [_factors(name, delta, filler.entries[name], self._operands) for name, delta in adapted.items()]
         self.rank = max((a.shape[0] for _, _, a, _, _ in pairs), default=0)
         self.modules = [name for name, _, _, _, _ in pairs]

@@ -57,7 +57,7 @@ class Shard:
         shape, dtype: of the whole tensor.
         device: of the pieces; where there are none, of where they would be.
         pieces: disjoint boxes; none where this rank holds nothing of it.
-        whole: this rank alone holds the whole tensor, and nobody has to be asked.
+        whole: the only piece is the whole tensor.
     """
 
     shape: tuple[int, ...]

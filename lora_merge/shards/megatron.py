@@ -51,20 +51,48 @@ class Groups:
     experts: tuple[int, ...]
 
 
+class ProcessGroups(NamedTuple):
+    """The process groups behind `Groups`."""
+
+    tp: Any
+    expert_tp: Any
+    model: Any
+    experts: Any
+
+
+@dataclass(frozen=True, eq=False)
+class Chunks:
+    """A Megatron model with what has to be said about it: wherever a model is asked for, pass this instead.
+
+    Args:
+        list: the GPTModel of every virtual stage of this rank, in any of Megatron's and PEFT's wrappers.
+        vocab_size, names: see `read`.
+    """
+
+    list: Sequence[nn.Module]
+    vocab_size: int | None = None
+    names: Names | None = None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class MegatronModel:
     """What `read` found on this rank.
 
     Args:
-        tensors: `(HF name, shard)` of every checkpoint tensor of which this rank holds something.
+        tensors: `(HF name, shard)` of every checkpoint tensor that is in a parameter of this rank; the shard has no
+            pieces where the rank's part of a fused parameter has no row of it.
         deltas: HF name -> what the active adapters add to it; both factors in coordinates of the HF tensor. q, k and v
             share the shard of one lora_A, as do gate and up, and experts under one adapter.
         groups: see `Groups`.
+        adapters: the adapter layers, active or not.
+        tied: HF names of the embedding and of the head that is the same tensor; None where the head is its own.
         layers: global numbers of the transformer layers that are here, of `layer_count` in all stages.
     """
 
     tensors: list[tuple[str, Shard]]
     deltas: dict[str, tuple[Factors, ...]]
+    adapters: tuple[nn.Module, ...]
+    tied: tuple[str, str] | None
     groups: Groups
     layers: tuple[int, ...]
     layer_count: int
@@ -72,7 +100,8 @@ class MegatronModel:
 
 def is_megatron(model: object) -> bool:
     """Whether a model (or the first of a list of chunks) is a megatron-core GPTModel in any wrappers."""
-    first = model[0] if isinstance(model, Sequence) and len(model) else model
+    chunks = model.list if isinstance(model, Chunks) else model
+    first = chunks[0] if isinstance(chunks, Sequence) and len(chunks) else chunks
     return isinstance(first, nn.Module) and _MODEL in lineage(type(unwrapped(first)))
 
 
@@ -116,21 +145,22 @@ def adapters_off(chunks: Sequence[nn.Module] | nn.Module) -> Iterator[None]:
         yield
 
 
-def replica(groups: Sequence[Groups], rank: int) -> tuple[int, ...]:
+def replica(groups: Sequence[tuple[Sequence[int], Sequence[int]]], rank: int) -> tuple[int, ...]:
     """The smallest set of ranks around one that holds a whole model, dense weights and experts.
 
     Args:
-        groups: of every rank in the world.
+        groups: `Groups.model` and `Groups.experts` of every rank in the world.
         rank: a global one.
     """
     found, new = set[int](), {rank}
     while new:
         found |= new
-        new = {peer for r in new for peer in (*groups[r].model, *groups[r].experts)} - found
+        new = {peer for r in new for peers in groups[r] for peer in peers} - found
     return tuple(sorted(found))
 
 
-def _groups(model: Any) -> Groups:
+def groups_of(model: Any) -> tuple[Groups, ProcessGroups]:
+    """Where this rank stands, for an unwrapped GPTModel."""
     pg = getattr(model, "pg_collection", None)
     if pg is None:
         try:
@@ -143,7 +173,8 @@ def _groups(model: Any) -> Groups:
         return dist.get_rank(group), dist.get_world_size(group)
 
     model_ranks, expert_ranks = (tuple(dist.get_process_group_ranks(group)) for group in (pg.mp, pg.tp_ep_pp))
-    return Groups(place(pg.tp), place(pg.expt_tp), place(pg.ep), model_ranks, expert_ranks)
+    groups = Groups(place(pg.tp), place(pg.expt_tp), place(pg.ep), model_ranks, expert_ranks)
+    return groups, ProcessGroups(pg.tp, pg.expt_tp, pg.mp, pg.tp_ep_pp)
 
 
 class _Weight(NamedTuple):
@@ -165,17 +196,24 @@ class _Reader:
                 raise InvalidInput(f"{attribute}: the HF tensors of such models are no views of Megatron's")
         self._names = names or names_of(config)
         self._vocabulary = vocab_size or getattr(config, "vocab_size", None) or models[0].vocab_size
-        self._groups = _groups(models[0])
+        self._groups, _ = groups_of(models[0])
         self._check_stages(config)
         self._shards: dict[str, Shard] = {}
         self._deltas: dict[str, list[Factors]] = {}
         self._layers: list[int] = []
         self._halves: dict[tuple[Any, ...], Shard] = {}
+        self._adapters: list[nn.Module] = []
 
     def model(self) -> MegatronModel:
         deltas = {name: tuple(factors) for name, factors in self._deltas.items()}
         layers, count = tuple(self._layers), self._models[0].config.num_layers
-        return MegatronModel(list(self._shards.items()), deltas, self._groups, layers, count)
+        tensors, adapters = list(self._shards.items()), tuple(self._adapters)
+        return MegatronModel(tensors, deltas, adapters, self._tied(), self._groups, layers, count)
+
+    def _tied(self) -> tuple[str, str] | None:
+        embedding, head = (self._names(f"{name}.weight") for name in ("embedding.word_embeddings", "output_layer"))
+        shared = self._models[0].share_embeddings_and_output_weights
+        return (embedding, head) if shared and isinstance(embedding, str) and isinstance(head, str) else None
 
     def _check_stages(self, config: Any) -> None:
         stages = getattr(config, "virtual_pipeline_model_parallel_size", None) or 1
@@ -193,6 +231,7 @@ class _Reader:
             style = style_of(path, module)
             if style is not None:
                 adapters.setdefault(path, []).append((module, style))
+                self._adapters.append(module)
             if wrapped(module) is not None:
                 continue
             if _TRANSFORMER_LAYER in lineage(type(module)):
@@ -294,9 +333,7 @@ class _Reader:
         for key, name in {"": hf}.items() if isinstance(hf, str) else hf.items():
             if name in self._shards:
                 raise InvalidInput(f"{weight.name}: {name} was found twice")
-            shard = _place(weight.tensor, weight.cut, weight.grid, key, blocks)
-            if shard.pieces:
-                self._shards[name] = shard
+            self._shards[name] = _place(weight.tensor, weight.cut, weight.grid, key, blocks)
 
     def _check_columns(self, weight: _Weight) -> None:
         """The hidden size, on the side that is not cut."""
@@ -384,5 +421,5 @@ def _place(tensor: Tensor, cut: int | None, grid: tuple[int, int], key: str, blo
                 pieces.append(Piece((start + lower - at, *first), tensor[lower - begin : upper - begin]))
         at += count
     shape = (rows, *columns)
-    whole = sum(piece.tensor.numel() for piece in pieces) == prod(shape)
+    whole = len(pieces) == 1 and pieces[0].tensor.numel() == prod(shape)
     return Shard(shape, tensor.dtype, tensor.device, tuple(pieces), whole)

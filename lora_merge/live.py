@@ -1,0 +1,235 @@
+"""Live models as merging sees them: what their adapters add, which tensors they stream, who holds them together.
+
+Everything that depends on the trainer is behind `Live`: PEFT's models, plain or under FSDP, are here; Megatron's chunks
+are in `megatron.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from .conversion import Conversion, read_conversion
+from .delta import Delta, Job, in_place, whole_job
+from .errors import AlreadyMerged, UnsupportedAdapter
+from .lora import Adapters, read_adapters
+from .names import NamedTensor, named_tensors
+from .ranks import Ranks
+from .shards import Address, address
+from .shards.layout import Layout, reshard
+from .stream import Part
+
+
+class Live(Protocol):
+    """A model as it is at this moment. Making one is no collective, nor is anything but `united`.
+
+    Attributes:
+        key: under which plans for it are kept.
+        ranks: that hold one whole copy of it.
+        merging: the ranks among them whose parts of an adapter make up the whole one.
+        device: on which it computes, where its weights may lie elsewhere.
+        sharded: whether ranks hold parts of tensors.
+    """
+
+    key: nn.Module
+    ranks: Ranks
+    merging: Ranks
+    device: torch.device | None
+    sharded: bool
+
+    def adapters(self) -> tuple[list[object], list[Delta]]:
+        """Its adapter layers and what they add.
+
+        Raises:
+            UnsupportedAdapter, AlreadyMerged, InvalidInput: as `read_deltas`.
+        """
+
+    def parts(self, *, adapters: bool, keep_tied: bool) -> dict[str, Part]:
+        """What it streams, by name.
+
+        Args:
+            adapters: with what they add.
+            keep_tied: every name of a tied weight.
+        """
+
+    def united(self, parts: Mapping[str, Part]) -> dict[str, Part]:
+        """The parts of all ranks, those of which this one holds nothing too, in an order that is the same everywhere.
+        Collective over `ranks`."""
+
+    def conversion(self) -> Conversion:
+        """From its tensors to those of the checkpoint."""
+
+    def weights(self, deltas: Sequence[Delta]) -> dict[Address, Tensor]:
+        """What is written when deltas are merged in place."""
+
+    def jobs(self, deltas: Sequence[Delta], saved: Mapping[Address, Tensor]) -> AbstractContextManager[list[Job]]:
+        """What is to be merged in place; tied weights are held apart inside, `saved` has copies of `weights`."""
+
+    def off(self) -> AbstractContextManager[None]:
+        """Inside, the adapters' forwards add nothing, whatever is read of them."""
+
+    def settle(self) -> None:
+        """Bring what a forward has left gathered back to its shards."""
+
+
+class Peft:
+    """A `Live` model with PEFT's adapters (or with none), plain or under FSDP."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.key = model
+        self.settle()
+        self._layout = Layout(model)
+        self.ranks = self.merging = self._layout.ranks()
+        self.device, self.sharded = self._layout.device(), self._layout.sharded
+        self._adapters: Adapters | None = None
+
+    def settle(self) -> None:
+        reshard(self.key)
+
+    def _read(self) -> Adapters:
+        self._adapters = self._adapters or read_adapters(self.key, self._layout)
+        return self._adapters
+
+    def adapters(self) -> tuple[list[object], list[Delta]]:
+        found = self._read()
+        return [layer for layer, _ in found.layers], found.deltas
+
+    def parts(self, *, adapters: bool, keep_tied: bool) -> dict[str, Part]:
+        found = self._read().deltas if adapters else []
+        deltas = {(id(d.owner), d.attribute, d.name): d for d in found}
+        named = [
+            (t, deltas.get((id(t.owner), t.attribute, t.name)))
+            for t in named_tensors(self.key, self._layout.parameters)
+        ]
+        return {t.name: self._part(t, delta) for t, delta in self._untie(named, keep_tied)}
+
+    def _part(self, t: NamedTensor, delta: Delta | None) -> Part:
+        if delta is not None:
+            return Part(t.name, delta.weight, delta, True)
+        trained = isinstance(t.tensor, nn.Parameter) or t.attribute not in t.owner._buffers
+        shard = self._layout.of(t.name, t.owner, t.attribute) if trained else None
+        return Part(t.name, shard or self._layout.shard(t.name, t.tensor), None, trained)
+
+    def _untie(
+        self, tensors: Sequence[tuple[NamedTensor, Delta | None]], keep: bool
+    ) -> list[tuple[NamedTensor, Delta | None]]:
+        """Tied weights once, under their first name; under each name where adapters differ, or where `keep` asks."""
+        layout = self._layout
+        groups: dict[Hashable, list[tuple[NamedTensor, Delta | None]]] = {}
+        for t, delta in tensors:
+            place = (layout.identity(t.owner, t.attribute, t.tensor), t.tensor.shape, t.tensor.dtype)
+            empty = t.name if t.tensor.numel() == 0 and layout.of(t.name, t.owner, t.attribute) is None else None
+            groups.setdefault((place, empty), []).append((t, delta))
+        dropped = {
+            t.name
+            for group in groups.values()
+            if not keep and len({None if d is None else d.key()[1:] for _, d in group}) == 1
+            for t, _ in group[1:]
+        }
+        return [(t, delta) for t, delta in tensors if t.name not in dropped]
+
+    def united(self, parts: Mapping[str, Part]) -> dict[str, Part]:
+        return dict(parts)
+
+    def conversion(self) -> Conversion:
+        return read_conversion(self.key)
+
+    # ---- in place ----------------------------------------------------------------------------------------------------
+
+    def weights(self, deltas: Sequence[Delta]) -> dict[Address, Tensor]:
+        """Parameters (whose data may be moved inside the block), or what FSDP holds of them."""
+        if self.sharded:
+            return {address(piece.tensor): piece.tensor for delta in deltas for piece in delta.weight.pieces}
+        return {address(parameter): parameter for delta in deltas for parameter in [_parameter(delta)]}
+
+    @contextmanager
+    def jobs(self, deltas: Sequence[Delta], saved: Mapping[Address, Tensor]) -> Iterator[list[Job]]:
+        """The first adapted user of a tied weight merges in place; its other users get a parameter of their own, which
+        is the saved copy, or a merged tensor if they have an adapter too."""
+        if self.sharded:
+            yield self._sharded_jobs(deltas)
+            return
+        jobs: list[Job] = []
+        users = {where: list(self._read().users[where]) for where in saved}
+        swaps = []
+        in_place = set()
+        for delta in deltas:
+            assert delta.owner is not None
+            source = destination = delta.weight.pieces[0].tensor
+            where = address(source)
+            if where in in_place:
+                with torch.inference_mode(False):
+                    source, destination = saved[where], torch.empty_like(saved[where])
+                swaps.append((delta.owner, delta.attribute, destination))
+            in_place.add(where)
+            users[where].remove((delta.owner, delta.attribute))
+            jobs.append(whole_job(delta, source, destination))
+        swaps += [(owner, attribute, saved[where]) for where in users for owner, attribute in users[where]]
+        before = [owner._parameters[attribute] for owner, attribute, _ in swaps]
+        for (owner, attribute, tensor), tied in zip(swaps, before, strict=True):
+            if tied is not None and (tied.shape, tied.dtype) != (tensor.shape, tensor.dtype):
+                raise UnsupportedAdapter(
+                    f"{attribute} of {type(owner).__name__}, {tied.dtype} {tuple(tied.shape)}, lies in the memory of "
+                    f"an adapted weight, {tensor.dtype} {tuple(tensor.shape)}; give it memory of its own"
+                )
+        try:
+            for (owner, attribute, tensor), tied in zip(swaps, before, strict=True):
+                with torch.inference_mode(False):
+                    owner._parameters[attribute] = nn.Parameter(tensor, tied is not None and tied.requires_grad)
+            yield jobs
+        finally:
+            for (owner, attribute, _), tied in zip(swaps, before, strict=True):
+                owner._parameters[attribute] = tied
+
+    def _sharded_jobs(self, deltas: Sequence[Delta]) -> list[Job]:
+        """What FSDP holds cannot be held apart: a tied weight must not have an adapter."""
+        places = {(id(owner), key): users for users in self._read().users.values() for owner, key in users}
+        for delta in deltas:
+            users = places[id(delta.owner), delta.attribute]
+            if len(users) > 1:
+                names = ", ".join(f"{type(owner).__name__}.{key}" for owner, key in users)
+                raise UnsupportedAdapter(
+                    f"{delta.name}: an adapter on a tied weight ({names}) that FSDP has sharded: its users would need "
+                    "weights of their own; untie them, or sync with MergedWeights, which streams them apart"
+                )
+        return [job for delta in deltas for job in in_place(delta)]
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Makes PEFT's forward take its merged path, and keeps PEFT from merging or unmerging meanwhile."""
+        layers = [(layer, active) for layer, active in self._read().layers if active]
+        before = [layer.merged_adapters for layer, _ in layers]
+        try:
+            for layer, active in layers:
+                layer.__dict__.update(merged_adapters=list(active), merge=_refuse, unmerge=_refuse)
+            yield
+        finally:
+            for (layer, _), names in zip(layers, before, strict=True):
+                layer.__dict__["merged_adapters"] = names
+                layer.__dict__.pop("merge", None)
+                layer.__dict__.pop("unmerge", None)
+
+
+def _parameter(delta: Delta) -> Tensor:
+    assert delta.owner is not None
+    parameter = delta.owner._parameters[delta.attribute]
+    assert parameter is not None
+    return parameter
+
+
+def _refuse(*args: object, **kwargs: object) -> None:
+    raise AlreadyMerged(
+        "inside lora_merge.merged() the adapters are merged and the base is not at hand: leave the block before "
+        "PEFT's merge_adapter, unmerge_adapter, set_adapter or disable_adapter"
+    )
+
+
+def live(model: Any) -> Live:
+    """A trainer's model: PEFT's, or Megatron's chunks."""
+    from .megatron import Megatron, is_megatron
+
+    return Megatron(model) if is_megatron(model) else Peft(model)

@@ -1,0 +1,172 @@
+"""The chunks of a megatron-core model as a `Live` model: who holds it together, and what the ranks tell each other.
+
+Every rank reads its own chunks (`shards/megatron.py`). Layers lie on pipeline stages and experts on expert-parallel
+ranks, so no rank knows all names: the ranks tell each other, once, what each holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .conversion import Conversion
+from .delta import Delta, Factors, Job, in_place
+from .errors import InvalidInput
+from .names import unwrapped
+from .ranks import Ranks
+from .shards import Address, Shard, address
+from .shards.megatron import (
+    Chunks,
+    Groups,
+    MegatronModel,
+    ProcessGroups,
+    adapters_off,
+    groups_of,
+    is_megatron,
+    read,
+    replica,
+)
+from .stream import Part
+
+__all__ = ["Megatron", "is_megatron"]
+_groups: dict[tuple[int, ...], Any] = {}
+"""Ranks of a replica -> the process group that was made for them."""
+
+
+class Megatron:
+    """A `Live` Megatron model.
+
+    Args:
+        model: the list of chunks that Megatron's `get_model` returned, one chunk, or `Chunks`.
+
+    Raises:
+        InvalidInput: torch.distributed or the parallel groups of Megatron are not initialised.
+    """
+
+    def __init__(self, model: Any) -> None:
+        chunks = [model] if isinstance(model, nn.Module) else model
+        self._chunks = chunks if isinstance(chunks, Chunks) else Chunks(chunks)
+        self.key = unwrapped(self._chunks.list[0])
+        groups, pg = groups_of(self.key)
+        self.ranks = Ranks(_replica(groups, pg))
+        merging = _larger(pg.tp, pg.expert_tp)
+        self.merging = self.ranks if merging is None else Ranks(merging)
+        self.device: torch.device | None = None
+        self.sharded = True
+        self._found: MegatronModel | None = None
+
+    def settle(self) -> None:
+        """Megatron's parameters stay where they are."""
+
+    def _read(self) -> MegatronModel:
+        c = self._chunks
+        self._found = self._found or read(c.list, vocab_size=c.vocab_size, names=c.names)
+        return self._found
+
+    def adapters(self) -> tuple[list[object], list[Delta]]:
+        found = self._read()
+        parts = self.parts(adapters=True, keep_tied=False).values()
+        return list(found.adapters), [part.delta for part in parts if part.delta is not None]
+
+    def parts(self, *, adapters: bool, keep_tied: bool) -> dict[str, Part]:
+        found = self._read()
+        parts = {}
+        for name, shard in found.tensors:
+            factors = found.deltas.get(name, ()) if adapters else ()
+            parts[name] = Part(name, shard, Delta(name, shard, factors) if factors else None, True)
+        if keep_tied and found.tied is not None and found.tied[0] in parts:
+            embedding, head = found.tied
+            parts[head] = Part(head, parts[embedding].shard, None, True)
+        return parts
+
+    def united(self, parts: Mapping[str, Part]) -> dict[str, Part]:
+        numbers: dict[int, int] = {}
+        told = self.ranks.gather((self._read().layers, [_told(part, numbers) for part in parts.values()]))
+        here = {layer for layers, _ in told for layer in layers}
+        lacking = sorted(set(range(self._read().layer_count)) - here)
+        if lacking:
+            raise InvalidInput(
+                f"layers {', '.join(map(str, lacking))} of {self._read().layer_count} are on none of the ranks "
+                f"{', '.join(str(self.ranks.global_rank(r)) for r in range(self.ranks.size))}; pass the chunks of "
+                "every stage on every rank"
+            )
+        united: dict[str, Part] = {}
+        device = next((part.shard.device for part in parts.values()), torch.device("cpu"))
+        for _, things in told:
+            factors: dict[int, Shard] = {}
+            for thing in things:
+                if thing.name not in united:
+                    united[thing.name] = parts.get(thing.name) or _elsewhere(thing, factors, device)
+        return united
+
+    def conversion(self) -> Conversion:
+        return Conversion(None, "")
+
+    def weights(self, deltas: Sequence[Delta]) -> dict[Address, Tensor]:
+        return {address(piece.tensor): piece.tensor for delta in deltas for piece in delta.weight.pieces}
+
+    @contextmanager
+    def jobs(self, deltas: Sequence[Delta], saved: Mapping[Address, Tensor]) -> Iterator[list[Job]]:
+        yield [job for delta in deltas for job in in_place(delta)]
+
+    def off(self) -> AbstractContextManager[None]:
+        return adapters_off(self._chunks.list)
+
+
+def _larger(a: Any, b: Any) -> Any | None:
+    """The one of two process groups that contains the other, if it does."""
+    ranks = {group: set(dist.get_process_group_ranks(group)) for group in (a, b)}
+    return next((one for one, other in ((a, b), (b, a)) if ranks[one] >= ranks[other]), None)
+
+
+def _replica(groups: Groups, pg: ProcessGroups) -> Any:
+    """The process group of the smallest set of ranks around this one that holds a whole model."""
+    larger = _larger(pg.model, pg.experts)
+    if larger is not None:
+        return larger
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, (groups.model, groups.experts))
+    ranks = replica(told, dist.get_rank())
+    if ranks not in _groups:
+        _groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+    return _groups[ranks]
+
+
+# ---- what ranks tell each other --------------------------------------------------------------------------------------
+
+
+class _Told(NamedTuple):
+    """A part in words: of the weight `(shape, dtype)`; of each factor also a number, the same for the same tensor."""
+
+    name: str
+    weight: tuple[tuple[int, ...], torch.dtype]
+    factors: tuple[tuple[Any, Any, float], ...] | None
+
+
+def _told(part: Part, numbers: dict[int, int]) -> _Told:
+    def half(shard: Shard) -> tuple[int, tuple[int, ...], torch.dtype]:
+        return numbers.setdefault(id(shard), len(numbers)), shard.shape, shard.dtype
+
+    delta = part.delta
+    factors = None if delta is None else tuple((half(f.lora_A), half(f.lora_B), f.scaling) for f in delta.factors)
+    return _Told(part.name, (part.shard.shape, part.shard.dtype), factors)
+
+
+def _elsewhere(thing: _Told, factors: dict[int, Shard], device: torch.device) -> Part:
+    """A part of which nothing is here."""
+
+    def half(told: tuple[int, tuple[int, ...], torch.dtype]) -> Shard:
+        number, shape, dtype = told
+        return factors.setdefault(number, Shard(shape, dtype, device, ()))
+
+    shape, dtype = thing.weight
+    weight = Shard(shape, dtype, device, ())
+    if thing.factors is None:
+        return Part(thing.name, weight, None, True)
+    pairs = tuple(Factors(half(a), half(b), scaling) for a, b, scaling in thing.factors)
+    return Part(thing.name, weight, Delta(thing.name, weight, pairs), True)
