@@ -133,7 +133,8 @@ def check(build: Callable[[], nn.Module], wrap: Wrap, what: str) -> None:
     with merged(plain):
         held = {d.name: d.weight.pieces[0].tensor.clone() for d in read_deltas_merged(plain)}
     model = wrap(build())
-    runs = wrap not in NO_FORWARD
+    # Nor does FSDP1 know the parametrisation with which PEFT runs adapted experts.
+    runs = wrap not in NO_FORWARD and not (wrap in FSDP1 and "experts" in what)
     if runs:
         adapter = forward(model)  # leaves units gathered
     reshard(model)

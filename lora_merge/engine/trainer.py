@@ -122,7 +122,7 @@ class Trainer:
         """Let every rank know which replicas have failed; an error of this rank itself fails them all."""
         for others, failed in await self.gather(({r.index: r.error for r in replicas if r.error}, error)):
             for replica in replicas:
-                replica.error = replica.error or others.get(replica.index, "") or failed
+                replica.error = failed or replica.error or others.get(replica.index, "")  # the cause comes first
 
     # Channels
 
