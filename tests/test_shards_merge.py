@@ -39,6 +39,11 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+def device() -> torch.device:
+    """Where this rank's model lives: on its GPU, where the ranks talk over NCCL."""
+    return torch.device("cuda", dist.get_rank()) if "nccl" in str(dist.get_backend_config()) else torch.device("cpu")
+
+
 def layers_of(model: Any) -> Any:
     base = model.get_base_model()
     return base.model.layers if hasattr(base, "model") else base.transformer.h
@@ -67,7 +72,7 @@ def fsdp2_mixed_precision(model: Any) -> nn.Module:
 
 
 def hsdp(model: Any) -> nn.Module:
-    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(device().type, (dist.get_world_size() // 2, 2), mesh_dim_names=("replicate", "shard"))
     for layer in layers_of(model):
         fully_shard(layer, mesh=mesh)
     return fully_shard(model, mesh=mesh)
@@ -75,7 +80,7 @@ def hsdp(model: Any) -> nn.Module:
 
 def tensor_parallel(model: Any) -> nn.Module:
     """The base cut by rows and columns over one dimension of the mesh, all of it by rows over the other."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(device().type, (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
     for layer in layers_of(model):
         styles = {"q_proj": ColwiseParallel(), "v_proj": ColwiseParallel(), "o_proj": RowwiseParallel()}
         present = {f"{name}.base_layer": style for name, style in styles.items()
@@ -87,16 +92,16 @@ def tensor_parallel(model: Any) -> nn.Module:
 
 def fsdp1(model: Any) -> nn.Module:
     policy = ModuleWrapPolicy({type(layers_of(model)[0])})
-    return FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu"))
+    return FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True, device_id=device())
 
 
 def fsdp1_one_unit(model: Any) -> nn.Module:
-    return FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+    return FullyShardedDataParallel(model, use_orig_params=True, device_id=device())
 
 
 def fsdp1_flat(model: Any) -> nn.Module:
     return FullyShardedDataParallel(
-        model, auto_wrap_policy=fsdp_auto_wrap_policy(model), use_orig_params=False, device_id=torch.device("cpu")
+        model, auto_wrap_policy=fsdp_auto_wrap_policy(model), use_orig_params=False, device_id=device()
     )
 
 
@@ -123,16 +128,16 @@ def local_bits(model: nn.Module) -> list[Tensor]:
 
 def forward(model: nn.Module) -> Tensor:
     with torch.no_grad():
-        return model(input_ids=torch.arange(12).view(2, 6)).logits.clone()
+        return model(input_ids=torch.arange(12, device=device()).view(2, 6)).logits.clone()
 
 
 def check(build: Callable[[], nn.Module], wrap: Wrap, what: str) -> None:
     """One model in one wrapping: merged in place and streamed, both strategies."""
-    plain = build()
+    plain = build().to(device())
     streamed = {name: t.clone() for name, t in MergedWeights(plain)}
     with merged(plain):
         held = {d.name: d.weight.pieces[0].tensor.clone() for d in read_deltas_merged(plain)}
-    model = wrap(build())
+    model = wrap(build().to(device()))
     # Nor does FSDP1 know the parametrisation with which PEFT runs adapted experts.
     runs = wrap not in NO_FORWARD and not (wrap in FSDP1 and "experts" in what)
     if runs:

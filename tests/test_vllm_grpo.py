@@ -21,7 +21,7 @@ from engines import GREEDY, assert_answers, train
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
 ROOT = Path(__file__).parents[1]
-PROCESSES = 1
+PROCESSES = 2
 
 
 def grpo(out: Path, *options: str) -> str:
