@@ -224,9 +224,9 @@ def part_same(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         result["extra_bytes"] = free - torch.cuda.mem_get_info()[0] if args.device == "cuda" else None
         result["check_of_all_bytes"] = str(sync.push(verify=True))
         filler = sync._weights.filler()
-        sender = sync._senders[0][0]
-        buffers = [buffer[: sender.nbytes] for buffer in sender.buffers]
-        result["merge_only_ms"] = timed(lambda: fill_all(filler, buffers), args.device, args.repeats)
+        with filler.buffers() as buffers:
+            result["merge_only_ms"] = timed(lambda: fill_all(filler, buffers), args.device, args.repeats)
+        filler._idle = []
         used = torch.cuda.memory_allocated() if args.device == "cuda" else 0
         for _ in range(args.pushes):
             sync.push()

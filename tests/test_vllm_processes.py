@@ -177,7 +177,7 @@ def test_one_replica_fails_and_the_other_is_valid(servers: list[Server], monkeyp
     model = models.with_lora(engines.qwen2, seed=4, **DENSE)
     sync = VllmSync(model, [server.url for server in servers], bucket_bytes=1 << 17)
     sync.push()
-    failing = sync._controls[1]
+    failing = sync._trainer.controls[1]
 
     async def broken() -> None:
         raise RuntimeError("injected")
@@ -196,7 +196,7 @@ def test_one_replica_fails_and_the_other_is_valid(servers: list[Server], monkeyp
 
 def test_a_users_pause_stays(servers: list[Server]) -> None:
     sync = VllmSync(engines.qwen2(), servers[0].url)
-    control = sync._controls[0]
+    control = sync._trainer.controls[0]
     control._post("pause", mode="keep")  # type: ignore[attr-defined]
     sync.push()
     assert control._get("is_paused")["is_paused"], "the user paused and did not ask to go on"  # type: ignore[attr-defined]
