@@ -20,7 +20,6 @@ from .live import Live, live
 from .operands import MergePlan, Operands
 from .ranks import Ranks
 from .shards import Address, cut
-from .stream import Part
 
 Model = TypeVar("Model")
 
@@ -162,8 +161,7 @@ def _merges_for(
         return known[1]
     if not ranks.any(adapted):
         raise InvalidInput("the model has no LoRA layers; pass the PeftModel, not its bare base")
-    parts = model.united({delta.name: Part(delta.name, delta.weight, delta, True) for delta in deltas})
-    deltas = [part.delta for part in parts.values() if part.delta is not None]
+    deltas = model.everyones(deltas)
     ranks.same([delta.describe() for delta in deltas], lambda: [delta.describe() for delta in deltas])
     devices = sorted({delta.weight.device for delta in deltas}, key=str)
     make = _Unshard if strategy == "unshard" and not ranks.alone else _Merge
@@ -171,7 +169,7 @@ def _merges_for(
         make(
             [delta for delta in deltas if delta.weight.device == device],
             [job for job in jobs if job.source.device == device],
-            model.merging,
+            model.merging if make is _Merge else ranks,
             device,
         )
         for device in devices

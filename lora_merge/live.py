@@ -17,7 +17,7 @@ from .conversion import Conversion, read_conversion
 from .delta import Delta, Job, in_place, whole_job
 from .errors import AlreadyMerged, UnsupportedAdapter
 from .lora import Adapters, read_adapters
-from .names import NamedTensor, named_tensors
+from .names import NamedTensor, named_tensors, walk
 from .ranks import Ranks
 from .shards import Address, address
 from .shards.layout import Layout, reshard
@@ -25,7 +25,7 @@ from .stream import Part
 
 
 class Live(Protocol):
-    """A model as it is at this moment. Making one is no collective, nor is anything but `united`.
+    """A model as it is at this moment. Making one is no collective, nor is anything but `united` and `everyones`.
 
     Attributes:
         key: under which plans for it are kept.
@@ -40,6 +40,9 @@ class Live(Protocol):
     merging: Ranks
     device: torch.device | None
     sharded: bool
+
+    def modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """As `names.walk`."""
 
     def adapters(self) -> tuple[list[object], list[Delta]]:
         """Its adapter layers and what they add.
@@ -59,6 +62,10 @@ class Live(Protocol):
     def united(self, parts: Mapping[str, Part]) -> dict[str, Part]:
         """The parts of all ranks, those of which this one holds nothing too, in an order that is the same everywhere.
         Collective over `ranks`."""
+
+    def everyones(self, deltas: Sequence[Delta]) -> list[Delta]:
+        """The deltas of all ranks, out of this one's, in an order that is the same everywhere. Collective over
+        `ranks`."""
 
     def conversion(self) -> Conversion:
         """From its tensors to those of the checkpoint."""
@@ -89,6 +96,9 @@ class Peft:
 
     def settle(self) -> None:
         reshard(self.key)
+
+    def modules(self) -> Iterator[tuple[str, nn.Module]]:
+        return walk(self.key)
 
     def _read(self) -> Adapters:
         self._adapters = self._adapters or read_adapters(self.key, self._layout)
@@ -134,6 +144,9 @@ class Peft:
 
     def united(self, parts: Mapping[str, Part]) -> dict[str, Part]:
         return dict(parts)
+
+    def everyones(self, deltas: Sequence[Delta]) -> list[Delta]:
+        return list(deltas)
 
     def conversion(self) -> Conversion:
         return read_conversion(self.key)

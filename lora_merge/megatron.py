@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from .conversion import Conversion
 from .delta import Delta, Factors, Job, in_place
 from .errors import InvalidInput
-from .names import unwrapped
+from .names import unwrapped, walk
 from .ranks import Ranks
 from .shards import Address, Shard, address
 from .shards.megatron import (
@@ -63,6 +63,10 @@ class Megatron:
     def settle(self) -> None:
         """Megatron's parameters stay where they are."""
 
+    def modules(self) -> Iterator[tuple[str, nn.Module]]:
+        for chunk in self._chunks.list:
+            yield from walk(chunk)
+
     def _read(self) -> MegatronModel:
         c = self._chunks
         self._found = self._found or read(c.list, vocab_size=c.vocab_size, names=c.names)
@@ -95,14 +99,25 @@ class Megatron:
                 f"{', '.join(str(self.ranks.global_rank(r)) for r in range(self.ranks.size))}; pass the chunks of "
                 "every stage on every rank"
             )
+        first: dict[str, tuple[int, _Told]] = {}
         united: dict[str, Part] = {}
         device = next((part.shard.device for part in parts.values()), torch.device("cpu"))
-        for _, things in told:
+        for rank, (_, things) in enumerate(told):
             factors: dict[int, Shard] = {}
             for thing in things:
-                if thing.name not in united:
+                there, other = first.setdefault(thing.name, (rank, thing))
+                if there == rank:
                     united[thing.name] = parts.get(thing.name) or _elsewhere(thing, factors, device)
+                elif str(other) != str(thing):
+                    raise InvalidInput(
+                        f"{thing.name}: rank {self.ranks.global_rank(there)} has {other}, rank "
+                        f"{self.ranks.global_rank(rank)} has {thing}"
+                    )
         return united
+
+    def everyones(self, deltas: Sequence[Delta]) -> list[Delta]:
+        parts = self.united(self.parts(adapters=True, keep_tied=False))
+        return [part.delta for part in parts.values() if part.delta is not None]
 
     def conversion(self) -> Conversion:
         return Conversion(None, "")
@@ -140,16 +155,28 @@ def _replica(groups: Groups, pg: ProcessGroups) -> Any:
 # ---- what ranks tell each other --------------------------------------------------------------------------------------
 
 
+_Half: TypeAlias = tuple[int, tuple[int, ...], torch.dtype]
+
+
 class _Told(NamedTuple):
     """A part in words: of the weight `(shape, dtype)`; of each factor also a number, the same for the same tensor."""
 
     name: str
     weight: tuple[tuple[int, ...], torch.dtype]
-    factors: tuple[tuple[Any, Any, float], ...] | None
+    factors: tuple[tuple[_Half, _Half, float], ...] | None
+
+    def __str__(self) -> str:
+        shape, dtype = self.weight
+        if self.factors is None:
+            return f"{list(shape)} {dtype} without an adapter"
+        pairs = [
+            f"lora_A {list(a[1])} {a[2]}, lora_B {list(b[1])} {b[2]} x {scaling}" for a, b, scaling in self.factors
+        ]
+        return f"{list(shape)} {dtype} with {' and '.join(pairs)}"
 
 
 def _told(part: Part, numbers: dict[int, int]) -> _Told:
-    def half(shard: Shard) -> tuple[int, tuple[int, ...], torch.dtype]:
+    def half(shard: Shard) -> _Half:
         return numbers.setdefault(id(shard), len(numbers)), shard.shape, shard.dtype
 
     delta = part.delta
@@ -160,7 +187,7 @@ def _told(part: Part, numbers: dict[int, int]) -> _Told:
 def _elsewhere(thing: _Told, factors: dict[int, Shard], device: torch.device) -> Part:
     """A part of which nothing is here."""
 
-    def half(told: tuple[int, tuple[int, ...], torch.dtype]) -> Shard:
+    def half(told: _Half) -> Shard:
         number, shape, dtype = told
         return factors.setdefault(number, Shard(shape, dtype, device, ()))
 

@@ -183,7 +183,8 @@ class Filler:
                 if slot.name not in self._wholly and delta is not None:
                     start, view = self._held(entry, slot)
                     jobs.append(Job(delta, start, view, view))
-        return Operands(deltas, self.source.merging, self.device, jobs, everything=everything)
+        ranks = self.ranks if everything else self.source.merging
+        return Operands(deltas, ranks, self.device, jobs, everything=everything)
 
     def _held(self, entry: Entry, slot: Slot) -> tuple[tuple[int, ...], Tensor]:
         """Where a slot begins in its parameter, and the view of the live parameter."""

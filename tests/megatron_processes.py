@@ -57,6 +57,7 @@ class Pool:
             there.close()
             self._workers.append(worker)
             self._pipes.append(here)
+        assert all(pipe.poll(5 * PATIENCE.seconds) and pipe.recv() for pipe in self._pipes), "a worker did not start"
 
     def close(self) -> None:
         for worker in self._workers:
@@ -67,6 +68,7 @@ class Pool:
 
 def _serve(pipe: Any) -> None:
     torch.set_num_threads(1)
+    pipe.send(True)
     while True:
         try:
             rank, world, store, fn, args = pipe.recv()

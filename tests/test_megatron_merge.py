@@ -6,6 +6,8 @@ the HF tensors by `lora_merge.merge`.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,14 +16,19 @@ pytest.importorskip("megatron.core", reason="the megatron tests run in an enviro
 
 import megatron_models as mm
 import torch
+import torch.distributed as dist
 from helpers import assert_same_bits
 from megatron_models import Grid
 from megatron_processes import POOL
+from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 from test_megatron_read import TOKENS, Case, assemble, boxes
 from torch import Tensor
 
 import lora_merge
 from lora_merge import MergedWeights, merged
+from lora_merge.engine.adapter import AdapterSource
+from lora_merge.errors import LoraMergeError
+from lora_merge.names import unwrapped
 from lora_merge.shards.megatron import Chunks, read
 
 BF16 = {"dtype": torch.bfloat16}
@@ -41,12 +48,16 @@ def work(case: Case, bucket_bytes: int) -> dict[str, Any]:
         with merged(model):
             answer["merged"] = mm.logits(chunks, TOKENS)
     answer["after"] = mm.logits(chunks, TOKENS)
+    with merged(model, strategy="unshard"):
+        assert_same_bits(mm.logits(chunks, TOKENS), answer["merged"], 'merged with strategy="unshard"')
     stream = MergedWeights(model, bucket_bytes=bucket_bytes)
     answer["stream"] = {name: tensor.clone() for name, tensor in stream}
     again = {name: tensor.clone() for name, tensor in stream}
     assert answer["stream"].keys() == again.keys()
     for name, tensor in answer["stream"].items():
         assert_same_bits(again[name], tensor, f"{name}, the second time")
+    for name, tensor in MergedWeights(model, strategy="unshard"):
+        assert_same_bits(tensor, answer["stream"][name], f'{name} with strategy="unshard"')
     answer["metadata"] = [tuple(meta) for meta in stream.metadata()]
     for p, was in zip(parameters, before, strict=True):
         assert_same_bits(p.detach(), was, "a shard after everything")
@@ -124,3 +135,116 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_merged_in_place_and_streamed(case: Case) -> None:
     check(case)
+
+
+# ---- adapters --------------------------------------------------------------------------------------------------------
+
+
+def export(case: Case) -> dict[str, Any]:
+    """The adapters in PEFT's names, as adapter mode sends them, and the logits with them."""
+    chunks = mm.megatron(case.kind, mm.hf_model(case.kind, **case.hf), case.grid)
+    assert case.style
+    mm.adapt(chunks, case.style)
+    weights = MergedWeights(Chunks(chunks, vocab_size=101))
+    source = AdapterSource(weights, weights.filler(), torch.float32)
+    buffer = torch.empty(source.capacity, dtype=torch.uint8)
+    source.fill(0, buffer, {})
+    tensors = {slot.name: slot.view(buffer).clone() for slot in source.table[0]}
+    return {"tensors": tensors, "logits": mm.logits(chunks, TOKENS)}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("qwen2", Grid(tp=2), 2, "bridge", hf={"tied": True}),
+        Case("qwen3", Grid(tp=2, pp=2), 4, "canonical"),
+        Case("llama", Grid(pp=2), 2, "several"),
+        Case("llama", Grid(tp=4), 4, "mcore", hf={"heads": (8, 2)}),
+    ],
+    ids=str,
+)
+def test_peft_loads_the_adapters_under_its_own_names(case: Case) -> None:
+    ranks = POOL.run(case.world, export, case)
+    tensors = ranks[0]["tensors"]
+    r = {name.removesuffix(".lora_A.weight"): t.shape[0] for name, t in tensors.items() if "lora_A" in name}
+    config = LoraConfig(target_modules=list(r), rank_pattern=r, alpha_pattern=r)
+    model = get_peft_model(mm.hf_model(case.kind, **case.hf), config)
+    loaded = set_peft_model_state_dict(model, {f"base_model.model.{name}": t for name, t in tensors.items()})
+    assert not loaded.unexpected_keys
+    assert len(tensors) == 2 * 7 * 2, "lora_A and lora_B of seven linears in two layers"
+    wanted = model(TOKENS).logits.detach()
+    for rank in ranks:
+        assert all(torch.equal(rank["tensors"][name], tensor) for name, tensor in tensors.items())
+        error = (rank["logits"][..., :101] - wanted).abs().max()
+        assert error < 1e-5 * max(1.0, float(wanted.abs().max())), f"off by {error}"
+
+
+# ---- bad input: one error on every rank, naming the parameter and the rank; nothing is changed -----------------------
+
+
+def refused(case: Case, damage: str, rank: int) -> list[str]:
+    hf = mm.hf_model(case.kind, **case.hf)
+    chunks: list[Any] = mm.megatron(case.kind, hf, case.grid)
+    assert case.style
+    mm.adapt(chunks, case.style)
+    layers = unwrapped(chunks[0]).decoder.layers
+    if dist.get_rank() == rank:
+        match damage:
+            case "no adapters":
+                for layer in layers:
+                    linear = layer.self_attention.linear_proj
+                    layer.self_attention.linear_proj = getattr(linear, "to_wrap", None) or linear.base_layer
+            case "other scaling":
+                layers[0].mlp.linear_fc1.adapter.alpha = 7
+            case "unknown parameter":
+                layers[0].extra = torch.nn.Linear(2, 2)
+            case "a stage that is missing":
+                del unwrapped(chunks[0]).decoder.layers[0]
+            case "other vocabulary":
+                return [attempt(chunks, entry, 100) for entry in (enter, iterate)]
+    said = [attempt(chunks, entry, 101) for entry in (enter, iterate)]
+    assert all(bool(torch.isfinite(p).all()) for c in chunks for p in c.decoder.parameters())
+    return said
+
+
+def attempt(chunks: list[Any], entry: Callable[[Chunks], None], vocabulary: int) -> str:
+    before = [p.detach().clone() for chunk in chunks for p in chunk.parameters()]
+    try:
+        entry(Chunks(chunks, vocab_size=vocabulary))
+    except LoraMergeError as error:
+        for was, p in zip(before, (p for chunk in chunks for p in chunk.parameters()), strict=True):
+            assert_same_bits(p.detach(), was, "after an error")
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def enter(model: Chunks) -> None:
+    with merged(model):
+        pass
+
+
+def iterate(model: Chunks) -> None:
+    list(MergedWeights(model))
+
+
+LLAMA = Case("llama", Grid(tp=2), 2, "bridge")
+STAGES = Case("llama", Grid(pp=2), 2, "bridge")
+BAD = [
+    (LLAMA, "no adapters", 1, r"layers\.0\.self_attn\.o_proj\.weight: rank 0 has .*lora_A.*, rank 1 .* without an"),
+    (
+        Case("llama", Grid(tp=2, pp=2), 4, "mcore"),
+        "no adapters",
+        3,
+        r"layers\.1\.self_attn\.o_proj\.weight: rank 2 .*lora_A.*, rank 3 .* without an",
+    ),
+    (LLAMA, "other scaling", 1, r"layers\.0\.mlp\.gate_proj\.weight: rank 0 .* x 1\.5, rank 1 .* x 1\.75"),
+    (STAGES, "unknown parameter", 1, r"rank 1.*decoder\.layers\.1\.extra\.weight"),
+    (STAGES, "a stage that is missing", 1, r"layers 1 of 2 are on none of the ranks 0, 1"),
+    (Case("qwen2", Grid(tp=2), 2, "bridge"), "other vocabulary", 1, r"embed_tokens.*rank 1 has \[100, 64\]"),
+]
+
+
+@pytest.mark.parametrize(("case", "damage", "rank", "wanted"), BAD, ids=[damage for _, damage, _, _ in BAD])
+def test_bad_input_is_one_error_on_every_rank(case: Case, damage: str, rank: int, wanted: str) -> None:
+    for said in POOL.run(case.world, refused, case, damage, rank):
+        assert [re.search(wanted, one, flags=re.DOTALL) is not None for one in said] == [True, True], said

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from ..buckets import ALIGNMENT, Meta, Table, extent, lay_out
 from ..delta import Delta
 from ..errors import UnsupportedAdapter
-from ..names import lineage, walk
+from ..live import Live, live
+from ..names import lineage
 from ..operands import Operands
 from ..stream import Entry, Filler
 from ..weights import MergedWeights
@@ -41,7 +42,7 @@ class AdapterSource:
     """
 
     def __init__(self, weights: MergedWeights, filler: Filler, dtype: torch.dtype) -> None:
-        _check_model(weights.model)
+        _check_model(live(weights.model))
         self.device, self.collective = filler.device, not filler.source.ranks.alone
         parts = filler.source.parts
         adapted = {
@@ -109,9 +110,9 @@ def _factors(
     return name.removesuffix(".weight"), kinds, a, b, scaling
 
 
-def _check_model(model: nn.Module) -> None:
+def _check_model(model: Live) -> None:
     """Refuse trained parts that are no adapter."""
-    for name, module in walk(model):
+    for name, module in model.modules():
         kinds = lineage(type(module))
         for kind in ("ModulesToSaveWrapper", "TrainableTokensWrapper"):
             if f"peft.utils.other.{kind}" in kinds:
