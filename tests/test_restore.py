@@ -11,8 +11,9 @@ from helpers import LAYOUTS, assert_same_bits, bits, cut, cuts, in_place, make_s
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_merge import Plan, Segment, restore
+from lora_merge import Plan, Segment
 from lora_merge.errors import AlreadyMerged, InvalidInput
+from lora_merge.kernels import composed, fused
 from lora_merge.restore import TrackedPlan
 from lora_merge.segments import FLOATS
 
@@ -80,7 +81,8 @@ def test_any_size_and_cut(backend: Backend, data: st.DataObject) -> None:
         s = dataclasses.replace(s, row_scale=torch.linspace(0.0, 2.0, rows, device=backend.device))
     parts = cut(s, data.draw(cuts(rows, cols), "cuts"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(restore, "BLOCK", data.draw(st.integers(1, 3 * most * most) if backend.compiled
+        patch.setattr(fused, "FIRST_ROOM", data.draw(st.sampled_from((1, 64, 10**9)), "room"))
+        patch.setattr(composed, "BLOCK", data.draw(st.integers(1, 3 * most * most) if backend.compiled
                                                   else st.integers(most * most, 3 * most * most), "block"))  # fmt: skip
         before = s.source.clone()
         whole = in_place(s)
@@ -90,6 +92,17 @@ def test_any_size_and_cut(backend: Backend, data: st.DataObject) -> None:
         assert_same_bits(s.source, whole.source, "merged")
         plan.unmerge()
         assert_same_bits(s.source, before, "restored")
+
+
+def test_an_arena_that_ends_on_the_way(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some units of work find room and others do not, in several tensors of several dtypes, more than a unit wide."""
+    monkeypatch.setattr(fused, "FIRST_ROOM", 20)
+    rows, cols = (40, 70) if backend.interpreted else (201, 1100)
+    segments = [
+        in_place(make_segment(str(dtype), rows, cols, 8, (dtype,) * 4, backend.device, update=1.0)) for dtype in FLOATS
+    ]
+    held, base = round_trip([with_special_values(s) for s in segments])
+    assert held > base / 8
 
 
 @pytest.mark.parametrize(("update", "most"), [(1e-3, 0.17), (1e-2, 0.17), (0.1, 0.17), (1.0, 0.27)])
@@ -109,20 +122,21 @@ def test_whatever_the_adapter_never_much_above_a_copy(backend: Backend) -> None:
 
 @pytest.mark.parametrize("fails_at", [1, 2, 3])
 def test_a_failing_merge_changes_nothing(backend: Backend, monkeypatch: pytest.MonkeyPatch, fails_at: int) -> None:
-    """Out of memory in a block: it is not written, and those before it come back."""
-    monkeypatch.setattr(restore, "BLOCK", 2000)
+    """Out of memory on the way: what was not merged yet is not written, and what was comes back."""
+    monkeypatch.setattr(composed, "BLOCK", 2000)
+    monkeypatch.setattr(fused, "FIRST_ROOM", 10)  # room for some of what escapes
     s = in_place(make_segment("w", 60, 100, 4, (torch.bfloat16,) * 4, backend.device, update=1.0))
-    before, calls, pack = s.source.clone(), [], restore._pack
+    before, calls, empty = s.source.clone(), [], torch.empty
 
-    def failing(codes: torch.Tensor) -> torch.Tensor:
+    def failing(*args: object, **kwargs: object) -> torch.Tensor:
         calls.append(None)
         if len(calls) == fails_at:
             raise torch.OutOfMemoryError("no room")
-        return pack(codes)
+        return empty(*args, **kwargs)
 
     plan = TrackedPlan([s])
     with monkeypatch.context() as patch:
-        patch.setattr(restore, "_pack", failing)
+        patch.setattr(torch, "empty", failing)
         with pytest.raises(torch.OutOfMemoryError):
             plan.merge()
     assert_same_bits(s.source, before)

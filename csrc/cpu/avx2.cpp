@@ -62,6 +62,10 @@ inline void store(Float16* p, F a, F b) {
   store_words(p, _mm256_cvtps_ph(a, kNearest));
   store_words(p + kLanes, _mm256_cvtps_ph(b, kNearest));
 }
+template <class Words>
+inline uint32_t sign_bits(Words x) {
+  return static_cast<uint32_t>(_mm256_movemask_ps(reinterpret_cast<__m256>(x)));
+}
 inline void stream(void* to, const void* from) {
   __m256i* line = static_cast<__m256i*>(to);
   _mm256_stream_si256(line, _mm256_loadu_si256(static_cast<const __m256i*>(from)));
@@ -71,10 +75,11 @@ inline void drain() { _mm_sfence(); }
 inline void prefetch(const void* p) { _mm_prefetch(p, _MM_HINT_T0); }
 
 #include "merge.h"
+#include "tracked.h"
 
 }  // namespace
 
-const Kernels kAvx2{"avx2", merge, row_norms};
+const Kernels kAvx2{"avx2", kPanel, merge, row_norms, track, write, untrack};
 
 }  // namespace lora_merge::cpu
 

@@ -64,6 +64,10 @@ inline void store(Float16* p, F a, F b) {
   store_words(p, _mm512_cvtps_ph(a, kNearest));
   store_words(p + kLanes, _mm512_cvtps_ph(b, kNearest));
 }
+template <class Words>
+inline uint32_t sign_bits(Words x) {
+  return _mm512_movepi32_mask(reinterpret_cast<__m512i>(x));
+}
 inline void stream(void* to, const void* from) {
   _mm512_stream_si512(static_cast<__m512i*>(to), _mm512_loadu_si512(from));
 }
@@ -71,10 +75,11 @@ inline void drain() { _mm_sfence(); }
 inline void prefetch(const void* p) { _mm_prefetch(p, _MM_HINT_T0); }
 
 #include "merge.h"
+#include "tracked.h"
 
 }  // namespace
 
-const Kernels kAvx512{"avx512", merge, row_norms};
+const Kernels kAvx512{"avx512", kPanel, merge, row_norms, track, write, untrack};
 
 }  // namespace lora_merge::cpu
 

@@ -63,14 +63,21 @@ inline void store(T* p, F a, F b) {
   store(p, a);
   store(p + kLanes, b);
 }
+template <class Words>
+inline uint32_t sign_bits(Words x) {
+  uint32_t mask = 0;
+  for (int l = 0; l < kLanes; ++l) mask |= x[l] >> 31 << l;
+  return mask;
+}
 inline void stream(void* to, const void* from) { std::memcpy(to, from, kLine); }
 inline void drain() {}
 inline void prefetch(const void* p) { __builtin_prefetch(p); }
 
 #include "merge.h"
+#include "tracked.h"
 
 }  // namespace
 
-const Kernels kGeneric{"generic", merge, row_norms};
+const Kernels kGeneric{"generic", kPanel, merge, row_norms, track, write, untrack};
 
 }  // namespace lora_merge::cpu

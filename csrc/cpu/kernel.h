@@ -46,11 +46,28 @@ struct alignas(64) Scratch {
   double norms[kUnitRows][kNormLanes];
 };
 
+// Rows of a unit that is tracked (tracked.h): its result waits in the L2 cache until its way back has room.
+constexpr int64_t kTrackRows = 48;
+
+struct TrackScratch : Scratch {
+  uint32_t merged[kTrackRows * kStripe];
+  uint32_t escaped[kTrackRows * kUnitCols];
+};
+
 struct Kernels {
   const char* name;
+  int64_t panel;  // columns of a register tile
   void (*merge)(const Unit& unit, bool stochastic, uint64_t seed, Scratch& scratch);
   void (*row_norms)(const Unit& unit, double* out, Scratch& scratch);  // a unit of whole rows
+
+  // Merges a unit into `scratch.merged`, not yet into its weight; writes its codes, leaves the raw bits of escaped
+  // elements in `scratch.escaped`, and returns how many bytes they are.
+  int64_t (*track)(const Unit& unit, uint8_t* codes, TrackScratch& scratch);
+  void (*write)(const Unit& unit, const TrackScratch& scratch);  // the weight: what `track` left
+  void (*untrack)(const Unit& unit, const uint8_t* codes, const uint8_t* escaped, TrackScratch& scratch);
 };
+
+const Kernels& kernels();  // the chosen ones
 
 extern const Kernels kGeneric;
 #if defined(__x86_64__)

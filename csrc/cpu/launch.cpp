@@ -1,17 +1,15 @@
 // Cuts a table into units of work and hands them to threads.
 #include "launch.h"
 
-#include <ATen/Parallel.h>
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstdlib>
 #include <cstring>
-#include <memory>
 
 #include "kernel.h"
+#include "units.h"
 
 namespace lora_merge::cpu {
 namespace {
@@ -46,24 +44,9 @@ const Kernels& choose() {
               c10::Join(", ", isas()));
 }
 
-const Kernels& kernels() {
-  static const Kernels& chosen = choose();
-  return chosen;
-}
-
 bool is_raw(const Segment& s) { return (s.dtypes & 0xff) >= kRaw1; }
 
 int64_t raw_size(const Segment& s) { return int64_t{1} << ((s.dtypes & 0xff) - kRaw1); }
-
-int64_t divide_up(int64_t n, int64_t step) { return (n + step - 1) / step; }
-
-// How a segment is cut: each unit has at most so many rows and columns.
-struct Cut {
-  int64_t rows, cols;
-
-  int64_t across(const Segment& s) const { return divide_up(s.cols, cols); }
-  int64_t units(const Segment& s) const { return divide_up(s.rows, rows) * across(s); }
-};
 
 bool is_runs(const Segment& s) { return s.source_stride[1] == 1 && s.destination_stride[1] == 1; }
 
@@ -76,28 +59,6 @@ Cut merge_cut(const Segment& s) {
 }
 
 Cut row_cut(const Segment& s) { return {unit_rows(s.rank), s.cols}; }
-
-// Runs `work(unit, scratch)` for every unit of every segment. Threads take the next unit when they are done with one,
-// so that a slow core holds up nobody. Which thread does a unit changes nothing in its result.
-template <class Work>
-void for_units(const Segment* segments, int64_t count, Cut (*cut)(const Segment&), const Work& work) {
-  std::vector<int64_t> begin(count + 1, 0);
-  for (int64_t i = 0; i < count; ++i) begin[i + 1] = begin[i] + cut(segments[i]).units(segments[i]);
-  const int64_t total = begin[count];
-  std::atomic<int64_t> next{0};
-  const auto worker = [&](int64_t, int64_t) {
-    const std::unique_ptr<Scratch> scratch(new Scratch);
-    for (int64_t at = next++; at < total; at = next++) {
-      const int64_t i = std::upper_bound(begin.begin(), begin.end(), at) - begin.begin() - 1;
-      const Segment& s = segments[i];
-      const Cut size = cut(s);
-      const int64_t down = (at - begin[i]) / size.across(s), side = (at - begin[i]) % size.across(s);
-      const int64_t row = down * size.rows, col = side * size.cols;
-      work(i, Unit{&s, row, std::min(size.rows, s.rows - row), col, std::min(size.cols, s.cols - col)}, *scratch);
-    }
-  };
-  at::parallel_for(0, std::min<int64_t>(at::get_num_threads(), total), 1, worker);
-}
 
 template <class T>
 void copy_elements(const Unit& unit) {
@@ -127,6 +88,11 @@ void copy(const Unit& unit) {
 
 }  // namespace
 
+const Kernels& kernels() {
+  static const Kernels& chosen = choose();
+  return chosen;
+}
+
 std::vector<std::string> isas() {
   std::vector<std::string> names;
   for (const Kernels* kernels : usable()) names.emplace_back(kernels->name);
@@ -139,7 +105,7 @@ void launch(const Segment* segments, int64_t count, bool stochastic, uint64_t se
   for (const Segment* s = segments; s < segments + count; ++s) {
     if (s->source != s->destination && !is_raw(*s)) apart += s->rows * s->cols;
   }
-  for_units(segments, count, merge_cut, [&](int64_t, Unit unit, Scratch& scratch) {
+  for_units<Scratch>(segments, count, merge_cut, [&](int64_t, int64_t, Unit unit, Scratch& scratch) {
     unit.streamed = apart > kStreamed && unit.segment->source != unit.segment->destination;
     is_raw(*unit.segment) ? copy(unit) : k.merge(unit, stochastic, seed, scratch);
   });
@@ -152,7 +118,7 @@ void row_norms(const Segment* segments, int64_t count, double* out) {
     TORCH_CHECK(!is_raw(segments[i]), "row norms of a byte copy");
     first[i + 1] = first[i] + segments[i].rows;
   }
-  for_units(segments, count, row_cut, [&](int64_t i, const Unit& unit, Scratch& scratch) {
+  for_units<Scratch>(segments, count, row_cut, [&](int64_t, int64_t i, const Unit& unit, Scratch& scratch) {
     k.row_norms(unit, out + first[i] + unit.row, scratch);
   });
 }

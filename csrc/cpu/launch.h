@@ -13,6 +13,27 @@ void launch(const Segment* segments, int64_t count, bool stochastic, uint64_t se
 // Writes the squared norm of each row of source + scaling * B A, segment after segment.
 void row_norms(const Segment* segments, int64_t count, double* out);
 
+// What brings weights back that were merged in place; docs/restore.md.
+struct Journal {
+  uint8_t* codes;    // two bits an element
+  int64_t* places;   // of each unit: where its escaped elements begin in the arena; -1: the unit is not merged
+  uint8_t* arena;    // raw bits of escaped elements
+  int64_t room;      // bytes of the arena
+  int64_t* counter;  // bytes of the arena asked for, and those of them that it had no room for
+};
+constexpr int64_t kArenaStep = 4;  // bytes; a unit's escaped elements begin at a multiple
+
+struct TrackedSizes {
+  int64_t units, code_bytes;
+};
+TrackedSizes tracked_sizes(const Segment* segments, int64_t count);
+
+// Merges in place every unit that is not merged and finds room in the arena; the others stay as they are.
+void track(const Segment* segments, int64_t count, const Journal& journal);
+
+// Puts back every bit of the units that are merged.
+void untrack(const Segment* segments, int64_t count, const Journal& journal);
+
 // The instruction sets that this machine can run, of "avx512", "avx2" and "generic". The first one is used, or the one
 // that LORA_MERGE_CPU_ISA names (read at the first launch).
 std::vector<std::string> isas();

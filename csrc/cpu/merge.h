@@ -7,6 +7,7 @@
 //     stream(to, from)               a cache line past the caches; drain() waits for all of them
 //     set(float), add, mul, fma      fma(a, b, c) = a * b + c, rounded once
 //     prefetch(p)                    asks for the cache line of p
+//     sign_bits(x)                   of kLanes 32-bit words, the first one lowest
 //     quiet(F)                       every NaN replaced by the one with bits 7fc00000
 //     any_nan(t)                     whether a tile F t[kTileRows][2] holds a NaN
 //

@@ -44,6 +44,27 @@ class Launch(Protocol):
         """
 
 
+class Tracked(Protocol):
+    """Segments that merge in place and come back bit for bit: `TrackedPlan` is the face of it.
+
+    Attributes:
+        merged: whether they are merged, in part at least.
+        nbytes: held for the way back.
+    """
+
+    @property
+    def merged(self) -> bool: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def merge(self) -> None:
+        """Merge all, or raise with the weights as before."""
+
+    def unmerge(self) -> None:
+        """Bring all back; after an error, calling again goes on."""
+
+
 class Backend(Protocol):
     """What a module of this package offers."""
 
@@ -52,6 +73,9 @@ class Backend(Protocol):
 
     def prepare(self, segments: Sequence[Segment], device: torch.device) -> Launch:
         """Lay out the work of checked, non-empty segments; the caller keeps their tensors alive."""
+
+    def prepare_tracked(self, segments: Sequence[Segment], device: torch.device) -> Tracked:
+        """The same for a tracked merge: every segment in place, with an adapter or a row scale."""
 
 
 def pick(device: torch.device) -> Backend:

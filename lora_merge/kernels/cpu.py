@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..segments import Segment, pack
 from . import native
+from .fused import Fused, Journal
 
 
 def unavailable(device: torch.device) -> str | None:
@@ -30,3 +31,24 @@ class _Launch:
 def prepare(segments: Sequence[Segment], device: torch.device) -> _Launch:
     """Units of work are cut in C++, at each launch."""
     return _Launch(torch.from_numpy(pack(segments)))
+
+
+class _Tracked:
+    """`fused.Kernels` of a table."""
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        self.segments = segments  # the table has their addresses
+        self.table, self.device = torch.from_numpy(pack(segments)), torch.device("cpu")
+        self.units, self.code_bytes = torch.ops.lora_merge_native.tracked_sizes_cpu(self.table)
+        self.base_bytes = sum(s.source.nbytes for s in segments)
+
+    def track(self, j: Journal) -> None:
+        torch.ops.lora_merge_native.track_cpu(self.table, j.codes, j.places, j.arena, j.counter)
+
+    def untrack(self, j: Journal) -> None:
+        torch.ops.lora_merge_native.untrack_cpu(self.table, j.codes, j.places, j.arena)
+
+
+def prepare_tracked(segments: Sequence[Segment], device: torch.device) -> Fused:
+    """One pass each way."""
+    return Fused(_Tracked(segments))

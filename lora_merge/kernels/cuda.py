@@ -24,6 +24,7 @@ from ..segments import (
     pack,
 )
 from . import native
+from .composed import Composed
 
 # The same numbers as in csrc/cuda/launch.h.
 INLINE_SEGMENTS = 8
@@ -112,6 +113,11 @@ class _Launch:
 def prepare(segments: Sequence[Segment], device: torch.device) -> _Launch:
     """Sort the table by launch, cut it into units of work, and put it on the device."""
     return _Launch(pack(segments), device)
+
+
+def prepare_tracked(segments: Sequence[Segment], device: torch.device) -> Composed:
+    """Block by block, by launches of `prepare`."""
+    return Composed(prepare, segments)
 
 
 def _variants(table: np.ndarray, device: torch.device) -> list[_Variant]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..segments import Segment, name_key
+from .composed import Composed
 
 BLOCK = 1 << 18
 """Elements worked on at a time: a few MiB of float64, whatever the size of the weight."""
@@ -39,6 +40,11 @@ class _Launch:
 def prepare(segments: Sequence[Segment], device: torch.device) -> _Launch:
     """Nothing to lay out."""
     return _Launch(segments)
+
+
+def prepare_tracked(segments: Sequence[Segment], device: torch.device) -> Composed:
+    """Block by block, by launches of `prepare`."""
+    return Composed(prepare, segments)
 
 
 def _row_blocks(s: Segment) -> list[slice]:

@@ -30,6 +30,7 @@ from ..segments import (
     Segment,
     pack,
 )
+from .composed import Composed
 
 TILE_ROWS, TILE_COLS = 64, 128
 RANK_BLOCK = 32
@@ -92,6 +93,11 @@ class _Launch:
 def prepare(segments: Sequence[Segment], device: torch.device) -> _Launch:
     """Sort the table by launch, cut it into units of work, and put it on the device."""
     return _Launch(pack(segments), device)
+
+
+def prepare_tracked(segments: Sequence[Segment], device: torch.device) -> Composed:
+    """Block by block, by launches of `prepare`."""
+    return Composed(prepare, segments)
 
 
 def _groups(table: np.ndarray) -> list[tuple[np.ndarray, dict[str, Any]]]:

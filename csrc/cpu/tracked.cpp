@@ -1,0 +1,63 @@
+// Tracked merges: units of work, and room in the arena for what escapes.
+#include <atomic>
+#include <cstring>
+
+#include "launch.h"
+#include "units.h"
+
+namespace lora_merge::cpu {
+namespace {
+
+Cut track_cut(const Segment& s) { return {std::min(kTrackRows, unit_rows(s.rank)), kUnitCols}; }
+
+int64_t code_bytes(const Segment& s) { return s.rows * round_up(s.cols, kernels().panel) / 4; }
+
+// First byte of each segment's codes.
+std::vector<int64_t> code_begin(const Segment* segments, int64_t count) {
+  std::vector<int64_t> begin(count + 1, 0);
+  for (int64_t i = 0; i < count; ++i) begin[i + 1] = begin[i] + code_bytes(segments[i]);
+  return begin;
+}
+
+// And of a unit's in its segment: units lie row by row of units.
+int64_t codes_before(const Unit& unit) {
+  return (unit.row * round_up(unit.segment->cols, kernels().panel) + unit.rows * unit.col) / 4;
+}
+
+}  // namespace
+
+TrackedSizes tracked_sizes(const Segment* segments, int64_t count) {
+  TrackedSizes sizes{0, code_begin(segments, count)[count]};
+  for (int64_t i = 0; i < count; ++i) sizes.units += track_cut(segments[i]).units(segments[i]);
+  return sizes;
+}
+
+void track(const Segment* segments, int64_t count, const Journal& journal) {
+  const Kernels& k = kernels();
+  const std::vector<int64_t> begin = code_begin(segments, count);
+  std::atomic_ref<int64_t> taken(journal.counter[0]), refused(journal.counter[1]);
+  for_units<TrackScratch>(segments, count, track_cut, [&](int64_t at, int64_t i, const Unit& unit, TrackScratch& scratch) {
+    if (journal.places[at] >= 0) return;
+    const int64_t bytes = k.track(unit, journal.codes + begin[i] + codes_before(unit), scratch);
+    const int64_t reserved = round_up(bytes, kArenaStep), place = taken.fetch_add(reserved);
+    if (place + reserved > journal.room) {
+      refused += reserved;
+      return;
+    }
+    std::memcpy(journal.arena + place, scratch.escaped, bytes);
+    k.write(unit, scratch);
+    journal.places[at] = place;
+  });
+}
+
+void untrack(const Segment* segments, int64_t count, const Journal& journal) {
+  const Kernels& k = kernels();
+  const std::vector<int64_t> begin = code_begin(segments, count);
+  for_units<TrackScratch>(segments, count, track_cut, [&](int64_t at, int64_t i, const Unit& unit, TrackScratch& scratch) {
+    if (journal.places[at] < 0) return;
+    k.untrack(unit, journal.codes + begin[i] + codes_before(unit), journal.arena + journal.places[at], scratch);
+    journal.places[at] = -1;
+  });
+}
+
+}  // namespace lora_merge::cpu

@@ -1,0 +1,158 @@
+"""A tracked merge by a backend's launches and tensor operations around them, for backends without one of their own.
+
+Block by block, several passes over each: right on any device, not fast. `fused.py` does the same in one pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..segments import FLOATS, Segment
+from . import Launch
+
+BLOCK = 1 << 23
+"""Elements merged at a time: the working memory is a few times as many, and gone after each block."""
+_ESCAPE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Journal:
+    """What brings a block back: `packed` holds four codes a byte, `raw` the bits of escaped elements in order."""
+
+    packed: Tensor
+    raw: Tensor
+
+
+class Composed:
+    """See `Tracked` in this package."""
+
+    def __init__(
+        self, prepare: Callable[[Sequence[Segment], torch.device], Launch], segments: Sequence[Segment]
+    ) -> None:
+        self._prepare = prepare
+        self._blocks = _blocks(segments)
+        self._journals: list[_Journal] = []
+        self.merged = False
+
+    @property
+    def nbytes(self) -> int:
+        return sum(j.packed.nbytes + j.raw.nbytes for j in self._journals)
+
+    def merge(self) -> None:
+        self.merged = True
+        try:
+            for block in self._blocks:
+                self._journals.append(self._merge(block))
+        except BaseException:
+            self.unmerge()
+            raise
+
+    def unmerge(self) -> None:
+        while self._journals:
+            self._unmerge(self._blocks[len(self._journals) - 1], self._journals[-1])
+            self._journals.pop()
+        self.merged = False
+
+    def _merge(self, block: list[Segment]) -> _Journal:
+        base, base_parts = _like(block)
+        torch._foreach_copy_(base_parts, [s.source for s in block])
+        _, merged_parts = _like(block)
+        self._run([replace(s, destination=part) for s, part in zip(block, merged_parts, strict=True)])
+        estimate = self._estimate(block, merged_parts)
+        away = _bits(base) - _bits(estimate)  # wraps
+        # NaN escapes: the bits of a NaN that is computed are nobody's promise.
+        escaped = (away < -1) | (away > 1) | estimate.isnan()
+        codes = (away + 1).to(torch.uint8).masked_fill_(escaped, _ESCAPE)
+        journal = _Journal(_pack(codes), _bits(base)[escaped])
+        torch._foreach_copy_([s.source for s in block], merged_parts)  # the only write, when all else is done
+        return journal
+
+    def _unmerge(self, block: list[Segment], journal: _Journal) -> None:
+        merged, merged_parts = _like(block)
+        torch._foreach_copy_(merged_parts, [s.source for s in block])
+        estimate = self._estimate(block, merged_parts)
+        codes = _unpack(journal.packed, merged.numel())
+        bits = _bits(estimate).add_(codes).sub_(1)
+        bits[codes == _ESCAPE] = journal.raw
+        merged.copy_(estimate)  # bits is a view of it
+        torch._foreach_copy_([s.source for s in block], merged_parts)
+
+    def _estimate(self, block: list[Segment], merged_parts: list[Tensor]) -> Tensor:
+        """`round(W' / row_scale - D)` of a block: a function of W' and the adapters alone."""
+        estimate, parts = _like(block)
+        segments = []
+        for s, merged, part in zip(block, merged_parts, parts, strict=True):
+            source = merged if s.row_scale is None else merged.float() / s.row_scale[:, None]
+            segments.append(replace(s, source=source, destination=part, scaling=-s.scaling, row_scale=None))
+        self._run(segments)
+        return estimate
+
+    def _run(self, segments: list[Segment]) -> None:
+        self._prepare(segments, segments[0].source.device)(False, 0)
+
+
+def _blocks(segments: Sequence[Segment]) -> list[list[Segment]]:
+    """Pieces of one dtype, at most BLOCK elements together (a single row may be longer)."""
+    blocks: list[list[Segment]] = []
+    for dtype in FLOATS:
+        room = 0
+        for s in segments:
+            if s.source.dtype != dtype:
+                continue
+            for piece in _pieces(s):
+                if room < piece.source.numel():
+                    blocks.append([])
+                    room = BLOCK
+                blocks[-1].append(piece)
+                room -= piece.source.numel()
+    return blocks
+
+
+def _pieces(s: Segment) -> list[Segment]:
+    rows, cols = s.source.shape
+    step = max(1, BLOCK // cols)
+    return [
+        replace(
+            s,
+            source=s.source[i : i + step],
+            destination=s.source[i : i + step],
+            lora_B=None if s.lora_B is None else s.lora_B[i : i + step],
+            row_scale=None if s.row_scale is None else s.row_scale[i : i + step],
+        )
+        for i in range(0, rows, step)
+    ]
+
+
+def _like(block: list[Segment]) -> tuple[Tensor, list[Tensor]]:
+    """New memory for a block and the views of its pieces, each stored by rows or by columns as its weight is.
+
+    That keeps the roles of lora_A and lora_B in the kernels (`segments.pack` exchanges them for weights stored by
+    columns), and with them the order of every sum.
+    """
+    first = block[0].source
+    flat = torch.empty(sum(s.source.numel() for s in block), dtype=first.dtype, device=first.device)
+    views = []
+    for s, part in zip(block, flat.split([s.source.numel() for s in block]), strict=True):
+        rows, cols = s.source.shape
+        by_columns = s.source.stride(0) == 1 and s.source.stride(1) != 1
+        views.append(part.view(cols, rows).t() if by_columns else part.view(rows, cols))
+    return flat, views
+
+
+def _bits(t: Tensor) -> Tensor:
+    return t.view(torch.int32 if t.element_size() == 4 else torch.int16)
+
+
+def _pack(codes: Tensor) -> Tensor:
+    """Four codes a byte, the first one lowest."""
+    four = torch.nn.functional.pad(codes, (0, -len(codes) % 4)).view(-1, 4)
+    return four[:, 0] | four[:, 1] << 2 | four[:, 2] << 4 | four[:, 3] << 6
+
+
+def _unpack(packed: Tensor, n: int) -> Tensor:
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=packed.device)
+    return (packed[:, None] >> shifts & 3).view(-1)[:n]
