@@ -19,9 +19,9 @@ bench: $(VENV)/installed
 test: $(VENV)/installed
 	$(PY) -m pytest --ignore-glob='tests/test_vllm*' --ignore-glob='tests/test_megatron*' $(ARGS)
 
-# The tests that start vLLM: about 3 GB of packages.
-test-vllm: $(VLLM)/installed
-	$(VLLM)/bin/python -m pytest $(ARGS) tests/test_vllm_*.py
+# The tests that start vLLM: about 3 GB of packages. One of them trains with megatron-core.
+test-vllm: $(VLLM)/installed $(VENV)/megatron/done
+	PYTHONPATH=$(VENV)/megatron $(VLLM)/bin/python -m pytest $(ARGS) tests/test_vllm_*.py
 
 # The tests that use PEFT, once more with the oldest release that is supported.
 test-peft: $(VENV)/installed $(VENV)/peft-oldest/done

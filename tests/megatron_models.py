@@ -74,23 +74,24 @@ def hf_model(
     dtype: torch.dtype = torch.float32,
     heads: tuple[int, int] = (8, 4),
     layers: int = 2,
+    head_dim: int = 8,
 ) -> Any:
     """A tiny transformers model with random weights; `heads` are attention heads and query groups."""
     import transformers as t
 
     sizes = {
         "vocab_size": 101,
-        "hidden_size": 64,
-        "intermediate_size": 48,
+        "hidden_size": 8 * head_dim,
+        "intermediate_size": 6 * head_dim,
         "num_hidden_layers": layers,
         "num_attention_heads": heads[0],
         "num_key_value_heads": heads[1],
-        "head_dim": 8,
+        "head_dim": head_dim,
         "max_position_embeddings": 64,
         "tie_word_embeddings": tied,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     }
-    moe = sizes | {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
+    moe = sizes | {"moe_intermediate_size": 3 * head_dim, "num_experts_per_tok": 2}
     torch.manual_seed(0)
     match kind:
         case "llama":
