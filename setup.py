@@ -52,7 +52,7 @@ def extension() -> dict[str, Any]:
     headers = [str(path) for path in sorted(Path("csrc").rglob("*.h*")) + sorted(Path("csrc").rglob("*.cuh"))]
     # OpenMP is what at::parallel_for runs on. No contraction: where a fused multiply-add is meant, it is written.
     # GCC 12 warns of uninitialised values in its own AVX-512 header.
-    cxx = ["-O3", "-fopenmp", "-ffp-contract=off", "-Wall", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
+    cxx = ["-std=c++20", "-O3", "-fopenmp", "-ffp-contract=off", "-Wall", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
     make, nvcc = cpp_extension.CppExtension, []
     home = cpp_extension.CUDA_HOME
     if torch.version.cuda and home and shutil.which("nvcc", path=str(Path(home) / "bin")):

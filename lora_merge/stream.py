@@ -257,18 +257,22 @@ class Filler:
         return lent is not None and not lent.expired()
 
     def fill(self, index: int, buffer: Tensor, run: Mapping[str, Any]) -> None:
-        """As `Sent.fill`."""
+        """As `Sent.fill`. An error of this rank is raised after the collectives of the bucket."""
         if index == 0:
             self._operands.refresh()
-        at, plan = self._plans.get(index, (0, None))
-        if plan is None or at != buffer.data_ptr():
-            plan = self._plan(index, buffer)
-            self._plans[index] = (buffer.data_ptr(), plan)
-        plan.run(run)
+        errors: list[Exception] = []
+        with _noted(errors):
+            at, plan = self._plans.get(index, (0, None))
+            if plan is None or at != buffer.data_ptr():
+                plan = self._plan(index, buffer)
+                self._plans[index] = (buffer.data_ptr(), plan)
+            plan.run(run)
         wholly = [slot for slot in self.table[index] if slot.name in self._wholly]
         if wholly:
-            self._fill_wholly(wholly, self.mine(index), buffer, run)
+            self._fill_wholly(wholly, self.mine(index), buffer, run, errors)
         self.ranks.all_gather_parts(buffer, self._sizes[index])
+        if errors:
+            raise errors[0]
 
     def _plan(self, index: int, buffer: Tensor) -> _BucketPlan:
         jobs: list[Job] = []
@@ -290,7 +294,14 @@ class Filler:
                 jobs.append(Job(delta, start, view, unfolded))
         return _BucketPlan(MergePlan(jobs, self._operands, segments), brought)
 
-    def _fill_wholly(self, slots: Sequence[Slot], mine: Sequence[Slot], buffer: Tensor, run: Mapping[str, Any]) -> None:
+    def _fill_wholly(
+        self,
+        slots: Sequence[Slot],
+        mine: Sequence[Slot],
+        buffer: Tensor,
+        run: Mapping[str, Any],
+        errors: list[Exception],
+    ) -> None:
         """Tensors that are made of whole parameters: gather these, merge, convert, and keep what this rank sends."""
         by_sources = groupby(dict.fromkeys(slot.name for slot in slots), lambda name: self.entries[name].sources)
         for sources, names in by_sources:
@@ -301,19 +312,42 @@ class Filler:
             wanted = [slot for slot in mine if self.entries[slot.name].sources == sources]
             if not wanted:
                 continue
-            merged = {}
-            for part, whole in zip(parts, exchange.wholes, strict=True):
-                merged[part.name] = out = torch.empty(whole.shape, dtype=dtype, device=self.device)
-                jobs = [] if part.delta is None else [whole_job(part.delta, whole, out)]
-                segments = copies(part.name, whole, out) if part.delta is None else []
-                MergePlan(jobs, self._operands, segments).run(**run)
-            for slot in wanted:
-                window = self.entries[slot.name].window
-                if window is None:
-                    made = self.source.conversion.compute(merged, slot.name)
-                else:
-                    made = window.fold(cut(merged[sources[0]], window.box))
-                slot.view(buffer).copy_(cut(made, slot.box))
+            with _noted(errors):
+                self._make(wanted, parts, dict(zip(sources, exchange.wholes, strict=True)), dtype, buffer, run)
+
+    def _make(
+        self,
+        slots: Sequence[Slot],
+        parts: Sequence[Part],
+        wholes: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        buffer: Tensor,
+        run: Mapping[str, Any],
+    ) -> None:
+        """Fill slots of tensors that come from the same whole parameters."""
+        merged = {}
+        for part in parts:
+            whole = wholes[part.name]
+            merged[part.name] = out = torch.empty(whole.shape, dtype=dtype, device=self.device)
+            jobs = [] if part.delta is None else [whole_job(part.delta, whole, out)]
+            segments = copies(part.name, whole, out) if part.delta is None else []
+            MergePlan(jobs, self._operands, segments).run(**run)
+        for slot in slots:
+            window = self.entries[slot.name].window
+            if window is None:
+                made = self.source.conversion.compute(merged, slot.name)
+            else:
+                made = window.fold(cut(merged[parts[0].name], window.box))
+            slot.view(buffer).copy_(cut(made, slot.box))
+
+
+@contextmanager
+def _noted(errors: list[Exception]) -> Iterator[None]:
+    """Go on after an error: the other ranks are in the collectives that follow, and must find this one there."""
+    try:
+        yield
+    except Exception as error:
+        errors.append(error)
 
 
 class _BucketPlan:

@@ -151,7 +151,8 @@ def check(build: Callable[[], nn.Module], wrap: Wrap, what: str) -> None:
             with merged(model, strategy=strategy):
                 for delta in read_deltas_merged(model):
                     for piece in delta.weight.pieces:
-                        assert_same_bits(piece.tensor, cut(held[delta.name], piece.box), f"{what} {delta.name}")
+                        wanted = cut(held[delta.name], piece.box).to(piece.tensor.device)
+                        assert_same_bits(piece.tensor, wanted, f"{what} {delta.name}")
                 if runs:
                     inside = forward(model)
         weights = MergedWeights(model, bucket_bytes=10_000, strategy=strategy)

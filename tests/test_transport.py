@@ -35,6 +35,8 @@ processes.set_forkserver_preload(["torch", "lora_merge.engine.transport"])
 class Counting:
     """Bucket k is full of k + 1."""
 
+    collective = False
+
     def __init__(self, device: torch.device = CPU, at: int = -1, then: Callable[[], None] = lambda: None) -> None:
         self.table: Table = lay_out([Meta(str(i), torch.uint8, (1000,)) for i in range(BUCKETS)], NBYTES)
         self.device, self._at, self._then = device, at, then

@@ -12,6 +12,9 @@ import models
 import pytest
 import torch
 from engines import ask, engine, train
+from processes import spawn
+from sharded_trainer import pushes
+from test_shards_merge import fsdp2
 from torch import nn
 
 from lora_merge import VllmSync
@@ -20,7 +23,7 @@ from lora_merge.verify import coverage
 pytestmark = pytest.mark.gpu
 DENSE = {"target_modules": engines.LINEARS}
 MOE = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], "target_parameters": engines.EXPERTS}
-BF16 = {"dtype": "bfloat16", "gpu_memory_utilization": 0.3}
+BF16 = {"dtype": "bfloat16", "gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 28}
 TOLERANCE = 0.15
 """Log-probs of bf16 models: logits of a few units carry errors of some 2^-7 of themselves; a policy without its
 adapter is off by far more (asserted)."""
@@ -124,3 +127,33 @@ def test_tensor_parallel_over_ipc_and_nccl(name: str, tmp_path: Path) -> None:
             train(model, step)
             assert sync.push(verify=True).transports == ("ipc", "nccl")
             assert_answers(ask(llm), model)
+
+
+def trainer_of_several(rank: int, folder: Path, gpus: list[str], tp: int) -> None:
+    pushes(rank, fsdp2, folder, torch.bfloat16, gpus, BF16 | {"tensor_parallel_size": tp}, TOLERANCE)
+
+
+@needs(2)
+def test_a_sharded_trainer(tmp_path: Path) -> None:
+    """FSDP2 over two GPUs, one engine with TP=2 on the same GPUs: each worker is served by the rank on its GPU."""
+    spawn(2, trainer_of_several, tmp_path, ["0,1"], 2, backend="nccl")
+
+
+@needs(4)
+def test_tensor_and_data_parallel_engines(tmp_path: Path) -> None:
+    """FSDP2 over four GPUs, TP=2 x DP=2."""
+    spawn(4, trainer_of_several, tmp_path, ["0,1", "2,3"], 2, backend="nccl")
+
+
+def test_expandable_segments(tmp_path: Path) -> None:
+    """Memory of PyTorch's that cannot be exported: buckets of other processes do not lie in it."""
+    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    try:
+        model = policy(engines.qwen2, **DENSE)
+        with engine(model, tmp_path / "base", processes=True, **BF16) as llm:
+            sync = VllmSync(model, llm)
+            assert sync.push(verify=True).transports == ("ipc",)
+            assert_answers(ask(llm), model)
+            sync.close()
+    finally:
+        torch.cuda.memory._set_allocator_settings("expandable_segments:False")

@@ -139,6 +139,7 @@ class Sender:
             self._store = serve_store()
             self._groups = {r: Group(self._store, str(r), 0, len(ws) + 1, device) for r, ws in members.items()}
         self._sent: dict[int, list[Done | None]] = {}
+        self._next = 0
         self._offered: Iterator[tuple[int, Tensor]] | None = None
         if self.local:
             _LOCAL[self.session] = self
@@ -262,7 +263,7 @@ class Sender:
         self, source: Sent, run: Mapping[str, Any], gone: Callable[[], set[int]]
     ) -> Generator[tuple[int, Tensor], None, None]:
         """Fill and hand over, one bucket ahead of whoever pulls here."""
-        self._sent = {}
+        self._sent, self._next = {}, 0
         filled: list[Any] = []
         count = len(source.table)
         try:
@@ -277,6 +278,11 @@ class Sender:
                 self._groups[replica].wait(sent[-1])
         except BaseException:
             self.abort()
+            if source.collective:
+                # The other ranks fill on, and need this one for it; what is filled reaches nobody.
+                for index in range(self._next, count):
+                    with contextlib.suppress(Exception), self._filling():
+                        source.fill(index, self.buffers[index % 2], run)
             raise
         finally:
             for group in self._groups.values():
@@ -289,8 +295,8 @@ class Sender:
         if self._stream is not None:
             # What the caller enqueued, optimizer steps and the reads of a worker in this process, comes first.
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        # Makes the device current, too: this may run in a thread of its own.
-        with torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
+        with self._filling():
+            self._next = index + 1
             source.fill(index, buffer, run)
             if self._stream is not None:
                 event = self._stream.record_event()
@@ -303,6 +309,10 @@ class Sender:
                 event.synchronize()
             self._box[_FILLED] = index + 1
         return event
+
+    def _filling(self) -> contextlib.AbstractContextManager[Any]:
+        """The stream on which buckets are filled; makes its device current, too: this may be a thread of its own."""
+        return torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext()
 
     def _decide(self, gone: Callable[[], set[int]]) -> None:
         """Which NCCL groups take part in this transfer."""
