@@ -1,6 +1,6 @@
 """Builds the compiled extension lora_merge._C; everything else about the package is in pyproject.toml.
 
-csrc/library.cpp and csrc/cpu are always compiled; csrc/library_cuda.cpp and csrc/cuda where torch was built for CUDA
+csrc/library.cpp and csrc/cpu are always compiled; csrc/library_cuda*.cpp and csrc/cuda where torch was built for CUDA
 and nvcc is found.
 `LORA_MERGE_BUILD=0` installs without the extension; `TORCH_CUDA_ARCH_LIST` ("8.0;9.0") names GPU architectures.
 """
@@ -52,12 +52,12 @@ def extension() -> dict[str, Any]:
     headers = [str(path) for path in sorted(Path("csrc").rglob("*.h*")) + sorted(Path("csrc").rglob("*.cuh"))]
     # OpenMP is what at::parallel_for runs on. No contraction: where a fused multiply-add is meant, it is written.
     # GCC 12 warns of uninitialised values in its own AVX-512 header.
-    cxx = ["-std=c++20", "-O3", "-fopenmp", "-ffp-contract=off", "-Wall", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
+    cxx = ["-O3", "-fopenmp", "-ffp-contract=off", "-Wall", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
     make, nvcc = cpp_extension.CppExtension, []
     home = cpp_extension.CUDA_HOME
     if torch.version.cuda and home and shutil.which("nvcc", path=str(Path(home) / "bin")):
         make = cpp_extension.CUDAExtension
-        sources += ["csrc/library_cuda.cpp", *map(str, sorted(Path("csrc/cuda").glob("*.cu")))]
+        sources += map(str, [*sorted(Path("csrc").glob("library_cuda*.cpp")), *sorted(Path("csrc/cuda").glob("*.cu"))])
         nvcc = ["-O3", "-std=c++17", "-lineinfo", *cuda_architectures()]
 
     class Build(cpp_extension.BuildExtension):

@@ -24,7 +24,7 @@ from ..segments import (
     pack,
 )
 from . import native
-from .composed import Composed
+from .fused import Fused
 
 # The same numbers as in csrc/cuda/launch.h.
 INLINE_SEGMENTS = 8
@@ -115,9 +115,11 @@ def prepare(segments: Sequence[Segment], device: torch.device) -> _Launch:
     return _Launch(pack(segments), device)
 
 
-def prepare_tracked(segments: Sequence[Segment], device: torch.device) -> Composed:
-    """Block by block, by launches of `prepare`."""
-    return Composed(prepare, segments)
+def prepare_tracked(segments: Sequence[Segment], device: torch.device) -> Fused:
+    """One pass each way."""
+    from .cuda_tracked import CudaTracked  # it places tables as this module does
+
+    return Fused(CudaTracked(segments, device))
 
 
 def _variants(table: np.ndarray, device: torch.device) -> list[_Variant]:
