@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 
@@ -11,6 +12,8 @@ import torch
 from helpers import LAYOUTS, assert_accurate, make_segment
 
 from lora_merge import Plan, Segment
+from lora_merge.kernels import fused
+from lora_merge.restore import TrackedPlan
 
 DEVICE = torch.device("cuda", 0)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -44,6 +47,13 @@ def main() -> None:
         plan = Plan([Segment("norms", s.source, s.destination, s.lora_A, s.lora_B, s.scaling, scale)])
         plan.row_norms()
         plan.run()
+    in_place = [dataclasses.replace(s, destination=s.source) for s in segments if s.rank]
+    fused.FIRST_ROOM = 1000  # the arena ends on the way, and grows
+    plan = TrackedPlan(in_place)
+    before = [s.source.clone() for s in in_place]
+    plan.merge()
+    plan.unmerge()
+    assert all(torch.equal(s.source, old) for s, old in zip(in_place, before, strict=True))
     torch.cuda.synchronize()
     print("all paths ran")
 
