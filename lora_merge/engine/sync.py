@@ -242,7 +242,11 @@ class VllmSync:
                 await replica.control.wake("weights")
 
     async def _pause_one(self, replica: Replica) -> None:
-        replica.paused_by_us = await _of(replica).pause(self._pause)
+        paused = await _of(replica).pause(self._pause)
+        # A trainer that died in a push may have left the engine paused; it said so there.
+        replica.paused_by_us = paused or any(worker["paused"] for worker in replica.workers)
+        if paused:
+            await _of(replica).rpc("note_pause", paused=True)
 
     async def _plan(self, replicas: Sequence[Replica], report: SyncReport) -> list[Pass]:
         """What has to be sent to whom, everything checked."""
@@ -393,6 +397,7 @@ class VllmSync:
                     await control.wake("kv_cache")
                 if replica.paused_by_us:
                     await control.resume()
+                    await control.rpc("note_pause", paused=False)
             except Exception as error:
                 replica.error = replica.error or f"{type(error).__name__}: {error}"
 

@@ -60,6 +60,7 @@ class Side:
         self.arrived: dict[str, bool] = {}
         self.coverage: tuple[int, int] = (0, 0)
         self.updating = False
+        self.paused = False
         self.held = State()
         self._sampler = Sampler()
         self._sample = ""
@@ -95,10 +96,12 @@ class Side:
 
     @contextmanager
     def taking(self) -> Iterator[None]:
-        """A transfer: if it fails here, also before the first bucket, the trainer does not wait for this worker."""
+        """A transfer: if it fails here, also before the first bucket, the trainer does not wait for this worker, and
+        no layer stays open (the trainer may be dead, and the next one looks at the layers first)."""
         try:
             yield
         except BaseException:
+            self.loader.abort()
             if self.receiver is not None:
                 self.receiver.left()
             raise
@@ -232,6 +235,7 @@ def _introduction(worker: Any, side: Side, state: State) -> dict[str, Any]:
         "tied": side.loader.ties,
         "lora": None if lora is None else {"max_rank": lora.max_lora_rank, "dtype": _lora_dtype(lora)},
         "asleep": asleep(),
+        "paused": side.paused,
         "session": None if side.receiver is None else side.receiver.session,
         "connector": worker.vllm_config.kv_transfer_config is not None,
         "multimodal": bool(worker.model_config.is_multimodal_model),
@@ -336,6 +340,12 @@ def _abort(worker: Any, side: Side, reason: str | None = None) -> dict[str, Any]
     return {}
 
 
+def _note_pause(worker: Any, side: Side, paused: bool) -> dict[str, Any]:
+    """That generation stands still because of a push: if its trainer dies, the next one's push lets it go on."""
+    side.paused = paused
+    return {}
+
+
 def _disconnect(worker: Any, side: Side, sessions: list[str]) -> dict[str, Any]:
     """Let go of a trainer's memory, before the trainer frees it."""
     if side.receiver is not None and side.receiver.session in sessions:
@@ -353,5 +363,6 @@ _OPS: dict[str, Callable[..., dict[str, Any]]] = {
     "coverage": _coverage,
     "abort": _abort,
     "commit": _commit,
+    "note_pause": _note_pause,
     "disconnect": _disconnect,
 }
