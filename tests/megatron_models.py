@@ -364,7 +364,12 @@ def bridge() -> Any:
     pytorch.ops = types.SimpleNamespace(Sequential=nn.Sequential)
     te.pytorch = pytorch
     with mock.patch.dict(sys.modules, {"transformer_engine": te, "transformer_engine.pytorch": pytorch}):
-        from megatron.bridge.peft import canonical_lora, dora, lora, utils
+        from megatron.bridge.peft import canonical_lora, dora, lora, lora_layers, utils
+
+    # megatron-core 0.16.1 hands its routers a padding mask too, which Megatron-Bridge 0.3.1 does not take.
+    router, forward = lora_layers.LoRATopKRouter, lora_layers.LoRATopKRouter.__dict__["forward"]
+    if forward.__code__.co_argcount == 2:
+        router.forward = lambda self, x, padding_mask=None: forward(self, x)
 
     utils.HAVE_TE = True
     utils.TELayerNormColumnParallelLinear = megatron_te.TELayerNormColumnParallelLinear

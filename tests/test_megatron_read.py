@@ -173,6 +173,7 @@ EXPERTS = [
     Case("qwen3_moe", Grid(tp=2, ep=2, etp=1), 2, "bridge"),
     Case("mixtral", Grid(ep=2), 2, "mcore"),
     Case("mixtral", Grid(tp=2, etp=2), 2, "fc1"),
+    Case("mixtral", Grid(tp=2, etp=1, ep=2), 2, "router"),
     Case("qwen2_moe", Grid(tp=2, ep=2, etp=1), 4, "bridge"),
 ]
 GROUPED = [

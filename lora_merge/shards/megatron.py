@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from math import prod
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -202,6 +201,7 @@ class _Reader:
         self._deltas: dict[str, list[Factors]] = {}
         self._layers: list[int] = []
         self._halves: dict[tuple[Any, ...], Shard] = {}
+        self._rows: dict[str, tuple[HF, list[Block]]] = {}
         self._adapters: list[nn.Module] = []
 
     def model(self) -> MegatronModel:
@@ -313,6 +313,7 @@ class _Reader:
         return bool(pattern[layer]) if isinstance(pattern, Sequence) else layer % pattern == 0
 
     def _hf(self, weight: _Weight) -> tuple[HF, list[Block]]:
+        """Where the rows of a parameter over all ranks belong."""
         hf = self._names(weight.name)
         if hf is None:
             raise InvalidInput(
@@ -328,7 +329,7 @@ class _Reader:
         return hf, blocks
 
     def _weight(self, weight: _Weight) -> None:
-        hf, blocks = self._hf(weight)
+        hf, blocks = self._rows[weight.name] = self._hf(weight)
         self._check_columns(weight)
         for key, name in {"": hf}.items() if isinstance(hf, str) else hf.items():
             if name in self._shards:
@@ -352,10 +353,10 @@ class _Reader:
                 "cannot be merged into both; untie them"
             )
         matrices = [w for w in weights if w.tensor.dim() == 2 and "layer_norm" not in w.name]
+        experts = {w.expert: [w] for w in matrices}
         for pair in pairs:
-            for weight in matrices:
-                if pair.expert is None or pair.expert == weight.expert:
-                    self._pair(name, weight, pair)
+            for weight in matrices if pair.expert is None else experts.get(pair.expert, ()):
+                self._pair(name, weight, pair)
 
     def _pair(self, name: str, weight: _Weight, pair: Pair) -> None:
         ranks, groups = weight.grid[1], weight.config.num_query_groups
@@ -369,7 +370,7 @@ class _Reader:
                 f"{name}: apart adapters for q, k and v with {groups} query groups over {ranks} ranks: their forward "
                 "interleaves whole groups, which no rank has"
             )
-        hf, blocks = self._hf(weight)
+        hf, blocks = self._rows[weight.name]
         shared = self._half(pair.lora_A, weight.grid, "", None)
         rank, columns = shared.shape
         wanted = weight.tensor.shape[1] * (ranks if weight.cut == 1 else 1)
@@ -407,19 +408,19 @@ def _place(tensor: Tensor, cut: int | None, grid: tuple[int, int], key: str, blo
         grid: `(rank, size)` in that group.
         key: of the checkpoint tensor.
     """
-    rank, size = grid
-    begin = rank * tensor.shape[0] if cut == 0 else 0
-    end, at = begin + tensor.shape[0], 0
-    columns = [n * (size if cut == 1 else 1) for n in tensor.shape[1:]]
-    first = [rank * n if cut == 1 else 0 for n in tensor.shape[1:]]
+    (rank, size), (count, *columns) = grid, tuple(tensor.shape)
+    begin = rank * count if cut == 0 else 0
+    end, at = begin + count, 0
+    first = [rank * n if cut == 1 else 0 for n in columns]
     pieces, rows = [], 0
-    for part, start, count in blocks:
-        lower, upper = max(at, begin), min(at + count, end)
+    for part, start, length in blocks:
         if part == key:
-            rows += count
-            if lower < upper and tensor.numel():
-                pieces.append(Piece((start + lower - at, *first), tensor[lower - begin : upper - begin]))
-        at += count
-    shape = (rows, *columns)
-    whole = len(pieces) == 1 and pieces[0].tensor.numel() == prod(shape)
+            lower, upper = max(at, begin), min(at + length, end)
+            rows += length
+            if lower < upper and all(columns):
+                view = tensor if upper - lower == count else tensor[lower - begin : upper - begin]
+                pieces.append(Piece((start + lower - at, *first), view))
+        at += length
+    whole = len(pieces) == 1 and pieces[0].tensor.shape[0] == rows and (cut != 1 or size == 1)
+    shape = (rows, *(n * size if cut == 1 else n for n in columns))
     return Shard(shape, tensor.dtype, tensor.device, tuple(pieces), whole)

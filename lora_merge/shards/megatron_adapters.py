@@ -69,10 +69,13 @@ def register(path: str, child: str, style: Style) -> None:
     """
     register_wrapper(path, child)
     _STYLES[path] = style
+    _plain.clear()
 
 
 _STYLES: dict[str, Style] = {}
-_ADAPTERS = ("megatron.bridge.peft.adapter_wrapper.AdapterWrapper", "peft.tuners.tuners_utils.BaseTunerLayer")
+_plain: set[type] = set()
+"""Classes of modules that are no adapter layers."""
+_ADAPTERS = {"megatron.bridge.peft.adapter_wrapper.AdapterWrapper", "peft.tuners.tuners_utils.BaseTunerLayer"}
 _UNWRAPPING = {"LinearAdapter", "TELinearAdapter", "PatchedLinearAdapter", "PatchedTELinearAdapter"}
 
 
@@ -82,13 +85,16 @@ def style_of(name: str, module: nn.Module) -> Style | None:
     Raises:
         UnsupportedAdapter: an adapter layer of a class that no style knows.
     """
-    paths = lineage(type(module))
-    if paths[0] in _STYLES:
-        return _STYLES[paths[0]]
-    if any(path in _ADAPTERS for path in paths) or type(module).__name__ in _UNWRAPPING:
-        raise UnsupportedAdapter(
-            f"{name}: adapters of class {paths[0]} cannot be merged here; known are {', '.join(sorted(_STYLES))}"
-        )
+    cls = type(module)
+    if cls not in _plain:
+        paths = lineage(cls)
+        if paths[0] in _STYLES:
+            return _STYLES[paths[0]]
+        if not _ADAPTERS.isdisjoint(paths) or cls.__name__ in _UNWRAPPING:
+            raise UnsupportedAdapter(
+                f"{name}: adapters of class {paths[0]} cannot be merged here; known are {', '.join(sorted(_STYLES))}"
+            )
+        _plain.add(cls)
     return None
 
 
@@ -107,12 +113,14 @@ def cut_of(module: nn.Module) -> int | None:
 
     By class: the attributes that Megatron sets on parameters are missing on some and wrong on some experts.
     """
-    for path in lineage(type(module)):
-        if path in _ROWS:
-            return 0
-        if path in _COLUMNS:
-            return 1
-    return None
+    cls = type(module)
+    if cls not in _cuts:
+        known = (0 if path in _ROWS else 1 for path in lineage(cls) if path in _ROWS or path in _COLUMNS)
+        _cuts[cls] = next(known, None)
+    return _cuts[cls]
+
+
+_cuts: dict[type, int | None] = {}
 
 
 # ---- Megatron-Bridge -------------------------------------------------------------------------------------------------
@@ -187,25 +195,26 @@ def _peft(name: str, layer: Layer) -> list[Pair]:
             f"{name}: the base weight already holds the adapters {', '.join(layer.merged_adapters)}. Inside "
             "lora_merge.merged(), leave it first; after merge_adapter(), reload the base: unmerging is not exact"
         )
-    active = [] if layer.disable_adapters else [a for a in layer.active_adapters if a in layer.lora_A]
+    lora_A, lora_B = layer.lora_A._modules, layer.lora_B._modules
     pairs = []
-    for adapter in active:
-        a, b = layer.lora_A[adapter], layer.lora_B[adapter]
+    for adapter in [] if layer.disable_adapters else layer.active_adapters:
+        if adapter not in lora_A:
+            continue
+        a, b = lora_A[adapter], lora_B[adapter]
         for half in (a, b):
             if any("bias" in key and p is not None and p.numel() for key, p in half._parameters.items()):
                 raise UnsupportedAdapter(f"{name}: adapter '{adapter}' has lora_bias, which no weight can hold")
-        scaling = float(layer.scaling[adapter])
-        a_weights, b_weights = _weights(a), _weights(b)
-        for e, (a_weight, b_weight) in enumerate(zip(a_weights, b_weights, strict=True)):
-            expert = e if len(a_weights) > 1 or "weight0" in a._parameters else None
-            pairs.append(Pair(Half(a_weight, cut_of(a)), Half(b_weight, cut_of(b)), scaling, None, expert))
+        scaling, grouped = float(layer.scaling[adapter]), "weight" not in a._parameters
+        for e, (a_weight, b_weight) in enumerate(zip(_weights(a), _weights(b), strict=True)):
+            halves = Half(a_weight, cut_of(a)), Half(b_weight, cut_of(b))
+            pairs.append(Pair(*halves, scaling, None, e if grouped else None))
     return pairs
 
 
 def _weights(linear: Layer) -> list[Tensor]:
     """`weight`, or `weight0`, `weight1`, ... of a grouped linear."""
     if "weight" in linear._parameters:
-        return [linear.weight]
+        return [linear._parameters["weight"]]
     return [linear._parameters[f"weight{i}"] for i in range(linear.num_gemms)]
 
 
