@@ -30,6 +30,9 @@ from lora_merge.names import unwrapped
 # ---- models ----------------------------------------------------------------------------------------------------------
 
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
 @dataclass(frozen=True)
 class Grid:
     """Sizes of the parallel groups."""
@@ -42,7 +45,9 @@ class Grid:
 
 
 def _shim() -> None:
-    """Let megatron-core believe in a CPU device."""
+    """Let megatron-core believe in a CPU device, where there is no other."""
+    if torch.cuda.is_available():
+        return
     from megatron.core.transformer.moe import grouped_gemm_util, moe_utils, token_dispatcher
 
     class Stream:
@@ -152,14 +157,17 @@ def megatron(kind: str, hf: Any, grid: Grid, *, form: str = "local", padded: int
     from megatron.core import parallel_state as ps
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.tensor_parallel.random import initialize_rng_tracker
+    from megatron.core.tensor_parallel.random import initialize_rng_tracker, model_parallel_cuda_manual_seed
     from megatron.core.transformer import TransformerConfig
 
     _shim()
     ps.initialize_model_parallel(
         grid.tp, grid.pp, grid.vpp, expert_model_parallel_size=grid.ep, expert_tensor_parallel_size=grid.etp
     )
-    initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+    if torch.cuda.is_available():
+        model_parallel_cuda_manual_seed(1)
+    else:
+        initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
     c, dtype, grouped = hf.config, hf.dtype, form == "grouped"
     experts = getattr(c, "num_local_experts", None) or getattr(c, "num_experts", None)
     ffn = getattr(c, "moe_intermediate_size", None) or c.intermediate_size
@@ -235,7 +243,7 @@ def megatron(kind: str, hf: Any, grid: Grid, *, form: str = "local", padded: int
             import megatron_te
 
             megatron_te.convert(chunk)
-        chunks.append(chunk.to(dtype).eval())
+        chunks.append(chunk.to(DEVICE, dtype).eval())
     return chunks
 
 
@@ -325,10 +333,11 @@ def logits(chunks: list[Any], tokens: Tensor) -> Tensor:
 
     group, me, ranks = ps.get_pipeline_model_parallel_group(), ps.get_pipeline_model_parallel_rank(), []
     ranks = dist.get_process_group_ranks(group)
-    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-    mask = torch.ones(1, 1, tokens.shape[1], tokens.shape[1]).triu(1).bool()
+    tokens = tokens.to(DEVICE)
+    positions = torch.arange(tokens.shape[1], device=DEVICE).expand_as(tokens)
+    mask = torch.ones(1, 1, tokens.shape[1], tokens.shape[1], device=DEVICE).triu(1).bool()
     config = unwrapped(chunks[0]).config
-    x = torch.empty(tokens.shape[1], tokens.shape[0], config.hidden_size, dtype=config.params_dtype)
+    x = torch.empty(tokens.shape[1], tokens.shape[0], config.hidden_size, dtype=config.params_dtype, device=DEVICE)
     with torch.no_grad():
         for chunk in chunks:
             for stage, rank in enumerate(ranks):
@@ -518,6 +527,7 @@ def adapt(chunks: list[Any], style: str, *, r: int = 4) -> None:
     dense = ps.get_tensor_model_parallel_rank()
     expert = 100 * ps.get_expert_model_parallel_rank() + ps.get_expert_tensor_parallel_rank()
     for chunk in chunks:
+        chunk.to(DEVICE)
         for name, parameter in chunk.named_parameters():
             if ".adapter." in name or ".lora_" in name:
                 cut = getattr(parameter, "tensor_model_parallel", False)

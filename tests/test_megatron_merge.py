@@ -68,8 +68,11 @@ def work(case: Case, bucket_bytes: int) -> dict[str, Any]:
     return answer
 
 
-def check(case: Case, bucket_bytes: int = 20_000) -> None:
-    ranks = POOL.run(case.world, work, case, bucket_bytes)
+def check(
+    case: Case, bucket_bytes: int = 20_000, *, run: Callable[..., list[Any]] = POOL.run, device: str = "cpu"
+) -> None:
+    """What all ranks answered, against the model in HF form, merged on `device`."""
+    ranks = run(case.world, work, case, bucket_bytes)
     hf = mm.hf_model(case.kind, **case.hf)
     wanted = mm.checkpoint(hf)
     for name, value in wanted.items():
@@ -79,7 +82,7 @@ def check(case: Case, bucket_bytes: int = 20_000) -> None:
                 (assemble(name, [h[i][0] for h in holders]), assemble(name, [h[i][1] for h in holders]), scaling)
                 for i, (_, _, scaling) in enumerate(holders[0])
             ]
-            wanted[name] = merge(value, pairs)
+            wanted[name] = merge(value, pairs, device)
     tolerance = 1e-5 if hf.dtype == torch.float32 else 0.0
     for rank in ranks:
         assert set(rank["stream"]) == set(wanted)
@@ -101,14 +104,14 @@ def check(case: Case, bucket_bytes: int = 20_000) -> None:
             assert (rank["merged"][..., :101] - ours).abs().max() < 1e-5 * max(1.0, float(ours.abs().max()))
 
 
-def merge(weight: Tensor, pairs: list[tuple[Tensor, Tensor, float]]) -> Tensor:
+def merge(weight: Tensor, pairs: list[tuple[Tensor, Tensor, float]], device: str) -> Tensor:
     """Several adapters side by side in float32, as everywhere: one rounding."""
     if len(pairs) == 1:
         ((a, b, scaling),) = pairs
-        return lora_merge.merge(weight, a, b, scaling)
-    a = torch.cat([a.float() for a, _, _ in pairs])
-    b = torch.cat([b.float() * scaling for _, b, scaling in pairs], 1)
-    return lora_merge.merge(weight, a, b, 1.0)
+    else:
+        a = torch.cat([a.float() for a, _, _ in pairs])
+        b, scaling = torch.cat([b.float() * scaling for _, b, scaling in pairs], 1), 1.0
+    return lora_merge.merge(weight.to(device), a.to(device), b.to(device), scaling).cpu()
 
 
 CASES = [

@@ -46,7 +46,7 @@ class VllmSync:
     rank on its GPU, or from rank 0.
 
     Args:
-        model: what is trained: a PEFT model, or any module; sharded by FSDP2 or FSDP1, or whole.
+        model: what is trained: a PEFT model, or any module; sharded by FSDP2 or FSDP1, or whole. Or Megatron's chunks.
         engine: a `vllm.LLM`, an `AsyncLLM`, a Ray actor around one, the URL of an api_server, or a list of these
             (replicas). Engines are started with `weight_transfer_config=WeightTransferConfig(backend="lora_merge")`.
             None where other ranks hold all handles.
