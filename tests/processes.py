@@ -17,22 +17,32 @@ TIMEOUT = timedelta(seconds=60)
 """A rank that waits for nobody fails after this."""
 
 
-def spawn(world: int, work: Callable[..., None], *args: Any, backend: str = "gloo") -> None:
+def spawn(
+    world: int, work: Callable[..., None], *args: Any, backend: str = "gloo", timeout: timedelta = TIMEOUT
+) -> None:
     """Run `work(rank, *args)` on `world` ranks; the first failure is raised here, with its rank's traceback.
 
     With a backend that has NCCL in it, each rank has the GPU of its number."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    mp.spawn(_main, (world, port, work, args, backend), nprocs=world, join=True)
+    mp.spawn(_main, (world, port, work, args, backend, timeout), nprocs=world, join=True)
 
 
-def _main(rank: int, world: int, port: int, work: Callable[..., None], args: tuple[Any, ...], backend: str) -> None:
+def _main(
+    rank: int,
+    world: int,
+    port: int,
+    work: Callable[..., None],
+    args: tuple[Any, ...],
+    backend: str,
+    timeout: timedelta,
+) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(world)}
     torch.set_num_threads(1)
     if "nccl" in backend:
         torch.cuda.set_device(rank)
-    dist.init_process_group(backend, rank=rank, world_size=world, timeout=TIMEOUT)
+    dist.init_process_group(backend, rank=rank, world_size=world, timeout=timeout)
     try:
         work(rank, *args)
         dist.barrier()

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import models
+import pytest
 import torch
 import torch.distributed as dist
 from helpers import assert_same_bits
+from peft import LoraConfig, get_peft_model
 from peft.utils.other import fsdp_auto_wrap_policy
 from processes import spawn
 from torch import Tensor, nn
@@ -18,7 +20,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from lora_merge import MergedWeights, merged, read_deltas
+from lora_merge import LoraMergeError, MergedWeights, UnsupportedAdapter, merged, read_deltas
 from lora_merge.shards import cut
 from lora_merge.shards.layout import Layout, reshard
 
@@ -183,6 +185,96 @@ def read_deltas_merged(model: Any) -> Any:
     finally:
         for layer, names in zip(layers, saved, strict=True):
             layer.__dict__["merged_adapters"] = names
+
+
+class Odd(nn.Module):
+    """Rows that do not divide by anything, a unit of a few numbers; frozen and trained parameters in one unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(20, 53), nn.Linear(53, 7)
+        self.tiny = nn.Linear(7, 3, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.tiny(self.narrow(self.wide(x)))
+
+
+def odd() -> nn.Module:
+    torch.manual_seed(0)
+    config = LoraConfig(r=3, target_modules=["wide", "narrow", "tiny"], init_lora_weights=False)
+    return get_peft_model(Odd(), config)
+
+
+def training(rank: int) -> None:
+    """Merging in the gap between backward and step, and streaming after it: the run is that which never merged."""
+    for wrap in (fully_shard, fsdp1_one_unit):
+        runs = []
+        for merges in (False, True):
+            model = wrap(odd())
+            optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+            for step in range(3):
+                g = torch.Generator().manual_seed(10 * step + rank)
+                model(torch.randn(4, 20, generator=g)).square().sum().backward()
+                if merges:
+                    with merged(model, strategy=(None, "unshard")[step % 2]):
+                        pass
+                    dict(MergedWeights(model, bucket_bytes=512))
+                optimizer.step()
+                optimizer.zero_grad()
+                if merges:
+                    with merged(model):
+                        pass
+            reshard(model)
+            runs.append(local_bits(model))
+        for one, other in zip(*runs, strict=True):
+            assert_same_bits(one, other, f"{wrap.__name__} on rank {rank}")
+
+
+def test_training_goes_on_as_if_nobody_had_merged() -> None:
+    spawn(4, training)
+
+
+def disagreements(rank: int) -> None:
+    """What is wrong on one rank only is an error on every rank, before anything is written or waited for."""
+    changes: dict[str, Callable[[Any], object]] = {
+        "rank 1 failed, nothing was changed: UnsupportedAdapter": lambda m: setattr(
+            m.base_model.model.wide, "quantization_backend", "x"
+        ),
+        "disagree on the model or its adapters.*rank 1: wide.weight": lambda m: m.base_model.model.wide.set_scale(
+            "default", 7.0
+        ),
+        "no LoRA layers": lambda m: None,
+    }
+    for message, change in changes.items():
+        model = fully_shard(odd() if "LoRA" not in message else Odd())
+        before = local_bits(model)
+        if rank == 1:
+            change(model)
+        # The rank itself raises what it found; the others say which rank it was.
+        other = "(?s)" + ("quantised" if rank == 1 and "failed" in message else message)
+        with pytest.raises(LoraMergeError, match=other), merged(model):
+            raise AssertionError("the body ran")
+        for now, then in zip(local_bits(model), before, strict=True):
+            assert_same_bits(now, then)
+
+
+def test_one_rank_that_disagrees_fails_on_all() -> None:
+    spawn(2, disagreements)
+
+
+def tied(rank: int) -> None:
+    model = fully_shard(models.with_lora(lambda: models.qwen2(tied=True), target_modules=["lm_head", "q_proj"]))
+    with pytest.raises(UnsupportedAdapter, match="tied weight"), merged(model):
+        pass
+    plain = models.with_lora(lambda: models.qwen2(tied=True), target_modules=["lm_head", "q_proj"])
+    wanted = dict(MergedWeights(plain))
+    for name, tensor in MergedWeights(model):
+        assert_same_bits(tensor, wanted[name], name)
+
+
+def test_an_adapter_on_one_of_two_tied_weights() -> None:
+    """In place it is refused under FSDP; the stream holds the two apart."""
+    spawn(2, tied)
 
 
 def every_wrap(rank: int, wraps: list[Wrap], names: list[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,10 @@ BF16 = {"dtype": "bfloat16", "gpu_memory_utilization": 0.05, "kv_cache_memory_by
 TOLERANCE = 0.15
 """Log-probs of bf16 models: logits of a few units carry errors of some 2^-7 of themselves; a policy without its
 adapter is off by far more (asserted)."""
+
+
+ENGINE = timedelta(minutes=4)
+"""Ranks wait for the one that starts the engines."""
 
 
 def policy(build: Any, **config: Any) -> nn.Module:
@@ -136,13 +141,13 @@ def trainer_of_several(rank: int, folder: Path, gpus: list[str], tp: int) -> Non
 @needs(2)
 def test_a_sharded_trainer(tmp_path: Path) -> None:
     """FSDP2 over two GPUs, one engine with TP=2 on the same GPUs: each worker is served by the rank on its GPU."""
-    spawn(2, trainer_of_several, tmp_path, ["0,1"], 2, backend="nccl")
+    spawn(2, trainer_of_several, tmp_path, ["0,1"], 2, backend="nccl", timeout=ENGINE)
 
 
 @needs(4)
 def test_tensor_and_data_parallel_engines(tmp_path: Path) -> None:
     """FSDP2 over four GPUs, TP=2 x DP=2."""
-    spawn(4, trainer_of_several, tmp_path, ["0,1", "2,3"], 2, backend="nccl")
+    spawn(4, trainer_of_several, tmp_path, ["0,1", "2,3"], 2, backend="nccl", timeout=ENGINE)
 
 
 def test_expandable_segments(tmp_path: Path) -> None:

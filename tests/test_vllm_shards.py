@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 
 import engines
@@ -17,4 +18,4 @@ no_leftovers = engines.no_leftovers
 
 @pytest.mark.parametrize("wrap", [fsdp2, fsdp1])
 def test_pushes_of_a_sharded_trainer(wrap: object, tmp_path: Path) -> None:
-    spawn(2, pushes, wrap, tmp_path, torch.float32, [""], {}, 5e-6)
+    spawn(2, pushes, wrap, tmp_path, torch.float32, [""], {}, 5e-6, timeout=timedelta(minutes=4))
