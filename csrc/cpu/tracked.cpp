@@ -35,7 +35,7 @@ TrackedSizes tracked_sizes(const Segment* segments, int64_t count) {
 void track(const Segment* segments, int64_t count, const Journal& journal) {
   const Kernels& k = kernels();
   const std::vector<int64_t> begin = code_begin(segments, count);
-  std::atomic_ref<int64_t> taken(journal.counter[0]), refused(journal.counter[1]);
+  std::atomic<int64_t> taken(journal.counter[0]), refused(journal.counter[1]);
   for_units<TrackScratch>(segments, count, track_cut, [&](int64_t at, int64_t i, const Unit& unit, TrackScratch& scratch) {
     if (journal.places[at] >= 0) return;
     const int64_t bytes = k.track(unit, journal.codes + begin[i] + codes_before(unit), scratch);
@@ -48,6 +48,8 @@ void track(const Segment* segments, int64_t count, const Journal& journal) {
     k.write(unit, scratch);
     journal.places[at] = place;
   });
+  journal.counter[0] = taken;
+  journal.counter[1] = refused;
 }
 
 void untrack(const Segment* segments, int64_t count, const Journal& journal) {
