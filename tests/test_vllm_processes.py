@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -203,6 +204,38 @@ def test_a_users_pause_stays(servers: list[Server]) -> None:
     control._post("resume")  # type: ignore[attr-defined]
     sync.push()
     assert not control._get("is_paused")["is_paused"]  # type: ignore[attr-defined]
+
+
+def push_and_die(url: str) -> None:
+    """A trainer that is killed in the middle of a push."""
+    fill = Filler.fill
+
+    def broken(self: Filler, index: int, *args: Any) -> None:
+        if index == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        fill(self, index, *args)
+
+    Filler.fill = broken  # type: ignore[method-assign]
+    VllmSync(models.with_lora(engines.qwen2, **DENSE), url, bucket_bytes=1 << 16).push()
+
+
+def test_a_trainer_killed_in_the_middle_of_a_push(servers: list[Server]) -> None:
+    """Its engine is dirty, says so, and the next trainer's push heals it; it generates again, too."""
+    model = models.with_lora(engines.qwen2, seed=2, **DENSE)
+    sync = VllmSync(model, servers[0].url, bucket_bytes=1 << 17)
+    version = sync.push().version
+    trainer = multiprocessing.get_context("spawn").Process(target=push_and_die, args=(servers[0].url,))
+    trainer.start()
+    trainer.join(120)
+    assert trainer.exitcode == -signal.SIGKILL
+    end = time.monotonic() + 20
+    while (state := sync.states()[0]).kind != "dirty" and time.monotonic() < end:
+        time.sleep(0.1)
+    assert state.kind == "dirty"
+    assert sync.push(verify=True).version == version + 1
+    prompt = engines.prompts()[0]
+    assert servers[0].generate(prompt) == greedy(model, prompt)
+    sync.close()
 
 
 def test_pushes_while_an_async_engine_generates_for_training_and_evaluation(tmp_path: Path) -> None:

@@ -1,0 +1,167 @@
+"""Requests in flight, and pushes in which a process is killed: real engines in processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import engines
+import models
+import pytest
+import torch
+from engines import ask, assert_answers, engine, train
+from vllm import LLM, SamplingParams
+
+from lora_merge import PushFailed, PushRefused, VllmSync
+from lora_merge.stream import Filler
+
+DENSE = {"target_modules": engines.LINEARS}
+BUCKET = 1 << 16
+"""Small buckets: there is a middle of a push."""
+pytestmark = pytest.mark.usefixtures("no_leftovers")
+no_leftovers = engines.no_leftovers
+
+
+def policy(seed: int = 0) -> Any:
+    return models.with_lora(engines.qwen2, seed=seed, **DENSE)
+
+
+def worker_of(llm: LLM) -> int:
+    """Process id of the engine."""
+    (answer,) = llm.collective_rpc("lora_merge", args=(json.dumps({"op": "hello"}),))
+    return int(json.loads(answer)["pid"])
+
+
+def kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def in_the_middle(do: Callable[[], None]) -> Callable[..., None]:
+    """In the place of `Filler.fill`: does something before the fourth bucket."""
+    fill = Filler.fill
+
+    def instead(self: Filler, index: int, *args: Any) -> None:
+        if index == 3:
+            do()
+        fill(self, index, *args)
+
+    return instead
+
+
+# Requests in flight
+
+
+class Engine:
+    """An AsyncLLM in an event loop of its own."""
+
+    def __init__(self, folder: Path, model: torch.nn.Module) -> None:
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+        self.loop, self.count = asyncio.new_event_loop(), 0
+        options = engines.engine_options(model) | {"enable_lora": True, "max_lora_rank": 8, "max_model_len": 256}
+
+        async def start() -> AsyncLLM:
+            return AsyncLLM.from_engine_args(AsyncEngineArgs(str(folder), **options))
+
+        self.llm = self.run(start())
+
+    def run(self, what: Coroutine[Any, Any, Any]) -> Any:
+        return self.loop.run_until_complete(asyncio.wait_for(what, 60))
+
+    async def request(self, number: int, tokens: int, lora: Any = None) -> Any:
+        self.count += 1
+        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=1)
+        prompt = {"prompt_token_ids": engines.prompts()[number]}
+        async for output in self.llm.generate(prompt, sampling, str(self.count), lora_request=lora):
+            last = output
+        return last
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    folder = tmp_path_factory.mktemp("async") / "base"
+    engines.save_base(engines.qwen2(), folder)
+    engine = Engine(folder, engines.qwen2())
+    yield engine
+    engine.llm.shutdown()
+    engine.loop.close()
+
+
+@pytest.mark.parametrize("mode", ["merged", "adapter"])
+@pytest.mark.parametrize("pause", ["wait", "abort"])
+def test_requests_in_flight_end_with_the_weights_they_began_with(running: Engine, pause: str, mode: str) -> None:
+    """`wait` lets them finish, `abort` ends them where they are; what comes after is the new policy's alone."""
+    model = policy()
+    sync = VllmSync(model, running.llm, mode=mode, pause=pause, bucket_bytes=BUCKET)
+
+    async def scenario() -> tuple[list[Any], list[Any]]:
+        await sync.apush()
+        flying = [asyncio.create_task(running.request(i, 200, sync.lora_request())) for i in range(4)]
+        await asyncio.sleep(0.2)
+        assert not any(task.done() for task in flying), "the scenario has requests in flight"
+        before = torch.nn.utils.parameters_to_vector(model.parameters())
+        train(model)
+        push = asyncio.create_task(sync.apush())
+        late = [asyncio.create_task(running.request(i, 10, sync.lora_request())) for i in range(4)]
+        await push
+        after = await asyncio.gather(*late, *(running.request(i, 10, sync.lora_request()) for i in range(4)))
+        torch.nn.utils.vector_to_parameters(before, model.parameters())
+        return await asyncio.gather(*flying), after
+
+    old, new = running.run(scenario())
+    for output in old:
+        completion = output.outputs[0]
+        assert completion.finish_reason == ("length" if pause == "wait" else "abort")
+        assert (len(completion.token_ids) == 200) == (pause == "wait"), "no token is lost, none is made up"
+    assert_answers(old, model)
+    with torch.no_grad():
+        train(model)
+    assert_answers(new[4:], model)
+    for output in new[:4]:  # came in while the push was under way
+        spans = output.outputs[0].weight_versions
+        assert len(spans) == 1, "no mixing of versions"
+
+
+# An engine that is killed
+
+
+def test_an_engine_killed_in_the_middle_of_a_push_and_a_new_one_under_a_living_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is named, the other replica is valid; a new engine gets the base, and the adapter once, in either mode."""
+    model = policy()
+    options = {"enable_lora": True, "max_lora_rank": 8}
+    with (
+        engine(model, tmp_path / "base", processes=True, **options) as victim,
+        engine(model, tmp_path / "base", **options) as survivor,
+    ):
+        sync = VllmSync(model, [survivor, victim], bucket_bytes=BUCKET)
+        for mode in ("adapter", "merged"):
+            assert sync.push(mode=mode).transports == ("local", "shm")
+            for llm in (survivor, victim):
+                assert_answers(ask(llm, sync.lora_request()), model)
+        pid = worker_of(victim)
+        train(model, size=0.01)
+        with monkeypatch.context() as patched:
+            patched.setattr(Filler, "fill", in_the_middle(lambda: kill(pid)))
+            with pytest.raises(PushFailed, match=r"engine 1 is dirty: .*engine 0 is valid"):
+                sync.push()
+        assert_answers(ask(survivor), model)
+        train(model, size=0.01)
+        with pytest.raises(PushRefused, match="engine 1 does not answer"):
+            sync.push()
+    with engine(model, tmp_path / "base", **options) as newcomer:
+        sync = VllmSync(model, newcomer, bucket_bytes=BUCKET)
+        for step, mode in enumerate(["adapter", "merged", "adapter"]):
+            train(model, step, 0.01)
+            assert sync.push(mode=mode).base_sent == (mode == "adapter"), "a new engine has no base yet"
+            assert_answers(ask(newcomer, sync.lora_request()), model)
