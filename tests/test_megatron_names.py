@@ -17,7 +17,7 @@ import megatron.core
 import megatron_models as mm
 import torch
 
-from lora_merge import InvalidInput
+from lora_merge import InvalidInput, merged
 from lora_merge.shards import megatron_adapters as adapters
 from lora_merge.shards.megatron import read, replica
 from lora_merge.shards.megatron_names import bridge_names, names_of, row_blocks
@@ -143,3 +143,18 @@ def test_a_replica_holds_dense_weights_and_experts(
 def test_only_megatron_models(model: list[Any], kinds: str) -> None:
     with pytest.raises(InvalidInput, match=f"chunks of a megatron-core GPTModel, got {kinds}"):
         read(model)
+
+
+def test_without_torch_distributed() -> None:
+    class GPTModel(torch.nn.Module):
+        config = types.SimpleNamespace(qk_layernorm=False, add_qkv_bias=False)
+        vocab_size = 8
+
+    GPTModel.__module__, GPTModel.__qualname__ = "megatron.core.models.gpt.gpt_model", "GPTModel"
+    with pytest.raises(InvalidInput, match=r"torch\.distributed is not initialised"):
+        merged_model([GPTModel()])
+
+
+def merged_model(chunks: list[Any]) -> None:
+    with merged(chunks):
+        pass

@@ -224,6 +224,8 @@ def test_the_style_of_the_documentation() -> None:
 
 
 def refused(case: Case, damage: str) -> str:
+    from megatron.core import parallel_state
+
     hf = mm.hf_model(case.kind, **case.hf)
     chunks: list[Any] = mm.megatron(case.kind, hf, case.grid)
     if case.style:
@@ -252,6 +254,9 @@ def refused(case: Case, damage: str) -> str:
             layers[0].mlp.linear_fc1.lora_B["default"].bias = torch.nn.Parameter(torch.ones(3))
         case "stage":
             del chunks[1]
+        case "groups of Megatron":
+            del unwrapped(chunks[0]).pg_collection
+            parallel_state.destroy_model_parallel()
         case "twice":
             chunks.append(chunks[0])
             unwrapped(chunks[0]).config.virtual_pipeline_model_parallel_size = 2
@@ -293,6 +298,7 @@ BAD = [
         r"UnsupportedAdapter: rank \d: .*linear_fc2: .*expert tensor parallelism 2: its own forward does not",
     ),
     (Case("llama", Grid(pp=2, vpp=2), 2, hf={"layers": 4}), "stage", r"InvalidInput: rank \d: .*2 virtual stages"),
+    (LLAMA, "groups of Megatron", r"InvalidInput: .* initialize_model_parallel first"),
     (LLAMA, "twice", r"InvalidInput: rank 0: .*model\.embed_tokens\.weight was found twice"),
 ]
 

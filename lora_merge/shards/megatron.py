@@ -159,13 +159,22 @@ def replica(groups: Sequence[tuple[Sequence[int], Sequence[int]]], rank: int) ->
 
 
 def groups_of(model: Any) -> tuple[Groups, ProcessGroups]:
-    """Where this rank stands, for an unwrapped GPTModel."""
-    pg = getattr(model, "pg_collection", None)
-    if pg is None:
+    """Where this rank stands, for an unwrapped GPTModel.
+
+    Raises:
+        InvalidInput: torch.distributed or Megatron's parallel groups are not initialised.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise InvalidInput("a Megatron model, but torch.distributed is not initialised: init_process_group first")
+    pg: Any = getattr(model, "pg_collection", None)
+    if any(getattr(pg, name, None) is None for name in ("tp", "expt_tp", "ep", "mp", "tp_ep_pp")):
         try:
+            from megatron.core import parallel_state
             from megatron.core.process_groups_config import ProcessGroupCollection
         except ImportError as error:
             raise MissingExtra(f"pip install lora-merge[megatron]: {error}") from None
+        if not parallel_state.model_parallel_is_initialized():
+            raise InvalidInput("the parallel groups of Megatron are not initialised: initialize_model_parallel first")
         pg = ProcessGroupCollection.use_mpu_process_groups()
 
     def place(group: Any) -> tuple[int, int]:
