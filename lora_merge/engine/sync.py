@@ -221,7 +221,8 @@ class VllmSync:
                     f"engine {index} does not answer as one of lora_merge's ({error}); is lora-merge installed where "
                     "its workers run, and does VLLM_PLUGINS allow it?"
                 ) from error
-            introduced.append(sorted(workers, key=lambda worker: worker["rank"]))
+            told = [worker | {"no_adapters": control.adapters} for worker in workers]
+            introduced.append(sorted(told, key=lambda worker: worker["rank"]))
         return introduced
 
     async def _introduce(self) -> list[Replica]:
@@ -302,6 +303,10 @@ class VllmSync:
     async def _check_adapter(self, replicas: Sequence[Replica]) -> AdapterSource:
         """The adapter as vLLM can serve it; refused with a word on merged mode where it cannot."""
         for replica in replicas:
+            if replica.workers[0]["no_adapters"]:
+                raise PushRefused(
+                    f"engine {replica.index} cannot take an adapter: {replica.workers[0]['no_adapters']}{_INSTEAD}"
+                )
             if any(worker["lora"] is None for worker in replica.workers):
                 raise PushRefused(f"engine {replica.index} was started without enable_lora=True{_INSTEAD}")
         loras = [worker["lora"] for replica in replicas for worker in replica.workers]
@@ -324,10 +329,6 @@ class VllmSync:
         for replica in replicas:
             if replica.control is None:
                 continue
-            if replica.control.adapters is not None:
-                raise PushRefused(
-                    f"engine {replica.index} cannot take an adapter: {replica.control.adapters}{_INSTEAD}"
-                )
             answers = await replica.control.rpc("adapter_modules", modules=source.modules)
             unserved = sorted({name for answer in answers for name in answer["unserved"]})
             if unserved:
