@@ -11,7 +11,6 @@ float64. `--model` and `--adapter` take real ones, `--shape` takes random weight
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -149,7 +148,7 @@ BUDGET_S = 10
 
 
 def measure(method: Method, matrices: Sequence[Matrix], device: torch.device, repeat: int) -> dict[str, Any]:
-    """Accuracy, whether the way back restores the bits, then median time and peak memory of one method."""
+    """Accuracy, whether the way back restores the bits, then time and peak memory of one method."""
 
     def reset() -> None:
         for m in matrices:
@@ -175,8 +174,8 @@ def measure(method: Method, matrices: Sequence[Matrix], device: torch.device, re
         method.back()
     reset()
 
-    merge_ms = statistics.median(merge.ms for merge, _ in runs)
-    back_ms = statistics.median(back.ms for _, back in runs)
+    typical = timing.typical(device)
+    merge_ms, back_ms = typical([merge.ms for merge, _ in runs]), typical([back.ms for _, back in runs])
     peak = max(merge.peak_bytes for merge, _ in runs)
     if method.round_trip:
         peak = max(max(merge.peak_bytes, merge.kept_bytes + back.peak_bytes) for merge, back in runs)
@@ -225,7 +224,7 @@ def compare_methods(
         except torch.OutOfMemoryError as error:
             skipped[name] = str(error).splitlines()[0]
         progress.advance()
-    copy_ms = statistics.median(copies + timing.copies(nbytes, args.device, args.repeat))
+    copy_ms = timing.typical(args.device)(copies + timing.copies(nbytes, args.device, args.repeat))
     operations = max(operations, timing.operations(args.device, args.repeat))
 
     parts = product_parts(args.device, matrices[0].lora_A.dtype)
@@ -303,7 +302,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of the weights (default %(default)s)")
     parser.add_argument("--adapter-dtype", choices=DTYPES, default="fp32", help="default %(default)s, as PEFT's")
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="default %(default)s")
-    parser.add_argument("--repeat", type=int, default=9, help="timed runs; their median counts (default %(default)s)")
+    parser.add_argument(
+        "--repeat", type=int, default=9, help="timed runs; timing.typical of them (default %(default)s)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them here, as PNG")
     args = parser.parse_args()

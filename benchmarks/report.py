@@ -150,8 +150,9 @@ def table(record: Record, columns: Sequence[str] = MERGE) -> None:
     out.print(sheet)
     for name, reason in record["skipped"].items():
         out.print(f"{name}: left out, {reason}")
+    which = "least" if record["device"] == "cpu" else "median"
     out.print(
-        f"{record['device_name']}, torch {record['torch']}, backend {record['backend']}, medians of up to "
+        f"{record['device_name']}, torch {record['torch']}, backend {record['backend']}, {which} of up to "
         f"{record['repeat']} runs; a copy moves {2 * record['bytes'] / copy_ms / 1e6:.1f} GB/s, products run at "
         f"{record['operations_s'] / 1e9:.0f} Gop/s. {LEGEND}"
     )
