@@ -58,12 +58,11 @@ class Exchange:
                 at = at.view(shards[index].dtype).view(box[1])
                 unpacked += copies(names[index], at, cut(self._gathered[index], box))
                 if rank == ranks.rank:
-                    mine = shards[index].window(box)
-                    assert mine is not None
-                    if mine.device == talk:
-                        packed += copies(names[index], mine, at)
-                    else:
-                        self._brought.append((at, mine))
+                    for _, inner, mine in shards[index].views(box):
+                        if mine.device == talk:
+                            packed += copies(names[index], mine, cut(at, inner))
+                        else:
+                            self._brought.append((cut(at, inner), mine))
         self._pack, self._unpack = Plan(packed), Plan(unpacked)
 
     def release(self) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
+from math import prod
 from typing import Any, Protocol
 
 import torch
@@ -116,7 +117,6 @@ class Filler:
     ) -> None:
         self.source, self.key, self.ranks, self.device = source, key, source.ranks, source.device
         self.entries = {entry.meta.name: entry for entry in entries}
-        self.whole = whole
         self._elsewhere = {name: part for name, part in source.parts.items() if not part.shard.pieces}
         self._order = tuple(source.parts)
         self._wholly = {name for name, entry in self.entries.items() if entry.window is None or unshard}
@@ -181,18 +181,16 @@ class Filler:
                 entry = self.entries[slot.name]
                 delta = parts[entry.sources[0]].delta
                 if slot.name not in self._wholly and delta is not None:
-                    start, view = self._held(entry, slot)
-                    jobs.append(Job(delta, start, view, view))
+                    jobs += [Job(delta, start, view, view) for start, _, view in self._held(entry, slot)]
         ranks = self.ranks if everything else self.source.merging
         return Operands(deltas, ranks, self.device, jobs, everything=everything)
 
-    def _held(self, entry: Entry, slot: Slot) -> tuple[tuple[int, ...], Tensor]:
-        """Where a slot begins in its parameter, and the view of the live parameter."""
+    def _held(self, entry: Entry, slot: Slot) -> list[tuple[tuple[int, ...], Box, Tensor]]:
+        """The live parameter's views that make up a slot; see `Shard.views`."""
         assert entry.window is not None
-        box = entry.window.outer(slot.box)
-        view = self.source.parts[entry.sources[0]].shard.window(box)
-        assert view is not None, slot.name
-        return box[0], view
+        views = self.source.parts[entry.sources[0]].shard.views(entry.window.outer(slot.box))
+        assert sum(view.numel() for _, _, view in views) == prod(slot.shape), slot.name
+        return views
 
     @contextmanager
     def buffers(self) -> Iterator[list[Tensor]]:
@@ -281,17 +279,18 @@ class Filler:
         for slot in self.mine(index):
             if slot.name in self._wholly:
                 continue
-            entry, out = self.entries[slot.name], slot.view(buffer)
+            entry = self.entries[slot.name]
             assert entry.window is not None
-            start, view = self._held(entry, slot)
-            if view.device != self.device:  # offloaded weights are merged where the bucket is
-                brought.append((torch.empty(view.shape, dtype=view.dtype, device=self.device), view))
-                view = brought[-1][0]
-            delta, unfolded = self.source.parts[entry.sources[0]].delta, entry.window.unfold(out)
-            if delta is None:
-                segments += copies(slot.name, view, unfolded)
-            else:
-                jobs.append(Job(delta, start, view, unfolded))
+            delta, unfolded = self.source.parts[entry.sources[0]].delta, entry.window.unfold(slot.view(buffer))
+            for start, inner, view in self._held(entry, slot):
+                source, out = view, cut(unfolded, inner)
+                if view.device != self.device:  # offloaded weights are merged where the bucket is
+                    source = torch.empty(view.shape, dtype=view.dtype, device=self.device)
+                    brought.append((source, view))
+                if delta is None:
+                    segments += copies(slot.name, source, out)
+                else:
+                    jobs.append(Job(delta, start, source, out))
         return _BucketPlan(MergePlan(jobs, self._operands, segments), brought)
 
     def _fill_wholly(

@@ -83,7 +83,7 @@ class MergedWeights:
         """`(name, dtype, shape)` of what iteration yields, in its order; computes nothing."""
         filler = self.filler(whole=True)
         with filler.passing():
-            if filler.whole:
+            if filler.ranks.alone:
                 return [entry.meta for entry in filler.entries.values()]
             return [Meta(slot.name, slot.dtype, slot.whole) for slots in _completed(filler.table) for slot in slots]
 
@@ -96,7 +96,7 @@ class MergedWeights:
         model = live(self.model)
         with model.ranks.vote("MergedWeights"):
             source, key = self._read(model)
-        whole = whole and model.ranks.alone and all(part.shard.whole for part in source.parts.values())
+        whole = whole and model.ranks.alone
         known = self._fillers.get(whole)
         if model.ranks.any(known is None or known.key != key):
             source = replace(source, parts=model.united(source.parts))
@@ -121,7 +121,7 @@ class MergedWeights:
         filler, run = self.filler(whole=True), self._run(seed)
         with filler.buffers() as buffers:
             filled = double_buffered(filler, buffers, run)
-            if not filler.whole:
+            if not filler.ranks.alone:
                 yield from _assembled(filler.table, filled)
                 return
             for index, data in filled:
@@ -130,7 +130,7 @@ class MergedWeights:
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         filler, run = self.filler(whole=True), self._run(None)
         with filler.buffers() as buffers:
-            if not filler.whole:
+            if not filler.ranks.alone:
                 for bucket in _assembled(filler.table, double_buffered(filler, buffers, run)):
                     yield from bucket.tensors()
                 return

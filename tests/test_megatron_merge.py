@@ -7,6 +7,7 @@ the HF tensors by `lora_merge.merge`.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -138,6 +139,21 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_merged_in_place_and_streamed(case: Case) -> None:
     check(case)
+
+
+def slots(case: Case) -> dict[str, int]:
+    """In how many slots each tensor travels."""
+    chunks = mm.megatron(case.kind, mm.hf_model(case.kind, **case.hf), case.grid)
+    table = MergedWeights(Chunks(chunks, vocab_size=101)).filler().table
+    return Counter(slot.name.rpartition("layers.0.")[2] for part in table for slot in part)
+
+
+@pytest.mark.parametrize(("grid", "world"), [(Grid(), 1), (Grid(tp=2), 2)])
+def test_query_groups_that_are_neighbours_travel_in_one_slot(grid: Grid, world: int) -> None:
+    for counted in POOL.run(world, slots, Case("llama", grid, world)):
+        assert {counted[f"self_attn.{key}_proj.weight"] for key in "qkvo"} == {world}
+        assert {counted[f"mlp.{key}_proj.weight"] for key in ("gate", "up", "down")} == {world}
+        assert counted["input_layernorm.weight"] == 1
 
 
 # ---- adapters --------------------------------------------------------------------------------------------------------

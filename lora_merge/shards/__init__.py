@@ -86,10 +86,34 @@ class Shard:
         ]
         return self.shape, self.dtype, *places
 
+    @property
+    def boxes(self) -> list[Box]:
+        """Of the pieces; those that go on where another ends, along the first dimension, are one box with it."""
+        boxes: list[Box] = []
+        for start, size in sorted(piece.box for piece in self.pieces):
+            if boxes and start:
+                (row, *at), (rows, *wide) = boxes[-1]
+                if row + rows == start[0] and at == list(start[1:]) and wide == list(size[1:]):
+                    boxes[-1] = ((row, *at), (rows + size[0], *wide))
+                    continue
+            boxes.append((start, size))
+        return boxes
+
     def window(self, box: Box) -> Tensor | None:
         """View of a box of the whole tensor; None where no piece holds all of it."""
         views = (piece.window(box) for piece in self.pieces)
         return next((view for view in views if view is not None), None)
+
+    def views(self, box: Box) -> list[tuple[tuple[int, ...], Box, Tensor]]:
+        """What is here of a box of the whole tensor: of each view its start in the whole, and its box in the box."""
+        found = []
+        for piece in self.pieces:
+            met = overlap(piece.box, box)
+            view = None if met is None else piece.window(met)
+            if met is not None and view is not None:
+                inner = tuple(s - b for s, b in zip(met[0], box[0], strict=True))
+                found.append((met[0], (inner, met[1]), view))
+        return found
 
 
 def whole(tensor: Tensor) -> Shard:

@@ -18,7 +18,7 @@ def divide(names: Sequence[str], shards: Sequence[Shard], ranks: Ranks) -> list[
     Raises:
         InvalidInput: the boxes of all ranks do not make up the whole tensor; names it.
     """
-    held = ranks.gather([[piece.box for piece in shard.pieces] for shard in shards])
+    held = ranks.gather([shard.boxes for shard in shards])
     return [
         _divide(name, shard, [boxes[index] for boxes in held], index)
         for index, (name, shard) in enumerate(zip(names, shards, strict=True))
