@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
@@ -42,6 +43,12 @@ class Ended:
         if self._store is not None:
             self._store.set(str(index), "")
 
+    def forget(self) -> None:
+        """When every rank is through with it: leave nothing in the store."""
+        if self._store is not None:
+            for index in self._known.difference(self._theirs):
+                self._store.delete_key(str(index))
+
     def __call__(self) -> set[int]:
         if self._theirs and self._store is not None and time.monotonic() > self._due:
             self._due = time.monotonic() + LOOK_S
@@ -65,6 +72,8 @@ class Trainer:
         self._kinds: tuple[str, ...] = ()
         self._nbytes = 0
         self._transfers = 0
+        self._name = world.gather(secrets.token_hex(8))[0]  # the store is shared with other pushers of these ranks
+        self._ended_before = Ended(world, f"{self._name}/0", ())
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -246,8 +255,11 @@ class Trainer:
         return "" if failure is None else told(failure)
 
     def _ended(self, replicas: Sequence[Replica]) -> Ended:
+        # Ranks meet at the end of every transfer, so that nobody asks for the one before any more.
+        self._ended_before.forget()
         self._transfers += 1
-        return Ended(self.world, str(self._transfers), replicas)
+        self._ended_before = Ended(self.world, f"{self._name}/{self._transfers}", replicas)
+        return self._ended_before
 
 
 def _rounds(places: Mapping[Place, tuple[int, str]]) -> list[list[Place]]:
