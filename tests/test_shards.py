@@ -18,11 +18,11 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from lora_merge import MergedWeights
 from lora_merge.errors import InvalidInput
 from lora_merge.exchange import Exchange
 from lora_merge.ranks import Ranks, even
 from lora_merge.shards import flat_boxes, overlap
+from lora_merge.shards.fsdp2 import shard_of
 from lora_merge.shards.layout import Layout, reshard
 
 
@@ -100,23 +100,11 @@ def shards_of(model: nn.Module, whole: dict[str, Tensor]) -> tuple[Layout, dict[
     layout, found = Layout(model), {}
     for path, module in model.named_modules():
         path = path.replace("_fsdp_wrapped_module.", "").replace("_fsdp_wrapped_module", "")
-        for key, parameter in (module._parameters | layout.extra(module)).items():
+        for key, _ in layout.parameters(module):
             name = f"{path}.{key}" if path else key
-            if name in whole and parameter is not None:
-                found[name] = layout.shard(name, module, key, parameter)
+            if name in whole:
+                found[name] = layout.of(name, module, key)
     return layout, found
-
-
-def refused(rank: int) -> None:
-    """Until they work on shards: a sharded model is an error, never a stream of one rank's part."""
-    for wrap in WRAPS:
-        model, _ = build()
-        with pytest.raises(InvalidInput, match="sharded"):
-            MergedWeights(wrap(model)).metadata()
-
-
-def test_sharded_models_are_refused() -> None:
-    spawn(2, refused)
 
 
 def pieces_and_wholes(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> None:
@@ -176,12 +164,12 @@ def bad_input(rank: int) -> None:
         ranks.same(rank, lambda: ["base", f"lora r={8 if rank else 4}"])
     mesh = init_device_mesh("cpu", (2,))
     outside = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)], run_check=False)
-    held = Layout(nn.Module()).shard("w", nn.Module(), "weight", outside)
+    held = shard_of("w", outside)
     lost = held if rank == 0 else type(held)(held.shape, held.dtype, held.device, ())
     with pytest.raises(InvalidInput, match=r"w: the ranks hold 6 of 12 elements"):
         Exchange(["w"], [lost], ranks, torch.device("cpu"))
     replicated = distribute_tensor(torch.arange(6.0), mesh, [Replicate()])
-    assert Layout(nn.Module()).shard("r", nn.Module(), "weight", replicated).whole
+    assert shard_of("r", replicated).whole
 
 
 def test_bad_input_is_one_error_on_every_rank() -> None:
