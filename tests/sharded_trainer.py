@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from engines import ask, engine
-from test_shards_merge import device
+from helpers import assert_same_bits
+from test_shards_merge import device, local_bits
 from torch import nn
 
 from lora_merge import PushFailed, VllmSync
@@ -53,7 +54,10 @@ def pushes(
         for step, mode in enumerate(["merged", "adapter", "adapter", "merged"]):
             train_alike(plain)
             train_alike(model)
+            before = local_bits(model)
             report = sync.push(mode=mode, verify=step < 2)
+            for now, then in zip(local_bits(model), before, strict=True):
+                assert_same_bits(now, then, "a shard after a push")
             assert report.version == step + 1
             assert report.base_sent == (step == 1)
             for llm in llms:
