@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..buckets import Slot, checksum, combined, metas
@@ -39,14 +41,18 @@ class Fingerprint:
     computed again when a parameter was written (by its version counter, or by what a sample of it shows)."""
 
     def __init__(self) -> None:
-        self._sampler = Sampler()
+        self._samplers: defaultdict[torch.device, Sampler] = defaultdict(Sampler)
         self._key: Any = None
         self._value = ""
 
     def __call__(self, filler: Filler) -> str:
         """Collective over the ranks of the stream."""
         tensors = [piece.tensor for part in filler.source.parts.values() for piece in part.shard.pieces]
-        key = (filler.key, [tensor._version for tensor in tensors], self._sampler(tensors))
+        by_device: defaultdict[torch.device, list[Tensor]] = defaultdict(list)  # offloaded weights, buffers on a GPU
+        for tensor in tensors:
+            by_device[tensor.device].append(tensor)
+        samples = [self._samplers[device](some) for device, some in by_device.items()]
+        key = (filler.key, [tensor._version for tensor in tensors], samples)
         if filler.ranks.any(key != self._key):
             sums: dict[str, int] = {}
             source = filler.source
