@@ -80,6 +80,7 @@ class Sampler:
             place = self._out[start : start + view.numel() * view.element_size()].view(view.dtype)
             segments.append(Segment("sample", view, place.view(-1, 1)))
         self._plan = Plan(segments)
+        self._plan.release()  # addresses are compared before every run; memory that its owner lets go of is freed
 
 
 def _spread(tensor: Tensor) -> Tensor:

@@ -1,0 +1,209 @@
+"""Merging and exporting a tensor-parallel megatron-core model: on the shard, and as Megatron-Bridge does it.
+
+    python benchmarks/tensor_parallel.py --shape qwen2.5-7b --gpus 2 --json benchmarks/results/megatron-qwen2.5-7b-x2.json
+    python benchmarks/tensor_parallel.py --shape qwen3-30b-a3b --layers 8 --gpus 2
+    python benchmarks/tensor_parallel.py --shape tiny --gpus 2 --device cpu
+
+Real GPTModel chunks with random weights, one process a GPU, TP = GPUs, adapters of mcore-bridge's or Megatron-Bridge's
+layout on every linear. Rank 0's figures; the ranks run in step. Needs what `make test-megatron` installs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from shapes import SHAPES, Shape
+from timing import copies, launches, milliseconds
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+
+def build(shape: Shape, layers: int, tp: int, style: str, rank: int, device: torch.device) -> list[Any]:
+    """This rank's chunk, random weights in bf16, adapters on every linear."""
+    import megatron_models
+    import peft  # noqa: F401 - before megatron-core is made to believe in a CPU
+    from megatron.core import parallel_state as ps
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.tensor_parallel.random import initialize_rng_tracker, model_parallel_cuda_manual_seed
+    from megatron.core.transformer import TransformerConfig
+
+    megatron_models.DEVICE = str(device)
+    megatron_models._shim()
+    ps.initialize_model_parallel(tp, expert_tensor_parallel_size=1 if shape.experts else None)
+    if device.type == "cuda":
+        model_parallel_cuda_manual_seed(1)
+    else:
+        initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+    moe: dict[str, Any] = {}
+    if shape.experts:
+        moe = {"num_moe_experts": shape.experts, "moe_ffn_hidden_size": shape.intermediate, "moe_router_topk": 2}
+        moe |= {"expert_tensor_parallel_size": 1}
+    config = TransformerConfig(
+        num_layers=layers,
+        hidden_size=shape.hidden,
+        ffn_hidden_size=shape.intermediate,
+        num_attention_heads=shape.heads,
+        num_query_groups=shape.kv_heads,
+        kv_channels=shape.head_dim,
+        normalization="RMSNorm",
+        activation_func=nn.functional.silu,
+        gated_linear_unit=True,
+        add_bias_linear=False,
+        add_qkv_bias=not shape.experts,
+        qk_layernorm=bool(shape.experts),
+        params_dtype=torch.bfloat16,
+        pipeline_dtype=torch.bfloat16,
+        bf16=True,
+        tensor_model_parallel_size=tp,
+        use_cpu_initialization=device.type == "cpu",
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        **moe,
+    )
+    spec = get_gpt_layer_local_spec(
+        num_experts=shape.experts or None,
+        moe_grouped_gemm=False,
+        qk_layernorm=config.qk_layernorm,
+        normalization="RMSNorm",
+    )
+    vocabulary = 1024 * tp
+    chunk = GPTModel(config, spec, vocabulary, 64, parallel_output=False, share_embeddings_and_output_weights=False,
+                     position_embedding_type="rope")  # fmt: skip
+    chunks = [chunk.to(device, torch.bfloat16).eval()]
+    megatron_models.adapt(chunks, style, r=rank)
+    return chunks
+
+
+def as_bridge(deltas: Sequence[Any], group: Any) -> None:
+    """Every parameter on every rank: gather base, lora_A and lora_B in full, merge in float32, cast (the formula of
+    Megatron-Bridge's LoRAMerge and of its export)."""
+
+    def whole(shard: Any) -> Tensor:
+        if shard.whole:
+            return shard.pieces[0].tensor
+        mine = torch.cat([piece.tensor.reshape(-1) for piece in shard.pieces])
+        parts = torch.empty(dist.get_world_size(group) * mine.numel(), dtype=mine.dtype, device=mine.device)
+        dist.all_gather_into_tensor(parts, mine, group=group)
+        return parts.view(shard.shape)  # the order of rows does not matter to a clock
+
+    for delta in deltas:
+        base = whole(delta.weight).float()
+        for factors in delta.factors:
+            base += factors.scaling * (whole(factors.lora_B).float() @ whole(factors.lora_A).float())
+        base.to(delta.weight.dtype)
+
+
+def work(rank: int, args: argparse.Namespace, port: int) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    cuda = args.device == "cuda"
+    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", rank=rank, world_size=args.gpus)
+    shape = SHAPES[args.shape]
+    chunks = build(shape, args.layers or shape.layers, args.gpus, args.style, args.rank, device)
+    with torch.no_grad():
+        record = measure(chunks, args, device)
+    if rank == 0:
+        publish(record, args)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(chunks: list[Any], args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    from lora_merge import MergedWeights
+    from lora_merge.live import live
+    from lora_merge.operands import MergePlan, Operands
+
+    model: Any = live(chunks)
+    _, deltas = model.adapters()
+    with model.jobs(deltas, {}) as jobs:
+        nbytes = sum(job.source.nbytes for job in jobs)
+        operands = Operands(model.everyones(deltas), model.merging, device, jobs)
+        plan = MergePlan(jobs, operands)
+
+    def step() -> None:
+        operands.refresh()
+        plan.run()
+
+    gathered = torch.empty(max(operands.nbytes, 1) // args.gpus + 1, dtype=torch.uint8, device=device)
+    into = torch.empty(gathered.numel() * args.gpus, dtype=torch.uint8, device=device)
+    weights = MergedWeights(chunks, bucket_bytes=args.bucket_bytes)
+
+    def export() -> None:
+        filler = weights.filler()
+        with filler.buffers() as buffers:
+            for index in range(len(filler.table)):
+                filler.fill(index, buffers[index % 2], {})
+
+    record: dict[str, Any] = {"local_bytes": nbytes, "adapter_bytes_received": operands.nbytes}
+    record["copy_ms"] = statistics.median(copies(nbytes, device, args.repeats))
+    calls: dict[str, Callable[[], object]] = {
+        "merge_ms": plan.run,
+        "merge_with_gather_ms": step,
+        "gather_of_adapter_bytes_ms": lambda: dist.all_gather_into_tensor(into, gathered),
+        "export_ms": export,
+        "export_as_bridge_ms": lambda: as_bridge(deltas, model.ranks.group),
+    }
+    for name, call in calls.items():
+        call()
+        dist.barrier()
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            used = torch.cuda.memory_allocated()
+        record[name] = statistics.median(milliseconds(call, device) for _ in range(args.repeats))
+        if device.type == "cuda":
+            record[name.replace("_ms", "_peak_bytes")] = torch.cuda.max_memory_allocated() - used
+    record["merge_launches"] = launches(plan.run, device)
+    record |= {"x_copy": record["merge_ms"] / record["copy_ms"], "tensors": len(weights.filler().entries)}
+    return record
+
+
+def publish(record: dict[str, Any], args: argparse.Namespace) -> None:
+    import report
+
+    head = {name: getattr(args, name) for name in ("shape", "layers", "gpus", "style", "rank", "bucket_bytes")}
+    record = report.provenance(torch.device(args.device)) | head | record
+    for name, value in record.items():
+        if isinstance(value, int | float):
+            print(f"{name:32} {value:,.3f}" if isinstance(value, float) else f"{name:32} {value:,}")
+    if args.json:
+        args.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-7b")
+    parser.add_argument("--layers", type=int, help="fewer than the shape has")
+    parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--style", choices=["mcore", "bridge"], default="mcore")
+    parser.add_argument("--rank", type=int, default=32)
+    parser.add_argument("--bucket-bytes", type=int, default=512 << 20)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.spawn(work, (args, port), nprocs=args.gpus)
+
+
+if __name__ == "__main__":
+    main()
