@@ -131,13 +131,14 @@ class Peft:
         layout = self._layout
         groups: dict[Hashable, list[tuple[NamedTensor, Delta | None]]] = {}
         for t, delta in tensors:
-            place = (layout.identity(t.owner, t.attribute, t.tensor), t.tensor.shape, t.tensor.dtype)
-            empty = t.name if t.tensor.numel() == 0 and layout.of(t.name, t.owner, t.attribute) is None else None
-            groups.setdefault((place, empty), []).append((t, delta))
+            where = layout.identity(t.owner, t.attribute, t.tensor)
+            # Tensors without elements have no address of their own.
+            empty = t.name if isinstance(where, tuple) and t.tensor.numel() == 0 else None
+            groups.setdefault((where, t.tensor.shape, t.tensor.dtype, empty), []).append((t, delta))
         dropped = {
             t.name
             for group in groups.values()
-            if not keep and len({None if d is None else d.key()[1:] for _, d in group}) == 1
+            if len(group) > 1 and not keep and len({None if d is None else d.key()[1:] for _, d in group}) == 1
             for t, _ in group[1:]
         }
         return [(t, delta) for t, delta in tensors if t.name not in dropped]

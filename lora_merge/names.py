@@ -77,7 +77,8 @@ def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def wrapped(module: nn.Module) -> nn.Module | None:
     """The module inside a wrapper; None if `module` is no wrapper."""
-    child = _kind(type(module))
+    cls = type(module)
+    child = _kinds[cls] if cls in _kinds else _kind(cls)
     if child is None:
         return None
     return _active_copy(module) if child == "modules_to_save" else getattr(module, child)

@@ -197,6 +197,13 @@ def test_stochastic_rounding_draws_by_seed() -> None:
     assert not torch.equal(one[name], other[name])
 
 
+def test_empty_tensors_are_not_tied() -> None:
+    """They have no address that would tell them apart."""
+    model = nn.Module()
+    model.one, model.two = (nn.Parameter(torch.empty(0, 3)) for _ in range(2))
+    assert [name for name, _ in MergedWeights(model)] == ["one", "two"]
+
+
 def test_full_fine_tuning_without_adapters() -> None:
     model = models.qwen2()
     for name, tensor in MergedWeights(model, bucket_bytes=4096):
