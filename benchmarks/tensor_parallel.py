@@ -202,7 +202,7 @@ def main() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    mp.spawn(work, (args, port), nprocs=args.gpus)
+    mp.spawn(work, (args, port), nprocs=args.gpus)  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .errors import InvalidInput
 from .ranks import even
+from .segments import raw
 from .shards import Box
 
 _T = TypeVar("_T")
@@ -261,7 +262,7 @@ def checksum(tensor: Tensor, start: Sequence[int] | None = None, whole: Sequence
     Args:
         start, whole: of a box: where it begins in the tensor, and the tensor's shape.
     """
-    bits = tensor.detach().contiguous().view(_INTEGERS[tensor.element_size()])
+    bits = raw(tensor.detach().contiguous())
     shape = tuple(tensor.shape if whole is None else whole)
     return _checksum(bits, tuple(start or (0,) * len(shape)), shape) & _MASK
 
@@ -302,4 +303,3 @@ def _checksum(bits: Tensor, start: tuple[int, ...], whole: tuple[int, ...]) -> i
 _CHUNK = 1 << 24
 _STEP = 2 * 0x1E3779B97F4A7C15
 _MASK = (1 << 63) - 1
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -19,6 +19,7 @@ from .exchange import Exchange
 from .live import Live, live
 from .operands import MergePlan, Operands
 from .ranks import Ranks
+from .segments import raw
 from .shards import Address, cut
 
 Model = TypeVar("Model")
@@ -142,7 +143,7 @@ class _Restore:
 def _copy(to: list[Tensor], source: list[Tensor]) -> None:
     if to:
         with torch.inference_mode():
-            torch._foreach_copy_(to, source)
+            torch._foreach_copy_([raw(t) for t in to], [raw(t) for t in source])
 
 
 def _merges_for(

@@ -72,6 +72,14 @@ def copies(name: str, source: Tensor, destination: Tensor) -> list[Segment]:
     return [part for s, d in zip(source, destination, strict=True) for part in copies(name, s, d)]
 
 
+def raw(t: Tensor) -> Tensor:
+    """A tensor's elements as integers: copying these moves bits, those of a NaN too."""
+    return t.view(_INTEGERS[t.element_size()]) if t.element_size() in _INTEGERS else t
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 def name_key(name: str) -> int:
     """64-bit hash of a weight's name, as a signed word; the same in every process and on every machine."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)

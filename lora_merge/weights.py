@@ -17,7 +17,7 @@ from .conversion import Conversion
 from .errors import InvalidInput
 from .live import Live, live
 from .plan import ROUNDINGS
-from .segments import FLOATS
+from .segments import FLOATS, raw
 from .shards import Shard, cut
 from .stream import Entry, Filler, Part, Source, double_buffered
 from .window import window_of
@@ -220,6 +220,6 @@ def _assembled(table: Table, filled: Iterator[tuple[int, Tensor]]) -> Iterator[B
                 begun[group] = torch.empty(extent(groups[group]), dtype=torch.uint8, device=data.device)
             to.append(cut(place.view(begun[group]), slot.box))
             source.append(slot.view(data))
-        torch._foreach_copy_(to, source)
+        torch._foreach_copy_([raw(t) for t in to], [raw(t) for t in source])
         if groups[index]:
             yield Bucket(index, groups[index], begun.pop(index))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..segments import FLOATS, Segment
+from ..segments import FLOATS, Segment, raw
 from . import Launch
 
 BLOCK = 1 << 23
@@ -59,27 +59,27 @@ class Composed:
 
     def _merge(self, block: list[Segment]) -> _Journal:
         base, base_parts = _like(block)
-        torch._foreach_copy_(base_parts, [s.source for s in block])
+        _copy(base_parts, [s.source for s in block])
         _, merged_parts = _like(block)
         self._run([replace(s, destination=part) for s, part in zip(block, merged_parts, strict=True)])
         estimate = self._estimate(block, merged_parts)
-        away = _bits(base) - _bits(estimate)  # wraps
+        away = raw(base) - raw(estimate)  # wraps
         # NaN escapes: the bits of a NaN that is computed are nobody's promise.
         escaped = (away < -1) | (away > 1) | estimate.isnan()
         codes = (away + 1).to(torch.uint8).masked_fill_(escaped, _ESCAPE)
-        journal = _Journal(_pack(codes), _bits(base)[escaped])
-        torch._foreach_copy_([s.source for s in block], merged_parts)  # the only write, when all else is done
+        journal = _Journal(_pack(codes), raw(base)[escaped])
+        _copy([s.source for s in block], merged_parts)  # the only write, when all else is done
         return journal
 
     def _unmerge(self, block: list[Segment], journal: _Journal) -> None:
         merged, merged_parts = _like(block)
-        torch._foreach_copy_(merged_parts, [s.source for s in block])
+        _copy(merged_parts, [s.source for s in block])
         estimate = self._estimate(block, merged_parts)
         codes = _unpack(journal.packed, merged.numel())
-        bits = _bits(estimate).add_(codes).sub_(1)
+        bits = raw(estimate).add_(codes).sub_(1)
         bits[codes == _ESCAPE] = journal.raw
         merged.copy_(estimate)  # bits is a view of it
-        torch._foreach_copy_([s.source for s in block], merged_parts)
+        _copy([s.source for s in block], merged_parts)
 
     def _estimate(self, block: list[Segment], merged_parts: list[Tensor]) -> Tensor:
         """`round(W' / row_scale - D)` of a block: a function of W' and the adapters alone."""
@@ -143,8 +143,8 @@ def _like(block: list[Segment]) -> tuple[Tensor, list[Tensor]]:
     return flat, views
 
 
-def _bits(t: Tensor) -> Tensor:
-    return t.view(torch.int32 if t.element_size() == 4 else torch.int16)
+def _copy(to: Sequence[Tensor], source: Sequence[Tensor]) -> None:
+    torch._foreach_copy_([raw(t) for t in to], [raw(t) for t in source])
 
 
 def _pack(codes: Tensor) -> Tensor:
