@@ -1,6 +1,6 @@
 """Merging and exporting a tensor-parallel megatron-core model: on the shard, and as Megatron-Bridge does it.
 
-    python benchmarks/tensor_parallel.py --shape qwen2.5-7b --gpus 2 --json benchmarks/results/megatron-qwen2.5-7b-x2.json
+    python benchmarks/tensor_parallel.py --shape qwen2.5-7b --gpus 2 --json benchmarks/results/tp-qwen2.5-7b-x2.json
     python benchmarks/tensor_parallel.py --shape qwen3-30b-a3b --layers 8 --gpus 2
     python benchmarks/tensor_parallel.py --shape tiny --gpus 2 --device cpu
 
