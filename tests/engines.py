@@ -104,8 +104,12 @@ def engine(model: nn.Module, folder: Path, *, processes: bool = False, **options
     try:
         yield llm
     finally:
-        llm.llm_engine.engine_core.shutdown()
-        del llm
+        core: Any = llm.llm_engine.engine_core
+        context = getattr(core, "ctx", None)
+        core.shutdown()
+        if context is not None:
+            context.destroy(linger=0)  # what was meant for an engine that was killed would be waited for, for ever
+        del llm, core
         gc.collect()
         if not processes:
             from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
