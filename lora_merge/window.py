@@ -65,11 +65,6 @@ class Window:
         return tensor
 
 
-def identity(shape: Sequence[int]) -> Window:
-    """The window that is the whole tensor as it is."""
-    return Window((0,) * len(shape), tuple(shape), tuple(range(len(shape))))
-
-
 def window_of(
     view: tuple[int, Sequence[int], Sequence[int]], shape: Sequence[int], stride: Sequence[int]
 ) -> Window | None:
@@ -77,7 +72,7 @@ def window_of(
     offset, sizes, steps = view
     same = offset == 0 and tuple(sizes) == tuple(shape)
     if same and all(n == 1 or a == b for n, a, b in zip(sizes, steps, stride, strict=True)):
-        return identity(shape)
+        return Window((0,) * len(shape), tuple(shape), tuple(range(len(shape))))
     start, size = [0] * len(shape), [1] * len(shape)
     by_stride = sorted((dim for dim, n in enumerate(shape) if n > 1), key=lambda dim: -stride[dim])
     for dim in by_stride:

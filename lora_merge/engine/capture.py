@@ -21,10 +21,13 @@ class Copy:
     Args:
         destination: live view in the engine.
         window: the box, seen as the destination is.
+        offset, stride: the same in elements of the contiguous tensor, as captured.
     """
 
     destination: Tensor
     window: Window
+    offset: int
+    stride: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,11 +77,12 @@ class Capture(TorchDispatchMode):
             if self.current is not None:
                 self.records.append(Record(self.current, path, None))
             return
-        at = (int(source.storage_offset()), source.shape, source.stride())
-        window = window_of(at, fed[1].shape, fed[1].stride())
+        offset, stride = int(source.storage_offset()), source.stride()
+        window = window_of((offset, source.shape, stride), fed[1].shape, fed[1].stride())
         converts = source.dtype == view.dtype or (source.dtype in FLOATS and view.dtype in FLOATS)
         plain = window is not None and source.shape == view.shape and converts
-        self.records.append(Record(fed[0], path, Copy(view, window) if window is not None and plain else None))
+        copy = Copy(view, window, offset, stride) if window is not None and plain else None
+        self.records.append(Record(fed[0], path, copy))
 
     def _owner(self, tensor: Tensor) -> str | None:
         owners = self._owners.get(_storage(tensor))

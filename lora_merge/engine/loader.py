@@ -82,9 +82,9 @@ class Loader:
         """Whether some parameter has two names here (a head tied to the embedding)."""
         return bool(_ties(self.model))
 
-    def examine(self, table: Table) -> Examination:
-        """The dry run; kept for as long as table and parameters stay the same. Nothing is written."""
-        key = (table, tuple((p.data_ptr(), p.shape) for p in self.model.parameters()))
+    def examine(self, digest: str, table: Table) -> Examination:
+        """The dry run; kept for as long as table (by its digest) and parameters stay the same. Nothing is written."""
+        key = (digest, tuple((p.data_ptr(), p.shape) for p in self.model.parameters()))
         if key not in self._examined:
             with torch.no_grad(), unwrapped(self.model):
                 self._examined = {key: self._dry_run(table)}
@@ -135,7 +135,13 @@ class Loader:
         """For what went straight: whether the engine's parameters hold the bucket's values, bit for bit."""
         equal: dict[str, bool] = {}
         for slot in slots:
-            for source, to in _pairs(examination, slot, data):
+            pairs = _pairs(examination, slot, data)
+            if slot.shape == slot.whole:
+                # Not by way of windows, so that a mistake there shows.
+                flat = slot.view(data).view(-1)
+                straight = examination.copies.get(slot.name, ())
+                pairs = ((flat[c.offset :].as_strided(c.destination.shape, c.stride), c.destination) for c in straight)
+            for source, to in pairs:
                 there = source.to(to.dtype).contiguous().view(-1).view(torch.uint8)
                 here = to.contiguous().view(-1).view(torch.uint8)
                 equal[slot.name] = equal.get(slot.name, True) and torch.equal(here, there)

@@ -148,14 +148,13 @@ class LoraMergeWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._receive(side, side.tables[update_info.digest], update_info)
 
     def _receive(self, side: Side, table: Table, update_info: UpdateInfo) -> None:
-        examination = side.loader.examine(table)
+        examination = side.loader.examine(update_info.digest, table)
         side.loader.begin(examination)
 
         def load(index: int, data: Tensor) -> None:
             side.loader.load(examination, index, table[index], data)
-            for name, same in (
-                side.loader.arrived(examination, table[index], data).items() if update_info.verify else ()
-            ):
+            seen = side.loader.arrived(examination, table[index], data) if update_info.verify else {}
+            for name, same in seen.items():
                 side.arrived[name] = side.arrived.get(name, True) and same
 
         side.take(table, load, update_info.verify)
@@ -284,7 +283,7 @@ def _examine(worker: Any, side: Side, digest: str, table: Any = None) -> dict[st
         side.tables = {digest: from_json(table)}
     if digest not in side.tables:
         return {"unknown": True}
-    found: Examination = side.loader.examine(side.tables[digest])
+    found: Examination = side.loader.examine(digest, side.tables[digest])
     return {
         "refused": found.refused,
         "ignored": found.ignored,
