@@ -302,11 +302,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of the weights (default %(default)s)")
     parser.add_argument("--adapter-dtype", choices=DTYPES, default="fp32", help="default %(default)s, as PEFT's")
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="default %(default)s")
-    parser.add_argument(
-        "--repeat", type=int, default=9, help="timed runs; timing.typical of them (default %(default)s)"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them here, as PNG")
+    report.add_arguments(parser, repeat=9)
     args = parser.parse_args()
     if (args.model is None) != (args.adapter is None):
         parser.error("--model and --adapter come together")

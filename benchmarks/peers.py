@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import merge
 import report
@@ -186,11 +185,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=merge.DTYPES, default="bf16", help="of the weights (default %(default)s)")
     parser.add_argument("--adapter-dtype", choices=merge.DTYPES, default="fp32", help="default %(default)s, as PEFT's")
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="default %(default)s")
-    parser.add_argument(
-        "--repeat", type=int, default=9, help="timed runs; timing.typical of them (default %(default)s)"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them here, as PNG")
+    report.add_arguments(parser, repeat=9)
     return parser.parse_args()
 
 

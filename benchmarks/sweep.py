@@ -251,12 +251,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="NAME")
     parser.add_argument("--dtype", choices=merge.DTYPES, default="bf16", help="of the weights (default %(default)s)")
     parser.add_argument("--adapter-dtype", choices=merge.DTYPES, default="bf16", help="default %(default)s")
-    parser.add_argument(
-        "--repeat", type=int, default=5, help="timed runs; timing.typical of them (default %(default)s)"
-    )
     parser.add_argument("--draw", type=Path, metavar="FILE", help="take the figures from here, measure nothing")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them here, as PNG")
+    report.add_arguments(parser, repeat=5)
     return parser.parse_args()
 
 
