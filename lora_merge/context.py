@@ -15,7 +15,7 @@ from . import kernels
 from .buckets import BUCKET_BYTES, batched
 from .delta import Delta, Job, whole_job
 from .errors import AlreadyMerged, InvalidInput
-from .exchange import Exchange
+from .exchange import Exchange, check_strategy
 from .live import Live, live
 from .operands import MergePlan, Operands
 from .ranks import Ranks
@@ -29,7 +29,6 @@ _inside: set[object] = set()
 """Adapter layers (by id) and weights (by address) of the models that are inside `merged` now."""
 _merges: WeakKeyDictionary[nn.Module, tuple[Any, list[_Merge]]] = WeakKeyDictionary()
 """Model -> what its merges were built for, and the merges: one a device."""
-STRATEGIES = (None, "unshard")
 
 
 @contextmanager
@@ -73,8 +72,7 @@ def merged(model: Model, *, restore: str = "exact", strategy: str | None = None)
     """
     if restore != "exact":
         raise InvalidInput(f"restore must be 'exact', got {restore!r}")
-    if strategy not in STRATEGIES:
-        raise InvalidInput(f"strategy must be None (weights are merged where they lie) or 'unshard', got {strategy!r}")
+    check_strategy(strategy)
     found = live(model)
     with ExitStack() as undo:
         with found.ranks.vote("merged"):

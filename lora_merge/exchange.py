@@ -8,6 +8,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from .errors import InvalidInput
 from .plan import Plan
 from .ranks import Ranks, even
 from .segments import Segment, copies
@@ -15,6 +16,13 @@ from .shards import Box, Shard, cut
 from .shards.owners import divide
 
 _ALIGNMENT = 16
+STRATEGIES = (None, "unshard")
+
+
+def check_strategy(strategy: str | None) -> None:
+    """Raise `InvalidInput` unless there is such a way to merge a sharded model."""
+    if strategy not in STRATEGIES:
+        raise InvalidInput(f"strategy must be None (weights are merged where they lie) or 'unshard', got {strategy!r}")
 
 
 class Exchange:

@@ -71,7 +71,7 @@ class Operands:
         *,
         everything: Container[str] = (),
     ) -> None:
-        self._device, self._ranks = device, ranks
+        self._device = device
         held = ranks.gather([bool(delta.weight.pieces) for delta in deltas])
         deltas = [delta for delta, *flags in zip(deltas, *held, strict=True) if any(flags)]
         named = {id(shard): (d.name, shard) for d in deltas for shard in d.shards()}

@@ -15,14 +15,13 @@ from torch import Tensor
 from .buckets import BUCKET_BYTES, Bucket, Meta, Table, extent, lay_out, metas
 from .conversion import Conversion
 from .errors import InvalidInput
+from .exchange import check_strategy
 from .live import Live, live
 from .plan import ROUNDINGS
 from .segments import FLOATS, raw
 from .shards import Shard, cut
 from .stream import Entry, Filler, Part, Source, double_buffered
 from .window import window_of
-
-STRATEGIES = (None, "unshard")
 
 
 class MergedWeights:
@@ -67,8 +66,7 @@ class MergedWeights:
             raise InvalidInput(f"rounding must be one of {', '.join(ROUNDINGS)}, got {rounding!r}")
         if dtype is not None and dtype not in FLOATS:
             raise InvalidInput(f"dtype must be bfloat16, float16 or float32, got {dtype}")
-        if strategy not in STRATEGIES:
-            raise InvalidInput(f"strategy must be None or 'unshard', got {strategy!r}")
+        check_strategy(strategy)
         self.model, self.bucket_bytes, self.dtype, self.rounding = model, bucket_bytes, dtype, rounding
         self.adapters, self.strategy = adapters, strategy
         self.keep_tied = False

@@ -77,6 +77,12 @@ class Replica:
     error: str = ""
 
     @property
+    def handle(self) -> Control:
+        """The control plane of an engine whose handle this rank holds."""
+        assert self.control is not None
+        return self.control
+
+    @property
     def state(self) -> State:
         """What the engine holds: its workers agree, or it is dirty."""
         states = [State(**worker["state"]) for worker in self.workers]

@@ -22,7 +22,7 @@ from .control import Control, control_of, drive
 from .replica import Replica, SyncReport, failure
 from .sources import Fingerprint, Verified
 from .state import State
-from .trainer import Trainer
+from .trainer import Trainer, told
 
 MODES = ("merged", "adapter")
 PAUSES = ("keep", "wait", "abort")
@@ -198,7 +198,7 @@ class VllmSync:
         with report.timed("caches"):
             for replica in own:
                 await trainer.attempt(replica, self._reset_caches(replica))
-                await trainer.attempt(replica, _of(replica).label(f"{report.mode}@{report.version}"))
+                await trainer.attempt(replica, replica.handle.label(f"{report.mode}@{report.version}"))
         with report.timed("resume"):
             await self._resume(replicas, slept)
             await trainer.share(replicas)
@@ -243,11 +243,11 @@ class VllmSync:
                 await replica.control.wake("weights")
 
     async def _pause_one(self, replica: Replica) -> None:
-        paused = await _of(replica).pause(self._pause)
+        paused = await replica.handle.pause(self._pause)
         # A trainer that died in a push may have left the engine paused; it said so there.
         replica.paused_by_us = paused or any(worker["paused"] for worker in replica.workers)
         if paused:
-            await _of(replica).rpc("note_pause", paused=True)
+            await replica.handle.rpc("note_pause", paused=True)
 
     async def _plan(self, replicas: Sequence[Replica], report: SyncReport) -> list[Pass]:
         """What has to be sent to whom, everything checked."""
@@ -344,15 +344,15 @@ class VllmSync:
 
         async def prepare(replica: Replica) -> None:
             if state.kind != "adapter":
-                await _of(replica).rpc("abort")
-                await _of(replica).start()
+                await replica.handle.rpc("abort")
+                await replica.handle.start()
 
         async def receive(replica: Replica) -> None:
             if isinstance(source, AdapterSource):
                 table = to_json(source.table)
-                await _of(replica).rpc("adapter", table=table, rank=source.rank, state=state.to_json(), verify=verify)
+                await replica.handle.rpc("adapter", table=table, rank=source.rank, state=state.to_json(), verify=verify)
             else:
-                await _of(replica).update({"digest": source.digest, "state": state.to_json(), "verify": verify})
+                await replica.handle.update({"digest": source.digest, "state": state.to_json(), "verify": verify})
 
         replicas = [replica for replica in one.replicas if not replica.error]
         with report.timed("transfer"), source.passing() if isinstance(source, Filler) else contextlib.nullcontext():
@@ -364,7 +364,7 @@ class VllmSync:
 
     async def _settle(self, replica: Replica, state: State, sent: Sent) -> None:
         """Make sure that every worker holds the new state, and the right bytes."""
-        control = _of(replica)
+        control = replica.handle
         if state.kind != "adapter":
             await control.finish()
         replica.workers = sorted(await control.rpc("commit"), key=lambda worker: worker["rank"])
@@ -379,7 +379,7 @@ class VllmSync:
 
     async def _reset_caches(self, replica: Replica) -> None:
         """Nothing computed with the old weights may be used again."""
-        info, control = replica.workers[0], _of(replica)
+        info, control = replica.workers[0], replica.handle
         if not await control.reset_prefix_cache(self._pause == "keep", info["connector"]):
             raise PushFailed("the prefix cache could not be reset: requests hold blocks of the old weights")
         if info["multimodal"]:
@@ -400,13 +400,7 @@ class VllmSync:
                     await control.resume()
                     await control.rpc("note_pause", paused=False)
             except Exception as error:
-                replica.error = replica.error or f"{type(error).__name__}: {error}"
-
-
-def _of(replica: Replica) -> Control:
-    """The handle of a replica that this rank owns."""
-    assert replica.control is not None
-    return replica.control
+                replica.error = replica.error or told(error)
 
 
 def _checked(mode: str) -> str:

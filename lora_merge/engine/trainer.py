@@ -31,7 +31,7 @@ class Ended:
     def __init__(self, world: Ranks, name: str, replicas: Sequence[Replica]) -> None:
         self._known: set[int] = set()
         self._theirs = [r.index for r in replicas if r.control is None]
-        self._due, self._name = 0.0, name
+        self._due = 0.0
         self._store = None
         if not world.alone:
             self._store = dist.PrefixStore(  # type: ignore[attr-defined]
@@ -149,24 +149,21 @@ class Trainer:
         size = max(nbytes, 1)
         trainers = await self.gather(introduction(device))
         places = assign(trainers, [r.workers for r in replicas])
-        self._rounds = [
-            (Sender({p: places[p][1] for p in some if places[p][0] == self.world.rank}, size, device),
-             frozenset(r for r, _ in some))
-            for some in _rounds(places)
-        ]  # fmt: skip
-        mine = {place: sender.channel(*place) for sender, _ in self._rounds for place in sender.kinds}
-        channels = {place: channel for some in await self.gather(mine) for place, channel in some.items()}
+        try:
+            made = await self.everywhere(self._make_senders(places, size, device))
+        except Exception:
+            await self.close()
+            raise
+        channels = {place: channel for some in made for place, channel in some.items()}
         own = [r for r in replicas if r.control is not None]
-        calls = [
-            bind(_control(r).init, {"channels": [channels[r.index, w] for w in range(len(r.workers))]}) for r in own
-        ]
+        calls = [bind(r.handle.init, {"channels": [channels[r.index, w] for w in range(len(r.workers))]}) for r in own]
         ended = self._ended(replicas)
 
         def join() -> None:
             for sender, _ in self._rounds:
                 sender.connect(ended)
 
-        errors, failure = await together([_control(r) for r in own], calls, join, lambda i: ended.add(own[i].index))
+        errors, failure = await together([r.handle for r in own], calls, join, lambda i: ended.add(own[i].index))
         failed = next((told(error) for error in (failure, *errors) if error is not None), "")
         failures = [text for text in await self.gather(failed) if text]
         if failures:
@@ -177,6 +174,15 @@ class Trainer:
         self._sessions = {place: channel["session"] for place, channel in channels.items()}
         self._kinds = tuple(sorted({kind for _, kind in places.values()}))
         self._nbytes = size
+
+    async def _make_senders(
+        self, places: Mapping[Place, tuple[int, str]], nbytes: int, device: torch.device
+    ) -> dict[Place, dict[str, Any]]:
+        """This rank's ends, a sender a round, and what its workers have to know of them."""
+        for some in _rounds(places):
+            mine = {place: places[place][1] for place in some if places[place][0] == self.world.rank}
+            self._rounds.append((Sender(mine, nbytes, device), frozenset(r for r, _ in some)))
+        return {place: sender.channel(*place) for sender, _ in self._rounds for place in sender.kinds}
 
     async def close(self) -> None:
         """Give buffers and handles back: workers let go first. Collective."""
@@ -248,7 +254,7 @@ class Trainer:
 
         calls = [bind(receive, replica) for replica in own]
         errors, failure = await together(
-            [_control(r) for r in own], calls, serve, lambda position: ended.add(own[position].index)
+            [r.handle for r in own], calls, serve, lambda position: ended.add(own[position].index)
         )
         for replica, raised in zip(own, errors, strict=True):
             replica.error = replica.error or (told(raised) if raised is not None else "")
@@ -275,11 +281,6 @@ def _rounds(places: Mapping[Place, tuple[int, str]]) -> list[list[Place]]:
                 here.append([])
             here[turn].append(place)
     return [*([elsewhere] if elsewhere else []), *here]
-
-
-def _control(replica: Replica) -> Control:
-    assert replica.control is not None
-    return replica.control
 
 
 def told(error: BaseException) -> str:
