@@ -3,12 +3,14 @@ that lay it there, one launch a bucket."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
 from math import prod
+from operator import sub
 from typing import Any, Protocol
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -85,6 +87,17 @@ class Source:
     conversion: Conversion
 
 
+@dataclass(frozen=True, eq=False)
+class Places:
+    """Where an engine of this process keeps the stream's tensors: they are merged straight to there.
+
+    Args:
+        views: by name, the boxes of the tensor that lie there, each seen with the tensor's dimensions.
+    """
+
+    views: Mapping[str, Sequence[tuple[Box, Tensor]]]
+
+
 class Sent(Protocol):
     """What is sent: a table, and something that fills its buckets."""
 
@@ -96,6 +109,10 @@ class Sent(Protocol):
 
     def fill(self, index: int, buffer: Tensor, run: Mapping[str, Any]) -> None:
         """Write bucket `index` into `buffer`, on the current stream. `run` are arguments of `Plan.run`."""
+
+    def place(self, index: int, places: Places, run: Mapping[str, Any]) -> bool:
+        """The same straight to `places`; False, and nothing written, where some slot has none or is not made of
+        windows of what lies here."""
 
 
 class Filler:
@@ -131,7 +148,7 @@ class Filler:
         """Under which name an engine knows the table."""
         self.collective = not self.ranks.alone
         self._operands = self._read_operands()
-        self._plans: dict[int, tuple[int, _BucketPlan]] = {}
+        self._plans: dict[tuple[int, bool], tuple[Hashable, _BucketPlan]] = {}
         self._idle: list[Tensor] = []
         self._lent: dict[int, StorageWeakRef] = {}
         self._passes = 0
@@ -181,15 +198,15 @@ class Filler:
                 entry = self.entries[slot.name]
                 delta = parts[entry.sources[0]].delta
                 if slot.name not in self._wholly and delta is not None:
-                    jobs += [Job(delta, start, view, view) for start, _, view in self._held(entry, slot)]
+                    jobs += [Job(delta, start, view, view) for start, _, view in self._held(entry, slot.box)]
         ranks = self.ranks if everything else self.source.merging
         return Operands(deltas, ranks, self.device, jobs, everything=everything)
 
-    def _held(self, entry: Entry, slot: Slot) -> list[tuple[tuple[int, ...], Box, Tensor]]:
-        """The live parameter's views that make up a slot; see `Shard.views`."""
+    def _held(self, entry: Entry, box: Box) -> list[tuple[tuple[int, ...], Box, Tensor]]:
+        """The live parameter's views that make up a box of a tensor; see `Shard.views`."""
         assert entry.window is not None
-        views = self.source.parts[entry.sources[0]].shard.views(entry.window.outer(slot.box))
-        assert sum(view.numel() for _, _, view in views) == prod(slot.shape), slot.name
+        views = self.source.parts[entry.sources[0]].shard.views(entry.window.outer(box))
+        assert sum(view.numel() for _, _, view in views) == prod(box[1]), entry.meta.name
         return views
 
     @contextmanager
@@ -260,11 +277,9 @@ class Filler:
             self._operands.refresh()
         errors: list[Exception] = []
         with _noted(errors):
-            at, plan = self._plans.get(index, (0, None))
-            if plan is None or at != buffer.data_ptr():
-                plan = self._plan(index, buffer)
-                self._plans[index] = (buffer.data_ptr(), plan)
-            plan.run(run)
+            own = (slot for slot in self.mine(index) if slot.name not in self._wholly)
+            targets = ((slot.name, slot.box, slot.view(buffer)) for slot in own)
+            self._plan((index, False), buffer.data_ptr(), targets).run(run)
         wholly = [slot for slot in self.table[index] if slot.name in self._wholly]
         if wholly:
             self._fill_wholly(wholly, self.mine(index), buffer, run, errors)
@@ -272,23 +287,52 @@ class Filler:
         if errors:
             raise errors[0]
 
-    def _plan(self, index: int, buffer: Tensor) -> _BucketPlan:
+    def place(self, index: int, places: Places, run: Mapping[str, Any]) -> bool:
+        """As `Sent.place`; of a model that this process holds alone."""
+        views = [(slot, places.views.get(slot.name, ())) for slot in self.table[index]]
+        here = all(found and all(view.device == self.device for _, view in found) for _, found in views)
+        if self.collective or not here or any(slot.name in self._wholly for slot, _ in views):
+            return False
+        if index == 0:
+            self._operands.refresh()
+        targets = (
+            (slot.name, met, cut(view, (tuple(map(sub, met[0], box[0])), met[1])))
+            for slot, found in views
+            for box, view in found
+            if (met := overlap(slot.box, box)) is not None
+        )
+        self._plan((index, True), ref(places), targets).run(run)
+        return True
+
+    def _plan(self, key: tuple[int, bool], at: Hashable, targets: Iterable[tuple[str, Box, Tensor]]) -> _BucketPlan:
+        """The plan of a bucket, made anew when what it writes to has moved.
+
+        Args:
+            key: the bucket; whether it is placed.
+            at: where the targets are.
+            targets: boxes of tensors of the stream, and where they go.
+        """
+        known, plan = self._plans.get(key, (None, None))
+        if plan is None or known != at:
+            plan = self._make_plan(targets)
+            self._plans[key] = at, plan
+        return plan
+
+    def _make_plan(self, targets: Iterable[tuple[str, Box, Tensor]]) -> _BucketPlan:
         jobs: list[Job] = []
         segments: list[Segment] = []
         brought: list[tuple[Tensor, Tensor]] = []
-        for slot in self.mine(index):
-            if slot.name in self._wholly:
-                continue
-            entry = self.entries[slot.name]
+        for name, box, target in targets:
+            entry = self.entries[name]
             assert entry.window is not None
-            delta, unfolded = self.source.parts[entry.sources[0]].delta, entry.window.unfold(slot.view(buffer))
-            for start, inner, view in self._held(entry, slot):
+            delta, unfolded = self.source.parts[entry.sources[0]].delta, entry.window.unfold(target)
+            for start, inner, view in self._held(entry, box):
                 source, out = view, cut(unfolded, inner)
                 if view.device != self.device:  # offloaded weights are merged where the bucket is
                     source = torch.empty(view.shape, dtype=view.dtype, device=self.device)
                     brought.append((source, view))
                 if delta is None:
-                    segments += copies(slot.name, source, out)
+                    segments += copies(name, source, out)
                 else:
                     jobs.append(Job(delta, start, source, out))
         return _BucketPlan(MergePlan(jobs, self._operands, segments), brought)

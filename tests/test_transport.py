@@ -22,6 +22,7 @@ from lora_merge.buckets import Meta, Table, extent, lay_out
 from lora_merge.engine import nccl, transport
 from lora_merge.engine.transport import Receiver, Sender, assign
 from lora_merge.engine.waiting import TransferAborted, host_id
+from lora_merge.stream import Places
 
 CPU = torch.device("cpu")
 BUCKETS = 7
@@ -41,12 +42,20 @@ class Counting:
         self.table: Table = lay_out([Meta(str(i), torch.uint8, (1000,)) for i in range(BUCKETS)], NBYTES)
         self.device, self._at, self._then = device, at, then
         self.filled: list[int] = []
+        self.placed: list[int] = []
 
     def fill(self, index: int, buffer: Tensor, run: Mapping[str, Any]) -> None:
         if index == self._at:
             self._then()
         buffer.fill_(index + 1)
         self.filled.append(index)
+
+    def place(self, index: int, places: Places, run: Mapping[str, Any]) -> bool:
+        found = places.views.get(str(index), ())
+        for _, view in found:
+            view.fill_(index + 1)
+            self.placed.append(index)
+        return bool(found)
 
 
 SIZES = [extent(slots) for slots in Counting().table]
@@ -136,7 +145,8 @@ def work(channel: dict[str, Any], device: str, transfers: int, at: int, how: str
                 {"breaks": receiver.left, "dies": die}[how]()
                 raise RuntimeError("consumer")
             with closing(receiver.receive(SIZES)) as buckets:
-                for index, data in buckets:
+                for received in buckets:
+                    index, data = received.index, received.data
                     if how and index == at:
                         {"breaks": fail, "dies": die}[how]()
                     seen.append(index if bool((data[:1000] == index + 1).all()) else f"{index} is damaged")
@@ -292,7 +302,7 @@ def test_a_trainer_that_is_killed_is_noticed(kind: tuple[str, str, str]) -> None
     begin, seen = time.monotonic(), []
     buckets = receiver.receive(SIZES)
     with pytest.raises(TransferAborted, match="trainer"):
-        seen += (index for index, _ in buckets)
+        seen += (received.index for received in buckets)
     assert time.monotonic() - begin < 8
     assert not seen or max(seen) < 2
     receiver.close()
@@ -322,12 +332,16 @@ def test_workers_that_cannot_all_connect_do_not_wait() -> None:
 # A worker in the trainer's own process
 
 
-def pull(ours: Sender, until: int = BUCKETS) -> list[int]:
+def pull(ours: Sender, until: int = BUCKETS, places: Places | None = None, compare: bool = False) -> list[int]:
     receiver, seen = Receiver(ours.channel(0, 0), CPU), []
-    with closing(receiver.receive(SIZES)) as buckets:
-        for index, data in buckets:
-            assert (data == index + 1).all()
-            seen.append(index)
+    with closing(receiver.receive(SIZES, places, compare)) as buckets:
+        for received in buckets:
+            if received.placed:
+                assert places is not None
+                assert (places.views[f"{received.index}"][0][1] == received.index + 1).all()
+            assert (received.data is None) == (received.placed and not compare)
+            assert received.data is None or (received.data == received.index + 1).all()
+            seen.append(received.index)
             if len(seen) == until:
                 break
     return seen
@@ -346,6 +360,22 @@ def test_a_local_worker_pulls_and_what_it_leaves_is_filled(until: int) -> None:
         assert source.filled == ALL
     with pytest.raises(TransferAborted, match="offers nothing"):
         pull(ours)
+    ours.close()
+
+
+@pytest.mark.parametrize("until", [2, BUCKETS])
+@pytest.mark.parametrize("compare", [False, True])
+def test_a_local_worker_has_buckets_placed(until: int, compare: bool) -> None:
+    """Those that it has places for; a bucket is made where it has none, or where it wants to compare."""
+    ours = Sender({(0, 0): "local"}, NBYTES, CPU)
+    places = Places({f"{i}": [(((0,), (4,)), torch.zeros(4, dtype=torch.uint8))] for i in ALL if i != 1})
+    source = Counting()
+    ours.begin()
+    ours.offer(source, {})
+    assert pull(ours, until, places, compare) == ALL[:until]
+    assert source.placed == [i for i in ALL[: until + 1] if i != 1]
+    ours.drain()
+    assert sorted({*source.filled, *source.placed}) == ALL
     ours.close()
 
 

@@ -228,6 +228,30 @@ def test_a_push_that_breaks_leaves_the_engine_dirty_and_the_next_heals_it(
     assert_answers(sync.generate([{"prompt_token_ids": p} for p in engines.prompts()], engines.GREEDY), model)
 
 
+def test_what_the_engine_holds_as_loaded_is_merged_there(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one process no bucket lies between. (A CPU engine packs its linear layers: norms are what it holds as loaded;
+    tests/test_weights.py places whole models, tests/test_vllm_gpu.py does so in an engine.)"""
+    model = policy()
+    sync, placed, place = VllmSync(model, llm, bucket_bytes=512), [], Filler.place
+
+    def counted(self: Filler, index: int, *args: Any) -> bool:
+        done = place(self, index, *args)
+        placed.extend(slot.name for slot in self.table[index] if done)
+        return done
+
+    monkeypatch.setattr(Filler, "place", counted)
+    for verify in (False, True):
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "norm" in name:
+                    parameter.mul_(1.5)
+        placed.clear()
+        sync.push(verify=verify)
+        assert "model.norm.weight" in placed
+        assert all("norm" in name for name in placed), placed
+        assert_answers(ask(llm), model)
+
+
 def test_two_pushes_at_the_same_time_are_an_error(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     model = policy()
     sync, inside, go = VllmSync(model, llm), threading.Event(), threading.Event()

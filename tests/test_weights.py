@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lora_merge import InvalidInput, MergedWeights
 from lora_merge.buckets import ALIGNMENT, Meta, checksum, extent, from_json, lay_out, to_json
+from lora_merge.stream import Places
 
 
 def gemma4() -> nn.Module:
@@ -105,6 +106,72 @@ def test_a_wrong_table_off_the_wire_is_refused(change: dict[int, object]) -> Non
         slots[0][column] = value
     with pytest.raises(InvalidInput):
         from_json([slots])
+
+
+def engine_like(weights: MergedWeights) -> tuple[Places, dict[str, Tensor]]:
+    """Parameters as an engine has them: two tensors of the stream in one (the second one stored transposed where it is
+    a matrix), and each tensor cut into two boxes, as fused and padded layers are loaded."""
+    views, whole = {}, {}
+    for turn, meta in enumerate(weights.metadata()):
+        shape = (*meta.shape[:-1], meta.shape[-1] + 3) if meta.shape else meta.shape
+        held = torch.full(shape, 7, dtype=meta.dtype)
+        if turn % 2 and held.dim() == 2:
+            held = torch.full(shape[::-1], 7, dtype=meta.dtype).t()
+        inner = held[..., : meta.shape[-1]] if meta.shape else held
+        whole[meta.name] = inner
+        half = meta.shape[0] // 2 if meta.shape else 0
+        start, rest = (0,) * len(meta.shape), meta.shape[1:]
+        if half:
+            views[meta.name] = [
+                ((start, (half, *rest)), inner[:half]),
+                (((half, *start[1:]), (meta.shape[0] - half, *rest)), inner[half:]),
+            ]
+        else:
+            views[meta.name] = [((start, meta.shape), inner)]
+    return Places(views), whole
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_placed_is_what_a_bucket_holds(case: str, rounding: str) -> None:
+    """An engine of this process gets merged weights without a bucket between."""
+    build, config = CASES[case]
+    model = models.with_lora(build, dtype=torch.bfloat16, **config)
+    weights = MergedWeights(model, bucket_bytes=1 << 12, rounding=rounding)
+    run = {"rounding": rounding} | ({"seed": 5} if rounding == "stochastic" else {})
+    wanted = {name: t.clone() for bucket in weights.buckets(seed=run.get("seed")) for name, t in bucket.tensors()}
+    places, engine = engine_like(weights)
+    for step in range(2):
+        filler, placed = weights.filler(), set()
+        with filler.passing():
+            for index, slots in enumerate(filler.table):
+                if filler.place(index, places, run):
+                    placed |= {slot.name for slot in slots}
+                else:
+                    assert any(filler.entries[slot.name].window is None for slot in slots)
+        assert placed, "nothing was placed"
+        for name in placed:
+            assert_same_bits(engine[name], wanted[name], f"{name}, pass {step}")
+            engine[name].fill_(9)
+    beyond = [t._base for t in engine.values() if t._base is not None]
+    assert all(bool((t[..., -3:] == 7).all() or (t[-3:] == 7).all()) for t in beyond), "written beside its place"
+    lacking = Places({name: views for name, views in places.views.items() if not name.endswith("norm.weight")})
+    filler = weights.filler()
+    with filler.passing():
+        last = len(filler.table) - 1
+        assert not filler.place(last, lacking, run) or all("norm" not in slot.name for slot in filler.table[last])
+
+
+def test_an_engine_that_is_gone_is_not_kept() -> None:
+    weights = MergedWeights(models.with_lora(models.qwen2))
+    places, engine = engine_like(weights)
+    gone = [weakref.ref(t) for t in (*engine.values(), places)]
+    filler = weights.filler()
+    with filler.passing():
+        assert filler.place(0, places, {})
+    del places, engine
+    gc.collect()
+    assert all(r() is None for r in gone), "plans that lie idle hold the tensors of an engine"
 
 
 def test_consumers_that_keep_tensors_stop_early_or_raise() -> None:

@@ -18,7 +18,7 @@ from ..errors import UnsupportedAdapter
 from ..live import Live, live
 from ..names import lineage
 from ..operands import Operands
-from ..stream import Entry, Filler
+from ..stream import Entry, Filler, Places
 from ..weights import MergedWeights
 
 ADAPTER_NAME = "lora_merge"
@@ -74,6 +74,10 @@ class AdapterSource:
         views = [slot.view(buffer) for slot in self.table[index]]
         torch._foreach_copy_(views[::2], self._plain)
         torch._foreach_copy_(views[1::2], torch._foreach_mul([b.float() for b in self._scaled], self._scaling))
+
+    def place(self, index: int, places: Places, run: Mapping[str, Any]) -> bool:
+        """vLLM makes its own tensors of an adapter."""
+        return False
 
 
 def _check_served(name: str, delta: Delta, entry: Entry) -> None:

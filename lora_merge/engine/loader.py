@@ -21,6 +21,7 @@ from ..buckets import Slot, Table, dtype_name, metas
 from ..plan import Plan
 from ..segments import copies
 from ..shards import cut, overlap
+from ..stream import Places
 from .capture import Capture, Copy, coverage, feed, torn
 
 _AS_LOADED = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
@@ -41,6 +42,7 @@ class Examination:
 
     Args:
         copies: what goes straight, by name.
+        places: the same for a trainer in this process, of tensors that the engine holds in the stream's dtype.
         staged: names that go through `load_weights`, whole.
         fills: constants that loading writes (padding).
         refused: name -> why `load_weights` does not take it.
@@ -51,6 +53,7 @@ class Examination:
     """
 
     copies: dict[str, list[Copy]]
+    places: Places
     staged: set[str]
     fills: list[tuple[Tensor, Any]] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
@@ -192,8 +195,15 @@ class Loader:
             if record.copy is not None and record.name not in staged:
                 straight.setdefault(record.name, []).append(record.copy)
         taken = straight.keys() | staged
+        dtypes = {meta.name: meta.dtype for meta in metas(table).values()}
+        places = {
+            name: [(copy.window.box, copy.window.unfold(copy.destination)) for copy in found]
+            for name, found in straight.items()
+            if all(copy.destination.dtype == dtypes[name] for copy in found)
+        }
         return Examination(
             straight,
+            Places(places),
             staged,
             [(view, value) for path, view, value in capture.fills if path not in staged_paths],
             refused,

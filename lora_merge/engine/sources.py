@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..buckets import Slot, checksum, combined, metas
-from ..stream import Filler, Sent, double_buffered
+from ..stream import Filler, Places, Sent, double_buffered
 from .state import Sampler
 
 
@@ -34,6 +34,9 @@ class Verified:
         if index == 0:
             self.checksums = {}
         add_checksums(self.checksums, self.table[index], buffer)
+
+    def place(self, index: int, places: Places, run: Mapping[str, Any]) -> bool:
+        return self.inner.place(index, places, run)
 
 
 class Fingerprint:

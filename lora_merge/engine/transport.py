@@ -2,7 +2,7 @@
 
 | transport | where | how |
 |---|---|---|
-| local | same process | the worker pulls buckets out of the trainer's stream |
+| local | same process | merged straight into the engine's tensors; buckets that the worker pulls for the rest |
 | shm | CPU, same host | two buffers in POSIX shared memory |
 | ipc | same GPU, other process | two buffers of a cudaMalloc of their own, opened by the worker |
 | nccl | other GPUs | one broadcast a bucket, from trainer rank 0 to the workers of a replica |
@@ -20,6 +20,7 @@ import os
 import secrets
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from ..buckets import extent
 from ..errors import InvalidInput
-from ..stream import Sent
+from ..stream import Places, Sent
 from .memory import CudaMemory, SharedMemory
 from .nccl import Done, Group, address_of, reach_store, serve_store
 from .waiting import TransferAborted, alive, host_id, until
@@ -38,6 +39,20 @@ _LOCAL: weakref.WeakValueDictionary[str, Sender] = weakref.WeakValueDictionary()
 # Words of a mailbox: the trainer's, then those of each worker.
 _FILLED, _ABORTED, _WORKERS = 0, 1, 2
 _DONE, _LEFT, _PID, _WORDS = 0, 1, 2, 3
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A bucket on the worker's side.
+
+    Args:
+        data: uint8; None where it was placed and nobody asked for the bucket, too.
+        placed: whether it lies in the engine's tensors already.
+    """
+
+    index: int
+    data: Tensor | None
+    placed: bool
 
 
 def nobody() -> set[int]:
@@ -140,7 +155,8 @@ class Sender:
             self._groups = {r: Group(self._store, str(r), 0, len(ws) + 1, device) for r, ws in members.items()}
         self._sent: dict[int, list[Done | None]] = {}
         self._next = 0
-        self._offered: Iterator[tuple[int, Tensor]] | None = None
+        self._offered: Iterator[Received] | None = None
+        self._places: tuple[Places, bool] | None = None
         if self.local:
             _LOCAL[self.session] = self
 
@@ -151,6 +167,11 @@ class Sender:
         if "ipc" in kinds:
             self._memory = CudaMemory(2 * self.nbytes, self.device)
             return list(self._memory.tensor.split(self.nbytes))
+        if self.local:
+            return []  # made when a bucket cannot be placed
+        return self._plain_buffers()
+
+    def _plain_buffers(self) -> list[Tensor]:
         return [torch.empty(self.nbytes, dtype=torch.uint8, device=self.device) for _ in range(2)]
 
     def channel(self, replica: int, worker: int) -> dict[str, Any]:
@@ -225,17 +246,24 @@ class Sender:
 
     def drain(self) -> None:
         """Fill the buckets that the worker in this process did not pull, because it failed."""
+        self._places = None
         if self._offered is not None:
             for _ in self._offered:
                 pass
         self._offered = None
 
-    def pull(self) -> Iterator[tuple[int, Tensor]]:
-        """The buckets on offer, `(index, data)`: to be read on the current stream until the next one is asked for."""
+    def pull(self, places: Places, compare: bool) -> Iterator[Received]:
+        """The buckets on offer: to be read on the current stream until the next one is asked for.
+
+        Args:
+            places: of the worker's tensors; buckets of which all lie there are merged to there.
+            compare: make these as buckets, too.
+        """
         if self._offered is None:
             raise TransferAborted("the trainer of this process offers nothing; push again")
-        for index, data in self._offered:  # noqa: UP028, a worker that stops must not close the flow for `drain`
-            yield index, data
+        self._places = places, compare or len(self.kinds) > 1  # other workers take buckets
+        for received in self._offered:  # noqa: UP028, a worker that stops must not close the flow for `drain`
+            yield received
 
     def abort(self, reason: str = "the trainer gave up in the middle of a push") -> None:
         """Tell all workers of the transfer that no more comes."""
@@ -261,19 +289,20 @@ class Sender:
 
     def _flow(
         self, source: Sent, run: Mapping[str, Any], gone: Callable[[], set[int]]
-    ) -> Generator[tuple[int, Tensor], None, None]:
+    ) -> Generator[Received, None, None]:
         """Fill and hand over, one bucket ahead of whoever pulls here."""
         self._sent, self._next = {}, 0
-        filled: list[Any] = []
+        filled: list[tuple[Received, Any]] = []
         count = len(source.table)
         try:
             for index in range(count + 1):
                 if index < count:
                     filled.append(self._fill(source, index, run, gone))
                 if index:
-                    if filled[index - 1] is not None:
-                        torch.cuda.current_stream(self.device).wait_event(filled[index - 1])
-                    yield index - 1, self.buffers[(index - 1) % 2]
+                    received, event = filled[index - 1]
+                    if event is not None:
+                        torch.cuda.current_stream(self.device).wait_event(event)
+                    yield received
             for replica, sent in self._sent.items():
                 self._groups[replica].wait(sent[-1])
         except BaseException:
@@ -288,27 +317,36 @@ class Sender:
             for group in self._groups.values():
                 group.rest()
 
-    def _fill(self, source: Sent, index: int, run: Mapping[str, Any], gone: Callable[[], set[int]]) -> Any:
-        """Fill one bucket and hand it over; returns the event of its filling."""
+    def _fill(
+        self, source: Sent, index: int, run: Mapping[str, Any], gone: Callable[[], set[int]]
+    ) -> tuple[Received, Any]:
+        """Fill one bucket and hand it over; returns the event of its filling with it."""
         self._reclaim(index - 2, gone)
-        buffer, event = self.buffers[index % 2], None
+        event = None
         if self._stream is not None:
             # What the caller enqueued, optimizer steps and the reads of a worker in this process, comes first.
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with self._filling():
             self._next = index + 1
-            source.fill(index, buffer, run)
+            places, compare = self._places or (None, False)
+            placed = places is not None and source.place(index, places, run)
+            buffer = None
+            if not placed or compare:
+                self.buffers = self.buffers or self._plain_buffers()
+                buffer = self.buffers[index % 2]
+                source.fill(index, buffer, run)
             if self._stream is not None:
                 event = self._stream.record_event()
             if index == 0:
                 self._decide(gone)
             for replica, sent in self._sent.items():
+                assert buffer is not None
                 sent.append(self._groups[replica].broadcast(buffer[: extent(source.table[index])]))
         if self._box is not None:
             if event is not None:
                 event.synchronize()
             self._box[_FILLED] = index + 1
-        return event
+        return Received(index, buffer, placed), event
 
     def _filling(self) -> contextlib.AbstractContextManager[Any]:
         """The stream on which buckets are filled; makes its device current, too: this may be a thread of its own."""
@@ -385,12 +423,15 @@ class Receiver:
                 self.left()
                 raise
 
-    def receive(self, sizes: Sequence[int]) -> Generator[tuple[int, Tensor], None, None]:
-        """Buckets: `(index, data)`. A bucket may be read until the next one is asked for; work on the current stream
-        counts.
+    def receive(
+        self, sizes: Sequence[int], places: Places | None = None, compare: bool = False
+    ) -> Generator[Received, None, None]:
+        """Buckets. One may be read until the next one is asked for; work on the current stream counts.
 
         Args:
             sizes: bytes of each bucket.
+            places: of this worker's tensors, for a trainer in this process.
+            compare: get the bucket of what was placed, too.
 
         Raises:
             TransferAborted: the trainer gave up, or is gone.
@@ -400,9 +441,11 @@ class Receiver:
                 sender = _LOCAL.get(self.session)
                 if sender is None:
                     raise TransferAborted("the trainer of this process is gone; push again")
-                yield from sender.pull()
+                yield from sender.pull(places or Places({}), compare)
             else:
-                yield from self._mapped(len(sizes)) if self._group is None else self._broadcast(self._group, sizes)
+                came = self._mapped(len(sizes)) if self._group is None else self._broadcast(self._group, sizes)
+                for index, data in came:
+                    yield Received(index, data, False)
         except BaseException:
             self.left()
             raise

@@ -7,7 +7,7 @@ what it expects, checksums, adapters) goes through one worker method, JSON in an
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,12 +21,13 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from ..buckets import Table, extent, from_json
+from ..buckets import Slot, Table, extent, from_json
+from ..stream import Places
 from .adapter import ADAPTER_ID, load_adapter, remove_adapter, unserved_modules
 from .loader import Examination, Loader
 from .sources import add_checksums
 from .state import Sampler, State, live_tensors, packed_kernels
-from .transport import Receiver, introduction
+from .transport import Received, Receiver, introduction
 
 _SIDE = "_lora_merge"
 
@@ -106,16 +107,22 @@ class Side:
                 self.receiver.left()
             raise
 
-    def take(self, table: Table, use: Callable[[int, Tensor], None], verify: bool) -> None:
-        """Receive every bucket of a table and hand it to `use`."""
+    def take(
+        self,
+        table: Table,
+        use: Callable[[Sequence[Slot], Received], None],
+        verify: bool,
+        places: Places | None = None,
+    ) -> None:
+        """Receive every bucket of a table, as `Receiver.receive`, and hand it to `use` with its slots."""
         if self.receiver is None:
             raise RuntimeError("no trainer is connected: init_weight_transfer_engine comes first")
         self.checksums, self.arrived = {}, {}
-        with closing(self.receiver.receive([extent(slots) for slots in table])) as buckets:
-            for index, data in buckets:
-                if verify:
-                    add_checksums(self.checksums, table[index], data)
-                use(index, data)
+        with closing(self.receiver.receive([extent(slots) for slots in table], places, verify)) as buckets:
+            for received in buckets:
+                if verify and received.data is not None:
+                    add_checksums(self.checksums, table[received.index], received.data)
+                use(table[received.index], received)
 
 
 class LoraMergeWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -151,13 +158,16 @@ class LoraMergeWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         examination = side.loader.examine(update_info.digest, table)
         side.loader.begin(examination)
 
-        def load(index: int, data: Tensor) -> None:
-            side.loader.load(examination, index, table[index], data)
-            seen = side.loader.arrived(examination, table[index], data) if update_info.verify else {}
+        def load(slots: Sequence[Slot], received: Received) -> None:
+            if received.data is None:
+                return
+            if not received.placed:
+                side.loader.load(examination, received.index, slots, received.data)
+            seen = side.loader.arrived(examination, slots, received.data) if update_info.verify else {}
             for name, same in seen.items():
                 side.arrived[name] = side.arrived.get(name, True) and same
 
-        side.take(table, load, update_info.verify)
+        side.take(table, load, update_info.verify, examination.places)
         side.coverage = examination.elements
         side.pending = State(**update_info.state)
 
@@ -303,16 +313,17 @@ def _adapter_modules(worker: Any, side: Side, modules: list[str]) -> dict[str, A
 def _adapter(worker: Any, side: Side, table: Any, rank: int, state: dict[str, Any], verify: bool) -> dict[str, Any]:
     """Receive an adapter and load it in the place of the one before."""
     with side.taking():
-        slots, before = from_json(table), side.state()
+        before = side.state()
         if before.kind not in ("base", "adapter") or before.base != state["base"]:
             raise RuntimeError(f"an adapter needs the base that it was trained on; this engine holds {before}")
         side.settle(before.dirty("an adapter push is under way or did not end"))
         tensors: dict[str, Tensor] = {}
 
-        def keep(index: int, data: Tensor) -> None:
-            tensors.update({slot.name: slot.view(data).clone() for slot in slots[index]})
+        def keep(slots: Sequence[Slot], received: Received) -> None:
+            assert received.data is not None
+            tensors.update({slot.name: slot.view(received.data).clone() for slot in slots})
 
-        side.take(slots, keep, verify)
+        side.take(from_json(table), keep, verify)
         load_adapter(worker.model_runner.lora_manager, tensors, rank)
         side.settle(State(**state))
     return {}
