@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +16,25 @@ from .errors import InvalidInput
 from .segments import Segment, seed_key
 
 ROUNDINGS = ("nearest", "stochastic")
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def untraced(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """`torch.compiler.disable`, taken when torch._dynamo is there: importing that takes seconds, which nobody should
+    pay who compiles nothing, and before it is imported nothing can be traced."""
+    disabled: Callable[_P, _T] | None = None
+
+    @wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        nonlocal disabled
+        if disabled is None:
+            if "torch._dynamo" not in sys.modules:
+                return function(*args, **kwargs)
+            disabled = torch.compiler.disable(function)
+        return disabled(*args, **kwargs)
+
+    return call
 
 
 class Plan:
@@ -54,7 +76,7 @@ class Plan:
         """
         self.segments = ()
 
-    @torch.compiler.disable
+    @untraced
     def run(self, *, rounding: str = "nearest", seed: int | None = None) -> None:
         """Execute every segment, on the current stream.
 
@@ -67,7 +89,7 @@ class Plan:
         if self._launch is not None:
             self._launch(rounding == "stochastic", seed_key(seed or 0))
 
-    @torch.compiler.disable
+    @untraced
     def row_norms(self) -> list[Tensor]:
         """Squared norm of each row of `source + scaling * B A`, before any `row_scale`: float64 `[rows]` a segment.
 

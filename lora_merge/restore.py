@@ -16,6 +16,7 @@ import torch
 from . import kernels
 from .checks import check_overlaps, check_segment
 from .errors import AlreadyMerged, InvalidInput
+from .plan import untraced
 from .segments import FLOATS, Segment
 
 
@@ -52,7 +53,7 @@ class TrackedPlan:
         """Bytes held for the way back: 0 unless merged."""
         return self._tracked.nbytes if self._tracked else 0
 
-    @torch.compiler.disable
+    @untraced
     @torch.inference_mode()
     def merge(self) -> None:
         """Merge in place, on the current stream; waits for the device. If it raises (no memory), the weights are as
@@ -67,7 +68,7 @@ class TrackedPlan:
             raise AlreadyMerged("this plan is merged: unmerge it first")
         self._tracked.merge()
 
-    @torch.compiler.disable
+    @untraced
     @torch.inference_mode()
     def unmerge(self) -> None:
         """Put every bit back as it was before `merge`, and let go of what that took. Does nothing where not merged.

@@ -110,6 +110,41 @@ def test_compiled_code_merges_the_same(backend: Backend) -> None:
         assert_same_bits(got, wanted)
 
 
+def test_plans_stay_out_of_graphs() -> None:
+    """A compiled caller breaks its graph around `Plan.run`, whose Python nobody traces, on the first call and after."""
+    w, a, b = tensors()
+    plan, graphs = Plan([Segment("weight", w, w, a, b, 1.0)]), []
+
+    def step(x: Tensor) -> Tensor:
+        doubled = x * 2
+        plan.run()
+        return doubled + w
+
+    compiled = torch.compile(step, backend=lambda graph, _: graphs.append(graph) or graph.forward)
+    wanted = w.clone()
+    for _ in range(3):
+        merge_(wanted, a, b, 1.0)
+        assert_same_bits(compiled(torch.zeros_like(w)), wanted)
+    assert len(graphs) == 2
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="torch.compiler.disable"):
+        torch.compile(lambda x: step(x), fullgraph=True, backend="eager")(torch.zeros_like(w))
+
+
+WITHOUT_DYNAMO = """
+import sys, torch
+before = set(sys.modules)
+import lora_merge
+lora_merge.Plan([]).run()
+print(sorted(name for name in {"torch._dynamo", "peft", "vllm"} & (set(sys.modules) - before)))
+"""
+
+
+def test_import_is_cheap() -> None:
+    """Importing the package, and running a plan, brings in none of the modules that take seconds to load."""
+    done = subprocess.run([sys.executable, "-c", WITHOUT_DYNAMO], capture_output=True, text=True, check=False)
+    assert done.stdout == "[]\n", done.stdout + done.stderr
+
+
 def test_autograd_notices() -> None:
     """Weights that require gradients merge, results carry none, and a stale backward pass raises."""
     w, a, b = tensors(dtype=torch.float32)
