@@ -126,7 +126,7 @@ def test_plans_stay_out_of_graphs() -> None:
         merge_(wanted, a, b, 1.0)
         assert_same_bits(compiled(torch.zeros_like(w)), wanted)
     assert len(graphs) == 2
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="torch.compiler.disable"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"torch\.compiler\.disable"):
         torch.compile(lambda x: step(x), fullgraph=True, backend="eager")(torch.zeros_like(w))
 
 
