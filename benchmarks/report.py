@@ -137,20 +137,21 @@ LEGEND = (
 )
 
 
+def sheet_of(title: str, first: str, columns: Sequence[str]) -> Table:
+    """An empty table: a column of names, and columns of figures."""
+    sheet = Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False
+    )
+    sheet.add_column(first, no_wrap=True)
+    for heading in columns:
+        sheet.add_column(heading, justify="right")
+    return sheet
+
+
 def table(record: Record, columns: Sequence[str] = MERGE) -> None:
     """Print the figures."""
     out = console()
-    sheet = Table(
-        title=title(record),
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-        show_edge=False,
-    )
-    sheet.add_column("method", no_wrap=True)
-    for heading in columns:
-        sheet.add_column(heading, justify="right")
+    sheet = sheet_of(title(record), "method", columns)
     copy_ms, products_ms = record["copy_ms"], record["products_ms"]
     for limit, ms in (("limit: one large copy", copy_ms), ("limit: the products", products_ms)):
         sheet.add_row(limit, *({"ms": f"{ms:.2f}", "x copy": f"{ms / copy_ms:.2f}"}.get(c, "") for c in columns))

@@ -32,6 +32,10 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
         "num_attention_heads": 28, "num_key_value_heads": 4, "tie_word_embeddings": False,
     },
+    "qwen2.5-72b": {
+        "vocab_size": 152064, "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "tie_word_embeddings": False,
+    },
     "qwen2.5-0.5b": {
         "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
         "num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True,
@@ -75,13 +79,22 @@ def build_policy(shape: str, rank: int, device: str) -> nn.Module:
         return get_peft_model(model, lora).eval()
 
 
+def quiet() -> None:
+    """Settings of vLLM that every benchmark has."""
+    for name, value in {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
+                        "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_USE_FLASHINFER_SAMPLER": "0"}.items():  # fmt: skip
+        os.environ.setdefault(name, value)
+
+
 @contextmanager
-def start_engine(args: argparse.Namespace, folder: Path, *, tp: int = 1, lora: bool = False) -> Iterator[Any]:
+def start_engine(
+    args: argparse.Namespace, folder: Path, *, tp: int = 1, lora: bool = False, **options: Any
+) -> Iterator[Any]:
     from vllm import LLM
     from vllm.config import WeightTransferConfig
 
     config_of(args.shape).save_pretrained(folder)
-    options: dict[str, Any] = {"enable_lora": True, "max_lora_rank": max(args.rank, 8)} if lora else {}
+    options |= {"enable_lora": True, "max_lora_rank": max(args.rank, 8)} if lora else {}
     if args.device == "cuda":
         options["gpu_memory_utilization"] = args.gpu_memory
     llm = LLM(
@@ -114,12 +127,13 @@ def timed(run: Callable[[], object], device: str, repeats: int) -> float:
 
 
 def pushes(sync: Any, repeats: int, mode: str) -> dict[str, Any]:
-    """Medians by phase over some pushes; the first two (plans, base) are left out but shown."""
+    """Medians by phase over some pushes; the first two (plans, base) are left out but shown. Collective."""
     reports = [sync.push(mode=mode) for _ in range(repeats + 2)]
     phases = {
         phase: statistics.median(1e3 * r.seconds.get(phase, 0.0) for r in reports[2:]) for phase in reports[-1].seconds
     }
-    print(reports[-1], flush=True)
+    if os.environ.get("RANK", "0") == "0":
+        print(reports[-1], flush=True)
     return {
         "bytes": reports[-1].nbytes,
         "tensors": reports[-1].tensors,
@@ -299,9 +313,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    for name, value in {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
-                        "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_USE_FLASHINFER_SAMPLER": "0"}.items():  # fmt: skip
-        os.environ.setdefault(name, value)
+    quiet()
     if args.part:
         with tempfile.TemporaryDirectory() as folder:
             result = PARTS[args.part](args, Path(folder))

@@ -14,9 +14,8 @@ import argparse
 import json
 import os
 import socket
-import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from shapes import SHAPES, Shape
-from timing import copies, launches, milliseconds
+from sharded import clocked, merge_on_shards
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -129,21 +128,9 @@ def work(rank: int, args: argparse.Namespace, port: int) -> None:
 def measure(chunks: list[Any], args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     from lora_merge import MergedWeights
     from lora_merge.live import live
-    from lora_merge.operands import MergePlan, Operands
 
     model: Any = live(chunks)
     _, deltas = model.adapters()
-    with model.jobs(deltas, {}) as jobs:
-        nbytes = sum(job.source.nbytes for job in jobs)
-        operands = Operands(model.everyones(deltas), model.merging, device, jobs)
-        plan = MergePlan(jobs, operands)
-
-    def step() -> None:
-        operands.refresh()
-        plan.run()
-
-    gathered = torch.empty(max(operands.nbytes, 1) // args.gpus + 1, dtype=torch.uint8, device=device)
-    into = torch.empty(gathered.numel() * args.gpus, dtype=torch.uint8, device=device)
     weights = MergedWeights(chunks, bucket_bytes=args.bucket_bytes)
 
     def export() -> None:
@@ -152,27 +139,9 @@ def measure(chunks: list[Any], args: argparse.Namespace, device: torch.device) -
             for index in range(len(filler.table)):
                 filler.fill(index, buffers[index % 2], {})
 
-    record: dict[str, Any] = {"local_bytes": nbytes, "adapter_bytes_received": operands.nbytes}
-    record["copy_ms"] = statistics.median(copies(nbytes, device, args.repeats))
-    calls: dict[str, Callable[[], object]] = {
-        "merge_ms": plan.run,
-        "merge_with_gather_ms": step,
-        "gather_of_adapter_bytes_ms": lambda: dist.all_gather_into_tensor(into, gathered),
-        "export_ms": export,
-        "export_as_bridge_ms": lambda: as_bridge(deltas, model.ranks.group),
-    }
-    for name, call in calls.items():
-        call()
-        dist.barrier()
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-            used = torch.cuda.memory_allocated()
-        record[name] = statistics.median(milliseconds(call, device) for _ in range(args.repeats))
-        if device.type == "cuda":
-            record[name.replace("_ms", "_peak_bytes")] = torch.cuda.max_memory_allocated() - used
-    record["merge_launches"] = launches(plan.run, device)
-    record |= {"x_copy": record["merge_ms"] / record["copy_ms"], "tensors": len(weights.filler().entries)}
-    return record
+    calls = {"export": export, "export_as_bridge": lambda: as_bridge(deltas, model.ranks.group)}
+    record = merge_on_shards(model, device, args.repeats) | clocked(calls, device, args.repeats)
+    return record | {"tensors": len(weights.filler().entries)}
 
 
 def publish(record: dict[str, Any], args: argparse.Namespace) -> None:

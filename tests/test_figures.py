@@ -1,8 +1,11 @@
-"""The sweeps behind README's pictures, and the model of large jobs: `benchmarks/sweep.py` and `benchmarks/scale.py`."""
+"""The sweeps behind README's pictures, the model of large jobs, and merging on shards: `sweep.py`, `scale.py` and
+`fsdp.py` of benchmarks."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -85,3 +88,24 @@ def test_more_gpus_and_wires(load: Any) -> None:
     assert step(64, 1) == step(8), "HSDP: a node as if alone"
     moe = next(j for j in scale.JOBS if "ep" in j.megatron)
     assert moe.gigabytes(True) + moe.gigabytes(False) == pytest.approx(moe.gigabytes())
+
+
+def test_merging_on_shards(tmp_path: Path) -> None:
+    """Two real processes; the part without an engine, which test_vllm_shards.py adds."""
+    data = tmp_path / "fsdp.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(ROOT / "benchmarks" / "fsdp.py"), "--device", "cpu", "--shape", "tiny", "--rank", "8"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    environment |= {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "--parts", "merge", "--json", str(data)],
+        env=environment, text=True, capture_output=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    record = json.loads(data.read_text())
+    linears = 2 * (128 * 128 * 2 + 64 * 128 * 2 + 3 * 256 * 128)  # of two layers
+    assert record["merge"]["local_bytes"] == 2 * linears / 2, "bf16, and half of it here"
+    columns = 2 * (6 * 128 + 256)
+    assert record["merge"]["adapter_bytes_received"] == 8 * 4 * columns / 2, "lora_A, half of whose rows lie here"
+    assert record["merge"]["merge_launches"] == 1
+    assert "adapters sent, and received, per rank" in done.stdout
