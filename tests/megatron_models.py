@@ -35,19 +35,22 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @dataclass(frozen=True)
 class Grid:
-    """Sizes of the parallel groups."""
+    """Sizes of the parallel groups, and whether activations outside of the linears are cut over `tp` by sequence."""
 
     tp: int = 1
     pp: int = 1
     ep: int = 1
     etp: int | None = None
     vpp: int | None = None
+    cp: int = 1
+    sp: bool = False
 
 
 def _shim() -> None:
     """Let megatron-core believe in a CPU device, where there is no other."""
     if torch.cuda.is_available():
         return
+    from megatron.core.transformer import torch_norm
     from megatron.core.transformer.moe import grouped_gemm_util, moe_utils, token_dispatcher
 
     class Stream:
@@ -59,6 +62,10 @@ def _shim() -> None:
     torch.cuda.Stream = lambda *args, **kwargs: Stream()  # type: ignore[assignment,misc]
     torch.cuda.current_stream = lambda *args, **kwargs: Stream()  # type: ignore[assignment]
     torch.cuda.stream = lambda *args, **kwargs: contextlib.nullcontext()  # type: ignore[assignment]
+    # Megatron refuses PyTorch's norm under sequence parallelism, for its gradients; its forward is right on any token.
+    torch_norm.WrappedTorchNorm.__new__ = staticmethod(  # type: ignore[assignment]
+        lambda cls, config, hidden_size, eps: nn.RMSNorm(hidden_size, eps)
+    )
     moe_utils.te_general_gemm = None
     grouped_gemm_util.assert_grouped_gemm_is_available = lambda: None
     grouped_gemm_util.ops = types.SimpleNamespace(gmm=_grouped_gemm)
@@ -162,7 +169,12 @@ def megatron(kind: str, hf: Any, grid: Grid, *, form: str = "local", padded: int
 
     _shim()
     ps.initialize_model_parallel(
-        grid.tp, grid.pp, grid.vpp, expert_model_parallel_size=grid.ep, expert_tensor_parallel_size=grid.etp
+        grid.tp,
+        grid.pp,
+        grid.vpp,
+        context_parallel_size=grid.cp,
+        expert_model_parallel_size=grid.ep,
+        expert_tensor_parallel_size=grid.etp,
     )
     if torch.cuda.is_available():
         model_parallel_cuda_manual_seed(1)
@@ -211,6 +223,7 @@ def megatron(kind: str, hf: Any, grid: Grid, *, form: str = "local", padded: int
         tensor_model_parallel_size=grid.tp,
         pipeline_model_parallel_size=grid.pp,
         virtual_pipeline_model_parallel_size=grid.vpp,
+        sequence_parallel=grid.sp,
         use_cpu_initialization=True,
         bias_activation_fusion=False,
         gradient_accumulation_fusion=False,
@@ -238,6 +251,8 @@ def megatron(kind: str, hf: Any, grid: Grid, *, form: str = "local", padded: int
             rotary_base=10000,
             vp_stage=stage if grid.vpp else None,
         )
+        # Attention without TransformerEngine takes whole sequences only: context-parallel ranks are replicas here.
+        chunk.rotary_pos_emb.cp_group = None
         load(chunk, checkpoint(hf), grid, padded)
         if form == "te":
             import megatron_te
@@ -337,7 +352,8 @@ def logits(chunks: list[Any], tokens: Tensor) -> Tensor:
     positions = torch.arange(tokens.shape[1], device=DEVICE).expand_as(tokens)
     mask = torch.ones(1, 1, tokens.shape[1], tokens.shape[1], device=DEVICE).triu(1).bool()
     config = unwrapped(chunks[0]).config
-    x = torch.empty(tokens.shape[1], tokens.shape[0], config.hidden_size, dtype=config.params_dtype, device=DEVICE)
+    rows = tokens.shape[1] // (config.tensor_model_parallel_size if config.sequence_parallel else 1)
+    x = torch.empty(rows, tokens.shape[0], config.hidden_size, dtype=config.params_dtype, device=DEVICE)
     with torch.no_grad():
         for chunk in chunks:
             for stage, rank in enumerate(ranks):

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import io
 import multiprocessing as mp
+import os
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -50,13 +53,15 @@ class Pool:
     def _start(self) -> None:
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(["megatron_preload"])
-        for _ in range(self._size):
-            here, there = context.Pipe()
-            worker = context.Process(target=_serve, args=(there,), daemon=True)
-            worker.start()
-            there.close()
-            self._workers.append(worker)
-            self._pipes.append(here)
+        # The server has the path of its environment only, and passes over what it cannot import.
+        with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
+            for _ in range(self._size):
+                here, there = context.Pipe()
+                worker = context.Process(target=_serve, args=(there,), daemon=True)
+                worker.start()
+                there.close()
+                self._workers.append(worker)
+                self._pipes.append(here)
         assert all(pipe.poll(5 * PATIENCE.seconds) and pipe.recv() for pipe in self._pipes), "a worker did not start"
 
     def close(self) -> None:
@@ -68,7 +73,7 @@ class Pool:
 
 def _serve(pipe: Any) -> None:
     torch.set_num_threads(1)
-    pipe.send(True)
+    pipe.send("megatron_preload" in sys.modules)
     while True:
         try:
             rank, world, store, fn, args = pipe.recv()

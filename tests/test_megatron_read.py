@@ -36,7 +36,8 @@ class Case:
     hf: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        sizes = "".join(f" {k}{v}" for k, v in vars(self.grid).items() if v and v != 1)
+        said = {k: "" if v is True else v for k, v in vars(self.grid).items() if v and (v is True or v != 1)}
+        sizes = "".join(f" {k}{v}" for k, v in said.items())
         options = "".join(f" {v if isinstance(v, torch.dtype) else f'{k}={v}'}" for k, v in self.hf.items())
         return f"{self.kind}{sizes}{options} {self.form} {self.style}".replace("torch.", "")
 

@@ -6,7 +6,8 @@ into lora_B; the worker builds vLLM's own `LoRAModel` from them, without a file.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ ADAPTER_ID = 2_020_202_020
 """The one name and id of the adapter, in loading and in every request."""
 _LINEAR = ("lora_A.weight", "lora_B.weight")
 _EMBEDDING = ("lora_embedding_A", "lora_embedding_B")
+_EXPERT = re.compile(r"((.+\.experts)\.\d+(\.\w+))\.weight")
 _INSTEAD = '; push with mode="merged" instead'
 
 
@@ -59,6 +61,7 @@ class AdapterSource:
         pairs = [_factors(name, delta, filler.entries[name], self._operands) for name, delta in adapted.items()]
         self.rank = max((a.shape[0] for _, _, a, _, _ in pairs), default=0)
         self.modules = [name for name, _, _, _, _ in pairs]
+        _check_experts({name: a.shape[0] for name, _, a, _, _ in pairs}, filler.entries)
         metas, self._plain, self._scaled, self._scaling = [], [], [], []
         for name, (a_name, b_name), a, b, scaling in pairs:
             metas += [Meta(f"{name}.{a_name}", dtype, tuple(a.shape)), Meta(f"{name}.{b_name}", dtype, tuple(b.shape))]
@@ -92,6 +95,30 @@ def _check_served(name: str, delta: Delta, entry: Entry) -> None:
     embedding = isinstance(delta.owner, nn.Embedding)
     if entry.window is None or entry.window.dims != ((into, out) if embedding else (out, into)):
         raise UnsupportedAdapter(f"{name}: its checkpoint layout cannot be adapted in parts{_INSTEAD}")
+
+
+def _check_experts(ranks: Mapping[str, int], tensors: Iterable[str]) -> None:
+    """vLLM stacks the adapters of a layer's experts: every projection of every expert, each projection at one rank.
+
+    Args:
+        ranks: of the adapted modules, by name.
+        tensors: names of the checkpoint's tensors.
+    """
+    found = [match.groups() for name in tensors if (match := _EXPERT.fullmatch(name))]
+    adapted = {layer for module, layer, _ in found if module in ranks}
+    first: dict[str, str] = {}
+    for module, layer, projection in found:
+        if layer not in adapted:
+            continue
+        if module not in ranks:
+            raise UnsupportedAdapter(
+                f"{module}: no adapter here, and vLLM takes those of a layer's experts only all together{_INSTEAD}"
+            )
+        other = first.setdefault(layer + projection, module)
+        if ranks[module] != ranks[other]:
+            raise UnsupportedAdapter(
+                f"{module}: rank {ranks[module]}, but {other} has {ranks[other]}, and vLLM takes one for all{_INSTEAD}"
+            )
 
 
 def _dims(delta: Delta) -> tuple[int, int]:

@@ -346,12 +346,18 @@ class _Reader:
             self._shards[name] = _place(weight.tensor, weight.cut, weight.grid, key, blocks)
 
     def _check_columns(self, weight: _Weight) -> None:
-        """The hidden size, on the side that is not cut."""
+        """The hidden size, on the side that is not cut; and the heads that the output projection takes."""
         if weight.tensor.dim() != 2 or weight.cut is None:
             return
-        hidden, got = weight.config.hidden_size, weight.tensor.shape[1 - weight.cut]
-        if got != hidden:
-            raise InvalidInput(f"{weight.name}: shape {tuple(weight.tensor.shape)} does not fit hidden_size={hidden}")
+        config, shape = weight.config, tuple(weight.tensor.shape)
+        if shape[1 - weight.cut] != config.hidden_size:
+            raise InvalidInput(f"{weight.name}: shape {shape} does not fit hidden_size={config.hidden_size}")
+        columns = shape[1] * (weight.grid[1] if weight.cut == 1 else 1)
+        if ".linear_proj." in weight.name and columns != config.num_attention_heads * config.kv_channels:
+            raise InvalidInput(
+                f"{weight.name}: {columns} columns over {weight.grid[1]} ranks do not fit num_attention_heads="
+                f"{config.num_attention_heads} and kv_channels={config.kv_channels}"
+            )
 
     # ---- adapters ----------------------------------------------------------------------------------------------------
 
