@@ -74,6 +74,10 @@ class Engine:
 
         self.llm = self.run(start())
 
+    async def stop(self) -> None:
+        """In its loop: elsewhere its sockets are left to the loop to close, and who collects their context waits."""
+        self.llm.shutdown()
+
     def run(self, what: Coroutine[Any, Any, Any]) -> Any:
         return self.loop.run_until_complete(asyncio.wait_for(what, 60))
 
@@ -92,7 +96,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     engines.save_base(engines.qwen2(), folder)
     engine = Engine(folder, engines.qwen2())
     yield engine
-    engine.llm.shutdown()
+    engine.run(engine.stop())
     engine.loop.close()
 
 

@@ -23,6 +23,7 @@ from ..segments import copies
 from ..shards import cut, overlap
 from ..stream import Places
 from .capture import Capture, Copy, coverage, feed, torn
+from .state import live_tensors, modules, walk
 
 _AS_LOADED = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
 """Methods that leave weights on a CUDA device as they were loaded."""
@@ -87,7 +88,7 @@ class Loader:
 
     def examine(self, digest: str, table: Table) -> Examination:
         """The dry run; kept for as long as table (by its digest) and parameters stay the same. Nothing is written."""
-        key = (digest, tuple((p.data_ptr(), p.shape) for p in self.model.parameters()))
+        key = (digest, *((t.data_ptr(), t.shape) for t in live_tensors(self.model)))
         if key not in self._examined:
             with torch.no_grad(), unwrapped(self.model):
                 self._examined = {key: self._dry_run(table)}
@@ -218,7 +219,7 @@ class Loader:
         tied = {id(layer) for layer in self._tied_layers()}
         inside: set[int] = set()
         layers = []
-        for module in self.model.modules():
+        for module in modules(self.model):
             method = getattr(module, "quant_method", None)
             if method is None or id(module) in tied or id(module) in inside:
                 continue
@@ -234,7 +235,7 @@ class Loader:
             return []
         seen: set[int] = set()
         tied = []
-        for module in self.model.modules():
+        for module in modules(self.model):
             own = {id(p) for p in module._parameters.values() if p is not None and p.numel()}
             if own and own <= seen and getattr(module, "quant_method", None) is not None:
                 tied.append(module)
@@ -245,8 +246,8 @@ class Loader:
         """Attention layers that keep matrices derived from a projection's weight (MLA)."""
         return [
             module
-            for module in self.model.modules()
-            if hasattr(module, "kv_b_proj") and callable(getattr(module, "process_weights_after_loading", None))
+            for module in modules(self.model)
+            if "kv_b_proj" in module._modules and callable(getattr(module, "process_weights_after_loading", None))
         ]
 
 
@@ -308,7 +309,7 @@ def _ties(model: nn.Module) -> dict[str, str]:
     first: dict[int, str] = {}
     ties = {}
     # A head may be the embedding module itself, under a second name.
-    for name, module in model.named_modules(remove_duplicate=False):
+    for name, module in walk(model):
         for key, parameter in module._parameters.items():
             if parameter is not None and parameter.numel():
                 path: str = f"{name}.{key}" if name else key
@@ -339,11 +340,12 @@ def unwrapped(model: Any) -> Iterator[None]:
         return
     swapped: list[tuple[Any, str, Any]] = []
     prefixes: list[tuple[Any, str]] = []
+    module: Any
     try:
         while True:
             found = [
                 (parent, key, child)
-                for parent in model.modules()
+                for parent in modules(model)
                 for key, child in parent._modules.items()
                 if isinstance(child, BaseLayerWithLoRA) and isinstance(getattr(child, "base_layer", None), nn.Module)
             ]
@@ -352,8 +354,8 @@ def unwrapped(model: Any) -> Iterator[None]:
             for parent, key, wrapper in found:
                 parent._modules[key] = wrapper.base_layer
                 swapped.append((parent, key, wrapper))
-        for module in model.modules():
-            prefix = getattr(module, "lora_base_layer_prefix", "")
+        for module in modules(model):
+            prefix = module.__dict__.get("lora_base_layer_prefix", "")
             if prefix:
                 prefixes.append((module, prefix))
                 module.lora_base_layer_prefix = ""
