@@ -78,6 +78,35 @@ def gemma4() -> nn.Module:
     return model
 
 
+IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+SPECIAL = ["<|endoftext|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+
+
+def qwen2_5_vl() -> nn.Module:
+    """A vision tower and a language model."""
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    rope = {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10000.0}
+    vision = {"depth": 2, "hidden_size": 128, "intermediate_size": 128, "num_heads": 4, "out_hidden_size": 128,
+              "fullatt_block_indexes": [1]}  # fmt: skip
+    ids = {f"{kind}_token_id": 256 + SPECIAL.index(f"<|{token}|>") for kind, token in (
+        ("vision_start", "vision_start"), ("vision_end", "vision_end"), ("image", "image_pad"), ("video", "video_pad")
+    )}  # fmt: skip
+    text = SIZES | {"vocab_size": 256 + len(SPECIAL), "rope_parameters": rope}
+    return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision, **ids))
+
+
+def qwen2_5_vl_processor() -> Any:
+    """Bytes as tokens, and what makes patches of images; needs torchvision."""
+    from tokenizers.pre_tokenizers import ByteLevel
+    from transformers import Qwen2_5_VLProcessor, Qwen2TokenizerFast, Qwen2VLImageProcessor, Qwen2VLVideoProcessor
+
+    vocabulary = {character: i for i, character in enumerate(sorted(ByteLevel.alphabet()))}
+    vocabulary |= {token: 256 + i for i, token in enumerate(SPECIAL)}
+    tokenizer = Qwen2TokenizerFast(vocab=vocabulary, merges=[], extra_special_tokens=SPECIAL)
+    return Qwen2_5_VLProcessor(Qwen2VLImageProcessor(), tokenizer, Qwen2VLVideoProcessor(), chat_template="")
+
+
 def train(model: nn.Module, seed: int = 1, size: float = 0.05) -> None:
     """Move the adapter as a step of an optimizer would."""
     g = torch.Generator().manual_seed(seed)

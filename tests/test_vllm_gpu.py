@@ -85,6 +85,32 @@ def test_buffers_of_gemma4(tmp_path: Path) -> None:
         assert_answers(ask(llm), model)
 
 
+def test_an_engine_that_sees_images(tmp_path: Path) -> None:
+    """Vision tower and language model, adapters on both; the dummy load left the pixels' normalisation random."""
+    from PIL import Image
+
+    model = policy(engines.qwen2_5_vl, target_modules=["q_proj", "v_proj", "o_proj", "qkv", "proj"])
+    processor = engines.qwen2_5_vl_processor()
+    engines.save_base(model.get_base_model(), tmp_path / "base")
+    processor.save_pretrained(tmp_path / "base")
+    image = Image.effect_mandelbrot((112, 112), (-2, -1.5, 1, 1.5), 50).convert("RGB")
+    text = f"{engines.IMAGE}what"
+    inputs = processor(text=[text], images=[image], return_tensors="pt").to("cuda")
+    with engine(model, tmp_path / "base", skip_tokenizer_init=False, max_model_len=128, **BF16) as llm:
+        sync = VllmSync(model, llm)
+        for step in range(2):
+            train(model, step)
+            sync.push(verify=True)
+            assert all(c.complete for c in coverage(llm))
+            assert_answers(ask(llm), model)
+            prompt = {"prompt": text, "multi_modal_data": {"image": image}}
+            (output,) = llm.generate([prompt], engines.GREEDY, use_tqdm=False)
+            with torch.no_grad():
+                wanted = model(**inputs).logits[0, -1].float().log_softmax(-1)
+            ((token, got),) = output.outputs[0].logprobs[0].items()
+            assert abs(got.logprob - wanted[token].item()) < TOLERANCE
+
+
 @pytest.mark.parametrize("processes", [False, True], ids=["same process", "cuda ipc"])
 def test_a_sleeping_engine(processes: bool, tmp_path: Path) -> None:
     """Both levels in one engine: vLLM's sleep mode allows one engine in the life of a process."""

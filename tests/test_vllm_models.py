@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import engines
 import models
@@ -13,6 +15,7 @@ from engines import ask, assert_answers, engine, train
 from torch import nn
 
 from lora_merge import VllmSync
+from lora_merge.engine.loader import Loader
 from lora_merge.verify import coverage
 
 MOE = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], "target_parameters": engines.EXPERTS}
@@ -55,6 +58,32 @@ def test_dummy_loaded_buffers_are_pushed(tmp_path: Path) -> None:
     with engine(model, tmp_path / "base") as llm:
         VllmSync(model, llm).push(verify=True)
         assert_answers(ask(llm), model)
+
+
+def test_buffers_that_vllm_makes_itself_are_made_again(tmp_path: Path) -> None:
+    """A dummy load leaves the normalisation of pixels random, and no checkpoint has it: pushes made an engine right in
+    all its weights that saw noise. (tests/test_vllm_gpu.py asks such an engine about an image.)"""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.fusion.mm_input_norm import build_mm_input_norm
+
+    settings = {"do_normalize": True, "do_rescale": True, "rescale_factor": 1 / 255}
+    settings |= {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings | {"image_processor_type": "X"}))
+    config = SimpleNamespace(
+        model=str(tmp_path),
+        revision=None,
+        multimodal_config=SimpleNamespace(mm_device_do_normalize=True),
+        hf_image_processor_config=settings,
+    )
+    with set_current_vllm_config(VllmConfig()):
+        tower = nn.ModuleDict({"input_norm": build_mm_input_norm(config)})
+        wanted = {key: buffer.clone() for key, buffer in tower.named_buffers()}
+        for buffer in tower.buffers():
+            buffer.uniform_()
+        Loader(tower, config, torch.device("cpu")).finish()
+    assert wanted.keys() == {"input_norm.weight", "input_norm.bias"}
+    for key, buffer in tower.named_buffers():
+        assert torch.equal(buffer, wanted[key]), key
 
 
 def test_bf16_as_a_fresh_engine_on_the_checkpoint_that_peft_merged(tmp_path: Path) -> None:

@@ -35,6 +35,9 @@ _ENGINE_OWNED = {
     "expert_local_to_global",
 }
 """Tensors that vLLM computes and no checkpoint holds."""
+_COMPUTED = {"FusedMMInputNorm"}
+"""Modules whose persistent buffers vLLM makes from the processor's settings: in no checkpoint, and random after a dummy
+load."""
 
 
 @dataclass(slots=True, eq=False)
@@ -163,6 +166,18 @@ class Loader:
                 layer.process_weights_after_loading(self._config.dtype)
             for layer in self._tied_layers():
                 layer.quant_method.process_weights_after_loading(layer)
+            for layer in modules(self.model):
+                if type(layer).__name__ in _COMPUTED:
+                    self._compute(layer)
+
+    def _compute(self, layer: nn.Module) -> None:
+        """Bring buffers that vLLM makes itself to what it would make them now."""
+        from vllm.model_executor.layers.fusion.mm_input_norm import build_mm_input_norm
+
+        made = build_mm_input_norm(self._config)
+        for key, buffer in layer._buffers.items():
+            if buffer is not None:
+                buffer.copy_(made._buffers[key])
 
     def abort(self) -> None:
         """Put the engine's own tensors back into layers that a broken load left open."""
@@ -295,6 +310,8 @@ def _engine_tensors(model: nn.Module) -> dict[str, tuple[Tensor, nn.Module]]:
     """Parameters and persistent buffers that a checkpoint has to fill, and whose they are, by path."""
     found: dict[str, tuple[Tensor, nn.Module]] = {}
     for name, module in model.named_modules():
+        if type(module).__name__ in _COMPUTED:
+            continue
         # Attention's buffers are scales of a quantised cache, which vLLM sets itself.
         buffers = {} if hasattr(module, "kv_cache_dtype") else module._buffers
         own = module._parameters | {k: b for k, b in buffers.items() if k not in module._non_persistent_buffers_set}
