@@ -5,7 +5,9 @@
 
 Engines start with `load_format="dummy"`, the trainer with random weights of the same shape. Each part runs in a process
 of its own: `same` (trainer and engine in one process), `other` (engine in another process on the same device),
-`adapter`, `tp2` (two GPUs, asked for with --parts). Times are medians over `--repeats` pushes after a warm-up.
+`adapter`, `tp2` (two GPUs, asked for with --parts). Times are medians over `--repeats` pushes after a warm-up. Each part
+measures one large copy of the same bytes itself; `tp2` measures NCCL's broadcast of a bucket, too. The JSON is written
+after every part, so that a time limit loses one part only.
 """
 
 from __future__ import annotations
@@ -152,6 +154,12 @@ def copy_ms(nbytes: int, device: str, repeats: int) -> float:
     return timed(lambda: target.copy_(source), device, repeats)
 
 
+def beside_a_copy(result: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """The same with one large copy of the same bytes, and merge and load in multiples of it."""
+    copy = copy_ms(result["bytes"], args.device, args.repeats)
+    return result | {"copy_ms": copy, "x_copy": result["merge_and_load_ms"] / copy}
+
+
 def as_verl(model: Any, engine_model: Any, device: str) -> dict[str, float]:
     """Backup of the base to the CPU, PEFT's merge, tensor by tensor into the engine, restore."""
     spent: dict[str, float] = {}
@@ -256,8 +264,7 @@ def part_same(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             with set_current_vllm_config(worker.vllm_config):
                 result["as_swift_ms"] = as_swift(model, worker.get_model(), args.device, args.bucket_bytes)
                 result["as_verl_ms"] = as_verl(model, worker.get_model(), args.device)
-        result["copy_ms"] = copy_ms(result["bytes"], args.device, args.repeats)
-        return result
+        return beside_a_copy(result, args)
 
 
 def part_other(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -265,7 +272,8 @@ def part_other(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
     with start_engine(args, folder) as llm:
         model = build_policy(args.shape, args.rank, args.device)
-        return pushes(VllmSync(model, llm, bucket_bytes=args.bucket_bytes), args.repeats, "merged")
+        result = pushes(VllmSync(model, llm, bucket_bytes=args.bucket_bytes), args.repeats, "merged")
+        return beside_a_copy(result, args)
 
 
 def part_adapter(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -273,16 +281,52 @@ def part_adapter(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
     with start_engine(args, folder, lora=True) as llm:
         model = build_policy(args.shape, args.rank, args.device)
-        return pushes(VllmSync(model, llm, bucket_bytes=args.bucket_bytes), args.repeats, "adapter")
+        result = pushes(VllmSync(model, llm, bucket_bytes=args.bucket_bytes), args.repeats, "adapter")
+        return beside_a_copy(result, args)
 
 
 def part_tp2(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Trainer on GPU 0, workers on GPUs 0 (IPC) and 1 (NCCL)."""
     from lora_merge import VllmSync
 
+    speed = broadcast_speed(args)
     with start_engine(args, folder, tp=2) as llm:
         model = build_policy(args.shape, args.rank, args.device)
-        return pushes(VllmSync(model, llm, bucket_bytes=args.bucket_bytes), args.repeats, "merged")
+        result = pushes(VllmSync(model, llm, bucket_bytes=args.bucket_bytes), args.repeats, "merged")
+        result["broadcast_bytes_per_s"] = speed
+        result["share_of_broadcast"] = result["bytes"] / (1e-3 * result["phases_ms"]["transfer"]) / speed
+        return beside_a_copy(result, args)
+
+
+def broadcast_speed(args: argparse.Namespace) -> float:
+    """Bytes per second of NCCL's broadcast of a bucket from GPU 0 to GPU 1: the fastest of some in a row."""
+    context = torch.multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        answer = context.SimpleQueue()
+        ranks = [
+            context.Process(target=_broadcast, args=(rank, folder, args.bucket_bytes, args.repeats, answer))
+            for rank in range(2)
+        ]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join(120)
+        if any(rank.exitcode for rank in ranks):
+            raise RuntimeError("NCCL could not broadcast between the two GPUs")
+        return args.bucket_bytes / (1e-3 * answer.get())
+
+
+def _broadcast(rank: int, folder: str, nbytes: int, repeats: int, answer: Any) -> None:
+    torch.cuda.set_device(rank)
+    torch.distributed.init_process_group(
+        "nccl", init_method=f"file://{folder}/store", rank=rank, world_size=2, device_id=torch.device("cuda", rank)
+    )
+    bucket = torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
+    inner = 8
+    spent = timed(lambda: [torch.distributed.broadcast(bucket, 0) for _ in range(inner)], "cuda", repeats) / inner
+    if rank == 0:
+        answer.put(spent)
+    torch.distributed.destroy_process_group()
 
 
 PARTS = {"same": part_same, "other": part_other, "adapter": part_adapter, "tp2": part_tp2}
@@ -327,21 +371,15 @@ def main() -> None:
 
     report: dict[str, Any] = {"device": device, "torch": torch.__version__, "vllm": vllm.__version__}
     report |= {"shape": args.shape, "rank": args.rank, "bucket_bytes": args.bucket_bytes}
-    report |= {name: run_part(name, args) for name in args.parts}
-    same = report.get("same", {})
-    if "copy_ms" in same:
-        report["copy_ms"] = copy = same["copy_ms"]
-        report["x_copy"] = {n: report[n]["merge_and_load_ms"] / copy for n in args.parts if "phases_ms" in report[n]}
-        if "as_verl_ms" in same:
-            ours = same["merge_and_load_ms"]
-            report["times_faster"] = {
-                "verl": same["as_verl_ms"]["total"] / ours,
-                "ms-swift": same["as_swift_ms"] / ours,
-            }
+    for name in args.parts:
+        report[name] = part = run_part(name, args)
+        if "as_verl_ms" in part:
+            ours = part["merge_and_load_ms"]
+            part["times_faster"] = {"verl": part["as_verl_ms"]["total"] / ours, "ms-swift": part["as_swift_ms"] / ours}
+        if args.json:
+            args.json.parent.mkdir(parents=True, exist_ok=True)
+            args.json.write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps(report, indent=1))
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":
