@@ -5,8 +5,8 @@
 
 Engines start with `load_format="dummy"`, the trainer with random weights of the same shape. Each part runs in a process
 of its own: `same` (trainer and engine in one process), `other` (engine in another process on the same device),
-`adapter`, `tp2` (two GPUs, asked for with --parts). Times are medians over `--repeats` pushes after a warm-up. Each part
-measures one large copy of the same bytes itself; `tp2` measures NCCL's broadcast of a bucket, too. The JSON is written
+`adapter`, `tp2` (two GPUs, asked for with --parts). Times are medians over `--repeats` pushes after a warm-up. Each
+part measures one large copy of the same bytes; `tp2` measures NCCL's broadcast of a bucket, too. The JSON is written
 after every part, so that a time limit loses one part only.
 """
 
