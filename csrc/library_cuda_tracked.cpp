@@ -14,7 +14,7 @@ namespace {
 void track_cuda(const at::Tensor& table, const at::Tensor& unit_segment, const at::Tensor& counter, int64_t device,
                 int64_t dtype, bool wide, int64_t n_units, int64_t rows_per_unit, int64_t col_warps, int64_t margin,
                 int64_t max_rank, bool undo, const at::Tensor& codes, const at::Tensor& places,
-                const at::Tensor& arena, const at::Tensor& asked) {
+                const at::Tensor& sums, const at::Tensor& arena, const at::Tensor& asked) {
   const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
   Launch launch{};
   launch.n_segments = static_cast<int32_t>(table.size(0));
@@ -32,6 +32,7 @@ void track_cuda(const at::Tensor& table, const at::Tensor& unit_segment, const a
     std::memcpy(launch.inline_segments, table.data_ptr(), table.nbytes());
   }
   const TrackedJournal journal{static_cast<uint32_t*>(codes.data_ptr()), places.data_ptr<int64_t>(),
+                               static_cast<unsigned long long*>(sums.data_ptr()),
                                static_cast<char*>(arena.data_ptr()), arena.numel(),
                                static_cast<unsigned long long*>(asked.data_ptr())};
   const int error = launch_tracked(static_cast<int>(dtype), wide, undo, launch, journal,
@@ -45,7 +46,7 @@ void track_cuda(const at::Tensor& table, const at::Tensor& unit_segment, const a
 TORCH_LIBRARY_FRAGMENT(lora_merge_native, m) {
   m.def(
       "track_cuda(Tensor table, Tensor unit_segment, Tensor counter, int device, int dtype, bool wide, int n_units, int "
-      "rows_per_unit, int col_warps, int margin, int max_rank, bool undo, Tensor codes, Tensor places, Tensor arena, "
-      "Tensor asked) -> ()",
+      "rows_per_unit, int col_warps, int margin, int max_rank, bool undo, Tensor codes, Tensor places, Tensor sums, "
+      "Tensor arena, Tensor asked) -> ()",
       lora_merge::track_cuda);
 }

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from . import kernels
 from .buckets import BUCKET_BYTES, batched
 from .delta import Delta, Job, whole_job
-from .errors import AlreadyMerged, InvalidInput
+from .errors import AlreadyMerged, InvalidInput, NotRestored
 from .exchange import Exchange, check_strategy
 from .live import Live, live
 from .operands import MergePlan, Operands
 from .ranks import Ranks
+from .restore import TrackedPlan
 from .segments import raw
 from .shards import Address, cut
 
@@ -48,8 +49,16 @@ def merged(model: Model, *, restore: str = "exact", strategy: str | None = None)
     adapters that do not line up with it are gathered. Units that are gathered at the moment (the root after a forward,
     `reshard_after_forward=False`) are brought back to their shards first, at both ends.
 
-    Memory: one copy of the adapted weights that are here, on their device, while inside; nothing of that size is kept
-    after. A tied weight with an adapter on only one of its users is held apart inside: the others see the copy.
+    Memory, on their device: while inside, 2 bits for each element of the adapted weights that are here, 1/64 of
+    their bytes and what rounding moved further than a step (together 0.14 of a bf16 weight, 0.08 of a float32 one, for
+    updates up to a tenth of the weights; 0.25 for updates of their size; at most 1.13). From the first entry on, a copy
+    of the adapters, which is what the way back reads: they may be changed, rescaled or loaded anew inside. A tied
+    weight is held apart inside; it takes one more copy of itself if another of its users has no adapter, two if that
+    one has an adapter too. `strategy="unshard"` keeps a copy of the weights instead.
+
+    The merged weights must not be written inside: the way back begins at their bits. Bits that were written, by
+    whatever means, are found by a checksum on the way out; see `NotRestored`. A parameter that was moved
+    (`parameter.data = ...`) gets the base where it is now; the memory that it left is held until then.
 
     Work on the merged weights by other streams must be waited for before leaving, as before freeing a tensor.
 
@@ -68,7 +77,9 @@ def merged(model: Model, *, restore: str = "exact", strategy: str | None = None)
         UnsupportedAdapter: an adapter without an exact merge; names the module and the reason.
         AlreadyMerged: the weights hold adapters already, or the model is inside `merged` now.
 
-        All of them on every rank, and before anything is written.
+        All of them on every rank, and before anything is written. So is running out of memory on the way in.
+        NotRestored: on the way out, on the rank that finds it: merged weights were written inside, or their memory was
+            given back. Names them; all others are restored.
     """
     if restore != "exact":
         raise InvalidInput(f"restore must be 'exact', got {restore!r}")
@@ -81,12 +92,15 @@ def merged(model: Model, *, restore: str = "exact", strategy: str | None = None)
             weights = found.weights(deltas)
             undo.enter_context(_claimed({*weights, *map(id, layers)}))
             undo.callback(found.settle)
-            saved = undo.enter_context(_Restore(weights))
-            jobs = undo.enter_context(found.jobs(deltas, saved))
-        merges = _merges_for(found, bool(layers), deltas, jobs, strategy)
+            way_back = undo.enter_context(_Restore(found.key, deltas, weights))
+            jobs = undo.enter_context(found.jobs(deltas, way_back.copy))
+        way_back.merges = _merges_for(found, bool(layers), deltas, jobs, strategy)
         with torch.inference_mode():
-            for merge in merges:
-                merge.run()
+            for merge in way_back.merges:
+                merge.gather()
+            with found.ranks.vote("merged"):
+                for merge in way_back.merges:
+                    merge.merge()
         undo.enter_context(found.off())
         yield model
 
@@ -115,33 +129,74 @@ def _claimed(claim: set[object]) -> Iterator[None]:
 
 
 class _Restore:
-    """Keeps the bits of weights while inside, and puts them back.
+    """Brings weights back when the block is left.
 
     Version counters move on inside and go back with the bits: autograd then refuses a backward pass inside for a
     forward pass outside (and the reverse), and allows one that starts and ends outside.
     """
 
-    def __init__(self, weights: dict[Address, Tensor]) -> None:
-        self.weights = weights
-        self.counted = tuple(weight for weight in weights.values() if not weight.is_inference())
+    def __init__(self, model: nn.Module, deltas: Sequence[Delta], weights: dict[Address, Tensor]) -> None:
+        self._model, self._deltas, self._weights = model, deltas, weights
+        self._counted = tuple(weight for weight in weights.values() if not weight.is_inference())
+        self._copies: dict[Address, Tensor] = {}
+        self.merges: list[_Merge] = []
 
-    def __enter__(self) -> dict[Address, Tensor]:
-        with torch.inference_mode(False):
-            self.copies = [torch.empty_like(weight.data) for weight in self.weights.values()]
-        _copy(self.copies, [weight.data for weight in self.weights.values()])
-        self.versions = tuple(weight._version for weight in self.counted)
-        torch.autograd.graph.increment_version(self.counted)
-        return dict(zip(self.weights, self.copies, strict=True))
+    def copy(self, where: Address) -> Tensor:
+        """A copy of the base of a weight: for users of a tied one that must not see it merged."""
+        if where not in self._copies:
+            with torch.inference_mode(False):
+                self._copies[where] = torch.empty_like(self._weights[where].data)
+            _copy(self._copies[where], self._weights[where].data)
+        return self._copies[where]
+
+    def __enter__(self) -> _Restore:
+        # This memory is what was merged and what is restored, wherever the parameters have gone meanwhile.
+        self._memory = [weight.data for weight in self._weights.values()]
+        self._places = [memory.data_ptr() for memory in self._memory]
+        self._versions = tuple(weight._version for weight in self._counted)
+        torch.autograd.graph.increment_version(self._counted)
+        return self
 
     def __exit__(self, *exception: object) -> None:
-        _copy([weight.data for weight in self.weights.values()], self.copies)
-        torch._C._autograd._unsafe_set_version_counter(self.counted, self.versions)
+        self._check_memory()
+        errors: list[Exception] = []
+        for merge in self.merges:
+            try:
+                merge.unmerge()
+            except Exception as error:
+                errors.append(error)
+        self._put()
+        if errors:
+            _merges.pop(self._model, None)  # what could not be unmerged is merged for good
+            raise NotRestored("; ".join(map(str, errors))) from errors[0]
+        torch._C._autograd._unsafe_set_version_counter(self._counted, self._versions)
+
+    def _check_memory(self) -> None:
+        """Nothing is restored by address if an address is no longer what it was."""
+        if [memory.data_ptr() for memory in self._memory] != self._places:
+            _merges.pop(self._model, None)  # they are merged for good
+            gone = {
+                memory.data_ptr()
+                for memory, place in zip(self._memory, self._places, strict=True)
+                if memory.data_ptr() != place
+            }
+            names = [d.name for d in self._deltas if any(p.tensor.data_ptr() in gone for p in d.weight.pieces)]
+            raise NotRestored(
+                f"{', '.join(names)}: the memory of these weights was resized or given back inside merged(), so that "
+                "no weight of the model could be restored; load the base again"
+            )
+
+    def _put(self) -> None:
+        """The base to where the parameters are now."""
+        for weight, memory in zip(self._weights.values(), self._memory, strict=True):
+            if weight.data_ptr() != memory.data_ptr():
+                _copy(weight.data, memory)
 
 
-def _copy(to: list[Tensor], source: list[Tensor]) -> None:
-    if to:
-        with torch.inference_mode():
-            torch._foreach_copy_([raw(t) for t in to], [raw(t) for t in source])
+def _copy(to: Tensor, source: Tensor) -> None:
+    """The bits; the values where a parameter was converted."""
+    with torch.inference_mode():
+        raw(to).copy_(raw(source)) if to.dtype == source.dtype else to.copy_(source)
 
 
 def _merges_for(
@@ -181,20 +236,34 @@ def _merges_for(
 
 
 class _Merge:
-    """The deltas of one device, merged where they lie; collective over the ranks."""
+    """The deltas of one device, merged where they lie.
+
+    A weight that is merged in place is tracked; what a tied one's other users get is new: nothing to restore.
+    """
 
     def __init__(self, deltas: Sequence[Delta], jobs: Sequence[Job], ranks: Ranks, device: torch.device) -> None:
-        self._operands = Operands(deltas, ranks, device, jobs)
-        self._plan = MergePlan(jobs, self._operands)
+        self._operands = Operands(deltas, ranks, device, jobs, private=True)
+        here = [job for job in jobs if job.source is job.destination]
+        self._tracked = TrackedPlan([segment for job in here for segment in self._operands.segments(job)])
+        self._apart = MergePlan([job for job in jobs if job.source is not job.destination], self._operands)
 
     def release(self) -> None:
         """As `Plan.release`."""
         self._operands.release()
-        self._plan.release()
+        self._tracked.release()
+        self._apart.release()
 
-    def run(self) -> None:
+    def gather(self) -> None:
+        """What is collective over the ranks."""
         self._operands.refresh()
-        self._plan.run()
+
+    def merge(self) -> None:
+        self._tracked.merge()
+        self._apart.run()
+
+    def unmerge(self) -> None:
+        """Puts back what was merged in place, where something was."""
+        self._tracked.unmerge()
 
 
 class _Unshard(_Merge):
@@ -203,9 +272,12 @@ class _Unshard(_Merge):
     def __init__(self, deltas: Sequence[Delta], jobs: Sequence[Job], ranks: Ranks, device: torch.device) -> None:
         self._operands = Operands(deltas, ranks, device, everything={delta.name for delta in deltas})
         self._deltas, self._jobs, self._ranks, self._device = deltas, jobs, ranks, device
+        self._bases: list[Tensor] = []
 
-    def run(self) -> None:
-        self._operands.refresh()
+    def gather(self) -> None:
+        """All of it."""
+        super().gather()
+        self._bases = [job.destination.clone() for job in self._jobs]
         for batch in batched(self._deltas, [delta.weight.nbytes for delta in self._deltas], BUCKET_BYTES):
             names = [delta.name for delta in batch]
             exchange = Exchange(names, [delta.weight for delta in batch], self._ranks, self._device)
@@ -216,3 +288,10 @@ class _Unshard(_Merge):
             ).run()
             for job in (job for job in self._jobs if job.delta.name in wholes):
                 job.destination.copy_(cut(wholes[job.delta.name], (job.start, tuple(job.destination.shape))))
+
+    def merge(self) -> None:
+        """Done already."""
+
+    def unmerge(self) -> None:
+        for job, base in zip(self._jobs, self._bases, strict=False):  # none before `gather`
+            _copy(job.destination, base)

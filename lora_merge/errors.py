@@ -1,4 +1,5 @@
-"""The exceptions of the package. All but `PushFailed` are raised before the first byte is written."""
+"""The exceptions of the package. All but `NotRestored` and `PushFailed` are raised before the first byte
+is written."""
 
 
 class LoraMergeError(Exception):
@@ -15,6 +16,10 @@ class UnsupportedAdapter(LoraMergeError, NotImplementedError):
 
 class AlreadyMerged(LoraMergeError, RuntimeError):
     """The model already holds merged weights; says how to go on."""
+
+
+class NotRestored(LoraMergeError, RuntimeError):
+    """Merged weights were written meanwhile, so that their base cannot be brought back; names them."""
 
 
 class BackendUnavailable(LoraMergeError, RuntimeError):

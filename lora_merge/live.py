@@ -6,7 +6,7 @@ are in `megatron.py`.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -73,8 +73,8 @@ class Live(Protocol):
     def weights(self, deltas: Sequence[Delta]) -> dict[Address, Tensor]:
         """What is written when deltas are merged in place."""
 
-    def jobs(self, deltas: Sequence[Delta], saved: Mapping[Address, Tensor]) -> AbstractContextManager[list[Job]]:
-        """What is to be merged in place; tied weights are held apart inside, `saved` has copies of `weights`."""
+    def jobs(self, deltas: Sequence[Delta], copy: Callable[[Address], Tensor]) -> AbstractContextManager[list[Job]]:
+        """What is to be merged in place; tied weights are held apart inside, by copies of the bases of `weights`."""
 
     def off(self) -> AbstractContextManager[None]:
         """Inside, the adapters' forwards add nothing, whatever is read of them."""
@@ -161,14 +161,14 @@ class Peft:
         return {address(parameter): parameter for delta in deltas for parameter in [_parameter(delta)]}
 
     @contextmanager
-    def jobs(self, deltas: Sequence[Delta], saved: Mapping[Address, Tensor]) -> Iterator[list[Job]]:
+    def jobs(self, deltas: Sequence[Delta], copy: Callable[[Address], Tensor]) -> Iterator[list[Job]]:
         """The first adapted user of a tied weight merges in place; its other users get a parameter of their own, which
-        is the saved copy, or a merged tensor if they have an adapter too."""
+        is the copy, or a merged tensor if they have an adapter too."""
         if self.sharded:
             yield self._sharded_jobs(deltas)
             return
         jobs: list[Job] = []
-        users = {where: list(self._read().users[where]) for where in saved}
+        users = {where: list(self._read().users[where]) for where in self.weights(deltas)}
         swaps = []
         in_place = set()
         for delta in deltas:
@@ -177,12 +177,12 @@ class Peft:
             where = address(source)
             if where in in_place:
                 with torch.inference_mode(False):
-                    source, destination = saved[where], torch.empty_like(saved[where])
+                    source, destination = copy(where), torch.empty_like(source)
                 swaps.append((delta.owner, delta.attribute, destination))
             in_place.add(where)
             users[where].remove((delta.owner, delta.attribute))
             jobs.append(whole_job(delta, source, destination))
-        swaps += [(owner, attribute, saved[where]) for where in users for owner, attribute in users[where]]
+        swaps += [(owner, attribute, copy(where)) for where in users for owner, attribute in users[where]]
         before = [owner._parameters[attribute] for owner, attribute, _ in swaps]
         for (owner, attribute, tensor), tied in zip(swaps, before, strict=True):
             if tied is not None and (tied.shape, tied.dtype) != (tensor.shape, tensor.dtype):

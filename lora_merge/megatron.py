@@ -6,7 +6,7 @@ ranks, so no rank knows all names: the ranks tell each other, once, what each ho
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
@@ -126,7 +126,7 @@ class Megatron:
         return {address(piece.tensor): piece.tensor for delta in deltas for piece in delta.weight.pieces}
 
     @contextmanager
-    def jobs(self, deltas: Sequence[Delta], saved: Mapping[Address, Tensor]) -> Iterator[list[Job]]:
+    def jobs(self, deltas: Sequence[Delta], copy: Callable[[Address], Tensor]) -> Iterator[list[Job]]:
         yield [job for delta in deltas for job in in_place(delta)]
 
     def off(self) -> AbstractContextManager[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,8 +12,8 @@ from .delta import Delta, Job, Rectangle, in_place, rectangles
 from .exchange import Exchange
 from .plan import Plan
 from .ranks import Ranks
-from .segments import Segment
-from .shards import Box, Shard, whole
+from .segments import Segment, copies
+from .shards import Box, Piece, Shard, whole
 from .shards.owners import divide
 
 
@@ -20,12 +21,12 @@ class _Factor:
     """lora_A or lora_B as this rank can read it: the local piece that holds what is asked for, else the whole."""
 
     def __init__(self, shard: Shard, here: bool) -> None:
-        self.shard, self._here = shard, here
+        self.shard, self.here = shard, here
         self.all: Tensor | None = shard.pieces[0].tensor if shard.whole and here else None
 
     def window(self, dim: int, first: int, count: int) -> Tensor | None:
         """Rows (dim 0) or columns (dim 1) of a matrix, the other dimension whole, out of one local piece."""
-        if not self._here or len(self.shard.shape) != 2:
+        if not self.here or len(self.shard.shape) != 2:
             return None
         start, size = [0, 0], list(self.shard.shape)
         start[dim], size[dim] = first, count
@@ -60,6 +61,7 @@ class Operands:
         device: of the kernels.
         jobs: what will be merged with them (or boxes like it).
         everything: names of the deltas whose factors are all gathered whole.
+        private: adapters are read from copies that `refresh` makes, so that they may change while weights are merged.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class Operands:
         jobs: Sequence[Job] = (),
         *,
         everything: Container[str] = (),
+        private: bool = False,
     ) -> None:
         self._device = device
         held = ranks.gather([bool(delta.weight.pieces) for delta in deltas])
@@ -85,6 +88,7 @@ class Operands:
         for (_, shard), gathered in zip(wanted, self._exchange.wholes, strict=True):
             factor = self._factors[id(shard)]
             factor.all = gathered if factor.all is None else factor.all
+        self._copies = Plan(self._made_private({key: n for key, (n, _) in named.items()}) if private else ())
         self._to: list[Tensor] = []
         self._from: list[Tensor] = []
         self._scaled: list[Tensor] = []
@@ -92,6 +96,25 @@ class Operands:
         self._pairs = {delta.name: self._pair(delta) for delta in deltas}
         scaled = [d for d in deltas if d.magnitude is not None]
         self._dora = _RowScales(scaled, self, ranks, everything) if scaled else None
+
+    def _made_private(self, names: dict[int, str]) -> list[Segment]:
+        """Makes every factor that lies here a copy of its pieces, all in one buffer; returns the work of filling it."""
+        pieces = [(key, p) for key, f in self._factors.items() if f.here for p in f.shard.pieces]
+        sizes = [-(-p.tensor.nbytes // 16) * 16 for _, p in pieces]
+        flat = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
+        work: list[Segment] = []
+        copied: dict[int, list[Piece]] = {key: [] for key, _ in pieces}
+        for (key, piece), room in zip(pieces, flat.split(sizes), strict=True):
+            live = piece.tensor
+            copy = room[: live.nbytes].view(live.dtype).view(live.shape)
+            work += copies(names[key], live, copy)
+            copied[key].append(Piece(piece.start, copy))
+        for key, found in copied.items():
+            factor = self._factors[key]
+            private = _Factor(replace(factor.shard, pieces=tuple(found)), True)
+            private.all = factor.all if private.all is None else private.all
+            self._factors[key] = private
+        return work
 
     def _lacking(self, deltas: Sequence[Delta], jobs: Sequence[Job], everything: Container[str]) -> set[int]:
         """ids of the shards that have to be gathered for this rank."""
@@ -170,12 +193,14 @@ class Operands:
     def release(self) -> None:
         """As `Plan.release`, of what is read of the weights. The adapters, which are small, stay at hand."""
         self._exchange.release()
+        self._copies.release()
         if self._dora is not None:
             self._dora.release()
 
     def refresh(self) -> None:
         """Read the live adapters again, on the current stream."""
         self._exchange.run()
+        self._copies.run()
         if self._to:
             torch._foreach_copy_(self._to, self._from)
             torch._foreach_mul_(self._scaled, self._scaling)

@@ -4,7 +4,8 @@ Unmerging computes `estimate = round(W' - D)`, which lies at most a step or so f
 merge therefore keeps, per element, `bits(W) - bits(estimate)` in two bits: -1, 0, 1, or an escape, whose raw bits lie
 in a side array in order of position. W comes back bit for bit whatever the values are, because an unmerge computes the
 same estimate from the same W' and adapters by the same kernel; how good the estimate is decides the size alone.
-docs/restore.md has the figures.
+docs/restore.md has the figures. A checksum of what was written is kept with it: a weight that others have written in
+between is found, and refused.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 
 from . import kernels
 from .checks import check_overlaps, check_segment
-from .errors import AlreadyMerged, InvalidInput
+from .errors import AlreadyMerged, InvalidInput, NotRestored
 from .plan import untraced
 from .segments import FLOATS, Segment
 
@@ -24,7 +25,10 @@ class TrackedPlan:
     """Segments merged in place, and restored exactly from about 2 bits an element.
 
     The values merged are those of `Plan(segments).run()`, bit for bit. Between `merge` and `unmerge` the weights,
-    adapters and row scales must stay as they are: they are read again to find the way back.
+    adapters and row scales must stay as they are and where they are: they are read again to find the way back. What was
+    written to a weight is found and refused; a change of adapters or row scales is not.
+
+    The plan holds the tensors, as `Plan` does, or until `release`.
 
     Args:
         segments: as for a `Plan`, each with its source as its destination (the same view), a float dtype, and any
@@ -44,9 +48,14 @@ class TrackedPlan:
         if len({s.source.device for s in segments}) > 1:
             raise InvalidInput("a tracked plan runs on one device; build one for each")
         check_overlaps(segments)
+        self.segments = tuple(segments)
         work = [s for s in segments if s.source.numel() and (s.rank or s.row_scale is not None)]
         device = work[0].source.device if work else torch.device("cpu")
         self._tracked = kernels.pick(device).prepare_tracked(work, device) if work else None
+
+    def release(self) -> None:
+        """As `Plan.release`."""
+        self.segments = ()
 
     @property
     def nbytes(self) -> int:
@@ -73,7 +82,18 @@ class TrackedPlan:
     def unmerge(self) -> None:
         """Put every bit back as it was before `merge`, and let go of what that took. Does nothing where not merged.
 
-        If it raises (no memory for a block), what is left stays merged, and calling again goes on from there.
+        Waits for the device. After any other error (no memory for a block) what is left stays merged, and calling again
+        goes on from there.
+
+        Raises:
+            NotRestored: weights do not hold what `merge` wrote. Where that is so, units of work (some ten thousand
+                elements) stay as they are; all else is back.
         """
         if self._tracked and self._tracked.merged:
-            self._tracked.unmerge()
+            changed = sorted(self._tracked.unmerge())
+            if changed:
+                more = f" and {len(changed) - 10} more" if len(changed) > 10 else ""
+                raise NotRestored(
+                    f"{', '.join(changed[:10])}{more}: written while merged, so that the base could not be restored; "
+                    "load these weights again. All others are restored"
+                )

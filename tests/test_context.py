@@ -14,13 +14,14 @@ import torch
 from conftest import Backend
 from helpers import assert_same_bits
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lora_merge import AlreadyMerged, InvalidInput, UnsupportedAdapter, context, merged, read_deltas
+from lora_merge import AlreadyMerged, InvalidInput, NotRestored, UnsupportedAdapter, context, merged, read_deltas
 from lora_merge.names import named_tensors
-from lora_merge.operands import MergePlan
+from lora_merge.restore import TrackedPlan
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
@@ -139,20 +140,43 @@ def test_exception_inside(error: type[BaseException]) -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_failure_while_merging(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The launch fails after it has written: all is put back."""
+    """A launch fails after it has written: all is put back."""
     model = models.with_lora(lambda: models.qwen2(tied=tied), target_modules=["lm_head", "q_proj"])
-    run = MergePlan.run
+    merge = TrackedPlan.merge
 
-    def fails(plan: MergePlan) -> None:
-        run(plan)
+    def fails(plan: TrackedPlan) -> None:
+        merge(plan)
         raise RuntimeError("the launch failed")
 
-    monkeypatch.setattr(MergePlan, "run", fails)
+    monkeypatch.setattr(TrackedPlan, "merge", fails)
     with unchanged(model), pytest.raises(RuntimeError, match="the launch failed"), merged(model):
         raise AssertionError("the body ran")
     monkeypatch.undo()
     with unchanged(model), merged(model):
         pass
+
+
+def test_out_of_memory_while_merging(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever allocation of the way back fails: nothing is changed, and the next entry works."""
+    model = models.with_lora(models.qwen2)
+    with merged(model):
+        pass
+    empty, calls = torch.empty, [0]
+
+    def failing(*args: Any, **kwargs: Any) -> Tensor:
+        calls[0] -= 1
+        if calls[0] == 0:
+            raise torch.OutOfMemoryError("no room")
+        return empty(*args, **kwargs)
+
+    for fails_at in (1, 2):
+        with unchanged(model), monkeypatch.context() as patch:
+            calls[0] = fails_at
+            patch.setattr(torch, "empty", failing)
+            with pytest.raises(torch.OutOfMemoryError), merged(model):
+                raise AssertionError("the body ran")
+        with unchanged(model), merged(model):
+            pass
 
 
 def test_a_thousand_entries() -> None:
@@ -240,6 +264,95 @@ def test_weights_moved_inside() -> None:
             parameter.data = parameter.data.clone()
     for name, tensor in model.state_dict().items():
         assert_same_bits(tensor, before[name], name)
+
+
+def test_adapters_changed_inside() -> None:
+    """The way back reads the adapters as they were on entry, whatever becomes of them."""
+    for subject in (experts(), *(models.with_lora(models.qwen2, **options) for options in (
+        {"use_dora": True}, {"adapters": ("one", "two")}, {"target_modules": ["q_proj"], "lora_bias": True}
+    ))):  # fmt: skip
+        base = {name: p.clone() for name, p in subject.named_parameters() if "lora_" not in name}
+        with merged(subject):
+            inside = {name: p.clone() for name, p in subject.named_parameters() if "lora_" not in name}
+            for name, p in subject.named_parameters():
+                if "lora_" in name:
+                    p.data.normal_()  # a training step, or another adapter loaded into the same tensors
+                    p.data = torch.full_like(p, torch.nan)  # and into new ones
+            for module in subject.modules():
+                if isinstance(module, LoraLayer):
+                    module.scaling = dict.fromkeys(module.scaling, 1e3)
+            for name, p in subject.named_parameters():
+                if name in inside:
+                    assert_same_bits(p, inside[name], name)
+        for name, p in subject.named_parameters():
+            if name in base:
+                assert_same_bits(p, base[name], name)
+
+
+WRITES: dict[str, Callable[[Tensor], object]] = {
+    "an optimizer": lambda p: torch.optim.SGD([p], lr=0.1).step(lambda: p.square().sum().backward()),
+    "through .data": lambda p: p.data[0].zero_(),
+    "through numpy": lambda p: p.detach().numpy().view("int32").__setitem__((1, 3), 1),
+    "negated": lambda p: p.data.neg_(),
+    "rows exchanged": lambda p: p.data.copy_(p.data.flip(0)),
+    "all NaN": lambda p: p.data.fill_(torch.nan),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_weights_written_inside(write: str) -> None:
+    """The base of what was written is lost: that is an error which names it, and all other weights are restored."""
+    model = models.with_lora(models.qwen2)
+    layer = model.base_model.model.model.layers[1].mlp.down_proj
+    weight = layer.base_layer.weight.requires_grad_()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    saved, left = weight.square().sum(), []
+
+    def damage() -> None:
+        WRITES[write](weight)
+        left.append(weight.detach().clone())
+
+    with (
+        pytest.raises(NotRestored, match=r"^model\.layers\.1\.mlp\.down_proj\.weight: written while merged"),
+        merged(model),
+    ):
+        damage()
+    assert_same_bits(weight, left[0], "what was written stays")
+    for name, p in model.named_parameters():
+        if p is not weight:
+            assert_same_bits(p, before[name], name)
+    # Nor does autograd take it for the base.
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        saved.backward()
+    weight.data.copy_(before["base_model.model.model.layers.1.mlp.down_proj.base_layer.weight"])
+    with unchanged(model), merged(model):
+        pass
+
+
+def test_written_inside_and_an_error_of_the_body() -> None:
+    model = models.with_lora(models.qwen2)
+    weight = model.base_model.model.model.layers[0].self_attn.q_proj.base_layer.weight
+
+    def body() -> None:
+        weight.data.zero_()
+        raise ValueError("mine")
+
+    with pytest.raises(NotRestored, match="q_proj") as caught, merged(model):
+        body()
+    assert isinstance(caught.value.__context__, ValueError)
+
+
+def test_memory_given_back_inside() -> None:
+    """Nothing is written to an address that is somebody else's now."""
+    model = models.with_lora(models.qwen2)
+    weight = model.base_model.model.model.layers[0].self_attn.q_proj.base_layer.weight
+    base = weight.detach().clone()
+    with pytest.raises(NotRestored, match=r"^model\.layers\.0\.self_attn\.q_proj\.weight: the memory"), merged(model):
+        weight.untyped_storage().resize_(0)
+    weight.untyped_storage().resize_(base.nbytes)
+    weight.data.copy_(base)
+    with unchanged(model), merged(model):
+        pass
 
 
 def test_generate() -> None:
@@ -377,8 +490,8 @@ def test_memory_shared_in_another_shape() -> None:
 def test_plan_serves_until_something_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steady entries build nothing; an adapter that was reloaded, a moved weight, another scaling do."""
     built = []
-    init = MergePlan.__init__
-    monkeypatch.setattr(MergePlan, "__init__", lambda *args: (built.append(1), init(*args))[1])
+    init = TrackedPlan.__init__
+    monkeypatch.setattr(TrackedPlan, "__init__", lambda *args: (built.append(1), init(*args))[1])
     model = models.with_lora(models.qwen2, adapters=("one", "two"))
     layers = model.base_model.model.model.layers
     layer = layers[1].mlp.up_proj
@@ -458,10 +571,14 @@ class Allocations(TorchDispatchMode):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_memory(tied: bool) -> None:
-    """Inside, one copy of the adapted weights, tied or not; after, nothing of that size."""
+    """Inside, two bits an element and what escapes, and a copy of a tied weight; after, nothing of that size."""
     targets = ["embed_tokens", "q_proj", "down_proj"]
     model = models.with_lora(lambda: models.qwen2(tied=tied), dtype=torch.bfloat16, target_modules=targets)
-    weights = sum(delta.weight.nbytes for delta in read_deltas(model))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name or "lora_embedding_B" in name:
+            parameter.data.mul_(1e-3)  # updates of less than a tenth of the weights
+    sizes = {delta.name: delta.weight.nbytes for delta in read_deltas(model)}
+    weights, apart = sum(sizes.values()), tied * sizes["model.embed_tokens.weight"]
     with merged(model):
         pass
     with Allocations() as allocations:
@@ -471,7 +588,8 @@ def test_memory(tied: bool) -> None:
         after = allocations.held()
     known = {p.untyped_storage()._cdata for p in model.parameters()}
     views = sum(size for key, (_, size) in allocations.seen.items() if key in known)
-    assert weights <= inside - views <= 1.01 * weights + 1024, f"{inside - views} bytes for {weights} of weights"
+    share = (inside - views - apart) / weights
+    assert 0.125 <= share <= 0.15, f"{share:.3f} of {weights} bytes, and {apart} of a tied weight"
     assert after - views <= 1024
 
 
@@ -588,5 +706,40 @@ def test_on_the_gpu(subject: str) -> None:
         with merged(model):
             inside = torch.cuda.memory_allocated() - before
         after = torch.cuda.memory_allocated() - before
-    assert inside <= 2 * weights + 512 * len(list(model.parameters()))
+    # Tiles of 4096 elements, and 512 bytes the allocator's least: small models take more than their share.
+    assert inside <= 2 * weights + 2048 * len(list(model.parameters()))
     assert after == 0
+
+
+@pytest.mark.gpu
+def test_memory_on_the_gpu() -> None:
+    """A layer of a size that counts: 2 bits an element, 1/64 and the words of each tile."""
+    model = get_peft_model(
+        nn.Sequential(nn.Linear(4096, 4096, dtype=torch.bfloat16)), LoraConfig(r=16, target_modules=["0"])
+    ).to("cuda")
+    weight = model.base_model.model[0].base_layer.weight
+    model.base_model.model[0].lora_B["default"].weight.data.normal_(std=1e-3)
+    with merged(model):
+        pass
+    with unchanged(model):
+        before = torch.cuda.memory_allocated()
+        with merged(model):
+            inside = torch.cuda.memory_allocated() - before
+        assert torch.cuda.memory_allocated() == before
+    assert inside <= 0.15 * weight.nbytes
+
+
+@pytest.mark.gpu
+def test_weights_written_inside_on_the_gpu() -> None:
+    model = models.with_lora(models.qwen2).to("cuda")
+    weight = model.base_model.model.model.layers[0].self_attn.q_proj.base_layer.weight
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for write in (lambda: weight.data[3, 5].add_(1e-3), lambda: weight.data.neg_(), lambda: weight.data.zero_()):
+        with pytest.raises(NotRestored, match=r"q_proj\.weight: written while merged"), merged(model):
+            write()
+        for name, p in model.named_parameters():
+            if p is not weight:
+                assert_same_bits(p, before[name], name)
+        weight.data.copy_(before["base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight"])
+    with unchanged(model), merged(model):
+        pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_merge import Plan, Segment
-from lora_merge.errors import AlreadyMerged, InvalidInput
+from lora_merge.errors import AlreadyMerged, InvalidInput, NotRestored
 from lora_merge.kernels import composed, fused
 from lora_merge.restore import TrackedPlan
 from lora_merge.segments import FLOATS
@@ -144,6 +145,54 @@ def test_a_failing_merge_changes_nothing(backend: Backend, monkeypatch: pytest.M
     plan.merge()  # and the plan still works
     plan.unmerge()
     assert_same_bits(s.source, before)
+
+
+def flip(t: torch.Tensor, bit: int) -> None:
+    """Of every element, as far as bits go."""
+    word = bits(t)
+    word ^= 1 << bit if bit < 8 * t.element_size() - 1 else -1 << bit
+    t.copy_(word.view(t.dtype))
+
+
+DAMAGE: dict[str, Callable[[torch.Tensor], object]] = {
+    "the lowest bit of the first element": lambda t: flip(t[:1, :1], 0),
+    "the sign of the last element": lambda t: flip(t[-1:, -1:], 8 * t.element_size() - 1),
+    "all signs": lambda t: flip(t, 8 * t.element_size() - 1),
+    "two neighbours exchanged": lambda t: t[0, :2].copy_(t[0, :2].flip(0)),
+    "two rows exchanged": lambda t: t[:2].copy_(t[:2].flip(0)),
+    "a column all zero": lambda t: t[:, 5].zero_(),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_written_in_between(backend: Backend, dtype: torch.dtype, what: str) -> None:
+    """What was written since is found, named and left as it is; the rest of the weight, and all others, come back."""
+    rows, cols = (40, 70) if backend.interpreted else (250, 1500)
+    segments = [
+        in_place(make_segment(name, rows, cols, 8, (dtype,) * 4, backend.device, update=1e-3, layouts=(layout,) * 4))
+        for name, layout in (("a", "contiguous"), ("b", "padded rows"), ("c", "transposed"))
+    ]
+    before = [s.source.clone() for s in segments]
+    plan = TrackedPlan(segments)
+    plan.merge()
+    weight = segments[1].source
+    DAMAGE[what](weight)
+    left = weight.clone()
+    with pytest.raises(NotRestored, match=r"^b: written while merged"):
+        plan.unmerge()
+    for s, old in zip(segments, before, strict=True):
+        if s.name != "b":
+            assert_same_bits(s.source, old, f"{s.name}, restored")
+    as_left, as_before = bits(weight) == bits(left), bits(weight) == bits(before[1])
+    assert (as_left | as_before).all(), "an element is neither what was written nor the base"
+    if backend.compiled and "element" in what:
+        assert not as_left.all(), "units that nobody wrote were given up too"
+    assert plan.nbytes == 0
+    weight.copy_(before[1])
+    plan.merge()  # and the plan still works
+    plan.unmerge()
+    assert_same_bits(weight, before[1])
 
 
 def test_refused(backend: Backend) -> None:

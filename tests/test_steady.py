@@ -20,11 +20,11 @@ import lora_merge
 from lora_merge.kernels import cpu
 from lora_merge.shards import Shard
 
-# step -> (launches, bytes of new tensors in multiples of the adapted weights, Python calls), measured: 8, 1580 and 2263
+# step -> (launches, bytes of new tensors in multiples of the adapted weights, Python calls), measured: 8, 1539 and 1987
 # calls (a parameter or factor is read as a shard: three calls each); the rest is exact.
 LIMITS = {
     "plan": (1, 0.0, 10),
-    "merged": (1, 1.0, 1650),
+    "merged": (1, 0.08, 1600),
     "buckets": (2, 0.0, 2350),
 }
 
@@ -63,10 +63,13 @@ def python_calls(step: Callable[[], object]) -> int:
 
 @pytest.mark.parametrize("name", LIMITS)
 def test_steady(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One launch a plan or bucket, no memory of the model's size beyond the restore copy, no new Python per step."""
+    """One launch a plan or bucket, no memory of the model's size, no new Python per step."""
     torch.manual_seed(0)
     config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
     model = get_peft_model(qwen2(), config)
+    for key, parameter in model.named_parameters():
+        if "lora_B" in key:
+            parameter.data.mul_(1e-3)  # updates of less than a tenth of the weights: what escapes is counted too
     size = sum(delta.weight.nbytes for delta in lora_merge.read_deltas(model))
     plan = lora_merge.Plan(
         [

@@ -59,12 +59,48 @@ inline void store(BFloat16* p, F a, F b) {
 }
 inline void store(Float16* p, F a, F b) {
   constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
-  store_words(p, _mm256_cvtps_ph(a, kNearest));
-  store_words(p + kLanes, _mm256_cvtps_ph(b, kNearest));
+  const __m256i both = _mm256_set_m128i(_mm256_cvtps_ph(b, kNearest), _mm256_cvtps_ph(a, kNearest));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), both);
 }
-template <class Words>
-inline uint32_t sign_bits(Words x) {
-  return static_cast<uint32_t>(_mm256_movemask_ps(reinterpret_cast<__m256>(x)));
+inline F no_nan(F a) { return _mm256_min_ps(a, _mm256_set1_ps(__builtin_inff())); }  // the second one, if one is NaN
+
+template <class Codes, class Words>
+inline Codes narrow(Words a, Words b) {
+  const __m256i both = _mm256_packus_epi32(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b));
+  return reinterpret_cast<Codes>(_mm256_permute4x64_epi64(both, 0xd8));
+}
+template <class Codes, class Words>
+inline void widen(Codes x, Words (&to)[2]) {
+  const __m256i all = reinterpret_cast<__m256i>(x);
+  to[0] = reinterpret_cast<Words>(_mm256_cvtepu16_epi32(_mm256_castsi256_si128(all)));
+  to[1] = reinterpret_cast<Words>(_mm256_cvtepu16_epi32(_mm256_extracti128_si256(all, 1)));
+}
+// Of each half of 8 codes, a byte of low bits and one of high bits.
+template <class Codes>
+inline uint32_t put_codes(Codes x, uint8_t* to) {
+  const __m256i codes = reinterpret_cast<__m256i>(x);
+  const __m256i bytes = _mm256_packs_epi16(_mm256_slli_epi16(codes, 15), _mm256_slli_epi16(codes, 14));
+  const uint32_t bits = static_cast<uint32_t>(_mm256_movemask_epi8(bytes)), both = bits & bits >> 8 & 0x00ff00ff;
+  __builtin_memcpy(to, &bits, sizeof bits);
+  return (both | both >> 8) & 0xffff;
+}
+template <class Codes>
+inline Codes get_codes(const uint8_t* from, uint32_t& which) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, from, sizeof bits);
+  const uint32_t both = bits & bits >> 8 & 0x00ff00ff;
+  which = (both | both >> 8) & 0xffff;
+  const __m256i own = _mm256_setr_epi64x(0x0100010001000100, 0x0100010001000100, 0x0302030203020302, 0x0302030203020302);
+  const __m128i bit = _mm_setr_epi16(0x0101, 0x0202, 0x0404, 0x0808, 0x1010, 0x2020, 0x4040, static_cast<short>(0x8080));
+  const __m256i mine = _mm256_broadcastsi128_si256(bit);
+  const __m256i bytes = _mm256_shuffle_epi8(_mm256_set1_epi32(static_cast<int>(bits)), own);
+  const __m256i set = _mm256_cmpeq_epi8(_mm256_and_si256(bytes, mine), mine);
+  return reinterpret_cast<Codes>(_mm256_maddubs_epi16(_mm256_and_si256(set, _mm256_set1_epi16(0x0201)), _mm256_set1_epi8(1)));
+}
+template <class Longs>
+inline Longs multiply_halves(Longs x) {
+  const __m256i low = reinterpret_cast<__m256i>(x);
+  return reinterpret_cast<Longs>(_mm256_mul_epu32(low, _mm256_srli_epi64(low, 32)));
 }
 inline void stream(void* to, const void* from) {
   __m256i* line = static_cast<__m256i*>(to);
@@ -79,7 +115,7 @@ inline void prefetch(const void* p) { _mm_prefetch(p, _MM_HINT_T0); }
 
 }  // namespace
 
-const Kernels kAvx2{"avx2", kPanel, merge, row_norms, track, write, untrack};
+const Kernels kAvx2{"avx2", kPanel, merge, row_norms, track, write, checksum, untrack};
 
 }  // namespace lora_merge::cpu
 

@@ -36,7 +36,6 @@ inline bool any_nan(const F (&t)[kTileRows][2]) {
 }
 
 inline __m256i load_words(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
-inline void store_words(void* p, __m256i x) { _mm256_storeu_si256(static_cast<__m256i*>(p), x); }
 
 inline F load(const float* p) { return _mm512_loadu_ps(p); }
 inline F load(const BFloat16* p) {
@@ -55,18 +54,47 @@ inline __m256i bfloat16(F a) {
   const __m512i sum = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
   return _mm512_cvtepi32_epi16(_mm512_srli_epi32(sum, 16));
 }
-inline void store(BFloat16* p, F a, F b) {
-  store_words(p, bfloat16(a));
-  store_words(p + kLanes, bfloat16(b));
-}
+inline __m512i joined(__m256i a, __m256i b) { return _mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1); }
+inline void store(BFloat16* p, F a, F b) { _mm512_storeu_si512(p, joined(bfloat16(a), bfloat16(b))); }
 inline void store(Float16* p, F a, F b) {
   constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
-  store_words(p, _mm512_cvtps_ph(a, kNearest));
-  store_words(p + kLanes, _mm512_cvtps_ph(b, kNearest));
+  _mm512_storeu_si512(p, joined(_mm512_cvtps_ph(a, kNearest), _mm512_cvtps_ph(b, kNearest)));
 }
-template <class Words>
-inline uint32_t sign_bits(Words x) {
-  return _mm512_movepi32_mask(reinterpret_cast<__m512i>(x));
+inline F no_nan(F a) { return _mm512_min_ps(a, _mm512_set1_ps(__builtin_inff())); }  // the second one, if one is NaN
+
+template <class Codes, class Words>
+inline Codes narrow(Words a, Words b) {
+  return reinterpret_cast<Codes>(joined(_mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(a)),
+                                        _mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(b))));
+}
+template <class Codes, class Words>
+inline void widen(Codes x, Words (&to)[2]) {
+  const __m512i all = reinterpret_cast<__m512i>(x);
+  to[0] = reinterpret_cast<Words>(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(all)));
+  to[1] = reinterpret_cast<Words>(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(all, 1)));
+}
+// The low bits, then the high ones.
+template <class Codes>
+inline uint32_t put_codes(Codes x, uint8_t* to) {
+  const __m512i codes = reinterpret_cast<__m512i>(x);
+  const uint32_t low = _mm512_test_epi16_mask(codes, _mm512_set1_epi16(1));
+  const uint32_t high = _mm512_test_epi16_mask(codes, _mm512_set1_epi16(2));
+  __builtin_memcpy(to, &low, sizeof low);
+  __builtin_memcpy(to + sizeof low, &high, sizeof high);
+  return low & high;
+}
+template <class Codes>
+inline Codes get_codes(const uint8_t* from, uint32_t& which) {
+  uint32_t low, high;
+  __builtin_memcpy(&low, from, sizeof low);
+  __builtin_memcpy(&high, from + sizeof low, sizeof high);
+  which = low & high;
+  return reinterpret_cast<Codes>(_mm512_add_epi16(_mm512_maskz_set1_epi16(low, 1), _mm512_maskz_set1_epi16(high, 2)));
+}
+template <class Longs>
+inline Longs multiply_halves(Longs x) {
+  const __m512i low = reinterpret_cast<__m512i>(x);
+  return reinterpret_cast<Longs>(_mm512_mul_epu32(low, _mm512_srli_epi64(low, 32)));
 }
 inline void stream(void* to, const void* from) {
   _mm512_stream_si512(static_cast<__m512i*>(to), _mm512_loadu_si512(from));
@@ -79,7 +107,7 @@ inline void prefetch(const void* p) { _mm_prefetch(p, _MM_HINT_T0); }
 
 }  // namespace
 
-const Kernels kAvx512{"avx512", kPanel, merge, row_norms, track, write, untrack};
+const Kernels kAvx512{"avx512", kPanel, merge, row_norms, track, write, checksum, untrack};
 
 }  // namespace lora_merge::cpu
 

@@ -63,11 +63,35 @@ inline void store(T* p, F a, F b) {
   store(p, a);
   store(p + kLanes, b);
 }
-template <class Words>
-inline uint32_t sign_bits(Words x) {
-  uint32_t mask = 0;
-  for (int l = 0; l < kLanes; ++l) mask |= x[l] >> 31 << l;
-  return mask;
+inline F no_nan(F a) { return each([&](int l) { return a.x[l] == a.x[l] ? a.x[l] : 0; }); }
+
+template <class Codes, class Words>
+inline Codes narrow(Words a, Words b) {
+  Codes x;
+  for (int l = 0; l < kLanes; ++l) x[l] = a[l], x[kLanes + l] = b[l];
+  return x;
+}
+template <class Codes, class Words>
+inline void widen(Codes x, Words (&to)[2]) {
+  for (int l = 0; l < kLanes; ++l) to[0][l] = x[l], to[1][l] = x[kLanes + l];
+}
+template <class Codes>
+inline uint32_t put_codes(Codes x, uint8_t* to) {
+  uint8_t low = 0, high = 0;
+  for (int l = 0; l < 2 * kLanes; ++l) low |= (x[l] & 1) << l, high |= x[l] >> 1 << l;
+  to[0] = low, to[1] = high;
+  return low & high;
+}
+template <class Codes>
+inline Codes get_codes(const uint8_t* from, uint32_t& which) {
+  Codes x;
+  for (int l = 0; l < 2 * kLanes; ++l) x[l] = (from[0] >> l & 1) | (from[1] >> l & 1) << 1;
+  which = from[0] & from[1];
+  return x;
+}
+template <class Longs>
+inline Longs multiply_halves(Longs x) {
+  return (x & 0xffffffff) * (x >> 32);
 }
 inline void stream(void* to, const void* from) { std::memcpy(to, from, kLine); }
 inline void drain() {}
@@ -78,6 +102,6 @@ inline void prefetch(const void* p) { __builtin_prefetch(p); }
 
 }  // namespace
 
-const Kernels kGeneric{"generic", kPanel, merge, row_norms, track, write, untrack};
+const Kernels kGeneric{"generic", kPanel, merge, row_norms, track, write, checksum, untrack};
 
 }  // namespace lora_merge::cpu

@@ -64,6 +64,7 @@ struct Kernels {
   // elements in `scratch.escaped`, and returns how many bytes they are.
   int64_t (*track)(const Unit& unit, uint8_t* codes, TrackScratch& scratch);
   void (*write)(const Unit& unit, const TrackScratch& scratch);  // the weight: what `track` left
+  uint64_t (*checksum)(const Unit& unit);                         // of the bits of its weight
   void (*untrack)(const Unit& unit, const uint8_t* codes, const uint8_t* escaped, TrackScratch& scratch);
 };
 

@@ -17,21 +17,21 @@ void row_norms(const Segment* segments, int64_t count, double* out);
 struct Journal {
   uint8_t* codes;    // two bits an element
   int64_t* places;   // of each unit: where its escaped elements begin in the arena; -1: the unit is not merged
+  uint64_t* sums;    // of each unit: a checksum of what was written
   uint8_t* arena;    // raw bits of escaped elements
   int64_t room;      // bytes of the arena
-  int64_t* counter;  // bytes of the arena asked for, and those of them that it had no room for
+  int64_t* counter;  // bytes of the arena asked for, those of them that it had no room for, and units found changed
 };
 constexpr int64_t kArenaStep = 4;  // bytes; a unit's escaped elements begin at a multiple
 
-struct TrackedSizes {
-  int64_t units, code_bytes;
-};
-TrackedSizes tracked_sizes(const Segment* segments, int64_t count);
+// Writes the number of each segment's first unit, and of all units, to `first_unit`, [count + 1]; returns the bytes of
+// the codes.
+int64_t tracked_sizes(const Segment* segments, int64_t count, int64_t* first_unit);
 
 // Merges in place every unit that is not merged and finds room in the arena; the others stay as they are.
 void track(const Segment* segments, int64_t count, const Journal& journal);
 
-// Puts back every bit of the units that are merged.
+// Puts back every bit of the units that are merged; but one that does not hold what was written stays as it is.
 void untrack(const Segment* segments, int64_t count, const Journal& journal);
 
 // The instruction sets that this machine can run, of "avx512", "avx2" and "generic". The first one is used, or the one

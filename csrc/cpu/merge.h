@@ -7,7 +7,12 @@
 //     stream(to, from)               a cache line past the caches; drain() waits for all of them
 //     set(float), add, mul, fma      fma(a, b, c) = a * b + c, rounded once
 //     prefetch(p)                    asks for the cache line of p
-//     sign_bits(x)                   of kLanes 32-bit words, the first one lowest
+//     narrow(a, b)                   kLanes words each, below 2^16, to 2 kLanes halves
+//     widen(x, to)                   2 kLanes halves to kLanes words each, to[0] and to[1]
+//     put_codes(x, to)               2 kLanes halves below 4 to kLanes / 2 bytes; returns which are 3, the first lowest
+//     get_codes<Codes>(from, which)  and back
+//     no_nan(F)                      every NaN replaced by one value that is no NaN
+//     multiply_halves(x)             of each 64-bit word, the product of its halves
 //     quiet(F)                       every NaN replaced by the one with bits 7fc00000
 //     any_nan(t)                     whether a tile F t[kTileRows][2] holds a NaN
 //

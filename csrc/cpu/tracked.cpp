@@ -26,10 +26,10 @@ int64_t codes_before(const Unit& unit) {
 
 }  // namespace
 
-TrackedSizes tracked_sizes(const Segment* segments, int64_t count) {
-  TrackedSizes sizes{0, code_begin(segments, count)[count]};
-  for (int64_t i = 0; i < count; ++i) sizes.units += track_cut(segments[i]).units(segments[i]);
-  return sizes;
+int64_t tracked_sizes(const Segment* segments, int64_t count, int64_t* first_unit) {
+  first_unit[0] = 0;
+  for (int64_t i = 0; i < count; ++i) first_unit[i + 1] = first_unit[i] + track_cut(segments[i]).units(segments[i]);
+  return code_begin(segments, count)[count];
 }
 
 void track(const Segment* segments, int64_t count, const Journal& journal) {
@@ -46,6 +46,7 @@ void track(const Segment* segments, int64_t count, const Journal& journal) {
     }
     std::memcpy(journal.arena + place, scratch.escaped, bytes);
     k.write(unit, scratch);
+    journal.sums[at] = k.checksum(unit);
     journal.places[at] = place;
   });
   journal.counter[0] = taken;
@@ -55,11 +56,17 @@ void track(const Segment* segments, int64_t count, const Journal& journal) {
 void untrack(const Segment* segments, int64_t count, const Journal& journal) {
   const Kernels& k = kernels();
   const std::vector<int64_t> begin = code_begin(segments, count);
+  std::atomic<int64_t> changed(0);
   for_units<TrackScratch>(segments, count, track_cut, [&](int64_t at, int64_t i, const Unit& unit, TrackScratch& scratch) {
     if (journal.places[at] < 0) return;
+    if (k.checksum(unit) != journal.sums[at]) {
+      ++changed;
+      return;
+    }
     k.untrack(unit, journal.codes + begin[i] + codes_before(unit), journal.arena + journal.places[at], scratch);
     journal.places[at] = -1;
   });
+  journal.counter[2] = changed;
 }
 
 }  // namespace lora_merge::cpu

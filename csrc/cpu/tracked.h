@@ -1,66 +1,128 @@
 // Merging with a way back in two bits an element, and that way; included after merge.h, once for each instruction set.
 //
 // `estimate = round(W' - D)` lies a step or so from W. A code says bits(W) - bits(estimate): -1, 0 or 1 as 0, 1 or 2, or
-// 3, an escape, whose raw bits are kept in the order of the sweep. A row of a tile has its codes in two masks, the low
-// bits of its kPanel elements and then the high ones; those outside the matrix are no escapes. W comes back bit for bit
-// whatever the values are: an unmerge computes the same estimate from the same W' and adapters.
+// 3, an escape, whose raw bits are kept in the order of the sweep. A row of a tile has its kPanel codes in kPanel / 4
+// bytes; those outside the matrix are no escapes. W comes back bit for bit whatever the values are: an unmerge computes
+// the same estimate from the same W' and adapters.
 
-// The raw bits of kLanes elements.
-inline Words raw(const float* p) {
-  Words x;
-  __builtin_memcpy(&x, p, sizeof x);
+typedef uint16_t Codes __attribute__((vector_size(2 * kPanel)));  // of a row of a tile
+
+template <class V>
+inline V at_most_3(V x) {
+  return x < 3 ? x : V{} + 3;
+}
+
+inline Words bits_of(F x) {
+  Words bits;
+  __builtin_memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+
+inline F value_of(Words bits) {
+  F x;
+  __builtin_memcpy(&x, &bits, sizeof x);
   return x;
 }
-template <class T>
-inline Words raw(const T* p) {
-  Halves x;
-  __builtin_memcpy(&x, p, sizeof x);
-  return __builtin_convertvector(x, Words);
+
+template <class W>
+inline F value(const W* from) {
+  return load(from);
 }
 
-inline void put_raw(float* p, Words x) { __builtin_memcpy(p, &x, sizeof x); }
-template <class T>
-inline void put_raw(T* p, Words x) {
-  const Halves half = __builtin_convertvector(x, Halves);
-  __builtin_memcpy(p, &half, sizeof half);
+// The raw bits of kPanel elements of a row. An estimate may round as it likes, as long as it always does so.
+template <class W>
+struct Row {
+  Codes x;
+
+  static Row load(const W* from) {
+    Row row;
+    __builtin_memcpy(&row.x, from, sizeof row.x);
+    return row;
+  }
+  // To nearest even, in `x` too.
+  static Row rounded(F (&x)[2]) {
+    W to[kPanel];
+    store(to, x[0], x[1]);
+    x[0] = value(to), x[1] = value(to + kLanes);
+    return load(to);
+  }
+  static Row estimate(F a, F b) {
+    W to[kPanel];
+    store(to, a, b);
+    return load(to);
+  }
+  void put(W* to) const { __builtin_memcpy(to, &x, sizeof x); }
+  Codes code(const Row& estimate) const { return at_most_3(x - estimate.x + 1); }
+  void step(Codes code) { x += code - 1; }
+};
+
+template <>
+inline Row<BFloat16> Row<BFloat16>::rounded(F (&x)[2]) {
+  Words bits[2];
+  for (int h = 0; h < 2; ++h) {
+    bits[h] = bits_of(x[h]);
+    bits[h] += (bits[h] >> 16 & 1) + 0x7fff;
+    x[h] = value_of(bits[h] & 0xffff0000);
+  }
+  return {narrow<Codes>(bits[0] >> 16, bits[1] >> 16)};
+}
+// Halves away from zero: two instructions less than to even.
+template <>
+inline Row<BFloat16> Row<BFloat16>::estimate(F a, F b) {
+  return {narrow<Codes>((bits_of(a) + 0x8000) >> 16, (bits_of(b) + 0x8000) >> 16)};
 }
 
-inline Words lane_bits(uint32_t mask) {
-  Words shift;
-  for (uint32_t l = 0; l < kLanes; ++l) shift[l] = l;
-  return ((Words{} + mask) >> shift) & 1;
-}
+template <>
+struct Row<float> {
+  Words x[2];
 
-constexpr int64_t kMaskBytes = kPanel / 8;
-constexpr uint32_t kAllLanes = kPanel == 32 ? ~0u : (1u << (kPanel % 32)) - 1;
+  static Row load(const float* from) {
+    Row row;
+    __builtin_memcpy(row.x, from, sizeof row.x);
+    return row;
+  }
+  static Row rounded(F (&x)[2]) { return estimate(x[0], x[1]); }
+  static Row estimate(F a, F b) { return {{bits_of(a), bits_of(b)}}; }
+  void put(float* to) const { __builtin_memcpy(to, x, sizeof x); }
+  Codes code(const Row& estimate) const {
+    return narrow<Codes>(at_most_3(x[0] - estimate.x[0] + 1), at_most_3(x[1] - estimate.x[1] + 1));
+  }
+  void step(Codes code) {
+    Words wide[2];
+    widen(code, wide);
+    x[0] += wide[0] - 1, x[1] += wide[1] - 1;
+  }
+};
 
-// What merging and unmerging share: the rows of a tile, and the estimate.
+// What merging and unmerging share: products are summed tile by tile, into `strip`; the weights are gone through row by
+// row, when a row of tiles is summed.
 template <class W>
 struct Tracked {
   View<W> w;
   const float* row_scale;
   F plus, minus;
-  int64_t panels;
+  float* strip;
+  int64_t chunk, row_codes;
 
-  explicit Tracked(const Unit& unit)
+  Tracked(const Unit& unit, TrackScratch& m)
       : w(unit.segment->source, unit.segment->source_stride, unit),
         row_scale(unit.segment->row_scale ? reinterpret_cast<const float*>(unit.segment->row_scale) + unit.row
                                           : nullptr),
         plus(set(scaling_of(*unit.segment))),
         minus(set(-scaling_of(*unit.segment))),
-        panels((unit.cols + kPanel - 1) / kPanel) {}
+        strip(m.stripe),
+        chunk(chunk_of(unit.segment->rank)),
+        row_codes(round_up(unit.cols, kPanel) / 4) {}
 
-  void end(int64_t, int64_t, int64_t, int64_t) const {}
+  void take(int64_t, int64_t j, int64_t, int64_t, Factors f) const {
+    f.sums = strip + j % chunk * kTileRows;
+    f.sum_all();
+  }
 
-  int64_t code_at(int64_t i, int64_t j) const { return (i * panels + j / kPanel) * 2 * kMaskBytes; }
-
-  // Raw bits of round(W' / row_scale - D) for the kPanel elements at `merged`; the factor is 1 / row_scale. There is one
-  // NaN: the bits of one that is computed are nobody's promise.
-  void estimate(const W* merged, const float* sums, F factor, Words (&bits)[2]) const {
-    W rounded[kPanel];
-    store(rounded, quiet(fma(minus, load(sums), mul(load(merged), factor))),
-          quiet(fma(minus, load(sums + kLanes), mul(load(merged + kLanes), factor))));
-    for (int h = 0; h < 2; ++h) bits[h] = raw(rounded + h * kLanes);
+  // Raw bits of round(W' / row_scale - D); `merged` is W' / row_scale.
+  Row<W> estimate(const F (&merged)[2], const float* sums) const {
+    return Row<W>::estimate(no_nan(fma(minus, load(sums), merged[0])),
+                            no_nan(fma(minus, load(sums + kLanes), merged[1])));
   }
 };
 
@@ -72,41 +134,46 @@ struct Track : Tracked<W> {
   int64_t* count;
 
   Track(const Unit& unit, uint8_t* to, TrackScratch& m, int64_t* n)
-      : Tracked<W>(unit),
+      : Tracked<W>(unit, m),
         merged(reinterpret_cast<W*>(m.merged)),
         escaped(reinterpret_cast<W*>(m.escaped)),
         codes(to),
         count(n) {}
 
-  void take(int64_t i, int64_t j, int64_t rows, int64_t cols, Factors f) const {
-    f.sum_all();
-    const uint32_t inside = cols == kPanel ? kAllLanes : (1u << cols) - 1;
+  void end(int64_t i, int64_t j, int64_t rows, int64_t cols) const {
+    for (int64_t l = 0; l < rows; ++l) {
+      const float* sums = this->strip + l * kPanel;
+      this->row_scale ? row<true>(i + l, j, cols, sums) : row<false>(i + l, j, cols, sums);
+    }
+  }
+
+  template <bool kScaled>
+  void row(int64_t i, int64_t j, int64_t cols, const float* sums) const {
+    const F factor = set(kScaled ? this->row_scale[i] : 1), inverse = set(kScaled ? 1 / this->row_scale[i] : 1);
+    const F plus = this->plus;
+    const int64_t step = this->w.step[1];
+    const W* from = this->w.at(i, j);
+    W* here = merged + i * kStripe + j;
+    uint8_t* to = codes + i * this->row_codes + j / 4;
     W* next = escaped + *count;
-    for (int64_t l = 0; l < rows; ++l, f.sums += kPanel) {
-      const F factor = set(this->row_scale ? this->row_scale[i + l] : 1);
-      const F inverse = set(this->row_scale ? 1 / this->row_scale[i + l] : 1);
-      W base[kPanel];
-      gather(this->w.at(i + l, j), this->w.step[1], cols, base);
-      W* here = merged + (i + l) * kStripe + j;
-      store(here, quiet(mul(fma(this->plus, load(f.sums), load(base)), factor)),
-            quiet(mul(fma(this->plus, load(f.sums + kLanes), load(base + kLanes)), factor)));
-      Words bits[2];
-      this->estimate(here, f.sums, inverse, bits);
-      uint32_t low = 0, high = 0;
-      for (int h = 0; h < 2; ++h) {
-        const Words before = raw(base + h * kLanes);
-        const Words away = (before - bits[h] + 1) & (sizeof(W) == 4 ? 0xffffffff : 0xffff);
-        const Words escape = Words(away > 2);
-        low |= sign_bits(away << 31 | escape) << h * kLanes;
-        high |= sign_bits(away << 30 | escape) << h * kLanes;
+    for (int64_t left = cols; left > 0; left -= kPanel) {
+      W some[kPanel];
+      const W* base = from;
+      if (step != 1 || left < kPanel) {
+        gather(from, step, left < kPanel ? left : kPanel, some);
+        base = some;
       }
-      low &= inside, high &= inside;
-      uint8_t* code = codes + this->code_at(i + l, j);
-      __builtin_memcpy(code, &low, kMaskBytes);
-      __builtin_memcpy(code + kMaskBytes, &high, kMaskBytes);
-      for (uint32_t left = low & high; left != 0; left &= left - 1) {
-        *next++ = base[__builtin_ctz(left)];
+      F x[2] = {fma(plus, load(sums), load(base)), fma(plus, load(sums + kLanes), load(base + kLanes))};
+      if (kScaled) x[0] = mul(x[0], factor), x[1] = mul(x[1], factor);
+      x[0] = quiet(x[0]), x[1] = quiet(x[1]);
+      Row<W>::rounded(x).put(here);
+      if (kScaled) x[0] = mul(x[0], inverse), x[1] = mul(x[1], inverse);
+      Codes code = Row<W>::load(base).code(this->estimate(x, sums));
+      for (int64_t e = left; e < kPanel; ++e) code[e] = 0;
+      for (uint32_t which = put_codes(code, to); __builtin_expect(which != 0, 0); which &= which - 1) {
+        *next++ = base[__builtin_ctz(which)];
       }
+      from += kPanel * step, sums += kPanel * kTileRows, here += kPanel, to += kPanel / 4;
     }
     *count = next - escaped;
   }
@@ -117,29 +184,39 @@ struct Untrack : Tracked<W> {
   const uint8_t* codes;
   const uint8_t** next;
 
-  Untrack(const Unit& unit, const uint8_t* from, const uint8_t** escaped)
-      : Tracked<W>(unit), codes(from), next(escaped) {}
+  Untrack(const Unit& unit, const uint8_t* from, TrackScratch& m, const uint8_t** escaped)
+      : Tracked<W>(unit, m), codes(from), next(escaped) {}
 
-  void take(int64_t i, int64_t j, int64_t rows, int64_t cols, Factors f) const {
-    f.sum_all();
-    for (int64_t l = 0; l < rows; ++l, f.sums += kPanel) {
-      W* here = this->w.at(i + l, j);
-      W base[kPanel];
-      gather(static_cast<const W*>(here), this->w.step[1], cols, base);
-      Words bits[2];
-      this->estimate(base, f.sums, set(this->row_scale ? 1 / this->row_scale[i + l] : 1), bits);
-      uint32_t low = 0, high = 0;
-      const uint8_t* code = codes + this->code_at(i + l, j);
-      __builtin_memcpy(&low, code, kMaskBytes);
-      __builtin_memcpy(&high, code + kMaskBytes, kMaskBytes);
-      for (int h = 0; h < 2; ++h) {
-        const Words step = lane_bits(low >> h * kLanes) + lane_bits(high >> h * kLanes) * 2;
-        put_raw(base + h * kLanes, bits[h] + step - 1);
+  void end(int64_t i, int64_t j, int64_t rows, int64_t cols) const {
+    for (int64_t l = 0; l < rows; ++l) {
+      const float* sums = this->strip + l * kPanel;
+      this->row_scale ? row<true>(i + l, j, cols, sums) : row<false>(i + l, j, cols, sums);
+    }
+  }
+
+  template <bool kScaled>
+  void row(int64_t i, int64_t j, int64_t cols, const float* sums) const {
+    const F inverse = set(kScaled ? 1 / this->row_scale[i] : 1);
+    const int64_t step = this->w.step[1];
+    W* here = this->w.at(i, j);
+    const uint8_t* from = codes + i * this->row_codes + j / 4;
+    for (int64_t left = cols; left > 0; left -= kPanel) {
+      const int64_t inside = left < kPanel ? left : kPanel;
+      const bool whole = step == 1 && left >= kPanel;
+      W some[kPanel];
+      if (!whole) gather(static_cast<const W*>(here), step, inside, some);
+      W* const base = whole ? here : some;
+      F x[2] = {load(base), load(base + kLanes)};
+      if (kScaled) x[0] = mul(x[0], inverse), x[1] = mul(x[1], inverse);
+      Row<W> bits = this->estimate(x, sums);
+      uint32_t which;
+      bits.step(get_codes<Codes>(from, which));
+      bits.put(base);
+      for (; __builtin_expect(which != 0, 0); which &= which - 1, *next += sizeof(W)) {
+        __builtin_memcpy(base + __builtin_ctz(which), *next, sizeof(W));
       }
-      for (uint32_t left = low & high; left != 0; left &= left - 1, *next += sizeof(W)) {
-        __builtin_memcpy(base + __builtin_ctz(left), *next, sizeof(W));
-      }
-      scatter(base, here, this->w.step[1], cols);
+      if (!whole) scatter(static_cast<const W*>(some), here, step, inside);
+      here += kPanel * step, sums += kPanel * kTileRows, from += kPanel / 4;
     }
   }
 };
@@ -176,10 +253,46 @@ void write(const Unit& unit, const TrackScratch& scratch) {
   (unit.segment->dtypes & 0xff) == kFloat32 ? write_as<float>(unit, scratch) : write_as<BFloat16>(unit, scratch);
 }
 
+// Of the bits of a unit's weight: a sum of products of pairs of 32-bit words, each added to a number that depends on its
+// place (NH, Black et al. 1999, "UMAC").
+template <class T>
+uint64_t checksum_as(const Unit& unit) {
+  typedef uint64_t Longs __attribute__((vector_size(sizeof(Words))));
+  constexpr int64_t kStep = sizeof(Words) / sizeof(T);
+  const View<const T> w(unit.segment->source, unit.segment->source_stride, unit);
+  Words key, advance;
+  for (uint32_t l = 0; l < kLanes; ++l) {
+    key[l] = (2 * l + 1) * 0x27d4eb2f;
+    advance[l] = l % 2 ? 0x85ebca6b : 0x9e3779b9;
+  }
+  Longs sums = {};
+  for (int64_t i = 0; i < unit.rows; ++i) {
+    for (int64_t j = 0; j < unit.cols; j += kStep, key += advance) {
+      const T* from = w.at(i, j);
+      Words x = {};
+      if (w.step[1] == 1 && unit.cols - j >= kStep) {
+        __builtin_memcpy(&x, from, sizeof x);
+      } else {
+        T some[kStep] = {};
+        for (int64_t l = 0; l < kStep && j + l < unit.cols; ++l) some[l] = from[l * w.step[1]];
+        __builtin_memcpy(&x, some, sizeof x);
+      }
+      sums += multiply_halves(reinterpret_cast<Longs>(x + key));
+    }
+  }
+  uint64_t sum = 0;
+  for (int64_t l = 0; l < kLanes / 2; ++l) sum += sums[l];
+  return sum;
+}
+
+uint64_t checksum(const Unit& unit) {
+  return (unit.segment->dtypes & 0xff) == kFloat32 ? checksum_as<uint32_t>(unit) : checksum_as<uint16_t>(unit);
+}
+
 void untrack(const Unit& unit, const uint8_t* codes, const uint8_t* escaped, TrackScratch& scratch) {
   switch (unit.segment->dtypes & 0xff) {
-    case kBFloat16: return sweep(unit, scratch, Untrack<BFloat16>(unit, codes, &escaped));
-    case kFloat16: return sweep(unit, scratch, Untrack<Float16>(unit, codes, &escaped));
-    default: return sweep(unit, scratch, Untrack<float>(unit, codes, &escaped));
+    case kBFloat16: return sweep(unit, scratch, Untrack<BFloat16>(unit, codes, scratch, &escaped));
+    case kFloat16: return sweep(unit, scratch, Untrack<Float16>(unit, codes, scratch, &escaped));
+    default: return sweep(unit, scratch, Untrack<float>(unit, codes, scratch, &escaped));
   }
 }

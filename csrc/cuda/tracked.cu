@@ -2,7 +2,8 @@
 //
 // `estimate = round(W' - D)` lies a step or so from W. A code says bits(W) - bits(estimate): -1, 0 or 1 as 0, 1 or 2, or
 // 3, an escape, whose raw bits are kept in the arena in the order of threads. W comes back bit for bit whatever the
-// values are: an unmerge computes the same estimate from the same W' and adapters.
+// values are: an unmerge computes the same estimate from the same W' and adapters. Whether it is the same W' is told by
+// a checksum of each tile: one that was written meanwhile is left as it is.
 //
 // Blocks walk down strips as in merge.cuh, and their products are the same, so W' is what a merge writes. A tile is a
 // step of all warps: it is computed in registers, the block adds up what escapes, asks for room once, and writes. The W
@@ -97,6 +98,24 @@ __device__ __forceinline__ Raw<T> estimate_of(float x) {
   else return __half_as_ushort(y);
 }
 
+// NH (Black et al. 1999, "UMAC") of what a thread has of a tile: products of pairs of words, each added to a number that
+// depends on its place.
+template <typename T>
+__device__ __forceinline__ unsigned long long checksum(Row<T> (&rows)[2]) {
+  const uint32_t key = threadIdx.x * 0x9e3779b9u;
+  unsigned long long sum = 0;
+#pragma unroll
+  for (int e = 0; e < 2; ++e) {
+#pragma unroll
+    for (int i = 0; i < 2 * static_cast<int>(sizeof(T)); i += 2) {
+      const uint32_t place = e * 2 * sizeof(T) + i;
+      sum += static_cast<unsigned long long>(rows[e].word(i) + (key + place * 0x85ebca6bu)) *
+             (rows[e].word(i + 1) + (key + (place + 1) * 0xc2b2ae35u));
+    }
+  }
+  return sum;
+}
+
 // Eight ranks of a row of B; what lies outside is zeros.
 template <bool Wide>
 __device__ __forceinline__ Piece<Wide> load_piece(const Segment& s, int row, int k, bool vector) {
@@ -120,6 +139,7 @@ __global__ void __launch_bounds__(kThreads, Wide || sizeof(T) == 4 ? 2 : 3)
   bf16* shared_A = reinterpret_cast<bf16*>(memory);
   __shared__ int unit_ring[4], totals[2][kWarps];
   __shared__ long long granted[2];
+  __shared__ unsigned long long sums[2][kWarps];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, quad = lane % 4, group = lane / 4;
   const int width = launch.col_warps * 64, pitch = width + launch.margin, stride = Walk::row_stride(launch);
   const uint32_t a_address = operand_A_address(shared_A, warp % launch.col_warps, pitch);
@@ -168,6 +188,7 @@ __global__ void __launch_bounds__(kThreads, Wide || sizeof(T) == 4 ? 2 : 3)
       const int64_t place = journal.places[tile];
       if (Undo ? place < 0 : place >= 0) continue;  // the same for all threads
       uint32_t code = Undo ? __ldcs(journal.codes + tile * kThreads + threadIdx.x) : 0;
+      const unsigned long long written = Undo ? journal.sums[tile] : 0;
 
       float sum[1][4][4] = {};
 #pragma unroll 1
@@ -204,9 +225,9 @@ __global__ void __launch_bounds__(kThreads, Wide || sizeof(T) == 4 ? 2 : 3)
             result[e].put(i, static_cast<Raw<T>>(estimate + (code >> shift & 3) - 1));
           } else {
             const Raw<T> away = static_cast<Raw<T>>(base[e].get(i) - estimate + 1);
-            if (r < walk.row_end && walk.col + i < s.cols)
-              code |= (away > 2 ? 3u : static_cast<uint32_t>(away)) << shift;
-            result[e].put(i, merged);
+            const bool inside = r < walk.row_end && walk.col + i < s.cols;
+            if (inside) code |= (away > 2 ? 3u : static_cast<uint32_t>(away)) << shift;
+            result[e].put(i, inside ? merged : Raw<T>{0});  // as it is loaded again
           }
         }
       }
@@ -219,14 +240,19 @@ __global__ void __launch_bounds__(kThreads, Wide || sizeof(T) == 4 ? 2 : 3)
         const int other = __shfl_up_sync(~0u, index, d);
         if (lane >= d) index += other;
       }
-      if (lane == 31) totals[turn][warp] = index;
+      unsigned long long held = checksum<T>(Undo ? base : result);
+      held = static_cast<unsigned long long>(__reduce_add_sync(~0u, static_cast<uint32_t>(held >> 32))) << 32 |
+             __reduce_add_sync(~0u, static_cast<uint32_t>(held));
+      if (lane == 31) totals[turn][warp] = index, sums[turn][warp] = held;
       index -= __popc(escapes);
       __syncthreads();
       int total = 0;
+      held = 0;
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) {
         if (w == warp) index += total;
         total += totals[turn][w];
+        held += sums[turn][w];
       }
       long long from = place;
       if constexpr (!Undo) {
@@ -238,13 +264,17 @@ __global__ void __launch_bounds__(kThreads, Wide || sizeof(T) == 4 ? 2 : 3)
             from = -1;
           }
           journal.places[tile] = from;
+          journal.sums[tile] = held;
           granted[turn] = from;
         }
         __syncthreads();
         from = granted[turn];
       }
       turn ^= 1;
-      if (!Undo && from < 0) continue;  // no room: the tile stays as it is
+      if (Undo ? held != written : from < 0) {  // others wrote it, or no room: the tile stays as it is
+        if (Undo && threadIdx.x == 0) atomicAdd(journal.counter + 2, 1ull);
+        continue;
+      }
 
       Raw<T>* const escaped = reinterpret_cast<Raw<T>*>(journal.arena + from) + index;
 #pragma unroll

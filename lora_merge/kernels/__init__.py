@@ -61,8 +61,12 @@ class Tracked(Protocol):
     def merge(self) -> None:
         """Merge all, or raise with the weights as before."""
 
-    def unmerge(self) -> None:
-        """Bring all back; after an error, calling again goes on."""
+    def unmerge(self) -> set[str]:
+        """Bring all back; after an error, calling again goes on.
+
+        Returns:
+            the names of weights that were written meanwhile; those units of work are left as they are.
+        """
 
 
 class Backend(Protocol):

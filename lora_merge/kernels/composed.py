@@ -17,14 +17,17 @@ from . import Launch
 BLOCK = 1 << 23
 """Elements merged at a time: the working memory is a few times as many, and gone after each block."""
 _ESCAPE = 3
+_STEP = 2 * 0x1E3779B97F4A7C15
 
 
 @dataclass(frozen=True, slots=True)
 class _Journal:
-    """What brings a block back: `packed` holds four codes a byte, `raw` the bits of escaped elements in order."""
+    """What brings a block back: `packed` holds four codes a byte, `raw` the bits of escaped elements in order, `sums`
+    a checksum of what was written of each piece."""
 
     packed: Tensor
     raw: Tensor
+    sums: Tensor
 
 
 class Composed:
@@ -36,11 +39,12 @@ class Composed:
         self._prepare = prepare
         self._blocks = _blocks(segments)
         self._journals: list[_Journal] = []
+        self._changed: set[str] = set()
         self.merged = False
 
     @property
     def nbytes(self) -> int:
-        return sum(j.packed.nbytes + j.raw.nbytes for j in self._journals)
+        return sum(t.nbytes for j in self._journals for t in (j.packed, j.raw, j.sums))
 
     def merge(self) -> None:
         self.merged = True
@@ -51,35 +55,41 @@ class Composed:
             self.unmerge()
             raise
 
-    def unmerge(self) -> None:
+    def unmerge(self) -> set[str]:
         while self._journals:
-            self._unmerge(self._blocks[len(self._journals) - 1], self._journals[-1])
+            self._changed |= self._unmerge(self._blocks[len(self._journals) - 1], self._journals[-1])
             self._journals.pop()
         self.merged = False
+        changed, self._changed = self._changed, set()
+        return changed
 
     def _merge(self, block: list[Segment]) -> _Journal:
         base, base_parts = _like(block)
         _copy(base_parts, [s.source for s in block])
-        _, merged_parts = _like(block)
+        merged, merged_parts = _like(block)
         self._run([replace(s, destination=part) for s, part in zip(block, merged_parts, strict=True)])
         estimate = self._estimate(block, merged_parts)
         away = raw(base) - raw(estimate)  # wraps
         # NaN escapes: the bits of a NaN that is computed are nobody's promise.
         escaped = (away < -1) | (away > 1) | estimate.isnan()
         codes = (away + 1).to(torch.uint8).masked_fill_(escaped, _ESCAPE)
-        journal = _Journal(_pack(codes), raw(base)[escaped])
+        journal = _Journal(_pack(codes), raw(base)[escaped], _sums(merged, merged_parts))
         _copy([s.source for s in block], merged_parts)  # the only write, when all else is done
         return journal
 
-    def _unmerge(self, block: list[Segment], journal: _Journal) -> None:
+    def _unmerge(self, block: list[Segment], journal: _Journal) -> set[str]:
+        """Returns the names of those that are not what was written, and stay it."""
         merged, merged_parts = _like(block)
         _copy(merged_parts, [s.source for s in block])
+        written = (_sums(merged, merged_parts) == journal.sums).tolist()
         estimate = self._estimate(block, merged_parts)
         codes = _unpack(journal.packed, merged.numel())
         bits = raw(estimate).add_(codes).sub_(1)
         bits[codes == _ESCAPE] = journal.raw
-        merged.copy_(estimate)  # bits is a view of it
-        _copy([s.source for s in block], merged_parts)
+        raw(merged).copy_(bits)
+        back = [(s.source, part) for s, part, whole in zip(block, merged_parts, written, strict=True) if whole]
+        _copy([to for to, _ in back], [part for _, part in back])
+        return {s.name for s, whole in zip(block, written, strict=True) if not whole}
 
     def _estimate(self, block: list[Segment], merged_parts: list[Tensor]) -> Tensor:
         """`round(W' / row_scale - D)` of a block: a function of W' and the adapters alone."""
@@ -144,7 +154,15 @@ def _like(block: list[Segment]) -> tuple[Tensor, list[Tensor]]:
 
 
 def _copy(to: Sequence[Tensor], source: Sequence[Tensor]) -> None:
-    torch._foreach_copy_([raw(t) for t in to], [raw(t) for t in source])
+    if to:
+        torch._foreach_copy_([raw(t) for t in to], [raw(t) for t in source])
+
+
+def _sums(flat: Tensor, parts: Sequence[Tensor]) -> Tensor:
+    """A checksum of the bits of each part, int64: every element times an odd number that depends on its place."""
+    place = torch.arange(len(flat), device=flat.device).mul_(_STEP).add_(1)
+    products = raw(flat).long().mul_(place)
+    return torch.stack([part.sum() for part in products.split([part.numel() for part in parts])])
 
 
 def _pack(codes: Tensor) -> Tensor:

@@ -37,16 +37,20 @@ class _Tracked:
     """`fused.Kernels` of a table."""
 
     def __init__(self, segments: Sequence[Segment]) -> None:
-        self.segments = segments  # the table has their addresses
+        self._names = [s.name for s in segments]
         self.table, self.device = torch.from_numpy(pack(segments)), torch.device("cpu")
-        self.units, self.code_bytes = torch.ops.lora_merge_native.tracked_sizes_cpu(self.table)
+        self._first, self.code_bytes = torch.ops.lora_merge_native.tracked_sizes_cpu(self.table)
+        self.units = int(self._first[-1])
         self.base_bytes = sum(s.source.nbytes for s in segments)
 
     def track(self, j: Journal) -> None:
-        torch.ops.lora_merge_native.track_cpu(self.table, j.codes, j.places, j.arena, j.counter)
+        torch.ops.lora_merge_native.track_cpu(self.table, j.codes, j.places, j.sums, j.arena, j.counter)
 
     def untrack(self, j: Journal) -> None:
-        torch.ops.lora_merge_native.untrack_cpu(self.table, j.codes, j.places, j.arena)
+        torch.ops.lora_merge_native.untrack_cpu(self.table, j.codes, j.places, j.sums, j.arena, j.counter)
+
+    def names(self, units: Tensor) -> set[str]:
+        return {self._names[i] for i in torch.searchsorted(self._first, units, right=True) - 1}
 
 
 def prepare_tracked(segments: Sequence[Segment], device: torch.device) -> Fused:

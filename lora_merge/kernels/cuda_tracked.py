@@ -40,7 +40,6 @@ class CudaTracked:
     """`fused.Kernels` of a table. Tiles of all groups are numbered in a row; a segment's `key` is its first one."""
 
     def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:
-        self.segments = segments  # the table has their addresses
         self.device = device
         self.base_bytes = sum(s.source.nbytes for s in segments)
         self.units = 0
@@ -48,7 +47,10 @@ class CudaTracked:
         table = pack(segments)
         wide = (table[:, RANK] > 0) & ((table[:, DTYPES] >> 16 & 0xFFFF) != (BF16 | BF16 << 8))
         group = (table[:, DTYPES] & 0xFF) << 1 | wide
+        self._first: list[np.ndarray] = []
+        self._names: list[str] = []
         for key in np.unique(group):
+            self._names += [s.name for s, there in zip(segments, group == key, strict=True) if there]
             self._groups.append(self._group(table[group == key], int(key) >> 1, bool(key & 1)))
         self.code_bytes = self.units * TILE_ELEMENTS // 4
 
@@ -58,9 +60,12 @@ class CudaTracked:
     def untrack(self, journal: Journal) -> None:
         self._launch(journal, True)
 
+    def names(self, units: Tensor) -> set[str]:
+        return {self._names[i] for i in np.searchsorted(np.concatenate(self._first), units.numpy(), side="right") - 1}
+
     def _launch(self, j: Journal, undo: bool) -> None:
         for group in self._groups:
-            torch.ops.lora_merge_native.track_cuda(*group, undo, j.codes, j.places, j.arena, j.counter)
+            torch.ops.lora_merge_native.track_cuda(*group, undo, j.codes, j.places, j.sums, j.arena, j.counter)
 
     def _group(self, table: np.ndarray, dtype: int, wide: bool) -> _Group:
         max_rank = int(table[:, RANK].max())
@@ -71,6 +76,7 @@ class CudaTracked:
         tiles = across * _ceil(table[:, ROWS], TILE_ELEMENTS // (WARP_COLS * col_warps))
         table[:, UNIT_BEGIN], table[:, UNITS_ACROSS] = np.cumsum(units) - units, across
         table[:, KEY] = self.units + np.cumsum(tiles) - tiles
+        self._first.append(table[:, KEY].copy())
         self.units += int(tiles.sum())
         on_device = len(table) > INLINE_SEGMENTS
         return _Group(

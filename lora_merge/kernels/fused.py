@@ -3,6 +3,9 @@
 Each unit of work merges, finds what its way back takes, and writes its result only if the arena has room for the
 escaped elements; else it stays as it was. So one launch tells how much room all of them need, and at most a second one,
 into an arena of that size, merges the rest. Peak memory is what is held, and a copy of the arena while it grows.
+
+A unit's way back begins with a checksum of what was written: bits that others have written meanwhile are no basis for
+it, and such a unit stays as it is.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ from torch import Tensor
 
 FIRST_ROOM = 64
 """The first arena is this part of the bases' bytes: enough for updates up to a tenth of the weights."""
+SPARE = 16
+"""Later ones hold what escaped the last time, and this part of it."""
 
 
 class Kernels(Protocol):
@@ -35,16 +40,21 @@ class Kernels(Protocol):
         """Merge every unit with a negative place that finds room in the arena; see `Journal` in csrc/cpu/launch.h."""
 
     def untrack(self, journal: Journal) -> None:
-        """Bring back every unit that has a place, and make its place negative."""
+        """Bring back every unit that has a place and holds what was written, and make its place negative."""
+
+    def names(self, units: Tensor) -> set[str]:
+        """The weights that units, by number, belong to."""
 
 
 @dataclass(slots=True)
 class Journal:
-    """What brings the weights back: uint8 `codes` and `arena`, int64 `places` `[units]` and `counter` `[2]`: bytes of
-    the arena asked for, and those of them that it had no room for."""
+    """What brings the weights back: uint8 `codes` and `arena`; of each unit its place in the arena and a checksum of
+    what was written, int64 `places` and `sums` `[units]`; int64 `counter` `[3]`: bytes of the arena asked for, those of
+    them that it had no room for, and how many units were found changed."""
 
     codes: Tensor
     places: Tensor
+    sums: Tensor
     arena: Tensor
     counter: Tensor
 
@@ -55,6 +65,7 @@ class Fused:
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
         self._journal: Journal | None = None
+        self._first_room = kernels.base_bytes // FIRST_ROOM
 
     @property
     def merged(self) -> bool:
@@ -63,7 +74,7 @@ class Fused:
     @property
     def nbytes(self) -> int:
         j = self._journal
-        return j.codes.nbytes + j.places.nbytes + j.arena.nbytes if j else 0
+        return j.codes.nbytes + j.places.nbytes + j.sums.nbytes + j.arena.nbytes if j else 0
 
     def merge(self) -> None:
         kernels = self._kernels
@@ -71,24 +82,30 @@ class Fused:
         def room(n: int) -> Tensor:
             return torch.empty(n, dtype=torch.uint8, device=kernels.device)
 
-        codes, arena = room(kernels.code_bytes), room(kernels.base_bytes // FIRST_ROOM)
+        codes, arena = room(kernels.code_bytes), room(self._first_room)
         places = torch.full((kernels.units,), -1, dtype=torch.int64, device=kernels.device)
-        journal = Journal(codes, places, arena, torch.zeros(2, dtype=torch.int64, device=kernels.device))
+        counter = torch.zeros(3, dtype=torch.int64, device=kernels.device)
+        journal = Journal(codes, places, torch.empty_like(places), arena, counter)
         self._journal = journal
         try:
             kernels.track(journal)
-            asked, refused = journal.counter.tolist()  # the one wait for the device
+            asked, refused, _ = counter.tolist()  # the one wait for the device
+            self._first_room = asked + asked // SPARE
             if refused:
                 used = asked - refused  # units with room lie before those without
                 journal.arena = room(asked)
                 journal.arena[:used] = arena[:used]
-                journal.counter.copy_(torch.tensor([used, 0]))
+                counter.copy_(torch.tensor([used, 0, 0]))
                 kernels.track(journal)
         except BaseException:
             self.unmerge()
             raise
 
-    def unmerge(self) -> None:
-        if self._journal is not None:
-            self._kernels.untrack(self._journal)
-            self._journal = None
+    def unmerge(self) -> set[str]:
+        journal = self._journal
+        if journal is None:
+            return set()
+        self._kernels.untrack(journal)
+        changed = int(journal.counter[2])  # waits for the device
+        self._journal = None
+        return self._kernels.names((journal.places >= 0).nonzero().flatten().cpu()) if changed else set()
