@@ -54,12 +54,15 @@ def _shim() -> None:
     from megatron.core.transformer.moe import grouped_gemm_util, moe_utils, token_dispatcher
 
     class Stream:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            pass
+
         def __getattr__(self, name: str) -> Any:
             return lambda *args, **kwargs: self
 
     Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[assignment]
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment]
-    torch.cuda.Stream = lambda *args, **kwargs: Stream()  # type: ignore[assignment,misc]
+    torch.cuda.Stream = Stream  # type: ignore[assignment,misc]
     torch.cuda.current_stream = lambda *args, **kwargs: Stream()  # type: ignore[assignment]
     torch.cuda.stream = lambda *args, **kwargs: contextlib.nullcontext()  # type: ignore[assignment]
     # Megatron refuses PyTorch's norm under sequence parallelism, for its gradients; its forward is right on any token.

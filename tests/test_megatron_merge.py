@@ -7,10 +7,8 @@ the HF tensors by `lora_merge.merge`.
 from __future__ import annotations
 
 import re
-import warnings
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,15 +20,13 @@ import torch
 import torch.distributed as dist
 from helpers import assert_same_bits
 from megatron_models import Grid
+from megatron_peft import exported, with_peft
 from megatron_processes import POOL
-from peft import LoraConfig, PeftModel
-from safetensors.torch import save_file
 from test_megatron_read import TOKENS, Case, assemble, boxes
 from torch import Tensor
 
 import lora_merge
 from lora_merge import MergedWeights, merged
-from lora_merge.engine.adapter import AdapterSource
 from lora_merge.errors import LoraMergeError, UnsupportedAdapter
 from lora_merge.names import unwrapped
 from lora_merge.shards.megatron import Chunks, read
@@ -179,14 +175,10 @@ def export(case: Case) -> dict[str, Any]:
     chunks = mm.megatron(case.kind, mm.hf_model(case.kind, **case.hf), case.grid, form=case.form)
     assert case.style
     mm.adapt(chunks, case.style)
-    weights = MergedWeights(Chunks(chunks, vocab_size=101))
     try:
-        source = AdapterSource(weights, weights.filler(), torch.float32)
+        tensors = exported(Chunks(chunks, vocab_size=101))
     except UnsupportedAdapter as error:
         return {"refused": str(error)}
-    buffer = torch.empty(source.capacity, dtype=torch.uint8)
-    source.fill(0, buffer, {})
-    tensors = {slot.name: slot.view(buffer).clone() for slot in source.table[0]}
     return {"tensors": tensors, "logits": mm.logits(chunks, TOKENS)}
 
 
@@ -204,29 +196,12 @@ def export(case: Case) -> dict[str, Any]:
     ],
     ids=str,
 )
-def test_peft_loads_the_adapters_as_a_checkpoint_of_its_own(case: Case, tmp_path: Path) -> None:
-    """Of experts too: one module for each projection of each expert, which PEFT fuses as transformers fuses them."""
+def test_peft_loads_the_adapters_as_a_checkpoint_of_its_own(case: Case) -> None:
     ranks = POOL.run(case.world, export, case)
-    tensors = ranks[0]["tensors"]
-    r = {name.removesuffix(".lora_A.weight"): t.shape[0] for name, t in tensors.items() if "lora_A" in name}
-    usual = min(r.values())
-    unusual = {name: rank for name, rank in r.items() if rank != usual}
-    LoraConfig(
-        r=usual,
-        lora_alpha=usual,
-        target_modules=sorted({name.rpartition(".")[2] for name in r}),
-        rank_pattern=unusual,
-        alpha_pattern=unusual,
-        task_type="CAUSAL_LM",
-    ).save_pretrained(tmp_path)
-    save_file({f"base_model.model.{name}": t for name, t in tensors.items()}, tmp_path / "adapter_model.safetensors")
-    hf = mm.hf_model(case.kind, **case.hf)
+    tensors, hf = ranks[0]["tensors"], mm.hf_model(case.kind, **case.hf)
     linears = 4 + 3 * (getattr(hf.config, "num_experts", None) or getattr(hf.config, "num_local_experts", 1))
     assert len(tensors) == 2 * linears * 2, f"lora_A and lora_B of {linears} linears in two layers"
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="Found missing")
-        model = PeftModel.from_pretrained(hf, tmp_path)
-    wanted = model(TOKENS).logits.detach()
+    wanted = with_peft(hf, tensors)(TOKENS).logits.detach()
     for rank in ranks:
         assert all(torch.equal(rank["tensors"][name], tensor) for name, tensor in tensors.items())
         error = (rank["logits"][..., :101] - wanted).abs().max()

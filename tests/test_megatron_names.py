@@ -39,12 +39,16 @@ def test_the_linears_of_transformer_engine_have_these_names() -> None:
 
 def test_rows_of_gate_and_up_alternate_by_rank_and_those_of_q_k_and_v_by_query_group() -> None:
     both = {"gate": "g", "up": "u"}
-    assert row_blocks("fc1", both, 8, 2, config()) == [("gate", 0, 2), ("up", 0, 2), ("gate", 2, 2), ("up", 2, 2)]
+    assert row_blocks("fc1", both, 8, 2, config()) == {
+        "gate": [(0, 0, 2), (4, 2, 2)],
+        "up": [(2, 0, 2), (6, 2, 2)],
+    }
     qkv = {"q": "q", "k": "k", "v": "v"}
-    assert row_blocks("qkv", qkv, 24, 4, config()) == [
-        *[("q", 0, 6), ("k", 0, 3), ("v", 0, 3)],
-        *[("q", 6, 6), ("k", 3, 3), ("v", 3, 3)],
-    ]
+    assert row_blocks("qkv", qkv, 24, 4, config()) == {
+        "q": [(0, 0, 6), (12, 6, 6)],
+        "k": [(6, 0, 3), (18, 3, 3)],
+        "v": [(9, 0, 3), (21, 3, 3)],
+    }
     with pytest.raises(InvalidInput, match="qkv: 20 rows, but num_attention_heads=4, num_query_groups=2"):
         row_blocks("qkv", qkv, 20, 1, config())
     with pytest.raises(InvalidInput, match="fc1: 9 rows over 2 ranks do not halve into gate and up"):

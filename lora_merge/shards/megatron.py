@@ -27,9 +27,8 @@ _CORE = "megatron.core."
 _MODEL = _CORE + "models.gpt.gpt_model.GPTModel"
 _TRANSFORMER_LAYER = _CORE + "transformer.transformer_layer.TransformerLayer"
 _GROUPED_MLP = _CORE + "transformer.moe.experts.GroupedMLP"
-_LOCAL_EXPERT = re.compile(r"(.*mlp\.experts)\.local_experts\.(\d+)\.(linear_fc[12]\.(?:weight|bias))")
-_GROUPED_EXPERT = re.compile(r"(.*mlp\.experts)\.(linear_fc[12]\.(?:weight|bias))(\d+)")
-_VOCABULARY = re.compile(r"(embedding\.word_embeddings|output_layer)\.(weight|bias)")
+_EXPERT = re.compile(r"(.*mlp\.experts)\.(?:local_experts\.(\d+)\.)?(linear_fc[12]\.(?:weight|bias))(\d+)?")
+_VOCABULARY = {f"{at}.{kind}" for at in ("embedding.word_embeddings", "output_layer") for kind in ("weight", "bias")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +209,7 @@ class _Reader:
         self._deltas: dict[str, list[Factors]] = {}
         self._layers: list[int] = []
         self._halves: dict[tuple[Any, ...], Shard] = {}
-        self._rows: dict[str, tuple[HF, list[Block]]] = {}
+        self._rows: dict[str, tuple[HF, dict[str, list[Block]]]] = {}
         self._adapters: list[nn.Module] = []
 
     def model(self) -> MegatronModel:
@@ -247,6 +246,8 @@ class _Reader:
                 number = int(module.layer_number) - 1  # type: ignore[arg-type]
                 self._layers.append(number)
                 layer_at, layer_name = path + ".", f"{path.rpartition('.')[0]}.{number}."
+            if not module._parameters and not module._buffers and path not in adapters:
+                continue
             name = layer_name + path[len(layer_at) :] if layer_at and path.startswith(layer_at) else path
             weights = list(self._weights(name, module, model))
             for weight in weights:
@@ -257,7 +258,7 @@ class _Reader:
     def _weights(self, path: str, module: nn.Module, model: Any) -> Iterator[_Weight]:
         """The parameters and persistent buffers of a module under the names of `Names`, experts one by one."""
         tied = model.share_embeddings_and_output_weights and path == "output_layer"
-        config, cut = getattr(module, "config", model.config), cut_of(module)
+        config, cut = module.__dict__.get("config", model.config), cut_of(module)
         experts = ".experts." in path + "." and ".shared_experts" not in path
         grid = self._groups.expert_tp if experts else self._groups.tp
         if _GROUPED_MLP in lineage(type(module)):
@@ -267,8 +268,9 @@ class _Reader:
         for key, tensor in (*module._parameters.items(), *buffers.items()):
             if tensor is None or tied:  # the last of several stages holds a copy of the embedding
                 continue
-            if type(tensor.data) is not Tensor:
-                raise InvalidInput(f"{path}.{key}: expected a plain tensor, got a {type(tensor.data).__name__}")
+            data = tensor.detach()
+            if type(data) is not Tensor:
+                raise InvalidInput(f"{path}.{key}: expected a plain tensor, got a {type(data).__name__}")
             name, expert = self._canonical(f"{path}.{key}", config)
             along = cut if key.startswith("weight") or (cut == 0 and key.startswith("bias")) else None
             if along is None and grid[1] > 1 and getattr(tensor, "tensor_model_parallel", False):
@@ -276,7 +278,7 @@ class _Reader:
                     f"{path}.{key}: a tensor-parallel parameter of class {lineage(type(module))[0]}, and it is not "
                     "known how that cuts its weight; known are the linears and embeddings of megatron-core"
                 )
-            yield _Weight(name, tensor.detach(), along, expert, grid, config)
+            yield _Weight(name, data, along, expert, grid, config)
 
     def _grouped(self, path: str, module: Any, config: Any) -> Iterator[_Weight]:
         """GroupedMLP holds the experts' weights transposed: `[E, hidden, ffn]` and `[E, ffn, hidden]`."""
@@ -292,14 +294,9 @@ class _Reader:
     def _canonical(self, name: str, config: Any) -> tuple[str, int | None]:
         """The name that `Names` takes, and the number of the local expert."""
         rank, size = self._groups.ep
-        found = _LOCAL_EXPERT.fullmatch(name)
-        if found:
-            prefix, local, linear = found.groups()
-        else:
-            found = _GROUPED_EXPERT.fullmatch(name)
-            if found:
-                prefix, linear, local = found.groups()
-        if found:
+        found = _EXPERT.fullmatch(name) if ".experts." in name else None
+        if found and (local := found[2] or found[4]):
+            prefix, linear = found[1], found[3]
             count, rest = divmod(config.num_moe_experts, size)
             if rest or int(local) >= count:
                 raise InvalidInput(
@@ -321,7 +318,7 @@ class _Reader:
         pattern = config.moe_layer_freq
         return bool(pattern[layer]) if isinstance(pattern, Sequence) else layer % pattern == 0
 
-    def _hf(self, weight: _Weight) -> tuple[HF, list[Block]]:
+    def _hf(self, weight: _Weight) -> tuple[HF, dict[str, list[Block]]]:
         """Where the rows of a parameter over all ranks belong."""
         hf = self._names(weight.name)
         if hf is None:
@@ -330,11 +327,11 @@ class _Reader:
             )
         ranks = weight.grid[1] if weight.cut == 0 else 1
         blocks = row_blocks(weight.name, hf, weight.tensor.shape[0] * ranks, ranks, weight.config)
-        if _VOCABULARY.fullmatch(weight.name):
-            rows = blocks[0][2]
+        if weight.name in _VOCABULARY:
+            ((_, _, rows),) = blocks[""]
             if rows < self._vocabulary:
                 raise InvalidInput(f"{weight.name}: {rows} rows, fewer than the vocabulary of {self._vocabulary}")
-            blocks = [("", 0, self._vocabulary)]
+            blocks = {"": [(0, 0, self._vocabulary)]}
         return hf, blocks
 
     def _weight(self, weight: _Weight) -> None:
@@ -343,7 +340,7 @@ class _Reader:
         for key, name in {"": hf}.items() if isinstance(hf, str) else hf.items():
             if name in self._shards:
                 raise InvalidInput(f"{weight.name}: {name} was found twice")
-            self._shards[name] = _place(weight.tensor, weight.cut, weight.grid, key, blocks)
+            self._shards[name] = _place(weight.tensor, weight.cut, weight.grid, blocks[key])
 
     def _check_columns(self, weight: _Weight) -> None:
         """The hidden size, on the side that is not cut; and the heads that the output projection takes."""
@@ -386,7 +383,7 @@ class _Reader:
                 "interleaves whole groups, which no rank has"
             )
         hf, blocks = self._rows[weight.name]
-        shared = self._half(pair.lora_A, weight.grid, "", None)
+        shared = self._half(pair.lora_A, weight.grid)
         rank, columns = shared.shape
         wanted = weight.tensor.shape[1] * (ranks if weight.cut == 1 else 1)
         if columns != wanted or rank != pair.lora_B.tensor.shape[1]:
@@ -397,45 +394,44 @@ class _Reader:
         for key, hf_name in {"": hf}.items() if isinstance(hf, str) else hf.items():
             if pair.part is not None and pair.part != key:
                 continue
-            rows = sum(count for part, _, count in blocks if part == key)
-            mine = [(key, 0, rows)] if pair.part is not None else blocks
-            lora_B = self._half(pair.lora_B, weight.grid, key, mine)
+            lora_B = self._half(pair.lora_B, weight.grid, key, blocks[key] if pair.part is None else None)
             has = pair.lora_B.tensor.shape[0] * (ranks if pair.lora_B.cut == 0 else 1)
-            needs = rows if pair.part is not None else weight.tensor.shape[0] * (ranks if weight.cut == 0 else 1)
+            if pair.part is not None:
+                needs = sum(count for _, _, count in blocks[key])
+            else:
+                needs = weight.tensor.shape[0] * (ranks if weight.cut == 0 else 1)
             if has != needs:
                 raise InvalidInput(f"{name}: lora_B has {has} rows over {ranks} ranks, the weight {needs}")
             self._deltas.setdefault(hf_name, []).append(Factors(shared, lora_B, pair.scaling))
 
-    def _half(self, half: Half, grid: tuple[int, int], key: str, blocks: Sequence[Block] | None) -> Shard:
+    def _half(self, half: Half, grid: tuple[int, int], key: str = "", blocks: Sequence[Block] | None = None) -> Shard:
+        """A factor in coordinates of a checkpoint tensor (its key); of its own, in one block, by default."""
         tensor = half.tensor.detach()
-        memo = (tensor.data_ptr(), tuple(tensor.shape), key, half.cut)
+        memo = (tensor.data_ptr(), tensor.shape, key, half.cut)
         if memo not in self._halves:
             rows = tensor.shape[0] * (grid[1] if half.cut == 0 else 1)
-            self._halves[memo] = _place(tensor, half.cut, grid, key, blocks or [("", 0, rows)])
+            self._halves[memo] = _place(tensor, half.cut, grid, blocks or [(0, 0, rows)])
         return self._halves[memo]
 
 
-def _place(tensor: Tensor, cut: int | None, grid: tuple[int, int], key: str, blocks: Sequence[Block]) -> Shard:
-    """This rank's part of one checkpoint tensor, out of a parameter whose rows over all ranks are `blocks`.
+def _place(tensor: Tensor, cut: int | None, grid: tuple[int, int], blocks: Sequence[Block]) -> Shard:
+    """This rank's part of one checkpoint tensor, out of a parameter of which it is these rows over all ranks.
 
     Args:
         tensor: `[rows]` or `[rows, columns]`, cut evenly over the ranks of a group along dimension `cut`.
         grid: `(rank, size)` in that group.
-        key: of the checkpoint tensor.
     """
-    (rank, size), (count, *columns) = grid, tuple(tensor.shape)
+    (rank, size), (count, *columns) = grid, tensor.shape
     begin = rank * count if cut == 0 else 0
-    end, at = begin + count, 0
-    first = [rank * n if cut == 1 else 0 for n in columns]
+    first, shape = [0] * len(columns), list(columns)
+    if cut == 1:
+        first, shape = [rank * n for n in columns], [n * size for n in columns]
     pieces, rows = [], 0
-    for part, start, length in blocks:
-        if part == key:
-            lower, upper = max(at, begin), min(at + length, end)
-            rows += length
-            if lower < upper and all(columns):
-                view = tensor if upper - lower == count else tensor[lower - begin : upper - begin]
-                pieces.append(Piece((start + lower - at, *first), view))
-        at += length
+    for at, start, length in blocks:
+        lower, upper = max(at, begin), min(at + length, begin + count)
+        rows += length
+        if lower < upper and all(columns):
+            view = tensor if upper - lower == count else tensor[lower - begin : upper - begin]
+            pieces.append(Piece((start + lower - at, *first), view))
     whole = len(pieces) == 1 and pieces[0].tensor.shape[0] == rows and (cut != 1 or size == 1)
-    shape = (rows, *(n * size if cut == 1 else n for n in columns))
-    return Shard(shape, tensor.dtype, tensor.device, tuple(pieces), whole)
+    return Shard((rows, *shape), tensor.dtype, tensor.device, tuple(pieces), whole)

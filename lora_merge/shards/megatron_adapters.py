@@ -149,8 +149,8 @@ def _bridge_pairs(name: str, adapter: Layer, part: str | None) -> list[Pair]:
         raise UnsupportedAdapter(f"{name}: adapters of class {path} cannot be merged here")
     if not isinstance(adapter.activation, nn.Identity):
         raise UnsupportedAdapter(f"{name}: its adapter has a {type(adapter.activation).__name__} between the factors")
-    a, b = adapter.linear_in.weight, adapter.linear_out.weight
-    a_cut, b_cut = cut_of(adapter.linear_in), cut_of(adapter.linear_out)
+    linear_in, linear_out = adapter.linear_in, adapter.linear_out
+    (a, a_cut), (b, b_cut) = (linear_in.weight, cut_of(linear_in)), (linear_out.weight, cut_of(linear_out))
     if path.endswith(".GroupedExpertLinearAdapter"):
         a_cut, b_cut = (1 if adapter.input_is_parallel else 0), 0
     scaling = adapter.alpha / adapter.dim

@@ -18,8 +18,8 @@ each expert whatever holds them, layer norms under the linear that they precede 
 `decoder.layers.7.self_attention.linear_qkv.layer_norm_weight`, `decoder.layers.7.mlp.experts.linear_fc1.weight12`. So
 where Megatron-Bridge is installed, its mappings serve: see `bridge_names`.
 """
-Block: TypeAlias = tuple[str, int, int]
-"""Rows of a checkpoint tensor: its key in `HF` ("" where there is only one), the first row, their number."""
+Block: TypeAlias = tuple[int, int, int]
+"""Rows that follow each other: the first one in the parameter over all ranks, the first one in the tensor, how many."""
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)")
@@ -110,8 +110,8 @@ def bridge_names(registry: Any) -> Names:
     return names
 
 
-def row_blocks(name: str, hf: HF, rows: int, ranks: int, config: Any) -> list[Block]:
-    """Which rows of the checkpoint tensors the rows of a Megatron parameter are, in its order over all TP ranks.
+def row_blocks(name: str, hf: HF, rows: int, ranks: int, config: Any) -> dict[str, list[Block]]:
+    """Which rows of a Megatron parameter are which of the checkpoint's tensors: by key in `HF`, "" if there is one.
 
     Args:
         rows: of the whole parameter.
@@ -121,12 +121,15 @@ def row_blocks(name: str, hf: HF, rows: int, ranks: int, config: Any) -> list[Bl
         InvalidInput: the rows do not fit the configuration.
     """
     if isinstance(hf, str):
-        return [("", 0, rows)]
+        return {"": [(0, 0, rows)]}
     if set(hf) == {"gate", "up"}:  # each rank holds its rows of gate above its rows of up
         half, rest = divmod(rows, 2 * ranks)
         if rest:
             raise InvalidInput(f"{name}: {rows} rows over {ranks} ranks do not halve into gate and up")
-        return [(key, rank * half, half) for rank in range(ranks) for key in ("gate", "up")]
+        return {
+            key: [((2 * rank + turn) * half, rank * half, half) for rank in range(ranks)]
+            for turn, key in enumerate(("gate", "up"))
+        }
     if set(hf) != {"q", "k", "v"}:
         raise InvalidInput(f"{name}: fused tensors must be q, k, v or gate, up; got {', '.join(hf)}")
     heads, groups, dim = config.num_attention_heads, config.num_query_groups, config.kv_channels
@@ -137,6 +140,8 @@ def row_blocks(name: str, hf: HF, rows: int, ranks: int, config: Any) -> list[Bl
             f"make {wanted} of q, k and v"
         )
     q = heads // groups * dim  # a query group: its heads of q, then one of k, then one of v
-    return [
-        block for g in range(groups) for block in (("q", g * q, q), ("k", g * dim, dim), ("v", g * dim, dim))
-    ]  # fmt: skip
+    group = q + 2 * dim
+    return {
+        key: [(g * group + at, g * count, count) for g in range(groups)]
+        for key, at, count in (("q", 0, q), ("k", q, dim), ("v", q + dim, dim))
+    }
