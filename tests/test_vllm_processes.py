@@ -110,7 +110,7 @@ class Server:
         )
 
     def wait(self) -> None:
-        end = time.monotonic() + 120
+        end = time.monotonic() + 240
         while time.monotonic() < end and self.process.poll() is None:
             try:
                 urllib.request.urlopen(f"{self.url}/health", timeout=2)
