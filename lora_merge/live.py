@@ -21,6 +21,7 @@ from .names import NamedTensor, named_tensors, walk
 from .ranks import Ranks
 from .shards import Address, address
 from .shards.layout import Layout, reshard
+from .snapshot import Snapshot, take
 from .stream import Part
 
 
@@ -43,6 +44,9 @@ class Live(Protocol):
 
     def modules(self) -> Iterator[tuple[str, nn.Module]]:
         """As `names.walk`."""
+
+    def snapshot(self) -> Snapshot:
+        """All that the methods below depend on, on this rank."""
 
     def adapters(self) -> tuple[list[object], list[Delta]]:
         """Its adapter layers and what they add.
@@ -99,6 +103,9 @@ class Peft:
 
     def modules(self) -> Iterator[tuple[str, nn.Module]]:
         return walk(self.key)
+
+    def snapshot(self) -> Snapshot:
+        return take(self.key, self._layout)
 
     def _read(self) -> Adapters:
         self._adapters = self._adapters or read_adapters(self.key, self._layout)

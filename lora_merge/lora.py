@@ -7,10 +7,11 @@ passed over. PEFT is not imported; a model that holds its layers has done so.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -18,7 +19,7 @@ from torch import nn
 
 from .delta import Delta, Factors
 from .errors import AlreadyMerged, InvalidInput, UnsupportedAdapter
-from .names import lineage, unwrapped, walk
+from .names import any_wrapper, lineage, unwrapped, walk
 from .segments import FLOATS
 from .shards import Shard, whole
 from .shards.layout import Layout
@@ -42,6 +43,13 @@ _REASONS = {
     _VARIANTS + "KasaLinearVariant": "KaSA puts a trained diagonal between the factors and truncates the base",
     _VARIANTS + "MontecloraLinearVariant": "its adapter is sampled anew in every training step",
 }
+
+_LINEAR, _EMBEDDING, _PARAMETER = _LAYERS + "Linear", _LAYERS + "Embedding", _LAYERS + "ParamWrapper"
+_BACKEND = "quantization_backend"
+_MESH = "_hf_device_mesh"
+_SWAPPED = "_did_swap_in_out_features"
+_GEOMETRY = ("kernel_size", "stride", "padding", "dilation", "padding_mode")
+_LOOK = attrgetter("merged_adapters", "disable_adapters", "active_adapters", "scaling", "lora_variant")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,10 +130,15 @@ def _kind(cls: type) -> str | None:
 _kinds: dict[type, str | None] = {}
 
 
-def _check_peft_type(model: PeftLayer) -> None:
+def _peft_types(model: PeftLayer) -> list[tuple[str, str]]:
+    """The active adapters of a `PeftModel` and their types."""
     active = model.active_adapters
-    for adapter in [active] if isinstance(active, str) else active:
-        kind = str(getattr(model.peft_config[adapter].peft_type, "value", "unknown"))
+    adapters = [active] if isinstance(active, str) else active
+    return [(a, str(getattr(model.peft_config[a].peft_type, "value", "unknown"))) for a in adapters]
+
+
+def _check_peft_type(model: PeftLayer) -> None:
+    for adapter, kind in _peft_types(model):
         if kind != "LORA":
             raise UnsupportedAdapter(f"adapter '{adapter}' is of type {kind}; only LoRA adapters can be merged here")
 
@@ -144,16 +157,68 @@ def _active(name: str, layer: PeftLayer) -> list[str]:
     return [adapter for adapter in layer.active_adapters if adapter in there]
 
 
+def adapter_facts(modules: Sequence[nn.Module]) -> tuple[list[Any], list[nn.Module]]:
+    """All that `read_adapters` looks at in the modules of a model, beside which they are and their parameters.
+
+    What a reader below looks at has its place in `_layer_facts` too.
+
+    Returns:
+        values to be compared, and the modules of the active adapters, whose parameters are looked at.
+    """
+    facts: list[Any] = []
+    parts: list[nn.Module] = []
+    for module in modules:
+        cls = type(module)
+        kind = _kinds[cls] if cls in _kinds else _kind(cls)
+        if kind == _TUNER_LAYER:
+            facts.append(_layer_facts(module, parts))
+        elif kind == _PEFT_MODEL:
+            facts.append(_peft_types(module))
+        if _MESH in module.__dict__:
+            facts.append((id(module), module.__dict__[_MESH]))
+    return facts, [unwrapped(part) for part in parts] if any_wrapper(parts) else parts
+
+
+def _layer_facts(layer: PeftLayer, parts: list[nn.Module]) -> list[Any]:
+    """Of one layer; adds the modules of its active adapters to `parts`."""
+    path = lineage(type(layer))[0]
+    if path not in _READERS:
+        there = frozenset() if layer.disable_adapters else frozenset(layer._get_available_adapters())
+        return [*layer.merged_adapters, layer.disable_adapters, *layer.active_adapters, there]
+    merged, disabled, active, scaling, variants = _LOOK(layer)
+    acting = [] if disabled else [adapter for adapter in active if adapter in scaling]
+    facts = [*merged, disabled, *acting, getattr(layer, _BACKEND, None) is None]
+    facts += [float(scaling[adapter]) for adapter in acting]
+    facts += [type(variants.get(adapter)) for adapter in acting if variants]
+    inside = layer._modules
+    if path == _EMBEDDING:
+        parts += (inside["lora_embedding_A"], inside["lora_embedding_B"])
+        return [*facts, unwrapped(layer).max_norm]
+    lora_A, lora_B = inside["lora_A"]._modules, inside["lora_B"]._modules
+    pairs = [module for adapter in acting for module in (lora_A[adapter], lora_B[adapter])]
+    parts += pairs
+    magnitudes = inside["lora_magnitude_vector"]._modules
+    parts += [magnitudes[adapter] for adapter in acting if adapter in magnitudes]
+    if path == _LINEAR:
+        facts.append(layer.fan_in_fan_out)
+    elif path == _PARAMETER:
+        facts += (layer.parameter_name, layer.num_experts, getattr(layer, _SWAPPED, False))
+    else:
+        base = unwrapped(layer)
+        facts += [base.groups, *(getattr(unwrapped(c), what) for c in (base, *pairs) for what in _GEOMETRY)]
+    return facts
+
+
 def _layer_deltas(name: str, layer: PeftLayer, active: list[str], layout: Layout) -> list[Delta]:
     """The deltas of one layer, each checked."""
     path = lineage(type(layer))[0]
     read = _READERS.get(path)
     if read is None:
         raise UnsupportedAdapter(f"{name}: a {path} cannot be merged here{_LAYER_REASONS.get(path, '')}")
-    if getattr(layer, "quantization_backend", None) is not None:
+    if getattr(layer, _BACKEND, None) is not None:
         raise UnsupportedAdapter(f"{name}: the base is quantised ({layer.quantization_backend}); merge a float one")
     base = unwrapped(layer)
-    if base.__dict__.get("_hf_device_mesh") is not None:
+    if base.__dict__.get(_MESH) is not None:
         raise UnsupportedAdapter(f"{name}: the base is sharded by transformers' tensor parallelism")
     dora = [adapter for adapter in active if _is_dora(name, layer, adapter)]
     if dora and len(active) > 1:
@@ -244,7 +309,7 @@ def _read_conv(reading: _Reading) -> list[Delta]:
     weight = reading.delta("weight", reading.factors())
     for adapter, factor in zip(reading.active, weight.factors, strict=True):
         lora_A = _part(reading.layer, "lora_A", adapter)
-        for what in ("kernel_size", "stride", "padding", "dilation", "padding_mode"):
+        for what in _GEOMETRY:
             if getattr(base, what) != getattr(lora_A, what):
                 raise UnsupportedAdapter(
                     f"{name}: the base convolves with {what} {getattr(base, what)}, lora_A of '{adapter}' with "
@@ -300,7 +365,7 @@ def _read_parameter(reading: _Reading) -> list[Delta]:
     """
     layer, attribute = reading.layer, reading.layer.parameter_name
     dims = len(reading.shard(reading.base, attribute).shape)
-    transposed = layer.num_experts > 1 and not getattr(layer, "_did_swap_in_out_features", False)
+    transposed = layer.num_experts > 1 and not getattr(layer, _SWAPPED, False)
     return [reading.delta(attribute, reading.factors(), layer.num_experts if dims == 3 else None, transposed)]
 
 
@@ -333,12 +398,12 @@ def _check(delta: Delta) -> None:
 
 
 _READERS: dict[str, Callable[[_Reading], list[Delta]]] = {
-    _LAYERS + "Linear": _read_linear,
-    _LAYERS + "Embedding": _read_embedding,
+    _LINEAR: _read_linear,
+    _EMBEDDING: _read_embedding,
     _LAYERS + "Conv1d": _read_conv,
     _LAYERS + "Conv2d": _read_conv,
     _LAYERS + "Conv3d": _read_conv,
-    _LAYERS + "ParamWrapper": _read_parameter,
+    _PARAMETER: _read_parameter,
 }
 _LAYER_REASONS = {
     _LAYERS + "MultiheadAttention": ": its forward replaces the base's parameters by new ones at every call",

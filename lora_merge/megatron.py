@@ -31,6 +31,7 @@ from .shards.megatron import (
     read,
     replica,
 )
+from .snapshot import Snapshot
 from .stream import Part
 
 __all__ = ["Megatron", "is_megatron"]
@@ -66,6 +67,12 @@ class Megatron:
     def modules(self) -> Iterator[tuple[str, nn.Module]]:
         for chunk in self._chunks.list:
             yield from walk(chunk)
+
+    def snapshot(self) -> Snapshot:
+        """What was read, in full: nothing cheaper is known to hold all that it depends on."""
+        parts = self.parts(adapters=True, keep_tied=True).values()
+        facts = [(p.name, p.shard.key(), None if p.delta is None else p.delta.key()) for p in parts]
+        return Snapshot(facts, [piece.tensor for p in parts for piece in p.shard.pieces])
 
     def _read(self) -> MegatronModel:
         c = self._chunks

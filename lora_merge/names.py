@@ -75,13 +75,49 @@ def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         stack.extend(reversed(children))
 
 
+def trail(model: nn.Module) -> tuple[list[nn.Module], list[Any]]:
+    """The modules that `walk` yields, level by level, and what their names depend on beside their classes.
+
+    Returns:
+        the modules, and a list: if it is equal for two models, and the modules' classes are, `walk` gives equal names.
+    """
+    modules: list[nn.Module] = []
+    facts: list[Any] = []
+    level = [model]
+    while level:
+        modules += level
+        below: list[Any] = []
+        for module in level:
+            cls = type(module)
+            wraps = _kinds[cls] if cls in _kinds else _kind(cls)
+            if wraps is not None and (inner := wrapped(module)) is not None:
+                below.append(inner)
+            elif children := module._modules:
+                facts.append(len(children))
+                facts += children
+                below += children.values()
+            else:
+                facts.append(0)
+        facts += map(type, below)  # where there is no child, too
+        level = [module for module in below if module is not None]
+    return modules, facts
+
+
 def wrapped(module: nn.Module) -> nn.Module | None:
     """The module inside a wrapper; None if `module` is no wrapper."""
     cls = type(module)
     child = _kinds[cls] if cls in _kinds else _kind(cls)
     if child is None:
         return None
-    return _active_copy(module) if child == "modules_to_save" else getattr(module, child)
+    if child == "modules_to_save":
+        return _active_copy(module)
+    inner = module._modules.get(child)  # `__getattr__` of thousands of modules takes its time
+    return getattr(module, child) if inner is None else inner
+
+
+def any_wrapper(modules: Iterable[nn.Module]) -> bool:
+    """Whether some of many modules are wrappers."""
+    return any(_kind(cls) is not None for cls in set(map(type, modules)))
 
 
 def unwrapped(module: nn.Module) -> nn.Module:

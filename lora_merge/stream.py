@@ -68,12 +68,35 @@ class Entry:
     window: Window | None
 
 
+class Late(Mapping[str, Part]):
+    """Parts that are read when somebody asks for the first of them: a pass over plans that stand asks for none."""
+
+    def __init__(self, read: Callable[[], Mapping[str, Part]]) -> None:
+        self._read: Callable[[], Mapping[str, Part]] | None = read
+        self._parts: Mapping[str, Part] = {}
+
+    def _all(self) -> Mapping[str, Part]:
+        if self._read is not None:
+            self._parts, self._read = self._read(), None
+        return self._parts
+
+    def __getitem__(self, name: str) -> Part:
+        return self._all()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all())
+
+    def __len__(self) -> int:
+        return len(self._all())
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Source:
     """What a stream is made from, read off a live model.
 
     Args:
         parts: by name, in the same order on every rank.
+        held: the memory that they lie in, so that the addresses in plans stay what they are for a pass.
         ranks: that hold them together.
         merging: the ranks among them whose adapters' halves make up whole ones (Megatron's tensor-parallel group).
         device: on which buckets are filled.
@@ -81,6 +104,7 @@ class Source:
     """
 
     parts: Mapping[str, Part]
+    held: Sequence[torch.UntypedStorage]
     ranks: Ranks
     merging: Ranks
     device: torch.device
@@ -155,7 +179,8 @@ class Filler:
 
     def adopt(self, source: Source) -> None:
         """What this rank holds now; the parts of which it holds nothing stay what they were."""
-        parts = {name: source.parts.get(name) or self._elsewhere[name] for name in self._order}
+        order, elsewhere = self._order, self._elsewhere
+        parts = Late(lambda: {name: source.parts.get(name) or elsewhere[name] for name in order})
         self.source = replace(source, parts=parts)
 
     def _boxes(self, source: Source) -> list[list[tuple[Meta, Box]]]:
@@ -234,7 +259,7 @@ class Filler:
                 self._operands.release()
                 for _, plan in self._plans.values():
                     plan.release()
-                self.source = replace(self.source, parts={})
+                self.source = replace(self.source, parts={}, held=())
 
     def describe(self) -> str:
         """Which way every tensor goes, and what a pass costs."""

@@ -20,7 +20,8 @@ from .live import Live, live
 from .plan import ROUNDINGS
 from .segments import FLOATS, raw
 from .shards import Shard, cut
-from .stream import Entry, Filler, Part, Source, double_buffered
+from .snapshot import Snapshot
+from .stream import Entry, Filler, Late, Part, Source, double_buffered
 from .window import window_of
 
 
@@ -75,7 +76,8 @@ class MergedWeights:
         """dtypes of single tensors, by name, before `dtype`."""
         self._passes = 0
         self._fillers: dict[bool, Filler] = {}
-        self._conversion: Conversion | None = None
+        self._known: tuple[Any, torch.device, Conversion] | None = None
+        """The key of the last reading, and what is kept of it."""
 
     def metadata(self) -> list[Meta]:
         """`(name, dtype, shape)` of what iteration yields, in its order; computes nothing."""
@@ -98,7 +100,7 @@ class MergedWeights:
         known = self._fillers.get(whole)
         if model.ranks.any(known is None or known.key != key):
             source = replace(source, parts=model.united(source.parts))
-            entries = self._entries(source.parts)
+            entries = self._entries(source.parts, source.conversion)
             lines = [_line(entry, source.parts) for entry in entries]
             model.ranks.same(lines, lambda: lines)
             known = Filler(source, entries, key, self.bucket_bytes, whole=whole, unshard=self.strategy is not None)
@@ -152,25 +154,32 @@ class MergedWeights:
         return {"rounding": "stochastic", "seed": self._passes if seed is None else seed}
 
     def _read(self, model: Live) -> tuple[Source, Any]:
-        """What the stream is made from, and a key that changes whenever a plan made from it would be wrong."""
-        if self._conversion is None:
-            self._conversion = model.conversion()
-        parts = model.parts(adapters=self.adapters, keep_tied=self.keep_tied)
-        key = (
-            tuple((p.name, p.shard.key(), None if p.delta is None else p.delta.key()) for p in parts.values()),
-            tuple(self.dtypes.items()),
-        )
-        devices = {part.shard.device for part in parts.values()}
-        device = model.device or next(iter(devices), torch.device("cpu"))
-        if len(devices) > 1 and not model.sharded:
-            raise InvalidInput(f"all weights must be on one device, got {', '.join(sorted(map(str, devices)))}")
-        return Source(parts, model.ranks, model.merging, device, self._conversion), key
+        """What the stream is made from, and a key that changes whenever a plan made from it would be wrong: all that
+        reading depends on. So the parts are read for a new key, and then for whoever asks for them."""
+        snapshot = model.snapshot()
+        key = (snapshot.facts, self.keep_tied, tuple(self.dtypes.items()))
+        held = [tensor.untyped_storage() for tensor in snapshot.tensors]
+        if self._known is not None and self._known[0] == key:
+            key, device, conversion = self._known
+            parts: Mapping[str, Part] = Late(lambda: self._read_again(model, snapshot))
+        else:
+            parts = model.parts(adapters=self.adapters, keep_tied=self.keep_tied)
+            devices = {part.shard.device for part in parts.values()}
+            if len(devices) > 1 and not model.sharded:
+                raise InvalidInput(f"all weights must be on one device, got {', '.join(sorted(map(str, devices)))}")
+            device, conversion = model.device or next(iter(devices), torch.device("cpu")), model.conversion()
+            self._known = key, device, conversion
+        return Source(parts, held, model.ranks, model.merging, device, conversion), key
 
-    def _entries(self, parts: Mapping[str, Part]) -> list[Entry]:
-        assert self._conversion is not None
+    def _read_again(self, model: Live, snapshot: Snapshot) -> Mapping[str, Part]:
+        if model.snapshot().facts != snapshot.facts:
+            raise InvalidInput("the model was changed while it was being streamed: finish the pass first")
+        return model.parts(adapters=self.adapters, keep_tied=self.keep_tied)
+
+    def _entries(self, parts: Mapping[str, Part], conversion: Conversion) -> list[Entry]:
         shapes = {name: _meta(part.shard) for name, part in parts.items()}
         entries = []
-        for made in self._conversion.outputs(shapes):
+        for made in conversion.outputs(shapes):
             first = parts[made.sources[0]]
             dtype = first.shard.dtype
             if dtype in FLOATS:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,16 +33,15 @@ class Layout:
         self._taken: dict[int, list[str]] = {}
         if not dist.is_available() or not dist.is_initialized():
             return
-        units = []
-        for module in _modules(model):
-            if fsdp1.is_unit(type(module)):
-                units.append(module)
+        modules = _modules(model)
+        for module in modules:
             for parameter in module._parameters.values():
                 if parameter is not None and fsdp2.is_dtensor(parameter):
                     self._meshes[fsdp2.sharded_over(parameter)] = None
+        units = _units(modules, fsdp1.is_unit)
         self._flat = fsdp1.shards(units)
         self._fsdp1 = fsdp1.group(units) if self._flat else None
-        owners = {id(module): module for module in _modules(model)} if self._flat else {}
+        owners = {id(module): module for module in modules} if self._flat else {}
         for owner, key in self._flat:
             if key not in owners[owner]._parameters:
                 self._taken.setdefault(owner, []).append(key)
@@ -75,6 +74,16 @@ class Layout:
             return id(flat)
         return id(tensor) if self._meshes and fsdp2.is_dtensor(tensor) else address(tensor)
 
+    def local(self, tensors: list[Tensor]) -> tuple[list[Tensor], list[Any]]:
+        """What is here of tensors, and what else their shards depend on: which DTensors they are, and how they are
+        cut; what FSDP1 holds of the parameters that it manages."""
+        facts: list[Any] = [(key, shard.key()) for key, shard in self._flat.items()]
+        if not self._meshes:
+            return tensors, facts
+        local = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
+        cut: list[Any] = [whole for whole, part in zip(tensors, local, strict=True) if whole is not part]
+        return local, [*facts, *((id(t), t.device_mesh, t.placements, t.shape) for t in cut)]
+
     @property
     def sharded(self) -> bool:
         return bool(self._flat) or any(dims for _, dims in self._meshes)
@@ -100,18 +109,23 @@ class Layout:
 def reshard(model: nn.Module) -> None:
     """Bring every FSDP unit of a model back to its shards."""
     if dist.is_available() and dist.is_initialized():
-        modules = list(_modules(model))
-        fsdp1.reshard([module for module in modules if fsdp1.is_unit(type(module))])
-        fsdp2.reshard([module for module in modules if fsdp2.is_unit(type(module))])
+        modules = _modules(model)
+        fsdp1.reshard(_units(modules, fsdp1.is_unit))
+        fsdp2.reshard(_units(modules, fsdp2.is_unit))
 
 
-def _modules(model: nn.Module) -> Iterator[nn.Module]:
+def _units(modules: Sequence[nn.Module], is_unit: Callable[[type], bool]) -> list[nn.Module]:
+    """The modules whose class `is_unit`; thousands of modules have a few classes."""
+    kinds = {kind for kind in set(map(type, modules)) if is_unit(kind)}
+    return [module for module in modules if type(module) in kinds] if kinds else []
+
+
+def _modules(model: nn.Module) -> list[nn.Module]:
     """Every module once, adapters' own ones too; `nn.Module.modules` would take several times as long."""
-    stack, seen = [model], {id(model)}
+    stack, found = [model], {id(model): model}
     while stack:
-        module = stack.pop()
-        yield module
-        for child in module._modules.values():
-            if child is not None and id(child) not in seen:
-                seen.add(id(child))
+        for child in stack.pop()._modules.values():
+            if child is not None and id(child) not in found:
+                found[id(child)] = child
                 stack.append(child)
+    return list(found.values())

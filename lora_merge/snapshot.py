@@ -1,0 +1,68 @@
+"""Snapshot: all that reading a live model depends on, taken in a small part of the time that reading takes.
+
+Whoever keeps something that was made from a reading keeps the snapshot beside it, and reads again when a new one is not
+equal. Nothing is kept between two snapshots, and no hook is set on the model or on PEFT: each looks at everything.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from .lora import adapter_facts
+from .names import trail
+from .shards.layout import Layout
+
+_KIND = attrgetter("dtype", "device")
+
+
+class Snapshot(NamedTuple):
+    """A model as it is at this moment.
+
+    Args:
+        facts: compared with `==`. They hold no tensor and no module, so that keeping them keeps no memory:
+            - of every module that `walk` visits, and of those of its active adapters: which one it is (`id`), its
+              class, the names of its children and of its parameters, and which of them are None; of wrappers, which
+              module inside is used;
+            - of every parameter and persistent buffer: its class, address, shape, strides, dtype and device; of a
+              DTensor those of the local part, and which DTensor it is, its mesh, placements and shape; what FSDP1
+              holds of each parameter;
+            - of the adapters: `adapter_facts`.
+            An `id` may come back for another object after the first one is gone. It then stands for an object of the
+            same class at the same place with the same parameters, of which a reading would tell the same.
+        tensors: parameters and persistent buffers, or what is here of them; live.
+    """
+
+    facts: list[Any]
+    tensors: list[Tensor]
+
+
+def take(model: nn.Module, layout: Layout) -> Snapshot:
+    """The snapshot of a model with PEFT's adapters, or with none."""
+    modules, facts = trail(model)
+    adapters, parts = adapter_facts(modules)
+    facts += adapters
+    modules += parts
+    facts += map(id, modules)
+    facts += map(type, modules)
+    parameters = [module._parameters for module in modules]
+    facts += map(len, parameters)
+    facts += chain.from_iterable(parameters)
+    tensors: list[Any] = list(chain.from_iterable([p.values() for p in parameters]))
+    for module in modules:
+        for key, buffer in module._buffers.items() if module._buffers else ():
+            if key not in module._non_persistent_buffers_set:
+                facts += (id(module), key)
+                tensors.append(buffer)
+    facts += map(type, tensors)
+    tensors = [tensor for tensor in tensors if tensor is not None]
+    local, shards = layout.local(tensors)
+    facts += shards
+    facts += map(Tensor.data_ptr, local)
+    facts += [t.shape for t in local]
+    facts += map(Tensor.stride, local)
+    facts += map(_KIND, local)
+    return Snapshot(facts, local)
