@@ -76,13 +76,13 @@ def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def trail(model: nn.Module) -> tuple[list[nn.Module], list[Any]]:
-    """The modules that `walk` yields, level by level, and what their names depend on beside their classes.
+    """The modules that `walk` yields, level by level, and their classes and children's names.
 
     Returns:
-        the modules, and a list: if it is equal for two models, and the modules' classes are, `walk` gives equal names.
+        the modules, and a list that is equal for two models only if `walk` gives the same names for both.
     """
     modules: list[nn.Module] = []
-    facts: list[Any] = []
+    facts: list[Any] = [type(model)]
     level = [model]
     while level:
         modules += level

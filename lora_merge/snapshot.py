@@ -47,7 +47,6 @@ def take(model: nn.Module, layout: Layout) -> Snapshot:
     facts += adapters
     modules += parts
     facts += map(id, modules)
-    facts += map(type, modules)
     parameters = [module._parameters for module in modules]
     facts += map(len, parameters)
     facts += chain.from_iterable(parameters)
