@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,8 +28,26 @@ Model = TypeVar("Model")
 _lock = threading.Lock()
 _inside: set[object] = set()
 """Adapter layers (by id) and weights (by address) of the models that are inside `merged` now."""
-_merges: WeakKeyDictionary[nn.Module, tuple[Any, list[_Merge]]] = WeakKeyDictionary()
-"""Model -> what its merges were built for, and the merges: one a device."""
+_merges: WeakKeyDictionary[nn.Module, _Known] = WeakKeyDictionary()
+
+
+class _Known(NamedTuple):
+    """The merges of a model, one a device, and what they were made for.
+
+    Args:
+        facts: of its snapshot.
+        strategy: see `merged`.
+        backends: of the devices.
+    """
+
+    facts: list[Any]
+    strategy: str | None
+    backends: dict[torch.device, kernels.Backend]
+    merges: list[_Merge]
+
+    def stand(self, facts: list[Any], strategy: str | None) -> bool:
+        same = all(kernels.pick(device) is backend for device, backend in self.backends.items())
+        return same and self.strategy == strategy and self.facts == facts
 
 
 @contextmanager
@@ -88,8 +106,8 @@ def merged(model: Model, *, restore: str = "exact", strategy: str | None = None)
     with ExitStack() as undo:
         with found.ranks.vote("merged"):
             layers, deltas = found.adapters()
-            _check(deltas)
             weights = found.weights(deltas)
+            _check(weights, deltas)
             undo.enter_context(_claimed({*weights, *map(id, layers)}))
             undo.callback(found.settle)
             way_back = undo.enter_context(_Restore(found.key, deltas, weights))
@@ -105,8 +123,8 @@ def merged(model: Model, *, restore: str = "exact", strategy: str | None = None)
         yield model
 
 
-def _check(deltas: Sequence[Delta]) -> None:
-    for delta in deltas:
+def _check(weights: dict[Address, Tensor], deltas: Sequence[Delta]) -> None:
+    for delta in deltas if any(weight.is_meta for weight in weights.values()) else ():
         if delta.weight.device.type == "meta":
             raise InvalidInput(f"{delta.name}: the weight is a meta tensor and holds no values; load it first")
 
@@ -203,16 +221,10 @@ def _merges_for(
     model: Live, adapted: bool, deltas: Sequence[Delta], jobs: Sequence[Job], strategy: str | None
 ) -> list[_Merge]:
     """The merges of an earlier entry if nothing that they depend on has changed on any rank, or new ones."""
-    key = (
-        [delta.key() for delta in deltas],
-        [(job.source.data_ptr(), job.destination.data_ptr()) for job in jobs],
-        {device: kernels.pick(device) for device in {delta.weight.device for delta in deltas}},
-        strategy,
-    )
-    known, ranks = _merges.get(model.key), model.ranks
-    if not ranks.any(known is None or known[0] != key):
+    known, ranks, facts = _merges.get(model.key), model.ranks, model.snapshot().facts
+    if not ranks.any(known is None or not known.stand(facts, strategy)):
         assert known is not None
-        return known[1]
+        return known.merges
     if not ranks.any(adapted):
         raise InvalidInput("the model has no LoRA layers; pass the PeftModel, not its bare base")
     deltas = model.everyones(deltas)
@@ -231,7 +243,7 @@ def _merges_for(
     if make is _Merge and all(job.source is job.destination for job in jobs):  # no tensors of this entry only
         for merge in merges:
             merge.release()  # what the model lets go of between entries (offloading, a sleep) is freed
-        _merges[model.key] = key, merges
+        _merges[model.key] = _Known(facts, strategy, {device: kernels.pick(device) for device in devices}, merges)
     return merges
 
 

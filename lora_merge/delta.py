@@ -6,15 +6,18 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, overload
 
 from torch import Tensor, nn
 
 from .shards import Shard
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,6 +96,25 @@ class Delta:
         )
         kind = f"{self.experts or ''}{' transposed' if self.transposed else ''}{' DoRA' if self.magnitude else ''}"
         return f"{self.name} {list(self.weight.shape)}{kind} + {adapters}"
+
+
+class Late(Sequence[_T]):
+    """A list that is made when somebody looks into it: a step over plans that stand does not."""
+
+    def __init__(self, make: Callable[[], Sequence[_T]]) -> None:
+        self._make = cache(make)
+
+    @overload
+    def __getitem__(self, index: int) -> _T: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[_T]: ...
+
+    def __getitem__(self, index: int | slice) -> _T | Sequence[_T]:
+        return self._make()[index]
+
+    def __len__(self) -> int:
+        return len(self._make())
 
 
 class Job(NamedTuple):

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from .conversion import Conversion, read_conversion
-from .delta import Delta, Job, in_place, whole_job
+from .delta import Delta, Job, Late, in_place, whole_job
 from .errors import AlreadyMerged, UnsupportedAdapter
-from .lora import Adapters, read_adapters
+from .lora import Adapters, PeftLayer, read_adapters
 from .names import NamedTensor, named_tensors, walk
 from .ranks import Ranks
 from .shards import Address, address
@@ -45,10 +47,14 @@ class Live(Protocol):
     def modules(self) -> Iterator[tuple[str, nn.Module]]:
         """As `names.walk`."""
 
-    def snapshot(self) -> Snapshot:
-        """All that the methods below depend on, on this rank."""
+    def snapshot(self, *, adapters: bool = True) -> Snapshot:
+        """All that the methods below depend on, on this rank; taken once.
 
-    def adapters(self) -> tuple[list[object], list[Delta]]:
+        Args:
+            adapters: False: all that the parts without adapters depend on.
+        """
+
+    def adapters(self) -> tuple[list[object], Sequence[Delta]]:
         """Its adapter layers and what they add.
 
         Raises:
@@ -75,9 +81,9 @@ class Live(Protocol):
         """From its tensors to those of the checkpoint."""
 
     def weights(self, deltas: Sequence[Delta]) -> dict[Address, Tensor]:
-        """What is written when deltas are merged in place."""
+        """What is written when deltas, all that `adapters` told, are merged in place."""
 
-    def jobs(self, deltas: Sequence[Delta], copy: Callable[[Address], Tensor]) -> AbstractContextManager[list[Job]]:
+    def jobs(self, deltas: Sequence[Delta], copy: Callable[[Address], Tensor]) -> AbstractContextManager[Sequence[Job]]:
         """What is to be merged in place; tied weights are held apart inside, by copies of the bases of `weights`."""
 
     def off(self) -> AbstractContextManager[None]:
@@ -85,6 +91,23 @@ class Live(Protocol):
 
     def settle(self) -> None:
         """Bring what a forward has left gathered back to its shards."""
+
+
+class _Places(NamedTuple):
+    """Where merging in place finds things in the snapshots of a model, so that it need not read it again.
+
+    Args:
+        facts: of the snapshots for which this holds.
+        layers: numbers among their modules of the adapter layers, with the adapters that act there.
+        weights: numbers among their parameters of those that active adapters change. None is tied to another.
+    """
+
+    facts: list[Any]
+    layers: list[tuple[int, list[str]]]
+    weights: list[int]
+
+
+_known: WeakKeyDictionary[nn.Module, _Places] = WeakKeyDictionary()
 
 
 class Peft:
@@ -97,6 +120,8 @@ class Peft:
         self.ranks = self.merging = self._layout.ranks()
         self.device, self.sharded = self._layout.device(), self._layout.sharded
         self._adapters: Adapters | None = None
+        self._snapshots: dict[bool, Snapshot] = {}
+        self._layers: list[tuple[PeftLayer, list[str]]] = []
 
     def settle(self) -> None:
         reshard(self.key)
@@ -104,16 +129,30 @@ class Peft:
     def modules(self) -> Iterator[tuple[str, nn.Module]]:
         return walk(self.key)
 
-    def snapshot(self) -> Snapshot:
-        return take(self.key, self._layout)
+    def snapshot(self, *, adapters: bool = True) -> Snapshot:
+        if adapters not in self._snapshots:
+            self._snapshots[adapters] = take(self.key, self._layout, adapters=adapters)
+        return self._snapshots[adapters]
+
+    @cached_property
+    def _places(self) -> _Places | None:
+        """Where things are in the snapshot, if that is known."""
+        known = _known.get(self.key)
+        return known if known is not None and known.facts == self.snapshot().facts else None
 
     def _read(self) -> Adapters:
         self._adapters = self._adapters or read_adapters(self.key, self._layout)
         return self._adapters
 
-    def adapters(self) -> tuple[list[object], list[Delta]]:
-        found = self._read()
-        return [layer for layer, _ in found.layers], found.deltas
+    def adapters(self) -> tuple[list[object], Sequence[Delta]]:
+        snapshot, places = self.snapshot(), self._places
+        if places is None:
+            deltas: Sequence[Delta] = self._read().deltas
+            self._layers = self._read().layers
+        else:
+            deltas = Late(lambda: self._read().deltas)
+            self._layers = [(snapshot.modules[at], active) for at, active in places.layers]
+        return [layer for layer, _ in self._layers], deltas
 
     def parts(self, *, adapters: bool, keep_tied: bool) -> dict[str, Part]:
         found = self._read().deltas if adapters else []
@@ -163,33 +202,55 @@ class Peft:
 
     def weights(self, deltas: Sequence[Delta]) -> dict[Address, Tensor]:
         """Parameters (whose data may be moved inside the block), or what FSDP holds of them."""
+        snapshot, places = self.snapshot(), self._places
+        if places is not None:
+            tensors = snapshot.tensors if self.sharded else snapshot.parameters
+            return {address(tensors[at]): tensors[at] for at in places.weights}
         if self.sharded:
             return {address(piece.tensor): piece.tensor for delta in deltas for piece in delta.weight.pieces}
         return {address(parameter): parameter for delta in deltas for parameter in [_parameter(delta)]}
 
+    def _note_places(self) -> None:
+        """Keep where things are; not of what FSDP1 manages, which modules need not hold."""
+        if self._layout.flat:
+            return
+        snapshot, read = self.snapshot(), self._read()
+        modules = {id(module): at for at, module in enumerate(snapshot.modules)}
+        parameters = {id(parameter): at for at, parameter in enumerate(snapshot.parameters)}
+        layers = [(modules[id(layer)], active) for layer, active in read.layers]
+        weights = [parameters[id(_parameter(delta))] for delta in read.deltas if delta.weight.pieces]
+        _known[self.key] = _Places(snapshot.facts, layers, weights)
+
     @contextmanager
-    def jobs(self, deltas: Sequence[Delta], copy: Callable[[Address], Tensor]) -> Iterator[list[Job]]:
+    def jobs(self, deltas: Sequence[Delta], copy: Callable[[Address], Tensor]) -> Iterator[Sequence[Job]]:
         """The first adapted user of a tied weight merges in place; its other users get a parameter of their own, which
         is the copy, or a merged tensor if they have an adapter too."""
-        if self.sharded:
-            yield self._sharded_jobs(deltas)
+        if self._places is not None:
+            yield Late(lambda: [job for delta in deltas for job in in_place(delta)])
             return
-        jobs: list[Job] = []
+        if self.sharded:
+            jobs = self._sharded_jobs(deltas)
+            self._note_places()
+            yield jobs
+            return
+        jobs = []
         users = {where: list(self._read().users[where]) for where in self.weights(deltas)}
         swaps = []
-        in_place = set()
+        begun = set()
         for delta in deltas:
             assert delta.owner is not None
             source = destination = delta.weight.pieces[0].tensor
             where = address(source)
-            if where in in_place:
+            if where in begun:
                 with torch.inference_mode(False):
                     source, destination = copy(where), torch.empty_like(source)
                 swaps.append((delta.owner, delta.attribute, destination))
-            in_place.add(where)
+            begun.add(where)
             users[where].remove((delta.owner, delta.attribute))
             jobs.append(whole_job(delta, source, destination))
         swaps += [(owner, attribute, copy(where)) for where in users for owner, attribute in users[where]]
+        if not swaps:
+            self._note_places()
         before = [owner._parameters[attribute] for owner, attribute, _ in swaps]
         for (owner, attribute, tensor), tied in zip(swaps, before, strict=True):
             if tied is not None and (tied.shape, tied.dtype) != (tensor.shape, tensor.dtype):
@@ -222,7 +283,7 @@ class Peft:
     @contextmanager
     def off(self) -> Iterator[None]:
         """Makes PEFT's forward take its merged path, and keeps PEFT from merging or unmerging meanwhile."""
-        layers = [(layer, active) for layer, active in self._read().layers if active]
+        layers = [(layer, active) for layer, active in self._layers if active]
         before = [layer.merged_adapters for layer, _ in layers]
         try:
             for layer, active in layers:

@@ -68,11 +68,12 @@ class Megatron:
         for chunk in self._chunks.list:
             yield from walk(chunk)
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self, *, adapters: bool = True) -> Snapshot:
         """What was read, in full: nothing cheaper is known to hold all that it depends on."""
-        parts = self.parts(adapters=True, keep_tied=True).values()
+        parts = self.parts(adapters=adapters, keep_tied=True).values()
         facts = [(p.name, p.shard.key(), None if p.delta is None else p.delta.key()) for p in parts]
-        return Snapshot(facts, [piece.tensor for p in parts for piece in p.shard.pieces])
+        tensors = [piece.tensor for p in parts for piece in p.shard.pieces]
+        return Snapshot(facts, [], tensors, tensors)
 
     def _read(self) -> MegatronModel:
         c = self._chunks

@@ -33,19 +33,28 @@ class Snapshot(NamedTuple):
             - of the adapters: `adapter_facts`.
             An `id` may come back for another object after the first one is gone. It then stands for an object of the
             same class at the same place with the same parameters, of which a reading would tell the same.
-        tensors: parameters and persistent buffers, or what is here of them; live.
+        modules: live, in an order that is the same for equal facts. So are the following:
+        parameters: parameters and persistent buffers.
+        tensors: what is here of each of them.
     """
 
     facts: list[Any]
+    modules: list[nn.Module]
+    parameters: list[Tensor]
     tensors: list[Tensor]
 
 
-def take(model: nn.Module, layout: Layout) -> Snapshot:
-    """The snapshot of a model with PEFT's adapters, or with none."""
+def take(model: nn.Module, layout: Layout, *, adapters: bool = True) -> Snapshot:
+    """The snapshot of a model with PEFT's adapters, or with none.
+
+    Args:
+        adapters: False: of the base, which stays what it is whatever adapts it.
+    """
     modules, facts = trail(model)
-    adapters, parts = adapter_facts(modules)
-    facts += adapters
-    modules += parts
+    if adapters:
+        of_adapters, parts = adapter_facts(modules)
+        facts += of_adapters
+        modules += parts
     facts += map(id, modules)
     parameters = [module._parameters for module in modules]
     facts += map(len, parameters)
@@ -64,4 +73,4 @@ def take(model: nn.Module, layout: Layout) -> Snapshot:
     facts += [t.shape for t in local]
     facts += map(Tensor.stride, local)
     facts += map(_KIND, local)
-    return Snapshot(facts, local)
+    return Snapshot(facts, modules, tensors, local)

@@ -156,12 +156,12 @@ class MergedWeights:
     def _read(self, model: Live) -> tuple[Source, Any]:
         """What the stream is made from, and a key that changes whenever a plan made from it would be wrong: all that
         reading depends on. So the parts are read for a new key, and then for whoever asks for them."""
-        snapshot = model.snapshot()
+        snapshot = model.snapshot(adapters=self.adapters)
         key = (snapshot.facts, self.keep_tied, tuple(self.dtypes.items()))
         held = [tensor.untyped_storage() for tensor in snapshot.tensors]
         if self._known is not None and self._known[0] == key:
             key, device, conversion = self._known
-            parts: Mapping[str, Part] = Late(lambda: self._read_again(model, snapshot))
+            parts: Mapping[str, Part] = Late(lambda: self._read_again(snapshot))
         else:
             parts = model.parts(adapters=self.adapters, keep_tied=self.keep_tied)
             devices = {part.shard.device for part in parts.values()}
@@ -171,8 +171,9 @@ class MergedWeights:
             self._known = key, device, conversion
         return Source(parts, held, model.ranks, model.merging, device, conversion), key
 
-    def _read_again(self, model: Live, snapshot: Snapshot) -> Mapping[str, Part]:
-        if model.snapshot().facts != snapshot.facts:
+    def _read_again(self, snapshot: Snapshot) -> Mapping[str, Part]:
+        model = live(self.model)
+        if model.snapshot(adapters=self.adapters).facts != snapshot.facts:
             raise InvalidInput("the model was changed while it was being streamed: finish the pass first")
         return model.parts(adapters=self.adapters, keep_tied=self.keep_tied)
 

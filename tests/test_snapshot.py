@@ -217,16 +217,17 @@ def test_the_next_push_and_the_next_entry_see_a_change(change: str) -> None:
     """What has run before does after the change what something new does."""
     build, apply = CHANGES[change]
     model = build()
-    weights = MergedWeights(model, bucket_bytes=1 << 13)
-    before = outcome(lambda: weights)
-    assert outcome(lambda: weights) == before == outcome(lambda: MergedWeights(model, bucket_bytes=1 << 13))
+    weights, bare = (MergedWeights(model, bucket_bytes=1 << 13, adapters=adapters) for adapters in (True, False))
+    before = outcome(lambda: weights), outcome(lambda: bare)
+    assert (outcome(lambda: weights), outcome(lambda: bare)) == before
     entered = outcome(lambda: inside(model))
     assert outcome(lambda: inside(model)) == entered
     facts = take(model, Layout(model)).facts
     apply(model)
-    streamed = outcome(lambda: weights)
-    assert streamed == outcome(lambda: MergedWeights(model, bucket_bytes=1 << 13))
-    assert outcome(lambda: weights) == streamed
+    streamed = outcome(lambda: weights), outcome(lambda: bare)
+    assert streamed[0] == outcome(lambda: MergedWeights(model))
+    assert streamed[1] == outcome(lambda: MergedWeights(model, adapters=False))
+    assert (outcome(lambda: weights), outcome(lambda: bare)) == streamed
     entered = outcome(lambda: inside(model))
     context._merges.clear()
     assert entered == outcome(lambda: inside(model))
@@ -246,6 +247,12 @@ def test_what_trains_is_not_read_again() -> None:
     q_proj(model).scaling["idle"] = 3.0
     model.base_model.set_adapter(["one", "two"])
     assert take(model, Layout(model)).facts == facts
+    bare = take(model, Layout(model), adapters=False).facts
+    assert bare != facts
+    q_proj(model).set_scale("one", 3.0)
+    model.base_model.set_adapter("two")
+    assert take(model, Layout(model)).facts != facts
+    assert take(model, Layout(model), adapters=False).facts == bare
 
 
 BUILDS = {build.__name__: build for build in (two, dora, saved, tied, experts, conv, embedding)} | {

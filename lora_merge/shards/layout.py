@@ -85,6 +85,11 @@ class Layout:
         return local, [*facts, *((id(t), t.device_mesh, t.placements, t.shape) for t in cut)]
 
     @property
+    def flat(self) -> bool:
+        """Whether FSDP1 manages parameters."""
+        return bool(self._flat)
+
+    @property
     def sharded(self) -> bool:
         return bool(self._flat) or any(dims for _, dims in self._meshes)
 
