@@ -25,16 +25,24 @@ CASES = [
 ]
 
 
-def on_a_gpu(rank: int, folder: Path, case: Case, bucket_bytes: int) -> None:
+def to_file(rank: int, folder: Path, case: Case, bucket_bytes: int) -> None:
     torch.save(work(case, bucket_bytes), folder / f"{rank}.pt")
+
+
+def check_in_processes_of_its_own(case: Case, folder: Path, backend: str, device: str) -> None:
+    def run(world: int, fn: Any, *args: Any) -> list[Any]:
+        spawn(world, to_file, folder, *args, backend=backend)
+        return [torch.load(folder / f"{rank}.pt", weights_only=False, map_location="cpu") for rank in range(world)]
+
+    check(case, run=run, device=device)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_merged_in_place_and_streamed_on_gpus(case: Case, tmp_path: Path) -> None:
-    def run(world: int, fn: Any, *args: Any) -> list[Any]:
-        spawn(world, on_a_gpu, tmp_path, *args, backend="cpu:gloo,cuda:nccl")
-        return [torch.load(tmp_path / f"{rank}.pt", weights_only=False, map_location="cpu") for rank in range(world)]
+    check_in_processes_of_its_own(case, tmp_path, "cpu:gloo,cuda:nccl", "cuda")
 
-    check(case, run=run, device="cuda")
+
+def test_these_processes_work_without_gpus_too(tmp_path: Path) -> None:
+    check_in_processes_of_its_own(CASES[0], tmp_path, "gloo", "cpu")

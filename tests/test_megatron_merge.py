@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -29,6 +30,7 @@ import lora_merge
 from lora_merge import MergedWeights, merged
 from lora_merge.errors import LoraMergeError, UnsupportedAdapter
 from lora_merge.names import unwrapped
+from lora_merge.ranks import Ranks
 from lora_merge.shards.megatron import Chunks, read
 
 BF16 = {"dtype": torch.bfloat16}
@@ -165,6 +167,39 @@ def test_query_groups_that_are_neighbours_travel_in_one_slot(grid: Grid, world: 
         assert {counted[f"self_attn.{key}_proj.weight"] for key in "qkvo"} == {world}
         assert {counted[f"mlp.{key}_proj.weight"] for key in ("gate", "up", "down")} == {world}
         assert counted["input_layernorm.weight"] == 1
+
+
+def talk(case: Case) -> dict[str, list[tuple[int, int]]]:
+    """`(ranks, bytes that come from others)` of the gathers of a `with merged` and of a pass, with plans at hand."""
+    chunks = mm.megatron(case.kind, mm.hf_model(case.kind), case.grid)
+    assert case.style
+    mm.adapt(chunks, case.style)
+    model = Chunks(chunks, vocab_size=101)
+    stream, said, through = MergedWeights(model), list[tuple[int, int]](), Ranks.all_gather_parts
+
+    def listen(ranks: Ranks, buffer: Tensor, sizes: Sequence[int]) -> None:
+        said.append((ranks.size, sum(sizes) - sizes[ranks.rank]))
+        through(ranks, buffer, sizes)
+
+    answer: dict[str, list[tuple[int, int]]] = {}
+    with mock.patch.object(Ranks, "all_gather_parts", listen):
+        for _ in range(2):
+            for what, entry in (("merged", lambda: enter(model)), ("streamed", lambda: list(stream))):
+                said.clear()
+                entry()
+                answer[what] = list(said)
+    return answer
+
+
+@pytest.mark.parametrize(("style", "halves"), [("bridge", 4), ("mcore", 0)])
+def test_adapters_are_gathered_over_tensor_parallel_ranks_in_one_collective(style: str, halves: int) -> None:
+    """Of Megatron-Bridge's, of one layer on each stage: half of lora_A `[4, 64]` of two linears, of lora_B `[64, 4]` of
+    two others. Of mcore-bridge's, nothing. Buckets go to all stages."""
+    wanted = [(2, halves * 4 * 64 // 2 * 4)] if halves else []
+    for said in POOL.run(4, talk, Case("llama", Grid(tp=2, pp=2), 4, style)):
+        assert said["merged"] == wanted
+        assert [call for call in said["streamed"] if call[0] < 4] == wanted
+        assert any(ranks == 4 for ranks, _ in said["streamed"])
 
 
 # ---- adapters --------------------------------------------------------------------------------------------------------
