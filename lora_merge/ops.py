@@ -115,7 +115,8 @@ def run_segments(
 ) -> None:
     """Many rectangles in one launch: `destinations[i] = round(sources[i] + scaling[i] * lora_B[i] @ lora_A[i])`.
 
-    The operator form of a `Plan`, for graphs; who runs the same segments every step keeps a `Plan` instead.
+    The operator form of a `Plan`, for graphs; who runs the same segments every step keeps a `Plan` instead. Captured in
+    a CUDA graph, it is a launch for every 8 segments: their table travels as an argument, which the graph keeps.
 
     Args:
         destinations: `[rows, cols]` views that are written; no two may meet.

@@ -7,7 +7,9 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 from conftest import Backend
@@ -192,11 +194,14 @@ def test_cuda_graph_of_the_operators(name: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("LORA_MERGE_BACKEND", name)
     w, a, b = tensors("cuda")
     target, out, parts = torch.zeros_like(w), torch.zeros_like(w), torch.zeros_like(w)
+    rows = torch.zeros(20, *w.shape, dtype=w.dtype, device="cuda")
 
     def step() -> None:
         merge_(target, a, b, 0.5)
         merge(target, a, b, 0.25, out=out)
         run_segments([parts[:7], parts[7:]], [w[:7], w[7:]], [a, None], [b[:7], None], [0.5, 1.0], ["x", "y"])
+        some = [a, None] * 10, [b, None] * 10  # more than a launch takes as arguments
+        run_segments(list(rows), [w] * 20, *some, [0.5] * 20, [f"{i}" for i in range(20)])
 
     step()
     graph = torch.cuda.CUDAGraph()
@@ -211,7 +216,22 @@ def test_cuda_graph_of_the_operators(name: str, monkeypatch: pytest.MonkeyPatch)
         assert_same_bits(target, first, "merge_")
         assert_same_bits(out, merge(first, a, b, 0.25), "merge(out=)")
         assert_same_bits(parts, torch.cat([first[:7], w[7:]]), "run_segments")
+        assert_same_bits(rows, torch.stack([first, w] * 10), "many segments")
     assert len(keep) == 100
+
+
+@pytest.mark.parametrize("capturing", [True, False])
+def test_tables_of_a_captured_launch_are_arguments(capturing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many launches as it takes, in the table's order; outside of a capture one table. Says nothing about a GPU."""
+    from lora_merge.kernels import cuda
+
+    table = np.arange(20 * 24).reshape(20, 24)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(cuda, "_variants", lambda piece, device: [piece])
+    pieces = cuda._Launch(table, torch.device("cuda", 0)).variants
+    assert [len(piece) for piece in pieces] == ([8, 8, 4] if capturing else [20])
+    assert (np.concatenate(pieces) == table).all()
 
 
 @pytest.mark.gpu

@@ -84,7 +84,11 @@ class _Variant(NamedTuple):
 class _Launch:
     def __init__(self, table: np.ndarray, device: torch.device) -> None:
         self.table, self.device = table, device
-        self.variants = _variants(table, device)
+        with torch.cuda.device(device):
+            # A replay would copy a table from memory of the host that is gone by then; a graph keeps arguments.
+            most = INLINE_SEGMENTS if torch.cuda.is_current_stream_capturing() else max(len(table), 1)
+        pieces = [table[begin : begin + most] for begin in range(0, len(table), most)]
+        self.variants = [variant for piece in pieces for variant in _variants(piece, device)]
 
     def __call__(self, stochastic: bool, seed: int) -> None:
         for variant in self.variants:
