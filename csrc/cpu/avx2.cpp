@@ -75,28 +75,42 @@ inline void widen(Codes x, Words (&to)[2]) {
   to[0] = reinterpret_cast<Words>(_mm256_cvtepu16_epi32(_mm256_castsi256_si128(all)));
   to[1] = reinterpret_cast<Words>(_mm256_cvtepu16_epi32(_mm256_extracti128_si256(all, 1)));
 }
+template <class V>
+inline V at_most_3(V x) {
+  const __m256i y = reinterpret_cast<__m256i>(x);
+  if constexpr (sizeof(x[0]) == 2) return reinterpret_cast<V>(_mm256_min_epu16(y, _mm256_set1_epi16(3)));
+  else return reinterpret_cast<V>(_mm256_min_epu32(y, _mm256_set1_epi32(3)));
+}
 // Of each half of 8 codes, a byte of low bits and one of high bits.
 template <class Codes>
-inline uint32_t put_codes(Codes x, uint8_t* to) {
+inline void put_codes(Codes x, uint8_t* to) {
   const __m256i codes = reinterpret_cast<__m256i>(x);
   const __m256i bytes = _mm256_packs_epi16(_mm256_slli_epi16(codes, 15), _mm256_slli_epi16(codes, 14));
-  const uint32_t bits = static_cast<uint32_t>(_mm256_movemask_epi8(bytes)), both = bits & bits >> 8 & 0x00ff00ff;
+  const int bits = _mm256_movemask_epi8(bytes);
   __builtin_memcpy(to, &bits, sizeof bits);
-  return (both | both >> 8) & 0xffff;
 }
 template <class Codes>
-inline Codes get_codes(const uint8_t* from, uint32_t& which) {
-  uint32_t bits;
+inline Codes plus_codes(Codes x, const uint8_t* from) {
+  int bits;
   __builtin_memcpy(&bits, from, sizeof bits);
-  const uint32_t both = bits & bits >> 8 & 0x00ff00ff;
-  which = (both | both >> 8) & 0xffff;
   const __m256i own = _mm256_setr_epi64x(0x0100010001000100, 0x0100010001000100, 0x0302030203020302, 0x0302030203020302);
   const __m128i bit = _mm_setr_epi16(0x0101, 0x0202, 0x0404, 0x0808, 0x1010, 0x2020, 0x4040, static_cast<short>(0x8080));
   const __m256i mine = _mm256_broadcastsi128_si256(bit);
-  const __m256i bytes = _mm256_shuffle_epi8(_mm256_set1_epi32(static_cast<int>(bits)), own);
-  const __m256i set = _mm256_cmpeq_epi8(_mm256_and_si256(bytes, mine), mine);
-  return reinterpret_cast<Codes>(_mm256_maddubs_epi16(_mm256_and_si256(set, _mm256_set1_epi16(0x0201)), _mm256_set1_epi8(1)));
+  const __m256i bytes = _mm256_shuffle_epi8(_mm256_set1_epi32(bits), own);
+  const __m256i set = _mm256_cmpeq_epi8(_mm256_and_si256(bytes, mine), mine);  // -1 where the bit is
+  const __m256i minus = _mm256_maddubs_epi16(_mm256_set1_epi16(0x0201), set);
+  return reinterpret_cast<Codes>(_mm256_sub_epi16(reinterpret_cast<__m256i>(x), minus));
 }
+struct Escapes {
+  uint32_t bits;
+
+  explicit Escapes(const uint8_t* codes) {
+    __builtin_memcpy(&bits, codes, sizeof bits);
+    bits &= bits >> 8 & 0x00ff00ff;
+  }
+  bool any() const { return bits != 0; }
+  uint32_t all() const { return (bits | bits >> 8) & 0xffff; }
+};
 template <class Longs>
 inline Longs multiply_halves(Longs x) {
   const __m256i low = reinterpret_cast<__m256i>(x);

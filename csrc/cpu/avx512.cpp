@@ -73,24 +73,40 @@ inline void widen(Codes x, Words (&to)[2]) {
   to[0] = reinterpret_cast<Words>(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(all)));
   to[1] = reinterpret_cast<Words>(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(all, 1)));
 }
+template <class V>
+inline V at_most_3(V x) {
+  const __m512i y = reinterpret_cast<__m512i>(x);
+  if constexpr (sizeof(x[0]) == 2) return reinterpret_cast<V>(_mm512_min_epu16(y, _mm512_set1_epi16(3)));
+  else return reinterpret_cast<V>(_mm512_min_epu32(y, _mm512_set1_epi32(3)));
+}
 // The low bits, then the high ones.
 template <class Codes>
-inline uint32_t put_codes(Codes x, uint8_t* to) {
+inline void put_codes(Codes x, uint8_t* to) {
   const __m512i codes = reinterpret_cast<__m512i>(x);
-  const uint32_t low = _mm512_test_epi16_mask(codes, _mm512_set1_epi16(1));
-  const uint32_t high = _mm512_test_epi16_mask(codes, _mm512_set1_epi16(2));
-  __builtin_memcpy(to, &low, sizeof low);
-  __builtin_memcpy(to + sizeof low, &high, sizeof high);
-  return low & high;
+  const uint64_t low = _mm512_test_epi16_mask(codes, _mm512_set1_epi16(1));
+  const uint64_t high = _mm512_test_epi16_mask(codes, _mm512_set1_epi16(2));
+  const uint64_t bits = low | high << 32;
+  __builtin_memcpy(to, &bits, sizeof bits);
 }
 template <class Codes>
-inline Codes get_codes(const uint8_t* from, uint32_t& which) {
-  uint32_t low, high;
-  __builtin_memcpy(&low, from, sizeof low);
-  __builtin_memcpy(&high, from + sizeof low, sizeof high);
-  which = low & high;
-  return reinterpret_cast<Codes>(_mm512_add_epi16(_mm512_maskz_set1_epi16(low, 1), _mm512_maskz_set1_epi16(high, 2)));
+inline Codes plus_codes(Codes x, const uint8_t* from) {
+  uint64_t bits;
+  __builtin_memcpy(&bits, from, sizeof bits);
+  __m512i y = reinterpret_cast<__m512i>(x);
+  y = _mm512_mask_add_epi16(y, static_cast<__mmask32>(bits), y, _mm512_set1_epi16(1));
+  return reinterpret_cast<Codes>(_mm512_mask_add_epi16(y, static_cast<__mmask32>(bits >> 32), y, _mm512_set1_epi16(2)));
 }
+struct Escapes {
+  uint32_t bits;
+
+  explicit Escapes(const uint8_t* codes) {
+    uint64_t both;
+    __builtin_memcpy(&both, codes, sizeof both);
+    bits = static_cast<uint32_t>(both & both >> 32);
+  }
+  bool any() const { return bits != 0; }
+  uint32_t all() const { return bits; }
+};
 template <class Longs>
 inline Longs multiply_halves(Longs x) {
   const __m512i low = reinterpret_cast<__m512i>(x);

@@ -75,20 +75,27 @@ template <class Codes, class Words>
 inline void widen(Codes x, Words (&to)[2]) {
   for (int l = 0; l < kLanes; ++l) to[0][l] = x[l], to[1][l] = x[kLanes + l];
 }
-template <class Codes>
-inline uint32_t put_codes(Codes x, uint8_t* to) {
-  uint8_t low = 0, high = 0;
-  for (int l = 0; l < 2 * kLanes; ++l) low |= (x[l] & 1) << l, high |= x[l] >> 1 << l;
-  to[0] = low, to[1] = high;
-  return low & high;
+template <class V>
+inline V at_most_3(V x) {
+  return x < 3 ? x : V{} + 3;
 }
 template <class Codes>
-inline Codes get_codes(const uint8_t* from, uint32_t& which) {
-  Codes x;
-  for (int l = 0; l < 2 * kLanes; ++l) x[l] = (from[0] >> l & 1) | (from[1] >> l & 1) << 1;
-  which = from[0] & from[1];
+inline void put_codes(Codes x, uint8_t* to) {
+  to[0] = to[1] = 0;
+  for (int l = 0; l < 2 * kLanes; ++l) to[0] |= (x[l] & 1) << l, to[1] |= x[l] >> 1 << l;
+}
+template <class Codes>
+inline Codes plus_codes(Codes x, const uint8_t* from) {
+  for (int l = 0; l < 2 * kLanes; ++l) x[l] += (from[0] >> l & 1) | (from[1] >> l & 1) << 1;
   return x;
 }
+struct Escapes {
+  uint32_t bits;
+
+  explicit Escapes(const uint8_t* codes) : bits(codes[0] & codes[1]) {}
+  bool any() const { return bits != 0; }
+  uint32_t all() const { return bits; }
+};
 template <class Longs>
 inline Longs multiply_halves(Longs x) {
   return (x & 0xffffffff) * (x >> 32);

@@ -46,12 +46,13 @@ struct alignas(64) Scratch {
   double norms[kUnitRows][kNormLanes];
 };
 
-// Rows of a unit that is tracked (tracked.h): its result waits in the L2 cache until its way back has room.
-constexpr int64_t kTrackRows = 48;
+// Bytes of a row of a unit that is tracked (tracked.h): few, so that its result can wait in the L2 cache until its way
+// back has room; and from one such row to the next.
+constexpr int64_t kTrackBytes = 1024, kTrackPitch = kTrackBytes + kLine;
 
 struct TrackScratch : Scratch {
-  uint32_t merged[kTrackRows * kStripe];
-  uint32_t escaped[kTrackRows * kUnitCols];
+  alignas(64) uint8_t merged[kUnitRows * kTrackPitch];
+  alignas(64) uint8_t escaped[kUnitRows * kTrackBytes];
 };
 
 struct Kernels {
@@ -63,8 +64,8 @@ struct Kernels {
   // Merges a unit into `scratch.merged`, not yet into its weight; writes its codes, leaves the raw bits of escaped
   // elements in `scratch.escaped`, and returns how many bytes they are.
   int64_t (*track)(const Unit& unit, uint8_t* codes, TrackScratch& scratch);
-  void (*write)(const Unit& unit, const TrackScratch& scratch);  // the weight: what `track` left
-  uint64_t (*checksum)(const Unit& unit);                         // of the bits of its weight
+  uint64_t (*write)(const Unit& unit, const TrackScratch& scratch);  // the weight: what `track` left; its checksum
+  uint64_t (*checksum)(const Unit& unit);                            // of the bits of the weight
   void (*untrack)(const Unit& unit, const uint8_t* codes, const uint8_t* escaped, TrackScratch& scratch);
 };
 

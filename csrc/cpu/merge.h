@@ -9,8 +9,10 @@
 //     prefetch(p)                    asks for the cache line of p
 //     narrow(a, b)                   kLanes words each, below 2^16, to 2 kLanes halves
 //     widen(x, to)                   2 kLanes halves to kLanes words each, to[0] and to[1]
-//     put_codes(x, to)               2 kLanes halves below 4 to kLanes / 2 bytes; returns which are 3, the first lowest
-//     get_codes<Codes>(from, which)  and back
+//     at_most_3(x)                   the lesser of 3 and each of kLanes words or 2 kLanes halves
+//     put_codes(x, to)               2 kLanes halves below 4 to kLanes / 2 bytes
+//     plus_codes(x, from)            x plus these
+//     Escapes                        what of these bytes tells which codes are 3: any() of them, or all(), the first lowest
 //     no_nan(F)                      every NaN replaced by one value that is no NaN
 //     multiply_halves(x)             of each 64-bit word, the product of its halves
 //     quiet(F)                       every NaN replaced by the one with bits 7fc00000

@@ -8,7 +8,9 @@
 namespace lora_merge::cpu {
 namespace {
 
-Cut track_cut(const Segment& s) { return {std::min(kTrackRows, unit_rows(s.rank)), kUnitCols}; }
+Cut track_cut(const Segment& s) {
+  return {unit_rows(s.rank), kTrackBytes / ((s.dtypes & 0xff) == kFloat32 ? int64_t{sizeof(float)} : 2)};
+}
 
 int64_t code_bytes(const Segment& s) { return s.rows * round_up(s.cols, kernels().panel) / 4; }
 
@@ -45,8 +47,7 @@ void track(const Segment* segments, int64_t count, const Journal& journal) {
       return;
     }
     std::memcpy(journal.arena + place, scratch.escaped, bytes);
-    k.write(unit, scratch);
-    journal.sums[at] = k.checksum(unit);
+    journal.sums[at] = k.write(unit, scratch);
     journal.places[at] = place;
   });
   journal.counter[0] = taken;

@@ -5,12 +5,10 @@
 // bytes; those outside the matrix are no escapes. W comes back bit for bit whatever the values are: an unmerge computes
 // the same estimate from the same W' and adapters.
 
-typedef uint16_t Codes __attribute__((vector_size(2 * kPanel)));  // of a row of a tile
+template <class W>
+constexpr int64_t kPitch = kTrackPitch / sizeof(W);
 
-template <class V>
-inline V at_most_3(V x) {
-  return x < 3 ? x : V{} + 3;
-}
+typedef uint16_t Codes __attribute__((vector_size(2 * kPanel)));  // of a row of a tile
 
 inline Words bits_of(F x) {
   Words bits;
@@ -29,7 +27,8 @@ inline F value(const W* from) {
   return load(from);
 }
 
-// The raw bits of kPanel elements of a row. An estimate may round as it likes, as long as it always does so.
+// The raw bits of kPanel elements of a row; of an estimate, one less, so that a code is what lies between the two. An
+// estimate may round as it likes, as long as it always does so.
 template <class W>
 struct Row {
   Codes x;
@@ -49,11 +48,11 @@ struct Row {
   static Row estimate(F a, F b) {
     W to[kPanel];
     store(to, a, b);
-    return load(to);
+    return {load(to).x - 1};
   }
   void put(W* to) const { __builtin_memcpy(to, &x, sizeof x); }
-  Codes code(const Row& estimate) const { return at_most_3(x - estimate.x + 1); }
-  void step(Codes code) { x += code - 1; }
+  Codes code(const Row& estimate) const { return at_most_3(x - estimate.x); }
+  void add(const uint8_t* codes) { x = plus_codes(x, codes); }
 };
 
 template <>
@@ -69,7 +68,7 @@ inline Row<BFloat16> Row<BFloat16>::rounded(F (&x)[2]) {
 // Halves away from zero: two instructions less than to even.
 template <>
 inline Row<BFloat16> Row<BFloat16>::estimate(F a, F b) {
-  return {narrow<Codes>((bits_of(a) + 0x8000) >> 16, (bits_of(b) + 0x8000) >> 16)};
+  return {narrow<Codes>((bits_of(a) + (0x8000 - 0x10000)) >> 16, (bits_of(b) + (0x8000 - 0x10000)) >> 16)};
 }
 
 template <>
@@ -81,16 +80,16 @@ struct Row<float> {
     __builtin_memcpy(row.x, from, sizeof row.x);
     return row;
   }
-  static Row rounded(F (&x)[2]) { return estimate(x[0], x[1]); }
-  static Row estimate(F a, F b) { return {{bits_of(a), bits_of(b)}}; }
+  static Row rounded(F (&x)[2]) { return {{bits_of(x[0]), bits_of(x[1])}}; }
+  static Row estimate(F a, F b) { return {{bits_of(a) - 1, bits_of(b) - 1}}; }
   void put(float* to) const { __builtin_memcpy(to, x, sizeof x); }
   Codes code(const Row& estimate) const {
-    return narrow<Codes>(at_most_3(x[0] - estimate.x[0] + 1), at_most_3(x[1] - estimate.x[1] + 1));
+    return narrow<Codes>(at_most_3(x[0] - estimate.x[0]), at_most_3(x[1] - estimate.x[1]));
   }
-  void step(Codes code) {
+  void add(const uint8_t* codes) {
     Words wide[2];
-    widen(code, wide);
-    x[0] += wide[0] - 1, x[1] += wide[1] - 1;
+    widen(plus_codes(Codes{}, codes), wide);
+    x[0] += wide[0], x[1] += wide[1];
   }
 };
 
@@ -119,7 +118,7 @@ struct Tracked {
     f.sum_all();
   }
 
-  // Raw bits of round(W' / row_scale - D); `merged` is W' / row_scale.
+  // round(W' / row_scale - D), where `merged` is W' / row_scale.
   Row<W> estimate(const F (&merged)[2], const float* sums) const {
     return Row<W>::estimate(no_nan(fma(minus, load(sums), merged[0])),
                             no_nan(fma(minus, load(sums + kLanes), merged[1])));
@@ -153,7 +152,7 @@ struct Track : Tracked<W> {
     const F plus = this->plus;
     const int64_t step = this->w.step[1];
     const W* from = this->w.at(i, j);
-    W* here = merged + i * kStripe + j;
+    W* here = merged + i * kPitch<W> + j;
     uint8_t* to = codes + i * this->row_codes + j / 4;
     W* next = escaped + *count;
     for (int64_t left = cols; left > 0; left -= kPanel) {
@@ -170,8 +169,9 @@ struct Track : Tracked<W> {
       if (kScaled) x[0] = mul(x[0], inverse), x[1] = mul(x[1], inverse);
       Codes code = Row<W>::load(base).code(this->estimate(x, sums));
       for (int64_t e = left; e < kPanel; ++e) code[e] = 0;
-      for (uint32_t which = put_codes(code, to); __builtin_expect(which != 0, 0); which &= which - 1) {
-        *next++ = base[__builtin_ctz(which)];
+      put_codes(code, to);
+      if (const Escapes escapes(to); __builtin_expect(escapes.any(), 0)) {
+        for (uint32_t which = escapes.all(); which != 0; which &= which - 1) *next++ = base[__builtin_ctz(which)];
       }
       from += kPanel * step, sums += kPanel * kTileRows, here += kPanel, to += kPanel / 4;
     }
@@ -209,11 +209,12 @@ struct Untrack : Tracked<W> {
       F x[2] = {load(base), load(base + kLanes)};
       if (kScaled) x[0] = mul(x[0], inverse), x[1] = mul(x[1], inverse);
       Row<W> bits = this->estimate(x, sums);
-      uint32_t which;
-      bits.step(get_codes<Codes>(from, which));
+      bits.add(from);
       bits.put(base);
-      for (; __builtin_expect(which != 0, 0); which &= which - 1, *next += sizeof(W)) {
-        __builtin_memcpy(base + __builtin_ctz(which), *next, sizeof(W));
+      if (const Escapes escapes(from); __builtin_expect(escapes.any(), 0)) {
+        for (uint32_t which = escapes.all(); which != 0; which &= which - 1, *next += sizeof(W)) {
+          __builtin_memcpy(base + __builtin_ctz(which), *next, sizeof(W));
+        }
       }
       if (!whole) scatter(static_cast<const W*>(some), here, step, inside);
       here += kPanel * step, sums += kPanel * kTileRows, from += kPanel / 4;
@@ -236,53 +237,80 @@ int64_t track(const Unit& unit, uint8_t* codes, TrackScratch& scratch) {
   }
 }
 
-template <class W>
-void write_as(const Unit& unit, const TrackScratch& scratch) {
-  const View<W> w(unit.segment->source, unit.segment->source_stride, unit);
+// Of the bits of a unit, row by row: a sum of products of pairs of 32-bit words, each added to a number that depends on
+// its place (NH, Black et al. 1999, "UMAC").
+template <class T>
+struct Checksum {
+  typedef uint64_t Longs __attribute__((vector_size(sizeof(Words))));
+  static constexpr int64_t kStep = sizeof(Words) / sizeof(T);
+  Words key, advance;
+  Longs sums = {};
+
+  Checksum() {
+    for (uint32_t l = 0; l < kLanes; ++l) {
+      key[l] = (2 * l + 1) * 0x27d4eb2f;
+      advance[l] = l % 2 ? 0x85ebca6b : 0x9e3779b9;
+    }
+  }
+
+  void add(const T* from) {
+    Words x;
+    __builtin_memcpy(&x, from, sizeof x);
+    sums += multiply_halves(reinterpret_cast<Longs>(x + key));
+    key += advance;
+  }
+
+  void row(const T* from, int64_t n) {
+    int64_t j = 0;
+    for (; j + kStep <= n; j += kStep) add(from + j);
+    if (j == n) return;
+    T rest[kStep] = {};
+    for (int64_t l = 0; j + l < n; ++l) rest[l] = from[j + l];
+    add(rest);
+  }
+
+  uint64_t sum() const {
+    uint64_t sum = 0;
+    for (int64_t l = 0; l < kLanes / 2; ++l) sum += sums[l];
+    return sum;
+  }
+};
+
+template <class T>
+uint64_t write_as(const Unit& unit, const TrackScratch& scratch) {
+  const View<T> w(unit.segment->source, unit.segment->source_stride, unit);
+  Checksum<T> checksum;
   for (int64_t i = 0; i < unit.rows; ++i) {
-    const W* from = reinterpret_cast<const W*>(scratch.merged) + i * kStripe;
+    const T* from = reinterpret_cast<const T*>(scratch.merged) + i * kPitch<T>;
+    checksum.row(from, unit.cols);
     if (w.step[1] == 1) {
-      __builtin_memcpy(w.at(i, 0), from, unit.cols * sizeof(W));
+      __builtin_memcpy(w.at(i, 0), from, unit.cols * sizeof(T));
     } else {
       for (int64_t j = 0; j < unit.cols; ++j) *w.at(i, j) = from[j];
     }
   }
+  return checksum.sum();
 }
 
-void write(const Unit& unit, const TrackScratch& scratch) {
-  (unit.segment->dtypes & 0xff) == kFloat32 ? write_as<float>(unit, scratch) : write_as<BFloat16>(unit, scratch);
+uint64_t write(const Unit& unit, const TrackScratch& scratch) {
+  return (unit.segment->dtypes & 0xff) == kFloat32 ? write_as<uint32_t>(unit, scratch)
+                                                   : write_as<uint16_t>(unit, scratch);
 }
 
-// Of the bits of a unit's weight: a sum of products of pairs of 32-bit words, each added to a number that depends on its
-// place (NH, Black et al. 1999, "UMAC").
 template <class T>
 uint64_t checksum_as(const Unit& unit) {
-  typedef uint64_t Longs __attribute__((vector_size(sizeof(Words))));
-  constexpr int64_t kStep = sizeof(Words) / sizeof(T);
   const View<const T> w(unit.segment->source, unit.segment->source_stride, unit);
-  Words key, advance;
-  for (uint32_t l = 0; l < kLanes; ++l) {
-    key[l] = (2 * l + 1) * 0x27d4eb2f;
-    advance[l] = l % 2 ? 0x85ebca6b : 0x9e3779b9;
-  }
-  Longs sums = {};
+  Checksum<T> checksum;
   for (int64_t i = 0; i < unit.rows; ++i) {
-    for (int64_t j = 0; j < unit.cols; j += kStep, key += advance) {
-      const T* from = w.at(i, j);
-      Words x = {};
-      if (w.step[1] == 1 && unit.cols - j >= kStep) {
-        __builtin_memcpy(&x, from, sizeof x);
-      } else {
-        T some[kStep] = {};
-        for (int64_t l = 0; l < kStep && j + l < unit.cols; ++l) some[l] = from[l * w.step[1]];
-        __builtin_memcpy(&x, some, sizeof x);
-      }
-      sums += multiply_halves(reinterpret_cast<Longs>(x + key));
+    T some[kTrackBytes / sizeof(T)];
+    const T* from = w.at(i, 0);
+    if (w.step[1] != 1) {
+      for (int64_t j = 0; j < unit.cols; ++j) some[j] = *w.at(i, j);
+      from = some;
     }
+    checksum.row(from, unit.cols);
   }
-  uint64_t sum = 0;
-  for (int64_t l = 0; l < kLanes / 2; ++l) sum += sums[l];
-  return sum;
+  return checksum.sum();
 }
 
 uint64_t checksum(const Unit& unit) {
