@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from .conversion import Conversion
 from .delta import Delta, Factors, Job, in_place
-from .errors import InvalidInput
-from .names import unwrapped, walk
+from .errors import InvalidInput, LoraMergeError
+from .names import trail, unwrapped, walk
 from .ranks import Ranks
 from .shards import Address, Shard, address
 from .shards.megatron import (
@@ -26,12 +26,13 @@ from .shards.megatron import (
     MegatronModel,
     ProcessGroups,
     adapters_off,
+    facts_of,
     groups_of,
     is_megatron,
     read,
     replica,
 )
-from .snapshot import Snapshot
+from .snapshot import Snapshot, taken
 from .stream import Part
 
 __all__ = ["Megatron", "is_megatron"]
@@ -60,6 +61,7 @@ class Megatron:
         self.device: torch.device | None = None
         self.sharded = True
         self._found: MegatronModel | None = None
+        self._snapshots: dict[bool, Snapshot] = {}
 
     def settle(self) -> None:
         """Megatron's parameters stay where they are."""
@@ -69,11 +71,22 @@ class Megatron:
             yield from walk(chunk)
 
     def snapshot(self, *, adapters: bool = True) -> Snapshot:
-        """What was read, in full: nothing cheaper is known to hold all that it depends on."""
-        parts = self.parts(adapters=adapters, keep_tied=True).values()
-        facts = [(p.name, p.shard.key(), None if p.delta is None else p.delta.key()) for p in parts]
-        tensors = [piece.tensor for p in parts for piece in p.shard.pieces]
-        return Snapshot(facts, [], tensors, tensors)
+        if adapters not in self._snapshots:
+            c = self._chunks
+            # The function that names parameters is kept, not its `id`: another one may stand for other names.
+            facts, modules = [c.vocab_size, c.names], []
+            for chunk in c.list:
+                visited, said = trail(chunk)
+                modules += visited
+                facts += said
+            try:
+                others, halves = facts_of(c.list, modules, adapters=adapters)
+            except LoraMergeError:
+                self._read()  # says where
+                raise
+            found = taken(modules, facts + others, lambda tensors: (tensors, []))
+            self._snapshots[adapters] = found._replace(tensors=[*found.tensors, *halves])
+        return self._snapshots[adapters]
 
     def _read(self) -> MegatronModel:
         c = self._chunks

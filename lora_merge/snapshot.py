@@ -6,6 +6,7 @@ equal. Nothing is kept between two snapshots, and no hook is set on the model or
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -55,6 +56,17 @@ def take(model: nn.Module, layout: Layout, *, adapters: bool = True) -> Snapshot
         of_adapters, parts = adapter_facts(modules)
         facts += of_adapters
         modules += parts
+    return taken(modules, facts, layout.local)
+
+
+def taken(
+    modules: list[nn.Module], facts: list[Any], local: Callable[[list[Tensor]], tuple[list[Tensor], list[Any]]]
+) -> Snapshot:
+    """The snapshot of these modules, with what else is known of them.
+
+    Args:
+        local: what is here of tensors, and what else that depends on.
+    """
     facts += map(id, modules)
     parameters = [module._parameters for module in modules]
     facts += map(len, parameters)
@@ -67,10 +79,10 @@ def take(model: nn.Module, layout: Layout, *, adapters: bool = True) -> Snapshot
                 tensors.append(buffer)
     facts += map(type, tensors)
     tensors = [tensor for tensor in tensors if tensor is not None]
-    local, shards = layout.local(tensors)
+    here, shards = local(tensors)
     facts += shards
-    facts += map(Tensor.data_ptr, local)
-    facts += [t.shape for t in local]
-    facts += map(Tensor.stride, local)
-    facts += map(_KIND, local)
-    return Snapshot(facts, modules, tensors, local)
+    facts += map(Tensor.data_ptr, here)
+    facts += [t.shape for t in here]
+    facts += map(Tensor.stride, here)
+    facts += map(_KIND, here)
+    return Snapshot(facts, modules, tensors, here)

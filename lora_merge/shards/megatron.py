@@ -8,7 +8,7 @@ any others, and de-interleaving is a matter of where they start.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -27,6 +27,23 @@ _CORE = "megatron.core."
 _MODEL = _CORE + "models.gpt.gpt_model.GPTModel"
 _TRANSFORMER_LAYER = _CORE + "transformer.transformer_layer.TransformerLayer"
 _GROUPED_MLP = _CORE + "transformer.moe.experts.GroupedMLP"
+_CONFIG = (
+    "add_qkv_bias",
+    "attention_output_gate",
+    "hidden_size",
+    "kv_channels",
+    "layernorm_zero_centered_gamma",
+    "moe_layer_freq",
+    "multi_latent_attention",
+    "num_attention_heads",
+    "num_layers",
+    "num_moe_experts",
+    "num_query_groups",
+    "qk_layernorm",
+    "virtual_pipeline_model_parallel_size",
+    "vocab_size",
+)
+"""What reading asks of a configuration."""
 _EXPERT = re.compile(r"(.*mlp\.experts)\.(?:local_experts\.(\d+)\.)?(linear_fc[12]\.(?:weight|bias))(\d+)?")
 _VOCABULARY = {f"{at}.{kind}" for at in ("embedding.word_embeddings", "output_layer") for kind in ("weight", "bias")}
 
@@ -129,6 +146,42 @@ def read(
     except LoraMergeError as error:
         raise type(error)(f"rank {dist.get_rank()}: {error}") from None
     return reader.model()
+
+
+def facts_of(
+    chunks: Sequence[nn.Module], modules: Iterable[nn.Module], *, adapters: bool
+) -> tuple[list[Any], list[Tensor]]:
+    """All that reading these modules of chunks depends on, beside which they are and their parameters; it holds no
+    tensor.
+
+    Args:
+        adapters: with what they add.
+
+    Returns:
+        values to be compared, and the adapters' halves.
+
+    Raises:
+        UnsupportedAdapter, AlreadyMerged: as `read`, which says where.
+    """
+    models: list[Any] = [unwrapped(chunk) for chunk in chunks]
+    facts: list[Any] = [groups_of(models[0])[0]]
+    facts += [(model.share_embeddings_and_output_weights, model.vocab_size) for model in models]
+    configs: dict[int, tuple[int, Any]] = {}
+    halves: list[Tensor] = []
+    for module in modules:
+        own = module.__dict__
+        config = own.get("config")
+        facts += (own.get("layer_number"), own.get("num_local_experts"))
+        facts.append(configs.setdefault(id(config), (len(configs), config))[0])
+        style = style_of("", module)
+        for pair in style.pairs("", module) if style is not None and adapters else ():
+            facts += pair[2:]
+            for tensor, cut in pair[:2]:
+                facts += (cut, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+                halves.append(tensor)
+    for _, config in configs.values():
+        facts += [str(getattr(config, name, None)) for name in _CONFIG]
+    return facts, halves
 
 
 @contextmanager

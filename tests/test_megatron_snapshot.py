@@ -1,0 +1,177 @@
+"""A live Megatron model that changed is read again, whatever changed; one that did not is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+pytest.importorskip("megatron.core", reason="the megatron tests run in an environment of their own")
+
+import megatron_models as mm
+import torch
+from megatron_models import Grid
+from megatron_processes import POOL
+from test_megatron_read import Case
+from torch import Tensor, nn
+
+import lora_merge.megatron
+from lora_merge import LoraMergeError, MergedWeights, context, merged
+from lora_merge.names import unwrapped, walk
+from lora_merge.segments import raw
+from lora_merge.shards import megatron
+from lora_merge.shards.megatron import Chunks
+
+
+def fc1(model: Any) -> Any:
+    """The adapter layer of a linear."""
+    return model.decoder.layers[0].mlp.linear_fc1
+
+
+def parameter(like: Tensor) -> nn.Parameter:
+    return nn.Parameter(torch.randn_like(like))
+
+
+def numbered(model: Any, *numbers: int) -> None:
+    for layer, number in zip(model.decoder.layers, numbers, strict=True):
+        layer.layer_number = number
+
+
+def swapped(model: Any) -> None:
+    layers = model.decoder.layers._modules
+    layers["0"], layers["1"] = layers["1"], layers["0"]
+
+
+def switched(model: Any) -> None:
+    fc1(model)._active_adapter = ["other"]
+
+
+BRIDGE, MCORE = Case("qwen2", Grid(), 1, "bridge"), Case("llama", Grid(), 1, "several")
+EXPERTS = Case("qwen3_moe", Grid(), 1, "bridge", "te")
+CHANGES: dict[str, tuple[Case, Callable[[Any], object]]] = {
+    "alpha": (BRIDGE, lambda m: setattr(fc1(m).adapter, "alpha", 9)),
+    "dim": (BRIDGE, lambda m: setattr(fc1(m).adapter, "dim", 8)),
+    "adapter disabled": (BRIDGE, lambda m: setattr(fc1(m), "_adapter_enabled", False)),
+    "adapter removed": (BRIDGE, lambda m: setattr(m.decoder.layers[0].mlp, "linear_fc1", fc1(m).to_wrap)),
+    "lora_A moved": (BRIDGE, lambda m: setattr(fc1(m).adapter.linear_in.weight, "data", torch.randn(4, 64))),
+    "lora_B replaced": (
+        BRIDGE,
+        lambda m: setattr(fc1(m).adapter.linear_out, "weight", parameter(fc1(m).adapter.linear_out.weight)),
+    ),
+    "an activation": (BRIDGE, lambda m: setattr(fc1(m).adapter, "activation", nn.SiLU())),
+    "base moved": (BRIDGE, lambda m: setattr(fc1(m).to_wrap.weight, "data", torch.randn(96, 64))),
+    "base replaced": (BRIDGE, lambda m: setattr(fc1(m).to_wrap, "weight", parameter(fc1(m).to_wrap.weight))),
+    "base of another dtype": (BRIDGE, lambda m: m.to(torch.bfloat16)),
+    "norm replaced": (BRIDGE, lambda m: setattr(m.decoder, "final_layernorm", nn.RMSNorm(64))),
+    "layers renumbered": (BRIDGE, lambda m: numbered(m, 2, 1)),
+    "layers swapped": (BRIDGE, swapped),
+    "a parameter more": (BRIDGE, lambda m: setattr(m.decoder.layers[1], "extra", nn.Linear(2, 2))),
+    "a buffer more": (BRIDGE, lambda m: m.decoder.layers[1].register_buffer("extra", torch.ones(2))),
+    "groups": (BRIDGE, lambda m: setattr(m.config, "num_query_groups", 2)),
+    "heads": (BRIDGE, lambda m: vars(m.config).update(num_attention_heads=12, num_query_groups=2)),
+    "another config": (BRIDGE, lambda m: setattr(fc1(m).to_wrap, "config", replace(m.config, hidden_size=32))),
+    "tied": (BRIDGE, lambda m: setattr(m, "share_embeddings_and_output_weights", True)),
+    "scaling": (MCORE, lambda m: fc1(m).scaling.update(default=0.5)),
+    "another adapter": (MCORE, switched),
+    "disabled": (MCORE, lambda m: setattr(fc1(m), "_disable_adapters", True)),
+    "merged": (MCORE, lambda m: fc1(m).merged_adapters.append("default")),
+    "an expert's adapter": (
+        EXPERTS,
+        lambda m: setattr(m.decoder.layers[0].mlp.experts.linear_fc2.adapter, "alpha", 9),
+    ),
+    "an expert": (
+        EXPERTS,
+        lambda m: setattr(m.decoder.layers[0].mlp.experts.linear_fc2.to_wrap.weight3, "data", torch.randn(64, 24)),
+    ),
+}
+
+
+def outcome(work: Callable[[], Any]) -> Any:
+    """What comes of it: tensors bit by bit, or an error."""
+    try:
+        return {name: (t.dtype, t.shape, raw(t.detach().clone()).flatten().tolist()) for name, t in work()}
+    except LoraMergeError as error:
+        return type(error), str(error)
+
+
+def made(case: Case) -> list[Any]:
+    chunks = mm.megatron(case.kind, mm.hf_model(case.kind), case.grid, form=case.form)
+    assert case.style
+    mm.adapt(chunks, case.style)
+    return chunks
+
+
+def inside(model: Chunks) -> list[tuple[str, Tensor]]:
+    with merged(model):
+        return [(name, p.detach().clone()) for name, p in model.list[0].named_parameters()]
+
+
+def facts_of(model: Chunks) -> Any:
+    try:
+        return lora_merge.megatron.Megatron(model).snapshot().facts
+    except LoraMergeError as error:
+        return str(error)
+
+
+def see(change: str) -> bool:
+    """What has run before does after a change what something new does. Whether something has changed in the stream."""
+    case, apply = CHANGES[change]
+    chunks = made(case)
+    model = Chunks(chunks, vocab_size=101)
+    weights, bare = (MergedWeights(model, bucket_bytes=1 << 14, adapters=adapters) for adapters in (True, False))
+    before = outcome(lambda: weights), outcome(lambda: bare)
+    assert (outcome(lambda: weights), outcome(lambda: bare)) == before
+    with mock.patch.object(lora_merge.megatron, "read", side_effect=AssertionError("read again: nothing has changed")):
+        weights.filler(whole=True), bare.filler(whole=True)
+    assert outcome(lambda: inside(model)) == outcome(lambda: inside(model))
+    facts = facts_of(model)
+    assert facts == facts_of(model)
+    apply(unwrapped(chunks[0]))
+    assert facts != facts_of(model)
+    after = outcome(lambda: weights), outcome(lambda: bare)
+    assert after[0] == outcome(lambda: MergedWeights(model))
+    assert after[1] == outcome(lambda: MergedWeights(model, adapters=False))
+    entered = outcome(lambda: inside(model))
+    context._merges.clear()
+    assert entered == outcome(lambda: inside(model))
+    return after != before
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_next_push_and_the_next_entry_see_a_change(change: str) -> None:
+    (changed,) = POOL.run(1, see, change)
+    assert changed or change == "layers swapped", "they keep their numbers"
+
+
+def asked(case: Case) -> tuple[set[str], bool]:
+    """What reading asks of configurations, and whether a snapshot holds tensors or modules."""
+    from megatron.core.transformer import TransformerConfig
+
+    chunks, seen = made(case), set[str]()
+    megatron.read(chunks, vocab_size=101)  # what depends on classes is known from here on
+
+    def look(config: Any, name: str) -> Any:
+        seen.add(name)
+        return object.__getattribute__(config, name)
+
+    with mock.patch.object(TransformerConfig, "__getattribute__", look):
+        megatron.read(chunks)
+
+    def held(value: Any) -> bool:
+        nested = isinstance(value, list | tuple | dict | set | frozenset)
+        return isinstance(value, Tensor | nn.Module) or (nested and any(map(held, value)))
+
+    snapshot = lora_merge.megatron.Megatron(Chunks(chunks, vocab_size=101)).snapshot()
+    walked = {id(module) for chunk in chunks for _, module in walk(chunk)}
+    assert walked <= {fact for fact in snapshot.facts if isinstance(fact, int)}
+    return {name for name in seen if not name.startswith("__")}, held(snapshot.facts)
+
+
+@pytest.mark.parametrize("case", [BRIDGE, MCORE, EXPERTS, Case("mixtral", Grid(), 1, "attention", "grouped")], ids=str)
+def test_a_snapshot_has_what_reading_asks_of_configurations_and_keeps_nothing_alive(case: Case) -> None:
+    ((names, held),) = POOL.run(1, asked, case)
+    assert names <= set(megatron._CONFIG)
+    assert not held
