@@ -41,7 +41,7 @@ def all_gather(nbytes: int, device: torch.device, group: Any = None) -> Callable
 
 
 def merge_on_shards(model: Live, device: torch.device, repeat: int) -> dict[str, Any]:
-    """This rank's figures of what `merged` runs, in place. Collective.
+    """This rank's figures of a merge in place, as `merged` runs it but for the way back. Collective.
 
     The weights drift while the clock runs: merges pile up.
 
@@ -51,7 +51,7 @@ def merge_on_shards(model: Live, device: torch.device, repeat: int) -> dict[str,
         weights' bytes, and of one all-gather of the adapters' bytes; the merge in copies, and in what it may take.
     """
     _, deltas = model.adapters()
-    with model.jobs(deltas, {}) as jobs:
+    with model.jobs(deltas, model.weights(deltas).__getitem__) as jobs:  # nothing is held apart on shards
         nbytes = sum(job.source.nbytes for job in jobs)
         operands = Operands(model.everyones(deltas), model.merging, device, jobs)
         plan = MergePlan(jobs, operands)
