@@ -78,7 +78,8 @@ def merged(model: Model, *, restore: str = "exact", strategy: str | None = None)
     whatever means, are found by a checksum on the way out; see `NotRestored`. A parameter that was moved
     (`parameter.data = ...`) gets the base where it is now; the memory that it left is held until then.
 
-    Work on the merged weights by other streams must be waited for before leaving, as before freeing a tensor.
+    Work on the merged weights by other streams must be waited for before leaving, as before freeing a tensor. Entry and
+    exit each wait for the device once, and cost a merge each.
 
     Args:
         model: a `PeftModel`, or any module that holds PEFT's LoRA layers. Or the chunks of a megatron-core model, as

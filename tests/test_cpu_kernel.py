@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import LAYOUTS, assert_same_bits, bits, cut, make_segment, pairwise
+from helpers import LAYOUTS, assert_same_bits, bits, cut, in_place, make_segment, pairwise
 
 from lora_merge import Segment
 from lora_merge.kernels import cpu, native
@@ -46,7 +46,7 @@ def cases() -> Iterator[tuple[Segment, bool]]:
 
 
 def digest() -> str:
-    """SHA-256 of what all cases write, whole and cut, and of their row norms."""
+    """SHA-256 of what all cases write, whole and cut, and of their row norms; tracked in place they come back."""
     total = hashlib.sha256()
     for s, stochastic in cases():
         rows, cols = s.source.shape
@@ -63,6 +63,13 @@ def digest() -> str:
             norms = torch.zeros(rows, dtype=torch.float64)
             cpu.prepare([s], CPU).row_norms(norms)
             total.update(norms.numpy().tobytes())
+        if s.rank or s.row_scale is not None:
+            there = in_place(s)
+            tracked = cpu.prepare_tracked([there], CPU)
+            tracked.merge()
+            total.update(bits(there.source).numpy().tobytes())
+            assert not tracked.unmerge(), f"{s.name}: nobody wrote it"
+            assert_same_bits(there.source, s.source, f"{s.name}, restored")
     return total.hexdigest()
 
 
