@@ -6,6 +6,7 @@ import importlib
 import re
 import sys
 import types
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ import megatron.core
 import megatron_models as mm
 import torch
 
-from lora_merge import InvalidInput, merged
+from lora_merge import InvalidInput, UnsupportedAdapter, merged
+from lora_merge.engine.adapter import _check_experts
 from lora_merge.shards import megatron_adapters as adapters
 from lora_merge.shards.megatron import read, replica
 from lora_merge.shards.megatron_names import bridge_names, names_of, row_blocks
@@ -141,6 +143,24 @@ def test_a_replica_holds_dense_weights_and_experts(
         return tuple(range(r // n * n, r // n * n + n))
 
     assert replica([(block(r, tp), block(r, experts)) for r in range(world)], rank) == ranks
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({}, None),
+        ({"m.experts.1.up_proj": None}, r"m\.experts\.1\.up_proj: no adapter here.* push with mode=\"merged\""),
+        ({"m.experts.1.up_proj": 8}, r"m\.experts\.1\.up_proj: rank 8, but m\.experts\.0\.up_proj has 4.*\"merged\""),
+        ({"m.experts.0.up_proj": 8, "m.experts.1.up_proj": 8}, None),
+    ],
+)
+def test_which_experts_can_be_served_as_adapters(change: dict[str, int | None], error: str | None) -> None:
+    """All of a layer or none, each projection at a rank of its own; other layers and linears do not matter."""
+    experts = {f"m.experts.{e}.{key}_proj": 4 for e in range(2) for key in ("gate", "up", "down")}
+    tensors = [f"{name}.weight" for name in (*experts, "n.experts.0.up_proj", "m.q_proj", "m.norm")]
+    ranks = {name: rank for name, rank in {**experts, "m.q_proj": 2, **change}.items() if rank}
+    with pytest.raises(UnsupportedAdapter, match=error) if error else nullcontext():
+        _check_experts(ranks, tensors)
 
 
 @pytest.mark.parametrize(("model", "kinds"), [([torch.nn.Linear(2, 2)], "Linear"), ([], "none")])
