@@ -45,4 +45,4 @@ def test_merged_in_place_and_streamed_on_gpus(case: Case, tmp_path: Path) -> Non
 
 
 def test_these_processes_work_without_gpus_too(tmp_path: Path) -> None:
-    check_in_processes_of_its_own(CASES[0], tmp_path, "gloo", "cpu")
+    check_in_processes_of_its_own(Case("llama", Grid(), 1, "bridge"), tmp_path, "gloo", "cpu")
