@@ -186,26 +186,28 @@ def _layer_facts(layer: PeftLayer, parts: list[nn.Module]) -> list[Any]:
         there = frozenset() if layer.disable_adapters else frozenset(layer._get_available_adapters())
         return [*layer.merged_adapters, layer.disable_adapters, *layer.active_adapters, there]
     merged, disabled, active, scaling, variants = _LOOK(layer)
-    acting = [] if disabled else [adapter for adapter in active if adapter in scaling]
-    facts = [*merged, disabled, *acting, getattr(layer, _BACKEND, None) is None]
-    facts += [float(scaling[adapter]) for adapter in acting]
-    facts += [type(variants.get(adapter)) for adapter in acting if variants]
-    inside = layer._modules
-    if path == _EMBEDDING:
-        parts += (inside["lora_embedding_A"], inside["lora_embedding_B"])
-        return [*facts, unwrapped(layer).max_norm]
+    facts = [*merged, disabled, getattr(layer, _BACKEND, None) is None]
+    inside, begin = layer._modules, len(parts)
     lora_A, lora_B = inside["lora_A"]._modules, inside["lora_B"]._modules
-    pairs = [module for adapter in acting for module in (lora_A[adapter], lora_B[adapter])]
-    parts += pairs
     magnitudes = inside["lora_magnitude_vector"]._modules
-    parts += [magnitudes[adapter] for adapter in acting if adapter in magnitudes]
+    for adapter in () if disabled else active:
+        if adapter in scaling:
+            facts += (adapter, float(scaling[adapter]), type(variants.get(adapter)))
+            if adapter in lora_A:
+                parts += (lora_A[adapter], lora_B[adapter])
+            if adapter in magnitudes:
+                parts.append(magnitudes[adapter])
     if path == _LINEAR:
         facts.append(layer.fan_in_fan_out)
+    elif path == _EMBEDDING:
+        parts += (inside["lora_embedding_A"], inside["lora_embedding_B"])
+        facts.append(unwrapped(layer).max_norm)
     elif path == _PARAMETER:
         facts += (layer.parameter_name, layer.num_experts, getattr(layer, _SWAPPED, False))
     else:
         base = unwrapped(layer)
-        facts += [base.groups, *(getattr(unwrapped(c), what) for c in (base, *pairs) for what in _GEOMETRY)]
+        convs = [base, *(unwrapped(part) for part in parts[begin:])]
+        facts += [base.groups, *(getattr(conv, what, None) for conv in convs for what in _GEOMETRY)]
     return facts
 
 

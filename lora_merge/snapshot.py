@@ -29,8 +29,8 @@ class Snapshot(NamedTuple):
               class, the names of its children and of its parameters, and which of them are None; of wrappers, which
               module inside is used;
             - of every parameter and persistent buffer: its class, address, shape, strides, dtype and device; of a
-              DTensor those of the local part, and which DTensor it is, its mesh, placements and shape; what FSDP1
-              holds of each parameter;
+              DTensor those of the local part, and which DTensor it is and its spec (mesh, placements, shape); what
+              FSDP1 holds of each parameter;
             - of the adapters: `adapter_facts`.
             An `id` may come back for another object after the first one is gone. It then stands for an object of the
             same class at the same place with the same parameters, of which a reading would tell the same.

@@ -13,8 +13,9 @@ import torch
 from peft import LoraConfig, PeftModel
 from peft.utils import PeftType
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from lora_merge import LoraMergeError, MergedWeights, context, merged
+from lora_merge import InvalidInput, LoraMergeError, MergedWeights, context, merged
 from lora_merge.lora import read_adapters
 from lora_merge.names import named_tensors, walk
 from lora_merge.segments import raw
@@ -166,6 +167,19 @@ CHANGES: dict[str, tuple[Callable[[], PeftModel], Change]] = {
     "two modules are one": (
         two, lambda m: set_on(base(m).model.layers[0].self_attn, q_proj=q_proj(m).base_layer)
     ),
+    "two modules with shared weights are one": (
+        lambda: two_with_shared_weights(),
+        lambda m: set_on(base(m).model.layers[0].self_attn, q_proj=q_proj(m).base_layer),
+    ),
+    "a parameter moved to the next module": (lambda: two_with_one_bias(), lambda m: move_bias(m)),
+    "a parameter moved to another name": (
+        lambda: two_with_a_place(),
+        lambda m: to_swap(base(m).model.norm._parameters, "weight", "other"),
+    ),
+    "buffer renamed": (
+        lambda: two_with_buffer(),
+        lambda m: mlp(m)._buffers.update(renamed=mlp(m)._buffers.pop("kept")),
+    ),
     "DoRA switched off": (dora, lambda m: q_proj(m).lora_variant.clear()),
     "DoRA's magnitude replaced": (
         dora, lambda m: set_on(q_proj(m).lora_magnitude_vector["default"], weight=nn.Parameter(torch.rand(32) + 1))
@@ -196,6 +210,34 @@ CHANGES: dict[str, tuple[Callable[[], PeftModel], Change]] = {
 def two_with_buffer() -> PeftModel:
     model = two()
     mlp(model).register_buffer("kept", torch.ones(3))
+    return model
+
+
+def two_with_shared_weights() -> PeftModel:
+    """A bare linear beside an adapted one, with the same parameters."""
+    model, linear = two(), nn.Linear(32, 32)
+    linear.weight, linear.bias = q_proj(model).base_layer.weight, q_proj(model).base_layer.bias
+    base(model).model.layers[0].self_attn.q_proj = linear
+    return model
+
+
+def two_with_one_bias() -> PeftModel:
+    model = two()
+    mlp(model).gate_proj.base_layer.bias = nn.Parameter(torch.randn(48))
+    del mlp(model).up_proj.base_layer._parameters["bias"]
+    return model
+
+
+def move_bias(model: PeftModel) -> None:
+    """From one linear to the next, where it comes first: all parameters of all modules in a row are what they were."""
+    gate, up = mlp(model).gate_proj.base_layer, mlp(model).up_proj.base_layer
+    up._parameters = {"bias": gate._parameters.pop("bias"), **up._parameters}
+    up.forward = lambda x: nn.functional.linear(x, up.weight, up.bias)
+
+
+def two_with_a_place() -> PeftModel:
+    model = two()
+    base(model).model.norm.register_parameter("other", None)
     return model
 
 
@@ -253,6 +295,31 @@ def test_what_trains_is_not_read_again() -> None:
     model.base_model.set_adapter("two")
     assert take(model, Layout(model)).facts != facts
     assert take(model, Layout(model), adapters=False).facts == bare
+
+
+def test_a_pass_holds_the_memory_that_its_plans_read() -> None:
+    """A consumer that moves weights between two buckets: the pass goes on with the old ones, and then lets go of them.
+    What would have to be planned anew in its midst is refused."""
+    model = two()
+    weights = MergedWeights(model, bucket_bytes=1 << 12)
+    list(weights.buckets())
+    wanted = {slot.name: slot.view(bucket.data).clone() for bucket in weights.buckets() for slot in bucket.slots}
+    moved = q_proj(model).base_layer.weight
+    old = StorageWeakRef(moved.untyped_storage())
+    passing = weights.buckets()
+    got = {slot.name: slot.view(bucket.data).clone() for bucket in [next(passing)] for slot in bucket.slots}
+    moved.data = torch.zeros(32, 32)
+    assert not old.expired()
+    got |= {slot.name: slot.view(bucket.data).clone() for bucket in passing for slot in bucket.slots}
+    assert all(torch.equal(got[name], tensor) for name, tensor in wanted.items())
+    assert old.expired()
+    list(weights.buckets())
+    passing, held = iter(weights), []
+    held.append(next(passing))
+    moved.data = torch.ones(32, 32)
+    with pytest.raises(InvalidInput, match="changed while it was being streamed"):
+        held.extend(passing)
+    assert [name for name, _ in weights] == list(wanted)
 
 
 BUILDS = {build.__name__: build for build in (two, dora, saved, tied, experts, conv, embedding)} | {

@@ -24,8 +24,13 @@ def is_unit(kind: type) -> bool:
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Whether a tensor (or the data of a parameter) is a DTensor."""
-    return not _DTENSOR.isdisjoint(lineage(type(tensor.data)))
+    """Whether a tensor is a DTensor; a parameter of one is of its class too."""
+    return is_dtensor_kind(type(tensor))
+
+
+def is_dtensor_kind(kind: type) -> bool:
+    """Whether a class is DTensor's."""
+    return not _DTENSOR.isdisjoint(lineage(kind))
 
 
 def shard_of(name: str, tensor: Any) -> Shard:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -34,10 +35,10 @@ class Layout:
         if not dist.is_available() or not dist.is_initialized():
             return
         modules = _modules(model)
-        for module in modules:
-            for parameter in module._parameters.values():
-                if parameter is not None and fsdp2.is_dtensor(parameter):
-                    self._meshes[fsdp2.sharded_over(parameter)] = None
+        parameters: list[Any] = list(chain.from_iterable([module._parameters.values() for module in modules]))
+        kinds = {kind for kind in set(map(type, parameters)) if fsdp2.is_dtensor_kind(kind)}
+        dtensors = [parameter for parameter in parameters if type(parameter) in kinds] if kinds else []
+        self._meshes = dict.fromkeys(map(fsdp2.sharded_over, dtensors))
         units = _units(modules, fsdp1.is_unit)
         self._flat = fsdp1.shards(units)
         self._fsdp1 = fsdp1.group(units) if self._flat else None
@@ -82,7 +83,7 @@ class Layout:
             return tensors, facts
         local = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
         cut: list[Any] = [whole for whole, part in zip(tensors, local, strict=True) if whole is not part]
-        return local, [*facts, *((id(t), t.device_mesh, t.placements, t.shape) for t in cut)]
+        return local, [*facts, *map(id, cut), *(dtensor._spec for dtensor in cut)]
 
     @property
     def flat(self) -> bool:
@@ -127,10 +128,13 @@ def _units(modules: Sequence[nn.Module], is_unit: Callable[[type], bool]) -> lis
 
 def _modules(model: nn.Module) -> list[nn.Module]:
     """Every module once, adapters' own ones too; `nn.Module.modules` would take several times as long."""
-    stack, found = [model], {id(model): model}
-    while stack:
-        for child in stack.pop()._modules.values():
-            if child is not None and id(child) not in found:
-                found[id(child)] = child
-                stack.append(child)
+    level = found = {id(model): model}
+    while level:
+        level = {
+            id(child): child
+            for module in level.values()
+            for child in module._modules.values()
+            if child is not None and id(child) not in found
+        }
+        found = found | level
     return list(found.values())
