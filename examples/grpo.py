@@ -4,8 +4,9 @@
     python examples/grpo.py --out runs/grpo --steps 80 --resume
     python examples/grpo.py --out runs/adapter --mode adapter
     python examples/grpo.py --out runs/gpu --device cuda --dtype bfloat16
+    torchrun --nproc-per-node 2 examples/grpo.py --out runs/sharded
 
-One process, until `VllmSync` takes shards: with more, the model is wrapped by FSDP2, and the first push is refused.
+With several processes the model is sharded by FSDP2; the engine is process 0's, and every push takes all of them.
 
 The task is to sort. A prompt is `BOS d1 .. d6 SEP` with random digits, the right answer is the sorted digits and `EOS`.
 Everything is a token id, so there is no tokenizer. The reward can be verified: the share of positions that hold what

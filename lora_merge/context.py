@@ -229,7 +229,8 @@ def _merges_for(
     if not ranks.any(adapted):
         raise InvalidInput("the model has no LoRA layers; pass the PeftModel, not its bare base")
     deltas = model.everyones(deltas)
-    ranks.same([delta.describe() for delta in deltas], lambda: [delta.describe() for delta in deltas])
+    lines = [f"strategy={strategy!r}", *(delta.describe() for delta in deltas)]
+    ranks.same(lines, lambda: lines)
     devices = sorted({delta.weight.device for delta in deltas}, key=str)
     make = _Unshard if strategy == "unshard" and not ranks.alone else _Merge
     merges = [

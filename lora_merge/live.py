@@ -22,7 +22,7 @@ from .lora import Adapters, PeftLayer, read_adapters
 from .names import NamedTensor, named_tensors, walk
 from .ranks import Ranks
 from .shards import Address, address
-from .shards.layout import Layout, reshard
+from .shards.layout import Layout
 from .snapshot import Snapshot, take
 from .stream import Part
 
@@ -115,23 +115,31 @@ class Peft:
 
     def __init__(self, model: nn.Module) -> None:
         self.key = model
-        self.settle()
         self._layout = Layout(model)
         self.ranks = self.merging = self._layout.ranks()
         self.device, self.sharded = self._layout.device(), self._layout.sharded
         self._adapters: Adapters | None = None
         self._snapshots: dict[bool, Snapshot] = {}
         self._layers: list[tuple[PeftLayer, list[str]]] = []
+        self._settled = False
 
     def settle(self) -> None:
-        reshard(self.key)
+        self._layout.settle()
+
+    def _open(self) -> Layout:
+        """The layout, of units that are on their shards. May fail on one rank alone."""
+        if not self._settled:
+            self._layout.check_idle()
+            self.settle()
+            self._settled = True
+        return self._layout
 
     def modules(self) -> Iterator[tuple[str, nn.Module]]:
         return walk(self.key)
 
     def snapshot(self, *, adapters: bool = True) -> Snapshot:
         if adapters not in self._snapshots:
-            self._snapshots[adapters] = take(self.key, self._layout, adapters=adapters)
+            self._snapshots[adapters] = take(self.key, self._open(), adapters=adapters)
         return self._snapshots[adapters]
 
     @cached_property
@@ -141,7 +149,7 @@ class Peft:
         return known if known is not None and known.facts == self.snapshot().facts else None
 
     def _read(self) -> Adapters:
-        self._adapters = self._adapters or read_adapters(self.key, self._layout)
+        self._adapters = self._adapters or read_adapters(self.key, self._open())
         return self._adapters
 
     def adapters(self) -> tuple[list[object], Sequence[Delta]]:
@@ -159,7 +167,7 @@ class Peft:
         deltas = {(id(d.owner), d.attribute, d.name): d for d in found}
         named = [
             (t, deltas.get((id(t.owner), t.attribute, t.name)))
-            for t in named_tensors(self.key, self._layout.parameters)
+            for t in named_tensors(self.key, self._open().parameters)
         ]
         return {t.name: self._part(t, delta) for t, delta in self._untie(named, keep_tied)}
 

@@ -23,7 +23,7 @@ from .delta import Delta, Job, whole_job
 from .exchange import Exchange
 from .operands import MergePlan, Operands
 from .ranks import Ranks
-from .segments import Segment, copies
+from .segments import Segment, copies, name_key
 from .shards import Box, Shard, cut, overlap
 from .shards.owners import divide
 from .window import Window
@@ -149,14 +149,24 @@ class Filler:
         entries: the stream, the same on every rank.
         key: see `MergedWeights._read`.
         bucket_bytes: see `MergedWeights`.
+        lines: the stream in words.
         whole: tensors are not cut, whatever their size; for a model that this process holds alone.
         unshard: entries whose parts are gathered, merged whole, and cut.
     """
 
     def __init__(
-        self, source: Source, entries: Sequence[Entry], key: Any, bucket_bytes: int, *, whole: bool, unshard: bool
+        self,
+        source: Source,
+        entries: Sequence[Entry],
+        key: Any,
+        bucket_bytes: int,
+        lines: Sequence[str],
+        *,
+        whole: bool,
+        unshard: bool,
     ) -> None:
         self.source, self.key, self.ranks, self.device = source, key, source.ranks, source.device
+        self.lines, self.lines_key = lines, name_key("\n".join(lines))
         self.entries = {entry.meta.name: entry for entry in entries}
         self._elsewhere = {name: part for name, part in source.parts.items() if not part.shard.pieces}
         self._order = tuple(source.parts)

@@ -101,9 +101,11 @@ class MergedWeights:
         if model.ranks.any(known is None or known.key != key):
             source = replace(source, parts=model.united(source.parts))
             entries = self._entries(source.parts, source.conversion)
-            lines = [_line(entry, source.parts) for entry in entries]
+            lines = [f"strategy={self.strategy!r} bucket_bytes={self.bucket_bytes} rounding={self.rounding}"]
+            lines += [_line(entry, source.parts) for entry in entries]
             model.ranks.same(lines, lambda: lines)
-            known = Filler(source, entries, key, self.bucket_bytes, whole=whole, unshard=self.strategy is not None)
+            unshard = self.strategy is not None
+            known = Filler(source, entries, key, self.bucket_bytes, lines, whole=whole, unshard=unshard)
             self._fillers[whole] = known
         assert known is not None
         known.adopt(source)

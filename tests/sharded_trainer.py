@@ -14,10 +14,21 @@ import torch
 import torch.distributed as dist
 from engines import ask, engine
 from helpers import assert_same_bits
-from test_shards_merge import device, local_bits
+from test_shards_merge import (
+    device,
+    forward,
+    fsdp2_columns,
+    fsdp2_kept,
+    fsdp2_mixed_precision,
+    hsdp,
+    layers_of,
+    local_bits,
+    tensor_parallel,
+)
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
-from lora_merge import PushFailed, VllmSync
+from lora_merge import LoraMergeError, PushFailed, VllmSync
 from lora_merge.stream import Filler
 
 LORA = {"enable_lora": True, "max_lora_rank": 8}
@@ -80,3 +91,71 @@ def pushes(
         for llm in llms:
             check_answers(llm, sync, plain, tolerance, dtype == torch.float32)
         sync.close()
+
+
+def offloaded(model: Any) -> nn.Module:
+    return fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=torch.cuda.is_available()))
+
+
+def every_layout(rank: int, folder: Path) -> None:
+    """Four ranks push one layout after the other, right after a forward; then what only a part of them can push."""
+    build = {"dtype": torch.float32, "target_modules": engines.LINEARS}
+    plain = models.with_lora(engines.qwen2, **build)
+    with ExitStack() as stack:
+        llms = []
+        if rank == 0:
+            llms.append(stack.enter_context(engine(plain, folder / "base", processes=True, **LORA)))
+        dist.barrier()
+        for turn, wrap in enumerate(
+            [tensor_parallel, fsdp2_columns, fsdp2_kept, fsdp2_mixed_precision, offloaded, hsdp]
+        ):
+            model = wrap(models.with_lora(engines.qwen2, **build))
+            for _ in range(turn + 1):
+                train_alike(model)
+            train_alike(plain)
+            if wrap is not tensor_parallel:
+                forward(model)  # leaves units gathered
+            sync = VllmSync(model, llms or None, bucket_bytes=1 << 18)
+            sync.push(verify=True)
+            for llm in llms:
+                check_answers(llm, sync, plain, 5e-6, True)
+            if wrap is not hsdp:
+                sync.close()
+        refused(rank, model, sync)
+        sync.push(mode="merged")
+        for llm in llms:
+            check_answers(llm, sync, plain, 5e-6, True)
+        sync.close()
+
+
+def refused(rank: int, model: Any, sync: VllmSync) -> None:
+    """HSDP: ranks 0 and 1 hold one copy of the model, 2 and 3 another. What is wrong with the second one is an error on
+    all four, and the engine is as before."""
+    layer = layers_of(model)[0].self_attn.q_proj
+    weight = layer.base_layer.weight.to_local()
+
+    def set_scale(scale: float) -> None:
+        layer.set_scale("default", scale)
+
+    def mark(kind: str | None) -> None:
+        layer.__dict__.pop("quantization_backend", None)
+        if kind:
+            layer.quantization_backend = kind
+
+    # what, on which ranks, how it is undone, which error in which mode
+    cases: list[tuple[Any, set[int], Any, str, str]] = [
+        (lambda: set_scale(7.0), {3}, lambda: set_scale(1.0), "disagree", "merged"),
+        (lambda: set_scale(7.0), {2, 3}, lambda: set_scale(1.0), "disagree", "merged"),
+        (lambda: mark("x"), {3}, lambda: mark(None), "quantised", "merged"),
+        (lambda: weight.neg_(), {2, 3}, lambda: weight.neg_(), "different base weights", "adapter"),
+    ]
+    before = sync.states()
+    for change, ranks, undo, message, mode in cases:
+        with torch.no_grad():
+            if rank in ranks:
+                change()
+            with pytest.raises(LoraMergeError, match=message):
+                sync.push(mode=mode)
+            if rank in ranks:
+                undo()
+        assert sync.states() == before, f"{message}: the engine is not as before"

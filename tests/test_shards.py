@@ -23,7 +23,7 @@ from lora_merge.exchange import Exchange
 from lora_merge.ranks import Ranks, even
 from lora_merge.shards import flat_boxes, overlap
 from lora_merge.shards.fsdp2 import shard_of
-from lora_merge.shards.layout import Layout, reshard
+from lora_merge.shards.layout import Layout
 
 
 class Model(nn.Module):
@@ -114,7 +114,7 @@ def pieces_and_wholes(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> None
         if step:
             if wrap is not tensor_parallel_fsdp:  # its root has parameters outside of every mesh
                 wrapped(torch.ones(2, 20)).backward()  # leaves units gathered, and allocates gradients
-            reshard(wrapped)
+            Layout(wrapped).settle()
         layout, shards = shards_of(wrapped, values)
         assert shards.keys() == values.keys()
         ranks = layout.ranks()

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from lora_merge import LoraMergeError, MergedWeights, UnsupportedAdapter, merged, read_deltas
 from lora_merge.shards import cut
-from lora_merge.shards.layout import Layout, reshard
+from lora_merge.shards.layout import Layout
 
 Wrap = Callable[[Any], nn.Module]
 ATTENTION = {"target_modules": ["q_proj", "v_proj"]}
@@ -144,7 +144,7 @@ def check(build: Callable[[], nn.Module], wrap: Wrap, what: str) -> None:
     runs = wrap not in NO_FORWARD and not (wrap in FSDP1 and "experts" in what)
     if runs:
         adapter = forward(model)  # leaves units gathered
-    reshard(model)
+    Layout(model).settle()
     before = local_bits(model)
     for strategy in (None, "unshard"):
         for _ in range(2):
@@ -165,7 +165,7 @@ def check(build: Callable[[], nn.Module], wrap: Wrap, what: str) -> None:
                 assert_same_bits(tensor, streamed[name], f"{what} {strategy} {name}")
         assert weights.metadata() == [(name, t.dtype, tuple(t.shape)) for name, t in got.items()]
         assert "base weights" in weights.describe()
-        reshard(model)
+        Layout(model).settle()
         for now, then in zip(local_bits(model), before, strict=True):
             assert_same_bits(now, then, f"{what}: a shard after merging")
     if runs:
@@ -224,7 +224,7 @@ def training(rank: int) -> None:
                 if merges:
                     with merged(model):
                         pass
-            reshard(model)
+            Layout(model).settle()
             runs.append(local_bits(model))
         for one, other in zip(*runs, strict=True):
             assert_same_bits(one, other, f"{wrap.__name__} on rank {rank}")

@@ -13,7 +13,7 @@ import engines
 import pytest
 import torch
 from processes import spawn
-from sharded_trainer import pushes
+from sharded_trainer import every_layout, pushes
 from test_shards_merge import fsdp1, fsdp2
 
 pytestmark = pytest.mark.usefixtures("no_leftovers")
@@ -23,6 +23,10 @@ no_leftovers = engines.no_leftovers
 @pytest.mark.parametrize("wrap", [fsdp2, fsdp1])
 def test_pushes_of_a_sharded_trainer(wrap: object, tmp_path: Path) -> None:
     spawn(2, pushes, wrap, tmp_path, torch.float32, [""], {}, 5e-6, timeout=timedelta(minutes=4))
+
+
+def test_every_layout_and_what_is_refused(tmp_path: Path) -> None:
+    spawn(4, every_layout, tmp_path, timeout=timedelta(minutes=8))
 
 
 def test_the_benchmark(tmp_path: Path) -> None:

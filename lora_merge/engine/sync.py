@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -255,7 +256,10 @@ class VllmSync:
             return [Pass(State("merged", report.version), await self._examine(self._weights, replicas), replicas)]
         source = await self._check_adapter(replicas)
         base = await self._examine(self._base, replicas)
-        fingerprint = await self._trainer.blocking(lambda: self._fingerprint(base))
+        fingerprints = await self._trainer.everywhere(self._trainer.blocking(lambda: self._fingerprint(base)))
+        if len(set(fingerprints)) > 1:
+            raise PushRefused(f"the trainer's ranks hold different base weights; their fingerprints: {fingerprints}")
+        fingerprint = fingerprints[0]
         # Engines that hold another base, or none that they could vouch for, get it first.
         without = [r for r in replicas if r.state.kind not in ("base", "adapter") or r.state.base != fingerprint]
         report.base_sent = bool(without)
@@ -266,10 +270,14 @@ class VllmSync:
         """Let every engine try the stream on: one error lists all that does not fit."""
         weights.keep_tied = not all(worker["tied"] for replica in replicas for worker in replica.workers)
         for _ in range(2):
-            filler = await self._trainer.blocking(weights.filler)
+            made: list[Filler] = []
+            answers = await self._trainer.everywhere(self._try_on(weights, made, replicas))
+            (filler,) = made
+            if len({key for key, _, _ in answers}) > 1:  # the ranks that share a model agree; its replicas may not
+                self._trainer.world.same(filler.lines, partial(list, filler.lines))
             dtypes: dict[str, str] = {}
             problems: list[str] = []
-            for theirs, own in await self._trainer.everywhere(self._try_on(filler, replicas)):
+            for _, theirs, own in answers:
                 problems += theirs
                 dtypes |= own
             if problems:
@@ -286,8 +294,12 @@ class VllmSync:
             weights.dtypes = wanted
         raise PushRefused("the engines hold the same weights in different dtypes; push to them apart")
 
-    async def _try_on(self, filler: Filler, replicas: Sequence[Replica]) -> tuple[list[str], dict[str, str]]:
-        """What this rank's engines say against a stream, and the dtypes that they hold it in."""
+    async def _try_on(
+        self, weights: MergedWeights, made: list[Filler], replicas: Sequence[Replica]
+    ) -> tuple[int, list[str], dict[str, str]]:
+        """What is streamed, as a key; what this rank's engines say against it; the dtypes that they hold it in."""
+        filler = await self._trainer.blocking(weights.filler)
+        made.append(filler)
         problems: list[str] = []
         dtypes: dict[str, str] = {}
         for replica in replicas:
@@ -298,7 +310,7 @@ class VllmSync:
                 found = await replica.control.rpc("examine", digest=filler.digest, table=to_json(filler.table))
             problems += replica.problems(found)
             dtypes.update({name: dtype for answer in found for name, dtype in answer["dtypes"].items()})
-        return problems, dtypes
+        return filler.lines_key, problems, dtypes
 
     async def _check_adapter(self, replicas: Sequence[Replica]) -> AdapterSource:
         """The adapter as vLLM can serve it; refused with a word on merged mode where it cannot."""
@@ -310,14 +322,10 @@ class VllmSync:
             if any(worker["lora"] is None for worker in replica.workers):
                 raise PushRefused(f"engine {replica.index} was started without enable_lora=True{_INSTEAD}")
         loras = [worker["lora"] for replica in replicas for worker in replica.workers]
-        source = await self._trainer.blocking(lambda: self._read_adapter(dtype_of(loras[0]["dtype"])))
-        if not source.modules:
-            raise PushRefused("the model has no active adapter to send")
-        limit = min(lora["max_rank"] for lora in loras)
-        if source.rank > limit:
-            raise PushRefused(f"the adapter's rank {source.rank} is above the engine's max_lora_rank {limit}{_INSTEAD}")
-        await self._trainer.everywhere(self._try_adapter(source, replicas))
-        return source
+        dtype, limit = dtype_of(loras[0]["dtype"]), min(lora["max_rank"] for lora in loras)
+        made: list[AdapterSource] = []
+        await self._trainer.everywhere(self._try_adapter(dtype, limit, made, replicas))
+        return made[0]
 
     def _read_adapter(self, dtype: torch.dtype) -> AdapterSource:
         filler = self._weights.filler()
@@ -325,7 +333,15 @@ class VllmSync:
             self._adapter = (id(filler), dtype), AdapterSource(self._weights, filler, dtype)
         return self._adapter[1]
 
-    async def _try_adapter(self, source: AdapterSource, replicas: Sequence[Replica]) -> None:
+    async def _try_adapter(
+        self, dtype: torch.dtype, limit: int, made: list[AdapterSource], replicas: Sequence[Replica]
+    ) -> None:
+        source = await self._trainer.blocking(lambda: self._read_adapter(dtype))
+        made.append(source)
+        if not source.modules:
+            raise PushRefused("the model has no active adapter to send")
+        if source.rank > limit:
+            raise PushRefused(f"the adapter's rank {source.rank} is above the engine's max_lora_rank {limit}{_INSTEAD}")
         for replica in replicas:
             if replica.control is None:
                 continue

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import InvalidInput
 from ..names import lineage
+from ..segments import raw
 from . import Piece, Shard
 
 _MODULE = {"torch.distributed.fsdp.FSDPModule", "torch.distributed.fsdp._fully_shard._fully_shard.FSDPModule"}
@@ -37,10 +39,13 @@ def shard_of(name: str, tensor: Any) -> Shard:
     """The box of a DTensor that this rank holds.
 
     Raises:
-        InvalidInput: this rank is outside of the tensor's mesh, or a placement that is neither sharded nor replicated.
+        InvalidInput: this rank is outside of the tensor's mesh, there is no process group any more, or a placement that
+            is neither sharded nor replicated.
     """
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+    if not dist.is_initialized():
+        raise InvalidInput(f"{name} is a DTensor, but torch.distributed is not initialised (any more)")
     mesh, placements = tensor.device_mesh, tensor.placements
     if mesh.get_coordinate() is None:
         raise InvalidInput(
@@ -65,24 +70,79 @@ def sharded_over(tensor: Any) -> tuple[Any, tuple[int, ...]]:
     return tensor.device_mesh, tuple(i for i, p in enumerate(tensor.placements) if not p.is_replicate())
 
 
+def meshes(units: Sequence[Any], modules: Sequence[nn.Module]) -> dict[tuple[Any, tuple[int, ...]], None]:
+    """Meshes and sharded dimensions (`sharded_over`) of everything that lies sharded in some modules, the units among
+    them, or will when units that are gathered are back on their shards."""
+    parameters: list[Any] = list(chain.from_iterable([module._parameters.values() for module in modules]))
+    kinds = {kind for kind in set(map(type, parameters)) if is_dtensor_kind(kind)}
+    away = [held for unit in units for held in _away(unit)]
+    # Between a forward and its backward a parameter may lie over a smaller mesh.
+    passing = {id(getattr(held, "_sharded_post_forward_param", None)) for held in away}
+    dtensors = [p for p in parameters if type(p) in kinds and id(p) not in passing] if kinds else []
+    return dict.fromkeys(map(sharded_over, [*dtensors, *(held.sharded_param for held in away)]))
+
+
 def reshard(units: Sequence[Any]) -> None:
     """Bring every unit back to its shards: what a forward left gathered would go on holding the old values."""
     for unit in units:
-        _check_idle(unit)
         unit.reshard()
 
 
-def _check_idle(module: Any) -> None:
-    """Refuse a unit that is gathered for a forward or a backward that has not ended."""
-    group = module._get_fsdp_state()._fsdp_param_group
-    if group is not None and str(group._training_state).endswith((".FORWARD", ".PRE_BACKWARD")):
-        raise InvalidInput(
-            f"an FSDP2 unit ({type(module).__name__}) is inside a forward or backward pass; call this between steps"
-        )
+def check_idle(units: Sequence[Any]) -> None:
+    """Refuse units that cannot go back to their shards.
+
+    Raises:
+        InvalidInput: a unit is gathered for a forward or a backward that has not ended; or something was written to a
+            parameter while it was gathered, which its shards have not seen.
+    """
+    for unit in units:
+        kind = type(unit).__name__
+        if any(str(group._training_state).endswith((".FORWARD", ".PRE_BACKWARD")) for group in _groups(unit)):
+            raise InvalidInput(f"an FSDP2 unit ({kind}) is inside a forward or backward pass; call this between steps")
+        for held in _away(unit):
+            if str(held.sharded_state).endswith(".UNSHARDED") and held._unsharded_param._version and _differs(held):
+                raise InvalidInput(
+                    f"{held._module_info.param_name} of an FSDP2 unit ({kind}) was written to while the unit was "
+                    "gathered: its shards have not seen that, and resharding forgets it. Write to the shards: call "
+                    "reshard() first"
+                )
+
+
+def _differs(held: Any) -> bool:
+    """Whether what lies gathered is not what this rank's shard holds."""
+    gathered, mine = (getattr(p.data, "_local_tensor", p.data) for p in (held._unsharded_param, held.sharded_param))
+    mesh = held.mesh_info
+    parts = gathered.chunk(getattr(mesh, "shard_mesh_size", 1), held.fsdp_placement.dim)
+    if mine.numel() == 0:
+        return False
+    return not torch.equal(raw(parts[getattr(mesh, "shard_mesh_rank", 0)]), raw(mine.to(gathered)))
+
+
+def _groups(unit: Any) -> list[Any]:
+    state = unit._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):  # torch 2.12 and newer
+        return state._fsdp_param_groups
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def _away(unit: Any) -> Iterator[Any]:
+    """The parameters of a unit that are not on their shards at the moment."""
+    for group in _groups(unit):
+        if not group.is_sharded:
+            yield from group.fsdp_params
 
 
 def group_over(mesh: Any, dims: tuple[int, ...]) -> Any:
-    """The process group over some dimensions of a mesh."""
+    """The process group over some dimensions of a mesh.
+
+    Raises:
+        InvalidInput: this rank is outside of the mesh, or its dimensions have no names.
+    """
+    if mesh.get_coordinate() is None:
+        raise InvalidInput(
+            f"rank {dist.get_rank()} is not in the mesh {mesh} over which the model is sharded: the mesh must cover "
+            "every rank that takes part"
+        )
     if mesh.ndim == 1:
         return mesh.get_group()
     if len(dims) == 1:

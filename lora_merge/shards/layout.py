@@ -2,50 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Hashable, Iterator
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..errors import InvalidInput
 from ..names import own_parameters
 from ..ranks import Ranks
 from . import Shard, address, fsdp1, fsdp2, whole
+
+_units: dict[type, int] = {}
+"""Class of a module -> the version of FSDP whose wrapper it is; 0 for others."""
 
 
 class Layout:
     """Answers for one model: what does this rank hold of a parameter, and who holds the rest.
 
-    Reading it is no collective; the ranks come out the same everywhere for models that are sharded alike.
+    Making it is no collective, and what may go wrong on one rank alone waits until shards are asked for: so the ranks
+    can agree on an error. They come out the same everywhere for models that are sharded alike.
 
     Args:
         model: plain, FSDP2 or FSDP1.
 
     Raises:
-        InvalidInput: FSDP1 units that cannot be mapped; shards over groups that do not fit together.
+        InvalidInput: FSDP units without torch.distributed; from the methods: units that are in use or were written to
+            while gathered, or that cannot be mapped; shards over groups that do not fit together.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._flat: dict[tuple[int, str], Shard] = {}
+        self._modules = _modules(model)
+        for kind in {type(module) for module in self._modules} - _units.keys():
+            _units[kind] = 1 if fsdp1.is_unit(kind) else 2 if fsdp2.is_unit(kind) else 0
+        self._one: list[Any] = [module for module in self._modules if _units[type(module)] == 1]
+        self._two: list[Any] = [module for module in self._modules if _units[type(module)] == 2]
         self._meshes: dict[tuple[Any, tuple[int, ...]], None] = {}
-        self._fsdp1: Any = None
         self._taken: dict[int, list[str]] = {}
+        self._fsdp1: Any = None
         if not dist.is_available() or not dist.is_initialized():
+            if self._one or self._two:
+                raise InvalidInput("the model is under FSDP, but torch.distributed is not initialised (any more)")
             return
-        modules = _modules(model)
-        parameters: list[Any] = list(chain.from_iterable([module._parameters.values() for module in modules]))
-        kinds = {kind for kind in set(map(type, parameters)) if fsdp2.is_dtensor_kind(kind)}
-        dtensors = [parameter for parameter in parameters if type(parameter) in kinds] if kinds else []
-        self._meshes = dict.fromkeys(map(fsdp2.sharded_over, dtensors))
-        units = _units(modules, fsdp1.is_unit)
-        self._flat = fsdp1.shards(units)
-        self._fsdp1 = fsdp1.group(units) if self._flat else None
-        owners = {id(module): module for module in modules} if self._flat else {}
-        for owner, key in self._flat:
+        self._meshes = fsdp2.meshes(self._two, self._modules)
+        self._fsdp1 = fsdp1.group(self._one)
+
+    @cached_property
+    def _flat(self) -> dict[tuple[int, str], Shard]:
+        """What FSDP1 manages."""
+        flat = fsdp1.shards(self._one)
+        owners = {id(module): module for module in self._modules} if flat else {}
+        for owner, key in flat:
             if key not in owners[owner]._parameters:
                 self._taken.setdefault(owner, []).append(key)
+        return flat
+
+    def check_idle(self) -> None:
+        """Raise `InvalidInput` where a unit is in use, or was written to while it was gathered."""
+        fsdp2.check_idle(self._two)
+
+    def settle(self) -> None:
+        """Bring every FSDP unit back to its shards."""
+        fsdp1.reshard(self._one)
+        fsdp2.reshard(self._two)
 
     def of(self, name: str, owner: nn.Module, attribute: str) -> Shard | None:
         """What this rank holds of `owner.attribute`; None where there is no such parameter."""
@@ -54,11 +75,11 @@ class Layout:
         tensor = owner._parameters.get(attribute)
         if tensor is None:
             return None
-        return self.shard(name, tensor) if self._meshes else whole(tensor)
+        return self.shard(name, tensor)
 
     def shard(self, name: str, tensor: Tensor) -> Shard:
         """What this rank holds of a tensor that FSDP1 does not manage."""
-        return fsdp2.shard_of(name, tensor) if self._meshes and fsdp2.is_dtensor(tensor) else whole(tensor)
+        return fsdp2.shard_of(name, tensor) if hasattr(tensor, "_local_tensor") else whole(tensor)
 
     def parameters(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """The parameters of a module, those that FSDP1 (`use_orig_params=False`) has taken out of it too."""
@@ -92,7 +113,7 @@ class Layout:
 
     @property
     def sharded(self) -> bool:
-        return bool(self._flat) or any(dims for _, dims in self._meshes)
+        return self._fsdp1 is not None or any(dims for _, dims in self._meshes)
 
     def ranks(self) -> Ranks:
         """The ranks that hold the model together."""
@@ -110,20 +131,6 @@ class Layout:
     def device(self) -> torch.device | None:
         """Where a sharded model computes, if its weights may lie elsewhere (CPU offloading)."""
         return next((fsdp2.device_of(mesh) for mesh, _ in self._meshes), None)
-
-
-def reshard(model: nn.Module) -> None:
-    """Bring every FSDP unit of a model back to its shards."""
-    if dist.is_available() and dist.is_initialized():
-        modules = _modules(model)
-        fsdp1.reshard(_units(modules, fsdp1.is_unit))
-        fsdp2.reshard(_units(modules, fsdp2.is_unit))
-
-
-def _units(modules: Sequence[nn.Module], is_unit: Callable[[type], bool]) -> list[nn.Module]:
-    """The modules whose class `is_unit`; thousands of modules have a few classes."""
-    kinds = {kind for kind in set(map(type, modules)) if is_unit(kind)}
-    return [module for module in modules if type(module) in kinds] if kinds else []
 
 
 def _modules(model: nn.Module) -> list[nn.Module]:

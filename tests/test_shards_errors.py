@@ -1,0 +1,183 @@
+"""What cannot be merged on shards is one clear error on every rank, and nothing is changed.
+
+Here for `merged` and `MergedWeights`; pushes are held to the same in test_vllm_shards.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import assert_same_bits
+from processes import spawn
+from test_shards_merge import Odd, fsdp1_one_unit, local_bits, odd
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from lora_merge import LoraMergeError, MergedWeights, merged
+
+
+def enter(model: nn.Module, **options: Any) -> None:
+    with merged(model, **options):
+        raise AssertionError("the body ran")
+
+
+def stream(model: nn.Module, **options: Any) -> None:
+    for _ in MergedWeights(model, **{"bucket_bytes": 512} | options):
+        raise AssertionError("something came out")
+
+
+USES: tuple[Callable[..., None], ...] = (enter, stream)
+
+
+def assert_refused(model: nn.Module, message: str, uses: tuple[Callable[..., None], ...] = USES) -> None:
+    for use in uses:
+        with pytest.raises(LoraMergeError, match=message):
+            use(model)
+
+
+def refused_between_steps(model: nn.Module, message: str, inside: AbstractContextManager[object]) -> None:
+    """Refused inside; afterwards as before, and merged again."""
+    before = local_bits(model)
+    with inside:
+        assert_refused(model, message)
+    for now, then in zip(local_bits(model), before, strict=True):
+        assert_same_bits(now, then)
+    with merged(model):
+        pass
+
+
+def in_a_forward(rank: int) -> None:
+    for wrap in (fully_shard, fsdp1_one_unit):
+        model = wrap(odd())
+        inner = next(module for module in model.modules() if isinstance(module, Odd))
+        inner.register_forward_pre_hook(lambda *_, m=model: assert_refused(m, "forward"))
+        model(torch.randn(4, 20))
+
+
+def gathered(rank: int) -> None:
+    """FSDP1's summon_full_params, and FSDP2's unshard with a write that resharding would forget."""
+    model = fsdp1_one_unit(odd())
+    refused_between_steps(model, "SUMMON_FULL_PARAMS", FullyShardedDataParallel.summon_full_params(model))
+    for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)):
+        model = fully_shard(odd(), mp_policy=policy)
+        before = local_bits(model)
+        model.unshard()
+        with torch.no_grad():
+            model.base_model.model.narrow.base_layer.weight[-1].add_(1)
+        refused_row = rank == dist.get_world_size() - 1  # the last row is the last rank's; the others say which rank
+        assert_refused(model, "weight of an FSDP2 unit .* written to" if refused_row else "rank 1 failed.*written to")
+        model.reshard()
+        for now, then in zip(local_bits(model), before, strict=True):
+            assert_same_bits(now, then)
+        model.unshard()  # nothing was written since
+        with merged(model):
+            pass
+
+
+def unmapped(rank: int) -> None:
+    policy = {"use_orig_params": True, "device_id": torch.device("cpu")}
+    model = FullyShardedDataParallel(odd(), sharding_strategy=ShardingStrategy.NO_SHARD, **policy)
+    assert_refused(model, "NO_SHARD keeps no shards")
+    model = fsdp1_one_unit(odd())
+    if rank == 1:
+        del model._handle.flat_param._shard_param_infos
+    assert_refused(model, "has no map of its parts" if rank else "rank 1 failed, nothing was changed.* no map of its")
+
+
+def disagreeing(rank: int) -> None:
+    model = fully_shard(odd())
+    message = "(?s)disagree.*rank 1: strategy='unshard'"
+    assert_refused(model, message, (partial(enter, strategy="unshard" if rank else None),))
+    assert_refused(model, message, (partial(stream, strategy="unshard" if rank else None),))
+    assert_refused(model, "(?s)disagree.*bucket_bytes=1024", (partial(stream, bucket_bytes=512 * (1 + rank)),))
+    inner = odd()
+    if rank == 1:
+        inner.base_model.model.extra = nn.Linear(2, 2)
+    assert_refused(fully_shard(inner), "(?s)disagree.*rank 1: extra.weight", (stream,))
+    model = fully_shard(odd())
+    if rank == 1:
+        model.base_model.model.wide.set_adapter([])
+    assert_refused(model, "(?s)disagree.*rank 0: wide.weight")
+
+
+def offloaded_and_cast(rank: int) -> None:
+    """Shards in float32 that roll out in bf16: one rounding, as without shards. Offloaded ones too."""
+    wanted = dict(MergedWeights(odd(), dtype=torch.bfloat16))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for options in ({"mp_policy": policy}, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}):
+        model = fully_shard(odd(), **options)
+        model(torch.randn(4, 20))
+        for name, tensor in MergedWeights(model, dtype=torch.bfloat16, bucket_bytes=512):
+            assert_same_bits(tensor, wanted[name], name)
+
+
+def after_the_end(rank: int, folder: Path) -> None:
+    """Without process groups; and with new ones again for whoever comes after."""
+    models = [fully_shard(odd()), fsdp1_one_unit(odd())]
+    world = dist.get_world_size()
+    dist.barrier()
+    dist.destroy_process_group()
+    for model in models:
+        assert_refused(model, "torch.distributed is not initialised")
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), world), rank=rank, world_size=world)
+
+
+def two_ranks(rank: int, folder: Path) -> None:
+    for case in (
+        in_a_forward,
+        gathered,
+        unmapped,
+        disagreeing,
+        offloaded_and_cast,
+        partial(after_the_end, folder=folder),
+    ):
+        try:
+            case(rank)
+        except Exception as error:
+            raise AssertionError(f"{case} on rank {rank}") from error
+
+
+def test_bad_input_is_one_error_on_every_rank(tmp_path: Path) -> None:
+    spawn(2, two_ranks, tmp_path)
+
+
+def distributed(*, uncovered: str) -> nn.Module:
+    """DTensors by rows over all ranks, but over the first two alone where names begin with `uncovered`."""
+    model = odd()
+    everybody, two = (DeviceMesh("cpu", list(range(size))) for size in (dist.get_world_size(), 2))
+    for path, module in model.named_modules():
+        mesh = two if path.removeprefix("base_model.model.").startswith(uncovered) else everybody
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                module._parameters[name] = nn.Parameter(distribute_tensor(parameter.data, mesh, [Shard(0)]))
+    return model
+
+
+def partly_covered(rank: int) -> None:
+    assert_refused(distributed(uncovered="narrow"), "not in the tensor's mesh")  # on every rank
+    model = distributed(uncovered="")  # whole between the first two, who merge it
+    if rank == 2:
+        assert_refused(model, "rank 2 is not in the mesh")
+        return
+    wanted = dict(MergedWeights(odd()))
+    for name, tensor in MergedWeights(model):
+        assert_same_bits(tensor, wanted[name], name)
+
+
+def test_a_mesh_that_does_not_cover_all_ranks() -> None:
+    spawn(3, partly_covered)
