@@ -254,6 +254,11 @@ def inside(model: nn.Module) -> list[tuple[str, Tensor]]:
         return [(t.name, t.tensor.detach().clone()) for t in named_tensors(model)]
 
 
+UNKNOWN = [] if any(hasattr(module, "_did_swap_in_out_features") for module in experts().modules()) else [
+    "experts the other way"  # PEFT 0.18 does not know of it
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("change", CHANGES)
 def test_the_next_push_and_the_next_entry_see_a_change(change: str) -> None:
     """What has run before does after the change what something new does."""
@@ -273,7 +278,7 @@ def test_the_next_push_and_the_next_entry_see_a_change(change: str) -> None:
     entered = outcome(lambda: inside(model))
     context._merges.clear()
     assert entered == outcome(lambda: inside(model))
-    if change not in ("merged and unmerged by PEFT",):
+    if change not in ("merged and unmerged by PEFT", *UNKNOWN):
         assert take(model, Layout(model)).facts != facts
 
 
