@@ -200,6 +200,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     args = parse()
     sync.quiet()
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # an engine inside of a torchrun rank does not start
     cuda, local = args.device == "cuda", int(os.environ["LOCAL_RANK"])
     device = torch.device("cuda", local) if cuda else torch.device("cpu")
     if cuda:
