@@ -372,7 +372,7 @@ def unwrapped(model: Any) -> Iterator[None]:
                 parent._modules[key] = wrapper.base_layer
                 swapped.append((parent, key, wrapper))
         for module in modules(model):
-            prefix = module.__dict__.get("lora_base_layer_prefix", "")
+            prefix = getattr(module, "lora_base_layer_prefix", "")
             if prefix:
                 prefixes.append((module, prefix))
                 module.lora_base_layer_prefix = ""
