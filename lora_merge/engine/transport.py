@@ -10,6 +10,9 @@
 Every trainer rank fills every bucket (that may take all of them) and hands it to the workers assigned to it; it fills a
 buffer while workers load the other one. Who may touch which is settled in a mailbox, a small piece of shared memory:
 the trainer counts buckets filled, each worker counts buckets done with. Over NCCL the broadcast is the hand-over.
+
+Processes of one GPU take turns at it, and each change of turns costs about as much as loading a bucket: there both
+buffers change hands together.
 """
 
 from __future__ import annotations
@@ -36,6 +39,8 @@ from .waiting import TransferAborted, alive, host_id, until
 Place = tuple[int, int]
 """Replica, and worker rank in it."""
 _LOCAL: weakref.WeakValueDictionary[str, Sender] = weakref.WeakValueDictionary()
+_TURN = {"shm": 1, "ipc": 2}
+"""Buckets that change hands together."""
 # Words of a mailbox: the trainer's, then those of each worker.
 _FILLED, _ABORTED, _WORKERS = 0, 1, 2
 _DONE, _LEFT, _PID, _WORDS = 0, 1, 2, 3
@@ -133,6 +138,7 @@ class Sender:
         self.kinds, self.nbytes, self.device = dict(channels), nbytes, device
         kinds = set(channels.values())
         self.local = "local" in kinds
+        self._turn = max((_TURN[kind] for kind in kinds if kind in _TURN), default=1)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._files: list[SharedMemory] = []
         self._memory: CudaMemory | None = None
@@ -342,7 +348,7 @@ class Sender:
             for replica, sent in self._sent.items():
                 assert buffer is not None
                 sent.append(self._groups[replica].broadcast(buffer[: extent(source.table[index])]))
-        if self._box is not None:
+        if self._box is not None and _ends_turn(index, self._turn, len(source.table)):
             if event is not None:
                 event.synchronize()
             self._box[_FILLED] = index + 1
@@ -379,6 +385,10 @@ class Sender:
             self._dead |= {place for place, at in self._at.items() if box[at + _PID] and not alive(box[at + _PID])}
 
         until(done, look)
+
+
+def _ends_turn(index: int, turn: int, count: int) -> bool:
+    return (index + 1) % turn == 0 or index + 1 == count
 
 
 def _among(gone: Callable[[], set[int]], replica: int) -> Callable[[], bool]:
@@ -469,9 +479,10 @@ class Receiver:
             if box[_FILLED] <= index:
                 raise TransferAborted("the trainer gave up in the middle of a push")
             yield index, self._buffers[index % 2]
-            if self._device.type == "cuda":
-                torch.cuda.current_stream(self._device).synchronize()
-            box[self._at + _DONE] = index + 1
+            if _ends_turn(index, _TURN[self.kind], count):
+                if self._device.type == "cuda":
+                    torch.cuda.current_stream(self._device).synchronize()
+                box[self._at + _DONE] = index + 1
 
     def _broadcast(self, group: Group, sizes: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
         group.join()
