@@ -16,6 +16,7 @@ from torch import nn
 
 from lora_merge import VllmSync
 from lora_merge.engine.loader import Loader
+from lora_merge.engine.state import Modules
 from lora_merge.verify import coverage
 
 MOE = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], "target_parameters": engines.EXPERTS}
@@ -80,7 +81,7 @@ def test_buffers_that_vllm_makes_itself_are_made_again(tmp_path: Path) -> None:
         wanted = {key: buffer.clone() for key, buffer in tower.named_buffers()}
         for buffer in tower.buffers():
             buffer.uniform_()
-        Loader(tower, config, torch.device("cpu")).finish()
+        Loader(Modules(tower), config, torch.device("cpu")).finish()
     assert wanted.keys() == {"input_norm.weight", "input_norm.bias"}
     for key, buffer in tower.named_buffers():
         assert torch.equal(buffer, wanted[key]), key

@@ -23,7 +23,7 @@ from ..segments import copies
 from ..shards import cut, overlap
 from ..stream import Places
 from .capture import Capture, Copy, coverage, feed, torn
-from .state import live_tensors, modules, walk
+from .state import Modules
 
 _AS_LOADED = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
 """Methods that leave weights on a CUDA device as they were loaded."""
@@ -71,13 +71,14 @@ class Loader:
     """Loads full weight sets into one worker's model.
 
     Args:
-        model: the live vLLM model, LoRA wrappers and all.
+        modules: of the live vLLM model, LoRA wrappers and all.
         model_config: vLLM's.
         device: of the worker.
     """
 
-    def __init__(self, model: nn.Module, model_config: Any, device: torch.device) -> None:
-        self.model: Any = model
+    def __init__(self, modules: Modules, model_config: Any, device: torch.device) -> None:
+        self.model: Any = modules.model
+        self._modules = modules
         self._config, self.device = model_config, device
         self._examined: dict[Any, Examination] = {}
         self._plans: dict[int, tuple[int, Plan]] = {}
@@ -87,13 +88,13 @@ class Loader:
     @property
     def ties(self) -> bool:
         """Whether some parameter has two names here (a head tied to the embedding)."""
-        return bool(_ties(self.model))
+        return bool(_ties(self._modules))
 
     def examine(self, digest: str, table: Table) -> Examination:
         """The dry run; kept for as long as table (by its digest) and parameters stay the same. Nothing is written."""
-        key = (digest, *((t.data_ptr(), t.shape) for t in live_tensors(self.model)))
+        key = (digest, *((t.data_ptr(), t.shape) for t in self._modules.tensors()))
         if key not in self._examined:
-            with torch.no_grad(), unwrapped(self.model):
+            with torch.no_grad(), unwrapped(self._modules):
                 self._examined = {key: self._dry_run(table)}
             self._plans.clear()
         return self._examined[key]
@@ -102,7 +103,7 @@ class Loader:
         """Open the layers whose layout changes after loading."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-        with torch.no_grad(), unwrapped(self.model):
+        with torch.no_grad(), unwrapped(self._modules):
             for layer in self._staged_layers() if examination.staged else ():
                 self._open.append((layer, getattr(layer.quant_method, "moe_kernel", None)))
                 if self.device.type == "cpu" and hasattr(layer.quant_method, "moe_kernel"):
@@ -122,7 +123,7 @@ class Loader:
         plan.run()
         tensors = [whole for slot in slots if slot.name in examination.staged for whole in self._staged(slot, data)]
         if tensors:
-            with torch.no_grad(), unwrapped(self.model):
+            with torch.no_grad(), unwrapped(self._modules):
                 self.model.load_weights(iter(tensors))
 
     def _staged(self, slot: Slot, data: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -158,15 +159,17 @@ class Loader:
         """Close the layers: vLLM processes them into the layout that it computes with."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-        with torch.no_grad(), unwrapped(self.model):
+        with torch.no_grad(), unwrapped(self._modules):
             for layer, _ in self._open:
                 finalize_layerwise_reload(layer, self._config)
+            if self._open:
+                self._modules.forget()
             self._open = []
             for layer in self._derived_layers():
                 layer.process_weights_after_loading(self._config.dtype)
             for layer in self._tied_layers():
                 layer.quant_method.process_weights_after_loading(layer)
-            for layer in modules(self.model):
+            for layer in self._modules:
                 if type(layer).__name__ in _COMPUTED:
                     self._compute(layer)
 
@@ -195,7 +198,7 @@ class Loader:
 
     def _dry_run(self, table: Table) -> Examination:
         fed = [(meta.name, torch.empty(meta.shape, dtype=meta.dtype, device="meta")) for meta in metas(table).values()]
-        ties = _ties(self.model)
+        ties = _ties(self._modules)
         roots = self._staged_layers()
         with _on_meta(roots):
             tensors = _engine_tensors(self.model)
@@ -234,7 +237,7 @@ class Loader:
         tied = {id(layer) for layer in self._tied_layers()}
         inside: set[int] = set()
         layers = []
-        for module in modules(self.model):
+        for module in self._modules:
             method = getattr(module, "quant_method", None)
             if method is None or id(module) in tied or id(module) in inside:
                 continue
@@ -250,7 +253,7 @@ class Loader:
             return []
         seen: set[int] = set()
         tied = []
-        for module in modules(self.model):
+        for module in self._modules:
             own = {id(p) for p in module._parameters.values() if p is not None and p.numel()}
             if own and own <= seen and getattr(module, "quant_method", None) is not None:
                 tied.append(module)
@@ -261,7 +264,7 @@ class Loader:
         """Attention layers that keep matrices derived from a projection's weight (MLA)."""
         return [
             module
-            for module in modules(self.model)
+            for module in self._modules
             if "kv_b_proj" in module._modules and callable(getattr(module, "process_weights_after_loading", None))
         ]
 
@@ -321,12 +324,12 @@ def _engine_tensors(model: nn.Module) -> dict[str, tuple[Tensor, nn.Module]]:
     return found
 
 
-def _ties(model: nn.Module) -> dict[str, str]:
+def _ties(modules: Modules) -> dict[str, str]:
     """Path of a tied parameter -> path under which it comes first."""
     first: dict[int, str] = {}
     ties = {}
     # A head may be the embedding module itself, under a second name.
-    for name, module in walk(model):
+    for name, module in modules.paths():
         for key, parameter in module._parameters.items():
             if parameter is not None and parameter.numel():
                 path: str = f"{name}.{key}" if name else key
@@ -348,7 +351,7 @@ def _same_layout(module: nn.Module) -> bool:
 
 
 @contextmanager
-def unwrapped(model: Any) -> Iterator[None]:
+def unwrapped(modules: Modules) -> Iterator[None]:
     """The model without vLLM's LoRA wrappers, whose names `load_weights` does not know."""
     try:
         from vllm.lora.layers import BaseLayerWithLoRA
@@ -362,7 +365,7 @@ def unwrapped(model: Any) -> Iterator[None]:
         while True:
             found = [
                 (parent, key, child)
-                for parent in modules(model)
+                for parent in modules
                 for key, child in parent._modules.items()
                 if isinstance(child, BaseLayerWithLoRA) and isinstance(getattr(child, "base_layer", None), nn.Module)
             ]
@@ -371,7 +374,8 @@ def unwrapped(model: Any) -> Iterator[None]:
             for parent, key, wrapper in found:
                 parent._modules[key] = wrapper.base_layer
                 swapped.append((parent, key, wrapper))
-        for module in modules(model):
+            modules.forget()
+        for module in modules:
             prefix = getattr(module, "lora_base_layer_prefix", "")
             if prefix:
                 prefixes.append((module, prefix))
@@ -382,3 +386,5 @@ def unwrapped(model: Any) -> Iterator[None]:
             module.lora_base_layer_prefix = prefix
         for parent, key, wrapper in reversed(swapped):
             parent._modules[key] = wrapper
+        if swapped:
+            modules.forget()

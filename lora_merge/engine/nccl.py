@@ -51,10 +51,13 @@ class Nccl:
                 return type(obj).from_buffer_copy(store.get("id"))
 
         members = Members(rank=rank, world_size=world, store=store)
-        self._communicator = PyNcclCommunicator(members, device=device)
+        self._stream, self._device = torch.cuda.Stream(device), device
+        # Its first collective goes to what vLLM takes for the current stream: in a process that has set none, a new one
+        # that stays current; in one of several GPUs, perhaps one of another GPU.
+        with torch.cuda.stream(self._stream):
+            self._communicator = PyNcclCommunicator(members, device=device)
         if self._communicator.disabled:
             raise RuntimeError("vLLM cannot use NCCL here: is its library missing, or VLLM_DISABLE_PYNCCL set?")
-        self._stream, self._device = torch.cuda.Stream(device), device
 
     def broadcast(self, data: Tensor) -> Done:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))

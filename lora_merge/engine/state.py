@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -90,39 +90,54 @@ def _spread(tensor: Tensor) -> Tensor:
     return tensor.as_strided((last // step + 1, 1), (step, 1))
 
 
-def walk(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Every module under every path, in the order of `named_modules(remove_duplicate=False)`, whose nested generators
-    take ten times as long; pushes walk engines several times."""
-    found: list[tuple[str, nn.Module]] = []
-    rest: list[tuple[str, nn.Module]] = [("", model)]
-    while rest:
-        path, module = rest.pop()
-        found.append((path, module))
-        below = [
-            (f"{path}.{key}" if path else key, child) for key, child in module._modules.items() if child is not None
-        ]
-        rest.extend(reversed(below))
-    return found
+class Modules:
+    """What an engine's model is made of, found once and kept until `forget`.
 
+    A push asks a dozen times, a walk over 28 layers takes half a millisecond, and within one call to a worker nobody
+    changes modules but this package. So every call forgets first.
 
-def modules(model: nn.Module) -> list[nn.Module]:
-    """Every module once, as `Module.modules()`."""
-    return list({id(module): module for _, module in walk(model)}.values())
+    Args:
+        model: the live vLLM model, LoRA wrappers and all.
+    """
 
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._paths: list[tuple[str, nn.Module]] = []
+        self._each: list[nn.Module] = []
 
-def live_tensors(model: nn.Module) -> list[Tensor]:
-    """Parameters, then persistent buffers of an engine's model, each once."""
-    own = modules(model)
-    found: dict[int, Tensor] = {
-        id(p): p for module in own for p in module._parameters.values() if p is not None and p.numel()
-    }
-    for module in own:
-        for key, buffer in module._buffers.items():
-            if buffer is not None and buffer.numel() and key not in module._non_persistent_buffers_set:
-                found[id(buffer)] = buffer
-    return list(found.values())
+    def forget(self) -> None:
+        """Modules may have changed."""
+        self._paths, self._each = [], []
 
+    def paths(self) -> list[tuple[str, nn.Module]]:
+        """Every module under every path, in the order of `named_modules(remove_duplicate=False)`, whose nested
+        generators take ten times as long."""
+        rest: list[tuple[str, nn.Module]] = [] if self._paths else [("", self.model)]
+        while rest:
+            path, module = rest.pop()
+            self._paths.append((path, module))
+            below = [
+                (f"{path}.{key}" if path else key, child) for key, child in module._modules.items() if child is not None
+            ]
+            rest.extend(reversed(below))
+        return self._paths
 
-def packed_kernels(model: nn.Module) -> list[Any]:
-    """What vLLM's CPU layers compute with instead of their parameters; made anew whenever weights are processed."""
-    return [module.__dict__["cpu_linear"] for module in modules(model) if "cpu_linear" in module.__dict__]
+    def __iter__(self) -> Iterator[nn.Module]:
+        """Every module once, as `Module.modules()`."""
+        self._each = self._each or list({id(module): module for _, module in self.paths()}.values())
+        return iter(self._each)
+
+    def tensors(self) -> list[Tensor]:
+        """Live parameters, then persistent buffers, each once."""
+        found: dict[int, Tensor] = {
+            id(p): p for module in self for p in module._parameters.values() if p is not None and p.numel()
+        }
+        for module in self:
+            for key, buffer in module._buffers.items():
+                if buffer is not None and buffer.numel() and key not in module._non_persistent_buffers_set:
+                    found[id(buffer)] = buffer
+        return list(found.values())
+
+    def kernels(self) -> list[Any]:
+        """What vLLM's CPU layers compute with instead of their parameters; made anew whenever weights are processed."""
+        return [module.__dict__["cpu_linear"] for module in self if "cpu_linear" in module.__dict__]

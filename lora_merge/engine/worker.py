@@ -26,7 +26,7 @@ from ..stream import Places
 from .adapter import ADAPTER_ID, load_adapter, remove_adapter, unserved_modules
 from .loader import Examination, Loader
 from .sources import add_checksums
-from .state import Sampler, State, live_tensors, packed_kernels
+from .state import Modules, Sampler, State
 from .transport import Received, Receiver, introduction
 
 _SIDE = "_lora_merge"
@@ -52,8 +52,8 @@ class Side:
     """What this package keeps in a worker, beside the model's weights."""
 
     def __init__(self, model: nn.Module, model_config: Any, device: torch.device) -> None:
-        self.model, self.device = model, device
-        self.loader = Loader(model, model_config, device)
+        self.device, self.modules = device, Modules(model)
+        self.loader = Loader(self.modules, model_config, device)
         self.receiver: Receiver | None = None
         self.tables: dict[str, Table] = {}
         self.pending: State | None = None
@@ -71,9 +71,9 @@ class Side:
         """What the weights are; "dirty" if they changed since this package wrote them."""
         if self.held.kind in ("nothing", "dirty") or asleep():
             return self.held
-        kernels = packed_kernels(self.model)
+        kernels = self.modules.kernels()
         same = len(kernels) == len(self._kernels) and all(a is b for a, b in zip(kernels, self._kernels, strict=True))
-        if not same or self._sampler(live_tensors(self.model)) != self._sample:
+        if not same or self._sampler(self.modules.tensors()) != self._sample:
             self.held = self.held.dirty("its weights were changed by something else: a sleep, a reload, an update")
         return self.held
 
@@ -81,8 +81,8 @@ class Side:
         """The weights are now `state`: note what they look like."""
         self.held = state
         if state.kind != "dirty":
-            self._sample = self._sampler(live_tensors(self.model))
-            self._kernels = packed_kernels(self.model)
+            self._sample = self._sampler(self.modules.tensors())
+            self._kernels = self.modules.kernels()
 
     def evicted(self) -> None:
         """The adapter is gone, the base is still what it was."""
@@ -140,9 +140,10 @@ class LoraMergeWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.side.connect(init_info.channels[self.parallel_config.rank])
 
     def start_weight_update(self) -> None:
-        self.side.settle(self.side.held.dirty("a push is under way or did not end"))
-        self.side.loader.abort()
-        self.side.updating = True
+        side = self.side
+        side.settle(side.held.dirty("a push is under way or did not end"))
+        side.loader.abort()
+        side.updating = True
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         self.receive_weights(self.parse_update_info(update_info))
@@ -181,9 +182,10 @@ class LoraMergeWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         side.pending, side.updating = None, False
 
     def shutdown(self) -> None:
-        if self.side.receiver is not None:
-            self.side.receiver.close()
-            self.side.receiver = None
+        side = self.side
+        if side.receiver is not None:
+            side.receiver.close()
+            side.receiver = None
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
@@ -192,10 +194,12 @@ class LoraMergeWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 
 def side_of(model: nn.Module, model_config: Any, device: torch.device) -> Side:
-    """The `Side` of a model, made at first use."""
+    """The `Side` of a model, made at first use, for one call to a worker."""
     if _SIDE not in model.__dict__:
         model.__dict__[_SIDE] = Side(model, model_config, device)
-    return model.__dict__[_SIDE]
+    side: Side = model.__dict__[_SIDE]
+    side.modules.forget()
+    return side
 
 
 def asleep() -> bool:
