@@ -37,21 +37,20 @@ std::tuple<at::Tensor, int64_t> tracked_sizes_cpu(const at::Tensor& table) {
   return {first_unit, bytes};
 }
 
-cpu::Journal journal(const at::Tensor& codes, const at::Tensor& places, const at::Tensor& sums, const at::Tensor& arena,
+cpu::Journal journal(const at::Tensor& codes, const at::Tensor& records, const at::Tensor& arena,
                      const at::Tensor& counter) {
-  return {codes.mutable_data_ptr<uint8_t>(), places.mutable_data_ptr<int64_t>(),
-          reinterpret_cast<uint64_t*>(sums.mutable_data_ptr<int64_t>()), arena.mutable_data_ptr<uint8_t>(),
-          arena.numel(), counter.mutable_data_ptr<int64_t>()};
+  return {codes.mutable_data_ptr<uint8_t>(), reinterpret_cast<cpu::Record*>(records.mutable_data_ptr<int64_t>()),
+          arena.mutable_data_ptr<uint8_t>(), arena.numel(), counter.mutable_data_ptr<int64_t>()};
 }
 
-void track_cpu(const at::Tensor& table, const at::Tensor& codes, const at::Tensor& places, const at::Tensor& sums,
-               const at::Tensor& arena, const at::Tensor& counter) {
-  cpu::track(segments(table), table.size(0), journal(codes, places, sums, arena, counter));
+void track_cpu(const at::Tensor& table, const at::Tensor& codes, const at::Tensor& records, const at::Tensor& arena,
+               const at::Tensor& counter) {
+  cpu::track(segments(table), table.size(0), journal(codes, records, arena, counter));
 }
 
-void untrack_cpu(const at::Tensor& table, const at::Tensor& codes, const at::Tensor& places, const at::Tensor& sums,
-                 const at::Tensor& arena, const at::Tensor& counter) {
-  cpu::untrack(segments(table), table.size(0), journal(codes, places, sums, arena, counter));
+void untrack_cpu(const at::Tensor& table, const at::Tensor& codes, const at::Tensor& records, const at::Tensor& arena,
+                 const at::Tensor& counter) {
+  cpu::untrack(segments(table), table.size(0), journal(codes, records, arena, counter));
 }
 
 }  // namespace
@@ -61,9 +60,8 @@ TORCH_LIBRARY(lora_merge_native, m) {
   m.def("launch_cpu(Tensor table, bool stochastic, int seed) -> ()", lora_merge::launch_cpu);
   m.def("row_norms_cpu(Tensor table, Tensor out) -> ()", lora_merge::row_norms_cpu);
   m.def("tracked_sizes_cpu(Tensor table) -> (Tensor, int)", lora_merge::tracked_sizes_cpu);
-  m.def("track_cpu(Tensor table, Tensor codes, Tensor places, Tensor sums, Tensor arena, Tensor counter) -> ()",
-        lora_merge::track_cpu);
-  m.def("untrack_cpu(Tensor table, Tensor codes, Tensor places, Tensor sums, Tensor arena, Tensor counter) -> ()",
+  m.def("track_cpu(Tensor table, Tensor codes, Tensor records, Tensor arena, Tensor counter) -> ()", lora_merge::track_cpu);
+  m.def("untrack_cpu(Tensor table, Tensor codes, Tensor records, Tensor arena, Tensor counter) -> ()",
         lora_merge::untrack_cpu);
   m.def("cpu_isas() -> str[]", lora_merge::cpu::isas);
 }

@@ -71,7 +71,7 @@ def taken(
     parameters = [module._parameters for module in modules]
     facts += map(len, parameters)
     facts += chain.from_iterable(parameters)
-    tensors: list[Any] = list(chain.from_iterable([p.values() for p in parameters]))
+    tensors: list[Any] = list(chain.from_iterable(map(dict.values, parameters)))
     for module in modules:
         for key, buffer in module._buffers.items() if module._buffers else ():
             if key not in module._non_persistent_buffers_set:

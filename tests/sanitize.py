@@ -1,10 +1,14 @@
-"""Runs every path of the CUDA kernels once, on small shapes: compute-sanitizer watches (tests/gpu.sh)."""
+"""Runs every path of the CUDA kernels once, on small shapes: compute-sanitizer watches (tests/gpu.sh).
+
+python tests/sanitize.py [plain] [tracked]        (default: both)
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import os
+import sys
 
 os.environ["LORA_MERGE_BACKEND"] = "cuda"
 
@@ -12,7 +16,7 @@ import torch
 from helpers import LAYOUTS, assert_accurate, make_segment
 
 from lora_merge import Plan, Segment
-from lora_merge.kernels import fused
+from lora_merge.kernels import cuda_tracked, fused
 from lora_merge.restore import TrackedPlan
 
 DEVICE = torch.device("cuda", 0)
@@ -20,6 +24,14 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 def main() -> None:
+    segments = shapes()
+    for part in sys.argv[1:] or ("plain", "tracked"):
+        {"plain": plain, "tracked": tracked}[part](segments)
+    torch.cuda.synchronize()
+    print("all paths ran")
+
+
+def shapes() -> list[Segment]:
     segments: list[Segment] = []
     # Narrow and wide products, one chunk of the rank and several, staged and direct, whole tiles and edges.
     for (base, out), adapters, rank in itertools.product(
@@ -30,6 +42,10 @@ def main() -> None:
     for layout in LAYOUTS:
         segments.append(make_segment(layout, 40, 72, 20, (BF16,) * 4, DEVICE, layouts=(layout,) * 4))
         segments.append(make_segment("convert", 3, 9000, 0, (FP32, BF16, BF16, BF16), DEVICE))
+    return segments
+
+
+def plain(segments: list[Segment]) -> None:
     for group in (segments, *([s] for s in segments[::9])):  # as a table on the device, and as a kernel argument
         Plan(group).run()
         for s in group:
@@ -47,15 +63,18 @@ def main() -> None:
         plan = Plan([Segment("norms", s.source, s.destination, s.lora_A, s.lora_B, s.scaling, scale)])
         plan.row_norms()
         plan.run()
+
+
+def tracked(segments: list[Segment]) -> None:
     in_place = [dataclasses.replace(s, destination=s.source) for s in segments if s.rank]
-    fused.FIRST_ROOM = 1000  # the arena ends on the way, and grows
-    plan = TrackedPlan(in_place)
+    scaled = make_segment("scaled", 70, 200, 40, (BF16,) * 4, DEVICE)
+    in_place.append(dataclasses.replace(scaled, destination=scaled.source, row_scale=torch.rand(70, device=DEVICE)))
     before = [s.source.clone() for s in in_place]
-    plan.merge()
-    plan.unmerge()
-    assert all(torch.equal(s.source, old) for s, old in zip(in_place, before, strict=True))
-    torch.cuda.synchronize()
-    print("all paths ran")
+    for fused.FIRST_ROOM, cuda_tracked.LEFT_OVER in ((1000, 512), (1, 1)):  # the arena ends on the way; chunks
+        plan = TrackedPlan(in_place)
+        plan.merge()
+        plan.unmerge()
+        assert all(torch.equal(s.source, old) for s, old in zip(in_place, before, strict=True))
 
 
 main()

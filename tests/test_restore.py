@@ -118,7 +118,9 @@ def test_memory(backend: Backend, update: float, most: float) -> None:
 def test_whatever_the_adapter_never_much_above_a_copy(backend: Backend) -> None:
     s = in_place(make_segment("w", 64, 256, 16, (torch.bfloat16,) * 4, backend.device, update=1e4))
     held, base = round_trip([s])
-    assert held <= 1.125 * base, "2 bits an element on top of raw bits"
+    units = s.source.numel() // 1024  # at most: each has a place and a checksum of 8 bytes
+    left = base // fused.FIRST_ROOM  # of the first arena, which was too small for a unit
+    assert held <= 1.125 * base + 16 * units + left, "2 bits an element on top of raw bits"
 
 
 @pytest.mark.parametrize("fails_at", [1, 2, 3])
@@ -186,7 +188,7 @@ def test_written_in_between(backend: Backend, dtype: torch.dtype, what: str) -> 
             assert_same_bits(s.source, old, f"{s.name}, restored")
     as_left, as_before = bits(weight) == bits(left), bits(weight) == bits(before[1])
     assert (as_left | as_before).all(), "an element is neither what was written nor the base"
-    if backend.compiled and "element" in what:
+    if backend.name in ("cuda", "cpu") and "element" in what:  # the others' unit is a whole piece of a weight
         assert not as_left.all(), "units that nobody wrote were given up too"
     assert plan.nbytes == 0
     weight.copy_(before[1])

@@ -13,14 +13,19 @@ void launch(const Segment* segments, int64_t count, bool stochastic, uint64_t se
 // Writes the squared norm of each row of source + scaling * B A, segment after segment.
 void row_norms(const Segment* segments, int64_t count, double* out);
 
+// Of each unit: where its escaped elements begin in the arena, -1 if it is not merged; and a checksum of what was written.
+struct Record {
+  int64_t place;
+  uint64_t checksum;
+};
+
 // What brings weights back that were merged in place; docs/restore.md.
 struct Journal {
-  uint8_t* codes;    // two bits an element
-  int64_t* places;   // of each unit: where its escaped elements begin in the arena; -1: the unit is not merged
-  uint64_t* sums;    // of each unit: a checksum of what was written
+  uint8_t* codes;  // two bits an element
+  Record* records;
   uint8_t* arena;    // raw bits of escaped elements
   int64_t room;      // bytes of the arena
-  int64_t* counter;  // bytes of the arena asked for, those of them that it had no room for, and units found changed
+  int64_t* counter;  // bytes of the arena asked for, those that units lack, units found changed
 };
 constexpr int64_t kArenaStep = 4;  // bytes; a unit's escaped elements begin at a multiple
 

@@ -37,21 +37,21 @@ int64_t tracked_sizes(const Segment* segments, int64_t count, int64_t* first_uni
 void track(const Segment* segments, int64_t count, const Journal& journal) {
   const Kernels& k = kernels();
   const std::vector<int64_t> begin = code_begin(segments, count);
-  std::atomic<int64_t> taken(journal.counter[0]), refused(journal.counter[1]);
+  std::atomic<int64_t> taken(journal.counter[0]), lacking(journal.counter[1]);
   for_units<TrackScratch>(segments, count, track_cut, [&](int64_t at, int64_t i, const Unit& unit, TrackScratch& scratch) {
-    if (journal.places[at] >= 0) return;
+    Record& record = journal.records[at];
+    if (record.place >= 0) return;
     const int64_t bytes = k.track(unit, journal.codes + begin[i] + codes_before(unit), scratch);
     const int64_t reserved = round_up(bytes, kArenaStep), place = taken.fetch_add(reserved);
     if (place + reserved > journal.room) {
-      refused += reserved;
+      lacking += reserved;
       return;
     }
     std::memcpy(journal.arena + place, scratch.escaped, bytes);
-    journal.sums[at] = k.write(unit, scratch);
-    journal.places[at] = place;
+    record = {place, k.write(unit, scratch)};
   });
   journal.counter[0] = taken;
-  journal.counter[1] = refused;
+  journal.counter[1] = lacking;
 }
 
 void untrack(const Segment* segments, int64_t count, const Journal& journal) {
@@ -59,13 +59,14 @@ void untrack(const Segment* segments, int64_t count, const Journal& journal) {
   const std::vector<int64_t> begin = code_begin(segments, count);
   std::atomic<int64_t> changed(0);
   for_units<TrackScratch>(segments, count, track_cut, [&](int64_t at, int64_t i, const Unit& unit, TrackScratch& scratch) {
-    if (journal.places[at] < 0) return;
-    if (k.checksum(unit) != journal.sums[at]) {
+    Record& record = journal.records[at];
+    if (record.place < 0) return;
+    if (k.checksum(unit) != record.checksum) {
       ++changed;
       return;
     }
-    k.untrack(unit, journal.codes + begin[i] + codes_before(unit), journal.arena + journal.places[at], scratch);
-    journal.places[at] = -1;
+    k.untrack(unit, journal.codes + begin[i] + codes_before(unit), journal.arena + record.place, scratch);
+    record.place = -1;
   });
   journal.counter[2] = changed;
 }

@@ -116,8 +116,9 @@ __device__ __forceinline__ uint32_t operand_A_address(const bf16* shared, int wa
 }
 
 // 32 ranks for 64 columns and `Steps` times eight rows: sum += A^T B^T. Wide products that are small go to a sum of
-// their own: the matrix unit cuts what it adds, and would cut the large sum once for each of them.
-template <bool Wide, int Steps>
+// their own: the matrix unit cuts what it adds, and would cut the large sum once for each of them. The First chunk does
+// not add to a sum, but begins it.
+template <bool Wide, int Steps, bool First = false>
 __device__ __forceinline__ void multiply_chunk(float (&sum)[Steps][4][4], uint32_t a_address, int pitch,
                                                int plane_bytes, const uint32_t (&b)[Steps][Wide ? 3 : 1][4]) {
 #pragma unroll
@@ -142,7 +143,10 @@ __device__ __forceinline__ void multiply_chunk(float (&sum)[Steps][4][4], uint32
 #pragma unroll
     for (int j = 0; j < Steps; ++j)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) sum[j][t][e] += Wide ? large[j][e] + small[j][e] : large[j][e];
+      for (int e = 0; e < 4; ++e) {
+        const float chunk = Wide ? large[j][e] + small[j][e] : large[j][e];
+        sum[j][t][e] = First ? chunk : sum[j][t][e] + chunk;
+      }
   }
 }
 

@@ -39,7 +39,7 @@ struct Walk {
   int strip;       // first column of the unit
   int first_row;   // of the warp's first step
   int row_end;     // of the unit
-  int steps;       // at least one more than are in flight, so that loads look at most one unit ahead
+  int steps;       // even, and at least one more than are in flight, so that loads look at most one unit ahead
   int full_steps;  // the leading ones whose 8 x 64 elements all exist
   int col;         // of this lane's eight columns
 
@@ -52,7 +52,7 @@ struct Walk {
     strip = (local - down * across) * launch.col_warps * 64;
     first_row = begin + row_warp * kStepRows;
     row_end = min(begin + launch.rows_per_unit, static_cast<int>(s.rows));
-    steps = max(launch.deep + 1, (row_end - first_row + stride - 1) / stride);
+    steps = (max(launch.deep + 1, (row_end - first_row + stride - 1) / stride) + 1) & ~1;
     full_steps = strip + col_warp * 64 + 64 <= s.cols ? max(0, (row_end - kStepRows - first_row + stride) / stride) : 0;
     col = strip + col_warp * 64 + threadIdx.x % 32 / 4 * 8;
   }

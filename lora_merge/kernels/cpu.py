@@ -36,6 +36,8 @@ def prepare(segments: Sequence[Segment], device: torch.device) -> _Launch:
 class _Tracked:
     """`fused.Kernels` of a table."""
 
+    chunk, slack = 0, 0
+
     def __init__(self, segments: Sequence[Segment]) -> None:
         self._names = [s.name for s in segments]
         self.table, self.device = torch.from_numpy(pack(segments)), torch.device("cpu")
@@ -44,10 +46,10 @@ class _Tracked:
         self.base_bytes = sum(s.source.nbytes for s in segments)
 
     def track(self, j: Journal) -> None:
-        torch.ops.lora_merge_native.track_cpu(self.table, j.codes, j.places, j.sums, j.arena, j.counter)
+        torch.ops.lora_merge_native.track_cpu(self.table, j.codes, j.records, j.arena, j.counter)
 
     def untrack(self, j: Journal) -> None:
-        torch.ops.lora_merge_native.untrack_cpu(self.table, j.codes, j.places, j.sums, j.arena, j.counter)
+        torch.ops.lora_merge_native.untrack_cpu(self.table, j.codes, j.records, j.arena, j.counter)
 
     def names(self, units: Tensor) -> set[str]:
         return {self._names[i] for i in torch.searchsorted(self._first, units, right=True) - 1}

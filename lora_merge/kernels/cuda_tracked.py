@@ -9,15 +9,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import BackendUnavailable
-from ..segments import COLS, DTYPES, KEY, RANK, ROWS, UNIT_BEGIN, UNITS_ACROSS, Segment, pack
-from .cuda import BF16, CHUNK, INLINE_SEGMENTS, MAX_UNIT_ROWS, RESERVED, WARP_COLS, _ceil, _place
+from ..segments import COLS, DTYPES, FLOATS, KEY, RANK, ROWS, UNIT_BEGIN, UNITS_ACROSS, Segment, pack
+from .cuda import BF16, INLINE_SEGMENTS, WARP_COLS, _ceil, _place, _rows_per_unit, _shape, _widest
 from .fused import Journal
 
-TILE_ELEMENTS = 4096
-"""Of a tile, which has one place in the journal: the same number as in csrc/cuda/tracked.h."""
-MARGIN = 8
-"""Elements added to a row of A in shared memory: no bank conflicts."""
+# The same numbers as in csrc/cuda.
+WARPS = 8
+UNIT_ELEMENTS = 1024
+"""Of a unit of the journal: two steps of a warp. A tile is a unit of each warp of a block."""
+
+CHUNK = 1024
+"""Bytes of the arena that a warp takes at a time: an answer from memory for some forty units."""
+LEFT_OVER = 512
+"""All chunks together are less than this part of the weights, so smaller for small models: most of one may be left."""
+BLOCKS = 2
+"""That share a multiprocessor."""
 
 
 class _Group(NamedTuple):
@@ -32,6 +38,8 @@ class _Group(NamedTuple):
     n_units: int
     rows_per_unit: int
     col_warps: int
+    deep: int
+    staged_B: bool
     margin: int
     max_rank: int
 
@@ -42,7 +50,7 @@ class CudaTracked:
     def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:
         self.device = device
         self.base_bytes = sum(s.source.nbytes for s in segments)
-        self.units = 0
+        self._tiles = 0
         self._groups: list[_Group] = []
         table = pack(segments)
         wide = (table[:, RANK] > 0) & ((table[:, DTYPES] >> 16 & 0xFFFF) != (BF16 | BF16 << 8))
@@ -52,7 +60,12 @@ class CudaTracked:
         for key in np.unique(group):
             self._names += [s.name for s, there in zip(segments, group == key, strict=True) if there]
             self._groups.append(self._group(table[group == key], int(key) >> 1, bool(key & 1)))
-        self.code_bytes = self.units * TILE_ELEMENTS // 4
+        self.units = self._tiles * WARPS
+        self.code_bytes = self.units * UNIT_ELEMENTS // 4
+        blocks = BLOCKS * torch.cuda.get_device_properties(device).multi_processor_count
+        warps = WARPS * sum(min(blocks, g.n_units) for g in self._groups)
+        self.chunk = min(CHUNK, self.base_bytes // (LEFT_OVER * warps)) & ~3
+        self.slack = self.chunk * warps
 
     def track(self, journal: Journal) -> None:
         self._launch(journal, False)
@@ -61,66 +74,33 @@ class CudaTracked:
         self._launch(journal, True)
 
     def names(self, units: Tensor) -> set[str]:
-        return {self._names[i] for i in np.searchsorted(np.concatenate(self._first), units.numpy(), side="right") - 1}
+        tiles = units.numpy() // WARPS
+        return {self._names[i] for i in np.searchsorted(np.concatenate(self._first), tiles, side="right") - 1}
 
     def _launch(self, j: Journal, undo: bool) -> None:
         for group in self._groups:
-            torch.ops.lora_merge_native.track_cuda(*group, undo, j.codes, j.places, j.sums, j.arena, j.counter)
+            torch.ops.lora_merge_native.track_cuda(*group, undo, j.codes, j.records, j.arena, j.chunk, j.counter)
 
     def _group(self, table: np.ndarray, dtype: int, wide: bool) -> _Group:
         max_rank = int(table[:, RANK].max())
-        col_warps = _col_warps(table, max_rank, wide, self.device)
-        unit_rows = _rows_per_unit(table, col_warps, self.device)
-        across = _ceil(table[:, COLS], WARP_COLS * col_warps)
-        units = across * _ceil(table[:, ROWS], unit_rows)
-        tiles = across * _ceil(table[:, ROWS], TILE_ELEMENTS // (WARP_COLS * col_warps))
+        shape = _shape(max_rank, wide, FLOATS[dtype].itemsize, _widest(table), self.device)
+        tile_rows = UNIT_ELEMENTS // WARP_COLS * (WARPS // shape.col_warps)
+        unit_rows = _ceil(_rows_per_unit(table, shape.col_warps, self.device), tile_rows) * tile_rows
+        across = _ceil(table[:, COLS], WARP_COLS * shape.col_warps)
+        units, tiles = across * _ceil(table[:, ROWS], unit_rows), across * _ceil(table[:, ROWS], tile_rows)
         table[:, UNIT_BEGIN], table[:, UNITS_ACROSS] = np.cumsum(units) - units, across
-        table[:, KEY] = self.units + np.cumsum(tiles) - tiles
+        table[:, KEY] = self._tiles + np.cumsum(tiles) - tiles
         self._first.append(table[:, KEY].copy())
-        self.units += int(tiles.sum())
+        self._tiles += int(tiles.sum())
         on_device = len(table) > INLINE_SEGMENTS
         return _Group(
             *_place(table, units, self.device),
             torch.zeros(2 if on_device else 0, dtype=torch.int32, device=self.device if on_device else "cpu"),
             torch.cuda.current_device() if self.device.index is None else self.device.index,
-            dtype,
-            wide,
-            int(units.sum()),
-            unit_rows,
-            col_warps,
-            MARGIN,
-            max_rank,
+            dtype=dtype,
+            wide=wide,
+            n_units=int(units.sum()),
+            rows_per_unit=unit_rows,
+            **shape._asdict(),
+            max_rank=max_rank,
         )
-
-
-def _col_warps(table: np.ndarray, max_rank: int, wide: bool, device: torch.device) -> int:
-    """The widest strip whose part of A lets two blocks share a multiprocessor, and of which little lies outside.
-
-    That is less than an eighth beyond the last columns. A narrow strip may take all of a block's shared memory.
-    """
-    properties = torch.cuda.get_device_properties(device)
-    whole: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
-    elements = int((table[:, ROWS] * table[:, COLS]).sum())
-
-    def fits(n: int, room: int) -> bool:
-        return _ceil(max_rank, CHUNK) * CHUNK * (WARP_COLS * n + MARGIN) * 2 * (3 if wide else 1) <= room
-
-    def covered(n: int) -> int:
-        return int((table[:, ROWS] * _ceil(table[:, COLS], WARP_COLS * n)).sum()) * WARP_COLS * n
-
-    for n in (4, 2):
-        if fits(n, properties.shared_memory_per_multiprocessor // 2 - RESERVED) and covered(n) * 7 <= elements * 8:
-            return n
-    if fits(1, whole):
-        return 1
-    raise BackendUnavailable(
-        f"adapters of rank {max_rank} need more shared memory than the {whole >> 10} KiB that a block has on this "
-        f"{properties.name}; set LORA_MERGE_BACKEND=triton"
-    )
-
-
-def _rows_per_unit(table: np.ndarray, col_warps: int, device: torch.device) -> int:
-    """Rows that a block walks down with one strip of A: many, but enough units for an even load."""
-    strips = int((_ceil(table[:, COLS], WARP_COLS * col_warps) * _ceil(table[:, ROWS], 64)).sum())
-    blocks = 3 * torch.cuda.get_device_properties(device).multi_processor_count
-    return 64 * min(MAX_UNIT_ROWS // 64, max(1, strips // (16 * blocks)))

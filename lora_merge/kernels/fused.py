@@ -29,15 +29,19 @@ class Kernels(Protocol):
         units: how many units of work there are.
         code_bytes: of the codes of all elements.
         base_bytes: of the weights.
+        chunk: bytes of the arena that those who share the work take at a time; 0: what a unit needs.
+        slack: bytes that are left over in chunks at most.
     """
 
     units: int
     code_bytes: int
     base_bytes: int
+    chunk: int
+    slack: int
     device: torch.device
 
     def track(self, journal: Journal) -> None:
-        """Merge every unit with a negative place that finds room in the arena; see `Journal` in csrc/cpu/launch.h."""
+        """Merge every unit with a negative place that finds room in the arena."""
 
     def untrack(self, journal: Journal) -> None:
         """Bring back every unit that has a place and holds what was written, and make its place negative."""
@@ -48,15 +52,21 @@ class Kernels(Protocol):
 
 @dataclass(slots=True)
 class Journal:
-    """What brings the weights back: uint8 `codes` and `arena`; of each unit its place in the arena and a checksum of
-    what was written, int64 `places` and `sums` `[units]`; int64 `counter` `[3]`: bytes of the arena asked for, those of
-    them that it had no room for, and how many units were found changed."""
+    """What brings the weights back.
+
+    Args:
+        codes: uint8, two bits an element.
+        records: int64 `[units, 2]`: its place in the arena, -1 if it is not merged, and a checksum of what was written.
+        arena: uint8, raw bits of escaped elements.
+        counter: int64 `[3]`: bytes of the arena asked for, bytes that units without room lack, units found changed.
+        chunk: of the arena, see `Kernels`.
+    """
 
     codes: Tensor
-    places: Tensor
-    sums: Tensor
+    records: Tensor
     arena: Tensor
     counter: Tensor
+    chunk: int
 
 
 class Fused:
@@ -74,7 +84,7 @@ class Fused:
     @property
     def nbytes(self) -> int:
         j = self._journal
-        return j.codes.nbytes + j.places.nbytes + j.sums.nbytes + j.arena.nbytes if j else 0
+        return j.codes.nbytes + j.records.nbytes + j.arena.nbytes if j else 0
 
     def merge(self) -> None:
         kernels = self._kernels
@@ -83,18 +93,19 @@ class Fused:
             return torch.empty(n, dtype=torch.uint8, device=kernels.device)
 
         codes, arena = room(kernels.code_bytes), room(self._first_room)
-        places = torch.full((kernels.units,), -1, dtype=torch.int64, device=kernels.device)
+        records = torch.full((kernels.units, 2), -1, dtype=torch.int64, device=kernels.device)
         counter = torch.zeros(3, dtype=torch.int64, device=kernels.device)
-        journal = Journal(codes, places, torch.empty_like(places), arena, counter)
+        journal = Journal(codes, records, arena, counter, kernels.chunk)
         self._journal = journal
         try:
             kernels.track(journal)
-            asked, refused, _ = counter.tolist()  # the one wait for the device
-            self._first_room = asked + asked // SPARE
-            if refused:
-                used = asked - refused  # units with room lie before those without
-                journal.arena = room(asked)
+            asked, lacking, _ = counter.tolist()  # the one wait for the device
+            used = min(asked, arena.nbytes)
+            self._first_room = (used + lacking) * (SPARE + 1) // SPARE + kernels.slack
+            if lacking:
+                journal.arena = room(used + lacking)
                 journal.arena[:used] = arena[:used]
+                journal.chunk = 0  # so it is room enough
                 counter.copy_(torch.tensor([used, 0, 0]))
                 kernels.track(journal)
         except BaseException:
@@ -108,4 +119,4 @@ class Fused:
         self._kernels.untrack(journal)
         changed = int(journal.counter[2])  # waits for the device
         self._journal = None
-        return self._kernels.names((journal.places >= 0).nonzero().flatten().cpu()) if changed else set()
+        return self._kernels.names((journal.records[:, 0] >= 0).nonzero().flatten().cpu()) if changed else set()
