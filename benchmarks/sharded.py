@@ -11,7 +11,7 @@ import torch.distributed as dist
 from timing import copies, launches, milliseconds
 
 from lora_merge.live import Live
-from lora_merge.operands import MergePlan, Operands
+from lora_merge.operands import MergePlan, Operands, Turn
 
 COPY_TARGET, GATHER_TARGET = 1.25, 1.2
 """A merge may take this many copies of its bytes; with the collectives, that and this many gathers of theirs."""
@@ -53,7 +53,7 @@ def merge_on_shards(model: Live, device: torch.device, repeat: int) -> dict[str,
     _, deltas = model.adapters()
     with model.jobs(deltas, model.weights(deltas).__getitem__) as jobs:  # nothing is held apart on shards
         nbytes = sum(job.source.nbytes for job in jobs)
-        operands = Operands(model.everyones(deltas), model.merging, device, jobs)
+        operands = Operands([Turn(model.everyones(deltas), jobs)], model.merging, device)
         plan = MergePlan(jobs, operands)
 
     def step() -> None:

@@ -17,7 +17,7 @@ from .delta import Delta, Job, whole_job
 from .errors import AlreadyMerged, InvalidInput, NotRestored
 from .exchange import Exchange, check_strategy
 from .live import Live, live
-from .operands import MergePlan, Operands
+from .operands import MergePlan, Operands, Turn
 from .ranks import Ranks
 from .restore import TrackedPlan
 from .segments import raw
@@ -256,7 +256,7 @@ class _Merge:
     """
 
     def __init__(self, deltas: Sequence[Delta], jobs: Sequence[Job], ranks: Ranks, device: torch.device) -> None:
-        self._operands = Operands(deltas, ranks, device, jobs, private=True)
+        self._operands = Operands([Turn(deltas, jobs)], ranks, device, private=True)
         here = [job for job in jobs if job.source is job.destination]
         self._tracked = TrackedPlan([segment for job in here for segment in self._operands.segments(job)])
         self._apart = MergePlan([job for job in jobs if job.source is not job.destination], self._operands)
@@ -284,7 +284,7 @@ class _Unshard(_Merge):
     """Whole weights, a bucket of them at a time: gathered, merged, and each rank keeps what is its own."""
 
     def __init__(self, deltas: Sequence[Delta], jobs: Sequence[Job], ranks: Ranks, device: torch.device) -> None:
-        self._operands = Operands(deltas, ranks, device, everything={delta.name for delta in deltas})
+        self._operands = Operands([Turn(deltas, everything={delta.name for delta in deltas})], ranks, device)
         self._deltas, self._jobs, self._ranks, self._device = deltas, jobs, ranks, device
         self._bases: list[Tensor] = []
 
@@ -295,8 +295,7 @@ class _Unshard(_Merge):
         for batch in batched(self._deltas, [delta.weight.nbytes for delta in self._deltas], BUCKET_BYTES):
             names = [delta.name for delta in batch]
             exchange = Exchange(names, [delta.weight for delta in batch], self._ranks, self._device)
-            exchange.run()
-            wholes = dict(zip(names, exchange.wholes, strict=True))
+            wholes = dict(zip(names, exchange.run(), strict=True))
             MergePlan(
                 [whole_job(delta, wholes[delta.name], wholes[delta.name]) for delta in batch], self._operands
             ).run()

@@ -1,8 +1,9 @@
-"""Exchange: tensors that are sharded over ranks, brought together whole on every rank in one collective."""
+"""Exchange: tensors that are sharded over ranks, brought together whole on every rank in large collectives."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from math import prod
 
 import torch
@@ -15,7 +16,8 @@ from .segments import Segment, copies
 from .shards import Box, Shard, cut
 from .shards.owners import divide
 
-_ALIGNMENT = 16
+_ALIGNMENT = 256
+"""Every tensor begins at a multiple of this many bytes, packed or whole: any kernel may use wide loads there."""
 STRATEGIES = (None, "unshard")
 
 
@@ -28,64 +30,140 @@ def check_strategy(strategy: str | None) -> None:
 class Exchange:
     """Whole tensors out of the ranks' shards: packed, gathered in one all-gather of bytes, unpacked.
 
-    Used for adapters, which are small; and for base weights one bucket or one layer at a time, where nothing else
-    will do (`strategy="unshard"`).
+    Used for adapters, in turns: the memory is that of the largest turn, however many there are. And for base weights
+    one bucket or one layer at a time, where nothing else will do (`strategy="unshard"`).
 
     Args:
         names: for errors.
         shards: the same tensors in the same order on every rank.
         ranks: making it and `run` are collective over them.
         device: of the whole tensors.
+        turns: for each turn the numbers of the shards that it brings together; default: one turn, all of them.
     """
 
-    def __init__(self, names: Sequence[str], shards: Sequence[Shard], ranks: Ranks, device: torch.device) -> None:
-        self._ranks, self.device = ranks, device
-        talk = ranks.talks_on(device)
-        self._gathered = [torch.empty(shard.shape, dtype=shard.dtype, device=talk) for shard in shards]
-        self.wholes = self._gathered if talk == device else [torch.empty_like(t, device=device) for t in self._gathered]
-        """One for each shard, filled by `run`."""
-        owned = divide(names, shards, ranks)
-        ends = [0] * ranks.size
-        regions: list[list[tuple[int, Box, int]]] = [[] for _ in ends]  # of each rank: tensor, box, offset in its part
-        for index, by_rank in enumerate(owned):
-            for rank, boxes in enumerate(by_rank):
-                for box in boxes:
-                    regions[rank].append((index, box, ends[rank]))
-                    ends[rank] += -(-prod(box[1]) * shards[index].dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-        self._sizes = even([max(end, _ALIGNMENT) for end in ends])
-        starts = [sum(self._sizes[:rank]) for rank in range(ranks.size)]
-        self._flat = torch.empty(sum(self._sizes) if shards else 0, dtype=torch.uint8, device=talk)
-        self.nbytes = sum(self._sizes) - self._sizes[ranks.rank] if shards else 0
-        """Bytes that one run receives from other ranks."""
-        self._brought: list[tuple[Tensor, Tensor]] = []
-        packed: list[Segment] = []
-        unpacked: list[Segment] = []
-        for rank, parts in enumerate(regions):
-            for index, box, offset in parts:
-                at = self._flat[starts[rank] + offset :][: prod(box[1]) * shards[index].dtype.itemsize]
-                at = at.view(shards[index].dtype).view(box[1])
-                unpacked += copies(names[index], at, cut(self._gathered[index], box))
-                if rank == ranks.rank:
-                    for _, inner, mine in shards[index].views(box):
-                        if mine.device == talk:
-                            packed += copies(names[index], mine, cut(at, inner))
-                        else:
-                            self._brought.append((cut(at, inner), mine))
-        self._pack, self._unpack = Plan(packed), Plan(unpacked)
+    def __init__(
+        self,
+        names: Sequence[str],
+        shards: Sequence[Shard],
+        ranks: Ranks,
+        device: torch.device,
+        turns: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        self._ranks, talk = ranks, ranks.talks_on(device)
+        tensors = list(zip(names, shards, divide(names, shards, ranks), strict=True))
+        turns = [range(len(tensors))] if turns is None else turns
+        self._turns = [_Turn([tensors[i] for i in turn], ranks) for turn in turns]
+        packed = max((sum(turn.sizes) for turn in self._turns), default=0)
+        whole = max((turn.nbytes for turn in self._turns), default=0)
+        self._packed = torch.empty(packed, dtype=torch.uint8, device=talk)
+        self._gathered = torch.empty(whole, dtype=torch.uint8, device=talk)
+        self._whole = self._gathered if talk == device else torch.empty_like(self._gathered, device=device)
+        for turn in self._turns:
+            turn.lie_in(self._packed, self._gathered)
+        self.wholes = [turn.views(self._whole) for turn in self._turns]
+        """For each turn its tensors, as `run` leaves them until the next turn."""
+        self.nbytes = sum(turn.received for turn in self._turns)
+        """Bytes that one run of every turn receives from other ranks."""
+        self.held = packed + whole * (1 if talk == device else 2)
+        """Bytes of memory that it keeps."""
+        self._ahead: int | None = None
+        self._wait: Callable[[], None] | None = None
 
     def release(self) -> None:
         """As `Plan.release`."""
-        self._pack.release()
+        for turn in self._turns:
+            turn.pack.release()
 
-    def run(self) -> None:
-        """Bring the tensors as they are now together, on the current stream."""
-        if not self.wholes:
+    def run(self, turn: int = 0) -> list[Tensor]:
+        """Bring the tensors of a turn, as they are now, together, on the current stream; then begin to gather those of
+        the next one, so that they travel while these are used.
+
+        An error of this rank is raised after it has begun what the others wait for.
+        """
+        try:
+            if self._ahead != turn:
+                self._begin(turn)
+            self.settle()
+            self._turns[turn].unpack.run()
+            if self._whole is not self._gathered:
+                self._whole.copy_(self._gathered)
+        finally:
+            if turn + 1 < len(self._turns):
+                self._begin(turn + 1)
+        return self.wholes[turn]
+
+    def settle(self) -> None:
+        """Wait for what was begun; the next `run` begins anew."""
+        wait, self._wait, self._ahead = self._wait, None, None
+        if wait is not None:
+            wait()
+
+    def _begin(self, turn: int) -> None:
+        self.settle()
+        self._ahead, step = turn, self._turns[turn]
+        if not step.sizes:
             return
-        self._pack.run()
-        for there, here in self._brought:
-            there.copy_(here)
-        self._ranks.all_gather_parts(self._flat, self._sizes)
-        self._unpack.run()
-        if self.wholes is not self._gathered:
-            for whole, gathered in zip(self.wholes, self._gathered, strict=True):
-                whole.copy_(gathered)
+        try:
+            step.pack.run()
+            for there, here in step.brought:
+                there.copy_(here)
+        finally:
+            self._wait = self._ranks.all_gather_parts(self._packed, step.sizes)
+
+
+class _Turn:
+    """Which bytes of which rank's part are which box of a tensor.
+
+    Args:
+        tensors: of each its name, its shard, and the boxes of it that each rank owns.
+    """
+
+    def __init__(self, tensors: Sequence[tuple[str, Shard, Sequence[Sequence[Box]]]], ranks: Ranks) -> None:
+        self._tensors, self._rank = tensors, ranks.rank
+        self._offsets = [0, *accumulate(_aligned(shard.nbytes) for _, shard, _ in tensors)]
+        self.nbytes = self._offsets[-1]
+        """Of the whole tensors."""
+        ends = [0] * ranks.size
+        self._regions: list[list[tuple[int, Box, int]]] = [[] for _ in ends]  # tensor, box, offset in the rank's part
+        for index, (_, shard, owned) in enumerate(tensors):
+            for rank, boxes in enumerate(owned):
+                for box in boxes:
+                    self._regions[rank].append((index, box, ends[rank]))
+                    ends[rank] += _aligned(prod(box[1]) * shard.dtype.itemsize)
+        self.sizes = even([max(end, _ALIGNMENT) for end in ends]) if tensors else []
+        """Bytes of the ranks' parts."""
+        self.received = sum(self.sizes) - self.sizes[ranks.rank] if tensors else 0
+
+    def views(self, whole: Tensor) -> list[Tensor]:
+        """The whole tensors, one after another in a buffer."""
+        return [
+            _view(whole[begin:], shard, shard.shape)
+            for begin, (_, shard, _) in zip(self._offsets, self._tensors, strict=False)
+        ]
+
+    def lie_in(self, packed: Tensor, whole: Tensor) -> None:
+        """Plan the way through two buffers, which other turns use, too."""
+        gathered = self.views(whole)
+        self.brought: list[tuple[Tensor, Tensor]] = []
+        into: list[Segment] = []
+        out: list[Segment] = []
+        for rank, (start, parts) in enumerate(zip(accumulate(self.sizes, initial=0), self._regions, strict=False)):
+            for index, box, offset in parts:
+                name, shard, _ = self._tensors[index]
+                at = _view(packed[start + offset :], shard, box[1])
+                out += copies(name, at, cut(gathered[index], box))
+                for _, inner, mine in shard.views(box) if rank == self._rank else ():
+                    if mine.device == packed.device:
+                        into += copies(name, mine, cut(at, inner))
+                    else:
+                        self.brought.append((cut(at, inner), mine))
+        self.pack, self.unpack = Plan(into), Plan(out)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _view(room: Tensor, like: Shard, shape: Sequence[int]) -> Tensor:
+    """A tensor of a shard's dtype at the beginning of a buffer."""
+    return room[: prod(shape) * like.dtype.itemsize].view(like.dtype).view(tuple(shape))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
+from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,12 +19,26 @@ from .shards import Box, Piece, Shard, whole
 from .shards.owners import divide
 
 
+class Turn(NamedTuple):
+    """What is merged at a time: all of a model, or one bucket of its stream.
+
+    Args:
+        deltas: that any rank merges then; the same ones in the same order on every rank.
+        jobs: what this rank merges then (or boxes like it).
+        everything: names of the deltas whose factors are all gathered whole.
+    """
+
+    deltas: Sequence[Delta]
+    jobs: Sequence[Job] = ()
+    everything: Container[str] = frozenset()
+
+
 class _Factor:
     """lora_A or lora_B as this rank can read it: the local piece that holds what is asked for, else the whole."""
 
-    def __init__(self, shard: Shard, here: bool) -> None:
+    def __init__(self, shard: Shard, here: bool, gathered: Tensor | None = None) -> None:
         self.shard, self.here = shard, here
-        self.all: Tensor | None = shard.pieces[0].tensor if shard.whole and here else None
+        self.all = shard.pieces[0].tensor if shard.whole and here else gathered
 
     def window(self, dim: int, first: int, count: int) -> Tensor | None:
         """Rows (dim 0) or columns (dim 1) of a matrix, the other dimension whole, out of one local piece."""
@@ -49,53 +65,54 @@ class _Factor:
 
 
 class Operands:
-    """What the kernels read of a model's adapters on this rank.
+    """What the kernels read of a model's adapters on this rank, in turns that follow each other.
 
     An adapter is read where it lies if its pieces line up with the weight's; what does not line up is gathered, and
     only that. Several adapters lie side by side in float32 buffers of adapter size, their scaling folded into lora_B,
-    so that their sum is rounded once. DoRA's row factors come from the norms of whole rows.
+    so that their sum is rounded once. DoRA's row factors come from the norms of whole rows, taken in the first turn
+    that a weight comes in. All turns share the memory of what is gathered and of what lies side by side.
 
     Args:
-        deltas: the same ones in the same order on every rank; those whose weights lie on none of `ranks` are left out.
+        turns: what will be merged. Deltas whose weights lie on none of `ranks` are left out.
         ranks: making `Operands` and `refresh` are collective over them.
         device: of the kernels.
-        jobs: what will be merged with them (or boxes like it).
-        everything: names of the deltas whose factors are all gathered whole.
         private: adapters are read from copies that `refresh` makes, so that they may change while weights are merged.
     """
 
-    def __init__(
-        self,
-        deltas: Sequence[Delta],
-        ranks: Ranks,
-        device: torch.device,
-        jobs: Sequence[Job] = (),
-        *,
-        everything: Container[str] = (),
-        private: bool = False,
-    ) -> None:
+    def __init__(self, turns: Sequence[Turn], ranks: Ranks, device: torch.device, *, private: bool = False) -> None:
         self._device = device
-        held = ranks.gather([bool(delta.weight.pieces) for delta in deltas])
-        deltas = [delta for delta, *flags in zip(deltas, *held, strict=True) if any(flags)]
+        turns = _held(turns, ranks)
+        deltas = list({delta.name: delta for turn in turns for delta in turn.deltas}.values())
         named = {id(shard): (d.name, shard) for d in deltas for shard in d.shards()}
         named |= {id(d.magnitude): (d.name, d.magnitude) for d in deltas if d.magnitude is not None}
         self._factors = {key: _Factor(shard, shard.device == device) for key, (_, shard) in named.items()}
-        lacking = self._lacking(deltas, jobs, everything)
-        places = {key: i for i, key in enumerate(named)}
-        needed = {i for some in ranks.gather(sorted(places[key] for key in lacking)) for i in some}
-        wanted = [item for i, item in enumerate(named.values()) if i in needed]
-        self._exchange = Exchange([n for n, _ in wanted], [s for _, s in wanted], ranks, device)
-        for (_, shard), gathered in zip(wanted, self._exchange.wholes, strict=True):
-            factor = self._factors[id(shard)]
-            factor.all = gathered if factor.all is None else factor.all
-        self._copies = Plan(self._made_private({key: n for key, (n, _) in named.items()}) if private else ())
-        self._to: list[Tensor] = []
-        self._from: list[Tensor] = []
-        self._scaled: list[Tensor] = []
-        self._scaling: list[float] = []
-        self._pairs = {delta.name: self._pair(delta) for delta in deltas}
-        scaled = [d for d in deltas if d.magnitude is not None]
-        self._dora = _RowScales(scaled, self, ranks, everything) if scaled else None
+        scaled = _scaled(turns)
+        lacking = [self._lacking(turn, some) for turn, some in zip(turns, scaled, strict=True)]
+        self._exchange, self._gathered = self._gather(named, lacking, ranks)
+        names = {key: name for key, (name, _) in named.items()}
+        self._copies = Plan(self._made_private(names)) if private else None
+        self._beside = _Beside(turns, device)
+        self._pairs = [
+            {delta.name: self._pair(delta, number) for delta in turn.deltas} for number, turn in enumerate(turns)
+        ]
+        everywhere = {delta.name for turn in turns for delta in turn.deltas if delta.name in turn.everything}
+        self._dora = _RowScales(scaled, self, ranks, everywhere) if any(scaled) else None
+
+    def _gather(
+        self, named: dict[int, tuple[str, Shard]], lacking: Sequence[set[int]], ranks: Ranks
+    ) -> tuple[Exchange, list[dict[int, Tensor]]]:
+        """What brings in each turn what any rank lacks then; and where that comes to lie, by id of the shard."""
+        numbers, keys = {key: number for number, key in enumerate(named)}, list(named)
+        told = ranks.gather([sorted(numbers[key] for key in some) for some in lacking])
+        needed = [sorted(set().union(*some)) for some in zip(*told, strict=True)]
+        wanted = {number: at for at, number in enumerate(sorted(set().union(*needed)))}
+        tensors = [named[keys[number]] for number in wanted]
+        in_turns = [[wanted[number] for number in some] for some in needed]
+        exchange = Exchange([n for n, _ in tensors], [s for _, s in tensors], ranks, self._device, in_turns)
+        return exchange, [
+            {keys[number]: tensor for number, tensor in zip(some, wholes, strict=True)}
+            for some, wholes in zip(needed, exchange.wholes, strict=True)
+        ]
 
     def _made_private(self, names: dict[int, str]) -> list[Segment]:
         """Makes every factor that lies here a copy of its pieces, all in one buffer; returns the work of filling it."""
@@ -110,19 +127,16 @@ class Operands:
             work += copies(names[key], live, copy)
             copied[key].append(Piece(piece.start, copy))
         for key, found in copied.items():
-            factor = self._factors[key]
-            private = _Factor(replace(factor.shard, pieces=tuple(found)), True)
-            private.all = factor.all if private.all is None else private.all
-            self._factors[key] = private
+            self._factors[key] = _Factor(replace(self._factors[key].shard, pieces=tuple(found)), True)
         return work
 
-    def _lacking(self, deltas: Sequence[Delta], jobs: Sequence[Job], everything: Container[str]) -> set[int]:
-        """ids of the shards that have to be gathered for this rank."""
-        lacking = {id(d.magnitude) for d in deltas if d.magnitude is not None}
-        for delta in deltas:
-            if delta.name in everything or len(delta.factors) > 1:
+    def _lacking(self, turn: Turn, scaled: Sequence[Delta]) -> set[int]:
+        """ids of the shards that have to be gathered for this rank in a turn, in which these rows are scaled first."""
+        lacking = {id(d.magnitude) for d in scaled}
+        for delta in turn.deltas:
+            if delta.name in turn.everything or len(delta.factors) > 1:
                 lacking |= {id(shard) for shard in delta.shards()}
-        for job in jobs:
+        for job in (*turn.jobs, *(job for delta in scaled for job in in_place(delta))):
             unsure = [f for f in job.delta.shards() if self._factors[id(f)].all is None and id(f) not in lacking]
             for r in rectangles(job) if unsure else ():
                 for f in job.delta.factors:
@@ -132,124 +146,234 @@ class Operands:
                         lacking.add(id(f.lora_B))
         return {key for key in lacking if self._factors[key].all is None}
 
-    def _pair(self, delta: Delta) -> tuple[_Factor, _Factor, float]:
-        """lora_A, lora_B and scaling; of several adapters, buffers `[E*R, in]` and `[out, R*E]`."""
-        if len(delta.factors) == 1:
-            (f,) = delta.factors
-            return self._factors[id(f.lora_A)], self._factors[id(f.lora_B)], f.scaling
-        (out, cols), experts = delta.shape, delta.experts or 1
-        ranks = [f.lora_A.shape[0] // experts for f in delta.factors]
-        lora_A = torch.empty(experts, sum(ranks), cols, dtype=torch.float32, device=self._device)
-        lora_B = torch.empty(out, sum(ranks), experts, dtype=torch.float32, device=self._device)
-        b_slots = lora_B.split(ranks, dim=1)
-        self._to += [*lora_A.split(ranks, dim=1), *b_slots]
-        self._from += [self.whole(f.lora_A).view(experts, -1, cols) for f in delta.factors]
-        self._from += [self.whole(f.lora_B).view(out, -1, experts) for f in delta.factors]
-        self._scaled += b_slots
-        self._scaling += [f.scaling for f in delta.factors]
-        return _Factor(whole(lora_A.view(-1, cols)), True), _Factor(whole(lora_B.view(out, -1)), True), 1.0
+    def _factor(self, shard: Shard, turn: int) -> _Factor:
+        factor, gathered = self._factors[id(shard)], self._gathered[turn].get(id(shard))
+        return factor if gathered is None else _Factor(factor.shard, factor.here, gathered)
 
-    def whole(self, shard: Shard) -> Tensor:
-        """A factor or magnitude that was gathered, or lies here whole."""
-        found = self._factors[id(shard)].all
+    def _pair(self, delta: Delta, turn: int) -> tuple[_Factor, _Factor, float]:
+        """lora_A, lora_B and scaling, of several adapters side by side."""
+        if len(delta.factors) > 1:
+            halves = [(self.whole(f.lora_A, turn), self.whole(f.lora_B, turn)) for f in delta.factors]
+            return self._beside.pair(delta, turn, halves)
+        (f,) = delta.factors
+        return self._factor(f.lora_A, turn), self._factor(f.lora_B, turn), f.scaling
+
+    def whole(self, shard: Shard, turn: int = 0) -> Tensor:
+        """A factor or magnitude that was gathered for a turn, or lies here whole."""
+        found = self._factor(shard, turn).all
         assert found is not None
         return found
 
-    def factors(self, delta: Delta) -> tuple[Tensor, Tensor, float]:
+    def factors(self, delta: Delta, turn: int = 0) -> tuple[Tensor, Tensor, float]:
         """lora_A `[E, R, in]`, lora_B `[out, R, E]` (E = 1 where there are no experts) and scaling, whole, all
         adapters side by side; for a delta in `everything`."""
-        a, b, scaling = self._pairs[delta.name]
+        a, b, scaling = self._pairs[turn][delta.name]
         assert a.all is not None
         assert b.all is not None
         (out, cols), experts = delta.shape, delta.experts or 1
         return a.all.view(experts, -1, cols), b.all.view(out, -1, experts), scaling
 
-    def segments(self, job: Job) -> list[Segment]:
-        """The segments of a job."""
-        return self._segments(job, None if self._dora is None else self._dora.of(job.delta))
+    def segments(self, job: Job, turn: int = 0) -> list[Segment]:
+        """The segments of a job of a turn."""
+        return self._segments(job, turn, None if self._dora is None else self._dora.of(job.delta))
 
-    def _segments(self, job: Job, row_scale: Tensor | None) -> list[Segment]:
-        (a, b, scaling), delta = self._pairs[job.delta.name], job.delta
-        return [
-            Segment(
-                delta.name,
-                r.source,
-                r.destination,
-                a.lora_A(delta, r),
-                b.lora_B(delta, r),
-                scaling,
-                None if row_scale is None else row_scale[r.row : r.row + r.source.shape[0]],
-                r.first,
-                r.pitch,
+    def _segments(self, job: Job, turn: int, row_scale: Tensor | None) -> list[Segment]:
+        (a, b, scaling), delta = self._pairs[turn][job.delta.name], job.delta
+        segments = []
+        for r in rectangles(job):
+            lora_A, lora_B = a.lora_A(delta, r), b.lora_B(delta, r)
+            assert lora_A is not None, f"{delta.name}: lora_A was not gathered for this"
+            assert lora_B is not None, f"{delta.name}: lora_B was not gathered for this"
+            scale = None if row_scale is None else row_scale[r.row : r.row + r.source.shape[0]]
+            segments.append(
+                Segment(delta.name, r.source, r.destination, lora_A, lora_B, scaling, scale, r.first, r.pitch)
             )
-            for r in rectangles(job)
-        ]
+        return segments
 
     @property
     def nbytes(self) -> int:
-        """Bytes that one `refresh` receives from other ranks."""
+        """Bytes that refreshing every turn receives from other ranks."""
         return self._exchange.nbytes
 
+    @property
+    def held(self) -> int:
+        """Bytes of the memory that turns share."""
+        return self._exchange.held + self._beside.held
+
     def release(self) -> None:
-        """As `Plan.release`, of what is read of the weights. The adapters, which are small, stay at hand."""
+        """As `Plan.release`, of what is read of the weights, when no turn follows. The adapters, which are small, stay
+        at hand."""
+        self._exchange.settle()
         self._exchange.release()
-        self._copies.release()
+        if self._copies is not None:
+            self._copies.release()
         if self._dora is not None:
             self._dora.release()
 
-    def refresh(self) -> None:
-        """Read the live adapters again, on the current stream."""
-        self._exchange.run()
-        self._copies.run()
-        if self._to:
-            torch._foreach_copy_(self._to, self._from)
-            torch._foreach_mul_(self._scaled, self._scaling)
-        if self._dora is not None:
-            self._dora.run()
+    def refresh(self, turn: int = 0) -> None:
+        """Read the live adapters of a turn again, on the current stream; those of the turn before may be gone.
+
+        An error of this rank is raised after the collectives.
+        """
+        try:
+            if self._exchange.held:
+                self._exchange.run(turn)
+            if self._copies is not None:
+                self._copies.run()
+            if self._beside.held:
+                self._beside.run(turn)
+        finally:
+            if self._dora is not None:
+                self._dora.run(turn)
+
+
+def _held(turns: Sequence[Turn], ranks: Ranks) -> list[Turn]:
+    """The turns without deltas that none of the ranks holds a weight of."""
+    here = {delta.name: bool(delta.weight.pieces) for turn in turns for delta in turn.deltas}
+    held = ranks.gather(list(here.values()))
+    kept = {name for name, *flags in zip(here, *held, strict=True) if any(flags)}
+    return [turn._replace(deltas=[delta for delta in turn.deltas if delta.name in kept]) for turn in turns]
+
+
+def _scaled(turns: Sequence[Turn]) -> list[list[Delta]]:
+    """For each turn the deltas with a magnitude that come there first."""
+    known: set[str] = set()
+    found = []
+    for turn in turns:
+        found.append([delta for delta in turn.deltas if delta.magnitude is not None and delta.name not in known])
+        known.update(delta.name for delta in turn.deltas)
+    return found
+
+
+class _Beside:
+    """Where several adapters of one delta lie side by side, in float32: `[E*R, in]` and `[out, R*E]`."""
+
+    def __init__(self, turns: Sequence[Turn], device: torch.device) -> None:
+        several = [[delta for delta in turn.deltas if len(delta.factors) > 1] for turn in turns]
+        most = max((sum(sum(map(_room, _shapes(delta))) for delta in some) for some in several), default=0)
+        self._flat = torch.empty(most, dtype=torch.float32, device=device)
+        self.held = self._flat.nbytes
+        self._ends = [0] * len(turns)
+        self._copied: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in turns]
+        self._scaled: list[tuple[list[Tensor], list[float]]] = [([], []) for _ in turns]
+
+    def pair(self, delta: Delta, turn: int, halves: Sequence[tuple[Tensor, Tensor]]) -> tuple[_Factor, _Factor, float]:
+        """lora_A, lora_B and scaling, as they will be in a turn, out of those of each adapter."""
+        (out, cols), experts = delta.shape, delta.experts or 1
+        shapes = _shapes(delta)
+        begin, self._ends[turn] = self._ends[turn], self._ends[turn] + sum(map(_room, shapes))
+        rooms = self._flat[begin:].split([_room(shapes[0]), len(self._flat) - begin - _room(shapes[0])])
+        lora_A, lora_B = (room[: prod(shape)].view(shape) for room, shape in zip(rooms, shapes, strict=True))
+        ranks = [f.lora_A.shape[0] // experts for f in delta.factors]
+        (to, source), (scaled, scaling), slots = self._copied[turn], self._scaled[turn], lora_B.split(ranks, dim=1)
+        to += [*lora_A.split(ranks, dim=1), *slots]
+        source += [a.view(experts, -1, cols) for a, _ in halves]
+        source += [b.view(out, -1, experts) for _, b in halves]
+        scaled += slots
+        scaling += [f.scaling for f in delta.factors]
+        return _Factor(whole(lora_A.view(-1, cols)), True), _Factor(whole(lora_B.view(out, -1)), True), 1.0
+
+    def run(self, turn: int) -> None:
+        to, source = self._copied[turn]
+        if to:
+            torch._foreach_copy_(to, source)
+            torch._foreach_mul_(*self._scaled[turn])
+
+
+def _shapes(delta: Delta) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """lora_A `[E, R, in]` and lora_B `[out, R, E]` of all adapters side by side."""
+    (out, cols), experts = delta.shape, delta.experts or 1
+    rank = sum(f.lora_A.shape[0] // experts for f in delta.factors)
+    return (experts, rank, cols), (out, rank, experts)
+
+
+def _room(shape: Sequence[int]) -> int:
+    """Elements that a float32 tensor takes, up to where the next one may begin."""
+    return -(-prod(shape) // 64) * 64
+
+
+class _Scaled(NamedTuple):
+    """The deltas whose rows are scaled first in one turn.
+
+    Args:
+        plans: that take norms of rows, each with the places to which these are added.
+        magnitudes: of the deltas.
+        norms: float64, squared, all rows of all of them.
+        scale: float32, the same rows.
+    """
+
+    plans: list[tuple[Plan, list[Tensor]]]
+    magnitudes: list[Tensor]
+    norms: Tensor
+    scale: Tensor
 
 
 class _RowScales:
     """DoRA (Liu et al. 2024, eq. 5): rows of W + D keep their direction and get the magnitude as their norm."""
 
-    def __init__(self, deltas: Sequence[Delta], operands: Operands, ranks: Ranks, everywhere: Container[str]) -> None:
-        self._magnitudes = [operands.whole(d.magnitude) for d in deltas if d.magnitude is not None]
-        rows = [d.shape[0] for d in deltas]
-        self._norms = torch.zeros(sum(rows), dtype=torch.float64, device=operands._device)
-        self._scale = torch.ones(sum(rows), dtype=torch.float32, device=operands._device)
-        self._scales = {d.name: s for d, s in zip(deltas, self._scale.split(rows), strict=True)}
+    def __init__(
+        self, turns: Sequence[Sequence[Delta]], operands: Operands, ranks: Ranks, everywhere: Container[str]
+    ) -> None:
+        deltas, device = [d for turn in turns for d in turn], operands._device
         owned = divide([d.name for d in deltas], [d.weight for d in deltas], ranks)
         # Where a row is split over ranks, its parts are added up, each once; and where every rank needs all rows.
         shared = any(d.name in everywhere or _splits(d, boxes) for d, boxes in zip(deltas, owned, strict=True))
         self._ranks = ranks if shared else Ranks()
+        self._scales: dict[str, Tensor] = {}
+        self._turns: list[_Scaled | None] = []
+        mine = {d.name: boxes[ranks.rank] for d, boxes in zip(deltas, owned, strict=True)}
+        for number, turn in enumerate(turns):
+            rows = [d.shape[0] for d in turn]
+            norms = torch.zeros(sum(rows), dtype=torch.float64, device=device)
+            scale = torch.ones(sum(rows), dtype=torch.float32, device=device)
+            self._scales |= {d.name: part for d, part in zip(turn, scale.split(rows), strict=True)}
+            plans = self._plans(list(zip(turn, norms.split(rows), strict=True)), mine, operands, number)
+            magnitudes = [operands.whole(d.magnitude, number) for d in turn if d.magnitude is not None]
+            self._turns.append(_Scaled(plans, magnitudes, norms, scale) if turn else None)
+
+    def _plans(
+        self,
+        deltas: Sequence[tuple[Delta, Tensor]],
+        mine: Mapping[str, Sequence[Box]],
+        operands: Operands,
+        turn: int,
+    ) -> list[tuple[Plan, list[Tensor]]]:
         # A plan has each place once; a weight that is tied comes once for each of its names.
         seen: dict[int, int] = {}
         rounds: list[tuple[list[Segment], list[Tensor]]] = []
-        for delta, norms, mine in zip(deltas, self._norms.split(rows), owned, strict=True):
+        for delta, norms in deltas:
             for job in in_place(delta):
-                if self._ranks.alone or (job.start, tuple(job.source.shape)) in mine[ranks.rank]:
-                    turn = seen[job.source.data_ptr()] = seen.get(job.source.data_ptr(), -1) + 1
-                    if turn == len(rounds):
+                if self._ranks.alone or (job.start, tuple(job.source.shape)) in mine[delta.name]:
+                    times = seen[job.source.data_ptr()] = seen.get(job.source.data_ptr(), -1) + 1
+                    if times == len(rounds):
                         rounds.append(([], []))
-                    rounds[turn][0].extend(operands._segments(job, self._scales[delta.name]))
-                    rounds[turn][1].extend(norms[r.row : r.row + r.source.shape[0]] for r in rectangles(job))
-        self._plans = [(Plan(segments), sums) for segments, sums in rounds]
+                    rounds[times][0].extend(operands._segments(job, turn, self._scales[delta.name]))
+                    rounds[times][1].extend(norms[r.row : r.row + r.source.shape[0]] for r in rectangles(job))
+        return [(Plan(segments), sums) for segments, sums in rounds]
 
     def of(self, delta: Delta) -> Tensor | None:
         """float32 `[out]`; None for a delta without magnitude."""
         return self._scales.get(delta.name)
 
     def release(self) -> None:
-        for plan, _ in self._plans:
-            plan.release()
+        for turn in self._turns:
+            for plan, _ in turn.plans if turn is not None else ():
+                plan.release()
 
-    def run(self) -> None:
-        self._norms.zero_()
-        for plan, sums in self._plans:
-            for rows, norms in zip(sums, plan.row_norms(), strict=True):
-                rows += norms
-        self._ranks.sum_(self._norms)
-        magnitudes = torch.cat([magnitude.flatten() for magnitude in self._magnitudes])
-        self._scale.copy_(magnitudes.double().div_(self._norms.sqrt()))
+    def run(self, turn: int) -> None:
+        """An error of this rank is raised after the sum over the ranks."""
+        some = self._turns[turn]
+        if some is None:
+            return
+        some.norms.zero_()
+        try:
+            for plan, sums in some.plans:
+                for rows, norms in zip(sums, plan.row_norms(), strict=True):
+                    rows += norms
+        finally:
+            self._ranks.sum_(some.norms)
+        magnitudes = torch.cat([magnitude.flatten() for magnitude in some.magnitudes])
+        some.scale.copy_(magnitudes.double().div_(some.norms.sqrt()))
 
 
 def _splits(delta: Delta, owned: Sequence[Sequence[Box]]) -> bool:
@@ -265,13 +389,14 @@ class MergePlan:
         jobs: what is merged.
         operands: made for them; whoever runs the plan refreshes these first.
         copies: further segments of the same launch (what has no adapter).
+        turn: of the operands, the one that the jobs belong to.
 
     Raises:
         InvalidInput: something does not fit; nothing was written.
     """
 
-    def __init__(self, jobs: Sequence[Job], operands: Operands, copies: Sequence[Segment] = ()) -> None:
-        self.plan = Plan([*copies, *(segment for job in jobs for segment in operands.segments(job))])
+    def __init__(self, jobs: Sequence[Job], operands: Operands, copies: Sequence[Segment] = (), turn: int = 0) -> None:
+        self.plan = Plan([*copies, *(segment for job in jobs for segment in operands.segments(job, turn))])
 
     def release(self) -> None:
         """As `Plan.release`."""

@@ -126,25 +126,42 @@ class Ranks:
         shown = "\n  ".join(differing[:20]) + (f"\n  and {len(differing) - 20} more" if len(differing) > 20 else "")
         raise InvalidInput(f"the ranks disagree on the model or its adapters:\n  {shown}")
 
-    def all_gather_parts(self, buffer: Tensor, sizes: Sequence[int]) -> None:
-        """Fill a buffer whose consecutive parts are the ranks': each holds its own, afterwards everybody holds all.
+    def all_gather_parts(self, buffer: Tensor, sizes: Sequence[int]) -> Callable[[], None]:
+        """Begin to fill a buffer whose consecutive parts are the ranks': each holds its own, in the end everybody
+        holds all.
 
         Args:
-            buffer: uint8 `[sum(sizes)]`.
+            buffer: uint8 `[sum(sizes)]`, or larger.
             sizes: bytes of each part, all positive.
+
+        Returns:
+            A call that waits for it: the current stream does where the ranks speak NCCL, else the caller.
         """
         if self.alone:
-            return
+            return _nothing
         parts = list(buffer[: sum(sizes)].split(list(sizes)))
-        gloo = buffer.device.type == "cpu"
+        mine, gloo = parts[self.rank], buffer.device.type == "cpu"
+        works: list[Any] = []
         if len(set(sizes)) == 1:
-            mine = parts[self.rank]
-            dist.all_gather_into_tensor(buffer[: sum(sizes)], mine.clone() if gloo else mine, group=self.group)
+            whole = buffer[: sum(sizes)]
+            works.append(
+                dist.all_gather_into_tensor(whole, mine.clone() if gloo else mine, group=self.group, async_op=True)
+            )
         elif gloo:
             for rank, part in enumerate(parts):
-                dist.broadcast(part, self.global_rank(rank), group=self.group)
+                works.append(dist.broadcast(part, self.global_rank(rank), group=self.group, async_op=True))
         else:  # NCCL makes one group of broadcasts of it
-            dist.all_gather(parts, parts[self.rank], group=self.group)
+            works.append(dist.all_gather(parts, mine, group=self.group, async_op=True))
+
+        def wait() -> None:
+            for work in works:
+                work.wait()
+
+        return wait
+
+
+def _nothing() -> None:
+    pass
 
 
 def even(sizes: Sequence[int]) -> list[int]:

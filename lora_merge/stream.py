@@ -21,7 +21,7 @@ from .buckets import Meta, Slot, Table, digest_of, extent, lay_out, lay_out_part
 from .conversion import Conversion
 from .delta import Delta, Job, whole_job
 from .exchange import Exchange
-from .operands import MergePlan, Operands
+from .operands import MergePlan, Operands, Turn
 from .ranks import Ranks
 from .segments import Segment, copies, name_key
 from .shards import Box, Shard, cut, overlap
@@ -178,10 +178,13 @@ class Filler:
             self.table, self._sizes = lay_out_parts(self._boxes(source), bucket_bytes)
         self.capacity = max(map(sum, self._sizes), default=0)
         """Bytes of a buffer that any bucket fits into."""
+        self._wholly_in = [dict.fromkeys(s.name for s in slots if s.name in self._wholly) for slots in self.table]
         self.digest = digest_of(self.table)
         """Under which name an engine knows the table."""
         self.collective = not self.ranks.alone
-        self._operands = self._read_operands()
+        turns = self._turns()
+        ranks = self.ranks if any(turn.everything for turn in turns) else source.merging
+        self._operands = Operands(turns, ranks, self.device)
         self._plans: dict[tuple[int, bool], tuple[Hashable, _BucketPlan]] = {}
         self._idle: list[Tensor] = []
         self._lent: dict[int, StorageWeakRef] = {}
@@ -221,21 +224,23 @@ class Filler:
         end = begin + self._sizes[index][self.ranks.rank]
         return [slot for slot in self.table[index] if begin <= slot.offset < end]
 
-    def _read_operands(self) -> Operands:
-        """What merging needs of the adapters on this rank: all of it for what is merged whole."""
-        parts = self.source.parts
-        deltas = [part.delta for part in parts.values() if part.delta is not None]
-        wholly = {name for entry in self.entries.values() if entry.meta.name in self._wholly for name in entry.sources}
-        everything = {d.name for d in deltas if d.name in wholly}
-        jobs = []
-        for index in range(len(self.table)):
-            for slot in self.mine(index):
-                entry = self.entries[slot.name]
-                delta = parts[entry.sources[0]].delta
-                if slot.name not in self._wholly and delta is not None:
-                    jobs += [Job(delta, start, view, view) for start, _, view in self._held(entry, slot.box)]
-        ranks = self.ranks if everything else self.source.merging
-        return Operands(deltas, ranks, self.device, jobs, everything=everything)
+    def _turns(self) -> list[Turn]:
+        """What merging needs of the adapters, bucket by bucket: all of an adapter for what is merged whole."""
+        parts, turns = self.source.parts, []
+        for index, slots in enumerate(self.table):
+            entries = {slot.name: self.entries[slot.name] for slot in slots}
+            named = {part: parts[part].delta for entry in entries.values() for part in entry.sources}
+            wholly = {part for name in self._wholly_in[index] for part in entries[name].sources}
+            deltas = {part: delta for part, delta in named.items() if delta is not None}
+            jobs = [
+                Job(delta, start, view, view)
+                for slot in self.mine(index)
+                if slot.name not in self._wholly and (delta := deltas.get(entries[slot.name].sources[0])) is not None
+                for start, _, view in self._held(entries[slot.name], slot.box)
+            ]
+            everything = {delta.name for part, delta in deltas.items() if part in wholly}
+            turns.append(Turn(list(deltas.values()), jobs, everything))
+        return turns
 
     def _held(self, entry: Entry, box: Box) -> list[tuple[tuple[int, ...], Box, Tensor]]:
         """The live parameter's views that make up a box of a tensor; see `Shard.views`."""
@@ -281,6 +286,8 @@ class Filler:
         gathered = {source: self.source.parts[source] for e in ways.get("unshard", ()) for source in e.sources}
         whole = sum(part.shard.nbytes for part in gathered.values())
         lines = [f"{len(self.table)} buckets of up to {self.capacity:,} bytes; {self.nbytes:,} bytes in all"]
+        if self._operands.held:
+            lines.append(f"beside two buckets: {self._operands.held:,} bytes, through which the adapters of each come")
         for way, what in _WAYS.items():
             entries = ways.get(way, [])
             if entries:
@@ -308,17 +315,15 @@ class Filler:
 
     def fill(self, index: int, buffer: Tensor, run: Mapping[str, Any]) -> None:
         """As `Sent.fill`. An error of this rank is raised after the collectives of the bucket."""
-        if index == 0:
-            self._operands.refresh()
         errors: list[Exception] = []
         with _noted(errors):
+            self._operands.refresh(index)
             own = (slot for slot in self.mine(index) if slot.name not in self._wholly)
             targets = ((slot.name, slot.box, slot.view(buffer)) for slot in own)
             self._plan((index, False), buffer.data_ptr(), targets).run(run)
-        wholly = [slot for slot in self.table[index] if slot.name in self._wholly]
-        if wholly:
-            self._fill_wholly(wholly, self.mine(index), buffer, run, errors)
-        self.ranks.all_gather_parts(buffer, self._sizes[index])
+        if self._wholly_in[index]:
+            self._fill_wholly(index, buffer, run, errors)
+        self.ranks.all_gather_parts(buffer, self._sizes[index])()
         if errors:
             raise errors[0]
 
@@ -326,10 +331,9 @@ class Filler:
         """As `Sent.place`; of a model that this process holds alone."""
         views = [(slot, places.views.get(slot.name, ())) for slot in self.table[index]]
         here = all(found and all(view.device == self.device for _, view in found) for _, found in views)
-        if self.collective or not here or any(slot.name in self._wholly for slot, _ in views):
+        if self.collective or not here or self._wholly_in[index]:
             return False
-        if index == 0:
-            self._operands.refresh()
+        self._operands.refresh(index)
         targets = (
             (slot.name, met, cut(view, (tuple(map(sub, met[0], box[0])), met[1])))
             for slot, found in views
@@ -349,11 +353,11 @@ class Filler:
         """
         known, plan = self._plans.get(key, (None, None))
         if plan is None or known != at:
-            plan = self._make_plan(targets)
+            plan = self._make_plan(key[0], targets)
             self._plans[key] = at, plan
         return plan
 
-    def _make_plan(self, targets: Iterable[tuple[str, Box, Tensor]]) -> _BucketPlan:
+    def _make_plan(self, index: int, targets: Iterable[tuple[str, Box, Tensor]]) -> _BucketPlan:
         jobs: list[Job] = []
         segments: list[Segment] = []
         brought: list[tuple[Tensor, Tensor]] = []
@@ -370,53 +374,40 @@ class Filler:
                     segments += copies(name, source, out)
                 else:
                     jobs.append(Job(delta, start, source, out))
-        return _BucketPlan(MergePlan(jobs, self._operands, segments), brought)
+        return _BucketPlan(MergePlan(jobs, self._operands, segments, index), brought)
 
-    def _fill_wholly(
-        self,
-        slots: Sequence[Slot],
-        mine: Sequence[Slot],
-        buffer: Tensor,
-        run: Mapping[str, Any],
-        errors: list[Exception],
-    ) -> None:
+    def _fill_wholly(self, index: int, buffer: Tensor, run: Mapping[str, Any], errors: list[Exception]) -> None:
         """Tensors that are made of whole parameters: gather these, merge, convert, and keep what this rank sends."""
-        by_sources = groupby(dict.fromkeys(slot.name for slot in slots), lambda name: self.entries[name].sources)
-        for sources, names in by_sources:
+        mine = self.mine(index)
+        for sources, names in groupby(self._wholly_in[index], lambda name: self.entries[name].sources):
             parts = [self.source.parts[name] for name in sources]
             dtype = self.entries[next(iter(names))].meta.dtype
             exchange = Exchange(sources, [part.shard for part in parts], self.ranks, self.device)
-            exchange.run()
+            wholes = exchange.run()
             wanted = [slot for slot in mine if self.entries[slot.name].sources == sources]
             if not wanted:
                 continue
             with _noted(errors):
-                self._make(wanted, parts, dict(zip(sources, exchange.wholes, strict=True)), dtype, buffer, run)
+                merged = self._merged(index, parts, wholes, dtype, run)
+                for slot in wanted:
+                    window = self.entries[slot.name].window
+                    if window is None:
+                        made = self.source.conversion.compute(merged, slot.name)
+                    else:
+                        made = window.fold(cut(merged[sources[0]], window.box))
+                    slot.view(buffer).copy_(cut(made, slot.box))
 
-    def _make(
-        self,
-        slots: Sequence[Slot],
-        parts: Sequence[Part],
-        wholes: Mapping[str, Tensor],
-        dtype: torch.dtype,
-        buffer: Tensor,
-        run: Mapping[str, Any],
-    ) -> None:
-        """Fill slots of tensors that come from the same whole parameters."""
+    def _merged(
+        self, index: int, parts: Sequence[Part], wholes: Sequence[Tensor], dtype: torch.dtype, run: Mapping[str, Any]
+    ) -> dict[str, Tensor]:
+        """Whole parameters of one bucket, merged, by name."""
         merged = {}
-        for part in parts:
-            whole = wholes[part.name]
+        for part, whole in zip(parts, wholes, strict=True):
             merged[part.name] = out = torch.empty(whole.shape, dtype=dtype, device=self.device)
             jobs = [] if part.delta is None else [whole_job(part.delta, whole, out)]
             segments = copies(part.name, whole, out) if part.delta is None else []
-            MergePlan(jobs, self._operands, segments).run(**run)
-        for slot in slots:
-            window = self.entries[slot.name].window
-            if window is None:
-                made = self.source.conversion.compute(merged, slot.name)
-            else:
-                made = window.fold(cut(merged[parts[0].name], window.box))
-            slot.view(buffer).copy_(cut(made, slot.box))
+            MergePlan(jobs, self._operands, segments, index).run(**run)
+        return merged
 
 
 @contextmanager
@@ -475,11 +466,15 @@ def double_buffered(
                 events.append(side.record_event())
 
     count = len(source.table)
-    if count:
-        launch(0)
-    for index in range(count):
-        if index + 1 < count:
-            launch(index + 1)
-        if cuda:
-            torch.cuda.current_stream(source.device).wait_event(events[index])
-        yield index, buffers[index % 2]
+    try:
+        if count:
+            launch(0)
+        for index in range(count):
+            if index + 1 < count:
+                launch(index + 1)
+            if cuda:
+                torch.cuda.current_stream(source.device).wait_event(events[index])
+            yield index, buffers[index % 2]
+    finally:
+        if side is not None:  # who stops early has a bucket under way, which the next pass must not meet
+            torch.cuda.current_stream(source.device).wait_stream(side)

@@ -14,7 +14,7 @@ from .buckets import checksum
 from .delta import Delta, whole_job
 from .errors import InvalidInput
 from .lora import read_deltas
-from .operands import MergePlan, Operands
+from .operands import MergePlan, Operands, Turn
 from .ranks import Ranks
 from .segments import FLOATS
 from .weights import MergedWeights
@@ -105,7 +105,7 @@ def _rounding_loss(delta: Delta, dtype: torch.dtype, rounding: str, seed: int | 
         raise InvalidInput(f"{delta.name} is sharded: measure the rounding loss on a model that is whole on one device")
     weight = delta.weight.pieces[0].tensor
     rounded = torch.empty(weight.shape, dtype=dtype, device=weight.device)
-    operands = Operands([delta], Ranks(), weight.device)
+    operands = Operands([Turn([delta])], Ranks(), weight.device)
     operands.refresh()
     MergePlan([whole_job(delta, weight, rounded)], operands).run(rounding=rounding, seed=seed)
     lost = kept = update = arrived = 0.0

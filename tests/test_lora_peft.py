@@ -21,7 +21,7 @@ from lora_merge import AlreadyMerged, InvalidInput, UnsupportedAdapter, merge, m
 from lora_merge.delta import whole_job
 from lora_merge.kernels import reference
 from lora_merge.names import named_tensors
-from lora_merge.operands import Operands
+from lora_merge.operands import Operands, Turn
 from lora_merge.ranks import Ranks
 
 Build = Callable[[], nn.Module]
@@ -174,7 +174,7 @@ def test_segments_know_their_place(case: str) -> None:
     """Random bits hang on the element's index in the whole parameter, whatever view a segment has of it."""
     build, settings = CASES[case]
     deltas = read_deltas(models.with_lora(build, **settings))
-    operands = Operands(deltas, Ranks(), torch.device("cpu"))
+    operands = Operands([Turn(deltas)], Ranks(), torch.device("cpu"))
     for delta in deltas:
         weight = delta.weight.pieces[0].tensor
         index = torch.arange(weight.numel()).view(weight.shape)

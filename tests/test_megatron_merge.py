@@ -177,9 +177,9 @@ def talk(case: Case) -> dict[str, list[tuple[int, int]]]:
     model = Chunks(chunks, vocab_size=101)
     stream, said, through = MergedWeights(model), list[tuple[int, int]](), Ranks.all_gather_parts
 
-    def listen(ranks: Ranks, buffer: Tensor, sizes: Sequence[int]) -> None:
+    def listen(ranks: Ranks, buffer: Tensor, sizes: Sequence[int]) -> Callable[[], None]:
         said.append((ranks.size, sum(sizes) - sizes[ranks.rank]))
-        through(ranks, buffer, sizes)
+        return through(ranks, buffer, sizes)
 
     answer: dict[str, list[tuple[int, int]]] = {}
     with mock.patch.object(Ranks, "all_gather_parts", listen):

@@ -124,8 +124,7 @@ def pieces_and_wholes(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> None
                 at = tuple(slice(s, s + n) for s, n in zip(*piece.box, strict=True))
                 assert torch.equal(piece.tensor, values[name][at]), (rank, name, piece.box)
         exchange = Exchange(list(shards), list(shards.values()), ranks, torch.device("cpu"))
-        exchange.run()
-        for name, gathered in zip(shards, exchange.wholes, strict=True):
+        for name, gathered in zip(shards, exchange.run(), strict=True):
             assert torch.equal(gathered, values[name]), (rank, name)
     # Pieces are live: what is written to them is what the next forward computes with.
     for shard in shards.values():

@@ -18,7 +18,7 @@ from ..delta import Delta
 from ..errors import UnsupportedAdapter
 from ..live import Live, live
 from ..names import lineage
-from ..operands import Operands
+from ..operands import Operands, Turn
 from ..stream import Entry, Filler, Places
 from ..weights import MergedWeights
 
@@ -56,8 +56,8 @@ class AdapterSource:
         for name, delta in adapted.items():
             _check_served(name, delta, filler.entries[name])
         deltas = list({delta.name: delta for delta in adapted.values()}.values())
-        everything = {delta.name for delta in deltas}
-        self._operands = Operands(deltas, filler.source.ranks, self.device, everything=everything)
+        together = Turn(deltas, everything={delta.name for delta in deltas})
+        self._operands = Operands([together], filler.source.ranks, self.device)
         pairs = [_factors(name, delta, filler.entries[name], self._operands) for name, delta in adapted.items()]
         self.rank = max((a.shape[0] for _, _, a, _, _ in pairs), default=0)
         self.modules = [name for name, _, _, _, _ in pairs]
