@@ -1,5 +1,4 @@
-// The merge kernel where products weigh as much as bytes: float32 adapters, and bf16 ones of high rank, on 16-bit
-// weights.
+// The merge kernel where products weigh as much as bytes: float32 adapters, and bf16 ones of high rank, on 16-bit weights.
 //
 // As merge.cuh, with which it shares every product and every sum, so that bits are the same; but a block of eight warps
 // has the multiprocessor to itself and walks down its strip in tiles of 64 rows: a warp multiplies 32 rows at a time
@@ -9,19 +8,18 @@
 //   W    global -> registers when a tile begins; it is needed when the products are done.
 //   B    of the next tile: global -> registers meanwhile, then split, to the other of two buffers in shared memory.
 #pragma once
-#include "adapters.cuh"
 #include "copies.cuh"
+#include "adapters.cuh"
 #include "tiles.cuh"
 
 namespace lora_merge {
 
-constexpr int kTallSteps = 4;                          // steps that share a load of A
-constexpr int kTallRows = kTallSteps * 2 * kStepRows;  // of a tile, at four warps across
+constexpr int kTallSteps = 4;                              // steps that share a load of A
+constexpr int kTallRows = kTallSteps * 2 * kStepRows;      // of a tile, at four warps across
 template <bool Wide>
-constexpr int kTallChunks = Wide ? 2 : 8;  // the most that a rank may have
+constexpr int kTallChunks = Wide ? 2 : 8;                  // the most that a rank may have
 
-// Elements from a row of B in shared memory to the next: an odd number of chunks, so that eight lanes meet no bank
-// twice.
+// Elements from a row of B in shared memory to the next: an odd number of chunks, so that eight lanes meet no bank twice.
 __host__ __device__ __forceinline__ int tall_pitch_B(int chunks) { return (chunks | 1) * kChunk; }
 
 template <bool Wide>
@@ -97,8 +95,8 @@ __global__ void __launch_bounds__(kThreads, 1) tall_kernel(const __grid_constant
         if (first_step + j < full_steps)
 #pragma unroll
           for (int e = 0; e < 2; ++e)
-            base[j][e] = __ldcs(reinterpret_cast<const uint4*>(reinterpret_cast<const Source*>(s.source) +
-                                                               place(s.source_stride, first_step + j, e)));
+            base[j][e] = __ldcs(reinterpret_cast<const uint4*>(
+                reinterpret_cast<const Source*>(s.source) + place(s.source_stride, first_step + j, e)));
       if (tile + 1 < tiles) ask_B(tile + 1);
 
       float sum[kTallSteps][4][4] = {};
@@ -111,7 +109,8 @@ __global__ void __launch_bounds__(kThreads, 1) tall_kernel(const __grid_constant
         for (int j = 0; j < kTallSteps; ++j)
 #pragma unroll
           for (int p = 0; p < kPlanes; ++p) {
-            const uint4 v = *reinterpret_cast<const uint4*>(tile_B + p * plane_B + j * stride * pitch_B + c * kChunk);
+            const uint4 v =
+                *reinterpret_cast<const uint4*>(tile_B + p * plane_B + j * stride * pitch_B + c * kChunk);
             b[j][p][0] = v.x, b[j][p][1] = v.y, b[j][p][2] = v.z, b[j][p][3] = v.w;
           }
         multiply_chunk<Wide, kTallSteps>(sum, a_address + c * kChunk * pitch * 2, pitch, plane_A, b);
