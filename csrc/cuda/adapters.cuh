@@ -48,22 +48,6 @@ __device__ __forceinline__ bool vector_B(const Segment& s) {
   return dtype_fits && s.rank % 8 == 0 && aligned16(s.lora_B, s.lora_B_stride, Wide ? 4 : 2);
 }
 
-// A piece from memory, as vectors where `vector_B` says so.
-template <bool Wide>
-__device__ __forceinline__ Piece<Wide> load_piece(const Segment& s, int row, int k, bool vector) {
-  if (!vector) return fetch_B<Wide>(s, row, k);
-  Piece<Wide> piece{};
-  if (row < s.rows && k < s.rank) {
-    const uint4* from = reinterpret_cast<const uint4*>(s.lora_B + (row * s.lora_B_stride[0] + k) * (Wide ? 4 : 2));
-#pragma unroll
-    for (int i = 0; i < (Wide ? 2 : 1); ++i) {
-      const uint4 v = __ldg(from + i);
-      piece.word[4 * i] = v.x, piece.word[4 * i + 1] = v.y, piece.word[4 * i + 2] = v.z, piece.word[4 * i + 3] = v.w;
-    }
-  }
-  return piece;
-}
-
 // The planes of a piece: operand words of the matrix unit, [plane][pair of ranks].
 template <bool Wide>
 __device__ __forceinline__ void operand_B(uint32_t (&b)[Wide ? 3 : 1][4], const Piece<Wide>& piece) {

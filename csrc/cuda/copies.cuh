@@ -70,14 +70,4 @@ __device__ __forceinline__ void copy_unit(const Segment& s, int unit) {
   }
 }
 
-// What is left of a block's units: copies of raw bits are numbered after all merging. `unit` is its n-th.
-__device__ __forceinline__ void copy_units(const Launch& launch, const Units& units, int n, int unit) {
-  for (; unit < launch.n_units + launch.n_raw_units; unit = units[++n]) {
-    __syncthreads();  // all have read this unit's number
-    if (threadIdx.x == 0) units.fetch(n + 1);
-    copy_unit(segments_of(launch)[segment_of(launch, unit)], unit);
-    __syncthreads();
-  }
-}
-
 }  // namespace lora_merge

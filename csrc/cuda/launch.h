@@ -18,7 +18,7 @@ struct Launch {
   int32_t n_raw_units;    // of copying, numbered after them
   int32_t rows_per_unit;  // a multiple of 64
   int32_t col_warps;      // a unit is 64 columns times this wide: 1, 2 or 4
-  int32_t deep;           // steps of W (and B) in flight, at least as many as share a load of A; 0: tall.cuh
+  int32_t deep;           // steps of W (and B) in flight; at least as many as share a load of A
   int32_t staged_B;       // whether B is staged in shared memory
   int32_t margin;         // elements added to a row of A in shared memory: 8, no bank conflicts, or 0, more room
   int32_t max_rank;

@@ -22,7 +22,6 @@
 #include "copies.cuh"
 #include "norms.cuh"
 #include "stream.cuh"
-#include "tall.cuh"
 
 namespace lora_merge {
 
@@ -185,7 +184,13 @@ __global__ void __launch_bounds__(kThreads, 2) merge_kernel(const __grid_constan
     }
   }
 
-  copy_units(launch, units, n, unit);
+  // Copies of raw bits are numbered after all merging.
+  for (; unit < launch.n_units + launch.n_raw_units; unit = units[++n]) {
+    __syncthreads();  // all have read this unit's number
+    if (threadIdx.x == 0) units.fetch(n + 1);
+    copy_unit(segments_of(launch)[segment_of(launch, unit)], unit);
+    __syncthreads();
+  }
   units.close();
 }
 
@@ -218,12 +223,6 @@ cudaError_t launch_typed(const Launch& launch, cudaStream_t stream) {
 
 template <typename Source, typename Destination>
 cudaError_t launch_mode(bool wide, const Launch& launch, cudaStream_t stream) {
-  if (launch.deep == 0) {
-    if constexpr (sizeof(Source) == 2 && sizeof(Destination) == 2)
-      return wide ? launch_tall<Source, Destination, true>(launch, stream)
-                  : launch_tall<Source, Destination, false>(launch, stream);
-    return cudaErrorInvalidValue;
-  }
   if (wide) return launch_typed<Source, Destination, Mode::kWide>(launch, stream);
   if (launch.max_rank > kChunk) return launch_typed<Source, Destination, Mode::kNarrow>(launch, stream);
   return launch_typed<Source, Destination, Mode::kNarrow32>(launch, stream);

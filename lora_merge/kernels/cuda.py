@@ -31,8 +31,6 @@ INLINE_SEGMENTS = 8
 NORM_ROWS, WARP_COLS, MAX_UNIT_ROWS = 64, 64, 512
 RAW_ROWS, RAW_COLS, RAW_COLS_1 = 64, 2048, 128 * 1024
 CHUNK, VECTOR = 32, 256 * 16
-TALL_ROWS, TALL_CHUNKS = 64, {False: range(3, 9), True: range(1, 3)}
-"""Rows of a tile of tall.cuh; chunks of the ranks that it is for, of bf16 adapters and of others (`wide`)."""
 RESERVED = 1024
 """Shared memory that the system takes of every block."""
 
@@ -55,7 +53,7 @@ def unavailable(device: torch.device) -> str | None:
 
 
 class _Shape(NamedTuple):
-    """How a block works, see `Launch` in csrc/cuda/launch.h. Depth 0: by tall.cuh, one block a multiprocessor."""
+    """How a block works, see `Launch` in csrc/cuda/launch.h."""
 
     col_warps: int
     deep: int
@@ -148,7 +146,7 @@ def _variants(table: np.ndarray, device: torch.device) -> list[_Variant]:
 def _variant(merges: np.ndarray, copies: np.ndarray, key: int, device: torch.device) -> _Variant:
     max_rank = int(merges[:, RANK].max(initial=0))
     shape = _shape(max_rank, bool(key & 1), 4 if FP32 in (key >> 9, key >> 1 & 0xFF) else 2, _widest(merges), device)
-    rows_per_unit = _rows_per_unit(merges, shape, device)
+    rows_per_unit = _rows_per_unit(merges, shape.col_warps, device)
     merge_across = _ceil(merges[:, COLS], WARP_COLS * shape.col_warps)
     copy_across = _ceil(copies[:, COLS], np.where(copies[:, ROWS] == 1, RAW_COLS_1, RAW_COLS))
     merge_units = merge_across * _ceil(merges[:, ROWS], rows_per_unit)
@@ -183,20 +181,15 @@ def _shape(max_rank: int, wide: bool, element_bytes: int, widest: int, device: t
     two blocks on a multiprocessor hide each other's pauses. Tried in this order of merit.
     """
     chunks = _ceil(max_rank, CHUNK)
-    properties = torch.cuda.get_device_properties(device)
-    whole: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
-    # Where products weigh as much as bytes: float32 adapters, and high ranks.
-    if element_bytes == 2 and widest == 4 and chunks in TALL_CHUNKS[wide]:
-        rows_A, rows_B = chunks * CHUNK * (WARP_COLS * 4 + 8), 2 * TALL_ROWS * (chunks | 1) * CHUNK
-        if (rows_A + rows_B) * 2 * (3 if wide else 1) + RESERVED <= whole:
-            return _Shape(4, 0, False, 8)
 
     def shared(col_warps: int, deep: int, staged_B: bool, margin: int) -> int:
         vectors = element_bytes + (chunks * (2 if wide else 1) if staged_B else 0)
         strip = chunks * CHUNK * (WARP_COLS * col_warps + margin) * 2 * (3 if wide else 1)
         return deep * vectors * VECTOR + strip
 
+    properties = torch.cuda.get_device_properties(device)
     half = properties.shared_memory_per_multiprocessor // 2 - RESERVED
+    whole: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
     shapes = [_Shape(n, deep, True, 8) for deep in (4, 2) for n in (4, 2, 1) if n <= widest]
     for shape in shapes:
         if shared(*shape) <= half:
@@ -220,12 +213,11 @@ def _widest(merges: np.ndarray) -> int:
     return next((n for n in (4, 2) if covered(n) * 7 <= real * 8), 1)
 
 
-def _rows_per_unit(merges: np.ndarray, shape: _Shape, device: torch.device) -> int:
+def _rows_per_unit(merges: np.ndarray, col_warps: int, device: torch.device) -> int:
     """Rows that a block walks down with one strip of A: many, but enough units for an even load."""
-    strips = int((_ceil(merges[:, COLS], WARP_COLS * shape.col_warps) * _ceil(merges[:, ROWS], 64)).sum())
-    resident = 2 if shape.deep else 1  # blocks of a multiprocessor; one alone does nothing else while it loads A
-    blocks = resident * torch.cuda.get_device_properties(device).multi_processor_count
-    return 64 * min(MAX_UNIT_ROWS // 64 * 2 // resident, max(1, strips // (16 * blocks)))
+    strips = int((_ceil(merges[:, COLS], WARP_COLS * col_warps) * _ceil(merges[:, ROWS], 64)).sum())
+    blocks = 2 * torch.cuda.get_device_properties(device).multi_processor_count
+    return 64 * min(MAX_UNIT_ROWS // 64, max(1, strips // (16 * blocks)))
 
 
 def _place(table: np.ndarray, units: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
