@@ -31,6 +31,9 @@ INLINE_SEGMENTS = 8
 NORM_ROWS, WARP_COLS, MAX_UNIT_ROWS = 64, 64, 512
 RAW_ROWS, RAW_COLS, RAW_COLS_1 = 64, 2048, 128 * 1024
 CHUNK, VECTOR = 32, 256 * 16
+DEALT = 1024
+"""Units that a small table deals round the blocks; more are handed out by a counter, which takes an allocation, because
+blocks do not run at one pace."""
 RESERVED = 1024
 """Shared memory that the system takes of every block."""
 
@@ -154,8 +157,8 @@ def _variant(merges: np.ndarray, copies: np.ndarray, key: int, device: torch.dev
     table, units = np.concatenate([merges, copies]), np.concatenate([merge_units, copy_units])
     table[:, UNIT_BEGIN] = np.cumsum(units) - units
     table[:, UNITS_ACROSS] = np.concatenate([merge_across, copy_across])
-    inline = len(table) <= INLINE_SEGMENTS
-    counter = torch.zeros(0 if inline else 2, dtype=torch.int32, device="cpu" if inline else device)
+    counted = len(table) > INLINE_SEGMENTS or units.sum() > DEALT
+    counter = torch.zeros(2 if counted else 0, dtype=torch.int32, device=device if counted else "cpu")
     return _Variant(
         *_place(table, units, device),
         counter,
