@@ -97,7 +97,7 @@ def test_any_size_and_cut(backend: Backend, data: st.DataObject) -> None:
 
 def test_an_arena_that_ends_on_the_way(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some units of work find room and others do not, in several tensors of several dtypes, more than a unit wide."""
-    monkeypatch.setattr(fused, "FIRST_ROOM", 20)
+    monkeypatch.setattr(fused, "FIRST_ROOM", 17)  # of these weights' bytes: an odd number
     rows, cols = (40, 70) if backend.interpreted else (201, 1100)
     segments = [
         in_place(make_segment(str(dtype), rows, cols, 8, (dtype,) * 4, backend.device, update=1.0)) for dtype in FLOATS

@@ -92,7 +92,7 @@ class Fused:
         def room(n: int) -> Tensor:
             return torch.empty(n, dtype=torch.uint8, device=kernels.device)
 
-        codes, arena = room(kernels.code_bytes), room(self._first_room)
+        codes, arena = room(kernels.code_bytes), room(self._first_room // 4 * 4)  # where it ends, words go on
         records = torch.full((kernels.units, 2), -1, dtype=torch.int64, device=kernels.device)
         counter = torch.zeros(3, dtype=torch.int64, device=kernels.device)
         journal = Journal(codes, records, arena, counter, kernels.chunk)
