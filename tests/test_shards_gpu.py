@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from processes import spawn
+from test_shards_adapters import ahead, changing, failing, two_ranks
 from test_shards_merge import MODELS, WRAPS, every_wrap, fsdp1, fsdp2, fsdp2_columns, hsdp, layers_of, tensor_parallel
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
@@ -30,6 +31,12 @@ def test_two_gpus() -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_every_model_on_two_gpus() -> None:
     spawn(2, every_wrap, [fsdp2], DENSE, backend="nccl")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_adapters_come_bucket_by_bucket() -> None:
+    """Prefetched on NCCL's own stream; passes that stop early leave a gather under way."""
+    spawn(2, two_ranks, (changing, ahead, failing), backend="nccl")
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
