@@ -17,7 +17,8 @@ from .lora import adapter_facts
 from .names import trail
 from .shards.layout import Layout
 
-_KIND = attrgetter("dtype", "device")
+_PARAMETERS, _BUFFERS = attrgetter("_parameters"), attrgetter("_buffers")
+_SHAPE, _KIND = attrgetter("shape"), attrgetter("dtype", "device")
 
 
 class Snapshot(NamedTuple):
@@ -68,21 +69,22 @@ def taken(
         local: what is here of tensors, and what else that depends on.
     """
     facts += map(id, modules)
-    parameters = [module._parameters for module in modules]
+    parameters = list(map(_PARAMETERS, modules))
     facts += map(len, parameters)
     facts += chain.from_iterable(parameters)
     tensors: list[Any] = list(chain.from_iterable(map(dict.values, parameters)))
-    for module in modules:
-        for key, buffer in module._buffers.items() if module._buffers else ():
-            if key not in module._non_persistent_buffers_set:
-                facts += (id(module), key)
-                tensors.append(buffer)
+    for module, buffers in zip(modules, map(_BUFFERS, modules), strict=True):
+        if buffers:
+            for key, buffer in buffers.items():
+                if key not in module._non_persistent_buffers_set:
+                    facts += (id(module), key)
+                    tensors.append(buffer)
     facts += map(type, tensors)
     tensors = [tensor for tensor in tensors if tensor is not None]
     here, shards = local(tensors)
     facts += shards
     facts += map(Tensor.data_ptr, here)
-    facts += [t.shape for t in here]
+    facts += map(_SHAPE, here)
     facts += map(Tensor.stride, here)
     facts += map(_KIND, here)
     return Snapshot(facts, modules, tensors, here)

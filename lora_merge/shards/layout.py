@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from functools import cached_property
+from itertools import chain
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from ..names import own_parameters
 from ..ranks import Ranks
 from . import Shard, address, fsdp1, fsdp2, whole
 
+_CHILDREN, _VALUES = attrgetter("_modules"), methodcaller("values")
 _units: dict[type, int] = {}
 """Class of a module -> the version of FSDP whose wrapper it is; 0 for others."""
 
@@ -35,10 +38,12 @@ class Layout:
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = _modules(model)
-        for kind in {type(module) for module in self._modules} - _units.keys():
+        kinds = set(map(type, self._modules))
+        for kind in kinds - _units.keys():
             _units[kind] = 1 if fsdp1.is_unit(kind) else 2 if fsdp2.is_unit(kind) else 0
-        self._one: list[Any] = [module for module in self._modules if _units[type(module)] == 1]
-        self._two: list[Any] = [module for module in self._modules if _units[type(module)] == 2]
+        units = [module for module in self._modules if _units[type(module)]] if any(map(_units.get, kinds)) else []
+        self._one: list[Any] = [unit for unit in units if _units[type(unit)] == 1]
+        self._two: list[Any] = [unit for unit in units if _units[type(unit)] == 2]
         self._meshes: dict[tuple[Any, tuple[int, ...]], None] = {}
         self._taken: dict[int, list[str]] = {}
         self._fsdp1: Any = None
@@ -134,14 +139,11 @@ class Layout:
 
 
 def _modules(model: nn.Module) -> list[nn.Module]:
-    """Every module once, adapters' own ones too; `nn.Module.modules` would take several times as long."""
-    level = found = {id(model): model}
+    """Every module once, level by level, adapters' own ones too, which are most of them: little Python for each."""
+    found: dict[int, nn.Module] = {}
+    level = [model]
     while level:
-        level = {
-            id(child): child
-            for module in level.values()
-            for child in module._modules.values()
-            if child is not None and id(child) not in found
-        }
-        found = found | level
+        found.update(zip(map(id, level), level, strict=True))
+        children = chain.from_iterable(map(_VALUES, filter(None, map(_CHILDREN, level))))
+        level = [child for child in children if child is not None and id(child) not in found]
     return list(found.values())
