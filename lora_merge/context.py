@@ -68,8 +68,8 @@ def merged(model: Model, *, restore: str = "exact", strategy: str | None = None)
     `reshard_after_forward=False`) are brought back to their shards first, at both ends.
 
     Memory, on their device: while inside, 2 bits for each element of the adapted weights that are here, 1/64 of
-    their bytes and what rounding moved further than a step (together 0.14 of a bf16 weight, 0.08 of a float32 one, for
-    updates up to a tenth of the weights; 0.25 for updates of their size; at most 1.13). From the first entry on, a copy
+    their bytes and what rounding moved further than a step (together 0.15 of a bf16 weight, 0.08 of a float32 one, for
+    updates up to a tenth of the weights; 0.25 for updates of their size; at most 1.14). From the first entry on, a copy
     of the adapters, which is what the way back reads: they may be changed, rescaled or loaded anew inside. A tied
     weight is held apart inside; it takes one more copy of itself if another of its users has no adapter, two if that
     one has an adapter too. `strategy="unshard"` keeps a copy of the weights instead.
