@@ -66,11 +66,12 @@ def test_scale(load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsy
 
     # The fits return what they were fitted to.
     machine = scale.fitted(scale.Machine())
-    pushes = [json.loads((scale.RESULTS / f"sync-qwen2.5-7b{x}.json").read_text()) for x in ("", "-x2")]
-    same, other = pushes[0]["same"], pushes[1]["other"]
-    loading = machine.merge_ms(same["bytes"] / 1e9) + machine.load_ms(same["bytes"] / 1e9, same["tensors"])
-    assert loading + machine.fixed_ms == pytest.approx(same["total_ms"])
-    assert loading + machine.hand_ms(other["bytes"] / 1e9) == pytest.approx(other["merge_and_load_ms"])
+    same, other = (scale.recorded(f"sync-qwen2.5-7b{x}.json")[part] for x, part in (("", "same"), ("-x2", "other")))
+    within = same["merge_only_ms"] + machine.tensor_us * same["tensors"] / 1e3
+    assert within + machine.fixed_ms == pytest.approx(same["total_ms"])
+    size = other["bytes"] / 1e9
+    between = same["merge_only_ms"] + machine.load_ms(size, other["tensors"]) + machine.hand_ms(size)
+    assert between == pytest.approx(other["merge_and_load_ms"])
 
 
 def test_more_gpus_and_wires(load: Any) -> None:
