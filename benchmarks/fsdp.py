@@ -21,7 +21,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -42,6 +44,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 Record = dict[str, Any]
+BEGAN = time.monotonic()
 BUCKETS_TARGET, PEER_TARGET = 2, 20
 """Extra memory of a push, in buckets; how many times faster than verl it is to be."""
 
@@ -80,8 +83,16 @@ def rollout(args: argparse.Namespace, folder: Path) -> Iterator[Any]:
                 options |= {"kv_cache_memory_bytes": 1 << 29}  # whatever share of the GPU is free
             engine = stack.enter_context(sync.start_engine(args, folder, tp=args.tp, **options))
             os.environ.update(ours)
-        dist.barrier()
+            tell("the engine runs")
+        # Not NCCL's barrier: its kernel would spin on a GPU on which the engine starts.
+        dist.broadcast_object_list([None], device=torch.device("cpu"))
         yield engine
+
+
+def tell(what: str) -> None:
+    """Progress, on rank 0: starting an engine takes a minute."""
+    if dist.get_rank() == 0:
+        print(f"{time.monotonic() - BEGAN:6.1f} s: {what}", file=sys.stderr, flush=True)
 
 
 @torch.no_grad()
@@ -223,8 +234,10 @@ def main() -> None:
         shared: list[Any] = [stack.enter_context(tempfile.TemporaryDirectory()) if first else None]
         dist.broadcast_object_list(shared)
         folder = Path(shared[0])
+        tell("the ranks are connected")
         needs_engine = {"push", "peer"} & set(args.parts)
         engine = stack.enter_context(rollout(args, folder / "model")) if needs_engine else None
+        tell("making the model")
         model = build(args, device)
         parts = {
             "merge": partial(part_merge, args, model, device),
@@ -232,6 +245,7 @@ def main() -> None:
             "peer": partial(part_peer, args, model, engine, device, folder),
         }
         for name in args.parts:
+            tell(name)
             done(name, parts[name]())
     dist.barrier()
     dist.destroy_process_group()
