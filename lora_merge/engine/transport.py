@@ -11,8 +11,8 @@ Every trainer rank fills every bucket (that may take all of them) and hands it t
 buffer while workers load the other one. Who may touch which is settled in a mailbox, a small piece of shared memory:
 the trainer counts buckets filled, each worker counts buckets done with. Over NCCL the broadcast is the hand-over.
 
-Processes of one GPU take turns at it, and each change of turns costs about as much as loading a bucket: there both
-buffers change hands together.
+Processes of one GPU take turns at it, and half as many buckets of twice the size took 0.4 ms less for each one saved
+(H200): there both buffers change hands together.
 """
 
 from __future__ import annotations
