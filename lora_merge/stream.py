@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.dlpack import from_dlpack
 
+from .ahead import Ahead
 from .buckets import Meta, Slot, Table, digest_of, extent, lay_out, lay_out_parts
 from .conversion import Conversion
 from .delta import Delta, Job, whole_job
@@ -186,6 +187,7 @@ class Filler:
         ranks = self.ranks if any(turn.everything for turn in turns) else source.merging
         self._operands = Operands(turns, ranks, self.device)
         self._plans: dict[tuple[int, bool], tuple[Hashable, _BucketPlan]] = {}
+        self._ahead = Ahead(self.device)
         self._idle: list[Tensor] = []
         self._lent: dict[int, StorageWeakRef] = {}
         self._passes = 0
@@ -276,6 +278,26 @@ class Filler:
                     plan.release()
                 self.source = replace(self.source, parts={}, held=())
 
+    def filled(self, buffers: list[Tensor], run: Mapping[str, Any]) -> Iterator[tuple[int, Tensor]]:
+        """Fill bucket after bucket; yield `(index, buffer)`, to be read as `Ahead` says.
+
+        Args:
+            buffers: two; one of which the consumer still holds what was lent is left to it and replaced here.
+        """
+
+        def free(index: int) -> None:
+            if self._held_outside(buffers[index % 2]):
+                buffers[index % 2] = torch.empty_like(buffers[index % 2])
+
+        def fill(index: int) -> tuple[int, Tensor]:
+            buffer = buffers[index % 2]
+            self.fill(index, buffer, run)
+            if self._ahead.stream is not None:
+                buffer.record_stream(self._ahead.stream)
+            return index, buffer
+
+        return self._ahead(free, fill, len(self.table))
+
     def describe(self) -> str:
         """Which way every tensor goes, and what a pass costs."""
         ways: dict[str, list[Entry]] = {}
@@ -308,7 +330,7 @@ class Filler:
         self._lent[buffer.data_ptr()] = StorageWeakRef(data.untyped_storage())
         return data
 
-    def held(self, buffer: Tensor) -> bool:
+    def _held_outside(self, buffer: Tensor) -> bool:
         """Whether somebody holds views of what was lent of a buffer."""
         lent = self._lent.get(buffer.data_ptr())
         return lent is not None and not lent.expired()
@@ -432,49 +454,3 @@ class _BucketPlan:
         for here, there in self._brought:
             here.copy_(there, non_blocking=True)
         self._plan.run(**run)
-
-
-def double_buffered(
-    source: Sent,
-    buffers: list[Tensor],
-    run: Mapping[str, Any],
-    *,
-    held: Callable[[Tensor], bool] = lambda buffer: False,
-) -> Iterator[tuple[int, Tensor]]:
-    """Fill bucket after bucket, one ahead of the consumer, on a stream of its own; yield `(index, buffer)` when it may
-    be read on the current stream, until the next one is asked for.
-
-    Args:
-        held: whether the consumer still needs what a buffer holds; it is then left to it and replaced in `buffers`.
-    """
-    cuda = source.device.type == "cuda"
-    side = torch.cuda.Stream(source.device) if cuda else None
-    events: list[Any] = []
-
-    def launch(index: int) -> None:
-        at = index % 2
-        if held(buffers[at]):
-            buffers[at] = torch.empty_like(buffers[at])
-        if side is None:
-            source.fill(index, buffers[at], run)
-        else:
-            # Everything that the caller enqueued, optimizer steps and reads of this buffer included, comes first.
-            side.wait_stream(torch.cuda.current_stream(source.device))
-            with torch.cuda.stream(side):
-                source.fill(index, buffers[at], run)
-                buffers[at].record_stream(side)
-                events.append(side.record_event())
-
-    count = len(source.table)
-    try:
-        if count:
-            launch(0)
-        for index in range(count):
-            if index + 1 < count:
-                launch(index + 1)
-            if cuda:
-                torch.cuda.current_stream(source.device).wait_event(events[index])
-            yield index, buffers[index % 2]
-    finally:
-        if side is not None:  # who stops early has a bucket under way, which the next pass must not meet
-            torch.cuda.current_stream(source.device).wait_stream(side)

@@ -21,7 +21,7 @@ from .plan import ROUNDINGS
 from .segments import FLOATS, raw
 from .shards import Shard, cut
 from .snapshot import Snapshot
-from .stream import Entry, Filler, Late, Part, Source, double_buffered
+from .stream import Entry, Filler, Late, Part, Source
 from .window import window_of
 
 
@@ -123,7 +123,7 @@ class MergedWeights:
         """
         filler, run = self.filler(whole=True), self._run(seed)
         with filler.buffers() as buffers:
-            filled = double_buffered(filler, buffers, run)
+            filled = filler.filled(buffers, run)
             if not filler.ranks.alone:
                 yield from _assembled(filler.table, filled)
                 return
@@ -134,10 +134,10 @@ class MergedWeights:
         filler, run = self.filler(whole=True), self._run(None)
         with filler.buffers() as buffers:
             if not filler.ranks.alone:
-                for bucket in _assembled(filler.table, double_buffered(filler, buffers, run)):
+                for bucket in _assembled(filler.table, filler.filled(buffers, run)):
                     yield from bucket.tensors()
                 return
-            for index, buffer in double_buffered(filler, buffers, run, held=filler.held):
+            for index, buffer in filler.filled(buffers, run):
                 data = filler.lend(buffer)
                 del buffer
                 for slot in filler.table[index]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lora_merge import MergedWeights
 from lora_merge.plan import Plan
 from lora_merge.ranks import Ranks
-from lora_merge.stream import Filler, double_buffered
+from lora_merge.stream import Filler
 
 KINDS: dict[str, dict[str, Any]] = {
     "one": {"r": 64},
@@ -53,7 +53,7 @@ def filled(filler: Filler) -> Generator[Tensor]:
     """One pass into buffers of its own."""
     buffers = [torch.empty(filler.capacity, dtype=torch.uint8, device=filler.device) for _ in range(2)]
     with filler.passing():
-        for _, buffer in double_buffered(filler, buffers, {}):
+        for _, buffer in filler.filled(buffers, {}):
             yield buffer
 
 

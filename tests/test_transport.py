@@ -148,7 +148,7 @@ def work(channel: dict[str, Any], device: str, transfers: int, at: int, how: str
                 for received in buckets:
                     index, data = received.index, received.data
                     if how and index == at:
-                        {"breaks": fail, "dies": die}[how]()
+                        {"breaks": fail, "dies": die, "dawdles": lambda: time.sleep(0.5)}[how]()
                     seen.append(index if bool((data[:1000] == index + 1).all()) else f"{index} is damaged")
         receiver.close()
     except (RuntimeError, TransferAborted) as error:
@@ -381,11 +381,12 @@ def test_a_local_worker_has_buckets_placed(until: int, compare: bool) -> None:
 
 @pytest.mark.parametrize("until", [2, BUCKETS])
 def test_local_workers_and_others_take_the_same_buckets(until: int) -> None:
+    """Where one of them stops early, too, while the other one reads the bucket whose buffer comes next."""
     ours = Sender({(0, 0): "local", (1, 0): "shm"}, NBYTES, CPU)
     try:
         part = Sender.__new__(Sender)  # the channels of the workers that are processes
         part.kinds, part.channel = {(1, 0): "shm"}, ours.channel  # type: ignore[method-assign]
-        workers = Workers(part, "cpu")
+        workers = Workers(part, "cpu", wrong=(1, 0), at=until - 2, how="dawdles")
         ours.begin()
         ours.offer(source := Counting(), {}, workers.gone)
         workers.call({1})

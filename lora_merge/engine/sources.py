@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..buckets import Slot, checksum, combined, metas
-from ..stream import Filler, Places, Sent, double_buffered
+from ..stream import Filler, Places, Sent
 from .state import Sampler
 
 
@@ -60,7 +60,7 @@ class Fingerprint:
             sums: dict[str, int] = {}
             source = filler.source
             with filler.buffers() as buffers:
-                for index, data in double_buffered(filler, buffers, {}):
+                for index, data in filler.filled(buffers, {}):
                     add_checksums(sums, filler.table[index], data)
             filler.source = source
             lines = sorted(

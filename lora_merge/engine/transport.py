@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ahead import Ahead
 from ..buckets import extent
 from ..errors import InvalidInput
 from ..stream import Places, Sent
@@ -139,7 +140,7 @@ class Sender:
         kinds = set(channels.values())
         self.local = "local" in kinds
         self._turn = max((_TURN[kind] for kind in kinds if kind in _TURN), default=1)
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._ahead = Ahead(device)
         self._files: list[SharedMemory] = []
         self._memory: CudaMemory | None = None
         self.buffers = self._allocate(kinds)
@@ -241,10 +242,12 @@ class Sender:
         Raises:
             whatever filling raises; the workers are told to give up first.
         """
-        for _ in self._flow(source, run, gone):
-            pass
-        if self._stream is not None:
-            self._stream.synchronize()
+        try:
+            for _ in self._flow(source, run, gone):
+                pass
+        finally:
+            if self._ahead.stream is not None:
+                self._ahead.stream.synchronize()
 
     def offer(self, source: Sent, run: Mapping[str, Any], gone: Callable[[], set[int]] = nobody) -> None:
         """As `serve`, at the pace of the worker in this process, which pulls the buckets. `drain` comes after it."""
@@ -285,7 +288,7 @@ class Sender:
         for group in self._groups.values():
             group.close()
         self._offered, self._sent = None, {}
-        if self._stream is not None:
+        if self._ahead.stream is not None:
             torch.cuda.synchronize(self.device)
         self.buffers, self._box, self._at = [], None, {}
         self._files, self._groups = [], {}
@@ -298,17 +301,13 @@ class Sender:
     ) -> Generator[Received, None, None]:
         """Fill and hand over, one bucket ahead of whoever pulls here."""
         self._sent, self._next = {}, 0
-        filled: list[tuple[Received, Any]] = []
         count = len(source.table)
+
+        def free(index: int) -> None:
+            self._reclaim(index - 2, gone)
+
         try:
-            for index in range(count + 1):
-                if index < count:
-                    filled.append(self._fill(source, index, run, gone))
-                if index:
-                    received, event = filled[index - 1]
-                    if event is not None:
-                        torch.cuda.current_stream(self.device).wait_event(event)
-                    yield received
+            yield from self._ahead(free, lambda index: self._fill(source, index, run, gone), count)
             for replica, sent in self._sent.items():
                 self._groups[replica].wait(sent[-1])
         except BaseException:
@@ -316,47 +315,33 @@ class Sender:
             if source.collective:
                 # The other ranks fill on, and need this one for it; what is filled reaches nobody.
                 for index in range(self._next, count):
-                    with contextlib.suppress(Exception), self._filling():
+                    with contextlib.suppress(Exception), self._ahead.filling():
                         source.fill(index, self.buffers[index % 2], run)
             raise
         finally:
             for group in self._groups.values():
                 group.rest()
 
-    def _fill(
-        self, source: Sent, index: int, run: Mapping[str, Any], gone: Callable[[], set[int]]
-    ) -> tuple[Received, Any]:
-        """Fill one bucket and hand it over; returns the event of its filling with it."""
-        self._reclaim(index - 2, gone)
-        event = None
-        if self._stream is not None:
-            # What the caller enqueued, optimizer steps and the reads of a worker in this process, comes first.
-            self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with self._filling():
-            self._next = index + 1
-            places, compare = self._places or (None, False)
-            placed = places is not None and source.place(index, places, run)
-            buffer = None
-            if not placed or compare:
-                self.buffers = self.buffers or self._plain_buffers()
-                buffer = self.buffers[index % 2]
-                source.fill(index, buffer, run)
-            if self._stream is not None:
-                event = self._stream.record_event()
-            if index == 0:
-                self._decide(gone)
-            for replica, sent in self._sent.items():
-                assert buffer is not None
-                sent.append(self._groups[replica].broadcast(buffer[: extent(source.table[index])]))
+    def _fill(self, source: Sent, index: int, run: Mapping[str, Any], gone: Callable[[], set[int]]) -> Received:
+        """Fill one bucket and hand it over."""
+        self._next = index + 1
+        places, compare = self._places or (None, False)
+        placed = places is not None and source.place(index, places, run)
+        buffer = None
+        if not placed or compare:
+            self.buffers = self.buffers or self._plain_buffers()
+            buffer = self.buffers[index % 2]
+            source.fill(index, buffer, run)
+        if index == 0:
+            self._decide(gone)
+        for replica, sent in self._sent.items():
+            assert buffer is not None
+            sent.append(self._groups[replica].broadcast(buffer[: extent(source.table[index])]))
         if self._box is not None and _ends_turn(index, self._turn, len(source.table)):
-            if event is not None:
-                event.synchronize()
+            if self._ahead.stream is not None:
+                self._ahead.stream.synchronize()
             self._box[_FILLED] = index + 1
-        return Received(index, buffer, placed), event
-
-    def _filling(self) -> contextlib.AbstractContextManager[Any]:
-        """The stream on which buckets are filled; makes its device current, too: this may be a thread of its own."""
-        return torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext()
+        return Received(index, buffer, placed)
 
     def _decide(self, gone: Callable[[], set[int]]) -> None:
         """Which NCCL groups take part in this transfer."""

@@ -1,0 +1,61 @@
+"""One ahead: a buffer is filled while the consumer has the other one, and who waits for whom."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+
+_T = TypeVar("_T")
+
+
+class Ahead:
+    """Fills two buffers in turns, one ahead of the consumer, on a stream of its own.
+
+    Args:
+        device: of the buffers.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        """None on a CPU, where work is done when a call returns."""
+
+    def __call__(self, free: Callable[[int], None], fill: Callable[[int], _T], count: int) -> Iterator[_T]:
+        """Yield what `fill` returns for 0 to `count` - 1; before each, `free` sees to it that nobody else, beside this
+        consumer, has the buffer.
+
+        What a fill wrote may be read on the current stream until the next one is asked for. Everything enqueued there
+        by then, optimizer steps and reads of buffers included, comes before the fill after it. So it is at the end, and
+        for a consumer that stops early or raises: a fill that is under way comes before whatever is enqueued next, and
+        the reads before the fills of the next run.
+        """
+        filled: deque[tuple[_T, Any]] = deque()
+        try:
+            for index in range(count + 1):
+                if index < count:
+                    free(index)
+                    self._follow()
+                    with self.filling():
+                        filled.append((fill(index), self.stream and self.stream.record_event()))
+                if index:
+                    made, event = filled.popleft()
+                    if event is not None:
+                        torch.cuda.current_stream(self._device).wait_event(event)
+                    yield made
+        finally:
+            if self.stream is not None:
+                torch.cuda.current_stream(self._device).wait_stream(self.stream)
+            self._follow()
+
+    def _follow(self) -> None:
+        """What is enqueued on the current stream comes first."""
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def filling(self) -> AbstractContextManager[Any]:
+        """The stream of fills; makes its device current, too: this may be a thread of its own."""
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
