@@ -179,11 +179,14 @@ def test_one_replica_fails_and_the_other_is_valid(servers: list[Server], monkeyp
     sync = VllmSync(model, [server.url for server in servers], bucket_bytes=1 << 17)
     sync.push()
     failing = sync._trainer.controls[1]
+    rpc = failing.rpc
 
-    async def broken() -> None:
-        raise RuntimeError("injected")
+    async def broken(op: str, **message: Any) -> Any:
+        if op == "start":
+            raise RuntimeError("injected")
+        return await rpc(op, **message)
 
-    monkeypatch.setattr(failing, "start", broken)
+    monkeypatch.setattr(failing, "rpc", broken)
     train(model)
     with pytest.raises(PushFailed, match=r"engine 1 is dirty: RuntimeError: injected; engine 0 is valid"):
         sync.push()

@@ -45,14 +45,8 @@ class Control:
     async def init(self, info: Mapping[str, Any]) -> None:
         await self._call("init_weight_transfer_engine", {"init_info": dict(info)})
 
-    async def start(self) -> None:
-        await self._call("start_weight_update")
-
     async def update(self, info: Mapping[str, Any]) -> None:
         await self._call("update_weights", {"update_info": dict(info)})
-
-    async def finish(self) -> None:
-        await self._call("finish_weight_update")
 
     async def pause(self, mode: str) -> bool:
         """Stop generation; False if it stood still already."""
@@ -151,15 +145,8 @@ class HttpControl(Control):
     async def init(self, info: Mapping[str, Any]) -> None:
         self._post("init_weight_transfer_engine", body={"init_info": dict(info)})
 
-    async def start(self) -> None:
-        self._post("start_weight_update")
-
     async def update(self, info: Mapping[str, Any]) -> None:
         self._post("update_weights", body={"update_info": dict(info)})
-
-    async def finish(self) -> None:
-        # vLLM 0.32 takes an optional weight_version; 0.26 takes no body at all, and both accept an empty object.
-        self._post("finish_weight_update", body={})
 
     async def pause(self, mode: str) -> bool:
         if self._get("is_paused")["is_paused"]:

@@ -23,7 +23,7 @@ from ..segments import copies
 from ..shards import cut, overlap
 from ..stream import Places
 from .capture import Capture, Copy, coverage, feed, torn
-from .state import Modules
+from .state import Modules, facts
 
 _AS_LOADED = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
 """Methods that leave weights on a CUDA device as they were loaded."""
@@ -80,7 +80,7 @@ class Loader:
         self.model: Any = modules.model
         self._modules = modules
         self._config, self.device = model_config, device
-        self._examined: dict[Any, Examination] = {}
+        self._examined: tuple[Any, Examination] | None = None
         self._plans: dict[int, tuple[int, Plan]] = {}
         self._open: list[tuple[Any, Any]] = []
         self._begun: dict[str, tuple[Tensor, int]] = {}
@@ -92,26 +92,29 @@ class Loader:
 
     def examine(self, digest: str, table: Table) -> Examination:
         """The dry run; kept for as long as table (by its digest) and parameters stay the same. Nothing is written."""
-        key = (digest, *((t.data_ptr(), t.shape) for t in self._modules.tensors()))
-        if key not in self._examined:
+        key = digest, facts(self._modules.tensors())
+        if self._examined is None or self._examined[0] != key:
             with torch.no_grad(), unwrapped(self._modules):
-                self._examined = {key: self._dry_run(table)}
+                self._examined = key, self._dry_run(table)
             self._plans.clear()
-        return self._examined[key]
+        return self._examined[1]
 
     def begin(self, examination: Examination) -> None:
         """Open the layers whose layout changes after loading."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
+        with torch.no_grad():
+            for view, value in examination.fills:
+                view.fill_(value)
+        if not examination.staged:
+            return
         with torch.no_grad(), unwrapped(self._modules):
-            for layer in self._staged_layers() if examination.staged else ():
+            for layer in self._staged_layers():
                 self._open.append((layer, getattr(layer.quant_method, "moe_kernel", None)))
                 if self.device.type == "cpu" and hasattr(layer.quant_method, "moe_kernel"):
                     # vLLM's CPU experts prepack once, when their kernel is made: have it made again.
                     layer.quant_method.moe_kernel = None
                 initialize_layerwise_reload(layer)
-            for view, value in examination.fills:
-                view.fill_(value)
 
     def load(self, examination: Examination, index: int, slots: Sequence[Slot], data: Tensor) -> None:
         """Write one bucket into the engine, on the current stream; `data` may be reused after that work."""
@@ -159,19 +162,21 @@ class Loader:
         """Close the layers: vLLM processes them into the layout that it computes with."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
+        derived, tied, computed = self._modules.kept(_derived), self._tied_layers(), self._modules.kept(_computed)
+        if not (self._open or derived or tied or computed):
+            return
         with torch.no_grad(), unwrapped(self._modules):
             for layer, _ in self._open:
                 finalize_layerwise_reload(layer, self._config)
             if self._open:
                 self._modules.forget()
             self._open = []
-            for layer in self._derived_layers():
+            for layer in derived:
                 layer.process_weights_after_loading(self._config.dtype)
             for layer in self._tied_layers():
                 layer.quant_method.process_weights_after_loading(layer)
-            for layer in self._modules:
-                if type(layer).__name__ in _COMPUTED:
-                    self._compute(layer)
+            for layer in computed:
+                self._compute(layer)
 
     def _compute(self, layer: nn.Module) -> None:
         """Bring buffers that vLLM makes itself to what it would make them now."""
@@ -260,13 +265,18 @@ class Loader:
             seen |= own
         return tied
 
-    def _derived_layers(self) -> list[Any]:
-        """Attention layers that keep matrices derived from a projection's weight (MLA)."""
-        return [
-            module
-            for module in self._modules
-            if "kv_b_proj" in module._modules and callable(getattr(module, "process_weights_after_loading", None))
-        ]
+
+def _derived(modules: Modules) -> list[Any]:
+    """Attention layers that keep matrices derived from a projection's weight (MLA)."""
+    return [
+        module
+        for module in modules
+        if "kv_b_proj" in module._modules and callable(getattr(module, "process_weights_after_loading", None))
+    ]
+
+
+def _computed(modules: Modules) -> list[nn.Module]:
+    return [module for module in modules if type(module).__name__ in _COMPUTED]
 
 
 @contextmanager
@@ -326,6 +336,9 @@ def _engine_tensors(model: nn.Module) -> dict[str, tuple[Tensor, nn.Module]]:
 
 def _ties(modules: Modules) -> dict[str, str]:
     """Path of a tied parameter -> path under which it comes first."""
+    everywhere = [id(p) for _, module in modules.paths() for p in module._parameters.values() if p is not None]
+    if len(set(everywhere)) == len(everywhere):
+        return {}
     first: dict[int, str] = {}
     ties = {}
     # A head may be the embedding module itself, under a second name.
@@ -350,27 +363,31 @@ def _same_layout(module: nn.Module) -> bool:
     )
 
 
-@contextmanager
-def unwrapped(modules: Modules) -> Iterator[None]:
-    """The model without vLLM's LoRA wrappers, whose names `load_weights` does not know."""
+def _wrapped(modules: Modules) -> list[tuple[nn.Module, str, Any]]:
+    """Where vLLM's LoRA wrappers are: parent, name, wrapper."""
     try:
         from vllm.lora.layers import BaseLayerWithLoRA
     except ImportError:
+        return []
+    return [
+        (parent, key, child)
+        for parent in modules
+        for key, child in parent._modules.items()
+        if isinstance(child, BaseLayerWithLoRA) and isinstance(getattr(child, "base_layer", None), nn.Module)
+    ]
+
+
+@contextmanager
+def unwrapped(modules: Modules) -> Iterator[None]:
+    """The model without vLLM's LoRA wrappers, whose names `load_weights` does not know."""
+    if not modules.kept(_wrapped):
         yield
         return
     swapped: list[tuple[Any, str, Any]] = []
     prefixes: list[tuple[Any, str]] = []
     module: Any
     try:
-        while True:
-            found = [
-                (parent, key, child)
-                for parent in modules
-                for key, child in parent._modules.items()
-                if isinstance(child, BaseLayerWithLoRA) and isinstance(getattr(child, "base_layer", None), nn.Module)
-            ]
-            if not found:
-                break
+        while found := modules.kept(_wrapped):
             for parent, key, wrapper in found:
                 parent._modules[key] = wrapper.base_layer
                 swapped.append((parent, key, wrapper))

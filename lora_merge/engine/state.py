@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from itertools import chain
+from operator import attrgetter
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +17,9 @@ from ..segments import Segment
 
 SAMPLES = 64
 """Elements of each tensor that a sampled fingerprint reads."""
+_T = TypeVar("_T")
+_MODULES, _PARAMETERS = attrgetter("_modules"), attrgetter("_parameters")
+_SHAPE, _DTYPE = attrgetter("shape"), attrgetter("dtype")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +57,20 @@ class Sampler:
 
     def __init__(self) -> None:
         self._key: Any = None
+        self._kinds = b""
         self._plan: Plan | None = None
         self._out = torch.empty(0, dtype=torch.uint8)
 
-    def __call__(self, tensors: Iterable[Tensor]) -> str:
+    def __call__(self, tensors: Sequence[Tensor]) -> str:
         """Hex digest over shapes, dtypes and sampled elements."""
-        chosen = [t.detach() for t in tensors if t.numel()]
-        key = [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in chosen]
+        key = facts(tensors)
         if key != self._key:
+            chosen = [t.detach() for t in tensors if t.numel()]
             self._prepare(chosen)
-            self._key = key
+            self._key, self._kinds = key, repr([(tuple(t.shape), t.dtype) for t in chosen]).encode()
         if self._plan is not None:
             self._plan.run()
-        digest = hashlib.blake2b(repr([(tuple(t.shape), t.dtype) for t in chosen]).encode(), digest_size=16)
+        digest = hashlib.blake2b(self._kinds, digest_size=16)
         digest.update(self._out.cpu().numpy().tobytes())
         return digest.hexdigest()
 
@@ -90,11 +96,17 @@ def _spread(tensor: Tensor) -> Tensor:
     return tensor.as_strided((last // step + 1, 1), (step, 1))
 
 
-class Modules:
-    """What an engine's model is made of, found once and kept until `forget`.
+def facts(tensors: Sequence[Tensor]) -> list[Any]:
+    """Addresses, shapes, strides and dtypes, without Python for each tensor: to be compared with `==`."""
+    with torch._C.DisableTorchFunctionSubclass():  # vLLM's parameters are of classes that would see every call
+        return [
+            *map(Tensor.data_ptr, tensors), *map(_SHAPE, tensors), *map(Tensor.stride, tensors), *map(_DTYPE, tensors)
+        ]  # fmt: skip
 
-    A push asks a dozen times, a walk over 28 layers takes half a millisecond, and within one call to a worker nobody
-    changes modules but this package. So every call forgets first.
+
+class Modules:
+    """What an engine's model is made of. A walk over 28 layers takes half a millisecond; within one call to a worker
+    nobody changes modules but this package, and between calls `look` sees whether somebody did.
 
     Args:
         model: the live vLLM model, LoRA wrappers and all.
@@ -104,39 +116,62 @@ class Modules:
         self.model = model
         self._paths: list[tuple[str, nn.Module]] = []
         self._each: list[nn.Module] = []
+        self._below: list[Any] = []
+        self._kept: dict[Any, Any] = {}
 
     def forget(self) -> None:
-        """Modules may have changed."""
-        self._paths, self._each = [], []
+        """Modules have changed."""
+        self._paths, self._each, self._below, self._kept = [], [], [], {}
+
+    def look(self) -> None:
+        """A new call: modules may have changed."""
+        if self._children() != self._below:
+            self.forget()
+
+    def _children(self) -> list[Any]:
+        """Of every module that was found how many are below, their names, and which they are (they are alive, so an
+        `id` stands for one module)."""
+        below = list(map(_MODULES, self._each))
+        return [*map(len, below), *chain(*below), *map(id, chain.from_iterable(map(dict.values, below)))]
 
     def paths(self) -> list[tuple[str, nn.Module]]:
         """Every module under every path, in the order of `named_modules(remove_duplicate=False)`, whose nested
         generators take ten times as long."""
-        rest: list[tuple[str, nn.Module]] = [] if self._paths else [("", self.model)]
-        while rest:
-            path, module = rest.pop()
-            self._paths.append((path, module))
-            below = [
-                (f"{path}.{key}" if path else key, child) for key, child in module._modules.items() if child is not None
-            ]
-            rest.extend(reversed(below))
+        if not self._paths:
+            rest: list[tuple[str, nn.Module]] = [("", self.model)]
+            while rest:
+                path, module = rest.pop()
+                self._paths.append((path, module))
+                below = [
+                    (f"{path}.{key}" if path else key, child)
+                    for key, child in module._modules.items()
+                    if child is not None
+                ]
+                rest.extend(reversed(below))
+            self._each = list({id(module): module for _, module in self._paths}.values())
+            self._below = self._children()
         return self._paths
 
     def __iter__(self) -> Iterator[nn.Module]:
         """Every module once, as `Module.modules()`."""
-        self._each = self._each or list({id(module): module for _, module in self.paths()}.values())
+        self.paths()
         return iter(self._each)
+
+    def kept(self, find: Callable[[Modules], _T]) -> _T:
+        """What a function finds here; it is asked again when modules have changed."""
+        if find not in self._kept:
+            self._kept[find] = find(self)
+        return self._kept[find]
 
     def tensors(self) -> list[Tensor]:
         """Live parameters, then persistent buffers, each once."""
-        found: dict[int, Tensor] = {
-            id(p): p for module in self for p in module._parameters.values() if p is not None and p.numel()
-        }
+        found = {id(p): p for p in chain.from_iterable(map(dict.values, map(_PARAMETERS, self)))}
         for module in self:
             for key, buffer in module._buffers.items():
-                if buffer is not None and buffer.numel() and key not in module._non_persistent_buffers_set:
+                if key not in module._non_persistent_buffers_set:
                     found[id(buffer)] = buffer
-        return list(found.values())
+        with torch._C.DisableTorchFunctionSubclass():
+            return [t for t in found.values() if t is not None and t.numel()]
 
     def kernels(self) -> list[Any]:
         """What vLLM's CPU layers compute with instead of their parameters; made anew whenever weights are processed."""

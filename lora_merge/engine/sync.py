@@ -360,8 +360,7 @@ class VllmSync:
 
         async def prepare(replica: Replica) -> None:
             if state.kind != "adapter":
-                await replica.handle.rpc("abort")
-                await replica.handle.start()
+                await replica.handle.rpc("start")
 
         async def receive(replica: Replica) -> None:
             if isinstance(source, AdapterSource):
@@ -381,9 +380,9 @@ class VllmSync:
     async def _settle(self, replica: Replica, state: State, sent: Sent) -> None:
         """Make sure that every worker holds the new state, and the right bytes."""
         control = replica.handle
-        if state.kind != "adapter":
-            await control.finish()
-        replica.workers = sorted(await control.rpc("commit"), key=lambda worker: worker["rank"])
+        answers = await control.rpc("commit", full=state.kind != "adapter")
+        held = {answer["rank"]: answer["state"] for answer in answers}
+        replica.workers = [worker | {"state": held[worker["rank"]]} for worker in replica.workers]
         if replica.state != state:
             raise PushFailed(f"the engine holds {replica.state}, not {state}")
         if isinstance(sent, Verified):

@@ -198,7 +198,7 @@ def side_of(model: nn.Module, model_config: Any, device: torch.device) -> Side:
     if _SIDE not in model.__dict__:
         model.__dict__[_SIDE] = Side(model, model_config, device)
     side: Side = model.__dict__[_SIDE]
-    side.modules.forget()
+    side.modules.look()
     return side
 
 
@@ -227,16 +227,9 @@ def lora_merge(worker: Any, request: str) -> str:
 
 def _hello(worker: Any, side: Side) -> dict[str, Any]:
     """Who this worker is, what it holds, what it can serve."""
-    return _introduction(worker, side, side.state())
-
-
-def _introduction(worker: Any, side: Side, state: State) -> dict[str, Any]:
     import vllm
 
     lora = worker.vllm_config.lora_config
-    if state.kind == "adapter" and ADAPTER_ID not in worker.list_loras():
-        side.evicted()
-        state = side.held
     backend = type(getattr(worker, "weight_transfer_engine", None)).__name__
     return {
         **introduction(worker.device),
@@ -253,8 +246,16 @@ def _introduction(worker: Any, side: Side, state: State) -> dict[str, Any]:
         "connector": worker.vllm_config.kv_transfer_config is not None,
         "multimodal": bool(worker.model_config.is_multimodal_model),
         "lacks": _lacks(),
-        "state": state.to_json(),
+        "state": _served(worker, side, side.state()),
     }
+
+
+def _served(worker: Any, side: Side, state: State) -> dict[str, Any]:
+    """The state of the weights; an adapter may have been evicted since."""
+    if state.kind == "adapter" and ADAPTER_ID not in worker.list_loras():
+        side.evicted()
+        state = side.held
+    return state.to_json()
 
 
 def _lacks() -> list[str]:
@@ -280,11 +281,20 @@ def _lacks() -> list[str]:
     return lacking
 
 
-def _commit(worker: Any, side: Side) -> dict[str, Any]:
-    """After a push: an adapter that does not belong to the weights any more goes."""
+def _start(worker: Any, side: Side) -> dict[str, Any]:
+    """Begin a full push; what a broken one left open is closed."""
+    _abort(worker, side)
+    worker.start_weight_update()
+    return {}
+
+
+def _commit(worker: Any, side: Side, full: bool) -> dict[str, Any]:
+    """End a push; an adapter that does not belong to the weights any more goes."""
+    if full:
+        worker.finish_weight_update()
     if worker.vllm_config.lora_config is not None and side.held.kind != "adapter":
         remove_adapter(worker.model_runner.lora_manager)
-    return _introduction(worker, side, side.held)
+    return {"rank": worker.parallel_config.rank, "state": _served(worker, side, side.held)}
 
 
 def _lora_dtype(lora: Any) -> str:
@@ -376,6 +386,7 @@ _OPS: dict[str, Callable[..., dict[str, Any]]] = {
     "verified": _verified,
     "coverage": _coverage,
     "abort": _abort,
+    "start": _start,
     "commit": _commit,
     "note_pause": _note_pause,
     "disconnect": _disconnect,

@@ -1,0 +1,109 @@
+"""What a worker remembers of its model between calls, and that nothing stale is used when it was changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lora_merge.engine.state import Modules, Sampler
+
+
+def model() -> nn.Module:
+    """Two blocks with a buffer, a tied weight, a module under two names, and a place for a module."""
+
+    def block() -> nn.Module:
+        made = nn.Module()
+        made.lin, made.norm, made.empty = nn.Linear(8, 8), nn.BatchNorm1d(8), None
+        made.register_buffer("scale", torch.ones(3))
+        made.register_buffer("scratch", torch.ones(3), persistent=False)
+        return made
+
+    top = nn.Module()
+    top.layers = nn.ModuleList([block(), block()])
+    top.head = nn.Linear(8, 8)
+    top.head.weight = top.layers[0].lin.weight
+    top.again = top.layers[1]
+    return top
+
+
+def known(found: nn.Module) -> list[Tensor]:
+    persistent = {id(t) for t in found.state_dict(keep_vars=True).values()}
+    tensors = [*found.parameters(), *found.buffers()]
+    return [t for t in tensors if id(t) in persistent and t.numel()]
+
+
+def renamed(top: nn.Module) -> None:
+    top._modules["other"] = top._modules.pop("again")
+
+
+def moved(top: nn.Module) -> None:
+    """The same modules and names in the same order, one level down."""
+    top.layers[1]._modules["head"] = top._modules.pop("head")
+    top._modules["again"] = top._modules.pop("again")
+
+
+CHANGES: dict[str, Callable[[nn.Module], object]] = {
+    "another module": lambda top: setattr(top, "head", nn.Linear(8, 8)),
+    "a module more": lambda top: setattr(top.layers[0], "empty", nn.Linear(8, 8)),
+    "a module less": lambda top: delattr(top, "head"),
+    "the last layer gone": lambda top: top.layers.__delitem__(1),
+    "a wrapper": lambda top: setattr(top, "head", nn.Sequential(top.head)),
+    "renamed": renamed,
+    "moved": moved,
+    "two swapped": lambda top: top.layers._modules.update({"0": top.layers[1], "1": top.layers[0]}),
+    "nothing": lambda top: None,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_modules_that_changed_between_calls_are_found_again(change: str) -> None:
+    top = model()
+    modules, looked = Modules(top), []
+
+    def count(found: Modules) -> int:
+        looked.append(1)
+        return len(list(found))
+
+    for step in range(2):
+        modules.look()
+        assert modules.paths() == list(top.named_modules(remove_duplicate=False))
+        assert list(modules) == list(top.modules())
+        assert [id(t) for t in modules.tensors()] == [id(t) for t in known(top)]
+        assert modules.kept(count) == modules.kept(count) == len(list(top.modules()))
+        if not step:
+            CHANGES[change](top)
+    assert len(looked) == (1 if change == "nothing" else 2)
+
+
+def replaced(t: nn.Parameter) -> None:
+    t.data = t.data.clone()
+
+
+def transposed(t: nn.Parameter) -> None:
+    t.data = t.data.t().contiguous().t()
+
+
+@pytest.mark.parametrize("alike", [False, True], ids=["other values", "the same values"])
+@pytest.mark.parametrize("change", [replaced, transposed])
+def test_a_sample_is_of_the_tensors_as_they_are_now(change: Callable[[nn.Parameter], None], alike: bool) -> None:
+    """Where memory was replaced, the old one is not read."""
+    top, sampler = model(), Sampler()
+    modules = Modules(top)
+    before = sampler(modules.tensors())
+    assert sampler(modules.tensors()) == before
+    change(top.head.weight)
+    if not alike:
+        with torch.no_grad():
+            top.head.weight.add_(1)
+    assert (sampler(modules.tensors()) == before) == alike or change is transposed
+    assert sampler(modules.tensors()) == Sampler()(modules.tensors())
+
+
+def test_a_sample_tells_shapes_and_dtypes() -> None:
+    tensors = [torch.zeros(4, 8), torch.zeros(8, 4), torch.zeros(32), torch.zeros(4, 8, dtype=torch.int32)]
+    assert len({Sampler()([t]) for t in tensors}) == len(tensors)
+    sampler = Sampler()
+    assert [sampler([t]) for t in tensors] == [Sampler()([t]) for t in tensors]
