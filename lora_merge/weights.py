@@ -75,6 +75,8 @@ class MergedWeights:
         """Stream every name of a tied weight, for an engine that holds them apart."""
         self.dtypes: Mapping[str, torch.dtype] = {}
         """dtypes of single tensors, by name, before `dtype`."""
+        self.left_out: frozenset[str] = frozenset()
+        """Names of tensors that are not streamed, for engines that hold no such part of the model."""
         self._passes = 0
         self._fillers: dict[bool, Filler] = {}
         self._known: tuple[Any, torch.device, Conversion] | None = None
@@ -160,7 +162,7 @@ class MergedWeights:
         """What the stream is made from, and a key that changes whenever a plan made from it would be wrong: all that
         reading depends on. So the parts are read for a new key, and then for whoever asks for them."""
         snapshot = model.snapshot(adapters=self.adapters)
-        key = (snapshot.facts, self.keep_tied, tuple(self.dtypes.items()))
+        key = (snapshot.facts, self.keep_tied, tuple(self.dtypes.items()), self.left_out)
         held = [tensor.untyped_storage() for tensor in snapshot.tensors]
         if self._known is not None and self._known[0] == key:
             key, device, conversion = self._known
@@ -184,6 +186,8 @@ class MergedWeights:
         shapes = {name: _meta(part.shard) for name, part in parts.items()}
         entries = []
         for made in conversion.outputs(shapes):
+            if made.name in self.left_out:
+                continue
             first = parts[made.sources[0]]
             dtype = first.shard.dtype
             if dtype in FLOATS:

@@ -78,6 +78,18 @@ def gemma4() -> nn.Module:
     return model
 
 
+def idefics3() -> nn.Module:
+    """A vision tower and a language model; vLLM serves it without torchvision where it takes no images."""
+    from transformers import Idefics3Config, Idefics3ForConditionalGeneration
+
+    vision = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+              "image_size": 32, "patch_size": 8}  # fmt: skip
+    text = SIZES | {"model_type": "llama", "pad_token_id": 0}
+    return Idefics3ForConditionalGeneration(
+        Idefics3Config(text_config=text, vision_config=vision, image_token_id=255, scale_factor=2)
+    )
+
+
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 SPECIAL = ["<|endoftext|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 

@@ -14,7 +14,7 @@ import torch
 from engines import ask, assert_answers, engine, train
 from torch import nn
 
-from lora_merge import VllmSync
+from lora_merge import MergedWeights, PushRefused, VllmSync
 from lora_merge.engine.loader import Loader
 from lora_merge.engine.state import Modules
 from lora_merge.verify import coverage
@@ -85,6 +85,31 @@ def test_buffers_that_vllm_makes_itself_are_made_again(tmp_path: Path) -> None:
     assert wanted.keys() == {"input_norm.weight", "input_norm.bias"}
     for key, buffer in tower.named_buffers():
         assert torch.equal(buffer, wanted[key]), key
+
+
+def test_an_engine_that_was_started_without_its_vision_tower(tmp_path: Path) -> None:
+    """What only the tower would take is left out, and the report says so; not so where the engine holds a tower."""
+    model = models.with_lora(engines.idefics3, target_modules=["q_proj", "v_proj", "o_proj", "fc1"])
+    with engine(model, tmp_path / "base", limit_mm_per_prompt={"image": 0}) as llm:
+        sync = VllmSync(model, llm, bucket_bytes=1 << 17)
+        for step in range(2):
+            train(model, step)
+            report = sync.push(verify=True)
+            everything = dict(MergedWeights(model))
+            assert set(report.left_out) == {n for n in everything if ".vision_model." in n or ".connector." in n}
+            assert report.tensors == len(everything) - len(report.left_out)
+            assert f"{len(report.left_out)} left out" in str(report)
+            assert_answers(ask(llm), model)
+        other = models.with_lora(engines.idefics3, target_modules=["q_proj"])
+        other.base_model.model.model.extra = nn.Linear(4, 4)
+        with pytest.raises(PushRefused, match=r"model\.extra\.weight"):
+            VllmSync(other, llm).push()
+        sync.push()
+        # As if it had been started anew, with a tower that cannot be loaded: then the tower is sent, and refused.
+        served = llm.llm_engine.model_executor.driver_worker.worker.get_model().model
+        served.vision_model = served.vision_model.__dict__["module"].to_empty(device="cpu")
+        with pytest.raises(PushRefused, match=r"vision_model\.encoder\.layers\.0\.self_attn\.q_proj\.weight is ref"):
+            sync.push()
 
 
 def test_bf16_as_a_fresh_engine_on_the_checkpoint_that_peft_merged(tmp_path: Path) -> None:

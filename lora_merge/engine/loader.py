@@ -38,6 +38,8 @@ _ENGINE_OWNED = {
 _COMPUTED = {"FusedMMInputNorm"}
 """Modules whose persistent buffers vLLM makes from the processor's settings: in no checkpoint, and random after a dummy
 load."""
+_NOT_BUILT = "StageMissingLayer"
+"""What vLLM puts in the place of a part that its settings leave out."""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +53,7 @@ class Examination:
         fills: constants that loading writes (padding).
         refused: name -> why `load_weights` does not take it.
         ignored: names that filled nothing here.
+        absent: those among them that would fill a part which the engine was started without (a vision tower).
         missing: parameters and persistent buffers that stay unfilled, in words.
         elements: elements filled and elements there are.
         dtypes: name -> dtype that the engine holds it in.
@@ -62,6 +65,7 @@ class Examination:
     fills: list[tuple[Tensor, Any]] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
     ignored: list[str] = field(default_factory=list)
+    absent: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     elements: tuple[int, int] = (0, 0)
     dtypes: dict[str, str] = field(default_factory=dict)
@@ -225,17 +229,42 @@ class Loader:
             for name, found in straight.items()
             if all(copy.destination.dtype == dtypes[name] for copy in found)
         }
+        ignored = {name: tensor for name, tensor in fed if name not in taken and name not in refused}
         return Examination(
             straight,
             Places(places),
             staged,
             [(view, value) for path, view, value in capture.fills if path not in staged_paths],
             refused,
-            [name for name, _ in fed if name not in taken and name not in refused],
+            list(ignored),
+            self._absent(list(ignored.items())),
             missing,
             elements,
             {r.name: dtype_name(tensors[r.path][0].dtype) for r in capture.records},
         )
+
+    def _absent(self, fed: list[tuple[str, Tensor]]) -> list[str]:
+        """Which tensors are for parts that vLLM did not build (`limit_mm_per_prompt` of 0) but keeps on the meta device
+        beside the model: with these in their places, `load_weights` takes or refuses them, and passes over others."""
+        parts = [
+            (parent, key, stage)
+            for parent in self._modules
+            for key, stage in parent._modules.items()
+            if type(stage).__name__ == _NOT_BUILT and isinstance(stage.__dict__.get("module"), nn.Module)
+        ]
+        if not parts or not fed:
+            return []
+        tensors: dict[str, Tensor] = {}
+        try:
+            for number, (parent, key, stage) in enumerate(parts):
+                parent._modules[key] = part = stage.__dict__["module"]
+                tensors |= {f"{number}.{name}": t for name, t in [*part.named_parameters(), *part.named_buffers()]}
+            capture = Capture(tensors, fed)
+            refused = feed(self.model, capture, fed)
+        finally:
+            for parent, key, stage in parts:
+                parent._modules[key] = stage
+        return sorted(refused.keys() | {record.name for record in capture.records})
 
     def _staged_layers(self) -> list[Any]:
         """Layers that vLLM processes after loading; the outermost where they nest."""

@@ -25,6 +25,8 @@ class SyncReport:
         seconds: by phase: check, pause, transfer (merge, send and load), finish, caches, resume.
         base_sent: whether an adapter push had to bring the base first.
         transports: how the buckets travelled.
+        left_out: names of tensors that were not sent, because every engine was started without the part of the model
+            that they belong to (`limit_mm_per_prompt` of 0: no vision tower).
     """
 
     version: int
@@ -34,6 +36,7 @@ class SyncReport:
     seconds: dict[str, float] = field(default_factory=dict)
     base_sent: bool = False
     transports: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
 
     @property
     def gb_s(self) -> float:
@@ -53,8 +56,10 @@ class SyncReport:
     def __str__(self) -> str:
         phases = "  ".join(f"{phase} {1e3 * spent:.1f}" for phase, spent in self.seconds.items())
         base = " after the base" if self.base_sent else ""
+        out = self.left_out
+        note = f" ({len(out)} left out, which the engine has no part for: {out[0]} to {out[-1]})" if out else ""
         return (
-            f"{self.mode}@{self.version}{base} over {'+'.join(self.transports)}: {self.tensors} tensors, "
+            f"{self.mode}@{self.version}{base} over {'+'.join(self.transports)}: {self.tensors} tensors{note}, "
             f"{self.nbytes / 1e6:.1f} MB, {self.gb_s:.1f} GB/s; ms: {phases}"
         )
 
@@ -118,9 +123,18 @@ class Replica:
         where = f"engine {self.index}: "
         problems = [f"{where}{name} is refused: {why}" for answer in found for name, why in answer["refused"].items()]
         problems += [f"{where}nothing would fill {what}" for answer in found for what in answer["missing"]]
-        surplus = set.intersection(*(set(answer["ignored"]) for answer in found))
+        surplus = _ignored(found) - self.absent(found)
         problems += [f"{where}{name} is surplus: the engine has no place for it" for name in sorted(surplus)]
         return list(dict.fromkeys(problems))
+
+    def absent(self, found: Sequence[Mapping[str, Any]]) -> set[str]:
+        """What of a stream belongs to parts of the model that it was started without."""
+        return _ignored(found).intersection(name for answer in found for name in answer["absent"])
+
+
+def _ignored(found: Sequence[Mapping[str, Any]]) -> set[str]:
+    """Names that no worker has a place for."""
+    return set.intersection(*(set(answer["ignored"]) for answer in found))
 
 
 def failure(replicas: Sequence[Replica]) -> PushFailed:

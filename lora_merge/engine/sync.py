@@ -38,6 +38,22 @@ class Pass(NamedTuple):
     replicas: Sequence[Replica]
 
 
+class Answer(NamedTuple):
+    """What the engines of one rank say to a stream.
+
+    Args:
+        lines: key of what is streamed.
+        problems: what does not fit, in words.
+        dtypes: name -> dtype that they hold it in.
+        absent: of each engine the names for which it lacks a part of the model.
+    """
+
+    lines: int
+    problems: list[str]
+    dtypes: dict[str, str]
+    absent: list[set[str]]
+
+
 class VllmSync:
     """Keeps one or several vLLM engines at the policy that is being trained.
 
@@ -253,7 +269,9 @@ class VllmSync:
     async def _plan(self, replicas: Sequence[Replica], report: SyncReport) -> list[Pass]:
         """What has to be sent to whom, everything checked."""
         if self._mode == "merged":
-            return [Pass(State("merged", report.version), await self._examine(self._weights, replicas), replicas)]
+            filler = await self._examine(self._weights, replicas)
+            report.left_out = tuple(sorted(self._weights.left_out))
+            return [Pass(State("merged", report.version), filler, replicas)]
         source = await self._check_adapter(replicas)
         base = await self._examine(self._base, replicas)
         fingerprints = await self._trainer.everywhere(self._trainer.blocking(lambda: self._fingerprint(base)))
@@ -263,26 +281,31 @@ class VllmSync:
         # Engines that hold another base, or none that they could vouch for, get it first.
         without = [r for r in replicas if r.state.kind not in ("base", "adapter") or r.state.base != fingerprint]
         report.base_sent = bool(without)
+        report.left_out = tuple(sorted(self._base.left_out)) if without else ()
         passes = [Pass(State("base", report.version, fingerprint), base, without)] if without else []
         return [*passes, Pass(State("adapter", report.version, fingerprint), source, replicas)]
 
     async def _examine(self, weights: MergedWeights, replicas: Sequence[Replica]) -> Filler:
         """Let every engine try the stream on: one error lists all that does not fit."""
         weights.keep_tied = not all(worker["tied"] for replica in replicas for worker in replica.workers)
-        for _ in range(2):
+        for _ in range(4):
             made: list[Filler] = []
             answers = await self._trainer.everywhere(self._try_on(weights, made, replicas))
             (filler,) = made
-            if len({key for key, _, _ in answers}) > 1:  # the ranks that share a model agree; its replicas may not
+            if len({answer.lines for answer in answers}) > 1:
+                # The ranks that share a model agree; its replicas may not.
                 self._trainer.world.same(filler.lines, partial(list, filler.lines))
-            dtypes: dict[str, str] = {}
-            problems: list[str] = []
-            for _, theirs, own in answers:
-                problems += theirs
-                dtypes |= own
+            problems = [problem for answer in answers for problem in answer.problems]
+            if problems and weights.left_out:  # perhaps an engine was started anew, with what it had been without
+                weights.left_out = frozenset()
+                continue
             if problems:
                 raise PushRefused("the weights do not fit the engine:\n  " + "\n  ".join(problems))
-            sent = metas(filler.table).values()
+            absent = set.intersection(*(absent for answer in answers for absent in answer.absent))
+            if absent:
+                weights.left_out |= absent
+                continue
+            sent, dtypes = metas(filler.table).values(), {n: d for answer in answers for n, d in answer.dtypes.items()}
             wanted = {
                 meta.name: dtype_of(dtypes[meta.name])
                 for meta in sent
@@ -294,23 +317,21 @@ class VllmSync:
             weights.dtypes = wanted
         raise PushRefused("the engines hold the same weights in different dtypes; push to them apart")
 
-    async def _try_on(
-        self, weights: MergedWeights, made: list[Filler], replicas: Sequence[Replica]
-    ) -> tuple[int, list[str], dict[str, str]]:
-        """What is streamed, as a key; what this rank's engines say against it; the dtypes that they hold it in."""
+    async def _try_on(self, weights: MergedWeights, made: list[Filler], replicas: Sequence[Replica]) -> Answer:
+        """Try what is streamed on this rank's engines."""
         filler = await self._trainer.blocking(weights.filler)
         made.append(filler)
-        problems: list[str] = []
-        dtypes: dict[str, str] = {}
+        answer = Answer(filler.lines_key, [], {}, [])
         for replica in replicas:
             if replica.control is None:
                 continue
             found = await replica.control.rpc("examine", digest=filler.digest)
-            if any("unknown" in answer for answer in found):
+            if any("unknown" in worker for worker in found):
                 found = await replica.control.rpc("examine", digest=filler.digest, table=to_json(filler.table))
-            problems += replica.problems(found)
-            dtypes.update({name: dtype for answer in found for name, dtype in answer["dtypes"].items()})
-        return filler.lines_key, problems, dtypes
+            answer.problems.extend(replica.problems(found))
+            answer.dtypes.update({name: dtype for worker in found for name, dtype in worker["dtypes"].items()})
+            answer.absent.append(replica.absent(found))
+        return answer
 
     async def _check_adapter(self, replicas: Sequence[Replica]) -> AdapterSource:
         """The adapter as vLLM can serve it; refused with a word on merged mode where it cannot."""

@@ -311,6 +311,7 @@ def _examine(worker: Any, side: Side, digest: str, table: Any = None) -> dict[st
     return {
         "refused": found.refused,
         "ignored": found.ignored,
+        "absent": found.absent,
         "missing": found.missing,
         "dtypes": found.dtypes,
         "elements": found.elements,
