@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from test_steady import python_calls
 from torch import Tensor, nn
 
 from lora_merge.engine.state import Modules, Sampler
@@ -68,7 +70,7 @@ def test_modules_that_changed_between_calls_are_found_again(change: str) -> None
         return len(list(found))
 
     for step in range(2):
-        modules.look()
+        modules.doubt()
         assert modules.paths() == list(top.named_modules(remove_duplicate=False))
         assert list(modules) == list(top.modules())
         assert [id(t) for t in modules.tensors()] == [id(t) for t in known(top)]
@@ -107,3 +109,29 @@ def test_a_sample_tells_shapes_and_dtypes() -> None:
     assert len({Sampler()([t]) for t in tensors}) == len(tensors)
     sampler = Sampler()
     assert [sampler([t]) for t in tensors] == [Sampler()([t]) for t in tensors]
+
+
+class Seeing(nn.Parameter):
+    """As vLLM's parameters: Python sees every call."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_a_look_takes_no_python_for_each_module_and_tensor() -> None:
+    """It stands in the way of every push, several times, between its last byte and its end as well."""
+    calls = []
+    for depth in (2, 40):
+        top = nn.Sequential(*(nn.Linear(4, 4) for _ in range(depth)))
+        for module in top:
+            module.weight = Seeing(module.weight.detach())
+        modules, sampler = Modules(top), Sampler()
+
+        def look(modules: Modules = modules, sampler: Sampler = sampler) -> str:
+            modules.doubt()
+            return sampler(modules.tensors())
+
+        look()
+        calls.append(python_calls(look))
+    assert calls[0] == calls[1]

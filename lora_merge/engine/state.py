@@ -106,7 +106,7 @@ def facts(tensors: Sequence[Tensor]) -> list[Any]:
 
 class Modules:
     """What an engine's model is made of. A walk over 28 layers takes half a millisecond; within one call to a worker
-    nobody changes modules but this package, and between calls `look` sees whether somebody did.
+    nobody changes modules but this package; after `doubt` whoever asks first sees whether somebody did.
 
     Args:
         model: the live vLLM model, LoRA wrappers and all.
@@ -118,15 +118,15 @@ class Modules:
         self._each: list[nn.Module] = []
         self._below: list[Any] = []
         self._kept: dict[Any, Any] = {}
+        self._sure = False
 
     def forget(self) -> None:
         """Modules have changed."""
         self._paths, self._each, self._below, self._kept = [], [], [], {}
 
-    def look(self) -> None:
+    def doubt(self) -> None:
         """A new call: modules may have changed."""
-        if self._children() != self._below:
-            self.forget()
+        self._sure = False
 
     def _children(self) -> list[Any]:
         """Of every module that was found how many are below, their names, and which they are (they are alive, so an
@@ -137,6 +137,9 @@ class Modules:
     def paths(self) -> list[tuple[str, nn.Module]]:
         """Every module under every path, in the order of `named_modules(remove_duplicate=False)`, whose nested
         generators take ten times as long."""
+        if not self._sure and self._children() != self._below:
+            self.forget()
+        self._sure = True
         if not self._paths:
             rest: list[tuple[str, nn.Module]] = [("", self.model)]
             while rest:
@@ -159,6 +162,7 @@ class Modules:
 
     def kept(self, find: Callable[[Modules], _T]) -> _T:
         """What a function finds here; it is asked again when modules have changed."""
+        self.paths()
         if find not in self._kept:
             self._kept[find] = find(self)
         return self._kept[find]

@@ -198,7 +198,7 @@ def side_of(model: nn.Module, model_config: Any, device: torch.device) -> Side:
     if _SIDE not in model.__dict__:
         model.__dict__[_SIDE] = Side(model, model_config, device)
     side: Side = model.__dict__[_SIDE]
-    side.modules.look()
+    side.modules.doubt()
     return side
 
 
