@@ -21,7 +21,7 @@ from lora_merge.kernels import cpu, native
 from lora_merge.segments import seed_key
 
 CPU = torch.device("cpu")
-SHAPES = ((1, 1, 3), (5, 31, 32), (13, 97, 33), (26, 64, 100), (7, 40, 512), (19, 130, 0), (200, 1100, 40))
+SHAPES = ((1, 1, 3), (5, 31, 32), (13, 97, 133), (26, 64, 128), (7, 40, 512), (19, 130, 0), (400, 1100, 40))
 """rows, columns, rank: inside, at and beyond the edges of tiles, panels, rank blocks and units of work"""
 
 

@@ -15,44 +15,35 @@ struct Unit {
   bool streamed = false;  // the result goes past the caches, where its rows are aligned
 };
 
-constexpr int64_t kRankBlock = 32;   // products are summed in blocks of so many ranks
+constexpr int64_t kRankBlock = 128;  // products are summed in blocks of so many ranks
 constexpr int64_t kMaxRank = 512;
-constexpr int64_t kUnitRows = 192;
-constexpr int64_t kUnitCols = 1024;
+constexpr int64_t kUnitRows = 384;   // many: lora_A is packed once for all of them
+constexpr int64_t kUnitCols = 1024;  // a page of float32
 constexpr int64_t kMaxTileRows = 16;  // of a register tile, over all instruction sets
 constexpr int64_t kMaxPanel = 64;     // columns of a register tile, over all instruction sets
-constexpr int64_t kMaxChunk = 512;    // columns of lora_A packed at a time
 constexpr int64_t kStripe = kUnitCols + 32;  // elements between rows of a result on its way past the caches
 constexpr int64_t kLine = 64;         // bytes of a cache line
 constexpr int64_t kNormLanes = 16;    // float64 sums of one row norm
-constexpr int64_t kPackedA = 4096;    // floats: 16 KiB, half of a small L1 cache
-constexpr int64_t kPackedB = kUnitRows * 128;  // floats: 96 KiB, a part of a small L2 cache
+constexpr int64_t kPackedA = 32768;  // floats: 128 KiB, a part of a small L2 cache
 
 inline int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
-// Rows of a unit: few enough that their part of lora_B, as float32, stays in the L2 cache.
-inline int64_t unit_rows(int64_t rank) {
-  const int64_t width = round_up(rank < 1 ? 1 : rank, kRankBlock);
-  const int64_t rows = kPackedB / width;
-  return rows < kUnitRows ? rows : kUnitRows;
-}
-
-// One thread's working memory, about 250 KiB.
+// One thread's working memory, about 400 KiB.
 struct alignas(64) Scratch {
   float a[kPackedA + kMaxRank * kMaxPanel];
-  float b[kPackedB + kMaxTileRows * kMaxRank];
+  float b[kMaxTileRows * kMaxRank];
   float sums[kMaxTileRows * kMaxPanel];
   float stripe[kMaxTileRows * kStripe];
   double norms[kUnitRows][kNormLanes];
 };
 
-// Bytes of a row of a unit that is tracked (tracked.h): few, so that its result can wait in the L2 cache until its way
-// back has room; and from one such row to the next.
-constexpr int64_t kTrackBytes = 1024, kTrackPitch = kTrackBytes + kLine;
+// Rows of a unit that is tracked (tracked.h) and bytes of one: few, so that its result can wait in the L2 cache until its
+// way back has room; and from one such row to the next.
+constexpr int64_t kTrackRows = 192, kTrackBytes = 1024, kTrackPitch = kTrackBytes + kLine;
 
 struct TrackScratch : Scratch {
-  alignas(64) uint8_t merged[kUnitRows * kTrackPitch];
-  alignas(64) uint8_t escaped[kUnitRows * kTrackBytes];
+  alignas(64) uint8_t merged[kTrackRows * kTrackPitch];
+  alignas(64) uint8_t escaped[kTrackRows * kTrackBytes];
 };
 
 struct Kernels {

@@ -51,14 +51,14 @@ int64_t raw_size(const Segment& s) { return int64_t{1} << ((s.dtypes & 0xff) - k
 bool is_runs(const Segment& s) { return s.source_stride[1] == 1 && s.destination_stride[1] == 1; }
 
 Cut merge_cut(const Segment& s) {
-  if (!is_raw(s)) return {unit_rows(s.rank), kUnitCols};
+  if (!is_raw(s)) return {kUnitRows, kUnitCols};
   if (!is_runs(s)) return {kCopyTile, kCopyTile};
   const int64_t budget = kCopyBytes / raw_size(s);
   const int64_t cols = std::min(s.cols, budget);
   return {budget / cols, cols};
 }
 
-Cut row_cut(const Segment& s) { return {unit_rows(s.rank), s.cols}; }
+Cut row_cut(const Segment& s) { return {kUnitRows, s.cols}; }
 
 template <class T>
 void copy_elements(const Unit& unit) {

@@ -40,21 +40,20 @@ void widen(const T* from, int64_t stride, int64_t n, float* to) {
   }
 }
 
-// lora_B's rows of a unit as float32 [row group][rank block][kTileRows][kRankBlock]; missing rows are zeros.
+// lora_B's rows of a tile, the first of them `row` of the unit, as float32 [rank block][kTileRows][kRankBlock]; missing
+// rows are zeros.
 template <class T>
-void pack_b(const Unit& unit, float* to) {
+void pack_b(const Unit& unit, int64_t row, float* to) {
   const Segment& s = *unit.segment;
   const int64_t* step = s.lora_B_stride;
   const T* from = reinterpret_cast<const T*>(s.lora_B) + unit.row * step[0];
-  for (int64_t i0 = 0; i0 < unit.rows; i0 += kTileRows) {
-    for (int64_t k = 0; k < s.rank; k += kRankBlock) {
-      const int64_t depth = s.rank - k < kRankBlock ? s.rank - k : kRankBlock;
-      for (int64_t i = i0; i < i0 + kTileRows; ++i, to += kRankBlock) {
-        if (i < unit.rows) {
-          widen(from + i * step[0] + k * step[1], step[1], depth, to);
-        } else {
-          for (int64_t l = 0; l < kRankBlock; ++l) to[l] = 0;
-        }
+  for (int64_t k = 0; k < s.rank; k += kRankBlock) {
+    const int64_t depth = s.rank - k < kRankBlock ? s.rank - k : kRankBlock;
+    for (int64_t i = row; i < row + kTileRows; ++i, to += kRankBlock) {
+      if (i < unit.rows) {
+        widen(from + i * step[0] + k * step[1], step[1], depth, to);
+      } else {
+        for (int64_t l = 0; l < depth; ++l) to[l] = 0;
       }
     }
   }
@@ -74,11 +73,11 @@ void pack_a(const Segment& s, int64_t col, int64_t n, float* to) {
   }
 }
 
-void pack_b(const Unit& unit, float* to) {
+void pack_b(const Unit& unit, int64_t row, float* to) {
   switch (unit.segment->dtypes >> 24 & 0xff) {
-    case kBFloat16: return pack_b<BFloat16>(unit, to);
-    case kFloat16: return pack_b<Float16>(unit, to);
-    default: return pack_b<float>(unit, to);
+    case kBFloat16: return pack_b<BFloat16>(unit, row, to);
+    case kFloat16: return pack_b<Float16>(unit, row, to);
+    default: return pack_b<float>(unit, row, to);
   }
 }
 
@@ -94,6 +93,7 @@ void pack_a(const Segment& s, int64_t col, int64_t n, float* to) {
 inline void multiply(const float* a, const float* b, int64_t depth, float start, F (&t)[kTileRows][2]) {
 #pragma GCC unroll 16
   for (int i = 0; i < kTileRows; ++i) t[i][0] = t[i][1] = set(start);
+#pragma GCC unroll 2
   for (int64_t k = 0; k < depth; ++k) {
     const F a0 = load(a + k * kPanel), a1 = load(a + k * kPanel + kLanes);
 #pragma GCC unroll 16
@@ -167,7 +167,7 @@ struct View {
 // Columns of lora_A that are packed at a time.
 inline int64_t chunk_of(int64_t rank) {
   const int64_t fit = kPackedA / (rank < 1 ? 1 : rank) / kPanel * kPanel;
-  return fit < kPanel ? kPanel : fit < kMaxChunk ? fit : kMaxChunk;
+  return fit < kPanel ? kPanel : fit < kUnitCols ? fit : kUnitCols;
 }
 
 // Goes over a unit: `sink.take(i, j, rows, cols, factors)` gets the tile at (i, j), counted from the unit's corner, of
@@ -176,19 +176,18 @@ inline int64_t chunk_of(int64_t rank) {
 template <class Sink>
 void sweep(const Unit& unit, Scratch& m, const Sink& sink) {
   const Segment& s = *unit.segment;
-  const int64_t rank = s.rank, width = round_up(rank, kRankBlock);
-  const int64_t chunk = chunk_of(rank);
-  if (rank > 0) pack_b(unit, m.b);
+  const int64_t rank = s.rank, chunk = chunk_of(rank);
   for (int64_t j0 = 0; j0 < unit.cols; j0 += chunk) {
     const int64_t end = unit.cols - j0 < chunk ? unit.cols : j0 + chunk;
     if (rank > 0) pack_a(s, unit.col + j0, end - j0, m.a);
     for (int64_t i = 0; i < unit.rows; i += kTileRows) {
       const int64_t rows = unit.rows - i < kTileRows ? unit.rows - i : kTileRows;
+      if (rank > 0) pack_b(unit, i, m.b);
       for (int64_t j = j0; j < end; j += kPanel) {
+        const auto* next = sink.w.at(i + kTileRows, j);
 #pragma GCC unroll 16
-        for (int l = 0; l < kTileRows; ++l) prefetch(sink.w.at(i + kTileRows + l, j));
-        sink.take(i, j, rows, end - j < kPanel ? end - j : kPanel,
-                  Factors{m.a + (j - j0) * rank, m.b + i * width, rank, m.sums});
+        for (int l = 0; l < kTileRows; ++l) prefetch(next + l * sink.w.step[0]);
+        sink.take(i, j, rows, end - j < kPanel ? end - j : kPanel, Factors{m.a + (j - j0) * rank, m.b, rank, m.sums});
       }
       sink.end(i, j0, rows, end - j0);
     }

@@ -9,7 +9,7 @@ namespace lora_merge::cpu {
 namespace {
 
 Cut track_cut(const Segment& s) {
-  return {unit_rows(s.rank), kTrackBytes / ((s.dtypes & 0xff) == kFloat32 ? int64_t{sizeof(float)} : 2)};
+  return {kTrackRows, kTrackBytes / ((s.dtypes & 0xff) == kFloat32 ? int64_t{sizeof(float)} : 2)};
 }
 
 int64_t code_bytes(const Segment& s) { return s.rows * round_up(s.cols, kernels().panel) / 4; }
