@@ -12,8 +12,9 @@ namespace lora_merge {
 namespace {
 
 // `table` is on the device together with `unit_segment`, or on the CPU, small enough to travel as an argument.
-Launch make_launch(const at::Tensor& table, const at::Tensor& unit_segment, int64_t n_units) {
-  Launch launch{};
+template <typename AnyLaunch>
+AnyLaunch make_launch(const at::Tensor& table, const at::Tensor& unit_segment, int64_t n_units) {
+  AnyLaunch launch{};
   launch.n_segments = static_cast<int32_t>(table.size(0));
   launch.n_units = static_cast<int32_t>(n_units);
   if (table.is_cuda()) {
@@ -33,7 +34,7 @@ void launch_cuda(const at::Tensor& table, const at::Tensor& unit_segment, const 
                  int64_t rows_per_unit, int64_t col_warps, int64_t deep, bool staged_B, int64_t margin,
                  int64_t max_rank, bool stochastic, int64_t seed) {
   const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
-  Launch launch = make_launch(table, unit_segment, n_units);
+  Launch launch = make_launch<Launch>(table, unit_segment, n_units);
   launch.n_raw_units = static_cast<int32_t>(n_raw_units);
   launch.counter = counter.numel() > 0 ? counter.data_ptr<int32_t>() : nullptr;
   launch.rows_per_unit = static_cast<int32_t>(rows_per_unit);
@@ -48,10 +49,36 @@ void launch_cuda(const at::Tensor& table, const at::Tensor& unit_segment, const 
                      at::cuda::getCurrentCUDAStream().stream()));
 }
 
+void launch_hopper_cuda(const at::Tensor& table, const at::Tensor& unit_segment, const at::Tensor& maps,
+                        const at::Tensor& counter, int64_t device, int64_t dtype, bool wide, int64_t n_units,
+                        int64_t n_raw_units, int64_t rows_per_unit, int64_t strip_cols, int64_t stages,
+                        int64_t max_rank, bool stochastic, int64_t seed) {
+  const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
+  HopperLaunch launch = make_launch<HopperLaunch>(table, unit_segment, n_units);
+  if (maps.is_cuda()) launch.maps = static_cast<const Maps*>(maps.data_ptr());
+  else std::memcpy(launch.inline_maps, maps.data_ptr(), maps.nbytes());
+  launch.n_raw_units = static_cast<int32_t>(n_raw_units);
+  launch.counter = counter.numel() > 0 ? counter.data_ptr<int32_t>() : nullptr;
+  launch.rows_per_unit = static_cast<int32_t>(rows_per_unit);
+  launch.strip_cols = static_cast<int32_t>(strip_cols);
+  launch.deep = static_cast<int32_t>(stages);
+  launch.max_rank = static_cast<int32_t>(max_rank);
+  launch.stochastic = stochastic;
+  launch.seed = static_cast<uint64_t>(seed);
+  check(launch_hopper(static_cast<int>(dtype), wide, launch, at::cuda::getCurrentCUDAStream().stream()));
+}
+
+at::Tensor tensor_maps(const at::Tensor& table, bool wide) {
+  at::Tensor maps = at::zeros({table.size(0), static_cast<int64_t>(sizeof(Maps))}, at::kByte);
+  check(encode_maps(static_cast<const Segment*>(table.data_ptr()), static_cast<int>(table.size(0)), wide,
+                    static_cast<Maps*>(maps.data_ptr())));
+  return maps;
+}
+
 void row_norms_cuda(const at::Tensor& table, const at::Tensor& unit_segment, int64_t source_dtype, int64_t n_units,
                     int64_t max_rank, const at::Tensor& out) {
   const c10::cuda::CUDAGuard guard(out.device());
-  Launch launch = make_launch(table, unit_segment, n_units);
+  Launch launch = make_launch<Launch>(table, unit_segment, n_units);
   launch.max_rank = static_cast<int32_t>(max_rank);
   check(launch_row_norms(static_cast<int>(source_dtype), launch, out.data_ptr<double>(),
                          at::cuda::getCurrentCUDAStream().stream()));
@@ -67,6 +94,13 @@ TORCH_LIBRARY_FRAGMENT(lora_merge_native, m) {
       "int n_units, int n_raw_units, int rows_per_unit, int col_warps, int deep, bool staged_B, int margin, int "
       "max_rank, bool stochastic, int seed) -> ()",
       lora_merge::launch_cuda);
+  m.def(
+      "launch_hopper(Tensor table, Tensor unit_segment, Tensor maps, Tensor counter, int device, int dtype, bool wide, "
+      "int n_units, int n_raw_units, int rows_per_unit, int strip_cols, int stages, int max_rank, bool stochastic, int "
+      "seed) -> ()",
+      lora_merge::launch_hopper_cuda);
+  m.def("tensor_maps(Tensor table, bool wide) -> Tensor", lora_merge::tensor_maps);
+  m.def("has_hopper() -> bool", lora_merge::has_hopper);
   m.def(
       "row_norms_cuda(Tensor table, Tensor unit_segment, int source_dtype, int n_units, int max_rank, Tensor out) -> "
       "()",

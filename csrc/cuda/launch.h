@@ -27,6 +27,21 @@ struct Launch {
   Segment inline_segments[kInlineSegments];
 };
 
+// A tensor map of the driver: how the copies of compute capability 9 see a matrix.
+struct alignas(128) TensorMap {
+  uint64_t word[16];
+};
+struct Maps {
+  TensorMap source, destination, lora_B;
+};
+
+// A launch of the kernel for compute capability 9: `deep` counts its stages; col_warps, staged_B and margin mean nothing.
+struct HopperLaunch : Launch {
+  int32_t strip_cols;  // of a unit: 256 or 128
+  const Maps* maps;    // on the device, one for each segment; null = inline_maps
+  Maps inline_maps[kInlineSegments];
+};
+
 // How a segment is cut into units; lora_merge/kernels/cuda.py counts them with the same numbers.
 constexpr int kNormRows = 64;
 constexpr int kRawRows = 64;
@@ -35,6 +50,9 @@ constexpr int kRawCols1 = 128 * 1024;  // the same where there is one row
 
 // Each returns a cudaError_t. `stream` is a cudaStream_t of the current device.
 int launch_merge(int source_dtype, int destination_dtype, bool wide, const Launch& launch, void* stream);
+int launch_hopper(int dtype, bool wide, const HopperLaunch& launch, void* stream);
+bool has_hopper();  // whether it was compiled for the current device
+int encode_maps(const Segment* segments, int n_segments, bool wide, Maps* maps);
 int launch_row_norms(int source_dtype, const Launch& launch, double* out, void* stream);
 const char* error_name(int error);
 

@@ -23,7 +23,9 @@ from ..segments import (
     Segment,
     pack,
 )
+from . import cuda_hopper as hopper
 from . import native
+from .cuda_hopper import HopperVariant
 from .fused import Fused
 
 # The same numbers as in csrc/cuda/launch.h.
@@ -41,6 +43,8 @@ Whole = TypeVar("Whole", int, np.ndarray)
 
 BF16, FP32 = FLOATS.index(torch.bfloat16), FLOATS.index(torch.float32)
 FIRST_RAW = min(RAW.values())
+HOPPER = 1 << 16
+"""Of a group: the kernel for compute capability 9 runs it."""
 
 
 def unavailable(device: torch.device) -> str | None:
@@ -65,7 +69,7 @@ class _Shape(NamedTuple):
 
 
 class _Variant(NamedTuple):
-    """One launch: the arguments of `launch_cuda` that stay the same from run to run."""
+    """One launch of the kernel for any GPU: the arguments of `launch_cuda` that stay the same from run to run."""
 
     table: Tensor
     unit_segment: Tensor
@@ -83,6 +87,9 @@ class _Variant(NamedTuple):
     margin: int
     max_rank: int
 
+    def __call__(self, stochastic: bool, seed: int) -> None:
+        torch.ops.lora_merge_native.launch_cuda(*self, stochastic, seed)
+
 
 class _Launch:
     def __init__(self, table: np.ndarray, device: torch.device) -> None:
@@ -95,7 +102,7 @@ class _Launch:
 
     def __call__(self, stochastic: bool, seed: int) -> None:
         for variant in self.variants:
-            torch.ops.lora_merge_native.launch_cuda(*variant, stochastic, seed)
+            variant(stochastic, seed)
 
     def row_norms(self, out: Tensor) -> None:
         """One launch for each source dtype."""
@@ -129,28 +136,60 @@ def prepare_tracked(segments: Sequence[Segment], device: torch.device) -> Fused:
     return Fused(CudaTracked(segments, device))
 
 
-def _variants(table: np.ndarray, device: torch.device) -> list[_Variant]:
-    """Group segments by (source, destination, wide); raw copies ride along with the largest group."""
+def _variants(table: np.ndarray, device: torch.device) -> list[_Variant | HopperVariant]:
+    """Group segments by (kernel, source, destination, wide); raw copies ride along with the largest group."""
     source, destination = table[:, DTYPES] & 0xFF, table[:, DTYPES] >> 8 & 0xFF
     raw = source >= FIRST_RAW
     adapters = table[:, DTYPES] >> 16 & 0xFFFF
     wide = (table[:, RANK] > 0) & (adapters != (BF16 | BF16 << 8))
-    group = np.where(raw, -1, source << 9 | destination << 1 | wide)
+    group = np.where(raw, -1, hopper.serves(table, wide, device) * HOPPER | source << 9 | destination << 1 | wide)
     size = {int(g): int((table[group == g, ROWS] * table[group == g, COLS]).sum()) for g in np.unique(group[~raw])}
     order = sorted(size, key=size.__getitem__, reverse=True) or [BF16 << 9 | BF16 << 1]
     copies = table[raw]
-    variants = []
+    variants: list[_Variant | HopperVariant] = []
     for key in order:
         variants.append(_variant(table[group == key], copies, key, device))
         copies = copies[:0]
     return variants
 
 
-def _variant(merges: np.ndarray, copies: np.ndarray, key: int, device: torch.device) -> _Variant:
-    max_rank = int(merges[:, RANK].max(initial=0))
-    shape = _shape(max_rank, bool(key & 1), 4 if FP32 in (key >> 9, key >> 1 & 0xFF) else 2, _widest(merges), device)
-    rows_per_unit = _rows_per_unit(merges, shape.col_warps, device)
-    merge_across = _ceil(merges[:, COLS], WARP_COLS * shape.col_warps)
+def _variant(merges: np.ndarray, copies: np.ndarray, key: int, device: torch.device) -> _Variant | HopperVariant:
+    max_rank, source, destination = int(merges[:, RANK].max(initial=0)), key >> 9 & 0x7F, key >> 1 & 0xFF
+    wide = bool(key & 1)
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    if key & HOPPER:
+        strip, stages = hopper.shape(max_rank, wide, device)
+        cut = _cut(merges, copies, strip, hopper.MAX_UNIT_ROWS, processors, device)
+        maps = hopper.maps(cut.host_table, wide, cut.table.device)
+        return HopperVariant(
+            cut.table, cut.unit_segment, maps, cut.counter, cut.device, source, wide, cut.n_units, cut.n_raw_units,
+            cut.rows_per_unit, strip, stages, max_rank,
+        )  # fmt: skip
+    shape = _shape(max_rank, wide, 4 if FP32 in (source, destination) else 2, _widest(merges), device)
+    cut = _cut(merges, copies, WARP_COLS * shape.col_warps, MAX_UNIT_ROWS, 2 * processors, device)
+    return _Variant(
+        cut.table, cut.unit_segment, cut.counter, cut.device, source, destination, wide, cut.n_units, cut.n_raw_units,
+        cut.rows_per_unit, *shape, max_rank,
+    )  # fmt: skip
+
+
+class _Cut(NamedTuple):
+    """A table, cut into units of work."""
+
+    host_table: np.ndarray
+    table: Tensor
+    unit_segment: Tensor
+    counter: Tensor
+    device: int
+    n_units: int
+    n_raw_units: int
+    rows_per_unit: int
+
+
+def _cut(merges: np.ndarray, copies: np.ndarray, strip: int, most: int, blocks: int, device: torch.device) -> _Cut:
+    """Units of `strip` columns and up to `most` rows, for so many blocks at a time."""
+    rows_per_unit = _rows_per_unit(merges, strip, most, blocks)
+    merge_across = _ceil(merges[:, COLS], strip)
     copy_across = _ceil(copies[:, COLS], np.where(copies[:, ROWS] == 1, RAW_COLS_1, RAW_COLS))
     merge_units = merge_across * _ceil(merges[:, ROWS], rows_per_unit)
     copy_units = copy_across * _ceil(copies[:, ROWS], RAW_ROWS)
@@ -159,22 +198,11 @@ def _variant(merges: np.ndarray, copies: np.ndarray, key: int, device: torch.dev
     table[:, UNITS_ACROSS] = np.concatenate([merge_across, copy_across])
     counted = len(table) > INLINE_SEGMENTS or units.sum() > DEALT
     counter = torch.zeros(2 if counted else 0, dtype=torch.int32, device=device if counted else "cpu")
-    return _Variant(
-        *_place(table, units, device),
-        counter,
-        torch.cuda.current_device() if device.index is None else device.index,
-        source_dtype=key >> 9,
-        destination_dtype=key >> 1 & 0xFF,
-        wide=bool(key & 1),
-        n_units=int(merge_units.sum()),
-        n_raw_units=int(copy_units.sum()),
-        rows_per_unit=rows_per_unit,
-        col_warps=shape.col_warps,
-        deep=shape.deep,
-        staged_B=shape.staged_B,
-        margin=shape.margin,
-        max_rank=max_rank,
-    )
+    number = torch.cuda.current_device() if device.index is None else device.index
+    return _Cut(
+        table, *_place(table, units, device), counter, number, int(merge_units.sum()), int(copy_units.sum()),
+        rows_per_unit,
+    )  # fmt: skip
 
 
 def _shape(max_rank: int, wide: bool, element_bytes: int, widest: int, device: torch.device) -> _Shape:
@@ -216,11 +244,10 @@ def _widest(merges: np.ndarray) -> int:
     return next((n for n in (4, 2) if covered(n) * 7 <= real * 8), 1)
 
 
-def _rows_per_unit(merges: np.ndarray, col_warps: int, device: torch.device) -> int:
+def _rows_per_unit(merges: np.ndarray, strip: int, most: int, blocks: int) -> int:
     """Rows that a block walks down with one strip of A: many, but enough units for an even load."""
-    strips = int((_ceil(merges[:, COLS], WARP_COLS * col_warps) * _ceil(merges[:, ROWS], 64)).sum())
-    blocks = 2 * torch.cuda.get_device_properties(device).multi_processor_count
-    return 64 * min(MAX_UNIT_ROWS // 64, max(1, strips // (16 * blocks)))
+    strips = int((_ceil(merges[:, COLS], strip) * _ceil(merges[:, ROWS], 64)).sum())
+    return 64 * min(most // 64, max(1, strips // (16 * blocks)))
 
 
 def _place(table: np.ndarray, units: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..segments import COLS, DTYPES, FLOATS, KEY, RANK, ROWS, UNIT_BEGIN, UNITS_ACROSS, Segment, pack
-from .cuda import BF16, INLINE_SEGMENTS, WARP_COLS, _ceil, _place, _rows_per_unit, _shape, _widest
+from .cuda import BF16, INLINE_SEGMENTS, MAX_UNIT_ROWS, WARP_COLS, _ceil, _place, _rows_per_unit, _shape, _widest
 from .fused import Journal
 
 # The same numbers as in csrc/cuda.
@@ -51,6 +51,7 @@ class CudaTracked:
         self.device = device
         self.base_bytes = sum(s.source.nbytes for s in segments)
         self._tiles = 0
+        self._blocks = BLOCKS * torch.cuda.get_device_properties(device).multi_processor_count
         self._groups: list[_Group] = []
         table = pack(segments)
         wide = (table[:, RANK] > 0) & ((table[:, DTYPES] >> 16 & 0xFFFF) != (BF16 | BF16 << 8))
@@ -62,8 +63,7 @@ class CudaTracked:
             self._groups.append(self._group(table[group == key], int(key) >> 1, bool(key & 1)))
         self.units = self._tiles * WARPS
         self.code_bytes = self.units * UNIT_ELEMENTS // 4
-        blocks = BLOCKS * torch.cuda.get_device_properties(device).multi_processor_count
-        warps = WARPS * sum(min(blocks, g.n_units) for g in self._groups)
+        warps = WARPS * sum(min(self._blocks, g.n_units) for g in self._groups)
         self.chunk = min(CHUNK, self.base_bytes // (LEFT_OVER * warps)) & ~3
         self.slack = self.chunk * warps
 
@@ -84,9 +84,10 @@ class CudaTracked:
     def _group(self, table: np.ndarray, dtype: int, wide: bool) -> _Group:
         max_rank = int(table[:, RANK].max())
         shape = _shape(max_rank, wide, FLOATS[dtype].itemsize, _widest(table), self.device)
+        strip = WARP_COLS * shape.col_warps
         tile_rows = UNIT_ELEMENTS // WARP_COLS * (WARPS // shape.col_warps)
-        unit_rows = _ceil(_rows_per_unit(table, shape.col_warps, self.device), tile_rows) * tile_rows
-        across = _ceil(table[:, COLS], WARP_COLS * shape.col_warps)
+        unit_rows = _ceil(_rows_per_unit(table, strip, MAX_UNIT_ROWS, self._blocks), tile_rows) * tile_rows
+        across = _ceil(table[:, COLS], strip)
         units, tiles = across * _ceil(table[:, ROWS], unit_rows), across * _ceil(table[:, ROWS], tile_rows)
         table[:, UNIT_BEGIN], table[:, UNITS_ACROSS] = np.cumsum(units) - units, across
         table[:, KEY] = self._tiles + np.cumsum(tiles) - tiles

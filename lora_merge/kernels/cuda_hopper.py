@@ -1,0 +1,117 @@
+"""Launches of the CUDA kernel for compute capability 9 (`csrc/cuda/hopper.cuh`): which segments it serves, and how.
+
+Its results are those of the kernel for any GPU bit for bit, so a segment goes wherever it is faster: this one reaches
+the speed of a copy at ranks and adapter dtypes where the other one is bound by its products. It moves tiles by tensor
+maps, which ask for rows of whole 16-byte vectors.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..segments import (
+    DESTINATION,
+    DESTINATION_STRIDE,
+    DTYPES,
+    FLOATS,
+    LORA_B,
+    LORA_B_STRIDE,
+    RANK,
+    ROWS,
+    SOURCE,
+    SOURCE_STRIDE,
+)
+
+# The same numbers as in csrc/cuda.
+CHUNK, TILE_ROWS, BOX_BYTES, MAX_STAGES = 32, 64, 8192, 8
+RESERVED = 5120
+"""Shared memory for barriers and segments, and what is lost in front of the first stage."""
+
+MAX_UNIT_ROWS = 1024
+NARROW_RANK = 32
+"""bf16 adapters of ranks up to this one are left to the kernel for any GPU, which then moves W as fast."""
+
+BF16, FP16, FP32 = (FLOATS.index(dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32))
+
+
+class HopperVariant(NamedTuple):
+    """One launch: the arguments of `launch_hopper` that stay the same from run to run."""
+
+    table: Tensor
+    unit_segment: Tensor
+    maps: Tensor
+    counter: Tensor
+    device: int
+    dtype: int
+    wide: bool
+    n_units: int
+    n_raw_units: int
+    rows_per_unit: int
+    strip_cols: int
+    stages: int
+    max_rank: int
+
+    def __call__(self, stochastic: bool, seed: int) -> None:
+        torch.ops.lora_merge_native.launch_hopper(*self, stochastic, seed)
+
+
+def serves(table: np.ndarray, wide: np.ndarray, device: torch.device) -> np.ndarray:
+    """Which segments of a packed table go to this kernel, bool `[segments]`."""
+    dtype, rank = table[:, DTYPES] & 0xFF, table[:, RANK]
+    fits = (dtype == table[:, DTYPES] >> 8 & 0xFF) & ((dtype == BF16) | (dtype == FP16)) & (rank > 0)
+    for address, stride in ((SOURCE, SOURCE_STRIDE), (DESTINATION, DESTINATION_STRIDE)):
+        fits &= _rows_of_vectors(table, address, stride, 2)
+    fits &= (table[:, DTYPES] >> 24 & 0xFF) == np.where(wide, FP32, BF16)
+    fits &= _rows_of_vectors(table, LORA_B, LORA_B_STRIDE, np.where(wide, 4, 2))
+    for kind in (False, True):
+        these = fits & (wide == kind)
+        most = int(rank[these].max(initial=0))
+        if not _available(device) or not (kind or most > NARROW_RANK) or _shape(most, kind, device) is None:
+            fits &= ~these
+    return fits
+
+
+def shape(max_rank: int, wide: bool, device: torch.device) -> tuple[int, int]:
+    """(columns of a strip, stages) of a launch that `serves` chose."""
+    found = _shape(max_rank, wide, device)
+    assert found is not None
+    return found
+
+
+def maps(table: np.ndarray, wide: bool, device: torch.device) -> Tensor:
+    """The tensor maps of a cut table, uint8 `[segments, 384]`, on the device or, of a small table, on the CPU."""
+    return torch.ops.lora_merge_native.tensor_maps(torch.from_numpy(table), wide).to(device)
+
+
+def _rows_of_vectors(table: np.ndarray, address: int, stride: int, size: np.ndarray | int) -> np.ndarray:
+    """Whether rows are runs of elements that start at whole 16-byte vectors."""
+    row, col = table[:, stride], table[:, stride + 1]
+    starts = (table[:, address] % 16 == 0) & ((row * size % 16 == 0) & (row > 0) | (table[:, ROWS] == 1))
+    return starts & (col == 1)
+
+
+def _shape(max_rank: int, wide: bool, device: torch.device) -> tuple[int, int] | None:
+    """Wide strips read lora_B less often; stages hide the latency of memory. None if the rank leaves room for neither."""
+    properties = torch.cuda.get_device_properties(device)
+    room: int = properties.shared_memory_per_block_optin - RESERVED  # type: ignore[attr-defined]
+    chunks = -(-max_rank // CHUNK)
+    for strip, least in ((256, 3), (128, 2)):
+        stage = strip // 64 * BOX_BYTES + chunks * TILE_ROWS * CHUNK * (4 if wide else 2)
+        stages = (room - chunks * CHUNK * strip * (6 if wide else 2)) // stage
+        if stages >= least:
+            return strip, min(stages, MAX_STAGES)
+    return None
+
+
+@cache
+def _available(device: torch.device) -> bool:
+    """Whether the device is of this kind, and the extension was compiled for it (for sm_90a, not only for sm_80)."""
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    with torch.cuda.device(device):
+        return bool(torch.ops.lora_merge_native.has_hopper())
