@@ -54,11 +54,10 @@ __device__ __forceinline__ void operand_B(uint32_t (&b)[Wide ? 3 : 1][4], const 
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     if constexpr (Wide) {
-      bf16 even[3], odd[3];
-      split3(__uint_as_float(piece.word[2 * i]), even);
-      split3(__uint_as_float(piece.word[2 * i + 1]), odd);
+      uint32_t part[3];
+      split3(__uint_as_float(piece.word[2 * i]), __uint_as_float(piece.word[2 * i + 1]), part);
 #pragma unroll
-      for (int p = 0; p < 3; ++p) b[p][i] = pack2(even[p], odd[p]);
+      for (int p = 0; p < 3; ++p) b[p][i] = part[p];
     } else {
       b[0][i] = piece.word[i];
     }
@@ -95,15 +94,16 @@ __device__ __forceinline__ void load_A(bf16* shared, const Segment& s, int col, 
     }
     const int place = (k & -kChunk) + 16 * ((k >> 2) & 1) + 8 * ((k >> 1) & 1) + 2 * ((k >> 3) & 3) + (k & 1);
     bf16* to = shared + place * pitch + (piece / 8) * 64 + piece % 8;
+    constexpr int kPlanes = Wide ? 3 : 1;
 #pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      if constexpr (Wide) {
-        bf16 part[3];
-        split3(value[e], part);
+    for (int e = 0; e < 8; e += 2) {
+      uint32_t part[kPlanes];
+      if constexpr (Wide) split3(value[e], value[e + 1], part);
+      else part[0] = pack2(__float2bfloat16_rn(value[e]), __float2bfloat16_rn(value[e + 1]));
 #pragma unroll
-        for (int p = 0; p < 3; ++p) to[p * ranks * pitch + 8 * e] = part[p];
-      } else {
-        to[8 * e] = __float2bfloat16_rn(value[e]);
+      for (int p = 0; p < kPlanes; ++p) {
+        to[p * ranks * pitch + 8 * e] = __ushort_as_bfloat16(static_cast<unsigned short>(part[p]));
+        to[p * ranks * pitch + 8 * e + 8] = __ushort_as_bfloat16(static_cast<unsigned short>(part[p] >> 16));
       }
     }
   }

@@ -80,13 +80,16 @@ __device__ __forceinline__ __half round_stochastic<__half>(float x, uint32_t bit
   return __ushort_as_half(static_cast<unsigned short>(min(half, 0x7c00u) | (word >> 31 << 15)));
 }
 
-// A float32 as the sum of three bf16: 3 x 8 significant bits hold all 24 of it.
-__device__ __forceinline__ void split3(float x, bf16 (&part)[3]) {
-  part[0] = __float2bfloat16_rn(x);
-  float rest = x - __bfloat162float(part[0]);
-  part[1] = __float2bfloat16_rn(rest);
-  rest -= __bfloat162float(part[1]);
-  part[2] = __float2bfloat16_rn(rest);
+// Two float32 as sums of three bf16 each (3 x 8 significant bits hold all 24): one word for each of the three parts, the
+// low half is x's. In pairs, because a conversion of one number takes the slow unit of the multiprocessor.
+__device__ __forceinline__ void split3(float x, float y, uint32_t (&part)[3]) {
+#pragma unroll
+  for (int p = 0; p < 3; ++p) {
+    const __nv_bfloat162 rounded = __floats2bfloat162_rn(x, y);
+    part[p] = reinterpret_cast<const uint32_t&>(rounded);
+    x -= __uint_as_float(part[p] << 16);
+    y -= __uint_as_float(part[p] & 0xffff0000u);
+  }
 }
 
 __device__ __forceinline__ uint32_t pack2(bf16 low, bf16 high) {

@@ -2,6 +2,9 @@
 #include "hopper.cuh"
 
 #include <cuda.h>
+#ifndef X_PROMO
+#define X_PROMO CU_TENSOR_MAP_L2_PROMOTION_L2_256B
+#endif
 
 namespace lora_merge {
 namespace {
@@ -29,7 +32,7 @@ int encode(Encode encode_tiled, TensorMap* out, CUtensorMapDataType type, int si
   const cuuint32_t box[2] = {static_cast<cuuint32_t>(box_cols), hopper::kTileRows}, steps[2] = {1, 1};
   const CUresult result =
       encode_tiled(reinterpret_cast<CUtensorMap*>(out), type, 2, reinterpret_cast<void*>(address), dims, strides, box,
-                   steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                   steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, X_PROMO,
                    CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }

@@ -17,6 +17,15 @@
 // adjacent ranks of lora_B, and the sums are those of merge.cuh, bit for bit: which of the two kernels runs a segment is
 // free, and odd starts, strides and dtypes are left to that one (lora_merge/kernels/cuda.py).
 #pragma once
+#ifndef X_ATONCE
+#define X_ATONCE 4
+#endif
+#ifndef X_IN
+#define X_IN evict_first
+#endif
+#ifndef X_OUT
+#define X_OUT evict_first
+#endif
 #include "adapters.cuh"
 #include "copies.cuh"
 #include "hopper_device.cuh"
@@ -105,7 +114,7 @@ __device__ __forceinline__ void ask_for_tiles(const Block& b) {
   const HopperLaunch& launch = b.launch;
   const Layout& layout = b.layout;
   const int lane = threadIdx.x % 32, total = launch.n_units + launch.n_raw_units, blocks = gridDim.x;
-  const uint64_t once = evict_first(), often = evict_normal();
+  const uint64_t once = X_IN(), often = evict_normal();
   const auto segment_number = [&](int unit) { return unit < total ? segment_of(launch, unit) : 0; };
   const auto word_of = [&](int segment) {
     return lane < 24 ? reinterpret_cast<const int64_t*>(segments_of(launch) + segment)[lane] : 0;
@@ -187,7 +196,7 @@ __device__ __forceinline__ void ask_for_tiles(const Block& b) {
 
 // Each of the warps that store takes every other tile: its boxes go out, and when they have left the stage, it is empty.
 __device__ __forceinline__ void store_tiles(const Block& b, int which) {
-  const uint64_t once = evict_first();
+  const uint64_t once = X_OUT();
   if (threadIdx.x % 32 != 0) return;
   Ring ring;
   for (int t = 0;; ++t, ring.advance(b.layout.stages)) {
@@ -208,6 +217,9 @@ __device__ __forceinline__ void store_tiles(const Block& b, int which) {
 }
 
 // ---- multiplying -----------------------------------------------------------------------------------------------------
+
+// A value that all lanes of a warp have: the compiler then keeps it where the matrix unit's arguments are.
+__device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, value, 0); }
 
 __device__ __forceinline__ void groups_meet() { asm volatile("bar.sync 1, %0;" ::"n"(128 * kGroups) : "memory"); }
 
@@ -279,11 +291,10 @@ __device__ __noinline__ void stage_A(char* to, const Segment& s, int col, int co
         for (int j = 0; j < 4; ++j) {
           char* const word = at + (m * 4 + j) * 128;
           if constexpr (Wide) {
-            bf16 even[3], odd[3];
-            split3(__uint_as_float(r[i].word[m * 8 + 2 * j]), even);
-            split3(__uint_as_float(r[i].word[m * 8 + 2 * j + 1]), odd);
+            uint32_t part[3];
+            split3(__uint_as_float(r[i].word[m * 8 + 2 * j]), __uint_as_float(r[i].word[m * 8 + 2 * j + 1]), part);
 #pragma unroll
-            for (int p = 0; p < 3; ++p) *reinterpret_cast<uint32_t*>(word + p * plane) = pack2(even[p], odd[p]);
+            for (int p = 0; p < 3; ++p) *reinterpret_cast<uint32_t*>(word + p * plane) = part[p];
           } else {
             *reinterpret_cast<uint32_t*>(word) = r[i].word[m * 4 + j];
           }
@@ -319,71 +330,102 @@ struct Operand {
   }
 };
 
-// Sums over the ranks for the tile's rows and 64 columns; `matrix_A` is where these columns begin.
+// The matrix units multiply for one warpgroup at a time, while the other adds, rounds and loads: left alone, both would
+// multiply together, and then leave the matrix units idle together.
+__device__ __forceinline__ void await_turn() {
+#ifndef X_NOTURN
+  asm volatile("bar.sync %0, 256;" ::"r"(2 + static_cast<int>(threadIdx.x) / 128) : "memory");
+#endif
+}
+__device__ __forceinline__ void pass_turn() {
+#ifndef X_NOTURN
+  asm volatile("bar.arrive %0, 256;" ::"r"(3 - static_cast<int>(threadIdx.x) / 128) : "memory");
+#endif
+}
+
+// lora_A of 64 columns in shared memory, as the matrix unit is told of it: chunk c, step h of 16 ranks, plane p. All
+// values are those of the whole warpgroup; the compiler must know, or it moves them for each product.
+struct MatrixA {
+  uint64_t begin;
+  uint32_t step, plane;  // in units of 16 bytes, as addresses are in `begin`
+  __device__ __forceinline__ MatrixA(uint32_t address, int cols, int rank)
+      : begin(matrix_of(address, 128, cols * 16)), step(2 * cols), plane(up_to_chunk(rank) * cols / 8) {}
+  __device__ __forceinline__ uint64_t operator()(int c, int h, int p = 0) const {
+    return begin + ((2 * c + h) * step + p * plane);
+  }
+};
+
+__device__ __forceinline__ void multiply_chunk(float (&d)[32], const Operand<false>& b, const MatrixA& a, int c) {
+  b.multiply(d, 0, 0, a(c, 0), 0);
+  b.multiply(d, 0, 1, a(c, 1), 1);
+}
+// A chunk is summed in the matrix unit, and then added to the rest.
+__device__ __forceinline__ void take(float (&sum)[32], float (&d)[32], bool first) {
+  settle(d);
+#pragma unroll
+  for (int i = 0; i < 32; ++i) sum[i] = first ? d[i] : sum[i] + d[i];
+}
+
+template <int Count>
+__device__ __forceinline__ void multiply_narrow(float (&sum)[32], const char* from_B, int row, const MatrixA& a, int c) {
+  Operand<false> b0, b1, b2, b3;
+  float d0[32], d1[32], d2[32], d3[32];
+  b0.load(from_B, c, row);
+  if constexpr (Count > 1) b1.load(from_B, c + 1, row);
+  if constexpr (Count > 2) b2.load(from_B, c + 2, row);
+  if constexpr (Count > 3) b3.load(from_B, c + 3, row);
+  await_turn();
+  wgmma_begin();
+  multiply_chunk(d0, b0, a, c);
+  if constexpr (Count > 1) multiply_chunk(d1, b1, a, c + 1);
+  if constexpr (Count > 2) multiply_chunk(d2, b2, a, c + 2);
+  if constexpr (Count > 3) multiply_chunk(d3, b3, a, c + 3);
+  wgmma_commit();
+  pass_turn();
+  wgmma_wait<0>();
+  take(sum, d0, c == 0);
+  if constexpr (Count > 1) take(sum, d1, false);
+  if constexpr (Count > 2) take(sum, d2, false);
+  if constexpr (Count > 3) take(sum, d3, false);
+}
+
+__device__ __forceinline__ void multiply_wide(float (&sum)[32], const char* from_B, int row, const MatrixA& a, int c) {
+  Operand<true> b;
+  b.load(from_B, c, row);
+  // The small products on their own: the matrix unit cuts what it adds, and would cut the large sum for each.
+  constexpr int kA[5] = {2, 1, 0, 1, 0}, kB[5] = {0, 1, 2, 0, 1};
+  float small[32], large[32];
+  await_turn();
+  wgmma_begin();
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+#pragma unroll
+    for (int p = 0; p < 5; ++p) b.multiply(small, kB[p], h, a(c, h, kA[p]), h + p > 0);
+  }
+  b.multiply(large, 0, 0, a(c, 0), 0);
+  b.multiply(large, 0, 1, a(c, 1), 1);
+  wgmma_commit();
+  pass_turn();
+  wgmma_wait<0>();
+  settle(small);
+  settle(large);
+#pragma unroll
+  for (int i = 0; i < 32; ++i) sum[i] = c == 0 ? large[i] + small[i] : sum[i] + (large[i] + small[i]);
+}
+
+// Sums over the ranks for the tile's rows and 64 columns.
 template <bool Wide>
-__device__ __forceinline__ void multiply(float (&sum)[32], const char* from_B, int row, uint32_t matrix_A, int rank,
-                                         int cols) {
-  const int down = cols * 16, plane = up_to_chunk(rank) * cols * 2, chunks = (rank + kChunk - 1) / kChunk;
-  const auto at = [&](int c, int h, int p) { return matrix_of(matrix_A + (4 * c + 2 * h) * down + p * plane, 128, down); };
+__device__ __forceinline__ void multiply(float (&sum)[32], const char* from_B, int row, const MatrixA& a, int rank) {
+  const int chunks = (rank + kChunk - 1) / kChunk;
+  int c = 0;
   if constexpr (Wide) {
 #pragma unroll 1
-    for (int c = 0; c < chunks; ++c) {
-      Operand<true> b;
-      b.load(from_B, c, row);
-      // The small products on their own: the matrix unit cuts what it adds, and would cut the large sum for each.
-      constexpr int kA[5] = {2, 1, 0, 1, 0}, kB[5] = {0, 1, 2, 0, 1};
-      float small[32], large[32];
-      wgmma_begin();
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-#pragma unroll
-        for (int p = 0; p < 5; ++p) b.multiply(small, kB[p], h, at(c, h, kA[p]), h + p > 0);
-      }
-      b.multiply(large, 0, 0, at(c, 0, 0), 0);
-      b.multiply(large, 0, 1, at(c, 1, 0), 1);
-      wgmma_commit();
-      wgmma_wait<0>();
-      settle(small);
-      settle(large);
-#pragma unroll
-      for (int i = 0; i < 32; ++i) sum[i] = c == 0 ? large[i] + small[i] : sum[i] + (large[i] + small[i]);
-    }
+    for (; c < chunks; ++c) multiply_wide(sum, from_B, row, a, c);
   } else {
-    // Two chunks at a time, so that one is added while the other is multiplied.
-    const auto begin = [&](float (&d)[32], const Operand<false>& b, int c) {
-      wgmma_begin();
-      b.multiply(d, 0, 0, at(c, 0, 0), 0);
-      b.multiply(d, 0, 1, at(c, 1, 0), 1);
-      wgmma_commit();
-    };
-    int c = 0;
 #pragma unroll 1
-    for (; c + 2 <= chunks; c += 2) {
-      Operand<false> b0, b1;
-      float d0[32], d1[32];
-      b0.load(from_B, c, row);
-      b1.load(from_B, c + 1, row);
-      begin(d0, b0, c);
-      begin(d1, b1, c + 1);
-      wgmma_wait<1>();
-      settle(d0);
-#pragma unroll
-      for (int i = 0; i < 32; ++i) sum[i] = c == 0 ? d0[i] : sum[i] + d0[i];
-      wgmma_wait<0>();
-      settle(d1);
-#pragma unroll
-      for (int i = 0; i < 32; ++i) sum[i] += d1[i];
-    }
-    if (c < chunks) {
-      Operand<false> b;
-      float d[32];
-      b.load(from_B, c, row);
-      begin(d, b, c);
-      wgmma_wait<0>();
-      settle(d);
-#pragma unroll
-      for (int i = 0; i < 32; ++i) sum[i] = c == 0 ? d[i] : sum[i] + d[i];
-    }
+    for (; c + X_ATONCE <= chunks; c += X_ATONCE) multiply_narrow<X_ATONCE>(sum, from_B, row, a, c);
+#pragma unroll 1
+    for (; c < chunks; ++c) multiply_narrow<1>(sum, from_B, row, a, c);
   }
 }
 
@@ -393,7 +435,10 @@ __device__ __forceinline__ void merge_tiles(const Block& b) {
   const HopperLaunch& launch = b.launch;
   const Layout& layout = b.layout;
   const int lane = threadIdx.x % 32, quad = lane % 4, row = threadIdx.x / 32 % 4 * 16 + lane / 4;  // and row + 8
-  const int share = layout.cols / kBoxCols / kGroups, first_box = threadIdx.x / 128 * share;
+  const int share = layout.cols / kBoxCols / kGroups, first_box = uniform(threadIdx.x / 128) * share;
+#ifndef X_NOTURN
+  if (threadIdx.x >= 128) asm volatile("bar.arrive 2, 256;" ::: "memory");  // the first turn is the first group's
+#endif
   int stops = 0;
   for (Ring ring; stops < kStoreWarps; ring.advance(layout.stages)) {
     barrier_wait(b.full(ring.stage), ring.parity);
@@ -401,7 +446,7 @@ __device__ __forceinline__ void merge_tiles(const Block& b) {
     const int kind = tile.kind;
     if (kind == kMerge) {
       const Segment& s = b.shared.slots[tile.slot].segment;
-      const int rank = s.rank, last_box = min(first_box + share, tile.boxes);
+      const int rank = uniform(s.rank);
       if (tile.first) {
         groups_meet();  // the last unit's lora_A is no longer read
         stage_A<Wide>(b.lora_A(), s, tile.col, layout.cols);
@@ -410,34 +455,41 @@ __device__ __forceinline__ void merge_tiles(const Block& b) {
       }
       const float scaling = static_cast<float>(s.scaling);
       const bool special = launch.stochastic || s.row_scale != 0;
+      const char* const from_B = b.stage_B(ring.stage);
 #pragma unroll 1
-      for (int box = first_box; box < last_box; ++box) {
+      for (int box = first_box; box < first_box + share; ++box) {  // those without columns too: turns go round
         char* const W = b.stage(ring.stage) + box * kBoxBytes + row * 128;
+        const auto vector_at = [&](int i) {  // vector 2 quad + i % 2 of row + 8 (i / 2)
+          return reinterpret_cast<uint4*>(W + i / 2 * 1024 + ((2 * quad + i % 2) ^ (row % 8)) * 16);
+        };
+        Packed<T> packed[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) packed[i].word[0] = *vector_at(i);
         float sum[32];
-        if (rank > 0)
-          multiply<Wide>(sum, b.stage_B(ring.stage), row, shared_address(b.lora_A()) + box * kBoxCols * 16, rank,
-                         layout.cols);
-        // Vector 2 quad + J of row + 8 h: sums 4 (4 J + j) + 2 h + e are its elements 2 j + e.
+        multiply<Wide>(sum, from_B, row, MatrixA(shared_address(b.lora_A()) + box * kBoxCols * 16, layout.cols, rank),
+                       rank);
+        // Sums 4 (4 J + j) + 2 h + e are elements 2 j + e of vector J of row h.
+        const auto added = [&](int i) {
+          Eight x = unpack(packed[i]);
 #pragma unroll
-        for (int h = 0; h < 2; ++h)
+          for (int k = 0; k < 8; ++k)
+            x.value[k] = fmaf(scaling, sum[4 * (4 * (i % 2) + k / 2) + 2 * (i / 2) + k % 2], x.value[k]);
+          return x;
+        };
+        if (special) {
 #pragma unroll
-          for (int J = 0; J < 2; ++J) {
-            uint4* const at = reinterpret_cast<uint4*>(W + h * 1024 + ((2 * quad + J) ^ (row % 8)) * 16);
-            Packed<T> packed;
-            packed.word[0] = *at;
-            Eight x = unpack(packed);
-            if (rank > 0) {
+          for (int i = 0; i < 4; ++i)
+            *vector_at(i) = round_special<T>(added(i), s, min(tile.row + row + i / 2 * 8, static_cast<int>(s.rows) - 1),
+                                             tile.col + box * kBoxCols + 8 * (2 * quad + i % 2), launch.stochastic,
+                                             launch.seed).word[0];
+        } else {
 #pragma unroll
-              for (int i = 0; i < 8; ++i)
-                x.value[i] = fmaf(scaling, sum[4 * (4 * J + i / 2) + 2 * h + i % 2], x.value[i]);
-            }
-            if (special)
-              packed = round_special<T>(x, s, min(tile.row + row + 8 * h, static_cast<int>(s.rows) - 1),
-                                        tile.col + box * kBoxCols + 8 * (2 * quad + J), launch.stochastic, launch.seed);
-            else
-              round_nearest8(reinterpret_cast<T(&)[8]>(packed), x.value);
-            *at = packed.word[0];
+          for (int i = 0; i < 4; ++i) {
+            const Eight x = added(i);
+            round_nearest8(reinterpret_cast<T(&)[8]>(packed[i]), x.value);
+            *vector_at(i) = packed[i].word[0];
           }
+        }
       }
       fence_async();
     } else if (kind == kRaw) {
