@@ -80,8 +80,8 @@ __device__ __forceinline__ __half round_stochastic<__half>(float x, uint32_t bit
   return __ushort_as_half(static_cast<unsigned short>(min(half, 0x7c00u) | (word >> 31 << 15)));
 }
 
-// Two float32 as sums of three bf16 each (3 x 8 significant bits hold all 24): one word for each of the three parts, the
-// low half is x's. In pairs, because a conversion of one number takes the slow unit of the multiprocessor.
+// Two float32 as sums of three bf16 each (3 x 8 significant bits hold all 24): one word for each of the three parts,
+// the low half is x's. In pairs, because a conversion of one number takes the slow unit of the multiprocessor.
 __device__ __forceinline__ void split3(float x, float y, uint32_t (&part)[3]) {
 #pragma unroll
   for (int p = 0; p < 3; ++p) {

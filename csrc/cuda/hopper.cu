@@ -1,10 +1,7 @@
 // The merge kernel for compute capability 9: tensor maps and launching.
-#include "hopper.cuh"
-
 #include <cuda.h>
-#ifndef X_PROMO
-#define X_PROMO CU_TENSOR_MAP_L2_PROMOTION_L2_256B
-#endif
+
+#include "hopper.cuh"
 
 namespace lora_merge {
 namespace {
@@ -30,10 +27,9 @@ int encode(Encode encode_tiled, TensorMap* out, CUtensorMapDataType type, int si
   const cuuint64_t dims[2] = {static_cast<cuuint64_t>(cols), static_cast<cuuint64_t>(rows)};
   const cuuint64_t strides[1] = {static_cast<cuuint64_t>(row_stride * size)};
   const cuuint32_t box[2] = {static_cast<cuuint32_t>(box_cols), hopper::kTileRows}, steps[2] = {1, 1};
-  const CUresult result =
-      encode_tiled(reinterpret_cast<CUtensorMap*>(out), type, 2, reinterpret_cast<void*>(address), dims, strides, box,
-                   steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, X_PROMO,
-                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result = encode_tiled(reinterpret_cast<CUtensorMap*>(out), type, 2, reinterpret_cast<void*>(address),
+                                       dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+                                       CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 

@@ -38,35 +38,25 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity) {
 // Ordinary accesses to shared memory come before those of copies and matrix units that follow.
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// ---- tiles between global and shared memory --------------------------------------------------------------------------
-
-// Weights are read once and written once: they leave the L2 cache first.
-__device__ __forceinline__ uint64_t evict_first() {
-  uint64_t policy;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-__device__ __forceinline__ uint64_t evict_normal() {
-  uint64_t policy;
-  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
+// ---- tiles between global and shared memory
+// --------------------------------------------------------------------------
 
 // A map that the host wrote to global memory may be used after this.
 __device__ __forceinline__ void acquire_map(const TensorMap* map) {
   asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" ::"l"(map) : "memory");
 }
 // The box whose first element is (row, col); what lies outside of the matrix is zeros.
-__device__ __forceinline__ void load_box(uint32_t shared, const TensorMap* map, int col, int row, uint32_t barrier,
-                                         uint64_t policy) {
+__device__ __forceinline__ void load_box(uint32_t shared, const TensorMap* map, int col, int row, uint32_t barrier) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3}], "
-      "[%4], %5;" ::"r"(shared),
-      "l"(map), "r"(col), "r"(row), "r"(barrier), "l"(policy)
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
+          shared),
+      "l"(map), "r"(col), "r"(row), "r"(barrier)
       : "memory");
 }
-// What lies outside of the matrix is not written.
-__device__ __forceinline__ void store_box(const TensorMap* map, int col, int row, uint32_t shared, uint64_t policy) {
+// What lies outside of the matrix is not written. Results are not read again: they leave the L2 cache first.
+__device__ __forceinline__ void store_box(const TensorMap* map, int col, int row, uint32_t shared) {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   asm volatile(
       "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group.L2::cache_hint [%0, {%1, %2}], [%3], %4;" ::"l"(map),
       "r"(col), "r"(row), "r"(shared), "l"(policy)
@@ -78,7 +68,8 @@ __device__ __forceinline__ void wait_stores_read() { asm volatile("cp.async.bulk
 // Until they have been written.
 __device__ __forceinline__ void wait_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-// ---- products --------------------------------------------------------------------------------------------------------
+// ---- products
+// --------------------------------------------------------------------------------------------------------
 
 // A matrix in shared memory, 8 x 8 blocks of 128 bytes: `along` bytes from block to block along the columns, `down`
 // along the ranks.
@@ -89,11 +80,8 @@ __device__ __forceinline__ uint64_t matrix_of(uint32_t shared, int along, int do
 
 __device__ __forceinline__ void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Until at most Pending groups of products run.
-template <int Pending>
-__device__ __forceinline__ void wgmma_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
-}
+// Until all products are done.
+__device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
 // Nothing reads `d` earlier than here.
 __device__ __forceinline__ void settle(float (&d)[32]) {
 #pragma unroll

@@ -35,7 +35,7 @@ struct Maps {
   TensorMap source, destination, lora_B;
 };
 
-// A launch of the kernel for compute capability 9: `deep` counts its stages; col_warps, staged_B and margin mean nothing.
+// A launch of the kernel for compute capability 9: `deep` counts its stages; col_warps, staged_B, margin: unused.
 struct HopperLaunch : Launch {
   int32_t strip_cols;  // of a unit: 256 or 128
   const Maps* maps;    // on the device, one for each segment; null = inline_maps

@@ -159,7 +159,7 @@ def _variant(merges: np.ndarray, copies: np.ndarray, key: int, device: torch.dev
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     if key & HOPPER:
         strip, stages = hopper.shape(max_rank, wide, device)
-        cut = _cut(merges, copies, strip, hopper.MAX_UNIT_ROWS, processors, device)
+        cut = _cut(merges, copies, strip, hopper.unit_rows(max_rank, wide), processors, device)
         maps = hopper.maps(cut.host_table, wide, cut.table.device)
         return HopperVariant(
             cut.table, cut.unit_segment, maps, cut.counter, cut.device, source, wide, cut.n_units, cut.n_raw_units,

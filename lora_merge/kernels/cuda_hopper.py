@@ -32,9 +32,8 @@ CHUNK, TILE_ROWS, BOX_BYTES, MAX_STAGES = 32, 64, 8192, 8
 RESERVED = 5120
 """Shared memory for barriers and segments, and what is lost in front of the first stage."""
 
-MAX_UNIT_ROWS = 1024
-NARROW_RANK = 32
-"""bf16 adapters of ranks up to this one are left to the kernel for any GPU, which then moves W as fast."""
+SMALL_RANK = 8
+"""bf16 adapters of ranks up to this one are left to the kernel for any GPU, which then moves W a little faster."""
 
 BF16, FP16, FP32 = (FLOATS.index(dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32))
 
@@ -71,7 +70,7 @@ def serves(table: np.ndarray, wide: np.ndarray, device: torch.device) -> np.ndar
     for kind in (False, True):
         these = fits & (wide == kind)
         most = int(rank[these].max(initial=0))
-        if not _available(device) or not (kind or most > NARROW_RANK) or _shape(most, kind, device) is None:
+        if not _available(device) or not (kind or most > SMALL_RANK) or _shape(most, kind, device) is None:
             fits &= ~these
     return fits
 
@@ -81,6 +80,13 @@ def shape(max_rank: int, wide: bool, device: torch.device) -> tuple[int, int]:
     found = _shape(max_rank, wide, device)
     assert found is not None
     return found
+
+
+def unit_rows(max_rank: int, wide: bool) -> int:
+    """Rows of a unit at the most: few, so that blocks stay side by side in memory, unless lora_A takes long to bring
+    (measured: 256, 512, 1024 and 2048 are best for one, two, three and from four planes of a chunk on)."""
+    planes = -(-max_rank // CHUNK) * (3 if wide else 1)
+    return min(2048, max(256, 128 * planes**2 // 512 * 512))
 
 
 def maps(table: np.ndarray, wide: bool, device: torch.device) -> Tensor:
@@ -96,14 +102,14 @@ def _rows_of_vectors(table: np.ndarray, address: int, stride: int, size: np.ndar
 
 
 def _shape(max_rank: int, wide: bool, device: torch.device) -> tuple[int, int] | None:
-    """Wide strips read lora_B less often; stages hide the latency of memory. None if the rank leaves room for neither."""
+    """Wide strips read lora_B less often; stages hide the latency of memory. None if the rank leaves no room."""
     properties = torch.cuda.get_device_properties(device)
     room: int = properties.shared_memory_per_block_optin - RESERVED  # type: ignore[attr-defined]
     chunks = -(-max_rank // CHUNK)
-    for strip, least in ((256, 3), (128, 2)):
+    for strip in (256, 128):
         stage = strip // 64 * BOX_BYTES + chunks * TILE_ROWS * CHUNK * (4 if wide else 2)
         stages = (room - chunks * CHUNK * strip * (6 if wide else 2)) // stage
-        if stages >= least:
+        if stages >= 2:
             return strip, min(stages, MAX_STAGES)
     return None
 
