@@ -1,6 +1,7 @@
 // Operators of the CUDA kernels; compiled only where torch has CUDA. The mutation goes through addresses in the table,
 // so these are internal: lora_merge/ops.py holds the public operators with their schemas.
 #include <ATen/cuda/CUDAContext.h>
+#include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
