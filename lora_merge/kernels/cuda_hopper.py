@@ -69,9 +69,9 @@ def serves(table: np.ndarray, wide: np.ndarray, device: torch.device) -> np.ndar
     fits &= _rows_of_vectors(table, LORA_B, LORA_B_STRIDE, np.where(wide, 4, 2))
     for kind in (False, True):
         these = fits & (wide == kind)
-        most = int(rank[these].max(initial=0))
-        if not _available(device) or not (kind or most > SMALL_RANK) or _shape(most, kind, device) is None:
-            fits &= ~these
+        most = _most_rank(kind, device) if _available(device) else 0
+        small = not kind and int(rank[these].max(initial=0)) <= SMALL_RANK
+        fits &= ~these | (rank <= (0 if small else most))
     return fits
 
 
@@ -112,6 +112,14 @@ def _shape(max_rank: int, wide: bool, device: torch.device) -> tuple[int, int] |
         if stages >= 2:
             return strip, min(stages, MAX_STAGES)
     return None
+
+
+@cache
+def _most_rank(wide: bool, device: torch.device) -> int:
+    rank = 0
+    while _shape(rank + CHUNK, wide, device) is not None:
+        rank += CHUNK
+    return rank
 
 
 @cache
