@@ -45,6 +45,7 @@ from torch.distributed.fsdp import fully_shard
 
 Record = dict[str, Any]
 BEGAN = time.monotonic()
+TORCHRUN = ("TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_")
 BUCKETS_TARGET, PEER_TARGET = 2, 20
 """Extra memory of a push, in buckets; how many times faster than verl it is to be."""
 
@@ -77,7 +78,7 @@ def rollout(args: argparse.Namespace, folder: Path) -> Iterator[Any]:
         engine = None
         if dist.get_rank() == 0:
             # Its processes are none of torchrun's.
-            ours = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith("TORCHELASTIC_")}
+            ours = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith(TORCHRUN)}
             options: Record = {"worker_extension_cls": "verl_peer.Receiver"}
             if args.device == "cuda":
                 options |= {"kv_cache_memory_bytes": 1 << 29}  # whatever share of the GPU is free

@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import make_segment
 
+from lora_merge import kernels
 from lora_merge.kernels import cuda, cuda_hopper
 from lora_merge.segments import Segment, pack
 
@@ -88,6 +89,7 @@ def test_the_same_bits(base: torch.dtype, adapters: torch.dtype, monkeypatch: py
     """Every edge of tiles, boxes and chunks; in place too, with rows that are scaled, rounded stochastically, and with
     copies that ride along; as a kernel argument and as a table on the device."""
     device, serves = torch.device("cuda", 0), cuda_hopper.serves
+    assert kernels.pick(device) is cuda
     monkeypatch.setattr(cuda_hopper, "SMALL_RANK", 0)
 
     def results(segments: list[Segment], ours: bool, stochastic: bool, scale: bool) -> list[torch.Tensor]:
