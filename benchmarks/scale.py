@@ -40,7 +40,7 @@ class Machine:
     """GB/s as programs see them. A merge or a copy of n bytes moves 2n."""
 
     copy: float = 4240
-    merge_copies: float = 1.12
+    merge_copies: float = 1.08
     gather: float = 308
     broadcast: float = 368
     peer: float = 371
@@ -90,7 +90,7 @@ SOURCES = {
     "hop_us": "ASSUMED: one hop of a ring for one bucket",
     "tensor_us": "fitted: a push of 339 tensors within a process, less its merge (results/sync-qwen2.5-7b.json)",
     "load_copies": "ASSUMED: one launch a bucket copies it into the engine's parameters",
-    "bucket_ms": "fitted: the push of the same tensors to another process (results/sync-qwen2.5-7b-x2.json)",
+    "bucket_ms": "fitted: the push of the same tensors to another process (the same file)",
     "fixed_ms": "fitted: check, pause, finish, caches and resume of the same push",
     "gpus_a_node": "ASSUMED, NVLink between them",
     "bucket": "the default of MergedWeights",
@@ -168,7 +168,7 @@ def fitted(m: Machine) -> Machine:
     same = recorded("sync-qwen2.5-7b.json")["same"]
     loading, merging = same["merge_and_load_ms"], same["merge_only_ms"]  # of float32 adapters
     m = replace(m, tensor_us=1e3 * (loading - merging) / same["tensors"], fixed_ms=same["total_ms"] - loading)
-    other = recorded("sync-qwen2.5-7b-x2.json")["other"]
+    other = recorded("sync-qwen2.5-7b.json")["other"]
     size = other["bytes"] / GB
     rest = other["merge_and_load_ms"] - merging - m.load_ms(size, other["tensors"])
     return replace(m, bucket_ms=rest / (size / m.bucket))
@@ -210,13 +210,21 @@ def checks(m: Machine) -> list[Check]:
             merging + 1e3 * size / m.broadcast + m.hand_ms(size) + m.load_ms(size / 2, push["tensors"]),
         )
     )
+    push = recorded("fsdp-qwen2.5-7b-x2.json")["push"]
+    found.append(
+        Check(
+            "push of FSDP2 over two GPUs to TP=2 on them: merge and load",
+            push["merge_and_load_ms"],
+            m.merge_ms(size / 2) + m.gather_ms(size, 2) + m.hand_ms(size) + m.load_ms(size / 2, push["tensors"]),
+        )
+    )
     return found
 
 
 def _beyond(point: dict[str, Any]) -> str:
     """Why a merge is not one that the formulas are for."""
-    if point["rank"] > 32:
-        return "not modelled: above rank 32 products take longer than bytes"
+    if point["rank"] > 64:
+        return "not modelled: above rank 64 products take longer than bytes"
     return "not modelled: the 0.1 ms that any launch takes" if point["bytes"] < GB else ""
 
 

@@ -48,10 +48,13 @@ class Grid:
 
 def _shim() -> None:
     """Let megatron-core believe in a CPU device, where there is no other."""
-    if torch.cuda.is_available():
-        return
     from megatron.core.transformer import torch_norm
     from megatron.core.transformer.moe import grouped_gemm_util, moe_utils, token_dispatcher
+
+    if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 asks whether it is None, and does not say so without TE
+        moe_utils.te_general_gemm = None
+    if torch.cuda.is_available():
+        return
 
     class Stream:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -69,7 +72,6 @@ def _shim() -> None:
     torch_norm.WrappedTorchNorm.__new__ = staticmethod(  # type: ignore[assignment]
         lambda cls, config, hidden_size, eps: nn.RMSNorm(hidden_size, eps)
     )
-    moe_utils.te_general_gemm = None
     grouped_gemm_util.assert_grouped_gemm_is_available = lambda: None
     grouped_gemm_util.ops = types.SimpleNamespace(gmm=_grouped_gemm)
     token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, **_: (

@@ -66,7 +66,7 @@ def test_scale(load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsy
 
     # The fits return what they were fitted to.
     machine = scale.fitted(scale.Machine())
-    same, other = (scale.recorded(f"sync-qwen2.5-7b{x}.json")[part] for x, part in (("", "same"), ("-x2", "other")))
+    same, other = (scale.recorded("sync-qwen2.5-7b.json")[part] for part in ("same", "other"))
     within = same["merge_only_ms"] + machine.tensor_us * same["tensors"] / 1e3
     assert within + machine.fixed_ms == pytest.approx(same["total_ms"])
     size = other["bytes"] / 1e9
