@@ -21,9 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -37,14 +35,13 @@ import torch
 import torch.distributed as dist
 import verl_peer
 from merge import DTYPES
-from sharded import COPY_TARGET, all_gather, clocked, merge_on_shards
+from sharded import COPY_TARGET, all_gather, clocked, merge_on_shards, tell
 from timing import peak_of_everybody
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 Record = dict[str, Any]
-BEGAN = time.monotonic()
 TORCHRUN = ("TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_")
 BUCKETS_TARGET, PEER_TARGET = 2, 20
 """Extra memory of a push, in buckets; how many times faster than verl it is to be."""
@@ -88,12 +85,6 @@ def rollout(args: argparse.Namespace, folder: Path) -> Iterator[Any]:
         # Not NCCL's barrier: its kernel would spin on a GPU on which the engine starts.
         dist.broadcast_object_list([None], device=torch.device("cpu"))
         yield engine
-
-
-def tell(what: str) -> None:
-    """Progress, on rank 0: starting an engine takes a minute."""
-    if dist.get_rank() == 0:
-        print(f"{time.monotonic() - BEGAN:6.1f} s: {what}", file=sys.stderr, flush=True)
 
 
 @torch.no_grad()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import statistics
+import sys
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +17,13 @@ from lora_merge.operands import MergePlan, Operands, Turn
 
 COPY_TARGET, GATHER_TARGET = 1.25, 1.2
 """A merge may take this many copies of its bytes; with the collectives, that and this many gathers of theirs."""
+BEGAN = time.monotonic()
+
+
+def tell(what: str) -> None:
+    """Progress, on rank 0: making a model, or starting an engine, takes a minute."""
+    if dist.get_rank() == 0:
+        print(f"{time.monotonic() - BEGAN:6.1f} s: {what}", file=sys.stderr, flush=True)
 
 
 def clocked(calls: Mapping[str, Callable[[], object]], device: torch.device, repeat: int) -> dict[str, Any]:

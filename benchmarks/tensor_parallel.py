@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from shapes import SHAPES, Shape
-from sharded import clocked, merge_on_shards
+from sharded import clocked, merge_on_shards, tell
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -116,6 +116,7 @@ def work(rank: int, args: argparse.Namespace, port: int) -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", rank=rank, world_size=args.gpus)
     shape = SHAPES[args.shape]
+    tell("making the model")
     chunks = build(shape, args.layers or shape.layers, args.gpus, args.style, args.rank, device)
     with torch.no_grad():
         record = measure(chunks, args, device)
@@ -139,9 +140,12 @@ def measure(chunks: list[Any], args: argparse.Namespace, device: torch.device) -
             for index in range(len(filler.table)):
                 filler.fill(index, buffers[index % 2], {})
 
-    calls = {"export": export, "export_as_bridge": lambda: as_bridge(deltas, model.ranks.group)}
-    record = merge_on_shards(model, device, args.repeats) | clocked(calls, device, args.repeats)
-    return record | {"tensors": len(weights.filler().entries)}
+    tell(f"merging {len(deltas)} weights")
+    record = merge_on_shards(model, device, args.repeats)
+    tell("the stream")
+    record |= clocked({"export": export}, device, args.repeats) | {"tensors": len(weights.filler().entries)}
+    tell("the same as Megatron-Bridge does it")
+    return record | clocked({"export_as_bridge": lambda: as_bridge(deltas, model.ranks.group)}, device, args.repeats)
 
 
 def publish(record: dict[str, Any], args: argparse.Namespace) -> None:
