@@ -18,6 +18,7 @@ from torch import Tensor
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 """dtypes of bases, outputs and adapters; a word's dtype code is the index in this tuple."""
+BF16, FP16, FP32 = range(len(FLOATS))
 RAW = {1: 3, 2: 4, 4: 5, 8: 6}
 """dtype codes of copies that move bits: bytes an element -> code."""
 WORDS = 24

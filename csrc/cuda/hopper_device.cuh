@@ -38,8 +38,7 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity) {
 // Ordinary accesses to shared memory come before those of copies and matrix units that follow.
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// ---- tiles between global and shared memory
-// --------------------------------------------------------------------------
+// ---- tiles between global and shared memory -----------------------------------------------------------------------
 
 // A map that the host wrote to global memory may be used after this.
 __device__ __forceinline__ void acquire_map(const TensorMap* map) {
@@ -68,8 +67,7 @@ __device__ __forceinline__ void wait_stores_read() { asm volatile("cp.async.bulk
 // Until they have been written.
 __device__ __forceinline__ void wait_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-// ---- products
-// --------------------------------------------------------------------------------------------------------
+// ---- products -----------------------------------------------------------------------------------------------------
 
 // A matrix in shared memory, 8 x 8 blocks of 128 bytes: `along` bytes from block to block along the columns, `down`
 // along the ranks.

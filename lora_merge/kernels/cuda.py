@@ -1,4 +1,5 @@
-"""The compiled CUDA kernels (`csrc/cuda`): one launch for each combination of dtypes in a table."""
+"""The compiled CUDA kernels (`csrc/cuda`): one launch for each combination of dtypes in a table
+and for each of the two kernels that run it."""
 
 from __future__ import annotations
 
@@ -12,9 +13,10 @@ from torch import Tensor
 
 from ..errors import BackendUnavailable
 from ..segments import (
+    BF16,
     COLS,
     DTYPES,
-    FLOATS,
+    FP32,
     RANK,
     RAW,
     ROWS,
@@ -41,7 +43,6 @@ RESERVED = 1024
 
 Whole = TypeVar("Whole", int, np.ndarray)
 
-BF16, FP32 = FLOATS.index(torch.bfloat16), FLOATS.index(torch.float32)
 FIRST_RAW = min(RAW.values())
 HOPPER = 1 << 16
 """Of a group: the kernel for compute capability 9 runs it."""

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from ..segments import (
+    BF16,
     DESTINATION,
     DESTINATION_STRIDE,
     DTYPES,
-    FLOATS,
+    FP16,
+    FP32,
     LORA_B,
     LORA_B_STRIDE,
     RANK,
@@ -34,8 +36,6 @@ RESERVED = 5120
 
 SMALL_RANK = 8
 """bf16 adapters of ranks up to this one are left to the kernel for any GPU, which then moves W a little faster."""
-
-BF16, FP16, FP32 = (FLOATS.index(dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32))
 
 
 class HopperVariant(NamedTuple):

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..segments import COLS, DTYPES, FLOATS, KEY, RANK, ROWS, UNIT_BEGIN, UNITS_ACROSS, Segment, pack
-from .cuda import BF16, INLINE_SEGMENTS, MAX_UNIT_ROWS, WARP_COLS, _ceil, _place, _rows_per_unit, _shape, _widest
+from ..segments import BF16, COLS, DTYPES, FLOATS, KEY, RANK, ROWS, UNIT_BEGIN, UNITS_ACROSS, Segment, pack
+from .cuda import INLINE_SEGMENTS, MAX_UNIT_ROWS, WARP_COLS, _ceil, _place, _rows_per_unit, _shape, _widest
 from .fused import Journal
 
 # The same numbers as in csrc/cuda.
