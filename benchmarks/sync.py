@@ -26,6 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import report
 import torch
 from torch import Tensor, nn
 
@@ -366,20 +367,20 @@ def main() -> None:
         sys.stdout.flush()
         gc.collect()
         os._exit(0)  # engines leave threads behind
-    device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
     import vllm
 
-    report: dict[str, Any] = {"device": device, "torch": torch.__version__, "vllm": vllm.__version__}
-    report |= {"shape": args.shape, "rank": args.rank, "bucket_bytes": args.bucket_bytes}
+    record = report.provenance(torch.device(args.device))
+    record["versions"]["vllm"] = vllm.__version__
+    record |= {"shape": args.shape, "rank": args.rank, "bucket_bytes": args.bucket_bytes}
     for name in args.parts:
-        report[name] = part = run_part(name, args)
+        record[name] = part = run_part(name, args)
         if "as_verl_ms" in part:
             ours = part["merge_and_load_ms"]
             part["times_faster"] = {"verl": part["as_verl_ms"]["total"] / ours, "ms-swift": part["as_swift_ms"] / ours}
         if args.json:
             args.json.parent.mkdir(parents=True, exist_ok=True)
-            args.json.write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps(report, indent=1))
+            args.json.write_text(json.dumps(record, indent=1) + "\n")
+    print(json.dumps(record, indent=1))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import statistics
 import threading
 import time
@@ -131,6 +132,7 @@ def operations(device: torch.device, repeat: int) -> float:
 
 def launches(call: Call, device: torch.device) -> int:
     """How many kernels, copies and fills a call starts on a GPU; on a CPU, how many operators of torch it calls."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler would print lines of its own into the table
     activity = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[activity.CUDA if device.type == "cuda" else activity.CPU]) as profile:
         call()
