@@ -75,7 +75,7 @@ def _shim() -> None:
     grouped_gemm_util.assert_grouped_gemm_is_available = lambda: None
     grouped_gemm_util.ops = types.SimpleNamespace(gmm=_grouped_gemm)
     token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, **_: (
-        tensor.tolist() if as_numpy and isinstance(tensor, Tensor) else tensor
+        tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
     )
 
 

@@ -1,4 +1,4 @@
-"""Processes that stay: each case joins some of them anew over gloo. Starting them is the slow part (megatron-core)."""
+"""Processes that stay: each case joins some of them anew. Starting them is the slow part (megatron-core)."""
 
 from __future__ import annotations
 
@@ -21,10 +21,17 @@ PATIENCE = timedelta(seconds=60)
 
 
 class Pool:
-    """Workers out of a server that has imported torch and megatron-core once; replaced if one of them hangs or dies."""
+    """Workers that are replaced if one of them hangs or dies.
 
-    def __init__(self, size: int) -> None:
-        self._size = size
+    Args:
+        size: the most ranks that a case has.
+        backend: of torch.distributed. With NCCL in it, each rank has the GPU of its number.
+        method: how workers start: "forkserver", out of a server that has imported torch and megatron-core once; "spawn",
+            each for itself, as GPUs want it.
+    """
+
+    def __init__(self, size: int, backend: str = "gloo", method: str = "forkserver") -> None:
+        self._size, self._backend, self._method = size, backend, method
         self._workers: list[Any] = []
         self._pipes: list[Any] = []
 
@@ -37,7 +44,7 @@ class Pool:
             self._start()
         with tempfile.TemporaryDirectory() as folder:
             for rank, pipe in enumerate(self._pipes[:world]):
-                pipe.send((rank, world, f"{folder}/store", fn, args))
+                pipe.send((self._backend, rank, world, f"{folder}/store", fn, args))
             try:
                 for rank, pipe in enumerate(self._pipes[:world]):
                     assert pipe.poll(2 * PATIENCE.seconds), f"rank {rank} of {world} does not answer"
@@ -47,17 +54,19 @@ class Pool:
                 raise
         failed = [f"rank {rank} of {world}:\n{value}" for rank, (ok, value) in enumerate(answers) if not ok]
         # A rank that fails breaks its peers' connections: the error that started it is the one without that.
-        assert not failed, min(failed, key=lambda text: "gloo" in text)
-        return [torch.load(io.BytesIO(value), weights_only=False) for _, value in answers]
+        assert not failed, min(failed, key=lambda text: "gloo" in text or "NCCL" in text)
+        return [torch.load(io.BytesIO(value), weights_only=False, map_location="cpu") for _, value in answers]
 
     def _start(self) -> None:
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["megatron_preload"])
+        context: Any = mp.get_context(self._method)
+        forked = self._method == "forkserver"
+        if forked:
+            context.set_forkserver_preload(["megatron_preload"])
         # The server has the path of its environment only, and passes over what it cannot import.
-        with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
+        with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path), TORCHDYNAMO_DISABLE="1"):
             for _ in range(self._size):
                 here, there = context.Pipe()
-                worker = context.Process(target=_serve, args=(there,), daemon=True)
+                worker = context.Process(target=_serve, args=(there, forked), daemon=True)
                 worker.start()
                 there.close()
                 self._workers.append(worker)
@@ -71,22 +80,26 @@ class Pool:
         self._workers, self._pipes = [], []
 
 
-def _serve(pipe: Any) -> None:
+def _serve(pipe: Any, forked: bool) -> None:
     torch.set_num_threads(1)
-    pipe.send("megatron_preload" in sys.modules)
+    pipe.send("megatron_preload" in sys.modules or not forked)
     while True:
         try:
-            rank, world, store, fn, args = pipe.recv()
+            job = pipe.recv()
         except EOFError:
             return
-        pipe.send(_answer(rank, world, store, fn, args))
+        pipe.send(_answer(*job))
 
 
-def _answer(rank: int, world: int, store: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bool, Any]:
+def _answer(
+    backend: str, rank: int, world: int, store: str, fn: Callable[..., Any], args: tuple[Any, ...]
+) -> tuple[bool, Any]:
     from megatron.core import parallel_state
 
     try:
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=PATIENCE)
+        if "nccl" in backend:
+            torch.cuda.set_device(rank)
+        dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world, timeout=PATIENCE)
         buffer = io.BytesIO()
         torch.save(fn(*args), buffer)
         dist.barrier()

@@ -1,9 +1,10 @@
-"""What `test_megatron_merge.py` shows over gloo, over NCCL: two GPUs, megatron-core without TransformerEngine."""
+"""What `test_megatron_merge.py` shows over gloo, over NCCL: two and four GPUs, megatron-core without TransformerEngine.
+
+Cases of two GPUs run on those that CUDA_VISIBLE_DEVICES names, so two runs fit side by side on four."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 
@@ -11,38 +12,48 @@ pytest.importorskip("megatron.core", reason="the megatron tests run in an enviro
 
 import torch
 from megatron_models import Grid
-from processes import spawn
-from test_megatron_merge import check, work
+from megatron_processes import Pool
+from test_megatron_merge import check
 from test_megatron_read import Case
 
 BF16 = {"dtype": torch.bfloat16}
+GPUS = torch.cuda.device_count()
 CASES = [
+    Case("qwen3_moe", Grid(tp=2, ep=2, etp=1), 2, "bridge"),
     Case("llama", Grid(tp=2), 2, "bridge"),
     Case("qwen2", Grid(tp=2), 2, "mcore", hf=BF16),
     Case("qwen3", Grid(tp=2), 2, "canonical", hf=BF16),
     Case("llama", Grid(pp=2), 2, "several"),
-    Case("qwen3_moe", Grid(tp=2, ep=2, etp=1), 2, "bridge"),
+    Case("mixtral", Grid(tp=2, ep=2, etp=1), 2, "several"),
+    Case("qwen3_moe", Grid(tp=2, ep=2, etp=1), 4, "bridge"),
+    Case("qwen3_moe", Grid(tp=2, pp=2, ep=2, etp=1), 4, "mcore", hf=BF16),
+    Case("llama", Grid(tp=4), 4, "bridge", hf={"heads": (8, 2)}),
+    Case("qwen2", Grid(tp=4), 4, "mcore", hf={"tied": True} | BF16),
+    Case("llama", Grid(tp=2, pp=2), 4, "bridge", hf={"tied": True}),
+    Case("qwen3", Grid(tp=2, pp=2, vpp=2), 4, "canonical", hf={"layers": 4} | BF16),
 ]
 
 
-def to_file(rank: int, folder: Path, case: Case, bucket_bytes: int) -> None:
-    torch.save(work(case, bucket_bytes), folder / f"{rank}.pt")
+@pytest.fixture(scope="module")
+def gpus() -> Iterator[Pool]:
+    """Processes of a GPU each, as many as there are GPUs."""
+    pool = Pool(min(GPUS, 4), "cpu:gloo,cuda:nccl", "spawn")
+    yield pool
+    pool.close()
 
 
-def check_in_processes_of_its_own(case: Case, folder: Path, backend: str, device: str) -> None:
-    def run(world: int, fn: Any, *args: Any) -> list[Any]:
-        spawn(world, to_file, folder, *args, backend=backend)
-        return [torch.load(folder / f"{rank}.pt", weights_only=False, map_location="cpu") for rank in range(world)]
-
-    check(case, run=run, device=device)
+def marked(case: Case) -> object:
+    few = pytest.mark.skipif(case.world > GPUS, reason=f"needs {case.world} GPUs")
+    return pytest.param(case, marks=few, id=f"{case} x{case.world}")
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_merged_in_place_and_streamed_on_gpus(case: Case, tmp_path: Path) -> None:
-    check_in_processes_of_its_own(case, tmp_path, "cpu:gloo,cuda:nccl", "cuda")
+@pytest.mark.parametrize("case", [marked(case) for case in CASES])
+def test_merged_in_place_and_streamed_on_gpus(case: Case, gpus: Pool) -> None:
+    check(case, run=gpus.run, device="cuda")
 
 
-def test_these_processes_work_without_gpus_too(tmp_path: Path) -> None:
-    check_in_processes_of_its_own(Case("llama", Grid(), 1, "bridge"), tmp_path, "gloo", "cpu")
+def test_these_processes_work_without_gpus_too() -> None:
+    pool = Pool(1, method="spawn")
+    check(Case("llama", Grid(), 1, "bridge"), run=pool.run)
+    pool.close()
