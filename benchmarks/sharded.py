@@ -27,14 +27,15 @@ def tell(what: str) -> None:
 
 
 def clocked(calls: Mapping[str, Callable[[], object]], device: torch.device, repeat: int) -> dict[str, Any]:
-    """Median milliseconds of calls that all ranks make, after one to warm up; on a GPU the allocator's peak too."""
+    """Median milliseconds of calls that all ranks make, after one to warm up; on a GPU the allocator's peak too, above
+    what was in use before the first of them."""
     record: dict[str, Any] = {}
     for name, call in calls.items():
-        call()
-        dist.barrier()
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
             used = torch.cuda.memory_allocated()
+        call()
+        dist.barrier()
         record[f"{name}_ms"] = statistics.median(milliseconds(call, device) for _ in range(repeat))
         if device.type == "cuda":
             record[f"{name}_peak_bytes"] = torch.cuda.max_memory_allocated() - used

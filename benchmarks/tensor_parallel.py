@@ -4,8 +4,9 @@
     python benchmarks/tensor_parallel.py --shape qwen3-30b-a3b --layers 8 --gpus 2
     python benchmarks/tensor_parallel.py --shape tiny --gpus 2 --device cpu
 
-Real GPTModel chunks with random weights, one process a GPU, TP = GPUs, adapters of mcore-bridge's or Megatron-Bridge's
-layout on every linear. Rank 0's figures; the ranks run in step. Needs what `make test-megatron` installs.
+Real GPTModel chunks with random weights, one process a GPU, TP = GPUs (experts whole: EP = GPUs), adapters of
+mcore-bridge's or Megatron-Bridge's layout on every linear. Rank 0's figures; the ranks run in step. Needs what
+`make test-megatron` installs.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 
 def build(shape: Shape, layers: int, tp: int, style: str, rank: int, device: torch.device) -> list[Any]:
-    """This rank's chunk, random weights in bf16, adapters on every linear."""
+    """This rank's chunk, random weights in bf16, adapters on every linear. Nothing is drawn on the host, nor twice:
+    thousands of experts would take minutes."""
     import megatron_models
     import peft  # noqa: F401 - before megatron-core is made to believe in a CPU
     from megatron.core import parallel_state as ps
@@ -41,7 +43,8 @@ def build(shape: Shape, layers: int, tp: int, style: str, rank: int, device: tor
 
     megatron_models.DEVICE = str(device)
     megatron_models._shim()
-    ps.initialize_model_parallel(tp, expert_tensor_parallel_size=1 if shape.experts else None)
+    parallel = {"expert_model_parallel_size": tp, "expert_tensor_parallel_size": 1} if shape.experts else {}
+    ps.initialize_model_parallel(tp, **parallel)
     if device.type == "cuda":
         model_parallel_cuda_manual_seed(1)
     else:
@@ -49,7 +52,7 @@ def build(shape: Shape, layers: int, tp: int, style: str, rank: int, device: tor
     moe: dict[str, Any] = {}
     if shape.experts:
         moe = {"num_moe_experts": shape.experts, "moe_ffn_hidden_size": shape.intermediate, "moe_router_topk": 2}
-        moe |= {"expert_tensor_parallel_size": 1}
+        moe |= {"moe_token_dispatcher_type": "alltoall"} | parallel
     config = TransformerConfig(
         num_layers=layers,
         hidden_size=shape.hidden,
@@ -68,6 +71,7 @@ def build(shape: Shape, layers: int, tp: int, style: str, rank: int, device: tor
         bf16=True,
         tensor_model_parallel_size=tp,
         use_cpu_initialization=device.type == "cpu",
+        perform_initialization=False,
         gradient_accumulation_fusion=False,
         bias_activation_fusion=False,
         masked_softmax_fusion=False,
@@ -84,28 +88,41 @@ def build(shape: Shape, layers: int, tp: int, style: str, rank: int, device: tor
     vocabulary = 1024 * tp
     chunk = GPTModel(config, spec, vocabulary, 64, parallel_output=False, share_embeddings_and_output_weights=False,
                      position_embedding_type="rope")  # fmt: skip
-    chunks = [chunk.to(device, torch.bfloat16).eval()]
-    megatron_models.adapt(chunks, style, r=rank)
+    chunks = [chunk]
+    tell("putting adapters on it")
+    with device:
+        megatron_models.wrap(chunks, style, r=rank)
+    torch.manual_seed(0)
+    chunks[0].to(device, torch.bfloat16).eval()
+    for parameter in chunks[0].parameters():
+        parameter.data.normal_(std=0.02)
     return chunks
 
 
 def as_bridge(deltas: Sequence[Any], group: Any) -> None:
     """Every parameter on every rank: gather base, lora_A and lora_B in full, merge in float32, cast (the formula of
-    Megatron-Bridge's LoRAMerge and of its export)."""
+    Megatron-Bridge's LoRAMerge and of its export, which gathers an expert from every rank at a time)."""
+    size = dist.get_world_size(group)
 
-    def whole(shard: Any) -> Tensor:
-        if shard.whole:
-            return shard.pieces[0].tensor
+    def gathered(shard: Any, expert: bool) -> list[Tensor]:
+        """The whole tensor; of experts each rank's, which are whole."""
+        if shard.whole and not expert:
+            return [shard.pieces[0].tensor]
         mine = torch.cat([piece.tensor.reshape(-1) for piece in shard.pieces])
-        parts = torch.empty(dist.get_world_size(group) * mine.numel(), dtype=mine.dtype, device=mine.device)
+        parts = torch.empty(size * mine.numel(), dtype=mine.dtype, device=mine.device)
         dist.all_gather_into_tensor(parts, mine, group=group)
-        return parts.view(shard.shape)  # the order of rows does not matter to a clock
+        if expert:
+            return [part.view(shard.shape) for part in parts.chunk(size)]
+        return [parts.view(shard.shape)]  # the order of rows does not matter to a clock
 
     for delta in deltas:
-        base = whole(delta.weight).float()
-        for factors in delta.factors:
-            base += factors.scaling * (whole(factors.lora_B).float() @ whole(factors.lora_A).float())
-        base.to(delta.weight.dtype)
+        expert = ".experts." in delta.name
+        merged = [base.float() for base in gathered(delta.weight, expert)]
+        for f in delta.factors:
+            for base, a, b in zip(merged, gathered(f.lora_A, expert), gathered(f.lora_B, expert), strict=True):
+                base += f.scaling * (b.float() @ a.float())
+        for base in merged:
+            base.to(delta.weight.dtype)
 
 
 def work(rank: int, args: argparse.Namespace, port: int) -> None:
@@ -142,17 +159,25 @@ def measure(chunks: list[Any], args: argparse.Namespace, device: torch.device) -
 
     tell(f"merging {len(deltas)} weights")
     record = merge_on_shards(model, device, args.repeats)
+    dtypes = sorted({str(delta.weight.dtype).removeprefix("torch.") for delta in deltas})
+    record |= {"weights": len(deltas), "experts": sum(".experts." in d.name for d in deltas), "dtypes": dtypes}
     tell("the stream")
     record |= clocked({"export": export}, device, args.repeats) | {"tensors": len(weights.filler().entries)}
+    record["export_nbytes"] = weights.filler().nbytes
     tell("the same as Megatron-Bridge does it")
-    return record | clocked({"export_as_bridge": lambda: as_bridge(deltas, model.ranks.group)}, device, args.repeats)
+    record |= clocked({"export_as_bridge": lambda: as_bridge(deltas, model.ranks.group)}, device, args.repeats)
+    tell("done")
+    return record | {"x_as_bridge": record["export_as_bridge_ms"] / record["export_ms"]}
 
 
 def publish(record: dict[str, Any], args: argparse.Namespace) -> None:
+    import megatron.core
     import report
 
     head = {name: getattr(args, name) for name in ("shape", "layers", "gpus", "style", "rank", "bucket_bytes")}
+    head["layers"] = args.layers or SHAPES[args.shape].layers
     record = report.provenance(torch.device(args.device)) | head | record
+    record["versions"]["megatron-core"] = megatron.core.__version__
     for name, value in record.items():
         if isinstance(value, int | float):
             print(f"{name:32} {value:,.3f}" if isinstance(value, float) else f"{name:32} {value:,}")
@@ -166,12 +191,15 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="fewer than the shape has")
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--style", choices=["mcore", "bridge"], default="mcore")
+    parser.add_argument("--style", choices=["mcore", "bridge"], default="bridge")
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--bucket-bytes", type=int, default=512 << 20)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if SHAPES[args.shape].kv_heads % args.gpus:
+        parser.error(f"--gpus must divide the {SHAPES[args.shape].kv_heads} query groups of {args.shape}")
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # no forward runs here, and megatron-core compiles at import
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -501,7 +501,24 @@ LINEARS = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
 
 
 def adapt(chunks: list[Any], style: str, *, r: int = 4) -> None:
-    """Put adapters on linears, with an effect, and with replicas that agree.
+    """Put adapters on linears (see `wrap`), with an effect, and with replicas that agree."""
+    wrap(chunks, style, r=r)
+    from megatron.core import parallel_state as ps
+
+    dense = ps.get_tensor_model_parallel_rank()
+    expert = 100 * ps.get_expert_model_parallel_rank() + ps.get_expert_tensor_parallel_rank()
+    for chunk in chunks:
+        chunk.to(DEVICE)
+        for name, parameter in chunk.named_parameters():
+            if ".adapter." in name or ".lora_" in name:
+                cut = getattr(parameter, "tensor_model_parallel", False)
+                torch.manual_seed(hash_of(name) + (expert if ".experts." in name else dense if cut else 0))
+                with torch.no_grad():
+                    parameter.copy_(torch.randn(parameter.shape) * 0.1)
+
+
+def wrap(chunks: list[Any], style: str, *, r: int) -> None:
+    """Put adapters on linears, as they begin.
 
     Args:
         style: "bridge" and "canonical", Megatron-Bridge's on every linear; "attention", "fc1", "router" and
@@ -543,18 +560,6 @@ def adapt(chunks: list[Any], style: str, *, r: int = 4) -> None:
         kind = {"canonical": kinds.CanonicalLoRA, "dora": kinds.DoRA}.get(style, kinds.LoRA)
         for i, chunk in enumerate(chunks):
             chunks[i] = kind(target_modules=targets, **made)(chunk, training=False)
-    from megatron.core import parallel_state as ps
-
-    dense = ps.get_tensor_model_parallel_rank()
-    expert = 100 * ps.get_expert_model_parallel_rank() + ps.get_expert_tensor_parallel_rank()
-    for chunk in chunks:
-        chunk.to(DEVICE)
-        for name, parameter in chunk.named_parameters():
-            if ".adapter." in name or ".lora_" in name:
-                cut = getattr(parameter, "tensor_model_parallel", False)
-                torch.manual_seed(hash_of(name) + (expert if ".experts." in name else dense if cut else 0))
-                with torch.no_grad():
-                    parameter.copy_(torch.randn(parameter.shape) * 0.1)
 
 
 def hash_of(name: str) -> int:

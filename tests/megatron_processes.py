@@ -26,8 +26,8 @@ class Pool:
     Args:
         size: the most ranks that a case has.
         backend: of torch.distributed. With NCCL in it, each rank has the GPU of its number.
-        method: how workers start: "forkserver", out of a server that has imported torch and megatron-core once; "spawn",
-            each for itself, as GPUs want it.
+        method: how workers start: "forkserver", out of a server that has imported torch and megatron-core once;
+            "spawn", each for itself, as GPUs want it.
     """
 
     def __init__(self, size: int, backend: str = "gloo", method: str = "forkserver") -> None:
