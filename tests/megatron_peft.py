@@ -26,7 +26,7 @@ def exported(model: Chunks) -> dict[str, Tensor]:
     """
     weights = MergedWeights(model)
     source = AdapterSource(weights, weights.filler(), torch.float32)
-    buffer = torch.empty(source.capacity, dtype=torch.uint8)
+    buffer = torch.empty(source.capacity, dtype=torch.uint8, device=source.device)
     source.fill(0, buffer, {})
     return {slot.name: slot.view(buffer).clone() for slot in source.table[0]}
 

@@ -1,8 +1,9 @@
-"""A Megatron trainer of two ranks and a real vLLM engine: HF checkpoint, Megatron shards, adapter, push."""
+"""A Megatron trainer and a real vLLM engine, on CPUs and on GPUs: HF checkpoint, Megatron shards, adapter, push."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,20 @@ another order again. A router's logits are sums of 256 products with weights of 
 of 48 * 2^-24 on either side, which shift the experts' weights by as much."""
 
 
-def work(rank: int, folder: Path, kind: str, grid: Grid, modes: list[str]) -> None:
-    hf = mm.hf_model(kind, **SIZES)
-    tolerance = TOLERANCE[grid.ep > 1]
-    lora = {"enable_lora": True, "max_lora_rank": 8} if "adapter" in modes else {}
-    with engines.engine(hf, folder, processes=True, **lora) if rank == 0 else nullcontext() as llm:
+ON_GPU = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 28}
+TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+BF16_TOLERANCE = 0.5
+"""Of single log-probs in bf16, where rounding turns a router's choice now and then: the forwards of transformers and
+of Megatron are up to 0.3 apart, 0.02 on average. Without adapters they are off by 1.5 in the median."""
+
+
+def work(rank: int, folder: Path, kind: str, grid: Grid, modes: list[str], dtype: torch.dtype) -> None:
+    exact = dtype == torch.float32
+    hf = mm.hf_model(kind, **SIZES, dtype=dtype).to(mm.DEVICE)
+    tolerance = TOLERANCE[grid.ep > 1] if exact else BF16_TOLERANCE
+    options: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8} if "adapter" in modes else {}
+    options |= ON_GPU if mm.DEVICE == "cuda" else {}
+    with engines.engine(hf, folder, processes=True, **options) if rank == 0 else nullcontext() as llm:
         chunks = mm.megatron(kind, hf, grid)
         mm.adapt(chunks, "bridge")
         model = Chunks(chunks, vocab_size=101)
@@ -48,11 +58,14 @@ def work(rank: int, folder: Path, kind: str, grid: Grid, modes: list[str]) -> No
             asked: list[Any] = [None]
             if llm is not None:
                 outputs = engines.ask(llm, sync.lora_request(), PROMPTS)
-                engines.assert_answers(outputs, with_peft(hf, tensors), PROMPTS, tolerance=tolerance)
+                policy = with_peft(hf, tensors)
+                engines.assert_answers(outputs, policy, PROMPTS, tolerance=tolerance, greedy=exact)
+                with policy.disable_adapter(), pytest.raises(AssertionError):
+                    engines.assert_answers(outputs, policy, PROMPTS, tolerance=2 * tolerance, greedy=exact)
                 asked = [[said(output) for output in outputs]]
             dist.broadcast_object_list(asked)
-            check(chunks, asked[0], tolerance, f"{mode}, step {step}")
-        if llm is not None and "moe" in kind:
+            check(chunks, asked[0], tolerance, f"{mode}, step {step}", greedy=exact)
+        if llm is not None and "moe" in kind and mm.DEVICE == "cpu":
             check_packed(llm.apply_model(expert_modules)[0], tensors)
         sync.close()
 
@@ -63,15 +76,18 @@ def said(output: Any) -> tuple[list[int], list[float]]:
     return answer, [step[token].logprob for step, token in zip(output.outputs[0].logprobs, answer, strict=True)]
 
 
-def check(chunks: list[Any], answers: list[tuple[list[int], list[float]]], tolerance: float, what: str) -> None:
+def check(
+    chunks: list[Any], answers: list[tuple[list[int], list[float]]], tolerance: float, what: str, *, greedy: bool
+) -> None:
     """Greedy tokens and log-probs are those of the Megatron model's own forward, adapters and all; on every rank."""
     ids = torch.tensor([[*prompt, *answer] for prompt, (answer, _) in zip(PROMPTS, answers, strict=True)])
-    logp = mm.logits(chunks, ids)[..., :101].float().log_softmax(-1)[:, len(PROMPTS[0]) - 1 : -1]
+    logp = mm.logits(chunks, ids)[..., :101].float().log_softmax(-1)[:, len(PROMPTS[0]) - 1 : -1].cpu()
     tokens = torch.tensor([answer for answer, _ in answers])
-    assert torch.equal(logp.argmax(-1), tokens), f"{what}: greedy tokens differ"
+    assert not greedy or torch.equal(logp.argmax(-1), tokens), f"{what}: greedy tokens differ"
     wanted = logp.gather(-1, tokens[..., None]).squeeze(-1)
-    error = (torch.tensor([probs for _, probs in answers]) - wanted).abs().max()
-    assert error < tolerance, f"{what}: log-probs are off by {error}"
+    error = (torch.tensor([probs for _, probs in answers]) - wanted).abs()
+    assert error.max() < tolerance, f"{what}: log-probs are off by {error.max()}"
+    assert error.mean() < (1 if greedy else 0.25) * tolerance, f"{what}: log-probs are off by {error.mean()} on average"
 
 
 def expert_modules(model: Any) -> list[str]:
@@ -112,4 +128,21 @@ def test_the_engine_answers_as_the_megatron_model_does(
     kind: str, grid: Grid, modes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # `apply_model` with a function of this file
-    spawn(2, work, tmp_path / "base", kind, grid, modes)
+    spawn(2, work, tmp_path / "base", kind, grid, modes, torch.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["adapter", "merged"])
+@pytest.mark.parametrize(
+    ("kind", "grid", "world"),
+    [
+        ("qwen3_moe", Grid(), 1),
+        ("mixtral", Grid(), 1),
+        pytest.param("qwen3_moe", Grid(tp=2, ep=2, etp=1), 2, marks=TWO),
+    ],
+    ids=["qwen3_moe", "mixtral", "qwen3_moe tp2 ep2"],
+)
+def test_experts_reach_an_engine_on_a_gpu(kind: str, grid: Grid, world: int, mode: str, tmp_path: Path) -> None:
+    """Trainer and engine share the first GPU. vLLM's CPU engines run no adapters on experts; those on GPUs do."""
+    args = (tmp_path / "base", kind, grid, [mode] * 2, torch.bfloat16)
+    spawn(world, work, *args, backend="cpu:gloo,cuda:nccl", timeout=timedelta(minutes=3))
