@@ -14,8 +14,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -125,13 +125,13 @@ def as_bridge(deltas: Sequence[Any], group: Any) -> None:
             base.to(delta.weight.dtype)
 
 
-def work(rank: int, args: argparse.Namespace, port: int) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+def work(rank: int, args: argparse.Namespace, store: str) -> None:
     cuda = args.device == "cuda"
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", rank=rank, world_size=args.gpus)
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=args.gpus)
     shape = SHAPES[args.shape]
     tell("making the model")
     chunks = build(shape, args.layers or shape.layers, args.gpus, args.style, args.rank, device)
@@ -200,10 +200,8 @@ def main() -> None:
     if SHAPES[args.shape].kv_heads % args.gpus:
         parser.error(f"--gpus must divide the {SHAPES[args.shape].kv_heads} query groups of {args.shape}")
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # no forward runs here, and megatron-core compiles at import
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(work, (args, port), nprocs=args.gpus)  # type: ignore[attr-defined]
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(work, (args, f"{folder}/store"), nprocs=args.gpus)  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":

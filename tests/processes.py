@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import socket
+import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -23,26 +22,23 @@ def spawn(
     """Run `work(rank, *args)` on `world` ranks; the first failure is raised here, with its rank's traceback.
 
     With a backend that has NCCL in it, each rank has the GPU of its number."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(_main, (world, port, work, args, backend, timeout), nprocs=world, join=True)
+    with tempfile.TemporaryDirectory() as folder:  # a port could be another's by the time rank 0 listens on it
+        mp.spawn(_main, (world, f"{folder}/store", work, args, backend, timeout), nprocs=world, join=True)
 
 
 def _main(
     rank: int,
     world: int,
-    port: int,
+    store: str,
     work: Callable[..., None],
     args: tuple[Any, ...],
     backend: str,
     timeout: timedelta,
 ) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(world)}
     torch.set_num_threads(1)
     if "nccl" in backend:
         torch.cuda.set_device(rank)
-    dist.init_process_group(backend, rank=rank, world_size=world, timeout=timeout)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world, timeout=timeout)
     try:
         work(rank, *args)
         dist.barrier()

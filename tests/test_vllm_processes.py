@@ -95,9 +95,10 @@ class Server:
     """A real `vllm serve` on this machine."""
 
     def __init__(self, folder: Path, log: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.reserved = socket.socket()  # stays bound, so that nobody else is given the port; vLLM shares it
+        self.reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.reserved.bind(("127.0.0.1", 0))
+        self.port = self.reserved.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--port"]
         command += [str(self.port), "--host", "127.0.0.1", "--enforce-eager", "--skip-tokenizer-init"]
@@ -134,6 +135,7 @@ class Server:
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait(20)
+        self.reserved.close()
         self.log.close()
 
 
