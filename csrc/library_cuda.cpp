@@ -1,49 +1,23 @@
 // Operators of the CUDA kernels; compiled only where torch has CUDA. The mutation goes through addresses in the table,
 // so these are internal: lora_merge/ops.py holds the public operators with their schemas.
+#include "library_cuda.h"
+
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
-#include <cstring>
-
-#include "cuda/launch.h"
-
 namespace lora_merge {
 namespace {
-
-// `table` is on the device together with `unit_segment`, or on the CPU, small enough to travel as an argument.
-template <typename AnyLaunch>
-AnyLaunch make_launch(const at::Tensor& table, const at::Tensor& unit_segment, int64_t n_units) {
-  AnyLaunch launch{};
-  launch.n_segments = static_cast<int32_t>(table.size(0));
-  launch.n_units = static_cast<int32_t>(n_units);
-  if (table.is_cuda()) {
-    launch.segments = static_cast<const Segment*>(table.data_ptr());
-    launch.unit_segment = unit_segment.data_ptr<int32_t>();
-  } else {
-    TORCH_CHECK(table.size(0) <= kInlineSegments, "a table on the CPU holds at most ", kInlineSegments, " segments");
-    std::memcpy(launch.inline_segments, table.data_ptr(), table.nbytes());
-  }
-  return launch;
-}
-
-void check(int error) { TORCH_CHECK(error == 0, "lora_merge: launching a CUDA kernel failed: ", error_name(error)); }
 
 void launch_cuda(const at::Tensor& table, const at::Tensor& unit_segment, const at::Tensor& counter, int64_t device,
                  int64_t source_dtype, int64_t destination_dtype, bool wide, int64_t n_units, int64_t n_raw_units,
                  int64_t rows_per_unit, int64_t col_warps, int64_t deep, bool staged_B, int64_t margin,
                  int64_t max_rank, bool stochastic, int64_t seed) {
   const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
-  Launch launch = make_launch<Launch>(table, unit_segment, n_units);
-  launch.n_raw_units = static_cast<int32_t>(n_raw_units);
-  launch.counter = counter.numel() > 0 ? counter.data_ptr<int32_t>() : nullptr;
-  launch.rows_per_unit = static_cast<int32_t>(rows_per_unit);
-  launch.col_warps = static_cast<int32_t>(col_warps);
-  launch.deep = static_cast<int32_t>(deep);
-  launch.staged_B = staged_B;
-  launch.margin = static_cast<int32_t>(margin);
-  launch.max_rank = static_cast<int32_t>(max_rank);
+  Launch launch =
+      make_launch<Launch>(table, unit_segment, counter, n_units, n_raw_units, rows_per_unit, deep, max_rank);
+  set_shape(launch, col_warps, staged_B, margin);
   launch.stochastic = stochastic;
   launch.seed = static_cast<uint64_t>(seed);
   check(launch_merge(static_cast<int>(source_dtype), static_cast<int>(destination_dtype), wide, launch,
@@ -55,15 +29,9 @@ void launch_hopper_cuda(const at::Tensor& table, const at::Tensor& unit_segment,
                         int64_t n_raw_units, int64_t rows_per_unit, int64_t strip_cols, int64_t stages,
                         int64_t max_rank, bool stochastic, int64_t seed) {
   const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
-  HopperLaunch launch = make_launch<HopperLaunch>(table, unit_segment, n_units);
-  if (maps.is_cuda()) launch.maps = static_cast<const Maps*>(maps.data_ptr());
-  else std::memcpy(launch.inline_maps, maps.data_ptr(), maps.nbytes());
-  launch.n_raw_units = static_cast<int32_t>(n_raw_units);
-  launch.counter = counter.numel() > 0 ? counter.data_ptr<int32_t>() : nullptr;
-  launch.rows_per_unit = static_cast<int32_t>(rows_per_unit);
-  launch.strip_cols = static_cast<int32_t>(strip_cols);
-  launch.deep = static_cast<int32_t>(stages);
-  launch.max_rank = static_cast<int32_t>(max_rank);
+  HopperLaunch launch =
+      make_launch<HopperLaunch>(table, unit_segment, counter, n_units, n_raw_units, rows_per_unit, stages, max_rank);
+  set_tiles(launch, maps, strip_cols);
   launch.stochastic = stochastic;
   launch.seed = static_cast<uint64_t>(seed);
   check(launch_hopper(static_cast<int>(dtype), wide, launch, at::cuda::getCurrentCUDAStream().stream()));
@@ -79,8 +47,7 @@ at::Tensor tensor_maps(const at::Tensor& table, bool wide) {
 void row_norms_cuda(const at::Tensor& table, const at::Tensor& unit_segment, int64_t source_dtype, int64_t n_units,
                     int64_t max_rank, const at::Tensor& out) {
   const c10::cuda::CUDAGuard guard(out.device());
-  Launch launch = make_launch<Launch>(table, unit_segment, n_units);
-  launch.max_rank = static_cast<int32_t>(max_rank);
+  const Launch launch = make_launch<Launch>(table, unit_segment, at::Tensor(), n_units, 0, 0, 0, max_rank);
   check(launch_row_norms(static_cast<int>(source_dtype), launch, out.data_ptr<double>(),
                          at::cuda::getCurrentCUDAStream().stream()));
 }

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from helpers import make_segment
 
 from lora_merge import kernels
-from lora_merge.kernels import cuda, cuda_hopper
+from lora_merge.kernels import cuda, cuda_hopper, cuda_tracked, fused
 from lora_merge.segments import Segment, pack
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def on_hopper(test: Callable[..., None]) -> Callable[..., None]:
+    there = not torch.cuda.is_available() or torch.cuda.get_device_capability() == (9, 0)
+    return pytest.mark.gpu(pytest.mark.skipif(not there, reason="needs compute capability 9.0")(test))
+
+
 H200 = SimpleNamespace(shared_memory_per_block_optin=227 << 10, multi_processor_count=132)
 
 
@@ -63,14 +71,12 @@ def test_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     wide = (table[:, cuda.RANK] > 0) & ((table[:, cuda.DTYPES] >> 16 & 0xFFFF) != (cuda.BF16 | cuda.BF16 << 8))
     serves = cuda_hopper.serves(table, wide, cpu)
     assert dict(zip([*taken, *left], serves.tolist(), strict=True)) == {n: n in taken for n in [*taken, *left]}
-    small = pack([segment(rank=8), segment(rank=8, dtypes=(BF16, BF16, FP32, FP32))])
-    assert cuda_hopper.serves(small, wide[[0, 2]], cpu).tolist() == [False, True], "the other kernel is as fast there"
 
 
 @pytest.mark.parametrize("wide", [False, True])
 def test_shared_memory(wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: H200)
-    for rank in range(8, cuda_hopper._most_rank(wide, torch.device("cpu")) + 1, 8):
+    for rank in range(8, cuda_hopper._most_rank(wide, torch.device("cpu"), 0) + 1, 8):
         strip, stages = cuda_hopper.shape(rank, wide, torch.device("cpu"))
         ranks = -(-rank // 32) * 32
         used = stages * 64 * (strip * 2 + ranks * (4 if wide else 2)) + ranks * strip * (6 if wide else 2)
@@ -79,10 +85,30 @@ def test_shared_memory(wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         assert cuda_hopper.unit_rows(rank, wide) % 64 == 0
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0"
-)
+def test_units_of_the_journal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each segment has units of its own, whichever kernel tracks it."""
+    memory = {"shared_memory_per_multiprocessor": 228 << 10}
+    monkeypatch.setattr(cuda_hopper, "_available", lambda device: True)
+    monkeypatch.setattr(cuda_hopper, "maps", lambda *args: torch.zeros(1))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**vars(H200), **memory))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    kinds = [(65, 256, 32, BF16, BF16), (64, 1000, 8, BF16, BF16), (37, 71, 5, BF16, BF16), (300, 776, 64, BF16, FP32)]
+    kinds += [(10, 10, 4, FP32, FP32), (200, 136, 320, BF16, BF16)]
+    segments = []
+    for i, (rows, cols, rank, base, adapters) in enumerate(kinds):
+        s = make_segment(f"w{i}", rows, cols, rank, (base, base, adapters, adapters), torch.device("cpu"))
+        segments.append(Segment(s.name, s.source, s.source, s.lora_A, s.lora_B))
+    tracked = cuda_tracked.CudaTracked(segments, torch.device("cpu"))
+    assert [type(g).__name__ for g in tracked._groups] == ["_Group", "_Group", "_HopperGroup", "_HopperGroup"]
+    first = dict(zip(tracked._names, np.concatenate(tracked._first).tolist(), strict=True))
+    ends = [*sorted(first.values())[1:], tracked.units]
+    for name, end in zip(sorted(first, key=first.__getitem__), ends, strict=True):
+        rows, cols = kinds[int(name[1:])][:2]
+        assert end - first[name] >= -(-rows // 64) * -(-cols // 64) * 4, name
+        assert tracked.names(torch.tensor([first[name], end - 1])) == {name}
+
+
+@on_hopper
 @pytest.mark.parametrize("adapters", [BF16, FP32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("base", [BF16, FP16], ids=["bf16 base", "fp16 base"])
 def test_the_same_bits(base: torch.dtype, adapters: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +116,6 @@ def test_the_same_bits(base: torch.dtype, adapters: torch.dtype, monkeypatch: py
     copies that ride along; as a kernel argument and as a table on the device."""
     device, serves = torch.device("cuda", 0), cuda_hopper.serves
     assert kernels.pick(device) is cuda
-    monkeypatch.setattr(cuda_hopper, "SMALL_RANK", 0)
 
     def results(segments: list[Segment], ours: bool, stochastic: bool, scale: bool) -> list[torch.Tensor]:
         monkeypatch.setattr(cuda_hopper, "serves", serves if ours else lambda t, w, d: serves(t, w, d) & False)
@@ -125,3 +150,49 @@ def test_the_same_bits(base: torch.dtype, adapters: torch.dtype, monkeypatch: py
         for i in range(40)
     ]
     compare(many, "a table of many")
+
+
+@on_hopper
+@pytest.mark.parametrize("adapters", [BF16, FP32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("base", [BF16, FP16], ids=["bf16 base", "fp16 base"])
+def test_tracked_there_and_back(base: torch.dtype, adapters: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The merge's bits, twice, and the base's again: edges of tiles, boxes and chunks, any values, arenas too small,
+    rows that are scaled, and weights that others wrote meanwhile."""
+    device = torch.device("cuda", 0)
+
+    def compare(
+        shapes: list[tuple[int, int]], ranks: list[int], update: float = 0.1, scale: bool = False, room: int = 64
+    ) -> None:
+        what = (shapes[:3], ranks[:3], update, scale, room)
+        monkeypatch.setattr(fused, "FIRST_ROOM", room)
+        segments, wanted = [], []
+        for i, ((rows, cols), rank) in enumerate(zip(shapes, ranks, strict=True)):
+            s = make_segment(f"w{i}", rows, cols, rank, (base, base, adapters, adapters), device, update=update, seed=i)
+            for j, value in enumerate((0.0, -0.0, 1e-42, -6e-8, float("inf"), float("nan"), 6e4)):
+                s.source.view(-1)[j::9] = value
+            factors = torch.linspace(0.5, 2, rows, device=device) if scale else None
+            segments.append(Segment(s.name, s.source, s.source, s.lora_A, s.lora_B, s.scaling, factors))
+            merged = s.source.clone()
+            wanted.append(Segment(s.name, merged, merged, s.lora_A, s.lora_B, s.scaling, factors))
+        before = [s.source.clone() for s in segments]
+        cuda.prepare(wanted, device)(False, 0)
+        tracked = cuda.prepare_tracked(segments, device)
+        assert any(isinstance(g, cuda_tracked._HopperGroup) for g in tracked._kernels._groups)  # type: ignore[attr-defined]
+        for _ in range(2):
+            tracked.merge()
+            for s, w in zip(segments, wanted, strict=True):
+                assert torch.equal(s.source.view(torch.int16), w.source.view(torch.int16)), f"merged, {what}"
+            assert tracked.unmerge() == set()
+            for s, old in zip(segments, before, strict=True):
+                assert torch.equal(s.source.view(torch.int16), old.view(torch.int16)), f"restored, {what}"
+        tracked.merge()
+        segments[-1].source[-1, -1] = 3.0
+        segments[0].source[0, 1] = 5.0
+        assert tracked.unmerge() == {segments[0].name, segments[-1].name}, f"written meanwhile, {what}"
+
+    for rank in (8, 32, 40, 64, 128) + ((256, 320) if adapters is BF16 else ()):
+        compare([(1, 256), (64, 8), (200, 1000), (513, 64), (1030, 520)], [rank] * 5)
+        compare([(300, 776), (65, 256)], [rank, 8], scale=True)
+    for update, room in ((1e-3, 64), (1.0, 1), (1.0, 17), (1e4, 64), (1.0, 10**9)):
+        compare([(300, 776), (65, 256), (1024, 1024)], [32] * 3, update=update, room=room)
+    compare([(37 * i + 1, 8 * (i % 90 + 1)) for i in range(40)], [8 * (i % 16 + 1) for i in range(40)])

@@ -1,4 +1,4 @@
-// The merge kernel for compute capability 9: tensor maps and launching.
+// The merge kernel for compute capability 9: tensor maps, and what a merge does with products.
 #include <cuda.h>
 
 #include "hopper.cuh"
@@ -33,22 +33,55 @@ int encode(Encode encode_tiled, TensorMap* out, CUtensorMapDataType type, int si
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-template <typename T, bool Wide>
-int launch_typed(const HopperLaunch& launch, cudaStream_t stream) {
-  int device = 0, processors = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-  if (error != cudaSuccess) return error;
-  const hopper::Layout layout = hopper::layout_of<Wide>(launch.max_rank, launch.strip_cols, launch.deep);
-  if (layout.stages < 2 || layout.stages > hopper::kMaxStages) return cudaErrorInvalidConfiguration;
-  const auto kernel = hopper::merge_kernel<T, Wide>;
-  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, layout.total());
-  if (error != cudaSuccess) return error;
-  const int64_t units = static_cast<int64_t>(launch.n_units) + launch.n_raw_units;
-  kernel<<<static_cast<unsigned>(units < processors ? units : processors), hopper::kBlock, layout.total(), stream>>>(
-      launch, layout);
-  return cudaGetLastError();
-}
+// Adds and rounds: the result takes W's place.
+struct Merge {
+  static constexpr int kBesideBox = 0;
+  static constexpr bool kCopies = true;
+  __device__ __forceinline__ int64_t number(const Segment&, int, int) const { return 0; }
+  __device__ __forceinline__ int bytes(int) const { return 0; }
+  __device__ __forceinline__ void load(uint32_t, int64_t, int, uint32_t) const {}
+
+  template <typename T>
+  struct Hand {
+    struct Read {
+      Packed<T> packed[4];
+    };
+    __device__ __forceinline__ explicit Hand(const Merge&) {}
+
+    __device__ __forceinline__ Read read(const hopper::Box& box) const {
+      Read read;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) read.packed[i].word[0] = *box.vector_at(i);
+      return read;
+    }
+
+    __device__ __forceinline__ void finish(const hopper::Box& box, const Read& read, const float (&sum)[32]) const {
+      const auto added = [&](int i) {
+        Eight x = unpack(read.packed[i]);
+#pragma unroll
+        for (int k = 0; k < 8; ++k) x.value[k] = fmaf(box.scaling, hopper::product_of(sum, i, k), x.value[k]);
+        return x;
+      };
+      if (box.special) {
+        const Segment& s = box.s;
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          *box.vector_at(i) =
+              round_special<T>(added(i), s, min(box.tile.row + box.row + i / 2 * 8, static_cast<int>(s.rows) - 1),
+                               box.tile.col + box.col() + 8 * (i % 2), box.launch.stochastic, box.launch.seed)
+                  .word[0];
+      } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const Eight x = added(i);
+          Packed<T> rounded;
+          round_nearest8(reinterpret_cast<T(&)[8]>(rounded), x.value);
+          *box.vector_at(i) = rounded.word[0];
+        }
+      }
+    }
+  };
+};
 
 }  // namespace
 
@@ -56,7 +89,7 @@ static_assert(sizeof(TensorMap) == sizeof(CUtensorMap) && alignof(TensorMap) >= 
 
 bool has_hopper() {
   cudaFuncAttributes attributes;
-  const bool found = cudaFuncGetAttributes(&attributes, hopper::merge_kernel<bf16, true>) == cudaSuccess;
+  const bool found = cudaFuncGetAttributes(&attributes, hopper::merge_kernel<bf16, true, Merge>) == cudaSuccess;
   if (!found) cudaGetLastError();
   return found && attributes.ptxVersion == 90;
 }
@@ -87,9 +120,7 @@ int encode_maps(const Segment* segments, int n_segments, bool wide, Maps* maps) 
 }
 
 int launch_hopper(int dtype, bool wide, const HopperLaunch& launch, void* stream) {
-  const auto to = static_cast<cudaStream_t>(stream);
-  if (dtype == kBFloat16) return wide ? launch_typed<bf16, true>(launch, to) : launch_typed<bf16, false>(launch, to);
-  return wide ? launch_typed<__half, true>(launch, to) : launch_typed<__half, false>(launch, to);
+  return hopper::launch_in(Merge{}, dtype, wide, launch, stream);
 }
 
 }  // namespace lora_merge

@@ -13,6 +13,13 @@
 //           the matrix unit and then added to the rest (round to nearest), as everywhere in this package.
 //   out     the result takes W's place in the stage and goes out box by box.
 //
+// What becomes of a box once its products are there is a way's, the kernel's last argument:
+//
+//   kBesideBox       bytes of a stage for each box, beside W and lora_B
+//   number(s, r, c)  what the way calls the tile at row r and column c of segment s
+//   bytes(boxes)     that `load(to, number, boxes, barrier)` copies there
+//   Hand<T>          of a lane that multiplies: `read(box)` before the products, `finish(box, read, sum)` after them
+//
 // Columns and ranks are permuted as in merge.cuh, so that a lane ends up with eight adjacent columns and reads eight
 // adjacent ranks of lora_B, and the sums are those of merge.cuh, bit for bit: which of the two kernels runs a segment
 // is free, and odd starts, strides and dtypes are left to that one (lora_merge/kernels/cuda.py).
@@ -27,16 +34,20 @@ namespace hopper {
 constexpr int kMaxStages = 8, kSlots = 16;  // slots of segments: more than units that tiles in flight can belong to
 constexpr int kAhead = 3;                   // units that are handed out without the counter
 constexpr int kStoreWarps = 2;
+constexpr int kNear = 512;  // rows of a unit up to which blocks stay side by side
 
 enum Kind : int { kMerge, kRaw, kStop };
 
 // What the warp that asks tells the others about a tile.
 struct Tile {
   const TensorMap* out;
-  int row, col, boxes;  // of the segment; boxes that hold columns
-  int slot;             // where the segment lies
-  int first;            // of a unit: lora_A is to be brought
-  int kind;             // Kind
+  int row, col;    // of the segment
+  int rows, cols;  // of the segment from there on, and boxes that hold columns
+  int boxes;
+  int slot;        // where the segment lies
+  int first;       // of a unit: lora_A is to be brought
+  int kind;        // Kind
+  int64_t number;  // the way's
 };
 
 struct Slot {
@@ -50,19 +61,20 @@ struct Shared {
   Slot slots[kSlots];
 };
 
-// Shared memory: the stages, lora_A, Shared.
+// Shared memory: the stages, lora_A, Shared. A stage: W, lora_B, what the way wants beside them.
 struct Layout {
-  int cols, stage_bytes, stages, bytes_of_A;
+  int cols, stage_bytes, stages, bytes_of_A, bytes_of_B;
   __host__ __device__ int total() const {
     return stages * stage_bytes + bytes_of_A + static_cast<int>(sizeof(Shared)) + 1024;  // the start is rounded up
   }
 };
 
+// `beside`: bytes for each box.
 template <bool Wide>
-Layout layout_of(int max_rank, int cols, int stages) {
-  const int chunks = (max_rank + kChunk - 1) / kChunk;
-  return {cols, cols / kBoxCols * kBoxBytes + chunks * box_bytes_of_B<Wide>(), stages,
-          chunks * kChunk * cols * 2 * (Wide ? 3 : 1)};
+Layout layout_of(int max_rank, int cols, int stages, int beside) {
+  const int chunks = (max_rank + kChunk - 1) / kChunk, boxes = cols / kBoxCols, of_B = chunks * box_bytes_of_B<Wide>();
+  return {cols, (boxes * (kBoxBytes + beside) + of_B + 1023) & -1024, stages,
+          chunks * kChunk * cols * 2 * (Wide ? 3 : 1), of_B};
 }
 
 struct Block {
@@ -77,6 +89,7 @@ struct Block {
         shared(*reinterpret_cast<Shared*>(m + y.stages * y.stage_bytes + y.bytes_of_A)) {}
   __device__ __forceinline__ char* stage(int i) const { return memory + i * layout.stage_bytes; }
   __device__ __forceinline__ char* stage_B(int i) const { return stage(i) + layout.cols / kBoxCols * kBoxBytes; }
+  __device__ __forceinline__ char* stage_beside(int i) const { return stage_B(i) + layout.bytes_of_B; }
   __device__ __forceinline__ char* lora_A() const { return memory + layout.stages * layout.stage_bytes; }
   __device__ __forceinline__ uint32_t full(int i) const { return shared_address(shared.full + i); }
   __device__ __forceinline__ uint32_t done(int i) const { return shared_address(shared.done + i); }
@@ -95,8 +108,8 @@ struct Ring {
 
 // The warp that asks. It also hands out units: which one, in which segment, and that segment's words are three loads
 // that depend on each other, so each is made a unit earlier than the next.
-template <bool Wide>
-__device__ __forceinline__ void ask_for_tiles(const Block& b) {
+template <bool Wide, typename Way>
+__device__ __forceinline__ void ask_for_tiles(const Block& b, const Way& way) {
   const HopperLaunch& launch = b.launch;
   const Layout& layout = b.layout;
   const int lane = threadIdx.x % 32, total = launch.n_units + launch.n_raw_units, blocks = gridDim.x;
@@ -137,21 +150,41 @@ __device__ __forceinline__ void ask_for_tiles(const Block& b) {
       acquire_map(&maps.lora_B);
       acquire_map(&maps.destination);
     }
+    // Whole rows come faster than strips of them: the blocks that share the next tile's rows each bring a run of these
+    // to the L2 cache. Long units drift apart, and would bring what is not used yet.
+    const int64_t row_bytes = s.cols * 2;
+    const int share = col / layout.cols;
+    const bool ahead = s.source_stride[0] == s.cols && s.cols % 8 == 0 && launch.rows_per_unit <= kNear;
     for (int row = begin; row < (raw ? begin + 1 : end); row += kTileRows) {
       barrier_wait(b.empty(ring.stage), ring.parity ^ 1);
       if (lane == 0) {
-        b.shared.tiles[ring.stage] =
-            Tile{&maps.destination, row, col, boxes, n % kSlots, row == begin && chunks > 0, raw ? kRaw : kMerge};
+        const int64_t number = way.number(s, row, col);
+        b.shared.tiles[ring.stage] = Tile{&maps.destination,
+                                          row,
+                                          col,
+                                          static_cast<int>(s.rows) - row,
+                                          static_cast<int>(s.cols) - col,
+                                          boxes,
+                                          n % kSlots,
+                                          row == begin && chunks > 0,
+                                          raw ? kRaw : kMerge,
+                                          number};
         const uint32_t barrier = b.full(ring.stage);
         if (raw) {
           barrier_arrive(barrier);
         } else {
-          barrier_arrive_expect(barrier, bytes);
+          barrier_arrive_expect(barrier, bytes + way.bytes(boxes));
           const uint32_t to = shared_address(b.stage(ring.stage)), to_B = shared_address(b.stage_B(ring.stage));
           for (int i = 0; i < boxes; ++i) load_box(to + i * kBoxBytes, &maps.source, col + i * kBoxCols, row, barrier);
           for (int i = 0; i < chunks; ++i)
             load_box(to_B + i * box_bytes_of_B<Wide>(), &maps.lora_B, i * kChunk, row, barrier);
+          way.load(shared_address(b.stage_beside(ring.stage)), number, boxes, barrier);
         }
+      }
+      if (lane == 0 && ahead && row + kTileRows < end) {
+        const int64_t band = row_bytes * min(kTileRows, end - row - kTileRows), begin_at = band * share / across & -128,
+                      end_at = share + 1 == across ? band : band * (share + 1) / across & -128;
+        prefetch_run(s.source + (row + kTileRows) * row_bytes + begin_at, static_cast<int>(end_at - begin_at));
       }
       __syncwarp();
       ring.advance(layout.stages);
@@ -190,6 +223,7 @@ __device__ __forceinline__ void store_tiles(const Block& b, int which) {
     const Tile tile = b.shared.tiles[ring.stage];
     if (tile.kind == kStop) break;
     if (tile.kind == kMerge) {
+      fence_async();  // of what the warps wrote there before they arrived
       const uint32_t from = shared_address(b.stage(ring.stage));
       for (int i = 0; i < tile.boxes; ++i) store_box(tile.out, tile.col + i * kBoxCols, tile.row, from + i * kBoxBytes);
       commit_stores();
@@ -202,14 +236,42 @@ __device__ __forceinline__ void store_tiles(const Block& b, int which) {
 
 // ---- multiplying ---------------------------------------------------------------------------------------------------
 
-// The warpgroups that multiply, add and round: each takes its share of a tile's boxes.
-template <typename T, bool Wide>
-__device__ __forceinline__ void merge_tiles(const Block& b) {
+// A box of a tile, as a lane that multiplies sees it: 16 elements of `row`, and as many of row + 8.
+struct Box {
+  const HopperLaunch& launch;
+  const Segment& s;
+  const Tile& tile;
+  char *const W0, *const W1;  // in shared memory: this lane's two vectors of its row, 2 quad and 2 quad + 1
+  const char* beside;         // of the tile
+  int number, row;            // of the box in its strip; of the tile
+  float scaling;
+  bool special;  // rounded stochastically, or scaled by rows
+
+  // The lane's first column, from the tile's on.
+  __device__ __forceinline__ int col() const { return number * kBoxCols + threadIdx.x % 4 * 16; }
+  // Vector i % 2 of row + 8 (i / 2).
+  __device__ __forceinline__ uint4* vector_at(int i) const {
+    return reinterpret_cast<uint4*>((i % 2 ? W1 : W0) + i / 2 * 1024);
+  }
+};
+
+// The product of element k of vector i.
+__device__ __forceinline__ float product_of(const float (&sum)[32], int i, int k) {
+  return sum[4 * (4 * (i % 2) + k / 2) + 2 * (i / 2) + k % 2];
+}
+
+// The warpgroups that multiply, and finish their share of a tile's boxes in this way.
+template <typename T, bool Wide, typename Way>
+__device__ __forceinline__ void merge_tiles(const Block& b, const Way& way) {
   const HopperLaunch& launch = b.launch;
   const Layout& layout = b.layout;
-  const int lane = threadIdx.x % 32, quad = lane % 4, row = threadIdx.x / 32 % 4 * 16 + lane / 4;  // and row + 8
-  const int share = layout.cols / kBoxCols / kGroups, first_box = uniform(threadIdx.x / 128) * share;
-  if (threadIdx.x >= 128) asm volatile("bar.arrive 2, 256;" ::: "memory");  // the first turn is the first group's
+  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4;  // and row + 8
+  const int boxes = layout.cols / kBoxCols;
+  int next = uniform(threadIdx.x / 128);  // box of this group: they go round the groups
+  const int vector = lane % 4 * 2, place0 = row * 128 + (vector ^ (row % 8)) * 16,
+            place1 = row * 128 + ((vector + 1) ^ (row % 8)) * 16;
+  typename Way::template Hand<T> hand(way);
+  if (threadIdx.x / 128 == kGroups - 1) pass_turn();  // the first turn is the first group's
   int stops = 0;
   for (Ring ring; stops < kStoreWarps; ring.advance(layout.stages)) {
     barrier_wait(b.full(ring.stage), ring.parity);
@@ -226,45 +288,18 @@ __device__ __forceinline__ void merge_tiles(const Block& b) {
       }
       const float scaling = static_cast<float>(s.scaling);
       const bool special = launch.stochastic || s.row_scale != 0;
-      const char* const from_B = b.stage_B(ring.stage);
 #pragma unroll 1
-      for (int box = first_box; box < first_box + share; ++box) {  // those without columns too: turns go round
-        char* const W = b.stage(ring.stage) + box * kBoxBytes + row * 128;
-        const auto vector_at = [&](int i) {  // vector 2 quad + i % 2 of row + 8 (i / 2)
-          return reinterpret_cast<uint4*>(W + i / 2 * 1024 + ((2 * quad + i % 2) ^ (row % 8)) * 16);
-        };
-        Packed<T> packed[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) packed[i].word[0] = *vector_at(i);
+      for (; next < boxes; next += kGroups) {  // those without columns too: turns go round
+        char* const W = b.stage(ring.stage) + next * kBoxBytes;
+        const Box box{launch, s, tile, W + place0, W + place1, b.stage_beside(ring.stage), next, row, scaling, special};
+        auto read = hand.read(box);
         float sum[32];
-        multiply<Wide>(sum, from_B, row, MatrixA(shared_address(b.lora_A()) + box * kBoxCols * 16, layout.cols, rank),
-                       rank);
-        // Sums 4 (4 J + j) + 2 h + e are elements 2 j + e of vector J of row h.
-        const auto added = [&](int i) {
-          Eight x = unpack(packed[i]);
-#pragma unroll
-          for (int k = 0; k < 8; ++k)
-            x.value[k] = fmaf(scaling, sum[4 * (4 * (i % 2) + k / 2) + 2 * (i / 2) + k % 2], x.value[k]);
-          return x;
-        };
-        if (special) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i)
-            *vector_at(i) =
-                round_special<T>(added(i), s, min(tile.row + row + i / 2 * 8, static_cast<int>(s.rows) - 1),
-                                 tile.col + box * kBoxCols + 8 * (2 * quad + i % 2), launch.stochastic, launch.seed)
-                    .word[0];
-        } else {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const Eight x = added(i);
-            round_nearest8(reinterpret_cast<T(&)[8]>(packed[i]), x.value);
-            *vector_at(i) = packed[i].word[0];
-          }
-        }
+        multiply<Wide>(sum, b.stage_B(ring.stage), row,
+                       MatrixA(shared_address(b.lora_A()) + next * kBoxCols * 16, layout.cols, rank), rank);
+        hand.finish(box, read, sum);
       }
-      fence_async();
-    } else if (kind == kRaw) {
+      next -= boxes;
+    } else if (Way::kCopies && kind == kRaw) {
       const Slot& slot = b.shared.slots[tile.slot];
       copy_unit(slot.segment, static_cast<int>(slot.unit));
     }
@@ -274,9 +309,10 @@ __device__ __forceinline__ void merge_tiles(const Block& b) {
   }
 }
 
-template <typename T, bool Wide>
+template <typename T, bool Wide, typename Way>
 __global__ void __launch_bounds__(kBlock, 1)
-    merge_kernel(const __grid_constant__ HopperLaunch launch, const __grid_constant__ Layout layout) {
+    merge_kernel(const __grid_constant__ HopperLaunch launch, const __grid_constant__ Layout layout,
+                 const __grid_constant__ Way way) {
 #ifdef LORA_MERGE_HOPPER
   extern __shared__ char dynamic[];
   char* const memory = dynamic + (-shared_address(dynamic) & 1023);
@@ -295,15 +331,41 @@ __global__ void __launch_bounds__(kBlock, 1)
   // 168 registers a thread on average.
   if (warp < kWarpsOfGroups) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 208;");
-    merge_tiles<T, Wide>(b);
+    merge_tiles<T, Wide>(b, way);
   } else {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 88;");
-    if (warp == kWarpsOfGroups) ask_for_tiles<Wide>(b);
+    if (warp == kWarpsOfGroups) ask_for_tiles<Wide>(b, way);
     else if (warp <= kWarpsOfGroups + kStoreWarps) store_tiles(b, warp - kWarpsOfGroups - 1);
   }
 #else
   __trap();  // never launched: kernels/cuda.py asks for compute capability 9.0
 #endif
+}
+
+template <typename T, bool Wide, typename Way>
+int launch_in(const Way& way, const HopperLaunch& launch, cudaStream_t stream) {
+  int device = 0, processors = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  if (error != cudaSuccess) return error;
+  const Layout layout = layout_of<Wide>(launch.max_rank, launch.strip_cols, launch.deep, Way::kBesideBox);
+  if (layout.stages < 2 || layout.stages > kMaxStages) return cudaErrorInvalidConfiguration;
+  const auto kernel = merge_kernel<T, Wide, Way>;
+  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, layout.total());
+  if (error != cudaSuccess) return error;
+  const int64_t units = static_cast<int64_t>(launch.n_units) + launch.n_raw_units;
+  kernel<<<static_cast<unsigned>(units < processors ? units : processors), kBlock, layout.total(), stream>>>(
+      launch, layout, way);
+  return cudaGetLastError();
+}
+
+// W is bf16 or fp16.
+template <typename Way>
+int launch_in(const Way& way, int dtype, bool wide, const HopperLaunch& launch, void* stream) {
+  const auto to = static_cast<cudaStream_t>(stream);
+  if (dtype == kBFloat16)
+    return wide ? launch_in<bf16, true>(way, launch, to) : launch_in<bf16, false>(way, launch, to);
+  return wide ? launch_in<__half, true>(way, launch, to) : launch_in<__half, false>(way, launch, to);
 }
 
 }  // namespace hopper

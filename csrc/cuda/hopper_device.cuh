@@ -52,6 +52,15 @@ __device__ __forceinline__ void load_box(uint32_t shared, const TensorMap* map, 
       "l"(map), "r"(col), "r"(row), "r"(barrier)
       : "memory");
 }
+// A run of bytes, whole 16-byte vectors.
+__device__ __forceinline__ void load_run(uint32_t shared, const void* from, int bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
+               "l"(from), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+__device__ __forceinline__ void prefetch_run(int64_t from, int bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
 // What lies outside of the matrix is not written. Results are not read again: they leave the L2 cache first.
 __device__ __forceinline__ void store_box(const TensorMap* map, int col, int row, uint32_t shared) {
   uint64_t policy;

@@ -154,31 +154,35 @@ __device__ __forceinline__ void multiply_chunk(float (&d)[32], const Operand<fal
   b.multiply(d, 0, 1, a(c, 1), 1);
 }
 // A chunk is summed in the matrix unit, and then added to the rest.
-__device__ __forceinline__ void take(float (&sum)[32], float (&d)[32], bool first) {
+template <bool First>
+__device__ __forceinline__ void take(float (&sum)[32], float (&d)[32]) {
   settle(d);
 #pragma unroll
-  for (int i = 0; i < 32; ++i) sum[i] = first ? d[i] : sum[i] + d[i];
+  for (int i = 0; i < 32; ++i) sum[i] = First ? d[i] : sum[i] + d[i];
 }
 
-// sum += the products of chunk c, or of Count = 2 from c on.
-template <int Count>
+// sum += the products of chunk c, or of Count = 2 from c on. The First chunk begins the sum.
+template <int Count, bool First>
 __device__ __forceinline__ void multiply_narrow(float (&sum)[32], const char* from_B, int row, const MatrixA& a,
                                                 int c) {
+  constexpr bool kAlone = First && Count == 1;
   Operand<false> b0, b1;
   float d0[32], d1[32];
   b0.load(from_B, c, row);
   if constexpr (Count == 2) b1.load(from_B, c + 1, row);
   await_turn();
   wgmma_begin();
-  multiply_chunk(d0, b0, a, c);
+  multiply_chunk(kAlone ? sum : d0, b0, a, c);
   if constexpr (Count == 2) multiply_chunk(d1, b1, a, c + 1);
   wgmma_commit();
   pass_turn();
   wgmma_wait();
-  take(sum, d0, c == 0);
-  if constexpr (Count == 2) take(sum, d1, false);
+  if constexpr (kAlone) settle(sum);
+  else take<First>(sum, d0);
+  if constexpr (Count == 2) take<false>(sum, d1);
 }
 
+template <bool First>
 __device__ __forceinline__ void multiply_wide(float (&sum)[32], const char* from_B, int row, const MatrixA& a, int c) {
   Operand<true> b;
   b.load(from_B, c, row);
@@ -200,21 +204,25 @@ __device__ __forceinline__ void multiply_wide(float (&sum)[32], const char* from
   settle(small);
   settle(large);
 #pragma unroll
-  for (int i = 0; i < 32; ++i) sum[i] = c == 0 ? large[i] + small[i] : sum[i] + (large[i] + small[i]);
+  for (int i = 0; i < 32; ++i) sum[i] = First ? large[i] + small[i] : sum[i] + (large[i] + small[i]);
 }
 
 // Sums over the ranks for the tile's rows and 64 columns.
 template <bool Wide>
 __device__ __forceinline__ void multiply(float (&sum)[32], const char* from_B, int row, const MatrixA& a, int rank) {
   const int chunks = (rank + kChunk - 1) / kChunk;
-  int c = 0;
   if constexpr (Wide) {
+    multiply_wide<true>(sum, from_B, row, a, 0);
 #pragma unroll 1
-    for (; c < chunks; ++c) multiply_wide(sum, from_B, row, a, c);
+    for (int c = 1; c < chunks; ++c) multiply_wide<false>(sum, from_B, row, a, c);
+  } else if (chunks == 1) {
+    multiply_narrow<1, true>(sum, from_B, row, a, 0);
   } else {
+    multiply_narrow<2, true>(sum, from_B, row, a, 0);
+    int c = 2;
 #pragma unroll 1
-    for (; c + 2 <= chunks; c += 2) multiply_narrow<2>(sum, from_B, row, a, c);
-    if (c < chunks) multiply_narrow<1>(sum, from_B, row, a, c);
+    for (; c + 2 <= chunks; c += 2) multiply_narrow<2, false>(sum, from_B, row, a, c);
+    if (c < chunks) multiply_narrow<1, false>(sum, from_B, row, a, c);
   }
 }
 

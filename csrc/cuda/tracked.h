@@ -4,15 +4,16 @@
 
 namespace lora_merge {
 
-// Of each unit, two steps of a warp: where its escaped elements begin in the arena, -1 if it is not merged; and a checksum
-// of what was written.
+// Of each unit, 1024 elements of a warp: where its escaped elements begin in the arena, -1 if it is not merged; and a
+// checksum of what was written.
 struct TrackedRecord {
   int64_t place;
   unsigned long long checksum;
 };
 
-// What brings weights back that were merged in place; docs/restore.md. A tile is a unit of each warp of a block, side by
-// side as their strips are. Segments hold the number of their first tile as their `key`; tiles go along the columns first.
+// What brings weights back that were merged in place; docs/restore.md. A tile is a unit of each warp of a block, side
+// by side as their strips are. Segments hold the number of their first tile as their `key`; tiles go along the columns
+// first.
 struct TrackedJournal {
   uint32_t* codes;  // of each unit, two words a lane, one a step
   TrackedRecord* records;
@@ -22,9 +23,12 @@ struct TrackedJournal {
   int32_t chunk;                // bytes of the arena that a warp asks for at a time; 0: what a unit needs
 };
 
-// Merges every unit that has no place and finds room, or (undo) brings back every unit that has one; but one that does not
-// hold what was written stays as it is, and keeps its place. Segments of one dtype, in place. Returns a cudaError_t;
-// `stream` is a cudaStream_t of the current device.
+// Merges every unit that has no place and finds room, or (undo) brings back every unit that has one; but one that does
+// not hold what was written stays as it is, and keeps its place. Segments of one dtype, in place. Returns a
+// cudaError_t; `stream` is a cudaStream_t of the current device. `launch_hopper_tracked`: by the kernel for compute
+// capability 9; a segment's `key` is then the number of its first box of 64 x 64, of which each is four units.
 int launch_tracked(int dtype, bool wide, bool undo, const Launch& launch, const TrackedJournal& journal, void* stream);
+int launch_hopper_tracked(int dtype, bool wide, bool undo, const HopperLaunch& launch, const TrackedJournal& journal,
+                          void* stream);
 
 }  // namespace lora_merge

@@ -187,9 +187,11 @@ class _Cut(NamedTuple):
     rows_per_unit: int
 
 
-def _cut(merges: np.ndarray, copies: np.ndarray, strip: int, most: int, blocks: int, device: torch.device) -> _Cut:
-    """Units of `strip` columns and up to `most` rows, for so many blocks at a time."""
-    rows_per_unit = _rows_per_unit(merges, strip, most, blocks)
+def _cut(
+    merges: np.ndarray, copies: np.ndarray, strip: int, most: int, blocks: int, device: torch.device, rows: int = 64
+) -> _Cut:
+    """Units of `strip` columns and up to `most` rows, a multiple of `rows`, for so many blocks at a time."""
+    rows_per_unit = _ceil(_rows_per_unit(merges, strip, most, blocks), rows) * rows
     merge_across = _ceil(merges[:, COLS], strip)
     copy_across = _ceil(copies[:, COLS], np.where(copies[:, ROWS] == 1, RAW_COLS_1, RAW_COLS))
     merge_units = merge_across * _ceil(merges[:, ROWS], rows_per_unit)

@@ -30,12 +30,9 @@ from ..segments import (
 )
 
 # The same numbers as in csrc/cuda.
-CHUNK, TILE_ROWS, BOX_BYTES, MAX_STAGES = 32, 64, 8192, 8
+CHUNK, TILE_ROWS, BOX_COLS, BOX_BYTES, MAX_STAGES = 32, 64, 64, 8192, 8
 RESERVED = 5120
 """Shared memory for barriers and segments, and what is lost in front of the first stage."""
-
-SMALL_RANK = 8
-"""bf16 adapters of ranks up to this one are left to the kernel for any GPU, which then moves W a little faster."""
 
 
 class HopperVariant(NamedTuple):
@@ -59,25 +56,23 @@ class HopperVariant(NamedTuple):
         torch.ops.lora_merge_native.launch_hopper(*self, stochastic, seed)
 
 
-def serves(table: np.ndarray, wide: np.ndarray, device: torch.device) -> np.ndarray:
-    """Which segments of a packed table go to this kernel, bool `[segments]`."""
+def serves(table: np.ndarray, wide: np.ndarray, device: torch.device, beside: int = 0) -> np.ndarray:
+    """Which segments of a packed table go to this kernel, bool `[segments]`. `beside`: bytes that a launch wants in
+    shared memory for each box of a tile."""
     dtype, rank = table[:, DTYPES] & 0xFF, table[:, RANK]
     fits = (dtype == table[:, DTYPES] >> 8 & 0xFF) & ((dtype == BF16) | (dtype == FP16)) & (rank > 0)
     for address, stride in ((SOURCE, SOURCE_STRIDE), (DESTINATION, DESTINATION_STRIDE)):
         fits &= _rows_of_vectors(table, address, stride, 2)
     fits &= (table[:, DTYPES] >> 24 & 0xFF) == np.where(wide, FP32, BF16)
     fits &= _rows_of_vectors(table, LORA_B, LORA_B_STRIDE, np.where(wide, 4, 2))
-    for kind in (False, True):
-        these = fits & (wide == kind)
-        most = _most_rank(kind, device) if _available(device) else 0
-        small = not kind and int(rank[these].max(initial=0)) <= SMALL_RANK
-        fits &= ~these | (rank <= (0 if small else most))
-    return fits
+    if not _available(device):
+        return fits & False
+    return fits & (rank <= np.where(wide, _most_rank(True, device, beside), _most_rank(False, device, beside)))
 
 
-def shape(max_rank: int, wide: bool, device: torch.device) -> tuple[int, int]:
+def shape(max_rank: int, wide: bool, device: torch.device, beside: int = 0) -> tuple[int, int]:
     """(columns of a strip, stages) of a launch that `serves` chose."""
-    found = _shape(max_rank, wide, device)
+    found = _shape(max_rank, wide, device, beside)
     assert found is not None
     return found
 
@@ -101,13 +96,14 @@ def _rows_of_vectors(table: np.ndarray, address: int, stride: int, size: np.ndar
     return starts & (col == 1)
 
 
-def _shape(max_rank: int, wide: bool, device: torch.device) -> tuple[int, int] | None:
+def _shape(max_rank: int, wide: bool, device: torch.device, beside: int) -> tuple[int, int] | None:
     """Wide strips read lora_B less often; stages hide the latency of memory. None if the rank leaves no room."""
     properties = torch.cuda.get_device_properties(device)
     room: int = properties.shared_memory_per_block_optin - RESERVED  # type: ignore[attr-defined]
     chunks = -(-max_rank // CHUNK)
     for strip in (256, 128):
-        stage = strip // 64 * BOX_BYTES + chunks * TILE_ROWS * CHUNK * (4 if wide else 2)
+        stage = strip // BOX_COLS * (BOX_BYTES + beside) + chunks * TILE_ROWS * CHUNK * (4 if wide else 2)
+        stage = -(-stage // 1024) * 1024
         stages = (room - chunks * CHUNK * strip * (6 if wide else 2)) // stage
         if stages >= 2:
             return strip, min(stages, MAX_STAGES)
@@ -115,9 +111,9 @@ def _shape(max_rank: int, wide: bool, device: torch.device) -> tuple[int, int] |
 
 
 @cache
-def _most_rank(wide: bool, device: torch.device) -> int:
+def _most_rank(wide: bool, device: torch.device, beside: int) -> int:
     rank = 0
-    while _shape(rank + CHUNK, wide, device) is not None:
+    while _shape(rank + CHUNK, wide, device, beside) is not None:
         rank += CHUNK
     return rank
 

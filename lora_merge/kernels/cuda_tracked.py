@@ -1,4 +1,5 @@
-"""Tracked merges by the compiled CUDA kernel (`csrc/cuda/tracked.cu`): a launch for each dtype and kind of adapter."""
+"""Tracked merges by the compiled CUDA kernels: a launch for each dtype, kind of adapter and kernel
+(`csrc/cuda/tracked.cu`, and `hopper_tracked.cu` for what `cuda_hopper.serves`)."""
 
 from __future__ import annotations
 
@@ -9,25 +10,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..segments import BF16, COLS, DTYPES, FLOATS, KEY, RANK, ROWS, UNIT_BEGIN, UNITS_ACROSS, Segment, pack
-from .cuda import INLINE_SEGMENTS, MAX_UNIT_ROWS, WARP_COLS, _ceil, _place, _rows_per_unit, _shape, _widest
+from ..segments import BF16, COLS, DTYPES, FLOATS, KEY, RANK, ROWS, Segment, pack
+from . import cuda_hopper as hopper
+from .cuda import HOPPER, MAX_UNIT_ROWS, WARP_COLS, _ceil, _cut, _shape, _widest
 from .fused import Journal
 
 # The same numbers as in csrc/cuda.
 WARPS = 8
+"""Of a block that multiply."""
 UNIT_ELEMENTS = 1024
-"""Of a unit of the journal: two steps of a warp. A tile is a unit of each warp of a block."""
+"""Of a unit of the journal, which is a warp's. A tile has a unit of each warp of a block."""
+BOX_UNITS, BESIDE = 4, 4 * (16 + 32 * 8)
+"""Of a box of the kernel for compute capability 9: units, and bytes of their records and codes."""
 
 CHUNK = 1024
 """Bytes of the arena that a warp takes at a time: an answer from memory for some forty units."""
 LEFT_OVER = 512
 """All chunks together are less than this part of the weights, so smaller for small models: most of one may be left."""
 BLOCKS = 2
-"""That share a multiprocessor."""
+"""That share a multiprocessor, of the kernel for any GPU."""
 
 
 class _Group(NamedTuple):
-    """One launch: the arguments of `track_cuda` that stay the same from run to run."""
+    """One launch of the kernel for any GPU: the arguments of `track_cuda` that stay the same from run to run."""
 
     table: Tensor
     unit_segment: Tensor
@@ -43,65 +48,92 @@ class _Group(NamedTuple):
     margin: int
     max_rank: int
 
+    def __call__(self, undo: bool, j: Journal) -> None:
+        torch.ops.lora_merge_native.track_cuda(*self, undo, j.codes, j.records, j.arena, j.chunk, j.counter)
+
+
+class _HopperGroup(NamedTuple):
+    """The same of `track_hopper`."""
+
+    table: Tensor
+    unit_segment: Tensor
+    maps: Tensor
+    counter: Tensor
+    device: int
+    dtype: int
+    wide: bool
+    n_units: int
+    rows_per_unit: int
+    strip_cols: int
+    stages: int
+    max_rank: int
+
+    def __call__(self, undo: bool, j: Journal) -> None:
+        torch.ops.lora_merge_native.track_hopper(*self, undo, j.codes, j.records, j.arena, j.chunk, j.counter)
+
 
 class CudaTracked:
-    """`fused.Kernels` of a table. Tiles of all groups are numbered in a row; a segment's `key` is its first one."""
+    """`fused.Kernels` of a table. Units of all groups are numbered in a row; a segment's `key` is its first tile, or
+    box."""
 
     def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:
         self.device = device
         self.base_bytes = sum(s.source.nbytes for s in segments)
-        self._tiles = 0
-        self._blocks = BLOCKS * torch.cuda.get_device_properties(device).multi_processor_count
-        self._groups: list[_Group] = []
-        table = pack(segments)
-        wide = (table[:, RANK] > 0) & ((table[:, DTYPES] >> 16 & 0xFFFF) != (BF16 | BF16 << 8))
-        group = (table[:, DTYPES] & 0xFF) << 1 | wide
+        self.units = 0
+        self._processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._first: list[np.ndarray] = []
         self._names: list[str] = []
-        for key in np.unique(group):
+        table = pack(segments)
+        wide = (table[:, RANK] > 0) & ((table[:, DTYPES] >> 16 & 0xFFFF) != (BF16 | BF16 << 8))
+        group = hopper.serves(table, wide, device, BESIDE) * HOPPER | (table[:, DTYPES] & 0xFF) << 1 | wide
+        self._groups: list[_Group | _HopperGroup] = []
+        warps = 0
+        for key in map(int, np.unique(group)):
             self._names += [s.name for s, there in zip(segments, group == key, strict=True) if there]
-            self._groups.append(self._group(table[group == key], int(key) >> 1, bool(key & 1)))
-        self.units = self._tiles * WARPS
+            make, blocks = (self._hopper, 1) if key & HOPPER else (self._any, BLOCKS)
+            self._groups.append(make(table[group == key], key >> 1 & 0xFF, bool(key & 1)))
+            warps += WARPS * min(blocks * self._processors, self._groups[-1].n_units)
         self.code_bytes = self.units * UNIT_ELEMENTS // 4
-        warps = WARPS * sum(min(self._blocks, g.n_units) for g in self._groups)
         self.chunk = min(CHUNK, self.base_bytes // (LEFT_OVER * warps)) & ~3
         self.slack = self.chunk * warps
 
     def track(self, journal: Journal) -> None:
-        self._launch(journal, False)
+        for launch in self._groups:
+            launch(False, journal)
 
     def untrack(self, journal: Journal) -> None:
-        self._launch(journal, True)
+        for launch in self._groups:
+            launch(True, journal)
 
     def names(self, units: Tensor) -> set[str]:
-        tiles = units.numpy() // WARPS
-        return {self._names[i] for i in np.searchsorted(np.concatenate(self._first), tiles, side="right") - 1}
+        return {self._names[i] for i in np.searchsorted(np.concatenate(self._first), units.numpy(), side="right") - 1}
 
-    def _launch(self, j: Journal, undo: bool) -> None:
-        for group in self._groups:
-            torch.ops.lora_merge_native.track_cuda(*group, undo, j.codes, j.records, j.arena, j.chunk, j.counter)
+    def _number(self, table: np.ndarray, rows: int, cols: int) -> None:
+        """Tiles of `rows` x `cols` go along the columns first; groups begin at whole tiles of either kernel."""
+        tiles, each = _ceil(table[:, COLS], cols) * _ceil(table[:, ROWS], rows), rows * cols // UNIT_ELEMENTS
+        table[:, KEY] = self.units // each + np.cumsum(tiles) - tiles
+        self._first.append(table[:, KEY] * each)
+        self.units += _ceil(int(tiles.sum()) * each, WARPS) * WARPS
 
-    def _group(self, table: np.ndarray, dtype: int, wide: bool) -> _Group:
+    def _any(self, table: np.ndarray, dtype: int, wide: bool) -> _Group:
         max_rank = int(table[:, RANK].max())
         shape = _shape(max_rank, wide, FLOATS[dtype].itemsize, _widest(table), self.device)
-        strip = WARP_COLS * shape.col_warps
-        tile_rows = UNIT_ELEMENTS // WARP_COLS * (WARPS // shape.col_warps)
-        unit_rows = _ceil(_rows_per_unit(table, strip, MAX_UNIT_ROWS, self._blocks), tile_rows) * tile_rows
-        across = _ceil(table[:, COLS], strip)
-        units, tiles = across * _ceil(table[:, ROWS], unit_rows), across * _ceil(table[:, ROWS], tile_rows)
-        table[:, UNIT_BEGIN], table[:, UNITS_ACROSS] = np.cumsum(units) - units, across
-        table[:, KEY] = self._tiles + np.cumsum(tiles) - tiles
-        self._first.append(table[:, KEY].copy())
-        self._tiles += int(tiles.sum())
-        on_device = len(table) > INLINE_SEGMENTS
+        strip, rows = WARP_COLS * shape.col_warps, UNIT_ELEMENTS // WARP_COLS * (WARPS // shape.col_warps)
+        self._number(table, rows, strip)
+        cut = _cut(table, table[:0], strip, MAX_UNIT_ROWS, BLOCKS * self._processors, self.device, rows)
         return _Group(
-            *_place(table, units, self.device),
-            torch.zeros(2 if on_device else 0, dtype=torch.int32, device=self.device if on_device else "cpu"),
-            torch.cuda.current_device() if self.device.index is None else self.device.index,
-            dtype=dtype,
-            wide=wide,
-            n_units=int(units.sum()),
-            rows_per_unit=unit_rows,
-            **shape._asdict(),
-            max_rank=max_rank,
-        )
+            cut.table, cut.unit_segment, cut.counter, cut.device, dtype, wide, cut.n_units, cut.rows_per_unit, *shape,
+            max_rank,
+        )  # fmt: skip
+
+    def _hopper(self, table: np.ndarray, dtype: int, wide: bool) -> _HopperGroup:
+        max_rank = int(table[:, RANK].max())
+        strip, stages = hopper.shape(max_rank, wide, self.device, BESIDE)
+        self._number(table, hopper.TILE_ROWS, hopper.BOX_COLS)
+        most = hopper.unit_rows(max_rank, wide)
+        cut = _cut(table, table[:0], strip, most, self._processors, self.device)
+        maps = hopper.maps(cut.host_table, wide, cut.table.device)
+        return _HopperGroup(
+            cut.table, cut.unit_segment, maps, cut.counter, cut.device, dtype, wide, cut.n_units, cut.rows_per_unit,
+            strip, stages, max_rank,
+        )  # fmt: skip

@@ -1,0 +1,155 @@
+// Tracked merges on compute capability 9: the walk of hopper.cuh, and beside W's tiles those of the journal.
+//
+// A unit of the journal is what a warp has of a box of 64 x 64: 16 rows. A half is a row's two vectors a lane. Boxes of
+// a segment are numbered along the columns first, so that codes and records of a tile are a run in memory each, and
+// come with its W.
+#include "hopper.cuh"
+#include "tracked.cuh"
+
+namespace lora_merge {
+namespace {
+
+constexpr int kUnitsOfBox = 4, kCodesOfBox = kUnitsOfBox * 32 * 8, kRecordsOfBox = kUnitsOfBox * sizeof(TrackedRecord);
+
+// What a warp finds of a unit.
+template <typename T>
+struct Read {
+  Coded<T> half[kHalves];
+  int64_t unit, place;  // `place` of its escapes
+  uint32_t checksum;
+  Raw<T> early;  // escape number `lane`, asked for before it is known whether there is one
+  bool work;
+};
+
+template <bool Undo>
+struct Track {
+  static constexpr int kBesideBox = kCodesOfBox + kRecordsOfBox;
+  static constexpr bool kCopies = false;
+  TrackedJournal journal;
+
+  // Of the tile's first box.
+  __device__ __forceinline__ int64_t number(const Segment& s, int row, int col) const {
+    const int across = (static_cast<int>(s.cols) + hopper::kBoxCols - 1) / hopper::kBoxCols;
+    return static_cast<int64_t>(s.key) + static_cast<int64_t>(row / hopper::kTileRows) * across +
+           col / hopper::kBoxCols;
+  }
+  __device__ __forceinline__ int bytes(int boxes) const { return boxes * (Undo ? kBesideBox : kRecordsOfBox); }
+  // Records, and behind them codes.
+  __device__ __forceinline__ void load(uint32_t to, int64_t box, int boxes, uint32_t barrier) const {
+    hopper::load_run(to, journal.records + box * kUnitsOfBox, boxes * kRecordsOfBox, barrier);
+    if (Undo)
+      hopper::load_run(to + boxes * kRecordsOfBox, reinterpret_cast<const char*>(journal.codes) + box * kCodesOfBox,
+                       boxes * kCodesOfBox, barrier);
+  }
+
+  template <typename T>
+  struct Hand {
+    const TrackedJournal& journal;
+    Room room{journal};
+    __device__ __forceinline__ explicit Hand(const Track& way) : journal(way.journal) {}
+    __device__ __forceinline__ ~Hand() {
+      if (!Undo && threadIdx.x % 32 == 0 && room.missing > 0)
+        atomicAdd(journal.counter + 1, static_cast<unsigned long long>(room.missing));
+    }
+
+    // Of a box without columns it is anything, and no work.
+    __device__ __forceinline__ Read<T> read(const hopper::Box& box) const {
+      const int lane = threadIdx.x % 32, place = box.number * kUnitsOfBox + threadIdx.x / 32 % kUnitsOfBox;
+      const TrackedRecord& record = reinterpret_cast<const TrackedRecord*>(box.beside)[place];
+      Read<T> read;
+      read.unit = box.tile.number * kUnitsOfBox + place;
+      read.place = record.place, read.checksum = static_cast<uint32_t>(record.checksum);
+      read.work = box.number < box.tile.boxes && (read.place >= 0) == Undo;
+      read.half[0].code = read.half[1].code = 0;
+      if (Undo) {
+        const char* const codes = box.beside + box.tile.boxes * kRecordsOfBox;
+        const uint2 code = reinterpret_cast<const uint2*>(codes)[place * 32 + lane];
+        read.half[0].code = code.x, read.half[1].code = code.y;
+        read.early = {};
+        if (read.work && read.place + (lane + 1) * static_cast<int>(sizeof(T)) <= journal.room)
+          read.early = __ldcs(reinterpret_cast<const Raw<T>*>(journal.arena + read.place) + lane);
+      }
+      return read;
+    }
+
+    // Brings a unit there or back; nothing, if it stays as it is: then what was read is written.
+    __device__ __forceinline__ void finish(const hopper::Box& box, Read<T>& read, const float (&sum)[32]) {
+      if (!read.work) return;
+      const int lane = threadIdx.x % 32;
+      const bool whole = box.tile.rows >= hopper::kTileRows && box.tile.cols >= (box.number + 1) * hopper::kBoxCols;
+      uint32_t checksum = 0;
+#pragma unroll
+      for (int j = 0; j < kHalves; ++j) {
+        Coded<T>& x = read.half[j];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const uint4 v = *box.vector_at(2 * j + e);
+          x.half.word[e][0] = v.x, x.half.word[e][1] = v.y, x.half.word[e][2] = v.z, x.half.word[e][3] = v.w;
+        }
+        const int row = box.row + 8 * j;
+        if (Undo) add_to(checksum, x.half);
+        convert<T, Undo>(
+            x, [&](int e, int k) { return hopper::product_of(sum, 2 * j + e, k); }, box.scaling, true, box.special,
+            [&](int) {
+              const float* const scale = reinterpret_cast<const float*>(box.s.row_scale);
+              return row < box.tile.rows ? __ldg(scale + box.tile.row + row) : 1.0f;
+            });
+        if (!Undo && !whole) {
+          const int there = row < box.tile.rows ? box.tile.cols - box.col() : 0;
+          x = cut(x, there, there - 8);
+        }
+        if (!Undo) add_to(checksum, x.half);
+      }
+      checksum = checksum_of(checksum);
+      const uint32_t escapes = escapes_of(read.half[0].code, read.half[1].code);
+      const Escapes found(escapes);
+      const auto element = [&](int j, int e, int byte) { return (e != 0 ? box.W1 : box.W0) + j * 1024 + byte; };
+      const auto write = [&] {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const uint32_t (&word)[4] = read.half[i / 2].half.word[i % 2];
+          *box.vector_at(i) = make_uint4(word[0], word[1], word[2], word[3]);
+        }
+      };
+
+      if constexpr (Undo) {
+        if (checksum != read.checksum) {  // others wrote it
+          if (lane == 0) atomicAdd(journal.counter + 2, 1ull);
+          return;
+        }
+        write();
+        const Raw<T>* const escaped = reinterpret_cast<const Raw<T>*>(journal.arena + read.place);
+        Raw<T> raw{};
+        const auto fetch = [&](int place) {
+          raw = static_cast<Raw<T>>(__shfl_sync(~0u, static_cast<uint32_t>(read.early), place & 31));
+          if (place >= 32 && place < found.count) raw = __ldcs(escaped + place);
+        };
+        for_escapes<T>(escapes, found.before, fetch,
+                       [&](int j, int e, int byte, int) { repair<T>(element(j, e, byte), raw); });
+        if (lane == 0) journal.records[read.unit].place = -1;
+      } else {
+        const int64_t place = room.take(found.count * static_cast<int>(sizeof(T)));
+        if (place < 0) return;
+        Raw<T>* const escaped = reinterpret_cast<Raw<T>*>(journal.arena + place);
+        const auto keep = [&](int j, int e, int byte, int at) {
+          escaped[at] = *reinterpret_cast<const Raw<T>*>(element(j, e, byte));
+        };
+        for_escapes<T>(escapes, found.before, [](int) {}, keep);
+        write();
+        __stcs(reinterpret_cast<uint2*>(journal.codes) + read.unit * 32 + lane,
+               make_uint2(read.half[0].code, read.half[1].code));
+        if (lane == 0) store_record(journal.records + read.unit, {place, checksum});
+      }
+    }
+  };
+};
+
+}  // namespace
+
+int launch_hopper_tracked(int dtype, bool wide, bool undo, const HopperLaunch& launch, const TrackedJournal& journal,
+                          void* stream) {
+  return undo ? hopper::launch_in(Track<true>{journal}, dtype, wide, launch, stream)
+              : hopper::launch_in(Track<false>{journal}, dtype, wide, launch, stream);
+}
+
+}  // namespace lora_merge
