@@ -1,21 +1,29 @@
-"""What an exact way back costs: memory by update size and format, and the time of TrackedPlan against a copy.
+"""What an exact way back costs: memory by update size, rank and format, and the time of TrackedPlan against a copy.
 
-    python benchmarks/restore.py [--device cuda] [--rows 4096] [--cols 4096] [--matrices 1] [--rank 16]
+    python benchmarks/restore.py [--rows 4096] [--cols 4096] [--matrices 1] [--ranks 16] [--updates 0.001 0.1 1]
+    python benchmarks/restore.py --device cuda --rows 8192 --cols 8192 --matrices 20 --ranks 32 --json FILE
 
-Weights are normal, updates have the given size against them. "2 bits" is what TrackedPlan holds; "3 bits" is what codes
-from -3 to 3 with an escape would hold on the same weights, by count.
+Weights are normal, updates have the given size against them. "held" is what TrackedPlan holds, of the weights' bytes;
+"3 bits" is what codes from -3 to 3 with an escape would hold on the same weights, by count. Merge and unmerge are whole
+calls, the memory they take and the wait for the device included, in multiples of one copy of the weights.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from functools import partial
+from pathlib import Path
+from typing import Any
 
+import report
 import torch
-from timing import milliseconds
+from timing import milliseconds, typical
 
 from lora_merge import Plan, Segment
 from lora_merge.restore import TrackedPlan
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def beyond(base: torch.Tensor, s: Segment, merged: torch.Tensor) -> list[float]:
@@ -27,44 +35,64 @@ def beyond(base: torch.Tensor, s: Segment, merged: torch.Tensor) -> list[float]:
     return [(away > k).double().mean().item() for k in (0, 1, 3, 7)]
 
 
+def measure(args: argparse.Namespace, base: str, adapters: str, rank: int, update: float) -> dict[str, Any]:
+    device, segments = torch.device(args.device), []
+    for index in range(args.matrices):
+        w = torch.randn(args.rows, args.cols, device=device).mul_(0.02).to(DTYPES[base])
+        a = torch.randn(rank, args.cols, device=device).mul_(0.5).to(DTYPES[adapters])
+        b = torch.randn(args.rows, rank, device=device).mul_(0.04 * update / rank**0.5).to(DTYPES[adapters])
+        segments.append(Segment(f"w{index}", w, w, a, b))
+    first, size = segments[0], sum(s.source.nbytes for s in segments)
+    before = first.source.clone()
+    plan = TrackedPlan(segments)
+    plan.merge()
+    held = plan.nbytes / size
+    shares = beyond(before, first, first.source.clone())
+    plan.unmerge()
+    assert torch.equal(before.view(torch.uint8), first.source.view(torch.uint8)), "not restored"
+    source, target = torch.zeros(2, size, dtype=torch.uint8, device=device)
+    times: dict[str, list[float]] = {"copy": [], "merge": [], "unmerge": []}
+    for _ in range(args.repeat):
+        times["copy"].append(milliseconds(partial(target.copy_, source), device))
+        times["merge"].append(milliseconds(plan.merge, device))
+        times["unmerge"].append(milliseconds(plan.unmerge, device))
+    ms = {f"{name}_ms": typical(device)(values) for name, values in times.items()}
+    record: dict[str, Any] = {"base": base, "adapters": adapters, "rank": rank, "update": update, "held": held}
+    record |= {"three_bits": 3 / (8 * DTYPES[base].itemsize) + shares[2], "beyond_0_1_3_7_steps": shares} | ms
+    return record | {f"x_copy_{name}": ms[f"{name}_ms"] / ms["copy_ms"] for name in ("merge", "unmerge")}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
-    for name, default in (("rows", 4096), ("cols", 4096), ("matrices", 1), ("rank", 16)):
+    for name, default in (("rows", 4096), ("cols", 4096), ("matrices", 1), ("repeat", 5)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[16])
+    parser.add_argument("--updates", type=float, nargs="+", default=[1e-3, 1e-2, 0.1, 1.0, 10.0, 1e4])
+    parser.add_argument("--bases", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--adapters", nargs="+", choices=DTYPES, default=["bf16"])
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
     args = parser.parse_args()
-    device = torch.device(args.device)
     torch.manual_seed(0)
-    print("| base | update | beyond 0 | beyond 1 | beyond 3 | beyond 7 | 2 bits | 3 bits | merge | unmerge |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for update in (1e-3, 1e-2, 0.1, 1.0, 10.0, 1e4):
-            segments = []
-            for index in range(args.matrices):
-                w = torch.randn(args.rows, args.cols, device=device).mul_(0.02).to(dtype)
-                a = torch.randn(args.rank, args.cols, device=device).mul_(0.5).bfloat16()
-                b = torch.randn(args.rows, args.rank, device=device).mul_(0.04 * update / args.rank**0.5).bfloat16()
-                segments.append(Segment(f"w{index}", w, w, a, b))
-            first = segments[0]
-            base, target = first.source.clone(), torch.empty_like(first.source)
-            plan = TrackedPlan(segments)
-            plan.merge()
-            size = sum(s.source.nbytes for s in segments)
-            share = plan.nbytes / size
-            shares = beyond(base, first, first.source.clone())
-            plan.unmerge()
-            assert torch.equal(base.view(torch.uint8), first.source.view(torch.uint8)), "not restored"
-            copy = milliseconds(partial(target.copy_, base), device) * args.matrices
-            merge, unmerge = 0.0, 0.0
-            for _ in range(3):
-                merge = milliseconds(plan.merge, device)
-                unmerge = milliseconds(plan.unmerge, device)
-            three = 3 / (8 * dtype.itemsize) + shares[2]
-            print(
-                f"| {str(dtype)[6:]} | {update:g} | "
-                + " | ".join(f"{100 * x:.2f} %" for x in shares)
-                + f" | {share:.4f} | {three:.4f} | {merge / copy:.1f} | {unmerge / copy:.1f} |"
-            )
+    record = report.provenance(torch.device(args.device))
+    record |= {name: getattr(args, name) for name in ("rows", "cols", "matrices")} | {"runs": []}
+    print("| base | adapters | rank | update | beyond 0 | 1 | 3 | 7 | held | 3 bits | merge | unmerge |")
+    print("|" + "---|" * 12)
+    cases = [(*kind, u) for kind in ((b, a, r) for b in args.bases for a in args.adapters for r in args.ranks)
+             for u in args.updates]  # fmt: skip
+    for case in cases:
+        run = measure(args, *case)
+        record["runs"].append(run)
+        print(
+            f"| {run['base']} | {run['adapters']} | {run['rank']} | {run['update']:g} | "
+            + " | ".join(f"{100 * x:.2f} %" for x in run["beyond_0_1_3_7_steps"])
+            + f" | {run['held']:.4f} | {run['three_bits']:.4f}"
+            + f" | {run['x_copy_merge']:.2f} | {run['x_copy_unmerge']:.2f} |",
+            flush=True,
+        )
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(record, indent=2) + "\n")
 
 
 main()
