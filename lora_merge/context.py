@@ -111,7 +111,7 @@ def merged(model: Model, *, restore: str = "exact", strategy: str | None = None)
             _check(weights, deltas)
             undo.enter_context(_claimed({*weights, *map(id, layers)}))
             undo.callback(found.settle)
-            way_back = undo.enter_context(_Restore(found.key, deltas, weights))
+            way_back = undo.enter_context(_Restore(found.key, weights))
             jobs = undo.enter_context(found.jobs(deltas, way_back.copy))
         way_back.merges = _merges_for(found, bool(layers), deltas, jobs, strategy)
         with torch.inference_mode():
@@ -154,8 +154,8 @@ class _Restore:
     forward pass outside (and the reverse), and allows one that starts and ends outside.
     """
 
-    def __init__(self, model: nn.Module, deltas: Sequence[Delta], weights: dict[Address, Tensor]) -> None:
-        self._model, self._deltas, self._weights = model, deltas, weights
+    def __init__(self, model: nn.Module, weights: dict[Address, Tensor]) -> None:
+        self._model, self._weights = model, weights
         self._counted = tuple(weight for weight in weights.values() if not weight.is_inference())
         self._copies: dict[Address, Tensor] = {}
         self.merges: list[_Merge] = []
@@ -192,14 +192,15 @@ class _Restore:
 
     def _check_memory(self) -> None:
         """Nothing is restored by address if an address is no longer what it was."""
-        if [memory.data_ptr() for memory in self._memory] != self._places:
+        gone = [
+            range(place, place + memory.nbytes)
+            for memory, place in zip(self._memory, self._places, strict=True)
+            if memory.data_ptr() != place
+        ]
+        if gone:
             _merges.pop(self._model, None)  # they are merged for good
-            gone = {
-                memory.data_ptr()
-                for memory, place in zip(self._memory, self._places, strict=True)
-                if memory.data_ptr() != place
-            }
-            names = [d.name for d in self._deltas if any(p.tensor.data_ptr() in gone for p in d.weight.pieces)]
+            places = [place for merge in self.merges for place in merge.places]
+            names = dict.fromkeys(name for name, place in places if any(place in addresses for addresses in gone))
             raise NotRestored(
                 f"{', '.join(names)}: the memory of these weights was resized or given back inside merged(), so that "
                 "no weight of the model could be restored; load the base again"
@@ -253,11 +254,15 @@ class _Merge:
     """The deltas of one device, merged where they lie.
 
     A weight that is merged in place is tracked; what a tied one's other users get is new: nothing to restore.
+
+    Attributes:
+        places: names of weights and addresses of what is merged of them.
     """
 
     def __init__(self, deltas: Sequence[Delta], jobs: Sequence[Job], ranks: Ranks, device: torch.device) -> None:
         self._operands = Operands([Turn(deltas, jobs)], ranks, device, private=True)
         here = [job for job in jobs if job.source is job.destination]
+        self.places = [(job.delta.name, job.source.data_ptr()) for job in jobs]
         self._tracked = TrackedPlan([segment for job in here for segment in self._operands.segments(job)])
         self._apart = MergePlan([job for job in jobs if job.source is not job.destination], self._operands)
 
@@ -286,6 +291,7 @@ class _Unshard(_Merge):
     def __init__(self, deltas: Sequence[Delta], jobs: Sequence[Job], ranks: Ranks, device: torch.device) -> None:
         self._operands = Operands([Turn(deltas, everything={delta.name for delta in deltas})], ranks, device)
         self._deltas, self._jobs, self._ranks, self._device = deltas, jobs, ranks, device
+        self.places = [(job.delta.name, job.source.data_ptr()) for job in jobs]
         self._bases: list[Tensor] = []
 
     def gather(self) -> None:

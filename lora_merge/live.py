@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
-from weakref import WeakKeyDictionary
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +22,7 @@ from .names import NamedTensor, named_tensors, walk
 from .ranks import Ranks
 from .shards import Address, address
 from .shards.layout import Layout
-from .snapshot import Snapshot, take
+from .snapshot import Places, Snapshot, note, places_in, take
 from .stream import Part
 
 
@@ -93,23 +92,6 @@ class Live(Protocol):
         """Bring what a forward has left gathered back to its shards."""
 
 
-class _Places(NamedTuple):
-    """Where merging in place finds things in the snapshots of a model, so that it need not read it again.
-
-    Args:
-        facts: of the snapshots for which this holds.
-        layers: numbers among their modules of the adapter layers, with the adapters that act there.
-        weights: numbers among their parameters of those that active adapters change. None is tied to another.
-    """
-
-    facts: list[Any]
-    layers: list[tuple[int, list[str]]]
-    weights: list[int]
-
-
-_known: WeakKeyDictionary[nn.Module, _Places] = WeakKeyDictionary()
-
-
 class Peft:
     """A `Live` model with PEFT's adapters (or with none), plain or under FSDP."""
 
@@ -143,10 +125,8 @@ class Peft:
         return self._snapshots[adapters]
 
     @cached_property
-    def _places(self) -> _Places | None:
-        """Where things are in the snapshot, if that is known."""
-        known = _known.get(self.key)
-        return known if known is not None and known.facts == self.snapshot().facts else None
+    def _places(self) -> Places | None:
+        return places_in(self.snapshot(), self.key)
 
     def _read(self) -> Adapters:
         self._adapters = self._adapters or read_adapters(self.key, self._open())
@@ -220,14 +200,10 @@ class Peft:
 
     def _note_places(self) -> None:
         """Keep where things are; not of what FSDP1 manages, which modules need not hold."""
-        if self._layout.flat:
-            return
-        snapshot, read = self.snapshot(), self._read()
-        modules = {id(module): at for at, module in enumerate(snapshot.modules)}
-        parameters = {id(parameter): at for at, parameter in enumerate(snapshot.parameters)}
-        layers = [(modules[id(layer)], active) for layer, active in read.layers]
-        weights = [parameters[id(_parameter(delta))] for delta in read.deltas if delta.weight.pieces]
-        _known[self.key] = _Places(snapshot.facts, layers, weights)
+        if not self._layout.flat:
+            read = self._read()
+            weights = (_parameter(delta) for delta in read.deltas if delta.weight.pieces)
+            note(self.key, self.snapshot(), read.layers, weights)
 
     @contextmanager
     def jobs(self, deltas: Sequence[Delta], copy: Callable[[Address], Tensor]) -> Iterator[Sequence[Job]]:

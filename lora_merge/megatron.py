@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from .conversion import Conversion
-from .delta import Delta, Factors, Job, in_place
+from .delta import Delta, Factors, Job, Late, in_place
 from .errors import InvalidInput, LoraMergeError
 from .names import trail, unwrapped, walk
 from .ranks import Ranks
@@ -25,19 +27,19 @@ from .shards.megatron import (
     Groups,
     MegatronModel,
     ProcessGroups,
-    adapters_off,
     facts_of,
     groups_of,
     is_megatron,
+    layers_off,
     read,
     replica,
 )
-from .snapshot import Snapshot, taken
+from .snapshot import Places, Snapshot, note, places_in, taken
 from .stream import Part
 
 __all__ = ["Megatron", "is_megatron"]
-_groups: dict[tuple[int, ...], Any] = {}
-"""Ranks of a replica -> the process group that was made for them."""
+_replicas: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+"""The world's process group -> the one that was made in it for this rank's replica; a new world needs a new one."""
 
 
 class Megatron:
@@ -62,6 +64,7 @@ class Megatron:
         self.sharded = True
         self._found: MegatronModel | None = None
         self._snapshots: dict[bool, Snapshot] = {}
+        self._layers: list[nn.Module] = []
 
     def settle(self) -> None:
         """Megatron's parameters stay where they are."""
@@ -88,15 +91,26 @@ class Megatron:
             self._snapshots[adapters] = found._replace(tensors=[*found.tensors, *halves])
         return self._snapshots[adapters]
 
+    @cached_property
+    def _places(self) -> Places | None:
+        return places_in(self.snapshot(), self.key)
+
     def _read(self) -> MegatronModel:
         c = self._chunks
         self._found = self._found or read(c.list, vocab_size=c.vocab_size, names=c.names)
         return self._found
 
-    def adapters(self) -> tuple[list[object], list[Delta]]:
-        found = self._read()
+    def adapters(self) -> tuple[list[object], Sequence[Delta]]:
+        snapshot, places = self.snapshot(), self._places
+        if places is not None:
+            self._layers = [snapshot.modules[at] for at, _ in places.layers]
+            return list(self._layers), Late(self._deltas)
+        self._layers = list(self._read().adapters)
+        return list(self._layers), self._deltas()
+
+    def _deltas(self) -> list[Delta]:
         parts = self.parts(adapters=True, keep_tied=False).values()
-        return list(found.adapters), [part.delta for part in parts if part.delta is not None]
+        return [part.delta for part in parts if part.delta is not None]
 
     def parts(self, *, adapters: bool, keep_tied: bool) -> dict[str, Part]:
         found = self._read()
@@ -144,14 +158,25 @@ class Megatron:
         return Conversion(None, "")
 
     def weights(self, deltas: Sequence[Delta]) -> dict[Address, Tensor]:
-        return {address(piece.tensor): piece.tensor for delta in deltas for piece in delta.weight.pieces}
+        """Whole parameters (whose data may be moved inside the block), also where not all of their rows are adapted."""
+        if self._places is not None:
+            found = self.snapshot().parameters
+            parameters = [found[at] for at in self._places.weights]
+        else:
+            parameters = [self._read().parameters[delta.name] for delta in deltas if delta.weight.pieces]
+        return {address(parameter): parameter for parameter in parameters}
 
     @contextmanager
-    def jobs(self, deltas: Sequence[Delta], copy: Callable[[Address], Tensor]) -> Iterator[list[Job]]:
-        yield [job for delta in deltas for job in in_place(delta)]
+    def jobs(self, deltas: Sequence[Delta], copy: Callable[[Address], Tensor]) -> Iterator[Sequence[Job]]:
+        if self._places is not None:
+            yield Late(lambda: [job for delta in deltas for job in in_place(delta)])
+            return
+        jobs = [job for delta in deltas for job in in_place(delta)]
+        note(self.key, self.snapshot(), ((layer, []) for layer in self._layers), self.weights(deltas).values())
+        yield jobs
 
     def off(self) -> AbstractContextManager[None]:
-        return adapters_off(self._chunks.list)
+        return layers_off(("", layer) for layer in self._layers)
 
 
 def _larger(a: Any, b: Any) -> Any | None:
@@ -161,16 +186,23 @@ def _larger(a: Any, b: Any) -> Any | None:
 
 
 def _replica(groups: Groups, pg: ProcessGroups) -> Any:
-    """The process group of the smallest set of ranks around this one that holds a whole model."""
-    larger = _larger(pg.model, pg.experts)
-    if larger is not None:
+    """The process group of the smallest set of ranks around this one that holds a whole model.
+
+    Of groups of 2 and of 3 ranks some contain one another and some do not, so no rank can tell by itself whether all
+    do: where no size divides the other, the first time is collective over the world.
+    """
+    larger, sizes = _larger(pg.model, pg.experts), sorted(map(dist.get_world_size, (pg.model, pg.experts)))
+    if larger is not None and sizes[1] % sizes[0] == 0:
         return larger
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, (groups.model, groups.experts))
-    ranks = replica(told, dist.get_rank())
-    if ranks not in _groups:
-        _groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
-    return _groups[ranks]
+    world = dist.group.WORLD
+    if world not in _replicas:
+        told: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(told, (groups.model, groups.experts))
+        for ranks in sorted({replica(told, rank) for rank in range(len(told))}):
+            group = dist.new_group(list(ranks))
+            if dist.get_rank() in ranks:
+                _replicas[world] = group
+    return _replicas[world]
 
 
 # ---- what ranks tell each other --------------------------------------------------------------------------------------

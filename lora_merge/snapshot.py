@@ -1,15 +1,17 @@
 """Snapshot: all that reading a live model depends on, taken in a small part of the time that reading takes.
 
-Whoever keeps something that was made from a reading keeps the snapshot beside it, and reads again when a new one is not
-equal. Nothing is kept between two snapshots, and no hook is set on the model or on PEFT: each looks at everything.
+Whoever keeps something that was made from a reading keeps the snapshot's facts beside it, and reads again when new ones
+are not equal. No snapshot is made out of an earlier one, and no hook is set on the model or on PEFT: each looks at
+everything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
@@ -44,6 +46,43 @@ class Snapshot(NamedTuple):
     modules: list[nn.Module]
     parameters: list[Tensor]
     tensors: list[Tensor]
+
+
+class Places(NamedTuple):
+    """Where merging in place finds things in the snapshots of a model, so that it need not read it again.
+
+    Args:
+        facts: of the snapshots for which this holds.
+        layers: numbers among their modules of the adapter layers, with the names of the adapters that act there, where
+            those have names.
+        weights: numbers among their parameters of those that active adapters change. None is tied to another.
+    """
+
+    facts: list[Any]
+    layers: list[tuple[int, list[str]]]
+    weights: list[int]
+
+
+_places: WeakKeyDictionary[nn.Module, Places] = WeakKeyDictionary()
+
+
+def places_in(snapshot: Snapshot, model: nn.Module) -> Places | None:
+    """What `note` was told of a snapshot of the model that was equal to this one, if it was the last."""
+    known = _places.get(model)
+    return known if known is not None and known.facts == snapshot.facts else None
+
+
+def note(
+    model: nn.Module, snapshot: Snapshot, layers: Iterable[tuple[nn.Module, list[str]]], weights: Iterable[Tensor]
+) -> None:
+    """Keep where these are in the snapshot; see `Places`."""
+    modules = {id(module): at for at, module in enumerate(snapshot.modules)}
+    parameters = {id(parameter): at for at, parameter in enumerate(snapshot.parameters)}
+    _places[model] = Places(
+        snapshot.facts,
+        [(modules[id(layer)], active) for layer, active in layers],
+        [parameters[id(weight)] for weight in weights],
+    )
 
 
 def take(model: nn.Module, layout: Layout, *, adapters: bool = True) -> Snapshot:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -29,9 +30,10 @@ from torch import Tensor
 import lora_merge
 from lora_merge import MergedWeights, merged
 from lora_merge.errors import LoraMergeError, UnsupportedAdapter
+from lora_merge.megatron import _replica
 from lora_merge.names import unwrapped
 from lora_merge.ranks import Ranks
-from lora_merge.shards.megatron import Chunks, read
+from lora_merge.shards.megatron import Chunks, Groups, ProcessGroups, read
 
 BF16 = {"dtype": torch.bfloat16}
 
@@ -336,3 +338,26 @@ BAD = [
 def test_bad_input_is_one_error_on_every_rank(case: Case, damage: str, rank: int, wanted: str) -> None:
     for said in POOL.run(case.world, refused, case, damage, rank):
         assert [re.search(wanted, one, flags=re.DOTALL) is not None for one in said] == [True, True], said
+
+
+def uneven(folder: Path) -> list[tuple[int, ...]]:
+    """Groups of two and of three ranks in a world of four; once more after the world is another."""
+    rank, found = dist.get_rank(), []
+    for turn in range(2):
+        if turn:
+            dist.barrier()
+            dist.destroy_process_group()
+            dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4)
+        sizes = [[(0, 1), (2, 3)], [(0, 1, 2), (1, 2, 3)]]
+        made = [{ranks: dist.new_group(list(ranks)) for ranks in kind} for kind in sizes]
+        model, experts = (next(ranks for ranks in kind if rank in ranks) for kind in sizes)
+        pg = ProcessGroups(None, None, made[0][model], made[1][experts])
+        group = _replica(Groups((0, 1), (0, 1), (0, 1), model, experts), pg)
+        assert _replica(Groups((0, 1), (0, 1), (0, 1), model, experts), pg) is group
+        dist.barrier(group)
+        found.append(tuple(dist.get_process_group_ranks(group)))
+    return found
+
+
+def test_groups_that_do_not_fit_into_one_another_and_a_new_world(tmp_path: Path) -> None:
+    assert POOL.run(4, uneven, tmp_path) == [[(0, 1, 2, 3)] * 2] * 4

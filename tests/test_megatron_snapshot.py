@@ -13,13 +13,14 @@ pytest.importorskip("megatron.core", reason="the megatron tests run in an enviro
 
 import megatron_models as mm
 import torch
+import torch.distributed as dist
 from megatron_models import Grid
 from megatron_processes import POOL
 from test_megatron_read import Case
 from torch import Tensor, nn
 
 import lora_merge.megatron
-from lora_merge import LoraMergeError, MergedWeights, context, merged
+from lora_merge import LoraMergeError, MergedWeights, NotRestored, context, merged, snapshot
 from lora_merge.names import unwrapped, walk
 from lora_merge.segments import raw
 from lora_merge.shards import megatron
@@ -98,7 +99,7 @@ def outcome(work: Callable[[], Any]) -> Any:
 
 
 def made(case: Case) -> list[Any]:
-    chunks = mm.megatron(case.kind, mm.hf_model(case.kind), case.grid, form=case.form)
+    chunks = mm.megatron(case.kind, mm.hf_model(case.kind, **case.hf), case.grid, form=case.form)
     assert case.style
     mm.adapt(chunks, case.style)
     return chunks
@@ -106,7 +107,18 @@ def made(case: Case) -> list[Any]:
 
 def inside(model: Chunks) -> list[tuple[str, Tensor]]:
     with merged(model):
-        return [(name, p.detach().clone()) for name, p in model.list[0].named_parameters()]
+        return [(f"{i}.{key}", p.detach().clone()) for i, c in enumerate(model.list) for key, p in c.named_parameters()]
+
+
+def anew(model: Chunks) -> Any:
+    """What the first entry of a process would do."""
+    context._merges.clear()
+    snapshot._places.clear()
+    return outcome(lambda: inside(model))
+
+
+def unread() -> Any:
+    return mock.patch.object(lora_merge.megatron, "read", side_effect=AssertionError("read again: nothing has changed"))
 
 
 def facts_of(model: Chunks) -> Any:
@@ -124,9 +136,11 @@ def see(change: str) -> bool:
     weights, bare = (MergedWeights(model, bucket_bytes=1 << 14, adapters=adapters) for adapters in (True, False))
     before = outcome(lambda: weights), outcome(lambda: bare)
     assert (outcome(lambda: weights), outcome(lambda: bare)) == before
-    with mock.patch.object(lora_merge.megatron, "read", side_effect=AssertionError("read again: nothing has changed")):
+    with unread():
         weights.filler(whole=True), bare.filler(whole=True)
-    assert outcome(lambda: inside(model)) == outcome(lambda: inside(model))
+    entered = outcome(lambda: inside(model))
+    with unread():
+        assert outcome(lambda: inside(model)) == entered
     facts = facts_of(model)
     assert facts == facts_of(model)
     apply(unwrapped(chunks[0]))
@@ -134,9 +148,7 @@ def see(change: str) -> bool:
     after = outcome(lambda: weights), outcome(lambda: bare)
     assert after[0] == outcome(lambda: MergedWeights(model))
     assert after[1] == outcome(lambda: MergedWeights(model, adapters=False))
-    entered = outcome(lambda: inside(model))
-    context._merges.clear()
-    assert entered == outcome(lambda: inside(model))
+    assert outcome(lambda: inside(model)) == anew(model)
     return after != before
 
 
@@ -144,6 +156,63 @@ def see(change: str) -> bool:
 def test_the_next_push_and_the_next_entry_see_a_change(change: str) -> None:
     (changed,) = POOL.run(1, see, change)
     assert changed or change == "layers swapped", "they keep their numbers"
+
+
+def train(case: Case) -> None:
+    """Values, gradients and what requires them change from step to step; a weight moves while it is merged."""
+    (chunk,) = made(case)
+    model = Chunks([chunk], vocab_size=101)
+    inside(model)
+    with torch.no_grad():
+        for parameter in chunk.parameters():
+            parameter.mul_(1.25)
+            parameter.requires_grad_(not parameter.requires_grad)
+            parameter.grad = torch.ones_like(parameter)
+    base = [p.detach().clone() for p in chunk.parameters()]
+    with unread():
+        entered = outcome(lambda: inside(model))
+    assert entered == anew(model)
+    for _ in range(2):  # read, and as it is known
+        with merged(model):
+            weight = fc1(unwrapped(chunk)).to_wrap.weight
+            weight.data = weight.data.clone()
+        assert all(torch.equal(raw(p.detach()), raw(was)) for p, was in zip(chunk.parameters(), base, strict=True))
+        assert outcome(lambda: inside(model)) == entered
+    with pytest.raises(NotRestored, match=r"mlp\.gate_proj\.weight, .*\.up_proj\.weight: the memory"), merged(model):
+        weight.untyped_storage().resize_(0)
+
+
+def test_a_model_in_training_is_not_read_again() -> None:
+    POOL.run(1, train, BRIDGE)
+
+
+def other_chunks(case: Case) -> bool:
+    """A rank of two has a weight elsewhere, or another chunk in the place of one."""
+    from megatron.core import parallel_state
+
+    chunks = made(case)
+    parallel_state.destroy_model_parallel()
+    with torch.no_grad():
+        others = made(case)
+        for parameter in (p for chunk in others for p in chunk.parameters()):
+            parameter.mul_(1.25)
+    model = Chunks(chunks, vocab_size=101)
+    entered = outcome(lambda: inside(model))
+    assert outcome(lambda: inside(model)) == entered
+    if dist.get_rank() == 0:
+        weight = fc1(unwrapped(chunks[0])).to_wrap.weight
+        weight.data = weight.data.clone()
+    assert outcome(lambda: inside(model)) == entered == anew(model)
+    chunks[1] = others[1]
+    after = outcome(lambda: inside(model))
+    assert after == anew(model)
+    with unread():
+        assert outcome(lambda: inside(model)) == after
+    return after != entered
+
+
+def test_one_rank_alone_sees_a_change_and_a_chunk_is_exchanged() -> None:
+    assert all(POOL.run(2, other_chunks, Case("llama", Grid(pp=2, vpp=2), 2, "bridge", hf={"layers": 4})))
 
 
 def asked(case: Case) -> tuple[set[str], bool]:

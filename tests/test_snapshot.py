@@ -15,7 +15,7 @@ from peft.utils import PeftType
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lora_merge import InvalidInput, LoraMergeError, MergedWeights, context, merged
+from lora_merge import InvalidInput, LoraMergeError, MergedWeights, context, merged, snapshot
 from lora_merge.lora import read_adapters
 from lora_merge.names import named_tensors, walk
 from lora_merge.segments import raw
@@ -277,6 +277,7 @@ def test_the_next_push_and_the_next_entry_see_a_change(change: str) -> None:
     assert (outcome(lambda: weights), outcome(lambda: bare)) == streamed
     entered = outcome(lambda: inside(model))
     context._merges.clear()
+    snapshot._places.clear()
     assert entered == outcome(lambda: inside(model))
     if change not in ("merged and unmerged by PEFT", *UNKNOWN):
         assert take(model, Layout(model)).facts != facts

@@ -100,6 +100,7 @@ class MegatronModel:
             share the shard of one lora_A, as do gate and up, and experts under one adapter.
         groups: see `Groups`.
         adapters: the adapter layers, active or not.
+        parameters: HF name -> the live parameter that holds what is here of the tensor.
         tied: HF names of the embedding and of the head that is the same tensor; None where the head is its own.
         layers: global numbers of the transformer layers that are here, of `layer_count` in all stages.
     """
@@ -107,6 +108,7 @@ class MegatronModel:
     tensors: list[tuple[str, Shard]]
     deltas: dict[str, tuple[Factors, ...]]
     adapters: tuple[nn.Module, ...]
+    parameters: dict[str, Tensor]
     tied: tuple[str, str] | None
     groups: Groups
     layers: tuple[int, ...]
@@ -187,12 +189,18 @@ def facts_of(
 @contextmanager
 def adapters_off(chunks: Sequence[nn.Module] | nn.Module) -> Iterator[None]:
     """Inside, the adapters' forwards add nothing (the base holds merged weights); after it they are as before."""
+    with layers_off(at for chunk in ([chunks] if isinstance(chunks, nn.Module) else chunks) for at in walk(chunk)):
+        yield
+
+
+@contextmanager
+def layers_off(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[None]:
+    """Inside, those of these modules that are adapter layers add nothing."""
     with ExitStack() as undo:
-        for chunk in [chunks] if isinstance(chunks, nn.Module) else chunks:
-            for name, module in walk(chunk):
-                style = style_of(name, module)
-                if style is not None:
-                    undo.enter_context(style.off(module))
+        for name, module in modules:
+            style = style_of(name, module)
+            if style is not None:
+                undo.enter_context(style.off(module))
         yield
 
 
@@ -241,6 +249,7 @@ class _Weight(NamedTuple):
     """A parameter as a matrix (or vector) of its own: one expert of a grouped weight, or a parameter as it is."""
 
     name: str
+    parameter: Tensor
     tensor: Tensor
     cut: int | None
     expert: int | None
@@ -259,6 +268,7 @@ class _Reader:
         self._groups, _ = groups_of(models[0])
         self._check_stages(config)
         self._shards: dict[str, Shard] = {}
+        self._parameters: dict[str, Tensor] = {}
         self._deltas: dict[str, list[Factors]] = {}
         self._layers: list[int] = []
         self._halves: dict[tuple[Any, ...], Shard] = {}
@@ -269,7 +279,7 @@ class _Reader:
         deltas = {name: tuple(factors) for name, factors in self._deltas.items()}
         layers, count = tuple(self._layers), self._models[0].config.num_layers
         tensors, adapters = list(self._shards.items()), tuple(self._adapters)
-        return MegatronModel(tensors, deltas, adapters, self._tied(), self._groups, layers, count)
+        return MegatronModel(tensors, deltas, adapters, self._parameters, self._tied(), self._groups, layers, count)
 
     def _tied(self) -> tuple[str, str] | None:
         embedding, head = (self._names(f"{name}.weight") for name in ("embedding.word_embeddings", "output_layer"))
@@ -331,7 +341,7 @@ class _Reader:
                     f"{path}.{key}: a tensor-parallel parameter of class {lineage(type(module))[0]}, and it is not "
                     "known how that cuts its weight; known are the linears and embeddings of megatron-core"
                 )
-            yield _Weight(name, data, along, expert, grid, config)
+            yield _Weight(name, tensor, data, along, expert, grid, config)
 
     def _grouped(self, path: str, module: Any, config: Any) -> Iterator[_Weight]:
         """GroupedMLP holds the experts' weights transposed: `[E, hidden, ffn]` and `[E, ffn, hidden]`."""
@@ -342,7 +352,7 @@ class _Reader:
         ):
             for e, matrix in enumerate(weight.detach().view(shape).unbind(0)):
                 name, _ = self._canonical(f"{path}.{linear}.weight{e}", config)
-                yield _Weight(name, matrix.t(), cut, e, grid, config)
+                yield _Weight(name, weight, matrix.t(), cut, e, grid, config)
 
     def _canonical(self, name: str, config: Any) -> tuple[str, int | None]:
         """The name that `Names` takes, and the number of the local expert."""
@@ -394,6 +404,7 @@ class _Reader:
             if name in self._shards:
                 raise InvalidInput(f"{weight.name}: {name} was found twice")
             self._shards[name] = _place(weight.tensor, weight.cut, weight.grid, blocks[key])
+            self._parameters[name] = weight.parameter
 
     def _check_columns(self, weight: _Weight) -> None:
         """The hidden size, on the side that is not cut; and the heads that the output projection takes."""

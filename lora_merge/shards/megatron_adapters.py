@@ -171,12 +171,12 @@ def _bridge_pairs(name: str, adapter: Layer, part: str | None) -> list[Pair]:
 
 @contextmanager
 def _bridge_off(layer: Layer) -> Iterator[None]:
-    before = layer._adapter_enabled
-    layer._adapter_enabled = False
+    own = layer.__dict__  # thousands of experts: a module's `__setattr__` takes its time
+    before, own["_adapter_enabled"] = own["_adapter_enabled"], False
     try:
         yield
     finally:
-        layer._adapter_enabled = before
+        own["_adapter_enabled"] = before
 
 
 for _name in ("lora_layers.LoRALinear", "lora_layers.TEFusedLoRALinear", "lora_layers.LoRATopKRouter"):
