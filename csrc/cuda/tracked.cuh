@@ -183,13 +183,14 @@ __device__ __forceinline__ void convert(Coded<T>& x, const Sum& sum, float scali
   x = convert_scaled<T, Undo>(x, sums, scaling, adapted, factor(0), factor(1));
 }
 
-// Checksum of a unit: every word times a power of an odd number, every lane's sum times another odd one.
+// Checksum of a unit: a lane's sum is turned and multiplied by an odd number before each word is added, which loses
+// nothing, so that a word that differs is always found; without the turns, signs that all change would add up to nothing.
 template <typename T>
 __device__ __forceinline__ void add_to(uint32_t& sum, const Half<T>& half) {
 #pragma unroll
   for (int e = 0; e < 2; ++e)
 #pragma unroll
-    for (int w = 0; w < kWords<T>; ++w) sum = sum * 0x9e3779b1u + half.word[e][w];
+    for (int w = 0; w < kWords<T>; ++w) sum = __funnelshift_l(sum, sum, 5) * 0x9e3779b1u + half.word[e][w];
 }
 
 __device__ __forceinline__ uint32_t checksum_of(uint32_t sum) {
