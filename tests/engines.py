@@ -20,7 +20,7 @@ os.environ |= {
 import models
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from vllm import LLM, SamplingParams
 from vllm.config import WeightTransferConfig
 
@@ -205,15 +205,33 @@ def assert_answers(
     The tolerance is for float32: log-probs of a few units out of sums over a few hundred products, each engine in its
     own order: some ten roundings of 2^-24 times 10.
     """
+    for prompt, (answer, got, logp) in zip(asked or prompts(), _answers(outputs, model, asked), strict=True):
+        wanted = logp.gather(-1, torch.tensor(answer)[:, None]).squeeze(-1)
+        assert not greedy or logp.argmax(-1).tolist() == answer, f"greedy tokens differ for the prompt {prompt}"
+        assert (got - wanted).abs().max() < tolerance, (got, wanted.tolist())
+
+
+def log_prob_errors(outputs: Sequence[Any], model: nn.Module, asked: Sequence[Sequence[int]] | None = None) -> Tensor:
+    """How far the log-probs of all tokens are from the trainer's own."""
+    return torch.cat(
+        [
+            (got - logp.gather(-1, torch.tensor(answer)[:, None]).squeeze(-1)).abs()
+            for answer, got, logp in _answers(outputs, model, asked)
+        ]
+    )
+
+
+def _answers(
+    outputs: Sequence[Any], model: nn.Module, asked: Sequence[Sequence[int]] | None
+) -> Iterator[tuple[list[int], Tensor, Tensor]]:
+    """Of each prompt: the tokens said, the engine's log-probs of them, and the trainer's of all tokens."""
     for prompt, output in zip(asked or prompts(), outputs, strict=True):
         answer = list(output.outputs[0].token_ids)
         with torch.no_grad():
             ids = torch.tensor([[*prompt, *answer]], device=next(model.parameters()).device)
             logp = model(ids).logits[0].float().log_softmax(-1)[len(prompt) - 1 : -1].cpu()
         got = [step[token].logprob for step, token in zip(output.outputs[0].logprobs, answer, strict=True)]
-        wanted = logp.gather(-1, torch.tensor(answer)[:, None]).squeeze(-1)
-        assert not greedy or logp.argmax(-1).tolist() == answer, f"greedy tokens differ for the prompt {prompt}"
-        assert (torch.tensor(got) - wanted).abs().max() < tolerance, (got, wanted.tolist())
+        yield answer, torch.tensor(got), logp
 
 
 def ask(llm: LLM, lora: Any = None, asked: Sequence[Sequence[int]] | None = None) -> list[Any]:

@@ -31,15 +31,15 @@ of 48 * 2^-24 on either side, which shift the experts' weights by as much."""
 
 ON_GPU = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 28}
 TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
-BF16_TOLERANCE = 0.5
-"""Of single log-probs in bf16, where rounding turns a router's choice now and then: the forwards of transformers and
-of Megatron are up to 0.3 apart, 0.02 on average. Without adapters they are off by 1.5 in the median."""
+BF16_MEDIAN = 0.1
+"""Of the errors of log-probs in bf16, where rounding turns a router's choice now and then and a token is then off by
+up to 1: the forwards of transformers and of Megatron are 0.02 apart on average, without adapters 1.5 in the median."""
 
 
 def work(rank: int, folder: Path, kind: str, grid: Grid, modes: list[str], dtype: torch.dtype) -> None:
     exact = dtype == torch.float32
     hf = mm.hf_model(kind, **SIZES, dtype=dtype).to(mm.DEVICE)
-    tolerance = TOLERANCE[grid.ep > 1] if exact else BF16_TOLERANCE
+    tolerance = TOLERANCE[grid.ep > 1]
     options: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8} if "adapter" in modes else {}
     options |= ON_GPU if mm.DEVICE == "cuda" else {}
     with engines.engine(hf, folder, processes=True, **options) if rank == 0 else nullcontext() as llm:
@@ -59,12 +59,17 @@ def work(rank: int, folder: Path, kind: str, grid: Grid, modes: list[str], dtype
             if llm is not None:
                 outputs = engines.ask(llm, sync.lora_request(), PROMPTS)
                 policy = with_peft(hf, tensors)
-                engines.assert_answers(outputs, policy, PROMPTS, tolerance=tolerance, greedy=exact)
-                with policy.disable_adapter(), pytest.raises(AssertionError):
-                    engines.assert_answers(outputs, policy, PROMPTS, tolerance=2 * tolerance, greedy=exact)
+                if exact:
+                    engines.assert_answers(outputs, policy, PROMPTS, tolerance=tolerance)
+                    with policy.disable_adapter(), pytest.raises(AssertionError):
+                        engines.assert_answers(outputs, policy, PROMPTS, tolerance=2 * tolerance)
+                else:
+                    assert engines.log_prob_errors(outputs, policy, PROMPTS).median() < BF16_MEDIAN
+                    with policy.disable_adapter():
+                        assert engines.log_prob_errors(outputs, policy, PROMPTS).median() > 5 * BF16_MEDIAN
                 asked = [[said(output) for output in outputs]]
             dist.broadcast_object_list(asked)
-            check(chunks, asked[0], tolerance, f"{mode}, step {step}", greedy=exact)
+            check(chunks, asked[0], tolerance if exact else None, f"{mode}, step {step}")
         if llm is not None and "moe" in kind and mm.DEVICE == "cpu":
             check_packed(llm.apply_model(expert_modules)[0], tensors)
         sync.close()
@@ -76,18 +81,19 @@ def said(output: Any) -> tuple[list[int], list[float]]:
     return answer, [step[token].logprob for step, token in zip(output.outputs[0].logprobs, answer, strict=True)]
 
 
-def check(
-    chunks: list[Any], answers: list[tuple[list[int], list[float]]], tolerance: float, what: str, *, greedy: bool
-) -> None:
-    """Greedy tokens and log-probs are those of the Megatron model's own forward, adapters and all; on every rank."""
+def check(chunks: list[Any], answers: list[tuple[list[int], list[float]]], tolerance: float | None, what: str) -> None:
+    """Greedy tokens and log-probs are those of the Megatron model's own forward, adapters and all; on every rank. In
+    bf16, without a tolerance, most log-probs are."""
     ids = torch.tensor([[*prompt, *answer] for prompt, (answer, _) in zip(PROMPTS, answers, strict=True)])
     logp = mm.logits(chunks, ids)[..., :101].float().log_softmax(-1)[:, len(PROMPTS[0]) - 1 : -1].cpu()
     tokens = torch.tensor([answer for answer, _ in answers])
-    assert not greedy or torch.equal(logp.argmax(-1), tokens), f"{what}: greedy tokens differ"
     wanted = logp.gather(-1, tokens[..., None]).squeeze(-1)
     error = (torch.tensor([probs for _, probs in answers]) - wanted).abs()
+    if tolerance is None:
+        assert error.median() < BF16_MEDIAN, f"{what}: log-probs are off by {error.median()} in the median"
+        return
+    assert torch.equal(logp.argmax(-1), tokens), f"{what}: greedy tokens differ"
     assert error.max() < tolerance, f"{what}: log-probs are off by {error.max()}"
-    assert error.mean() < (1 if greedy else 0.25) * tolerance, f"{what}: log-probs are off by {error.mean()} on average"
 
 
 def expert_modules(model: Any) -> list[str]:

@@ -271,7 +271,7 @@ __device__ __forceinline__ void merge_tiles(const Block& b, const Way& way) {
   const int vector = lane % 4 * 2, place0 = row * 128 + (vector ^ (row % 8)) * 16,
             place1 = row * 128 + ((vector + 1) ^ (row % 8)) * 16;
   typename Way::template Hand<T> hand(way);
-  if (threadIdx.x / 128 == kGroups - 1) pass_turn();  // the first turn is the first group's
+  if (threadIdx.x >= 128) asm volatile("bar.arrive 2, 256;" ::: "memory");  // the first turn is the first group's
   int stops = 0;
   for (Ring ring; stops < kStoreWarps; ring.advance(layout.stages)) {
     barrier_wait(b.full(ring.stage), ring.parity);
