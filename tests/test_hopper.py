@@ -128,7 +128,10 @@ def test_the_same_bits(base: torch.dtype, adapters: torch.dtype, monkeypatch: py
             outputs.append(out)
         raw = torch.arange(70_001, dtype=torch.int32, device=device)
         outputs.append(torch.zeros_like(raw))
-        launch = cuda.prepare([*run, Segment("raw", raw[None], outputs[-1][None])], device)
+        wide = torch.arange(300 * 800, device=device).to(torch.uint8).view(300, 800)
+        outputs.append(torch.zeros_like(wide))
+        copies = [Segment("raw", raw[None], outputs[-2][None]), Segment("bytes", wide, outputs[-1])]
+        launch = cuda.prepare([*run, *copies], device)
         assert any(isinstance(v, cuda_hopper.HopperVariant) for v in launch.variants) == ours
         launch(stochastic, 5)
         return outputs

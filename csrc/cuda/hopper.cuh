@@ -15,6 +15,7 @@
 //
 // What becomes of a box once its products are there is a way's, the kernel's last argument:
 //
+//   kCopies          whether raw bits may ride along
 //   kBesideBox       bytes of a stage for each box, beside W and lora_B
 //   number(s, r, c)  what the way calls the tile at row r and column c of segment s
 //   bytes(boxes)     that `load(to, number, boxes, barrier)` copies there
@@ -154,7 +155,7 @@ __device__ __forceinline__ void ask_for_tiles(const Block& b, const Way& way) {
     // to the L2 cache. Long units drift apart, and would bring what is not used yet.
     const int64_t row_bytes = s.cols * 2;
     const int share = col / layout.cols;
-    const bool ahead = s.source_stride[0] == s.cols && s.cols % 8 == 0 && launch.rows_per_unit <= kNear;
+    const bool ahead = !raw && s.source_stride[0] == s.cols && s.cols % 8 == 0 && launch.rows_per_unit <= kNear;
     for (int row = begin; row < (raw ? begin + 1 : end); row += kTileRows) {
       barrier_wait(b.empty(ring.stage), ring.parity ^ 1);
       if (lane == 0) {
