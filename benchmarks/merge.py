@@ -65,6 +65,7 @@ class Method:
         plan_ms: how long it took to build what is kept from step to step.
         held_bytes: device memory of the size of weights that it keeps from step to step.
         host_bytes: host memory that a step takes while the weights are on a GPU.
+        traffic: bytes that a merge reads and writes at the least, in multiples of twice the weights'.
     """
 
     merge: Callable[[], object]
@@ -74,6 +75,7 @@ class Method:
     plan_ms: float | None = None
     held_bytes: Callable[[], int] = lambda: 0
     host_bytes: int = 0
+    traffic: float = 1.0
 
 
 def in_place(model: PeftModel, matrices: Sequence[Matrix]) -> Method:
@@ -90,9 +92,9 @@ def in_place(model: PeftModel, matrices: Sequence[Matrix]) -> Method:
     return Method(merge.run, plan(-1).run, lambda: [m.weight for m in matrices], plan_ms=plan_ms)
 
 
-def out_of_place(model: PeftModel, matrices: Sequence[Matrix]) -> Method:
+def out_of_place(model: PeftModel, matrices: Sequence[Matrix], dtype: torch.dtype | None = None) -> Method:
     """One `Plan` into tensors that lie ready, as a bucket's or an engine's do; the weights are only read."""
-    outs = [torch.zeros_like(m.weight) for m in matrices]
+    outs = [torch.zeros_like(m.weight, dtype=dtype) for m in matrices]
     begin = time.perf_counter()
     plan = lora_merge.Plan(
         [
@@ -101,7 +103,13 @@ def out_of_place(model: PeftModel, matrices: Sequence[Matrix]) -> Method:
         ]
     )
     plan_ms = (time.perf_counter() - begin) * 1e3
-    return Method(plan.run, lambda: None, lambda: outs, plan_ms=plan_ms)
+    traffic = (1 + outs[0].element_size() / matrices[0].weight.element_size()) / 2
+    return Method(plan.run, lambda: None, lambda: outs, plan_ms=plan_ms, traffic=traffic)
+
+
+def into_bf16(model: PeftModel, matrices: Sequence[Matrix]) -> Method:
+    """Out of place, as a float32 trainer fills a bf16 engine."""
+    return out_of_place(model, matrices, torch.bfloat16)
 
 
 def merged(model: PeftModel, matrices: Sequence[Matrix]) -> Method:
@@ -187,6 +195,7 @@ def measure(method: Method, matrices: Sequence[Matrix], device: torch.device, re
         "launches": launches,
         "extra_bytes": peak + method.held_bytes(),
         "host_bytes": method.host_bytes,
+        "traffic": method.traffic,
         "max_ulp": accuracy.max_ulp,
         "misrounded": accuracy.misrounded,
         "of_bound": accuracy.of_bound,
@@ -230,9 +239,11 @@ def compare_methods(
     parts = product_parts(args.device, matrices[0].lora_A.dtype)
     products_ms = 1e3 * parts * sum(2 * m.lora_A.shape[0] * m.weight.numel() for m in matrices) / operations
     for figures in measured.values():
-        # Each byte of the weights is read once and written once.
-        figures["x_copy"], figures["gb_s"] = figures["ms"] / copy_ms, 2 * nbytes / figures["ms"] / 1e6
-        figures["of_copy"], figures["of_products"] = copy_ms / figures["ms"], products_ms / figures["ms"]
+        # Each byte of the weights is read once and written once, or fewer where the result has a smaller dtype.
+        least_ms = copy_ms * figures["traffic"]
+        figures["x_copy"], figures["of_copy"] = figures["ms"] / least_ms, least_ms / figures["ms"]
+        figures["gb_s"] = 2 * nbytes * figures["traffic"] / figures["ms"] / 1e6
+        figures["of_products"] = products_ms / figures["ms"]
     return {
         "device": args.device.type,
         "torch": torch.__version__,
@@ -312,10 +323,11 @@ def parse() -> argparse.Namespace:
 @torch.no_grad()
 def main() -> None:
     args = parse()
-    with report.Progress(steps=len(METHODS)) as progress:
+    methods = METHODS | ({"lora_merge into bf16": into_bf16} if args.dtype == "fp32" else {})
+    with report.Progress(steps=len(methods)) as progress:
         with torch.enable_grad():
             model, matrices, shape = prepare(args, progress)
-        record = compare_methods(METHODS, model, matrices, args, progress)
+        record = compare_methods(methods, model, matrices, args, progress)
     record["shape"] = shape
     report.publish(record, args.json, args.plot)
 
