@@ -19,7 +19,6 @@ Times and bytes are those of the slowest rank and the fullest GPU.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import tempfile
 from collections.abc import Iterator
@@ -180,9 +179,7 @@ def publish(name: str, record: Record, json_file: Path | None) -> None:
     for row in rows(name, record):
         sheet.add_row(*row)
     report.console().print(sheet)
-    if json_file:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(json.dumps(record, indent=1) + "\n")
+    report.save(record, json_file)
 
 
 def parse() -> argparse.Namespace:

@@ -176,11 +176,16 @@ def _bytes(n: int) -> str:
 def publish(record: Record, json_file: Path | None, plot_file: Path | None, columns: Sequence[str] = MERGE) -> None:
     """Print the figures; write and draw them where that was asked for."""
     table(record, columns)
-    if json_file:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(json.dumps(record, indent=2) + "\n")
+    save(record, json_file)
     if plot_file:
         plot(record, plot_file)
+
+
+def save(record: Record, file: Path | None) -> None:
+    """Write figures, if a file was asked for."""
+    if file:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(record, indent=2) + "\n")
 
 
 def plot(record: Record, file: Path) -> None:

@@ -11,19 +11,17 @@ calls, the memory they take and the wait for the device included, in multiples o
 from __future__ import annotations
 
 import argparse
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import report
 import torch
+from merge import DTYPES
 from timing import milliseconds, typical
 
 from lora_merge import Plan, Segment
 from lora_merge.restore import TrackedPlan
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def beyond(base: torch.Tensor, s: Segment, merged: torch.Tensor) -> list[float]:
@@ -90,9 +88,7 @@ def main() -> None:
             + f" | {run['x_copy_merge']:.2f} | {run['x_copy_unmerge']:.2f} |",
             flush=True,
         )
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(record, indent=2) + "\n")
+    report.save(record, args.json)
 
 
 main()

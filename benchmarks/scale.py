@@ -282,9 +282,7 @@ def main() -> None:
         "predictions": predictions,
     }
     show(lambda line: report.console().print(line, soft_wrap=True, markup=False), record)
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(record, indent=2) + "\n")
+    report.save(record, args.json)
 
 
 if __name__ == "__main__":

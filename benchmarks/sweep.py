@@ -261,9 +261,7 @@ def main() -> None:
     args = parse()
     record = json.loads(args.draw.read_text()) if args.draw else run(args)
     table(record)
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(record, indent=2) + "\n")
+    report.save(record, args.json)
     if args.plot:
         draw(record, args.plot)
         report.console().print(f"picture: {args.plot}")

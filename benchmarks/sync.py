@@ -377,9 +377,7 @@ def main() -> None:
         if "as_verl_ms" in part:
             ours = part["merge_and_load_ms"]
             part["times_faster"] = {"verl": part["as_verl_ms"]["total"] / ours, "ms-swift": part["as_swift_ms"] / ours}
-        if args.json:
-            args.json.parent.mkdir(parents=True, exist_ok=True)
-            args.json.write_text(json.dumps(record, indent=1) + "\n")
+        report.save(record, args.json)
     print(json.dumps(record, indent=1))
 
 

@@ -12,7 +12,6 @@ mcore-bridge's or Megatron-Bridge's layout on every linear. Rank 0's figures; th
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -181,8 +180,7 @@ def publish(record: dict[str, Any], args: argparse.Namespace) -> None:
     for name, value in record.items():
         if isinstance(value, int | float):
             print(f"{name:32} {value:,.3f}" if isinstance(value, float) else f"{name:32} {value:,}")
-    if args.json:
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
+    report.save(record, args.json)
 
 
 def main() -> None:

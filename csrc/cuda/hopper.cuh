@@ -43,8 +43,8 @@ enum Kind : int { kMerge, kRaw, kStop };
 struct Tile {
   const TensorMap* out;
   int row, col;    // of the segment
-  int rows, cols;  // of the segment from there on, and boxes that hold columns
-  int boxes;
+  int rows, cols;  // of the segment from there on
+  int boxes;       // that hold columns
   int slot;        // where the segment lies
   int first;       // of a unit: lora_A is to be brought
   int kind;        // Kind

@@ -25,7 +25,7 @@ using Raw = std::conditional_t<sizeof(T) == 4, uint32_t, uint16_t>;
 template <typename T>
 constexpr int kPerWord = 4 / sizeof(T);
 template <typename T>
-constexpr int kWords = 8 / kPerWord<T>;  // that a lane has of a row
+constexpr int kWords = 8 / kPerWord<T>;  // of a run of eight elements
 template <typename T>
 constexpr uint32_t kOnes = sizeof(T) == 4 ? 1 : 0x00010001;  // of each element
 
@@ -184,7 +184,8 @@ __device__ __forceinline__ void convert(Coded<T>& x, const Sum& sum, float scali
 }
 
 // Checksum of a unit: a lane's sum is turned and multiplied by an odd number before each word is added, which loses
-// nothing, so that a word that differs is always found; without the turns, signs that all change would add up to nothing.
+// nothing, so that a word that differs is always found; without the turns, signs that all change would add up to
+// nothing.
 template <typename T>
 __device__ __forceinline__ void add_to(uint32_t& sum, const Half<T>& half) {
 #pragma unroll

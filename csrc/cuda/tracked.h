@@ -15,7 +15,7 @@ struct TrackedRecord {
 // by side as their strips are. Segments hold the number of their first tile as their `key`; tiles go along the columns
 // first.
 struct TrackedJournal {
-  uint32_t* codes;  // of each unit, two words a lane, one a step
+  uint32_t* codes;  // of each unit, two words a lane, one a half
   TrackedRecord* records;
   char* arena;                  // raw bits of escaped elements
   int64_t room;                 // bytes of the arena

@@ -141,8 +141,7 @@ def _variants(table: np.ndarray, device: torch.device) -> list[_Variant | Hopper
     """Group segments by (kernel, source, destination, wide); raw copies ride along with the largest group."""
     source, destination = table[:, DTYPES] & 0xFF, table[:, DTYPES] >> 8 & 0xFF
     raw = source >= FIRST_RAW
-    adapters = table[:, DTYPES] >> 16 & 0xFFFF
-    wide = (table[:, RANK] > 0) & (adapters != (BF16 | BF16 << 8))
+    wide = _wide(table)
     group = np.where(raw, -1, hopper.serves(table, wide, device) * HOPPER | source << 9 | destination << 1 | wide)
     size = {int(g): int((table[group == g, ROWS] * table[group == g, COLS]).sum()) for g in np.unique(group[~raw])}
     order = sorted(size, key=size.__getitem__, reverse=True) or [BF16 << 9 | BF16 << 1]
@@ -235,6 +234,11 @@ def _shape(max_rank: int, wide: bool, element_bytes: int, widest: int, device: t
         f"adapters of rank {max_rank} that are not bf16 need more shared memory than the {whole >> 10} KiB that a "
         f"block has on this {properties.name}; set LORA_MERGE_BACKEND=triton"
     )
+
+
+def _wide(table: np.ndarray) -> np.ndarray:
+    """Which segments have adapters that are not both bf16, and so wide products, bool `[segments]`."""
+    return (table[:, RANK] > 0) & ((table[:, DTYPES] >> 16 & 0xFFFF) != (BF16 | BF16 << 8))
 
 
 def _widest(merges: np.ndarray) -> int:

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..segments import BF16, COLS, DTYPES, FLOATS, KEY, RANK, ROWS, Segment, pack
+from ..segments import COLS, DTYPES, FLOATS, KEY, RANK, ROWS, Segment, pack
 from . import cuda_hopper as hopper
-from .cuda import HOPPER, MAX_UNIT_ROWS, WARP_COLS, _ceil, _cut, _shape, _widest
+from .cuda import HOPPER, MAX_UNIT_ROWS, WARP_COLS, _ceil, _cut, _shape, _wide, _widest
 from .fused import Journal
 
 # The same numbers as in csrc/cuda.
@@ -20,8 +20,8 @@ WARPS = 8
 """Of a block that multiply."""
 UNIT_ELEMENTS = 1024
 """Of a unit of the journal, which is a warp's. A tile has a unit of each warp of a block."""
-BOX_UNITS, BESIDE = 4, 4 * (16 + 32 * 8)
-"""Of a box of the kernel for compute capability 9: units, and bytes of their records and codes."""
+BESIDE = 4 * (16 + 32 * 8)
+"""Of a box of the kernel for compute capability 9: bytes of the records and codes of its four units."""
 
 CHUNK = 1024
 """Bytes of the arena that a warp takes at a time: an answer from memory for some forty units."""
@@ -84,7 +84,7 @@ class CudaTracked:
         self._first: list[np.ndarray] = []
         self._names: list[str] = []
         table = pack(segments)
-        wide = (table[:, RANK] > 0) & ((table[:, DTYPES] >> 16 & 0xFFFF) != (BF16 | BF16 << 8))
+        wide = _wide(table)
         group = hopper.serves(table, wide, device, BESIDE) * HOPPER | (table[:, DTYPES] & 0xFF) << 1 | wide
         self._groups: list[_Group | _HopperGroup] = []
         warps = 0
