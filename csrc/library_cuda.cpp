@@ -26,12 +26,12 @@ void launch_cuda(const at::Tensor& table, const at::Tensor& unit_segment, const 
 
 void launch_hopper_cuda(const at::Tensor& table, const at::Tensor& unit_segment, const at::Tensor& maps,
                         const at::Tensor& counter, int64_t device, int64_t dtype, bool wide, int64_t n_units,
-                        int64_t n_raw_units, int64_t rows_per_unit, int64_t strip_cols, int64_t stages,
+                        int64_t n_raw_units, int64_t rows_per_unit, int64_t strip_cols, int64_t held, int64_t stages,
                         int64_t max_rank, bool stochastic, int64_t seed) {
   const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
   HopperLaunch launch =
       make_launch<HopperLaunch>(table, unit_segment, counter, n_units, n_raw_units, rows_per_unit, stages, max_rank);
-  set_tiles(launch, maps, strip_cols);
+  set_tiles(launch, maps, strip_cols, held);
   launch.stochastic = stochastic;
   launch.seed = static_cast<uint64_t>(seed);
   check(launch_hopper(static_cast<int>(dtype), wide, launch, at::cuda::getCurrentCUDAStream().stream()));
@@ -64,7 +64,8 @@ TORCH_LIBRARY_FRAGMENT(lora_merge_native, m) {
       lora_merge::launch_cuda);
   m.def(
       "launch_hopper(Tensor table, Tensor unit_segment, Tensor maps, Tensor counter, int device, int dtype, bool wide, "
-      "int n_units, int n_raw_units, int rows_per_unit, int strip_cols, int stages, int max_rank, bool stochastic, int "
+      "int n_units, int n_raw_units, int rows_per_unit, int strip_cols, int held, int stages, int max_rank, bool "
+      "stochastic, int "
       "seed) -> ()",
       lora_merge::launch_hopper_cuda);
   m.def("tensor_maps(Tensor table, bool wide) -> Tensor", lora_merge::tensor_maps);

@@ -42,8 +42,9 @@ inline void set_shape(Launch& launch, int64_t col_warps, bool staged_B, int64_t 
   launch.margin = static_cast<int32_t>(margin);
 }
 
-inline void set_tiles(HopperLaunch& launch, const at::Tensor& maps, int64_t strip_cols) {
+inline void set_tiles(HopperLaunch& launch, const at::Tensor& maps, int64_t strip_cols, int64_t held) {
   launch.strip_cols = static_cast<int32_t>(strip_cols);
+  launch.held = static_cast<int32_t>(held);
   if (maps.is_cuda()) launch.maps = static_cast<const Maps*>(maps.data_ptr());
   else std::memcpy(launch.inline_maps, maps.data_ptr(), maps.nbytes());
 }

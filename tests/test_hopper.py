@@ -44,14 +44,12 @@ def test_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
         there = slice(begin, begin + 256)
         return Segment("w", whole.source[:, there], whole.destination[:, there], whole.lora_A[:, there], whole.lora_B)
 
-    whole = segment(65, 512)
+    whole, margin = segment(65, 512), segment(rank=40)
     taken = {
         "bf16": segment(),
         "fp16 base": segment(dtypes=(FP16, FP16, BF16, BF16)),
         "float32 adapters": segment(dtypes=(BF16, BF16, FP32, FP32)),
-        "mixed adapters": segment(dtypes=(BF16, BF16, BF16, FP32)),
-        "rank 352": segment(rank=352),
-        "any lora_A": segment(layouts=("contiguous", "contiguous", "transposed", "contiguous")),
+        "rank 384": segment(rank=384),
         "rows of a matrix": Segment("w", whole.source[1:], whole.destination[1:], whole.lora_A, whole.lora_B[1:]),
         "a strip": columns(8),
     }
@@ -59,11 +57,16 @@ def test_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
         "float32 base": segment(dtypes=(FP32, BF16, BF16, BF16)),
         "float32 result": segment(dtypes=(BF16, FP32, BF16, BF16)),
         "lora_B is not float32": segment(dtypes=(BF16, BF16, FP32, BF16)),
+        "lora_A is not float32": segment(dtypes=(BF16, BF16, BF16, FP32)),
+        "transposed lora_A": segment(layouts=("contiguous", "contiguous", "transposed", "contiguous")),
         "rank 33": segment(rank=33),
+        "rank 33 with a margin": Segment(
+            "w", margin.source, margin.destination, margin.lora_A[:33], margin.lora_B[:, :33]
+        ),
         "91 columns": segment(cols=91),
         "odd start": columns(1),
         "transposed base": segment(layouts=("transposed", "contiguous", "contiguous", "contiguous")),
-        "rank 360": segment(rank=360),
+        "rank 392": segment(rank=392),
         "float32 adapters of rank 136": segment(rank=136, dtypes=(BF16, BF16, FP32, FP32)),
         "a copy": Segment("w", whole.source, whole.destination),
     }
@@ -77,12 +80,25 @@ def test_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_shared_memory(wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: H200)
     for rank in range(8, cuda_hopper._most_rank(wide, torch.device("cpu"), 0) + 1, 8):
-        strip, stages = cuda_hopper.shape(rank, wide, torch.device("cpu"))
+        strip, held, stages = cuda_hopper.shape(rank, wide, torch.device("cpu"))
         ranks = -(-rank // 32) * 32
-        used = stages * 64 * (strip * 2 + ranks * (4 if wide else 2)) + ranks * strip * (6 if wide else 2)
-        assert 2 <= stages <= 8
-        assert used + 5 * 1024 <= 227 << 10
-        assert cuda_hopper.unit_rows(rank, wide) % 64 == 0
+        lora_A = held * 32 * 64 * 4 + ranks * strip * 6 if wide else held * ranks * 64 * 2
+        used = stages * 64 * (strip * 2 + ranks * (4 if wide else 2)) + lora_A
+        assert 2 <= stages <= 6
+        assert held % 2 == 0 if wide else held >= strip // 64
+        assert used + 3 * 1024 <= 227 << 10
+        assert cuda_hopper.unit_rows(rank, wide, large=False) % 64 == 0
+
+
+def test_large_segments_have_short_units() -> None:
+    def rows(*shapes: tuple[int, int]) -> int:
+        segments = [make_segment("w", 1, 8, 8, (BF16,) * 4, torch.device("cpu"))] * len(shapes)
+        table = pack(segments)
+        table[:, [cuda.ROWS, cuda.COLS]] = shapes
+        return cuda_hopper.unit_rows(32, False, cuda_hopper.are_large(table, 132))
+
+    assert rows((18944, 3584), (512, 3584), (3584, 3584)) == 128
+    assert rows(*[(768, 2048)] * 100) == rows((8960, 1536), (1536, 1536)) == 256
 
 
 def test_units_of_the_journal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,22 +21,26 @@ Encode find_encode() {
   return reinterpret_cast<Encode>(found);
 }
 
-// Boxes of 64 rows x `box_cols` columns of a matrix whose rows are runs of elements.
-int encode(Encode encode_tiled, TensorMap* out, CUtensorMapDataType type, int size, int64_t address, int64_t rows,
-           int64_t cols, int64_t row_stride, int box_cols, CUtensorMapSwizzle swizzle) {
-  const cuuint64_t dims[2] = {static_cast<cuuint64_t>(cols), static_cast<cuuint64_t>(rows)};
-  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(row_stride * size)};
-  const cuuint32_t box[2] = {static_cast<cuuint32_t>(box_cols), hopper::kTileRows}, steps[2] = {1, 1};
-  const CUresult result = encode_tiled(reinterpret_cast<CUtensorMap*>(out), type, 2, reinterpret_cast<void*>(address),
-                                       dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-                                       CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+// Of a matrix whose rows are runs of elements of `size` bytes. `dims`, strides and the box: along the columns first;
+// strides in elements, without the columns' own.
+template <int Dims>
+int encode(Encode encode_tiled, TensorMap* out, CUtensorMapDataType type, int size, int64_t address,
+           const int64_t (&dims)[Dims], const int64_t (&strides)[Dims - 1], const int (&box)[Dims],
+           CUtensorMapSwizzle swizzle) {
+  cuuint64_t dim[Dims], stride[Dims - 1];
+  cuuint32_t of_box[Dims], steps[Dims];
+  for (int i = 0; i < Dims; ++i) dim[i] = dims[i], of_box[i] = box[i], steps[i] = 1;
+  for (int i = 0; i < Dims - 1; ++i) stride[i] = strides[i] * size;
+  const CUresult result = encode_tiled(
+      reinterpret_cast<CUtensorMap*>(out), type, Dims, reinterpret_cast<void*>(address), dim, stride, of_box, steps,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
 // Adds and rounds: the result takes W's place.
 struct Merge {
   static constexpr int kBesideBox = 0;
-  static constexpr bool kCopies = true;
+  static constexpr bool kCopies = true, kMany = false;
   __device__ __forceinline__ int64_t number(const Segment&, int, int) const { return 0; }
   __device__ __forceinline__ int bytes(int) const { return 0; }
   __device__ __forceinline__ void load(uint32_t, int64_t, int, uint32_t) const {}
@@ -44,39 +48,41 @@ struct Merge {
   template <typename T>
   struct Hand {
     struct Read {
-      Packed<T> packed[4];
+      uint32_t word[4][4];
     };
     __device__ __forceinline__ explicit Hand(const Merge&) {}
 
     __device__ __forceinline__ Read read(const hopper::Box& box) const {
       Read read;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) read.packed[i].word[0] = *box.vector_at(i);
+      for (int i = 0; i < 4; ++i) box.load(i, read.word[i]);
       return read;
     }
 
     __device__ __forceinline__ void finish(const hopper::Box& box, const Read& read, const float (&sum)[32]) const {
+      const float scaling = box.tile.scaling;
       const auto added = [&](int i) {
-        Eight x = unpack(read.packed[i]);
+        Eight x = unpack(reinterpret_cast<const Packed<T>&>(read.word[i]));
 #pragma unroll
-        for (int k = 0; k < 8; ++k) x.value[k] = fmaf(box.scaling, hopper::product_of(sum, i, k), x.value[k]);
+        for (int k = 0; k < 8; ++k) x.value[k] = fmaf(scaling, hopper::product_of(sum, i, k), x.value[k]);
         return x;
       };
       if (box.special) {
         const Segment& s = box.s;
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-          *box.vector_at(i) =
-              round_special<T>(added(i), s, min(box.tile.row + box.row + i / 2 * 8, static_cast<int>(s.rows) - 1),
-                               box.tile.col + box.col() + 8 * (i % 2), box.launch.stochastic, box.launch.seed)
-                  .word[0];
+        for (int i = 0; i < 4; ++i) {
+          const int row = min(box.tile.row + box.row + i / 2 * 8, static_cast<int>(s.rows) - 1);
+          const Packed<T> rounded =
+              round_special<T>(added(i), s, row, box.tile.col + box.col(i), 8, box.launch.stochastic, box.launch.seed);
+          box.store(i, reinterpret_cast<const uint32_t (&)[4]>(rounded));
+        }
       } else {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const Eight x = added(i);
           Packed<T> rounded;
           round_nearest8(reinterpret_cast<T(&)[8]>(rounded), x.value);
-          *box.vector_at(i) = rounded.word[0];
+          box.store(i, reinterpret_cast<const uint32_t (&)[4]>(rounded));
         }
       }
     }
@@ -89,7 +95,7 @@ static_assert(sizeof(TensorMap) == sizeof(CUtensorMap) && alignof(TensorMap) >= 
 
 bool has_hopper() {
   cudaFuncAttributes attributes;
-  const bool found = cudaFuncGetAttributes(&attributes, hopper::merge_kernel<bf16, true, Merge>) == cudaSuccess;
+  const bool found = cudaFuncGetAttributes(&attributes, hopper::merge_kernel<bf16, 2, true, Merge>) == cudaSuccess;
   if (!found) cudaGetLastError();
   return found && attributes.ptxVersion == 90;
 }
@@ -101,19 +107,33 @@ int encode_maps(const Segment* segments, int n_segments, bool wide, Maps* maps) 
     const Segment& s = segments[i];
     const int dtype = s.dtypes & 0xff;
     if (dtype >= kRaw1) continue;
-    const auto type = dtype == kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    constexpr auto kBits = CU_TENSOR_MAP_DATA_TYPE_UINT16;  // copies of bf16 and fp16 move bits
     // One row has no stride; the map still asks for a multiple of 16 bytes.
     const auto stride_of = [&](int64_t stride) { return s.rows > 1 ? stride : 64; };
-    int error = encode(encode_tiled, &maps[i].source, type, 2, s.source, s.rows, s.cols, stride_of(s.source_stride[0]),
-                       hopper::kBoxCols, CU_TENSOR_MAP_SWIZZLE_128B);
+    const auto rows_of = [&](TensorMap* map, CUtensorMapDataType type, int size, int64_t address, int64_t cols,
+                             int64_t stride, int box_cols, CUtensorMapSwizzle swizzle) {
+      return encode<2>(encode_tiled, map, type, size, address, {cols, s.rows}, {stride_of(stride)},
+                       {box_cols, hopper::kTileRows}, swizzle);
+    };
+    int error = rows_of(&maps[i].source, kBits, 2, s.source, s.cols, s.source_stride[0], hopper::kBoxCols,
+                        CU_TENSOR_MAP_SWIZZLE_128B);
     if (error == cudaSuccess)
-      error = encode(encode_tiled, &maps[i].destination, type, 2, s.destination, s.rows, s.cols,
-                     stride_of(s.destination_stride[0]), hopper::kBoxCols, CU_TENSOR_MAP_SWIZZLE_128B);
-    if (error == cudaSuccess && s.rank > 0)
-      error = encode(encode_tiled, &maps[i].lora_B,
-                     wide ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, wide ? 4 : 2, s.lora_B,
-                     s.rows, s.rank, stride_of(s.lora_B_stride[0]), kChunk,
-                     wide ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE);
+      error = rows_of(&maps[i].destination, kBits, 2, s.destination, s.cols, s.destination_stride[0], hopper::kBoxCols,
+                      CU_TENSOR_MAP_SWIZZLE_128B);
+    if (error == cudaSuccess)
+      error = wide ? rows_of(&maps[i].lora_B, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4, s.lora_B, s.rank, s.lora_B_stride[0],
+                             kChunk, CU_TENSOR_MAP_SWIZZLE_128B)
+                   : rows_of(&maps[i].lora_B, kBits, 2, s.lora_B, s.rank, s.lora_B_stride[0], kChunk,
+                             CU_TENSOR_MAP_SWIZZLE_NONE);
+    // bf16 ranks in the order of `rank_at`: 8q + 4h + 2u + e as e, q, u, h.
+    const int64_t rank = s.lora_A_stride[0];
+    if (error == cudaSuccess)
+      error = wide ? encode<2>(encode_tiled, &maps[i].lora_A, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4, s.lora_A,
+                               {s.cols, s.rank}, {s.rank > 1 ? rank : 64}, {hopper::kBoxCols, kChunk},
+                               CU_TENSOR_MAP_SWIZZLE_NONE)
+                   : encode<5>(encode_tiled, &maps[i].lora_A, kBits, 2, s.lora_A, {s.cols, 2, s.rank / 8, 2, 2},
+                               {rank, 8 * rank, 2 * rank, 4 * rank}, {hopper::kBoxCols, 2, kChunk / 8, 2, 2},
+                               CU_TENSOR_MAP_SWIZZLE_128B);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;

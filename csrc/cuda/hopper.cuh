@@ -1,14 +1,14 @@
 // The merge kernel for compute capability 9: tiles by tensor maps both ways, wgmma, warps with roles.
 //
-// A block owns a multiprocessor. One warp asks for tiles of W and lora_B, warpgroups multiply, add and round, two warps
-// send results out. A tile is 64 rows of a strip.
+// A block owns a multiprocessor. One warp asks for tiles of W and lora_B, one for lora_A, warpgroups multiply, add and
+// round, two warps send results out. A tile is 64 rows of a strip.
 //
-//   units   a strip of 256 (or 128) columns and many rows, handed out by a counter, three units ahead of their use, so
-//           that a unit's segment has long arrived when it starts.
+//   units   a strip of 256 (or 128) columns and some rows, handed out by a counter.
 //   W       global -> a stage in shared memory, several stages ahead, across units: boxes of 64 rows x 128 bytes, whose
 //           16-byte vectors are swizzled (vector v of row r at v ^ r % 8).
 //   lora_B  64 rows, all ranks, beside W in the stage: a box a chunk of 32 ranks.
-//   lora_A  the strip's columns, all ranks, in the matrix unit's own order, once a unit, by those who multiply.
+//   lora_A  the strip's columns, all ranks, once a unit, ahead of it as W is: boxes of 64 columns. float32 ones are
+//           split into three bf16 parts when their unit begins.
 //   wgmma   64 rows x 64 columns x 16 ranks; lora_B from registers, lora_A from shared memory. 32 ranks are summed in
 //           the matrix unit and then added to the rest (round to nearest), as everywhere in this package.
 //   out     the result takes W's place in the stage and goes out box by box.
@@ -16,14 +16,15 @@
 // What becomes of a box once its products are there is a way's, the kernel's last argument:
 //
 //   kCopies          whether raw bits may ride along
+//   kMany            whether it waits for latencies more than for memory
 //   kBesideBox       bytes of a stage for each box, beside W and lora_B
 //   number(s, r, c)  what the way calls the tile at row r and column c of segment s
 //   bytes(boxes)     that `load(to, number, boxes, barrier)` copies there
 //   Hand<T>          of a lane that multiplies: `read(box)` before the products, `finish(box, read, sum)` after them
 //
-// Columns and ranks are permuted as in merge.cuh, so that a lane ends up with eight adjacent columns and reads eight
-// adjacent ranks of lora_B, and the sums are those of merge.cuh, bit for bit: which of the two kernels runs a segment
-// is free, and odd starts, strides and dtypes are left to that one (lora_merge/kernels/cuda.py).
+// Ranks are permuted as in merge.cuh, so that a lane reads eight adjacent ranks of lora_B, and the sums are those of
+// merge.cuh, bit for bit: which of the two kernels runs a segment is free, and odd starts, strides and dtypes are left
+// to that one (lora_merge/kernels/cuda.py). W and the result are read and written as the matrix unit's fragments.
 #pragma once
 #include "copies.cuh"
 #include "hopper_products.cuh"
@@ -32,50 +33,68 @@
 namespace lora_merge {
 namespace hopper {
 
-constexpr int kMaxStages = 8, kSlots = 16;  // slots of segments: more than units that tiles in flight can belong to
-constexpr int kAhead = 3;                   // units that are handed out without the counter
+constexpr int kMaxStages = 6, kMaxHeld = 16;
+constexpr int kSlots = 8;  // of units: more than tiles in flight can belong to, and the next one
 constexpr int kStoreWarps = 2;
-constexpr int kNear = 512;  // rows of a unit up to which blocks stay side by side
+
+// Warpgroups that multiply: two, or three for a way that waits for latencies more than for memory. With three, a box
+// must take one turn, or a group without a box at the end would keep its turn: up to kManyRank.
+constexpr int kManyRank = 2 * kChunk;
+template <int Groups>
+constexpr int kWarpsOfGroups = 4 * Groups;
+template <int Groups>
+constexpr int kBlock = 128 * (Groups + 1);
 
 enum Kind : int { kMerge, kRaw, kStop };
 
 // What the warp that asks tells the others about a tile.
 struct Tile {
   const TensorMap* out;
-  int row, col;    // of the segment
-  int rows, cols;  // of the segment from there on
-  int boxes;       // that hold columns
-  int slot;        // where the segment lies
-  int first;       // of a unit: lora_A is to be brought
-  int kind;        // Kind
+  int row, col;     // of the segment
+  int rows, cols;   // of the segment from there on
+  int boxes;        // that hold columns
+  int slot;         // where the segment lies
+  int first, last;  // of a unit
+  int kind;         // Kind
+  float scaling;
   int64_t number;  // the way's
 };
 
+// A unit: where it lies in its segment.
 struct Slot {
   Segment segment;
   int64_t unit;
+  int number;  // of the segment
+  int row, row_end, col;
 };
 
 struct Shared {
   uint64_t full[kMaxStages], done[kMaxStages], empty[kMaxStages];
+  uint64_t full_A[kMaxHeld], empty_A[kMaxHeld];
+  uint64_t given[kSlots];
   Tile tiles[kMaxStages];
   Slot slots[kSlots];
 };
 
-// Shared memory: the stages, lora_A, Shared. A stage: W, lora_B, what the way wants beside them.
+static_assert(sizeof(Shared) <= 3072, "lora_merge/kernels/cuda_hopper.py reserves so much");
+
+// Shared memory: the stages, boxes of lora_A, those of the strip split into parts, Shared. A stage: W, lora_B, what the
+// way wants beside them.
 struct Layout {
-  int cols, stage_bytes, stages, bytes_of_A, bytes_of_B;
-  __host__ __device__ int total() const {
-    return stages * stage_bytes + bytes_of_A + static_cast<int>(sizeof(Shared)) + 1024;  // the start is rounded up
-  }
+  int cols, stage_bytes, stages, bytes_of_A, held, bytes_of_parts, bytes_of_B;
+  __host__ __device__ int before_parts() const { return stages * stage_bytes + held * bytes_of_A; }
+  __host__ __device__ int before_shared() const { return before_parts() + cols / kBoxCols * bytes_of_parts; }
+  __host__ __device__ int total() const { return before_shared() + static_cast<int>(sizeof(Shared)); }
 };
 
-// `beside`: bytes for each box.
+// `held`: boxes of lora_A, of float32 ones a chunk each; `beside`: bytes for each box of W.
 template <bool Wide>
-Layout layout_of(int max_rank, int cols, int stages, int beside) {
+Layout layout_of(int max_rank, int cols, int stages, int held, int beside) {
   const int chunks = (max_rank + kChunk - 1) / kChunk, boxes = cols / kBoxCols, of_B = chunks * box_bytes_of_B<Wide>();
-  return {cols, (boxes * (kBoxBytes + beside) + of_B + 1023) & -1024, stages,
-          chunks * kChunk * cols * 2 * (Wide ? 3 : 1), of_B};
+  return {cols,   (boxes * (kBoxBytes + beside) + of_B + 1023) & -1024,
+          stages, box_bytes_of_A<Wide>() * (Wide ? 1 : chunks),
+          held,   Wide ? 3 * chunks * kPartBytes : 0,
+          of_B};
 }
 
 struct Block {
@@ -84,79 +103,116 @@ struct Block {
   char* const memory;
   Shared& shared;
   __device__ __forceinline__ Block(const HopperLaunch& l, const Layout& y, char* m)
-      : launch(l),
-        layout(y),
-        memory(m),
-        shared(*reinterpret_cast<Shared*>(m + y.stages * y.stage_bytes + y.bytes_of_A)) {}
+      : launch(l), layout(y), memory(m), shared(*reinterpret_cast<Shared*>(m + y.before_shared())) {}
   __device__ __forceinline__ char* stage(int i) const { return memory + i * layout.stage_bytes; }
   __device__ __forceinline__ char* stage_B(int i) const { return stage(i) + layout.cols / kBoxCols * kBoxBytes; }
   __device__ __forceinline__ char* stage_beside(int i) const { return stage_B(i) + layout.bytes_of_B; }
-  __device__ __forceinline__ char* lora_A() const { return memory + layout.stages * layout.stage_bytes; }
+  __device__ __forceinline__ char* lora_A(int i) const {
+    return memory + layout.stages * layout.stage_bytes + i * layout.bytes_of_A;
+  }
+  __device__ __forceinline__ char* parts_of_A(int box) const {
+    return memory + layout.before_parts() + box * layout.bytes_of_parts;
+  }
   __device__ __forceinline__ uint32_t full(int i) const { return shared_address(shared.full + i); }
   __device__ __forceinline__ uint32_t done(int i) const { return shared_address(shared.done + i); }
   __device__ __forceinline__ uint32_t empty(int i) const { return shared_address(shared.empty + i); }
+  __device__ __forceinline__ uint32_t full_A(int i) const { return shared_address(shared.full_A + i); }
+  __device__ __forceinline__ uint32_t empty_A(int i) const { return shared_address(shared.empty_A + i); }
+  __device__ __forceinline__ uint32_t given(int i) const { return shared_address(shared.given + i); }
+  __device__ __forceinline__ const Maps& maps_of(int segment) const {
+    return launch.maps != nullptr ? launch.maps[segment] : launch.inline_maps[segment];
+  }
 };
 
-// A position in the ring of stages.
+// A position in a ring.
 struct Ring {
   int stage = 0, parity = 0;
-  __device__ __forceinline__ void advance(int stages) {
-    if (++stage == stages) stage = 0, parity ^= 1;
+  __device__ __forceinline__ void advance(int stages, int by = 1) {
+    stage += by;
+    if (stage >= stages) stage -= stages, parity ^= 1;
   }
 };
 
 // ---- asking for tiles ----------------------------------------------------------------------------------------------
 
-// The warp that asks. It also hands out units: which one, in which segment, and that segment's words are three loads
-// that depend on each other, so each is made a unit earlier than the next.
+// By a warp.
+__device__ __forceinline__ void copy_words(Segment& to, const Segment& from) {
+  const int lane = threadIdx.x % 32;
+  if (lane < 24) reinterpret_cast<int64_t*>(&to)[lane] = reinterpret_cast<const int64_t*>(&from)[lane];
+  __syncwarp();
+}
+
+// Whole rows come faster than strips of them: the blocks that share the rows of the next tiles each bring a run of
+// these to the L2 cache.
+__device__ __forceinline__ void bring_near(const Slot& slot, int row, int strip_cols) {
+  const Segment& s = slot.segment;
+  if (s.source_stride[0] != s.cols || s.cols % 8 != 0) return;
+  const int rows = min(kTileRows, static_cast<int>(s.rows) - row), cols = static_cast<int>(s.cols);
+  const int begin = rows * slot.col, size = rows * min(strip_cols, cols - slot.col);  // as many elements as are its own
+  prefetch_run(s.source + (static_cast<int64_t>(row) * cols + begin) * 2, size * 2);
+}
+
+// The warp that asks. It also takes units, as late as it can: blocks do not run at one pace, and those that share rows
+// should be at the same ones.
 template <bool Wide, typename Way>
 __device__ __forceinline__ void ask_for_tiles(const Block& b, const Way& way) {
   const HopperLaunch& launch = b.launch;
   const Layout& layout = b.layout;
   const int lane = threadIdx.x % 32, total = launch.n_units + launch.n_raw_units, blocks = gridDim.x;
-  const auto segment_number = [&](int unit) { return unit < total ? segment_of(launch, unit) : 0; };
-  const auto word_of = [&](int segment) {
-    return lane < 24 ? reinterpret_cast<const int64_t*>(segments_of(launch) + segment)[lane] : 0;
-  };
-  const auto put = [&](int n, int unit, int64_t word) {
+  int segment = -1, segment_end = 0;  // of the last unit taken; its segment's units end there
+  // Unit number n of this block goes to its slot.
+  const auto take = [&](int n, int unit) {
     Slot& slot = b.shared.slots[n % kSlots];
-    if (lane < 24) reinterpret_cast<int64_t*>(&slot.segment)[lane] = word;
-    if (lane == 0) slot.unit = unit;
+    if (unit < segment_end) {
+      copy_words(slot.segment, b.shared.slots[(n - 1) % kSlots].segment);
+    } else {
+      segment = unit < total ? segment_of(launch, unit) : 0;
+      copy_words(slot.segment, segments_of(launch)[segment]);
+    }
+    const Segment& s = slot.segment;
+    const uint32_t local = static_cast<uint32_t>(unit - s.unit_begin), across = static_cast<uint32_t>(s.units_across);
+    const int rows = static_cast<int>(s.rows), down = local / across, row = down * launch.rows_per_unit;
+    const bool raw = unit >= launch.n_units;
+    if (!raw && unit >= segment_end)
+      segment_end = static_cast<int>(s.unit_begin + s.units_across * ((rows - 1) / launch.rows_per_unit + 1));
+    if (lane == 0) {
+      slot.unit = unit;
+      slot.number = segment;
+      slot.row = raw ? 0 : row;
+      slot.row_end = raw ? 1 : min(row + launch.rows_per_unit, rows);
+      slot.col = (local - down * across) * layout.cols;
+      barrier_arrive(b.given(n % kSlots));
+    }
     __syncwarp();
   };
-  int segment = segment_number(blockIdx.x), unit1 = blockIdx.x + blocks, unit2 = unit1 + blocks;  // of n, n + 1, n + 2
-  int segment1 = segment_number(unit1);
-  put(0, blockIdx.x, word_of(segment));
+  int unit = blockIdx.x, handed = 0, acquired = -1;
+  take(0, unit);
   Ring ring;
-  for (int n = 0;; ++n) {
+  for (int n = 0; unit < total; ++n) {
     const Slot& slot = b.shared.slots[n % kSlots];
-    if (slot.unit >= total) break;
-    const int64_t word1 = word_of(segment1);
-    const int segment2 = segment_number(unit2);
-    int unit3 = blockIdx.x + (n + kAhead) * blocks;
-    if (launch.counter != nullptr && lane == 0) unit3 = kAhead * blocks + atomicAdd(launch.counter, 1);
-
+    const Slot& next = b.shared.slots[(n + 1) % kSlots];
     const Segment& s = slot.segment;
-    const Maps& maps = launch.maps != nullptr ? launch.maps[segment] : launch.inline_maps[segment];
-    const bool raw = slot.unit >= launch.n_units;
-    const uint32_t local = static_cast<uint32_t>(slot.unit - s.unit_begin),
-                   across = static_cast<uint32_t>(s.units_across);
-    const int down = local / across, col = (local - down * across) * layout.cols;
-    const int begin = down * launch.rows_per_unit, end = min(begin + launch.rows_per_unit, static_cast<int>(s.rows));
+    const Maps& maps = b.maps_of(slot.number);
+    const bool raw = unit >= launch.n_units;
+    const int col = slot.col, row_end = slot.row_end;
     const int boxes = (min(layout.cols, static_cast<int>(s.cols) - col) + kBoxCols - 1) / kBoxCols;
     const int chunks = (static_cast<int>(s.rank) + kChunk - 1) / kChunk;
     const int bytes = boxes * kBoxBytes + chunks * box_bytes_of_B<Wide>();
-    if (lane == 0 && !raw && launch.maps != nullptr) {
+    if (lane == 0 && !raw && launch.maps != nullptr && slot.number != acquired) {
       acquire_map(&maps.source);
       acquire_map(&maps.lora_B);
       acquire_map(&maps.destination);
+      acquired = slot.number;
     }
-    // Whole rows come faster than strips of them: the blocks that share the next tile's rows each bring a run of these
-    // to the L2 cache. Long units drift apart, and would bring what is not used yet.
-    const int64_t row_bytes = s.cols * 2;
-    const int share = col / layout.cols;
-    const bool ahead = !raw && s.source_stride[0] == s.cols && s.cols % 8 == 0 && launch.rows_per_unit <= kNear;
-    for (int row = begin; row < (raw ? begin + 1 : end); row += kTileRows) {
+    for (int row = slot.row; row < row_end; row += kTileRows) {
+      const bool first = row == slot.row, last = row + kTileRows >= row_end;
+      // The counter is asked a tile before the answer is needed.
+      if (launch.counter != nullptr && lane == 0 && (row + 2 * kTileRows >= row_end && !last || first && last))
+        handed = blocks + atomicAdd(launch.counter, 1);
+      if (last) {
+        unit = launch.counter != nullptr ? __shfl_sync(~0u, handed, 0) : unit + blocks;
+        take(n + 1, unit);
+      }
       barrier_wait(b.empty(ring.stage), ring.parity ^ 1);
       if (lane == 0) {
         const int64_t number = way.number(s, row, col);
@@ -167,8 +223,10 @@ __device__ __forceinline__ void ask_for_tiles(const Block& b, const Way& way) {
                                           static_cast<int>(s.cols) - col,
                                           boxes,
                                           n % kSlots,
-                                          row == begin && chunks > 0,
+                                          first,
+                                          last,
                                           raw ? kRaw : kMerge,
+                                          static_cast<float>(s.scaling),
                                           number};
         const uint32_t barrier = b.full(ring.stage);
         if (raw) {
@@ -181,18 +239,12 @@ __device__ __forceinline__ void ask_for_tiles(const Block& b, const Way& way) {
             load_box(to_B + i * box_bytes_of_B<Wide>(), &maps.lora_B, i * kChunk, row, barrier);
           way.load(shared_address(b.stage_beside(ring.stage)), number, boxes, barrier);
         }
-      }
-      if (lane == 0 && ahead && row + kTileRows < end) {
-        const int64_t band = row_bytes * min(kTileRows, end - row - kTileRows), begin_at = band * share / across & -128,
-                      end_at = share + 1 == across ? band : band * (share + 1) / across & -128;
-        prefetch_run(s.source + (row + kTileRows) * row_bytes + begin_at, static_cast<int>(end_at - begin_at));
+        if (!last) bring_near(slot, row + kTileRows, layout.cols);
+        else if (unit < launch.n_units) bring_near(next, next.row, layout.cols);
       }
       __syncwarp();
       ring.advance(layout.stages);
     }
-    unit3 = launch.counter != nullptr ? __shfl_sync(~0u, unit3, 0) : unit3;
-    put(n + 1, unit1, word1);
-    unit1 = unit2, segment = segment1, segment1 = segment2, unit2 = unit3;
   }
   // Both warps that store learn that there is no more.
   for (int i = 0; i < kStoreWarps; ++i) {
@@ -208,6 +260,52 @@ __device__ __forceinline__ void ask_for_tiles(const Block& b, const Way& way) {
   if (launch.counter != nullptr && lane == 0) {
     __threadfence();
     if (atomicAdd(launch.counter + 1, 1) == blocks - 1) launch.counter[0] = launch.counter[1] = 0;
+  }
+}
+
+// Another warp asks for lora_A, box by box, as soon as a unit is given and there is room. Boxes follow each other round
+// the ring: a group that waits for one has had its turn after that box was used which lay there before, or it would
+// take the one for the other. float32 ones are split in front of the turns, so there each group has a ring of its own.
+template <int Groups, bool Wide>
+__device__ __forceinline__ void ask_for_A(const Block& b) {
+  if (threadIdx.x % 32 != 0) return;
+  Ring rings[Groups];
+  int acquired = -1;
+  for (int n = 0;; ++n) {
+    barrier_wait(b.given(n % kSlots), n / kSlots % 2);
+    const Slot& slot = b.shared.slots[n % kSlots];
+    if (slot.unit >= b.launch.n_units) break;  // copies come last
+    const Segment& s = slot.segment;
+    const Maps& maps = b.maps_of(slot.number);
+    if (b.launch.maps != nullptr && slot.number != acquired) {
+      acquire_map(&maps.lora_A);
+      acquired = slot.number;
+    }
+    const int chunks = (static_cast<int>(s.rank) + kChunk - 1) / kChunk;
+    for (int i = 0; i < b.layout.cols / kBoxCols; i += Groups) {
+#pragma unroll
+      for (int g = 0; g < Groups; ++g) {
+        if (Groups > 2 && i + g >= b.layout.cols / kBoxCols) break;
+        const int col = slot.col + (i + g) * kBoxCols;
+        if constexpr (Wide) {
+          const int own = b.layout.held / Groups;
+          for (int c = 0; c < chunks; ++c, rings[g].advance(own)) {
+            const int at = g * own + rings[g].stage;
+            barrier_wait(b.empty_A(at), rings[g].parity ^ 1);
+            barrier_arrive_expect(b.full_A(at), b.layout.bytes_of_A);
+            load_box(shared_address(b.lora_A(at)), &maps.lora_A, col, c * kChunk, b.full_A(at));
+          }
+        } else {
+          const int at = rings[0].stage;
+          barrier_wait(b.empty_A(at), rings[0].parity ^ 1);
+          barrier_arrive_expect(b.full_A(at), chunks * box_bytes_of_A<Wide>());
+          for (int c = 0; c < chunks; ++c)
+            load_ranks(shared_address(b.lora_A(at)) + c * box_bytes_of_A<Wide>(), &maps.lora_A, col, c * kChunk,
+                       b.full_A(at));
+          rings[0].advance(b.layout.held);
+        }
+      }
+    }
   }
 }
 
@@ -237,43 +335,71 @@ __device__ __forceinline__ void store_tiles(const Block& b, int which) {
 
 // ---- multiplying ---------------------------------------------------------------------------------------------------
 
-// A box of a tile, as a lane that multiplies sees it: 16 elements of `row`, and as many of row + 8.
+// A box of a tile, as a lane that multiplies sees it: 16 elements of `row`, and as many of row + 8, in four runs of
+// four pairs. Pairs lie eight columns apart.
 struct Box {
   const HopperLaunch& launch;
   const Segment& s;
   const Tile& tile;
-  char *const W0, *const W1;  // in shared memory: this lane's two vectors of its row, 2 quad and 2 quad + 1
-  const char* beside;         // of the tile
-  int number, row;            // of the box in its strip; of the tile
-  float scaling;
-  bool special;  // rounded stochastically, or scaled by rows
+  char* const W;       // in shared memory
+  const char* beside;  // of the tile
+  int number, row;     // of the box in its strip; of the tile
+  bool special;        // rounded stochastically, or scaled by rows
 
-  // The lane's first column, from the tile's on.
-  __device__ __forceinline__ int col() const { return number * kBoxCols + threadIdx.x % 4 * 16; }
-  // Vector i % 2 of row + 8 (i / 2).
-  __device__ __forceinline__ uint4* vector_at(int i) const {
-    return reinterpret_cast<uint4*>((i % 2 ? W1 : W0) + i / 2 * 1024);
+  // The first column of run i, from the tile's on.
+  __device__ __forceinline__ int col(int i) const { return number * kBoxCols + i % 2 * 32 + threadIdx.x % 4 * 2; }
+
+  // Words of run i: of row + 8 (i / 2). All lanes of a warp together.
+  __device__ __forceinline__ void load(int i, uint32_t (&word)[4]) const { ldmatrix4(word, address(i)); }
+  __device__ __forceinline__ void store(int i, const uint32_t (&word)[4]) const { stmatrix4(address(i), word); }
+  // What they hold, for one lane: byte `byte` of run i.
+  __device__ __forceinline__ char* element(int i, int byte) const {
+    const int vector = i % 2 * 4 + byte / 4;
+    return W + (row + i / 2 * 8) * 128 + ((vector ^ row % 8) * 4 + threadIdx.x % 4) * 4 + byte % 4;
+  }
+
+ private:
+  // The row of 16 bytes that this lane names.
+  __device__ __forceinline__ uint32_t address(int i) const {
+    const int lane = threadIdx.x % 32, there = row - lane / 4 + lane % 8;
+    return shared_address(W) + (there + i / 2 * 8) * 128 + (((i % 2 * 4 + lane / 8) ^ lane % 8) * 16);
   }
 };
 
-// The product of element k of vector i.
+// The product of element k of run i.
 __device__ __forceinline__ float product_of(const float (&sum)[32], int i, int k) {
   return sum[4 * (4 * (i % 2) + k / 2) + 2 * (i / 2) + k % 2];
 }
 
+// The parts of a box of float32 lora_A, by the group that has this box.
+template <int Groups>
+__device__ __forceinline__ void split_box(const Block& b, Ring& ring, int box, int rank) {
+  const int own = b.layout.held / Groups, chunks = up_to_chunk(rank) / kChunk;
+  group_meets();  // the last unit's are no longer read
+#pragma unroll 1
+  for (int c = 0; c < chunks; ++c, ring.advance(own)) {
+    const int at = group_number() * own + ring.stage;
+    barrier_wait(b.full_A(at), ring.parity);
+    split_A(b.parts_of_A(box) + c * kPartBytes, chunks * kPartBytes, b.lora_A(at));
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(b.empty_A(at));
+  }
+  fence_async();
+  group_meets();
+}
+
 // The warpgroups that multiply, and finish their share of a tile's boxes in this way.
-template <typename T, bool Wide, typename Way>
+template <typename T, int Groups, bool Wide, typename Way>
 __device__ __forceinline__ void merge_tiles(const Block& b, const Way& way) {
   const HopperLaunch& launch = b.launch;
   const Layout& layout = b.layout;
   const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4;  // and row + 8
-  const int boxes = layout.cols / kBoxCols;
-  int next = uniform(threadIdx.x / 128);  // box of this group: they go round the groups
-  const int vector = lane % 4 * 2, place0 = row * 128 + (vector ^ (row % 8)) * 16,
-            place1 = row * 128 + ((vector + 1) ^ (row % 8)) * 16;
+  const int boxes = layout.cols / kBoxCols, group = uniform(threadIdx.x / 128);
+  int next = group;  // box of this group: they go round the groups
   typename Way::template Hand<T> hand(way);
-  if (threadIdx.x >= 128) asm volatile("bar.arrive 2, 256;" ::: "memory");  // the first turn is the first group's
+  if (group == Groups - 1) pass_turn<Groups>();  // the first turn is the first group's
   int stops = 0;
+  Ring ring_A;  // at the unit's first box; of float32 ones, at the group's next chunk
   for (Ring ring; stops < kStoreWarps; ring.advance(layout.stages)) {
     barrier_wait(b.full(ring.stage), ring.parity);
     const Tile& tile = b.shared.tiles[ring.stage];
@@ -281,28 +407,37 @@ __device__ __forceinline__ void merge_tiles(const Block& b, const Way& way) {
     if (kind == kMerge) {
       const Segment& s = b.shared.slots[tile.slot].segment;
       const int rank = uniform(s.rank);
-      if (tile.first) {
-        groups_meet();  // the last unit's lora_A is no longer read
-        stage_A<Wide>(b.lora_A(), s, tile.col, layout.cols);
-        fence_async();
-        groups_meet();
-      }
-      const float scaling = static_cast<float>(s.scaling);
       const bool special = launch.stochastic || s.row_scale != 0;
+      Operand<Wide> first_B;
+      if (Wide) first_B.load(b.stage_B(ring.stage), 0, row);
 #pragma unroll 1
-      for (; next < boxes; next += kGroups) {  // those without columns too: turns go round
-        char* const W = b.stage(ring.stage) + next * kBoxBytes;
-        const Box box{launch, s, tile, W + place0, W + place1, b.stage_beside(ring.stage), next, row, scaling, special};
+      for (; next < boxes; next += Groups) {  // those without columns too: turns go round
+        Ring at = ring_A;
+        const char* lora_A = nullptr;
+        if constexpr (Wide) {
+          if (tile.first) split_box<Groups>(b, ring_A, next, rank);
+          lora_A = b.parts_of_A(next);
+        } else {
+          at.advance(layout.held, next);
+          if (tile.first) barrier_wait(b.full_A(at.stage), at.parity);
+          lora_A = b.lora_A(at.stage);
+        }
+        const Box box{launch, s,   tile,   b.stage(ring.stage) + next * kBoxBytes, b.stage_beside(ring.stage),
+                      next,   row, special};
         auto read = hand.read(box);
         float sum[32];
-        multiply<Wide>(sum, b.stage_B(ring.stage), row,
-                       MatrixA(shared_address(b.lora_A()) + next * kBoxCols * 16, layout.cols, rank), rank);
+        multiply<Groups, Wide>(sum, first_B, b.stage_B(ring.stage), row, MatrixA(shared_address(lora_A), rank), rank);
+        if (!Wide && tile.last) {
+          __syncwarp();
+          if (lane == 0) barrier_arrive(b.empty_A(at.stage));
+        }
         hand.finish(box, read, sum);
       }
       next -= boxes;
+      if (!Wide && tile.last) ring_A.advance(layout.held, boxes);
     } else if (Way::kCopies && kind == kRaw) {
       const Slot& slot = b.shared.slots[tile.slot];
-      copy_unit(slot.segment, static_cast<int>(slot.unit));
+      if (threadIdx.x < kThreads) copy_unit(slot.segment, static_cast<int>(slot.unit));
     }
     __syncwarp();
     if (lane == 0) barrier_arrive(b.done(ring.stage));
@@ -310,63 +445,76 @@ __device__ __forceinline__ void merge_tiles(const Block& b, const Way& way) {
   }
 }
 
-template <typename T, bool Wide, typename Way>
-__global__ void __launch_bounds__(kBlock, 1)
+template <typename T, int Groups, bool Wide, typename Way>
+__global__ void __launch_bounds__(kBlock<Groups>, 1)
     merge_kernel(const __grid_constant__ HopperLaunch launch, const __grid_constant__ Layout layout,
                  const __grid_constant__ Way way) {
 #ifdef LORA_MERGE_HOPPER
-  extern __shared__ char dynamic[];
-  char* const memory = dynamic + (-shared_address(dynamic) & 1023);
+  constexpr int kWarps = kWarpsOfGroups<Groups>;
+  extern __shared__ __align__(1024) char memory[];
   const Block b(launch, layout, memory);
   if (threadIdx.x == 0) {
     for (int i = 0; i < layout.stages; ++i) {
       barrier_init(b.full(i), 1);
-      barrier_init(b.done(i), kWarpsOfGroups);
+      barrier_init(b.done(i), kWarps);
       barrier_init(b.empty(i), 1);
     }
+    for (int i = 0; i < layout.held; ++i) {
+      barrier_init(b.full_A(i), 1);
+      barrier_init(b.empty_A(i), 4);  // warps of a group
+    }
+    for (int i = 0; i < kSlots; ++i) barrier_init(b.given(i), 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     fence_async();
   }
   __syncthreads();
   const int warp = threadIdx.x / 32;
-  // 168 registers a thread on average.
-  if (warp < kWarpsOfGroups) {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 208;");
-    merge_tiles<T, Wide>(b, way);
+  if (warp < kWarps) {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Groups == 2 ? 208 : 152));
+    merge_tiles<T, Groups, Wide>(b, way);
   } else {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 88;");
-    if (warp == kWarpsOfGroups) ask_for_tiles<Wide>(b, way);
-    else if (warp <= kWarpsOfGroups + kStoreWarps) store_tiles(b, warp - kWarpsOfGroups - 1);
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Groups == 2 ? 88 : 56));
+    if (warp == kWarps) ask_for_tiles<Wide>(b, way);
+    else if (warp <= kWarps + kStoreWarps) store_tiles(b, warp - kWarps - 1);
+    else ask_for_A<Groups, Wide>(b);
   }
 #else
   __trap();  // never launched: kernels/cuda.py asks for compute capability 9.0
 #endif
 }
 
-template <typename T, bool Wide, typename Way>
+template <typename T, int Groups, bool Wide, typename Way>
 int launch_in(const Way& way, const HopperLaunch& launch, cudaStream_t stream) {
   int device = 0, processors = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return error;
-  const Layout layout = layout_of<Wide>(launch.max_rank, launch.strip_cols, launch.deep, Way::kBesideBox);
-  if (layout.stages < 2 || layout.stages > kMaxStages) return cudaErrorInvalidConfiguration;
-  const auto kernel = merge_kernel<T, Wide, Way>;
+  const Layout layout = layout_of<Wide>(launch.max_rank, launch.strip_cols, launch.deep, launch.held, Way::kBesideBox);
+  if (layout.stages < 2 || layout.stages > kMaxStages || layout.held > kMaxHeld ||
+      (Wide ? layout.held % Groups != 0 : layout.held < layout.cols / kBoxCols))
+    return cudaErrorInvalidConfiguration;
+  const auto kernel = merge_kernel<T, Groups, Wide, Way>;
   error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, layout.total());
   if (error != cudaSuccess) return error;
   const int64_t units = static_cast<int64_t>(launch.n_units) + launch.n_raw_units;
-  kernel<<<static_cast<unsigned>(units < processors ? units : processors), kBlock, layout.total(), stream>>>(
+  kernel<<<static_cast<unsigned>(units < processors ? units : processors), kBlock<Groups>, layout.total(), stream>>>(
       launch, layout, way);
   return cudaGetLastError();
+}
+
+template <typename T, typename Way>
+int launch_in(const Way& way, bool wide, const HopperLaunch& launch, cudaStream_t stream) {
+  if (wide) return launch_in<T, 2, true>(way, launch, stream);
+  if constexpr (Way::kMany)
+    if (launch.max_rank <= kManyRank) return launch_in<T, 3, false>(way, launch, stream);
+  return launch_in<T, 2, false>(way, launch, stream);
 }
 
 // W is bf16 or fp16.
 template <typename Way>
 int launch_in(const Way& way, int dtype, bool wide, const HopperLaunch& launch, void* stream) {
   const auto to = static_cast<cudaStream_t>(stream);
-  if (dtype == kBFloat16)
-    return wide ? launch_in<bf16, true>(way, launch, to) : launch_in<bf16, false>(way, launch, to);
-  return wide ? launch_in<__half, true>(way, launch, to) : launch_in<__half, false>(way, launch, to);
+  return dtype == kBFloat16 ? launch_in<bf16>(way, wide, launch, to) : launch_in<__half>(way, wide, launch, to);
 }
 
 }  // namespace hopper

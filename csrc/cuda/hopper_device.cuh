@@ -52,14 +52,26 @@ __device__ __forceinline__ void load_box(uint32_t shared, const TensorMap* map, 
       "l"(map), "r"(col), "r"(row), "r"(barrier)
       : "memory");
 }
+// 32 ranks of 64 columns of lora_A, from `rank` on, in the order in which its map has them.
+__device__ __forceinline__ void load_ranks(uint32_t shared, const TensorMap* map, int col, int rank, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %4, %3, %4, %4}], "
+      "[%5];" ::"r"(shared),
+      "l"(map), "r"(col), "r"(rank / 8), "r"(0), "r"(barrier)
+      : "memory");
+}
 // A run of bytes, whole 16-byte vectors.
 __device__ __forceinline__ void load_run(uint32_t shared, const void* from, int bytes, uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
                "l"(from), "r"(bytes), "r"(barrier)
                : "memory");
 }
+// To the L2 cache, which keeps it until it is loaded.
 __device__ __forceinline__ void prefetch_run(int64_t from, int bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(from), "r"(bytes), "l"(policy)
+               : "memory");
 }
 // What lies outside of the matrix is not written. Results are not read again: they leave the L2 cache first.
 __device__ __forceinline__ void store_box(const TensorMap* map, int col, int row, uint32_t shared) {
@@ -76,14 +88,16 @@ __device__ __forceinline__ void wait_stores_read() { asm volatile("cp.async.bulk
 // Until they have been written.
 __device__ __forceinline__ void wait_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-// ---- products -----------------------------------------------------------------------------------------------------
+// ---- fragments of the matrix unit --------------------------------------------------------------------------------
 
-// A matrix in shared memory, 8 x 8 blocks of 128 bytes: `along` bytes from block to block along the columns, `down`
-// along the ranks.
-__device__ __forceinline__ uint64_t matrix_of(uint32_t shared, int along, int down) {
-  return static_cast<uint64_t>((shared & 0x3ffff) >> 4) | static_cast<uint64_t>(down >> 4) << 16 |
-         static_cast<uint64_t>(along >> 4) << 32;
+// Four blocks of 8 x 8 elements, as ldmatrix4 reads them.
+__device__ __forceinline__ void stmatrix4(uint32_t address, const uint32_t (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(r[0]), "r"(r[1]),
+               "r"(r[2]), "r"(r[3])
+               : "memory");
 }
+
+// ---- products -----------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -95,23 +109,27 @@ __device__ __forceinline__ void settle(float (&d)[32]) {
   for (int i = 0; i < 32; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// d = a b, or d += a b where `add`: 64 rows x 64 columns, 16 ranks.
-__device__ __forceinline__ void wgmma(float (&d)[32], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t b,
+// d = a b, or d += a b where `add`: 64 rows x 64 columns, 16 ranks. `b` lies in shared memory, its address in units of
+// 16 bytes: rows, which are ranks, of 64 columns in swizzled 16-byte vectors, eight of them in 1024 bytes.
+__device__ __forceinline__ void wgmma(float (&d)[32], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b,
                                       int add) {
+  constexpr uint32_t kSwizzled = 1u << 30, kEightRows = 1024 / 16;
   asm volatile(
       "{\n"
       ".reg .pred add;\n"
+      ".reg .b64 matrix;\n"
       "setp.ne.b32 add, %37, 0;\n"
+      "mov.b64 matrix, {%36, %38};\n"
       "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
       "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
       "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31},"
-      "{%32,%33,%34,%35}, %36, add, 1, 1, 1;\n"
+      "{%32,%33,%34,%35}, matrix, add, 1, 1, 1;\n"
       "}\n"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
         "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
         "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
         "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(add));
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b), "r"(add), "r"(kSwizzled | kEightRows));
 }
 
 }  // namespace hopper

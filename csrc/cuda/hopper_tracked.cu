@@ -1,6 +1,6 @@
 // Tracked merges on compute capability 9: the walk of hopper.cuh, and beside W's tiles those of the journal.
 //
-// A unit of the journal is what a warp has of a box of 64 x 64: 16 rows. A half is a row's two vectors a lane. Boxes of
+// A unit of the journal is what a warp has of a box of 64 x 64: 16 rows. A half is what a lane has of a row. Boxes of
 // a segment are numbered along the columns first, so that codes and records of a tile are a run in memory each, and
 // come with its W.
 #include "hopper.cuh"
@@ -24,7 +24,7 @@ struct Read {
 template <bool Undo>
 struct Track {
   static constexpr int kBesideBox = kCodesOfBox + kRecordsOfBox;
-  static constexpr bool kCopies = false;
+  static constexpr bool kCopies = false, kMany = true;
   TrackedJournal journal;
 
   // Of the tile's first box.
@@ -82,34 +82,30 @@ struct Track {
       for (int j = 0; j < kHalves; ++j) {
         Coded<T>& x = read.half[j];
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const uint4 v = *box.vector_at(2 * j + e);
-          x.half.word[e][0] = v.x, x.half.word[e][1] = v.y, x.half.word[e][2] = v.z, x.half.word[e][3] = v.w;
-        }
+        for (int e = 0; e < 2; ++e) box.load(2 * j + e, x.half.word[e]);
         const int row = box.row + 8 * j;
-        if (Undo) add_to(checksum, x.half);
+        if (Undo) add_to(checksum, x.half, j);
         convert<T, Undo>(
-            x, [&](int e, int k) { return hopper::product_of(sum, 2 * j + e, k); }, box.scaling, true, box.special,
+            x, [&](int e, int k) { return hopper::product_of(sum, 2 * j + e, k); }, box.tile.scaling, true, box.special,
             [&](int) {
               const float* const scale = reinterpret_cast<const float*>(box.s.row_scale);
               return row < box.tile.rows ? __ldg(scale + box.tile.row + row) : 1.0f;
             });
         if (!Undo && !whole) {
-          const int there = row < box.tile.rows ? box.tile.cols - box.col() : 0;
-          x = cut(x, there, there - 8);
+          const int there = row < box.tile.rows ? box.tile.cols - box.col(2 * j) : 0;
+          x = cut(x, there, there - 32, 8);
         }
-        if (!Undo) add_to(checksum, x.half);
+        if (!Undo) add_to(checksum, x.half, j);
       }
       checksum = checksum_of(checksum);
       const uint32_t escapes = escapes_of(read.half[0].code, read.half[1].code);
       const Escapes found(escapes);
-      const auto element = [&](int j, int e, int byte) { return (e != 0 ? box.W1 : box.W0) + j * 1024 + byte; };
+      const auto element = [&](int j, int e, int byte) { return box.element(2 * j + e, byte); };
       const auto write = [&] {
+        __syncwarp();  // fragments are written by other lanes than those that hold them
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const uint32_t (&word)[4] = read.half[i / 2].half.word[i % 2];
-          *box.vector_at(i) = make_uint4(word[0], word[1], word[2], word[3]);
-        }
+        for (int i = 0; i < 4; ++i) box.store(i, read.half[i / 2].half.word[i % 2]);
+        __syncwarp();
       };
 
       if constexpr (Undo) {

@@ -32,12 +32,13 @@ struct alignas(128) TensorMap {
   uint64_t word[16];
 };
 struct Maps {
-  TensorMap source, destination, lora_B;
+  TensorMap source, destination, lora_B, lora_A;
 };
 
 // A launch of the kernel for compute capability 9: `deep` counts its stages; col_warps, staged_B, margin: unused.
 struct HopperLaunch : Launch {
   int32_t strip_cols;  // of a unit: 256 or 128
+  int32_t held;        // boxes of lora_A that are there, or on their way
   const Maps* maps;    // on the device, one for each segment; null = inline_maps
   Maps inline_maps[kInlineSegments];
 };

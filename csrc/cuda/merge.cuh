@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(kThreads, 2) merge_kernel(const __grid_constan
           add(x, sum[j], e);
           Packed<Destination> out;
           if (special)
-            out = round_special<Destination>(x, s, walk.first_row + (step + j) * stride + 2 * quad + e, walk.col,
+            out = round_special<Destination>(x, s, walk.first_row + (step + j) * stride + 2 * quad + e, walk.col, 2,
                                              launch.stochastic, launch.seed);
           else round_nearest8(reinterpret_cast<Destination(&)[8]>(out), x.value);
 #pragma unroll

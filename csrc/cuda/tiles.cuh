@@ -55,9 +55,9 @@ __device__ __forceinline__ Eight unpack(const Packed<T>& packed) {
   return x;
 }
 
-// Rounding beside the usual path: rows with a factor, stochastic rounding.
+// Rounding beside the usual path: rows with a factor, stochastic rounding. Pairs of elements are `step` columns apart.
 template <typename T>
-__device__ __noinline__ Packed<T> round_special(Eight x, const Segment& s, int row, int col, bool stochastic,
+__device__ __noinline__ Packed<T> round_special(Eight x, const Segment& s, int row, int col, int step, bool stochastic,
                                                 uint64_t seed) {
   const float factor = s.row_scale != 0 ? __ldg(reinterpret_cast<const float*>(s.row_scale) + row) : 1.0f;
   const uint64_t key = s.key ^ seed, index = s.first + row * s.pitch[0] + col * s.pitch[1];
@@ -66,8 +66,8 @@ __device__ __noinline__ Packed<T> round_special(Eight x, const Segment& s, int r
 #pragma unroll
   for (int e = 0; e < 8; ++e) {
     const float value = x.value[e] * factor;
-    out[e] =
-        stochastic ? round_stochastic<T>(value, random_bits(key, index + e * s.pitch[1])) : round_nearest<T>(value);
+    out[e] = stochastic ? round_stochastic<T>(value, random_bits(key, index + (e / 2 * step + e % 2) * s.pitch[1]))
+                        : round_nearest<T>(value);
   }
   return packed;
 }
@@ -76,7 +76,7 @@ __device__ __noinline__ Packed<T> round_special(Eight x, const Segment& s, int r
 template <typename T>
 __device__ __noinline__ void store_elements(Eight x, const Segment& s, int row, int col, bool stochastic,
                                             uint64_t seed) {
-  const Packed<T> packed = round_special<T>(x, s, row, col, stochastic, seed);
+  const Packed<T> packed = round_special<T>(x, s, row, col, 2, stochastic, seed);
   const T* out = reinterpret_cast<const T*>(packed.word);
   T* to = reinterpret_cast<T*>(s.destination) + row * s.destination_stride[0] + col * s.destination_stride[1];
 #pragma unroll

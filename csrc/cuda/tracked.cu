@@ -164,7 +164,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
       for (int j = 0; j < kHalves; ++j) {
         half[j] = {read_half<T>(stage[j]), j == 0 ? codes.x : codes.y};
-        if (Undo) add_to(checksum, half[j].half);
+        if (Undo) add_to(checksum, half[j].half, j);
         const auto factor = [&](int e) {
           return row + j * stride + e < s.rows ? __ldg(row_scale + row + j * stride + e) : 1.0f;
         };
@@ -175,9 +175,9 @@ __global__ void __launch_bounds__(kThreads, 2)
           const auto there = [&](int e) {
             return row + j * stride + e < s.rows ? static_cast<int>(s.cols) - walk.col : 0;
           };
-          half[j] = cut(half[j], there(0), there(1));
+          half[j] = cut(half[j], there(0), there(1), kPerWord<T>);
         }
-        if (!Undo) add_to(checksum, half[j].half);
+        if (!Undo) add_to(checksum, half[j].half, j);
       }
       checksum = checksum_of(checksum);
       const uint32_t escapes = escapes_of(half[0].code, half[1].code);

@@ -6,7 +6,7 @@
 // GPUs. Whether it is the same W' is told by a checksum of each unit: one that was written meanwhile is left as it is.
 //
 // A unit of the journal is 1024 elements of a warp: two halves of 16 elements a lane, whose codes are a word each. A
-// half is two runs of eight adjacent elements.
+// half is two runs of eight elements of a row.
 #pragma once
 #include <type_traits>
 
@@ -100,17 +100,17 @@ struct Coded {
   uint32_t code;
 };
 
-// What lies outside is zeros in the result, as it is loaded again, and no escape: all but the first `there0` elements
-// of the first run and `there1` of the second. A call, as it is rare.
+// What lies outside is zeros in the result, as it is loaded again, and no escape: all but the first `there0` columns
+// of the first run and `there1` of the second, whose words are `step` columns apart. A call, as it is rare.
 template <typename T>
-__device__ __noinline__ Coded<T> cut(Coded<T> x, int there0, int there1) {
+__device__ __noinline__ Coded<T> cut(Coded<T> x, int there0, int there1, int step) {
 #pragma unroll
   for (int e = 0; e < 2; ++e)
 #pragma unroll
     for (int w = 0; w < kWords<T>; ++w)
 #pragma unroll
       for (int h = 0; h < kPerWord<T>; ++h)
-        if (w * kPerWord<T> + h >= (e == 0 ? there0 : there1)) {
+        if (w * step + h >= (e == 0 ? there0 : there1)) {
           x.half.word[e][w] &= sizeof(T) == 4 ? 0u : 0xffffu << 16 * (1 - h);
           x.code &= ~(3u << (shift_of<T>(e, w) + 16 * h));
         }
@@ -183,15 +183,20 @@ __device__ __forceinline__ void convert(Coded<T>& x, const Sum& sum, float scali
   x = convert_scaled<T, Undo>(x, sums, scaling, adapted, factor(0), factor(1));
 }
 
-// Checksum of a unit: a lane's sum is turned and multiplied by an odd number before each word is added, which loses
-// nothing, so that a word that differs is always found; without the turns, signs that all change would add up to
-// nothing.
+// Checksum of a unit: each word of a lane is turned by its number and multiplied by an odd number of its own, which
+// loses nothing, so that a word that differs is always found. The sign bits of a lane's words then lie at different
+// places, so that signs which all change do not add up to nothing.
 template <typename T>
-__device__ __forceinline__ void add_to(uint32_t& sum, const Half<T>& half) {
+__device__ __forceinline__ void add_to(uint32_t& sum, const Half<T>& half, int j) {
+  uint32_t part[2] = {0, 0};
 #pragma unroll
   for (int e = 0; e < 2; ++e)
 #pragma unroll
-    for (int w = 0; w < kWords<T>; ++w) sum = __funnelshift_l(sum, sum, 5) * 0x9e3779b1u + half.word[e][w];
+    for (int w = 0; w < kWords<T>; ++w) {
+      const uint32_t number = (j * 2 + e) * kWords<T> + w, word = half.word[e][w];
+      part[e] += __funnelshift_l(word, word, number) * (0x9e3779b1u + 0x3c6ef372u * number);
+    }
+  sum += part[0] + part[1];
 }
 
 __device__ __forceinline__ uint32_t checksum_of(uint32_t sum) {

@@ -158,12 +158,13 @@ def _variant(merges: np.ndarray, copies: np.ndarray, key: int, device: torch.dev
     wide = bool(key & 1)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     if key & HOPPER:
-        strip, stages = hopper.shape(max_rank, wide, device)
-        cut = _cut(merges, copies, strip, hopper.unit_rows(max_rank, wide), processors, device)
+        tiles = hopper.shape(max_rank, wide, device)
+        rows = hopper.unit_rows(max_rank, wide, hopper.are_large(merges, processors))
+        cut = _cut(merges, copies, tiles.strip_cols, rows, processors, device)
         maps = hopper.maps(cut.host_table, wide, cut.table.device)
         return HopperVariant(
             cut.table, cut.unit_segment, maps, cut.counter, cut.device, source, wide, cut.n_units, cut.n_raw_units,
-            cut.rows_per_unit, strip, stages, max_rank,
+            cut.rows_per_unit, *tiles, max_rank,
         )  # fmt: skip
     shape = _shape(max_rank, wide, 4 if FP32 in (source, destination) else 2, _widest(merges), device)
     cut = _cut(merges, copies, WARP_COLS * shape.col_warps, MAX_UNIT_ROWS, 2 * processors, device)

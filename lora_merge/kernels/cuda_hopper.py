@@ -16,11 +16,14 @@ from torch import Tensor
 
 from ..segments import (
     BF16,
+    COLS,
     DESTINATION,
     DESTINATION_STRIDE,
     DTYPES,
     FP16,
     FP32,
+    LORA_A,
+    LORA_A_STRIDE,
     LORA_B,
     LORA_B_STRIDE,
     RANK,
@@ -30,9 +33,9 @@ from ..segments import (
 )
 
 # The same numbers as in csrc/cuda.
-CHUNK, TILE_ROWS, BOX_COLS, BOX_BYTES, MAX_STAGES = 32, 64, 64, 8192, 8
-RESERVED = 5120
-"""Shared memory for barriers and segments, and what is lost in front of the first stage."""
+CHUNK, TILE_ROWS, BOX_COLS, BOX_BYTES, MAX_STAGES, MAX_HELD = 32, 64, 64, 8192, 6, 16
+RESERVED = 3072
+"""Shared memory for barriers and segments."""
 
 
 class HopperVariant(NamedTuple):
@@ -49,6 +52,7 @@ class HopperVariant(NamedTuple):
     n_raw_units: int
     rows_per_unit: int
     strip_cols: int
+    held: int
     stages: int
     max_rank: int
 
@@ -62,52 +66,83 @@ def serves(table: np.ndarray, wide: np.ndarray, device: torch.device, beside: in
     dtype, rank = table[:, DTYPES] & 0xFF, table[:, RANK]
     fits = (dtype == table[:, DTYPES] >> 8 & 0xFF) & ((dtype == BF16) | (dtype == FP16)) & (rank > 0)
     for address, stride in ((SOURCE, SOURCE_STRIDE), (DESTINATION, DESTINATION_STRIDE)):
-        fits &= _rows_of_vectors(table, address, stride, 2)
-    fits &= (table[:, DTYPES] >> 24 & 0xFF) == np.where(wide, FP32, BF16)
-    fits &= _rows_of_vectors(table, LORA_B, LORA_B_STRIDE, np.where(wide, 4, 2))
+        fits &= _rows_of_vectors(table, address, stride, 2, table[:, ROWS])
+    adapter, size = np.where(wide, FP32, BF16), np.where(wide, 4, 2)
+    fits &= table[:, DTYPES] >> 16 & 0xFFFF == (adapter | adapter << 8)
+    fits &= _rows_of_vectors(table, LORA_A, LORA_A_STRIDE, size, rank)
+    fits &= _rows_of_vectors(table, LORA_B, LORA_B_STRIDE, size, table[:, ROWS])
+    fits &= wide | (rank % 8 == 0)  # the map of bf16 lora_A takes eight ranks apart
     if not _available(device):
         return fits & False
     return fits & (rank <= np.where(wide, _most_rank(True, device, beside), _most_rank(False, device, beside)))
 
 
-def shape(max_rank: int, wide: bool, device: torch.device, beside: int = 0) -> tuple[int, int]:
-    """(columns of a strip, stages) of a launch that `serves` chose."""
+class Shape(NamedTuple):
+    """How a block works, see `HopperLaunch` in csrc/cuda/launch.h."""
+
+    strip_cols: int
+    held: int
+    stages: int
+
+
+def shape(max_rank: int, wide: bool, device: torch.device, beside: int = 0) -> Shape:
+    """Of a launch that `serves` chose."""
     found = _shape(max_rank, wide, device, beside)
     assert found is not None
     return found
 
 
-def unit_rows(max_rank: int, wide: bool) -> int:
-    """Rows of a unit at the most: few, so that blocks stay side by side in memory, unless lora_A takes long to bring
-    (measured: 256, 512, 1024 and 2048 are best for one, two, three and from four planes of a chunk on)."""
+def unit_rows(max_rank: int, wide: bool, large: bool) -> int:
+    """Rows of a unit at the most, as measured: few, so that blocks that share rows stay side by side; more where there
+    is much of lora_A to bring, or where the next unit is mostly of another segment: its tensor maps take time, too."""
     planes = -(-max_rank // CHUNK) * (3 if wide else 1)
-    return min(2048, max(256, 128 * planes**2 // 512 * 512))
+    if planes > 4:
+        return 512
+    return 128 if large and planes <= 2 else 256
+
+
+def are_large(table: np.ndarray, processors: int) -> bool:
+    """Whether most elements lie in segments that have several units of 128 rows for each block."""
+    elements = (table[:, ROWS] * table[:, COLS]).astype(float)
+    return bool((elements**2).sum() >= elements.sum() * 128 * 256 * 8 * processors)
 
 
 def maps(table: np.ndarray, wide: bool, device: torch.device) -> Tensor:
-    """The tensor maps of a cut table, uint8 `[segments, 384]`, on the device or, of a small table, on the CPU."""
+    """The tensor maps of a cut table, uint8 `[segments, 512]`, on the device or, of a small table, on the CPU."""
     return torch.ops.lora_merge_native.tensor_maps(torch.from_numpy(table), wide).to(device)
 
 
-def _rows_of_vectors(table: np.ndarray, address: int, stride: int, size: np.ndarray | int) -> np.ndarray:
+def _rows_of_vectors(
+    table: np.ndarray, address: int, stride: int, size: np.ndarray | int, rows: np.ndarray
+) -> np.ndarray:
     """Whether rows are runs of elements that start at whole 16-byte vectors."""
     row, col = table[:, stride], table[:, stride + 1]
-    starts = (table[:, address] % 16 == 0) & ((row * size % 16 == 0) & (row > 0) | (table[:, ROWS] == 1))
+    starts = (table[:, address] % 16 == 0) & ((row * size % 16 == 0) & (row > 0) | (rows == 1))
     return starts & (col == 1)
 
 
-def _shape(max_rank: int, wide: bool, device: torch.device, beside: int) -> tuple[int, int] | None:
+def _shape(max_rank: int, wide: bool, device: torch.device, beside: int) -> Shape | None:
     """Wide strips read lora_B less often; stages hide the latency of memory. None if the rank leaves no room."""
+    for strip, held in ((256, 4), (128, 4), (128, 2)) if wide else ((256, 4), (128, 2)):
+        stages = _stages(max_rank, wide, device, beside, strip, held)
+        if stages >= 2:
+            # What is left is for the next unit's lora_A where that takes long to bring; else blocks that wait for it
+            # stay side by side.
+            while max_rank > 96 and not wide and _stages(max_rank, wide, device, beside, strip, held + 1) == stages:
+                held += 1
+            return Shape(strip, held, stages)
+    return None
+
+
+def _stages(max_rank: int, wide: bool, device: torch.device, beside: int, strip: int, held: int) -> int:
+    """How many there is room for."""
     properties = torch.cuda.get_device_properties(device)
     room: int = properties.shared_memory_per_block_optin - RESERVED  # type: ignore[attr-defined]
-    chunks = -(-max_rank // CHUNK)
-    for strip in (256, 128):
-        stage = strip // BOX_COLS * (BOX_BYTES + beside) + chunks * TILE_ROWS * CHUNK * (4 if wide else 2)
-        stage = -(-stage // 1024) * 1024
-        stages = (room - chunks * CHUNK * strip * (6 if wide else 2)) // stage
-        if stages >= 2:
-            return strip, min(stages, MAX_STAGES)
-    return None
+    chunks, boxes, size = -(-max_rank // CHUNK), strip // BOX_COLS, 4 if wide else 2
+    stage = -(-(boxes * (BOX_BYTES + beside) + chunks * TILE_ROWS * CHUNK * size) // 1024) * 1024
+    chunk = CHUNK * BOX_COLS  # of a box of lora_A
+    lora_A = held * chunk * 4 + boxes * chunks * chunk * 6 if wide else held * chunks * chunk * 2
+    return min((room - lora_A) // stage, MAX_STAGES)
 
 
 @cache

@@ -65,6 +65,7 @@ class _HopperGroup(NamedTuple):
     n_units: int
     rows_per_unit: int
     strip_cols: int
+    held: int
     stages: int
     max_rank: int
 
@@ -128,12 +129,12 @@ class CudaTracked:
 
     def _hopper(self, table: np.ndarray, dtype: int, wide: bool) -> _HopperGroup:
         max_rank = int(table[:, RANK].max())
-        strip, stages = hopper.shape(max_rank, wide, self.device, BESIDE)
+        tiles = hopper.shape(max_rank, wide, self.device, BESIDE)
         self._number(table, hopper.TILE_ROWS, hopper.BOX_COLS)
-        most = hopper.unit_rows(max_rank, wide)
-        cut = _cut(table, table[:0], strip, most, self._processors, self.device)
+        most = hopper.unit_rows(max_rank, wide, large=False)
+        cut = _cut(table, table[:0], tiles.strip_cols, most, self._processors, self.device)
         maps = hopper.maps(cut.host_table, wide, cut.table.device)
         return _HopperGroup(
             cut.table, cut.unit_segment, maps, cut.counter, cut.device, dtype, wide, cut.n_units, cut.rows_per_unit,
-            strip, stages, max_rank,
+            *tiles, max_rank,
         )  # fmt: skip
