@@ -577,11 +577,11 @@ def test_memory(tied: bool) -> None:
     for name, parameter in model.named_parameters():
         if "lora_B" in name or "lora_embedding_B" in name:
             parameter.data.mul_(1e-3)  # updates of less than a tenth of the weights
-    deltas = {delta.name: delta.weight for delta in read_deltas(model)}
-    weights = sum(w.nbytes for w in deltas.values())
-    # Codes of whole panels, 32 columns with AVX-512.
-    padded = sum(len(w) * -(-w.shape[1] // 32) * 32 * w.itemsize for w in deltas.values())
-    apart = tied * deltas["model.embed_tokens.weight"].nbytes
+    sizes = {delta.name: delta.weight.nbytes for delta in read_deltas(model)}
+    weights, apart = sum(sizes.values()), tied * sizes["model.embed_tokens.weight"]
+    # Codes are of whole panels, 32 columns with AVX-512.
+    cols = {delta.name: delta.weight.shape[1] for delta in read_deltas(model)}
+    padded = sum(size // cols[name] * -(-cols[name] // 32) * 32 for name, size in sizes.items())
     with merged(model):
         pass
     with Allocations() as allocations:
