@@ -3,9 +3,10 @@
     python benchmarks/merge.py --shape qwen2.5-7b --device cuda --adapter-dtype bf16 --json new.json
     python benchmarks/regress.py new.json
 
-The recorded run is the one in benchmarks/results with the same device, shape, rank and dtypes. For lora_merge's own
-methods `x_copy` and extra memory may exceed it by the slack; launches, results beyond the error bound and bits that
-are no longer restored may not. Exit status: 0 as fast, 1 slower, 2 nothing to compare with.
+The recorded run is the one in benchmarks/results with the same device, shape, rank and dtypes (not in its folder
+variants: other builds and backends). For lora_merge's own methods `x_copy` and extra memory may exceed it by the slack;
+launches, results beyond the error bound and bits that are no longer restored may not. Exit status: 0 as fast, 1 slower,
+2 nothing to compare with.
 """
 
 from __future__ import annotations
