@@ -1,25 +1,39 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in one go: build, tests, compute-sanitizer, benchmarks. Results go to the folder given.
 #
-#     bash tests/gpu.sh OUT [build] [tests] [sanitizer] [merge]        (default: all of them)
+#     bash tests/gpu.sh OUT [STEP ...]        (default: all of them, one after the other)
 #
-# The machine needs torch, nvcc, pytest with xdist, hypothesis, peft and transformers; it reaches no registry.
+# Where there are several GPUs, build once, and then run steps side by side, each on one: CUDA_VISIBLE_DEVICES=1 bash
+# tests/gpu.sh OUT figures. The machine needs torch, nvcc, pytest with xdist, hypothesis, peft and transformers; it
+# reaches no registry.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-out=$(realpath "${1:?folder for results}")
+mkdir -p "${1:?folder for results}"
+out=$(realpath "$1")
 shift
-steps=${*:-build tests sanitizer merge}
+steps=${*:-build tests sanitizer figures restore peers sweep latency energy triton portable}
 status=0
-export PYTHONUNBUFFERED=1
+export PYTHONUNBUFFERED=1 PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 section() { printf '\n===== %s (%d s) =====\n' "$*" "$SECONDS"; }
+try() { "$@" || { status=1 && echo "FAILED: $*"; }; }
+bench() { # NAME SCRIPT OPTIONS...: figures to OUT/NAME.json
+  local name=$1 script=$2
+  shift 2
+  try python3 "benchmarks/$script.py" "$@" --json "$out/$name.json"
+}
+merge() { # NAME OPTIONS...
+  local name=$1
+  shift
+  bench "$name" merge --device cuda --repeat 7 --plot "$out/$name.png" "$@"
+}
 
 for step in $steps; do
   section "$step"
   case $step in
     build) # the extension for the visible GPU; torch and nvcc are there, no registry is
-      time python3 -m pip install --no-build-isolation --no-deps -q -e . || status=1 ;;
+      try python3 setup.py -q build_ext --inplace ;;
     tests)
-      python3 -m pytest -m gpu -q -n 6 --timeout=300 "${TESTS:-tests}" 2>&1 | tail -n 60
+      python3 -m pytest -m gpu -q -n 6 --timeout=300 -p no:cacheprovider "${TESTS:-tests}" 2>&1 | tail -n 60
       [ "${PIPESTATUS[0]}" = 0 ] || status=1 ;;
     sanitizer) # every kernel path on small shapes: dtypes, layouts, ranks, copies, norms
       for tool in memcheck racecheck; do
@@ -27,12 +41,31 @@ for step in $steps; do
           python3 tests/sanitize.py 2>&1 | tail -n 4
         [ "${PIPESTATUS[0]}" = 0 ] || status=1
       done ;;
-    merge)
-      for shape in qwen2.5-7b qwen3-30b-a3b-8layers; do
-        python3 benchmarks/merge.py --shape "$shape" --device cuda --adapter-dtype bf16 \
-          --json "$out/merge-$shape.json" --plot "$out/merge-$shape.png" || status=1
-      done
-      python3 benchmarks/merge.py --shape qwen2.5-7b --device cuda --json "$out/merge-qwen2.5-7b-fp32-adapters.json" || status=1 ;;
+    figures)
+      for shape in qwen2.5-7b qwen3-30b-a3b-8layers; do merge "merge-$shape" --shape "$shape" --adapter-dtype bf16; done
+      merge merge-qwen2.5-7b-fp32-adapters --shape qwen2.5-7b --adapter-dtype fp32
+      merge merge-qwen2.5-7b-fp32-base --shape qwen2.5-7b --dtype fp32 --adapter-dtype bf16 ;;
+    restore)
+      large="--rows 18944 --cols 3584 --matrices 84" small="--rows 8192 --cols 8192 --matrices 20"
+      bench restore-h200-7b restore --device cuda $large --ranks 32 --bases bf16 --updates 0.001 0.01 0.1
+      bench restore-h200 restore --device cuda $small --ranks 32 --updates 0.001 0.01 0.1 1
+      bench restore-h200-ranks restore --device cuda $small --ranks 8 64 128 256 --bases bf16 --updates 0.01
+      bench restore-h200-fp32-adapters restore --device cuda $small --ranks 32 --bases bf16 --adapters fp32 \
+        --updates 0.01 ;;
+    peers) bench peers-h200 peers --shape qwen2.5-7b --device cuda --adapter-dtype bf16 --plot "$out/peers-h200.png" ;;
+    sweep) bench sweep-h200 sweep --device cuda --plot "$out/sweep-h200.png" ;;
+    latency) bench latency-h200 latency ;;
+    energy) bench energy-h200 energy ;;
+    triton) LORA_MERGE_BACKEND=triton merge merge-qwen2.5-7b-triton --shape qwen2.5-7b --adapter-dtype bf16 ;;
+    portable) # the kernels for any GPU, from code for sm_80, in a copy of the tree
+      copy=$(mktemp -d)
+      cp -r . "$copy"
+      rm -rf "$copy"/build "$copy"/lora_merge/_C*.so
+      cd "$copy" || exit 2
+      TORCH_CUDA_ARCH_LIST=8.0+PTX try python3 setup.py -q build_ext --inplace
+      PYTHONPATH=$copy merge merge-qwen2.5-7b-sm80 --shape qwen2.5-7b --adapter-dtype bf16
+      cd - > /dev/null || exit 2 ;;
+    *) echo "unknown step $step" && status=2 ;;
   esac
 done
 section "done, status $status"

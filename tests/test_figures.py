@@ -91,6 +91,42 @@ def test_more_gpus_and_wires(load: Any) -> None:
     assert moe.gigabytes(True) + moe.gigabytes(False) == pytest.approx(moe.gigabytes())
 
 
+def test_latency(
+    load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    latency = load("latency")
+    data = tmp_path / "latency.json"
+    run = ["latency.py", "--device", "cpu", "--shape", "tiny", "--repeat", "2", "--json", str(data)]
+    monkeypatch.setattr(sys, "argv", run)
+    latency.main()
+    record = json.loads(data.read_text())
+    assert set(record["us"]) == {"alone", "in a row"}, "graphs are of GPUs"
+    points = record["layers"]
+    assert [p["layers"] for p in points] == list(latency.LAYERS)
+    residuals = [p["us"] - record["fixed_us"] - record["x_copy"] * p["copy_us"] for p in points]
+    assert sum(residuals) == pytest.approx(0, abs=1e-3 * points[-1]["us"])
+    assert f"{record['x_copy']:.2f} copies" in capsys.readouterr().out
+
+
+def test_energy(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The floor of the recorded run by the formula; without a GPU a clear end."""
+    energy = load("energy")
+    recorded = json.loads((ROOT / "benchmarks" / "results" / "energy-h200.json").read_text())
+    names = {"joules_per_byte": "joules_per_byte_copied", "joules_per_operation": "joules_per_product_or_sum"}
+    record = recorded | {name: recorded[old] for name, old in names.items() if old in recorded}
+    copy_ms = next(row["ms"] for row in record["rows"] if row["label"] == "copy")
+    rows = [row for row in record["rows"] if row.get("floor_copies", 1) > 1]
+    assert rows
+    for row in rows:
+        operations = row["flops"] if "flops" in row else row["operations"]
+        nbytes = row["bytes"] if "bytes" in row else row["nbytes"]
+        assert energy.floor_ms(nbytes, operations, record) / copy_ms == pytest.approx(row["floor_copies"], rel=1e-2)
+    monkeypatch.setattr(sys, "argv", ["energy.py"])
+    monkeypatch.setattr(energy.torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="an NVIDIA GPU is needed"):
+        energy.main()
+
+
 def test_merging_on_shards(tmp_path: Path) -> None:
     """Two real processes; the part without an engine, which test_vllm_shards.py adds."""
     data = tmp_path / "fsdp.json"
