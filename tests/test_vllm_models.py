@@ -134,7 +134,10 @@ def test_float32_training_weights_are_rounded_once_to_the_engines_bf16(tmp_path:
     model = models.with_lora(engines.qwen2, **DENSE)
     with engine(model, tmp_path / "base", dtype="bfloat16") as llm:
         report = VllmSync(model, llm).push(verify=True)
-        assert report.nbytes == 2 * sum(p.numel() for n, p in model.named_parameters() if "lora_" not in n)
+        sizes = {n: p.numel() for n, p in model.named_parameters() if "lora_" not in n}
+        # Where vLLM packs weights for AMX, it holds biases in float32.
+        biases = sum(size for name, size in sizes.items() if name.endswith("bias"))
+        assert report.nbytes - 2 * sum(sizes.values()) in (0, 2 * biases)
 
 
 def test_full_fine_tuning_without_adapters(tmp_path: Path) -> None:
