@@ -297,7 +297,7 @@ def prepare(args: argparse.Namespace, progress: report.Progress) -> tuple[PeftMo
         if not adapter.exists():
             progress.say(f"training {adapter.name}")
             losses = checkpoint.train_adapter(adapter, folder, args.rank)
-            progress.note(f"  {len(losses)} steps on this repository's text: loss {losses[0]:.2f} -> {losses[-1]:.2f}")
+            progress.note(f"  {len(losses)} steps on the licence: loss {losses[0]:.2f} -> {losses[-1]:.2f}")
     progress.say(f"loading {folder.name} and {adapter.name}")
     model, base = checkpoint.load(folder, adapter, dtype, adapter_dtype, args.device)
     return model, matrices_of(model, base), folder.name

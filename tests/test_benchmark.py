@@ -84,8 +84,8 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
         import checkpoint
     sizes = {"hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 2, "num_attention_heads": 4}
     checkpoint.write_checkpoint(folder / "base", checkpoint.QWEN2 | sizes, torch.bfloat16)
-    losses = checkpoint.train_adapter(folder / "adapter", folder / "base", rank=4, steps=8)
-    assert losses[-1] < losses[0], "training on the repository's text learns something"
+    losses = checkpoint.train_adapter(folder / "adapter", folder / "base", rank=4, steps=24)
+    assert sum(losses[-8:]) < sum(losses[:8]), "training learns something"
     return folder
 
 
