@@ -23,7 +23,7 @@ import shapes
 import torch
 from merge import DTYPES
 
-from lora_merge import Plan, Segment
+from lora_merge import Plan
 
 
 class Meter:
@@ -84,17 +84,6 @@ def floor_ms(nbytes: float, operations: float, record: dict[str, Any]) -> float:
     return 1e3 * joules / (record["limit_watts"] - record["watts_awake"])
 
 
-def segments(shape: str, rank: int, dtype: torch.dtype) -> list[Segment]:
-    def normal(*size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=dtype, device="cuda").normal_(std=0.02)
-
-    def one(name: str, rows: int, cols: int) -> Segment:
-        w = torch.empty(rows, cols, dtype=torch.bfloat16, device="cuda").normal_(std=0.02)
-        return Segment(name, w, w, normal(rank, cols), normal(rows, rank), 1e-3)
-
-    return [one(*matrix) for matrix in shapes.SHAPES[shape].matrices()]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=shapes.SHAPES, default="qwen2.5-7b", help="default %(default)s")
@@ -122,9 +111,8 @@ def main() -> None:
 
     awake = measure("awake, no work", lambda: torch.cuda._sleep(1_000_000))
     record["watts_awake"] = awake["watts"]
-    job = segments(args.shape, args.ranks[0], dtype)
-    elements = sum(s.source.numel() for s in job)
-    del job
+    matrices = shapes.SHAPES[args.shape].matrices()
+    elements = sum(rows * cols for _, rows, cols in matrices)
     buffers = torch.zeros(2, elements * 2, dtype=torch.uint8, device="cuda")
     copy = measure("copy", partial(buffers[0].copy_, buffers[1]))
     del buffers
@@ -134,7 +122,7 @@ def main() -> None:
     products = measure("products of 8192 x 8192", lambda: torch.mm(a, b))
     record["joules_per_operation"] = (products["watts"] - awake["watts"]) * products["ms"] / 1e3 / (2 * 8192**3)
     for rank in args.ranks:
-        plan = Plan(segments(args.shape, rank, dtype))
+        plan = Plan(shapes.random_segments(matrices, rank, dtype, torch.device("cuda")))
         work = 2.0 * rank * elements * (6 if dtype == torch.float32 else 1)
         measure(f"merges of rank {rank}", plan.run, nbytes=4.0 * elements, operations=work)
         del plan

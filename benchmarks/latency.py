@@ -20,18 +20,10 @@ import shapes
 import torch
 from timing import milliseconds
 
-from lora_merge import Plan, Segment
+from lora_merge import Plan
 
 LAYERS = (6, 24, 96)
 IN_A_ROW = 50
-
-
-def segment(rows: int, cols: int, rank: int, device: torch.device) -> Segment:
-    def normal(*size: int) -> torch.Tensor:
-        return torch.randn(size, device=device).mul_(0.02).bfloat16()
-
-    w = normal(rows, cols)
-    return Segment("w", w, w, normal(rank, cols), normal(rows, rank), 0.1)
 
 
 def main() -> None:
@@ -47,7 +39,7 @@ def main() -> None:
         call()
         return 1e3 * statistics.median(milliseconds(call, device) for _ in range(args.repeat))
 
-    one = Plan([segment(64, 256, 8, device)])
+    one = Plan(shapes.random_segments([("w", 64, 256)], 8, torch.bfloat16, device))
 
     def row() -> None:
         for _ in range(IN_A_ROW):
@@ -66,7 +58,7 @@ def main() -> None:
 
     for layers in LAYERS:
         matrices = dataclasses.replace(shapes.SHAPES[args.shape], layers=layers).matrices()
-        plan = Plan([segment(rows, cols, 32, device) for _, rows, cols in matrices])
+        plan = Plan(shapes.random_segments(matrices, 32, torch.bfloat16, device))
         size = 2 * sum(rows * cols for _, rows, cols in matrices)
         source, target = torch.zeros(2, size, dtype=torch.uint8, device=device)
         point = {"layers": layers, "us": us(plan.run), "copy_us": us(partial(target.copy_, source))}

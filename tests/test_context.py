@@ -577,11 +577,10 @@ def test_memory(tied: bool) -> None:
     for name, parameter in model.named_parameters():
         if "lora_B" in name or "lora_embedding_B" in name:
             parameter.data.mul_(1e-3)  # updates of less than a tenth of the weights
-    sizes = {delta.name: delta.weight.nbytes for delta in read_deltas(model)}
-    weights, apart = sum(sizes.values()), tied * sizes["model.embed_tokens.weight"]
+    shards = {delta.name: delta.weight for delta in read_deltas(model)}
+    weights, apart = sum(w.nbytes for w in shards.values()), tied * shards["model.embed_tokens.weight"].nbytes
     # Codes are of whole panels, 32 columns with AVX-512.
-    cols = {delta.name: delta.weight.shape[1] for delta in read_deltas(model)}
-    padded = sum(size // cols[name] * -(-cols[name] // 32) * 32 for name, size in sizes.items())
+    padded = sum(w.nbytes // w.shape[1] * -(-w.shape[1] // 32) * 32 for w in shards.values())
     with merged(model):
         pass
     with Allocations() as allocations:

@@ -33,7 +33,7 @@ from ..segments import (
 )
 
 # The same numbers as in csrc/cuda.
-CHUNK, TILE_ROWS, BOX_COLS, BOX_BYTES, MAX_STAGES, MAX_HELD = 32, 64, 64, 8192, 6, 16
+CHUNK, TILE_ROWS, BOX_COLS, BOX_BYTES, MAX_STAGES = 32, 64, 64, 8192, 6
 RESERVED = 3072
 """Shared memory for barriers and segments."""
 
