@@ -14,9 +14,11 @@ import pytest
 import torch
 from engines import ask, assert_answers, engine, train
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
 from torch import nn
 from vllm import LLM
 
+import lora_merge.engine.sync
 from lora_merge import MergedWeights, PushFailed, PushRefused, UnsupportedAdapter, VllmSync
 from lora_merge.engine.loader import Loader
 from lora_merge.weights import Filler
@@ -81,6 +83,20 @@ def test_rescaled_modules_and_several_adapters_in_adapter_mode(llm: LLM) -> None
     sync = VllmSync(model, llm, mode="adapter")
     sync.push()
     assert_answers(ask(llm, sync.lora_request()), model)
+
+
+def test_a_cached_adapter_is_that_of_the_stream_as_it_is_now(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams are made anew when a scaling changes, and the next one may lie where one before it lay: an `id` says
+    nothing of an object that is gone."""
+    monkeypatch.setattr(lora_merge.engine.sync, "id", lambda stream: 0, raising=False)
+    model = policy()
+    sync = VllmSync(model, llm, mode="adapter")
+    for factor in (1, 3, 0.5):
+        for module in model.modules():
+            if isinstance(module, LoraLayer):
+                module.scaling["default"] *= factor
+        sync.push()
+        assert_answers(ask(llm, sync.lora_request()), model)
 
 
 def test_adapters_on_modules_of_unlike_rank(llm: LLM) -> None:

@@ -107,7 +107,7 @@ class VllmSync:
             raise InvalidInput("engine must be a handle or a list of them, on one rank at least; got none")
         self._trainer = Trainer(controls, world)
         self._fingerprint = Fingerprint()
-        self._adapter: tuple[Any, AdapterSource] | None = None
+        self._adapter: tuple[Filler, torch.dtype, AdapterSource] | None = None
         self._lock = threading.Lock()
 
     # What a user calls
@@ -350,9 +350,9 @@ class VllmSync:
 
     def _read_adapter(self, dtype: torch.dtype) -> AdapterSource:
         filler = self._weights.filler()
-        if self._adapter is None or self._adapter[0] != (id(filler), dtype):
-            self._adapter = (id(filler), dtype), AdapterSource(self._weights, filler, dtype)
-        return self._adapter[1]
+        if self._adapter is None or self._adapter[0] is not filler or self._adapter[1] != dtype:
+            self._adapter = filler, dtype, AdapterSource(self._weights, filler, dtype)
+        return self._adapter[2]
 
     async def _try_adapter(
         self, dtype: torch.dtype, limit: int, made: list[AdapterSource], replicas: Sequence[Replica]
