@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import os
 import signal
@@ -20,8 +21,12 @@ from torch import Tensor
 from lora_merge import InvalidInput
 from lora_merge.buckets import Meta, Table, extent, lay_out
 from lora_merge.engine import nccl, transport
+from lora_merge.engine.control import Control
+from lora_merge.engine.replica import Replica
+from lora_merge.engine.trainer import Trainer
 from lora_merge.engine.transport import Receiver, Sender, assign
 from lora_merge.engine.waiting import TransferAborted, host_id
+from lora_merge.ranks import Ranks
 from lora_merge.stream import Places
 
 CPU = torch.device("cpu")
@@ -36,11 +41,16 @@ processes.set_forkserver_preload(["torch", "lora_merge.engine.transport"])
 class Counting:
     """Bucket k is full of k + 1."""
 
-    collective = False
-
-    def __init__(self, device: torch.device = CPU, at: int = -1, then: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        device: torch.device = CPU,
+        at: int = -1,
+        then: Callable[[], None] = lambda: None,
+        collective: bool = False,
+    ) -> None:
         self.table: Table = lay_out([Meta(str(i), torch.uint8, (1000,)) for i in range(BUCKETS)], NBYTES)
-        self.device, self._at, self._then = device, at, then
+        self.device, self.capacity, self.collective = device, NBYTES, collective
+        self._at, self._then = at, then
         self.filled: list[int] = []
         self.placed: list[int] = []
 
@@ -221,9 +231,9 @@ def test_buckets_arrive_transfer_after_transfer(kind: tuple[str, str, str]) -> N
     replicas = {r for r, _ in ours.kinds}
     for taking in (replicas, {0}, replicas - {0}) if len(replicas) > 1 else (replicas, replicas):
         workers.wait()
-        ours.begin()
+        ours.begin(source := Counting(torch.device(here)))
         workers.call(taking)
-        ours.serve(source := Counting(torch.device(here)), {}, workers.gone)
+        ours.serve(source, {}, workers.gone)
         assert source.filled == ALL
         ours.opened()
     assert workers.wait() == dict.fromkeys(ours.kinds, ALL * 2)
@@ -239,10 +249,10 @@ def test_a_worker_that_fails_holds_nobody_up(kind: tuple[str, str, str], how: st
     wrong = max(place for place in ours.kinds if place[0] == 0)
     workers = Workers(ours, there, wrong=wrong, at=at, how=how)
     ours.connect()
-    ours.begin()
+    ours.begin(source := Counting(torch.device(here)))
     workers.call({0, 1})
     begin = time.monotonic()
-    ours.serve(source := Counting(torch.device(here)), {}, workers.gone)
+    ours.serve(source, {}, workers.gone)
     assert time.monotonic() - begin < nccl.GRACE_S + 8
     assert source.filled == ALL, "filling may take all trainer ranks: it goes on"
     found = workers.wait()
@@ -263,10 +273,10 @@ def test_a_trainer_that_breaks_tells_its_workers(kind: tuple[str, str, str], at:
     ours = Sender(channels(name, there), NBYTES, torch.device(here))
     workers = Workers(ours, there)
     ours.connect()
-    ours.begin()
+    ours.begin(source := Counting(torch.device(here), at, fail))
     workers.call({0, 1})
     with pytest.raises(RuntimeError, match="injected"):
-        ours.serve(Counting(torch.device(here), at, fail), {}, workers.gone)
+        ours.serve(source, {}, workers.gone)
     for seen in workers.wait().values():
         assert "TransferAborted: the trainer gave up" in seen[-1]
         assert seen[:-1] == ALL[: len(seen) - 1]
@@ -283,11 +293,11 @@ def train(name: str, here: str, there: str, tell: Any) -> None:
     ours = Sender({(0, 0): name}, NBYTES, torch.device(here))
     tell.send(ours.channel(0, 0))
     ours.connect()
-    ours.begin()
+    ours.begin(source := Counting(torch.device(here), 2, die))
     tell.send("begun")
     tell.recv()
     ours.opened()
-    ours.serve(Counting(torch.device(here), 2, die), {})
+    ours.serve(source, {})
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -352,7 +362,7 @@ def test_a_local_worker_pulls_and_what_it_leaves_is_filled(until: int) -> None:
     ours = Sender({(0, 0): "local"}, NBYTES, CPU)
     for _ in range(2):
         source = Counting()
-        ours.begin()
+        ours.begin(source)
         ours.offer(source, {})
         assert pull(ours, until) == ALL[:until]
         assert source.filled == ALL[: until + 1], "one bucket ahead"
@@ -370,7 +380,7 @@ def test_a_local_worker_has_buckets_placed(until: int, compare: bool) -> None:
     ours = Sender({(0, 0): "local"}, NBYTES, CPU)
     places = Places({f"{i}": [(((0,), (4,)), torch.zeros(4, dtype=torch.uint8))] for i in ALL if i != 1})
     source = Counting()
-    ours.begin()
+    ours.begin(source)
     ours.offer(source, {})
     assert pull(ours, until, places, compare) == ALL[:until]
     assert source.placed == [i for i in ALL[: until + 1] if i != 1]
@@ -387,8 +397,8 @@ def test_local_workers_and_others_take_the_same_buckets(until: int) -> None:
         part = Sender.__new__(Sender)  # the channels of the workers that are processes
         part.kinds, part.channel = {(1, 0): "shm"}, ours.channel  # type: ignore[method-assign]
         workers = Workers(part, "cpu", wrong=(1, 0), at=until - 2, how="dawdles")
-        ours.begin()
-        ours.offer(source := Counting(), {}, workers.gone)
+        ours.begin(source := Counting())
+        ours.offer(source, {}, workers.gone)
         workers.call({1})
         assert pull(ours, until) == ALL[:until]
         ours.drain()
@@ -398,10 +408,60 @@ def test_local_workers_and_others_take_the_same_buckets(until: int) -> None:
         ours.close()
 
 
+def test_a_rank_without_memory_for_its_buckets_says_so_before_the_others_count_on_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A sharded model's buckets are filled by all ranks at once: one that had none joined no collective, in silence."""
+
+    def full(self: Sender) -> list[Tensor]:
+        raise torch.OutOfMemoryError("injected")
+
+    calls: list[str] = []
+
+    async def prepare(replica: Replica) -> None:
+        calls.append("prepare")
+
+    async def receive(replica: Replica) -> None:
+        calls.append("receive")
+
+    ours, source = Sender({(0, 0): "local"}, NBYTES, CPU), Counting(collective=True)
+    trainer, replica = Trainer([], Ranks()), Replica(0, Control(None), [])
+    trainer._rounds = [(ours, frozenset({0}))]
+    with monkeypatch.context() as patched:
+        patched.setattr(Sender, "_plain_buffers", full)
+        asyncio.run(trainer.transfer(source, {}, [replica], prepare, receive))
+    assert replica.error == "OutOfMemoryError: injected"
+    assert calls == ["prepare"]
+    assert not source.filled, "no rank fills buckets that one of them cannot fill"
+    ours.begin(source)
+    ours.offer(source, {})
+    assert pull(ours) == source.filled == ALL
+    ours.close()
+
+
+@pytest.mark.parametrize("at", [0, 3])
+def test_a_rank_that_breaks_joins_what_is_left(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others fill every bucket, and need it for each: also for the one before which it broke."""
+    ours, source = Sender({(0, 0): "local"}, NBYTES, CPU), Counting(collective=True)
+
+    def place(index: int, places: Places, run: Mapping[str, Any]) -> bool:
+        if index == at:
+            fail()
+        return False
+
+    monkeypatch.setattr(source, "place", place)
+    ours.begin(source)
+    ours.offer(source, {})
+    with pytest.raises(RuntimeError, match="injected"):
+        pull(ours)
+    assert source.filled == ALL
+    ours.close()
+
+
 def test_a_rank_without_workers_fills_all_the_same() -> None:
     ours = Sender({}, NBYTES, CPU)
-    ours.begin()
-    ours.serve(source := Counting(), {}, set)
+    ours.begin(source := Counting())
+    ours.serve(source, {}, set)
     assert source.filled == ALL
     ours.close()
 

@@ -127,11 +127,13 @@ class Trainer:
         except Exception as error:
             replica.error = told(error)
 
-    async def share(self, replicas: Sequence[Replica], error: str = "") -> None:
-        """Let every rank know which replicas have failed; an error of this rank itself fails them all."""
-        for others, failed in await self.gather(({r.index: r.error for r in replicas if r.error}, error)):
+    async def share(self, replicas: Sequence[Replica], error: str = "") -> bool:
+        """Let every rank know which replicas have failed; an error of a rank itself fails them all, and is told."""
+        answers = await self.gather(({r.index: r.error for r in replicas if r.error}, error))
+        for others, failed in answers:
             for replica in replicas:
                 replica.error = failed or replica.error or others.get(replica.index, "")  # the cause comes first
+        return any(failed for _, failed in answers)
 
     # Channels
 
@@ -218,8 +220,13 @@ class Trainer:
             for replica in group:
                 if replica.control is not None:
                     await self.attempt(replica, prepare(replica))
-            sender.begin()
-            await self.share(replicas)
+            failure = ""
+            try:
+                sender.begin(source)
+            except Exception as error:
+                failure = told(error)
+            if await self.share(replicas, failure):
+                continue  # on every rank: none may wait for the one that cannot fill
             for index in indices - {r.index for r in group if not r.error}:
                 ended.add(index)
             own = [r for r in group if r.control is not None and not r.error]

@@ -175,7 +175,7 @@ class Sender:
             self._memory = CudaMemory(2 * self.nbytes, self.device)
             return list(self._memory.tensor.split(self.nbytes))
         if self.local:
-            return []  # made when a bucket cannot be placed
+            return []  # made when buckets cannot be placed
         return self._plain_buffers()
 
     def _plain_buffers(self) -> list[Tensor]:
@@ -220,8 +220,15 @@ class Sender:
         for file in self._files:
             file.hide()
 
-    def begin(self) -> None:
-        """A transfer begins: on every trainer rank, before the control calls in which workers take it."""
+    def begin(self, source: Sent) -> None:
+        """A transfer begins: on every trainer rank, before the control calls in which workers take it.
+
+        Raises:
+            torch.OutOfMemoryError: no memory for buckets. No rank may fill any before it knows that all can: filling
+                takes all of them at once, and who has no bucket to fill cannot join the others.
+        """
+        if source.collective and not self.buffers:
+            self.buffers = self._plain_buffers()
         if self._box is not None:
             self._box[:_WORKERS] = 0
             for word in (_DONE, _LEFT):
@@ -315,8 +322,9 @@ class Sender:
             if source.collective:
                 # The other ranks fill on, and need this one for it; what is filled reaches nobody.
                 for index in range(self._next, count):
+                    buffer = self._buffer(index)
                     with contextlib.suppress(Exception), self._ahead.filling():
-                        source.fill(index, self.buffers[index % 2], run)
+                        source.fill(index, buffer, run)
             raise
         finally:
             for group in self._groups.values():
@@ -324,13 +332,11 @@ class Sender:
 
     def _fill(self, source: Sent, index: int, run: Mapping[str, Any], gone: Callable[[], set[int]]) -> Received:
         """Fill one bucket and hand it over."""
-        self._next = index + 1
         places, compare = self._places or (None, False)
         placed = places is not None and source.place(index, places, run)
-        buffer = None
-        if not placed or compare:
-            self.buffers = self.buffers or self._plain_buffers()
-            buffer = self.buffers[index % 2]
+        buffer = None if placed and not compare else self._buffer(index)
+        self._next = index + 1  # what fails before this has not met the other ranks in this bucket
+        if buffer is not None:
             source.fill(index, buffer, run)
         if index == 0:
             self._decide(gone)
@@ -342,6 +348,11 @@ class Sender:
                 self._ahead.stream.synchronize()
             self._box[_FILLED] = index + 1
         return Received(index, buffer, placed)
+
+    def _buffer(self, index: int) -> Tensor:
+        """Where a bucket is made."""
+        self.buffers = self.buffers or self._plain_buffers()
+        return self.buffers[index % 2]
 
     def _decide(self, gone: Callable[[], set[int]]) -> None:
         """Which NCCL groups take part in this transfer."""
