@@ -88,6 +88,10 @@ class Gloo:
 
         self._group = ProcessGroupGloo(PrefixStore("gloo", store), rank, world, timedelta(seconds=LIMIT_S))
 
+    @staticmethod
+    def check() -> None:
+        """Gloo is always there."""
+
     def broadcast(self, data: Tensor) -> Gloo.Pending:
         from torch.distributed import BroadcastOptions
 
@@ -337,6 +341,107 @@ def test_workers_that_cannot_all_connect_do_not_wait() -> None:
     thread.join(8)
     assert "did not come" in str(errors[0])
     ours.close()
+
+
+class Stuck:
+    """In the place of `Nccl`: as ncclCommInitRank, it returns when every member has come; here, never."""
+
+    def __init__(self, store: Any, rank: int, world: int, device: torch.device) -> None:
+        self.wait()
+
+    @staticmethod
+    def check() -> None:
+        """It could be used."""
+
+    @classmethod
+    def wait(cls) -> None:
+        threading.Event().wait(LIMIT_S)
+
+
+def connect(ours: Sender, worker: Callable[[], object]) -> list[str]:
+    """Both ends of an NCCL group open at the same time: what the worker says, and what the trainer."""
+    said: list[str] = []
+    ended: set[int] = set()
+
+    def there() -> None:
+        try:
+            worker()
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+        ended.add(0)
+
+    thread = threading.Thread(target=there, daemon=True)
+    thread.start()
+    begin = time.monotonic()
+    with pytest.raises((TransferAborted, RuntimeError)) as raised:
+        ours.connect(lambda: ended)
+    thread.join(nccl.GRACE_S + 8)
+    assert time.monotonic() - begin < nccl.GRACE_S + 8
+    ours.close()
+    return [*said, f"{raised.type.__name__}: {raised.value}"]
+
+
+@pytest.mark.parametrize("how", ["breaks", "ends"])
+def test_a_worker_that_fails_while_the_communicator_is_made_holds_nobody_up(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Breaks(Stuck):
+        def __init__(self, store: Any, rank: int, world: int, device: torch.device) -> None:
+            if rank:
+                fail()
+            self.wait()
+
+    def worker() -> None:
+        if how == "breaks":
+            Receiver(ours.channel(0, 0), CPU)
+        else:  # ready, then gone with its process: its control call ends, and it says no more
+            channel = ours.channel(0, 0)
+            nccl.Group(transport.reach_store(channel["store"]), "0", 1, 2, CPU).join()
+
+    monkeypatch.setattr(nccl, "Nccl", Breaks)
+    ours = Sender({(0, 0): "nccl"}, NBYTES, CPU)
+    said = connect(ours, worker)
+    if how == "breaks":
+        assert said[0] == "RuntimeError: injected"
+        assert said[1].startswith("TransferAborted: a member of the NCCL group could not join it: ")
+        assert said[1].endswith("injected")
+    else:
+        assert "ended" in said[0]
+
+
+def test_a_trainer_that_dies_while_the_communicator_is_made_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Breaks(Stuck):
+        def __init__(self, store: Any, rank: int, world: int, device: torch.device) -> None:
+            if not rank:
+                fail()
+            self.wait()
+
+    monkeypatch.setattr(nccl, "Nccl", Breaks)
+    ours = Sender({(0, 0): "nccl"}, NBYTES, CPU)
+    said = connect(ours, lambda: Receiver(ours.channel(0, 0), CPU))
+    assert said[0].startswith("TransferAborted: a member of the NCCL group could not join it: ")
+    assert said[1] == "RuntimeError: injected"
+
+
+def test_a_member_that_cannot_use_nccl_says_so_before_it_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here there is no NCCL: nobody goes on to make a communicator, which would wait for it."""
+
+    class Checks(Stuck):
+        @staticmethod
+        def check() -> None:
+            if threading.current_thread() is not threading.main_thread():
+                raise RuntimeError("vLLM cannot use NCCL here")
+
+        @classmethod
+        def wait(cls) -> None:
+            raise AssertionError("a communicator was begun")
+
+    monkeypatch.setattr(nccl, "Nccl", Checks)
+    ours = Sender({(0, 0): "nccl"}, NBYTES, CPU)
+    said = connect(ours, lambda: Receiver(ours.channel(0, 0), CPU))
+    assert said[0] == "RuntimeError: vLLM cannot use NCCL here"
+    assert said[1].endswith("vLLM cannot use NCCL here")
+    assert said[1].startswith("TransferAborted")
 
 
 # A worker in the trainer's own process

@@ -4,7 +4,8 @@ NCCL itself never gives up: a broadcast that one member does not join spins on t
 store beside it, in the trainer's process. Before anybody broadcasts, the workers report there that they are ready, and
 the trainer says whether the transfer takes place. Who fails later says so there as well; a thread of every member
 looks, and aborts its communicator, which ends a broadcast that waits for ever. A member that dies shows too: a trainer
-by its store, a worker by its control call.
+by its store, a worker by its control call. The communicator itself is made in a thread, which is left behind if it
+waits for a member that does not come.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ TIMEOUT = timedelta(seconds=60)
 """A store that does not answer for so long is gone."""
 GRACE_S = 2.0
 """Seconds in which a broadcast ends whose receivers have all it carries."""
+_UNUSABLE = "vLLM cannot use NCCL here: is its library missing, or VLLM_DISABLE_PYNCCL set?"
 
 
 class Done(Protocol):
@@ -48,6 +50,10 @@ class Nccl:
                 if self.rank == src:
                     store.set("id", bytes(obj))
                     return obj
+                # Not by a `get` that waits: nobody else of this process could ask the store meanwhile who has left.
+                until(lambda: store.check(["id"]) or store.get("left"), lambda: None)
+                if not store.check(["id"]):
+                    raise TransferAborted(store.get("left").decode())
                 return type(obj).from_buffer_copy(store.get("id"))
 
         members = Members(rank=rank, world_size=world, store=store)
@@ -57,7 +63,20 @@ class Nccl:
         with torch.cuda.stream(self._stream):
             self._communicator = PyNcclCommunicator(members, device=device)
         if self._communicator.disabled:
-            raise RuntimeError("vLLM cannot use NCCL here: is its library missing, or VLLM_DISABLE_PYNCCL set?")
+            raise RuntimeError(_UNUSABLE)
+
+    @staticmethod
+    def check() -> None:
+        """Raise where there can be no communicator; a member that finds out when the others wait for it is too late."""
+        from vllm import envs
+        from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
+
+        if envs.VLLM_DISABLE_PYNCCL:
+            raise RuntimeError(_UNUSABLE)
+        try:
+            NCCLLibrary()
+        except Exception as error:
+            raise RuntimeError(_UNUSABLE) from error
 
     def broadcast(self, data: Tensor) -> Done:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -108,15 +127,59 @@ class Group:
     def open(self, gone: Callable[[], bool] = lambda: False) -> None:
         """Make the communicator; every member does at the same time.
 
+        Args:
+            gone: whether the control call has ended in which the workers do so.
+
         Raises:
-            TransferAborted: a member has failed before it came here.
+            TransferAborted: a member has failed before or meanwhile.
+            RuntimeError: NCCL cannot be used here.
         """
-        if self._rank:
-            self.join()
-        elif not self.decide(gone, TIMEOUT.total_seconds()):
-            self.leave("a worker of the engine did not come to its NCCL group")
-            raise TransferAborted(self.lost)
-        self._nccl = Nccl(self._store, self._rank, self._world, self._device)
+        try:
+            Nccl.check()
+            if self._rank:
+                self.join()
+            elif not self.decide(gone, TIMEOUT.total_seconds()):
+                raise TransferAborted(self._reason() or "a worker of the engine did not come to its NCCL group")
+            self._make(gone)
+        except TransferAborted as error:
+            self.leave(str(error))
+            raise
+        except BaseException as error:
+            self.leave(f"a member of the NCCL group could not join it: {error}")
+            raise
+
+    def _make(self, gone: Callable[[], bool]) -> None:
+        """The communicator, in a thread: NCCL waits for all members in one call that nothing ends."""
+        raised: list[BaseException] = []
+
+        def make() -> None:
+            try:
+                made = Nccl(self._store, self._rank, self._world, self._device)
+            except BaseException as error:
+                raised.append(error)
+                return
+            with self._lock:
+                if not self.lost:
+                    self._nccl = made
+                    return
+            made.abort()
+
+        thread = threading.Thread(target=make, daemon=True)
+        patience = GRACE_S
+
+        def look() -> None:
+            nonlocal patience
+            reason = self._reason()
+            if not reason and gone():
+                patience -= CHECK_S
+                reason = "its control call ended before its NCCL group was made" if patience < 0 else ""
+            if reason:
+                raise TransferAborted(reason)
+
+        thread.start()
+        until(lambda: not thread.is_alive(), look)
+        if raised:
+            raise raised[0]
 
     # The trainer
 
