@@ -215,6 +215,36 @@ def test_names_shapes_and_fused_groups_are_checked_before_the_first_byte(llm: LL
     assert_answers(answers, good)
 
 
+def test_the_mode_changes_when_the_weights_do(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A push that was refused, or that still checks, had lora_request() say None: the bare base answered."""
+    model = policy()
+    sync, seen = VllmSync(model, llm, mode="adapter"), []
+    sync.push()
+    request, layer = sync.lora_request(), model.base_model.model.model.layers[0].mlp
+    layer.extra = nn.Linear(8, 8)
+    with pytest.raises(PushRefused, match="extra"):
+        sync.push(mode="merged")
+    del layer.extra
+    assert sync.lora_request() == request
+    assert_answers(sync.generate([{"prompt_token_ids": p} for p in engines.prompts()], engines.GREEDY), model)
+    fill, plan = Filler.fill, VllmSync._plan
+
+    def filling(*args: Any) -> None:
+        seen.append(sync.lora_request())
+        fill(*args)
+
+    def planning(*args: Any) -> Any:
+        seen.append(sync.lora_request())
+        return plan(*args)
+
+    monkeypatch.setattr(Filler, "fill", filling)
+    monkeypatch.setattr(VllmSync, "_plan", planning)
+    sync.push(mode="merged")
+    assert seen[0] == request, "while it is checked"
+    assert set(seen[1:]) == {None}, "while generation stands still for it"
+    assert_answers(ask(llm, sync.lora_request()), model)
+
+
 @pytest.mark.parametrize(("mode", "where"), [("merged", Filler), ("merged", Loader), ("adapter", Loader)])
 def test_a_push_that_breaks_leaves_the_engine_dirty_and_the_next_heals_it(
     llm: LLM, mode: str, where: type, monkeypatch: pytest.MonkeyPatch

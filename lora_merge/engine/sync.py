@@ -120,7 +120,7 @@ class VllmSync:
         merged push (or adapter push, which then brings the base too) heals it.
 
         Args:
-            mode: for this and later pushes; default: as before. The same on every rank.
+            mode: for this and later pushes, unless this one is refused; default: as before. The same on every rank.
             verify: compare checksums of every tensor on both sides, and what lies in the engine where it can be read.
 
         Raises:
@@ -182,13 +182,12 @@ class VllmSync:
         if not self._lock.acquire(blocking=False):
             raise PushRefused("another push is under way; two at the same time cannot both win")
         try:
-            self._mode = self._mode if mode is None else _checked(mode)
-            return await self._locked_push(verify)
+            return await self._locked_push(self._mode if mode is None else _checked(mode), verify)
         finally:
             self._lock.release()
 
-    async def _locked_push(self, verify: bool) -> SyncReport:
-        trainer, report = self._trainer, SyncReport(0, self._mode)
+    async def _locked_push(self, mode: str, verify: bool) -> SyncReport:
+        trainer, report = self._trainer, SyncReport(0, mode)
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()
         with report.timed("check"):
@@ -206,6 +205,8 @@ class VllmSync:
             except BaseException:
                 await self._resume(replicas, slept)
                 raise
+        # Requests that are made from here on wait for what this push brings.
+        self._mode = mode
         own = [replica for replica in replicas if replica.control is not None]
         with report.timed("pause"):
             for replica in own:
@@ -268,7 +269,7 @@ class VllmSync:
 
     async def _plan(self, replicas: Sequence[Replica], report: SyncReport) -> list[Pass]:
         """What has to be sent to whom, everything checked."""
-        if self._mode == "merged":
+        if report.mode == "merged":
             filler = await self._examine(self._weights, replicas)
             report.left_out = tuple(sorted(self._weights.left_out))
             return [Pass(State("merged", report.version), filler, replicas)]
@@ -287,7 +288,8 @@ class VllmSync:
 
     async def _examine(self, weights: MergedWeights, replicas: Sequence[Replica]) -> Filler:
         """Let every engine try the stream on: one error lists all that does not fit."""
-        weights.keep_tied = not all(worker["tied"] for replica in replicas for worker in replica.workers)
+        # Of a pipeline only the last stage has the head, and can tie it.
+        weights.keep_tied = not all(any(worker["tied"] for worker in replica.workers) for replica in replicas)
         for _ in range(4):
             made: list[Filler] = []
             answers = await self._trainer.everywhere(self._try_on(weights, made, replicas))
