@@ -370,6 +370,34 @@ def test_a_hundred_pushes_drift_nowhere(llm: LLM) -> None:
         assert torch.equal(parameter.view(torch.uint8), before[name].view(torch.uint8)), name
 
 
+UNREACHED = {
+    "data parallel": ({"data_parallel_size": 2}, "several data-parallel engines.*one for each"),
+    "number 1 of dense ones": ({"data_parallel_index": 1}, "number 1 of several data-parallel engines.*one for each"),
+    "workers that do not answer": ({"world_size": 2}, "2 workers, of which 1 answer"),
+    "experts that move": ({"enable_eplb": True}, "enable_eplb=False"),
+}
+
+
+@pytest.mark.parametrize("case", UNREACHED)
+def test_a_handle_that_does_not_reach_all_that_serves(llm: LLM, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM calls all data-parallel engines and returns what the first one says: two workers took the buckets of one
+    mailbox, and both engines served some of the old weights."""
+    config, word = UNREACHED[case]
+    model = policy()
+    VllmSync(model, llm).push()
+    before, parallel = held(llm), llm.llm_engine.vllm_config.parallel_config
+    with monkeypatch.context() as patched:
+        for name, value in config.items():
+            patched.setattr(parallel, name, value)
+        with pytest.raises(PushRefused, match=word):
+            VllmSync(policy(1), llm).push()
+        if any(name.startswith("data_parallel") for name in config):
+            patched.setattr(parallel, "data_parallel_external_lb", True)  # a handle for each of them
+            assert held(llm) == before
+    assert held(llm) == before
+    assert_answers(ask(llm), model)
+
+
 def test_engines_that_cannot_be_pushed_to_say_why(tmp_path: Path, llm: LLM) -> None:
     class Deaf:
         llm_engine = None

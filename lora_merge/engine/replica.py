@@ -13,6 +13,12 @@ from .control import Control
 from .state import State
 
 
+ONE_ENGINE = (
+    "several data-parallel engines behind one handle, of which only the first one's answers come back: give VllmSync a "
+    "list of handles, one for each data-parallel rank"
+)
+
+
 @dataclass(slots=True)
 class SyncReport:
     """What one push did.
@@ -116,6 +122,18 @@ class Replica:
             if worker["quantized"]:
                 raise PushRefused(
                     f"engine {self.index} holds {worker['quantized']} weights; only unquantised ones can be pushed to"
+                )
+            if worker["engines"] > 1:
+                raise PushRefused(f"engine {self.index} is {ONE_ENGINE}")
+            if worker["world"] != len(self.workers):
+                raise PushRefused(
+                    f"engine {self.index} has {worker['world']} workers, of which {len(self.workers)} answer; give "
+                    "VllmSync a handle that reaches all of them"
+                )
+            if worker["eplb"]:
+                raise PushRefused(
+                    f"engine {self.index} moves its experts about (enable_eplb), and a push would put them where they "
+                    "were at first: start it with enable_eplb=False"
                 )
 
     def problems(self, found: Sequence[Mapping[str, Any]]) -> list[str]:

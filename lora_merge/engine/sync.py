@@ -236,8 +236,8 @@ class VllmSync:
                 workers = await control.rpc("hello")
             except Exception as error:
                 raise PushRefused(
-                    f"engine {index} does not answer as one of lora_merge's ({error}); is lora-merge installed where "
-                    "its workers run, and does VLLM_PLUGINS allow it?"
+                    f"engine {index} does not answer as one of lora_merge's: {error}. If it does not know the method, is "
+                    "lora-merge installed where its workers run, and does VLLM_PLUGINS allow it?"
                 ) from error
             told = [worker | {"no_adapters": control.adapters} for worker in workers]
             introduced.append(sorted(told, key=lambda worker: worker["rank"]))

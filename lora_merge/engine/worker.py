@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm import envs
 from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -25,6 +26,7 @@ from ..buckets import Slot, Table, extent, from_json
 from ..stream import Places
 from .adapter import ADAPTER_ID, load_adapter, remove_adapter, unserved_modules
 from .loader import Examination, Loader
+from .replica import ONE_ENGINE
 from .sources import add_checksums
 from .state import Modules, Sampler, State
 from .transport import Received, Receiver, introduction
@@ -234,6 +236,9 @@ def _hello(worker: Any, side: Side) -> dict[str, Any]:
     return {
         **introduction(worker.device),
         "rank": worker.parallel_config.rank,
+        "world": worker.parallel_config.world_size,
+        "engines": _engines(worker.parallel_config),
+        "eplb": bool(worker.parallel_config.enable_eplb),
         "version": vllm.__version__,
         "backend": backend == LoraMergeWeightTransferEngine.__name__,
         "quantized": worker.model_config.quantization,
@@ -248,6 +253,24 @@ def _hello(worker: Any, side: Side) -> dict[str, Any]:
         "lacks": _lacks(),
         "state": _served(worker, side, side.state()),
     }
+
+
+def _engines(parallel: Any) -> int:
+    """How many engines the handle of this one reaches. vLLM calls all of them, and passes on what the first one says.
+
+    Raises:
+        RuntimeError: this is not the first; the call then fails. (vLLM configures the engines of dense models as if
+            each were alone, but for their number, which is the only way to see it there.)
+    """
+    if parallel.data_parallel_external_lb or envs.VLLM_DP_SIZE > 1:  # a handle for each
+        return 1
+    if getattr(parallel, "data_parallel_hybrid_lb", False):
+        count, number = parallel.data_parallel_size_local, parallel.data_parallel_rank_local or 0
+    else:
+        count, number = parallel.data_parallel_size, parallel.data_parallel_index
+    if number:
+        raise RuntimeError(f"this is number {number} of {ONE_ENGINE}")
+    return int(count)
 
 
 def _served(worker: Any, side: Side, state: State) -> dict[str, Any]:
