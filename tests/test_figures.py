@@ -1,5 +1,5 @@
-"""The sweeps behind README's pictures, the model of large jobs, and merging on shards: `sweep.py`, `scale.py` and
-`fsdp.py` of benchmarks."""
+"""The sweeps behind README's pictures, the model of large jobs, merging on shards, and the comparison with recorded
+runs: `sweep.py`, `scale.py`, `fsdp.py` and `regress.py` of benchmarks."""
 
 from __future__ import annotations
 
@@ -146,3 +146,66 @@ def test_merging_on_shards(tmp_path: Path) -> None:
     assert record["merge"]["adapter_bytes_received"] == 8 * 4 * columns / 2, "lora_A, half of whose rows lie here"
     assert record["merge"]["merge_launches"] == 1
     assert "adapters sent, and received, per rank" in done.stdout
+
+
+class TestRegress:
+    """A run beside the recorded ones."""
+
+    @pytest.fixture
+    def status(
+        self, load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> Any:
+        """Exit status and output for a record that was changed."""
+        regress, new = load("regress"), tmp_path / "new.json"
+
+        def run(record: dict[str, Any]) -> tuple[int, str]:
+            new.write_text(json.dumps(record))
+            monkeypatch.setattr(sys, "argv", ["regress.py", str(new)])
+            with pytest.raises(SystemExit) as end:
+                regress.main()
+            return end.value.code, capsys.readouterr().out
+
+        return run
+
+    RECORDS = tuple(path.stem for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")))
+
+    def read(self, name: str) -> dict[str, Any]:
+        return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+
+    @pytest.mark.parametrize("name", [name for name in RECORDS if name.startswith(("merge-", "peers-", "restore-"))])
+    def test_a_recorded_run_against_itself(self, status: Any, name: str) -> None:
+        assert status(self.read(name))[0] == 0
+
+    @pytest.mark.parametrize("name", ["merge-qwen2.5-7b", "peers-h200"])
+    @pytest.mark.parametrize(
+        ("figure", "factor", "code"),
+        [("x_copy", 1.06, 1), ("x_copy", 1.02, 0), ("launches", 2, 1), ("of_bound", 1e3, 1)],
+    )
+    def test_a_merge_that_changed(self, status: Any, name: str, figure: str, factor: float, code: int) -> None:
+        record = self.read(name)
+        record["methods"]["lora_merge in place"][figure] *= factor
+        found, printed = status(record)
+        assert found == code, printed
+        assert ("lora_merge in place" in printed) == bool(code)
+
+    @pytest.mark.parametrize("figure", ["x_copy_merge", "x_copy_unmerge", "held"])
+    def test_a_tracked_merge_that_changed(self, status: Any, figure: str) -> None:
+        record = self.read("restore-h200")
+        record["runs"][1][figure] *= 1.06
+        assert status(record)[0] == 1
+
+    def test_methods_that_are_gone_and_bits_that_stay_away(self, status: Any) -> None:
+        record = self.read("merge-qwen2.5-7b")
+        del record["methods"]["lora_merge in place"]
+        assert status(record)[0] == 1
+        record = self.read("merge-qwen2.5-7b")
+        record["methods"]["merged() enter+exit"]["restored"] = False
+        assert status(record)[0] == 1
+
+    def test_nothing_to_compare_with(self, status: Any) -> None:
+        assert status(self.read("merge-qwen2.5-7b") | {"rank": 33})[0] == 2
+        assert status(self.read("sync-qwen2.5-7b"))[0] == 2
+
+    def test_another_build_is_found(self, status: Any) -> None:
+        """The kernels for any GPU are slower than the slack allows."""
+        assert status(self.read("variants/merge-qwen2.5-7b-sm80"))[0] == 1
