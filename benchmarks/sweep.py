@@ -4,8 +4,9 @@
     python benchmarks/sweep.py --device cuda --json sweep.json --plot sweep.png
     python benchmarks/sweep.py --draw benchmarks/results/sweep-h200.json --plot docs/images/sweep-h200.png
 
-The grid of a GPU takes less than two minutes on an H200, that of a CPU is small. Values are checked by merge.py, not
-here. `--draw` takes the figures from a file and measures nothing.
+The grid of a GPU takes some minutes on an H200, that of a CPU is small. Values are checked by merge.py, not here.
+Points of the same bytes are measured by the same copy: where it moves, it is taken once more, and what remains is
+flagged. `--draw` takes the figures from a file and measures nothing.
 """
 
 from __future__ import annotations
@@ -85,15 +86,17 @@ METHODS: dict[str, Callable[[PeftModel, Sequence[Matrix]], Method]] = {
     "addmm_": merge.addmm_,
 }
 STYLES = {
-    "lora_merge in place": ("#1f6feb", "o"),
-    "lora_merge out of place": ("#54aeff", "s"),
-    "lora_merge tracked, there and back": ("#8250df", "D"),
-    "merged() enter+exit": ("#1a7f37", "^"),
-    "peft": ("#6e7781", "v"),
-    "addmm_": ("#bf8700", "x"),
+    "lora_merge in place": ("#1f6feb", "o", "lora_merge in place, one way"),
+    "lora_merge out of place": ("#54aeff", "s", "lora_merge out of place, one way"),
+    "lora_merge tracked, there and back": ("#8250df", "D", "lora_merge tracked, there and back"),
+    "merged() enter+exit": ("#1a7f37", "^", "merged(), there and back"),
+    "peft": ("#6e7781", "v", "PEFT's merge_adapter, one way"),
+    "addmm_": ("#bf8700", "x", "addmm_, one way"),
 }
 BUDGET_S = 3
 """Seconds of timed runs a method and point, after which no further one begins."""
+COPY_MOVES = 0.03
+"""A copy that differs by more from the fastest of the same bytes is flagged: multiples of it are of something else."""
 
 
 def measure(method: Method, device: torch.device, repeat: int) -> dict[str, Any]:
@@ -111,7 +114,13 @@ def measure(method: Method, device: torch.device, repeat: int) -> dict[str, Any]
     }
 
 
-def point(shape: shapes.Shape, rank: int, args: argparse.Namespace) -> dict[str, Any]:
+def moved(points: Sequence[dict[str, Any]]) -> Iterator[float]:
+    """The copy of each point in multiples of the fastest one of the same bytes."""
+    for p in points:
+        yield p["copy_ms"] / min(other["copy_ms"] for other in points if other["bytes"] == p["bytes"])
+
+
+def point(shape: shapes.Shape, rank: int, args: argparse.Namespace, before: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Every method on one job, with both limits of the machine taken beside it."""
     dtype, adapter_dtype = merge.DTYPES[args.dtype], merge.DTYPES[args.adapter_dtype]
     with torch.enable_grad():
@@ -127,8 +136,10 @@ def point(shape: shapes.Shape, rank: int, args: argparse.Namespace) -> dict[str,
             methods[name] = measure(METHODS[name](model, matrices), args.device, args.repeat)
         except torch.OutOfMemoryError as error:
             skipped[name] = str(error).splitlines()[0]
-    copies += timing.copies(nbytes, args.device, args.repeat)
-    copy_ms = timing.typical(args.device)(copies)
+    typical = timing.typical(args.device)
+    copy_ms = typical(copies + timing.copies(nbytes, args.device, args.repeat))
+    if any(abs(copy_ms / p["copy_ms"] - 1) > COPY_MOVES for p in before if p["bytes"] == nbytes):
+        copy_ms = typical(timing.copies(nbytes, args.device, args.repeat))
     parts = merge.product_parts(args.device, adapter_dtype)
     for m in methods.values():
         m["x_copy"] = m["ms"] / copy_ms
@@ -147,14 +158,16 @@ def point(shape: shapes.Shape, rank: int, args: argparse.Namespace) -> dict[str,
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """The record of a whole grid."""
-    points = []
+    points: list[dict[str, Any]] = []
     jobs = list(GRIDS[args.grid or args.device.type].points())
     with report.Progress(steps=len(jobs)) as progress:
         for sweep, name, shape, rank in jobs:
             progress.say(f"{sweep}: {name}, rank {rank}")
-            points.append({"sweep": sweep, "name": name, **point(shape, rank, args)})
+            points.append({"sweep": sweep, "name": name, **point(shape, rank, args, points)})
             gc.collect()
             progress.advance()
+    for p, times in zip(points, moved(points), strict=True):
+        p["copy_moved"] = times
     return {
         "device": args.device.type,
         "dtype": args.dtype,
@@ -197,9 +210,9 @@ def draw(record: dict[str, Any], file: Path) -> None:
             points, lines = series(record, sweep)
             x = [x_of(p) for p in points]
             for name, figures in lines.items():
-                colour, marker = STYLES[name]
+                colour, marker, label = STYLES[name]
                 y = [nan if m is None else y_of(m, p) for m, p in zip(figures, points, strict=True)]
-                ax.plot(x, y, marker=marker, color=colour, label=name, linewidth=1.6, markersize=5)
+                ax.plot(x, y, marker=marker, color=colour, label=label, linewidth=1.6, markersize=5)
             if ylabel.startswith("extra"):
                 ax.set_ylim(bottom=-0.02)
             else:
@@ -231,11 +244,13 @@ def draw(record: dict[str, Any], file: Path) -> None:
 def table(record: dict[str, Any]) -> None:
     """A line a point: its limits, then the multiple of the copy and the share of extra memory of each method."""
     out = report.console()
-    for p in record["points"]:
+    for p, times in zip(record["points"], moved(record["points"]), strict=True):
         out.print(
             f"{p['sweep']} {p['name']}, rank {p['rank']}: {p['bytes'] / 1e9:.3g} GB in {p['matrices']} matrices, copy "
             f"{p['copy_ms']:.2f} ms, products {p['products_ms']:.2f} ms"
         )
+        if times > 1 + COPY_MOVES:
+            out.print(f"    THE COPY MOVED: {times:.2f} times the fastest of the same bytes; its multiples are too low")
         for name, m in p["methods"].items():
             out.print(
                 f"    {name:36} {m['ms']:9.2f} ms {m['x_copy']:7.2f} copies, extra {m['extra_bytes'] / p['bytes']:.3f}"
