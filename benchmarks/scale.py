@@ -91,7 +91,7 @@ SOURCES = {
     "tensor_us": "fitted: a push of 339 tensors within a process, less its merge (results/sync-qwen2.5-7b.json)",
     "load_copies": "ASSUMED: one launch a bucket copies it into the engine's parameters",
     "bucket_ms": "fitted: the push of the same tensors to another process (the same file)",
-    "fixed_ms": "fitted: check, pause, finish, caches and resume of the same push",
+    "fixed_ms": "fitted: check, pause, finish, caches and resume of the push to another process",
     "gpus_a_node": "ASSUMED, NVLink between them",
     "bucket": "the default of MergedWeights",
 }
@@ -167,11 +167,11 @@ def fitted(m: Machine) -> Machine:
     """The machine with what two recorded pushes say: within a process, and to another one on the same GPU."""
     same = recorded("sync-qwen2.5-7b.json")["same"]
     loading, merging = same["merge_and_load_ms"], same["merge_only_ms"]  # of float32 adapters
-    m = replace(m, tensor_us=1e3 * (loading - merging) / same["tensors"], fixed_ms=same["total_ms"] - loading)
+    m = replace(m, tensor_us=1e3 * (loading - merging) / same["tensors"])
     other = recorded("sync-qwen2.5-7b.json")["other"]
-    size = other["bytes"] / GB
-    rest = other["merge_and_load_ms"] - merging - m.load_ms(size, other["tensors"])
-    return replace(m, bucket_ms=rest / (size / m.bucket))
+    size, loading = other["bytes"] / GB, other["merge_and_load_ms"]
+    rest = loading - merging - m.load_ms(size, other["tensors"])
+    return replace(m, bucket_ms=rest / (size / m.bucket), fixed_ms=other["total_ms"] - loading)
 
 
 def recorded(name: str) -> dict[str, Any]:
@@ -203,22 +203,17 @@ def checks(m: Machine) -> list[Check]:
                     found.append(Check(f"merge: {name}", ours["ms"], m.merge_ms(p["bytes"] / GB), _beyond(p)))
     push = recorded("sync-qwen2.5-7b-x2.json")["tp2"]
     size, merging = push["bytes"] / GB, recorded("sync-qwen2.5-7b.json")["same"]["merge_only_ms"]
-    found.append(
-        Check(
-            "push to TP=2 over IPC and NCCL: merge and load",
-            push["merge_and_load_ms"],
-            merging + 1e3 * size / m.broadcast + m.hand_ms(size) + m.load_ms(size / 2, push["tensors"]),
-        )
-    )
+    ways = merging + 1e3 * size / m.broadcast + m.hand_ms(size) + m.load_ms(size / 2, push["tensors"])
+    found += _push("push to TP=2 over IPC and NCCL", push, ways, m)
     push = recorded("fsdp-qwen2.5-7b-x2.json")["push"]
-    found.append(
-        Check(
-            "push of FSDP2 over two GPUs to TP=2 on them: merge and load",
-            push["merge_and_load_ms"],
-            m.merge_ms(size / 2) + m.gather_ms(size, 2) + m.hand_ms(size) + m.load_ms(size / 2, push["tensors"]),
-        )
-    )
-    return found
+    ways = m.merge_ms(size / 2) + m.gather_ms(size, 2) + m.hand_ms(size) + m.load_ms(size / 2, push["tensors"])
+    return found + _push("push of FSDP2 over two GPUs to TP=2 on them", push, ways, m)
+
+
+def _push(what: str, record: dict[str, Any], predicted: float, m: Machine) -> list[Check]:
+    """Merge and load, and the whole push."""
+    whole = Check(what, record["total_ms"], predicted + m.fixed_ms)
+    return [Check(f"{what}: merge and load", record["merge_and_load_ms"], predicted), whole]
 
 
 def _beyond(point: dict[str, Any]) -> str:
