@@ -112,7 +112,6 @@ def part_push(args: argparse.Namespace, model: nn.Module, engine: Any, device: t
     pusher.push(verify=True)
     pusher.close()
     record["gather_of_all_bytes_ms"] = bucket["gather_ms"] * record["bytes"] / args.bucket_bytes
-    record["share_of_gather"] = record["gather_of_all_bytes_ms"] / record["merge_and_load_ms"]
     record["extra_buckets"] = record["extra_bytes"] / args.bucket_bytes
     return record
 
@@ -214,6 +213,9 @@ def main() -> None:
 
     def done(name: str, figures: Record) -> None:
         record[name] = slowest(figures)
+        if name == "push":
+            push = record[name]
+            push["share_of_gather"] = push["gather_of_all_bytes_ms"] / push["merge_and_load_ms"]
         if "push" in record and name == "peer":
             record["peer"]["times_faster"] = record["peer"]["total_ms"] / record["push"]["total_ms"]
         if first:
