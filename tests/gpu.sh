@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one go: build, tests, compute-sanitizer, benchmarks. Results go to the folder given.
+# Everything that needs a GPU, in one go: build, tests, compute-sanitizer, benchmarks. Results go to the folder given,
+# as they lie in benchmarks/results; those of other builds and backends to its folder variants.
 #
 #     bash tests/gpu.sh OUT [STEP ...]        (default: all of them, one after the other)
 #
@@ -56,14 +57,14 @@ for step in $steps; do
     sweep) bench sweep-h200 sweep --device cuda --plot "$out/sweep-h200.png" ;;
     latency) bench latency-h200 latency ;;
     energy) bench energy-h200 energy ;;
-    triton) LORA_MERGE_BACKEND=triton merge merge-qwen2.5-7b-triton --shape qwen2.5-7b --adapter-dtype bf16 ;;
+    triton) LORA_MERGE_BACKEND=triton merge variants/merge-qwen2.5-7b-triton --shape qwen2.5-7b --adapter-dtype bf16 ;;
     portable) # the kernels for any GPU, from code for sm_80, in a copy of the tree
       copy=$(mktemp -d)
       cp -r . "$copy"
       rm -rf "$copy"/build "$copy"/lora_merge/_C*.so
       cd "$copy" || exit 2
       TORCH_CUDA_ARCH_LIST=8.0+PTX try python3 setup.py -q build_ext --inplace
-      PYTHONPATH=$copy merge merge-qwen2.5-7b-sm80 --shape qwen2.5-7b --adapter-dtype bf16
+      PYTHONPATH=$copy merge variants/merge-qwen2.5-7b-sm80 --shape qwen2.5-7b --adapter-dtype bf16
       cd - > /dev/null || exit 2 ;;
     *) echo "unknown step $step" && status=2 ;;
   esac
