@@ -1,5 +1,6 @@
 """lora_merge: add LoRA adapters to base weights where they lie, at copy speed, and get them into a rollout engine."""
 
+from . import restore, verify
 from .context import merged
 from .delta import Delta
 from .engine import SyncReport, VllmSync
@@ -42,6 +43,8 @@ __all__ = [
     "merge_",
     "merged",
     "read_deltas",
+    "restore",
     "run_segments",
     "unmerge_",
+    "verify",
 ]
