@@ -1,15 +1,17 @@
-"""The pages for trainers do what they say, on real PEFT models; blocks that need vLLM run in test_vllm_grpo.py."""
+"""The pages for trainers do what they say, on real PEFT models; blocks that need vLLM run in test_vllm_grpo.py. What
+other pages take from the package is there, under the names and keywords that they use."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import models
 import pytest
 import torch
-from docs_code import names_of
+from docs_code import PAGES, ROOT, named_files, named_in, names_of, resolve, uses
 from torch import Tensor, nn
 
 import lora_merge
@@ -117,3 +119,33 @@ def test_trl_check_of_the_rollout(capsys: pytest.CaptureFixture[str]) -> None:
     assert "importance ratio 1.0000 to 1.0000" in capsys.readouterr().out
     with pytest.raises(AssertionError):
         check(trainer, rollout - 0.1, 4, [5, 2, 4])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_names_and_keywords(page: Path) -> None:
+    """Code that no test runs (FSDP, Megatron and vLLM in README, samples of other pages) compiles, and calls what there
+    is, by a signature that takes it; so does what is named in a sentence."""
+    text = page.read_text()
+    for name in named_in(text):
+        resolve(name)
+    for block, calls in uses(text):
+        compile(block, page.name, "exec")
+        assert calls or "lora_merge" not in block, block
+
+
+def test_the_check_of_names_and_keywords() -> None:
+    """It sees what README's blocks for FSDP and vLLM do, and finds what is not there."""
+    readme = (ROOT / "README.md").read_text()
+    calls = [call for _, block in uses(readme) for call in block]
+    wanted = {"lora_merge.merged(model)", "weights.describe()", "sync.push()", "lora_merge.VllmSync(model, llm)"}
+    assert wanted <= set(calls)
+    for wrong in ("lora_merge.merge_(w, a, b, scale=2)", "lora_merge.absent(1)", "from lora_merge import absent"):
+        with pytest.raises((TypeError, AttributeError)):
+            list(uses(f"```python\n{wrong}\n```\n"))
+
+
+def test_pages_and_records_are_there() -> None:
+    """Files that a page names: other pages, records, pictures, scripts."""
+    for page in PAGES:
+        for name in named_files(page.read_text()):
+            assert list(ROOT.glob(name)) or list((ROOT / "benchmarks").glob(name)), f"{page.name}: {name}"
