@@ -135,6 +135,69 @@ def test_requests_in_flight_end_with_the_weights_they_began_with(running: Engine
         assert len(spans) == 1, "no mixing of versions"
 
 
+# Engines that stand still after a push that failed
+
+
+def breaks() -> None:
+    raise RuntimeError("injected")
+
+
+def test_a_dirty_engine_generates_nothing_until_a_push_has_healed_it(
+    running: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It went on with half of the new weights, and vLLM called its tokens those of the version before."""
+    model = policy()
+    sync = VllmSync(model, running.llm, bucket_bytes=BUCKET)
+
+    async def scenario() -> tuple[int, Any, Any]:
+        await sync.apush()
+        flying = asyncio.create_task(running.request(0, 200))
+        await asyncio.sleep(0.2)
+        train(model)
+        with monkeypatch.context() as patched:
+            patched.setattr(Filler, "fill", in_the_middle(breaks))
+            with pytest.raises(PushFailed, match="engine 0 is dirty: .*injected.*stays paused"):
+                await sync.apush()
+        late = asyncio.create_task(running.request(1, 10))
+        await asyncio.sleep(0.3)
+        assert await running.llm.is_paused()
+        assert not flying.done()
+        assert not late.done()
+        report = await sync.apush()
+        assert not await running.llm.is_paused()
+        return report.version, await flying, await late
+
+    version, flying, late = running.run(scenario())
+    assert len(flying.outputs[0].token_ids) == 200, "no token is lost"
+    assert_answers([late], model, engines.prompts()[1:2])
+    spans = [span.version if hasattr(span, "version") else span[0] for span in late.outputs[0].weight_versions]
+    assert spans == [f"merged@{version}"]
+
+
+def test_a_pause_that_times_out_is_ended_by_the_next_push(running: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes effect in the engine nevertheless, and nobody knew whose it was."""
+    model = policy()
+    sync = VllmSync(model, running.llm, bucket_bytes=BUCKET)
+    control = sync._trainer.controls[0]
+    pause = control.pause
+
+    async def slow(mode: str) -> None:
+        await pause(mode)
+        raise TimeoutError("timed out")
+
+    async def scenario() -> list[Any]:
+        with monkeypatch.context() as patched:
+            patched.setattr(control, "pause", slow)
+            with pytest.raises(PushFailed, match="engine 0 is dirty: TimeoutError"):
+                await sync.apush()
+        assert await running.llm.is_paused()
+        await sync.apush()
+        assert not await running.llm.is_paused()
+        return await asyncio.gather(*(running.request(i, 10) for i in range(4)))
+
+    assert_answers(running.run(scenario()), model)
+
+
 # An engine that is killed
 
 

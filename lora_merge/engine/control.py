@@ -48,13 +48,13 @@ class Control:
     async def update(self, info: Mapping[str, Any]) -> None:
         await self._call("update_weights", {"update_info": dict(info)})
 
-    async def pause(self, mode: str) -> bool:
-        """Stop generation; False if it stood still already."""
-        engine = self.engine.llm_engine
-        if engine.is_sleeping():
-            return False
-        engine.sleep(level=0, mode=mode)
-        return True
+    async def paused(self) -> bool:
+        """Whether generation stands still already."""
+        return bool(self.engine.llm_engine.is_sleeping())
+
+    async def pause(self, mode: str) -> None:
+        """Stop generation."""
+        self.engine.llm_engine.sleep(level=0, mode=mode)
 
     async def resume(self) -> None:
         self.engine.wake_up(tags=["scheduling"])
@@ -92,11 +92,11 @@ class AsyncControl(Control):
     async def update(self, info: Mapping[str, Any]) -> None:
         await self._call("collective_rpc", "update_weights", kwargs={"update_info": dict(info)})
 
-    async def pause(self, mode: str) -> bool:
-        if await self._call("is_paused"):
-            return False
+    async def paused(self) -> bool:
+        return bool(await self._call("is_paused"))
+
+    async def pause(self, mode: str) -> None:
         await self._call("pause_generation", mode=mode, clear_cache=False)
-        return True
 
     async def resume(self) -> None:
         await self._call("resume_generation")
@@ -118,8 +118,9 @@ class RayControl(AsyncControl):
 
     suspends = False
 
-    async def pause(self, mode: str) -> bool:
-        return await super().pause(mode) if hasattr(self.engine, "pause_generation") else False
+    async def paused(self) -> bool:
+        # An actor around an LLM does one call after the other: it stands still whenever it takes ours.
+        return await super().paused() if hasattr(self.engine, "pause_generation") else True
 
     async def reset_media_caches(self) -> None:
         if not hasattr(self.engine, "reset_encoder_cache"):
@@ -148,11 +149,11 @@ class HttpControl(Control):
     async def update(self, info: Mapping[str, Any]) -> None:
         self._post("update_weights", body={"update_info": dict(info)})
 
-    async def pause(self, mode: str) -> bool:
-        if self._get("is_paused")["is_paused"]:
-            return False
+    async def paused(self) -> bool:
+        return bool(self._get("is_paused")["is_paused"])
+
+    async def pause(self, mode: str) -> None:
         self._post("pause", mode=mode, clear_cache="false")
-        return True
 
     async def resume(self) -> None:
         self._post("resume")

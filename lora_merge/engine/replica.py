@@ -106,6 +106,11 @@ class Replica:
     def asleep(self) -> bool:
         return any(worker["asleep"] for worker in self.workers)
 
+    @property
+    def waking(self) -> bool:
+        """Whether a push that failed has woken its weights, and left the KV cache to the next one."""
+        return any(worker["waking"] for worker in self.workers)
+
     def check(self) -> None:
         """Raise `PushRefused` where an engine is none that can be pushed to."""
         for worker in self.workers:
@@ -159,4 +164,4 @@ def failure(replicas: Sequence[Replica]) -> PushFailed:
     """The error of a push that broke off in some engines; names them, and says that the others are valid."""
     broken = [f"engine {r.index} is dirty: {r.error}" for r in replicas if r.error]
     valid = [f"engine {r.index} is valid" for r in replicas if not r.error]
-    return PushFailed("; ".join(broken + valid) + ". The next push heals it")
+    return PushFailed("; ".join(broken + valid) + ". What is dirty stays paused; the next push heals it")

@@ -193,7 +193,7 @@ class VllmSync:
         with report.timed("check"):
             replicas = await self._introduce()
             report.version = max(replica.state.version for replica in replicas) + 1
-            slept = {replica.index for replica in replicas if replica.asleep}
+            slept = {replica.index for replica in replicas if replica.asleep or replica.waking}
             try:
                 if slept:
                     # Map the weights of sleeping engines; the KV cache follows after the push.
@@ -261,11 +261,14 @@ class VllmSync:
                 await replica.control.wake("weights")
 
     async def _pause_one(self, replica: Replica) -> None:
-        paused = await replica.handle.pause(self._pause)
-        # A trainer that died in a push may have left the engine paused; it said so there.
-        replica.paused_by_us = paused or any(worker["paused"] for worker in replica.workers)
-        if paused:
+        # A push that failed, or whose trainer died, left the engine paused; it said so there.
+        left = any(worker["paused"] for worker in replica.workers)
+        if not left and await replica.handle.paused():
+            return  # the user's; it stays
+        replica.paused_by_us = True
+        if not left:  # said before: a call that ends here, in a timeout, takes effect there
             await replica.handle.rpc("note_pause", paused=True)
+        await replica.handle.pause(self._pause)
 
     async def _plan(self, replicas: Sequence[Replica], report: SyncReport) -> list[Pass]:
         """What has to be sent to whom, everything checked."""
@@ -424,7 +427,10 @@ class VllmSync:
             await control.reset_media_caches()
 
     async def _resume(self, replicas: Sequence[Replica], slept: set[int]) -> None:
-        """Put failed engines into a defined state, wake what slept, resume what was paused here."""
+        """Put failed engines into a defined state; the others wake and resume, if this push woke and paused them.
+
+        A dirty engine serves nothing: it stays paused, or without its KV cache, until a push has healed it.
+        """
         for replica in replicas:
             control = replica.control
             if control is None:
@@ -432,11 +438,16 @@ class VllmSync:
             try:
                 if replica.error:
                     await control.rpc("abort", reason=f"a push failed: {replica.error}")
+                if replica.error or replica.state.kind == "dirty":
+                    if replica.index in slept:
+                        await control.rpc("note_pause", waking=True)
+                    continue
                 if replica.index in slept:
                     await control.wake("kv_cache")
                 if replica.paused_by_us:
                     await control.resume()
-                    await control.rpc("note_pause", paused=False)
+                if replica.paused_by_us or replica.waking:
+                    await control.rpc("note_pause", paused=False, waking=False)
             except Exception as error:
                 replica.error = replica.error or told(error)
 

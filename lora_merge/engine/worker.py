@@ -63,7 +63,7 @@ class Side:
         self.arrived: dict[str, bool] = {}
         self.coverage: tuple[int, int] = (0, 0)
         self.updating = False
-        self.paused = False
+        self.paused, self.waking = False, False
         self.held = State()
         self._sampler = Sampler()
         self._sample = ""
@@ -247,6 +247,7 @@ def _hello(worker: Any, side: Side) -> dict[str, Any]:
         "lora": None if lora is None else {"max_rank": lora.max_lora_rank, "dtype": _lora_dtype(lora)},
         "asleep": asleep(),
         "paused": side.paused,
+        "waking": side.waking,
         "session": None if side.receiver is None else side.receiver.session,
         "connector": worker.vllm_config.kv_transfer_config is not None,
         "multimodal": bool(worker.model_config.is_multimodal_model),
@@ -388,9 +389,11 @@ def _abort(worker: Any, side: Side, reason: str | None = None) -> dict[str, Any]
     return {}
 
 
-def _note_pause(worker: Any, side: Side, paused: bool) -> dict[str, Any]:
-    """That generation stands still because of a push: if its trainer dies, the next one's push lets it go on."""
-    side.paused = paused
+def _note_pause(worker: Any, side: Side, paused: bool | None = None, waking: bool | None = None) -> dict[str, Any]:
+    """That generation stands still because of a push, or the KV cache sleeps: if that push fails, or its trainer dies,
+    the next one lets it go on."""
+    side.paused = side.paused if paused is None else paused
+    side.waking = side.waking if waking is None else waking
     return {}
 
 
