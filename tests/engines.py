@@ -78,6 +78,15 @@ def gemma4() -> nn.Module:
     return model
 
 
+def deepseek_v3() -> nn.Module:
+    """Multi-head latent attention, in the one size that vLLM's CPU backend has."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    sizes = SIZES | {"num_key_value_heads": 4, "num_hidden_layers": 1, "first_k_dense_replace": 1, "q_lora_rank": None}
+    heads = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
+    return DeepseekV3ForCausalLM(DeepseekV3Config(**sizes, **heads, n_routed_experts=4, n_group=1, topk_group=1))
+
+
 def idefics3() -> nn.Module:
     """A vision tower and a language model; vLLM serves it without torchvision where it takes no images."""
     from transformers import Idefics3Config, Idefics3ForConditionalGeneration

@@ -33,11 +33,17 @@ _ENGINE_OWNED = {
     "expert_global_to_physical",
     "expert_physical_to_global",
     "expert_local_to_global",
+    "W_UV",
+    "W_UK_T",
+    "W_UK_T_dcp_qrep",
 }
-"""Tensors that vLLM computes and no checkpoint holds."""
+"""Tensors that vLLM computes and no checkpoint holds; MLA's may be views of the weight that they come from."""
 _COMPUTED = {"FusedMMInputNorm"}
 """Modules whose persistent buffers vLLM makes from the processor's settings: in no checkpoint, and random after a dummy
 load."""
+_HOOK = "process_weights_after_loading"
+_IDLE = "vllm.v1.attention.backend"
+"""Where the hook of attention backends is defined that does nothing."""
 _NOT_BUILT = "StageMissingLayer"
 """What vLLM puts in the place of a part that its settings leave out."""
 
@@ -214,7 +220,7 @@ class Loader:
             capture = Capture({path: tensor for path, (tensor, _) in tensors.items()}, fed)
             refused = feed(self.model, capture, fed)
             missing, elements = coverage(capture, ties)
-        refused |= torn(capture, ties)
+        refused |= torn(capture, ties) | _unreachable(self._modules)
         layers = {id(layer) for root in roots for layer in root.modules()}
         staged_paths = {path for path, (_, owner) in tensors.items() if id(owner) in layers}
         staged = {r.name for r in capture.records if r.copy is None or r.path in staged_paths}
@@ -295,13 +301,47 @@ class Loader:
         return tied
 
 
+def _deferred(module: nn.Module) -> bool:
+    """Whether vLLM calls this module's hook after loads and reloads, when all other layers are done."""
+    from vllm.model_executor.layers import attention
+
+    if hasattr(attention, "is_deferred_attention_layer"):
+        return bool(attention.is_deferred_attention_layer(module))
+    kinds = attention.Attention, attention.MLAAttention, attention.MMEncoderAttention  # vLLM 0.26
+    return isinstance(module, kinds) and callable(getattr(module, _HOOK, None))
+
+
 def _derived(modules: Modules) -> list[Any]:
-    """Attention layers that keep matrices derived from a projection's weight (MLA)."""
-    return [
-        module
-        for module in modules
-        if "kv_b_proj" in module._modules and callable(getattr(module, "process_weights_after_loading", None))
-    ]
+    """Attention layers whose hook may keep something that it makes of weights: MLA's matrices, sinks in float32."""
+    return [module for module in modules if _deferred(module) and not _keeps_nothing(module)]
+
+
+def _keeps_nothing(layer: Any) -> bool:
+    """Plain attention over a backend without a hook: only the scales of its cache would be set back, in six small
+    steps a layer."""
+    from vllm.model_executor.layers.attention import Attention
+
+    plain = getattr(type(layer), _HOOK) is getattr(Attention, _HOOK)
+    return plain and getattr(layer.impl, _HOOK).__module__ == _IDLE
+
+
+def _unreachable(modules: Modules) -> dict[str, str]:
+    """Parts of a model that make something of weights which no reload makes again, and why they are refused."""
+    why = {}
+    for path, module in modules.paths():
+        if _deferred(module):
+            projection = module._modules.get("kv_b_proj")
+            if isinstance(projection, nn.Module) and not getattr(projection, "weight", torch.empty(1)).numel():
+                why[f"{path}.kv_b_proj"] = (
+                    "the engine's attention backend packed this weight and dropped it, which vLLM cannot reload: start "
+                    'the engine with attention_backend="CPU_MLA"'
+                )
+        elif hasattr(module, _HOOK) and hasattr(module, "load_weights"):
+            why[path or type(module).__name__] = (
+                f"{type(module).__name__}.{_HOOK} makes something of all its weights when the engine starts, and vLLM "
+                "does not make it again after a reload: start a new engine on a checkpoint instead"
+            )
+    return why
 
 
 def _computed(modules: Modules) -> list[nn.Module]:

@@ -291,6 +291,7 @@ def _lacks() -> list[str]:
         "vllm.model_executor.model_loader.reload.layerwise": ("get_layerwise_info", "_place_kernel_tensors"),
         "vllm.model_executor.model_loader.reload.meta": ("restore_layer_on_meta",),
         "vllm.model_executor.model_loader.reload.utils": ("get_layer_params_buffers",),
+        "vllm.model_executor.layers.attention": ("Attention", "MLAAttention", "MMEncoderAttention"),
         "vllm.lora.lora_model": ("LoRAModel",),
         "vllm.lora.peft_helper": ("PEFTHelper",),
     }
