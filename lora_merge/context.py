@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -13,21 +14,23 @@ from torch import Tensor, nn
 
 from . import kernels
 from .buckets import BUCKET_BYTES, batched
+from .claims import merging, to_the_end
 from .delta import Delta, Job, whole_job
-from .errors import AlreadyMerged, InvalidInput, NotRestored
+from .errors import InvalidInput, NotRestored
 from .exchange import Exchange, check_strategy
 from .live import Live, live
 from .operands import MergePlan, Operands, Turn
-from .ranks import Ranks
+from .ranks import Ranks, noted
 from .restore import TrackedPlan
 from .segments import raw
 from .shards import Address, cut
 
 Model = TypeVar("Model")
 
-_lock = threading.Lock()
-_inside: set[object] = set()
-"""Adapter layers (by id) and weights (by address) of the models that are inside `merged` now."""
+_FIRST_VERSION = 1 << 31
+_VERSIONS = 64
+"""Version counters inside a block begin at a multiple of `_VERSIONS` beyond `_FIRST_VERSION`, half of their range."""
+_entries = count()
 _merges: WeakKeyDictionary[nn.Module, _Known] = WeakKeyDictionary()
 
 
@@ -104,24 +107,35 @@ def merged(model: Model, *, restore: str = "exact", strategy: str | None = None)
         raise InvalidInput(f"restore must be 'exact', got {restore!r}")
     check_strategy(strategy)
     found = live(model)
-    with ExitStack() as undo:
+    undo = ExitStack()
+    try:
         with found.ranks.vote("merged"):
             layers, deltas = found.adapters()
             weights = found.weights(deltas)
             _check(weights, deltas)
-            undo.enter_context(_claimed({*weights, *map(id, layers)}))
+            undo.enter_context(merging(layers, weights))
             undo.callback(found.settle)
-            way_back = undo.enter_context(_Restore(found.key, weights))
+            for _ in range(2):  # An interrupt may come where the stack has let go of a step but not yet begun it.
+                undo.callback(to_the_end, found.on)
+            way_back = _Restore(found, weights)
+            undo.push(way_back)
+            undo.enter_context(way_back)
             jobs = undo.enter_context(found.jobs(deltas, way_back.copy))
         way_back.merges = _merges_for(found, bool(layers), deltas, jobs, strategy)
+        errors: list[Exception] = []
         with torch.inference_mode():
             for merge in way_back.merges:
-                merge.gather()
+                with noted(errors):
+                    merge.gather()
             with found.ranks.vote("merged"):
+                if errors:
+                    raise errors[0]
                 for merge in way_back.merges:
                     merge.merge()
-        undo.enter_context(found.off())
+        found.off()
         yield model
+    finally:
+        to_the_end(lambda: undo.__exit__(*sys.exc_info()))
 
 
 def _check(weights: dict[Address, Tensor], deltas: Sequence[Delta]) -> None:
@@ -130,34 +144,20 @@ def _check(weights: dict[Address, Tensor], deltas: Sequence[Delta]) -> None:
             raise InvalidInput(f"{delta.name}: the weight is a meta tensor and holds no values; load it first")
 
 
-@contextmanager
-def _claimed(claim: set[object]) -> Iterator[None]:
-    """One `merged` at a time on any layer and any weight, in all threads."""
-    with _lock:
-        if not _inside.isdisjoint(claim):
-            raise AlreadyMerged(
-                "merged() is already entered on this model, or on one that shares weights with it; leave it before "
-                "entering again"
-            )
-        _inside.update(claim)
-    try:
-        yield
-    finally:
-        with _lock:
-            _inside.difference_update(claim)
-
-
 class _Restore:
     """Brings weights back when the block is left.
 
-    Version counters move on inside and go back with the bits: autograd then refuses a backward pass inside for a
-    forward pass outside (and the reverse), and allows one that starts and ends outside.
+    Version counters are at a number inside that no other block and nothing outside has, and go back with the bits:
+    autograd then refuses a backward pass that crosses the border of a block, and allows one that starts and ends
+    outside.
     """
 
-    def __init__(self, model: nn.Module, weights: dict[Address, Tensor]) -> None:
+    def __init__(self, model: Live, weights: dict[Address, Tensor]) -> None:
         self._model, self._weights = model, weights
         self._counted = tuple(weight for weight in weights.values() if not weight.is_inference())
         self._copies: dict[Address, Tensor] = {}
+        self._errors: list[Exception] = []
+        self._left = True
         self.merges: list[_Merge] = []
 
     def copy(self, where: Address) -> Tensor:
@@ -172,23 +172,32 @@ class _Restore:
         # This memory is what was merged and what is restored, wherever the parameters have gone meanwhile.
         self._memory = [weight.data for weight in self._weights.values()]
         self._places = [memory.data_ptr() for memory in self._memory]
+        self._owners = self._model.owners(self._weights)
         self._versions = tuple(weight._version for weight in self._counted)
-        torch.autograd.graph.increment_version(self._counted)
+        inside = _FIRST_VERSION + next(_entries) % (_FIRST_VERSION // _VERSIONS) * _VERSIONS
+        torch._C._autograd._unsafe_set_version_counter(self._counted, (inside,) * len(self._counted))
+        self._left = False
         return self
 
     def __exit__(self, *exception: object) -> None:
+        if not self._left:
+            to_the_end(self._leave)
+
+    def _leave(self) -> None:
+        """May be begun again after an interrupt."""
         self._check_memory()
-        errors: list[Exception] = []
         for merge in self.merges:
-            try:
+            with noted(self._errors):
                 merge.unmerge()
-            except Exception as error:
-                errors.append(error)
         self._put()
-        if errors:
-            _merges.pop(self._model, None)  # what could not be unmerged is merged for good
-            raise NotRestored("; ".join(map(str, errors))) from errors[0]
+        with noted(self._errors):
+            self._check_places()
+        if self._errors:
+            _merges.pop(self._model.key, None)  # what could not be unmerged is merged for good
+            self._left = True
+            raise NotRestored("; ".join(map(str, self._errors))) from self._errors[0]
         torch._C._autograd._unsafe_set_version_counter(self._counted, self._versions)
+        self._left = True
 
     def _check_memory(self) -> None:
         """Nothing is restored by address if an address is no longer what it was."""
@@ -198,13 +207,31 @@ class _Restore:
             if memory.data_ptr() != place
         ]
         if gone:
-            _merges.pop(self._model, None)  # they are merged for good
-            places = [place for merge in self.merges for place in merge.places]
-            names = dict.fromkeys(name for name, place in places if any(place in addresses for addresses in gone))
+            _merges.pop(self._model.key, None)  # they are merged for good
+            self._left = True
+            names = self._names(lambda place: any(place in addresses for addresses in gone))
             raise NotRestored(
-                f"{', '.join(names)}: the memory of these weights was resized or given back inside merged(), so that "
+                f"{names}: the memory of these weights was resized or given back inside merged(), so that "
                 "no weight of the model could be restored; load the base again"
             )
+
+    def _check_places(self) -> None:
+        """What another Parameter than the restored one would do in the model is not known here."""
+        held = {
+            id(weight): memory.data_ptr() for weight, memory in zip(self._weights.values(), self._memory, strict=True)
+        }
+        lost = {held[id(weight)] for owner, key, weight in self._owners if owner._parameters.get(key) is not weight}
+        if lost:
+            raise NotRestored(
+                f"{self._names(lost.__contains__)}: another Parameter took their place inside merged() and holds what "
+                "was there then, merged or not; the base came back to those that were there before. Load these weights "
+                "again, and replace parameters outside of the block"
+            )
+
+    def _names(self, there: Callable[[int], bool]) -> str:
+        """Of what is merged at some addresses."""
+        places = (place for merge in self.merges for place in merge.places)
+        return ", ".join(dict.fromkeys(name for name, place in places if there(place)))
 
     def _put(self) -> None:
         """The base to where the parameters are now."""
@@ -232,22 +259,23 @@ def _merges_for(
     deltas = model.everyones(deltas)
     lines = [f"strategy={strategy!r}", *(delta.describe() for delta in deltas)]
     ranks.same(lines, lambda: lines)
-    devices = sorted({delta.weight.device for delta in deltas}, key=str)
     make = _Unshard if strategy == "unshard" and not ranks.alone else _Merge
-    merges = [
-        make(
-            [delta for delta in deltas if delta.weight.device == device],
-            [job for job in jobs if job.source.device == device],
-            model.merging if make is _Merge else ranks,
-            device,
-        )
-        for device in devices
-    ]
+    with ranks.vote("merged"):
+        merges = {
+            device: make(
+                [delta for delta in deltas if delta.weight.device == device],
+                [job for job in jobs if job.source.device == device],
+                model.merging if make is _Merge else ranks,
+                device,
+            )
+            for device in sorted({delta.weight.device for delta in deltas}, key=str)
+        }
     if make is _Merge and all(job.source is job.destination for job in jobs):  # no tensors of this entry only
-        for merge in merges:
+        for merge in merges.values():
             merge.release()  # what the model lets go of between entries (offloading, a sleep) is freed
-        _merges[model.key] = _Known(facts, strategy, {device: kernels.pick(device) for device in devices}, merges)
-    return merges
+        backends = {device: kernels.pick(device) for device in merges}
+        _merges[model.key] = _Known(facts, strategy, backends, list(merges.values()))
+    return list(merges.values())
 
 
 class _Merge:
@@ -295,18 +323,26 @@ class _Unshard(_Merge):
         self._bases: list[Tensor] = []
 
     def gather(self) -> None:
-        """All of it."""
-        super().gather()
-        self._bases = [job.destination.clone() for job in self._jobs]
+        """All of it. An error of this rank is raised after the collectives."""
+        errors: list[Exception] = []
+        with noted(errors):
+            super().gather()
+        with noted(errors):
+            self._bases = [job.destination.clone() for job in self._jobs]
         for batch in batched(self._deltas, [delta.weight.nbytes for delta in self._deltas], BUCKET_BYTES):
-            names = [delta.name for delta in batch]
-            exchange = Exchange(names, [delta.weight for delta in batch], self._ranks, self._device)
-            wholes = dict(zip(names, exchange.run(), strict=True))
-            MergePlan(
-                [whole_job(delta, wholes[delta.name], wholes[delta.name]) for delta in batch], self._operands
-            ).run()
-            for job in (job for job in self._jobs if job.delta.name in wholes):
-                job.destination.copy_(cut(wholes[job.delta.name], (job.start, tuple(job.destination.shape))))
+            with noted(errors):
+                names = [delta.name for delta in batch]
+                exchange = Exchange(names, [delta.weight for delta in batch], self._ranks, self._device)
+                wholes = dict(zip(names, exchange.run(), strict=True))
+                if not errors:
+                    self._merge_wholes(batch, wholes)
+        if errors:
+            raise errors[0]
+
+    def _merge_wholes(self, deltas: Sequence[Delta], wholes: dict[str, Tensor]) -> None:
+        MergePlan([whole_job(d, wholes[d.name], wholes[d.name]) for d in deltas], self._operands).run()
+        for job in (job for job in self._jobs if job.delta.name in wholes):
+            job.destination.copy_(cut(wholes[job.delta.name], (job.start, tuple(job.destination.shape))))
 
     def merge(self) -> None:
         """Done already."""

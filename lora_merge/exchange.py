@@ -52,7 +52,13 @@ class Exchange:
         self._ranks, talk = ranks, ranks.talks_on(device)
         tensors = list(zip(names, shards, divide(names, shards, ranks), strict=True))
         turns = [range(len(tensors))] if turns is None else turns
-        self._turns = [_Turn([tensors[i] for i in turn], ranks) for turn in turns]
+        with ranks.vote("bringing shards together"):
+            self._lay_out([_Turn([tensors[i] for i in turn], ranks) for turn in turns], device, talk)
+        self._ahead: int | None = None
+        self._wait: Callable[[], None] | None = None
+
+    def _lay_out(self, turns: list[_Turn], device: torch.device, talk: torch.device) -> None:
+        self._turns = turns
         packed = max((sum(turn.sizes) for turn in self._turns), default=0)
         whole = max((turn.nbytes for turn in self._turns), default=0)
         self._packed = torch.empty(packed, dtype=torch.uint8, device=talk)
@@ -66,8 +72,6 @@ class Exchange:
         """Bytes that one run of every turn receives from other ranks."""
         self.held = packed + whole * (1 if talk == device else 2)
         """Bytes of memory that it keeps."""
-        self._ahead: int | None = None
-        self._wait: Callable[[], None] | None = None
 
     def release(self) -> None:
         """As `Plan.release`."""

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from .claims import to_the_end
 from .conversion import Conversion, read_conversion
 from .delta import Delta, Job, Late, in_place, whole_job
 from .errors import AlreadyMerged, UnsupportedAdapter
@@ -22,7 +23,7 @@ from .names import NamedTensor, named_tensors, walk
 from .ranks import Ranks
 from .shards import Address, address
 from .shards.layout import Layout
-from .snapshot import Places, Snapshot, note, places_in, take
+from .snapshot import Places, Snapshot, note, owners, places_in, take
 from .stream import Part
 
 
@@ -82,11 +83,18 @@ class Live(Protocol):
     def weights(self, deltas: Sequence[Delta]) -> dict[Address, Tensor]:
         """What is written when deltas, all that `adapters` told, are merged in place."""
 
+    def owners(self, weights: Mapping[Address, Tensor]) -> list[tuple[nn.Module, str, Tensor | None]]:
+        """The modules that hold `weights` by themselves (FSDP puts parameters in and takes them out), under which
+        names, and which of them."""
+
     def jobs(self, deltas: Sequence[Delta], copy: Callable[[Address], Tensor]) -> AbstractContextManager[Sequence[Job]]:
         """What is to be merged in place; tied weights are held apart inside, by copies of the bases of `weights`."""
 
-    def off(self) -> AbstractContextManager[None]:
-        """Inside, the adapters' forwards add nothing, whatever is read of them."""
+    def off(self) -> None:
+        """From here on the adapters' forwards add nothing, whatever is read of them."""
+
+    def on(self) -> None:
+        """As they were before `off`, where it was called. May be called again."""
 
     def settle(self) -> None:
         """Bring what a forward has left gathered back to its shards."""
@@ -103,6 +111,7 @@ class Peft:
         self._adapters: Adapters | None = None
         self._snapshots: dict[bool, Snapshot] = {}
         self._layers: list[tuple[PeftLayer, list[str]]] = []
+        self._off: list[tuple[PeftLayer, list[str]]] = []
         self._settled = False
 
     def settle(self) -> None:
@@ -198,6 +207,9 @@ class Peft:
             return {address(piece.tensor): piece.tensor for delta in deltas for piece in delta.weight.pieces}
         return {address(parameter): parameter for delta in deltas for parameter in [_parameter(delta)]}
 
+    def owners(self, weights: Mapping[Address, Tensor]) -> list[tuple[nn.Module, str, Tensor | None]]:
+        return [] if self.sharded else owners(self.snapshot(), weights.values(), self._places)
+
     def _note_places(self) -> None:
         """Keep where things are; not of what FSDP1 manages, which modules need not hold."""
         if not self._layout.flat:
@@ -248,8 +260,12 @@ class Peft:
                     owner._parameters[attribute] = nn.Parameter(tensor, tied is not None and tied.requires_grad)
             yield jobs
         finally:
-            for (owner, attribute, _), tied in zip(swaps, before, strict=True):
-                owner._parameters[attribute] = tied
+
+            def tie() -> None:
+                for (owner, attribute, _), tied in zip(swaps, before, strict=True):
+                    owner._parameters[attribute] = tied
+
+            to_the_end(tie)
 
     def _sharded_jobs(self, deltas: Sequence[Delta]) -> list[Job]:
         """What FSDP holds cannot be held apart: a tied weight must not have an adapter."""
@@ -264,20 +280,18 @@ class Peft:
                 )
         return [job for delta in deltas for job in in_place(delta)]
 
-    @contextmanager
-    def off(self) -> Iterator[None]:
+    def off(self) -> None:
         """Makes PEFT's forward take its merged path, and keeps PEFT from merging or unmerging meanwhile."""
-        layers = [(layer, active) for layer, active in self._layers if active]
-        before = [layer.merged_adapters for layer, _ in layers]
-        try:
-            for layer, active in layers:
+        self._off = [(layer, layer.merged_adapters) for layer, active in self._layers if active]
+        for layer, active in self._layers:
+            if active:
                 layer.__dict__.update(merged_adapters=list(active), merge=_refuse, unmerge=_refuse)
-            yield
-        finally:
-            for (layer, _), names in zip(layers, before, strict=True):
-                layer.__dict__["merged_adapters"] = names
-                layer.__dict__.pop("merge", None)
-                layer.__dict__.pop("unmerge", None)
+
+    def on(self) -> None:
+        for layer, names in self._off:
+            layer.__dict__["merged_adapters"] = names
+            layer.__dict__.pop("merge", None)
+            layer.__dict__.pop("unmerge", None)
 
 
 def _parameter(delta: Delta) -> Tensor:

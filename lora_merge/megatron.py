@@ -7,7 +7,7 @@ ranks, so no rank knows all names: the ranks tell each other, once, what each ho
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
@@ -34,7 +34,7 @@ from .shards.megatron import (
     read,
     replica,
 )
-from .snapshot import Places, Snapshot, note, places_in, taken
+from .snapshot import Places, Snapshot, note, owners, places_in, taken
 from .stream import Part
 
 __all__ = ["Megatron", "is_megatron"]
@@ -65,6 +65,7 @@ class Megatron:
         self._found: MegatronModel | None = None
         self._snapshots: dict[bool, Snapshot] = {}
         self._layers: list[nn.Module] = []
+        self._off = ExitStack()
 
     def settle(self) -> None:
         """Megatron's parameters stay where they are."""
@@ -151,7 +152,9 @@ class Megatron:
         return united
 
     def everyones(self, deltas: Sequence[Delta]) -> list[Delta]:
-        parts = self.united(self.parts(adapters=True, keep_tied=False))
+        with self.ranks.vote("merged"):
+            here = self.parts(adapters=True, keep_tied=False)
+        parts = self.united(here)
         return [part.delta for part in parts.values() if part.delta is not None]
 
     def conversion(self) -> Conversion:
@@ -166,6 +169,9 @@ class Megatron:
             parameters = [self._read().parameters[delta.name] for delta in deltas if delta.weight.pieces]
         return {address(parameter): parameter for parameter in parameters}
 
+    def owners(self, weights: Mapping[Address, Tensor]) -> list[tuple[nn.Module, str, Tensor | None]]:
+        return owners(self.snapshot(), weights.values(), self._places)
+
     @contextmanager
     def jobs(self, deltas: Sequence[Delta], copy: Callable[[Address], Tensor]) -> Iterator[Sequence[Job]]:
         if self._places is not None:
@@ -175,8 +181,11 @@ class Megatron:
         note(self.key, self.snapshot(), ((layer, []) for layer in self._layers), self.weights(deltas).values())
         yield jobs
 
-    def off(self) -> AbstractContextManager[None]:
-        return layers_off(("", layer) for layer in self._layers)
+    def off(self) -> None:
+        self._off.enter_context(layers_off(("", layer) for layer in self._layers))
+
+    def on(self) -> None:
+        self._off.close()
 
 
 def _larger(a: Any, b: Any) -> Any | None:

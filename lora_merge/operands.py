@@ -90,11 +90,12 @@ class Operands:
         lacking = [self._lacking(turn, some) for turn, some in zip(turns, scaled, strict=True)]
         self._exchange, self._gathered = self._gather(named, lacking, ranks)
         names = {key: name for key, (name, _) in named.items()}
-        self._copies = Plan(self._made_private(names)) if private else None
-        self._beside = _Beside(turns, device)
-        self._pairs = [
-            {delta.name: self._pair(delta, number) for delta in turn.deltas} for number, turn in enumerate(turns)
-        ]
+        with ranks.vote("adapters"):
+            self._copies = Plan(self._made_private(names)) if private else None
+            self._beside = _Beside(turns, device)
+            self._pairs = [
+                {delta.name: self._pair(delta, number) for delta in turn.deltas} for number, turn in enumerate(turns)
+            ]
         everywhere = {delta.name for turn in turns for delta in turn.deltas if delta.name in turn.everything}
         self._dora = _RowScales(scaled, self, ranks, everywhere) if any(scaled) else None
 
@@ -314,7 +315,7 @@ class _RowScales:
     def __init__(
         self, turns: Sequence[Sequence[Delta]], operands: Operands, ranks: Ranks, everywhere: Container[str]
     ) -> None:
-        deltas, device = [d for turn in turns for d in turn], operands._device
+        deltas = [d for turn in turns for d in turn]
         owned = divide([d.name for d in deltas], [d.weight for d in deltas], ranks)
         # Where a row is split over ranks, its parts are added up, each once; and where every rank needs all rows.
         shared = any(d.name in everywhere or _splits(d, boxes) for d, boxes in zip(deltas, owned, strict=True))
@@ -322,6 +323,11 @@ class _RowScales:
         self._scales: dict[str, Tensor] = {}
         self._turns: list[_Scaled | None] = []
         mine = {d.name: boxes[ranks.rank] for d, boxes in zip(deltas, owned, strict=True)}
+        with ranks.vote("norms of rows"):
+            self._lay_out(turns, mine, operands)
+
+    def _lay_out(self, turns: Sequence[Sequence[Delta]], mine: Mapping[str, Sequence[Box]], operands: Operands) -> None:
+        device = operands._device
         for number, turn in enumerate(turns):
             rows = [d.shape[0] for d in turn]
             norms = torch.zeros(sum(rows), dtype=torch.float64, device=device)

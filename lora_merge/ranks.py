@@ -160,6 +160,15 @@ class Ranks:
         return wait
 
 
+@contextmanager
+def noted(errors: list[Exception]) -> Iterator[None]:
+    """Go on after an error: the other ranks are in the collectives that follow, and must find this one there."""
+    try:
+        yield
+    except Exception as error:
+        errors.append(error)
+
+
 def _nothing() -> None:
     pass
 

@@ -56,11 +56,13 @@ class Places(NamedTuple):
         layers: numbers among their modules of the adapter layers, with the names of the adapters that act there, where
             those have names.
         weights: numbers among their parameters of those that active adapters change. None is tied to another.
+        owners: for each of these the number among their modules of the one that holds it, and under which name.
     """
 
     facts: list[Any]
     layers: list[tuple[int, list[str]]]
     weights: list[int]
+    owners: list[tuple[int, str]]
 
 
 _places: WeakKeyDictionary[nn.Module, Places] = WeakKeyDictionary()
@@ -78,11 +80,29 @@ def note(
     """Keep where these are in the snapshot; see `Places`."""
     modules = {id(module): at for at, module in enumerate(snapshot.modules)}
     parameters = {id(parameter): at for at, parameter in enumerate(snapshot.parameters)}
+    weights = list(weights)
     _places[model] = Places(
         snapshot.facts,
         [(modules[id(layer)], active) for layer, active in layers],
         [parameters[id(weight)] for weight in weights],
+        [(modules[id(owner)], key) for owner, key, _ in owners(snapshot, weights)],
     )
+
+
+def owners(
+    snapshot: Snapshot, weights: Iterable[Tensor], places: Places | None = None
+) -> list[tuple[nn.Module, str, Tensor | None]]:
+    """The modules of the snapshot that hold some of these parameters, under which names, and which of them.
+
+    Args:
+        places: in the snapshot, where the weights are theirs: nothing has to be looked for then.
+    """
+    if places is not None:
+        found = ((snapshot.modules[at], key) for at, key in places.owners)
+        return [(module, key, module._parameters[key]) for module, key in found]
+    ids = set(map(id, weights))
+    held = ((module, key, tensor) for module in snapshot.modules for key, tensor in module._parameters.items())
+    return [(module, key, tensor) for module, key, tensor in held if id(tensor) in ids]
 
 
 def take(model: nn.Module, layout: Layout, *, adapters: bool = True) -> Snapshot:

@@ -19,11 +19,12 @@ from torch.utils.dlpack import from_dlpack
 
 from .ahead import Ahead
 from .buckets import Meta, Slot, Table, digest_of, extent, lay_out, lay_out_parts
+from .claims import reading
 from .conversion import Conversion
 from .delta import Delta, Job, whole_job
 from .exchange import Exchange
 from .operands import MergePlan, Operands, Turn
-from .ranks import Ranks
+from .ranks import Ranks, noted
 from .segments import Segment, copies, name_key
 from .shards import Box, Shard, cut, overlap
 from .shards.owners import divide
@@ -183,7 +184,8 @@ class Filler:
         self.digest = digest_of(self.table)
         """Under which name an engine knows the table."""
         self.collective = not self.ranks.alone
-        turns = self._turns()
+        with self.ranks.vote("MergedWeights"):
+            turns = self._turns()
         ranks = self.ranks if any(turn.everything for turn in turns) else source.merging
         self._operands = Operands(turns, ranks, self.device)
         self._plans: dict[tuple[int, bool], tuple[Hashable, _BucketPlan]] = {}
@@ -256,7 +258,8 @@ class Filler:
         """For one pass: two buffers that any bucket fits into. They are kept for the next one."""
         buffers, self._idle = self._idle, []
         if not buffers:
-            buffers = [torch.empty(self.capacity, dtype=torch.uint8, device=self.device) for _ in range(2)]
+            with self.ranks.vote("two buckets"):
+                buffers = [torch.empty(self.capacity, dtype=torch.uint8, device=self.device) for _ in range(2)]
         with self.passing():
             try:
                 yield buffers
@@ -266,24 +269,38 @@ class Filler:
     @contextmanager
     def passing(self) -> Iterator[None]:
         """For one pass into any buffers. After it plans are kept, but no tensor of the model: what its owner lets go
-        of between passes is freed."""
+        of between passes is freed.
+
+        Raises:
+            AlreadyMerged: the weights are inside `merged`.
+        """
         self._passes += 1
         try:
-            yield
+            with reading(self.source.held):
+                yield
         finally:
             self._passes -= 1
-            if not self._passes:
-                self._operands.release()
-                for _, plan in self._plans.values():
-                    plan.release()
-                self.source = replace(self.source, parts={}, held=())
+            self.release()
+
+    def release(self) -> None:
+        """As `Plan.release`, unless a pass is under way."""
+        if not self._passes:
+            self._operands.release()
+            for _, plan in self._plans.values():
+                plan.release()
+            self.source = replace(self.source, parts={}, held=())
 
     def filled(self, buffers: list[Tensor], run: Mapping[str, Any]) -> Iterator[tuple[int, Tensor]]:
         """Fill bucket after bucket; yield `(index, buffer)`, to be read as `Ahead` says.
 
         Args:
             buffers: two; one of which the consumer still holds what was lent is left to it and replaced here.
+
+        Raises:
+            the first error of this rank, when the others have what they wait for; InvalidInput, after the last bucket,
+            for an error of another rank: what it had its part in is not to be used.
         """
+        errors: list[Exception] = []
 
         def free(index: int) -> None:
             if self._held_outside(buffers[index % 2]):
@@ -291,12 +308,20 @@ class Filler:
 
         def fill(index: int) -> tuple[int, Tensor]:
             buffer = buffers[index % 2]
-            self.fill(index, buffer, run)
+            with noted(errors):
+                self.fill(index, buffer, run)
+            if errors and self.ranks.alone:
+                raise errors[0]
             if self._ahead.stream is not None:
                 buffer.record_stream(self._ahead.stream)
             return index, buffer
 
-        return self._ahead(free, fill, len(self.table))
+        for made in self._ahead(free, fill, len(self.table)):
+            if not errors:
+                yield made
+        with self.ranks.vote("a pass over the weights"):
+            if errors:
+                raise errors[0]
 
     def describe(self) -> str:
         """Which way every tensor goes, and what a pass costs."""
@@ -338,7 +363,7 @@ class Filler:
     def fill(self, index: int, buffer: Tensor, run: Mapping[str, Any]) -> None:
         """As `Sent.fill`. An error of this rank is raised after the collectives of the bucket."""
         errors: list[Exception] = []
-        with _noted(errors):
+        with noted(errors):
             self._operands.refresh(index)
             own = (slot for slot in self.mine(index) if slot.name not in self._wholly)
             targets = ((slot.name, slot.box, slot.view(buffer)) for slot in own)
@@ -402,15 +427,12 @@ class Filler:
         """Tensors that are made of whole parameters: gather these, merge, convert, and keep what this rank sends."""
         mine = self.mine(index)
         for sources, names in groupby(self._wholly_in[index], lambda name: self.entries[name].sources):
-            parts = [self.source.parts[name] for name in sources]
             dtype = self.entries[next(iter(names))].meta.dtype
-            exchange = Exchange(sources, [part.shard for part in parts], self.ranks, self.device)
-            wholes = exchange.run()
-            wanted = [slot for slot in mine if self.entries[slot.name].sources == sources]
-            if not wanted:
-                continue
-            with _noted(errors):
-                merged = self._merged(index, parts, wholes, dtype, run)
+            with noted(errors):
+                parts = [self.source.parts[name] for name in sources]
+                wholes = Exchange(sources, [part.shard for part in parts], self.ranks, self.device).run()
+                wanted = [slot for slot in mine if self.entries[slot.name].sources == sources]
+                merged = self._merged(index, parts, wholes, dtype, run) if wanted else {}
                 for slot in wanted:
                     window = self.entries[slot.name].window
                     if window is None:
@@ -430,15 +452,6 @@ class Filler:
             segments = copies(part.name, whole, out) if part.delta is None else []
             MergePlan(jobs, self._operands, segments, index).run(**run)
         return merged
-
-
-@contextmanager
-def _noted(errors: list[Exception]) -> Iterator[None]:
-    """Go on after an error: the other ranks are in the collectives that follow, and must find this one there."""
-    try:
-        yield
-    except Exception as error:
-        errors.append(error)
 
 
 class _BucketPlan:

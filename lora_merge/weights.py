@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from .buckets import BUCKET_BYTES, Bucket, Meta, Table, extent, lay_out, metas
+from .claims import check_base, check_readable
 from .conversion import Conversion
 from .errors import InvalidInput
 from .exchange import check_strategy
 from .live import Live, live
 from .plan import ROUNDINGS
+from .ranks import noted
 from .segments import FLOATS, raw
 from .shards import Shard, cut
 from .snapshot import Snapshot
@@ -103,12 +105,14 @@ class MergedWeights:
         known = self._fillers.get(whole)
         if model.ranks.any(known is None or known.key != key):
             source = replace(source, parts=model.united(source.parts))
-            entries = self._entries(source.parts, source.conversion)
-            lines = [f"strategy={self.strategy!r} bucket_bytes={self.bucket_bytes} rounding={self.rounding}"]
-            lines += [_line(entry, source.parts) for entry in entries]
+            with model.ranks.vote("MergedWeights"):
+                entries = self._entries(source.parts, source.conversion)
+                lines = [f"strategy={self.strategy!r} bucket_bytes={self.bucket_bytes} rounding={self.rounding}"]
+                lines += [_line(entry, source.parts) for entry in entries]
             model.ranks.same(lines, lambda: lines)
             unshard = self.strategy is not None
-            known = Filler(source, entries, key, self.bucket_bytes, lines, whole=whole, unshard=unshard)
+            with model.ranks.vote("MergedWeights"):
+                known = Filler(source, entries, key, self.bucket_bytes, lines, whole=whole, unshard=unshard)
             self._fillers[whole] = known
         assert known is not None
         known.adopt(source)
@@ -146,6 +150,11 @@ class MergedWeights:
                     yield slot.name, slot.view(data)
                 del data
 
+    def release(self) -> None:
+        """Let go of what `filler` has read of the model, unless a pass is under way; a pass does so by itself."""
+        for filler in self._fillers.values():
+            filler.release()
+
     def describe(self) -> str:
         """Which way every tensor goes, and what a pass costs, in words."""
         filler = self.filler()
@@ -164,6 +173,9 @@ class MergedWeights:
         snapshot = model.snapshot(adapters=self.adapters)
         key = (snapshot.facts, self.keep_tied, tuple(self.dtypes.items()), self.left_out)
         held = [tensor.untyped_storage() for tensor in snapshot.tensors]
+        check_readable(held)
+        if not self.adapters:
+            check_base(snapshot.modules)
         if self._known is not None and self._known[0] == key:
             key, device, conversion = self._known
             parts: Mapping[str, Part] = Late(lambda: self._read_again(snapshot))
@@ -227,14 +239,18 @@ def _assembled(table: Table, filled: Iterator[tuple[int, Tensor]]) -> Iterator[B
     groups = _completed(table)
     where = {slot.name: (index, slot) for index, slots in enumerate(groups) for slot in slots}
     begun: dict[int, Tensor] = {}
-    for index, data in filled:
-        to, source = [], []
-        for slot in table[index]:
-            group, place = where[slot.name]
-            if group not in begun:
-                begun[group] = torch.empty(extent(groups[group]), dtype=torch.uint8, device=data.device)
-            to.append(cut(place.view(begun[group]), slot.box))
-            source.append(slot.view(data))
-        torch._foreach_copy_([raw(t) for t in to], [raw(t) for t in source])
-        if groups[index]:
+    errors: list[Exception] = []
+    for index, data in filled:  # to the end, where the other ranks wait for this one
+        with noted(errors):
+            to, source = [], []
+            for slot in table[index]:
+                group, place = where[slot.name]
+                if group not in begun:
+                    begun[group] = torch.empty(extent(groups[group]), dtype=torch.uint8, device=data.device)
+                to.append(cut(place.view(begun[group]), slot.box))
+                source.append(slot.view(data))
+            torch._foreach_copy_([raw(t) for t in to], [raw(t) for t in source])
+        if groups[index] and not errors:
             yield Bucket(index, groups[index], begun.pop(index))
+    if errors:
+        raise errors[0]

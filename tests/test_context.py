@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import models
@@ -19,7 +19,17 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lora_merge import AlreadyMerged, InvalidInput, NotRestored, UnsupportedAdapter, context, merged, read_deltas
+from lora_merge import (
+    AlreadyMerged,
+    InvalidInput,
+    MergedWeights,
+    NotRestored,
+    UnsupportedAdapter,
+    context,
+    live,
+    merged,
+    read_deltas,
+)
 from lora_merge.names import named_tensors
 from lora_merge.restore import TrackedPlan
 
@@ -125,6 +135,38 @@ def test_everything_comes_back(subject: str) -> None:
     plant(model)
     with unchanged(model), merged(model) as inside:
         assert inside is model
+
+
+STEPS = [
+    (context._Restore, "_check_memory"),
+    (TrackedPlan, "unmerge"),
+    (context._Restore, "_put"),
+    (live.Peft, "on"),
+    (live.Peft, "settle"),
+]
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize(("owner", "step"), STEPS, ids=[step for _, step in STEPS])
+def test_an_interrupt_on_the_way_out(owner: type, step: str, after: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second Ctrl-C waits until everything is back."""
+    model = models.with_lora(lambda: models.qwen2(tied=True), target_modules=["lm_head", "q_proj"])
+    real, due = getattr(owner, step), [False]
+
+    def interrupted(self: Any) -> Any:
+        result = real(self) if after else None
+        if due.pop():
+            due.append(False)
+            raise KeyboardInterrupt(step)
+        due.append(False)
+        return result if after else real(self)
+
+    monkeypatch.setattr(owner, step, interrupted)
+    with unchanged(model):
+        with pytest.raises(KeyboardInterrupt, match=step), merged(model):
+            due[0] = True
+        with merged(model):
+            pass
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
@@ -342,6 +384,29 @@ def test_written_inside_and_an_error_of_the_body() -> None:
     assert isinstance(caught.value.__context__, ValueError)
 
 
+REPLACED: dict[str, Callable[[nn.Module, nn.Linear], object]] = {
+    "assigned": lambda model, linear: setattr(linear, "weight", nn.Parameter(linear.weight.clone())),
+    "load_state_dict": lambda model, linear: model.load_state_dict(
+        {name: t.clone() for name, t in model.state_dict().items()}, assign=True
+    ),
+}
+
+
+@pytest.mark.parametrize("way", REPLACED)
+@pytest.mark.parametrize("again", [False, True], ids=["first entry", "later entry"])
+def test_another_parameter_inside(way: str, again: bool) -> None:
+    """It would go on holding merged values, and the adapter would count twice from there on."""
+    model = models.with_lora(models.qwen2)
+    if again:
+        with merged(model):
+            pass
+    linear = model.base_model.model.model.layers[1].mlp.down_proj.base_layer
+    before, bits = linear.weight, linear.weight.detach().clone()
+    with pytest.raises(NotRestored, match=r"layers\.1\.mlp\.down_proj\.weight.*another Parameter"), merged(model):
+        REPLACED[way](model, linear)
+    assert_same_bits(before, bits, "the parameter that was there before")
+
+
 def test_memory_given_back_inside() -> None:
     """Nothing is written to an address that is somebody else's now."""
     model = models.with_lora(models.qwen2)
@@ -427,6 +492,16 @@ def test_backward_does_not_cross_the_border() -> None:
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         inside.backward()
     loss().backward()
+    # Nor into the next block, nor where a step on the base has moved its version on as far as a block does.
+    with merged(model):
+        inside, other = loss(), loss()
+    with merged(model), pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        inside.backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        other.backward()
 
 
 # ---- tied weights ----------------------------------------------------------------------------------------------------
@@ -653,6 +728,59 @@ def test_models_that_share_weights() -> None:
     two = models.with_lora(models.qwen2)
     two.base_model.model.model.layers[0].mlp.up_proj.base_layer.weight = base.model.layers[0].mlp.up_proj.weight
     with merged(one), unchanged(two), pytest.raises(AlreadyMerged, match="shares weights"), merged(two):
+        pass
+
+
+def test_a_stream_and_a_block_exclude_each_other() -> None:
+    """The stream would go on with merged weights, to which its plans add the adapters once more."""
+    model = models.with_lora(models.qwen2)
+    wanted = {name: tensor.clone() for name, tensor in MergedWeights(model)}
+    begun = iter(MergedWeights(model, bucket_bytes=4096))
+    next(begun)
+    with unchanged(model), pytest.raises(InvalidInput, match=r"is under way.*before merged"), merged(model):
+        raise AssertionError("the body ran")
+    for (name, tensor), _ in zip(begun, range(3), strict=False):
+        assert_same_bits(tensor, wanted[name], name)
+    begun.close()
+    for adapters in (True, False):
+        weights = MergedWeights(model, adapters=adapters)
+        for _ in range(2):  # the second time with plans that stand
+            with merged(model), pytest.raises(AlreadyMerged):
+                dict(weights)
+            for name, tensor in weights:
+                assert not adapters or torch.equal(tensor, wanted[name]), name
+        model.merge_adapter()
+        with pytest.raises(AlreadyMerged, match="unmerge_adapter"):
+            dict(weights)
+        model.unmerge_adapter()
+        wanted = {name: tensor.clone() for name, tensor in MergedWeights(model)}
+
+
+def test_a_stream_beside_a_thread_that_merges() -> None:
+    """Each stream is right or refused, and so is each block."""
+    model = models.with_lora(models.qwen2)
+    wanted = {name: tensor.clone() for name, tensor in MergedWeights(model)}
+    over, refused = threading.Event(), 0
+
+    def merge() -> None:
+        while not over.is_set():
+            with suppress(InvalidInput), merged(model):
+                pass
+
+    thread = threading.Thread(target=merge)
+    thread.start()
+    try:
+        for _ in range(40):
+            try:
+                found = {name: tensor.clone() for name, tensor in MergedWeights(model, bucket_bytes=1 << 14)}
+            except (AlreadyMerged, InvalidInput):
+                refused += 1
+            else:
+                assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    finally:
+        over.set()
+        thread.join()
+    with unchanged(model), merged(model):
         pass
 
 

@@ -6,10 +6,12 @@ Here for `merged` and `MergedWeights`; pushes are held to the same in test_vllm_
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -154,6 +156,51 @@ def two_ranks(rank: int, folder: Path) -> None:
 
 def test_bad_input_is_one_error_on_every_rank(tmp_path: Path) -> None:
     spawn(2, two_ranks, tmp_path)
+
+
+def out_of_memory(*args: object, **kwargs: object) -> None:
+    raise torch.OutOfMemoryError("injected")
+
+
+def fails_on_one_rank(rank: int) -> None:
+    for where, use, options in FAULTS:
+        model = fully_shard(odd(("one", "two")))
+        before = local_bits(model)
+        with (
+            mock.patch(where, out_of_memory) if rank == 1 else nullcontext(),
+            pytest.raises(torch.OutOfMemoryError if rank == 1 else LoraMergeError),
+        ):
+            use(model, **options)
+        for now, then in zip(local_bits(model), before, strict=True):
+            assert_same_bits(now, then, where)
+        with merged(model):
+            pass
+        dict(MergedWeights(model))
+
+
+def to_the_end_of(model: nn.Module, **options: Any) -> None:
+    for _ in MergedWeights(model, **{"bucket_bytes": 512} | options):
+        pass
+
+
+FAULTS: list[tuple[str, Callable[..., None], dict[str, Any]]] = [
+    ("lora_merge.context.TrackedPlan", enter, {}),
+    ("lora_merge.operands.Operands._made_private", enter, {}),
+    ("lora_merge.operands._Beside.run", enter, {}),
+    ("lora_merge.exchange._Turn.lie_in", enter, {}),
+    ("lora_merge.context._Merge.merge", enter, {}),
+    ("lora_merge.context._Unshard._merge_wholes", enter, {"strategy": "unshard"}),
+    ("lora_merge.stream.Filler._make_plan", to_the_end_of, {}),
+    ("lora_merge.stream.Filler._turns", to_the_end_of, {}),
+    ("lora_merge.exchange._Turn.lie_in", to_the_end_of, {"strategy": "unshard"}),
+    ("lora_merge.stream.Filler._merged", to_the_end_of, {"strategy": "unshard"}),
+    ("lora_merge.operands._Beside.run", to_the_end_of, {}),
+]
+
+
+def test_a_failure_on_one_rank_leaves_nobody_waiting() -> None:
+    """It is an error on every rank, wherever it comes up on one, and changes nothing."""
+    spawn(2, fails_on_one_rank, timeout=timedelta(seconds=20))
 
 
 def distributed(*, uncovered: str) -> nn.Module:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import models
@@ -199,10 +199,14 @@ class Odd(nn.Module):
         return self.tiny(self.narrow(self.wide(x)))
 
 
-def odd() -> nn.Module:
+def odd(adapters: Sequence[str] = ("default",)) -> nn.Module:
     torch.manual_seed(0)
     config = LoraConfig(r=3, target_modules=["wide", "narrow", "tiny"], init_lora_weights=False)
-    return get_peft_model(Odd(), config)
+    model = get_peft_model(Odd(), config, adapter_name=adapters[0])
+    for name in adapters[1:]:
+        model.add_adapter(name, config)
+    model.base_model.set_adapter(list(adapters))
+    return model
 
 
 def training(rank: int) -> None:

@@ -1,0 +1,120 @@
+"""Claims: weights are merged by one `merged` at a time, and by none while a stream reads them; in all threads. And what
+gives them back whatever interrupts it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from .errors import AlreadyMerged, InvalidInput
+from .shards import Address
+
+_lock = threading.Lock()
+_layers: set[int] = set()
+_merged: dict[Address, Tensor] = {}
+_read: dict[object, Sequence[torch.UntypedStorage]] = {}
+"""What the passes of streams that are under way read."""
+
+
+@contextmanager
+def merging(layers: Iterable[object], weights: Mapping[Address, Tensor]) -> Iterator[None]:
+    """For the time of one `merged`.
+
+    Args:
+        layers: its adapter layers.
+        weights: what it writes.
+
+    Raises:
+        AlreadyMerged: some of them are inside `merged`.
+        InvalidInput: a stream reads the memory of some of them.
+    """
+    ids = set(map(id, layers))
+    with _lock:
+        if not _layers.isdisjoint(ids) or not _merged.keys().isdisjoint(weights):
+            raise AlreadyMerged(
+                "merged() is already entered on this model, or on one that shares weights with it; leave it before "
+                "entering again"
+            )
+        if any(_meet(held, weights.values()) for held in _read.values()):
+            raise InvalidInput(
+                "a stream of these weights (MergedWeights, VllmSync) is under way, which would read merged ones from "
+                "here on: finish its iteration, or close it, before merged()"
+            )
+        _layers.update(ids)
+        _merged.update(weights)
+    try:
+        yield
+    finally:
+
+        def let_go() -> None:
+            with _lock:
+                _layers.difference_update(ids)
+                for where in weights:
+                    _merged.pop(where, None)
+
+        to_the_end(let_go)
+
+
+@contextmanager
+def reading(held: Sequence[torch.UntypedStorage]) -> Iterator[None]:
+    """For the time of one pass of a stream over the memory that is held.
+
+    Raises:
+        AlreadyMerged: some of it is inside `merged`.
+    """
+    claim = object()
+    with _lock:
+        check_readable(held)
+        _read[claim] = held
+    try:
+        yield
+    finally:
+
+        def let_go() -> None:
+            with _lock:
+                _read.pop(claim, None)
+
+        to_the_end(let_go)
+
+
+def check_readable(held: Sequence[torch.UntypedStorage]) -> None:
+    """Raise `AlreadyMerged` if some of this memory is inside `merged`."""
+    if _merged and _meet(held, list(_merged.values())):
+        raise AlreadyMerged(
+            "these weights are inside lora_merge.merged() and hold adapters on top of the base: leave the block first"
+        )
+
+
+def check_base(modules: Iterable[nn.Module]) -> None:
+    """Raise `AlreadyMerged` if the base of some of PEFT's layers holds adapters."""
+    for module in modules:
+        if names := module.__dict__.get("merged_adapters"):
+            raise AlreadyMerged(
+                f"the base of a {type(module).__name__} already holds the adapters {', '.join(names)}: call "
+                "unmerge_adapter(), or load the base again where its exact weights matter"
+            )
+
+
+def _meet(held: Sequence[torch.UntypedStorage], weights: Iterable[Tensor]) -> bool:
+    memory = {getattr(weight, "_local_tensor", weight).untyped_storage().data_ptr() for weight in weights} - {0}
+    return not memory.isdisjoint(storage.data_ptr() for storage in held)
+
+
+def to_the_end(step: Callable[[], object]) -> None:
+    """Run a step of a way back, which may be begun again, to its end: what interrupts it (a second Ctrl-C) is raised
+    then."""
+    late: BaseException | None = None
+    while True:
+        try:
+            step()
+            break
+        except Exception:
+            raise
+        except BaseException as interrupt:
+            late = interrupt
+    if late is not None:
+        raise late
