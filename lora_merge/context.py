@@ -64,7 +64,7 @@ def merged(model: Model, *, restore: str = "exact", strategy: str | None = None)
     experts. Weights are merged where they lie, so addresses stay what they are (CUDA graphs, compiled modules). After
     the block, also when it raises, every parameter and buffer is bit for bit what it was; `requires_grad`, gradients,
     optimizer state and PEFT's flags are not touched. Train outside of the block: a backward pass that crosses its
-    border is refused by autograd, as for any weight changed in place.
+    border is refused by autograd, as for any weight changed in place. Ctrl-C on the way out is raised when all is back.
 
     FSDP2 and FSDP1: collective over the ranks that hold the model. Each rank merges what it holds; only the halves of
     adapters that do not line up with it are gathered. Units that are gathered at the moment (the root after a forward,
@@ -95,13 +95,14 @@ def merged(model: Model, *, restore: str = "exact", strategy: str | None = None)
         `model`.
 
     Raises:
-        InvalidInput: an unknown option; no LoRA layers in the model; a weight that does not fit; ranks that disagree.
+        InvalidInput: an unknown option; no LoRA layers in the model; a weight that does not fit; ranks that disagree; a
+            stream (`MergedWeights`, `VllmSync`) of these weights is under way.
         UnsupportedAdapter: an adapter without an exact merge; names the module and the reason.
         AlreadyMerged: the weights hold adapters already, or the model is inside `merged` now.
 
         All of them on every rank, and before anything is written. So is running out of memory on the way in.
-        NotRestored: on the way out, on the rank that finds it: merged weights were written inside, or their memory was
-            given back. Names them; all others are restored.
+        NotRestored: on the way out, on the rank that finds it: merged weights were written inside, their memory was
+            given back, or another Parameter took the place of theirs. Names them; all others are restored.
     """
     if restore != "exact":
         raise InvalidInput(f"restore must be 'exact', got {restore!r}")

@@ -19,7 +19,7 @@ from .conversion import Conversion, read_conversion
 from .delta import Delta, Job, Late, in_place, whole_job
 from .errors import AlreadyMerged, UnsupportedAdapter
 from .lora import Adapters, PeftLayer, read_adapters
-from .names import NamedTensor, named_tensors, walk
+from .names import NamedTensor, named_tensors, walk, wrapped
 from .ranks import Ranks
 from .shards import Address, address
 from .shards.layout import Layout
@@ -112,6 +112,7 @@ class Peft:
         self._snapshots: dict[bool, Snapshot] = {}
         self._layers: list[tuple[PeftLayer, list[str]]] = []
         self._off: list[tuple[PeftLayer, list[str]]] = []
+        self._saves = _saver(model)
         self._settled = False
 
     def settle(self) -> None:
@@ -281,13 +282,16 @@ class Peft:
         return [job for delta in deltas for job in in_place(delta)]
 
     def off(self) -> None:
-        """Makes PEFT's forward take its merged path, and keeps PEFT from merging or unmerging meanwhile."""
+        """Makes PEFT's forward take its merged path, and keeps PEFT from merging, unmerging and saving: beside
+        an adapter on embeddings it saves their base."""
         self._off = [(layer, layer.merged_adapters) for layer, active in self._layers if active]
         for layer, active in self._layers:
             if active:
                 layer.__dict__.update(merged_adapters=list(active), merge=_refuse, unmerge=_refuse)
+        self._saves.__dict__["save_pretrained"] = _refuse
 
     def on(self) -> None:
+        self._saves.__dict__.pop("save_pretrained", None)
         for layer, names in self._off:
             layer.__dict__["merged_adapters"] = names
             layer.__dict__.pop("merge", None)
@@ -301,10 +305,18 @@ def _parameter(delta: Delta) -> Tensor:
     return parameter
 
 
+def _saver(model: nn.Module) -> nn.Module:
+    """The PeftModel, or what else has adapters and is saved with them; the model itself where nothing has."""
+    found: nn.Module | None = model
+    while found is not None and "peft_config" not in found.__dict__ and not hasattr(type(found), "peft_config"):
+        found = wrapped(found)
+    return model if found is None else found
+
+
 def _refuse(*args: object, **kwargs: object) -> None:
     raise AlreadyMerged(
         "inside lora_merge.merged() the adapters are merged and the base is not at hand: leave the block before "
-        "PEFT's merge_adapter, unmerge_adapter, set_adapter or disable_adapter"
+        "PEFT's merge_adapter, unmerge_adapter, set_adapter, disable_adapter or save_pretrained"
     )
 
 

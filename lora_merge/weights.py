@@ -35,6 +35,9 @@ class MergedWeights:
     somebody holds it: a buffer whose tensors are still held is not written again. Consumers on a stream of their own
     hold the tensors until that stream is done with them. Models without adapters stream their weights as they are.
 
+    `merged` refuses the model while a pass is under way, and a pass is refused inside `merged`. An iteration that will
+    not be finished ends with its `close()`, or when nobody holds it any more.
+
     A sharded model (FSDP2, FSDP1) streams on every rank, and every rank sees every tensor whole: each merges what it
     holds, and merged shards are gathered, bucket by bucket. All ranks iterate, and to the end: every method here is
     collective over them. The order of the stream is then that in which tensors become whole.
@@ -53,7 +56,9 @@ class MergedWeights:
 
     Raises:
         InvalidInput: weights on several devices, an argument that does not fit, ranks that disagree on the model.
-        UnsupportedAdapter, AlreadyMerged: as `read_deltas`.
+        UnsupportedAdapter, AlreadyMerged: as `read_deltas`; AlreadyMerged with `adapters=False`, too.
+        On a sharded model an error of one rank is raised there after the last bucket, as `InvalidInput` on the others:
+        the tensors of that pass must not be used.
     """
 
     def __init__(

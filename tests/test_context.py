@@ -6,6 +6,7 @@ import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import models
@@ -784,7 +785,7 @@ def test_a_stream_beside_a_thread_that_merges() -> None:
         pass
 
 
-def test_peft_cannot_merge_inside() -> None:
+def test_peft_cannot_merge_inside(tmp_path: Path) -> None:
     """PEFT would add the adapter again, or subtract it from weights that it did not merge."""
     model = models.with_lora(models.qwen2, adapters=("one", "two"))
     model.set_adapter("one")
@@ -799,6 +800,7 @@ def test_peft_cannot_merge_inside() -> None:
         "unmerge_adapter": model.unmerge_adapter,
         "set_adapter": lambda: model.base_model.set_adapter("two"),
         "disable_adapter": forward_without_adapter,
+        "save_pretrained": lambda: model.save_pretrained(tmp_path),
     }
     adapter = models.outputs(model)
     for name, action in actions.items():
