@@ -154,11 +154,9 @@ class Peft:
 
     def parts(self, *, adapters: bool, keep_tied: bool) -> dict[str, Part]:
         found = self._read().deltas if adapters else []
-        deltas = {(id(d.owner), d.attribute, d.name): d for d in found}
-        named = [
-            (t, deltas.get((id(t.owner), t.attribute, t.name)))
-            for t in named_tensors(self.key, self._open().parameters)
-        ]
+        # By place, not by name: a module that has several names has its adapter under each of them.
+        deltas = {(id(d.owner), d.attribute): d for d in found}
+        named = [(t, deltas.get((id(t.owner), t.attribute))) for t in named_tensors(self.key, self._open().parameters)]
         return {t.name: self._part(t, delta) for t, delta in self._untie(named, keep_tied)}
 
     def _part(self, t: NamedTensor, delta: Delta | None) -> Part:

@@ -229,11 +229,15 @@ class Operands:
 
 
 def _held(turns: Sequence[Turn], ranks: Ranks) -> list[Turn]:
-    """The turns without deltas that none of the ranks holds a weight of."""
+    """The turns, each delta once (its tensor may have several names), without those of which none of the ranks holds a
+    weight."""
     here = {delta.name: bool(delta.weight.pieces) for turn in turns for delta in turn.deltas}
     held = ranks.gather(list(here.values()))
     kept = {name for name, *flags in zip(here, *held, strict=True) if any(flags)}
-    return [turn._replace(deltas=[delta for delta in turn.deltas if delta.name in kept]) for turn in turns]
+    return [
+        turn._replace(deltas=[d for name, d in {d.name: d for d in turn.deltas}.items() if name in kept])
+        for turn in turns
+    ]
 
 
 def _scaled(turns: Sequence[Turn]) -> list[list[Delta]]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lora_merge import InvalidInput, MergedWeights
 from lora_merge.buckets import ALIGNMENT, Meta, checksum, extent, from_json, lay_out, to_json
+from lora_merge.engine.adapter import AdapterSource, filler_of
 from lora_merge.stream import Places
 
 
@@ -244,6 +245,51 @@ def test_an_adapter_on_one_of_two_tied_weights_sends_both() -> None:
     assert_same_bits(streamed["lm_head.weight"], base.detach(), "the head, which has no adapter")
     assert not torch.equal(streamed["model.embed_tokens.weight"], base)
     assert "lm_head.weight" not in dict(MergedWeights(models.qwen2(tied=True)))
+
+
+SHARED = {
+    "one": {"target_modules": ["q_proj", "down_proj"]},
+    "two": {"target_modules": ["q_proj", "down_proj"], "adapters": ("one", "two")},
+    "dora": {"target_modules": ["q_proj", "down_proj"], "use_dora": True},
+}
+
+
+def block_in_two_places() -> nn.Module:
+    model = models.qwen2()
+    model.config.use_cache = False
+    model.model.layers[1] = model.model.layers[0]
+    return model
+
+
+@pytest.mark.parametrize("config", SHARED)
+def test_a_module_in_two_places_is_merged_under_both_names(config: str) -> None:
+    """Once where ties are kept together; else under each name, for who has two modules."""
+    model = models.with_lora(block_in_two_places, **SHARED[config])
+    policy = models.outputs(model)
+    weights = MergedWeights(model, bucket_bytes=4096)
+    once = dict(weights)
+    assert not any(".layers.1." in name for name in once)
+    weights.keep_tied = True
+    twice = dict(weights)
+    for name, tensor in twice.items():
+        assert_same_bits(tensor, once[name.replace(".layers.1.", ".layers.0.")], name)
+    for build, streamed in ((block_in_two_places, once), (models.qwen2, twice)):
+        loaded = build()
+        loaded.config.use_cache = False
+        assert loaded.load_state_dict(streamed, strict=build is models.qwen2).unexpected_keys == []
+        torch.testing.assert_close(models.outputs(loaded.eval()), policy)
+
+
+def test_an_adapter_in_two_places_is_sent_under_both_names() -> None:
+    """An engine has a module for each."""
+    weights = MergedWeights(models.with_lora(block_in_two_places, target_modules=["q_proj"]))
+    source = AdapterSource(weights, filler_of(weights), torch.float32)
+    assert source.modules == [f"model.layers.{layer}.self_attn.q_proj" for layer in (0, 1)]
+    buffer = torch.empty(source.capacity, dtype=torch.uint8)
+    source.fill(0, buffer, {})
+    sent = {slot.name: slot.view(buffer) for slot in source.table[0]}
+    for name, tensor in sent.items():
+        assert_same_bits(tensor, sent[name.replace(".layers.1.", ".layers.0.")], name)
 
 
 def test_dtype_converts_parameters_once_and_leaves_buffers() -> None:

@@ -31,12 +31,19 @@ _EXPERT = re.compile(r"((.+\.experts)\.\d+(\.\w+))\.weight")
 _INSTEAD = '; push with mode="merged" instead'
 
 
+def filler_of(weights: MergedWeights) -> Filler:
+    """The stream of which `AdapterSource` takes the names: all of them, since an engine has a module for each, whether
+    or not they are one in the model."""
+    weights.keep_tied = True
+    return weights.filler()
+
+
 class AdapterSource:
     """The active adapters of a model as one bucket.
 
     Args:
         weights: the stream with adapters.
-        filler: of it; its entries say which checkpoint tensor each delta belongs to.
+        filler: `filler_of` it; its entries say which checkpoint tensor each delta belongs to.
         dtype: of the engine's LoRA weights.
 
     Raises:

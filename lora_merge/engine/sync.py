@@ -18,7 +18,7 @@ from ..ranks import Ranks
 from ..segments import FLOATS
 from ..stream import Filler, Sent
 from ..weights import MergedWeights
-from .adapter import ADAPTER_ID, ADAPTER_NAME, AdapterSource
+from .adapter import ADAPTER_ID, ADAPTER_NAME, AdapterSource, filler_of
 from .control import Control, control_of, drive
 from .replica import Replica, SyncReport, failure
 from .sources import Fingerprint, Verified
@@ -354,7 +354,7 @@ class VllmSync:
         return made[0]
 
     def _read_adapter(self, dtype: torch.dtype) -> AdapterSource:
-        filler = self._weights.filler()
+        filler = filler_of(self._weights)
         if self._adapter is None or self._adapter[0] is not filler or self._adapter[1] != dtype:
             self._adapter = filler, dtype, AdapterSource(self._weights, filler, dtype)
         return self._adapter[2]
