@@ -128,6 +128,24 @@ def check_overlaps(segments: Sequence[Segment]) -> None:
         )
 
 
+def overlapping(tensors: Sequence[Tensor], written: Sequence[bool]) -> tuple[int, int] | None:
+    """Numbers of two views that have a byte in common, the first one of them written; None if there are none.
+
+    Args:
+        tensors: strided, all of one device.
+        written: which of them are.
+    """
+    spans = _Spans()
+    for index, (tensor, write) in enumerate(zip(tensors, written, strict=True)):
+        if tensor.numel():
+            spans.add(index, tensor, write)
+    clash = spans.clash()
+    if clash is None:
+        return None
+    (one, one_writes), (other, _) = clash
+    return (one, other) if one_writes else (other, one)
+
+
 def _same_view(x: Tensor, y: Tensor) -> bool:
     return x.data_ptr() == y.data_ptr() and x.shape == y.shape and x.stride() == y.stride() and x.dtype == y.dtype
 

@@ -10,10 +10,12 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
+from .checks import overlapping
 from .claims import to_the_end
 from .conversion import Conversion, read_conversion
 from .delta import Delta, Job, Late, in_place, whole_job
@@ -170,13 +172,9 @@ class Peft:
         self, tensors: Sequence[tuple[NamedTensor, Delta | None]], keep: bool
     ) -> list[tuple[NamedTensor, Delta | None]]:
         """Tied weights once, under their first name; under each name where adapters differ, or where `keep` asks."""
-        layout = self._layout
         groups: dict[Hashable, list[tuple[NamedTensor, Delta | None]]] = {}
         for t, delta in tensors:
-            where = layout.identity(t.owner, t.attribute, t.tensor)
-            # Tensors without elements have no address of their own.
-            empty = t.name if isinstance(where, tuple) and t.tensor.numel() == 0 else None
-            groups.setdefault((where, t.tensor.shape, t.tensor.dtype, empty), []).append((t, delta))
+            groups.setdefault(self._view(t), []).append((t, delta))
         dropped = {
             t.name
             for group in groups.values()
@@ -184,6 +182,13 @@ class Peft:
             for t, _ in group[1:]
         }
         return [(t, delta) for t, delta in tensors if t.name not in dropped]
+
+    def _view(self, t: NamedTensor) -> Hashable:
+        """Equal for two places that hold one parameter and see the same of it (tied weights)."""
+        where = self._layout.identity(t.owner, t.attribute, t.tensor)
+        # Tensors without elements have no address of their own.
+        empty = t.name if isinstance(where, tuple) and t.tensor.numel() == 0 else None
+        return where, t.tensor.shape, t.tensor.stride(), t.tensor.dtype, empty
 
     def united(self, parts: Mapping[str, Part]) -> dict[str, Part]:
         return dict(parts)
@@ -223,6 +228,7 @@ class Peft:
         if self._places is not None:
             yield Late(lambda: [job for delta in deltas for job in in_place(delta)])
             return
+        self._check_apart(deltas)
         if self.sharded:
             jobs = self._sharded_jobs(deltas)
             self._note_places()
@@ -247,12 +253,6 @@ class Peft:
         if not swaps:
             self._note_places()
         before = [owner._parameters[attribute] for owner, attribute, _ in swaps]
-        for (owner, attribute, tensor), tied in zip(swaps, before, strict=True):
-            if tied is not None and (tied.shape, tied.dtype) != (tensor.shape, tensor.dtype):
-                raise UnsupportedAdapter(
-                    f"{attribute} of {type(owner).__name__}, {tied.dtype} {tuple(tied.shape)}, lies in the memory of "
-                    f"an adapted weight, {tensor.dtype} {tuple(tensor.shape)}; give it memory of its own"
-                )
         try:
             for (owner, attribute, tensor), tied in zip(swaps, before, strict=True):
                 with torch.inference_mode(False):
@@ -265,6 +265,30 @@ class Peft:
                     owner._parameters[attribute] = tied
 
             to_the_end(tie)
+
+    def _check_apart(self, deltas: Sequence[Delta]) -> None:
+        """Refuse anything that would be merged along, in the memory of an adapted weight: all but that weight itself
+        under the names that it is tied to."""
+        facts = self.snapshot().facts
+        if _apart.get(self.key) == facts:
+            return
+        adapted = {(id(delta.owner), delta.attribute) for delta in deltas}
+        held: dict[Hashable, tuple[NamedTensor, bool]] = {}
+        for t in named_tensors(self.key, self._open().parameters):
+            key = t.name if t.attribute in t.owner._buffers else self._view(t)
+            first, merged = held.get(key, (t, False))
+            held[key] = first, merged or (id(t.owner), t.attribute) in adapted
+        pieces = [(t, p.tensor, merged) for t, merged in held.values() for p in self._part(t, None).shard.pieces]
+        for device in {tensor.device for _, tensor, merged in pieces if merged}:
+            here = [(t, tensor, merged) for t, tensor, merged in pieces if tensor.device == device]
+            clash = overlapping([tensor for _, tensor, _ in here], [merged for _, _, merged in here])
+            if clash is not None:
+                (weight, changed, _), (other, seen, _) = (here[number] for number in clash)
+                raise UnsupportedAdapter(
+                    f"{other.name}, {_told(seen)}, lies in the memory of {weight.name}, {_told(changed)}, which an "
+                    "adapter changes: it would be merged too; give it memory of its own"
+                )
+        _apart[self.key] = facts
 
     def _sharded_jobs(self, deltas: Sequence[Delta]) -> list[Job]:
         """What FSDP holds cannot be held apart: a tied weight must not have an adapter."""
@@ -294,6 +318,14 @@ class Peft:
             layer.__dict__["merged_adapters"] = names
             layer.__dict__.pop("merge", None)
             layer.__dict__.pop("unmerge", None)
+
+
+_apart: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
+"""The facts of the snapshot for which a model's adapted weights were last found to have their memory to themselves."""
+
+
+def _told(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()}"
 
 
 def _parameter(delta: Delta) -> Tensor:

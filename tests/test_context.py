@@ -550,14 +550,52 @@ def test_weights_tied_by_address() -> None:
         torch.testing.assert_close(model(x), adapter)
 
 
-def test_memory_shared_in_another_shape() -> None:
-    """What cannot be held apart is refused."""
+def linear(weight: Tensor) -> nn.Linear:
+    """On memory that something else may have too."""
+    module = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    module.weight.data = weight.data
+    return module
+
+
+def two_on_one_memory(view: Callable[[Tensor], Tensor], adapted: int) -> PeftModel:
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(6, 4, bias=False), nn.Linear(4, 6, bias=False))
-    net[1].weight.data = net[0].weight.data.t()
-    model = get_peft_model(net, LoraConfig(r=2, target_modules=["0"], init_lora_weights=False))
-    with unchanged(model), pytest.raises(UnsupportedAdapter, match=r"weight of Linear, .*\(6, 4\)"), merged(model):
+    whole = linear(torch.randn(6, 6))
+    net = nn.Sequential(whole, linear(view(whole.weight)))
+    return get_peft_model(net, LoraConfig(r=2, target_modules=[str(adapted)], init_lora_weights=False))
+
+
+@pytest.mark.parametrize("adapted", [0, 1])
+@pytest.mark.parametrize(
+    "view",
+    [lambda w: w[:4].t(), Tensor.t, lambda w: w[:4], lambda w: w[2:], lambda w: w[:, 3:]],
+    ids=["other shape", "transposed", "first rows", "last rows", "last columns"],
+)
+def test_memory_shared_in_another_view(view: Callable[[Tensor], Tensor], adapted: int) -> None:
+    """What cannot be held apart is refused, wherever in the memory it begins."""
+    model = two_on_one_memory(view, adapted)
+    told = rf"{1 - adapted}\.weight, .*in the memory of .*{adapted}\.weight.* of its own"
+    with unchanged(model), pytest.raises(UnsupportedAdapter, match=told), merged(model):
         pass
+
+
+def test_buffers_in_the_memory_of_a_weight() -> None:
+    model = two_on_one_memory(Tensor.clone, 1)
+    net = model.base_model.model
+    net.register_buffer("row", net[1].base_layer.weight.data[3])
+    with unchanged(model), pytest.raises(UnsupportedAdapter, match=r"row, .*in the memory of 1\.weight"), merged(model):
+        pass
+
+
+def test_weights_side_by_side_in_one_memory() -> None:
+    """As fused ones are: their bytes take turns, and no element is in both."""
+    torch.manual_seed(0)
+    both = torch.randn(6, 12)
+    net = nn.Sequential(linear(both[:, :6]), linear(both[:, 6:]))
+    model = get_peft_model(net, LoraConfig(r=2, target_modules=["0"], init_lora_weights=False))
+    x = torch.randn(3, 6)
+    adapter = model(x)
+    with unchanged(model), merged(model):
+        torch.testing.assert_close(model(x), adapter)
 
 
 # ---- plans, memory ---------------------------------------------------------------------------------------------------

@@ -292,6 +292,15 @@ def test_an_adapter_in_two_places_is_sent_under_both_names() -> None:
         assert_same_bits(tensor, sent[name.replace(".layers.1.", ".layers.0.")], name)
 
 
+def test_a_transposed_view_is_no_tie() -> None:
+    """Square, it has the address, shape and dtype of the other one, and other values."""
+    model = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False))
+    model[1].weight.data = model[0].weight.data.t()
+    streamed = dict(MergedWeights(model))
+    assert_same_bits(streamed["0.weight"], model[0].weight.detach())
+    assert_same_bits(streamed["1.weight"], model[1].weight.detach())
+
+
 def test_dtype_converts_parameters_once_and_leaves_buffers() -> None:
     model = models.with_lora(gemma4, **ATTENTION)
     streamed = dict(MergedWeights(model, dtype=torch.bfloat16))
