@@ -19,6 +19,7 @@ from torch import nn
 
 from .delta import Delta, Factors
 from .errors import AlreadyMerged, InvalidInput, UnsupportedAdapter
+from .forwards import strange_forward
 from .names import any_wrapper, lineage, unwrapped, walk
 from .segments import FLOATS
 from .shards import Shard, whole
@@ -186,8 +187,9 @@ def _layer_facts(layer: PeftLayer, parts: list[nn.Module]) -> list[Any]:
         there = frozenset() if layer.disable_adapters else frozenset(layer._get_available_adapters())
         return [*layer.merged_adapters, layer.disable_adapters, *layer.active_adapters, there]
     merged, disabled, active, scaling, variants = _LOOK(layer)
-    facts = [*merged, disabled, getattr(layer, _BACKEND, None) is None]
     inside, begin = layer._modules, len(parts)
+    forward = id(inside["base_layer"].__dict__.get("forward"))
+    facts = [*merged, disabled, forward, getattr(layer, _BACKEND, None) is None]
     lora_A, lora_B = inside["lora_A"]._modules, inside["lora_B"]._modules
     magnitudes = inside["lora_magnitude_vector"]._modules
     for adapter in () if disabled else active:
@@ -227,6 +229,14 @@ def _layer_deltas(name: str, layer: PeftLayer, active: list[str], layout: Layout
         raise UnsupportedAdapter(
             f"{name}: DoRA adapter '{dora[0]}' beside others ({', '.join(active)}): their result depends on the "
             "order; activate it alone"
+        )
+    forward = None if path == _PARAMETER else strange_forward(base)
+    if forward is not None:
+        raise UnsupportedAdapter(
+            f"{name}: the base, a {lineage(type(base))[0]}, computes by {forward}; expected a forward that is known to "
+            "be linear in the weight (torch's and those in lora_merge/forwards.py): with another one, merging is not "
+            "what the adapter does. Serve the adapter as it is, or train the weight through target_parameters, where "
+            "PEFT adds to the weight itself"
         )
     reading = _Reading(name, layer, base, active, layout)
     deltas = read(reading)

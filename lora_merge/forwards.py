@@ -1,0 +1,81 @@
+"""Which forwards of base modules are linear in the weight.
+
+PEFT's layers add the adapter beside the base's forward; merging adds it to the weight. Both are the same only if that
+forward does nothing to the weight but multiply by it (or look rows of it up), and nothing to the input before. No
+forward can be asked for that, so those that were read are listed here, by the code that runs: a subclass that inherits
+one passes, a class with its own does not. Hooks are not looked at: accelerate, FSDP and `parallelize_module` work by
+them.
+"""
+
+from __future__ import annotations
+
+from types import FunctionType
+from typing import Any
+
+from torch import Tensor, nn
+
+_CONV = "torch.nn.modules.conv."
+_IDEFICS = "transformers.models.idefics.modeling_idefics.IdeficsDecoupled"
+_LINEAR = {
+    "torch.nn.modules.linear.Linear.forward",
+    "torch.nn.modules.sparse.Embedding.forward",
+    *(f"{_CONV}Conv{n}d.{method}" for n in (1, 2, 3) for method in ("forward", "_conv_forward")),
+    "transformers.pytorch_utils.Conv1D.forward",
+    "transformers.models.falcon.modeling_falcon.FalconLinear.forward",
+    # What they have beside the weight is for other outputs and other rows.
+    _IDEFICS + "Linear.forward",
+    _IDEFICS + "Embedding.forward",
+}
+
+
+class _ScaledWordEmbedding(nn.Embedding):
+    """The forwards of transformers' scaled embeddings; each model has its own copy. PEFT's layer scales the adapter by
+    `embed_scale` too."""
+
+    embed_scale: Any
+
+    def plain(self, input_ids: Tensor) -> Any:
+        return super().forward(input_ids) * self.embed_scale
+
+    def cast(self, input_ids: Tensor) -> Any:
+        return super().forward(input_ids) * self.embed_scale.to(self.weight.dtype)
+
+
+def _code(function: Any) -> tuple[bytes, tuple[str, ...]]:
+    """What runs, whatever its place in a file and its annotations."""
+    return function.__code__.co_code, function.__code__.co_names
+
+
+_SCALED = {_code(_ScaledWordEmbedding.plain), _code(_ScaledWordEmbedding.cast)}
+
+
+def strange_forward(module: nn.Module) -> str | None:
+    """Dotted path of the code in a module's forward that is not known to be linear in its weight; None if all is."""
+    inside = module.__dict__
+    # accelerate calls the forward that was there from one of its own, and keeps it.
+    own = [inside[name] for name in ("_old_forward", "forward") if name in inside][:1]
+    return _strange([*own, *_defined(module, "forward")]) or _strange(_defined(module, "_conv_forward"))
+
+
+def _defined(module: nn.Module, method: str) -> list[Any]:
+    """By the module's classes, the one that is called first."""
+    return [cls.__dict__[method] for cls in type(module).__mro__ if method in cls.__dict__]
+
+
+def _strange(functions: list[Any]) -> str | None:
+    """Of functions each of which may call the next one."""
+    for found in functions:
+        function = getattr(found, "__func__", found)
+        path = _path(function)
+        if path in _LINEAR:
+            return None
+        if not isinstance(function, FunctionType) or _code(function) not in _SCALED:
+            return path
+    return None
+
+
+def _path(function: object) -> str:
+    """Of the code itself: decorators take over names."""
+    if isinstance(function, FunctionType):
+        return f"{function.__globals__['__name__']}.{function.__code__.co_qualname}"
+    return f"{type(function).__module__}.{type(function).__qualname__}"

@@ -1,0 +1,152 @@
+"""Base modules with a forward of their own: merging must be what the adapter does, or be refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor, nn
+
+from lora_merge import UnsupportedAdapter, merged, read_deltas
+
+
+def bitnet() -> nn.Module:
+    from transformers.integrations.bitnet import AutoBitLinear
+
+    return AutoBitLinear(8, 8, bias=False, online_quant=True)
+
+
+def standardized() -> nn.Module:
+    from transformers.models.bit.modeling_bit import WeightStandardizedConv2d
+
+    return WeightStandardizedConv2d(4, 8, 3)
+
+
+def positional() -> nn.Module:
+    from transformers.models.opt.modeling_opt import OPTLearnedPositionalEmbedding
+
+    return OPTLearnedPositionalEmbedding(8, 8)
+
+
+class HalvedConv(nn.Conv2d):
+    """A convolution whose own forward is torch's."""
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return super()._conv_forward(input, weight.round(), bias)
+
+
+class NormedEmbedding(nn.Embedding):
+    def forward(self, input: Tensor) -> Tensor:
+        return nn.functional.normalize(super().forward(input))
+
+
+class ScaledNormedEmbedding(NormedEmbedding):
+    """Scales what is not linear in the weight."""
+
+    embed_scale = 2.0
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return super().forward(input_ids) * self.embed_scale
+
+
+def patched() -> nn.Module:
+    linear = nn.Linear(8, 8)
+    linear.forward = lambda x: nn.functional.linear(x, linear.weight.sign(), linear.bias)
+    return linear
+
+
+def behind_accelerate(module: nn.Module) -> nn.Module:
+    return add_hook_to_module(module, ModelHook())
+
+
+def on(base: nn.Module) -> PeftModel:
+    torch.manual_seed(0)
+    return get_peft_model(nn.Sequential(base), LoraConfig(r=2, target_modules=["0"], init_lora_weights=False))
+
+
+STRANGE: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "fake quantisation": (bitnet, "AutoBitLinear"),
+    "weights standardised": (standardized, "WeightStandardizedConv2d"),
+    "positions with an offset": (positional, "OPTLearnedPositionalEmbedding"),
+    "rows normed": (lambda: NormedEmbedding(8, 8), "NormedEmbedding"),
+    "rows normed, then scaled": (lambda: ScaledNormedEmbedding(8, 8), "NormedEmbedding"),
+    "convolution": (lambda: HalvedConv(4, 8, 3), r"HalvedConv\._conv_forward"),
+    "forward of one module": (patched, r"patched\.<locals>\.<lambda>"),
+    "behind accelerate": (lambda: behind_accelerate(patched()), r"patched\.<locals>\.<lambda>"),
+}
+
+
+@pytest.mark.parametrize("case", STRANGE)
+def test_bases_that_compute_otherwise_are_refused(case: str) -> None:
+    """Adding to the weight is what the adapter does only where the forward is linear in it."""
+    build, message = STRANGE[case]
+    told = rf"0: the base, a .*, computes by .*{message}.*target_parameters"
+    with pytest.raises(UnsupportedAdapter, match=told):
+        read_deltas(on(build()))
+
+
+def bart_scaled() -> nn.Module:
+    from transformers.models.bart.modeling_bart import BartScaledWordEmbedding
+
+    return BartScaledWordEmbedding(8, 8, 0, 3.0)
+
+
+def gemma_scaled() -> nn.Module:
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
+
+    return Gemma3TextScaledWordEmbedding(8, 8, 0, 3.0)
+
+
+def falcon() -> nn.Module:
+    from transformers.models.falcon.modeling_falcon import FalconLinear
+
+    return FalconLinear(8, 8)
+
+
+def idefics() -> nn.Module:
+    from transformers.models.idefics.modeling_idefics import IdeficsDecoupledLinear
+
+    return IdeficsDecoupledLinear(8, 8, 0)
+
+
+def idefics_embedding() -> nn.Module:
+    from transformers.models.idefics.modeling_idefics import IdeficsDecoupledEmbedding
+
+    return IdeficsDecoupledEmbedding(8, 2, 8)
+
+
+FAMILIAR: dict[str, Callable[[], nn.Module]] = {
+    "scaled": bart_scaled,
+    "scaled, cast": gemma_scaled,
+    "falcon": falcon,
+    "idefics": idefics,
+    "idefics, embedding": idefics_embedding,
+    "inherited": lambda: nn.modules.linear.NonDynamicallyQuantizableLinear(8, 8),
+    "behind accelerate": lambda: behind_accelerate(nn.Linear(8, 8)),
+    "was behind accelerate": lambda: remove_hook_from_module(behind_accelerate(nn.Linear(8, 8))),
+    "scaled behind accelerate": lambda: behind_accelerate(bart_scaled()),
+}
+
+
+@pytest.mark.parametrize("case", FAMILIAR)
+def test_bases_that_are_linear_in_their_weight(case: str) -> None:
+    base = FAMILIAR[case]()
+    model = on(base).eval()
+    embeds = isinstance(base, nn.Embedding)
+    x = torch.arange(8).view(2, 4) if embeds else torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+    adapter = model(x)
+    with merged(model):
+        torch.testing.assert_close(model(x), adapter)
+
+
+def test_parameters_may_have_any_forward() -> None:
+    """`target_parameters`: PEFT adds to the weight itself."""
+    torch.manual_seed(0)
+    config = LoraConfig(r=2, target_modules=[], target_parameters=["0.weight"], init_lora_weights=False)
+    model = get_peft_model(nn.Sequential(NormedEmbedding(8, 8)), config).eval()
+    adapter = model(torch.arange(8))
+    with merged(model):
+        torch.testing.assert_close(model(torch.arange(8)), adapter)
