@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -108,6 +108,54 @@ def test_threads_change_nothing() -> None:
     finally:
         torch.set_num_threads(before)
     assert len(set(results.values())) == 1, f"the number of threads shows in the result: {results}"
+
+
+@pytest.fixture
+def flushing() -> Iterator[Callable[[bool], None]]:
+    """Sets what this thread does with denormals, not those of the pool, which begin with what this one does."""
+    if not torch.set_flush_denormal(False):
+        pytest.skip("this machine cannot flush denormals")
+    torch.ones(1 << 22).sum()
+    yield torch.set_flush_denormal
+    torch.set_flush_denormal(False)
+
+
+def with_denormals(dtype: torch.dtype) -> Segment:
+    """A seventh of the base is denormal and nothing is added, so that a flushed element shows."""
+    s = make_segment("denormal", 512, 1024, 4, (dtype,) * 2 + (torch.float32,) * 2, CPU)
+    s.lora_B.zero_()
+    flat = s.source.view(-1)
+    flat[::7] = (torch.rand(flat[::7].shape) * torch.finfo(dtype).tiny).to(dtype)
+    return s
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_merging_keeps_denormals(dtype: torch.dtype, flushing: Callable[[bool], None]) -> None:
+    """Whatever the caller's threads do with them, which keep doing it."""
+    s = with_denormals(dtype)
+    flushing(True)
+    cpu.prepare([s], CPU)(False, 0)
+    still = torch.tensor([1e-39]) * 1.0
+    flushing(False)
+    assert_same_bits(s.destination, s.source)
+    assert still.item() == 0, "the caller's own setting is another one now"
+
+
+@pytest.mark.parametrize("merging", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_denormals_come_back(dtype: torch.dtype, merging: bool, flushing: Callable[[bool], None]) -> None:
+    """One way flushes them in a thread, the other one does not."""
+    s = in_place(with_denormals(dtype))
+    before = s.source.clone()
+    for _ in range(3):
+        tracked = cpu.prepare_tracked([s], CPU)
+        flushing(merging)
+        tracked.merge()
+        flushing(not merging)
+        changed = tracked.unmerge()
+        flushing(False)
+        assert not changed
+        assert_same_bits(s.source, before)
 
 
 def test_other_python_threads_run_meanwhile() -> None:

@@ -7,6 +7,7 @@
 #include <memory>
 #include <vector>
 
+#include "denormals.h"
 #include "kernel.h"
 
 namespace lora_merge::cpu {
@@ -31,6 +32,7 @@ void for_units(const Segment* segments, int64_t count, Cut (*cut)(const Segment&
   const int64_t total = begin[count];
   std::atomic<int64_t> next{0};
   const auto worker = [&](int64_t, int64_t) {
+    const KeepDenormals keep;
     const std::unique_ptr<Memory> memory(new Memory);
     for (int64_t at = next++; at < total; at = next++) {
       const int64_t i = std::upper_bound(begin.begin(), begin.end(), at) - begin.begin() - 1;
