@@ -8,9 +8,9 @@
 
 namespace lora_merge::cpu {
 
-// While it lives, this thread keeps denormals, as IEEE 754 has them, and rounds to nearest. torch.set_flush_denormal sets
-// one thread alone, and bits must not depend on which thread came to them: the way back from a tracked merge computes
-// what the merge computed.
+// While it lives, this thread keeps denormals, as IEEE 754 has them, and rounds to nearest. torch.set_flush_denormal
+// sets one thread alone, and bits must not depend on which thread came to them: the way back from a tracked merge
+// computes what the merge computed.
 class KeepDenormals {
  public:
 #if defined(__SSE2__)
