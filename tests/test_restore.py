@@ -214,3 +214,29 @@ def test_refused(backend: Backend) -> None:
     plan.unmerge()
     plan.unmerge()
     TrackedPlan([]).merge()
+
+
+@pytest.mark.parametrize("merging", [False, True])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_denormals_come_back_whatever_a_thread_does_with_them(
+    backend: Backend, dtype: torch.dtype, merging: bool
+) -> None:
+    """`torch.set_flush_denormal` is another one on the way back."""
+    if not torch.set_flush_denormal(False):
+        pytest.skip("this machine cannot flush denormals")
+    torch.ones(1 << 22).sum()  # torch's threads begin with what this one does
+    s = in_place(make_segment("denormal", 40, 64, 4, (dtype, dtype, torch.float32, torch.float32), backend.device))
+    s.lora_B.zero_()
+    flat = s.source.view(-1)
+    flat[::7] = (torch.rand(flat[::7].shape) * torch.finfo(dtype).tiny).to(flat)
+    before, plan = s.source.clone(), TrackedPlan([s])
+    try:
+        torch.set_flush_denormal(merging)
+        plan.merge()
+        torch.set_flush_denormal(not merging)
+        plan.unmerge()
+        flushes = (torch.full((1,), 1e-39) * 1).item() == 0
+    finally:
+        torch.set_flush_denormal(False)
+    assert_same_bits(s.source, before)
+    assert flushes is not merging, "the thread's own setting is another one now"

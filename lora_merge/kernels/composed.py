@@ -5,7 +5,8 @@ Block by block, several passes over each: right on any device, not fast. `fused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -30,6 +31,18 @@ class _Journal:
     sums: Tensor
 
 
+@contextmanager
+def _keeping_denormals() -> Iterator[None]:
+    """In this thread, as it may be set to flush them on one way and not on the other. Torch's own threads stay as they
+    began, on both."""
+    flushes = bool(torch.full((1,), 1e-39) * 1 == 0)
+    torch.set_flush_denormal(False)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(flushes)
+
+
 class Composed:
     """See `Tracked` in this package."""
 
@@ -46,6 +59,7 @@ class Composed:
     def nbytes(self) -> int:
         return sum(t.nbytes for j in self._journals for t in (j.packed, j.raw, j.sums))
 
+    @_keeping_denormals()
     def merge(self) -> None:
         self.merged = True
         try:
@@ -55,6 +69,7 @@ class Composed:
             self.unmerge()
             raise
 
+    @_keeping_denormals()
     def unmerge(self) -> set[str]:
         while self._journals:
             self._changed |= self._unmerge(self._blocks[len(self._journals) - 1], self._journals[-1])
