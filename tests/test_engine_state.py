@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +13,9 @@ import torch
 from test_steady import python_calls
 from torch import Tensor, nn
 
+from lora_merge.engine.claim import SILENT_S, Claim
 from lora_merge.engine.state import Modules, Sampler
+from lora_merge.engine.waiting import host_id
 
 
 def model() -> nn.Module:
@@ -135,3 +140,33 @@ def test_a_look_takes_no_python_for_each_module_and_tensor() -> None:
         look()
         calls.append(python_calls(look))
     assert calls[0] == calls[1]
+
+
+def test_an_engine_is_in_the_middle_of_one_push_at_a_time() -> None:
+    claim, here = Claim(), (host_id(), os.getpid())
+    assert not claim.take("first", *here)
+    assert str(os.getpid()) in claim.take("second", *here)
+    with pytest.raises(RuntimeError, match="another trainer holds it"):
+        claim.check("second")
+    assert not claim.end("second"), "whoever was refused ends nothing"
+    claim.check("first")
+    assert not claim.take("first", *here), "its own, which did not end"
+    assert claim.end("first")
+    assert not claim.take("second", *here)
+    with pytest.raises(RuntimeError, match="not in the middle of this trainer's push"):
+        claim.check("first")
+
+
+def test_nobody_waits_for_a_trainer_that_died_in_a_push(monkeypatch: pytest.MonkeyPatch) -> None:
+    claim, gone = Claim(), subprocess.Popen(["true"])
+    gone.wait()
+    assert not claim.take("dead", host_id(), gone.pid)
+    assert not claim.take("elsewhere", "another host", 1)
+    assert claim.take("second", host_id(), os.getpid()), "nobody can look it up from here"
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 0.9 * SILENT_S)
+    claim.check("elsewhere")
+    monkeypatch.setattr(time, "monotonic", lambda: now + 1.8 * SILENT_S)
+    assert claim.take("second", host_id(), os.getpid()), "it was heard of since"
+    monkeypatch.setattr(time, "monotonic", lambda: now + 2 * SILENT_S)
+    assert not claim.take("second", host_id(), os.getpid())

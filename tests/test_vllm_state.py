@@ -327,6 +327,45 @@ def test_two_pushes_at_the_same_time_are_an_error(llm: LLM, monkeypatch: pytest.
     assert_answers(ask(llm), model)
 
 
+def test_two_trainers_cannot_be_in_the_middle_of_one_engine(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both pushes reported success, and the engine served a mixture."""
+    model, other = policy(), policy(9)
+    first, second = VllmSync(model, llm), VllmSync(other, llm)
+    fill, refused = Filler.fill, []
+
+    def interrupted(self: Filler, *args: Any) -> None:
+        if not refused:
+            with pytest.raises(PushRefused, match="in the middle of another trainer") as raised:
+                second.push()
+            refused.append(raised)
+        fill(self, *args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Filler, "fill", interrupted)
+        first.push()
+    assert_answers(first.generate([{"prompt_token_ids": p} for p in engines.prompts()], engines.GREEDY), model)
+    with monkeypatch.context() as patched:  # whatever ends a push, the engine is free afterwards
+        patched.setattr(Filler, "fill", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            first.push()
+    second.push()
+    assert_answers(ask(llm), other)
+
+
+def test_only_what_was_pushed_from_here_is_generated_with(llm: LLM) -> None:
+    """Versions and modes of two trainers may be equal."""
+    model, other = policy(), policy(9)
+    first, second = VllmSync(model, llm), VllmSync(other, llm)
+    asked = [{"prompt_token_ids": p} for p in engines.prompts()], engines.GREEDY
+    first.push()
+    with pytest.raises(PushRefused, match=r"merged@\d+ of another trainer, and nothing was pushed from here"):
+        second.generate(*asked)
+    second.push()
+    with pytest.raises(PushRefused, match="of another trainer, not the merged@"):
+        first.generate(*asked)
+    assert_answers(second.generate(*asked), other)
+
+
 def test_a_reload_behind_its_back_shows_as_dirty(llm: LLM) -> None:
     model = policy()
     sync = VllmSync(model, llm, mode="adapter")

@@ -12,7 +12,6 @@ from ..errors import PushFailed, PushRefused
 from .control import Control
 from .state import State
 
-
 ONE_ENGINE = (
     "several data-parallel engines behind one handle, of which only the first one's answers come back: give VllmSync a "
     "list of handles, one for each data-parallel rank"
@@ -114,6 +113,11 @@ class Replica:
     def check(self) -> None:
         """Raise `PushRefused` where an engine is none that can be pushed to."""
         for worker in self.workers:
+            if worker["busy"]:
+                raise PushRefused(
+                    f"engine {self.index} is in the middle of another trainer's push ({worker['busy']}); two at the "
+                    "same time cannot both win: push again when that one has ended"
+                )
             if worker["lacks"]:
                 raise PushRefused(
                     f"engine {self.index} runs vLLM {worker['version']}, which does not offer "

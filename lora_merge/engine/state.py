@@ -32,12 +32,14 @@ class State:
         version: number of the push that brought it, counted by the engine; 0 before the first.
         base: fingerprint of the base weights, for "base" and "adapter".
         reason: why it is dirty.
+        trainer: name of the `VllmSync` that pushed it: engines count versions for all of them.
     """
 
     kind: str = "nothing"
     version: int = 0
     base: str = ""
     reason: str = ""
+    trainer: str = ""
 
     def dirty(self, reason: str) -> State:
         return State("dirty", self.version, "", reason)

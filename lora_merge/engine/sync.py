@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Sequence
 from functools import partial
@@ -24,6 +25,7 @@ from .replica import Replica, SyncReport, failure
 from .sources import Fingerprint, Verified
 from .state import State
 from .trainer import Trainer, told
+from .waiting import host_id
 
 MODES = ("merged", "adapter")
 PAUSES = ("keep", "wait", "abort")
@@ -107,6 +109,7 @@ class VllmSync:
             raise InvalidInput("engine must be a handle or a list of them, on one rank at least; got none")
         self._trainer = Trainer(controls, world)
         self._fingerprint = Fingerprint()
+        self._pushed: State | None = None
         self._adapter: tuple[Filler, torch.dtype, AdapterSource] | None = None
         self._lock = threading.Lock()
 
@@ -149,14 +152,17 @@ class VllmSync:
         """`generate` of the (only) in-process `LLM`, with the right `lora_request`.
 
         Raises:
-            PushRefused: the engine does not hold what was pushed last: it is dirty, or was never pushed to.
+            PushRefused: the engine does not hold what this `VllmSync` pushed last: it is dirty, another trainer pushed
+                to it, or it was never pushed to.
         """
         controls = self._trainer.controls
         if len(controls) != 1 or type(controls[0]) is not Control:
             raise InvalidInput("generate() is for one in-process LLM; pass lora_request() to other engines yourself")
         (state,) = self.states()
-        if state.kind != self._mode:
-            raise PushRefused(f"the engine holds {state}, not a policy pushed in {self._mode} mode; push() first")
+        if state != self._pushed:
+            whose = " of another trainer" if state.trainer not in ("", self._trainer.name) else ""
+            ours = "and nothing was pushed from here" if self._pushed is None else f"not the {self._pushed} of this one"
+            raise PushRefused(f"the engine holds {state}{whose}, {ours}; push() first")
         return controls[0].engine.generate(*args, lora_request=self.lora_request(), **kwargs)
 
     def states(self) -> list[State]:
@@ -183,8 +189,17 @@ class VllmSync:
             raise PushRefused("another push is under way; two at the same time cannot both win")
         try:
             return await self._locked_push(self._mode if mode is None else _checked(mode), verify)
+        except BaseException:
+            await self._let_go()
+            raise
         finally:
             self._lock.release()
+
+    async def _let_go(self) -> None:
+        """Other trainers may push to the engines again."""
+        for control in self._trainer.controls:
+            with contextlib.suppress(Exception):  # an engine that is gone is nobody's
+                await control.rpc("end", owner=self._trainer.name)
 
     async def _locked_push(self, mode: str, verify: bool) -> SyncReport:
         trainer, report = self._trainer, SyncReport(0, mode)
@@ -223,30 +238,31 @@ class VllmSync:
         if any(replica.error for replica in replicas):
             await trainer.close()
             raise failure(replicas)
-        table = passes[-1].source.table
+        self._pushed, table = passes[-1].state, passes[-1].source.table
         report.nbytes = sum(slot.nbytes for slots in table for slot in slots)
         report.tensors, report.transports = len(metas(table)), trainer.kinds
         return report
 
-    async def _hello(self) -> list[list[dict[str, Any]]]:
-        """Ask every worker of this rank's engines who it is and what it holds."""
+    async def _hello(self, **claim: Any) -> list[list[dict[str, Any]]]:
+        """Ask every worker of this rank's engines who it is and what it holds; perhaps with a claim to push to it."""
         introduced = []
         for index, control in enumerate(self._trainer.controls):
             try:
-                workers = await control.rpc("hello")
+                workers = await control.rpc("hello", **claim)
             except Exception as error:
                 raise PushRefused(
-                    f"engine {index} does not answer as one of lora_merge's: {error}. If it does not know the method, is "
-                    "lora-merge installed where its workers run, and does VLLM_PLUGINS allow it?"
+                    f"engine {index} does not answer as one of lora_merge's: {error}. If it does not know the method, "
+                    "is lora-merge installed where its workers run, and does VLLM_PLUGINS allow it?"
                 ) from error
             told = [worker | {"no_adapters": control.adapters} for worker in workers]
             introduced.append(sorted(told, key=lambda worker: worker["rank"]))
         return introduced
 
     async def _introduce(self) -> list[Replica]:
-        """Every engine of every rank."""
+        """Every engine of every rank, which from now on is in the middle of this push."""
         replicas: list[Replica] = []
-        for rank, introduced in enumerate(await self._trainer.everywhere(self._hello())):
+        claim = {"owner": self._trainer.name, "host": host_id(), "pid": os.getpid()}
+        for rank, introduced in enumerate(await self._trainer.everywhere(self._hello(claim=claim))):
             mine = rank == self._trainer.world.rank
             for index, workers in enumerate(introduced):
                 control = self._trainer.controls[index] if mine else None
@@ -260,6 +276,10 @@ class VllmSync:
             if replica.control is not None and replica.asleep:
                 await replica.control.wake("weights")
 
+    async def _tell(self, replica: Replica, op: str, **message: Any) -> list[dict[str, Any]]:
+        """A call of a push to all workers of an engine, which refuse it if another trainer's turn has come."""
+        return await replica.handle.rpc(op, trainer=self._trainer.name, **message)
+
     async def _pause_one(self, replica: Replica) -> None:
         # A push that failed, or whose trainer died, left the engine paused; it said so there.
         left = any(worker["paused"] for worker in replica.workers)
@@ -267,7 +287,7 @@ class VllmSync:
             return  # the user's; it stays
         replica.paused_by_us = True
         if not left:  # said before: a call that ends here, in a timeout, takes effect there
-            await replica.handle.rpc("note_pause", paused=True)
+            await self._tell(replica, "note_pause", paused=True)
         await replica.handle.pause(self._pause)
 
     async def _plan(self, replicas: Sequence[Replica], report: SyncReport) -> list[Pass]:
@@ -275,7 +295,7 @@ class VllmSync:
         if report.mode == "merged":
             filler = await self._examine(self._weights, replicas)
             report.left_out = tuple(sorted(self._weights.left_out))
-            return [Pass(State("merged", report.version), filler, replicas)]
+            return [Pass(State("merged", report.version, trainer=self._trainer.name), filler, replicas)]
         source = await self._check_adapter(replicas)
         base = await self._examine(self._base, replicas)
         fingerprints = await self._trainer.everywhere(self._trainer.blocking(lambda: self._fingerprint(base)))
@@ -286,8 +306,10 @@ class VllmSync:
         without = [r for r in replicas if r.state.kind not in ("base", "adapter") or r.state.base != fingerprint]
         report.base_sent = bool(without)
         report.left_out = tuple(sorted(self._base.left_out)) if without else ()
-        passes = [Pass(State("base", report.version, fingerprint), base, without)] if without else []
-        return [*passes, Pass(State("adapter", report.version, fingerprint), source, replicas)]
+        bare, adapted = (
+            State(kind, report.version, fingerprint, trainer=self._trainer.name) for kind in ("base", "adapter")
+        )
+        return [*([Pass(bare, base, without)] if without else []), Pass(adapted, source, replicas)]
 
     async def _examine(self, weights: MergedWeights, replicas: Sequence[Replica]) -> Filler:
         """Let every engine try the stream on: one error lists all that does not fit."""
@@ -386,12 +408,14 @@ class VllmSync:
 
         async def prepare(replica: Replica) -> None:
             if state.kind != "adapter":
-                await replica.handle.rpc("start")
+                await self._tell(replica, "start")
 
         async def receive(replica: Replica) -> None:
             if isinstance(source, AdapterSource):
                 table = to_json(source.table)
-                await replica.handle.rpc("adapter", table=table, rank=source.rank, state=state.to_json(), verify=verify)
+                await self._tell(
+                    replica, "adapter", table=table, rank=source.rank, state=state.to_json(), verify=verify
+                )
             else:
                 await replica.handle.update({"digest": source.digest, "state": state.to_json(), "verify": verify})
 
@@ -405,14 +429,13 @@ class VllmSync:
 
     async def _settle(self, replica: Replica, state: State, sent: Sent) -> None:
         """Make sure that every worker holds the new state, and the right bytes."""
-        control = replica.handle
-        answers = await control.rpc("commit", full=state.kind != "adapter")
+        answers = await self._tell(replica, "commit", full=state.kind != "adapter")
         held = {answer["rank"]: answer["state"] for answer in answers}
         replica.workers = [worker | {"state": held[worker["rank"]]} for worker in replica.workers]
         if replica.state != state:
             raise PushFailed(f"the engine holds {replica.state}, not {state}")
         if isinstance(sent, Verified):
-            for answer in await control.rpc("verified"):
+            for answer in await self._tell(replica, "verified"):
                 wrong = [name for name, value in sent.checksums.items() if answer["checksums"].get(name) != value]
                 wrong += answer["damaged"]
                 if wrong:
@@ -432,22 +455,24 @@ class VllmSync:
         A dirty engine serves nothing: it stays paused, or without its KV cache, until a push has healed it.
         """
         for replica in replicas:
-            control = replica.control
+            control, asleep = replica.control, replica.index in slept
+            notes: dict[str, bool] = {}
             if control is None:
                 continue
             try:
                 if replica.error:
-                    await control.rpc("abort", reason=f"a push failed: {replica.error}")
+                    await self._tell(replica, "abort", reason=f"a push failed: {replica.error}")
                 if replica.error or replica.state.kind == "dirty":
-                    if replica.index in slept:
-                        await control.rpc("note_pause", waking=True)
-                    continue
-                if replica.index in slept:
-                    await control.wake("kv_cache")
-                if replica.paused_by_us:
-                    await control.resume()
-                if replica.paused_by_us or replica.waking:
-                    await control.rpc("note_pause", paused=False, waking=False)
+                    if asleep:
+                        notes["waking"] = True
+                else:
+                    if asleep:
+                        await control.wake("kv_cache")
+                        notes["waking"] = False
+                    if replica.paused_by_us:
+                        await control.resume()
+                        notes["paused"] = False
+                await control.rpc("end", owner=self._trainer.name, **notes)
             except Exception as error:
                 replica.error = replica.error or told(error)
 

@@ -62,6 +62,9 @@ class Trainer:
     Args:
         controls: of the engines whose handles this rank holds.
         world: all ranks that push.
+
+    Attributes:
+        name: what engines know them by.
     """
 
     def __init__(self, controls: Sequence[Control], world: Ranks) -> None:
@@ -72,8 +75,8 @@ class Trainer:
         self._kinds: tuple[str, ...] = ()
         self._nbytes = 0
         self._transfers = 0
-        self._name = world.gather(secrets.token_hex(8))[0]  # the store is shared with other pushers of these ranks
-        self._ended_before = Ended(world, f"{self._name}/0", ())
+        self.name = world.gather(secrets.token_hex(8))[0]  # the store is shared with other pushers of these ranks
+        self._ended_before = Ended(world, f"{self.name}/0", ())
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -158,7 +161,8 @@ class Trainer:
             raise
         channels = {place: channel for some in made for place, channel in some.items()}
         own = [r for r in replicas if r.control is not None]
-        calls = [bind(r.handle.init, {"channels": [channels[r.index, w] for w in range(len(r.workers))]}) for r in own]
+        info = [{"channels": [channels[r.index, w] for w in range(len(r.workers))], "trainer": self.name} for r in own]
+        calls = [bind(r.handle.init, some) for r, some in zip(own, info, strict=True)]
         ended = self._ended(replicas)
 
         def join() -> None:
@@ -271,7 +275,7 @@ class Trainer:
         # Ranks meet at the end of every transfer, so that nobody asks for the one before any more.
         self._ended_before.forget()
         self._transfers += 1
-        self._ended_before = Ended(self.world, f"{self._name}/{self._transfers}", replicas)
+        self._ended_before = Ended(self.world, f"{self.name}/{self._transfers}", replicas)
         return self._ended_before
 
 

@@ -7,9 +7,9 @@ what it expects, checksums, adapters) goes through one worker method, JSON in an
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from vllm.distributed.weight_transfer.base import (
 from ..buckets import Slot, Table, extent, from_json
 from ..stream import Places
 from .adapter import ADAPTER_ID, load_adapter, remove_adapter, unserved_modules
+from .claim import Claim
 from .loader import Examination, Loader
 from .replica import ONE_ENGINE
 from .sources import add_checksums
@@ -36,9 +37,10 @@ _SIDE = "_lora_merge"
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """For each worker of this engine its `Sender.channel`."""
+    """For each worker of this engine its `Sender.channel`, and which trainer they lead to."""
 
     channels: list[dict[str, Any]]
+    trainer: str
 
 
 @dataclass
@@ -63,6 +65,7 @@ class Side:
         self.arrived: dict[str, bool] = {}
         self.coverage: tuple[int, int] = (0, 0)
         self.updating = False
+        self.claim = Claim()
         self.paused, self.waking = False, False
         self.held = State()
         self._sampler = Sampler()
@@ -88,7 +91,7 @@ class Side:
 
     def evicted(self) -> None:
         """The adapter is gone, the base is still what it was."""
-        self.held = State("base", self.held.version, self.held.base)
+        self.held = replace(self.held, kind="base")
 
     def connect(self, channel: dict[str, Any]) -> None:
         """Open a channel to a trainer; the one before is closed."""
@@ -139,7 +142,9 @@ class LoraMergeWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return side_of(self.model, self.model_config, self.device)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        self.side.connect(init_info.channels[self.parallel_config.rank])
+        side = self.side
+        side.claim.check(init_info.trainer)
+        side.connect(init_info.channels[self.parallel_config.rank])
 
     def start_weight_update(self) -> None:
         side = self.side
@@ -154,6 +159,7 @@ class LoraMergeWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         side = self.side
+        side.claim.check(update_info.state["trainer"])
         with side.taking(), set_current_vllm_config(self.vllm_config):
             self._receive(side, side.tables[update_info.digest], update_info)
 
@@ -223,12 +229,14 @@ def lora_merge(worker: Any, request: str) -> str:
     """
     message = json.loads(request)
     side = side_of(worker.get_model(), worker.model_config, worker.device)
+    if "trainer" in message:  # a call of a push
+        side.claim.check(message.pop("trainer"))
     with set_current_vllm_config(worker.vllm_config):
         return json.dumps(_OPS[message.pop("op")](worker, side, **message))
 
 
-def _hello(worker: Any, side: Side) -> dict[str, Any]:
-    """Who this worker is, what it holds, what it can serve."""
+def _hello(worker: Any, side: Side, claim: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Who this worker is, what it holds, what it can serve. With a claim a push begins, which `end` ends."""
     import vllm
 
     lora = worker.vllm_config.lora_config
@@ -245,6 +253,7 @@ def _hello(worker: Any, side: Side) -> dict[str, Any]:
         "dtype": str(worker.model_config.dtype).removeprefix("torch."),
         "tied": side.loader.ties,
         "lora": None if lora is None else {"max_rank": lora.max_lora_rank, "dtype": _lora_dtype(lora)},
+        "busy": "" if claim is None else side.claim.take(**claim),
         "asleep": asleep(),
         "paused": side.paused,
         "waking": side.waking,
@@ -398,6 +407,13 @@ def _note_pause(worker: Any, side: Side, paused: bool | None = None, waking: boo
     return {}
 
 
+def _end(worker: Any, side: Side, owner: str, **notes: bool) -> dict[str, Any]:
+    """A push is over, however it went; `notes` as in `note_pause`."""
+    if side.claim.end(owner):
+        _note_pause(worker, side, **notes)
+    return {}
+
+
 def _disconnect(worker: Any, side: Side, sessions: list[str]) -> dict[str, Any]:
     """Let go of a trainer's memory, before the trainer frees it."""
     if side.receiver is not None and side.receiver.session in sessions:
@@ -417,5 +433,6 @@ _OPS: dict[str, Callable[..., dict[str, Any]]] = {
     "start": _start,
     "commit": _commit,
     "note_pause": _note_pause,
+    "end": _end,
     "disconnect": _disconnect,
 }
