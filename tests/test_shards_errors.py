@@ -91,6 +91,60 @@ def gathered(rank: int) -> None:
             pass
 
 
+def raising(*_: object) -> None:
+    raise RuntimeError("injected")
+
+
+def fsdp1_kept(model: nn.Module) -> nn.Module:
+    return fsdp1_one_unit(model, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+
+
+def raised_inside(rank: int) -> None:
+    """A forward that raises inside leaves units gathered, in the middle of it: they go back to the base all the same,
+    and are merged again."""
+    x = torch.ones(4, 20)
+    for wrap in (fully_shard, fsdp1_one_unit, fsdp1_kept):
+        with torch.no_grad():
+            model = wrap(odd())
+            before, wanted = local_bits(model), model(x)
+            inner = next(module for module in model.modules() if isinstance(module, Odd))
+            for _ in range(2):
+                hook = inner.narrow.register_forward_pre_hook(raising)
+                with pytest.raises(RuntimeError, match="injected"), merged(model):
+                    model(x)
+                hook.remove()
+            for now, then in zip(local_bits(model), before, strict=True):
+                assert_same_bits(now, then, wrap.__name__)
+            for _ in range(2):
+                assert torch.equal(model(x), wanted), f"{wrap.__name__}: a forward after it"
+
+
+def gathering(rank: int) -> None:
+    """An all-gather that is under way at either end holds what is not to be computed with any more."""
+    x = torch.ones(4, 20)
+    with torch.no_grad():
+        model = fully_shard(odd())
+        wanted = model(x)
+        with merged(model):
+            inside = model(x)
+        model.reshard()
+        model.unshard(async_op=True)
+        with merged(model):
+            assert torch.equal(model(x), inside), "inside, after one that was begun outside"
+            model.reshard()
+            model.unshard(async_op=True)
+        assert torch.equal(model(x), wanted), "outside, after one that was begun inside"
+
+
+def summoned_inside(rank: int) -> None:
+    """What leaves summon_full_params after merged() would write merged values to the shards."""
+    model = fsdp1_one_unit(odd())
+    summon = FullyShardedDataParallel.summon_full_params(model, writeback=False)
+    with pytest.raises(LoraMergeError, match="summon_full_params was entered inside of merged"), merged(model):
+        summon.__enter__()
+    summon.__exit__(None, None, None)
+
+
 def unmapped(rank: int) -> None:
     policy = {"use_orig_params": True, "device_id": torch.device("cpu")}
     model = FullyShardedDataParallel(odd(), sharding_strategy=ShardingStrategy.NO_SHARD, **policy)
@@ -143,6 +197,9 @@ def two_ranks(rank: int, folder: Path) -> None:
     for case in (
         in_a_forward,
         gathered,
+        raised_inside,
+        gathering,
+        summoned_inside,
         unmapped,
         disagreeing,
         offloaded_and_cast,

@@ -97,8 +97,8 @@ def fsdp1(model: Any) -> nn.Module:
     return FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True, device_id=device())
 
 
-def fsdp1_one_unit(model: Any) -> nn.Module:
-    return FullyShardedDataParallel(model, use_orig_params=True, device_id=device())
+def fsdp1_one_unit(model: Any, **options: Any) -> nn.Module:
+    return FullyShardedDataParallel(model, use_orig_params=True, device_id=device(), **options)
 
 
 def fsdp1_flat(model: Any) -> nn.Module:

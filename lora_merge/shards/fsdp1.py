@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import InvalidInput
+from ..errors import InvalidInput, NotRestored
 from ..names import lineage
 from . import Piece, Shard, flat_boxes
 
@@ -74,19 +74,47 @@ def group(units: Sequence[nn.Module]) -> Any | None:
     return next((unit.process_group for unit, _ in _handles(units)), None)
 
 
-def reshard(units: Sequence[nn.Module]) -> None:
-    """Bring every unit back to its shards: what a forward left gathered (the root) would go on holding old values."""
+def check_idle(units: Sequence[nn.Module]) -> None:
+    """Raise `InvalidInput` where a unit is gathered for something that has not ended."""
     for unit, handle in _handles(units):
-        flat = handle.flat_param
-        # A root that has been through a forward is back on its shards, but would not gather them again.
-        gathered = hasattr(flat, "_full_param_padded") and not handle.needs_unshard()
-        if handle.uses_sharded_strategy and (gathered or not handle.is_sharded(flat)):
-            state = str(getattr(handle, "_training_state", ""))
-            if not state.endswith("IDLE"):
-                raise InvalidInput(
-                    f"the FSDP1 unit {type(unit).__name__} is in {state}: leave summon_full_params, the forward or the "
-                    "backward pass first"
-                )
-            with torch.no_grad():
-                handle.reshard(True)
-                handle.post_reshard()
+        state = str(getattr(handle, "_training_state", ""))
+        if _gathered(handle) and state and not state.endswith("IDLE"):
+            raise InvalidInput(
+                f"the FSDP1 unit {type(unit).__name__} is in {state}: leave summon_full_params, the forward or the "
+                "backward pass first; after a forward that raised, run one that does not"
+            )
+
+
+def reshard(units: Sequence[nn.Module]) -> None:
+    """Bring every unit back to its shards, whatever it is in: what a forward left gathered (the root, or one that
+    raised) would go on holding old values.
+
+    Raises:
+        NotRestored: a unit is under summon_full_params, which may yet write the old values to its shards.
+    """
+    summoned = []
+    for unit, handle in _handles(units):
+        if not _gathered(handle):
+            continue
+        if str(getattr(handle, "_training_state", "")).endswith("SUMMON_FULL_PARAMS"):
+            summoned.append(type(unit).__name__)
+            continue
+        with torch.no_grad():
+            handle.reshard(True)
+            handle.post_reshard()
+        handle._prefetched = False  # else the next forward would not gather it
+    if summoned:
+        raise NotRestored(
+            f"summon_full_params was entered inside of merged() on the FSDP1 units {', '.join(summoned)}, and not "
+            "left before it: they hold merged weights, which its end writes to the shards if it has writeback=True. "
+            "Leave it inside; load the base again if it has written"
+        )
+
+
+def _gathered(handle: Any) -> bool:
+    """Whether the next forward would compute with what is gathered now."""
+    flat = handle.flat_param
+    if not handle.uses_sharded_strategy:
+        return False
+    # A root that has been through a forward is back on its shards, but would not gather them again.
+    return not handle.is_sharded(flat) or (hasattr(flat, "_full_param_padded") and not handle.needs_unshard())

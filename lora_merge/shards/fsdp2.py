@@ -85,7 +85,10 @@ def meshes(units: Sequence[Any], modules: Sequence[nn.Module]) -> dict[tuple[Any
 def reshard(units: Sequence[Any]) -> None:
     """Bring every unit back to its shards: what a forward left gathered would go on holding the old values."""
     for unit in units:
-        unit.reshard()
+        for group in _groups(unit):
+            # Not `unit.reshard()`: after a forward that raised it does nothing, and it leaves an all-gather under way.
+            group.wait_for_unshard()
+            group._to_sharded()
 
 
 def check_idle(units: Sequence[Any]) -> None:
@@ -97,8 +100,11 @@ def check_idle(units: Sequence[Any]) -> None:
     """
     for unit in units:
         kind = type(unit).__name__
-        if any(str(group._training_state).endswith((".FORWARD", ".PRE_BACKWARD")) for group in _groups(unit)):
-            raise InvalidInput(f"an FSDP2 unit ({kind}) is inside a forward or backward pass; call this between steps")
+        if any(map(_busy, _groups(unit))):
+            raise InvalidInput(
+                f"an FSDP2 unit ({kind}) is inside a forward or backward pass; call this between steps, and after a "
+                "forward that raised, run one that does not first"
+            )
         for held in _away(unit):
             if str(held.sharded_state).endswith(".UNSHARDED") and held._unsharded_param._version and _differs(held):
                 raise InvalidInput(
@@ -106,6 +112,12 @@ def check_idle(units: Sequence[Any]) -> None:
                     "gathered: its shards have not seen that, and resharding forgets it. Write to the shards: call "
                     "reshard() first"
                 )
+
+
+def _busy(group: Any) -> bool:
+    """Whether it computes; one that is on its shards in a forward was in one that raised."""
+    state = str(group._training_state)
+    return state.endswith(".PRE_BACKWARD") or (state.endswith(".FORWARD") and not group.is_sharded)
 
 
 def _differs(held: Any) -> bool:

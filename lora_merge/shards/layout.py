@@ -66,12 +66,13 @@ class Layout:
 
     def check_idle(self) -> None:
         """Raise `InvalidInput` where a unit is in use, or was written to while it was gathered."""
+        fsdp1.check_idle(self._one)
         fsdp2.check_idle(self._two)
 
     def settle(self) -> None:
-        """Bring every FSDP unit back to its shards."""
-        fsdp1.reshard(self._one)
+        """Bring every FSDP unit back to its shards, whatever it is in; ask `check_idle` first where that matters."""
         fsdp2.reshard(self._two)
+        fsdp1.reshard(self._one)
 
     def of(self, name: str, owner: nn.Module, attribute: str) -> Shard | None:
         """What this rank holds of `owner.attribute`; None where there is no such parameter."""
