@@ -20,7 +20,7 @@ from helpers import assert_same_bits
 from processes import spawn
 from test_shards_merge import Odd, fsdp1_one_unit, local_bits, odd
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FullyShardedDataParallel,
@@ -29,6 +29,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from lora_merge import LoraMergeError, MergedWeights, merged
 
@@ -149,6 +150,13 @@ def unmapped(rank: int) -> None:
     policy = {"use_orig_params": True, "device_id": torch.device("cpu")}
     model = FullyShardedDataParallel(odd(), sharding_strategy=ShardingStrategy.NO_SHARD, **policy)
     assert_refused(model, "NO_SHARD keeps no shards")
+    inner = odd()
+    inner.base_model.model.narrow.base_layer.weight.data = torch.randn(53, 7).t()
+    assert_refused(fsdp1_one_unit(inner), r"narrow\.base_layer\.weight of an FSDP1 unit .* not contiguous")
+    inner, mesh = odd(), init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    parallelize_module(inner.base_model.model, mesh["tp"], {"wide.base_layer": ColwiseParallel()})
+    model = FullyShardedDataParallel(inner, device_mesh=mesh["dp"], **policy)
+    assert_refused(model, r"wide\.base_layer\.weight of an FSDP1 unit .* DTensor .* use FSDP2")
     model = fsdp1_one_unit(odd())
     if rank == 1:
         del model._handle.flat_param._shard_param_infos

@@ -38,7 +38,8 @@ def shards(units: Sequence[nn.Module]) -> dict[tuple[int, str], Shard]:
     of their places.
 
     Raises:
-        InvalidInput: a unit whose flat parameter cannot be mapped, or which is gathered at the moment.
+        InvalidInput: a unit whose flat parameter cannot be mapped, or which is gathered at the moment; a parameter that
+            was not contiguous, or a DTensor, when it was flattened.
     """
     found: dict[tuple[int, str], Shard] = {}
     for unit, handle in _handles(units):
@@ -50,6 +51,7 @@ def shards(units: Sequence[nn.Module]) -> dict[tuple[int, str], Shard]:
         if not hasattr(flat, "_shard_param_infos"):
             raise InvalidInput(f"the flat parameter of the FSDP1 unit {type(unit).__name__} has no map of its parts")
         local = getattr(flat, "_local_shard", flat.data).detach()
+        _check_order(type(unit).__name__, flat)
         for info, shape, part in zip(flat._param_infos, flat._shapes, flat._shard_param_infos, strict=True):
             pieces: tuple[Piece, ...] = ()
             if part.in_shard:
@@ -62,6 +64,24 @@ def shards(units: Sequence[nn.Module]) -> dict[tuple[int, str], Shard]:
         for shared in flat._shared_param_infos:
             found[id(shared.module), shared.param_name] = found[id(shared.prim_module), shared.prim_param_name]
     return found
+
+
+def _check_order(kind: str, flat: Any) -> None:
+    """Refuse parameters of which the flat one does not hold the elements of the whole, row by row."""
+    count = len(flat._shapes)
+    rows = getattr(flat, "_contiguities", None) or [True] * count
+    parts = getattr(flat, "_param_extensions", None) or [None] * count
+    for name, by_rows, part in zip(flat._fqns, rows, parts, strict=True):
+        if not by_rows:
+            raise InvalidInput(
+                f"{name} of an FSDP1 unit ({kind}) was not contiguous when FSDP1 flattened it, which keeps the order "
+                "of its memory: make it contiguous before wrapping it, or use FSDP2"
+            )
+        if part is not None:
+            raise InvalidInput(
+                f"{name} of an FSDP1 unit ({kind}) is a DTensor (tensor parallelism), of which FSDP1 knows the local "
+                "part only: use FSDP2"
+            )
 
 
 def _pieces(shape: tuple[int, ...], begin: int, view: Tensor) -> Iterator[Piece]:
