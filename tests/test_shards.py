@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,13 +18,16 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, f
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from lora_merge.errors import InvalidInput
 from lora_merge.exchange import Exchange
 from lora_merge.ranks import Ranks, even
-from lora_merge.shards import flat_boxes, overlap
-from lora_merge.shards.fsdp2 import shard_of
+from lora_merge.shards import Piece, flat_boxes, overlap
+from lora_merge.shards import Shard as Held
+from lora_merge.shards.fsdp2 import runs_here, shard_of
 from lora_merge.shards.layout import Layout
+from lora_merge.shards.owners import apart, divide
 
 
 class Model(nn.Module):
@@ -107,6 +111,12 @@ def shards_of(model: nn.Module, whole: dict[str, Tensor]) -> tuple[Layout, dict[
     return layout, found
 
 
+def assert_holds(shard: Held, whole: Tensor, what: str) -> None:
+    for piece in shard.pieces:
+        at = tuple(slice(s, s + n) for s, n in zip(*piece.box, strict=True))
+        assert torch.equal(piece.tensor, whole[at]), (what, piece.box)
+
+
 def pieces_and_wholes(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> None:
     model, values = build()
     wrapped = wrap(model)
@@ -120,9 +130,7 @@ def pieces_and_wholes(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> None
         ranks = layout.ranks()
         for name, shard in shards.items():
             assert shard.shape == tuple(values[name].shape), name
-            for piece in shard.pieces:
-                at = tuple(slice(s, s + n) for s, n in zip(*piece.box, strict=True))
-                assert torch.equal(piece.tensor, values[name][at]), (rank, name, piece.box)
+            assert_holds(shard, values[name], f"{name} on rank {rank}")
         exchange = Exchange(list(shards), list(shards.values()), ranks, torch.device("cpu"))
         for name, gathered in zip(shards, exchange.run(), strict=True):
             assert torch.equal(gathered, values[name]), (rank, name)
@@ -134,6 +142,37 @@ def pieces_and_wholes(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> None
         assert float(wrapped(torch.ones(2, 20))) == 0.0
 
 
+def of_groups(tensor: Tensor, mesh: Any, dim: int, groups: int) -> DTensor:
+    """Packed weights under tensor parallelism: of each of the groups every rank has a part."""
+    rank, size = mesh.get_local_rank(), mesh.size()
+    local = torch.cat([group.chunk(size, dim)[rank] for group in tensor.chunk(groups, dim)], dim)
+    placements = [_StridedShard(dim, split_factor=groups)]
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+
+
+def in_groups(rank: int) -> None:
+    """Packed weights, with and without FSDP2 over what tensor parallelism has left of them."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for shards_too in (False, True):
+        torch.manual_seed(0)
+        model = nn.ParameterDict(
+            {"rows": torch.randn(12, 6), "experts": torch.randn(3, 8, 7), "columns": torch.randn(5, 12)}
+        )
+        values = {name: p.detach().clone() for name, p in model.items()}
+        for name, dim, groups in (("rows", 0, 3), ("experts", 1, 2), ("columns", 1, 2)):
+            model[name] = nn.Parameter(of_groups(values[name], mesh["tp"], dim, groups))
+            assert torch.equal(model[name].full_tensor(), values[name]), "what torch makes of it"
+        if shards_too:
+            fully_shard(model, mesh=mesh["dp"])
+        layout, shards = shards_of(model, values)
+        assert max(len(shard.pieces) for shard in shards.values()) > 1
+        for name, shard in shards.items():
+            assert_holds(shard, values[name], f"{name} on rank {rank}")
+        exchange = Exchange(list(shards), list(shards.values()), layout.ranks(), torch.device("cpu"))
+        for name, gathered in zip(shards, exchange.run(), strict=True):
+            assert torch.equal(gathered, values[name]), (rank, name, shards_too)
+
+
 def every_wrap(rank: int) -> None:
     world = dist.get_world_size()
     for wrap in WRAPS:
@@ -142,6 +181,8 @@ def every_wrap(rank: int) -> None:
                 pieces_and_wholes(rank, wrap)
             except Exception as error:
                 raise AssertionError(f"{wrap.__name__} on {world} ranks, rank {rank}") from error
+    if world == 4:
+        in_groups(rank)
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
@@ -167,12 +208,51 @@ def bad_input(rank: int) -> None:
     lost = held if rank == 0 else type(held)(held.shape, held.dtype, held.device, ())
     with pytest.raises(InvalidInput, match=r"w: the ranks hold 6 of 12 elements"):
         Exchange(["w"], [lost], ranks, torch.device("cpu"))
+    boxes = [((0,), (2,)), ((4,), (2,))] if rank == 0 else [((1,), (2,))]  # as many elements as there are, one twice
+    pieces = tuple(Piece(start, torch.zeros(size)) for start, size in boxes)
+    with pytest.raises(InvalidInput, match=r"t: the ranks hold .* that overlap"):
+        divide(["t"], [Held((6,), torch.float32, torch.device("cpu"), pieces)], ranks)
     replicated = distribute_tensor(torch.arange(6.0), mesh, [Replicate()])
     assert shard_of("r", replicated).whole
 
 
 def test_bad_input_is_one_error_on_every_rank() -> None:
     spawn(2, bad_input)
+
+
+def test_which_boxes_are_apart() -> None:
+    rows = [((i, 0), (1, 4)) for i in range(3)]
+    assert apart([*rows, ((3, 0), (2, 2)), ((3, 2), (2, 2))])
+    assert not apart([*rows, ((2, 3), (2, 2))])
+    assert apart([((), ())])
+    assert apart([])
+
+
+def chunk(numbers: Tensor, parts: int, index: int) -> Tensor:
+    """As torch.chunk, where there are fewer chunks than parts too."""
+    chunks = numbers.chunk(parts)
+    return chunks[index] if index < len(chunks) else numbers[:0]
+
+
+@hypothesis.given(st.integers(0, 60), st.integers(2, 6), st.integers(1, 6))
+@hypothesis.example(7, 2, 3)  # to go by the order of the placements is wrong here
+@hypothesis.settings(max_examples=100, deadline=None)
+def test_fully_shard_cuts_what_tensor_parallelism_has_left(size: int, tp: int, dp: int) -> None:
+    for across, along in itertools.product(range(tp), range(dp)):
+        placements = [_StridedShard(0, split_factor=tp), Shard(0)]
+        (runs,) = runs_here((size,), placements, (dp, tp), (along, across))
+        assert [i for run in runs for i in run] == chunk(chunk(torch.arange(size), tp, across), dp, along).tolist()
+        assert len(runs) <= 1, "one box a rank"
+
+
+@hypothesis.given(st.integers(1, 60), st.integers(2, 6), st.integers(1, 6))
+@hypothesis.settings(max_examples=100, deadline=None)
+def test_groups_are_cut_as_torch_cuts_them(size: int, groups: int, parts: int) -> None:
+    placement = _StridedShard(0, split_factor=groups)
+    wanted, _ = placement._split_tensor(torch.arange(size), parts, with_padding=False)
+    for index in range(parts):
+        (runs,) = runs_here((size,), [placement], (parts,), (index,))
+        assert [i for run in runs for i in run] == wanted[index].tolist()
 
 
 @hypothesis.given(st.data())

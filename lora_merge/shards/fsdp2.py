@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import chain
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, chain, product
+from math import prod
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from ..errors import InvalidInput
 from ..names import lineage
 from ..segments import raw
-from . import Piece, Shard
+from . import Piece, Shard, cut
 
 _MODULE = {"torch.distributed.fsdp.FSDPModule", "torch.distributed.fsdp._fully_shard._fully_shard.FSDPModule"}
 _DTENSOR = {"torch.distributed.tensor.DTensor", "torch.distributed.tensor._api.DTensor"}
@@ -36,33 +37,98 @@ def is_dtensor_kind(kind: type) -> bool:
 
 
 def shard_of(name: str, tensor: Any) -> Shard:
-    """The box of a DTensor that this rank holds.
+    """What this rank holds of a DTensor: one box, or one of each group where a packed weight is cut group by group.
 
     Raises:
         InvalidInput: this rank is outside of the tensor's mesh, there is no process group any more, or a placement that
             is neither sharded nor replicated.
     """
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
     if not dist.is_initialized():
         raise InvalidInput(f"{name} is a DTensor, but torch.distributed is not initialised (any more)")
     mesh, placements = tensor.device_mesh, tensor.placements
-    if mesh.get_coordinate() is None:
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
         raise InvalidInput(
             f"{name}: rank {dist.get_rank()} is not in the tensor's mesh {mesh}: the mesh must cover every rank that "
             "takes part"
         )
     if any(p.is_partial() for p in placements):
         raise InvalidInput(f"{name}: a tensor of partial sums ({placements}) has no values yet; reduce it first")
-    shape, start = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
-    local = tensor._local_tensor.detach()
-    if tuple(local.shape) != tuple(shape):
-        raise InvalidInput(
-            f"{name}: placements {placements} leave {tuple(shape)} here, but {tuple(local.shape)} is here"
-        )
-    pieces = (Piece(tuple(start), local),) if local.numel() else ()
-    whole = tuple(local.shape) == tuple(tensor.shape)
+    if any(not p.is_replicate() and not hasattr(p, "dim") for p in placements):
+        raise InvalidInput(f"{name}: placements must be Shard or Replicate, got {placements}; redistribute it")
+    runs = runs_here(tensor.shape, placements, mesh.shape, coordinate)
+    shape, local = tuple(sum(map(len, along)) for along in runs), tensor._local_tensor.detach()
+    if tuple(local.shape) != shape:
+        raise InvalidInput(f"{name}: placements {placements} leave {shape} here, but {tuple(local.shape)} is here")
+    pieces = tuple(_pieces(local, runs))
+    whole = shape == tuple(tensor.shape) and len(pieces) == 1
     return Shard(tuple(tensor.shape), tensor.dtype, local.device, pieces, whole)
+
+
+def runs_here(
+    shape: Sequence[int], placements: Sequence[Any], sizes: Sequence[int], coordinate: Sequence[int]
+) -> list[list[range]]:
+    """Of each dimension of a DTensor the indices that a rank holds, in the order in which they lie there.
+
+    Args:
+        sizes: of the mesh.
+        coordinate: the rank's.
+    """
+    cuts: dict[int, list[tuple[int, int, int]]] = {}  # by dimension, in turn: how many groups, how many parts, our part
+    for placement, parts, mine in reversed(list(zip(placements, sizes, coordinate, strict=True))):
+        if placement.is_replicate():
+            continue
+        later = cuts.setdefault(placement.dim, [])
+        groups = getattr(placement, "split_factor", 1)
+        if groups > 1 and groups == prod(n for _, n, _ in later):
+            later.append((1, parts, mine))  # fully_shard: it cuts what tensor parallelism, to the right, has left
+        else:
+            later.insert(0, (groups, parts, mine))
+    return [_runs(size, cuts.get(dim, [])) for dim, size in enumerate(shape)]
+
+
+def _runs(size: int, cuts: Sequence[tuple[int, int, int]]) -> list[range]:
+    runs = [range(size)]
+    for groups, parts, mine in cuts:
+        positions = range(sum(map(len, runs)))
+        wanted = [_part(_part(positions, groups, group), parts, mine) for group in range(groups)]
+        runs = _joined(run for positions in wanted for run in _at(runs, positions))
+    return runs
+
+
+def _part(whole: range, parts: int, index: int) -> range:
+    """As torch.chunk: the first parts are of one size, the last of what is left, if anything is."""
+    size = -(-len(whole) // parts)
+    return whole[index * size : (index + 1) * size]
+
+
+def _at(runs: Sequence[range], positions: range) -> Iterator[range]:
+    """The indices at some positions of runs, one after the other."""
+    begin = 0
+    for run in runs:
+        yield run[max(positions.start - begin, 0) : max(positions.stop - begin, 0)]
+        begin += len(run)
+
+
+def _joined(runs: Iterable[range]) -> list[range]:
+    """Without empty ones; those that go on where another ends are one with it."""
+    joined: list[range] = []
+    for run in filter(None, runs):
+        first = joined.pop().start if joined and joined[-1].stop == run.start else run.start
+        joined.append(range(first, run.stop))
+    return joined
+
+
+def _pieces(local: Tensor, runs: Sequence[Sequence[range]]) -> Iterator[Piece]:
+    if local.numel() == 0:
+        return
+    if all(len(along) == 1 for along in runs):
+        yield Piece(tuple(run.start for (run,) in runs), local)
+        return
+    places = [zip(accumulate(map(len, along), initial=0), along, strict=False) for along in runs]
+    for at in product(*places):
+        box = tuple(first for first, _ in at), tuple(len(run) for _, run in at)
+        yield Piece(tuple(run.start for _, run in at), cut(local, box))
 
 
 def sharded_over(tensor: Any) -> tuple[Any, tuple[int, ...]]:

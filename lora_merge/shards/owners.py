@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 
 from ..errors import InvalidInput
 from ..ranks import Ranks
-from . import Box, Shard, numel
+from . import Box, Shard, numel, overlap
 
 
 def divide(names: Sequence[str], shards: Sequence[Shard], ranks: Ranks) -> list[list[list[Box]]]:
@@ -16,7 +16,7 @@ def divide(names: Sequence[str], shards: Sequence[Shard], ranks: Ranks) -> list[
     A box that several ranks hold (replicas) has one owner; owners take turns.
 
     Raises:
-        InvalidInput: the boxes of all ranks do not make up the whole tensor; names it.
+        InvalidInput: the boxes of all ranks do not make up the whole tensor, each element once; names it.
     """
     held = ranks.gather([shard.boxes for shard in shards])
     return [
@@ -38,7 +38,28 @@ def _divide(name: str, shard: Shard, held: Sequence[Sequence[Box]], turn: int) -
             f"{name}: the ranks hold {numel(list(holders))} of {prod(shard.shape)} elements, in the boxes "
             f"{sorted(holders)}; do all ranks of the model take part?"
         )
+    if not apart(holders):  # as many elements as there are, so that others are missing
+        raise InvalidInput(
+            f"{name}: the ranks hold boxes of {shard.shape} that overlap and leave others out, {sorted(holders)}; do "
+            "all ranks cut the tensor alike?"
+        )
     owned: list[list[Box]] = [[] for _ in held]
     for box, owners in holders.items():
         owned[owners[turn % len(owners)]].append(box)
     return owned
+
+
+def apart(boxes: Iterable[Box]) -> bool:
+    """Whether no two of some boxes share an element."""
+    boxes = list(boxes)
+    starts = [set(along) for along in zip(*(start for start, _ in boxes), strict=True)]
+    if not starts:
+        return len(boxes) < 2
+    dim = max(range(len(starts)), key=lambda at: len(starts[at]))  # cut most: few lie side by side along it
+    begun: list[Box] = []
+    for box in sorted(boxes, key=lambda box: box[0][dim]):
+        begun = [other for other in begun if other[0][dim] + other[1][dim] > box[0][dim]]
+        if any(overlap(box, other) for other in begun):
+            return False
+        begun.append(box)
+    return True
