@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from lora_merge import LoraMergeError, MergedWeights, UnsupportedAdapter, merged, read_deltas
 from lora_merge.shards import cut
@@ -279,6 +280,66 @@ def tied(rank: int) -> None:
 def test_an_adapter_on_one_of_two_tied_weights() -> None:
     """In place it is refused under FSDP; the stream holds the two apart."""
     spawn(2, tied)
+
+
+def replicated(model: nn.Module) -> nn.Module:
+    """DTensors that every rank holds whole."""
+    mesh, made = init_device_mesh("cpu", (dist.get_world_size(),)), {}
+    for module in model.modules():
+        for key, p in module._parameters.items():
+            if p is not None:  # tied ones stay tied
+                made[p] = made.get(p, nn.Parameter(distribute_tensor(p.data, mesh, [Replicate()]), p.requires_grad))
+                module._parameters[key] = made[p]
+    return model
+
+
+def packed(model: nn.Module) -> nn.Module:
+    """Tensor parallelism that cuts each third of the rows, and each half of the columns."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer, dim, groups in ((model.base_model.model.fused, 0, 3), (model.base_model.model.back, 1, 2)):
+        weight = layer.base_layer.weight.data
+        parts = [group.chunk(mesh.size(), dim)[mesh.get_local_rank()] for group in weight.chunk(groups, dim)]
+        options: Any = {"run_check": False, "shape": weight.shape, "stride": weight.stride()}
+        cut_alike = [_StridedShard(dim, split_factor=groups)]
+        layer.base_layer.weight = nn.Parameter(DTensor.from_local(torch.cat(parts, dim), mesh, cut_alike, **options))
+    return model
+
+
+def even(**options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"fused": nn.Linear(8, 12), "back": nn.Linear(12, 8)})
+    return get_peft_model(model, LoraConfig(r=3, target_modules=["fused", "back"], init_lora_weights=False, **options))
+
+
+def whole_weights(model: nn.Module) -> dict[str, Tensor]:
+    named = [(name, p) for name, p in model.named_parameters() if "base_layer.weight" in name]
+    return {name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for name, p in named}
+
+
+def other_dtensors(rank: int) -> None:
+    for wrap in (replicated, packed):
+        for dora in (False, True):
+            plain, model = even(use_dora=dora), wrap(even(use_dora=dora))
+            before, streamed = whole_weights(plain), dict(MergedWeights(plain))
+            with merged(plain):
+                held = whole_weights(plain)
+            for strategy in (None, "unshard"):
+                for _ in range(2):
+                    with merged(model, strategy=strategy):
+                        inside = whole_weights(model)
+                    after, got = whole_weights(model), dict(MergedWeights(model, bucket_bytes=512, strategy=strategy))
+                    for wanted, found in ((held, inside), (before, after), (streamed, got)):
+                        assert wanted.keys() == found.keys()
+                        for name, tensor in wanted.items():
+                            assert_same_bits(found[name], tensor, f"{wrap.__name__} {strategy} {name}, dora={dora}")
+    model = replicated(models.with_lora(lambda: models.qwen2(tied=True), target_modules=["lm_head"]))
+    with pytest.raises(UnsupportedAdapter, match="tied weight"), merged(model):
+        pass
+
+
+def test_dtensors_that_fsdp_does_not_make() -> None:
+    """Whole on every rank, and cut group by group."""
+    spawn(2, other_dtensors)
 
 
 def every_wrap(rank: int, wraps: list[Wrap], names: list[str]) -> None:

@@ -119,15 +119,16 @@ class Layout:
 
     @property
     def sharded(self) -> bool:
-        return self._fsdp1 is not None or any(dims for _, dims in self._meshes)
+        """Whether what lies here is other tensors than the parameters: of DTensors that every rank holds whole too."""
+        return self._fsdp1 is not None or bool(self._meshes)
 
     def ranks(self) -> Ranks:
         """The ranks that hold the model together."""
-        if not self.sharded:
-            return Ranks()
         if self._fsdp1 is not None:
             return Ranks(self._fsdp1)
         cut = {(mesh, dims) for mesh, dims in self._meshes if dims}
+        if not cut:
+            return Ranks()
         meshes = {mesh for mesh, _ in cut}
         if len(meshes) == 1:
             return Ranks(fsdp2.group_over(meshes.pop(), tuple(sorted({d for _, dims in cut for d in dims}))))
