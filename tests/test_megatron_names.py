@@ -59,6 +59,20 @@ def test_rows_of_gate_and_up_alternate_by_rank_and_those_of_q_k_and_v_by_query_g
         row_blocks("x", {"a": "a", "b": "b"}, 8, 1, config())
 
 
+def test_fc1_that_is_not_gate_above_up_is_refused() -> None:
+    both, fc1 = {"gate": "g", "up": "u"}, "decoder.layers.0.mlp.linear_fc1.weight"
+    with pytest.raises(InvalidInput, match=r"fc1\.weight: gated_linear_unit=False.* one tensor"):
+        row_blocks(fc1, both, 8, 2, config(gated_linear_unit=False))
+    assert row_blocks(fc1, "up", 8, 2, config(gated_linear_unit=False)) == {"": [(0, 0, 8)]}
+    for option in ("moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size"):
+        for hf in (both, "gate_up"):
+            with pytest.raises(InvalidInput, match=rf"fc1\.weight: {option}=32"):
+                row_blocks(fc1, hf, 8, 1, config(**{option: 32}))
+    with pytest.raises(InvalidInput, match=r"fc1\.weight: gate and up over 2 ranks.* names.* 'gate_up'"):
+        row_blocks(fc1, "gate_up", 8, 2, config())
+    assert row_blocks(fc1, "gate_up", 8, 1, config()) == {"": [(0, 0, 8)]}
+
+
 RECORDED = {
     "AutoMapping": {
         "embedding.word_embeddings.weight": "model.embed_tokens.weight",

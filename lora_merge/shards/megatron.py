@@ -21,7 +21,7 @@ from ..errors import InvalidInput, LoraMergeError, MissingExtra, UnsupportedAdap
 from ..names import lineage, unwrapped, walk, wrapped
 from . import Piece, Shard
 from .megatron_adapters import Half, Layer, Pair, Style, cut_of, style_of
-from .megatron_names import HF, Block, Names, names_of, row_blocks
+from .megatron_names import HF, INTERLEAVED, Block, Names, names_of, row_blocks
 
 _CORE = "megatron.core."
 _MODEL = _CORE + "models.gpt.gpt_model.GPTModel"
@@ -30,6 +30,7 @@ _GROUPED_MLP = _CORE + "transformer.moe.experts.GroupedMLP"
 _CONFIG = (
     "add_qkv_bias",
     "attention_output_gate",
+    "gated_linear_unit",
     "hidden_size",
     "kv_channels",
     "layernorm_zero_centered_gamma",
@@ -42,6 +43,7 @@ _CONFIG = (
     "qk_layernorm",
     "virtual_pipeline_model_parallel_size",
     "vocab_size",
+    *INTERLEAVED,
 )
 """What reading asks of a configuration."""
 _EXPERT = re.compile(r"(.*mlp\.experts)\.(?:local_experts\.(\d+)\.)?(linear_fc[12]\.(?:weight|bias))(\d+)?")

@@ -21,7 +21,10 @@ where Megatron-Bridge is installed, its mappings serve: see `bridge_names`.
 Block: TypeAlias = tuple[int, int, int]
 """Rows that follow each other: the first one in the parameter over all ranks, the first one in the tensor, how many."""
 
+INTERLEAVED = ("moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size")
+"""Options of megatron-core, newer than 0.16, that order the rows of fc1 otherwise."""
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_FC1 = re.compile(r"linear_fc1\.(?:weight|bias)")
 _EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)")
 
 
@@ -118,8 +121,10 @@ def row_blocks(name: str, hf: HF, rows: int, ranks: int, config: Any) -> dict[st
         ranks: over which its rows are cut; 1 where they are not.
 
     Raises:
-        InvalidInput: the rows do not fit the configuration.
+        InvalidInput: the rows do not fit the configuration, or what it does to fc1.
     """
+    if _FC1.search(name) or set(hf) == {"gate", "up"}:
+        _check_fc1(name, hf, ranks, config)
     if isinstance(hf, str):
         return {"": [(0, 0, rows)]}
     if set(hf) == {"gate", "up"}:  # each rank holds its rows of gate above its rows of up
@@ -145,3 +150,24 @@ def row_blocks(name: str, hf: HF, rows: int, ranks: int, config: Any) -> dict[st
         key: [(g * group + at, g * count, count) for g in range(groups)]
         for key, at, count in (("q", 0, q), ("k", q, dim), ("v", q + dim, dim))
     }
+
+
+def _check_fc1(name: str, hf: HF, ranks: int, config: Any) -> None:
+    """Where fc1 is gated, each rank holds its rows of gate above its rows of up; where not, it is one tensor."""
+    gated, fused = getattr(config, "gated_linear_unit", True), not isinstance(hf, str)
+    if not gated and fused:
+        raise InvalidInput(
+            f"{name}: gated_linear_unit=False, so that it is one tensor and not gate and up; pass names= that give it "
+            "one HF name"
+        )
+    for option in INTERLEAVED:
+        if gated and getattr(config, option, None):
+            raise InvalidInput(
+                f"{name}: {option}={getattr(config, option)} lays gate and up in turns, which is not known here; train "
+                "with None"
+            )
+    if gated and not fused and ranks > 1:
+        raise InvalidInput(
+            f"{name}: gate and up over {ranks} ranks, each with its part of both: expected names of the two, got "
+            f"{hf!r}; pass names= that give {{'gate': ..., 'up': ...}}"
+        )
