@@ -16,6 +16,7 @@ from engines import ask, assert_answers, engine, train
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from vllm import LLM
 
 import lora_merge.engine.sync
@@ -97,6 +98,33 @@ def test_a_cached_adapter_is_that_of_the_stream_as_it_is_now(llm: LLM, monkeypat
                 module.scaling["default"] *= factor
         sync.push()
         assert_answers(ask(llm, sync.lora_request()), model)
+
+
+def test_what_the_trainer_lets_go_of_between_pushes_is_freed(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after a push that sent no weights, and after one that was refused: trainers offload there."""
+    model = policy()
+    sync = VllmSync(model, llm, mode="adapter")
+
+    plan = VllmSync._plan
+
+    async def after_planning(self: VllmSync, *args: Any) -> Any:
+        await plan(self, *args)
+        raise PushRefused("injected")
+
+    def refused() -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(VllmSync, "_plan", after_planning)
+            with pytest.raises(PushRefused, match="injected"):
+                sync.push(mode="merged")
+
+    for push in (sync.push, sync.push, lambda: sync.push(mode="merged"), refused):
+        push()
+        left = []
+        for name, parameter in model.named_parameters():
+            if "lora_" not in name:  # adapters, which are small, stay at hand
+                left.append((name, StorageWeakRef(parameter.untyped_storage())))
+                parameter.data = parameter.data.clone()
+        assert [name for name, memory in left if not memory.expired()] == []
 
 
 def test_adapters_on_modules_of_unlike_rank(llm: LLM) -> None:

@@ -193,6 +193,8 @@ class VllmSync:
             await self._let_go()
             raise
         finally:
+            for weights in (self._weights, self._base):  # read, perhaps, but not sent: a refusal, an adapter alone
+                weights.release()
             self._lock.release()
 
     async def _let_go(self) -> None:
