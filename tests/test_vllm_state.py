@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from vllm import LLM
 
 import lora_merge.engine.sync
+import lora_merge.engine.worker
 from lora_merge import MergedWeights, PushFailed, PushRefused, UnsupportedAdapter, VllmSync
 from lora_merge.engine.loader import Loader
 from lora_merge.weights import Filler
@@ -300,6 +301,31 @@ def test_a_push_that_breaks_leaves_the_engine_dirty_and_the_next_heals_it(
     monkeypatch.undo()
     assert sync.push().base_sent == (mode == "adapter")
     assert_answers(sync.generate([{"prompt_token_ids": p} for p in engines.prompts()], engines.GREEDY), model)
+
+
+def test_what_slept_wakes_wholly_when_a_push_has_healed_it(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM resumes by itself when all memory is back. (CPUs have no sleep mode: what it would do is written down.)"""
+    model = policy()
+    sync, sleeping, woken = VllmSync(model, llm), [True], []
+
+    async def wake(tag: str) -> None:
+        woken.append(tag)
+        sleeping[0] = False
+
+    def breaks(*args: Any) -> None:
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(lora_merge.engine.worker, "asleep", lambda: sleeping[0])
+    monkeypatch.setattr(sync._trainer.controls[0], "wake", wake)
+    with monkeypatch.context() as patched:
+        patched.setattr(Filler, "fill", breaks)
+        with pytest.raises(PushFailed, match="injected"):
+            sync.push()
+    assert woken == ["weights"]
+    for _ in range(2):
+        sync.push()
+        assert woken == ["weights", "kv_cache"]
+    assert_answers(ask(llm), model)
 
 
 def test_what_the_engine_holds_as_loaded_is_merged_there(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
