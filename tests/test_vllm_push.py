@@ -135,6 +135,25 @@ def test_requests_in_flight_end_with_the_weights_they_began_with(running: Engine
         assert len(spans) == 1, "no mixing of versions"
 
 
+@pytest.mark.parametrize("modes", [("merged", "adapter"), ("adapter", "merged")], ids=" to ".join)
+def test_requests_in_flight_end_before_the_mode_changes(running: Engine, modes: tuple[str, str]) -> None:
+    """Kept ones would go on over a bare base, or with an adapter on top of merged weights."""
+    model = policy()
+    sync = VllmSync(model, running.llm, mode=modes[0], pause="keep", bucket_bytes=BUCKET)
+
+    async def scenario() -> list[Any]:
+        await sync.apush()
+        flying = [asyncio.create_task(running.request(i, 200, sync.lora_request())) for i in range(4)]
+        await asyncio.sleep(0.2)
+        assert not any(task.done() for task in flying), "the scenario has requests in flight"
+        await sync.apush(mode=modes[1])
+        return await asyncio.gather(*flying)
+
+    outputs = running.run(scenario())
+    assert all(len(output.outputs[0].weight_versions) == 1 for output in outputs)
+    assert_answers(outputs, model)
+
+
 # Engines that stand still after a push that failed
 
 

@@ -72,7 +72,7 @@ class VllmSync:
         mode: "merged" (the engine serves merged weights) or "adapter" (base and adapter apart, vLLM's LoRA path).
         rounding: of merged weights, "nearest" or "stochastic" (seeded by the version).
         pause: what becomes of requests in flight: "keep" them (they go on with the new weights), "wait" for them, or
-            "abort" them.
+            "abort" them. A push that changes the mode waits where others keep.
         bucket_bytes: of each of two buffers. Tensors that are larger are cut.
         strategy: see `MergedWeights`.
 
@@ -290,7 +290,9 @@ class VllmSync:
         replica.paused_by_us = True
         if not left:  # said before: a call that ends here, in a timeout, takes effect there
             await self._tell(replica, "note_pause", paused=True)
-        await replica.handle.pause(self._pause)
+        # A request keeps the adapter, or none, that it began with, and the other mode has other weights for it.
+        switches = {replica.state.kind, self._mode} == {"merged", "adapter"}
+        await replica.handle.pause("wait" if switches and self._pause == "keep" else self._pause)
 
     async def _plan(self, replicas: Sequence[Replica], report: SyncReport) -> list[Pass]:
         """What has to be sent to whom, everything checked."""
