@@ -244,6 +244,13 @@ def test_names_shapes_and_fused_groups_are_checked_before_the_first_byte(llm: LL
     assert_answers(answers, good)
 
 
+@pytest.mark.parametrize("pause", ["keep", "wait", "abort"])
+def test_every_pause_is_the_same_for_an_engine_that_works_in_calls(llm: LLM, pause: str) -> None:
+    model = policy()
+    VllmSync(model, llm, pause=pause).push()
+    assert_answers(ask(llm), model)
+
+
 def test_the_mode_changes_when_the_weights_do(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """A push that was refused, or that still checks, had lora_request() say None: the bare base answered."""
     model = policy()

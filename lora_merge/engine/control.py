@@ -54,7 +54,8 @@ class Control:
 
     async def pause(self, mode: str) -> None:
         """Stop generation."""
-        self.engine.llm_engine.sleep(level=0, mode=mode)
+        # Nothing of an LLM's is in flight between its calls, and in the caller's own process vLLM refuses to wait.
+        self.engine.llm_engine.sleep(level=0, mode="keep" if mode == "wait" else mode)
 
     async def resume(self) -> None:
         self.engine.wake_up(tags=["scheduling"])
