@@ -218,13 +218,13 @@ class _Restore:
 
     def _check_places(self) -> None:
         """What another Parameter than the restored one would do in the model is not known here."""
-        held = {
-            id(weight): memory.data_ptr() for weight, memory in zip(self._weights.values(), self._memory, strict=True)
-        }
-        lost = {held[id(weight)] for owner, key, weight in self._owners if owner._parameters.get(key) is not weight}
+        lost = {id(weight) for owner, key, weight in self._owners if owner._parameters.get(key) is not weight}
         if lost:
+            weights = zip(self._weights.values(), self._memory, strict=True)
+            places = {memory.data_ptr() for weight, memory in weights if id(weight) in lost}
+            names = self._names(places.__contains__)
             raise NotRestored(
-                f"{self._names(lost.__contains__)}: another Parameter took their place inside merged() and holds what "
+                f"{names}: another Parameter took their place inside merged() and holds what "
                 "was there then, merged or not; the base came back to those that were there before. Load these weights "
                 "again, and replace parameters outside of the block"
             )

@@ -113,8 +113,7 @@ class Peft:
         self._adapters: Adapters | None = None
         self._snapshots: dict[bool, Snapshot] = {}
         self._layers: list[tuple[PeftLayer, list[str]]] = []
-        self._off: list[tuple[PeftLayer, list[str]]] = []
-        self._saves = _saver(model)
+        self._off: list[tuple[dict[str, Any], list[tuple[str, Any]]]] = []
         self._settled = False
 
     def settle(self) -> None:
@@ -306,20 +305,27 @@ class Peft:
     def off(self) -> None:
         """Makes PEFT's forward take its merged path, and keeps PEFT from merging, unmerging and saving: beside
         an adapter on embeddings it saves their base."""
-        self._off = [(layer, layer.merged_adapters) for layer, active in self._layers if active]
+        changes: list[tuple[nn.Module, dict[str, Any]]] = [(_saver(self.key), {"save_pretrained": _refuse})]
         for layer, active in self._layers:
             if active:
-                layer.__dict__.update(merged_adapters=list(active), merge=_refuse, unmerge=_refuse)
-        self._saves.__dict__["save_pretrained"] = _refuse
+                changes.append((layer, {"merged_adapters": list(active), "merge": _refuse, "unmerge": _refuse}))
+        for module, new in changes:
+            inside = module.__dict__
+            self._off.append((inside, [(key, inside.get(key, _NONE)) for key in new]))
+        for module, new in changes:
+            module.__dict__.update(new)
 
     def on(self) -> None:
-        self._saves.__dict__.pop("save_pretrained", None)
-        for layer, names in self._off:
-            layer.__dict__["merged_adapters"] = names
-            layer.__dict__.pop("merge", None)
-            layer.__dict__.pop("unmerge", None)
+        for inside, before in self._off:
+            for key, value in before:
+                if value is _NONE:
+                    inside.pop(key, None)
+                else:
+                    inside[key] = value
 
 
+_NONE = object()
+"""Stands for an attribute that a module has not itself."""
 _apart: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
 """The facts of the snapshot for which a model's adapted weights were last found to have their memory to themselves."""
 

@@ -853,6 +853,25 @@ def test_peft_cannot_merge_inside(tmp_path: Path) -> None:
     model.unmerge_adapter()
 
 
+def test_attributes_that_a_model_has_itself_stay() -> None:
+    """A save_pretrained of a trainer's own, on the instance: it is back after a block, and after a refused one."""
+    model = models.with_lora(models.qwen2)
+    model.save_pretrained = own = print
+    with unchanged(model):
+        with merged(model):
+            assert model.save_pretrained is not own
+            with pytest.raises(AlreadyMerged), merged(model):
+                pass
+            with pytest.raises(AlreadyMerged, match="leave the block"):
+                model.save_pretrained("nowhere")
+        begun = iter(MergedWeights(model))
+        next(begun)
+        with pytest.raises(InvalidInput, match="stream"), merged(model):
+            pass
+        begun.close()
+    assert model.save_pretrained is own
+
+
 def test_an_error_late_in_the_model_changes_nothing() -> None:
     """Everything is checked before the first byte is written."""
     model = models.with_lora(models.qwen2)
