@@ -323,10 +323,19 @@ def test_a_trainer_that_is_killed_is_noticed(kind: tuple[str, str, str]) -> None
     process.join(LIMIT_S)
 
 
-def test_workers_that_cannot_all_connect_do_not_wait() -> None:
-    """One of two workers fails before it joins the NCCL group."""
+@pytest.mark.parametrize("slow", ["trainer", "worker"])
+def test_workers_that_cannot_all_connect_do_not_wait(slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of two workers fails before it joins the NCCL group: the same reason on all, whoever leaves first."""
     ours = Sender({(0, 0): "nccl", (0, 1): "nccl"}, NBYTES, CPU)
     errors: list[BaseException] = []
+    leave = nccl.Group.leave
+
+    def late(group: nccl.Group, reason: str) -> None:
+        if (group is ours._groups[0]) == (slow == "trainer"):
+            time.sleep(0.2)
+        leave(group, reason)
+
+    monkeypatch.setattr(nccl.Group, "leave", late)
 
     def first() -> None:
         try:

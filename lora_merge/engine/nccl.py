@@ -28,6 +28,7 @@ TIMEOUT = timedelta(seconds=60)
 """A store that does not answer for so long is gone."""
 GRACE_S = 2.0
 """Seconds in which a broadcast ends whose receivers have all it carries."""
+_MISSING = "a worker of the engine did not come: its control call ended before the NCCL group was complete"
 _UNUSABLE = "vLLM cannot use NCCL here: is its library missing, or VLLM_DISABLE_PYNCCL set?"
 
 
@@ -138,8 +139,8 @@ class Group:
             Nccl.check()
             if self._rank:
                 self.join()
-            elif not self.decide(gone, TIMEOUT.total_seconds()):
-                raise TransferAborted(self._reason() or "a worker of the engine did not come to its NCCL group")
+            elif why := self.decide(gone, TIMEOUT.total_seconds()):
+                raise TransferAborted(why)
             self._make(gone)
         except TransferAborted as error:
             self.leave(str(error))
@@ -189,19 +190,22 @@ class Group:
         with suppress(Exception):
             self._store.set("transfer", str(self._number))
 
-    def decide(self, gone: Callable[[], bool], seconds: float = math.inf) -> bool:
-        """Wait until all workers are ready, or some worker never will be: whether the transfer takes place."""
-        missing, end = False, time.monotonic() + seconds
+    def decide(self, gone: Callable[[], bool], seconds: float = math.inf) -> str:
+        """Wait until all workers are ready, or some worker never will be: why no transfer takes place, "" if it does.
+
+        The workers are told the same: who hears it first and leaves for it must not put another reason in its place.
+        """
+        why, end = "", time.monotonic() + seconds
 
         def settled() -> bool:
-            nonlocal missing
-            missing = gone() or bool(self._reason()) or time.monotonic() > end
-            return missing or all(int(n) == self._number for n in self._store.multi_get(self._ready_keys()))
+            nonlocal why
+            why = self._reason() or (_MISSING if gone() or time.monotonic() > end else "")
+            return bool(why) or all(int(n) == self._number for n in self._store.multi_get(self._ready_keys()))
 
         until(settled, lambda: None)
         with suppress(Exception):
-            self._store.set("verdict", f"{self._number} {'no' if missing else 'go'}")
-        return not missing
+            self._store.set("verdict", f"{self._number} {why}")
+        return why
 
     # A worker
 
@@ -216,18 +220,19 @@ class Group:
             self._store.set(f"ready/{self._rank}", str(number))
         except Exception as error:
             raise TransferAborted("the trainer is gone") from error
-        verdict: list[str] = []
+        decided = why = ""
 
         def settled() -> bool:
+            nonlocal decided, why
             reason = self._reason()
             if reason:
                 raise TransferAborted(reason)
-            verdict[:] = self._store.get("verdict").decode().split()
-            return verdict[:1] == [str(number)]
+            decided, _, why = self._store.get("verdict").decode().partition(" ")
+            return decided == str(number)
 
         until(settled, lambda: None)
-        if verdict[1] != "go":
-            raise TransferAborted("another worker of this engine failed before the transfer began")
+        if why:
+            raise TransferAborted(why)
 
     # Both
 

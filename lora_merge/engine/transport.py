@@ -358,7 +358,7 @@ class Sender:
         """Which NCCL groups take part in this transfer."""
         for replica, group in self._groups.items():
             ended = _among(gone, replica)
-            if group.decide(ended):
+            if not group.decide(ended):
                 self._sent[replica] = []
                 group.watch(ended)
 
