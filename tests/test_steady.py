@@ -5,6 +5,7 @@ The numbers are upper bounds, taken on CPython 3.11; whoever needs more has to r
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -47,17 +48,20 @@ def held(shard: Shard) -> torch.Tensor:
 
 
 def python_calls(step: Callable[[], object]) -> int:
+    """Of the step itself: a collection in the middle of it would call finalizers of what other tests have left."""
     count = 0
 
     def profile(frame: object, event: str, argument: object) -> None:
         nonlocal count
         count += event == "call"
 
+    gc.disable()
     sys.setprofile(profile)
     try:
         step()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return count
 
 
