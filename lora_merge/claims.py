@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 
 import torch
@@ -18,23 +19,47 @@ _layers: set[int] = set()
 _merged: dict[Address, Tensor] = {}
 _read: dict[object, Sequence[torch.UntypedStorage]] = {}
 """What the passes of streams that are under way read."""
+_looks: dict[Look, set[int]] = {}
+"""Who looks at a model now, and the memory that left `merged` meanwhile."""
+
+
+class Look:
+    """For the time of reading a model. Another thread may be inside `merged` then, where tied weights are apart, and be
+    gone before the reader makes its claim.
+
+    `with` gives the memory of weights that left `merged` since, for `merging` and `check_readable`.
+    """
+
+    def __enter__(self) -> set[int]:
+        left: set[int] = set()
+        with _lock:
+            _looks[self] = left
+        return left
+
+    def __exit__(self, *exception: object) -> None:
+        with _lock:
+            _looks.pop(self, None)
 
 
 @contextmanager
-def merging(layers: Iterable[object], weights: Mapping[Address, Tensor]) -> Iterator[None]:
+def merging(
+    layers: Iterable[object], weights: Mapping[Address, Tensor], left: AbstractSet[int] = frozenset()
+) -> Iterator[None]:
     """For the time of one `merged`.
 
     Args:
         layers: its adapter layers.
         weights: what it writes.
+        left: see `Look`.
 
     Raises:
-        AlreadyMerged: some of them are inside `merged`.
+        AlreadyMerged: some of them are inside `merged`, or were when they were looked at.
         InvalidInput: a stream reads the memory of some of them.
     """
     ids = set(map(id, layers))
     with _lock:
-        if not _layers.isdisjoint(ids) or not _merged.keys().isdisjoint(weights):
+        there = not _layers.isdisjoint(ids) or not _merged.keys().isdisjoint(weights)
+        if there or (left and not left.isdisjoint(_memory(weights.values()))):
             raise AlreadyMerged(
                 "merged() is already entered on this model, or on one that shares weights with it; leave it before "
                 "entering again"
@@ -55,6 +80,8 @@ def merging(layers: Iterable[object], weights: Mapping[Address, Tensor]) -> Iter
                 _layers.difference_update(ids)
                 for where in weights:
                     _merged.pop(where, None)
+                for seen in _looks.values():
+                    seen |= _memory(weights.values())
 
         to_the_end(let_go)
 
@@ -81,11 +108,12 @@ def reading(held: Sequence[torch.UntypedStorage]) -> Iterator[None]:
         to_the_end(let_go)
 
 
-def check_readable(held: Sequence[torch.UntypedStorage]) -> None:
-    """Raise `AlreadyMerged` if some of this memory is inside `merged`."""
-    if _merged and _meet(held, list(_merged.values())):
+def check_readable(held: Sequence[torch.UntypedStorage], left: AbstractSet[int] = frozenset()) -> None:
+    """Raise `AlreadyMerged` if some of this memory is inside `merged`, or was when it was looked at (see `Look`)."""
+    if (_merged and _meet(held, list(_merged.values()))) or (left and _lies_in(held, left)):
         raise AlreadyMerged(
-            "these weights are inside lora_merge.merged() and hold adapters on top of the base: leave the block first"
+            "these weights are inside lora_merge.merged() and hold adapters on top of the base, or did so while they "
+            "were looked at: leave the block first"
         )
 
 
@@ -100,7 +128,14 @@ def check_base(modules: Iterable[nn.Module]) -> None:
 
 
 def _meet(held: Sequence[torch.UntypedStorage], weights: Iterable[Tensor]) -> bool:
-    memory = {getattr(weight, "_local_tensor", weight).untyped_storage().data_ptr() for weight in weights} - {0}
+    return _lies_in(held, _memory(weights))
+
+
+def _memory(weights: Iterable[Tensor]) -> set[int]:
+    return {getattr(weight, "_local_tensor", weight).untyped_storage().data_ptr() for weight in weights} - {0}
+
+
+def _lies_in(held: Sequence[torch.UntypedStorage], memory: AbstractSet[int]) -> bool:
     return not memory.isdisjoint(storage.data_ptr() for storage in held)
 
 

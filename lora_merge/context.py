@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from . import kernels
 from .buckets import BUCKET_BYTES, batched
-from .claims import merging, to_the_end
+from .claims import Look, merging, to_the_end
 from .delta import Delta, Job, whole_job
 from .errors import InvalidInput, NotRestored
 from .exchange import Exchange, check_strategy
@@ -111,10 +111,11 @@ def merged(model: Model, *, restore: str = "exact", strategy: str | None = None)
     undo = ExitStack()
     try:
         with found.ranks.vote("merged"):
-            layers, deltas = found.adapters()
-            weights = found.weights(deltas)
-            _check(weights, deltas)
-            undo.enter_context(merging(layers, weights))
+            with Look() as left:
+                layers, deltas = found.adapters()
+                weights = found.weights(deltas)
+                _check(weights, deltas)
+                undo.enter_context(merging(layers, weights, left))
             undo.callback(found.settle)
             for _ in range(2):  # An interrupt may come where the stack has let go of a step but not yet begun it.
                 undo.callback(to_the_end, found.on)

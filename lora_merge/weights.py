@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .buckets import BUCKET_BYTES, Bucket, Meta, Table, extent, lay_out, metas
-from .claims import check_base, check_readable
+from .claims import Look, check_base, check_readable
 from .conversion import Conversion
 from .errors import InvalidInput
 from .exchange import check_strategy
@@ -175,29 +175,36 @@ class MergedWeights:
     def _read(self, model: Live) -> tuple[Source, Any]:
         """What the stream is made from, and a key that changes whenever a plan made from it would be wrong: all that
         reading depends on. So the parts are read for a new key, and then for whoever asks for them."""
-        snapshot = model.snapshot(adapters=self.adapters)
-        key = (snapshot.facts, self.keep_tied, tuple(self.dtypes.items()), self.left_out)
-        held = [tensor.untyped_storage() for tensor in snapshot.tensors]
-        check_readable(held)
-        if not self.adapters:
-            check_base(snapshot.modules)
-        if self._known is not None and self._known[0] == key:
-            key, device, conversion = self._known
-            parts: Mapping[str, Part] = Late(lambda: self._read_again(snapshot))
-        else:
-            parts = model.parts(adapters=self.adapters, keep_tied=self.keep_tied)
-            devices = {part.shard.device for part in parts.values()}
-            if len(devices) > 1 and not model.sharded:
-                raise InvalidInput(f"all weights must be on one device, got {', '.join(sorted(map(str, devices)))}")
-            device, conversion = model.device or next(iter(devices), torch.device("cpu")), model.conversion()
-            self._known = key, device, conversion
+        with Look() as left:
+            snapshot = model.snapshot(adapters=self.adapters)
+            key = (snapshot.facts, self.keep_tied, tuple(self.dtypes.items()), self.left_out)
+            held = [tensor.untyped_storage() for tensor in snapshot.tensors]
+            check_readable(held)
+            if not self.adapters:
+                check_base(snapshot.modules)
+            known = self._known
+            if known is not None and known[0] == key:
+                parts: Mapping[str, Part] = Late(lambda: self._read_again(snapshot))
+            else:
+                parts = model.parts(adapters=self.adapters, keep_tied=self.keep_tied)
+                devices = {part.shard.device for part in parts.values()}
+                if len(devices) > 1 and not model.sharded:
+                    raise InvalidInput(f"all weights must be on one device, got {', '.join(sorted(map(str, devices)))}")
+                device = model.device or next(iter(devices), torch.device("cpu"))
+                known = key, device, model.conversion()
+            check_readable(held, left)
+        self._known = key, device, conversion = known
         return Source(parts, held, model.ranks, model.merging, device, conversion), key
 
     def _read_again(self, snapshot: Snapshot) -> Mapping[str, Part]:
         model = live(self.model)
-        if model.snapshot(adapters=self.adapters).facts != snapshot.facts:
-            raise InvalidInput("the model was changed while it was being streamed: finish the pass first")
-        return model.parts(adapters=self.adapters, keep_tied=self.keep_tied)
+        with Look() as left:
+            now = model.snapshot(adapters=self.adapters)
+            if now.facts != snapshot.facts:
+                raise InvalidInput("the model was changed while it was being streamed: finish the pass first")
+            parts = model.parts(adapters=self.adapters, keep_tied=self.keep_tied)
+            check_readable([tensor.untyped_storage() for tensor in now.tensors], left)
+        return parts
 
     def _entries(self, parts: Mapping[str, Part], conversion: Conversion) -> list[Entry]:
         shapes = {name: _meta(part.shard) for name, part in parts.items()}

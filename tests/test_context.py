@@ -823,6 +823,54 @@ def test_a_stream_beside_a_thread_that_merges() -> None:
         pass
 
 
+USES: dict[str, tuple[str, Callable[[PeftModel, MergedWeights], object]]] = {
+    "a stream": ("parts", lambda model, weights: dict(weights)),
+    "a block": ("adapters", lambda model, weights: merged(model).__enter__()),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("targets", [["lm_head"], ["lm_head", "embed_tokens"]], ids="+".join)
+def test_a_model_that_is_looked_at_while_a_thread_merges(
+    use: str, targets: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tied weights are apart then; the thread has left its block by the time that a claim is made."""
+    model = models.with_lora(lambda: models.qwen2(tied=True), target_modules=[*targets, "q_proj"])
+    wanted = {name: tensor.clone() for name, tensor in MergedWeights(model)}
+    weights, apart, seen = MergedWeights(model), threading.Event(), threading.Event()
+    merges_for, (method, begin) = context._merges_for, USES[use]
+    look = getattr(live.Peft, method)
+
+    def waiting(*args: Any) -> Any:
+        apart.set()
+        assert seen.wait(60)
+        return merges_for(*args)
+
+    def merge() -> None:
+        with merged(model):
+            pass
+
+    def looking(self: live.Peft, **options: Any) -> Any:
+        monkeypatch.setattr(live.Peft, method, look)
+        thread = threading.Thread(target=merge)
+        thread.start()
+        assert apart.wait(60)
+        found = look(self, **options)
+        seen.set()
+        thread.join()
+        return found
+
+    monkeypatch.setattr(context, "_merges_for", waiting)
+    monkeypatch.setattr(live.Peft, method, looking)
+    with unchanged(model), pytest.raises(AlreadyMerged):
+        begin(model, weights)
+    for _ in range(2):  # nor is anything kept of what was seen
+        with merged(model):
+            pass
+        for name, tensor in weights:
+            assert_same_bits(tensor, wanted[name], name)
+
+
 def test_peft_cannot_merge_inside(tmp_path: Path) -> None:
     """PEFT would add the adapter again, or subtract it from weights that it did not merge."""
     model = models.with_lora(models.qwen2, adapters=("one", "two"))
