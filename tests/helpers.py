@@ -77,15 +77,20 @@ def assert_accurate(s: Segment, out: Tensor, *, stochastic: bool = False) -> Non
         )
 
 
-def assert_correctly_rounded(s: Segment, out: Tensor) -> None:
-    """The share of elements equal to the rounded exact result; what a small sample may miss by chance is allowed.
+def most_misrounded(dtype: torch.dtype, elements: int) -> float:
+    """How many of some elements may differ from the rounded exact result.
 
     Misses at the allowed rate are a Poisson count: mean m, standard deviation sqrt(m), and four of those on top. The
     benchmark holds the share itself, over billions of elements (`misrounded`).
     """
+    mean = (1 - CORRECTLY_ROUNDED[dtype]) * elements
+    return mean + 4 * mean**0.5
+
+
+def assert_correctly_rounded(s: Segment, out: Tensor) -> None:
+    """The share of elements equal to the rounded exact result; what a small sample may miss by chance is allowed."""
     missed = int((reference.round_once(exact(s), out.dtype) != out).sum())
-    mean = (1 - CORRECTLY_ROUNDED[out.dtype]) * out.numel()
-    most = mean + 4 * mean**0.5
+    most = most_misrounded(out.dtype, out.numel())
     assert missed <= most, f"{s.name}: {missed} of {out.numel()} elements are not correctly rounded, at most {most:.1f}"
 
 

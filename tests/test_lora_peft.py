@@ -10,7 +10,7 @@ import models
 import peft
 import pytest
 import torch
-from helpers import PRODUCT_ERROR, SUM_ERROR, assert_same_bits, ulp
+from helpers import PRODUCT_ERROR, SUM_ERROR, assert_same_bits, most_misrounded, ulp
 from packaging.version import Version
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import layer as lora_layers
@@ -211,8 +211,14 @@ def test_one_way_through() -> None:
 
 
 def test_several_adapters_round_once() -> None:
-    """PEFT rounds after each adapter; the sum must be rounded once."""
+    """PEFT rounds after each adapter; the sum must be rounded once.
+
+    As `assert_correctly_rounded` has it: small updates, and what a small sample may miss by chance is allowed.
+    """
     model = models.with_lora(models.qwen2, dtype=torch.bfloat16, adapters=("one", "two", "three"))
+    for layer in lora_layers_of(model).values():
+        for adapter in acting(layer):
+            layer.set_scale(adapter, 0.01)
     wanted = expected(model)
     theirs = copy.deepcopy(model)
     theirs.merge_adapter()
@@ -224,8 +230,9 @@ def test_several_adapters_round_once() -> None:
             ours_off += int((base_weight(mine) != right).sum())
             theirs_off += int((base_weight(other) != right).sum())
             elements += right.numel()
-    assert ours_off <= 1e-4 * elements, f"{ours_off} of {elements} elements are not correctly rounded"
-    assert theirs_off > 100 * max(ours_off, 1), "PEFT rounds once too? then this test shows nothing"
+    most = most_misrounded(torch.bfloat16, elements)
+    assert ours_off <= most, f"{ours_off} of {elements} elements are not correctly rounded, at most {most:.1f}"
+    assert theirs_off > 100 * most, "PEFT rounds once too? then this test shows nothing"
 
 
 @pytest.mark.parametrize("build", [models.qwen3_moe, models.mixtral, models.gpt_oss])
