@@ -145,23 +145,38 @@ def test_merged_values(case: str, dtype: torch.dtype) -> None:
         assert_same_bits(tensor, before[name], name)
 
 
+def nearby(model: PeftModel) -> list[Tensor]:
+    """In float64, outputs of PEFT's own merge with every merged value somewhere within its bound."""
+    wanted, whole, found = expected(model), in_float64(model), []
+    whole.merge_adapter()
+    for _ in range(4):
+        for live, done in zip(lora_layers_of(model).values(), lora_layers_of(whole).values(), strict=True):
+            _, exact, allowed = wanted[base_weight(live).data_ptr()]
+            base_weight(done).data.copy_(exact + allowed * (2 * torch.rand_like(exact) - 1))
+        found.append(models.outputs(whole))
+    return found
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_forward(case: str) -> None:
     """Inside, the adapters count once: as in the adapter's forward, and as in a model without PEFT.
 
-    The adapter's forward is not exact itself: against float64, merging may at most double its error (flash-attention's
-    rule); 2^-22 of the largest output is for the luck of a small one.
+    How much a rounding moves the output differs from model to model by orders of magnitude. So the output may be off,
+    against float64, by what moving the merged weights within their bounds makes of it, and as much again, with 2^-22 of
+    the largest output, for the float32 of the forward itself. (The error of the adapter's forward is no measure: it is
+    a single draw, and may be small by luck.)
     """
     build, settings = CASES[case]
     model = models.with_lora(build, **settings)
     exact, adapter = models.outputs(in_float64(model)), models.outputs(model)
+    moved = max((output - exact).abs().max().item() for output in nearby(model))
+    allowed = 2 * moved + 2.0**-22 * exact.abs().max().item()
     with merged(model):
         inside = models.outputs(model)
         plain = build().eval()
         plain.load_state_dict({t.name: t.tensor for t in named_tensors(model)})
     with model.disable_adapter():
         base = models.outputs(model)
-    allowed = 2 * (adapter - exact).abs().max().item() + 2.0**-22 * exact.abs().max().item()
     error = (inside - exact).abs().max().item()
     assert error <= allowed, f"off by {error:.3g}, allowed {allowed:.3g}"
     assert (adapter - base).abs().max().item() > 10 * allowed, "the adapter has no effect to see"
