@@ -185,6 +185,7 @@ class Workers:
     ) -> None:
         self.pipes: dict[tuple[int, int], Any] = {}
         self.said: dict[tuple[int, int], Any] = dict.fromkeys(ours.kinds, "busy")
+        self._lock = threading.Lock()
         for place in ours.kinds:
             self.pipes[place], theirs = processes.Pipe()
             args = (ours.channel(*place), device, transfers, at, how if place == wrong else "", theirs)
@@ -201,14 +202,15 @@ class Workers:
 
     def gone(self) -> set[int]:
         """A call ends when one of its workers is dead, or none is busy."""
-        for place, pipe in self.pipes.items():
-            while self.said[place] == "busy" and pipe.poll():
-                try:
-                    self.said[place] = pipe.recv()
-                except EOFError:
-                    self.said[place] = "dead"
-        dead = {r for (r, _), said in self.said.items() if said == "dead"}
-        return dead | ({r for r, _ in self.pipes} - {r for (r, _), said in self.said.items() if said == "busy"})
+        with self._lock:  # threads that watch NCCL groups ask, too: of two that find a word, one reads the end after it
+            for place, pipe in self.pipes.items():
+                while self.said[place] == "busy" and pipe.poll():
+                    try:
+                        self.said[place] = pipe.recv()
+                    except EOFError:
+                        self.said[place] = "dead"
+            dead = {r for (r, _), said in self.said.items() if said == "dead"}
+            return dead | ({r for r, _ in self.pipes} - {r for (r, _), said in self.said.items() if said == "busy"})
 
     def wait(self) -> dict[tuple[int, int], Any]:
         """What the workers say when none is busy."""
