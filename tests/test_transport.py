@@ -434,8 +434,19 @@ def test_a_trainer_that_dies_while_the_communicator_is_made_holds_nobody_up(monk
     assert said[1] == "RuntimeError: injected"
 
 
-def test_a_member_that_cannot_use_nccl_says_so_before_it_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("slow", [False, True], ids=["at once", "while the trainer asks"])
+def test_a_member_that_cannot_use_nccl_says_so_before_it_is_ready(slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here there is no NCCL: nobody goes on to make a communicator, which would wait for it."""
+    reason = nccl.Group._reason
+
+    def asked(group: nccl.Group) -> str:
+        """It leaves, and its control call ends, right after the trainer has asked who left."""
+        said = reason(group)
+        if slow and not group._rank:
+            time.sleep(0.2)
+        return said
+
+    monkeypatch.setattr(nccl.Group, "_reason", asked)
 
     class Checks(Stuck):
         @staticmethod

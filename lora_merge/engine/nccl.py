@@ -199,7 +199,9 @@ class Group:
 
         def settled() -> bool:
             nonlocal why
-            why = self._reason() or (_MISSING if gone() or time.monotonic() > end else "")
+            over = gone() or time.monotonic() > end
+            # Asked last: a worker that fails says why before its control call ends.
+            why = self._reason() or (_MISSING if over else "")
             return bool(why) or all(int(n) == self._number for n in self._store.multi_get(self._ready_keys()))
 
         until(settled, lambda: None)
