@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed import DistNetworkError
 
 from lora_merge import InvalidInput
 from lora_merge.buckets import Meta, Table, extent, lay_out
@@ -464,6 +466,34 @@ def test_a_member_that_cannot_use_nccl_says_so_before_it_is_ready(slow: bool, mo
     assert said[0] == "RuntimeError: vLLM cannot use NCCL here"
     assert said[1].endswith("vLLM cannot use NCCL here")
     assert said[1].startswith("TransferAborted")
+
+
+def test_workers_that_hear_late_why_no_transfer_takes_place_hear_the_same() -> None:
+    """The first one that heard it has left by then, and what it says is no reason."""
+    store = nccl.serve_store()
+    trainer, *workers = (nccl.Group(store, "0", rank, 3, CPU) for rank in range(3))
+    trainer.announce()
+    assert "did not come" in trainer.decide(lambda: True)
+    for worker in workers:
+        with pytest.raises(TransferAborted, match="did not come"):
+            worker.join()
+        worker.leave("a worker of the engine failed in the middle of a push")
+
+
+def test_a_trainer_that_dies_between_two_questions_is_noticed() -> None:
+    """A worker that waits for its verdict asks for two things in turn."""
+
+    def get(key: str) -> bytes:
+        asked.append(key)
+        if "verdict" in asked:
+            raise DistNetworkError("the connection was closed")
+        return {"transfer": b"1", "left": b""}[key]
+
+    asked: list[str] = []
+    worker = nccl.Group(nccl.serve_store(), "0", 1, 2, CPU)
+    worker._store = SimpleNamespace(get=get, set=lambda key, value: None)  # type: ignore[assignment]
+    with pytest.raises(TransferAborted, match="the trainer died"):
+        worker.join()
 
 
 # A worker in the trainer's own process

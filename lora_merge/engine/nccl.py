@@ -222,19 +222,18 @@ class Group:
             self._store.set(f"ready/{self._rank}", str(number))
         except Exception as error:
             raise TransferAborted("the trainer is gone") from error
-        decided = why = ""
 
         def settled() -> bool:
-            nonlocal decided, why
-            reason = self._reason()
+            reason, decided, why = self._reason(), "", ""
+            with suppress(Exception):  # the trainer has died since: so says the next look
+                decided, _, why = self._store.get("verdict").decode().partition(" ")
+            # A worker that heard it before has left for it.
+            reason = (why if decided == str(number) else "") or reason
             if reason:
                 raise TransferAborted(reason)
-            decided, _, why = self._store.get("verdict").decode().partition(" ")
             return decided == str(number)
 
         until(settled, lambda: None)
-        if why:
-            raise TransferAborted(why)
 
     # Both
 
