@@ -36,6 +36,8 @@ BUCKETS = 7
 NBYTES = 1024
 LIMIT_S = 90
 """Nothing here takes longer, also where vLLM is imported and GPUs start."""
+SOON_S = 30
+"""Time enough on a busy machine, and less than anything lasts that waits for somebody who does not come."""
 processes = multiprocessing.get_context("forkserver")
 processes.set_forkserver_preload(["torch", "lora_merge.engine.transport"])
 
@@ -494,6 +496,35 @@ def test_a_trainer_that_dies_between_two_questions_is_noticed() -> None:
     worker._store = SimpleNamespace(get=get, set=lambda key, value: None)  # type: ignore[assignment]
     with pytest.raises(TransferAborted, match="the trainer died"):
         worker.join()
+
+
+@pytest.mark.parametrize("through", [True, False], ids=["with all it carries", "before"])
+def test_a_group_outlives_its_control_call_where_nothing_waits_in_it(
+    through: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine is done, and the trainer still waits for a slower one: the next push found the group given up."""
+
+    class Sends(Stuck):
+        def __init__(self, *_: Any) -> None:
+            """There is nobody else to wait for."""
+
+        def broadcast(self, data: Tensor) -> Any:
+            return SimpleNamespace(query=lambda: through)
+
+        def abort(self) -> None:
+            pass
+
+    monkeypatch.setattr(nccl, "Nccl", Sends)
+    monkeypatch.setattr(nccl, "GRACE_S", 0.1)
+    group = nccl.Group(nccl.serve_store(), "0", 0, 1, CPU)
+    group.open()
+    group.watch(lambda: True)
+    group.broadcast(torch.empty(1))
+    end = time.monotonic() + (0.5 if through else SOON_S)
+    while not group.lost and time.monotonic() < end:
+        time.sleep(0.01)
+    assert group.lost == ("" if through else "its control call ended in the middle of the transfer")
+    group.close()
 
 
 # A worker in the trainer's own process

@@ -119,6 +119,7 @@ class Group:
         self._nccl: Nccl | None = None
         self._lock = threading.Lock()
         self._over: threading.Event | None = None
+        self._last: Done | None = None
         self.lost = ""
         if rank == 0:
             start = {"transfer": "0", "verdict": "", "left": ""} | dict.fromkeys(self._ready_keys(), "-1")
@@ -249,7 +250,10 @@ class Group:
     def broadcast(self, data: Tensor) -> Done | None:
         """Enqueue a broadcast from rank 0, after the current stream's work so far; None if the group is lost."""
         with self._lock:
-            return None if self.lost or self._nccl is None else self._nccl.broadcast(data)
+            if self.lost or self._nccl is None:
+                return None
+            self._last = self._nccl.broadcast(data)
+            return self._last
 
     def wait(self, done: Done | None) -> bool:
         """Wait for a broadcast; whether it went through."""
@@ -275,7 +279,8 @@ class Group:
         patience = GRACE_S
         while not over.wait(CHECK_S):
             reason = self._reason()
-            if not reason and gone():
+            # Not where all broadcasts are through: this engine may be done, and the trainer wait for another one.
+            if not reason and gone() and not (self._last is None or self._last.query()):
                 patience -= CHECK_S
                 reason = "its control call ended in the middle of the transfer" if patience < 0 else ""
             if reason:
