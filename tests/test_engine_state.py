@@ -159,7 +159,8 @@ def test_an_engine_is_in_the_middle_of_one_push_at_a_time() -> None:
 
 def test_nobody_waits_for_a_trainer_that_died_in_a_push(monkeypatch: pytest.MonkeyPatch) -> None:
     claim, gone = Claim(), subprocess.Popen(["true"])
-    gone.wait()
+    # Ended, but not waited for: nobody else is given its process id.
+    os.waitid(os.P_PID, gone.pid, os.WEXITED | os.WNOWAIT)
     assert not claim.take("dead", host_id(), gone.pid)
     assert not claim.take("elsewhere", "another host", 1)
     assert claim.take("second", host_id(), os.getpid()), "nobody can look it up from here"
@@ -170,3 +171,4 @@ def test_nobody_waits_for_a_trainer_that_died_in_a_push(monkeypatch: pytest.Monk
     assert claim.take("second", host_id(), os.getpid()), "it was heard of since"
     monkeypatch.setattr(time, "monotonic", lambda: now + 2 * SILENT_S)
     assert not claim.take("second", host_id(), os.getpid())
+    gone.wait()
