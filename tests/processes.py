@@ -6,9 +6,12 @@ import faulthandler
 import os
 import sys
 import tempfile
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +21,23 @@ import torch.multiprocessing as mp
 TIMEOUT = timedelta(minutes=5)
 """A rank that waits for nobody fails after this: before pytest's own limit, but no sooner than has to be. Ranks whose
 machine is busy may begin, and compute, far apart; and when one fails, `spawn` ends the others at once."""
+
+
+def shared() -> set[Path]:
+    """Files of this package in shared memory."""
+    return set(Path("/dev/shm").glob("lora_merge-*"))
+
+
+@contextmanager
+def leaving_nothing() -> Iterator[None]:
+    """Nothing of ours stays in shared memory. Another program's of this machine may be there: from before, or for the
+    moment in which it connects."""
+    before = shared()
+    yield
+    end = time.monotonic() + TIMEOUT.total_seconds()
+    while shared() - before and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not shared() - before
 
 
 def spawn(
