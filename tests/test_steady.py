@@ -56,7 +56,8 @@ def python_calls(step: Callable[[], object]) -> int:
         nonlocal count
         count += event == "call"
 
-    gc.disable()
+    gc.collect()
+    gc.disable()  # what tests before left is finalised in Python, at some moment
     sys.setprofile(profile)
     try:
         step()
