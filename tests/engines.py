@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -242,6 +243,24 @@ def _answers(
             logp = model(ids).logits[0].float().log_softmax(-1)[len(prompt) - 1 : -1].cpu()
         got = [step[token].logprob for step, token in zip(output.outputs[0].logprobs, answer, strict=True)]
         yield answer, torch.tensor(got), logp
+
+
+class Slow:
+    """Extends vLLM's workers: in a slow engine requests stay in flight for as long as a test needs them there."""
+
+    STEP_S = 0.05
+
+    def slow(self, on: bool) -> None:
+        runner = self.model_runner  # type: ignore[attr-defined]
+        vars(runner).pop("execute_model", None)
+        execute = runner.execute_model
+
+        def late(*args: Any, **kwargs: Any) -> Any:
+            time.sleep(self.STEP_S)
+            return execute(*args, **kwargs)
+
+        if on:
+            runner.execute_model = late
 
 
 def ask(llm: LLM, lora: Any = None, asked: Sequence[Sequence[int]] | None = None) -> list[Any]:

@@ -240,9 +240,9 @@ def test_a_trainer_killed_in_the_middle_of_a_push(servers: list[Server]) -> None
     version = sync.push().version
     trainer = multiprocessing.get_context("spawn").Process(target=push_and_die, args=(servers[0].url,))
     trainer.start()
-    trainer.join(120)
+    trainer.join(240)
     assert trainer.exitcode == -signal.SIGKILL
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while (state := sync.states()[0]).kind != "dirty" and time.monotonic() < end:
         time.sleep(0.1)
     assert state.kind == "dirty"
@@ -263,6 +263,7 @@ def test_pushes_while_an_async_engine_generates_for_training_and_evaluation(tmp_
 
     async def scenario() -> None:
         options = engines.engine_options(model) | {"enable_lora": True, "max_lora_rank": 8, "max_model_len": 256}
+        options["worker_extension_cls"] = "engines.Slow"
         llm = AsyncLLM.from_engine_args(AsyncEngineArgs(str(tmp_path / "base"), **options))
         try:
             sync = VllmSync(model, llm, bucket_bytes=1 << 17)
@@ -279,14 +280,19 @@ def test_pushes_while_an_async_engine_generates_for_training_and_evaluation(tmp_
                     prompt, sampling, f"{kind}-{number}", lora_request=sync.lora_request()
                 ):
                     last = output
+                    begun.set()
                 return last
 
+            begun = asyncio.Event()
+            await llm.collective_rpc("slow", args=(True,))
             running = [asyncio.create_task(request("train", i, 150)) for i in range(6)]
             running += [asyncio.create_task(request("eval", i, 60)) for i in range(6)]
-            await asyncio.sleep(0.3)
+            first = asyncio.ensure_future(begun.wait())
+            await asyncio.wait([first, *running], return_when=asyncio.FIRST_COMPLETED)
             for step in range(3):
                 train(model, step)
                 await sync.apush(mode="merged")
+                await llm.collective_rpc("slow", args=(False,))  # what was in flight is so after a push, too
                 await asyncio.sleep(0.1)
             outputs = await asyncio.gather(*running)
             assert [len(o.outputs[0].token_ids) for o in outputs] == [150] * 6 + [60] * 6
