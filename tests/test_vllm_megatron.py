@@ -135,7 +135,8 @@ def test_the_engine_answers_as_the_megatron_model_does(
     kind: str, grid: Grid, modes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # `apply_model` with a function of this file
-    spawn(2, work, tmp_path / "base", kind, grid, modes, torch.float32)
+    # A rank waits in a collective while the other one starts the engine.
+    spawn(2, work, tmp_path / "base", kind, grid, modes, torch.float32, timeout=timedelta(minutes=8))
 
 
 @pytest.mark.gpu

@@ -366,14 +366,14 @@ def test_two_pushes_at_the_same_time_are_an_error(llm: LLM, monkeypatch: pytest.
 
     def slow(self: Filler, *args: Any) -> None:
         inside.set()
-        go.wait(30)
+        go.wait(120)
         fill(self, *args)
 
     monkeypatch.setattr(Filler, "fill", slow)
     errors: list[BaseException] = []
 
     def second() -> None:
-        inside.wait(30)
+        inside.wait(120)
         try:
             sync.push()
         except PushRefused as error:
