@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -87,6 +87,9 @@ def die() -> None:
 class Gloo:
     """In the place of `Nccl`. Like there, a broadcast that a member does not join never ends by itself."""
 
+    aborted: ClassVar[list[Any]] = []
+    """Kept: a group that goes away waits for its broadcasts, which an aborted communicator does not."""
+
     def __init__(self, store: Any, rank: int, world: int, device: torch.device) -> None:
         from torch.distributed import PrefixStore, ProcessGroupGloo
 
@@ -104,7 +107,7 @@ class Gloo:
         return self.Pending(self._group.broadcast([data], options))
 
     def abort(self) -> None:
-        pass
+        self.aborted.append(self._group)
 
     class Pending:
         def __init__(self, work: Any) -> None:
