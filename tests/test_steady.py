@@ -57,7 +57,7 @@ def python_calls(step: Callable[[], object]) -> int:
         count += event == "call"
 
     gc.collect()
-    gc.disable()  # what tests before left is finalised in Python, at some moment
+    gc.disable()
     sys.setprofile(profile)
     try:
         step()
