@@ -18,6 +18,7 @@ os.environ |= {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 
+import first_calls  # noqa: F401 - this process computes cosines too, and makes the engines that run in it
 import models
 import pytest
 import torch
@@ -179,6 +180,7 @@ def engine_options(model: nn.Module) -> dict[str, Any]:
         "max_num_seqs": 8,
         "load_format": "dummy",
         "weight_transfer_config": WeightTransferConfig(backend="lora_merge"),
+        "worker_extension_cls": "first_calls.Settled",
     }
 
 
