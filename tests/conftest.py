@@ -8,6 +8,7 @@ from dataclasses import dataclass
 # Read when torch loads: OpenMP threads that wait do not burn the core that another process needs.
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
+import first_calls  # noqa: F401  settles what the first cosines of this process are
 import pytest
 import torch
 from hypothesis import HealthCheck, settings

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import LAYOUTS, assert_same_bits, bits, cut, in_place, make_segment, pairwise
+from helpers import LAYOUTS, assert_accurate, assert_same_bits, bits, cut, in_place, make_segment, pairwise
 
 from lora_merge import Segment
 from lora_merge.kernels import cpu, native
@@ -46,12 +46,16 @@ def cases() -> Iterator[tuple[Segment, bool]]:
 
 
 def digest() -> str:
-    """SHA-256 of what all cases write, whole and cut, and of their row norms; tracked in place they come back."""
+    """SHA-256 of what all cases write, whole and cut, and of their row norms; tracked in place they come back.
+
+    Every case without special values is held against float64, too."""
     total = hashlib.sha256()
     for s, stochastic in cases():
         rows, cols = s.source.shape
         cpu.prepare([s], CPU)(stochastic, seed_key(3))
         whole = s.destination.clone()
+        if s.source.isfinite().all():
+            assert_accurate(s, whole, stochastic=stochastic)
         s.destination.zero_()
         i, j = rows // 3, cols * 2 // 5
         corners = [(0, i, 0, j), (0, i, j, cols), (i, rows, 0, j), (i, rows, j, cols)]
@@ -73,22 +77,51 @@ def digest() -> str:
     return total.hexdigest()
 
 
-def in_new_process(isa: str) -> subprocess.CompletedProcess[str]:
-    """`digest` in a process that is told which instruction set to use; it is chosen once in a process."""
+def special_digest() -> str:
+    """SHA-256 of what becomes of rows of lora_B and columns of lora_A with values that matrix units do not take: they
+    flush denormals, and would multiply what is left of an infinity, 0, with it. All else is held against float64."""
+    total = hashlib.sha256()
+    values = (float("inf"), float("nan"), 2.0**-130, -(2.0**-60), 2.0**70, 2.0**-126)
+    for index, dtype in enumerate((torch.float32, torch.bfloat16) * 2):
+        rank, dtypes = (20, 130)[index // 2], (torch.bfloat16, torch.float32, dtype, dtype)
+        s = make_segment(f"special {index}", 100, 203, rank, dtypes, CPU, seed=index)
+        assert s.lora_A is not None
+        assert s.lora_B is not None
+        rows, cols = torch.zeros(100, dtype=torch.bool), torch.zeros(203, dtype=torch.bool)
+        rows[[3, 21, 22, 47, 80, 99]] = cols[[0, 31, 64, 100, 191, 202]] = True
+        for value, i, j in zip(values, rows.nonzero(), cols.nonzero(), strict=True):
+            s.lora_B[i, index] = s.lora_A[rank - 1, j] = value
+        odd = rows[:, None] | cols
+        cpu.prepare([s], CPU)(False, 0)
+        total.update(bits(s.destination)[odd].numpy().tobytes())
+        s.lora_A[:, cols], s.lora_B[rows] = 0, 0
+        assert_accurate(s, torch.where(odd, s.source, s.destination))
+        tiny = dataclasses.replace(s, lora_A=s.lora_A * 2.0**-133, lora_B=s.lora_B * 2.0**80, scaling=2.0**40)
+        cpu.prepare([tiny], CPU)(False, 0)
+        total.update(bits(s.destination).numpy().tobytes())
+    return total.hexdigest()
+
+
+def in_new_process(isa: str, function: str = "digest") -> subprocess.CompletedProcess[str]:
+    """A function of this file in a process that is told which instruction set to use: it is chosen once in each."""
     here = Path(__file__).resolve().parent
     path = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
-    code = "import test_cpu_kernel as t; from lora_merge.kernels import native; native.load_error(); print(t.digest())"
+    code = f"import test_cpu_kernel as t; t.native.load_error(); print(t.{function}())"
     environment = os.environ | {"LORA_MERGE_CPU_ISA": isa, "PYTHONPATH": path}
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
 
 
-def test_instruction_sets_agree() -> None:
-    """Every bit, on as many of generic, AVX2 and AVX-512 as this machine has."""
+@pytest.mark.parametrize("function", ["digest", "special_digest"])
+def test_instruction_sets_agree(function: str) -> None:
+    """Every bit, on as many of generic, AVX2 and AVX-512 as this machine has; with AMX what it leaves to AVX-512, while
+    its own sums have another order."""
     results = {}
     for isa in torch.ops.lora_merge_native.cpu_isas():
-        done = in_new_process(isa)
+        done = in_new_process(isa, function)
         assert done.returncode == 0, f"{isa}: {done.stderr[-2000:]}"
         results[isa] = done.stdout.strip()
+    if function == "digest":
+        results.pop("amx", None)
     assert len(set(results.values())) == 1, f"instruction sets round apart: {results}"
 
 

@@ -27,7 +27,7 @@ inline F quiet(F a) {
   return _mm256_blendv_ps(a, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc00000)), _mm256_cmp_ps(a, a, _CMP_UNORD_Q));
 }
 
-inline bool any_nan(const F (&t)[kTileRows][2]) {
+inline bool any_special(const F (&t)[kTileRows][2]) {
   F any = _mm256_cmp_ps(t[0][0], t[0][1], _CMP_UNORD_Q);
 #pragma GCC unroll 16
   for (int i = 1; i < kTileRows; ++i) any = _mm256_or_ps(any, _mm256_cmp_ps(t[i][0], t[i][1], _CMP_UNORD_Q));
@@ -61,6 +61,11 @@ inline void store(Float16* p, F a, F b) {
   constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
   const __m256i both = _mm256_set_m128i(_mm256_cvtps_ph(b, kNearest), _mm256_cvtps_ph(a, kNearest));
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), both);
+}
+constexpr bool kPlainDiffers = false;
+template <class T>
+inline void store_plain(T* p, F a, F b) {
+  store(p, a, b);
 }
 inline F no_nan(F a) { return _mm256_min_ps(a, _mm256_set1_ps(__builtin_inff())); }  // the second one, if one is NaN
 
@@ -123,6 +128,10 @@ inline void stream(void* to, const void* from) {
 }
 inline void drain() { _mm_sfence(); }
 inline void prefetch(const void* p) { _mm_prefetch(p, _MM_HINT_T0); }
+
+#include "fused.h"
+
+using Products = Fused;
 
 #include "merge.h"
 #include "tracked.h"

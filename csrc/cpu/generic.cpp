@@ -39,7 +39,7 @@ inline F mul(F a, F b) { return each([&](int l) { return a.x[l] * b.x[l]; }); }
 inline F fma(F a, F b, F c) { return each([&](int l) { return std::fma(a.x[l], b.x[l], c.x[l]); }); }
 inline F quiet(F a) { return each([&](int l) { return a.x[l] == a.x[l] ? a.x[l] : float_of(0x7fc00000); }); }
 
-inline bool any_nan(const F (&)[kTileRows][2]) { return true; }  // looked for where they are quieted
+inline bool any_special(const F (&)[kTileRows][2]) { return true; }  // looked for where they are quieted
 inline F load(const float* p) { return each([&](int l) { return p[l]; }); }
 inline F load(const BFloat16* p) { return each([&](int l) { return float_of(uint32_t{p[l].bits} << 16); }); }
 inline F load(const Float16* p) {
@@ -62,6 +62,11 @@ template <class T>
 inline void store(T* p, F a, F b) {
   store(p, a);
   store(p + kLanes, b);
+}
+constexpr bool kPlainDiffers = false;
+template <class T>
+inline void store_plain(T* p, F a, F b) {
+  store(p, a, b);
 }
 inline F no_nan(F a) { return each([&](int l) { return a.x[l] == a.x[l] ? a.x[l] : 0; }); }
 
@@ -103,6 +108,10 @@ inline Longs multiply_halves(Longs x) {
 inline void stream(void* to, const void* from) { std::memcpy(to, from, kLine); }
 inline void drain() {}
 inline void prefetch(const void* p) { __builtin_prefetch(p); }
+
+#include "fused.h"
+
+using Products = Fused;
 
 #include "merge.h"
 #include "tracked.h"

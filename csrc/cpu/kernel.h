@@ -25,16 +25,22 @@ constexpr int64_t kStripe = kUnitCols + 32;  // elements between rows of a resul
 constexpr int64_t kLine = 64;         // bytes of a cache line
 constexpr int64_t kNormLanes = 16;    // float64 sums of one row norm
 constexpr int64_t kPackedA = 32768;  // floats: 128 KiB, a part of a small L2 cache
+constexpr int64_t kMaxParts = 3;     // bf16 numbers that a float32 is a sum of
+constexpr int64_t kDeep = 32;        // ranks of a tile that a matrix unit takes in one instruction
+constexpr int64_t kTiledA = 2 * kMaxParts * kDeep * kUnitCols;  // bf16 elements: 384 KiB, where L2 caches are large
 
 inline int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
-// One thread's working memory, about 400 KiB.
+// One thread's working memory, about 650 KiB; what an instruction set does not touch has no pages.
 struct alignas(64) Scratch {
   float a[kPackedA + kMaxRank * kMaxPanel];
   float b[kMaxTileRows * kMaxRank];
   float sums[kMaxTileRows * kMaxPanel];
   float stripe[kMaxTileRows * kStripe];
   double norms[kUnitRows][kNormLanes];
+  alignas(64) uint16_t tiles_a[kTiledA];
+  alignas(64) uint16_t tiles_b[kMaxParts * kMaxTileRows * kMaxRank];
+  alignas(64) float odd[kMaxTileRows * kMaxPanel];
 };
 
 // Rows of a unit that is tracked (tracked.h) and bytes of one: few, so that its result can wait in the L2 cache until its
@@ -66,6 +72,7 @@ extern const Kernels kGeneric;
 #if defined(__x86_64__)
 extern const Kernels kAvx2;
 extern const Kernels kAvx512;
+const Kernels* amx();  // null where this process cannot use it
 #endif
 
 }  // namespace lora_merge::cpu

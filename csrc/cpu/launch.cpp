@@ -24,6 +24,7 @@ std::vector<const Kernels*> usable() {
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
         __builtin_cpu_supports("avx512vl")) {
+      if (amx() != nullptr) all.push_back(amx());
       all.push_back(&kAvx512);
     }
     all.push_back(&kAvx2);

@@ -39,8 +39,8 @@ void track(const Segment* segments, int64_t count, const Journal& journal);
 // Puts back every bit of the units that are merged; but one that does not hold what was written stays as it is.
 void untrack(const Segment* segments, int64_t count, const Journal& journal);
 
-// The instruction sets that this machine can run, of "avx512", "avx2" and "generic". The first one is used, or the one
-// that LORA_MERGE_CPU_ISA names (read at the first launch).
+// The instruction sets that this machine can run, of "amx", "avx512", "avx2" and "generic". The first one is used, or the
+// one that LORA_MERGE_CPU_ISA names (read at the first launch). All but "amx" compute the same bits.
 std::vector<std::string> isas();
 
 }  // namespace lora_merge::cpu

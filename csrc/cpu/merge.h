@@ -16,140 +16,15 @@
 //     no_nan(F)                      every NaN replaced by one value that is no NaN
 //     multiply_halves(x)             of each 64-bit word, the product of its halves
 //     quiet(F)                       every NaN replaced by the one with bits 7fc00000
-//     any_nan(t)                     whether a tile F t[kTileRows][2] holds a NaN
+//     store_plain(p, F, F)           as store, of what is not special; kPlainDiffers: it is another function
+//     any_special(t)                 whether a tile F t[kTileRows][2] holds a NaN, or what else store_plain stores wrongly
+//     Products                       what sums lora_B lora_A: Fused of fused.h, or Tiled of tiled.h
 //
 // and includes this file there. It has no #include, so that no inline function of a library is compiled for an
 // instruction set that the machine may lack.
 //
-// The bits of an element depend on nothing but its own inputs: the rank is summed in order, by fused multiply-adds
-// within blocks of kRankBlock, then block by block; edges go through the same vector operations on copies.
-
-constexpr int64_t kPanel = 2 * kLanes;
-
-// `n` elements to float32. Writes up to a multiple of kLanes, the surplus from zeros.
-template <class T>
-void widen(const T* from, int64_t stride, int64_t n, float* to) {
-  int64_t i = 0;
-  if (stride == 1) {
-    for (; i + kLanes <= n; i += kLanes) store(to + i, load(from + i));
-  }
-  for (; i < n; i += kLanes) {
-    T some[kLanes] = {};
-    for (int64_t l = 0; l < kLanes && i + l < n; ++l) some[l] = from[(i + l) * stride];
-    store(to + i, load(some));
-  }
-}
-
-// lora_B's rows of a tile, the first of them `row` of the unit, as float32 [rank block][kTileRows][kRankBlock]; missing
-// rows are zeros.
-template <class T>
-void pack_b(const Unit& unit, int64_t row, float* to) {
-  const Segment& s = *unit.segment;
-  const int64_t* step = s.lora_B_stride;
-  const T* from = reinterpret_cast<const T*>(s.lora_B) + unit.row * step[0];
-  for (int64_t k = 0; k < s.rank; k += kRankBlock) {
-    const int64_t depth = s.rank - k < kRankBlock ? s.rank - k : kRankBlock;
-    for (int64_t i = row; i < row + kTileRows; ++i, to += kRankBlock) {
-      if (i < unit.rows) {
-        widen(from + i * step[0] + k * step[1], step[1], depth, to);
-      } else {
-        for (int64_t l = 0; l < depth; ++l) to[l] = 0;
-      }
-    }
-  }
-}
-
-// `n` columns of lora_A as float32 [panel][rank][kPanel]; missing columns are zeros.
-template <class T>
-void pack_a(const Segment& s, int64_t col, int64_t n, float* to) {
-  const int64_t* step = s.lora_A_stride;
-  const T* from = reinterpret_cast<const T*>(s.lora_A) + col * step[1];
-  for (int64_t j = 0; j < n; j += kPanel) {
-    const int64_t width = n - j < kPanel ? n - j : kPanel;
-    for (int64_t k = 0; k < s.rank; ++k, to += kPanel) {
-      if (width <= kLanes) store(to + kLanes, set(0));
-      widen(from + k * step[0] + j * step[1], step[1], width, to);
-    }
-  }
-}
-
-void pack_b(const Unit& unit, int64_t row, float* to) {
-  switch (unit.segment->dtypes >> 24 & 0xff) {
-    case kBFloat16: return pack_b<BFloat16>(unit, row, to);
-    case kFloat16: return pack_b<Float16>(unit, row, to);
-    default: return pack_b<float>(unit, row, to);
-  }
-}
-
-void pack_a(const Segment& s, int64_t col, int64_t n, float* to) {
-  switch (s.dtypes >> 16 & 0xff) {
-    case kBFloat16: return pack_a<BFloat16>(s, col, n, to);
-    case kFloat16: return pack_a<Float16>(s, col, n, to);
-    default: return pack_a<float>(s, col, n, to);
-  }
-}
-
-// One rank block of a tile of kTileRows x kPanel sums, in registers: B block x A panel, on top of `start`.
-inline void multiply(const float* a, const float* b, int64_t depth, float start, F (&t)[kTileRows][2]) {
-#pragma GCC unroll 16
-  for (int i = 0; i < kTileRows; ++i) t[i][0] = t[i][1] = set(start);
-#pragma GCC unroll 2
-  for (int64_t k = 0; k < depth; ++k) {
-    const F a0 = load(a + k * kPanel), a1 = load(a + k * kPanel + kLanes);
-#pragma GCC unroll 16
-    for (int i = 0; i < kTileRows; ++i) {
-      const F x = set(b[i * kRankBlock + k]);
-      t[i][0] = fma(x, a0, t[i][0]);
-      t[i][1] = fma(x, a1, t[i][1]);
-    }
-  }
-}
-
-inline void add_sums(const float* sums, F (&t)[kTileRows][2]) {
-#pragma GCC unroll 16
-  for (int i = 0; i < kTileRows; ++i, sums += kPanel) {
-    t[i][0] = add(load(sums), t[i][0]);
-    t[i][1] = add(load(sums + kLanes), t[i][1]);
-  }
-}
-
-// The same in memory: sums = B block x A panel, or sums += it.
-__attribute__((noinline)) void add_block(const float* a, const float* b, int64_t depth, bool first, float* sums) {
-  F t[kTileRows][2];
-  multiply(a, b, depth, 0, t);
-  if (!first) add_sums(sums, t);
-#pragma GCC unroll 16
-  for (int i = 0; i < kTileRows; ++i, sums += kPanel) store(sums, t[i][0], t[i][1]);
-}
-
-// What a tile is made of: the packed columns of A, the packed rows of B, and room for sums.
-struct Factors {
-  const float* a;
-  const float* b;
-  int64_t rank;
-  float* sums;
-
-  // All rank blocks but the last, into `sums`; what is left of the factors is that last block.
-  void sum_all_but_last() {
-    for (bool first = true; rank > kRankBlock; first = false) {
-      add_block(a, b, kRankBlock, first, sums);
-      a += kRankBlock * kPanel;
-      b += kRankBlock * kTileRows;
-      rank -= kRankBlock;
-    }
-  }
-
-  // sums[i][j] = sum_k B[i, k] A[k, j]. Rank 0 gives -0, which changes no addend.
-  void sum_all() {
-    const bool one_block = rank <= kRankBlock;
-    if (rank == 0) {
-      for (int64_t l = 0; l < kTileRows * kPanel; ++l) sums[l] = -0.0f;
-    } else {
-      sum_all_but_last();
-      add_block(a, b, rank, one_block, sums);
-    }
-  }
-};
+// The bits of an element depend on nothing but its own inputs: the rank is summed in the order of `Products`; edges go
+// through the same vector operations on copies.
 
 // A unit's part of a matrix.
 template <class T>
@@ -164,30 +39,24 @@ struct View {
   T* at(int64_t i, int64_t j) const { return corner + i * step[0] + j * step[1]; }
 };
 
-// Columns of lora_A that are packed at a time.
-inline int64_t chunk_of(int64_t rank) {
-  const int64_t fit = kPackedA / (rank < 1 ? 1 : rank) / kPanel * kPanel;
-  return fit < kPanel ? kPanel : fit < kUnitCols ? fit : kUnitCols;
-}
-
-// Goes over a unit: `sink.take(i, j, rows, cols, factors)` gets the tile at (i, j), counted from the unit's corner, of
+// Goes over a unit: `sink.take(i, j, rows, cols, products)` gets the tile at (i, j), counted from the unit's corner, of
 // which rows x cols are inside; `sink.end(i, j, rows, cols)` follows a row of tiles. The source, `sink.w`, is asked for
 // one row of tiles ahead.
 template <class Sink>
 void sweep(const Unit& unit, Scratch& m, const Sink& sink) {
-  const Segment& s = *unit.segment;
-  const int64_t rank = s.rank, chunk = chunk_of(rank);
+  const int64_t chunk = Products::chunk(*unit.segment);
+  Products products(unit, m);
   for (int64_t j0 = 0; j0 < unit.cols; j0 += chunk) {
     const int64_t end = unit.cols - j0 < chunk ? unit.cols : j0 + chunk;
-    if (rank > 0) pack_a(s, unit.col + j0, end - j0, m.a);
+    products.pack_columns(j0, end - j0);
     for (int64_t i = 0; i < unit.rows; i += kTileRows) {
       const int64_t rows = unit.rows - i < kTileRows ? unit.rows - i : kTileRows;
-      if (rank > 0) pack_b(unit, i, m.b);
+      products.pack_rows(i);
       for (int64_t j = j0; j < end; j += kPanel) {
         const auto* next = sink.w.at(i + kTileRows, j);
 #pragma GCC unroll 16
         for (int l = 0; l < kTileRows; ++l) prefetch(next + l * sink.w.step[0]);
-        sink.take(i, j, rows, end - j < kPanel ? end - j : kPanel, Factors{m.a + (j - j0) * rank, m.b, rank, m.sums});
+        sink.take(i, j, rows, end - j < kPanel ? end - j : kPanel, products);
       }
       sink.end(i, j0, rows, end - j0);
     }
@@ -282,6 +151,7 @@ struct Merge {
   const float* row_scale;
   F scaling;
   bool adjacent;  // elements of a row, in source and destination
+  float* sums;    // of a tile that does not lie inside
   Out* stripe;    // where rows of tiles wait for whole cache lines; null: they go straight to `to`
   uint64_t key, first, pitch[2];
   Offsets offsets;
@@ -289,7 +159,7 @@ struct Merge {
   // Whether pieces of rows are whole cache lines (and a rest at the end).
   static bool streams(const Unit& unit) {
     const Segment& s = *unit.segment;
-    const int64_t pitch = s.destination_stride[0] * sizeof(Out), piece = chunk_of(s.rank) * sizeof(Out);
+    const int64_t pitch = s.destination_stride[0] * sizeof(Out), piece = Products::chunk(s) * sizeof(Out);
     return unit.streamed && s.destination_stride[1] == 1 && ((s.destination | pitch | piece) & (kLine - 1)) == 0;
   }
 
@@ -299,36 +169,34 @@ struct Merge {
         row_scale(s.row_scale ? reinterpret_cast<const float*>(s.row_scale) + unit.row : nullptr),
         scaling(set(scaling_of(s))),
         adjacent(w.step[1] == 1 && to.step[1] == 1),
+        sums(m.sums),
         stripe(streams(unit) ? reinterpret_cast<Out*>(m.stripe) : nullptr),
         key(s.key ^ seed),
         first(s.first + unit.row * s.pitch[0] + unit.col * s.pitch[1]),
         pitch{static_cast<uint64_t>(s.pitch[0]), static_cast<uint64_t>(s.pitch[1])},
         offsets(pitch[1]) {}
 
-  void take(int64_t i, int64_t j, int64_t rows, int64_t cols, Factors f) const {
+  void take(int64_t i, int64_t j, int64_t rows, int64_t cols, Products& products) const {
     const W* from = w.at(i, j);
     Out* here = stripe ? stripe + j : to.at(i, j);
     const int64_t step = stripe ? kStripe : to.step[0];
     const float* scale = row_scale ? row_scale + i : nullptr;
     const uint64_t index = first + i * pitch[0] + j * pitch[1];
     if (adjacent && rows == kTileRows && cols == kPanel) {
-      const bool one_block = f.rank <= kRankBlock;
-      f.sum_all_but_last();
-      finish_tile(f, one_block, from, here, step, scale, index);
+      finish_tile(products, j, from, here, step, scale, index);
     } else {
-      f.sum_all();
-      finish_part(from, here, step, rows, cols, f.sums, scale, index);
+      products.sum(j, sums);
+      finish_part(from, here, step, rows, cols, scale, index);
     }
   }
 
-  // The last block of a tile that lies inside, from registers to memory.
-  __attribute__((noinline)) void finish_tile(const Factors& f, bool one_block, const W* from, Out* here,
+  // A tile that lies inside, from registers to memory.
+  __attribute__((noinline)) void finish_tile(Products& products, int64_t j, const W* from, Out* here,
                                              int64_t step, const float* scale, uint64_t index) const {
     const int64_t w_step = w.step[0];
     const F scaling = this->scaling;
     F t[kTileRows][2];
-    multiply(f.a, f.b, f.rank, f.rank > 0 ? 0.0f : -0.0f, t);
-    if (!one_block) add_sums(f.sums, t);
+    products.sum(j, t);
 #pragma GCC unroll 16
     for (int l = 0; l < kTileRows; ++l, from += w_step) {
       t[l][0] = fma(scaling, t[l][0], load(from));
@@ -341,15 +209,19 @@ struct Merge {
         t[l][1] = mul(t[l][1], set(scale[l]));
       }
     }
-    if (any_nan(t)) {
+    if (any_special(t)) {
 #pragma GCC unroll 16
       for (int l = 0; l < kTileRows; ++l) {
         t[l][0] = quiet(t[l][0]);
         t[l][1] = quiet(t[l][1]);
       }
+      if constexpr (kPlainDiffers) {
+        for (int l = 0; l < kTileRows; ++l, here += step, index += pitch[0]) put(here, t[l], index);
+        return;
+      }
     }
 #pragma GCC unroll 16
-    for (int l = 0; l < kTileRows; ++l, here += step, index += pitch[0]) put(here, t[l], index);
+    for (int l = 0; l < kTileRows; ++l, here += step, index += pitch[0]) put_plain(here, t[l], index);
   }
 
   // A row of tiles is done.
@@ -364,7 +236,7 @@ struct Merge {
     }
   }
 
-  void put(Out* here, const F (&x)[2], uint64_t index) const {
+  __attribute__((always_inline)) void put(Out* here, const F (&x)[2], uint64_t index) const {
     if constexpr (kStochastic) {
       for (int h = 0; h < 2; ++h) {
         store_rounded(here + h * kLanes, x[h], random_words(key, index, offsets.low[h], offsets.high[h]));
@@ -374,8 +246,14 @@ struct Merge {
     }
   }
 
+  __attribute__((always_inline)) void put_plain(Out* here, const F (&x)[2], uint64_t index) const {
+    if constexpr (kStochastic) put(here, x, index);
+    else store_plain(here, x[0], x[1]);
+  }
+
   __attribute__((noinline)) void finish_part(const W* from, Out* here, int64_t step, int64_t rows, int64_t cols,
-                                           const float* sums, const float* scale, uint64_t index) const {
+                                           const float* scale, uint64_t index) const {
+    const float* sums = this->sums;
     for (int64_t l = 0; l < rows; ++l, from += w.step[0], here += step, sums += kPanel, index += pitch[0]) {
       const F factor = set(scale ? scale[l] : 1);
       W some[kPanel];
@@ -433,13 +311,14 @@ template <class W>
 struct Norms {
   View<const W> w;
   F scaling;
+  float* sums;
   double (*partial)[kNormLanes];
 
   void end(int64_t, int64_t, int64_t, int64_t) const {}
 
-  void take(int64_t i, int64_t j, int64_t rows, int64_t cols, Factors f) const {
-    f.sum_all();
-    const float* sums = f.sums;
+  void take(int64_t i, int64_t j, int64_t rows, int64_t cols, Products& products) const {
+    products.sum(j, this->sums);
+    const float* sums = this->sums;
     for (int64_t l = 0; l < rows; ++l, sums += kPanel) {
       W some[kPanel];
       float values[kPanel];
@@ -457,7 +336,7 @@ void row_norms_from(const Unit& unit, double* out, Scratch& scratch) {
   for (int64_t i = 0; i < unit.rows; ++i) {
     for (double& x : scratch.norms[i]) x = 0;
   }
-  sweep(unit, scratch, Norms<W>{{s.source, s.source_stride, unit}, set(scaling_of(s)), scratch.norms});
+  sweep(unit, scratch, Norms<W>{{s.source, s.source_stride, unit}, set(scaling_of(s)), scratch.sums, scratch.norms});
   for (int64_t i = 0; i < unit.rows; ++i) {
     out[i] = 0;
     for (const double x : scratch.norms[i]) out[i] += x;

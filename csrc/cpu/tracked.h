@@ -110,12 +110,11 @@ struct Tracked {
         plus(set(scaling_of(*unit.segment))),
         minus(set(-scaling_of(*unit.segment))),
         strip(m.stripe),
-        chunk(chunk_of(unit.segment->rank)),
+        chunk(Products::chunk(*unit.segment)),
         row_codes(round_up(unit.cols, kPanel) / 4) {}
 
-  void take(int64_t, int64_t j, int64_t, int64_t, Factors f) const {
-    f.sums = strip + j % chunk * kTileRows;
-    f.sum_all();
+  void take(int64_t, int64_t j, int64_t, int64_t, Products& products) const {
+    products.sum(j, strip + j % chunk * kTileRows);
   }
 
   // round(W' / row_scale - D), where `merged` is W' / row_scale.

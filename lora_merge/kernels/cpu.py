@@ -1,4 +1,4 @@
-"""The compiled CPU kernels (`csrc/cpu`): multi-threaded, AVX2 or AVX-512 chosen at run time."""
+"""The compiled CPU kernels (`csrc/cpu`): multi-threaded; AVX2, AVX-512 or AMX chosen at run time."""
 
 from __future__ import annotations
 

@@ -1,0 +1,94 @@
+// x86 with AVX-512 and AMX: tiles of 16 x 32, their products on the matrix unit.
+#if defined(__x86_64__)
+#include "kernel.h"
+
+#if defined(__linux__) && __has_include(<amxbf16intrin.h>)
+#include <cpuid.h>
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma,f16c,avx512bf16,amx-tile,amx-bf16"))), \
+                             apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma,f16c,avx512bf16,amx-tile,amx-bf16")
+#endif
+
+namespace lora_merge::cpu {
+namespace {
+
+constexpr int kTileRows = 16;
+
+#include "avx512.h"
+
+// One instruction rounds to bf16, but it takes denormals for zeros.
+inline bool any_special(const F (&t)[kTileRows][2]) {
+  constexpr int kNanOrDenormal = 0x80 | 0x20 | 0x01;
+  __mmask16 any = 0;
+#pragma GCC unroll 16
+  for (int i = 0; i < kTileRows; ++i) {
+    any |= _mm512_fpclass_ps_mask(t[i][0], kNanOrDenormal) | _mm512_fpclass_ps_mask(t[i][1], kNanOrDenormal);
+  }
+  return any != 0;
+}
+constexpr bool kPlainDiffers = true;
+template <class T>
+inline void store_plain(T* p, F a, F b) {
+  store(p, a, b);
+}
+inline void store_plain(BFloat16* p, F a, F b) {
+  _mm512_storeu_si512(p, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(b, a)));
+}
+
+#include "fused.h"
+#include "tiled.h"
+
+using Products = Tiled;
+
+#include "merge.h"
+#include "tracked.h"
+
+// A segment is done in one way, whichever unit of it and in both directions.
+const Kernels kAmx{
+    "amx",
+    kPanel,
+    [](const Unit& unit, bool stochastic, uint64_t seed, Scratch& scratch) {
+      (Tiled::faster(*unit.segment) ? merge : kAvx512.merge)(unit, stochastic, seed, scratch);
+    },
+    [](const Unit& unit, double* out, Scratch& scratch) {
+      (Tiled::faster(*unit.segment) ? row_norms : kAvx512.row_norms)(unit, out, scratch);
+    },
+    [](const Unit& unit, uint8_t* codes, TrackScratch& scratch) {
+      return (Tiled::faster(*unit.segment) ? track : kAvx512.track)(unit, codes, scratch);
+    },
+    write,
+    checksum,
+    [](const Unit& unit, const uint8_t* codes, const uint8_t* escaped, TrackScratch& scratch) {
+      (Tiled::faster(*unit.segment) ? untrack : kAvx512.untrack)(unit, codes, escaped, scratch);
+    },
+};
+
+}  // namespace
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+
+const Kernels* amx() {
+  constexpr unsigned kBFloat16Tiles = 1u << 22, kTiles = 1u << 24;
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;  // arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)
+  unsigned a, b, c, d;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & kBFloat16Tiles) || !(d & kTiles)) return nullptr;
+  // A process may use tiles after it asked; a kernel that does not know them says no.
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0 ? &kAmx : nullptr;
+}
+
+}  // namespace lora_merge::cpu
+#else
+const lora_merge::cpu::Kernels* lora_merge::cpu::amx() { return nullptr; }
+#endif
+#endif
