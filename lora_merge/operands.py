@@ -18,8 +18,8 @@ from .segments import Segment, copies
 from .shards import Box, Piece, Shard, whole
 from .shards.owners import divide
 
-# The root of DoRA's norms has the same bits on every rank: oneMKL's first call of a function, where several threads make
-# it together, now and then is less exact (pytorch/pytorch#188792). One element is one thread's.
+# So that the root of DoRA's norms has the same bits on every rank: oneMKL's first call of a function, where several
+# threads make it together, now and then is less exact (pytorch/pytorch#188792). One element is one thread's.
 torch.ones(1, dtype=torch.float64).sqrt()
 
 

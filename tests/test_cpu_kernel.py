@@ -83,7 +83,7 @@ def special_digest() -> str:
     total = hashlib.sha256()
     values = (float("inf"), float("nan"), 2.0**-130, -(2.0**-60), 2.0**70, 2.0**-126)
     for index, dtype in enumerate((torch.float32, torch.bfloat16) * 2):
-        rank, dtypes = (20, 130)[index // 2], (torch.bfloat16, torch.float32, dtype, dtype)
+        rank, dtypes = (40, 130)[index // 2], (torch.bfloat16, torch.float32, dtype, dtype)
         s = make_segment(f"special {index}", 100, 203, rank, dtypes, CPU, seed=index)
         assert s.lora_A is not None
         assert s.lora_B is not None

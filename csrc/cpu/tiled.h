@@ -34,8 +34,13 @@ class Tiled {
   Tiled(const Tiled&) = delete;
   Tiled& operator=(const Tiled&) = delete;
 
-  // Fused takes as long for half of the ranks that an instruction here takes, less for fewer.
-  static bool faster(const Segment& s) { return s.rank >= kDeep / 2; }
+  // Whether it is, as measured. Each pair of parts costs as much as some ranks of Fused, where W is float32 and memory
+  // binds longer as more; half an instruction's ranks are the least.
+  static bool faster(const Segment& s) {
+    const int64_t a = parts(s.dtypes >> 16 & 0xff), b = parts(s.dtypes >> 24 & 0xff);
+    const int64_t pairs = a == kMaxParts && b == kMaxParts ? 6 : a * b;
+    return s.rank >= kDeep / 2 && s.rank >= pairs * ((s.dtypes & 0xff) == kFloat32 ? 8 : 5);
+  }
 
   static int64_t chunk(const Segment& s) {
     const int64_t column = parts(s.dtypes >> 16 & 0xff) * round_up(s.rank, kDeep);
