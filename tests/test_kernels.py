@@ -139,6 +139,25 @@ def test_cuts_do_not_show(backend: Backend, rounding: str, data: st.DataObject) 
         assert_same_bits(same.destination, wanted, f"in place, cut into {parts}")
 
 
+@pytest.mark.parametrize("adapters", FLOATS)
+@pytest.mark.parametrize("base", FLOATS)
+def test_where_it_lies_does_not_show(backend: Backend, base: torch.dtype, adapters: torch.dtype) -> None:
+    """By rows or by columns, in place or not: the same bits, of single columns too."""
+    rows, cols = (20, 40) if backend.interpreted else (70, 140)
+    dtypes = (base, base, adapters, adapters)
+    whole = make_segment("by rows", rows, cols, 64, dtypes, backend.device, update=1.0)
+    by_columns = dataclasses.replace(whole, source=whole.source.t().contiguous().t())
+    same = in_place(by_columns)
+    column = torch.zeros(rows, 1, dtype=base, device=backend.device).t().contiguous().t()
+    alone = dataclasses.replace(cut(whole, [(0, rows, 3, 4)])[0], destination=column)
+    apart = dataclasses.replace(by_columns, destination=torch.zeros_like(whole.destination))
+    for s in (whole, same, alone, apart):
+        run(s)
+    assert_same_bits(same.destination, whole.destination, "by columns, in place")
+    assert_same_bits(apart.destination, whole.destination, "from columns to rows")
+    assert_same_bits(alone.destination, whole.destination[:, 3:4], "a column alone")
+
+
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_deterministic(backend: Backend, rounding: str) -> None:
     """Launch after launch, and beside other segments, the same bits."""

@@ -2,19 +2,15 @@
 #if defined(__x86_64__)
 #include "kernel.h"
 
-#if defined(__linux__) && __has_include(<amxbf16intrin.h>)
+// GCC alone has these headers and pragmas; what other compilers make does without AMX.
+#if defined(__linux__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 11
 #include <cpuid.h>
 #include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma,f16c,avx512bf16,amx-tile,amx-bf16"))), \
-                             apply_to = function)
-#else
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma,f16c,avx512bf16,amx-tile,amx-bf16")
-#endif
 
 namespace lora_merge::cpu {
 namespace {
@@ -72,23 +68,26 @@ const Kernels kAmx{
 
 }  // namespace
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
 #pragma GCC pop_options
-#endif
+
+bool has_amx() {
+  constexpr unsigned kBFloat16Tiles = 1u << 22, kTiles = 1u << 24, kBFloat16Vectors = 1u << 5;
+  unsigned a, b, c, d;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & kBFloat16Tiles) || !(d & kTiles)) return false;
+  return __get_cpuid_count(7, 1, &a, &b, &c, &d) && a & kBFloat16Vectors;
+}
 
 const Kernels* amx() {
-  constexpr unsigned kBFloat16Tiles = 1u << 22, kTiles = 1u << 24;
+  // Linux says no where a thread has a signal stack too small for tiles; from here on none can get one (of 8 KiB, say).
   constexpr int kRequestPermission = 0x1023, kTileData = 18;  // arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)
-  unsigned a, b, c, d;
-  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & kBFloat16Tiles) || !(d & kTiles)) return nullptr;
-  // A process may use tiles after it asked; a kernel that does not know them says no.
-  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0 ? &kAmx : nullptr;
+  return has_amx() && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0 ? &kAmx : nullptr;
 }
 
 }  // namespace lora_merge::cpu
 #else
-const lora_merge::cpu::Kernels* lora_merge::cpu::amx() { return nullptr; }
+namespace lora_merge::cpu {
+bool has_amx() { return false; }
+const Kernels* amx() { return nullptr; }
+}  // namespace lora_merge::cpu
 #endif
 #endif

@@ -31,7 +31,7 @@ constexpr int64_t kTiledA = 2 * kMaxParts * kDeep * kUnitCols;  // bf16 elements
 
 inline int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
-// One thread's working memory, about 650 KiB; what an instruction set does not touch has no pages.
+// One thread's working memory, about 850 KiB; what an instruction set does not touch has no pages.
 struct alignas(64) Scratch {
   float a[kPackedA + kMaxRank * kMaxPanel];
   float b[kMaxTileRows * kMaxRank];
@@ -72,7 +72,9 @@ extern const Kernels kGeneric;
 #if defined(__x86_64__)
 extern const Kernels kAvx2;
 extern const Kernels kAvx512;
-const Kernels* amx();  // null where this process cannot use it
+// What the processor has; and the kernels, where this process may use it, which it asks for: null if not.
+bool has_amx();
+const Kernels* amx();
 #endif
 
 }  // namespace lora_merge::cpu

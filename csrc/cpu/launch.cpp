@@ -18,13 +18,13 @@ constexpr int64_t kCopyBytes = 1 << 20;  // of one unit of a copy
 constexpr int64_t kStreamed = 1 << 22;   // elements of results beyond which none stays in the caches
 constexpr int64_t kCopyTile = 128;       // rows and columns of one whose elements lie apart: lines stay in the cache
 
-std::vector<const Kernels*> usable() {
+// Those of vectors that this machine can run, the best one first.
+std::vector<const Kernels*> vectors() {
   std::vector<const Kernels*> all;
 #if defined(__x86_64__)
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
         __builtin_cpu_supports("avx512vl")) {
-      if (amx() != nullptr) all.push_back(amx());
       all.push_back(&kAvx512);
     }
     all.push_back(&kAvx2);
@@ -34,12 +34,29 @@ std::vector<const Kernels*> usable() {
   return all;
 }
 
+// The matrix unit's. A process that asks for it changes (its signal stacks have to be larger), so only who uses it does.
+const Kernels* matrix() {
+#if defined(__x86_64__)
+  if (vectors().front() == &kAvx512 && has_amx()) {
+    const Kernels* found = amx();
+    if (found == nullptr) {
+      TORCH_WARN("lora_merge: Linux does not let this process use AMX (has a thread a small signal stack?): AVX-512 "
+                 "instead, which sums in another order. Ranks of one trainer: LORA_MERGE_CPU_ISA=avx512 on all");
+    }
+    return found;
+  }
+#endif
+  return nullptr;
+}
+
 const Kernels& choose() {
   const char* forced = std::getenv("LORA_MERGE_CPU_ISA");
-  const std::vector<const Kernels*> all = usable();
-  if (forced == nullptr || *forced == '\0') return *all.front();
-  for (const Kernels* kernels : all) {
-    if (std::strcmp(kernels->name, forced) == 0) return *kernels;
+  const bool any = forced == nullptr || *forced == '\0';
+  if (any || std::strcmp("amx", forced) == 0) {
+    if (const Kernels* found = matrix()) return *found;
+  }
+  for (const Kernels* kernels : vectors()) {
+    if (any || std::strcmp(kernels->name, forced) == 0) return *kernels;
   }
   TORCH_CHECK(false, "LORA_MERGE_CPU_ISA=", forced, ": expected one of those that this machine runs: ",
               c10::Join(", ", isas()));
@@ -96,7 +113,10 @@ const Kernels& kernels() {
 
 std::vector<std::string> isas() {
   std::vector<std::string> names;
-  for (const Kernels* kernels : usable()) names.emplace_back(kernels->name);
+  for (const Kernels* kernels : vectors()) names.emplace_back(kernels->name);
+#if defined(__x86_64__)
+  if (names.front() == "avx512" && has_amx()) names.insert(names.begin(), "amx");
+#endif
   return names;
 }
 

@@ -5,9 +5,10 @@
 // lora_B and q of lora_A are multiplied where p + q <= 2: a part is at most 2^-8 of the one before it, so what is left out
 // is below 2^-22 of the product. Of each 32 ranks the smallest products are summed first.
 //
-// The unit takes denormals for zeros, and an infinite element has parts that are zeros, whose product with it is NaN. So
-// elements in a row of lora_B or a column of lora_A that holds anything but zeros and 2^-50 <= |x| < 2^50 are summed by
-// fused multiply-adds. That, and the order of a sum, depends on the row and the column alone.
+// The unit takes denormals for zeros, and a part that is 0 makes NaN of the other factor's infinity, as does the rest of an
+// infinity. So elements in a row of lora_B or a column of lora_A that holds anything but zeros and 2^-50 <= |x| < 2^50 are
+// summed by fused multiply-adds. That, and the order of a sum, depends on the row and the column alone: also where a table
+// holds a weight turned over, and lora_A and lora_B in each other's place.
 
 // Eight tiles of 16 rows of 64 bytes. In memory from the start: to a compiler the instruction reads 8 bytes of it.
 struct alignas(64) TileConfig {
@@ -27,7 +28,8 @@ class Tiled {
         rank_(unit.segment->rank),
         steps_(round_up(rank_, kDeep) / kDeep),
         parts_a_(parts(unit.segment->dtypes >> 16 & 0xff)),
-        parts_b_(parts(unit.segment->dtypes >> 24 & 0xff)) {
+        parts_b_(parts(unit.segment->dtypes >> 24 & 0xff)),
+        turned_(turned(*unit.segment)) {
     _tile_loadconfig(&kTileConfig);
   }
   ~Tiled() { _tile_release(); }
@@ -38,7 +40,8 @@ class Tiled {
   // binds longer as more; half an instruction's ranks are the least.
   static bool faster(const Segment& s) {
     const int64_t a = parts(s.dtypes >> 16 & 0xff), b = parts(s.dtypes >> 24 & 0xff);
-    const int64_t pairs = a == kMaxParts && b == kMaxParts ? 6 : a * b;
+    int64_t pairs = 0;
+    for (int64_t p = 0; p < b; ++p) pairs += a < kMaxParts - p ? a : kMaxParts - p;
     return s.rank >= kDeep / 2 && s.rank >= pairs * ((s.dtypes & 0xff) == kFloat32 ? 8 : 5);
   }
 
@@ -58,7 +61,7 @@ class Tiled {
   }
 
   void pack_rows(int64_t i) {
-    row_ = i;
+    row_ = i, rows_packed_ = false;
     switch (unit_.segment->dtypes >> 24 & 0xff) {
       case kBFloat16: pack_rows_of<BFloat16>(); break;
       case kFloat16: pack_rows_of<Float16>(); break;
@@ -101,6 +104,7 @@ class Tiled {
     const uint16_t* a = m_.tiles_a + panel * panel_size();
     const int64_t next = first_ + (panel + 1) * kPanel < end_ ? panel_size() : 0;  // none: the last one twice
     const int64_t part = steps_ * kTile, last = parts_a_ + parts_b_ - 2;
+    const int64_t down = turned_ ? parts_a_ : parts_b_, side = turned_ ? parts_b_ : parts_a_;
     asm volatile("" ::: "memory");  // what was packed is in memory: compilers do not see that loads of tiles read it
     _tile_zero(0);
     _tile_zero(1);
@@ -109,9 +113,9 @@ class Tiled {
     for (int64_t s = 0; s < steps_; ++s, a += 2 * kTile) {
       const uint16_t* b = m_.tiles_b + s * kTile;
       for (int64_t sum = last < kMaxParts ? last : kMaxParts - 1; sum >= 0; --sum) {
-        for (int64_t p = sum < parts_b_ ? sum : parts_b_ - 1; p >= 0 && sum - p < parts_a_; --p) {
-          const uint16_t* right = a + (sum - p) * 2 * part;
-          _tile_loadd(4, b + p * part, kRow);
+        for (int64_t x = sum < down ? sum : down - 1; x >= 0 && sum - x < side; --x) {
+          const uint16_t* right = a + (turned_ ? x : sum - x) * 2 * part;
+          _tile_loadd(4, b + (turned_ ? sum - x : x) * part, kRow);
           _tile_loadd(5, right, kRow);
           _tile_dpbf16ps(0, 4, 5);
           _tile_loadd(6, right + kTile, kRow);
@@ -123,6 +127,12 @@ class Tiled {
         }
       }
     }
+  }
+
+  // Whether columns of the whole weight are rows here: pairs of parts of equal p + q are then summed in the order in which
+  // they are otherwise.
+  static bool turned(const Segment& s) {
+    return s.pitch[0] < s.pitch[1] || (s.pitch[0] == s.pitch[1] && s.rows < s.cols);
   }
 
   int64_t panel_size() const { return parts_a_ * steps_ * 2 * kTile; }
@@ -208,7 +218,8 @@ class Tiled {
   // Whole rows and columns of a tile once more.
   __attribute__((noinline)) void sum_odd(int64_t j, uint32_t columns, float* sums) {
     fused_.pack_columns(j, unit_.cols - j < kPanel ? unit_.cols - j : kPanel);
-    fused_.pack_rows(row_);
+    if (!rows_packed_) fused_.pack_rows(row_);
+    rows_packed_ = true;
     fused_.sum(j, m_.odd);
     for (int64_t i = 0; i < kTileRows; ++i) {
       const uint32_t which = odd_rows_ >> i & 1 ? ~0u : columns;
@@ -222,7 +233,9 @@ class Tiled {
   const Unit& unit_;
   Scratch& m_;
   int64_t rank_, steps_, parts_a_, parts_b_;
+  bool turned_;
   int64_t first_ = 0, end_ = 0, row_ = 0;
+  bool rows_packed_ = false;  // for the vectors
   uint32_t odd_rows_ = 0;
   uint32_t odd_columns_[kUnitCols / kPanel];
 };
