@@ -1,9 +1,8 @@
 // x86 with AVX-512 and AMX: tiles of 16 x 32, their products on the matrix unit.
-#if defined(__x86_64__)
 #include "kernel.h"
 
 // GCC alone has these headers and pragmas; what other compilers make does without AMX.
-#if defined(__linux__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 11
+#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 11
 #include <cpuid.h>
 #include <immintrin.h>
 #include <sys/syscall.h>
@@ -30,10 +29,6 @@ inline bool any_special(const F (&t)[kTileRows][2]) {
   return any != 0;
 }
 constexpr bool kPlainDiffers = true;
-template <class T>
-inline void store_plain(T* p, F a, F b) {
-  store(p, a, b);
-}
 inline void store_plain(BFloat16* p, F a, F b) {
   _mm512_storeu_si512(p, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(b, a)));
 }
@@ -80,7 +75,7 @@ bool has_amx() {
 const Kernels* amx() {
   // Linux says no where a thread has a signal stack too small for tiles; from here on none can get one (of 8 KiB, say).
   constexpr int kRequestPermission = 0x1023, kTileData = 18;  // arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)
-  return has_amx() && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0 ? &kAmx : nullptr;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0 ? &kAmx : nullptr;
 }
 
 }  // namespace lora_merge::cpu
@@ -89,5 +84,4 @@ namespace lora_merge::cpu {
 bool has_amx() { return false; }
 const Kernels* amx() { return nullptr; }
 }  // namespace lora_merge::cpu
-#endif
 #endif

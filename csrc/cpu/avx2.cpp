@@ -63,10 +63,6 @@ inline void store(Float16* p, F a, F b) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), both);
 }
 constexpr bool kPlainDiffers = false;
-template <class T>
-inline void store_plain(T* p, F a, F b) {
-  store(p, a, b);
-}
 inline F no_nan(F a) { return _mm256_min_ps(a, _mm256_set1_ps(__builtin_inff())); }  // the second one, if one is NaN
 
 template <class Codes, class Words>

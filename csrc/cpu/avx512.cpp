@@ -27,10 +27,6 @@ inline bool any_special(const F (&t)[kTileRows][2]) {
 }
 
 constexpr bool kPlainDiffers = false;
-template <class T>
-inline void store_plain(T* p, F a, F b) {
-  store(p, a, b);
-}
 
 #include "fused.h"
 

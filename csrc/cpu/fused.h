@@ -68,7 +68,8 @@ void pack_a(const Segment& s, int64_t col, int64_t n, float* to) {
 }
 
 // One rank block of a tile of kTileRows x kPanel sums, in registers: B block x A panel, on top of `start`.
-__attribute__((always_inline)) inline void multiply(const float* a, const float* b, int64_t depth, float start, F (&t)[kTileRows][2]) {
+__attribute__((always_inline)) inline void multiply(const float* a, const float* b, int64_t depth, float start,
+                                                    F (&t)[kTileRows][2]) {
 #pragma GCC unroll 16
   for (int i = 0; i < kTileRows; ++i) t[i][0] = t[i][1] = set(start);
 #pragma GCC unroll 2

@@ -64,10 +64,6 @@ inline void store(T* p, F a, F b) {
   store(p + kLanes, b);
 }
 constexpr bool kPlainDiffers = false;
-template <class T>
-inline void store_plain(T* p, F a, F b) {
-  store(p, a, b);
-}
 inline F no_nan(F a) { return each([&](int l) { return a.x[l] == a.x[l] ? a.x[l] : 0; }); }
 
 template <class Codes, class Words>

@@ -72,9 +72,9 @@ extern const Kernels kGeneric;
 #if defined(__x86_64__)
 extern const Kernels kAvx2;
 extern const Kernels kAvx512;
-// What the processor has; and the kernels, where this process may use it, which it asks for: null if not.
+#endif
+// Beside AVX-512: whether the processor has it; and the kernels, where this process may use it, which it asks for, else null.
 bool has_amx();
 const Kernels* amx();
-#endif
 
 }  // namespace lora_merge::cpu

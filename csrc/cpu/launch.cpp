@@ -34,19 +34,18 @@ std::vector<const Kernels*> vectors() {
   return all;
 }
 
+// Whether the matrix unit's are among those that this machine can run, before all of them.
+bool has_matrix() { return std::strcmp(vectors().front()->name, "avx512") == 0 && has_amx(); }
+
 // The matrix unit's. A process that asks for it changes (its signal stacks have to be larger), so only who uses it does.
 const Kernels* matrix() {
-#if defined(__x86_64__)
-  if (vectors().front() == &kAvx512 && has_amx()) {
-    const Kernels* found = amx();
-    if (found == nullptr) {
-      TORCH_WARN("lora_merge: Linux does not let this process use AMX (has a thread a small signal stack?): AVX-512 "
-                 "instead, which sums in another order. Ranks of one trainer: LORA_MERGE_CPU_ISA=avx512 on all");
-    }
-    return found;
+  if (!has_matrix()) return nullptr;
+  const Kernels* found = amx();
+  if (found == nullptr) {
+    TORCH_WARN("lora_merge: Linux does not let this process use AMX (has a thread a small signal stack?): AVX-512 "
+               "instead, which sums in another order. Ranks of one trainer: LORA_MERGE_CPU_ISA=avx512 on all");
   }
-#endif
-  return nullptr;
+  return found;
 }
 
 const Kernels& choose() {
@@ -114,9 +113,7 @@ const Kernels& kernels() {
 std::vector<std::string> isas() {
   std::vector<std::string> names;
   for (const Kernels* kernels : vectors()) names.emplace_back(kernels->name);
-#if defined(__x86_64__)
-  if (names.front() == "avx512" && has_amx()) names.insert(names.begin(), "amx");
-#endif
+  if (has_matrix()) names.insert(names.begin(), "amx");
   return names;
 }
 

@@ -16,8 +16,8 @@
 //     no_nan(F)                      every NaN replaced by one value that is no NaN
 //     multiply_halves(x)             of each 64-bit word, the product of its halves
 //     quiet(F)                       every NaN replaced by the one with bits 7fc00000
-//     store_plain(p, F, F)           as store, of what is not special; kPlainDiffers: it is another function
 //     any_special(t)                 whether a tile F t[kTileRows][2] holds a NaN, or what else store_plain stores wrongly
+//     kPlainDiffers                  whether there is a store_plain(p, F, F): as store, of what is not special
 //     Products                       what sums lora_B lora_A: Fused of fused.h, or Tiled of tiled.h
 //
 // and includes this file there. It has no #include, so that no inline function of a library is compiled for an
@@ -25,6 +25,11 @@
 //
 // The bits of an element depend on nothing but its own inputs: the rank is summed in the order of `Products`; edges go
 // through the same vector operations on copies.
+
+template <class T>
+inline void store_plain(T* p, F a, F b) {
+  store(p, a, b);
+}
 
 // A unit's part of a matrix.
 template <class T>
