@@ -35,13 +35,20 @@ struct Segment {
 };
 static_assert(sizeof(Segment) == 24 * 8, "lora_merge/segments.py packs 24 words");
 
-// Random bits of stochastic rounding: the same function in every backend.
-// Two rounds of a 32-bit avalanche hash over (key ^ seed, index of the element in the whole weight).
 #if defined(__CUDACC__)
 #define LORA_MERGE_HD __host__ __device__ __forceinline__
 #else
 #define LORA_MERGE_HD inline
 #endif
+
+// Whether columns of the whole weight are rows here, and lora_A and lora_B in each other's place. Products of their
+// parts are then summed in the order in which they are otherwise: where a weight lies does not show in its bits.
+LORA_MERGE_HD bool turned(const Segment& s) {
+  return s.pitch[0] < s.pitch[1] || (s.pitch[0] == s.pitch[1] && s.rows < s.cols);
+}
+
+// Random bits of stochastic rounding: the same function in every backend.
+// Two rounds of a 32-bit avalanche hash over (key ^ seed, index of the element in the whole weight).
 
 LORA_MERGE_HD uint32_t avalanche(uint32_t x) {
   x ^= x >> 16;

@@ -203,10 +203,10 @@ def test_many_segments(backend: Backend) -> None:
 
 def test_dora(backend: Backend) -> None:
     """`row_norms` is the squared norm of the merged rows; `row_scale` is a factor of each row."""
-    shapes = [(33, 150), (1, 300), (70, 9)]
+    shapes = [(33, 150, 24), (1, 300, 24), (70, 9, 24), (20, 100, 40 if backend.interpreted else 300)]
     segments = []
-    for index, (rows, cols) in enumerate(shapes):
-        s = make_segment(f"dora {rows}x{cols}", rows, cols, 24, pairwise(index * 4), backend.device, seed=index)
+    for index, (rows, cols, rank) in enumerate(shapes):
+        s = make_segment(f"dora {rows}x{cols}", rows, cols, rank, pairwise(index * 4), backend.device, seed=index)
         row_scale = torch.linspace(0.3, 2.0, rows, device=backend.device)
         segments.append(dataclasses.replace(s, row_scale=row_scale))
     segments.append(

@@ -129,12 +129,6 @@ class Tiled {
     }
   }
 
-  // Whether columns of the whole weight are rows here: pairs of parts of equal p + q are then summed in the order in which
-  // they are otherwise.
-  static bool turned(const Segment& s) {
-    return s.pitch[0] < s.pitch[1] || (s.pitch[0] == s.pitch[1] && s.rows < s.cols);
-  }
-
   int64_t panel_size() const { return parts_a_ * steps_ * 2 * kTile; }
 
   // Lanes that the unit cannot be trusted with.

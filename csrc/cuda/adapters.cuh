@@ -115,12 +115,27 @@ __device__ __forceinline__ uint32_t operand_A_address(const bf16* shared, int wa
   return shared_address(shared + ((lane / 16) * 8 + lane % 8) * pitch + warp_col * 64 + (lane / 8 % 2) * 8);
 }
 
+// The small products of float32 adapters, in the order in which they are summed: parts of lora_A and lora_B. Where a
+// segment is turned, lora_A and lora_B change places in that order.
+struct SmallProduct {
+  int a, b;
+  bool straight, turned;  // whether it is taken here
+};
+constexpr int kSmallProducts = 8;
+__device__ constexpr SmallProduct small_product(int i) {
+  constexpr SmallProduct order[kSmallProducts] = {{2, 0, true, false}, {0, 2, false, true}, {1, 1, true, true},
+                                                  {2, 0, false, true}, {0, 2, true, false}, {0, 1, false, true},
+                                                  {1, 0, true, true},  {0, 1, true, false}};
+  return order[i];
+}
+
 // 32 ranks for 64 columns and `Steps` times eight rows: sum += A^T B^T. Wide products that are small go to a sum of
 // their own: the matrix unit cuts what it adds, and would cut the large sum once for each of them. The First chunk does
 // not add to a sum, but begins it.
 template <bool Wide, int Steps, bool First = false>
 __device__ __forceinline__ void multiply_chunk(float (&sum)[Steps][4][4], uint32_t a_address, int pitch,
-                                               int plane_bytes, const uint32_t (&b)[Steps][Wide ? 3 : 1][4]) {
+                                               int plane_bytes, const uint32_t (&b)[Steps][Wide ? 3 : 1][4],
+                                               bool turned) {
 #pragma unroll
   for (int t = 0; t < 4; ++t) {
     float large[Steps][4] = {}, small[Steps][4] = {};
@@ -133,9 +148,11 @@ __device__ __forceinline__ void multiply_chunk(float (&sum)[Steps][4][4], uint32
 #pragma unroll
       for (int j = 0; j < Steps; ++j) {
         if constexpr (Wide) {
-          constexpr int kA[5] = {2, 1, 0, 1, 0}, kB[5] = {0, 1, 2, 0, 1};  // planes of the small products
 #pragma unroll
-          for (int p = 0; p < 5; ++p) mma(small[j], a[kA[p]], b[j][kB[p]][2 * h], b[j][kB[p]][2 * h + 1]);
+          for (int i = 0; i < kSmallProducts; ++i) {
+            const SmallProduct p = small_product(i);
+            if (turned ? p.turned : p.straight) mma(small[j], a[p.a], b[j][p.b][2 * h], b[j][p.b][2 * h + 1]);
+          }
         }
         mma(large[j], a[0], b[j][0][2 * h], b[j][0][2 * h + 1]);
       }

@@ -59,6 +59,8 @@ struct Merge {
       return read;
     }
 
+    __device__ __forceinline__ void meanwhile(const hopper::Box&, const Read&) const {}
+
     __device__ __forceinline__ void finish(const hopper::Box& box, const Read& read, const float (&sum)[32]) const {
       const float scaling = box.tile.scaling;
       const auto added = [&](int i) {

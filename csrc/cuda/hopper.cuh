@@ -20,7 +20,8 @@
 //   kBesideBox       bytes of a stage for each box, beside W and lora_B
 //   number(s, r, c)  what the way calls the tile at row r and column c of segment s
 //   bytes(boxes)     that `load(to, number, boxes, barrier)` copies there
-//   Hand<T>          of a lane that multiplies: `read(box)` before the products, `finish(box, read, sum)` after them
+//   Hand<T>          of a lane that multiplies: `read(box)` before the products, `meanwhile(box, read)` while the
+//                    first of them are under way, `finish(box, read, sum)` after them
 //
 // Ranks are permuted as in merge.cuh, so that a lane reads eight adjacent ranks of lora_B, and the sums are those of
 // merge.cuh, bit for bit: which of the two kernels runs a segment is free, and odd starts, strides and dtypes are left
@@ -135,10 +136,11 @@ struct Ring {
 
 // ---- asking for tiles ----------------------------------------------------------------------------------------------
 
-// By a warp.
+// By a warp: a lane copies a word of a segment, and arrives at the barriers of those who read it.
+constexpr int kCopying = sizeof(Segment) / 8;
 __device__ __forceinline__ void copy_words(Segment& to, const Segment& from) {
   const int lane = threadIdx.x % 32;
-  if (lane < 24) reinterpret_cast<int64_t*>(&to)[lane] = reinterpret_cast<const int64_t*>(&from)[lane];
+  if (lane < kCopying) reinterpret_cast<int64_t*>(&to)[lane] = reinterpret_cast<const int64_t*>(&from)[lane];
   __syncwarp();
 }
 
@@ -181,8 +183,8 @@ __device__ __forceinline__ void ask_for_tiles(const Block& b, const Way& way) {
       slot.row = raw ? 0 : row;
       slot.row_end = raw ? 1 : min(row + launch.rows_per_unit, rows);
       slot.col = (local - down * across) * layout.cols;
-      barrier_arrive(b.given(n % kSlots));
     }
+    if (lane < kCopying) barrier_arrive(b.given(n % kSlots));
     __syncwarp();
   };
   int unit = blockIdx.x, handed = 0, acquired = -1;
@@ -242,6 +244,7 @@ __device__ __forceinline__ void ask_for_tiles(const Block& b, const Way& way) {
         if (!last) bring_near(slot, row + kTileRows, layout.cols);
         else if (unit < launch.n_units) bring_near(next, next.row, layout.cols);
       }
+      if (lane > 0 && lane < kCopying) barrier_arrive(b.full(ring.stage));
       __syncwarp();
       ring.advance(layout.stages);
     }
@@ -249,10 +252,8 @@ __device__ __forceinline__ void ask_for_tiles(const Block& b, const Way& way) {
   // Both warps that store learn that there is no more.
   for (int i = 0; i < kStoreWarps; ++i) {
     barrier_wait(b.empty(ring.stage), ring.parity ^ 1);
-    if (lane == 0) {
-      b.shared.tiles[ring.stage].kind = kStop;
-      barrier_arrive(b.full(ring.stage));
-    }
+    if (lane == 0) b.shared.tiles[ring.stage].kind = kStop;
+    if (lane < kCopying) barrier_arrive(b.full(ring.stage));
     __syncwarp();
     ring.advance(layout.stages);
   }
@@ -285,7 +286,7 @@ __device__ __forceinline__ void ask_for_A(const Block& b) {
     for (int i = 0; i < b.layout.cols / kBoxCols; i += Groups) {
 #pragma unroll
       for (int g = 0; g < Groups; ++g) {
-        if (Groups > 2 && i + g >= b.layout.cols / kBoxCols) break;
+        if (i + g >= b.layout.cols / kBoxCols) break;
         const int col = slot.col + (i + g) * kBoxCols;
         if constexpr (Wide) {
           const int own = b.layout.held / Groups;
@@ -344,6 +345,7 @@ struct Box {
   char* const W;       // in shared memory
   const char* beside;  // of the tile
   int number, row;     // of the box in its strip; of the tile
+  int fragment;        // bytes to the row of 16 bytes that this lane names in run 0
   bool special;        // rounded stochastically, or scaled by rows
 
   // The first column of run i, from the tile's on.
@@ -352,17 +354,17 @@ struct Box {
   // Words of run i: of row + 8 (i / 2). All lanes of a warp together.
   __device__ __forceinline__ void load(int i, uint32_t (&word)[4]) const { ldmatrix4(word, address(i)); }
   __device__ __forceinline__ void store(int i, const uint32_t (&word)[4]) const { stmatrix4(address(i), word); }
-  // What they hold, for one lane: byte `byte` of run i.
-  __device__ __forceinline__ char* element(int i, int byte) const {
-    const int vector = i % 2 * 4 + byte / 4;
-    return W + (row + i / 2 * 8) * 128 + ((vector ^ row % 8) * 4 + threadIdx.x % 4) * 4 + byte % 4;
+  // What they hold, for one lane: from its first pair of row + 8 j to pair `pair` of both runs, the first or second
+  // element. `first_pair` is that of row.
+  __device__ __forceinline__ int first_pair() const { return row * 128 + row % 8 * 16 + threadIdx.x % 4 * 4; }
+  __device__ __forceinline__ char* element(int first_pair, int j, int pair, int second) const {
+    return W + (first_pair ^ pair * 16) + j * 1024 + second * 2;
   }
 
  private:
-  // The row of 16 bytes that this lane names.
+  // Of run i. Vectors are swizzled, so that those four further on are so by a bit.
   __device__ __forceinline__ uint32_t address(int i) const {
-    const int lane = threadIdx.x % 32, there = row - lane / 4 + lane % 8;
-    return shared_address(W) + (there + i / 2 * 8) * 128 + (((i % 2 * 4 + lane / 8) ^ lane % 8) * 16);
+    return ((shared_address(W) + fragment) ^ i % 2 * 64) + i / 2 * 1024;
   }
 };
 
@@ -394,6 +396,8 @@ __device__ __forceinline__ void merge_tiles(const Block& b, const Way& way) {
   const HopperLaunch& launch = b.launch;
   const Layout& layout = b.layout;
   const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4;  // and row + 8
+  int fragment = (row - lane / 4 + lane % 8) * 128 + (lane / 8 ^ lane % 8) * 16;
+  asm volatile("" : "+r"(fragment));  // or the compiler makes it anew for each box
   const int boxes = layout.cols / kBoxCols, group = uniform(threadIdx.x / 128);
   int next = group;  // box of this group: they go round the groups
   typename Way::template Hand<T> hand(way);
@@ -407,7 +411,7 @@ __device__ __forceinline__ void merge_tiles(const Block& b, const Way& way) {
     if (kind == kMerge) {
       const Segment& s = b.shared.slots[tile.slot].segment;
       const int rank = uniform(s.rank);
-      const bool special = launch.stochastic || s.row_scale != 0;
+      const bool special = launch.stochastic || s.row_scale != 0, over = Wide && uniform(turned(s));
       Operand<Wide> first_B;
       if (Wide) first_B.load(b.stage_B(ring.stage), 0, row);
 #pragma unroll 1
@@ -422,11 +426,12 @@ __device__ __forceinline__ void merge_tiles(const Block& b, const Way& way) {
           if (tile.first) barrier_wait(b.full_A(at.stage), at.parity);
           lora_A = b.lora_A(at.stage);
         }
-        const Box box{launch, s,   tile,   b.stage(ring.stage) + next * kBoxBytes, b.stage_beside(ring.stage),
-                      next,   row, special};
+        char* const W = b.stage(ring.stage) + next * kBoxBytes;
+        const Box box{launch, s, tile, W, b.stage_beside(ring.stage), next, row, fragment, special};
         auto read = hand.read(box);
         float sum[32];
-        multiply<Groups, Wide>(sum, first_B, b.stage_B(ring.stage), row, MatrixA(shared_address(lora_A), rank), rank);
+        multiply<Groups, Wide>(sum, first_B, b.stage_B(ring.stage), row, MatrixA(shared_address(lora_A), rank), rank,
+                               over, [&] { hand.meanwhile(box, read); });
         if (!Wide && tile.last) {
           __syncwarp();
           if (lane == 0) barrier_arrive(b.empty_A(at.stage));
@@ -455,7 +460,7 @@ __global__ void __launch_bounds__(kBlock<Groups>, 1)
   const Block b(launch, layout, memory);
   if (threadIdx.x == 0) {
     for (int i = 0; i < layout.stages; ++i) {
-      barrier_init(b.full(i), 1);
+      barrier_init(b.full(i), kCopying);
       barrier_init(b.done(i), kWarps);
       barrier_init(b.empty(i), 1);
     }
@@ -463,7 +468,7 @@ __global__ void __launch_bounds__(kBlock<Groups>, 1)
       barrier_init(b.full_A(i), 1);
       barrier_init(b.empty_A(i), 4);  // warps of a group
     }
-    for (int i = 0; i < kSlots; ++i) barrier_init(b.given(i), 1);
+    for (int i = 0; i < kSlots; ++i) barrier_init(b.given(i), kCopying);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     fence_async();
   }
@@ -494,7 +499,7 @@ int launch_in(const Way& way, const HopperLaunch& launch, cudaStream_t stream) {
       (Wide ? layout.held % Groups != 0 : layout.held < layout.cols / kBoxCols))
     return cudaErrorInvalidConfiguration;
   const auto kernel = merge_kernel<T, Groups, Wide, Way>;
-  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, layout.total());
+  error = allow_shared(kernel, layout.total());
   if (error != cudaSuccess) return error;
   const int64_t units = static_cast<int64_t>(launch.n_units) + launch.n_raw_units;
   kernel<<<static_cast<unsigned>(units < processors ? units : processors), kBlock<Groups>, layout.total(), stream>>>(

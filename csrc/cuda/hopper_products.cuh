@@ -1,5 +1,7 @@
 // lora_A and lora_B of the kernel for compute capability 9: to shared memory, to registers, through the matrix units.
 #pragma once
+#include <type_traits>
+
 #include "adapters.cuh"
 #include "hopper_device.cuh"
 
@@ -122,10 +124,11 @@ __device__ __forceinline__ void take(float (&sum)[32], float (&d)[32]) {
   for (int i = 0; i < 32; ++i) sum[i] = First ? d[i] : sum[i] + d[i];
 }
 
-// sum += the products of chunk c, or of Count = 2 from c on. The First chunk begins the sum.
-template <int Groups, int Count, bool First>
-__device__ __forceinline__ void multiply_narrow(float (&sum)[32], const char* from_B, int row, const MatrixA& a,
-                                                int c) {
+// sum += the products of chunk c, or of Count = 2 from c on. The First chunk begins the sum. `meanwhile()` is called
+// while the matrix unit works.
+template <int Groups, int Count, bool First, typename Meanwhile>
+__device__ __forceinline__ void multiply_narrow(float (&sum)[32], const char* from_B, int row, const MatrixA& a, int c,
+                                                const Meanwhile& meanwhile) {
   constexpr bool kAlone = First && Count == 1;
   Operand<false> b0, b1;
   float d0[32], d1[32];
@@ -137,57 +140,67 @@ __device__ __forceinline__ void multiply_narrow(float (&sum)[32], const char* fr
   if constexpr (Count == 2) multiply_chunk(d1, b1, a, c + 1);
   wgmma_commit();
   pass_turn<Groups>();
+  meanwhile();
   wgmma_wait();
   if constexpr (kAlone) settle(sum);
   else take<First>(sum, d0);
   if constexpr (Count == 2) take<false>(sum, d1);
 }
 
-template <int Groups, bool First>
-__device__ __forceinline__ void multiply_wide(float (&sum)[32], const Operand<true>& b, const MatrixA& a, int c) {
+template <int Groups, bool First, typename Meanwhile>
+__device__ __forceinline__ void multiply_wide(float (&sum)[32], const Operand<true>& b, const MatrixA& a, int c,
+                                              bool turned, const Meanwhile& meanwhile) {
   // The small products on their own: the matrix unit cuts what it adds, and would cut the large sum for each.
-  constexpr int kA[5] = {2, 1, 0, 1, 0}, kB[5] = {0, 1, 2, 0, 1};
   float small[32], large[32];
-  await_turn();
-  wgmma_begin();
+  const auto multiply = [&](auto over) {
+    await_turn();
+    wgmma_begin();
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
+    for (int h = 0; h < 2; ++h) {
 #pragma unroll
-    for (int p = 0; p < 5; ++p) b.multiply(small, kB[p], h, a(c, h, kA[p]), h + p > 0);
-  }
-  b.multiply(large, 0, 0, a(c, 0), 0);
-  b.multiply(large, 0, 1, a(c, 1), 1);
-  wgmma_commit();
-  pass_turn<Groups>();
-  wgmma_wait();
-  settle(small);
-  settle(large);
+      for (int i = 0; i < kSmallProducts; ++i) {
+        const SmallProduct p = small_product(i);
+        if (decltype(over)::value ? p.turned : p.straight) b.multiply(small, p.b, h, a(c, h, p.a), h > 0 || i > 1);
+      }
+    }
+    b.multiply(large, 0, 0, a(c, 0), 0);
+    b.multiply(large, 0, 1, a(c, 1), 1);
+    wgmma_commit();
+    pass_turn<Groups>();
+    meanwhile();
+    wgmma_wait();
+    settle(small);
+    settle(large);
+  };
+  if (turned) multiply(std::true_type{});
+  else multiply(std::false_type{});
 #pragma unroll
   for (int i = 0; i < 32; ++i) sum[i] = First ? large[i] + small[i] : sum[i] + (large[i] + small[i]);
 }
 
 // Sums over the ranks for the tile's rows and 64 columns. `first`: of float32 ones the operand of the first chunk,
 // which all boxes of a tile share, as splitting takes long.
-template <int Groups, bool Wide>
+template <int Groups, bool Wide, typename Meanwhile>
 __device__ __forceinline__ void multiply(float (&sum)[32], const Operand<Wide>& first, const char* from_B, int row,
-                                         const MatrixA& a, int rank) {
+                                         const MatrixA& a, int rank, bool turned, const Meanwhile& meanwhile) {
   const int chunks = (rank + kChunk - 1) / kChunk;
+  const auto nothing = [] {};
   if constexpr (Wide) {
-    multiply_wide<Groups, true>(sum, first, a, 0);
+    multiply_wide<Groups, true>(sum, first, a, 0, turned, meanwhile);
 #pragma unroll 1
     for (int c = 1; c < chunks; ++c) {
       Operand<true> b;
       b.load(from_B, c, row);
-      multiply_wide<Groups, false>(sum, b, a, c);
+      multiply_wide<Groups, false>(sum, b, a, c, turned, nothing);
     }
   } else if (chunks == 1) {
-    multiply_narrow<Groups, 1, true>(sum, from_B, row, a, 0);
+    multiply_narrow<Groups, 1, true>(sum, from_B, row, a, 0, meanwhile);
   } else {
-    multiply_narrow<Groups, 2, true>(sum, from_B, row, a, 0);
+    multiply_narrow<Groups, 2, true>(sum, from_B, row, a, 0, meanwhile);
     int c = 2;
 #pragma unroll 1
-    for (; c + 2 <= chunks; c += 2) multiply_narrow<Groups, 2, false>(sum, from_B, row, a, c);
-    if (c < chunks) multiply_narrow<Groups, 1, false>(sum, from_B, row, a, c);
+    for (; (c + 1) * kChunk < rank; c += 2) multiply_narrow<Groups, 2, false>(sum, from_B, row, a, c, nothing);
+    if (c * kChunk < rank) multiply_narrow<Groups, 1, false>(sum, from_B, row, a, c, nothing);
   }
 }
 

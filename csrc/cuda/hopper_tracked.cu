@@ -19,6 +19,9 @@ struct Read {
   uint32_t checksum;
   Raw<T> early;  // escape number `lane`, asked for before it is known whether there is one
   bool work;
+  bool changed;      // others wrote it
+  uint32_t escapes;  // of this lane, and how many there are in the lanes before it
+  int before;
 };
 
 template <bool Undo>
@@ -72,10 +75,27 @@ struct Track {
       return read;
     }
 
+    // The way back knows from the start what W' and the codes are.
+    __device__ __forceinline__ void meanwhile(const hopper::Box& box, Read<T>& read) const {
+      if (!Undo || !read.work) return;
+      uint32_t checksum = 0;
+#pragma unroll
+      for (int j = 0; j < kHalves; ++j) {
+        Half<T> half;
+#pragma unroll
+        for (int e = 0; e < 2; ++e) box.load(2 * j + e, half.word[e]);
+        add_to(checksum, half, j);
+      }
+      read.changed = checksum_of(checksum) != read.checksum;
+      read.escapes = escapes_of(read.half[0].code, read.half[1].code);
+      read.before = Escapes(read.escapes).before;
+    }
+
     // Brings a unit there or back; nothing, if it stays as it is: then what was read is written.
     __device__ __forceinline__ void finish(const hopper::Box& box, Read<T>& read, const float (&sum)[32]) {
       if (!read.work) return;
       const int lane = threadIdx.x % 32;
+      const float scaling = box.tile.scaling;
       const bool whole = box.tile.rows >= hopper::kTileRows && box.tile.cols >= (box.number + 1) * hopper::kBoxCols;
       uint32_t checksum = 0;
 #pragma unroll
@@ -84,9 +104,8 @@ struct Track {
 #pragma unroll
         for (int e = 0; e < 2; ++e) box.load(2 * j + e, x.half.word[e]);
         const int row = box.row + 8 * j;
-        if (Undo) add_to(checksum, x.half, j);
         convert<T, Undo>(
-            x, [&](int e, int k) { return hopper::product_of(sum, 2 * j + e, k); }, box.tile.scaling, true, box.special,
+            x, [&](int e, int k) { return hopper::product_of(sum, 2 * j + e, k); }, scaling, true, box.special,
             [&](int) {
               const float* const scale = reinterpret_cast<const float*>(box.s.row_scale);
               return row < box.tile.rows ? __ldg(scale + box.tile.row + row) : 1.0f;
@@ -97,10 +116,8 @@ struct Track {
         }
         if (!Undo) add_to(checksum, x.half, j);
       }
-      checksum = checksum_of(checksum);
-      const uint32_t escapes = escapes_of(read.half[0].code, read.half[1].code);
-      const Escapes found(escapes);
-      const auto element = [&](int j, int e, int byte) { return box.element(2 * j + e, byte); };
+      const int first_pair = box.first_pair();
+      const auto element = [&](int j, int at) { return box.element(first_pair, j, at % 8, at / 8); };
       const auto write = [&] {
         __syncwarp();  // fragments are written by other lanes than those that hold them
 #pragma unroll
@@ -109,7 +126,7 @@ struct Track {
       };
 
       if constexpr (Undo) {
-        if (checksum != read.checksum) {  // others wrote it
+        if (read.changed) {
           if (lane == 0) atomicAdd(journal.counter + 2, 1ull);
           return;
         }
@@ -118,19 +135,22 @@ struct Track {
         Raw<T> raw{};
         const auto fetch = [&](int place) {
           raw = static_cast<Raw<T>>(__shfl_sync(~0u, static_cast<uint32_t>(read.early), place & 31));
-          if (place >= 32 && place < found.count) raw = __ldcs(escaped + place);
         };
-        for_escapes<T>(escapes, found.before, fetch,
-                       [&](int j, int e, int byte, int) { repair<T>(element(j, e, byte), raw); });
+        for_escapes(read.escapes, read.before, fetch, [&](int j, int at, int number) {
+          repair<T>(element(j, at), at < 8, number < 32 ? raw : __ldcs(escaped + number));
+        });
         if (lane == 0) journal.records[read.unit].place = -1;
       } else {
+        checksum = checksum_of(checksum);
+        const uint32_t escapes = escapes_of(read.half[0].code, read.half[1].code);
+        const Escapes found(escapes);
         const int64_t place = room.take(found.count * static_cast<int>(sizeof(T)));
         if (place < 0) return;
         Raw<T>* const escaped = reinterpret_cast<Raw<T>*>(journal.arena + place);
-        const auto keep = [&](int j, int e, int byte, int at) {
-          escaped[at] = *reinterpret_cast<const Raw<T>*>(element(j, e, byte));
+        const auto keep = [&](int j, int at, int number) {
+          escaped[number] = *reinterpret_cast<const Raw<T>*>(element(j, at));
         };
-        for_escapes<T>(escapes, found.before, [](int) {}, keep);
+        for_escapes(escapes, found.before, [](int) {}, keep);
         write();
         __stcs(reinterpret_cast<uint2*>(journal.codes) + read.unit * 32 + lane,
                make_uint2(read.half[0].code, read.half[1].code));

@@ -58,6 +58,7 @@ __global__ void __launch_bounds__(kThreads, 2) merge_kernel(const __grid_constan
     const int rank = s.rank, chunks = (rank + kChunk - 1) / kChunk, steps = walk.steps;
     const int staged = staged_steps<Source, Destination>(s, walk);
     const bool staged_B = launch.staged_B && vector_B<kWide>(s), special = launch.stochastic || s.row_scale != 0;
+    const bool over = turned(s);
     const float scaling = static_cast<float>(s.scaling);
     const int destination_pitch = s.destination_stride[0] * sizeof(Destination);
     char* to =
@@ -99,7 +100,7 @@ __global__ void __launch_bounds__(kThreads, 2) merge_kernel(const __grid_constan
           uint32_t b[kGroup][kWide ? 3 : 1][4], at = slot;
 #pragma unroll
           for (int j = 0; j < kGroup; ++j, at = after(at)) operand_B<kWide>(b[j], piece_of(j, c, at));
-          multiply_chunk<kWide, kGroup>(sum, a_address + c * kChunk * pitch * 2, pitch, plane_bytes, b);
+          multiply_chunk<kWide, kGroup>(sum, a_address + c * kChunk * pitch * 2, pitch, plane_bytes, b, over);
         }
       }
     };
@@ -213,7 +214,7 @@ cudaError_t launch_typed(const Launch& launch, cudaStream_t stream) {
   const int shared = launch.deep * slot_bytes_of<Source, Destination, kWide>(launch) +
                      shared_bytes(launch.max_rank, launch.col_warps * 64 + launch.margin, kWide ? 3 : 1);
   const auto kernel = merge_kernel<Source, Destination, M>;
-  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+  error = allow_shared(kernel, shared);
   if (error != cudaSuccess) return error;
   const int64_t units = static_cast<int64_t>(launch.n_units) + launch.n_raw_units;
   const int64_t blocks = static_cast<int64_t>(processors) * (2 * (shared + kReserved) <= room ? 2 : 1);
@@ -239,9 +240,8 @@ int launch_from(int destination_dtype, bool wide, const Launch& launch, cudaStre
 
 template <typename Source>
 int row_norms_from(const Launch& launch, double* out, cudaStream_t stream) {
-  const int shared = shared_bytes(launch.max_rank, 64 + kNormMargin, 3);
-  const cudaError_t error =
-      cudaFuncSetAttribute(row_norms_kernel<Source>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+  const int shared = shared_bytes(launch.max_rank < kNormRanks ? launch.max_rank : kNormRanks, 64 + kNormMargin, 3);
+  const cudaError_t error = allow_shared(row_norms_kernel<Source>, shared);
   if (error != cudaSuccess) return error;
   const int blocks = launch.n_units < 65535 ? launch.n_units : 65535;
   row_norms_kernel<Source><<<blocks, kThreads, shared, stream>>>(launch, out);

@@ -5,6 +5,17 @@
 
 namespace lora_merge {
 
+// Ranks of lora_A in shared memory at a time: 54 KiB of float32 parts, which every GPU has.
+constexpr int kNormRanks = 128;
+
+// Some ranks of a segment.
+__device__ __forceinline__ Segment ranks_of(const Segment& s, int first, int count) {
+  Segment part = s;
+  part.lora_A += first * s.lora_A_stride[0] * (((s.dtypes >> 16) & 0xff) == kFloat32 ? 4 : 2);
+  part.rank = count;
+  return part;
+}
+
 // Sum over the columns of (W + scaling B A)^2, for 64 rows a block, in float64 and in one fixed order. The segments'
 // `units_across` holds the place of their first row in `out`.
 template <typename Source>
@@ -21,14 +32,18 @@ __global__ void __launch_bounds__(kThreads) row_norms_kernel(const __grid_consta
     const float scaling = static_cast<float>(s.scaling);
     double total[2] = {};
     for (int strip = 0; strip < s.cols; strip += 64) {
-      __syncthreads();
-      load_A<true>(shared_A, s, strip, 64, kPitch);
-      __syncthreads();
       float sum[1][4][4] = {};
-      for (int k = 0; k < rank; k += kChunk) {
-        uint32_t b[1][3][4];
-        operand_B<true>(b[0], fetch_B<true>(s, first_row + lane / 4, k + quad * 8));
-        multiply_chunk<true, 1>(sum, a_address + k * kPitch * 2, kPitch, up_to_chunk(rank) * kPitch * 2, b);
+      for (int first = 0; first < rank; first += kNormRanks) {
+        const int count = rank - first < kNormRanks ? rank - first : kNormRanks;
+        __syncthreads();
+        load_A<true>(shared_A, ranks_of(s, first, count), strip, 64, kPitch);
+        __syncthreads();
+        for (int k = 0; k < count; k += kChunk) {
+          uint32_t b[1][3][4];
+          operand_B<true>(b[0], fetch_B<true>(s, first_row + lane / 4, first + k + quad * 8));
+          multiply_chunk<true, 1>(sum, a_address + k * kPitch * 2, kPitch, up_to_chunk(count) * kPitch * 2, b,
+                                  turned(s));
+        }
       }
       const int col = strip + lane / 4 * 8;
 #pragma unroll

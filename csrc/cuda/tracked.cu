@@ -25,6 +25,12 @@ __device__ __forceinline__ char* stage_byte(char* stage, int e, int byte) {
   return reinterpret_cast<char*>(stage_vector<T>(stage, e, byte / 16)) + byte % 16;
 }
 
+// The element whose code lies above `at` others.
+template <typename T>
+__device__ __forceinline__ char* stage_element(char* stage, int at) {
+  return stage_byte<T>(stage, at / kWords<T> % 2, at % kWords<T> * 4 + at / (2 * kWords<T>) * 2);
+}
+
 template <typename T>
 __device__ __forceinline__ Half<T> read_half(char* stage) {
   Half<T> half;
@@ -105,6 +111,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     const int rank = s.rank, chunks = (rank + kChunk - 1) / kChunk;
     const int staged = staged_steps<T, T>(s, walk);
     const bool staged_B = launch.staged_B && vector_B<Wide>(s);
+    const bool over = turned(s);
     const float scaling = static_cast<float>(s.scaling);
     const float* const row_scale = reinterpret_cast<const float*>(s.row_scale);
     const int row_bytes = s.source_stride[0] * sizeof(T);
@@ -153,7 +160,7 @@ __global__ void __launch_bounds__(kThreads, 2)
           operand_B<Wide>(b[j], piece);
         }
         multiply_chunk<Wide, kHalves, decltype(first)::value>(sum, a_address + c * kChunk * pitch * 2, pitch,
-                                                              plane_bytes, b);
+                                                              plane_bytes, b, over);
       };
       if (rank > 0) multiply(std::true_type{}, 0);
 #pragma unroll 1
@@ -194,20 +201,20 @@ __global__ void __launch_bounds__(kThreads, 2)
         Raw<T> raw{};
         const auto fetch = [&](int place) {
           raw = static_cast<Raw<T>>(__shfl_sync(~0u, static_cast<uint32_t>(early), place & 31));
-          if (place >= 32 && place < found.count) raw = __ldcs(escaped + place);
         };
-        for_escapes<T>(escapes, found.before, fetch, [&](int j, int e, int byte, int) {
-          repair<T>(stage_byte<T>(j ? stage[1] : stage[0], e, byte), raw);
+        for_escapes(escapes, found.before, fetch, [&](int j, int at, int number) {
+          repair<T>(stage_element<T>(j ? stage[1] : stage[0], at), at < 8,
+                    number < 32 ? raw : __ldcs(escaped + number));
         });
         if (lane == 0) journal.records[at].place = -1;
       } else {
         const int64_t place = room.take(found.count * static_cast<int>(sizeof(T)));
         if (place < 0) return;
         Raw<T>* const escaped = reinterpret_cast<Raw<T>*>(journal.arena + place);
-        for_escapes<T>(
+        for_escapes(
             escapes, found.before, [](int) {},
-            [&](int j, int e, int byte, int place) {
-              escaped[place] = *reinterpret_cast<const Raw<T>*>(stage_byte<T>(j ? stage[1] : stage[0], e, byte));
+            [&](int j, int at, int number) {
+              escaped[number] = *reinterpret_cast<const Raw<T>*>(stage_element<T>(j ? stage[1] : stage[0], at));
             });
 #pragma unroll
         for (int j = 0; j < kHalves; ++j) write_half(stage[j], half[j].half);
@@ -267,7 +274,7 @@ cudaError_t launch_typed(const Launch& launch, const TrackedJournal& journal, cu
   const auto kernel = tracked_kernel<T, Wide, Undo>;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-  if (error == cudaSuccess) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+  if (error == cudaSuccess) error = allow_shared(kernel, shared);
   if (error == cudaSuccess) error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kThreads, shared);
   if (error != cudaSuccess) return error;
   const int blocks = processors * (resident > 0 ? resident : 1);

@@ -69,13 +69,14 @@ __device__ __forceinline__ uint32_t decode(uint32_t estimate, uint32_t codes) {
   return estimate + (codes & (3 * kOnes<T>)) - kOnes<T>;
 }
 
-// Puts an escaped element where the result of `decode` lies; low ones before high ones.
+// Puts an escaped element, the `low` one of its word or not, where the result of `decode` lies; low ones before high
+// ones.
 template <typename T>
-__device__ __forceinline__ void repair(char* at, Raw<T> raw) {
+__device__ __forceinline__ void repair(char* at, bool low, Raw<T> raw) {
   Raw<T>* const element = reinterpret_cast<Raw<T>*>(at);
   if constexpr (sizeof(T) == 2) {
     // A low one is the estimate + 2 here. Where base - estimate + 1 was negative, it had borrowed.
-    if (reinterpret_cast<uintptr_t>(at) % 4 == 0 && raw + 3 < *element) ++element[1];
+    if (low && raw + 3 < *element) ++element[1];
   }
   *element = raw;
 }
@@ -216,26 +217,31 @@ struct Escapes {
   __device__ __forceinline__ explicit Escapes(uint32_t escapes) {
     const uint32_t below = (1u << threadIdx.x % 32) - 1;
     uint32_t left = __popc(escapes);
-#pragma unroll 1
-    for (int weight = 1; __any_sync(~0u, left != 0); weight *= 2, left /= 2) {
+    int weight = 1;
+    const auto add = [&] {
       const uint32_t lanes = __ballot_sync(~0u, left % 2);
       count += weight * __popc(lanes), before += weight * __popc(lanes & below);
-    }
+      weight *= 2, left /= 2;
+    };
+    add();  // without a branch up to three a lane: most lanes have fewer
+    add();
+#pragma unroll 1
+    while (__any_sync(~0u, left != 0)) add();
   }
 };
 
-// `each(j, e, byte, place)` of every escape, which lies so many bytes into run e of half j, `place` being among the
-// unit's; `ahead(place)` is called by all lanes before that, as often as the lane has escapes that has most.
-template <typename T, typename Ahead, typename Each>
-__device__ __forceinline__ void for_escapes(uint32_t escapes, int place, const Ahead& ahead, const Each& each) {
-  uint32_t left = __brev(escapes);  // low elements of a word come before high ones
+// `each(j, at, place)` of every escape, which is the one that `at` codes lie below in half j, `place` being among the
+// unit's; `ahead(place)` is called by all lanes before that, as often as the lane has escapes that has most. Low
+// elements of a word come before high ones.
+template <typename Ahead, typename Each>
+__device__ __forceinline__ void for_escapes(uint32_t left, int place, const Ahead& ahead, const Each& each) {
 #pragma unroll 1
   for (; __any_sync(~0u, left != 0); ++place) {
     ahead(place);
     if (left != 0) {
-      const uint32_t bit = __clz(left), at = bit / 2;
-      left &= ~(0x80000000u >> bit);
-      each(bit % 2, at / kWords<T> % 2, at % kWords<T> * 4 + at / (2 * kWords<T>)*2, place);
+      const uint32_t lowest = left & -left, bit = 31 - __clz(lowest);
+      left ^= lowest;
+      each(bit % 2, bit / 2, place);
     }
   }
 }

@@ -17,7 +17,9 @@ from .fused import Journal
 
 # The same numbers as in csrc/cuda.
 WARPS = 8
-"""Of a block that multiply."""
+"""Of a block that multiply, of the kernel for any GPU."""
+HOPPER_WARPS = 12
+"""At most, of the kernel for compute capability 9."""
 UNIT_ELEMENTS = 1024
 """Of a unit of the journal, which is a warp's. A tile has a unit of each warp of a block."""
 BESIDE = 4 * (16 + 32 * 8)
@@ -91,9 +93,9 @@ class CudaTracked:
         warps = 0
         for key in map(int, np.unique(group)):
             self._names += [s.name for s, there in zip(segments, group == key, strict=True) if there]
-            make, blocks = (self._hopper, 1) if key & HOPPER else (self._any, BLOCKS)
+            make, blocks, of_block = (self._hopper, 1, HOPPER_WARPS) if key & HOPPER else (self._any, BLOCKS, WARPS)
             self._groups.append(make(table[group == key], key >> 1 & 0xFF, bool(key & 1)))
-            warps += WARPS * min(blocks * self._processors, self._groups[-1].n_units)
+            warps += of_block * min(blocks * self._processors, self._groups[-1].n_units)
         self.code_bytes = self.units * UNIT_ELEMENTS // 4
         self.chunk = min(CHUNK, self.base_bytes // (LEFT_OVER * warps)) & ~3
         self.slack = self.chunk * warps

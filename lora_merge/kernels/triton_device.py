@@ -183,15 +183,21 @@ def _product(b, a, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
     if a.dtype == b.dtype and a.dtype != tl.float32:
         return _dot(b, a, large, a.dtype)
     else:
-        # The matrix unit cuts what it adds, so small products do not join the large sum there.
-        small = tl.zeros([TILE_M, TILE_N], tl.float32)
+        # The matrix unit cuts what it adds, so small products do not join the large sum there. Sums of their own for
+        # both sides, or it would show where lora_A and lora_B are in each other's place, as in a turned weight.
+        below, above = tl.zeros([TILE_M, TILE_N], tl.float32), tl.zeros([TILE_M, TILE_N], tl.float32)
         a_parts, b_parts = _split(a), _split(b)
         for order in tl.static_range(2, 0, -1):
             for part in tl.static_range(0, order + 1):
                 if order - part < len(a_parts) and part < len(b_parts):
-                    small = _dot(b_parts[part], a_parts[order - part], small, tl.bfloat16)
+                    if part < order - part:
+                        below = _dot(b_parts[part], a_parts[order - part], below, tl.bfloat16)
+                    elif part > order - part:
+                        above = _dot(b_parts[part], a_parts[order - part], above, tl.bfloat16)
+                    else:
+                        large = _dot(b_parts[part], a_parts[part], large, tl.bfloat16)
         large = _dot(b_parts[0], a_parts[0], large, tl.bfloat16)
-        return tl.fma(small, 1.0, large)
+        return tl.fma(tl.fma(below, 1.0, above), 1.0, large)
 
 
 @triton.jit
