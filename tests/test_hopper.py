@@ -52,6 +52,7 @@ def test_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
         "rank 384": segment(rank=384),
         "rows of a matrix": Segment("w", whole.source[1:], whole.destination[1:], whole.lora_A, whole.lora_B[1:]),
         "a strip": columns(8),
+        "by columns": segment(layouts=("transposed",) * 4),
     }
     left = {
         "float32 base": segment(dtypes=(FP32, BF16, BF16, BF16)),
@@ -68,6 +69,7 @@ def test_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
         "transposed base": segment(layouts=("transposed", "contiguous", "contiguous", "contiguous")),
         "rank 392": segment(rank=392),
         "float32 adapters of rank 136": segment(rank=136, dtypes=(BF16, BF16, FP32, FP32)),
+        "by columns, float32 adapters": segment(dtypes=(BF16, BF16, FP32, FP32), layouts=("transposed",) * 4),
         "a copy": Segment("w", whole.source, whole.destination),
     }
     table = pack([*taken.values(), *left.values()])

@@ -24,8 +24,9 @@
 //                    first of them are under way, `finish(box, read, sum)` after them
 //
 // Ranks are permuted as in merge.cuh, so that a lane reads eight adjacent ranks of lora_B, and the sums are those of
-// merge.cuh, bit for bit: which of the two kernels runs a segment is free, and odd starts, strides and dtypes are left
-// to that one (lora_merge/kernels/cuda.py). W and the result are read and written as the matrix unit's fragments.
+// merge.cuh, bit for bit: which of the two kernels runs a segment is free. Odd starts, strides and dtypes are left to
+// that one, and float32 adapters of turned segments (lora_merge/kernels/cuda_hopper.py). W and the result are read and
+// written as the matrix unit's fragments.
 #pragma once
 #include "copies.cuh"
 #include "hopper_products.cuh"
@@ -136,11 +137,16 @@ struct Ring {
 
 // ---- asking for tiles ----------------------------------------------------------------------------------------------
 
-// By a warp: a lane copies a word of a segment, and arrives at the barriers of those who read it.
-constexpr int kCopying = sizeof(Segment) / 8;
+// By a warp: its lanes read a word each, so that they wait for memory once; the one that arrives at barriers writes all.
 __device__ __forceinline__ void copy_words(Segment& to, const Segment& from) {
+  constexpr int kWords = sizeof(Segment) / 8;
   const int lane = threadIdx.x % 32;
-  if (lane < kCopying) reinterpret_cast<int64_t*>(&to)[lane] = reinterpret_cast<const int64_t*>(&from)[lane];
+  const int64_t own = reinterpret_cast<const int64_t*>(&from)[lane < kWords ? lane : 0];
+#pragma unroll 1
+  for (int i = 0; i < kWords; ++i) {
+    const int64_t word = __shfl_sync(~0u, own, i);
+    if (lane == 0) reinterpret_cast<int64_t*>(&to)[i] = word;
+  }
   __syncwarp();
 }
 
@@ -183,8 +189,8 @@ __device__ __forceinline__ void ask_for_tiles(const Block& b, const Way& way) {
       slot.row = raw ? 0 : row;
       slot.row_end = raw ? 1 : min(row + launch.rows_per_unit, rows);
       slot.col = (local - down * across) * layout.cols;
+      barrier_arrive(b.given(n % kSlots));
     }
-    if (lane < kCopying) barrier_arrive(b.given(n % kSlots));
     __syncwarp();
   };
   int unit = blockIdx.x, handed = 0, acquired = -1;
@@ -244,7 +250,6 @@ __device__ __forceinline__ void ask_for_tiles(const Block& b, const Way& way) {
         if (!last) bring_near(slot, row + kTileRows, layout.cols);
         else if (unit < launch.n_units) bring_near(next, next.row, layout.cols);
       }
-      if (lane > 0 && lane < kCopying) barrier_arrive(b.full(ring.stage));
       __syncwarp();
       ring.advance(layout.stages);
     }
@@ -252,8 +257,10 @@ __device__ __forceinline__ void ask_for_tiles(const Block& b, const Way& way) {
   // Both warps that store learn that there is no more.
   for (int i = 0; i < kStoreWarps; ++i) {
     barrier_wait(b.empty(ring.stage), ring.parity ^ 1);
-    if (lane == 0) b.shared.tiles[ring.stage].kind = kStop;
-    if (lane < kCopying) barrier_arrive(b.full(ring.stage));
+    if (lane == 0) {
+      b.shared.tiles[ring.stage].kind = kStop;
+      barrier_arrive(b.full(ring.stage));
+    }
     __syncwarp();
     ring.advance(layout.stages);
   }
@@ -411,7 +418,7 @@ __device__ __forceinline__ void merge_tiles(const Block& b, const Way& way) {
     if (kind == kMerge) {
       const Segment& s = b.shared.slots[tile.slot].segment;
       const int rank = uniform(s.rank);
-      const bool special = launch.stochastic || s.row_scale != 0, over = Wide && uniform(turned(s));
+      const bool special = launch.stochastic || s.row_scale != 0;
       Operand<Wide> first_B;
       if (Wide) first_B.load(b.stage_B(ring.stage), 0, row);
 #pragma unroll 1
@@ -431,7 +438,7 @@ __device__ __forceinline__ void merge_tiles(const Block& b, const Way& way) {
         auto read = hand.read(box);
         float sum[32];
         multiply<Groups, Wide>(sum, first_B, b.stage_B(ring.stage), row, MatrixA(shared_address(lora_A), rank), rank,
-                               over, [&] { hand.meanwhile(box, read); });
+                               [&] { hand.meanwhile(box, read); });
         if (!Wide && tile.last) {
           __syncwarp();
           if (lane == 0) barrier_arrive(b.empty_A(at.stage));
@@ -460,7 +467,7 @@ __global__ void __launch_bounds__(kBlock<Groups>, 1)
   const Block b(launch, layout, memory);
   if (threadIdx.x == 0) {
     for (int i = 0; i < layout.stages; ++i) {
-      barrier_init(b.full(i), kCopying);
+      barrier_init(b.full(i), 1);
       barrier_init(b.done(i), kWarps);
       barrier_init(b.empty(i), 1);
     }
@@ -468,7 +475,7 @@ __global__ void __launch_bounds__(kBlock<Groups>, 1)
       barrier_init(b.full_A(i), 1);
       barrier_init(b.empty_A(i), 4);  // warps of a group
     }
-    for (int i = 0; i < kSlots; ++i) barrier_init(b.given(i), kCopying);
+    for (int i = 0; i < kSlots; ++i) barrier_init(b.given(i), 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     fence_async();
   }

@@ -1,7 +1,5 @@
 // lora_A and lora_B of the kernel for compute capability 9: to shared memory, to registers, through the matrix units.
 #pragma once
-#include <type_traits>
-
 #include "adapters.cuh"
 #include "hopper_device.cuh"
 
@@ -149,31 +147,27 @@ __device__ __forceinline__ void multiply_narrow(float (&sum)[32], const char* fr
 
 template <int Groups, bool First, typename Meanwhile>
 __device__ __forceinline__ void multiply_wide(float (&sum)[32], const Operand<true>& b, const MatrixA& a, int c,
-                                              bool turned, const Meanwhile& meanwhile) {
+                                              const Meanwhile& meanwhile) {
   // The small products on their own: the matrix unit cuts what it adds, and would cut the large sum for each.
   float small[32], large[32];
-  const auto multiply = [&](auto over) {
-    await_turn();
-    wgmma_begin();
+  await_turn();
+  wgmma_begin();
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
+  for (int h = 0; h < 2; ++h) {
 #pragma unroll
-      for (int i = 0; i < kSmallProducts; ++i) {
-        const SmallProduct p = small_product(i);
-        if (decltype(over)::value ? p.turned : p.straight) b.multiply(small, p.b, h, a(c, h, p.a), h > 0 || i > 1);
-      }
+    for (int i = 0; i < kSmallProducts; ++i) {
+      const SmallProduct p = small_product(i);
+      if (p.straight) b.multiply(small, p.b, h, a(c, h, p.a), h + i > 0);
     }
-    b.multiply(large, 0, 0, a(c, 0), 0);
-    b.multiply(large, 0, 1, a(c, 1), 1);
-    wgmma_commit();
-    pass_turn<Groups>();
-    meanwhile();
-    wgmma_wait();
-    settle(small);
-    settle(large);
-  };
-  if (turned) multiply(std::true_type{});
-  else multiply(std::false_type{});
+  }
+  b.multiply(large, 0, 0, a(c, 0), 0);
+  b.multiply(large, 0, 1, a(c, 1), 1);
+  wgmma_commit();
+  pass_turn<Groups>();
+  meanwhile();
+  wgmma_wait();
+  settle(small);
+  settle(large);
 #pragma unroll
   for (int i = 0; i < 32; ++i) sum[i] = First ? large[i] + small[i] : sum[i] + (large[i] + small[i]);
 }
@@ -182,16 +176,16 @@ __device__ __forceinline__ void multiply_wide(float (&sum)[32], const Operand<tr
 // which all boxes of a tile share, as splitting takes long.
 template <int Groups, bool Wide, typename Meanwhile>
 __device__ __forceinline__ void multiply(float (&sum)[32], const Operand<Wide>& first, const char* from_B, int row,
-                                         const MatrixA& a, int rank, bool turned, const Meanwhile& meanwhile) {
+                                         const MatrixA& a, int rank, const Meanwhile& meanwhile) {
   const int chunks = (rank + kChunk - 1) / kChunk;
   const auto nothing = [] {};
   if constexpr (Wide) {
-    multiply_wide<Groups, true>(sum, first, a, 0, turned, meanwhile);
+    multiply_wide<Groups, true>(sum, first, a, 0, meanwhile);
 #pragma unroll 1
     for (int c = 1; c < chunks; ++c) {
       Operand<true> b;
       b.load(from_B, c, row);
-      multiply_wide<Groups, false>(sum, b, a, c, turned, nothing);
+      multiply_wide<Groups, false>(sum, b, a, c, nothing);
     }
   } else if (chunks == 1) {
     multiply_narrow<Groups, 1, true>(sum, from_B, row, a, 0, meanwhile);

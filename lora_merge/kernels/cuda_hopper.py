@@ -26,6 +26,7 @@ from ..segments import (
     LORA_A_STRIDE,
     LORA_B,
     LORA_B_STRIDE,
+    PITCH,
     RANK,
     ROWS,
     SOURCE,
@@ -72,6 +73,7 @@ def serves(table: np.ndarray, wide: np.ndarray, device: torch.device, beside: in
     fits &= _rows_of_vectors(table, LORA_A, LORA_A_STRIDE, size, rank)
     fits &= _rows_of_vectors(table, LORA_B, LORA_B_STRIDE, size, table[:, ROWS])
     fits &= wide | (rank % 8 == 0)  # the map of bf16 lora_A takes eight ranks apart
+    fits &= ~(wide & _turned(table))  # parts of float32 adapters are summed in one order here
     if not _available(device):
         return fits & False
     return fits & (rank <= np.where(wide, _most_rank(True, device, beside), _most_rank(False, device, beside)))
@@ -110,6 +112,12 @@ def are_large(table: np.ndarray, processors: int) -> bool:
 def maps(table: np.ndarray, wide: bool, device: torch.device) -> Tensor:
     """The tensor maps of a cut table, uint8 `[segments, 512]`, on the device or, of a small table, on the CPU."""
     return torch.ops.lora_merge_native.tensor_maps(torch.from_numpy(table), wide).to(device)
+
+
+def _turned(table: np.ndarray) -> np.ndarray:
+    """As in csrc/segments.h."""
+    row, col = table[:, PITCH], table[:, PITCH + 1]
+    return (row < col) | ((row == col) & (table[:, ROWS] < table[:, COLS]))
 
 
 def _rows_of_vectors(
