@@ -137,16 +137,12 @@ struct Ring {
 
 // ---- asking for tiles ----------------------------------------------------------------------------------------------
 
-// By a warp: its lanes read a word each, so that they wait for memory once; the one that arrives at barriers writes all.
+// By a warp, a word a lane: tiles are asked for as late as this takes, and through one lane it takes some percent of a
+// merge. (racecheck then reports all of it: that a lane writes, `__syncwarp` and another lane's arrival tell others is
+// beyond it. With one lane that writes it reports nothing.)
 __device__ __forceinline__ void copy_words(Segment& to, const Segment& from) {
-  constexpr int kWords = sizeof(Segment) / 8;
   const int lane = threadIdx.x % 32;
-  const int64_t own = reinterpret_cast<const int64_t*>(&from)[lane < kWords ? lane : 0];
-#pragma unroll 1
-  for (int i = 0; i < kWords; ++i) {
-    const int64_t word = __shfl_sync(~0u, own, i);
-    if (lane == 0) reinterpret_cast<int64_t*>(&to)[i] = word;
-  }
+  if (lane < 24) reinterpret_cast<int64_t*>(&to)[lane] = reinterpret_cast<const int64_t*>(&from)[lane];
   __syncwarp();
 }
 
