@@ -5,8 +5,8 @@
     python benchmarks/sweep.py --draw benchmarks/results/sweep-h200.json --plot docs/images/sweep-h200.png
 
 The grid of a GPU takes some minutes on an H200, that of a CPU is small. Values are checked by merge.py, not here.
-Points of the same bytes are measured by the same copy: where it moves, it is taken once more, and what remains is
-flagged. `--draw` takes the figures from a file and measures nothing.
+How fast a copy is depends on where its buffers happen to lie: of all copies of the same bytes the fastest counts, and
+`own_copy_ms` is the one that was taken beside a point. `--draw` takes the figures from a file and measures nothing.
 """
 
 from __future__ import annotations
@@ -95,8 +95,6 @@ STYLES = {
 }
 BUDGET_S = 3
 """Seconds of timed runs a method and point, after which no further one begins."""
-COPY_MOVES = 0.03
-"""A copy that differs by more from the fastest of the same bytes is flagged: multiples of it are of something else."""
 
 
 def measure(method: Method, device: torch.device, repeat: int) -> dict[str, Any]:
@@ -114,13 +112,15 @@ def measure(method: Method, device: torch.device, repeat: int) -> dict[str, Any]
     }
 
 
-def moved(points: Sequence[dict[str, Any]]) -> Iterator[float]:
-    """The copy of each point in multiples of the fastest one of the same bytes."""
+def compare(points: Sequence[dict[str, Any]]) -> None:
+    """Times in multiples of the fastest copy of the same bytes, of all that were taken."""
     for p in points:
-        yield p["copy_ms"] / min(other["copy_ms"] for other in points if other["bytes"] == p["bytes"])
+        p["copy_ms"] = min(other["own_copy_ms"] for other in points if other["bytes"] == p["bytes"])
+        for m in p["methods"].values():
+            m["x_copy"] = m["ms"] / p["copy_ms"]
 
 
-def point(shape: shapes.Shape, rank: int, args: argparse.Namespace, before: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def point(shape: shapes.Shape, rank: int, args: argparse.Namespace) -> dict[str, Any]:
     """Every method on one job, with both limits of the machine taken beside it."""
     dtype, adapter_dtype = merge.DTYPES[args.dtype], merge.DTYPES[args.adapter_dtype]
     with torch.enable_grad():
@@ -136,19 +136,14 @@ def point(shape: shapes.Shape, rank: int, args: argparse.Namespace, before: Sequ
             methods[name] = measure(METHODS[name](model, matrices), args.device, args.repeat)
         except torch.OutOfMemoryError as error:
             skipped[name] = str(error).splitlines()[0]
-    typical = timing.typical(args.device)
-    copy_ms = typical(copies + timing.copies(nbytes, args.device, args.repeat))
-    if any(abs(copy_ms / p["copy_ms"] - 1) > COPY_MOVES for p in before if p["bytes"] == nbytes):
-        copy_ms = typical(timing.copies(nbytes, args.device, args.repeat))
+    copies += timing.copies(nbytes, args.device, args.repeat)
     parts = merge.product_parts(args.device, adapter_dtype)
-    for m in methods.values():
-        m["x_copy"] = m["ms"] / copy_ms
     return {
         "rank": rank,
         "matrices": len(matrices),
         "elements": elements,
         "bytes": nbytes,
-        "copy_ms": copy_ms,
+        "own_copy_ms": timing.typical(args.device)(copies),
         "products_ms": 2e3 * parts * rank * elements / operations,
         "operations_s": operations,
         "methods": methods,
@@ -163,11 +158,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     with report.Progress(steps=len(jobs)) as progress:
         for sweep, name, shape, rank in jobs:
             progress.say(f"{sweep}: {name}, rank {rank}")
-            points.append({"sweep": sweep, "name": name, **point(shape, rank, args, points)})
+            points.append({"sweep": sweep, "name": name, **point(shape, rank, args)})
             gc.collect()
             progress.advance()
-    for p, times in zip(points, moved(points), strict=True):
-        p["copy_moved"] = times
+    compare(points)
     return {
         "device": args.device.type,
         "dtype": args.dtype,
@@ -244,13 +238,11 @@ def draw(record: dict[str, Any], file: Path) -> None:
 def table(record: dict[str, Any]) -> None:
     """A line a point: its limits, then the multiple of the copy and the share of extra memory of each method."""
     out = report.console()
-    for p, times in zip(record["points"], moved(record["points"]), strict=True):
+    for p in record["points"]:
         out.print(
             f"{p['sweep']} {p['name']}, rank {p['rank']}: {p['bytes'] / 1e9:.3g} GB in {p['matrices']} matrices, copy "
             f"{p['copy_ms']:.2f} ms, products {p['products_ms']:.2f} ms"
         )
-        if times > 1 + COPY_MOVES:
-            out.print(f"    THE COPY MOVED: {times:.2f} times the fastest of the same bytes; its multiples are too low")
         for name, m in p["methods"].items():
             out.print(
                 f"    {name:36} {m['ms']:9.2f} ms {m['x_copy']:7.2f} copies, extra {m['extra_bytes'] / p['bytes']:.3f}"
