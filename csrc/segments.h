@@ -49,7 +49,6 @@ LORA_MERGE_HD bool turned(const Segment& s) {
 
 // Random bits of stochastic rounding: the same function in every backend.
 // Two rounds of a 32-bit avalanche hash over (key ^ seed, index of the element in the whole weight).
-
 LORA_MERGE_HD uint32_t avalanche(uint32_t x) {
   x ^= x >> 16;
   x *= 0x7feb352dU;

@@ -138,8 +138,8 @@ struct Ring {
 // ---- asking for tiles ----------------------------------------------------------------------------------------------
 
 // By a warp, a word a lane: tiles are asked for as late as this takes, and through one lane it takes some percent of a
-// merge. (racecheck then reports all of it: that a lane writes, `__syncwarp` and another lane's arrival tell others is
-// beyond it. With one lane that writes it reports nothing.)
+// merge. (racecheck reports it: a lane's access, `__syncwarp` and another lane's arrival at a barrier are a chain that
+// it does not follow. With one lane that writes, tests/sanitize.py was clean.)
 __device__ __forceinline__ void copy_words(Segment& to, const Segment& from) {
   const int lane = threadIdx.x % 32;
   if (lane < 24) reinterpret_cast<int64_t*>(&to)[lane] = reinterpret_cast<const int64_t*>(&from)[lane];
