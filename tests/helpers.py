@@ -21,6 +21,9 @@ SUM_ERROR = 2.0**-23
 """of |W| + |out|: the float32 addition, and the rounding of the update before it, round to 2^-24 each."""
 PRODUCT_ERROR = 2.0**-20
 """of |scaling| sum |B| |A|: products better than 2^-22, and a float32 sum over up to 512 of them in blocks."""
+CUT = 2.0**-24
+"""of the same for each rank, where a GPU's matrix unit sums all of them: a step of it adds 16 products to the sum, and
+keeps two bits or more beyond those of float32 meanwhile, so it cuts off less than 16 * 2^-25 + 2^-23 of the largest."""
 CORRECTLY_ROUNDED = {torch.bfloat16: 0.9999, torch.float16: 0.999, torch.float32: 0.0}
 """share of elements equal to the correctly rounded result while the update stays below a tenth of the weights.
 
@@ -60,7 +63,10 @@ def bound(s: Segment, out: Tensor, *, stochastic: bool = False) -> Tensor:
     allowed = allowed + SUM_ERROR * (s.source.double().abs() * scale + out.double().abs())
     if s.lora_A is not None and s.lora_B is not None:
         products = s.lora_B.double().abs() @ s.lora_A.double().abs()
-        allowed = allowed + PRODUCT_ERROR * abs(s.scaling) * products * scale
+        cut = s.source.is_cuda and {s.lora_A.dtype, s.lora_B.dtype} == {torch.bfloat16}
+        cut &= s.source.itemsize == out.itemsize == 2
+        error = max(PRODUCT_ERROR, CUT * s.lora_A.shape[0]) if cut else PRODUCT_ERROR
+        allowed = allowed + error * abs(s.scaling) * products * scale
     return allowed
 
 

@@ -176,6 +176,19 @@ def test_deterministic(backend: Backend, rounding: str) -> None:
         assert_same_bits(alone.destination, wanted, "the segment alone")
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_sums_of_one_sign(backend: Backend, dtype: torch.dtype) -> None:
+    """Where all products have one sign, what a matrix unit cuts off adds up, rank after rank."""
+    rows, cols, rank = (16, 64, 96) if backend.interpreted else (192, 512, 384)
+    generator = torch.Generator().manual_seed(0)
+    base = torch.rand(rows, cols, generator=generator).to(dtype)
+    a, b = (torch.rand(*shape, generator=generator).add_(1).bfloat16() for shape in ((rank, cols), (rows, rank)))
+    base, a, b = (t.to(backend.device) for t in (base, a, b))
+    s = Segment("one sign", base, torch.zeros_like(base), a, b, 0.01)
+    run(s)
+    assert_accurate(s, s.destination)
+
+
 def test_scaling_and_empty_rectangles(backend: Backend) -> None:
     """Rectangles without rows or columns are no work, and do not disturb their neighbours."""
     dtypes = (torch.float32,) * 4

@@ -129,13 +129,18 @@ __device__ constexpr SmallProduct small_product(int i) {
   return order[i];
 }
 
-// 32 ranks for 64 columns and `Steps` times eight rows: sum += A^T B^T. Wide products that are small go to a sum of
-// their own: the matrix unit cuts what it adds, and would cut the large sum once for each of them. The First chunk does
-// not add to a sum, but begins it.
-template <bool Wide, int Steps, bool First = false>
+// Whether sums of 32 ranks are added to each other with rounding, and not in the matrix unit, see merge.cuh.
+template <typename Source, typename Destination, bool Wide>
+constexpr bool kRoundedSums = Wide || sizeof(Source) == 4 || sizeof(Destination) == 4;
+
+// 32 ranks for 64 columns and `Steps` times eight rows: sum += A^T B^T, in the matrix unit; or, Rounded, a sum of these
+// ranks is added to it. Wide products that are small go to a sum of their own: the matrix unit cuts what it adds, and
+// would cut the large sum once for each of them. Of Rounded sums the First chunk does not add to one, but begins it.
+template <bool Wide, bool Rounded, int Steps, bool First = false>
 __device__ __forceinline__ void multiply_chunk(float (&sum)[Steps][4][4], uint32_t a_address, int pitch,
                                                int plane_bytes, const uint32_t (&b)[Steps][Wide ? 3 : 1][4],
                                                bool turned) {
+  static_assert(Rounded || !Wide);
 #pragma unroll
   for (int t = 0; t < 4; ++t) {
     float large[Steps][4] = {}, small[Steps][4] = {};
@@ -154,16 +159,18 @@ __device__ __forceinline__ void multiply_chunk(float (&sum)[Steps][4][4], uint32
             if (turned ? p.turned : p.straight) mma(small[j], a[p.a], b[j][p.b][2 * h], b[j][p.b][2 * h + 1]);
           }
         }
-        mma(large[j], a[0], b[j][0][2 * h], b[j][0][2 * h + 1]);
+        mma(Rounded ? large[j] : sum[j][t], a[0], b[j][0][2 * h], b[j][0][2 * h + 1]);
       }
     }
+    if constexpr (Rounded) {
 #pragma unroll
-    for (int j = 0; j < Steps; ++j)
+      for (int j = 0; j < Steps; ++j)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const float chunk = Wide ? large[j][e] + small[j][e] : large[j][e];
-        sum[j][t][e] = First ? chunk : sum[j][t][e] + chunk;
-      }
+        for (int e = 0; e < 4; ++e) {
+          const float chunk = Wide ? large[j][e] + small[j][e] : large[j][e];
+          sum[j][t][e] = First ? chunk : sum[j][t][e] + chunk;
+        }
+    }
   }
 }
 

@@ -9,8 +9,8 @@
 //   lora_B  64 rows, all ranks, beside W in the stage: a box a chunk of 32 ranks.
 //   lora_A  the strip's columns, all ranks, once a unit, ahead of it as W is: boxes of 64 columns. float32 ones are
 //           split into three bf16 parts when their unit begins.
-//   wgmma   64 rows x 64 columns x 16 ranks; lora_B from registers, lora_A from shared memory. 32 ranks are summed in
-//           the matrix unit and then added to the rest (round to nearest), as everywhere in this package.
+//   wgmma   64 rows x 64 columns x 16 ranks; lora_B from registers, lora_A from shared memory. All ranks are summed in
+//           the matrix unit; of float32 adapters 32 of them, which are then added to the rest (round to nearest).
 //   out     the result takes W's place in the stage and goes out box by box.
 //
 // What becomes of a box once its products are there is a way's, the kernel's last argument:

@@ -110,39 +110,28 @@ struct MatrixA {
   }
 };
 
-__device__ __forceinline__ void multiply_chunk(float (&d)[32], const Operand<false>& b, const MatrixA& a, int c) {
-  b.multiply(d, 0, 0, a(c, 0), 0);
-  b.multiply(d, 0, 1, a(c, 1), 1);
-}
-// A chunk is summed in the matrix unit, and then added to the rest.
-template <bool First>
-__device__ __forceinline__ void take(float (&sum)[32], float (&d)[32]) {
-  settle(d);
-#pragma unroll
-  for (int i = 0; i < 32; ++i) sum[i] = First ? d[i] : sum[i] + d[i];
-}
-
-// sum += the products of chunk c, or of Count = 2 from c on. The First chunk begins the sum. `meanwhile()` is called
-// while the matrix unit works.
-template <int Groups, int Count, bool First, typename Meanwhile>
+// The products of `count` chunks from c on, but of no more than Most of them: a turn. They are added to the sum in the
+// matrix unit; chunk 0 begins it. `meanwhile()` is called while the matrix unit works.
+template <int Groups, int Most, typename Meanwhile>
 __device__ __forceinline__ void multiply_narrow(float (&sum)[32], const char* from_B, int row, const MatrixA& a, int c,
-                                                const Meanwhile& meanwhile) {
-  constexpr bool kAlone = First && Count == 1;
-  Operand<false> b0, b1;
-  float d0[32], d1[32];
-  b0.load(from_B, c, row);
-  if constexpr (Count == 2) b1.load(from_B, c + 1, row);
+                                                int count, const Meanwhile& meanwhile) {
+  if constexpr (Most > 1)
+    if (count < Most) return multiply_narrow<Groups, Most - 1>(sum, from_B, row, a, c, count, meanwhile);
+  Operand<false> b[Most];
+#pragma unroll
+  for (int i = 0; i < Most; ++i) b[i].load(from_B, c + i, row);
   await_turn();
   wgmma_begin();
-  multiply_chunk(kAlone ? sum : d0, b0, a, c);
-  if constexpr (Count == 2) multiply_chunk(d1, b1, a, c + 1);
+#pragma unroll
+  for (int i = 0; i < Most; ++i) {
+    b[i].multiply(sum, 0, 0, a(c + i, 0), c + i > 0);
+    b[i].multiply(sum, 0, 1, a(c + i, 1), 1);
+  }
   wgmma_commit();
   pass_turn<Groups>();
   meanwhile();
   wgmma_wait();
-  if constexpr (kAlone) settle(sum);
-  else take<First>(sum, d0);
-  if constexpr (Count == 2) take<false>(sum, d1);
+  settle(sum);
 }
 
 template <int Groups, bool First, typename Meanwhile>
@@ -187,14 +176,12 @@ __device__ __forceinline__ void multiply(float (&sum)[32], const Operand<Wide>& 
       b.load(from_B, c, row);
       multiply_wide<Groups, false>(sum, b, a, c, nothing);
     }
-  } else if (chunks == 1) {
-    multiply_narrow<Groups, 1, true>(sum, from_B, row, a, 0, meanwhile);
   } else {
-    multiply_narrow<Groups, 2, true>(sum, from_B, row, a, 0, meanwhile);
-    int c = 2;
+    constexpr int kMost = Groups == 2 ? 8 : 2;  // chunks of a turn, as there are registers for lora_B
+    multiply_narrow<Groups, kMost>(sum, from_B, row, a, 0, chunks, meanwhile);
 #pragma unroll 1
-    for (; (c + 1) * kChunk < rank; c += 2) multiply_narrow<Groups, 2, false>(sum, from_B, row, a, c, nothing);
-    if (c * kChunk < rank) multiply_narrow<Groups, 1, false>(sum, from_B, row, a, c, nothing);
+    for (int c = kMost; c < chunks; c += kMost)
+      multiply_narrow<Groups, kMost>(sum, from_B, row, a, c, chunks - c, nothing);
   }
 }
 

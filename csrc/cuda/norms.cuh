@@ -41,8 +41,8 @@ __global__ void __launch_bounds__(kThreads) row_norms_kernel(const __grid_consta
         for (int k = 0; k < count; k += kChunk) {
           uint32_t b[1][3][4];
           operand_B<true>(b[0], fetch_B<true>(s, first_row + lane / 4, first + k + quad * 8));
-          multiply_chunk<true, 1>(sum, a_address + k * kPitch * 2, kPitch, up_to_chunk(count) * kPitch * 2, b,
-                                  turned(s));
+          multiply_chunk<true, true, 1>(sum, a_address + k * kPitch * 2, kPitch, up_to_chunk(count) * kPitch * 2, b,
+                                        turned(s));
         }
       }
       const int col = strip + lane / 4 * 8;

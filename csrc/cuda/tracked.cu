@@ -159,8 +159,8 @@ __global__ void __launch_bounds__(kThreads, 2)
             piece = staged_piece<Wide>(pieces + from + c * (Wide ? 2 : 1) * kVector);
           operand_B<Wide>(b[j], piece);
         }
-        multiply_chunk<Wide, kHalves, decltype(first)::value>(sum, a_address + c * kChunk * pitch * 2, pitch,
-                                                              plane_bytes, b, over);
+        multiply_chunk<Wide, kRoundedSums<T, T, Wide>, kHalves, decltype(first)::value>(
+            sum, a_address + c * kChunk * pitch * 2, pitch, plane_bytes, b, over);
       };
       if (rank > 0) multiply(std::true_type{}, 0);
 #pragma unroll 1
