@@ -40,7 +40,7 @@ class Machine:
     """GB/s as programs see them. A merge or a copy of n bytes moves 2n."""
 
     copy: float = 4240
-    merge_copies: float = 1.03
+    merge_copies: float = 1.02
     gather: float = 308
     broadcast: float = 368
     peer: float = 371

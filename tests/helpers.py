@@ -15,7 +15,7 @@ from lora_merge.segments import FLOATS
 
 # ---- tolerances ------------------------------------------------------------------------------------------------------
 # They follow from the arithmetic that every backend keeps to: products at float32 accuracy or better, summed in
-# float32, added to the base in float32, rounded once.
+# float32 (but see CUT), added to the base in float32, rounded once.
 
 SUM_ERROR = 2.0**-23
 """of |W| + |out|: the float32 addition, and the rounding of the update before it, round to 2^-24 each."""

@@ -41,7 +41,7 @@ constexpr int kStoreWarps = 2;
 
 // Warpgroups that multiply: two, or three for a way that waits for latencies more than for memory. With three, a box
 // must take one turn, or a group without a box at the end would keep its turn: up to kManyRank.
-constexpr int kManyRank = 2 * kChunk;
+constexpr int kManyRank = kChunksOfTurn<3> * kChunk;
 template <int Groups>
 constexpr int kWarpsOfGroups = 4 * Groups;
 template <int Groups>

@@ -110,8 +110,12 @@ struct MatrixA {
   }
 };
 
-// The products of `count` chunks from c on, but of no more than Most of them: a turn. They are added to the sum in the
-// matrix unit; chunk 0 begins it. `meanwhile()` is called while the matrix unit works.
+// As there are registers for lora_B.
+template <int Groups>
+constexpr int kChunksOfTurn = Groups == 2 ? 8 : 2;
+
+// A turn: the products of the next `count` chunks from c on, of Most of them at the most. They are added to the sum in
+// the matrix unit; chunk 0 begins it. `meanwhile()` is called while the matrix unit works.
 template <int Groups, int Most, typename Meanwhile>
 __device__ __forceinline__ void multiply_narrow(float (&sum)[32], const char* from_B, int row, const MatrixA& a, int c,
                                                 int count, const Meanwhile& meanwhile) {
@@ -177,7 +181,7 @@ __device__ __forceinline__ void multiply(float (&sum)[32], const Operand<Wide>& 
       multiply_wide<Groups, false>(sum, b, a, c, nothing);
     }
   } else {
-    constexpr int kMost = Groups == 2 ? 8 : 2;  // chunks of a turn, as there are registers for lora_B
+    constexpr int kMost = kChunksOfTurn<Groups>;
     multiply_narrow<Groups, kMost>(sum, from_B, row, a, 0, chunks, meanwhile);
 #pragma unroll 1
     for (int c = kMost; c < chunks; c += kMost)

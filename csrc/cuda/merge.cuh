@@ -5,9 +5,9 @@
 //   W, B global -> shared by cp.async, several steps ahead, across units, to memory of the warp's own: no barrier.
 //   A    the strip's columns of lora_A, all ranks, in shared memory (in registers up to rank 32), loaded once a unit.
 //   mma  (A^T)(B^T): columns of W are the 16-wide side of the matrix unit, rows the 8-wide side. Products of bf16,
-//        float32 sums. All ranks are summed in the matrix unit. Its adder truncates, by up to 2^-20 of the sum for 16
-//        ranks, which rounding to 16 bits hides; where W or the result is float32, or the adapters are, 32 ranks are
-//        summed there and then added to the rest (round to nearest).
+//        float32 sums. All ranks are summed in the matrix unit. Its adder truncates, by up to 2^-20 of what it adds for
+//        16 ranks, which is small beside rounding to 16 bits; where W or the result is float32, or the adapters are,
+//        32 ranks are summed there and then added to the rest (round to nearest).
 //   out  registers -> the stage of W -> global, so that eight lanes write 128 adjacent bytes.
 //
 // Two permutations make every access 16 bytes wide without a shuffle. Columns: place 16t + 8h + g of a strip in shared
