@@ -63,10 +63,9 @@ def bound(s: Segment, out: Tensor, *, stochastic: bool = False) -> Tensor:
     allowed = allowed + SUM_ERROR * (s.source.double().abs() * scale + out.double().abs())
     if s.lora_A is not None and s.lora_B is not None:
         products = s.lora_B.double().abs() @ s.lora_A.double().abs()
-        cut = s.source.is_cuda and {s.lora_A.dtype, s.lora_B.dtype} == {torch.bfloat16}
-        cut &= s.source.itemsize == out.itemsize == 2
-        error = max(PRODUCT_ERROR, CUT * s.lora_A.shape[0]) if cut else PRODUCT_ERROR
-        allowed = allowed + error * abs(s.scaling) * products * scale
+        sixteen_bits = s.source.itemsize == out.itemsize == 2 and s.lora_A.dtype == s.lora_B.dtype == torch.bfloat16
+        truncated = CUT * s.lora_A.shape[0] if s.source.is_cuda and sixteen_bits else 0.0
+        allowed = allowed + max(PRODUCT_ERROR, truncated) * abs(s.scaling) * products * scale
     return allowed
 
 

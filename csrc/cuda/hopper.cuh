@@ -141,8 +141,10 @@ struct Ring {
 // merge. (racecheck reports it: a lane's access, `__syncwarp` and another lane's arrival at a barrier are a chain that
 // it does not follow. With one lane that writes, tests/sanitize.py was clean.)
 __device__ __forceinline__ void copy_words(Segment& to, const Segment& from) {
+  constexpr int kWords = sizeof(Segment) / 8;
+  static_assert(kWords <= 32);
   const int lane = threadIdx.x % 32;
-  if (lane < 24) reinterpret_cast<int64_t*>(&to)[lane] = reinterpret_cast<const int64_t*>(&from)[lane];
+  if (lane < kWords) reinterpret_cast<int64_t*>(&to)[lane] = reinterpret_cast<const int64_t*>(&from)[lane];
   __syncwarp();
 }
 
