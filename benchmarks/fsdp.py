@@ -88,14 +88,14 @@ def rollout(args: argparse.Namespace, folder: Path) -> Iterator[Any]:
 
 @torch.no_grad()
 def part_merge(args: argparse.Namespace, model: nn.Module, device: torch.device) -> Record:
-    from lora_merge.live import live
+    from lora_merge.models.live import live
 
     return merge_on_shards(live(model), device, args.repeats)
 
 
 def part_push(args: argparse.Namespace, model: nn.Module, engine: Any, device: torch.device) -> Record:
     from lora_merge import VllmSync
-    from lora_merge.live import live
+    from lora_merge.models.live import live
 
     made: list[VllmSync] = []
 

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from timing import copies, launches, milliseconds
 
-from lora_merge.live import Live
-from lora_merge.operands import MergePlan, Operands, Turn
+from lora_merge.models.live import Live
+from lora_merge.models.operands import MergePlan, Operands, Turn
 
 COPY_TARGET, GATHER_TARGET = 1.25, 1.2
 """A merge may take this many copies of its bytes; with the collectives, that and this many gathers of theirs."""

@@ -144,7 +144,7 @@ def work(rank: int, args: argparse.Namespace, store: str) -> None:
 
 def measure(chunks: list[Any], args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     from lora_merge import MergedWeights
-    from lora_merge.live import live
+    from lora_merge.models.live import live
 
     model: Any = live(chunks)
     _, deltas = model.adapters()

@@ -1,7 +1,7 @@
 // The operators behind lora_merge/kernels: a segment table in, memory behind its addresses written.
 //
 // They are internal: what they write is not in their schemas, so that no graph may hold them. The public operators
-// (lora_merge/ops.py) are registered in Python and know what they mutate. The dispatcher releases the GIL around them.
+// (lora_merge/kernels/ops.py) are registered in Python and know what they mutate. The dispatcher releases the GIL around them.
 #include <torch/library.h>
 
 #include "cpu/launch.h"

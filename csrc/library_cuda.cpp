@@ -1,5 +1,5 @@
 // Operators of the CUDA kernels; compiled only where torch has CUDA. The mutation goes through addresses in the table,
-// so these are internal: lora_merge/ops.py holds the public operators with their schemas.
+// so these are internal: lora_merge/kernels/ops.py holds the public operators with their schemas.
 #include "library_cuda.h"
 
 #include <ATen/cuda/CUDAContext.h>

@@ -1,4 +1,4 @@
-// The segment table: what every compiled kernel reads, and what lora_merge/segments.py writes.
+// The segment table: what every compiled kernel reads, and what lora_merge/kernels/segments.py writes.
 //
 // A segment is one rectangle of work:
 //
@@ -33,7 +33,7 @@ struct Segment {
   int64_t unit_begin;   // first work unit of this segment within its launch (set by the backend)
   int64_t units_across; // work units side by side in a row of units (set by the backend)
 };
-static_assert(sizeof(Segment) == 24 * 8, "lora_merge/segments.py packs 24 words");
+static_assert(sizeof(Segment) == 24 * 8, "lora_merge/kernels/segments.py packs 24 words");
 
 #if defined(__CUDACC__)
 #define LORA_MERGE_HD __host__ __device__ __forceinline__

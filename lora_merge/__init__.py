@@ -1,8 +1,7 @@
 """lora_merge: add LoRA adapters to base weights where they lie, at copy speed, and get them into a rollout engine."""
 
-from . import restore, verify
+from . import megatron, restore, verify
 from .context import merged
-from .delta import Delta
 from .engine import SyncReport, VllmSync
 from .errors import (
     AlreadyMerged,
@@ -15,11 +14,12 @@ from .errors import (
     PushRefused,
     UnsupportedAdapter,
 )
-from .lora import read_deltas
-from .ops import merge, merge_, run_segments, unmerge_
-from .plan import Plan
-from .segments import Segment
-from .weights import MergedWeights
+from .kernels.ops import merge, merge_, run_segments, unmerge_
+from .kernels.plan import Plan
+from .kernels.segments import Segment
+from .models.delta import Delta
+from .models.peft.read import read_deltas
+from .stream.weights import MergedWeights
 
 __version__ = "0.1.0"
 
@@ -39,6 +39,7 @@ __all__ = [
     "SyncReport",
     "UnsupportedAdapter",
     "VllmSync",
+    "megatron",
     "merge",
     "merge_",
     "merged",

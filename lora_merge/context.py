@@ -13,17 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from . import kernels
-from .buckets import BUCKET_BYTES, batched
-from .claims import Look, merging, to_the_end
-from .delta import Delta, Job, whole_job
 from .errors import InvalidInput, NotRestored
-from .exchange import Exchange, check_strategy
-from .live import Live, live
-from .operands import MergePlan, Operands, Turn
-from .ranks import Ranks, noted
-from .restore import TrackedPlan
-from .segments import raw
+from .kernels.segments import raw
+from .kernels.tracked import TrackedPlan
+from .models.claims import Look, merging, to_the_end
+from .models.delta import Delta, Job, whole_job
+from .models.live import Live, live
+from .models.operands import MergePlan, Operands, Turn
 from .shards import Address, cut
+from .shards.exchange import Exchange, check_strategy
+from .shards.ranks import Ranks, noted
+from .stream.buckets import BUCKET_BYTES, batched
 
 Model = TypeVar("Model")
 
@@ -86,7 +86,7 @@ def merged(model: Model, *, restore: str = "exact", strategy: str | None = None)
 
     Args:
         model: a `PeftModel`, or any module that holds PEFT's LoRA layers. Or the chunks of a megatron-core model, as
-            they are or in `lora_merge.shards.megatron.Chunks`.
+            they are or in `lora_merge.megatron.Chunks`.
         restore: "exact", the only way.
         strategy: None: weights are merged where they lie. "unshard": sharded weights are gathered, merged whole and
             cut again, bucket by bucket; it gives the same bits and costs their bytes over the network.

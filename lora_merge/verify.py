@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .buckets import checksum
-from .delta import Delta, whole_job
 from .errors import InvalidInput
-from .lora import read_deltas
-from .operands import MergePlan, Operands, Turn
-from .ranks import Ranks
-from .segments import FLOATS
-from .weights import MergedWeights
+from .kernels.segments import FLOATS
+from .models.delta import Delta, whole_job
+from .models.operands import MergePlan, Operands, Turn
+from .models.peft.read import read_deltas
+from .shards.ranks import Ranks
+from .stream.buckets import checksum
+from .stream.weights import MergedWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +44,15 @@ def coverage(engine: Any) -> list[Coverage]:
     Args:
         engine: as for `VllmSync`; of an `AsyncLLM` use `acoverage`.
     """
-    from .engine.control import drive
+    from .engine.vllm.control import drive
 
     return drive(acoverage(engine))
 
 
 async def acoverage(engine: Any) -> list[Coverage]:
     """As `coverage`, in an `AsyncLLM`'s event loop."""
-    from .engine.control import control_of
     from .engine.state import State
+    from .engine.vllm.control import control_of
 
     answers = await control_of(engine).rpc("coverage")
     found = []

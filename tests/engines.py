@@ -188,12 +188,12 @@ def save_base(base: nn.Module, folder: Path) -> None:
     """The base in HF format, without what PEFT injected into it."""
     from safetensors.torch import save_file
 
-    import lora_merge.weights
+    import lora_merge.stream.weights
 
     folder.mkdir(parents=True)
     base.config.architectures = [type(base).__name__]
     base.config.save_pretrained(folder)
-    stream = lora_merge.weights.MergedWeights(base, adapters=False)
+    stream = lora_merge.stream.weights.MergedWeights(base, adapters=False)
     save_file({name: t.contiguous().clone() for name, t in stream}, folder / "model.safetensors", {"format": "pt"})
 
 

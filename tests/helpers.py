@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lora_merge import Plan, Segment
 from lora_merge.kernels import reference
-from lora_merge.segments import FLOATS
+from lora_merge.kernels.segments import FLOATS
 
 # ---- tolerances ------------------------------------------------------------------------------------------------------
 # They follow from the arithmetic that every backend keeps to: products at float32 accuracy or better, summed in

@@ -1,7 +1,7 @@
 """Real megatron-core models on the CPU (gloo), loaded from HF models, with adapters.
 
 The loader is written from Megatron's own description of its layouts, with reshapes and chunks of whole tensors, and
-shares nothing with `lora_merge.shards.megatron`.
+shares nothing with `lora_merge.models.megatron.read`.
 
 The layers of mcore-bridge need TransformerEngine, which has no CPU build; `LoraParallelLinear` here has its attributes
 (PEFT's `LoraLayer`, lora_A and lora_B as parallel or replicated linears) and its forward. Megatron-Bridge's own modules

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lora_merge import MergedWeights
-from lora_merge.engine.adapter import AdapterSource, filler_of
-from lora_merge.shards.megatron import Chunks
+from lora_merge.engine.vllm.adapter import AdapterSource, filler_of
+from lora_merge.megatron import Chunks
 
 
 def exported(model: Chunks) -> dict[str, Tensor]:

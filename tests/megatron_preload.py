@@ -8,7 +8,7 @@ os.environ["TORCHDYNAMO_DISABLE"] = "1"  # megatron-core compiles activations, w
 import docs_code
 import helpers
 import lora_merge.kernels.cpu
-import lora_merge.megatron
+import lora_merge.models.megatron.live
 import megatron.core.models.gpt.gpt_layer_specs
 import megatron.core.transformer.attention
 import megatron_models

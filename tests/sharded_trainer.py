@@ -29,7 +29,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 from lora_merge import LoraMergeError, PushFailed, VllmSync
-from lora_merge.stream import Filler
+from lora_merge.stream.filler import Filler
 
 LORA = {"enable_lora": True, "max_lora_rank": 8}
 

@@ -13,7 +13,7 @@ from helpers import assert_same_bits
 from torch import Tensor
 
 from lora_merge import MergedWeights
-from lora_merge.ahead import Ahead
+from lora_merge.stream.ahead import Ahead
 
 COUNT = 5
 

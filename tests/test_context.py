@@ -27,10 +27,10 @@ from lora_merge import (
     NotRestored,
     UnsupportedAdapter,
     context,
-    live,
     merged,
     read_deltas,
 )
+from lora_merge.models.peft import live
 from lora_merge.names import named_tensors
 from lora_merge.restore import TrackedPlan
 

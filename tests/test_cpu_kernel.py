@@ -18,7 +18,7 @@ from helpers import LAYOUTS, assert_accurate, assert_same_bits, bits, cut, in_pl
 
 from lora_merge import Segment
 from lora_merge.kernels import cpu, native
-from lora_merge.segments import seed_key
+from lora_merge.kernels.segments import seed_key
 
 CPU = torch.device("cpu")
 SHAPES = ((1, 1, 3), (5, 31, 32), (13, 97, 133), (26, 64, 128), (7, 40, 512), (19, 130, 0), (400, 1100, 40))

@@ -12,7 +12,7 @@ from helpers import make_segment
 
 from lora_merge import kernels
 from lora_merge.kernels import cuda, cuda_hopper, cuda_tracked, fused
-from lora_merge.segments import Segment, pack
+from lora_merge.kernels.segments import Segment, pack
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

@@ -25,7 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lora_merge import Plan, Segment
-from lora_merge.segments import FLOATS
+from lora_merge.kernels.segments import FLOATS
 
 RANKS = (16, 1, 32, 5, 64, 33, 8, 127, 2, 100, 256, 31, 3, 48, 511, 128, 17, 255)
 

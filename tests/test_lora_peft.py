@@ -18,11 +18,11 @@ from peft.tuners.lora import variants
 from torch import Tensor, nn
 
 from lora_merge import AlreadyMerged, InvalidInput, UnsupportedAdapter, merge, merged, read_deltas
-from lora_merge.delta import whole_job
 from lora_merge.kernels import reference
+from lora_merge.models.delta import whole_job
+from lora_merge.models.operands import Operands, Turn
 from lora_merge.names import named_tensors
-from lora_merge.operands import Operands, Turn
-from lora_merge.ranks import Ranks
+from lora_merge.shards.ranks import Ranks
 
 Build = Callable[[], nn.Module]
 

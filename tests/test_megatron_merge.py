@@ -30,10 +30,10 @@ from torch import Tensor
 import lora_merge
 from lora_merge import MergedWeights, merged
 from lora_merge.errors import LoraMergeError, UnsupportedAdapter
-from lora_merge.megatron import _replica
+from lora_merge.models.megatron.live import _replica
+from lora_merge.models.megatron.read import Chunks, Groups, ProcessGroups, read
 from lora_merge.names import unwrapped
-from lora_merge.ranks import Ranks
-from lora_merge.shards.megatron import Chunks, Groups, ProcessGroups, read
+from lora_merge.shards.ranks import Ranks
 
 BF16 = {"dtype": torch.bfloat16}
 

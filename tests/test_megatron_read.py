@@ -19,9 +19,9 @@ from megatron_models import Grid
 from megatron_processes import POOL
 from torch import Tensor
 
+from lora_merge.megatron import adapters_off, read
 from lora_merge.names import unwrapped
 from lora_merge.shards import Shard
-from lora_merge.shards.megatron import adapters_off, read
 
 TOKENS = torch.arange(1, 25).view(2, 12) * 7 % 101
 

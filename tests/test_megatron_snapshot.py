@@ -19,12 +19,13 @@ from megatron_processes import POOL
 from test_megatron_read import Case
 from torch import Tensor, nn
 
-import lora_merge.megatron
-from lora_merge import LoraMergeError, MergedWeights, NotRestored, context, merged, snapshot
+import lora_merge.models.megatron.live
+from lora_merge import LoraMergeError, MergedWeights, NotRestored, context, merged
+from lora_merge.kernels.segments import raw
+from lora_merge.megatron import Chunks
+from lora_merge.models import snapshot
+from lora_merge.models.megatron import read as megatron
 from lora_merge.names import unwrapped, walk
-from lora_merge.segments import raw
-from lora_merge.shards import megatron
-from lora_merge.shards.megatron import Chunks
 
 
 def fc1(model: Any) -> Any:
@@ -118,12 +119,14 @@ def anew(model: Chunks) -> Any:
 
 
 def unread() -> Any:
-    return mock.patch.object(lora_merge.megatron, "read", side_effect=AssertionError("read again: nothing has changed"))
+    return mock.patch.object(
+        lora_merge.models.megatron.live, "read", side_effect=AssertionError("read again: nothing has changed")
+    )
 
 
 def facts_of(model: Chunks) -> Any:
     try:
-        return lora_merge.megatron.Megatron(model).snapshot().facts
+        return lora_merge.models.megatron.live.Megatron(model).snapshot().facts
     except LoraMergeError as error:
         return str(error)
 
@@ -233,7 +236,7 @@ def asked(case: Case) -> tuple[set[str], bool]:
         nested = isinstance(value, list | tuple | dict | set | frozenset)
         return isinstance(value, Tensor | nn.Module) or (nested and any(map(held, value)))
 
-    snapshot = lora_merge.megatron.Megatron(Chunks(chunks, vocab_size=101)).snapshot()
+    snapshot = lora_merge.models.megatron.live.Megatron(Chunks(chunks, vocab_size=101)).snapshot()
     walked = {id(module) for chunk in chunks for _, module in walk(chunk)}
     assert walked <= {fact for fact in snapshot.facts if isinstance(fact, int)}
     return {name for name in seen if not name.startswith("__")}, held(snapshot.facts)

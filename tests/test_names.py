@@ -79,3 +79,14 @@ def test_both_places_of_a_shared_module() -> None:
     shared = nn.Linear(3, 3)
     model = nn.ModuleDict({"one": shared, "two": shared})
     assert [t.name for t in named_tensors(model)] == list(model.state_dict())
+
+
+def test_older_import_paths_stay() -> None:
+    """docs/megatron.md named these before the package had wings."""
+    from lora_merge import megatron
+    from lora_merge.shards.megatron import Chunks, adapters_off, read
+    from lora_merge.shards.megatron_adapters import Half, Pair, Style, cut_of, register
+    from lora_merge.shards.megatron_names import bridge_names
+
+    for found in (Chunks, adapters_off, read, Half, Pair, Style, cut_of, register, bridge_names):
+        assert getattr(megatron, found.__name__) is found

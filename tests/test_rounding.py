@@ -12,7 +12,7 @@ from helpers import LAYOUTS, SUM_ERROR, assert_same_bits, empty, exact, run, ulp
 
 from lora_merge import Segment
 from lora_merge.kernels import reference
-from lora_merge.segments import FLOATS, name_key, seed_key
+from lora_merge.kernels.segments import FLOATS, name_key, seed_key
 
 SHORT = (torch.bfloat16, torch.float16)
 

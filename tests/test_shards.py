@@ -21,13 +21,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from lora_merge.errors import InvalidInput
-from lora_merge.exchange import Exchange
-from lora_merge.ranks import Ranks, even
 from lora_merge.shards import Piece, flat_boxes, overlap
 from lora_merge.shards import Shard as Held
+from lora_merge.shards.exchange import Exchange
 from lora_merge.shards.fsdp2 import runs_here, shard_of
 from lora_merge.shards.layout import Layout
 from lora_merge.shards.owners import apart, divide
+from lora_merge.shards.ranks import Ranks, even
 
 
 class Model(nn.Module):

@@ -18,9 +18,9 @@ from test_shards_merge import Wrap, device, fsdp1_one_unit, fsdp2, fsdp2_columns
 from torch import Tensor, nn
 
 from lora_merge import MergedWeights
-from lora_merge.plan import Plan
-from lora_merge.ranks import Ranks
-from lora_merge.stream import Filler
+from lora_merge.kernels.plan import Plan
+from lora_merge.shards.ranks import Ranks
+from lora_merge.stream.filler import Filler
 
 KINDS: dict[str, dict[str, Any]] = {
     "one": {"r": 64},

@@ -15,12 +15,13 @@ from peft.utils import PeftType
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lora_merge import InvalidInput, LoraMergeError, MergedWeights, context, merged, snapshot
-from lora_merge.lora import read_adapters
+from lora_merge import InvalidInput, LoraMergeError, MergedWeights, context, merged
+from lora_merge.kernels.segments import raw
+from lora_merge.models import snapshot
+from lora_merge.models.peft.read import read_adapters
+from lora_merge.models.snapshot import take
 from lora_merge.names import named_tensors, walk
-from lora_merge.segments import raw
 from lora_merge.shards.layout import Layout
-from lora_merge.snapshot import take
 
 Change = Callable[[Any], object]
 EXPERTS = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}

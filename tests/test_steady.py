@@ -22,8 +22,8 @@ from lora_merge.kernels import cpu
 from lora_merge.shards import Shard
 
 # step -> (launches, bytes of new tensors in multiples of the adapted weights, Python calls), measured: 9, 483 and 378
-# calls, with the oldest PEFT 9, 497 and 392 (an adapter layer or module: a few each, see `snapshot.py`); the rest is
-# exact.
+# calls, with the oldest PEFT 9, 497 and 392 (an adapter layer or module: a few each, see `models/snapshot.py`); the
+# rest is exact.
 LIMITS = {
     "plan": (1, 0.0, 10),
     "merged": (1, 0.08, 500),

@@ -21,15 +21,15 @@ from torch import Tensor
 from torch.distributed import DistNetworkError
 
 from lora_merge import InvalidInput
-from lora_merge.buckets import Meta, Table, extent, lay_out
 from lora_merge.engine import nccl, transport
-from lora_merge.engine.control import Control
 from lora_merge.engine.replica import Replica
 from lora_merge.engine.trainer import Trainer
 from lora_merge.engine.transport import Receiver, Sender, assign
+from lora_merge.engine.vllm.control import Control
 from lora_merge.engine.waiting import TransferAborted, host_id
-from lora_merge.ranks import Ranks
-from lora_merge.stream import Places
+from lora_merge.shards.ranks import Ranks
+from lora_merge.stream.buckets import Meta, Table, extent, lay_out
+from lora_merge.stream.filler import Places
 
 CPU = torch.device("cpu")
 BUCKETS = 7

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from lora_merge import InvalidInput
+from lora_merge.stream.weights import MergedWeights
 from lora_merge.verify import checksums, logprob_gap, rounding_loss
-from lora_merge.weights import MergedWeights
 
 PROMPTS, RESPONSES = [3, 1, 5, 2], [4, 6, 1, 3]
 

@@ -18,7 +18,7 @@ from processes import spawn
 from torch import Tensor
 
 from lora_merge import VllmSync
-from lora_merge.shards.megatron import Chunks
+from lora_merge.megatron import Chunks
 
 SIZES = {"head_dim": 32, "heads": (8, 4)}
 """vLLM wants head dimensions of 32 and more in float32."""

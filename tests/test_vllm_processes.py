@@ -25,8 +25,8 @@ from vllm import SamplingParams
 
 from lora_merge import InvalidInput, PushFailed, PushRefused, VllmSync
 from lora_merge.engine.transport import Sender
+from lora_merge.stream.weights import Filler
 from lora_merge.verify import coverage
-from lora_merge.weights import Filler
 
 DENSE = {"target_modules": engines.LINEARS}
 pytestmark = pytest.mark.usefixtures("no_leftovers")

@@ -19,7 +19,7 @@ from engines import ask, assert_answers, engine, train
 from vllm import LLM, SamplingParams
 
 from lora_merge import PushFailed, PushRefused, VllmSync
-from lora_merge.stream import Filler
+from lora_merge.stream.filler import Filler
 
 DENSE = {"target_modules": engines.LINEARS}
 BUCKET = 1 << 16

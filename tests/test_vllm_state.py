@@ -20,10 +20,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from vllm import LLM
 
 import lora_merge.engine.sync
-import lora_merge.engine.worker
+import lora_merge.engine.vllm.worker
 from lora_merge import MergedWeights, PushFailed, PushRefused, UnsupportedAdapter, VllmSync
-from lora_merge.engine.loader import Loader
-from lora_merge.weights import Filler
+from lora_merge.engine.vllm.loader import Loader
+from lora_merge.stream.weights import Filler
 
 DENSE = {"target_modules": engines.LINEARS}
 
@@ -322,7 +322,7 @@ def test_what_slept_wakes_wholly_when_a_push_has_healed_it(llm: LLM, monkeypatch
     def breaks(*args: Any) -> None:
         raise RuntimeError("injected")
 
-    monkeypatch.setattr(lora_merge.engine.worker, "asleep", lambda: sleeping[0])
+    monkeypatch.setattr(lora_merge.engine.vllm.worker, "asleep", lambda: sleeping[0])
     monkeypatch.setattr(sync._trainer.controls[0], "wake", wake)
     with monkeypatch.context() as patched:
         patched.setattr(Filler, "fill", breaks)

@@ -9,9 +9,9 @@ import hypothesis.strategies as st
 import pytest
 import torch
 
-from lora_merge.buckets import ALIGNMENT, Meta, checksum, combined, from_json, lay_out_parts, metas, to_json
 from lora_merge.shards import Box, cut
-from lora_merge.window import window_of
+from lora_merge.stream.buckets import ALIGNMENT, Meta, checksum, combined, from_json, lay_out_parts, metas, to_json
+from lora_merge.stream.window import window_of
 
 SHAPES = st.lists(st.sampled_from([1, 2, 3, 5]), min_size=1, max_size=4)
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import PushFailed, PushRefused
-from .control import Control
 from .state import State
+from .vllm.control import Control
 
 ONE_ENGINE = (
     "several data-parallel engines behind one handle, of which only the first one's answers come back: give VllmSync a "

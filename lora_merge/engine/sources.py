@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..buckets import Slot, checksum, combined, metas
-from ..stream import Filler, Places, Sent
+from ..stream.buckets import Slot, checksum, combined, metas
+from ..stream.filler import Filler, Places, Sent
 from .state import Sampler
 
 

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..plan import Plan
-from ..segments import Segment
+from ..kernels.plan import Plan
+from ..kernels.segments import Segment
 
 SAMPLES = 64
 """Elements of each tensor that a sampled fingerprint reads."""

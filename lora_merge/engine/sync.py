@@ -13,18 +13,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..buckets import BUCKET_BYTES, dtype_of, metas, to_json
 from ..errors import InvalidInput, MissingExtra, PushFailed, PushRefused
-from ..ranks import Ranks
-from ..segments import FLOATS
-from ..stream import Filler, Sent
-from ..weights import MergedWeights
-from .adapter import ADAPTER_ID, ADAPTER_NAME, AdapterSource, filler_of
-from .control import Control, control_of, drive
+from ..kernels.segments import FLOATS
+from ..shards.ranks import Ranks
+from ..stream.buckets import BUCKET_BYTES, dtype_of, metas, to_json
+from ..stream.filler import Filler, Sent
+from ..stream.weights import MergedWeights
 from .replica import Replica, SyncReport, failure
 from .sources import Fingerprint, Verified
 from .state import State
 from .trainer import Trainer, told
+from .vllm.adapter import ADAPTER_ID, ADAPTER_NAME, AdapterSource, filler_of
+from .vllm.control import Control, control_of, drive
 from .waiting import host_id
 
 MODES = ("merged", "adapter")

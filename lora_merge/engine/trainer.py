@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from ..errors import PushRefused
-from ..ranks import Ranks
-from ..stream import Sent
-from .control import Control, bind, together
+from ..shards.ranks import Ranks
+from ..stream.filler import Sent
 from .replica import Replica
 from .transport import Place, Sender, assign, introduction
+from .vllm.control import Control, bind, together
 
 _T = TypeVar("_T")
 LOOK_S = 0.05

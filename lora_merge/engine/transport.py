@@ -29,10 +29,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ahead import Ahead
-from ..buckets import extent
 from ..errors import InvalidInput
-from ..stream import Places, Sent
+from ..stream.ahead import Ahead
+from ..stream.buckets import extent
+from ..stream.filler import Places, Sent
 from .memory import CudaMemory, SharedMemory
 from .nccl import Done, Group, address_of, reach_store, serve_store
 from .waiting import TransferAborted, alive, host_id, until

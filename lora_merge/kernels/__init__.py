@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..errors import BackendUnavailable
-from ..segments import Segment
+from .segments import Segment
 
 ENVIRONMENT = "LORA_MERGE_BACKEND"
 NAMES = ("cuda", "triton", "cpu", "reference")

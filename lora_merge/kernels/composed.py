@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..segments import FLOATS, Segment, raw
 from . import Launch
+from .segments import FLOATS, Segment, raw
 
 BLOCK = 1 << 23
 """Elements merged at a time: the working memory is a few times as many, and gone after each block."""

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..segments import Segment, pack
 from . import native
 from .fused import Fused, Journal
+from .segments import Segment, pack
 
 
 def unavailable(device: torch.device) -> str | None:

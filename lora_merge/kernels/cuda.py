@@ -12,23 +12,11 @@ import torch
 from torch import Tensor
 
 from ..errors import BackendUnavailable
-from ..segments import (
-    BF16,
-    COLS,
-    DTYPES,
-    FP32,
-    RANK,
-    RAW,
-    ROWS,
-    UNIT_BEGIN,
-    UNITS_ACROSS,
-    Segment,
-    pack,
-)
 from . import cuda_hopper as hopper
 from . import native
 from .cuda_hopper import HopperVariant
 from .fused import Fused
+from .segments import BF16, COLS, DTYPES, FP32, RANK, RAW, ROWS, UNIT_BEGIN, UNITS_ACROSS, Segment, pack
 
 # The same numbers as in csrc/cuda/launch.h.
 INLINE_SEGMENTS = 8

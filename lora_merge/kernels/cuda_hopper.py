@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..segments import (
+from .segments import (
     BF16,
     COLS,
     DESTINATION,

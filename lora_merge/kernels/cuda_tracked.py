@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..segments import COLS, DTYPES, FLOATS, KEY, RANK, ROWS, Segment, pack
 from . import cuda_hopper as hopper
 from .cuda import HOPPER, MAX_UNIT_ROWS, WARP_COLS, _ceil, _cut, _shape, _wide, _widest
 from .fused import Journal
+from .segments import COLS, DTYPES, FLOATS, KEY, RANK, ROWS, Segment, pack
 
 # The same numbers as in csrc/cuda.
 WARPS = 8

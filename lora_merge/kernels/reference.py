@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..segments import Segment, name_key
 from .composed import Composed
+from .segments import Segment, name_key
 
 BLOCK = 1 << 18
 """Elements worked on at a time: a few MiB of float64, whatever the size of the weight."""

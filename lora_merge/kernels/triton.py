@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..segments import (
+from .composed import Composed
+from .segments import (
     COLS,
     DESTINATION,
     DESTINATION_STRIDE,
@@ -30,7 +31,6 @@ from ..segments import (
     Segment,
     pack,
 )
-from .composed import Composed
 
 TILE_ROWS, TILE_COLS = 64, 128
 RANK_BLOCK = 32

@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .. import segments
+from . import segments
 
 INTERPRETED = tl.constexpr(not isinstance(tl.sum, triton.JITFunction))
 """Whether TRITON_INTERPRET=1 was set when triton was imported."""

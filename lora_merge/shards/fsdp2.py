@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import InvalidInput
+from ..kernels.segments import raw
 from ..names import lineage
-from ..segments import raw
 from . import Piece, Shard, cut
 
 _MODULE = {"torch.distributed.fsdp.FSDPModule", "torch.distributed.fsdp._fully_shard._fully_shard.FSDPModule"}

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from ..errors import InvalidInput
 from ..names import own_parameters
-from ..ranks import Ranks
 from . import Shard, address, fsdp1, fsdp2, whole
+from .ranks import Ranks
 
 _CHILDREN, _VALUES = attrgetter("_modules"), methodcaller("values")
 _units: dict[type, int] = {}

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from math import prod
 
 from ..errors import InvalidInput
-from ..ranks import Ranks
 from . import Box, Shard, numel, overlap
+from .ranks import Ranks
 
 
 def divide(names: Sequence[str], shards: Sequence[Shard], ranks: Ranks) -> list[list[list[Box]]]:

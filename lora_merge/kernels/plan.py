@@ -10,9 +10,9 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from . import kernels
+from .. import kernels
+from ..errors import InvalidInput
 from .checks import check_overlaps, check_segment
-from .errors import InvalidInput
 from .segments import Segment, seed_key
 
 ROUNDINGS = ("nearest", "stochastic")

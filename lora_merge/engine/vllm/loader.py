@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..buckets import Slot, Table, dtype_name, metas
-from ..plan import Plan
-from ..segments import copies
-from ..shards import cut, overlap
-from ..stream import Places
+from ...kernels.plan import Plan
+from ...kernels.segments import copies
+from ...shards import cut, overlap
+from ...stream.buckets import Slot, Table, dtype_name, metas
+from ...stream.filler import Places
+from ..state import Modules, facts
 from .capture import Capture, Copy, coverage, feed, torn
-from .state import Modules, facts
 
 _AS_LOADED = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
 """Methods that leave weights on a CUDA device as they were loaded."""

@@ -22,15 +22,15 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from ..buckets import Slot, Table, extent, from_json
-from ..stream import Places
+from ...stream.buckets import Slot, Table, extent, from_json
+from ...stream.filler import Places
+from ..claim import Claim
+from ..replica import ONE_ENGINE
+from ..sources import add_checksums
+from ..state import Modules, Sampler, State
+from ..transport import Received, Receiver, introduction
 from .adapter import ADAPTER_ID, load_adapter, remove_adapter, unserved_modules
-from .claim import Claim
 from .loader import Examination, Loader
-from .replica import ONE_ENGINE
-from .sources import add_checksums
-from .state import Modules, Sampler, State
-from .transport import Received, Receiver, introduction
 
 _SIDE = "_lora_merge"
 

@@ -17,17 +17,18 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.dlpack import from_dlpack
 
+from ..kernels.segments import Segment, copies, name_key
+from ..models.claims import reading
+from ..models.conversion import Conversion
+from ..models.delta import Job, whole_job
+from ..models.operands import MergePlan, Operands, Turn
+from ..models.part import Part
+from ..shards import Box, cut, overlap
+from ..shards.exchange import Exchange
+from ..shards.owners import divide
+from ..shards.ranks import Ranks, noted
 from .ahead import Ahead
 from .buckets import Meta, Slot, Table, digest_of, extent, lay_out, lay_out_parts
-from .claims import reading
-from .conversion import Conversion
-from .delta import Delta, Job, whole_job
-from .exchange import Exchange
-from .operands import MergePlan, Operands, Turn
-from .ranks import Ranks, noted
-from .segments import Segment, copies, name_key
-from .shards import Box, Shard, cut, overlap
-from .shards.owners import divide
 from .window import Window
 
 _WAYS = {
@@ -36,23 +37,6 @@ _WAYS = {
     "unshard": "gathered whole, merged, cut",
     "convert": "merged whole, then converted to the checkpoint's layout",
 }
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Part:
-    """A parameter or persistent buffer: what this rank holds of it, and what the active adapters add to it.
-
-    Args:
-        name: HF module name.
-        shard: live.
-        delta: None where adapters add nothing.
-        trained: a parameter, not a buffer.
-    """
-
-    name: str
-    shard: Shard
-    delta: Delta | None
-    trained: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..buckets import ALIGNMENT, Meta, Table, extent, lay_out
-from ..delta import Delta
-from ..errors import UnsupportedAdapter
-from ..live import Live, live
-from ..names import lineage
-from ..operands import Operands, Turn
-from ..stream import Entry, Filler, Places
-from ..weights import MergedWeights
+from ...errors import UnsupportedAdapter
+from ...models.delta import Delta
+from ...models.live import Live, live
+from ...models.operands import Operands, Turn
+from ...names import lineage
+from ...stream.buckets import ALIGNMENT, Meta, Table, extent, lay_out
+from ...stream.filler import Entry, Filler, Places
+from ...stream.weights import MergedWeights
 
 ADAPTER_NAME = "lora_merge"
 ADAPTER_ID = 2_020_202_020

@@ -15,9 +15,9 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from .lora import adapter_facts
-from .names import trail
-from .shards.layout import Layout
+from ..names import trail
+from ..shards.layout import Layout
+from .peft.read import adapter_facts
 
 _PARAMETERS, _BUFFERS = attrgetter("_parameters"), attrgetter("_buffers")
 _SHAPE, _KIND = attrgetter("shape"), attrgetter("dtype", "device")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .shards import Box
+from ..shards import Box
 
 
 @dataclass(frozen=True, slots=True)

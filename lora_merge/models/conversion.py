@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .names import lineage, walk
+from ..names import lineage, walk
 
 _PRETRAINED = "transformers.modeling_utils.PreTrainedModel"
 

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from .errors import InvalidInput
-from .ranks import even
-from .segments import raw
-from .shards import Box
+from ..errors import InvalidInput
+from ..kernels.segments import raw
+from ..shards import Box
+from ..shards.ranks import even
 
 _T = TypeVar("_T")
 BUCKET_BYTES = 512 << 20

@@ -1,7 +1,7 @@
 """Delta: what the active adapters add to one parameter; and the rectangles that this comes to.
 
-`lora.py` reads deltas out of live PEFT models, `shards/megatron.py` out of Megatron's; `operands.py` makes segments of
-them.
+`peft/read.py` reads deltas out of live PEFT models, `megatron/read.py` out of Megatron's; `operands.py` makes segments
+of them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar, overload
 
 from torch import Tensor, nn
 
-from .shards import Shard
+from ..shards import Shard
 
 _T = TypeVar("_T")
 

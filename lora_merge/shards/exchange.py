@@ -9,12 +9,12 @@ from math import prod
 import torch
 from torch import Tensor
 
-from .errors import InvalidInput
-from .plan import Plan
+from ..errors import InvalidInput
+from ..kernels.plan import Plan
+from ..kernels.segments import Segment, copies
+from . import Box, Shard, cut
+from .owners import divide
 from .ranks import Ranks, even
-from .segments import Segment, copies
-from .shards import Box, Shard, cut
-from .shards.owners import divide
 
 _ALIGNMENT = 256
 """Every tensor begins at a multiple of this many bytes, packed or whole: any kernel may use wide loads there."""

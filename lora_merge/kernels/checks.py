@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .errors import InvalidInput
+from ..errors import InvalidInput
 from .segments import FLOATS, RAW, Segment
 
 MAX_RANK = 512

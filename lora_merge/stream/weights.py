@@ -12,18 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import InvalidInput
+from ..kernels.plan import ROUNDINGS
+from ..kernels.segments import FLOATS, raw
+from ..models.claims import Look, check_base, check_readable
+from ..models.conversion import Conversion
+from ..models.live import Live, live
+from ..models.part import Part
+from ..models.snapshot import Snapshot
+from ..shards import Shard, cut
+from ..shards.exchange import check_strategy
+from ..shards.ranks import noted
 from .buckets import BUCKET_BYTES, Bucket, Meta, Table, extent, lay_out, metas
-from .claims import Look, check_base, check_readable
-from .conversion import Conversion
-from .errors import InvalidInput
-from .exchange import check_strategy
-from .live import Live, live
-from .plan import ROUNDINGS
-from .ranks import noted
-from .segments import FLOATS, raw
-from .shards import Shard, cut
-from .snapshot import Snapshot
-from .stream import Entry, Filler, Late, Part, Source
+from .filler import Entry, Filler, Late, Source
 from .window import window_of
 
 
@@ -44,7 +45,7 @@ class MergedWeights:
 
     Args:
         model: any module, with or without PEFT adapters and wrappers; all weights on one device. Or the chunks of a
-            megatron-core model, as they are or in `lora_merge.shards.megatron.Chunks`.
+            megatron-core model, as they are or in `lora_merge.megatron.Chunks`.
         bucket_bytes: size of a bucket. Two of them are in use. A tensor that is larger gets a bucket of its own, and
             both buffers are then as large as it is (`VllmSync` cuts it instead). Beside them lies, twice, what one
             bucket needs of sharded adapters; `describe` says how much that is.

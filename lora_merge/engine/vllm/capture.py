@@ -10,8 +10,8 @@ import numpy as np
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..segments import FLOATS
-from ..window import Window, window_of
+from ...kernels.segments import FLOATS
+from ...stream.window import Window, window_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)

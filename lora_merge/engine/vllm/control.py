@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from ..errors import InvalidInput, PushRefused
+from ...errors import InvalidInput, PushRefused
 
 _T = TypeVar("_T")
 TIMEOUT_S = 600

@@ -12,7 +12,7 @@ def register() -> None:
 
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(
-            BACKEND, "lora_merge.engine.worker", "LoraMergeWeightTransferEngine"
+            BACKEND, "lora_merge.engine.vllm.worker", "LoraMergeWeightTransferEngine"
         )
 
     def lora_merge(self: WorkerBase, request: str) -> str:

@@ -1,105 +1,27 @@
-"""Live models as merging sees them: what their adapters add, which tensors they stream, who holds them together.
-
-Everything that depends on the trainer is behind `Live`: PEFT's models, plain or under FSDP, are here; Megatron's chunks
-are in `megatron.py`.
-"""
+"""PEFT's models, or models with no adapters, plain or under FSDP, as `Live` models."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from .checks import overlapping
-from .claims import to_the_end
-from .conversion import Conversion, read_conversion
-from .delta import Delta, Job, Late, in_place, whole_job
-from .errors import AlreadyMerged, UnsupportedAdapter
-from .lora import Adapters, PeftLayer, read_adapters
-from .names import NamedTensor, named_tensors, walk, wrapped
-from .ranks import Ranks
-from .shards import Address, address
-from .shards.layout import Layout
-from .snapshot import Places, Snapshot, note, owners, places_in, take
-from .stream import Part
-
-
-class Live(Protocol):
-    """A model as it is at this moment. Making one is no collective, nor is anything but `united` and `everyones`.
-
-    Attributes:
-        key: under which plans for it are kept.
-        ranks: that hold one whole copy of it.
-        merging: the ranks among them whose parts of an adapter make up the whole one.
-        device: on which it computes, where its weights may lie elsewhere.
-        sharded: whether ranks hold parts of tensors.
-    """
-
-    key: nn.Module
-    ranks: Ranks
-    merging: Ranks
-    device: torch.device | None
-    sharded: bool
-
-    def modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """As `names.walk`."""
-
-    def snapshot(self, *, adapters: bool = True) -> Snapshot:
-        """All that the methods below depend on, on this rank; taken once.
-
-        Args:
-            adapters: False: all that the parts without adapters depend on.
-        """
-
-    def adapters(self) -> tuple[list[object], Sequence[Delta]]:
-        """Its adapter layers and what they add.
-
-        Raises:
-            UnsupportedAdapter, AlreadyMerged, InvalidInput: as `read_deltas`.
-        """
-
-    def parts(self, *, adapters: bool, keep_tied: bool) -> dict[str, Part]:
-        """What it streams, by name.
-
-        Args:
-            adapters: with what they add.
-            keep_tied: every name of a tied weight.
-        """
-
-    def united(self, parts: Mapping[str, Part]) -> dict[str, Part]:
-        """The parts of all ranks, those of which this one holds nothing too, in an order that is the same everywhere.
-        Collective over `ranks`."""
-
-    def everyones(self, deltas: Sequence[Delta]) -> list[Delta]:
-        """The deltas of all ranks, out of this one's, in an order that is the same everywhere. Collective over
-        `ranks`."""
-
-    def conversion(self) -> Conversion:
-        """From its tensors to those of the checkpoint."""
-
-    def weights(self, deltas: Sequence[Delta]) -> dict[Address, Tensor]:
-        """What is written when deltas, all that `adapters` told, are merged in place."""
-
-    def owners(self, weights: Mapping[Address, Tensor]) -> list[tuple[nn.Module, str, Tensor | None]]:
-        """The modules that hold `weights` by themselves (FSDP puts parameters in and takes them out), under which
-        names, and which of them."""
-
-    def jobs(self, deltas: Sequence[Delta], copy: Callable[[Address], Tensor]) -> AbstractContextManager[Sequence[Job]]:
-        """What is to be merged in place; tied weights are held apart inside, by copies of the bases of `weights`."""
-
-    def off(self) -> None:
-        """From here on the adapters' forwards add nothing, whatever is read of them."""
-
-    def on(self) -> None:
-        """As they were before `off`, where it was called. May be called again."""
-
-    def settle(self) -> None:
-        """Bring what a forward has left gathered back to its shards."""
+from ...errors import AlreadyMerged, UnsupportedAdapter
+from ...kernels.checks import overlapping
+from ...names import NamedTensor, named_tensors, walk, wrapped
+from ...shards import Address, address
+from ...shards.layout import Layout
+from ..claims import to_the_end
+from ..conversion import Conversion, read_conversion
+from ..delta import Delta, Job, Late, in_place, whole_job
+from ..part import Part
+from ..snapshot import Places, Snapshot, note, owners, places_in, take
+from .read import Adapters, PeftLayer, read_adapters
 
 
 class Peft:
@@ -354,10 +276,3 @@ def _refuse(*args: object, **kwargs: object) -> None:
         "inside lora_merge.merged() the adapters are merged and the base is not at hand: leave the block before "
         "PEFT's merge_adapter, unmerge_adapter, set_adapter, disable_adapter or save_pretrained"
     )
-
-
-def live(model: Any) -> Live:
-    """A trainer's model: PEFT's, or Megatron's chunks."""
-    from .megatron import Megatron, is_megatron
-
-    return Megatron(model) if is_megatron(model) else Peft(model)

@@ -10,13 +10,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels.plan import Plan
+from ..kernels.segments import Segment, copies
+from ..shards import Box, Piece, Shard, whole
+from ..shards.exchange import Exchange
+from ..shards.owners import divide
+from ..shards.ranks import Ranks
 from .delta import Delta, Job, Rectangle, in_place, rectangles
-from .exchange import Exchange
-from .plan import Plan
-from .ranks import Ranks
-from .segments import Segment, copies
-from .shards import Box, Piece, Shard, whole
-from .shards.owners import divide
 
 # So that the root of DoRA's norms has the same bits on every rank: oneMKL's first call of a function, where several
 # threads make it together, now and then is less exact (pytorch/pytorch#188792). One element is one thread's.

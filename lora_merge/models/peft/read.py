@@ -17,13 +17,13 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import nn
 
-from .delta import Delta, Factors
-from .errors import AlreadyMerged, InvalidInput, UnsupportedAdapter
+from ...errors import AlreadyMerged, InvalidInput, UnsupportedAdapter
+from ...kernels.segments import FLOATS
+from ...names import any_wrapper, lineage, unwrapped, walk
+from ...shards import Shard, whole
+from ...shards.layout import Layout
+from ..delta import Delta, Factors
 from .forwards import strange_forward
-from .names import any_wrapper, lineage, unwrapped, walk
-from .segments import FLOATS
-from .shards import Shard, whole
-from .shards.layout import Layout
 
 PeftLayer: TypeAlias = Any
 """A layer of PEFT's, whose attributes differ from class to class."""
@@ -234,9 +234,9 @@ def _layer_deltas(name: str, layer: PeftLayer, active: list[str], layout: Layout
     if forward is not None:
         raise UnsupportedAdapter(
             f"{name}: the base, a {lineage(type(base))[0]}, computes by {forward}; expected a forward that is known to "
-            "be linear in the weight (torch's and those in lora_merge/forwards.py): with another one, merging is not "
-            "what the adapter does. Serve the adapter as it is, or train the weight through target_parameters, where "
-            "PEFT adds to the weight itself"
+            "be linear in the weight (torch's and those in lora_merge/models/peft/forwards.py): with another one, "
+            "merging is not what the adapter does. Serve the adapter as it is, or train the weight through "
+            "target_parameters, where PEFT adds to the weight itself"
         )
     reading = _Reading(name, layer, base, active, layout)
     deltas = read(reading)

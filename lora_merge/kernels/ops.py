@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .errors import InvalidInput
+from ..errors import InvalidInput
 from .plan import Plan, check_rounding
 from .segments import FLOATS, Segment
 

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from .errors import AlreadyMerged, InvalidInput
-from .shards import Address
+from ..errors import AlreadyMerged, InvalidInput
+from ..shards import Address
 
 _lock = threading.Lock()
 _layers: set[int] = set()

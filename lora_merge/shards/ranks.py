@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .errors import InvalidInput
+from ..errors import InvalidInput
 
 _T = TypeVar("_T")
 PADDING = 1.05

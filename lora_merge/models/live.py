@@ -1,0 +1,102 @@
+"""Live models as merging sees them: what their adapters add, which tensors they stream, who holds them together.
+
+Everything that depends on the trainer is behind `Live`: PEFT's models, plain or under FSDP, are in `peft/live.py`,
+Megatron's chunks in `megatron/live.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..shards import Address
+from ..shards.ranks import Ranks
+from .conversion import Conversion
+from .delta import Delta, Job
+from .part import Part
+from .snapshot import Snapshot
+
+
+class Live(Protocol):
+    """A model as it is at this moment. Making one is no collective, nor is anything but `united` and `everyones`.
+
+    Attributes:
+        key: under which plans for it are kept.
+        ranks: that hold one whole copy of it.
+        merging: the ranks among them whose parts of an adapter make up the whole one.
+        device: on which it computes, where its weights may lie elsewhere.
+        sharded: whether ranks hold parts of tensors.
+    """
+
+    key: nn.Module
+    ranks: Ranks
+    merging: Ranks
+    device: torch.device | None
+    sharded: bool
+
+    def modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """As `names.walk`."""
+
+    def snapshot(self, *, adapters: bool = True) -> Snapshot:
+        """All that the methods below depend on, on this rank; taken once.
+
+        Args:
+            adapters: False: all that the parts without adapters depend on.
+        """
+
+    def adapters(self) -> tuple[list[object], Sequence[Delta]]:
+        """Its adapter layers and what they add.
+
+        Raises:
+            UnsupportedAdapter, AlreadyMerged, InvalidInput: as `read_deltas`.
+        """
+
+    def parts(self, *, adapters: bool, keep_tied: bool) -> dict[str, Part]:
+        """What it streams, by name.
+
+        Args:
+            adapters: with what they add.
+            keep_tied: every name of a tied weight.
+        """
+
+    def united(self, parts: Mapping[str, Part]) -> dict[str, Part]:
+        """The parts of all ranks, those of which this one holds nothing too, in an order that is the same everywhere.
+        Collective over `ranks`."""
+
+    def everyones(self, deltas: Sequence[Delta]) -> list[Delta]:
+        """The deltas of all ranks, out of this one's, in an order that is the same everywhere. Collective over
+        `ranks`."""
+
+    def conversion(self) -> Conversion:
+        """From its tensors to those of the checkpoint."""
+
+    def weights(self, deltas: Sequence[Delta]) -> dict[Address, Tensor]:
+        """What is written when deltas, all that `adapters` told, are merged in place."""
+
+    def owners(self, weights: Mapping[Address, Tensor]) -> list[tuple[nn.Module, str, Tensor | None]]:
+        """The modules that hold `weights` by themselves (FSDP puts parameters in and takes them out), under which
+        names, and which of them."""
+
+    def jobs(self, deltas: Sequence[Delta], copy: Callable[[Address], Tensor]) -> AbstractContextManager[Sequence[Job]]:
+        """What is to be merged in place; tied weights are held apart inside, by copies of the bases of `weights`."""
+
+    def off(self) -> None:
+        """From here on the adapters' forwards add nothing, whatever is read of them."""
+
+    def on(self) -> None:
+        """As they were before `off`, where it was called. May be called again."""
+
+    def settle(self) -> None:
+        """Bring what a forward has left gathered back to its shards."""
+
+
+def live(model: Any) -> Live:
+    """A trainer's model: PEFT's, or Megatron's chunks."""
+    from .megatron.live import Megatron, is_megatron
+    from .peft.live import Peft
+
+    return Megatron(model) if is_megatron(model) else Peft(model)

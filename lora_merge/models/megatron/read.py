@@ -1,0 +1,503 @@
+"""megatron-core: what this rank holds of every HF checkpoint tensor, and what the adapters add to it.
+
+Nothing is copied or permuted: pieces are views of the live parameters, placed in coordinates of the HF tensor. So the
+blocks of a fused QKV of grouped queries, the halves of gate and up, and the experts of a grouped weight are pieces like
+any others, and de-interleaving is a matter of where they start.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ...errors import InvalidInput, LoraMergeError, MissingExtra, UnsupportedAdapter
+from ...names import lineage, unwrapped, walk, wrapped
+from ...shards import Piece, Shard
+from ..delta import Factors
+from .adapters import Half, Layer, Pair, Style, cut_of, style_of
+from .names import HF, INTERLEAVED, Block, Names, names_of, row_blocks
+
+_CORE = "megatron.core."
+_MODEL = _CORE + "models.gpt.gpt_model.GPTModel"
+_TRANSFORMER_LAYER = _CORE + "transformer.transformer_layer.TransformerLayer"
+_GROUPED_MLP = _CORE + "transformer.moe.experts.GroupedMLP"
+_CONFIG = (
+    "add_qkv_bias",
+    "attention_output_gate",
+    "gated_linear_unit",
+    "hidden_size",
+    "kv_channels",
+    "layernorm_zero_centered_gamma",
+    "moe_layer_freq",
+    "multi_latent_attention",
+    "num_attention_heads",
+    "num_layers",
+    "num_moe_experts",
+    "num_query_groups",
+    "qk_layernorm",
+    "virtual_pipeline_model_parallel_size",
+    "vocab_size",
+    *INTERLEAVED,
+)
+"""What reading asks of a configuration."""
+_EXPERT = re.compile(r"(.*mlp\.experts)\.(?:local_experts\.(\d+)\.)?(linear_fc[12]\.(?:weight|bias))(\d+)?")
+_VOCABULARY = {f"{at}.{kind}" for at in ("embedding.word_embeddings", "output_layer") for kind in ("weight", "bias")}
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Where this rank stands: `(rank, size)` in its group of each kind; and the ranks it needs for a whole model.
+
+    Args:
+        tp, expert_tp: tensor parallel, of experts.
+        ep: expert parallel.
+        model: global ranks of its TP x PP group, which hold the dense weights.
+        experts: global ranks of its expert-TP x EP x PP group, which hold the experts.
+    """
+
+    tp: tuple[int, int]
+    expert_tp: tuple[int, int]
+    ep: tuple[int, int]
+    model: tuple[int, ...]
+    experts: tuple[int, ...]
+
+
+class ProcessGroups(NamedTuple):
+    """The process groups behind `Groups`."""
+
+    tp: Any
+    expert_tp: Any
+    model: Any
+    experts: Any
+
+
+@dataclass(frozen=True, eq=False)
+class Chunks:
+    """A Megatron model with what has to be said about it: wherever a model is asked for, pass this instead.
+
+    Args:
+        list: the GPTModel of every virtual stage of this rank, in any of Megatron's and PEFT's wrappers.
+        vocab_size, names: see `read`.
+    """
+
+    list: Sequence[nn.Module]
+    vocab_size: int | None = None
+    names: Names | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MegatronModel:
+    """What `read` found on this rank.
+
+    Args:
+        tensors: `(HF name, shard)` of every checkpoint tensor that is in a parameter of this rank; the shard has no
+            pieces where the rank's part of a fused parameter has no row of it.
+        deltas: HF name -> what the active adapters add to it; both factors in coordinates of the HF tensor. q, k and v
+            share the shard of one lora_A, as do gate and up, and experts under one adapter.
+        groups: see `Groups`.
+        adapters: the adapter layers, active or not.
+        parameters: HF name -> the live parameter that holds what is here of the tensor.
+        tied: HF names of the embedding and of the head that is the same tensor; None where the head is its own.
+        layers: global numbers of the transformer layers that are here, of `layer_count` in all stages.
+    """
+
+    tensors: list[tuple[str, Shard]]
+    deltas: dict[str, tuple[Factors, ...]]
+    adapters: tuple[nn.Module, ...]
+    parameters: dict[str, Tensor]
+    tied: tuple[str, str] | None
+    groups: Groups
+    layers: tuple[int, ...]
+    layer_count: int
+
+
+def is_megatron(model: object) -> bool:
+    """Whether a model (or the first of a list of chunks) is a megatron-core GPTModel in any wrappers."""
+    chunks = model.list if isinstance(model, Chunks) else model
+    first = chunks[0] if isinstance(chunks, Sequence) and len(chunks) else chunks
+    return isinstance(first, nn.Module) and _MODEL in lineage(type(unwrapped(first)))
+
+
+def read(
+    chunks: Sequence[nn.Module] | nn.Module, *, vocab_size: int | None = None, names: Names | None = None
+) -> MegatronModel:
+    """Read this rank's chunks of a model; no collective.
+
+    Args:
+        chunks: the GPTModel of every virtual stage of this rank, in any of Megatron's and PEFT's wrappers.
+        vocab_size: rows of the checkpoint's embedding; default: the configuration's `vocab_size` where it has one
+            (Megatron-Bridge's providers do), else the model's, padding and all.
+        names: see `megatron_names.Names`; default: `names_of(config)`.
+
+    Raises:
+        InvalidInput: a parameter that has no HF name, or that does not fit the configuration; names it and the rank.
+        UnsupportedAdapter, AlreadyMerged: an adapter that cannot be merged exactly; names its module and the rank.
+    """
+    chunks = [chunks] if isinstance(chunks, nn.Module) else list(chunks)
+    if not chunks or not all(is_megatron(chunk) for chunk in chunks):
+        kinds = ", ".join(type(chunk).__name__ for chunk in chunks) or "none"
+        raise InvalidInput(f"expected the chunks of a megatron-core GPTModel, got {kinds}")
+    reader = _Reader([unwrapped(chunk) for chunk in chunks], vocab_size, names)
+    try:
+        for chunk in chunks:
+            reader.chunk(chunk)
+    except LoraMergeError as error:
+        raise type(error)(f"rank {dist.get_rank()}: {error}") from None
+    return reader.model()
+
+
+def facts_of(
+    chunks: Sequence[nn.Module], modules: Iterable[nn.Module], *, adapters: bool
+) -> tuple[list[Any], list[Tensor]]:
+    """All that reading these modules of chunks depends on, beside which they are and their parameters; it holds no
+    tensor.
+
+    Args:
+        adapters: with what they add.
+
+    Returns:
+        values to be compared, and the adapters' halves.
+
+    Raises:
+        UnsupportedAdapter, AlreadyMerged: as `read`, which says where.
+    """
+    models: list[Any] = [unwrapped(chunk) for chunk in chunks]
+    facts: list[Any] = [groups_of(models[0])[0]]
+    facts += [(model.share_embeddings_and_output_weights, model.vocab_size) for model in models]
+    configs: dict[int, tuple[int, Any]] = {}
+    halves: list[Tensor] = []
+    for module in modules:
+        own = module.__dict__
+        config = own.get("config")
+        facts += (own.get("layer_number"), own.get("num_local_experts"))
+        facts.append(configs.setdefault(id(config), (len(configs), config))[0])
+        style = style_of("", module)
+        for pair in style.pairs("", module) if style is not None and adapters else ():
+            facts += pair[2:]
+            for tensor, cut in pair[:2]:
+                facts += (cut, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+                halves.append(tensor)
+    for _, config in configs.values():
+        facts += [str(getattr(config, name, None)) for name in _CONFIG]
+    return facts, halves
+
+
+@contextmanager
+def adapters_off(chunks: Sequence[nn.Module] | nn.Module) -> Iterator[None]:
+    """Inside, the adapters' forwards add nothing (the base holds merged weights); after it they are as before."""
+    with layers_off(at for chunk in ([chunks] if isinstance(chunks, nn.Module) else chunks) for at in walk(chunk)):
+        yield
+
+
+@contextmanager
+def layers_off(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[None]:
+    """Inside, those of these modules that are adapter layers add nothing."""
+    with ExitStack() as undo:
+        for name, module in modules:
+            style = style_of(name, module)
+            if style is not None:
+                undo.enter_context(style.off(module))
+        yield
+
+
+def replica(groups: Sequence[tuple[Sequence[int], Sequence[int]]], rank: int) -> tuple[int, ...]:
+    """The smallest set of ranks around one that holds a whole model, dense weights and experts.
+
+    Args:
+        groups: `Groups.model` and `Groups.experts` of every rank in the world.
+        rank: a global one.
+    """
+    found, new = set[int](), {rank}
+    while new:
+        found |= new
+        new = {peer for r in new for peers in groups[r] for peer in peers} - found
+    return tuple(sorted(found))
+
+
+def groups_of(model: Any) -> tuple[Groups, ProcessGroups]:
+    """Where this rank stands, for an unwrapped GPTModel.
+
+    Raises:
+        InvalidInput: torch.distributed or Megatron's parallel groups are not initialised.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise InvalidInput("a Megatron model, but torch.distributed is not initialised: init_process_group first")
+    pg: Any = getattr(model, "pg_collection", None)
+    if any(getattr(pg, name, None) is None for name in ("tp", "expt_tp", "ep", "mp", "tp_ep_pp")):
+        try:
+            from megatron.core import parallel_state
+            from megatron.core.process_groups_config import ProcessGroupCollection
+        except ImportError as error:
+            raise MissingExtra(f"pip install lora-merge[megatron]: {error}") from None
+        if not parallel_state.model_parallel_is_initialized():
+            raise InvalidInput("the parallel groups of Megatron are not initialised: initialize_model_parallel first")
+        pg = ProcessGroupCollection.use_mpu_process_groups()
+
+    def place(group: Any) -> tuple[int, int]:
+        return dist.get_rank(group), dist.get_world_size(group)
+
+    model_ranks, expert_ranks = (tuple(dist.get_process_group_ranks(group)) for group in (pg.mp, pg.tp_ep_pp))
+    groups = Groups(place(pg.tp), place(pg.expt_tp), place(pg.ep), model_ranks, expert_ranks)
+    return groups, ProcessGroups(pg.tp, pg.expt_tp, pg.mp, pg.tp_ep_pp)
+
+
+class _Weight(NamedTuple):
+    """A parameter as a matrix (or vector) of its own: one expert of a grouped weight, or a parameter as it is."""
+
+    name: str
+    parameter: Tensor
+    tensor: Tensor
+    cut: int | None
+    expert: int | None
+    grid: tuple[int, int]
+    config: Any
+
+
+class _Reader:
+    def __init__(self, models: Sequence[Any], vocab_size: int | None, names: Names | None) -> None:
+        self._models, config = models, models[0].config
+        for attribute in ("layernorm_zero_centered_gamma", "multi_latent_attention"):
+            if getattr(config, attribute, False):
+                raise InvalidInput(f"{attribute}: the HF tensors of such models are no views of Megatron's")
+        self._names = names or names_of(config)
+        self._vocabulary = vocab_size or getattr(config, "vocab_size", None) or models[0].vocab_size
+        self._groups, _ = groups_of(models[0])
+        self._check_stages(config)
+        self._shards: dict[str, Shard] = {}
+        self._parameters: dict[str, Tensor] = {}
+        self._deltas: dict[str, list[Factors]] = {}
+        self._layers: list[int] = []
+        self._halves: dict[tuple[Any, ...], Shard] = {}
+        self._rows: dict[str, tuple[HF, dict[str, list[Block]]]] = {}
+        self._adapters: list[nn.Module] = []
+
+    def model(self) -> MegatronModel:
+        deltas = {name: tuple(factors) for name, factors in self._deltas.items()}
+        layers, count = tuple(self._layers), self._models[0].config.num_layers
+        tensors, adapters = list(self._shards.items()), tuple(self._adapters)
+        return MegatronModel(tensors, deltas, adapters, self._parameters, self._tied(), self._groups, layers, count)
+
+    def _tied(self) -> tuple[str, str] | None:
+        embedding, head = (self._names(f"{name}.weight") for name in ("embedding.word_embeddings", "output_layer"))
+        shared = self._models[0].share_embeddings_and_output_weights
+        return (embedding, head) if shared and isinstance(embedding, str) and isinstance(head, str) else None
+
+    def _check_stages(self, config: Any) -> None:
+        stages = getattr(config, "virtual_pipeline_model_parallel_size", None) or 1
+        if len(self._models) != stages:
+            raise InvalidInput(
+                f"rank {dist.get_rank()}: the model has {stages} virtual stages on each rank, got {len(self._models)} "
+                "chunks; pass them all"
+            )
+
+    def chunk(self, chunk: nn.Module) -> None:
+        model: Any = unwrapped(chunk)
+        adapters: dict[str, list[tuple[Layer, Style]]] = {}
+        layer_at, layer_name = "", ""
+        for path, module in walk(chunk):
+            style = style_of(path, module)
+            if style is not None:
+                adapters.setdefault(path, []).append((module, style))
+                self._adapters.append(module)
+            if wrapped(module) is not None:
+                continue
+            if _TRANSFORMER_LAYER in lineage(type(module)):
+                number = int(module.layer_number) - 1  # type: ignore[arg-type]
+                self._layers.append(number)
+                layer_at, layer_name = path + ".", f"{path.rpartition('.')[0]}.{number}."
+            if not module._parameters and not module._buffers and path not in adapters:
+                continue
+            name = layer_name + path[len(layer_at) :] if layer_at and path.startswith(layer_at) else path
+            weights = list(self._weights(name, module, model))
+            for weight in weights:
+                self._weight(weight)
+            for layer, adapter_style in adapters.get(path, ()):
+                self._adapt(name, module, weights, adapter_style.pairs(name, layer))
+
+    def _weights(self, path: str, module: nn.Module, model: Any) -> Iterator[_Weight]:
+        """The parameters and persistent buffers of a module under the names of `Names`, experts one by one."""
+        tied = model.share_embeddings_and_output_weights and path == "output_layer"
+        config, cut = module.__dict__.get("config", model.config), cut_of(module)
+        experts = ".experts." in path + "." and ".shared_experts" not in path
+        grid = self._groups.expert_tp if experts else self._groups.tp
+        if _GROUPED_MLP in lineage(type(module)):
+            yield from self._grouped(path, module, config)
+            return
+        buffers = {k: b for k, b in module._buffers.items() if k not in module._non_persistent_buffers_set}
+        for key, tensor in (*module._parameters.items(), *buffers.items()):
+            if tensor is None or tied:  # the last of several stages holds a copy of the embedding
+                continue
+            data = tensor.detach()
+            if type(data) is not Tensor:
+                raise InvalidInput(f"{path}.{key}: expected a plain tensor, got a {type(data).__name__}")
+            name, expert = self._canonical(f"{path}.{key}", config)
+            along = cut if key.startswith("weight") or (cut == 0 and key.startswith("bias")) else None
+            if along is None and grid[1] > 1 and getattr(tensor, "tensor_model_parallel", False):
+                raise InvalidInput(
+                    f"{path}.{key}: a tensor-parallel parameter of class {lineage(type(module))[0]}, and it is not "
+                    "known how that cuts its weight; known are the linears and embeddings of megatron-core"
+                )
+            yield _Weight(name, tensor, data, along, expert, grid, config)
+
+    def _grouped(self, path: str, module: Any, config: Any) -> Iterator[_Weight]:
+        """GroupedMLP holds the experts' weights transposed: `[E, hidden, ffn]` and `[E, ffn, hidden]`."""
+        count, hidden, grid = module.num_local_experts, config.hidden_size, self._groups.expert_tp
+        for linear, weight, shape, cut in (
+            ("linear_fc1", module.weight1, (count, hidden, -1), 0),
+            ("linear_fc2", module.weight2, (count, -1, hidden), 1),
+        ):
+            for e, matrix in enumerate(weight.detach().view(shape).unbind(0)):
+                name, _ = self._canonical(f"{path}.{linear}.weight{e}", config)
+                yield _Weight(name, weight, matrix.t(), cut, e, grid, config)
+
+    def _canonical(self, name: str, config: Any) -> tuple[str, int | None]:
+        """The name that `Names` takes, and the number of the local expert."""
+        rank, size = self._groups.ep
+        found = _EXPERT.fullmatch(name) if ".experts." in name else None
+        if found and (local := found[2] or found[4]):
+            prefix, linear = found[1], found[3]
+            count, rest = divmod(config.num_moe_experts, size)
+            if rest or int(local) >= count:
+                raise InvalidInput(
+                    f"{name}: num_moe_experts={config.num_moe_experts} over {size} ranks leaves {count} here"
+                )
+            return f"{prefix}.{linear}{rank * count + int(local)}", int(local)
+        if name.endswith(".input_layernorm.weight"):
+            return name.replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_"), None
+        if name.endswith(".pre_mlp_layernorm.weight") and not self._has_experts(name):
+            return name.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_"), None
+        return name, None
+
+    def _has_experts(self, name: str) -> bool:
+        """Whether the layer of a (global) name has experts: `moe_layer_freq` is a period or a list."""
+        config = self._models[0].config
+        if not config.num_moe_experts:
+            return False
+        layer = int(re.findall(r"layers\.(\d+)\.", name)[-1])
+        pattern = config.moe_layer_freq
+        return bool(pattern[layer]) if isinstance(pattern, Sequence) else layer % pattern == 0
+
+    def _hf(self, weight: _Weight) -> tuple[HF, dict[str, list[Block]]]:
+        """Where the rows of a parameter over all ranks belong."""
+        hf = self._names(weight.name)
+        if hf is None:
+            raise InvalidInput(
+                f"{weight.name}: a parameter without a HF name here; pass names= for architectures of your own"
+            )
+        ranks = weight.grid[1] if weight.cut == 0 else 1
+        blocks = row_blocks(weight.name, hf, weight.tensor.shape[0] * ranks, ranks, weight.config)
+        if weight.name in _VOCABULARY:
+            ((_, _, rows),) = blocks[""]
+            if rows < self._vocabulary:
+                raise InvalidInput(f"{weight.name}: {rows} rows, fewer than the vocabulary of {self._vocabulary}")
+            blocks = {"": [(0, 0, self._vocabulary)]}
+        return hf, blocks
+
+    def _weight(self, weight: _Weight) -> None:
+        hf, blocks = self._rows[weight.name] = self._hf(weight)
+        self._check_columns(weight)
+        for key, name in {"": hf}.items() if isinstance(hf, str) else hf.items():
+            if name in self._shards:
+                raise InvalidInput(f"{weight.name}: {name} was found twice")
+            self._shards[name] = _place(weight.tensor, weight.cut, weight.grid, blocks[key])
+            self._parameters[name] = weight.parameter
+
+    def _check_columns(self, weight: _Weight) -> None:
+        """The hidden size, on the side that is not cut; and the heads that the output projection takes."""
+        if weight.tensor.dim() != 2 or weight.cut is None:
+            return
+        config, shape = weight.config, tuple(weight.tensor.shape)
+        if shape[1 - weight.cut] != config.hidden_size:
+            raise InvalidInput(f"{weight.name}: shape {shape} does not fit hidden_size={config.hidden_size}")
+        columns = shape[1] * (weight.grid[1] if weight.cut == 1 else 1)
+        if ".linear_proj." in weight.name and columns != config.num_attention_heads * config.kv_channels:
+            raise InvalidInput(
+                f"{weight.name}: {columns} columns over {weight.grid[1]} ranks do not fit num_attention_heads="
+                f"{config.num_attention_heads} and kv_channels={config.kv_channels}"
+            )
+
+    # ---- adapters ----------------------------------------------------------------------------------------------------
+
+    def _adapt(self, name: str, module: nn.Module, weights: Sequence[_Weight], pairs: Sequence[Pair]) -> None:
+        if pairs and name == "output_layer" and not weights:
+            raise UnsupportedAdapter(
+                f"{name}: its weight is the embedding's (share_embeddings_and_output_weights): an adapter on it alone "
+                "cannot be merged into both; untie them"
+            )
+        matrices = [w for w in weights if w.tensor.dim() == 2 and "layer_norm" not in w.name]
+        experts = {w.expert: [w] for w in matrices}
+        for pair in pairs:
+            for weight in matrices if pair.expert is None else experts.get(pair.expert, ()):
+                self._pair(name, weight, pair)
+
+    def _pair(self, name: str, weight: _Weight, pair: Pair) -> None:
+        ranks, groups = weight.grid[1], weight.config.num_query_groups
+        if weight.expert is not None and weight.cut == 1 and ranks > 1:
+            raise UnsupportedAdapter(
+                f"{name}: an adapter on linear_fc2 of experts with expert tensor parallelism {ranks}: its own forward "
+                "does not compute scaling * B @ A (each rank adds a part that is summed once too often)"
+            )
+        if pair.part in ("q", "k", "v") and groups % ranks:
+            raise UnsupportedAdapter(
+                f"{name}: apart adapters for q, k and v with {groups} query groups over {ranks} ranks: their forward "
+                "interleaves whole groups, which no rank has"
+            )
+        hf, blocks = self._rows[weight.name]
+        shared = self._half(pair.lora_A, weight.grid)
+        rank, columns = shared.shape
+        wanted = weight.tensor.shape[1] * (ranks if weight.cut == 1 else 1)
+        if columns != wanted or rank != pair.lora_B.tensor.shape[1]:
+            raise InvalidInput(
+                f"{name}: lora_A {list(shared.shape)} and lora_B [.., {pair.lora_B.tensor.shape[1]}] over {ranks} "
+                f"ranks do not fit a weight of {wanted} columns"
+            )
+        for key, hf_name in {"": hf}.items() if isinstance(hf, str) else hf.items():
+            if pair.part is not None and pair.part != key:
+                continue
+            lora_B = self._half(pair.lora_B, weight.grid, key, blocks[key] if pair.part is None else None)
+            has = pair.lora_B.tensor.shape[0] * (ranks if pair.lora_B.cut == 0 else 1)
+            if pair.part is not None:
+                needs = sum(count for _, _, count in blocks[key])
+            else:
+                needs = weight.tensor.shape[0] * (ranks if weight.cut == 0 else 1)
+            if has != needs:
+                raise InvalidInput(f"{name}: lora_B has {has} rows over {ranks} ranks, the weight {needs}")
+            self._deltas.setdefault(hf_name, []).append(Factors(shared, lora_B, pair.scaling))
+
+    def _half(self, half: Half, grid: tuple[int, int], key: str = "", blocks: Sequence[Block] | None = None) -> Shard:
+        """A factor in coordinates of a checkpoint tensor (its key); of its own, in one block, by default."""
+        tensor = half.tensor.detach()
+        memo = (tensor.data_ptr(), tensor.shape, key, half.cut)
+        if memo not in self._halves:
+            rows = tensor.shape[0] * (grid[1] if half.cut == 0 else 1)
+            self._halves[memo] = _place(tensor, half.cut, grid, blocks or [(0, 0, rows)])
+        return self._halves[memo]
+
+
+def _place(tensor: Tensor, cut: int | None, grid: tuple[int, int], blocks: Sequence[Block]) -> Shard:
+    """This rank's part of one checkpoint tensor, out of a parameter of which it is these rows over all ranks.
+
+    Args:
+        tensor: `[rows]` or `[rows, columns]`, cut evenly over the ranks of a group along dimension `cut`.
+        grid: `(rank, size)` in that group.
+    """
+    (rank, size), (count, *columns) = grid, tensor.shape
+    begin = rank * count if cut == 0 else 0
+    first, shape = [0] * len(columns), list(columns)
+    if cut == 1:
+        first, shape = [rank * n for n in columns], [n * size for n in columns]
+    pieces, rows = [], 0
+    for at, start, length in blocks:
+        lower, upper = max(at, begin), min(at + length, begin + count)
+        rows += length
+        if lower < upper and all(columns):
+            view = tensor if upper - lower == count else tensor[lower - begin : upper - begin]
+            pieces.append(Piece((start + lower - at, *first), view))
+    whole = len(pieces) == 1 and pieces[0].tensor.shape[0] == rows and (cut != 1 or size == 1)
+    return Shard((rows, *shape), tensor.dtype, tensor.device, tuple(pieces), whole)

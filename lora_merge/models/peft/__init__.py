@@ -1,0 +1,1 @@
+"""Models with PEFT's adapters, plain or under FSDP."""

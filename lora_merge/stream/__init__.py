@@ -1,0 +1,1 @@
+"""The merged checkpoint as a stream of HF tensors, bucket by bucket."""
