@@ -548,17 +548,21 @@ def pull(ours: Sender, until: int = BUCKETS, places: Places | None = None, compa
     return seen
 
 
-@pytest.mark.parametrize("until", [2, BUCKETS])
-def test_a_local_worker_pulls_and_what_it_leaves_is_filled(until: int) -> None:
+@pytest.mark.parametrize("until", [0, 2, BUCKETS])
+@pytest.mark.parametrize("collective", [False, True])
+def test_a_local_worker_pulls_and_what_others_wait_for_is_filled(until: int, collective: bool) -> None:
+    """What nobody waits for is not filled any more when the worker has failed."""
     ours = Sender({(0, 0): "local"}, NBYTES, CPU)
     for _ in range(2):
-        source = Counting()
+        source = Counting(collective=collective)
         ours.begin(source)
         ours.offer(source, {})
-        assert pull(ours, until) == ALL[:until]
-        assert source.filled == ALL[: until + 1], "one bucket ahead"
+        if until:  # else it has failed before
+            assert pull(ours, until) == ALL[:until]
+            assert source.filled == ALL[: until + 1], "one bucket ahead"
+        ahead = source.filled.copy()
         ours.drain()
-        assert source.filled == ALL
+        assert source.filled == (ALL if collective else ahead)
     with pytest.raises(TransferAborted, match="offers nothing"):
         pull(ours)
     ours.close()
@@ -575,8 +579,9 @@ def test_a_local_worker_has_buckets_placed(until: int, compare: bool) -> None:
     ours.offer(source, {})
     assert pull(ours, until, places, compare) == ALL[:until]
     assert source.placed == [i for i in ALL[: until + 1] if i != 1]
+    assert sorted({*source.filled, *source.placed}) == ALL[: until + 1]
     ours.drain()
-    assert sorted({*source.filled, *source.placed}) == ALL
+    assert sorted({*source.filled, *source.placed}) == ALL[: until + 1]
     ours.close()
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidInput
-from .waiting import SHARED
+from .waiting import SHARED, TransferAborted
 
 _PREFIX = "lora_merge-"
 
@@ -41,7 +41,7 @@ class SharedMemory:
                 raise InvalidInput(f"no {nbytes} bytes of shared memory in {SHARED}: {error}") from error
             finally:
                 os.close(descriptor)
-        self.tensor: Tensor = torch.from_file(self.path, shared=True, size=nbytes, dtype=torch.uint8)
+        self.tensor: Tensor = _mapped(self.path, nbytes)
 
     def hide(self) -> None:
         """Everybody has mapped it: the name can go, so that a crash leaves nothing behind."""
@@ -50,7 +50,8 @@ class SharedMemory:
 
 class CudaMemory:
     """A cudaMalloc of its own, or one of another process: what PyTorch's and vLLM's allocators hand out cannot
-    always be exported (expandable segments, sleep mode)."""
+    always be exported (expandable segments, sleep mode). Given back by `close`, or when nobody holds this any more; no
+    view of `tensor` may be used after that."""
 
     def __init__(self, nbytes: int, device: torch.device, handle: bytes | None = None) -> None:
         self._device, self._runtime, self._owner = device, _cuda_runtime(), handle is None
@@ -68,8 +69,10 @@ class CudaMemory:
                     ctypes.byref(pointer), _IpcHandle.from_buffer_copy(handle), flags
                 )
                 self._check(code, "cudaIpcOpenMemHandle")
-        self.handle, self._pointer = handle, pointer
+        self.handle = handle
         self.tensor = torch.as_tensor(_Pointer(pointer.value or 0, nbytes), device=device)
+        free = self._runtime.cudaFree if self._owner else self._runtime.cudaIpcCloseMemHandle
+        self._free = weakref.finalize(self, _give_back, free, pointer, device)
 
     def _check(self, code: int, what: str) -> None:
         if code:
@@ -77,13 +80,31 @@ class CudaMemory:
             raise RuntimeError(f"{what} failed: {self._runtime.cudaGetErrorString(code).decode()}")
 
     def close(self) -> None:
-        if self._pointer.value is None:
-            return
-        with torch.cuda.device(self._device):
-            torch.cuda.synchronize(self._device)
-            free = self._runtime.cudaFree if self._owner else self._runtime.cudaIpcCloseMemHandle
-            free(self._pointer)
-        self._pointer = ctypes.c_void_p()
+        self._free()
+
+
+def _give_back(free: Any, pointer: ctypes.c_void_p, device: torch.device) -> None:
+    with torch.cuda.device(device):
+        torch.cuda.synchronize(device)
+        free(pointer)
+
+
+def _mapped(path: str, nbytes: int) -> Tensor:
+    """A file in shared memory as a tensor.
+
+    Raises:
+        TransferAborted: there is none any more. (`torch.from_file` would make one, which nobody would take away.)
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except FileNotFoundError as error:
+        raise TransferAborted("the trainer has closed its channel, or is gone; push again") from error
+    try:
+        if os.fstat(descriptor).st_size < nbytes:
+            raise InvalidInput(f"{path} holds {os.fstat(descriptor).st_size} bytes, {nbytes} were announced")
+        return torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=nbytes, dtype=torch.uint8)
+    finally:
+        os.close(descriptor)
 
 
 class _IpcHandle(ctypes.Structure):

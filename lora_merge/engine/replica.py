@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import PushFailed, PushRefused
-from .state import State
+from .state import State, change
 from .vllm.control import Control
+from .vllm.plugin import BACKEND, registered
 
 ONE_ENGINE = (
     "several data-parallel engines behind one handle, of which only the first one's answers come back: give VllmSync a "
@@ -71,19 +72,22 @@ class SyncReport:
 
 @dataclass(slots=True)
 class Replica:
-    """One engine, and how its workers introduced themselves.
+    """One engine, or what one handle of it reaches, and how its workers introduced themselves.
 
     Args:
-        index: of all engines of the trainer.
+        index: of all handles of the trainer.
         control: None where another trainer rank holds its handle.
         workers: in rank order.
-        error: why it is not valid any more.
+        paused_by_us: whether a push has paused it, and not its user.
+        begun: whether this push has begun to write to it.
+        error: what failed in it.
     """
 
     index: int
     control: Control | None
     workers: list[dict[str, Any]]
     paused_by_us: bool = False
+    begun: bool = False
     error: str = ""
 
     @property
@@ -98,12 +102,13 @@ class Replica:
         states = [State(**worker["state"]) for worker in self.workers]
         broken = next((s for s in states if s.kind == "dirty"), None)
         if broken is None and any(s != states[0] for s in states):
-            return states[0].dirty(f"its workers disagree: {', '.join(map(str, states))}")
+            return change(states[0], "break", reason=f"its workers disagree: {', '.join(map(str, states))}")
         return broken or states[0]
 
     @property
-    def asleep(self) -> bool:
-        return any(worker["asleep"] for worker in self.workers)
+    def asleep(self) -> int:
+        """The level at which its weights sleep; 0 if they are awake."""
+        return max(int(worker["asleep"]) for worker in self.workers)
 
     @property
     def waking(self) -> bool:
@@ -123,10 +128,27 @@ class Replica:
                     f"engine {self.index} runs vLLM {worker['version']}, which does not offer "
                     f"{', '.join(worker['lacks'])}; 0.26 and 0.32 are supported"
                 )
-            if not worker["backend"]:
+            if worker["backend"] not in ("", BACKEND):
                 raise PushRefused(
-                    f"engine {self.index} was not started for lora_merge: pass "
-                    'weight_transfer_config=WeightTransferConfig(backend="lora_merge")'
+                    f"engine {self.index} was started for vLLM's weight-transfer backend {worker['backend']!r}: pass "
+                    f'weight_transfer_config=WeightTransferConfig(backend="{BACKEND}"), or none'
+                )
+            if worker["barred"]:
+                raise PushRefused(
+                    f"engine {self.index} chose a layout for {worker['barred']} that cannot be loaded again, which "
+                    "vLLM avoids in engines that are started for weight transfer: pass "
+                    f'weight_transfer_config=WeightTransferConfig(backend="{BACKEND}")'
+                )
+            if worker["updating"]:
+                raise PushRefused(
+                    f"engine {self.index} is in the middle of a weight update of vLLM's own: finish it first "
+                    "(finish_weight_update)"
+                )
+            if worker["draft"]:
+                raise PushRefused(
+                    f"engine {self.index} drafts tokens with a model ({worker['draft']}), which would keep the weights "
+                    "that it started with, and no push reaches it: start the engine without speculative_config, or "
+                    'with a method that has no weights ("ngram", "suffix")'
                 )
             if worker["quantized"]:
                 raise PushRefused(
@@ -134,7 +156,7 @@ class Replica:
                 )
             if worker["engines"] > 1:
                 raise PushRefused(f"engine {self.index} is {ONE_ENGINE}")
-            if worker["world"] != len(self.workers):
+            if worker["world"] != len(self.workers) and not worker["launcher"]:
                 raise PushRefused(
                     f"engine {self.index} has {worker['world']} workers, of which {len(self.workers)} answer; give "
                     "VllmSync a handle that reaches all of them"
@@ -145,27 +167,64 @@ class Replica:
                     "were at first: start it with enable_eplb=False"
                 )
 
-    def problems(self, found: Sequence[Mapping[str, Any]]) -> list[str]:
-        """What its workers say against a stream."""
-        where = f"engine {self.index}: "
-        problems = [f"{where}{name} is refused: {why}" for answer in found for name, why in answer["refused"].items()]
-        problems += [f"{where}nothing would fill {what}" for answer in found for what in answer["missing"]]
-        surplus = _ignored(found) - self.absent(found)
-        problems += [f"{where}{name} is surplus: the engine has no place for it" for name in sorted(surplus)]
-        return list(dict.fromkeys(problems))
 
-    def absent(self, found: Sequence[Mapping[str, Any]]) -> set[str]:
-        """What of a stream belongs to parts of the model that it was started without."""
-        return _ignored(found).intersection(name for answer in found for name in answer["absent"])
+def engines_of(replicas: Sequence[Replica]) -> list[list[Replica]]:
+    """The replicas, each by itself; those together that are one engine: under vLLM's "external_launcher" the workers of
+    an engine are ranks of the trainer, and each has a handle that reaches one of them."""
+    engines: dict[tuple[str, int], list[Replica]] = {}
+    for replica in replicas:
+        in_pieces = [w["rank"] // w["world"] for w in replica.workers if w["world"] != len(replica.workers)]
+        key = ("in pieces", in_pieces[0]) if in_pieces else ("whole", replica.index)
+        engines.setdefault(key, []).append(replica)
+    return list(engines.values())
 
 
-def _ignored(found: Sequence[Mapping[str, Any]]) -> set[str]:
-    """Names that no worker has a place for."""
-    return set.intersection(*(set(answer["ignored"]) for answer in found))
+def check_whole(replicas: Sequence[Replica]) -> None:
+    """Raise `PushRefused` where the handle of some worker of an engine is missing."""
+    for engine in engines_of(replicas):
+        world, first = engine[0].workers[0]["world"], engine[0].workers[0]["rank"]
+        there = {worker["rank"] for replica in engine for worker in replica.workers}
+        lacking = set(range(first // world * world, (first // world + 1) * world)) - there
+        if len(there) != world and lacking:
+            raise PushRefused(
+                f"engine {engine[0].index} has {world} workers, one on each of {world} ranks, and those of ranks "
+                f"{', '.join(map(str, sorted(lacking)))} are missing: give VllmSync the LLM of every rank, on that rank"
+            )
 
 
-def failure(replicas: Sequence[Replica]) -> PushFailed:
-    """The error of a push that broke off in some engines; names them, and says that the others are valid."""
-    broken = [f"engine {r.index} is dirty: {r.error}" for r in replicas if r.error]
+def fail_together(replicas: Sequence[Replica]) -> None:
+    """What reaches one engine fails as one."""
+    for engine in engines_of(replicas):
+        error = next((replica.error for replica in engine if replica.error), "")
+        for replica in engine:
+            replica.error = replica.error or error
+
+
+def failure(replicas: Sequence[Replica]) -> PushFailed | PushRefused:
+    """The error of a push that broke off in some engines: names these, and says of each engine what it holds now."""
+    dirty = [f"engine {r.index} is dirty: {r.error}" for r in replicas if r.error and r.begun]
+    as_before = [f"engine {r.index} holds what it held before: {r.error}" for r in replicas if r.error and not r.begun]
     valid = [f"engine {r.index} is valid" for r in replicas if not r.error]
-    return PushFailed("; ".join(broken + valid) + ". What is dirty stays paused; the next push heals it")
+    text = "; ".join(dirty + as_before + valid)
+    if not dirty and not valid:
+        return PushRefused(f"{text}. Nothing was sent; push again")
+    healing = "What is dirty stays paused; the next push heals it" if dirty else "Push again"
+    return PushFailed(f"{text}. {healing}")
+
+
+def check_handle(index: int, control: Control) -> None:
+    """Raise `PushRefused` where this process knows already that no push can reach an engine."""
+    config = control.config()
+    if config is None:  # behind a URL, in an actor: the first push hears it
+        return
+    if not registered():
+        raise PushRefused(
+            f"engine {index} was started without lora_merge's plugin for vLLM: is lora-merge installed where its "
+            "workers run, and does VLLM_PLUGINS allow it?"
+        )
+    transfer = getattr(config, "weight_transfer_config", None)
+    if transfer is not None and transfer.backend != BACKEND:
+        raise PushRefused(
+            f"engine {index} was started for vLLM's weight-transfer backend {transfer.backend!r}: pass "
+            f'weight_transfer_config=WeightTransferConfig(backend="{BACKEND}"), or none'
+        )

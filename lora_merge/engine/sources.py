@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..stream.buckets import Slot, checksum, combined, metas
 from ..stream.filler import Filler, Places, Sent
-from .state import Sampler
+from .sampler import Sampler
 
 
 def add_checksums(sums: dict[str, int], slots: Sequence[Slot], data: Tensor) -> None:

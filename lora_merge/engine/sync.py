@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,17 +14,17 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import InvalidInput, MissingExtra, PushFailed, PushRefused
-from ..kernels.segments import FLOATS
 from ..shards.ranks import Ranks
 from ..stream.buckets import BUCKET_BYTES, dtype_of, metas, to_json
 from ..stream.filler import Filler, Sent
 from ..stream.weights import MergedWeights
-from .replica import Replica, SyncReport, failure
+from .fit import Fit
+from .replica import Replica, SyncReport, check_handle, check_whole, engines_of, failure
 from .sources import Fingerprint, Verified
 from .state import State
-from .trainer import Trainer, told
+from .trainer import Trainer
 from .vllm.adapter import ADAPTER_ID, ADAPTER_NAME, AdapterSource, filler_of
-from .vllm.control import Control, control_of, drive
+from .vllm.control import Control, control_of, drive, side_by_side
 from .waiting import host_id
 
 MODES = ("merged", "adapter")
@@ -40,22 +40,6 @@ class Pass(NamedTuple):
     replicas: Sequence[Replica]
 
 
-class Answer(NamedTuple):
-    """What the engines of one rank say to a stream.
-
-    Args:
-        lines: key of what is streamed.
-        problems: what does not fit, in words.
-        dtypes: name -> dtype that they hold it in.
-        absent: of each engine the names for which it lacks a part of the model.
-    """
-
-    lines: int
-    problems: list[str]
-    dtypes: dict[str, str]
-    absent: list[set[str]]
-
-
 class VllmSync:
     """Keeps one or several vLLM engines at the policy that is being trained.
 
@@ -66,9 +50,10 @@ class VllmSync:
 
     Args:
         model: what is trained: a PEFT model, or any module; sharded by FSDP2 or FSDP1, or whole. Or Megatron's chunks.
-        engine: a `vllm.LLM`, an `AsyncLLM`, a Ray actor around one, the URL of an api_server, or a list of these
-            (replicas). Engines are started with `weight_transfer_config=WeightTransferConfig(backend="lora_merge")`.
-            None where other ranks hold all handles.
+        engine: a `vllm.LLM`, an `LLMEngine`, an `AsyncLLM`, a Ray actor around one, the URL of an api_server, or a list
+            of these (replicas). Engines are best started with
+            `weight_transfer_config=WeightTransferConfig(backend="lora_merge")`; one that was started without is taken
+            unless it chose a layout that cannot be loaded again. None where other ranks hold all handles.
         mode: "merged" (the engine serves merged weights) or "adapter" (base and adapter apart, vLLM's LoRA path).
         rounding: of merged weights, "nearest" or "stochastic" (seeded by the version).
         pause: what becomes of requests in flight: "keep" them (they go on with the new weights), "wait" for them, or
@@ -78,6 +63,7 @@ class VllmSync:
 
     Raises:
         InvalidInput: an argument that does not fit.
+        PushRefused: an engine that no push can reach, as far as can be told before the first one.
         MissingExtra: vLLM is not installed.
     """
 
@@ -108,7 +94,12 @@ class VllmSync:
         if not world.any(bool(controls)):
             raise InvalidInput("engine must be a handle or a list of them, on one rank at least; got none")
         self._trainer = Trainer(controls, world)
+        with world.vote("VllmSync"):
+            for index, control in enumerate(controls):
+                check_handle(index, control)
+        self._fit = Fit(self._trainer)
         self._fingerprint = Fingerprint()
+        self._closed = False
         self._pushed: State | None = None
         self._adapter: tuple[Filler, torch.dtype, AdapterSource] | None = None
         self._lock = threading.Lock()
@@ -156,14 +147,14 @@ class VllmSync:
                 to it, or it was never pushed to.
         """
         controls = self._trainer.controls
-        if len(controls) != 1 or type(controls[0]) is not Control:
+        if len(controls) != 1 or type(controls[0]) is not Control or not hasattr(controls[0].handle, "generate"):
             raise InvalidInput("generate() is for one in-process LLM; pass lora_request() to other engines yourself")
         (state,) = self.states()
         if state != self._pushed:
             whose = " of another trainer" if state.trainer not in ("", self._trainer.name) else ""
             ours = "and nothing was pushed from here" if self._pushed is None else f"not the {self._pushed} of this one"
             raise PushRefused(f"the engine holds {state}{whose}, {ours}; push() first")
-        return controls[0].engine.generate(*args, lora_request=self.lora_request(), **kwargs)
+        return controls[0].handle.generate(*args, lora_request=self.lora_request(), **kwargs)
 
     def states(self) -> list[State]:
         """What each engine whose handle this rank holds has now, as its workers say."""
@@ -175,16 +166,20 @@ class VllmSync:
         return [Replica(index, None, workers).state for index, workers in enumerate(introduced)]
 
     def close(self) -> None:
-        """Give buffers and handles back: workers let go first. Of an `AsyncLLM`, await `aclose`."""
+        """Give buffers and handles back: workers let go first. It cannot push any more. Of an `AsyncLLM`, await
+        `aclose`."""
         drive(self.aclose())
 
     async def aclose(self) -> None:
         """As `close`, in the event loop of an `AsyncLLM`."""
+        self._closed = True
         await self._trainer.close()
 
     # One push
 
     async def _push(self, mode: str | None, verify: bool) -> SyncReport:
+        if self._closed:
+            raise InvalidInput("this VllmSync was closed: make a new one, VllmSync(model, engine)")
         if not self._lock.acquire(blocking=False):
             raise PushRefused("another push is under way; two at the same time cannot both win")
         try:
@@ -199,9 +194,9 @@ class VllmSync:
 
     async def _let_go(self) -> None:
         """Other trainers may push to the engines again."""
-        for control in self._trainer.controls:
-            with contextlib.suppress(Exception):  # an engine that is gone is nobody's
-                await control.rpc("end", owner=self._trainer.name)
+        controls = self._trainer.controls
+        # An engine that is gone is nobody's.
+        await side_by_side(controls, lambda control: control.rpc("end", owner=self._trainer.name), controls)
 
     async def _locked_push(self, mode: str, verify: bool) -> SyncReport:
         trainer, report = self._trainer, SyncReport(0, mode)
@@ -210,32 +205,30 @@ class VllmSync:
         with report.timed("check"):
             replicas = await self._introduce()
             report.version = max(replica.state.version for replica in replicas) + 1
-            slept = {replica.index for replica in replicas if replica.asleep or replica.waking}
+            slept = {replica.index: replica.asleep for replica in replicas if replica.asleep or replica.waking}
             try:
                 if slept:
                     # Map the weights of sleeping engines; the KV cache follows after the push.
-                    await trainer.everywhere(self._wake(replicas))
+                    await trainer.everywhere(trainer.all_own(replicas, self._wake))
                     replicas = await self._introduce()
                 passes = await self._plan(replicas, report)
                 nbytes, device = max(p.source.capacity for p in passes), passes[0].source.device
                 await trainer.connect(replicas, nbytes, device)
             except BaseException:
-                await self._resume(replicas, slept)
+                await self._sleep_again(replicas, slept)
                 raise
         # Requests that are made from here on wait for what this push brings.
         self._mode = mode
-        own = [replica for replica in replicas if replica.control is not None]
         with report.timed("pause"):
-            for replica in own:
-                await trainer.attempt(replica, self._pause_one(replica))
+            await trainer.each(replicas, self._pause_one)
         for one in passes:
             await self._pass(one, report, verify)
         with report.timed("caches"):
-            for replica in own:
-                await trainer.attempt(replica, self._reset_caches(replica))
-                await trainer.attempt(replica, replica.handle.label(f"{report.mode}@{report.version}"))
+            await trainer.each(replicas, self._reset_caches)
+            await trainer.each(replicas, lambda replica: replica.handle.label(f"{report.mode}@{report.version}"))
+            await trainer.share(replicas)
         with report.timed("resume"):
-            await self._resume(replicas, slept)
+            await trainer.each(replicas, partial(self._resume, slept=set(slept)), failed=True)
             await trainer.share(replicas)
         if any(replica.error for replica in replicas):
             await trainer.close()
@@ -246,9 +239,10 @@ class VllmSync:
         return report
 
     async def _hello(self, **claim: Any) -> list[list[dict[str, Any]]]:
-        """Ask every worker of this rank's engines who it is and what it holds; perhaps with a claim to push to it."""
-        introduced = []
-        for index, control in enumerate(self._trainer.controls):
+        introduced: dict[int, list[dict[str, Any]]] = {}
+
+        async def hello(index: int) -> None:
+            control = self._trainer.controls[index]
             try:
                 workers = await control.rpc("hello", **claim)
             except Exception as error:
@@ -256,9 +250,13 @@ class VllmSync:
                     f"engine {index} does not answer as one of lora_merge's: {error}. If it does not know the method, "
                     "is lora-merge installed where its workers run, and does VLLM_PLUGINS allow it?"
                 ) from error
-            told = [worker | {"no_adapters": control.adapters} for worker in workers]
-            introduced.append(sorted(told, key=lambda worker: worker["rank"]))
-        return introduced
+            introduced[index] = [worker | {"no_adapters": control.adapters} for worker in workers]
+
+        controls = self._trainer.controls
+        for error in await side_by_side(controls, hello, range(len(controls))):
+            if error is not None:
+                raise error
+        return [introduced[index] for index in range(len(controls))]
 
     async def _introduce(self) -> list[Replica]:
         """Every engine of every rank, which from now on is in the middle of this push."""
@@ -271,12 +269,17 @@ class VllmSync:
                 replicas.append(Replica(len(replicas), control, workers))
         for replica in replicas:
             replica.check()
+        check_whole(replicas)
         return replicas
 
-    async def _wake(self, replicas: Sequence[Replica]) -> None:
-        for replica in replicas:
-            if replica.control is not None and replica.asleep:
-                await replica.control.wake("weights")
+    async def _wake(self, replica: Replica) -> None:
+        if replica.asleep:
+            await replica.handle.wake("weights")
+
+    async def _sleep_again(self, replicas: Sequence[Replica], slept: Mapping[int, int]) -> None:
+        """After a refusal: engines that were asleep are so again, at their level; the others were left alone."""
+        awoken = [replica for replica in replicas if slept.get(replica.index)]
+        await self._trainer.each(awoken, lambda replica: replica.handle.sleep(slept[replica.index]), failed=True)
 
     async def _tell(self, replica: Replica, op: str, **message: Any) -> list[dict[str, Any]]:
         """A call of a push to all workers of an engine, which refuse it if another trainer's turn has come."""
@@ -297,72 +300,28 @@ class VllmSync:
     async def _plan(self, replicas: Sequence[Replica], report: SyncReport) -> list[Pass]:
         """What has to be sent to whom, everything checked."""
         if report.mode == "merged":
-            filler = await self._examine(self._weights, replicas)
+            filler = await self._fit(self._weights, replicas)
             report.left_out = tuple(sorted(self._weights.left_out))
             return [Pass(State("merged", report.version, trainer=self._trainer.name), filler, replicas)]
         source = await self._check_adapter(replicas)
-        base = await self._examine(self._base, replicas)
+        base = await self._fit(self._base, replicas)
         fingerprints = await self._trainer.everywhere(self._trainer.blocking(lambda: self._fingerprint(base)))
         if len(set(fingerprints)) > 1:
             raise PushRefused(f"the trainer's ranks hold different base weights; their fingerprints: {fingerprints}")
         fingerprint = fingerprints[0]
         # Engines that hold another base, or none that they could vouch for, get it first.
-        without = [r for r in replicas if r.state.kind not in ("base", "adapter") or r.state.base != fingerprint]
+        without = [
+            replica
+            for engine in engines_of(replicas)
+            if any(r.state.kind not in ("base", "adapter") or r.state.base != fingerprint for r in engine)
+            for replica in engine
+        ]
         report.base_sent = bool(without)
         report.left_out = tuple(sorted(self._base.left_out)) if without else ()
         bare, adapted = (
             State(kind, report.version, fingerprint, trainer=self._trainer.name) for kind in ("base", "adapter")
         )
         return [*([Pass(bare, base, without)] if without else []), Pass(adapted, source, replicas)]
-
-    async def _examine(self, weights: MergedWeights, replicas: Sequence[Replica]) -> Filler:
-        """Let every engine try the stream on: one error lists all that does not fit."""
-        # Of a pipeline only the last stage has the head, and can tie it.
-        weights.keep_tied = not all(any(worker["tied"] for worker in replica.workers) for replica in replicas)
-        for _ in range(4):
-            made: list[Filler] = []
-            answers = await self._trainer.everywhere(self._try_on(weights, made, replicas))
-            (filler,) = made
-            if len({answer.lines for answer in answers}) > 1:
-                # The ranks that share a model agree; its replicas may not.
-                self._trainer.world.same(filler.lines, partial(list, filler.lines))
-            problems = [problem for answer in answers for problem in answer.problems]
-            if problems and weights.left_out:  # perhaps an engine was started anew, with what it had been without
-                weights.left_out = frozenset()
-                continue
-            if problems:
-                raise PushRefused("the weights do not fit the engine:\n  " + "\n  ".join(problems))
-            absent = set.intersection(*(absent for answer in answers for absent in answer.absent))
-            if absent:
-                weights.left_out |= absent
-                continue
-            sent, dtypes = metas(filler.table).values(), {n: d for answer in answers for n, d in answer.dtypes.items()}
-            wanted = {
-                meta.name: dtype_of(dtypes[meta.name])
-                for meta in sent
-                if dtype_of(dtypes[meta.name]) in FLOATS and meta.dtype in FLOATS
-            }
-            # Round once, to what the engine holds; then the slots change, and are tried on again.
-            if all(meta.dtype == wanted.get(meta.name, meta.dtype) for meta in sent):
-                return filler
-            weights.dtypes = wanted
-        raise PushRefused("the engines hold the same weights in different dtypes; push to them apart")
-
-    async def _try_on(self, weights: MergedWeights, made: list[Filler], replicas: Sequence[Replica]) -> Answer:
-        """Try what is streamed on this rank's engines."""
-        filler = await self._trainer.blocking(weights.filler)
-        made.append(filler)
-        answer = Answer(filler.lines_key, [], {}, [])
-        for replica in replicas:
-            if replica.control is None:
-                continue
-            found = await replica.control.rpc("examine", digest=filler.digest)
-            if any("unknown" in worker for worker in found):
-                found = await replica.control.rpc("examine", digest=filler.digest, table=to_json(filler.table))
-            answer.problems.extend(replica.problems(found))
-            answer.dtypes.update({name: dtype for worker in found for name, dtype in worker["dtypes"].items()})
-            answer.absent.append(replica.absent(found))
-        return answer
 
     async def _check_adapter(self, replicas: Sequence[Replica]) -> AdapterSource:
         """The adapter as vLLM can serve it; refused with a word on merged mode where it cannot."""
@@ -394,13 +353,14 @@ class VllmSync:
             raise PushRefused("the model has no active adapter to send")
         if source.rank > limit:
             raise PushRefused(f"the adapter's rank {source.rank} is above the engine's max_lora_rank {limit}{_INSTEAD}")
-        for replica in replicas:
-            if replica.control is None:
-                continue
-            answers = await replica.control.rpc("adapter_modules", modules=source.modules)
+
+        async def ask(replica: Replica) -> None:
+            answers = await replica.handle.rpc("adapter_modules", modules=source.modules)
             unserved = sorted({name for answer in answers for name in answer["unserved"]})
             if unserved:
                 raise PushRefused(f"vLLM has no LoRA layer for {', '.join(unserved)}{_INSTEAD}")
+
+        await self._trainer.all_own(replicas, ask)
 
     async def _pass(self, one: Pass, report: SyncReport, verify: bool) -> None:
         """Send one source to its replicas. Errors are noted in them."""
@@ -411,6 +371,7 @@ class VllmSync:
         sent: Sent = Verified(source) if verify else source
 
         async def prepare(replica: Replica) -> None:
+            replica.begun = True
             if state.kind != "adapter":
                 await self._tell(replica, "start")
 
@@ -421,17 +382,15 @@ class VllmSync:
                     replica, "adapter", table=table, rank=source.rank, state=state.to_json(), verify=verify
                 )
             else:
-                await replica.handle.update({"digest": source.digest, "state": state.to_json(), "verify": verify})
+                await self._tell(replica, "receive", digest=source.digest, state=state.to_json(), verify=verify)
 
         replicas = [replica for replica in one.replicas if not replica.error]
         with report.timed("transfer"), source.passing() if isinstance(source, Filler) else contextlib.nullcontext():
             await self._trainer.transfer(sent, run, replicas, prepare, receive)
         with report.timed("finish"):
-            for replica in replicas:
-                if replica.control is not None:
-                    await self._trainer.attempt(replica, self._settle(replica, state, sent))
+            await self._trainer.each(replicas, partial(self._commit, state=state, sent=sent))
 
-    async def _settle(self, replica: Replica, state: State, sent: Sent) -> None:
+    async def _commit(self, replica: Replica, state: State, sent: Sent) -> None:
         """Make sure that every worker holds the new state, and the right bytes."""
         answers = await self._tell(replica, "commit", full=state.kind != "adapter")
         held = {answer["rank"]: answer["state"] for answer in answers}
@@ -448,37 +407,33 @@ class VllmSync:
     async def _reset_caches(self, replica: Replica) -> None:
         """Nothing computed with the old weights may be used again."""
         info, control = replica.workers[0], replica.handle
-        if not await control.reset_prefix_cache(self._pause == "keep", info["connector"]):
+        # Requests that were kept, by us or by a user's own pause, hold blocks of the cache.
+        running = self._pause == "keep" or not replica.paused_by_us
+        if not await control.reset_prefix_cache(running, info["connector"]):
             raise PushFailed("the prefix cache could not be reset: requests hold blocks of the old weights")
         if info["multimodal"]:
             await control.reset_media_caches()
 
-    async def _resume(self, replicas: Sequence[Replica], slept: set[int]) -> None:
-        """Put failed engines into a defined state; the others wake and resume, if this push woke and paused them.
+    async def _resume(self, replica: Replica, slept: set[int]) -> None:
+        """Put a failed engine into a defined state; another one wakes and resumes, if this push woke and paused it.
 
         A dirty engine serves nothing: it stays paused, or without its KV cache, until a push has healed it.
         """
-        for replica in replicas:
-            control, asleep = replica.control, replica.index in slept
-            notes: dict[str, bool] = {}
-            if control is None:
-                continue
-            try:
-                if replica.error:
-                    await self._tell(replica, "abort", reason=f"a push failed: {replica.error}")
-                if replica.error or replica.state.kind == "dirty":
-                    if asleep:
-                        notes["waking"] = True
-                else:
-                    if asleep:
-                        await control.wake("kv_cache")
-                        notes["waking"] = False
-                    if replica.paused_by_us:
-                        await control.resume()
-                        notes["paused"] = False
-                await control.rpc("end", owner=self._trainer.name, **notes)
-            except Exception as error:
-                replica.error = replica.error or told(error)
+        control, asleep = replica.handle, replica.index in slept
+        notes: dict[str, bool] = {}
+        if replica.error and replica.begun:
+            await self._tell(replica, "abort", reason=f"a push failed: {replica.error}")
+        if (replica.error and replica.begun) or replica.state.kind == "dirty":
+            if asleep:
+                notes["waking"] = True
+        else:
+            if asleep:
+                await control.wake("kv_cache")
+                notes["waking"] = False
+            if replica.paused_by_us:
+                await control.resume()
+                notes["paused"] = False
+        await control.rpc("end", owner=self._trainer.name, **notes)
 
 
 def _checked(mode: str) -> str:

@@ -15,9 +15,10 @@ import torch.distributed as dist
 from ..errors import PushRefused
 from ..shards.ranks import Ranks
 from ..stream.filler import Sent
-from .replica import Replica
+from .replica import Replica, fail_together
 from .transport import Place, Sender, assign, introduction
-from .vllm.control import Control, bind, together
+from .vllm.control import Control, bind, on_this_device, side_by_side, to_its_end, together
+from .waiting import told
 
 _T = TypeVar("_T")
 LOOK_S = 0.05
@@ -87,14 +88,7 @@ class Trainer:
         """Run something that may wait for other ranks, without holding up an event loop that an engine lives in."""
         if not self._suspends:
             return work()
-        device = torch.cuda.current_device() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
-
-        def there() -> _T:
-            if device is not None:
-                torch.cuda.set_device(device)  # a thread begins with device 0
-            return work()
-
-        return await asyncio.to_thread(there)
+        return await to_its_end(asyncio.ensure_future(asyncio.to_thread(on_this_device(work))))
 
     async def gather(self, value: _T) -> list[_T]:
         """Everybody's value, by rank."""
@@ -120,22 +114,44 @@ class Trainer:
                 raise PushRefused(f"trainer rank {rank}: {other}")
         return [value for _, value in answers]
 
-    async def attempt(self, replica: Replica, call: Coroutine[Any, Any, Any]) -> None:
-        """Run a step of one replica; its failure is noted, the others go on."""
-        if replica.error:
-            call.close()
-            return
-        try:
-            await call
-        except Exception as error:
-            replica.error = told(error)
+    async def each(
+        self, replicas: Sequence[Replica], step: Callable[[Replica], Coroutine[Any, Any, Any]], *, failed: bool = False
+    ) -> None:
+        """Run a step of every replica whose handle is here, side by side; a failure is noted in its replica, and the
+        others go on.
+
+        Args:
+            failed: of those that have failed, too.
+        """
+        own = [r for r in replicas if r.control is not None and (failed or not r.error)]
+        for replica, error in zip(own, await side_by_side([r.handle for r in own], step, own), strict=True):
+            if error is not None:
+                replica.error = replica.error or told(error)
+
+    async def all_own(self, replicas: Sequence[Replica], step: Callable[[Replica], Coroutine[Any, Any, Any]]) -> None:
+        """Run a step of every replica whose handle is here, side by side.
+
+        Raises:
+            the first one's error, when all have ended.
+        """
+        own = [r for r in replicas if r.control is not None]
+        for error in await side_by_side([r.handle for r in own], step, own):
+            if error is not None:
+                raise error
+
+    async def spread(self, value: _T | None, rank: int) -> _T:
+        """A rank's value, on every rank."""
+        return await self.blocking(lambda: self.world.spread(value, rank))
 
     async def share(self, replicas: Sequence[Replica], error: str = "") -> bool:
         """Let every rank know which replicas have failed; an error of a rank itself fails them all, and is told."""
-        answers = await self.gather(({r.index: r.error for r in replicas if r.error}, error))
+        answers = await self.gather(({r.index: (r.error, r.begun) for r in replicas if r.error or r.begun}, error))
         for others, failed in answers:
             for replica in replicas:
-                replica.error = failed or replica.error or others.get(replica.index, "")  # the cause comes first
+                theirs, begun = others.get(replica.index, ("", False))
+                replica.error = failed or replica.error or theirs  # the cause comes first
+                replica.begun = replica.begun or begun
+        fail_together(replicas)
         return any(failed for _, failed in answers)
 
     # Channels
@@ -161,15 +177,20 @@ class Trainer:
             raise
         channels = {place: channel for some in made for place, channel in some.items()}
         own = [r for r in replicas if r.control is not None]
-        info = [{"channels": [channels[r.index, w] for w in range(len(r.workers))], "trainer": self.name} for r in own]
-        calls = [bind(r.handle.init, some) for r, some in zip(own, info, strict=True)]
         ended = self._ended(replicas)
+
+        async def connect(replica: Replica) -> None:
+            ranked = {str(w["rank"]): channels[replica.index, at] for at, w in enumerate(replica.workers)}
+            await replica.handle.rpc("connect", trainer=self.name, channels=ranked)
 
         def join() -> None:
             for sender, _ in self._rounds:
                 sender.connect(ended)
 
-        errors, failure = await together([r.handle for r in own], calls, join, lambda i: ended.add(own[i].index))
+        calls = [bind(connect, replica) for replica in own]
+        errors, failure = await together(
+            [r.handle for r in own], calls, join, ended=lambda i: ended.add(own[i].index), stop=self._stop
+        )
         failed = next((told(error) for error in (failure, *errors) if error is not None), "")
         failures = [text for text in await self.gather(failed) if text]
         if failures:
@@ -221,9 +242,7 @@ class Trainer:
         for sender, indices in self._rounds:
             ended = self._ended(replicas)
             group = [r for r in replicas if r.index in indices]
-            for replica in group:
-                if replica.control is not None:
-                    await self.attempt(replica, prepare(replica))
+            await self.each(group, prepare)
             failure = ""
             try:
                 sender.begin(source)
@@ -251,7 +270,7 @@ class Trainer:
         if sender.local:
             sender.offer(source, run, ended)
             for replica in own:
-                await self.attempt(replica, receive(replica))
+                await self.each([replica], receive)
             try:
                 await self.blocking(sender.drain)
             except Exception as error:
@@ -265,11 +284,16 @@ class Trainer:
 
         calls = [bind(receive, replica) for replica in own]
         errors, failure = await together(
-            [r.handle for r in own], calls, serve, lambda position: ended.add(own[position].index)
+            [r.handle for r in own], calls, serve, ended=lambda i: ended.add(own[i].index), stop=self._stop
         )
         for replica, raised in zip(own, errors, strict=True):
             replica.error = replica.error or (told(raised) if raised is not None else "")
         return "" if failure is None else told(failure)
+
+    def _stop(self) -> None:
+        """The push was cancelled: fill no more, and tell the workers."""
+        for sender, _ in self._rounds:
+            sender.stop()
 
     def _ended(self, replicas: Sequence[Replica]) -> Ended:
         # Ranks meet at the end of every transfer, so that nobody asks for the one before any more.
@@ -292,8 +316,3 @@ def _rounds(places: Mapping[Place, tuple[int, str]]) -> list[list[Place]]:
                 here.append([])
             here[turn].append(place)
     return [*([elsewhere] if elsewhere else []), *here]
-
-
-def told(error: BaseException) -> str:
-    """An error in words."""
-    return f"{type(error).__name__}: {error}"

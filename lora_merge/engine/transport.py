@@ -162,7 +162,8 @@ class Sender:
             self._groups = {r: Group(self._store, str(r), 0, len(ws) + 1, device) for r, ws in members.items()}
         self._sent: dict[int, list[Done | None]] = {}
         self._next = 0
-        self._offered: Iterator[Received] | None = None
+        self._offered: Generator[Received, None, None] | None = None
+        self._awaited, self._stopped = False, False
         self._places: tuple[Places, bool] | None = None
         if self.local:
             _LOCAL[self.session] = self
@@ -259,14 +260,18 @@ class Sender:
     def offer(self, source: Sent, run: Mapping[str, Any], gone: Callable[[], set[int]] = nobody) -> None:
         """As `serve`, at the pace of the worker in this process, which pulls the buckets. `drain` comes after it."""
         self._offered = self._flow(source, run, gone)
+        self._awaited = source.collective or len(self.kinds) > 1
 
     def drain(self) -> None:
-        """Fill the buckets that the worker in this process did not pull, because it failed."""
+        """End what was offered. Buckets that the worker in this process did not pull, because it failed, are filled
+        only where others wait for them: workers, or trainer ranks that fill them, too."""
         self._places = None
-        if self._offered is not None:
-            for _ in self._offered:
+        offered, self._offered = self._offered, None
+        if offered is not None and self._awaited:
+            for _ in offered:
                 pass
-        self._offered = None
+        elif offered is not None:
+            offered.close()
 
     def pull(self, places: Places, compare: bool) -> Iterator[Received]:
         """The buckets on offer: to be read on the current stream until the next one is asked for.
@@ -280,6 +285,10 @@ class Sender:
         self._places = places, compare or len(self.kinds) > 1  # other workers take buckets
         for received in self._offered:  # noqa: UP028, a worker that stops must not close the flow for `drain`
             yield received
+
+    def stop(self) -> None:
+        """Fill no bucket more; for another thread than the one that fills. The flow then fails, and tells everybody."""
+        self._stopped = True
 
     def abort(self, reason: str = "the trainer gave up in the middle of a push") -> None:
         """Tell all workers of the transfer that no more comes."""
@@ -307,7 +316,7 @@ class Sender:
         self, source: Sent, run: Mapping[str, Any], gone: Callable[[], set[int]]
     ) -> Generator[Received, None, None]:
         """Fill and hand over, one bucket ahead of whoever pulls here."""
-        self._sent, self._next = {}, 0
+        self._sent, self._next, self._stopped = {}, 0, False
         count = len(source.table)
 
         def free(index: int) -> None:
@@ -332,6 +341,8 @@ class Sender:
 
     def _fill(self, source: Sent, index: int, run: Mapping[str, Any], gone: Callable[[], set[int]]) -> Received:
         """Fill one bucket and hand it over."""
+        if self._stopped:
+            raise TransferAborted("the push was cancelled")
         places, compare = self._places or (None, False)
         placed = places is not None and source.place(index, places, run)
         buffer = None if placed and not compare else self._buffer(index)
@@ -373,6 +384,8 @@ class Sender:
         box = self._box
 
         def done() -> bool:
+            if self._stopped:
+                return True
             left = gone()
             live = [at for place, at in self._at.items() if place[0] not in left and place not in self._dead]
             return all(box[at + _DONE] > index or box[at + _LEFT] for at in live)

@@ -21,6 +21,11 @@ class TransferAborted(RuntimeError):
     """The other side gave up in the middle of a transfer."""
 
 
+def told(error: BaseException) -> str:
+    """An error in words."""
+    return f"{type(error).__name__}: {error}"
+
+
 def until(ready: Callable[[], bool], check: Callable[[], None]) -> None:
     """Wait for `ready`, asked every 0.2 ms, at first all the time; `check`, called every `CHECK_S`, may raise."""
     began = now = time.monotonic()

@@ -81,6 +81,13 @@ class Ranks:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
+    def spread(self, value: _T | None, rank: int) -> _T:
+        """One rank's Python value, on every rank; those of the others are not looked at."""
+        values: list[Any] = [value]
+        if not self.alone:
+            dist.broadcast_object_list(values, src=self.global_rank(rank), group=self.group)
+        return values[0]
+
     @contextmanager
     def vote(self, what: str) -> Iterator[None]:
         """If the block raises on any rank, raise on every rank; nobody is left waiting in a later collective.

@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import secrets
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
+
+import torch
 
 from ...errors import InvalidInput, PushRefused
 
@@ -23,10 +27,23 @@ class NoRoute(RuntimeError):
     """A server does not know a route."""
 
 
+class WorkerFailed(RuntimeError):
+    """Workers of an engine report an error; the others have done what they were asked for."""
+
+
+class OutOfStep(RuntimeError):
+    """An engine hands on answers to calls that are past: somebody's call has failed in one of several workers, after
+    which vLLM cannot be asked anything any more."""
+
+
 class Control:
-    """An in-process `vllm.LLM`: nothing runs in it but what its owner steps.
+    """An in-process `vllm.LLM`, or its `LLMEngine`: nothing runs in it but what its owner steps.
 
     Every method is a coroutine function; those of synchronous handles never suspend.
+
+    Attributes:
+        handle: what the user gave.
+        engine: what is called.
     """
 
     suspends = False
@@ -34,31 +51,56 @@ class Control:
     adapters: str | None = None
     """Why adapters cannot be served over this handle."""
 
-    def __init__(self, engine: Any) -> None:
-        self.engine = engine
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle
+        self.engine = getattr(handle, "llm_engine", handle)
+
+    def config(self) -> Any:
+        """The engine's `VllmConfig`, where this process has it; else None."""
+        return getattr(self.engine, "vllm_config", None)
 
     async def rpc(self, op: str, **message: Any) -> list[dict[str, Any]]:
-        """Call the worker method `lora_merge` on every worker; their answers in rank order."""
-        request = json.dumps({"op": op, **message})
-        return [json.loads(answer) for answer in await self._call("collective_rpc", "lora_merge", args=(request,))]
+        """Call the worker method `lora_merge` on every worker.
 
-    async def init(self, info: Mapping[str, Any]) -> None:
-        await self._call("init_weight_transfer_engine", {"init_info": dict(info)})
+        Returns:
+            their answers, in rank order.
 
-    async def update(self, info: Mapping[str, Any]) -> None:
-        await self._call("update_weights", {"update_info": dict(info)})
+        Raises:
+            WorkerFailed: one or several report an error; names them.
+            OutOfStep: the answers are not to this call.
+        """
+        call = secrets.token_hex(8)
+        request = json.dumps({"op": op, "call": call, **message})
+        answers = [json.loads(answer) for answer in await self._ask(request)]
+        if any(answer.get("call") != call for answer in answers):
+            raise OutOfStep(
+                "its workers' answers belong to an earlier call, which vLLM left unread when one worker failed in it: "
+                "start this engine anew"
+            )
+        errors = [f"worker {answer['rank']}: {answer['error']}" for answer in answers if "error" in answer]
+        if errors:
+            raise WorkerFailed("; ".join(errors) if len(answers) > 1 else answers[0]["error"])
+        return sorted(answers, key=lambda answer: answer["rank"])
+
+    async def _ask(self, request: str) -> Sequence[str]:
+        """What each worker's method `lora_merge` returns."""
+        return await self._call("collective_rpc", "lora_merge", args=(request,))
 
     async def paused(self) -> bool:
         """Whether generation stands still already."""
-        return bool(self.engine.llm_engine.is_sleeping())
+        return bool(self.engine.is_sleeping())
 
     async def pause(self, mode: str) -> None:
         """Stop generation."""
         # Nothing of an LLM's is in flight between its calls, and in the caller's own process vLLM refuses to wait.
-        self.engine.llm_engine.sleep(level=0, mode="keep" if mode == "wait" else mode)
+        self.engine.sleep(level=0, mode="keep" if mode == "wait" else mode)
 
     async def resume(self) -> None:
         self.engine.wake_up(tags=["scheduling"])
+
+    async def sleep(self, level: int) -> None:
+        """Unmap the weights and the KV cache again, where a push has woken them for nothing."""
+        await self._call("sleep", level=level)
 
     async def wake(self, tag: str) -> None:
         """Map the memory of a sleeping engine again: "weights" or "kv_cache"."""
@@ -66,8 +108,8 @@ class Control:
 
     async def label(self, version: str) -> None:
         """Tell the engine what its weights are called: vLLM 0.32 notes on every output which tokens came from which."""
-        if hasattr(self.engine.llm_engine, "set_weight_version"):
-            self.engine.llm_engine.set_weight_version(version)
+        if hasattr(self.engine, "set_weight_version"):
+            self.engine.set_weight_version(version)
 
     async def reset_prefix_cache(self, running: bool, connector: bool) -> bool:
         """Forget cached blocks; `running` preempts requests that hold some. Whether it worked."""
@@ -75,7 +117,7 @@ class Control:
 
     async def reset_media_caches(self) -> None:
         """Forget cached encoder outputs and multimodal inputs."""
-        self.engine.llm_engine.reset_encoder_cache()
+        self.engine.reset_encoder_cache()
         await self._call("reset_mm_cache")
 
     async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -86,12 +128,6 @@ class AsyncControl(Control):
     """A `vllm.AsyncLLM`, driven in its own event loop."""
 
     suspends = True
-
-    async def init(self, info: Mapping[str, Any]) -> None:
-        await self._call("collective_rpc", "init_weight_transfer_engine", kwargs={"init_info": dict(info)})
-
-    async def update(self, info: Mapping[str, Any]) -> None:
-        await self._call("collective_rpc", "update_weights", kwargs={"update_info": dict(info)})
 
     async def paused(self) -> bool:
         return bool(await self._call("is_paused"))
@@ -119,6 +155,9 @@ class RayControl(AsyncControl):
 
     suspends = False
 
+    def config(self) -> Any:
+        return None
+
     async def paused(self) -> bool:
         # An actor around an LLM does one call after the other: it stands still whenever it takes ours.
         return await super().paused() if hasattr(self.engine, "pause_generation") else True
@@ -139,16 +178,11 @@ class HttpControl(Control):
 
     adapters = "its API server does not know adapters that a worker loaded by itself"
 
-    async def rpc(self, op: str, **message: Any) -> list[dict[str, Any]]:
-        request = json.dumps({"op": op, **message})
-        answer = self._post("collective_rpc", body={"method": "lora_merge", "args": [request]})
-        return [json.loads(result) for result in answer["results"]]
+    def config(self) -> Any:
+        return None
 
-    async def init(self, info: Mapping[str, Any]) -> None:
-        self._post("init_weight_transfer_engine", body={"init_info": dict(info)})
-
-    async def update(self, info: Mapping[str, Any]) -> None:
-        self._post("update_weights", body={"update_info": dict(info)})
+    async def _ask(self, request: str) -> Sequence[str]:
+        return self._post("collective_rpc", body={"method": "lora_merge", "args": [request]})["results"]
 
     async def paused(self) -> bool:
         return bool(self._get("is_paused")["is_paused"])
@@ -161,6 +195,9 @@ class HttpControl(Control):
 
     async def wake(self, tag: str) -> None:
         self._post("wake_up", tags=tag)
+
+    async def sleep(self, level: int) -> None:
+        self._post("sleep", level=str(level))
 
     async def label(self, version: str) -> None:
         with contextlib.suppress(NoRoute):  # vLLM 0.26 keeps no versions
@@ -208,9 +245,11 @@ def control_of(engine: Any) -> Control:
         return RayControl(engine)
     if asyncio.iscoroutinefunction(getattr(engine, "collective_rpc", None)):
         return AsyncControl(engine)
-    if hasattr(engine, "llm_engine"):
+    if hasattr(engine, "llm_engine") or hasattr(engine, "collective_rpc"):
         return Control(engine)
-    raise InvalidInput(f"engine must be a vllm.LLM, an AsyncLLM, a Ray actor or a URL, got {type(engine).__name__}")
+    raise InvalidInput(
+        f"engine must be a vllm.LLM, an LLMEngine, an AsyncLLM, a Ray actor or a URL, got {type(engine).__name__}"
+    )
 
 
 def drive(coroutine: Coroutine[Any, Any, _T]) -> _T:
@@ -226,11 +265,20 @@ def drive(coroutine: Coroutine[Any, Any, _T]) -> _T:
 async def together(
     controls: Sequence[Control],
     calls: Sequence[Callable[[], Coroutine[Any, Any, None]]],
-    work: Callable[[], None],
+    work: Callable[[], None] = lambda: None,
+    *,
     ended: Callable[[int], object] = lambda position: None,
+    stop: Callable[[], None] = lambda: None,
 ) -> tuple[list[BaseException | None], BaseException | None]:
-    """Control calls of several replicas at the same time, and blocking work of our own beside them; an error of each
-    call, and that of the work."""
+    """Control calls of several replicas at the same time, and blocking work of our own beside them.
+
+    Args:
+        ended: told of each call that has ended.
+        stop: asks the work, and so the calls, to end soon: when this is cancelled, which waits for them.
+
+    Returns:
+        an error of each call, and that of the work.
+    """
     if not any(control.suspends for control in controls):
         return _in_threads(calls, work, ended)
 
@@ -244,13 +292,70 @@ async def together(
             ended(position)
         return None
 
+    async def beside() -> BaseException | None:
+        try:
+            await asyncio.to_thread(on_this_device(work))
+        except Exception as error:
+            return error
+        return None
+
     tasks = [asyncio.ensure_future(one(position)) for position in range(len(calls))]
-    failure: BaseException | None = None
-    try:
-        await asyncio.to_thread(work)
-    except Exception as error:
-        failure = error
-    return list(await asyncio.gather(*tasks)), failure
+    *errors, failure = await to_its_end(asyncio.gather(*tasks, beside()), stop)
+    return errors, failure
+
+
+async def side_by_side(
+    controls: Sequence[Control], step: Callable[[_T], Coroutine[Any, Any, Any]], items: Sequence[_T]
+) -> list[BaseException | None]:
+    """A control call for each of several engines, at the same time; their errors. One engine's is made right here."""
+    if len(items) > 1:
+        return (await together(controls, [bind(step, item) for item in items]))[0]
+    errors: list[BaseException | None] = []
+    for item in items:
+        try:
+            await step(item)
+            errors.append(None)
+        except Exception as error:
+            errors.append(error)
+    return errors
+
+
+async def to_its_end(running: asyncio.Future[_T], stop: Callable[[], None] = lambda: None) -> _T:
+    """Wait for work that a cancellation must not leave running behind (a thread cannot be cancelled).
+
+    Args:
+        stop: asks it to end soon; called at the first cancellation.
+
+    Raises:
+        asyncio.CancelledError: this was cancelled meanwhile, however often; the work has ended.
+    """
+    cancelled: asyncio.CancelledError | None = None
+    while not running.done():
+        try:
+            await asyncio.shield(running)
+        except asyncio.CancelledError as error:
+            if running.cancelled():
+                raise
+            if cancelled is None:
+                stop()
+            cancelled = error
+        except BaseException:
+            break  # the work's own: raised below
+    if cancelled is not None:
+        raise cancelled
+    return running.result()
+
+
+def on_this_device(work: Callable[[], _T]) -> Callable[[], _T]:
+    """The same in another thread, which begins with GPU 0."""
+    device = torch.cuda.current_device() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+
+    def there() -> _T:
+        if device is not None:
+            torch.cuda.set_device(device)
+        return work()
+
+    return there
 
 
 def _in_threads(
@@ -267,7 +372,7 @@ def _in_threads(
 
     failure: BaseException | None = None
     with ThreadPoolExecutor(max(len(calls), 1)) as pool:
-        futures = [pool.submit(one, position) for position in range(len(calls))]
+        futures = [pool.submit(on_this_device(partial(one, position))) for position in range(len(calls))]
         try:
             work()
         except Exception as error:

@@ -9,9 +9,11 @@ launch a bucket. The others (prepacked on CPUs, shuffled experts) go through vLL
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,8 +24,9 @@ from ...kernels.segments import copies
 from ...shards import cut, overlap
 from ...stream.buckets import Slot, Table, dtype_name, metas
 from ...stream.filler import Places
-from ..state import Modules, facts
+from ..sampler import facts
 from .capture import Capture, Copy, coverage, feed, torn
+from .modules import Modules
 
 _AS_LOADED = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
 """Methods that leave weights on a CUDA device as they were loaded."""
@@ -48,7 +51,7 @@ _NOT_BUILT = "StageMissingLayer"
 """What vLLM puts in the place of a part that its settings leave out."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Examination:
     """What the dry run of one table showed.
 
@@ -75,6 +78,12 @@ class Examination:
     missing: list[str] = field(default_factory=list)
     elements: tuple[int, int] = (0, 0)
     dtypes: dict[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal for two examinations of which the trainer would hear the same."""
+        said = (self.refused, self.ignored, self.absent, self.missing, self.elements, sorted(self.dtypes.items()))
+        return hashlib.blake2b(repr(said).encode(), digest_size=16).hexdigest()
 
 
 class Loader:
@@ -210,6 +219,10 @@ class Loader:
             if kernel is not None:
                 root.quant_method.moe_kernel = kernel
         self._open, self._begun = [], {}
+
+    def let_go(self) -> None:
+        """Forget plans that read buckets: their memory goes away."""
+        self._plans.clear()
 
     def _dry_run(self, table: Table) -> Examination:
         fed = [(meta.name, torch.empty(meta.shape, dtype=meta.dtype, device="meta")) for meta in metas(table).values()]

@@ -12,7 +12,7 @@ def register() -> None:
 
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(
-            BACKEND, "lora_merge.engine.vllm.worker", "LoraMergeWeightTransferEngine"
+            BACKEND, "lora_merge.engine.vllm.backend", "LoraMergeWeightTransferEngine"
         )
 
     def lora_merge(self: WorkerBase, request: str) -> str:
@@ -21,3 +21,10 @@ def register() -> None:
         return lora_merge(self, request)
 
     WorkerBase.lora_merge = lora_merge
+
+
+def registered() -> bool:
+    """Whether vLLM has loaded this plugin here: its other processes read the same VLLM_PLUGINS."""
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    return hasattr(WorkerBase, "lora_merge")

@@ -1,0 +1,155 @@
+"""What this package keeps in a worker, beside the model's weights, between the calls of a push."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...stream.buckets import Slot, Table, extent
+from ...stream.filler import Places
+from ..claim import Claim
+from ..sampler import Sampler
+from ..sources import add_checksums
+from ..state import WEIGHTS, State, change
+from ..transport import Received, Receiver
+from .loader import Loader
+from .modules import Modules
+
+_SIDE = "_lora_merge"
+
+
+class Side:
+    """The worker's side of all pushes.
+
+    Attributes:
+        claim: whose push the engine is in the middle of.
+        loader: into the model.
+        tables: what was examined last, by digest.
+        held: what the weights were when this package last looked.
+        pending: what a full push has brought, from its last bucket to its commit.
+        began: whether a push has begun that neither ended nor was aborted.
+        paused, waking: whether generation stands still because of a push, and whether the KV cache still sleeps.
+        checksums, arrived: of a verified transfer: checksums by name, and whether the parameters hold these bits.
+        coverage: elements that the last full push wrote, and elements there are.
+    """
+
+    def __init__(self, model: nn.Module, model_config: Any, device: torch.device) -> None:
+        self.device, self.modules = device, Modules(model)
+        self.loader = Loader(self.modules, model_config, device)
+        self.receiver: Receiver | None = None
+        self.tables: dict[str, Table] = {}
+        self.claim = Claim()
+        self.held, self.pending, self.began = State(), None, False
+        self.paused, self.waking = False, False
+        self.checksums: dict[str, int] = {}
+        self.arrived: dict[str, bool] = {}
+        self.coverage: tuple[int, int] = (0, 0)
+        self._sampler = Sampler()
+        self._sample = ""
+        self._kernels: list[Any] = []
+
+    pending: State | None
+
+    # What the engine holds
+
+    def state(self) -> State:
+        """What the weights are; "dirty" if they changed since this package wrote them."""
+        if self.held.kind not in WEIGHTS or asleep():
+            return self.held
+        kernels = self.modules.kernels()
+        same = len(kernels) == len(self._kernels) and all(a is b for a, b in zip(kernels, self._kernels, strict=True))
+        if not same or self._sampler(self.modules.tensors()) != self._sample:
+            reason = "its weights were changed by something else: a sleep, a reload, an update"
+            self.held = change(self.held, "overwrite", reason=reason)
+        return self.held
+
+    def begin(self, reason: str) -> None:
+        """A push begins to write; `reason` is why the engine is dirty until it ends."""
+        self.held, self.began = change(self.held, "begin", reason=reason), True
+
+    def end(self, brought: State) -> None:
+        """All of a push is there: note what the weights look like."""
+        self.held, self.pending, self.began = change(self.held, "end", brought=brought), None, False
+        self._sample = self._sampler(self.modules.tensors())
+        self._kernels = self.modules.kernels()
+
+    def abort(self, reason: str | None) -> None:
+        """Close what a broken push left open. The engine is dirty if that push had begun, or if there is a reason."""
+        self.loader.abort()
+        if self.began or reason is not None:
+            self.held = change(self.held, "break", reason=reason or "a push broke off in the middle")
+        self.pending, self.began = None, False
+
+    def evicted(self) -> None:
+        """The adapter is gone, the base is still what it was."""
+        self.held = change(self.held, "evict")
+
+    # A transfer
+
+    def connect(self, channel: dict[str, Any]) -> None:
+        """Open a channel to a trainer; the one before is closed."""
+        self.disconnect()
+        self.receiver = Receiver(channel, self.device)
+
+    def disconnect(self) -> None:
+        """Let go of the trainer's memory, plans that read it too."""
+        self.loader.let_go()
+        if self.receiver is not None:
+            self.receiver.close()
+            self.receiver = None
+
+    @contextmanager
+    def taking(self) -> Iterator[None]:
+        """A transfer: if it fails here, also before the first bucket, the trainer does not wait for this worker, and
+        no layer stays open (the trainer may be dead, and the next one looks at the layers first)."""
+        try:
+            yield
+        except BaseException:
+            self.loader.abort()
+            if self.receiver is not None:
+                self.receiver.left()
+            raise
+
+    def take(
+        self,
+        table: Table,
+        use: Callable[[Sequence[Slot], Received], None],
+        verify: bool,
+        places: Places | None = None,
+    ) -> None:
+        """Receive every bucket of a table, as `Receiver.receive`, and hand it to `use` with its slots."""
+        if self.receiver is None:
+            raise RuntimeError("no trainer is connected")
+        self.checksums, self.arrived = {}, {}
+        with closing(self.receiver.receive([extent(slots) for slots in table], places, verify)) as buckets:
+            for received in buckets:
+                if verify and received.data is not None:
+                    add_checksums(self.checksums, table[received.index], received.data)
+                use(table[received.index], received)
+
+
+def side_of(model: nn.Module, model_config: Any, device: torch.device) -> Side:
+    """The `Side` of a model, made at first use, for one call to a worker."""
+    if _SIDE not in model.__dict__:
+        model.__dict__[_SIDE] = Side(model, model_config, device)
+    side: Side = model.__dict__[_SIDE]
+    side.modules.doubt()
+    return side
+
+
+def asleep() -> int:
+    """The level at which the weights of this process sleep at the moment, so that they must not be read: 1 (kept in
+    the host's memory) or 2 (thrown away); 0 if they are awake."""
+    if not torch.cuda.is_available():
+        return 0
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    allocator = CuMemAllocator.instance
+    if allocator is None:
+        return 0
+    weights = [data for data in allocator.pointer_to_data.values() if data.is_asleep and data.tag == "weights"]
+    return 0 if not weights else 2 if any(data.cpu_backup_tensor is None for data in weights) else 1
