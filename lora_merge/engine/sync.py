@@ -376,13 +376,12 @@ class VllmSync:
                 await self._tell(replica, "start")
 
         async def receive(replica: Replica) -> None:
+            message = {"sessions": self._trainer.sessions, "state": state.to_json(), "verify": verify}
             if isinstance(source, AdapterSource):
-                table = to_json(source.table)
-                await self._tell(
-                    replica, "adapter", table=table, rank=source.rank, state=state.to_json(), verify=verify
-                )
+                message |= {"table": to_json(source.table), "rank": source.rank}
             else:
-                await self._tell(replica, "receive", digest=source.digest, state=state.to_json(), verify=verify)
+                message |= {"digest": source.digest}
+            await self._tell(replica, "adapter" if isinstance(source, AdapterSource) else "receive", **message)
 
         replicas = [replica for replica in one.replicas if not replica.error]
         with report.timed("transfer"), source.passing() if isinstance(source, Filler) else contextlib.nullcontext():

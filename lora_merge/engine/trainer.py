@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -12,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ..errors import PushRefused
+from ..errors import LoraMergeError, PushRefused
 from ..shards.ranks import Ranks
 from ..stream.filler import Sent
 from .replica import Replica, fail_together
@@ -84,6 +83,11 @@ class Trainer:
         """Names of the transports in use."""
         return self._kinds
 
+    @property
+    def sessions(self) -> list[str]:
+        """Of the open channels, those of all ranks."""
+        return sorted(set(self._sessions.values()))
+
     async def blocking(self, work: Callable[[], _T]) -> _T:
         """Run something that may wait for other ranks, without holding up an event loop that an engine lives in."""
         if not self._suspends:
@@ -98,7 +102,8 @@ class Trainer:
         """Run a call on every rank; if it fails on one, it fails on all, before anything is sent.
 
         Raises:
-            its own error where there is one, else `PushRefused` with that of another rank.
+            its own error where there is one, else `PushRefused` with that of another rank. An error that is none of
+            this package's is told in a `PushRefused`.
         """
         error: Exception | None = None
         value: Any = None
@@ -107,8 +112,10 @@ class Trainer:
         except Exception as raised:
             error = raised
         answers = await self.gather((None if error is None else told(error), value))
-        if error is not None:
+        if isinstance(error, LoraMergeError):
             raise error
+        if error is not None:
+            raise PushRefused(told(error)) from error
         for rank, (other, _) in enumerate(answers):
             if other is not None:
                 raise PushRefused(f"trainer rank {rank}: {other}")
@@ -135,9 +142,11 @@ class Trainer:
             the first one's error, when all have ended.
         """
         own = [r for r in replicas if r.control is not None]
-        for error in await side_by_side([r.handle for r in own], step, own):
-            if error is not None:
+        for replica, error in zip(own, await side_by_side([r.handle for r in own], step, own), strict=True):
+            if isinstance(error, LoraMergeError):
                 raise error
+            if error is not None:
+                raise PushRefused(f"engine {replica.index}: {told(error)}") from error
 
     async def spread(self, value: _T | None, rank: int) -> _T:
         """A rank's value, on every rank."""
@@ -213,10 +222,11 @@ class Trainer:
 
     async def close(self) -> None:
         """Give buffers and handles back: workers let go first. Collective."""
-        sessions = sorted(set(self._sessions.values()))
-        for control in self.controls if sessions else ():
-            with contextlib.suppress(Exception):  # an engine that is gone has let go already
-                await control.rpc("disconnect", sessions=sessions)
+        sessions = self.sessions
+        if sessions:  # an engine that is gone has let go already
+            await side_by_side(
+                self.controls, lambda control: control.rpc("disconnect", sessions=sessions), self.controls
+            )
         await self.gather(None)
         for sender, _ in self._rounds:
             sender.close()

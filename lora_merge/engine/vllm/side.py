@@ -103,14 +103,18 @@ class Side:
             self.receiver = None
 
     @contextmanager
-    def taking(self) -> Iterator[None]:
+    def taking(self, sessions: Sequence[str]) -> Iterator[None]:
         """A transfer: if it fails here, also before the first bucket, the trainer does not wait for this worker, and
-        no layer stays open (the trainer may be dead, and the next one looks at the layers first)."""
+        no layer stays open (the trainer may be dead, and the next one looks at the layers first).
+
+        Args:
+            sessions: of the channels of this transfer: another trainer may have connected meanwhile.
+        """
         try:
             yield
         except BaseException:
             self.loader.abort()
-            if self.receiver is not None:
+            if self.receiver is not None and self.receiver.session in sessions:
                 self.receiver.left()
             raise
 

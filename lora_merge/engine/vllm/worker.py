@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -42,7 +43,8 @@ def lora_merge(worker: Any, request: str) -> str:
     """The worker method.
 
     Args:
-        request: `{"op": ..., "call": ..., "trainer": ..., **arguments}`; `trainer` where it is a call of a push.
+        request: `{"op": ..., "call": ..., "trainer": ..., "sessions": ..., **arguments}`; `trainer` where it is a call
+            of a push, and `sessions` where buckets come in it: those of the channels through which they come.
 
     Returns:
         `{"rank": ..., "call": ..., **answer}`; `call` is the request's, so that an answer to another one shows. An
@@ -54,10 +56,11 @@ def lora_merge(worker: Any, request: str) -> str:
         message = json.loads(request)
         call = message.pop("call", None)
         side = side_of(worker.get_model(), worker.model_config, worker.device)
-        if "trainer" in message:
-            side.claim.check(message.pop("trainer"))
-        with set_current_vllm_config(worker.vllm_config):
-            answer = _OPS[message.pop("op")](worker, side, **message)
+        op, sessions = message.pop("op"), message.pop("sessions", None) if "trainer" in message else None
+        with set_current_vllm_config(worker.vllm_config), nullcontext() if sessions is None else side.taking(sessions):
+            if "trainer" in message:
+                side.claim.check(message.pop("trainer"))
+            answer = _OPS[op](worker, side, **message)
         return json.dumps({"rank": rank, "call": call, **answer})
     except NotFirst:
         # The caller reads the answers of the first engine alone; this is how it hears of others. Only the last worker
@@ -246,46 +249,44 @@ def _receive(worker: Any, side: Side, digest: str, state: dict[str, Any], verify
         state: that the push brings.
         verify: note checksums.
     """
-    with side.taking():
-        if not side.began:
-            raise RuntimeError("a push has to begin before its buckets come")
-        table = side.tables[digest]
-        examination = side.loader.examine(digest, table)
-        side.loader.begin(examination)
+    if not side.began:
+        raise RuntimeError("a push has to begin before its buckets come")
+    table = side.tables[digest]
+    examination = side.loader.examine(digest, table)
+    side.loader.begin(examination)
 
-        def load(slots: Sequence[Slot], received: Received) -> None:
-            if received.data is None:
-                return
-            if not received.placed:
-                side.loader.load(examination, received.index, slots, received.data)
-            seen = side.loader.arrived(examination, slots, received.data) if verify else {}
-            for name, same in seen.items():
-                side.arrived[name] = side.arrived.get(name, True) and same
+    def load(slots: Sequence[Slot], received: Received) -> None:
+        if received.data is None:
+            return
+        if not received.placed:
+            side.loader.load(examination, received.index, slots, received.data)
+        seen = side.loader.arrived(examination, slots, received.data) if verify else {}
+        for name, same in seen.items():
+            side.arrived[name] = side.arrived.get(name, True) and same
 
-        side.take(table, load, verify, examination.places)
-        side.coverage = examination.elements
-        side.pending = State(**state)
-        if worker.device.type == "cuda":
-            torch.cuda.current_stream(worker.device).synchronize()
+    side.take(table, load, verify, examination.places)
+    side.coverage = examination.elements
+    side.pending = State(**state)
+    if worker.device.type == "cuda":
+        torch.cuda.current_stream(worker.device).synchronize()
     return {}
 
 
 def _adapter(worker: Any, side: Side, table: Any, rank: int, state: dict[str, Any], verify: bool) -> dict[str, Any]:
     """Receive an adapter and load it in the place of the one before."""
-    with side.taking():
-        before = side.state()
-        if before.kind not in ("base", "adapter") or before.base != state["base"]:
-            raise RuntimeError(f"an adapter needs the base that it was trained on; this engine holds {before}")
-        side.begin("an adapter push is under way or did not end")
-        tensors: dict[str, Tensor] = {}
+    before = side.state()
+    if before.kind not in ("base", "adapter") or before.base != state["base"]:
+        raise RuntimeError(f"an adapter needs the base that it was trained on; this engine holds {before}")
+    side.begin("an adapter push is under way or did not end")
+    tensors: dict[str, Tensor] = {}
 
-        def keep(slots: Sequence[Slot], received: Received) -> None:
-            assert received.data is not None
-            tensors.update({slot.name: slot.view(received.data).clone() for slot in slots})
+    def keep(slots: Sequence[Slot], received: Received) -> None:
+        assert received.data is not None
+        tensors.update({slot.name: slot.view(received.data).clone() for slot in slots})
 
-        side.take(from_json(table), keep, verify)
-        load_adapter(worker.model_runner.lora_manager, tensors, rank)
-        side.end(State(**state))
+    side.take(from_json(table), keep, verify)
+    load_adapter(worker.model_runner.lora_manager, tensors, rank)
+    side.end(State(**state))
     return {}
 
 

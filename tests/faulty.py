@@ -1,0 +1,58 @@
+"""Extends vLLM's workers: what this package does in one of them fails when a test says so."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import first_calls
+
+from lora_merge.engine.vllm import worker as ours
+from lora_merge.engine.vllm.loader import Loader
+from lora_merge.engine.vllm.side import Side
+
+_WHERE: dict[str, tuple[Any, str]] = {
+    "bucket": (Loader, "load"),
+    "finish": (Loader, "finish"),
+    "checksums": (Loader, "arrived"),
+    "connect": (Side, "connect"),
+}
+
+
+class Faulty(first_calls.Settled):
+    """Methods for `collective_rpc`; none of them raises."""
+
+    def fail(self, where: str, ranks: list[int], after: int = 0) -> str:
+        """From now on `where` raises in these workers, after it has worked `after` times: an operation of the worker
+        method, or one of `_WHERE`."""
+        self.mend()
+        if self.parallel_config.rank not in ranks:  # type: ignore[attr-defined]
+            return "well"
+        count = itertools.count()
+
+        def broken(works: Any) -> Any:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if next(count) >= after:
+                    raise MemoryError(f"injected into {where}")
+                return works(*args, **kwargs)
+
+            return call
+
+        if where in ours._OPS:
+            self._mended = lambda works=ours._OPS[where]: ours._OPS.update({where: works})
+            ours._OPS[where] = broken(ours._OPS[where])
+        else:
+            owner, name = _WHERE[where]
+            works = getattr(owner, name)
+            self._mended = lambda: setattr(owner, name, works)
+            setattr(owner, name, broken(works))
+        return "broken"
+
+    def mend(self) -> str:
+        self.__dict__.pop("_mended", lambda: None)()
+        return "well"
+
+    def mapped(self) -> int:
+        """How many buffers of trainers this process has mapped."""
+        with open("/proc/self/maps") as maps:  # noqa: PTH123
+            return sum("/dev/shm/lora_merge-" in line for line in maps)
