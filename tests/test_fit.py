@@ -1,0 +1,148 @@
+"""What engines say of a stream is judged by a pure function; several of them are asked side by side, and once."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from lora_merge import PushFailed, PushRefused
+from lora_merge.engine.fit import judge
+from lora_merge.engine.replica import Replica, check_whole, engines_of, fail_together, failure
+from lora_merge.engine.state import State, change
+from lora_merge.engine.trainer import Trainer
+from lora_merge.engine.vllm.control import Control, drive, side_by_side
+from lora_merge.shards.ranks import Ranks
+from lora_merge.stream.buckets import Meta
+
+BF16, FP32 = torch.bfloat16, torch.float32
+STREAM = {name: Meta(name, BF16, (2, 2)) for name in ("a", "b", "c")}
+
+
+def found(dtype: str = "bfloat16", taken: str = "abc", **more: Any) -> dict[str, Any]:
+    return {
+        "refused": {},
+        "ignored": [name for name in STREAM if name not in taken],
+        "absent": [],
+        "missing": [],
+        "dtypes": dict.fromkeys(taken, dtype),
+    } | more
+
+
+CASES: dict[str, tuple[Mapping[str, Sequence[Mapping[str, Any]]], list[str], set[str], set[torch.dtype]]] = {
+    "all fits": ({"engine 0": [found(), found()]}, [], set(), {BF16}),
+    "engines round to their dtype": ({"engine 0": [found("float32")]}, [], set(), {FP32}),
+    "stages share a model": ({"engine 0": [found(taken="ab"), found(taken="c")]}, [], set(), {BF16}),
+    "refused": ({"engine 3": [found(refused={"a": "too wide"})]}, ["engine 3: a is refused: too wide"], set(), {BF16}),
+    "said by both workers": ({"engine 0": [found(missing=["x"])] * 2}, ["engine 0: nothing would fill"], set(), {BF16}),
+    "surplus": ({"engine 0": [found(taken="ab")] * 2}, ["engine 0: c is surplus"], set(), {BF16}),
+    "no such part in any": ({"engine 0": [found(taken="ab", absent=["c"])]}, [], {"c"}, {BF16}),
+    "no such part in one": (
+        {"engine 0": [found(taken="ab", absent=["c"])], "engine 1": [found()]}, [], set(), {BF16},
+    ),
+    "two dtypes": (
+        {"engine 0": [found()], "engine 1": [found("float32")]},
+        ["engine 0 in torch.bfloat16, engine 1 in torch.float32 hold a (and 2 more)"],
+        set(),
+        set(),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_judge(case: str) -> None:
+    engines, wanted, left_out, dtypes = CASES[case]
+    problems, choice = judge(STREAM, engines)
+    assert [problem.startswith(start) for problem, start in zip(problems, wanted, strict=True)] == [True] * len(wanted)
+    if not wanted:
+        assert choice.left_out == left_out
+        assert set(choice.dtypes.values()) == dtypes
+
+
+def replica(index: int, ranks: Sequence[int], world: int, control: Control | None = None) -> Replica:
+    workers = [{"rank": r, "world": world, "launcher": world != len(ranks), "state": State().to_json()} for r in ranks]
+    return Replica(index, control, workers)
+
+
+def test_handles_of_one_engine_belong_together() -> None:
+    whole = [replica(i, (0, 1), 2) for i in range(2)]
+    pieces = [replica(2 + rank, (rank,), 2) for rank in range(4)]
+    assert [[r.index for r in engine] for engine in engines_of([*whole, *pieces])] == [[0], [1], [2, 3], [4, 5]]
+    check_whole([*whole, *pieces])
+    with pytest.raises(PushRefused, match=r"engine 4 has 2 workers.* ranks 3 are missing"):
+        check_whole(pieces[:3])
+    pieces[3].error = "injected"
+    fail_together(pieces)
+    assert [r.error for r in pieces] == ["", "", "injected", "injected"]
+
+
+def test_failures_say_what_each_engine_holds() -> None:
+    replicas = [replica(i, (0,), 1) for i in range(3)]
+    replicas[0].error = replicas[1].error = "injected"
+    replicas[0].begun = True
+    error = failure(replicas)
+    assert isinstance(error, PushFailed)
+    assert "engine 0 is dirty: injected; engine 1 holds what it held before: injected; engine 2 is valid" in str(error)
+    assert isinstance(failure(replicas[1:2]), PushRefused)
+
+
+class Slow(Control):
+    """A handle whose calls take half a second."""
+
+    def __init__(self) -> None:
+        super().__init__(object())
+
+    async def resume(self) -> None:
+        time.sleep(0.5)
+
+
+class SlowAsync(Slow):
+    suspends = True
+
+    async def resume(self) -> None:
+        await asyncio.sleep(0.5)
+
+
+@pytest.mark.parametrize("kinds", [[Slow] * 8, [SlowAsync] * 8, [Slow, SlowAsync] * 4])
+def test_replicas_are_called_side_by_side(kinds: list[type[Slow]]) -> None:
+    controls = [kind() for kind in kinds]
+    trainer = Trainer(controls, Ranks())
+    replicas = [replica(index, (0,), 1, control) for index, control in enumerate(controls)]
+
+    async def step(one: Replica) -> None:
+        await one.handle.resume()
+        if one.index == 3:
+            raise RuntimeError("injected")
+
+    async def steps() -> None:
+        await trainer.each(replicas, step)
+
+    begin = time.monotonic()
+    drive(steps()) if Slow is kinds[0] is kinds[1] else asyncio.run(steps())
+    assert time.monotonic() - begin < 1, "one after the other they take four seconds"
+    assert [r.error for r in replicas] == ["RuntimeError: injected" if r.index == 3 else "" for r in replicas]
+
+
+def test_errors_of_several_handles_are_their_own() -> None:
+    async def step(number: int) -> None:
+        if number % 2:
+            raise ValueError(number)
+
+    errors = drive(side_by_side([Slow()] * 4, step, range(4)))
+    assert [str(error) for error in errors] == ["None", "1", "None", "3"]
+
+
+def test_what_an_engine_holds_changes_along_one_table() -> None:
+    merged = State("merged", 3)
+    dirty = change(merged, "begin", reason="a push")
+    assert (dirty.kind, dirty.version, dirty.reason) == ("dirty", 3, "a push")
+    assert change(dirty, "end", brought=State("base", 4, "f")) == State("base", 4, "f")
+    adapter = State("adapter", 5, "f", trainer="t")
+    assert change(adapter, "evict") == State("base", 5, "f", trainer="t")
+    for held, event in ((merged, "evict"), (merged, "end"), (State(), "overwrite"), (dirty, "overwrite")):
+        with pytest.raises(RuntimeError, match="cannot happen"):
+            change(held, event, brought=merged)
