@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import multiprocessing
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -18,11 +21,12 @@ import pytest
 import torch
 from processes import leaving_nothing
 from torch import Tensor
-from torch.distributed import DistNetworkError
+from torch.distributed import DistNetworkError, TCPStore
 
 from lora_merge import InvalidInput
-from lora_merge.engine import nccl, transport
+from lora_merge.engine import nccl
 from lora_merge.engine.replica import Replica
+from lora_merge.engine.store import interface, reach_store, serve_store
 from lora_merge.engine.trainer import Trainer
 from lora_merge.engine.transport import Receiver, Sender, assign
 from lora_merge.engine.vllm.control import Control
@@ -93,7 +97,7 @@ class Gloo:
     def __init__(self, store: Any, rank: int, world: int, device: torch.device) -> None:
         from torch.distributed import PrefixStore, ProcessGroupGloo
 
-        self._group = ProcessGroupGloo(PrefixStore("gloo", store), rank, world, timedelta(seconds=LIMIT_S))
+        self._group = ProcessGroupGloo(PrefixStore("gloo", store.plain), rank, world, timedelta(seconds=LIMIT_S))
 
     @staticmethod
     def check() -> None:
@@ -126,9 +130,6 @@ def gloo(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
     kind = getattr(request.node, "callspec", None) and request.node.callspec.params.get("kind")
     if not kind or kind[1] == "cpu":
         monkeypatch.setattr(nccl, "Nccl", Gloo)
-        monkeypatch.setattr(
-            transport, "address_of", lambda store: {"host": host_id(), "address": "", "port": store.port}
-        )
 
 
 @pytest.fixture(autouse=True)
@@ -302,7 +303,6 @@ def train(name: str, here: str, there: str, tell: Any) -> None:
     signal.alarm(LIMIT_S)
     if here == "cpu":
         use_gloo()
-        transport.address_of = lambda store: {"host": host_id(), "address": "", "port": store.port}  # type: ignore[assignment]
     ours = Sender({(0, 0): name}, NBYTES, torch.device(here))
     tell.send(ours.channel(0, 0))
     ours.connect()
@@ -414,7 +414,7 @@ def test_a_worker_that_fails_while_the_communicator_is_made_holds_nobody_up(
             Receiver(ours.channel(0, 0), CPU)
         else:  # ready, then gone with its process: its control call ends, and it says no more
             channel = ours.channel(0, 0)
-            nccl.Group(transport.reach_store(channel["store"]), "0", 1, 2, CPU).join()
+            nccl.Group(reach_store(channel["store"]), "0", 1, 2, CPU).join()
 
     monkeypatch.setattr(nccl, "Nccl", Breaks)
     ours = Sender({(0, 0): "nccl"}, NBYTES, CPU)
@@ -475,7 +475,7 @@ def test_a_member_that_cannot_use_nccl_says_so_before_it_is_ready(slow: bool, mo
 
 def test_workers_that_hear_late_why_no_transfer_takes_place_hear_the_same() -> None:
     """The first one that heard it has left by then, and what it says is no reason."""
-    store = nccl.serve_store()
+    store = serve_store("127.0.0.1")
     trainer, *workers = (nccl.Group(store, "0", rank, 3, CPU) for rank in range(3))
     trainer.announce()
     assert "did not come" in trainer.decide(lambda: True)
@@ -495,7 +495,7 @@ def test_a_trainer_that_dies_between_two_questions_is_noticed() -> None:
         return {"transfer": b"1", "left": b""}[key]
 
     asked: list[str] = []
-    worker = nccl.Group(nccl.serve_store(), "0", 1, 2, CPU)
+    worker = nccl.Group(serve_store("127.0.0.1"), "0", 1, 2, CPU)
     worker._store = SimpleNamespace(get=get, set=lambda key, value: None)  # type: ignore[assignment]
     with pytest.raises(TransferAborted, match="the trainer died"):
         worker.join()
@@ -519,7 +519,7 @@ def test_a_group_outlives_its_control_call_where_nothing_waits_in_it(
 
     monkeypatch.setattr(nccl, "Nccl", Sends)
     monkeypatch.setattr(nccl, "GRACE_S", 0.1)
-    group = nccl.Group(nccl.serve_store(), "0", 0, 1, CPU)
+    group = nccl.Group(serve_store("127.0.0.1"), "0", 0, 1, CPU)
     group.open()
     group.watch(lambda: True)
     group.broadcast(torch.empty(1))
@@ -528,6 +528,63 @@ def test_a_group_outlives_its_control_call_where_nothing_waits_in_it(
         time.sleep(0.01)
     assert group.lost == ("" if through else "its control call ended in the middle of the transfer")
     group.close()
+
+
+# Strangers
+
+
+def own_address() -> str:
+    """An address of this machine beside its loopback."""
+    found = [info[4][0] for info in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
+    lines = Path("/proc/net/fib_trie").read_text().split("\n")
+    found += [a.split()[-1] for a, b in itertools.pairwise(lines) if "/32 host LOCAL" in b]
+    return next((str(address) for address in found if not str(address).startswith("127.")), "")
+
+
+def test_the_store_listens_at_one_interface_alone() -> None:
+    assert interface([host_id()]) == interface([]) == "127.0.0.1"
+    store = serve_store("127.0.0.1")
+    port = store.channel()["port"]
+    socket.create_connection(("127.0.0.1", port), 5).close()
+    assert own_address(), "a machine without another interface than its loopback proves nothing"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((own_address(), port), 5)
+    elsewhere = serve_store(own_address())
+    socket.create_connection((own_address(), elsewhere.channel()["port"]), 5).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", elsewhere.channel()["port"]), 5)
+    with pytest.raises(InvalidInput, match="VLLM_HOST_IP"):
+        serve_store("192.0.2.77")
+
+
+def test_a_stranger_is_not_heard_in_the_store() -> None:
+    """Somebody on the same interface who does not know the secret: a push does not end by what he says."""
+    store = serve_store("127.0.0.1")
+    channel = store.channel()
+    stranger = TCPStore("127.0.0.1", channel["port"], is_master=False, wait_for_workers=False)
+    trainer, worker = (nccl.Group(end, "0", rank, 2, CPU) for rank, end in enumerate([store, reach_store(channel)]))
+    assert worker._reason() == trainer._reason() == ""
+    keys = {key.rpartition("/")[2]: key for key in stranger.list_keys()}
+    assert {"left", "verdict", "transfer"} <= keys.keys()
+    for forged in (b"give up", bytes(32) + b"give up", stranger.get(keys["transfer"])):
+        stranger.set(keys["left"], forged)
+        assert worker._reason() == trainer._reason() == ""
+    trainer.announce()
+    stranger.set(keys["verdict"], b"1 ")
+    joined = threading.Thread(target=worker.join, daemon=True)
+    joined.start()
+    joined.join(0.5)
+    assert joined.is_alive(), "a verdict of nobody's"
+    assert trainer.decide(lambda: False, SOON_S) == ""
+    joined.join(SOON_S)
+    assert not joined.is_alive()
+    guessing = reach_store(channel | {"secret": "00" * 32})
+    guessing.under("0").set("left", "give up")
+    assert worker._reason() == trainer._reason() == ""
+    worker.leave("a worker failed")
+    assert trainer._reason() == "a worker failed"
+    trainer.leave("too late")
+    assert worker._reason() == "a worker failed", "the first reason stands"
 
 
 # A worker in the trainer's own process

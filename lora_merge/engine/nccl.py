@@ -15,17 +15,14 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from .waiting import CHECK_S, TransferAborted, host_id, until
+from .store import TIMEOUT, Store
+from .waiting import CHECK_S, TransferAborted, until
 
-TIMEOUT = timedelta(seconds=60)
-"""A store that does not answer for so long is gone."""
 GRACE_S = 2.0
 """Seconds in which a broadcast ends whose receivers have all it carries."""
 _MISSING = "a worker of the engine did not come: its control call ended before the NCCL group was complete"
@@ -41,7 +38,7 @@ class Done(Protocol):
 class Nccl:
     """vLLM's communicator; broadcasts from rank 0 on a stream of its own."""
 
-    def __init__(self, store: Any, rank: int, world: int, device: torch.device) -> None:
+    def __init__(self, store: Store, rank: int, world: int, device: torch.device) -> None:
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
         from vllm.distributed.utils import StatelessProcessGroup
 
@@ -52,12 +49,13 @@ class Nccl:
                     store.set("id", bytes(obj))
                     return obj
                 # Not by a `get` that waits: nobody else of this process could ask the store meanwhile who has left.
-                until(lambda: store.check(["id"]) or store.get("left"), lambda: None)
-                if not store.check(["id"]):
-                    raise TransferAborted(store.get("left").decode())
-                return type(obj).from_buffer_copy(store.get("id"))
+                until(lambda: store.has("id") or bool(store.get("left")), lambda: None)
+                made = store.get("id") if store.has("id") else None
+                if made is None:
+                    raise TransferAborted((store.get("left") or b"").decode())
+                return type(obj).from_buffer_copy(made)
 
-        members = Members(rank=rank, world_size=world, store=store)
+        members = Members(rank=rank, world_size=world, store=store.plain)
         self._stream, self._device = torch.cuda.Stream(device), device
         # Its first collective goes to what vLLM takes for the current stream: in a process that has set none, a new one
         # that stays current; in one of several GPUs, perhaps one of another GPU.
@@ -88,23 +86,6 @@ class Nccl:
         self._communicator.destroy()  # ncclCommAbort
 
 
-def serve_store() -> TCPStore:
-    """A store in this process, at a free port."""
-    return TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
-
-
-def address_of(store: TCPStore) -> dict[str, Any]:
-    """How other processes reach a store of this one: JSON values."""
-    from vllm.utils.network_utils import get_ip
-
-    return {"host": host_id(), "address": get_ip(), "port": store.port}
-
-
-def reach_store(address: dict[str, Any]) -> TCPStore:
-    name = "127.0.0.1" if address["host"] == host_id() else address["address"]
-    return TCPStore(name, address["port"], is_master=False, wait_for_workers=False, timeout=TIMEOUT)
-
-
 class Group:
     """Rank 0 is the trainer's, the others are the workers of one replica.
 
@@ -113,8 +94,8 @@ class Group:
         name: of the group in its store.
     """
 
-    def __init__(self, store: TCPStore, name: str, rank: int, world: int, device: torch.device) -> None:
-        self._store, self._rank, self._world, self._device = PrefixStore(name, store), rank, world, device
+    def __init__(self, store: Store, name: str, rank: int, world: int, device: torch.device) -> None:
+        self._store, self._rank, self._world, self._device = store.under(name), rank, world, device
         self._number = 0
         self._nccl: Nccl | None = None
         self._lock = threading.Lock()
@@ -203,7 +184,7 @@ class Group:
             over = gone() or time.monotonic() > end
             # Asked last: a worker that fails says why before its control call ends.
             why = self._reason() or (_MISSING if over else "")
-            return bool(why) or all(int(n) == self._number for n in self._store.multi_get(self._ready_keys()))
+            return bool(why) or all(int(n or -1) == self._number for n in self._store.multi_get(self._ready_keys()))
 
         until(settled, lambda: None)
         with suppress(Exception):
@@ -219,7 +200,7 @@ class Group:
             TransferAborted: it does not.
         """
         try:
-            number = int(self._store.get("transfer"))
+            number = int(self._store.get("transfer") or -1)
             self._store.set(f"ready/{self._rank}", str(number))
         except Exception as error:
             raise TransferAborted("the trainer is gone") from error
@@ -227,7 +208,7 @@ class Group:
         def settled() -> bool:
             reason, decided, why = self._reason(), "", ""
             with suppress(Exception):  # the trainer has died since: so says the next look
-                decided, _, why = self._store.get("verdict").decode().partition(" ")
+                decided, _, why = (self._store.get("verdict") or b"").decode().partition(" ")
             # A worker that heard it before has left for it.
             reason = (why if decided == str(number) else "") or reason
             if reason:
@@ -263,7 +244,7 @@ class Group:
     def leave(self, reason: str) -> None:
         """Tell all members to give up, and give up: the group is of no more use."""
         with suppress(Exception):
-            self._store.compare_set("left", "", reason)  # the first reason stands
+            self._store.set_first("left", reason)
         self.close(reason)
 
     def close(self, reason: str = "closed") -> None:
@@ -289,7 +270,7 @@ class Group:
     def _reason(self) -> str:
         """Why a member has left, or "" if none has."""
         try:
-            return self._store.get("left").decode()
+            return (self._store.get("left") or b"").decode()
         except Exception:
             return "the trainer died in the middle of a push"
 

@@ -15,6 +15,7 @@ from ..errors import LoraMergeError, PushRefused
 from ..shards.ranks import Ranks
 from ..stream.filler import Sent
 from .replica import Replica, fail_together
+from .store import interface
 from .transport import Place, Sender, assign, introduction
 from .vllm.control import Control, bind, on_this_device, side_by_side, to_its_end, together
 from .waiting import told
@@ -180,7 +181,10 @@ class Trainer:
         trainers = await self.gather(introduction(device))
         places = assign(trainers, [r.workers for r in replicas])
         try:
-            made = await self.everywhere(self._make_senders(places, size, device))
+            hosts = [
+                r.workers[w]["host"] for r in replicas for w in range(len(r.workers)) if places[r.index, w][1] == "nccl"
+            ]
+            made = await self.everywhere(self._make_senders(places, size, device, hosts))
         except Exception:
             await self.close()
             raise
@@ -212,12 +216,17 @@ class Trainer:
         self._nbytes = size
 
     async def _make_senders(
-        self, places: Mapping[Place, tuple[int, str]], nbytes: int, device: torch.device
+        self, places: Mapping[Place, tuple[int, str]], nbytes: int, device: torch.device, hosts: Sequence[str]
     ) -> dict[Place, dict[str, Any]]:
-        """This rank's ends, a sender a round, and what its workers have to know of them."""
+        """This rank's ends, a sender a round, and what its workers have to know of them.
+
+        Args:
+            hosts: of workers that are reached over NCCL.
+        """
         for some in _rounds(places):
             mine = {place: places[place][1] for place in some if places[place][0] == self.world.rank}
-            self._rounds.append((Sender(mine, nbytes, device), frozenset(r for r, _ in some)))
+            sender = Sender(mine, nbytes, device, interface(hosts))
+            self._rounds.append((sender, frozenset(r for r, _ in some)))
         return {place: sender.channel(*place) for sender, _ in self._rounds for place in sender.kinds}
 
     async def close(self) -> None:

@@ -34,7 +34,8 @@ from ..stream.ahead import Ahead
 from ..stream.buckets import extent
 from ..stream.filler import Places, Sent
 from .memory import CudaMemory, SharedMemory
-from .nccl import Done, Group, address_of, reach_store, serve_store
+from .nccl import Done, Group
+from .store import reach_store, serve_store
 from .waiting import TransferAborted, alive, host_id, until
 
 Place = tuple[int, int]
@@ -129,12 +130,15 @@ class Sender:
         channels: the transport to each of these workers; may be empty.
         nbytes: of one buffer.
         device: of the training weights.
+        address: at which NCCL groups are arranged: see `store.interface`.
 
     Raises:
         InvalidInput: there is not enough shared memory.
     """
 
-    def __init__(self, channels: Mapping[Place, str], nbytes: int, device: torch.device) -> None:
+    def __init__(
+        self, channels: Mapping[Place, str], nbytes: int, device: torch.device, address: str = "127.0.0.1"
+    ) -> None:
         self.session = secrets.token_hex(8)
         self.kinds, self.nbytes, self.device = dict(channels), nbytes, device
         kinds = set(channels.values())
@@ -158,7 +162,7 @@ class Sender:
         self._nccl_ranks = {(r, w): i for r, ws in members.items() for i, w in enumerate(ws, 1)}
         self._groups: dict[int, Group] = {}
         if members:
-            self._store = serve_store()
+            self._store = serve_store(address)
             self._groups = {r: Group(self._store, str(r), 0, len(ws) + 1, device) for r, ws in members.items()}
         self._sent: dict[int, list[Done | None]] = {}
         self._next = 0
@@ -196,7 +200,7 @@ class Sender:
             channel["handle"] = base64.b64encode(self._memory.handle).decode()
         elif kind == "nccl":
             world = 1 + sum(r == replica for r, _ in self._nccl_ranks)
-            channel |= {"store": address_of(self._store), "group": str(replica)}
+            channel |= {"store": self._store.channel(), "group": str(replica)}
             channel |= {"rank": self._nccl_ranks[place], "world": world}
         return channel
 
