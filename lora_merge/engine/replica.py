@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import PushFailed, PushRefused
+from .fit import fit
 from .state import State
 from .vllm.control import Control
 
@@ -31,7 +32,7 @@ class SyncReport:
         base_sent: whether an adapter push had to bring the base first.
         transports: how the buckets travelled.
         left_out: names of tensors that were not sent, because every engine was started without the part of the model
-            that they belong to (`limit_mm_per_prompt` of 0: no vision tower).
+            that they belong to (`limit_mm_per_prompt` of 0: no vision tower), or has one place for two tied names.
     """
 
     version: int
@@ -145,23 +146,13 @@ class Replica:
                     "were at first: start it with enable_eplb=False"
                 )
 
-    def problems(self, found: Sequence[Mapping[str, Any]]) -> list[str]:
-        """What its workers say against a stream."""
-        where = f"engine {self.index}: "
-        problems = [f"{where}{name} is refused: {why}" for answer in found for name, why in answer["refused"].items()]
-        problems += [f"{where}nothing would fill {what}" for answer in found for what in answer["missing"]]
-        surplus = _ignored(found) - self.absent(found)
-        problems += [f"{where}{name} is surplus: the engine has no place for it" for name in sorted(surplus)]
-        return list(dict.fromkeys(problems))
+    def problems(self, found: Sequence[Mapping[str, Any]], ties: Mapping[str, str]) -> list[str]:
+        """What its workers say against a stream; arguments as of `fit`."""
+        return [f"engine {self.index}: {problem}" for problem in fit(found, ties).problems]
 
-    def absent(self, found: Sequence[Mapping[str, Any]]) -> set[str]:
-        """What of a stream belongs to parts of the model that it was started without."""
-        return _ignored(found).intersection(name for answer in found for name in answer["absent"])
-
-
-def _ignored(found: Sequence[Mapping[str, Any]]) -> set[str]:
-    """Names that no worker has a place for."""
-    return set.intersection(*(set(answer["ignored"]) for answer in found))
+    def absent(self, found: Sequence[Mapping[str, Any]], ties: Mapping[str, str]) -> set[str]:
+        """What of a stream it has no place for, and need not have; arguments as of `fit`."""
+        return fit(found, ties).absent
 
 
 def failure(replicas: Sequence[Replica]) -> PushFailed:

@@ -359,9 +359,9 @@ class VllmSync:
             found = await replica.control.rpc("examine", digest=filler.digest)
             if any("unknown" in worker for worker in found):
                 found = await replica.control.rpc("examine", digest=filler.digest, table=to_json(filler.table))
-            answer.problems.extend(replica.problems(found))
+            answer.problems.extend(replica.problems(found, filler.ties))
             answer.dtypes.update({name: dtype for worker in found for name, dtype in worker["dtypes"].items()})
-            answer.absent.append(replica.absent(found))
+            answer.absent.append(replica.absent(found, filler.ties))
         return answer
 
     async def _check_adapter(self, replicas: Sequence[Replica]) -> AdapterSource:
