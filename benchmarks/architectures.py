@@ -21,7 +21,6 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -209,8 +208,11 @@ def main() -> None:
 
 def provenance() -> report.Record:
     """What the rows were made with."""
+    import transformers
+    import vllm
+
     made = report.provenance(torch.device("cpu"))
-    return made | {"versions": made["versions"] | {name: version(name) for name in ("vllm", "transformers")}}
+    return made | {"versions": made["versions"] | {m.__name__: m.__version__ for m in (vllm, transformers)}}
 
 
 def joined(rows: Sequence[Row], kept: Sequence[Row]) -> list[Row]:
