@@ -277,7 +277,8 @@ def build(architecture: Architecture) -> Any:
     model_class = getattr(transformers, name, None) or getattr(transformers, f"{name}ForCausalLM")
     config_class = getattr(transformers, f"{architecture.config or name}Config")
     torch.manual_seed(0)
-    config = config_class(**SIZES | architecture.sizes)
+    # Gemma 2's soft cap is in the eager attention only.
+    config = config_class(**SIZES | architecture.sizes, attn_implementation="eager")
     model = model_class(config).eval()
     config._experts_implementation = "eager"
     with torch.no_grad():  # nothing at the value that it starts with: a bias of zeros would be right by accident

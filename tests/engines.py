@@ -85,7 +85,9 @@ def gemma2() -> nn.Module:
     """A tied head, of which vLLM's class knows nothing."""
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
-    return Gemma2ForCausalLM(Gemma2Config(**SIZES, head_dim=32, query_pre_attn_scalar=32))
+    # Other attention of transformers leaves the soft cap of its logits out.
+    sizes = SIZES | {"head_dim": 32, "query_pre_attn_scalar": 32, "attn_implementation": "eager"}
+    return Gemma2ForCausalLM(Gemma2Config(**sizes))
 
 
 def cohere() -> nn.Module:
@@ -102,6 +104,13 @@ def phi() -> nn.Module:
     model = PhiForCausalLM(PhiConfig(**SIZES))
     nn.init.normal_(model.lm_head.bias)
     return model
+
+
+def olmo2() -> nn.Module:
+    """Of vLLM's Transformers backend."""
+    from transformers import Olmo2Config, Olmo2ForCausalLM
+
+    return Olmo2ForCausalLM(Olmo2Config(**SIZES))
 
 
 def gpt_oss() -> nn.Module:

@@ -228,7 +228,7 @@ def _why(capture: Capture, name: str, tensor: Tensor, error: Exception) -> str:
     """Why a tensor is refused, in a line; vLLM asserts sizes without a word."""
     text = str(error).strip().split("\n")[0]
     path = capture.owner_in(error)
-    if path is not None and (not text or "size" in text or "shape" in text):
+    if path is not None and (not text or "size" in text.lower() or "shape" in text.lower()):
         there = list(capture.tensors[path].shape)
         if there != list(tensor.shape):
             return f"{ANOTHER_SIZE}{list(tensor.shape)} here and {'' if path == name else f'{path} '}{there} there"
