@@ -183,16 +183,16 @@ class Row:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", default=[], help="names, or beginnings of them")
+    parser.add_argument("--only", nargs="*", default=[], help="names, or beginnings of them, in their order")
     parser.add_argument("--json", type=Path, help="where the record goes; rows that it has of others stay")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds for one architecture")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds for one architecture")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--lora", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child is not None:
         print(json.dumps(asdict(examine(next(a for a in ARCHITECTURES if a.title == args.child), args.lora))))
         return
-    chosen = [a for a in ARCHITECTURES if not args.only or any(a.title.startswith(n) for n in args.only)]
+    chosen = [a for n in args.only or [""] for a in ARCHITECTURES if a.title.startswith(n)]
     rows: list[Row] = []
     kept = [Row(**row) for row in json.loads(args.json.read_text())["rows"]] if args.json and args.json.exists() else []
     for number, architecture in enumerate(chosen, start=1):
@@ -241,7 +241,7 @@ def tried(architecture: Architecture, timeout: float) -> Row:
         row.adapter = "vLLM has no LoRA layers for experts on CPUs"
         return row
     row = in_child(architecture.title, timeout, lora=True)
-    if row.vllm == "right":
+    if row.vllm == "right" or row.vllm.startswith(OTHER):
         return row
     without = in_child(architecture.title, timeout, lora=False)
     without.adapter = f"vLLM: {row.vllm}"
