@@ -230,7 +230,7 @@ def table(rows: Sequence[Row]) -> str:
     lines = ["| architecture | merged | adapter |", "|---|---|---|"]
     for row in rows:
         merged = row.merged if row.vllm == "right" else f"vLLM itself: {row.vllm}"
-        lines.append(f"| {row.name} | {merged} | {row.adapter} |")
+        lines.append(f"| {row.name} | {cell(merged)} | {cell(row.adapter)} |")
     return "\n".join(lines)
 
 
@@ -246,6 +246,12 @@ def tried(architecture: Architecture, timeout: float) -> Row:
     without = in_child(architecture.title, timeout, lora=False)
     without.adapter = f"vLLM: {row.vllm}"
     return without
+
+
+def cell(text: str) -> str:
+    """What fits a table; the record has the rest."""
+    text = text.replace("|", "/").replace("\n", " ")
+    return text if len(text) <= 90 else f"{text[:87]}..."
 
 
 def in_child(title: str, timeout: float, *, lora: bool) -> Row:

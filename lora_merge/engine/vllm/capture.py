@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from traceback import extract_tb, walk_tb
 from typing import Any
 
@@ -296,13 +297,14 @@ def _tensors(things: Any) -> list[Tensor]:
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """The tensors that an operator writes to."""
-    if not func._schema.is_mutable:
-        return []
-    found = []
-    for at, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            found += _tensors(args[at] if at < len(args) else kwargs.get(argument.name))
-    return found
+    return [t for at, name in _writes(func) for t in _tensors(args[at] if at < len(args) else kwargs.get(name))]
+
+
+@cache
+def _writes(func: Any) -> list[tuple[int, str]]:
+    """The arguments that an operator writes to, by place and name."""
+    infos = [(at, argument.name, argument.alias_info) for at, argument in enumerate(func._schema.arguments)]
+    return [(at, name) for at, name, info in infos if info is not None and info.is_write]
 
 
 def _bytes(tensor: Tensor) -> tuple[int, int]:
