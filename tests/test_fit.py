@@ -70,3 +70,5 @@ def test_another_size_is_one_line_and_not_what_follows_from_it() -> None:
         "the model is of another size: embed.weight is [8, 4] here and [8, 6] there (and 2 more)",
         "odd.weight is refused: KeyError: odd",
     ]
+    alone = fit([worker(refused={"q.weight": f"{ANOTHER_SIZE}[8, 4] here and qkv.weight [24, 4] there"})], {})
+    assert alone.problems == ["q.weight is refused: it is [8, 4] here and qkv.weight [24, 4] there"]

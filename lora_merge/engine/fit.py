@@ -50,7 +50,8 @@ def fit(found: Sequence[Mapping[str, Any]], ties: Mapping[str, str]) -> Fit:
 
 
 def _sizes(sizes: Mapping[str, str]) -> str:
-    """A model of another size, in a line."""
-    name, why = next(iter(sizes.items()))
-    more = f" (and {len(sizes) - 1} more)" if len(sizes) > 1 else ""
-    return f"the model is of another size: {name} is {why.removeprefix(ANOTHER_SIZE)}{more}"
+    """A tensor of another size, or a whole model, in a line."""
+    name, why = next((name, why.removeprefix(ANOTHER_SIZE)) for name, why in sizes.items())
+    if len(sizes) == 1:
+        return f"{name} is refused: it is {why}"
+    return f"the model is of another size: {name} is {why} (and {len(sizes) - 1} more)"
