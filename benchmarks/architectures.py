@@ -13,9 +13,11 @@ not, a fresh engine is asked, on the checkpoint that PEFT merges and transformer
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import multiprocessing
 import os
-import subprocess
+import signal
 import sys
 import tempfile
 import time
@@ -186,12 +188,10 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[], help="names, or beginnings of them, in their order")
     parser.add_argument("--json", type=Path, help="where the record goes; rows that it has of others stay")
     parser.add_argument("--timeout", type=float, default=600, help="seconds for one architecture")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    parser.add_argument("--lora", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.child is not None:
-        print(json.dumps(asdict(examine(next(a for a in ARCHITECTURES if a.title == args.child), args.lora))))
-        return
+    sys.path[:0] = [str(HERE.parent.parent / "tests"), str(HERE.parent.parent)]
+    import engines  # type: ignore[import-not-found]  # noqa: F401 - vLLM, transformers and PEFT, for all children
+
     chosen = [a for n in args.only or [""] for a in ARCHITECTURES if a.title.startswith(n)]
     rows: list[Row] = []
     kept = [Row(**row) for row in json.loads(args.json.read_text())["rows"]] if args.json and args.json.exists() else []
@@ -255,21 +255,33 @@ def cell(text: str) -> str:
 
 
 def in_child(title: str, timeout: float, *, lora: bool) -> Row:
-    """An engine that dies takes only its own row along."""
-    command = [sys.executable, str(HERE), "--child", title, *(["--lora"] if lora else [])]
+    """An engine that dies takes only its own row along. A fork, as imports take longer than all else."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    child = context.Process(target=answer, args=(title, lora, theirs))
     begin = time.monotonic()
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    child.start()
+    theirs.close()
     try:
-        out, err = child.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        os.killpg(child.pid, 9)
-        child.communicate()
-        return Row(title, vllm="no answer", seconds=time.monotonic() - begin)
-    row = next((Row(**json.loads(line)) for line in reversed(out.splitlines()) if line.startswith('{"name"')), None)
-    if row is None:
-        row = Row(title, vllm="died: " + (err.strip().splitlines() or ["?"])[-1][:200])
+        row = Row(**ours.recv()) if ours.poll(timeout) else Row(title, vllm="no answer")
+    except EOFError:
+        child.join()
+        row = Row(title, vllm=f"died with {child.exitcode}")
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid or 0, signal.SIGKILL)  # its engine's processes, too
+    child.join()
     row.seconds = round(time.monotonic() - begin, 1)
     return row
+
+
+def answer(title: str, lora: bool, to: Any) -> None:
+    """What a child does."""
+    os.setsid()
+    with Path(os.devnull).open("w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+        if not os.environ.get("VERBOSE"):
+            os.dup2(nowhere.fileno(), 2)
+    to.send(asdict(examine(next(a for a in ARCHITECTURES if a.title == title), lora)))
 
 
 # In a child
@@ -318,8 +330,7 @@ def adapted(model: Any) -> Any:
 
 def examine(architecture: Architecture, lora: bool) -> Row:
     """One row, of an engine with LoRA layers or without."""
-    sys.path[:0] = [str(HERE.parent.parent / "tests"), str(HERE.parent.parent)]
-    import engines  # type: ignore[import-not-found]
+    import engines
 
     row = Row(architecture.title)
     options = architecture.engine | ({"enable_lora": True, "max_lora_rank": 8} if lora else {})
