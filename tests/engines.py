@@ -81,6 +81,50 @@ def gemma4() -> nn.Module:
     return model
 
 
+def gemma2() -> nn.Module:
+    """A tied head, of which vLLM's class knows nothing."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    # Other attention of transformers leaves the soft cap of its logits out.
+    sizes = SIZES | {"head_dim": 32, "query_pre_attn_scalar": 32, "attn_implementation": "eager"}
+    return Gemma2ForCausalLM(Gemma2Config(**sizes))
+
+
+def cohere() -> nn.Module:
+    """As Gemma 2's; vLLM passes over the head's name here."""
+    from transformers import CohereConfig, CohereForCausalLM
+
+    return CohereForCausalLM(CohereConfig(**SIZES))
+
+
+def phi() -> nn.Module:
+    """A bias of the head, for which vLLM makes a parameter when it comes; of vLLM's Transformers backend."""
+    from transformers import PhiConfig, PhiForCausalLM
+
+    model = PhiForCausalLM(PhiConfig(**SIZES))
+    nn.init.normal_(model.lm_head.bias)
+    return model
+
+
+def olmo2() -> nn.Module:
+    """Of vLLM's Transformers backend."""
+    from transformers import Olmo2Config, Olmo2ForCausalLM
+
+    return Olmo2ForCausalLM(Olmo2Config(**SIZES))
+
+
+def gpt_oss() -> nn.Module:
+    """Experts that vLLM copies into parameters without their loaders; sinks."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    sizes = SIZES | MOE | {"num_hidden_layers": 1}
+    model = models.eager(GptOssForCausalLM(GptOssConfig(**sizes, num_local_experts=4)))
+    for name, parameter in model.named_parameters():
+        if name.endswith(("bias", "sinks")):
+            nn.init.normal_(parameter, std=0.1)
+    return model
+
+
 def deepseek_v3() -> nn.Module:
     """Multi-head latent attention, in the one size that vLLM's CPU backend has."""
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM

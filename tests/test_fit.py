@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lora_merge import PushFailed, PushRefused
-from lora_merge.engine.fit import judge
+from lora_merge.engine.judge import judge
 from lora_merge.engine.replica import Replica, check_whole, engines_of, fail_together, failure
 from lora_merge.engine.state import State, change
 from lora_merge.engine.trainer import Trainer
@@ -56,7 +56,7 @@ CASES: dict[str, tuple[Mapping[str, Sequence[Mapping[str, Any]]], list[str], set
 @pytest.mark.parametrize("case", CASES)
 def test_judge(case: str) -> None:
     engines, wanted, left_out, dtypes = CASES[case]
-    problems, choice = judge(STREAM, engines)
+    problems, choice = judge(STREAM, engines, {})
     assert [problem.startswith(start) for problem, start in zip(problems, wanted, strict=True)] == [True] * len(wanted)
     if not wanted:
         assert choice.left_out == left_out

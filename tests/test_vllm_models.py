@@ -11,6 +11,7 @@ from typing import Any
 
 import engines
 import models
+import numpy as np
 import pytest
 import torch
 from engines import ask, assert_answers, engine, train
@@ -22,7 +23,9 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.utils import replace_parameter
 from vllm.v1.attention.backend import AttentionImplBase
 
-from lora_merge import MergedWeights, PushRefused, VllmSync
+from lora_merge import MergedWeights, PushFailed, PushRefused, VllmSync
+from lora_merge.engine.vllm import worker as worker_module
+from lora_merge.engine.vllm.decorated import complaint, decorated
 from lora_merge.engine.vllm.loader import Loader
 from lora_merge.engine.vllm.modules import Modules
 from lora_merge.stream.buckets import Meta, lay_out
@@ -60,6 +63,197 @@ def test_experts_merged(name: str, tmp_path: Path) -> None:
         (covered,) = coverage(llm)
         assert covered.complete, covered
         assert covered.state == "merged@2"
+
+
+@pytest.mark.parametrize("name", ["gemma2", "cohere"])
+def test_a_head_that_the_engine_has_no_name_for(name: str, tmp_path: Path) -> None:
+    """vLLM's classes have no head of their own there, and refuse or pass over its name: both were an error."""
+    model = models.with_lora(getattr(engines, name), **DENSE)
+    with engine(model, tmp_path / "base", enable_lora=True, max_lora_rank=8) as llm:
+        sync = VllmSync(model, llm, bucket_bytes=1 << 17)
+        for step, mode in enumerate(["merged", "merged", "adapter"]):
+            train(model, step)
+            report = sync.push(mode=mode, verify=True)
+            assert set(report.left_out) == {"lm_head.weight"}, report
+            assert_answers(ask(llm, sync.lora_request()), model)
+        apart = models.with_lora(getattr(engines, name), target_modules=["embed_tokens"])
+        with pytest.raises(PushRefused, match=r"lm_head\.weight is (refused|surplus)"):  # another tensor than that
+            VllmSync(apart, llm).push()
+
+
+def test_a_parameter_that_loading_makes(tmp_path: Path) -> None:
+    """vLLM makes the bias of a head when it comes: the dry run ended in "Cannot copy out of meta tensor"."""
+    model = models.with_lora(engines.phi, target_modules=["q_proj", "v_proj", "fc1"])
+    with engine(model, tmp_path / "base", processes=True) as llm:
+        sync = VllmSync(model, llm, bucket_bytes=1 << 17)
+        for step in range(2):
+            train(model, step)
+            sync.push(verify=True)
+            assert_answers(ask(llm), model)
+            with torch.no_grad():
+                model.base_model.model.lm_head.bias.mul_(-2)
+
+
+def test_classes_that_an_engine_in_this_process_has_changed(tmp_path: Path) -> None:
+    """vLLM's Transformers backend decorates transformers' classes: the trainer's forward fails after that."""
+    model, other = models.with_lora(engines.olmo2, target_modules=["q_proj"]), engines.qwen2()
+    assert complaint(model) == ""
+    with engine(model, tmp_path / "base") as llm:
+        assert decorated(model) == ["Olmo2Model"]
+        assert "Olmo2Model of transformers" in complaint(model)
+        assert complaint(other) == ""
+        with pytest.raises(AttributeError, match="do_not_compile"):
+            model(torch.tensor([[1, 2, 3]]))
+        VllmSync(model, llm).push(verify=True)  # weights go over all the same
+
+
+def test_experts_that_pass_by_their_loaders(tmp_path: Path) -> None:
+    """vLLM's reload does not see what GPT-OSS copies into its experts: they lost their kernel, and kept old weights."""
+    model = models.with_lora(engines.gpt_oss, **MOE)
+    with engine(model, tmp_path / "base") as llm:
+        sync = VllmSync(model, llm, bucket_bytes=1 << 17)
+        for step in range(2):
+            train(model, step)
+            sync.push(verify=True)
+            assert_answers(ask(llm), model)
+        before = ask(llm)
+        worker = llm.llm_engine.model_executor.driver_worker.worker
+        side, load = worker_module.side_of(worker.get_model(), worker.model_config, worker.device), Loader.load
+        # A push that breaks off while a layer's tensors lie where they are loaded: the layer is closed again.
+        with pytest.MonkeyPatch.context() as patch:
+
+            def broken(self: Loader, examination: Any, index: int, *rest: Any) -> None:
+                load(self, examination, index, *rest)
+                if self._reload is not None and self._reload._open:
+                    raise RuntimeError("broken off")
+
+            patch.setattr(Loader, "load", broken)
+            with pytest.raises(PushFailed, match="broken off"):
+                sync.push()
+        assert all(not parameter.is_meta for parameter in worker.get_model().parameters())
+        assert side.loader._reload is None
+        sync.push(verify=True)
+        assert_answers(ask(llm), model)
+        assert [o.outputs[0].token_ids for o in before] == [o.outputs[0].token_ids for o in ask(llm)]
+
+
+def test_a_model_of_another_size_is_told_in_a_line(tmp_path: Path) -> None:
+    """It gave twenty lines, most of them `AssertionError:` and nothing else."""
+    model = engines.qwen2(tied=False).eval()
+    with engine(model, tmp_path / "base") as llm:
+        from transformers import Qwen2Config, Qwen2ForCausalLM
+
+        small = Qwen2ForCausalLM(Qwen2Config(**engines.SIZES | {"hidden_size": 64}))
+        with pytest.raises(PushRefused) as refused:
+            VllmSync(small, llm).push()
+        said = str(refused.value).splitlines()
+        assert len(said) == 2, refused.value
+        assert "model.embed_tokens.weight is [256, 64] here and [256, 128] there (and " in said[1]
+        vocabulary = Qwen2ForCausalLM(Qwen2Config(**engines.SIZES | {"vocab_size": 200}))
+        with pytest.raises(PushRefused, match=r"embed_tokens\.weight is \[200, 128\] here and \[256, 128\] there"):
+            VllmSync(vocabulary, llm).push()
+        wide = Qwen2ForCausalLM(Qwen2Config(**engines.SIZES | {"intermediate_size": 128}))
+        with pytest.raises(PushRefused) as refused:
+            VllmSync(wide, llm).push()
+        assert "AssertionError" not in str(refused.value), refused.value
+        sync = VllmSync(model, llm)
+        sync.push()
+        assert_answers(ask(llm), model)
+
+
+def read(kind: str, weight: torch.Tensor) -> Any:
+    """Ways in which a `load_weights` looks at values."""
+    return {
+        "item": lambda: weight.view(-1)[0].item(),
+        "bool": lambda: bool((weight > 0).all()),
+        "any": lambda: bool(weight.any()),
+        "equal": lambda: torch.equal(weight, torch.zeros(weight.shape)),
+        "allclose": lambda: torch.allclose(weight, torch.zeros(weight.shape)),
+        "cpu": lambda: weight.cpu().numpy().sum(),
+        "to": lambda: weight.to("cpu", torch.float64).tolist(),
+        "float": lambda: float(weight.float().max()),
+        "list": lambda: weight.tolist(),
+        "array": lambda: np.asarray(weight).mean(),
+        "nonzero": lambda: len(weight.nonzero()),
+        "unique": lambda: weight.unique().numel(),
+        "branch": lambda: weight[weight > 0].sum(),
+        "int": lambda: int(weight.sum()),
+    }[kind]()
+
+
+READS = ["item", "bool", "any", "equal", "allclose", "cpu", "to", "float", "list", "array", "nonzero", "unique",
+         "branch", "int"]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", READS)
+def test_the_dry_run_survives_reads_of_values(kind: str) -> None:
+    """Values are not there yet: a `load_weights` that looks at some is for real when they are."""
+
+    class Reading(Model):
+        def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+            parameters = dict(self.named_parameters())
+            for name, weight in weights:
+                if "head" in name:
+                    read(kind, weight)
+                parameters[name].data.copy_(weight)
+
+    with set_current_vllm_config(VllmConfig()):
+        model = Reading(head=nn.Linear(4, 4, bias=False), tail=nn.Linear(4, 4, bias=False))
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        names = ["head.weight", "tail.weight"]
+        found = loader(model).examine("digest", lay_out([Meta(n, torch.float32, (4, 4)) for n in names], 1 << 20))
+        assert not found.refused
+        assert not found.missing
+        assert "tail.weight" in found.copies
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, before[name]), name
+        # Sizes are seen, too, whoever reads.
+        found = loader(model).examine("other", lay_out([Meta(n, torch.float32, (4, 8)) for n in names], 1 << 20))
+        assert found.refused == dict.fromkeys(names, "another size: [4, 8] here and [4, 4] there")
+
+
+def test_either_way_that_values_decide_counts() -> None:
+    """What is loaded only where some value is not zero was taken for missing."""
+
+    class Deciding(Model):
+        def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+            for _, weight in weights:
+                if weight.any():
+                    self.head.weight.data.copy_(weight)
+                else:
+                    self.buffer.zero_()
+
+    with set_current_vllm_config(VllmConfig()):
+        model = Deciding(head=nn.Linear(4, 4, bias=False))
+        model.register_buffer("buffer", torch.ones(4), persistent=False)
+        table = lay_out([Meta("head.weight", torch.float32, (4, 4))], 1 << 20)
+        found = loader(model).examine("digest", table)
+    assert not found.missing
+    assert found.staged == {"head.weight"}
+    assert model.buffer.tolist() == [1.0] * 4  # nothing of the engine is written, whatever it is
+
+
+def test_what_loading_computes_is_loaded_for_real() -> None:
+    """Written over before it is copied, or put together from several: no window, and every name that it is of."""
+
+    class Computing(Model):
+        def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+            found = dict(weights)
+            whole = torch.empty(8, 4)
+            whole[:4] = found["a"]
+            whole[4:].copy_(found["b"])
+            self.head.weight.data.copy_(whole)
+            found["c"].mul_(2)
+            self.tail.weight.data.copy_(found["c"])
+
+    with set_current_vllm_config(VllmConfig()):
+        model = Computing(head=nn.Linear(4, 8, bias=False), tail=nn.Linear(4, 4, bias=False))
+        table = lay_out([Meta(name, torch.float32, (4, 4)) for name in "abc"], 1 << 20)
+        found = loader(model).examine("digest", table)
+    assert not found.missing
+    assert not found.refused
+    assert not found.copies
+    assert found.staged == {"a", "b", "c"}
 
 
 def test_dummy_loaded_buffers_are_pushed(tmp_path: Path) -> None:

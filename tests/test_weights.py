@@ -247,6 +247,67 @@ def test_an_adapter_on_one_of_two_tied_weights_sends_both() -> None:
     assert "lm_head.weight" not in dict(MergedWeights(models.qwen2(tied=True)))
 
 
+SMALL = models._SIZES | {
+    "d_model": 32, "dim": 32, "d_kv": 8, "d_ff": 48, "hidden_dim": 48, "ffn_dim": 48, "embedding_size": 32,
+    "n_layers": 2, "num_layers": 2, "encoder_layers": 2, "decoder_layers": 2, "num_decoder_layers": 2,
+    "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+    "num_heads": 4, "attention_types": [[["global"], 2]], "attention_window": 4, "word_embed_proj_dim": 32,
+    "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "decoder_start_token_id": 1,
+    "tie_word_embeddings": True, "max_source_positions": 64,
+}  # fmt: skip
+"""Sizes of all kinds of models; each takes what it knows."""
+TIED = [
+    "AlbertForMaskedLM",
+    "BartForConditionalGeneration",
+    "BertForMaskedLM",
+    "BertForPreTraining",
+    "BloomForCausalLM",
+    "CamembertForCausalLM",
+    "CamembertForMaskedLM",
+    "CohereForCausalLM",
+    "DebertaV2ForMaskedLM",
+    "DistilBertForMaskedLM",
+    "ElectraForMaskedLM",
+    "FalconForCausalLM",
+    "Gemma2ForCausalLM",
+    "GemmaForCausalLM",
+    "GPT2LMHeadModel",
+    "GPTNeoForCausalLM",
+    "LlamaForCausalLM",
+    "MBartForConditionalGeneration",
+    "MPNetForMaskedLM",
+    "MT5ForConditionalGeneration",
+    "OPTForCausalLM",
+    "PegasusForConditionalGeneration",
+    "PhiForCausalLM",
+    "Qwen2ForCausalLM",
+    "RobertaForCausalLM",
+    "RobertaForMaskedLM",
+    "SwitchTransformersForConditionalGeneration",
+    "T5ForConditionalGeneration",
+    "UMT5ForConditionalGeneration",
+    "WhisperForConditionalGeneration",
+    "XLMRobertaForCausalLM",
+    "XLMRobertaForMaskedLM",
+    "XLMRobertaXLForMaskedLM",
+    "LongformerForMaskedLM",
+    "BigBirdForMaskedLM",
+]
+
+
+@pytest.mark.parametrize("name", TIED)
+def test_of_tied_names_the_one_that_transformers_saves(name: str, tmp_path: Path) -> None:
+    """CamemBERT's and XLM-RoBERTa's heads come before the embedding that their checkpoints hold."""
+    import transformers
+
+    kind = getattr(transformers, name)
+    takes = {*dir(kind.config_class()), *kind.config_class.attribute_map}
+    model = kind(kind.config_class(**{key: value for key, value in SMALL.items() if key in takes}))
+    patterns = [key for module in model.modules() for key in getattr(module, "_tied_weights_keys", None) or ()]
+    assert patterns, "nothing is tied here"
+    assert dict(MergedWeights(model)).keys() == checkpoint(model, tmp_path).keys()
+
+
 SHARED = {
     "one": {"target_modules": ["q_proj", "down_proj"]},
     "two": {"target_modules": ["q_proj", "down_proj"], "adapters": ("one", "two")},

@@ -8,32 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
-
-import torch
+from typing import Any
 
 from ..errors import PushRefused
-from ..kernels.segments import FLOATS
-from ..stream.buckets import Meta, dtype_of, metas, to_json
+from ..stream.buckets import metas, to_json
 from ..stream.filler import Filler
 from ..stream.weights import MergedWeights
+from .judge import Found, judge
 from .replica import Replica, engines_of
 from .trainer import Trainer
-
-Found: TypeAlias = Sequence[Mapping[str, Any]]
-"""What the workers of one engine found in their dry runs."""
-
-
-class Choice(NamedTuple):
-    """What a stream leaves out, and how it rounds, for all engines at once.
-
-    Args:
-        left_out: names that no engine has a part for.
-        dtypes: of floating-point tensors, as the engines hold them.
-    """
-
-    left_out: frozenset[str]
-    dtypes: Mapping[str, torch.dtype]
 
 
 class Fit:
@@ -56,7 +39,7 @@ class Fit:
         )
         for last in (False, False, True):
             filler, found = await self._ask(weights, replicas)
-            problems, choice = judge(metas(filler.table), found)
+            problems, choice = judge(metas(filler.table), found, filler.ties)
             if problems and weights.left_out and not last:
                 # Perhaps an engine was started anew, with the parts that it had been without.
                 weights.left_out = frozenset()
@@ -125,50 +108,3 @@ class Fit:
 
         await self._trainer.all_own(replicas, ask)
         return filler.lines_key, digests
-
-
-def judge(stream: Mapping[str, Meta], found: Mapping[str, Found]) -> tuple[list[str], Choice]:
-    """What does not fit, in words; and what the stream leaves out and rounds to, where all fits.
-
-    Args:
-        stream: what is sent, by name.
-        found: for each engine what its workers found in it.
-    """
-    problems: list[str] = []
-    held: dict[str, dict[torch.dtype, str]] = {}
-    absent: list[set[str]] = []
-    for engine, workers in found.items():
-        without = _ignored(workers).intersection(name for worker in workers for name in worker["absent"])
-        absent.append(without)
-        problems += [f"{engine}: {name} is refused: {why}" for w in workers for name, why in w["refused"].items()]
-        problems += [f"{engine}: nothing would fill {what}" for worker in workers for what in worker["missing"]]
-        surplus = sorted(_ignored(workers) - without)
-        problems += [f"{engine}: {name} is surplus: the engine has no place for it" for name in surplus]
-        for name, dtype in ((name, dtype_of(dtype)) for worker in workers for name, dtype in worker["dtypes"].items()):
-            if dtype in FLOATS and name in stream and stream[name].dtype in FLOATS:
-                held.setdefault(name, {}).setdefault(dtype, engine)
-    problems += _differing(held)
-    choice = Choice(
-        frozenset(set.intersection(*absent)) if absent else frozenset(),
-        {name: next(iter(dtypes)) for name, dtypes in held.items()},
-    )
-    return list(dict.fromkeys(problems)), choice
-
-
-def _differing(held: Mapping[str, Mapping[torch.dtype, str]]) -> list[str]:
-    """Tensors that engines hold in different dtypes: one stream is rounded once, and could serve only one of them."""
-    apart = [(name, dtypes) for name, dtypes in held.items() if len(dtypes) > 1]
-    if not apart:
-        return []
-    name, dtypes = apart[0]
-    told = ", ".join(f"{engine} in {dtype}" for dtype, engine in dtypes.items())
-    others = f" (and {len(apart) - 1} more)" if len(apart) > 1 else ""
-    return [
-        f"{told} hold {name}{others}: tensors are rounded once, to what an engine holds; start the engines with one "
-        "dtype, or push to them apart, with a VllmSync for each one"
-    ]
-
-
-def _ignored(workers: Found) -> set[str]:
-    """Names that no worker has a place for."""
-    return set.intersection(*(set(worker["ignored"]) for worker in workers)) if workers else set()

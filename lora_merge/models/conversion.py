@@ -7,7 +7,8 @@ is; no weight is touched.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,6 +109,19 @@ def read_conversion(model: nn.Module) -> Conversion:
                 break
             return Conversion(module, f"{name}." if name else "")
     return Conversion(None, "")
+
+
+def tied_keys(model: nn.Module) -> list[str]:
+    """Patterns of the names that transformers leaves out of a checkpoint where they are tied to another."""
+    keys = ((name, getattr(module, "_tied_weights_keys", None) or ()) for name, module in walk(model))
+    return [f"{name}.{key}" if name else key for name, patterns in keys for key in patterns]
+
+
+def saved_name(names: Sequence[str], patterns: Iterable[str]) -> str:
+    """Of the names of one tied tensor, in the model's order, the one under which transformers saves it."""
+    patterns = tuple(patterns)
+    kept = [name for name in names if not any(re.search(pattern, name) for pattern in patterns)]
+    return kept[0] if kept else max(names)
 
 
 def _storage(tensor: Tensor) -> int:

@@ -17,9 +17,12 @@ class Part:
         shard: live.
         delta: None where adapters add nothing.
         trained: a parameter, not a buffer.
+        tied: name of the part that is the same tensor with the same adapters, and that checkpoints hold instead of this
+            one; "" where there is none.
     """
 
     name: str
     shard: Shard
     delta: Delta | None
     trained: bool
+    tied: str = ""

@@ -47,11 +47,13 @@ class Entry:
         meta: what goes out.
         sources: names of the parts that it is made of; one, except where a conversion joins several.
         window: what it is of its part; None where it has to be computed from whole parts.
+        tied: name of the tensor of the stream that has the same values, and that checkpoints hold; "" if none has.
     """
 
     meta: Meta
     sources: tuple[str, ...]
     window: Window | None
+    tied: str = ""
 
 
 class Late(Mapping[str, Part]):
@@ -154,6 +156,8 @@ class Filler:
         self.source, self.key, self.ranks, self.device = source, key, source.ranks, source.device
         self.lines, self.lines_key = lines, name_key("\n".join(lines))
         self.entries = {entry.meta.name: entry for entry in entries}
+        self.ties = {entry.meta.name: entry.tied for entry in entries if entry.tied}
+        """Name -> name of the tensor here that is the same one."""
         self._elsewhere = {name: part for name, part in source.parts.items() if not part.shard.pieces}
         self._order = tuple(source.parts)
         self._wholly = {name for name, entry in self.entries.items() if entry.window is None or unshard}

@@ -210,7 +210,9 @@ class MergedWeights:
     def _entries(self, parts: Mapping[str, Part], conversion: Conversion) -> list[Entry]:
         shapes = {name: _meta(part.shard) for name, part in parts.items()}
         entries = []
-        for made in conversion.outputs(shapes):
+        outputs = conversion.outputs(shapes)
+        named = {(made.sources, made.view): made.name for made in outputs}
+        for made in outputs:
             if made.name in self.left_out:
                 continue
             first = parts[made.sources[0]]
@@ -219,7 +221,8 @@ class MergedWeights:
                 dtype = self.dtypes.get(made.name) or (self.dtype if first.trained else None) or dtype
             meta, like = Meta(made.name, dtype, tuple(made.shape)), shapes[first.name]
             window = None if made.view is None else window_of(made.view, like.shape, like.stride())
-            entries.append(Entry(meta, made.sources, window))
+            tied = named.get(((first.tied,), made.view), "") if len(made.sources) == 1 else ""
+            entries.append(Entry(meta, made.sources, window, tied))
         return entries
 
 

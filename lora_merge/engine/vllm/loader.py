@@ -4,7 +4,8 @@ The dry run feeds meta tensors to `load_weights` and writes down every copy that
 So vLLM's own code says, before the first byte, which names it does not take, which shapes do not fit, and which
 elements of which parameter nothing would fill (a missing k_proj, one expert's gate); and where every part of every
 tensor goes. Parameters whose layout after loading is the one at loading are then filled straight from the bucket, one
-launch a bucket. The others (prepacked on CPUs, shuffled experts) go through vLLM's layerwise reload.
+launch a bucket. The others (prepacked on CPUs, shuffled experts) go through `load_weights` into memory of their own
+(reload.py).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from ...stream.filler import Places
 from ..sampler import facts
 from .capture import Capture, Copy, coverage, feed, torn
 from .modules import Modules
+from .reload import Reload, on_meta, same_layout, unchanged
 
 _AS_LOADED = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
 """Methods that leave weights on a CUDA device as they were loaded."""
@@ -66,6 +68,8 @@ class Examination:
         missing: parameters and persistent buffers that stay unfilled, in words.
         elements: elements filled and elements there are.
         dtypes: name -> dtype that the engine holds it in.
+        layers: that are laid out anew after loading, each with the names that it is made of.
+        touched: modules that get something of the stream, by `id`.
     """
 
     copies: dict[str, list[Copy]]
@@ -78,6 +82,8 @@ class Examination:
     missing: list[str] = field(default_factory=list)
     elements: tuple[int, int] = (0, 0)
     dtypes: dict[str, str] = field(default_factory=dict)
+    layers: list[tuple[nn.Module, frozenset[str]]] = field(default_factory=list)
+    touched: frozenset[int] = frozenset()
 
     @cached_property
     def digest(self) -> str:
@@ -101,7 +107,7 @@ class Loader:
         self._config, self.device = model_config, device
         self._examined: tuple[Any, Examination] | None = None
         self._plans: dict[int, tuple[int, Plan]] = {}
-        self._open: list[tuple[Any, Any]] = []
+        self._reload: Reload | None = None
         self._begun: dict[str, tuple[Tensor, int]] = {}
 
     @property
@@ -119,21 +125,12 @@ class Loader:
         return self._examined[1]
 
     def begin(self, examination: Examination) -> None:
-        """Open the layers whose layout changes after loading."""
-        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-
+        """Fill what loading fills with constants, and wait for layers whose layout changes after loading."""
         with torch.no_grad():
             for view, value in examination.fills:
                 view.fill_(value)
-        if not examination.staged:
-            return
-        with torch.no_grad(), unwrapped(self._modules):
-            for layer in self._staged_layers():
-                self._open.append((layer, getattr(layer.quant_method, "moe_kernel", None)))
-                if self.device.type == "cpu" and hasattr(layer.quant_method, "moe_kernel"):
-                    # vLLM's CPU experts prepack once, when their kernel is made: have it made again.
-                    layer.quant_method.moe_kernel = None
-                initialize_layerwise_reload(layer)
+        if examination.staged:
+            self._reload = Reload(examination.layers, examination.touched, self.device.type)
 
     def load(self, examination: Examination, index: int, slots: Sequence[Slot], data: Tensor) -> None:
         """Write one bucket into the engine, on the current stream; `data` may be reused after that work."""
@@ -145,8 +142,12 @@ class Loader:
         plan.run()
         tensors = [whole for slot in slots if slot.name in examination.staged for whole in self._staged(slot, data)]
         if tensors:
+            assert self._reload is not None
+            names = [name for name, _ in tensors]
             with torch.no_grad(), unwrapped(self._modules):
+                self._reload.before(names)
                 self.model.load_weights(iter(tensors))
+                self._reload.after(names)
 
     def _staged(self, slot: Slot, data: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Keep a slot of a tensor that goes through `load_weights`; yield the tensor when it is whole. Layerwise reload
@@ -178,18 +179,16 @@ class Loader:
         return equal
 
     def finish(self) -> None:
-        """Close the layers: vLLM processes them into the layout that it computes with."""
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-
+        """Everything is loaded: what vLLM makes of several layers' weights is made again."""
+        reload, self._reload = self._reload, None
+        if reload is not None and reload.lacking:
+            raise RuntimeError(f"these tensors did not come: {', '.join(reload.lacking)}")
         derived, tied, computed = self._modules.kept(_derived), self._tied_layers(), self._modules.kept(_computed)
-        if not (self._open or derived or tied or computed):
+        if not (reload or derived or tied or computed):
             return
+        if reload is not None:
+            self._modules.forget()
         with torch.no_grad(), unwrapped(self._modules):
-            for layer, _ in self._open:
-                finalize_layerwise_reload(layer, self._config)
-            if self._open:
-                self._modules.forget()
-            self._open = []
             for layer in derived:
                 layer.process_weights_after_loading(self._config.dtype)
             for layer in self._tied_layers():
@@ -208,17 +207,10 @@ class Loader:
 
     def abort(self) -> None:
         """Put the engine's own tensors back into layers that a broken load left open."""
-        from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
-
-        for root, kernel in self._open:
-            for layer in root.modules():
-                info = get_layerwise_info(layer)
-                if info.can_load() and info.kernel_tensors is not None:
-                    _place_kernel_tensors(layer, info)
-                info.reset()
-            if kernel is not None:
-                root.quant_method.moe_kernel = kernel
-        self._open, self._begun = [], {}
+        if self._reload is not None:
+            with torch.no_grad(), unwrapped(self._modules):
+                self._reload.abort()
+        self._reload, self._begun = None, {}
 
     def let_go(self) -> None:
         """Forget plans that read buckets: their memory goes away."""
@@ -228,14 +220,24 @@ class Loader:
         fed = [(meta.name, torch.empty(meta.shape, dtype=meta.dtype, device="meta")) for meta in metas(table).values()]
         ties = _ties(self._modules)
         roots = self._staged_layers()
-        with _on_meta(roots):
+        named = list(self.model.named_modules())
+        with on_meta(roots), unchanged([module for _, module in named]) as made:
             tensors = _engine_tensors(self.model)
-            capture = Capture({path: tensor for path, (tensor, _) in tensors.items()}, fed)
+            capture = Capture({path: tensor for path, (tensor, _) in tensors.items()}, fed, _everything(self.model))
             refused = feed(self.model, capture, fed)
+            owners = {path: owner for path, (_, owner) in tensors.items()}
+            for number, name, parameter in made():
+                prefix, owner = named[number]
+                capture.adopt(path := f"{prefix}.{name}" if prefix else name, parameter)
+                owners[path] = owner
             missing, elements = coverage(capture, ties)
         refused |= torn(capture, ties) | _unreachable(self._modules)
-        layers = {id(layer) for root in roots for layer in root.modules()}
-        staged_paths = {path for path, (_, owner) in tensors.items() if id(owner) in layers}
+        outermost = {id(layer): root for root in roots for layer in root.modules()}
+        names: dict[int, set[str]] = {id(root): set() for root in roots}
+        for record in capture.records:
+            if record.path in owners and id(owners[record.path]) in outermost:
+                names[id(outermost[id(owners[record.path])])].add(record.name)
+        staged_paths = {path for path, owner in owners.items() if id(owner) in outermost}
         staged = {r.name for r in capture.records if r.copy is None or r.path in staged_paths}
         straight: dict[str, list[Copy]] = {}
         for record in capture.records:
@@ -259,7 +261,9 @@ class Loader:
             self._absent(list(ignored.items())),
             missing,
             elements,
-            {r.name: dtype_name(tensors[r.path][0].dtype) for r in capture.records},
+            {r.name: dtype_name(r.dtype) for r in capture.records},
+            [(root, frozenset(names[id(root)])) for root in roots],
+            frozenset(id(owners[r.path]) for r in capture.records if r.path in owners),
         )
 
     def _absent(self, fed: list[tuple[str, Tensor]]) -> list[str]:
@@ -278,7 +282,7 @@ class Loader:
             for number, (parent, key, stage) in enumerate(parts):
                 parent._modules[key] = part = stage.__dict__["module"]
                 tensors |= {f"{number}.{name}": t for name, t in [*part.named_parameters(), *part.named_buffers()]}
-            capture = Capture(tensors, fed)
+            capture = Capture(tensors, fed, _everything(self.model))
             refused = feed(self.model, capture, fed)
         finally:
             for parent, key, stage in parts:
@@ -294,7 +298,7 @@ class Loader:
             method = getattr(module, "quant_method", None)
             if method is None or id(module) in tied or id(module) in inside:
                 continue
-            if self.device.type == "cuda" and type(method).__name__ in _AS_LOADED and _same_layout(module):
+            if self.device.type == "cuda" and type(method).__name__ in _AS_LOADED and same_layout(module):
                 continue
             inside.update(map(id, module.modules()))
             layers.append(module)
@@ -361,36 +365,6 @@ def _computed(modules: Modules) -> list[nn.Module]:
     return [module for module in modules if type(module).__name__ in _COMPUTED]
 
 
-@contextmanager
-def _on_meta(roots: Sequence[nn.Module]) -> Iterator[None]:
-    """Layers as they are at loading, on the meta device; their live tensors come back after."""
-    from vllm.model_executor.model_loader.reload.layerwise import (
-        _get_original_loader,
-        _place_kernel_tensors,
-        get_layerwise_info,
-    )
-    from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
-    from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers, get_layer_tensors
-
-    opened = []
-    try:
-        for layer in (layer for root in roots for layer in root.modules()):
-            info = get_layerwise_info(layer)
-            info.kernel_tensors = get_layer_params_buffers(layer)
-            info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
-            opened.append((layer, info))
-            restore_layer_on_meta(layer, info)
-            for tensor in get_layer_tensors(layer).values():
-                # A reload before left its own loader on the recorded tensors, which passes over what it is given.
-                if hasattr(tensor, "weight_loader"):
-                    tensor.weight_loader = _get_original_loader(tensor)
-        yield
-    finally:
-        for layer, info in opened:
-            _place_kernel_tensors(layer, info)
-            info.reset()
-
-
 def _pairs(examination: Examination, slot: Slot, data: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """What of a slot goes straight: its view in the bucket, and its place in the engine."""
     view = slot.view(data)
@@ -399,6 +373,12 @@ def _pairs(examination: Examination, slot: Slot, data: Tensor) -> Iterator[tuple
         if box is not None:
             inside = tuple(b - s for b, s in zip(box[0], slot.start, strict=True)), box[1]
             yield copy.window.fold(cut(view, inside)), cut(copy.destination, copy.window.inner(box))
+
+
+def _everything(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """All that the engine holds, non-persistent buffers, too."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
 
 
 def _engine_tensors(model: nn.Module) -> dict[str, tuple[Tensor, nn.Module]]:
@@ -431,18 +411,6 @@ def _ties(modules: Modules) -> dict[str, str]:
                 if first.setdefault(id(parameter), path) != path:
                     ties[path] = first[id(parameter)]
     return ties
-
-
-def _same_layout(module: nn.Module) -> bool:
-    """Whether a layer's live parameters look as they did when it was made."""
-    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-
-    recorded, _ = get_layerwise_info(module).restore_metadata
-    return all(
-        (live := module._parameters.get(name)) is not None
-        and (live.shape, live.stride(), live.dtype) == (meta.shape, meta.stride(), meta.dtype)
-        for name, meta in recorded.items()
-    )
 
 
 def _wrapped(modules: Modules) -> list[tuple[nn.Module, str, Any]]:

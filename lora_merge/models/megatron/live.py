@@ -121,7 +121,8 @@ class Megatron:
             parts[name] = Part(name, shard, Delta(name, shard, factors) if factors else None, True)
         if keep_tied and found.tied is not None and found.tied[0] in parts:
             embedding, head = found.tied
-            parts[head] = Part(head, parts[embedding].shard, None, True)
+            alike = parts[embedding].delta is None
+            parts[head] = Part(head, parts[embedding].shard, None, True, embedding if alike else "")
         return parts
 
     def united(self, parts: Mapping[str, Part]) -> dict[str, Part]:
@@ -226,6 +227,7 @@ class _Told(NamedTuple):
     name: str
     weight: tuple[tuple[int, ...], torch.dtype]
     factors: tuple[tuple[_Half, _Half, float], ...] | None
+    tied: str
 
     def __str__(self) -> str:
         shape, dtype = self.weight
@@ -243,7 +245,7 @@ def _told(part: Part, numbers: dict[int, int]) -> _Told:
 
     delta = part.delta
     factors = None if delta is None else tuple((half(f.lora_A), half(f.lora_B), f.scaling) for f in delta.factors)
-    return _Told(part.name, (part.shard.shape, part.shard.dtype), factors)
+    return _Told(part.name, (part.shard.shape, part.shard.dtype), factors, part.tied)
 
 
 def _elsewhere(thing: _Told, factors: dict[int, Shard], device: torch.device) -> Part:
@@ -256,6 +258,6 @@ def _elsewhere(thing: _Told, factors: dict[int, Shard], device: torch.device) ->
     shape, dtype = thing.weight
     weight = Shard(shape, dtype, device, ())
     if thing.factors is None:
-        return Part(thing.name, weight, None, True)
+        return Part(thing.name, weight, None, True, thing.tied)
     pairs = tuple(Factors(half(a), half(b), scaling) for a, b, scaling in thing.factors)
-    return Part(thing.name, weight, Delta(thing.name, weight, pairs), True)
+    return Part(thing.name, weight, Delta(thing.name, weight, pairs), True, thing.tied)

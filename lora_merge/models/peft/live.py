@@ -17,7 +17,7 @@ from ...names import NamedTensor, named_tensors, walk, wrapped
 from ...shards import Address, address
 from ...shards.layout import Layout
 from ..claims import to_the_end
-from ..conversion import Conversion, read_conversion
+from ..conversion import Conversion, read_conversion, saved_name, tied_keys
 from ..delta import Delta, Job, Late, in_place, whole_job
 from ..part import Part
 from ..snapshot import Places, Snapshot, note, owners, places_in, take
@@ -80,29 +80,29 @@ class Peft:
         # By place, not by name: a module that has several names has its adapter under each of them.
         deltas = {(id(d.owner), d.attribute): d for d in found}
         named = [(t, deltas.get((id(t.owner), t.attribute))) for t in named_tensors(self.key, self._open().parameters)]
-        return {t.name: self._part(t, delta) for t, delta in self._untie(named, keep_tied)}
+        tied = self._tied(named)
+        return {t.name: self._part(t, d, tied.get(t.name, "")) for t, d in named if keep_tied or t.name not in tied}
 
-    def _part(self, t: NamedTensor, delta: Delta | None) -> Part:
+    def _part(self, t: NamedTensor, delta: Delta | None, tied: str = "") -> Part:
         if delta is not None:
-            return Part(t.name, delta.weight, delta, True)
+            return Part(t.name, delta.weight, delta, True, tied)
         trained = isinstance(t.tensor, nn.Parameter) or t.attribute not in t.owner._buffers
         shard = self._layout.of(t.name, t.owner, t.attribute) if trained else None
-        return Part(t.name, shard or self._layout.shard(t.name, t.tensor), None, trained)
+        return Part(t.name, shard or self._layout.shard(t.name, t.tensor), None, trained, tied)
 
-    def _untie(
-        self, tensors: Sequence[tuple[NamedTensor, Delta | None]], keep: bool
-    ) -> list[tuple[NamedTensor, Delta | None]]:
-        """Tied weights once, under their first name; under each name where adapters differ, or where `keep` asks."""
+    def _tied(self, tensors: Sequence[tuple[NamedTensor, Delta | None]]) -> dict[str, str]:
+        """Names of tied weights whose adapters do not differ -> the name of the same weight in checkpoints."""
         groups: dict[Hashable, list[tuple[NamedTensor, Delta | None]]] = {}
         for t, delta in tensors:
             groups.setdefault(self._view(t), []).append((t, delta))
-        dropped = {
-            t.name
+        alike = [
+            [t.name for t, _ in group]
             for group in groups.values()
-            if len(group) > 1 and not keep and len({None if d is None else d.key()[1:] for _, d in group}) == 1
-            for t, _ in group[1:]
-        }
-        return [(t, delta) for t, delta in tensors if t.name not in dropped]
+            if len(group) > 1 and len({None if d is None else d.key()[1:] for _, d in group}) == 1
+        ]
+        patterns = tied_keys(self.key) if alike else []
+        kept = [(saved_name(names, patterns), names) for names in alike]
+        return {name: first for first, names in kept for name in names if name != first}
 
     def _view(self, t: NamedTensor) -> Hashable:
         """Equal for two places that hold one parameter and see the same of it (tied weights)."""

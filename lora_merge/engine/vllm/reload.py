@@ -1,0 +1,176 @@
+"""Layers that vLLM lays out anew after loading: opened for the first of their tensors, processed after the last.
+
+vLLM's own reload counts what passes through a parameter's `weight_loader`. A model that copies into parameters by
+itself (GPT-OSS, its experts) then loads into nothing, without a word. The dry run has seen every copy, whoever makes
+it; so here a layer has real memory while its tensors are loaded, and vLLM's own code processes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Reload:
+    """The layers of one load.
+
+    Args:
+        layers: outermost layers, each with the names of the stream that it is made of.
+        touched: modules in them that get something of the stream, by `id`; the others stay as they are.
+        device: type of the worker's.
+    """
+
+    def __init__(
+        self, layers: Sequence[tuple[nn.Module, frozenset[str]]], touched: frozenset[int], device: str
+    ) -> None:
+        self._touched, self._device = touched, device
+        self._waiting = [(layer, set(names)) for layer, names in layers if names]
+        self._of: dict[str, list[tuple[Any, set[str]]]] = {}
+        for entry in self._waiting:
+            for name in entry[1]:
+                self._of.setdefault(name, []).append(entry)
+        self._open: dict[int, tuple[Any, Any]] = {}
+
+    def before(self, names: Iterable[str]) -> None:
+        """Open the layers that these tensors are part of."""
+        for name in names:
+            for layer, _ in self._of.get(name, ()):
+                if id(layer) not in self._open:
+                    self._begin(layer)
+
+    def after(self, names: Iterable[str]) -> None:
+        """These tensors are loaded: process the layers that have all of theirs."""
+        for name in names:
+            for layer, waiting in self._of.get(name, ()):
+                waiting.discard(name)
+                if not waiting and id(layer) in self._open:
+                    self._end(layer)
+
+    @property
+    def lacking(self) -> list[str]:
+        """Names that did not come."""
+        return sorted({name for _, names in self._waiting for name in names})
+
+    def abort(self) -> None:
+        """Put the engine's own tensors back into layers that are open."""
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        for root, kernel in self._open.values():
+            for layer in root.modules():
+                _put_back(layer, get_layerwise_info(layer))
+            if kernel is not None:
+                root.quant_method.moe_kernel = kernel
+        self._open = {}
+
+    def _begin(self, root: Any) -> None:
+        from vllm.model_executor.model_loader.reload.meta import materialize_layer
+
+        self._open[id(root)] = root, getattr(root.quant_method, "moe_kernel", None)
+        if self._device == "cpu" and hasattr(root.quant_method, "moe_kernel"):
+            # vLLM's CPU experts prepack once, when their kernel is made: have it made again.
+            root.quant_method.moe_kernel = None
+        for layer in root.modules():
+            materialize_layer(layer, _as_loaded(layer))
+            _own_loaders(layer)
+
+    def _end(self, root: Any) -> None:
+        from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process, get_layerwise_info
+
+        for layer in root.modules():
+            info = get_layerwise_info(layer)
+            if id(layer) not in self._touched:
+                _put_back(layer, info)
+                continue
+            for name, parameter in layer._parameters.items():
+                if parameter is not None and name not in info.kernel_tensors[0] | info.restore_metadata[0]:
+                    info.kernel_tensors[0][name] = parameter  # made while loading: the bias of a head
+            _layerwise_process(layer, info)
+        del self._open[id(root)]
+
+
+@contextmanager
+def on_meta(roots: Sequence[nn.Module]) -> Iterator[None]:
+    """Layers as they are at loading, on the meta device; their live tensors come back after."""
+    opened = []
+    try:
+        for layer in (layer for root in roots for layer in root.modules()):
+            opened.append((layer, _as_loaded(layer)))
+            _own_loaders(layer)
+        yield
+    finally:
+        for layer, info in opened:
+            _put_back(layer, info)
+
+
+@contextmanager
+def unchanged(modules: Sequence[nn.Module]) -> Iterator[Callable[[], list[tuple[int, str, torch.Tensor]]]]:
+    """What is registered in these modules inside goes again, after.
+
+    Yields:
+        tells the parameters that have come since, or in another's place, each with its module's number and its name.
+    """
+    before = [(dict(module._parameters), dict(module._buffers)) for module in modules]
+
+    def new() -> list[tuple[int, str, torch.Tensor]]:
+        return [
+            (number, name, parameter)
+            for number, (module, (parameters, _)) in enumerate(zip(modules, before, strict=True))
+            for name, parameter in module._parameters.items()
+            if parameter is not None and parameters.get(name) is not parameter
+        ]
+
+    try:
+        yield new
+    finally:
+        for module, (parameters, buffers) in zip(modules, before, strict=True):
+            module._parameters.clear()
+            module._parameters.update(parameters)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+
+
+def same_layout(module: nn.Module) -> bool:
+    """Whether a layer's live parameters look as they did when it was made."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    recorded, _ = get_layerwise_info(module).restore_metadata
+    return all(
+        (live := module._parameters.get(name)) is not None
+        and (live.shape, live.stride(), live.dtype) == (meta.shape, meta.stride(), meta.dtype)
+        for name, meta in recorded.items()
+    )
+
+
+def _as_loaded(layer: nn.Module) -> Any:
+    """Give a layer the tensors that it is loaded with, on the meta device; its own are kept in what comes back."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+    from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
+    from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers
+
+    info = get_layerwise_info(layer)
+    info.kernel_tensors = get_layer_params_buffers(layer)
+    info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
+    restore_layer_on_meta(layer, info)
+    return info
+
+
+def _own_loaders(layer: nn.Module) -> None:
+    """vLLM's own reload leaves its loader on the recorded tensors, which passes over what it is given."""
+    from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader
+    from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
+
+    for tensor in get_layer_tensors(layer).values():
+        if hasattr(tensor, "weight_loader"):
+            tensor.weight_loader = _get_original_loader(tensor)
+
+
+def _put_back(layer: nn.Module, info: Any) -> None:
+    from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors
+
+    if info.kernel_tensors is not None:
+        _place_kernel_tensors(layer, info)
+    info.reset()
