@@ -79,6 +79,10 @@ def test_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     serves = cuda_hopper.serves(table, cuda_table.wide_products(table), cpu)
     assert dict(zip([*taken, *left], serves.tolist(), strict=True)) == {n: n in taken for n in [*taken, *left]}
 
+    long = pack([segment(), segment()])
+    long[:, COLS] = 2**25, 2**25 + 8  # elements of 64 rows up to a column are counted in 32 bits
+    assert cuda_hopper.serves(long, cuda_table.wide_products(long), cpu).tolist() == [True, False]
+
 
 @pytest.mark.parametrize("wide", [False, True])
 def test_shared_memory(wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:

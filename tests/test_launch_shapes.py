@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import make_segment
+from helpers import assert_accurate, make_segment
 
 from lora_merge import kernels
 from lora_merge.errors import BackendUnavailable
@@ -207,3 +207,54 @@ def test_parts_of_a_tracked_merge_go_back_together() -> None:
     assert together.merged
     assert together.unmerge() == {"a", "b"}
     assert not together.merged
+
+
+# ---- on a GPU --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kib", [100, 164])
+def test_shapes_of_smaller_gpus(kib: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large GPU runs what is chosen for small ones: nothing is refused, and the bits are the same, there and back."""
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(cuda_hopper, "_available", lambda device: False)
+    for base, out, adapters in product((BF16, FP16, FP32), (BF16, FP32), (BF16, FP32)):
+        segments = [
+            make_segment(f"w{rank}", rows, cols, rank, (base, out, adapters, adapters), device)
+            for rank in (1, 8, 32, 33, 64, 128, 160)
+            for rows, cols in ((200, 520), (37, 91), (1000, 64))
+        ]
+        for group in (segments, *([s] for s in segments)):
+            results = []
+            for memory in (cuda_table.memory(device), cuda_table.Memory(block(kib), kib * KIB)):
+                for s in group:
+                    s.destination.fill_(7)
+                with monkeypatch.context() as patch:
+                    patch.setattr(cuda_table, "memory", lambda device, memory=memory: memory)
+                    cuda.prepare(group, device)(False, 0)
+                results.append([s.destination.clone() for s in group])
+            for s, one, other in zip(group, *results, strict=True):
+                assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), (s.name, base, out, adapters)
+        in_place = [Segment(s.name, s.source, s.source, s.lora_A, s.lora_B, s.scaling) for s in segments]
+        before = [s.source.clone() for s in in_place]
+        with monkeypatch.context() as patch:
+            patch.setattr(cuda_table, "memory", lambda device: cuda_table.Memory(block(kib), kib * KIB))
+            tracked = cuda.prepare_tracked(in_place, device)
+        tracked.merge()
+        assert tracked.unmerge() == set()
+        assert all(torch.equal(s.source, old) for s, old in zip(in_place, before, strict=True))
+
+
+@pytest.mark.gpu
+def test_ranks_without_room_go_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU with 100 KiB: the table is split, and every result is there."""
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(cuda_table, "memory", lambda device: cuda_table.Memory(block(100), 100 * KIB))
+    monkeypatch.setattr(cuda_hopper, "_available", lambda device: False)
+    segments = [make_segment(f"w{r}", 200, 520, r, (BF16, BF16, FP32, FP32), device) for r in (8, 256, 32, 512)]
+    kernels._first.cache_clear()
+    with pytest.warns(RuntimeWarning, match="slower triton backend.*rank 256, 512"):
+        launch = cuda.prepare(segments, device)
+    launch(False, 0)
+    for s in segments:
+        assert_accurate(s, s.destination)

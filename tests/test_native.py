@@ -241,3 +241,27 @@ def test_a_binary_without_code_for_this_gpu(capability: tuple[int, int], monkeyp
     for runs in ((8, 0), (8, 6), (8, 9), (9, 0)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None, c=runs: c)
         assert cuda.unavailable(torch.device("cuda", 0)) is None
+
+
+@pytest.mark.gpu
+def test_gpu_operators_refuse_other_tensors() -> None:
+    from lora_merge.kernels import cuda
+
+    device = torch.device("cuda", 0)
+    many = [
+        make_segment(f"w{i}", 64, 64, 8, (torch.bfloat16,) * 4, device, layouts=("transposed",) * 4) for i in range(9)
+    ]
+    launch = cuda.prepare(many, device)
+    for variant in launch.variants:
+        run = type(variant).__call__
+        run(variant, False, 0)
+        for field, wrong in {
+            "table": variant.table.int(),
+            "unit_segment": variant.unit_segment.cpu(),
+            "counter": variant.counter.long(),
+        }.items():
+            with pytest.raises(RuntimeError, match="lora_merge: "):
+                run(variant._replace(**{field: wrong}), False, 0)
+        with pytest.raises(RuntimeError, match="lora_merge: unit_segment must have"):
+            run(variant._replace(unit_segment=variant.unit_segment[:1]), False, 0)
+    torch.cuda.synchronize()
