@@ -61,7 +61,7 @@ void untrack_cpu(const at::Tensor& table, const at::Tensor& codes, const at::Ten
   cpu::untrack(segments(table), table.size(0), journal(table, codes, records, arena, counter));
 }
 
-// ---- shapes of launches on a GPU, which any machine can ask for ------------------------------------------------------
+// ---- shapes of launches on a GPU, which any machine can ask for ---------------------------------------------------
 
 std::vector<int64_t> merge_shape(int64_t max_rank, bool wide, int64_t element_bytes, int64_t widest, int64_t per_block,
                                  int64_t per_processor) {
@@ -88,7 +88,7 @@ bool accepts_tiles(at::IntArrayRef tiles, int64_t max_rank, bool wide, int64_t b
   return hopper::accepts(hopper::Tiles{number(0), number(1), number(2)}, max_rank, wide, beside, per_block);
 }
 
-// ---- what was built --------------------------------------------------------------------------------------------------
+// ---- what was built -----------------------------------------------------------------------------------------------
 
 std::string layout_hash() { return kLayoutHash; }
 

@@ -65,8 +65,8 @@ inline void set_tiles(HopperLaunch& launch, const at::Tensor& maps, const at::De
   launch.held = static_cast<int32_t>(held);
   const void* const bytes = maps.const_data_ptr<uint8_t>();
   if (on_device) {
-    TORCH_CHECK(reinterpret_cast<uintptr_t>(bytes) % alignof(Maps) == 0, "lora_merge: maps must begin at a multiple of ",
-                alignof(Maps), " bytes");
+    TORCH_CHECK(reinterpret_cast<uintptr_t>(bytes) % alignof(Maps) == 0,
+                "lora_merge: maps must begin at a multiple of ", alignof(Maps), " bytes");
     launch.maps = static_cast<const Maps*>(bytes);
   } else {
     std::memcpy(launch.inline_maps, bytes, launch.n_segments * sizeof(Maps));

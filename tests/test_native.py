@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,8 +23,11 @@ assert native.load_error() is None, native.load_error()
 NATIVE = torch.ops.lora_merge_native
 
 
-def table(rank: int = 3) -> torch.Tensor:
-    return torch.from_numpy(pack([make_segment("w", 4, 6, rank, (torch.float32,) * 4, CPU)]))
+WHOLE = make_segment("w", 4, 6, 3, (torch.float32,) * 4, CPU)  # its memory stays where tables say it is
+
+
+def table() -> torch.Tensor:
+    return torch.from_numpy(pack([replace(WHOLE, destination=WHOLE.source)]))
 
 
 # ---- one description -------------------------------------------------------------------------------------------------

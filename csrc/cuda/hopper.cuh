@@ -117,9 +117,9 @@ struct Ring {
 
 // ---- asking for tiles ----------------------------------------------------------------------------------------------
 
-// racecheck reports what one warp hands to others: a lane's access, `__syncwarp` and another lane's arrival at a barrier
-// are a chain that it does not follow. (With one lane that writes, tests/sanitize.py was clean.) Such writes stand between
-// marks like these two; tests/racecheck.py passes over reports of them, and of nothing else.
+// racecheck reports what one warp hands to others: a lane's access, `__syncwarp` and another lane's arrival at a
+// barrier are a chain that it does not follow. (With one lane that writes, tests/sanitize.py was clean.) Such writes
+// stand between marks like these two; tests/racecheck.py passes over reports of them, and of nothing else.
 // racecheck: begin words of a segment
 // By a warp, a word a lane: tiles are asked for as late as this takes, and through one lane it takes some percent of a
 // merge.

@@ -105,8 +105,8 @@ __device__ __forceinline__ void wgmma_begin() { asm volatile("wgmma.fence.sync.a
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // Until all products are done.
 __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
-// Registers of a product, sums or operands, are neither read nor written between two of these: in front of the products,
-// nothing is left to be written to them; behind, nothing was done with them earlier.
+// Registers of products, sums or operands, are the matrix unit's alone between two of these: what is written to them
+// is written before the first, and they are neither read nor used for something else before the second.
 __device__ __forceinline__ void settle(float (&d)[32]) {
 #pragma unroll
   for (int i = 0; i < 32; ++i) asm volatile("" : "+f"(d[i])::"memory");

@@ -34,8 +34,7 @@ struct Track {
   // Of the tile's first box.
   __device__ __forceinline__ int64_t number(const Segment& s, int row, int col) const {
     const int across = (static_cast<int>(s.cols) + kBoxCols - 1) / kBoxCols;
-    return static_cast<int64_t>(s.key) + static_cast<int64_t>(row / kTileRows) * across +
-           col / kBoxCols;
+    return static_cast<int64_t>(s.key) + static_cast<int64_t>(row / kTileRows) * across + col / kBoxCols;
   }
   __device__ __forceinline__ int bytes(int boxes) const { return boxes * (Undo ? kBesideBox : kRecordsOfBox); }
   // Records, and behind them codes.

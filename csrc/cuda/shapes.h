@@ -11,7 +11,7 @@ namespace lora_merge {
 
 LORA_MERGE_HD constexpr int chunks_of(int rank) { return (rank + kChunk - 1) / kChunk; }
 
-// ---- the kernel for any GPU ------------------------------------------------------------------------------------------
+// ---- the kernel for any GPU ---------------------------------------------------------------------------------------
 
 constexpr int kThreads = kWarps * 32;
 constexpr uint32_t kVector = kThreads * 16;  // shared memory of 16 bytes for each lane
@@ -71,7 +71,7 @@ inline std::optional<Shape> choose_shape(int max_rank, bool wide, int element_by
   return std::nullopt;
 }
 
-// ---- the kernel for compute capability 9 -----------------------------------------------------------------------------
+// ---- the kernel for compute capability 9 --------------------------------------------------------------------------
 
 namespace hopper {
 
@@ -95,8 +95,8 @@ LORA_MERGE_HD constexpr int box_bytes_of_A() {
 // A chunk of a box of lora_A as the matrix unit reads it: bf16.
 constexpr int kPartBytes = kChunk * kBoxCols * 2;
 
-// Shared memory: the stages, boxes of lora_A, those of the strip split into parts, the kernel's own. A stage: W, lora_B,
-// what the way wants beside them.
+// Shared memory: the stages, boxes of lora_A, those of the strip split into parts, the kernel's own. A stage: W,
+// lora_B, what the way wants beside them.
 struct Layout {
   int cols, stage_bytes, stages, bytes_of_A, held, bytes_of_parts, bytes_of_B;
   LORA_MERGE_HD constexpr int before_parts() const { return stages * stage_bytes + held * bytes_of_A; }
