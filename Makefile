@@ -39,13 +39,15 @@ lint: $(VENV)/installed
 
 # Proof that every kernel source compiles for each architecture; needs nvcc, but neither a GPU nor torch.
 KERNELS := $(patsubst csrc/cuda/%.cu,build/cuda/%.o,$(wildcard csrc/cuda/*.cu))
-GENCODE := $(foreach sm,80 90a 100,-gencode arch=compute_$(sm),code=sm_$(sm))
+KNOWN := $(shell nvcc --list-gpu-arch 2> /dev/null)
+SMS := $(foreach sm,80 90a 100 120,$(if $(filter compute_$(sm:a=),$(KNOWN)),$(sm)))
+GENCODE := $(foreach sm,$(SMS),-gencode arch=compute_$(sm),code=sm_$(sm))
 ifeq ($(shell command -v nvcc),)
 cuda:
 	@echo "make cuda: skipped, there is no nvcc on the PATH"
 else
 cuda: $(KERNELS)
-	@echo "make cuda: compiled $(words $(KERNELS)) kernel sources for sm_80, sm_90a and sm_100"
+	@echo "make cuda: compiled $(words $(KERNELS)) kernel sources for $(addprefix sm_,$(SMS))"
 endif
 
 build/cuda/%.o: csrc/cuda/%.cu $(wildcard csrc/*.h csrc/cuda/*.h csrc/cuda/*.cuh)

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "cuda/launch.h"
+#include "library.h"
 
 namespace lora_merge {
 
@@ -17,36 +18,64 @@ inline void check(int error) {
 // elements, `counter` is none.
 template <typename AnyLaunch>
 AnyLaunch make_launch(const at::Tensor& table, const at::Tensor& unit_segment, const at::Tensor& counter,
-                      int64_t n_units, int64_t n_raw_units, int64_t rows_per_unit, int64_t deep, int64_t max_rank) {
+                      const at::Device& device, int64_t n_units, int64_t n_raw_units, int64_t rows_per_unit,
+                      int64_t stages, int64_t max_rank) {
+  const Segment* const all = segments_of_table(table);
+  TORCH_CHECK(n_units >= 0 && n_raw_units >= 0 && n_units + n_raw_units <= INT32_MAX,
+              "lora_merge: a launch has up to ", INT32_MAX, " units of work, got ", n_units, " and ", n_raw_units,
+              "; cut the segments into several plans");
+  TORCH_CHECK(rows_per_unit % 64 == 0 && max_rank >= 0 && max_rank <= kMaxRank, "lora_merge: units of ", rows_per_unit,
+              " rows, rank ", max_rank);
   AnyLaunch launch{};
   launch.n_segments = static_cast<int32_t>(table.size(0));
   launch.n_units = static_cast<int32_t>(n_units);
   launch.n_raw_units = static_cast<int32_t>(n_raw_units);
   launch.rows_per_unit = static_cast<int32_t>(rows_per_unit);
-  launch.deep = static_cast<int32_t>(deep);
+  launch.stages = static_cast<int32_t>(stages);
   launch.max_rank = static_cast<int32_t>(max_rank);
-  if (table.is_cuda()) {
-    launch.segments = static_cast<const Segment*>(table.data_ptr());
-    launch.unit_segment = unit_segment.data_ptr<int32_t>();
+  if (table.is_cpu()) {
+    TORCH_CHECK(table.size(0) <= kInlineSegments, "lora_merge: a table on the CPU holds at most ",
+                int{kInlineSegments}, " segments, got ", table.size(0));
+    std::memcpy(launch.inline_segments, all, table.nbytes());
   } else {
-    TORCH_CHECK(table.size(0) <= kInlineSegments, "a table on the CPU holds at most ", kInlineSegments, " segments");
-    std::memcpy(launch.inline_segments, table.data_ptr(), table.nbytes());
+    check_tensor(table, "table", at::kLong, device);
+    check_tensor(unit_segment, "unit_segment", at::kInt, device, n_units + n_raw_units);
+    launch.segments = all;
+    launch.unit_segment = unit_segment.const_data_ptr<int32_t>();
   }
-  if (counter.defined() && counter.numel() > 0) launch.counter = counter.data_ptr<int32_t>();
+  if (counter.defined() && counter.numel() > 0) {
+    check_tensor(counter, "counter", at::kInt, device, 2);
+    launch.counter = counter.mutable_data_ptr<int32_t>();
+  }
   return launch;
 }
 
-inline void set_shape(Launch& launch, int64_t col_warps, bool staged_B, int64_t margin) {
+inline void set_shape(Launch& launch, int64_t col_warps, bool staged_B, int64_t pad) {
   launch.col_warps = static_cast<int32_t>(col_warps);
   launch.staged_B = staged_B;
-  launch.margin = static_cast<int32_t>(margin);
+  launch.pad = static_cast<int32_t>(pad);
 }
 
-inline void set_tiles(HopperLaunch& launch, const at::Tensor& maps, int64_t strip_cols, int64_t held) {
+// Maps lie where the table does.
+inline void set_tiles(HopperLaunch& launch, const at::Tensor& maps, const at::Device& device, int64_t strip_cols,
+                      int64_t held) {
+  const bool on_device = launch.segments != nullptr;
+  check_tensor(maps, "maps", at::kByte, on_device ? device : at::Device(at::kCPU), launch.n_segments * kMapBytes);
   launch.strip_cols = static_cast<int32_t>(strip_cols);
   launch.held = static_cast<int32_t>(held);
-  if (maps.is_cuda()) launch.maps = static_cast<const Maps*>(maps.data_ptr());
-  else std::memcpy(launch.inline_maps, maps.data_ptr(), maps.nbytes());
+  const void* const bytes = maps.const_data_ptr<uint8_t>();
+  if (on_device) {
+    TORCH_CHECK(reinterpret_cast<uintptr_t>(bytes) % alignof(Maps) == 0,
+                "lora_merge: maps must begin at a multiple of ", alignof(Maps), " bytes");
+    launch.maps = static_cast<const Maps*>(bytes);
+  } else {
+    std::memcpy(launch.inline_maps, bytes, launch.n_segments * sizeof(Maps));
+  }
+}
+
+inline int check_dtype(int64_t dtype) {
+  TORCH_CHECK(dtype >= 0 && dtype <= kFloat32, "lora_merge: unknown dtype code ", dtype);
+  return static_cast<int>(dtype);
 }
 
 }  // namespace lora_merge

@@ -50,7 +50,7 @@ def main() -> None:
         assembly(triton_device.run_table, {**variant.options, "STOCHASTIC": number % 2 == 0}, seed="i64")
     s = aligned[1]
     dora = Segment(s.name, s.source, s.destination, s.lora_A, s.lora_B, 1.0, torch.ones(64))
-    for variant in backend.prepare([dora], CPU)._norm_variants:
+    for variant in backend.prepare([dora], CPU)._norm_variants[0]:
         assembly(triton_device.row_norms, variant.options, out="*fp64")
 
 

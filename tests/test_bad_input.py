@@ -236,3 +236,28 @@ def test_errors_are_documented() -> None:
     """Callers catch one base class, and the matching built-in ones."""
     assert issubclass(InvalidInput, lora_merge.LoraMergeError)
     assert issubclass(InvalidInput, ValueError)
+
+
+def test_long_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels count the sides of what they compute in 32 bits: of conversions and of strided copies, too. Runs of
+    memory, which are copied as bytes or folded, have no limit."""
+    monkeypatch.setattr("lora_merge.kernels.checks.MAX_SIDE", 5000)
+
+    def columns(dtype: torch.dtype, n: int = 6000) -> Tensor:
+        return torch.zeros(n, 2, dtype=dtype)[:, :1]
+
+    single, half = torch.float32, torch.bfloat16
+    for s in (
+        Segment("w", columns(single), torch.zeros(6000, 1, dtype=half)),
+        Segment("w", columns(single).t(), torch.zeros(1, 6000, dtype=half)),
+        Segment("w", columns(single), columns(single)),
+        Segment("w", columns(single), torch.zeros(6000, 1), row_scale=torch.ones(6000)),
+        Segment("w", columns(single), columns(single), torch.zeros(2, 1), torch.zeros(6000, 2)),
+    ):
+        before = s.destination.clone()
+        with pytest.raises(InvalidInput, match="w: a side of 6000 is above 5000; cut the weight into segments"):
+            Plan([s]).run()
+        assert torch.equal(s.destination, before)
+    run, target = torch.arange(20000.0)[None], torch.zeros(1, 20000, dtype=half)
+    Plan([Segment("w", run, target), Segment("x", run, torch.zeros_like(run))]).run()
+    assert torch.equal(target, run.to(half))

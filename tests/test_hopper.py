@@ -11,8 +11,8 @@ import torch
 from helpers import make_segment
 
 from lora_merge import kernels
-from lora_merge.kernels import cuda, cuda_hopper, cuda_tracked, fused
-from lora_merge.kernels.segments import Segment, pack
+from lora_merge.kernels import cuda, cuda_hopper, cuda_table, cuda_tracked, fused, native
+from lora_merge.kernels.segments import COLS, ROWS, Segment, pack
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -22,7 +22,10 @@ def on_hopper(test: Callable[..., None]) -> Callable[..., None]:
     return pytest.mark.gpu(pytest.mark.skipif(not there, reason="needs compute capability 9.0")(test))
 
 
-H200 = SimpleNamespace(shared_memory_per_block_optin=227 << 10, multi_processor_count=132)
+H200 = SimpleNamespace(
+    shared_memory_per_block_optin=227 << 10, shared_memory_per_multiprocessor=228 << 10, multi_processor_count=132
+)
+assert native.load_error() is None  # it chooses shapes
 
 
 def test_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,16 +76,19 @@ def test_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
         "a copy": Segment("w", whole.source, whole.destination),
     }
     table = pack([*taken.values(), *left.values()])
-    wide = (table[:, cuda.RANK] > 0) & ((table[:, cuda.DTYPES] >> 16 & 0xFFFF) != (cuda.BF16 | cuda.BF16 << 8))
-    serves = cuda_hopper.serves(table, wide, cpu)
+    serves = cuda_hopper.serves(table, cuda_table.wide_products(table), cpu)
     assert dict(zip([*taken, *left], serves.tolist(), strict=True)) == {n: n in taken for n in [*taken, *left]}
+
+    long = pack([segment(), segment()])
+    long[:, COLS] = 2**25, 2**25 + 8  # elements of 64 rows up to a column are counted in 32 bits
+    assert cuda_hopper.serves(long, cuda_table.wide_products(long), cpu).tolist() == [True, False]
 
 
 @pytest.mark.parametrize("wide", [False, True])
 def test_shared_memory(wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: H200)
-    for rank in range(8, cuda_hopper._most_rank(wide, torch.device("cpu"), 0) + 1, 8):
-        strip, held, stages = cuda_hopper.shape(rank, wide, torch.device("cpu"))
+    for rank in range(8, cuda_hopper._most_rank(wide, 0, 227 << 10) + 1, 8):
+        strip, held, stages = cuda_hopper.tiles(rank, wide, torch.device("cpu"))
         ranks = -(-rank // 32) * 32
         lora_A = held * 32 * 64 * 4 + ranks * strip * 6 if wide else held * ranks * 64 * 2
         used = stages * 64 * (strip * 2 + ranks * (4 if wide else 2)) + lora_A
@@ -96,7 +102,7 @@ def test_large_segments_have_short_units() -> None:
     def rows(*shapes: tuple[int, int]) -> int:
         segments = [make_segment("w", 1, 8, 8, (BF16,) * 4, torch.device("cpu"))] * len(shapes)
         table = pack(segments)
-        table[:, [cuda.ROWS, cuda.COLS]] = shapes
+        table[:, [ROWS, COLS]] = shapes
         return cuda_hopper.unit_rows(32, False, cuda_hopper.are_large(table, 132))
 
     assert rows((18944, 3584), (512, 3584), (3584, 3584)) == 128
@@ -105,10 +111,9 @@ def test_large_segments_have_short_units() -> None:
 
 def test_units_of_the_journal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each segment has units of its own, whichever kernel tracks it."""
-    memory = {"shared_memory_per_multiprocessor": 228 << 10}
     monkeypatch.setattr(cuda_hopper, "_available", lambda device: True)
     monkeypatch.setattr(cuda_hopper, "maps", lambda *args: torch.zeros(1))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**vars(H200), **memory))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: H200)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     kinds = [(65, 256, 32, BF16, BF16), (64, 1000, 8, BF16, BF16), (37, 71, 5, BF16, BF16), (300, 776, 64, BF16, FP32)]
     kinds += [(10, 10, 4, FP32, FP32), (200, 136, 320, BF16, BF16)]

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lora_merge import BackendUnavailable, Plan, Segment, kernels, merge, merge_, run_segments, unmerge_
 from lora_merge.kernels import native
+from lora_merge.kernels.segments import pack
 
 OPERATORS = torch.ops.lora_merge
 
@@ -225,11 +226,13 @@ def test_tables_of_a_captured_launch_are_arguments(capturing: bool, monkeypatch:
     """As many launches as it takes, in the table's order; outside of a capture one table. Says nothing about a GPU."""
     from lora_merge.kernels import cuda
 
-    table = np.arange(20 * 24).reshape(20, 24)
+    segments = [make_segment(f"w{i}", 3, 8, 2, (torch.float32,) * 4, torch.device("cpu")) for i in range(20)]
+    table = pack(segments)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(cuda, "_variants", lambda piece, device: [piece])
-    pieces = cuda._Launch(table, torch.device("cuda", 0)).variants
+    monkeypatch.setattr(cuda, "has_room", lambda segment, device: True)
+    pieces = cuda._Launch(segments, torch.device("cuda", 0)).variants
     assert [len(piece) for piece in pieces] == ([8, 8, 4] if capturing else [20])
     assert (np.concatenate(pieces) == table).all()
 

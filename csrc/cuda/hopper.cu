@@ -95,13 +95,6 @@ struct Merge {
 
 static_assert(sizeof(TensorMap) == sizeof(CUtensorMap) && alignof(TensorMap) >= alignof(CUtensorMap));
 
-bool has_hopper() {
-  cudaFuncAttributes attributes;
-  const bool found = cudaFuncGetAttributes(&attributes, hopper::merge_kernel<bf16, 2, true, Merge>) == cudaSuccess;
-  if (!found) cudaGetLastError();
-  return found && attributes.ptxVersion == 90;
-}
-
 int encode_maps(const Segment* segments, int n_segments, bool wide, Maps* maps) {
   static const Encode encode_tiled = find_encode();
   if (encode_tiled == nullptr) return cudaErrorNotSupported;
@@ -115,12 +108,12 @@ int encode_maps(const Segment* segments, int n_segments, bool wide, Maps* maps) 
     const auto rows_of = [&](TensorMap* map, CUtensorMapDataType type, int size, int64_t address, int64_t cols,
                              int64_t stride, int box_cols, CUtensorMapSwizzle swizzle) {
       return encode<2>(encode_tiled, map, type, size, address, {cols, s.rows}, {stride_of(stride)},
-                       {box_cols, hopper::kTileRows}, swizzle);
+                       {box_cols, kTileRows}, swizzle);
     };
-    int error = rows_of(&maps[i].source, kBits, 2, s.source, s.cols, s.source_stride[0], hopper::kBoxCols,
+    int error = rows_of(&maps[i].source, kBits, 2, s.source, s.cols, s.source_stride[0], kBoxCols,
                         CU_TENSOR_MAP_SWIZZLE_128B);
     if (error == cudaSuccess)
-      error = rows_of(&maps[i].destination, kBits, 2, s.destination, s.cols, s.destination_stride[0], hopper::kBoxCols,
+      error = rows_of(&maps[i].destination, kBits, 2, s.destination, s.cols, s.destination_stride[0], kBoxCols,
                       CU_TENSOR_MAP_SWIZZLE_128B);
     if (error == cudaSuccess)
       error = wide ? rows_of(&maps[i].lora_B, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4, s.lora_B, s.rank, s.lora_B_stride[0],
@@ -131,10 +124,10 @@ int encode_maps(const Segment* segments, int n_segments, bool wide, Maps* maps) 
     const int64_t rank = s.lora_A_stride[0];
     if (error == cudaSuccess)
       error = wide ? encode<2>(encode_tiled, &maps[i].lora_A, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4, s.lora_A,
-                               {s.cols, s.rank}, {s.rank > 1 ? rank : 64}, {hopper::kBoxCols, kChunk},
+                               {s.cols, s.rank}, {s.rank > 1 ? rank : 64}, {kBoxCols, kChunk},
                                CU_TENSOR_MAP_SWIZZLE_NONE)
                    : encode<5>(encode_tiled, &maps[i].lora_A, kBits, 2, s.lora_A, {s.cols, 2, s.rank / 8, 2, 2},
-                               {rank, 8 * rank, 2 * rank, 4 * rank}, {hopper::kBoxCols, 2, kChunk / 8, 2, 2},
+                               {rank, 8 * rank, 2 * rank, 4 * rank}, {kBoxCols, 2, kChunk / 8, 2, 2},
                                CU_TENSOR_MAP_SWIZZLE_128B);
     if (error != cudaSuccess) return error;
   }

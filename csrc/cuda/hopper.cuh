@@ -35,7 +35,6 @@
 namespace lora_merge {
 namespace hopper {
 
-constexpr int kMaxStages = 6, kMaxHeld = 16;
 constexpr int kSlots = 8;  // of units: more than tiles in flight can belong to, and the next one
 constexpr int kStoreWarps = 2;
 
@@ -78,26 +77,7 @@ struct Shared {
   Slot slots[kSlots];
 };
 
-static_assert(sizeof(Shared) <= 3072, "lora_merge/kernels/cuda_hopper.py reserves so much");
-
-// Shared memory: the stages, boxes of lora_A, those of the strip split into parts, Shared. A stage: W, lora_B, what the
-// way wants beside them.
-struct Layout {
-  int cols, stage_bytes, stages, bytes_of_A, held, bytes_of_parts, bytes_of_B;
-  __host__ __device__ int before_parts() const { return stages * stage_bytes + held * bytes_of_A; }
-  __host__ __device__ int before_shared() const { return before_parts() + cols / kBoxCols * bytes_of_parts; }
-  __host__ __device__ int total() const { return before_shared() + static_cast<int>(sizeof(Shared)); }
-};
-
-// `held`: boxes of lora_A, of float32 ones a chunk each; `beside`: bytes for each box of W.
-template <bool Wide>
-Layout layout_of(int max_rank, int cols, int stages, int held, int beside) {
-  const int chunks = (max_rank + kChunk - 1) / kChunk, boxes = cols / kBoxCols, of_B = chunks * box_bytes_of_B<Wide>();
-  return {cols,   (boxes * (kBoxBytes + beside) + of_B + 1023) & -1024,
-          stages, box_bytes_of_A<Wide>() * (Wide ? 1 : chunks),
-          held,   Wide ? 3 * chunks * kPartBytes : 0,
-          of_B};
-}
+static_assert(sizeof(Shared) <= kOwn);
 
 struct Block {
   const HopperLaunch& launch;
@@ -105,7 +85,7 @@ struct Block {
   char* const memory;
   Shared& shared;
   __device__ __forceinline__ Block(const HopperLaunch& l, const Layout& y, char* m)
-      : launch(l), layout(y), memory(m), shared(*reinterpret_cast<Shared*>(m + y.before_shared())) {}
+      : launch(l), layout(y), memory(m), shared(*reinterpret_cast<Shared*>(m + y.before_own())) {}
   __device__ __forceinline__ char* stage(int i) const { return memory + i * layout.stage_bytes; }
   __device__ __forceinline__ char* stage_B(int i) const { return stage(i) + layout.cols / kBoxCols * kBoxBytes; }
   __device__ __forceinline__ char* stage_beside(int i) const { return stage_B(i) + layout.bytes_of_B; }
@@ -137,9 +117,12 @@ struct Ring {
 
 // ---- asking for tiles ----------------------------------------------------------------------------------------------
 
+// racecheck reports what one warp hands to others: a lane's access, `__syncwarp` and another lane's arrival at a
+// barrier are a chain that it does not follow. (With one lane that writes, tests/sanitize.py was clean.) Such writes
+// stand between marks like these two; tests/racecheck.py passes over reports of them, and of nothing else.
+// racecheck: begin words of a segment
 // By a warp, a word a lane: tiles are asked for as late as this takes, and through one lane it takes some percent of a
-// merge. (racecheck reports it: a lane's access, `__syncwarp` and another lane's arrival at a barrier are a chain that
-// it does not follow. With one lane that writes, tests/sanitize.py was clean.)
+// merge.
 __device__ __forceinline__ void copy_words(Segment& to, const Segment& from) {
   constexpr int kWords = sizeof(Segment) / 8;
   static_assert(kWords <= 32);
@@ -147,6 +130,7 @@ __device__ __forceinline__ void copy_words(Segment& to, const Segment& from) {
   if (lane < kWords) reinterpret_cast<int64_t*>(&to)[lane] = reinterpret_cast<const int64_t*>(&from)[lane];
   __syncwarp();
 }
+// racecheck: end
 
 // Whole rows come faster than strips of them: the blocks that share the rows of the next tiles each bring a run of
 // these to the L2 cache.
@@ -154,6 +138,7 @@ __device__ __forceinline__ void bring_near(const Slot& slot, int row, int strip_
   const Segment& s = slot.segment;
   if (s.source_stride[0] != s.cols || s.cols % 8 != 0) return;
   const int rows = min(kTileRows, static_cast<int>(s.rows) - row), cols = static_cast<int>(s.cols);
+  static_assert(static_cast<int64_t>(kTileRows) * kHopperCols <= int64_t{1} << 31, "`begin` is an int");
   const int begin = rows * slot.col, size = rows * min(strip_cols, cols - slot.col);  // as many elements as are its own
   prefetch_run(s.source + (static_cast<int64_t>(row) * cols + begin) * 2, size * 2);
 }
@@ -182,11 +167,13 @@ __device__ __forceinline__ void ask_for_tiles(const Block& b, const Way& way) {
     if (!raw && unit >= segment_end)
       segment_end = static_cast<int>(s.unit_begin + s.units_across * ((rows - 1) / launch.rows_per_unit + 1));
     if (lane == 0) {
+      // racecheck: begin a unit
       slot.unit = unit;
       slot.number = segment;
       slot.row = raw ? 0 : row;
       slot.row_end = raw ? 1 : min(row + launch.rows_per_unit, rows);
       slot.col = (local - down * across) * layout.cols;
+      // racecheck: end
       barrier_arrive(b.given(n % kSlots));
     }
     __syncwarp();
@@ -222,6 +209,7 @@ __device__ __forceinline__ void ask_for_tiles(const Block& b, const Way& way) {
       barrier_wait(b.empty(ring.stage), ring.parity ^ 1);
       if (lane == 0) {
         const int64_t number = way.number(s, row, col);
+        // racecheck: begin what is said of a tile
         b.shared.tiles[ring.stage] = Tile{&maps.destination,
                                           row,
                                           col,
@@ -234,6 +222,7 @@ __device__ __forceinline__ void ask_for_tiles(const Block& b, const Way& way) {
                                           raw ? kRaw : kMerge,
                                           static_cast<float>(s.scaling),
                                           number};
+        // racecheck: end
         const uint32_t barrier = b.full(ring.stage);
         if (raw) {
           barrier_arrive(barrier);
@@ -495,14 +484,16 @@ __global__ void __launch_bounds__(kBlock<Groups>, 1)
 
 template <typename T, int Groups, bool Wide, typename Way>
 int launch_in(const Way& way, const HopperLaunch& launch, cudaStream_t stream) {
-  int device = 0, processors = 0;
+  static_assert(!Wide || Groups == 2, "`accepts` shares out held boxes of float32 lora_A to two groups");
+  int device = 0, processors = 0, per_block = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  if (error == cudaSuccess)
+    error = cudaDeviceGetAttribute(&per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   if (error != cudaSuccess) return error;
-  const Layout layout = layout_of<Wide>(launch.max_rank, launch.strip_cols, launch.deep, launch.held, Way::kBesideBox);
-  if (layout.stages < 2 || layout.stages > kMaxStages || layout.held > kMaxHeld ||
-      (Wide ? layout.held % Groups != 0 : layout.held < layout.cols / kBoxCols))
-    return cudaErrorInvalidConfiguration;
+  const Tiles tiles{launch.strip_cols, launch.held, launch.stages};
+  if (!accepts(tiles, launch.max_rank, Wide, Way::kBesideBox, per_block)) return cudaErrorInvalidConfiguration;
+  const Layout layout = layout_of<Wide>(tiles, launch.max_rank, Way::kBesideBox);
   const auto kernel = merge_kernel<T, Groups, Wide, Way>;
   error = allow_shared(kernel, layout.total());
   if (error != cudaSuccess) return error;

@@ -60,12 +60,14 @@ __device__ __forceinline__ void load_ranks(uint32_t shared, const TensorMap* map
       "l"(map), "r"(col), "r"(rank / 8), "r"(0), "r"(barrier)
       : "memory");
 }
+// racecheck: begin the journal's copies (see hopper.cuh)
 // A run of bytes, whole 16-byte vectors.
 __device__ __forceinline__ void load_run(uint32_t shared, const void* from, int bytes, uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
                "l"(from), "r"(bytes), "r"(barrier)
                : "memory");
 }
+// racecheck: end
 // To the L2 cache, which keeps it until it is loaded.
 __device__ __forceinline__ void prefetch_run(int64_t from, int bytes) {
   uint64_t policy;
@@ -103,10 +105,18 @@ __device__ __forceinline__ void wgmma_begin() { asm volatile("wgmma.fence.sync.a
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // Until all products are done.
 __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
-// Nothing reads `d` earlier than here.
+// Registers of products, sums or operands, are the matrix unit's alone between two of these: what is written to them
+// is written before the first, and they are neither read nor used for something else before the second.
 __device__ __forceinline__ void settle(float (&d)[32]) {
 #pragma unroll
   for (int i = 0; i < 32; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+template <int Planes>
+__device__ __forceinline__ void settle(uint32_t (&b)[Planes][4]) {
+#pragma unroll
+  for (int p = 0; p < Planes; ++p)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(b[p][i])::"memory");
 }
 
 // d = a b, or d += a b where `add`: 64 rows x 64 columns, 16 ranks. `b` lies in shared memory, its address in units of

@@ -6,26 +6,13 @@
 namespace lora_merge {
 namespace hopper {
 
-constexpr int kTileRows = 64, kBoxCols = 64, kBoxBytes = kTileRows * 128;
-
-template <bool Wide>
-__host__ __device__ constexpr int box_bytes_of_B() {
-  return kTileRows * kChunk * (Wide ? 4 : 2);
-}
-
-template <bool Wide>
-__host__ __device__ constexpr int box_bytes_of_A() {
-  return kChunk * kBoxCols * (Wide ? 4 : 2);
-}
-
 // A value that all lanes of a warp have: the compiler then keeps it where the matrix unit's arguments are.
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, value, 0); }
 
 // ---- lora_A in shared memory ----------------------------------------------------------------------------------------
 
 // Of a box, for each part of a number and each chunk: 32 ranks, in the order of `rank_at`, of 64 columns. A rank is 128
-// bytes, whose 16-byte vectors are swizzled as W's are.
-constexpr int kPartBytes = kChunk * 128;  // of a chunk of a box
+// bytes, whose 16-byte vectors are swizzled as W's are: `kPartBytes` a chunk.
 
 // Place 16h + 8u + 2q + e of a chunk holds rank 8q + 4h + 2u + e: a lane reads eight adjacent ranks of lora_B.
 __device__ __forceinline__ int rank_at(int place) {
@@ -77,6 +64,10 @@ struct Operand {
     piece_of_B<Wide>(low, from, c, row);
     piece_of_B<Wide>(high, from, c, row + 8);
   }
+  __device__ __forceinline__ void settle() {
+    hopper::settle(low);
+    hopper::settle(high);
+  }
   __device__ __forceinline__ void multiply(float (&d)[32], int plane, int h, uint32_t a, int add) const {
     wgmma(d, low[plane][2 * h], high[plane][2 * h], low[plane][2 * h + 1], high[plane][2 * h + 1], a, add);
   }
@@ -125,6 +116,8 @@ __device__ __forceinline__ void multiply_narrow(float (&sum)[32], const char* fr
 #pragma unroll
   for (int i = 0; i < Most; ++i) b[i].load(from_B, c + i, row);
   await_turn();
+#pragma unroll
+  for (int i = 0; i < Most; ++i) b[i].settle();
   wgmma_begin();
 #pragma unroll
   for (int i = 0; i < Most; ++i) {
@@ -136,14 +129,17 @@ __device__ __forceinline__ void multiply_narrow(float (&sum)[32], const char* fr
   meanwhile();
   wgmma_wait();
   settle(sum);
+#pragma unroll
+  for (int i = 0; i < Most; ++i) b[i].settle();
 }
 
 template <int Groups, bool First, typename Meanwhile>
-__device__ __forceinline__ void multiply_wide(float (&sum)[32], const Operand<true>& b, const MatrixA& a, int c,
+__device__ __forceinline__ void multiply_wide(float (&sum)[32], Operand<true>& b, const MatrixA& a, int c,
                                               const Meanwhile& meanwhile) {
   // The small products on their own: the matrix unit cuts what it adds, and would cut the large sum for each.
   float small[32], large[32];
   await_turn();
+  b.settle();
   wgmma_begin();
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -161,6 +157,7 @@ __device__ __forceinline__ void multiply_wide(float (&sum)[32], const Operand<tr
   wgmma_wait();
   settle(small);
   settle(large);
+  b.settle();
 #pragma unroll
   for (int i = 0; i < 32; ++i) sum[i] = First ? large[i] + small[i] : sum[i] + (large[i] + small[i]);
 }
@@ -168,7 +165,7 @@ __device__ __forceinline__ void multiply_wide(float (&sum)[32], const Operand<tr
 // Sums over the ranks for the tile's rows and 64 columns. `first`: of float32 ones the operand of the first chunk,
 // which all boxes of a tile share, as splitting takes long.
 template <int Groups, bool Wide, typename Meanwhile>
-__device__ __forceinline__ void multiply(float (&sum)[32], const Operand<Wide>& first, const char* from_B, int row,
+__device__ __forceinline__ void multiply(float (&sum)[32], Operand<Wide>& first, const char* from_B, int row,
                                          const MatrixA& a, int rank, const Meanwhile& meanwhile) {
   const int chunks = (rank + kChunk - 1) / kChunk;
   const auto nothing = [] {};

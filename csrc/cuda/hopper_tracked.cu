@@ -9,7 +9,8 @@
 namespace lora_merge {
 namespace {
 
-constexpr int kUnitsOfBox = 4, kCodesOfBox = kUnitsOfBox * 32 * 8, kRecordsOfBox = kUnitsOfBox * sizeof(TrackedRecord);
+constexpr int kUnitsOfBox = kTileRows * kBoxCols / kUnitElements;
+constexpr int kCodesOfBox = kUnitsOfBox * kCodeBytes, kRecordsOfBox = kUnitsOfBox * kRecordBytes;
 
 // What a warp finds of a unit.
 template <typename T>
@@ -32,9 +33,8 @@ struct Track {
 
   // Of the tile's first box.
   __device__ __forceinline__ int64_t number(const Segment& s, int row, int col) const {
-    const int across = (static_cast<int>(s.cols) + hopper::kBoxCols - 1) / hopper::kBoxCols;
-    return static_cast<int64_t>(s.key) + static_cast<int64_t>(row / hopper::kTileRows) * across +
-           col / hopper::kBoxCols;
+    const int across = (static_cast<int>(s.cols) + kBoxCols - 1) / kBoxCols;
+    return static_cast<int64_t>(s.key) + static_cast<int64_t>(row / kTileRows) * across + col / kBoxCols;
   }
   __device__ __forceinline__ int bytes(int boxes) const { return boxes * (Undo ? kBesideBox : kRecordsOfBox); }
   // Records, and behind them codes.
@@ -96,7 +96,7 @@ struct Track {
       if (!read.work) return;
       const int lane = threadIdx.x % 32;
       const float scaling = box.tile.scaling;
-      const bool whole = box.tile.rows >= hopper::kTileRows && box.tile.cols >= (box.number + 1) * hopper::kBoxCols;
+      const bool whole = box.tile.rows >= kTileRows && box.tile.cols >= (box.number + 1) * kBoxCols;
       uint32_t checksum = 0;
 #pragma unroll
       for (int j = 0; j < kHalves; ++j) {

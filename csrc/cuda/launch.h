@@ -2,11 +2,9 @@
 #pragma once
 #include <cstdint>
 
-#include "../segments.h"
+#include "shapes.h"
 
 namespace lora_merge {
-
-constexpr int kInlineSegments = 8;  // a table this small travels as a kernel argument: no copy, no allocation
 
 // One launch: segments of one combination of dtypes, then copies of raw bits.
 struct Launch {
@@ -18,14 +16,18 @@ struct Launch {
   int32_t n_raw_units;    // of copying, numbered after them
   int32_t rows_per_unit;  // a multiple of 64
   int32_t col_warps;      // a unit is 64 columns times this wide: 1, 2 or 4
-  int32_t deep;           // steps of W (and B) in flight; at least as many as share a load of A
+  int32_t stages;         // steps of W (and B) in flight; at least as many as share a load of A
   int32_t staged_B;       // whether B is staged in shared memory
-  int32_t margin;         // elements added to a row of A in shared memory: 8, no bank conflicts, or 0, more room
+  int32_t pad;            // elements added to a row of A in shared memory: 8, no bank conflicts, or 0, more room
   int32_t max_rank;
   int32_t stochastic;
   uint64_t seed;
   Segment inline_segments[kInlineSegments];
 };
+
+inline Shape shape_of(const Launch& launch) {
+  return {launch.col_warps, launch.stages, launch.staged_B, launch.pad};
+}
 
 // A tensor map of the driver: how the copies of compute capability 9 see a matrix.
 struct alignas(128) TensorMap {
@@ -34,8 +36,9 @@ struct alignas(128) TensorMap {
 struct Maps {
   TensorMap source, destination, lora_B, lora_A;
 };
+static_assert(sizeof(Maps) == kMapBytes);
 
-// A launch of the kernel for compute capability 9: `deep` counts its stages; col_warps, staged_B, margin: unused.
+// A launch of the kernel for compute capability 9; col_warps, staged_B, pad: unused.
 struct HopperLaunch : Launch {
   int32_t strip_cols;  // of a unit: 256 or 128
   int32_t held;        // boxes of lora_A that are there, or on their way
@@ -43,16 +46,9 @@ struct HopperLaunch : Launch {
   Maps inline_maps[kInlineSegments];
 };
 
-// How a segment is cut into units; lora_merge/kernels/cuda.py counts them with the same numbers.
-constexpr int kNormRows = 64;
-constexpr int kRawRows = 64;
-constexpr int kRawCols = 2048;         // bytes (or elements) side by side in a unit of a copy with several rows
-constexpr int kRawCols1 = 128 * 1024;  // the same where there is one row
-
 // Each returns a cudaError_t. `stream` is a cudaStream_t of the current device.
 int launch_merge(int source_dtype, int destination_dtype, bool wide, const Launch& launch, void* stream);
 int launch_hopper(int dtype, bool wide, const HopperLaunch& launch, void* stream);
-bool has_hopper();  // whether it was compiled for the current device
 int encode_maps(const Segment* segments, int n_segments, bool wide, Maps* maps);
 int launch_row_norms(int source_dtype, const Launch& launch, double* out, void* stream);
 const char* error_name(int error);

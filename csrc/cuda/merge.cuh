@@ -34,11 +34,11 @@ __global__ void __launch_bounds__(kThreads, 2) merge_kernel(const __grid_constan
   using Out = Stage<Destination>;
   extern __shared__ __align__(128) char memory[];
   const uint32_t slot_bytes = slot_bytes_of<Source, Destination, kWide>(launch),
-                 ring_bytes = deep_of<M>(launch) * slot_bytes;
+                 ring_bytes = stages_of<M>(launch) * slot_bytes;
   bf16* shared_A = reinterpret_cast<bf16*>(memory + ring_bytes);
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, quad = lane % 4, group = lane / 4;
-  const int width = launch.col_warps * 64, pitch = width + launch.margin, stride = Walk::row_stride(launch);
+  const int width = launch.col_warps * 64, pitch = width + launch.pad, stride = Walk::row_stride(launch);
   const uint32_t a_address = operand_A_address(shared_A, warp % launch.col_warps, pitch);
   char* const stages = memory + warp * kStageBytes<Source, Destination>;
   const char* const pieces = memory + kWarps * kStageBytes<Source, Destination> + threadIdx.x * 16;
@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(kThreads, 2) merge_kernel(const __grid_constan
 #pragma unroll 1
     for (; step + kGroup <= staged; step += kGroup) {
       float sum[kGroup][4][4] = {};
-      wait_async_all_but<kOneChunk ? kNarrow32Deep - 1 : -1>(launch.deep - kGroup);
+      wait_async_all_but<kOneChunk ? kNarrow32Stages - 1 : -1>(launch.stages - kGroup);
       __syncwarp();  // what the other lanes staged
       multiply(sum, step, staged_B);
 #pragma unroll
@@ -200,35 +200,38 @@ __global__ void __launch_bounds__(kThreads, 2) merge_kernel(const __grid_constan
 // ---- launching
 // ---------------------------------------------------------------------------------------------------------
 
-inline int shared_bytes(int rank, int pitch, int planes) {
-  return (rank + kChunk - 1) / kChunk * kChunk * pitch * planes * static_cast<int>(sizeof(bf16));
-}
-
 template <typename Source, typename Destination, Mode M>
 cudaError_t launch_typed(const Launch& launch, cudaStream_t stream) {
-  if (M == Mode::kNarrow32 && launch.deep != kNarrow32Deep) return cudaErrorInvalidValue;
-  int device = 0, processors = 0, room = 0;
+  constexpr bool kWide = M == Mode::kWide;
+  constexpr int kBytes = sizeof(Source) > sizeof(Destination) ? sizeof(Source) : sizeof(Destination);
+  const Shape shape = shape_of(launch);
+  int device = 0, processors = 0, per_block = 0, per_processor = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&room, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+  if (error == cudaSuccess)
+    error = cudaDeviceGetAttribute(&per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  if (error == cudaSuccess)
+    error = cudaDeviceGetAttribute(&per_processor, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
   if (error != cudaSuccess) return error;
-  constexpr bool kWide = M == Mode::kWide;
-  const int shared = launch.deep * slot_bytes_of<Source, Destination, kWide>(launch) +
-                     shared_bytes(launch.max_rank, launch.col_warps * 64 + launch.margin, kWide ? 3 : 1);
+  if (!accepts(shape, launch.max_rank, kWide, kBytes, per_block)) return cudaErrorInvalidConfiguration;
+  const int shared = static_cast<int>(shared_bytes(shape, launch.max_rank, kWide, kBytes));
   const auto kernel = merge_kernel<Source, Destination, M>;
   error = allow_shared(kernel, shared);
   if (error != cudaSuccess) return error;
   const int64_t units = static_cast<int64_t>(launch.n_units) + launch.n_raw_units;
-  const int64_t blocks = static_cast<int64_t>(processors) * (2 * (shared + kReserved) <= room ? 2 : 1);
+  const int64_t blocks =
+      static_cast<int64_t>(processors) * (two_share(shape, launch.max_rank, kWide, kBytes, per_processor) ? 2 : 1);
   kernel<<<static_cast<unsigned>(units < blocks ? units : blocks), kThreads, shared, stream>>>(launch);
   return cudaGetLastError();
 }
 
 template <typename Source, typename Destination>
 cudaError_t launch_mode(bool wide, const Launch& launch, cudaStream_t stream) {
-  if (wide) return launch_typed<Source, Destination, Mode::kWide>(launch, stream);
-  if (launch.max_rank > kChunk) return launch_typed<Source, Destination, Mode::kNarrow>(launch, stream);
-  return launch_typed<Source, Destination, Mode::kNarrow32>(launch, stream);
+  switch (mode_of(wide, launch.max_rank, launch.stages)) {
+    case Mode::kWide: return launch_typed<Source, Destination, Mode::kWide>(launch, stream);
+    case Mode::kNarrow: return launch_typed<Source, Destination, Mode::kNarrow>(launch, stream);
+    default: return launch_typed<Source, Destination, Mode::kNarrow32>(launch, stream);
+  }
 }
 
 template <typename Source>
@@ -242,7 +245,8 @@ int launch_from(int destination_dtype, bool wide, const Launch& launch, cudaStre
 
 template <typename Source>
 int row_norms_from(const Launch& launch, double* out, cudaStream_t stream) {
-  const int shared = shared_bytes(launch.max_rank < kNormRanks ? launch.max_rank : kNormRanks, 64 + kNormMargin, 3);
+  const int ranks = chunks_of(launch.max_rank < kNormRanks ? launch.max_rank : kNormRanks) * kChunk;
+  const int shared = ranks * (64 + kNormPad) * 3 * static_cast<int>(sizeof(bf16));
   const cudaError_t error = allow_shared(row_norms_kernel<Source>, shared);
   if (error != cudaSuccess) return error;
   const int blocks = launch.n_units < 65535 ? launch.n_units : 65535;

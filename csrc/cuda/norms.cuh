@@ -22,7 +22,7 @@ template <typename Source>
 __global__ void __launch_bounds__(kThreads) row_norms_kernel(const __grid_constant__ Launch launch, double* out) {
   extern __shared__ __align__(128) char memory[];
   bf16* shared_A = reinterpret_cast<bf16*>(memory);
-  constexpr int kPitch = 64 + kNormMargin;
+  constexpr int kPitch = 64 + kNormPad;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, quad = lane % 4;
   const uint32_t a_address = operand_A_address(shared_A, 0, kPitch);
 

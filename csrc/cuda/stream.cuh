@@ -53,17 +53,18 @@ constexpr uint32_t kStageBytes =
 
 template <typename Source, typename Destination, bool Wide>
 __host__ __device__ __forceinline__ uint32_t slot_bytes_of(const Launch& launch) {
-  const uint32_t pieces = launch.staged_B ? (launch.max_rank + kChunk - 1) / kChunk * (Wide ? 2 : 1) : 0;
-  return kWarps * kStageBytes<Source, Destination> + pieces * kVector;
+  constexpr int kBytes = sizeof(Source) > sizeof(Destination) ? sizeof(Source) : sizeof(Destination);
+  static_assert(kWarps * kStageBytes<Source, Destination> == kBytes * kVector);
+  return slot_bytes(kBytes, Wide, launch.staged_B, launch.max_rank);
 }
 
-// How many steps are in flight: known to the compiler where one chunk of the rank leaves room for a fixed number.
+// How many steps are in flight: known to the compiler in the mode for one chunk of the rank.
 template <Mode M>
-__device__ __forceinline__ int deep_of(const Launch& launch) {
-  return M == Mode::kNarrow32 ? kNarrow32Deep : launch.deep;
+__device__ __forceinline__ int stages_of(const Launch& launch) {
+  return M == Mode::kNarrow32 ? kNarrow32Stages : launch.stages;
 }
 
-// W and B on their way to shared memory: one step after the other, across units, `deep` steps ahead of their use.
+// W and B on their way to shared memory: one step after the other, across units, `stages` steps ahead of their use.
 template <typename Source, typename Destination, Mode M>
 struct Stream {
   static constexpr bool kWide = M == Mode::kWide;
@@ -87,7 +88,7 @@ struct Stream {
       vectors[i] = shared_address(memory) + threadIdx.x / 32 * kStageBytes<Source, Destination> +
                    S::place(lane / S::kAcross + i * S::kRowStep, lane % S::kAcross);
 #pragma unroll 1
-    for (int i = 0; i < deep_of<M>(launch); ++i) push();
+    for (int i = 0; i < stages_of<M>(launch); ++i) push();
   }
 
   // Asks for the next step. A group is committed in any case, so that groups count steps.
@@ -110,7 +111,7 @@ struct Stream {
     commit_async();
     feed.from_W += feed.advance_W;
     feed.from_B += feed.advance_B;
-    slot = slot + slot_bytes == deep_of<M>(launch) * slot_bytes ? 0 : slot + slot_bytes;
+    slot = slot + slot_bytes == stages_of<M>(launch) * slot_bytes ? 0 : slot + slot_bytes;
     --feed.staged_left;
     if (--feed.steps_left == 0) feed = open_unit<Source, Destination, kWide>(launch, feed.n + 1, units[feed.n + 1]);
   }

@@ -85,11 +85,11 @@ __global__ void __launch_bounds__(kThreads, 2)
     tracked_kernel(const __grid_constant__ Launch launch, const __grid_constant__ TrackedJournal journal) {
   using S = Stage<T>;
   extern __shared__ __align__(128) char memory[];
-  const uint32_t slot_bytes = slot_bytes_of<T, T, Wide>(launch), ring_bytes = launch.deep * slot_bytes;
+  const uint32_t slot_bytes = slot_bytes_of<T, T, Wide>(launch), ring_bytes = launch.stages * slot_bytes;
   bf16* shared_A = reinterpret_cast<bf16*>(memory + ring_bytes);
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, quad = lane % 4, group = lane / 4;
-  const int width = launch.col_warps * 64, pitch = width + launch.margin, stride = Walk::row_stride(launch);
+  const int width = launch.col_warps * 64, pitch = width + launch.pad, stride = Walk::row_stride(launch);
   const uint32_t a_address = operand_A_address(shared_A, warp % launch.col_warps, pitch);
   char* const stages = memory + warp * kStageBytes<T, T>;
   const char* const pieces = memory + kWarps * kStageBytes<T, T> + threadIdx.x * 16;
@@ -247,7 +247,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       ask(at + advance, step + kHalves);
       const bool whole = step + kHalves <= staged;
       char* const stage[kHalves] = {stages + slot, stages + after(slot)};
-      wait_async_all_but<-1>(whole ? launch.deep - kHalves : 0);
+      wait_async_all_but<-1>(whole ? launch.stages - kHalves : 0);
       __syncwarp();  // what the other lanes staged
       run(step, at, record, codes, whole, stage);
       __syncwarp();  // all has been read: the slots are free
@@ -267,13 +267,16 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 template <typename T, bool Wide, bool Undo>
 cudaError_t launch_typed(const Launch& launch, const TrackedJournal& journal, cudaStream_t stream) {
-  int device = 0, processors = 0, resident = 0;
-  const int planes = Wide ? 3 : 1, ranks = (launch.max_rank + kChunk - 1) / kChunk * kChunk;
-  const int shared = launch.deep * slot_bytes_of<T, T, Wide>(launch) +
-                     ranks * (launch.col_warps * 64 + launch.margin) * planes * static_cast<int>(sizeof(bf16));
+  int device = 0, processors = 0, per_block = 0, resident = 0;
+  const Shape shape = shape_of(launch);
+  const int shared = static_cast<int>(shared_bytes(shape, launch.max_rank, Wide, sizeof(T)));
   const auto kernel = tracked_kernel<T, Wide, Undo>;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  if (error == cudaSuccess)
+    error = cudaDeviceGetAttribute(&per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  if (error == cudaSuccess && !accepts(shape, launch.max_rank, Wide, sizeof(T), per_block))
+    error = cudaErrorInvalidConfiguration;
   if (error == cudaSuccess) error = allow_shared(kernel, shared);
   if (error == cudaSuccess) error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kThreads, shared);
   if (error != cudaSuccess) return error;

@@ -10,6 +10,7 @@ struct TrackedRecord {
   int64_t place;
   unsigned long long checksum;
 };
+static_assert(sizeof(TrackedRecord) == kRecordBytes);
 
 // What brings weights back that were merged in place; docs/restore.md. A tile is a unit of each warp of a block, side
 // by side as their strips are. Segments hold the number of their first tile as their `key`; tiles go along the columns

@@ -1,19 +1,13 @@
 // How a launch is cut: constants of the merge kernel, units of work and how blocks get them.
 #pragma once
 #include "device.cuh"
+#include "shapes.h"
 
 namespace lora_merge {
 
-constexpr int kThreads = 256, kWarps = kThreads / 32;
-constexpr int kStepRows = 8;                 // rows a warp finishes in a step
-constexpr int kChunk = 32;                   // ranks summed in the matrix unit
-constexpr int kNormMargin = 8;               // elements added to a row of A in shared memory: no bank conflicts
-constexpr uint32_t kVector = kThreads * 16;  // shared memory of 16 bytes for each lane
-constexpr int kNarrow32Deep = 4;             // steps in flight where the rank is one chunk
-constexpr int kReserved = 1024;              // shared memory that the system takes of every block
-
-// bf16 adapters up to rank 32, or beyond; any others.
-enum class Mode { kNarrow32, kNarrow, kWide };
+constexpr int kStepRows = 8;  // rows a warp finishes in a step
+constexpr int kNormPad = 8;   // elements added to a row of A in shared memory: no bank conflicts
+static_assert(kWarpCols == 64, "the kernels' lanes are laid out for 64 columns a warp");
 
 __device__ __forceinline__ int segment_of(const Launch& launch, int unit) {
   if (launch.unit_segment != nullptr) return launch.unit_segment[unit];
@@ -52,7 +46,7 @@ struct Walk {
     strip = (local - down * across) * launch.col_warps * 64;
     first_row = begin + row_warp * kStepRows;
     row_end = min(begin + launch.rows_per_unit, static_cast<int>(s.rows));
-    steps = (max(launch.deep + 1, (row_end - first_row + stride - 1) / stride) + 1) & ~1;
+    steps = (max(launch.stages + 1, (row_end - first_row + stride - 1) / stride) + 1) & ~1;
     full_steps = strip + col_warp * 64 + 64 <= s.cols ? max(0, (row_end - kStepRows - first_row + stride) / stride) : 0;
     col = strip + col_warp * 64 + threadIdx.x % 32 / 4 * 8;
   }

@@ -99,17 +99,35 @@ def pick(device: torch.device) -> Backend:
     return _default(device.type)
 
 
+def next_after(name: str, device: torch.device, reason: str) -> Backend:
+    """The backend for segments that this one has no room for, after one warning for each reason.
+
+    Raises:
+        BackendUnavailable: `LORA_MERGE_BACKEND` asks for this one, or there is none.
+    """
+    if os.environ.get(ENVIRONMENT):
+        raise BackendUnavailable(f"{ENVIRONMENT}={name} cannot run here: {reason}; leave it unset, or take triton")
+    others = _PREFERENCE[device.type]
+    return _first(device.type, others[others.index(name) + 1 :], (f"{name}: {reason}",))
+
+
 @cache
 def _default(device_type: str) -> Backend:
-    reasons: list[str] = []
-    for name in _PREFERENCE.get(device_type, ("reference",)):
+    return _first(device_type, _PREFERENCE.get(device_type, ("reference",)), ())
+
+
+@cache
+def _first(device_type: str, names: tuple[str, ...], passed: tuple[str, ...]) -> Backend:
+    """The first that can run, with a warning that says why others were passed over."""
+    reasons = list(passed)
+    for name in names:
         reason = _backend(name).unavailable(torch.device(device_type))
         if reason is None:
             if reasons:
                 warnings.warn(
                     f"lora_merge runs on the slower {name} backend for {device_type} tensors: " + "; ".join(reasons),
                     RuntimeWarning,
-                    stacklevel=2,
+                    stacklevel=3,
                 )
             return _backend(name)
         reasons.append(f"{name}: {reason}")

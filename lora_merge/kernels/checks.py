@@ -9,11 +9,8 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidInput
-from .segments import FLOATS, RAW, Segment
-
-MAX_RANK = 512
-MAX_SIDE = 2**31 - 2**12
-"""Rows and columns of one merged rectangle, so that kernels count them in 32 bits; elements are unlimited."""
+from .layout import MAX_RANK, MAX_SIDE
+from .segments import FLOATS, RAW, Segment, folded
 
 
 def check_segment(s: Segment) -> None:
@@ -77,8 +74,7 @@ def check_segment(s: Segment) -> None:
         raise InvalidInput(f"{s.name}: lora_A must be [r, {cols}], got {tuple(s.lora_A.shape)}")
     if b_rows != rows or b_rank != rank:
         raise InvalidInput(f"{s.name}: lora_B must be [{rows}, {rank}], got {tuple(s.lora_B.shape)}")
-    if max(rows, cols) > MAX_SIDE:
-        raise InvalidInput(f"{s.name}: a side of {max(rows, cols)} is above {MAX_SIDE}; cut the weight into segments")
+    _check_side(s)
     if not 1 <= rank <= MAX_RANK:
         raise InvalidInput(f"{s.name}: the rank must be between 1 and {MAX_RANK}, got {rank}")
     if not abs(s.scaling) <= torch.finfo(torch.float32).max:
@@ -90,6 +86,8 @@ def _check_copy(s: Segment) -> None:
         contiguous = s.source.shape[1] <= 1 or (s.source.stride(1) == 1 and s.destination.stride(1) == 1)
         if not contiguous and s.source.element_size() not in RAW:
             raise InvalidInput(f"{s.name}: cannot copy {s.source.dtype} with a stride between elements")
+        if not (s.source.is_contiguous() and s.destination.is_contiguous()):  # else it is one run of bytes
+            _check_side(s)
         return
     for tensor in (s.source, s.destination):
         if tensor.dtype not in FLOATS:
@@ -97,6 +95,14 @@ def _check_copy(s: Segment) -> None:
                 f"{s.name}: cannot convert {s.source.dtype} to {s.destination.dtype}; "
                 "only bfloat16, float16 and float32 convert"
             )
+    for part in folded(s):
+        _check_side(part)
+
+
+def _check_side(s: Segment) -> None:
+    side = max(s.source.shape)
+    if side > MAX_SIDE:
+        raise InvalidInput(f"{s.name}: a side of {side} is above {MAX_SIDE}; cut the weight into segments")
 
 
 def check_overlaps(segments: Sequence[Segment]) -> None:

@@ -14,6 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from . import native
+from .cuda_table import memory
+from .layout import CHUNK, HOPPER_COLS, MAX_RANK
 from .segments import (
     BF16,
     COLS,
@@ -32,11 +35,6 @@ from .segments import (
     SOURCE,
     SOURCE_STRIDE,
 )
-
-# The same numbers as in csrc/cuda.
-CHUNK, TILE_ROWS, BOX_COLS, BOX_BYTES, MAX_STAGES = 32, 64, 64, 8192, 6
-RESERVED = 3072
-"""Shared memory for barriers and segments."""
 
 
 class HopperVariant(NamedTuple):
@@ -66,6 +64,7 @@ def serves(table: np.ndarray, wide: np.ndarray, device: torch.device, beside: in
     shared memory for each box of a tile."""
     dtype, rank = table[:, DTYPES] & 0xFF, table[:, RANK]
     fits = (dtype == table[:, DTYPES] >> 8 & 0xFF) & ((dtype == BF16) | (dtype == FP16)) & (rank > 0)
+    fits &= table[:, COLS] <= HOPPER_COLS
     for address, stride in ((SOURCE, SOURCE_STRIDE), (DESTINATION, DESTINATION_STRIDE)):
         fits &= _rows_of_vectors(table, address, stride, 2, table[:, ROWS])
     adapter, size = np.where(wide, FP32, BF16), np.where(wide, 4, 2)
@@ -76,21 +75,22 @@ def serves(table: np.ndarray, wide: np.ndarray, device: torch.device, beside: in
     fits &= ~(wide & _turned(table))  # parts of float32 adapters are summed in one order here
     if not _available(device):
         return fits & False
-    return fits & (rank <= np.where(wide, _most_rank(True, device, beside), _most_rank(False, device, beside)))
+    room = memory(device).per_block
+    return fits & (rank <= np.where(wide, _most_rank(True, beside, room), _most_rank(False, beside, room)))
 
 
-class Shape(NamedTuple):
-    """How a block works, see `HopperLaunch` in csrc/cuda/launch.h."""
+class Tiles(NamedTuple):
+    """How a block works: `HopperLaunch` in csrc/cuda/launch.h."""
 
     strip_cols: int
     held: int
     stages: int
 
 
-def shape(max_rank: int, wide: bool, device: torch.device, beside: int = 0) -> Shape:
+def tiles(max_rank: int, wide: bool, device: torch.device, beside: int = 0) -> Tiles:
     """Of a launch that `serves` chose."""
-    found = _shape(max_rank, wide, device, beside)
-    assert found is not None
+    found = _tiles(max_rank, wide, beside, memory(device).per_block)
+    assert found is not None, (max_rank, wide, beside)
     return found
 
 
@@ -115,7 +115,7 @@ def maps(table: np.ndarray, wide: bool, device: torch.device) -> Tensor:
 
 
 def _turned(table: np.ndarray) -> np.ndarray:
-    """As in csrc/segments.h."""
+    """As `turned` in csrc/segments.h."""
     row, col = table[:, PITCH], table[:, PITCH + 1]
     return (row < col) | ((row == col) & (table[:, ROWS] < table[:, COLS]))
 
@@ -129,42 +129,19 @@ def _rows_of_vectors(
     return starts & (col == 1)
 
 
-def _shape(max_rank: int, wide: bool, device: torch.device, beside: int) -> Shape | None:
-    """Wide strips read lora_B less often; stages hide the latency of memory. None if the rank leaves no room."""
-    for strip, held in ((256, 4), (128, 4), (128, 2)) if wide else ((256, 4), (128, 2)):
-        stages = _stages(max_rank, wide, device, beside, strip, held)
-        if stages >= 2:
-            # What is left is for the next unit's lora_A where that takes long to bring; else blocks that wait for it
-            # stay side by side.
-            while max_rank > 96 and not wide and _stages(max_rank, wide, device, beside, strip, held + 1) == stages:
-                held += 1
-            return Shape(strip, held, stages)
-    return None
-
-
-def _stages(max_rank: int, wide: bool, device: torch.device, beside: int, strip: int, held: int) -> int:
-    """How many there is room for."""
-    properties = torch.cuda.get_device_properties(device)
-    room: int = properties.shared_memory_per_block_optin - RESERVED  # type: ignore[attr-defined]
-    chunks, boxes, size = -(-max_rank // CHUNK), strip // BOX_COLS, 4 if wide else 2
-    stage = -(-(boxes * (BOX_BYTES + beside) + chunks * TILE_ROWS * CHUNK * size) // 1024) * 1024
-    chunk = CHUNK * BOX_COLS  # of a box of lora_A
-    lora_A = held * chunk * 4 + boxes * chunks * chunk * 6 if wide else held * chunks * chunk * 2
-    return min((room - lora_A) // stage, MAX_STAGES)
+@cache
+def _tiles(max_rank: int, wide: bool, beside: int, per_block: int) -> Tiles | None:
+    """Chosen where launches check it: csrc/cuda/shapes.h. None if the rank leaves no room."""
+    numbers = torch.ops.lora_merge_native.hopper_tiles(max_rank, wide, beside, per_block)
+    return Tiles(*numbers) if numbers else None
 
 
 @cache
-def _most_rank(wide: bool, device: torch.device, beside: int) -> int:
-    rank = 0
-    while _shape(rank + CHUNK, wide, device, beside) is not None:
-        rank += CHUNK
-    return rank
+def _most_rank(wide: bool, beside: int, per_block: int) -> int:
+    ranks = range(CHUNK, MAX_RANK + 1, CHUNK)
+    return max((r for r in ranks if _tiles(r, wide, beside, per_block) is not None), default=0)
 
 
-@cache
 def _available(device: torch.device) -> bool:
     """Whether the device is of this kind, and the extension was compiled for it (for sm_90a, not only for sm_80)."""
-    if torch.cuda.get_device_capability(device) != (9, 0):
-        return False
-    with torch.cuda.device(device):
-        return bool(torch.ops.lora_merge_native.has_hopper())
+    return torch.cuda.get_device_capability(device) == (9, 0) and "90a" in native.architectures()

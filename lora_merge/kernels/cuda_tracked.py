@@ -11,26 +11,21 @@ import torch
 from torch import Tensor
 
 from . import cuda_hopper as hopper
-from .cuda import HOPPER, MAX_UNIT_ROWS, WARP_COLS, _ceil, _cut, _shape, _wide, _widest
+from .cuda_table import BLOCKS, HOPPER, MAX_UNIT_ROWS, block_shape, ceil, cut, wide_products
 from .fused import Journal
+from .layout import BOX_COLS, CODE_BYTES, RECORD_BYTES, TILE_ROWS, UNIT_ELEMENTS, WARP_COLS, WARPS
 from .segments import COLS, DTYPES, FLOATS, KEY, RANK, ROWS, Segment, pack
+from .streams import Streams
 
-# The same numbers as in csrc/cuda.
-WARPS = 8
-"""Of a block that multiply, of the kernel for any GPU."""
 HOPPER_WARPS = 12
-"""At most, of the kernel for compute capability 9."""
-UNIT_ELEMENTS = 1024
-"""Of a unit of the journal, which is a warp's. A tile has a unit of each warp of a block."""
-BESIDE = 4 * (16 + 32 * 8)
-"""Of a box of the kernel for compute capability 9: bytes of the records and codes of its four units."""
+"""That multiply at most, of a block of the kernel for compute capability 9."""
+BESIDE = TILE_ROWS * BOX_COLS // UNIT_ELEMENTS * (RECORD_BYTES + CODE_BYTES)
+"""Of a box of that kernel: bytes of the records and codes of its four units."""
 
-CHUNK = 1024
+ARENA_CHUNK = 1024
 """Bytes of the arena that a warp takes at a time: an answer from memory for some forty units."""
 LEFT_OVER = 512
 """All chunks together are less than this part of the weights, so smaller for small models: most of one may be left."""
-BLOCKS = 2
-"""That share a multiprocessor, of the kernel for any GPU."""
 
 
 class _Group(NamedTuple):
@@ -45,9 +40,9 @@ class _Group(NamedTuple):
     n_units: int
     rows_per_unit: int
     col_warps: int
-    deep: int
+    stages: int
     staged_B: bool
-    margin: int
+    pad: int
     max_rank: int
 
     def __call__(self, undo: bool, j: Journal) -> None:
@@ -87,7 +82,7 @@ class CudaTracked:
         self._first: list[np.ndarray] = []
         self._names: list[str] = []
         table = pack(segments)
-        wide = _wide(table)
+        wide = wide_products(table)
         group = hopper.serves(table, wide, device, BESIDE) * HOPPER | (table[:, DTYPES] & 0xFF) << 1 | wide
         self._groups: list[_Group | _HopperGroup] = []
         warps = 0
@@ -96,15 +91,18 @@ class CudaTracked:
             make, blocks, of_block = (self._hopper, 1, HOPPER_WARPS) if key & HOPPER else (self._any, BLOCKS, WARPS)
             self._groups.append(make(table[group == key], key >> 1 & 0xFF, bool(key & 1)))
             warps += of_block * min(blocks * self._processors, self._groups[-1].n_units)
-        self.code_bytes = self.units * UNIT_ELEMENTS // 4
-        self.chunk = min(CHUNK, self.base_bytes // (LEFT_OVER * warps)) & ~3
+        self.code_bytes = self.units * CODE_BYTES
+        self.chunk = min(ARENA_CHUNK, self.base_bytes // (LEFT_OVER * warps)) & ~3
         self.slack = self.chunk * warps
+        self._streams = Streams(device, [t for group in self._groups for t in group if isinstance(t, Tensor)])
 
     def track(self, journal: Journal) -> None:
+        self._streams.join()
         for launch in self._groups:
             launch(False, journal)
 
     def untrack(self, journal: Journal) -> None:
+        self._streams.join()
         for launch in self._groups:
             launch(True, journal)
 
@@ -113,30 +111,30 @@ class CudaTracked:
 
     def _number(self, table: np.ndarray, rows: int, cols: int) -> None:
         """Tiles of `rows` x `cols` go along the columns first; groups begin at whole tiles of either kernel."""
-        tiles, each = _ceil(table[:, COLS], cols) * _ceil(table[:, ROWS], rows), rows * cols // UNIT_ELEMENTS
+        tiles, each = ceil(table[:, COLS], cols) * ceil(table[:, ROWS], rows), rows * cols // UNIT_ELEMENTS
         table[:, KEY] = self.units // each + np.cumsum(tiles) - tiles
         self._first.append(table[:, KEY] * each)
-        self.units += _ceil(int(tiles.sum()) * each, WARPS) * WARPS
+        self.units += ceil(int(tiles.sum()) * each, WARPS) * WARPS
 
     def _any(self, table: np.ndarray, dtype: int, wide: bool) -> _Group:
         max_rank = int(table[:, RANK].max())
-        shape = _shape(max_rank, wide, FLOATS[dtype].itemsize, _widest(table), self.device)
+        shape = block_shape(max_rank, wide, FLOATS[dtype].itemsize, table, self.device)
         strip, rows = WARP_COLS * shape.col_warps, UNIT_ELEMENTS // WARP_COLS * (WARPS // shape.col_warps)
         self._number(table, rows, strip)
-        cut = _cut(table, table[:0], strip, MAX_UNIT_ROWS, BLOCKS * self._processors, self.device, rows)
+        made = cut(table, table[:0], strip, MAX_UNIT_ROWS, BLOCKS * self._processors, self.device, rows)
         return _Group(
-            cut.table, cut.unit_segment, cut.counter, cut.device, dtype, wide, cut.n_units, cut.rows_per_unit, *shape,
-            max_rank,
+            made.table, made.unit_segment, made.counter, made.device, dtype, wide, made.n_units,
+            made.rows_per_unit, *shape, max_rank,
         )  # fmt: skip
 
     def _hopper(self, table: np.ndarray, dtype: int, wide: bool) -> _HopperGroup:
         max_rank = int(table[:, RANK].max())
-        tiles = hopper.shape(max_rank, wide, self.device, BESIDE)
-        self._number(table, hopper.TILE_ROWS, hopper.BOX_COLS)
+        tiles = hopper.tiles(max_rank, wide, self.device, BESIDE)
+        self._number(table, TILE_ROWS, BOX_COLS)
         most = hopper.unit_rows(max_rank, wide, large=False)
-        cut = _cut(table, table[:0], tiles.strip_cols, most, self._processors, self.device)
-        maps = hopper.maps(cut.host_table, wide, cut.table.device)
+        made = cut(table, table[:0], tiles.strip_cols, most, self._processors, self.device)
+        maps = hopper.maps(made.host_table, wide, made.table.device)
         return _HopperGroup(
-            cut.table, cut.unit_segment, maps, cut.counter, cut.device, dtype, wide, cut.n_units, cut.rows_per_unit,
-            *tiles, max_rank,
+            made.table, made.unit_segment, maps, made.counter, made.device, dtype, wide, made.n_units,
+            made.rows_per_unit, *tiles, max_rank,
         )  # fmt: skip

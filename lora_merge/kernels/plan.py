@@ -78,7 +78,11 @@ class Plan:
 
     @untraced
     def run(self, *, rounding: str = "nearest", seed: int | None = None) -> None:
-        """Execute every segment, on the current stream.
+        """Execute every segment, on the current stream; a run on another stream waits for the one before it.
+
+        Captured in a CUDA graph, a run reads the plan's own tables at every replay: keep the plan as long as the graph,
+        and let no replay overlap another run of the plan. A plan that is built during a capture runs in that graph
+        alone.
 
         Args:
             rounding: "nearest" (ties to even), or "stochastic": up or down with the probability that makes the

@@ -3,7 +3,7 @@
     destination[i, j] = round(row_scale[i] * (source[i, j] + scaling * sum_k lora_B[i, k] * lora_A[k, j]))
 
 A whole weight is one segment, a shard is one or a few, a fused tensor is one per part. Without an adapter (rank 0) a
-segment copies. `csrc/segments.h` is the same table seen from C++.
+segment copies. `layout.py` describes a row of the table, for C++ as well.
 """
 
 from __future__ import annotations
@@ -16,18 +16,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from . import layout
+
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 """dtypes of bases, outputs and adapters; a word's dtype code is the index in this tuple."""
-BF16, FP16, FP32 = range(len(FLOATS))
-RAW = {1: 3, 2: 4, 4: 5, 8: 6}
+BF16, FP16, FP32 = (layout.DTYPES[name] for name in ("BFloat16", "Float16", "Float32"))
+RAW = {size: layout.DTYPES[f"Raw{size}"] for size in (1, 2, 4, 8)}
 """dtype codes of copies that move bits: bytes an element -> code."""
-WORDS = 24
+WORDS = layout.WORDS
 """64-bit words a segment."""
 
-# Columns of the packed table (see csrc/segments.h).
-SOURCE, DESTINATION, LORA_A, LORA_B, ROW_SCALE, ROWS, COLS, RANK = range(8)
-SOURCE_STRIDE, DESTINATION_STRIDE, LORA_A_STRIDE, LORA_B_STRIDE = 8, 10, 12, 14
-SCALING, DTYPES, KEY, FIRST, PITCH, UNIT_BEGIN, UNITS_ACROSS = 16, 17, 18, 19, 20, 22, 23
+# Columns of the packed table.
+SOURCE, DESTINATION = layout.OFFSET["source"], layout.OFFSET["destination"]
+LORA_A, LORA_B, ROW_SCALE = layout.OFFSET["lora_A"], layout.OFFSET["lora_B"], layout.OFFSET["row_scale"]
+ROWS, COLS, RANK = layout.OFFSET["rows"], layout.OFFSET["cols"], layout.OFFSET["rank"]
+SOURCE_STRIDE, DESTINATION_STRIDE = layout.OFFSET["source_stride"], layout.OFFSET["destination_stride"]
+LORA_A_STRIDE, LORA_B_STRIDE = layout.OFFSET["lora_A_stride"], layout.OFFSET["lora_B_stride"]
+SCALING, DTYPES, KEY = layout.OFFSET["scaling"], layout.OFFSET["dtypes"], layout.OFFSET["key"]
+FIRST, PITCH = layout.OFFSET["first"], layout.OFFSET["pitch"]
+UNIT_BEGIN, UNITS_ACROSS = layout.OFFSET["unit_begin"], layout.OFFSET["units_across"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +110,11 @@ def pack(segments: Sequence[Segment]) -> np.ndarray:
     the kernels see rows of adjacent elements: W' = A' B' with the roles of lora_A and lora_B exchanged. Copies
     that keep the dtype become byte copies, one run where memory is contiguous.
     """
-    rows = [_words(part) for segment in segments for part in _folded(segment)]
+    rows = [_words(part) for segment in segments for part in folded(segment)]
     return np.array(rows, dtype=np.int64).reshape(len(rows), WORDS)
 
 
-def _folded(s: Segment) -> list[Segment]:
+def folded(s: Segment) -> list[Segment]:
     """A conversion of a long contiguous run, folded into rows (and the rest of it), so that it fills tiles."""
     n, width = s.source.numel(), 4096
     flat = s.source.is_contiguous() and s.destination.is_contiguous() and s.pitch in (None, (s.source.shape[1], 1))

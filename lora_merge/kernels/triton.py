@@ -31,6 +31,7 @@ from .segments import (
     Segment,
     pack,
 )
+from .streams import Streams
 
 TILE_ROWS, TILE_COLS = 64, 128
 RANK_BLOCK = 32
@@ -68,10 +69,12 @@ class _Launch:
     def __init__(self, table: np.ndarray, device: torch.device) -> None:
         self.table, self.device = table, device
         self.variants = [_merge_variant(*group, device) for group in _groups(table)]
+        self._streams = _streams(self.variants, device)
 
     def __call__(self, stochastic: bool, seed: int) -> None:
         from .triton_device import run_table
 
+        self._streams.join()
         for table, unit_segment, options in self.variants:
             with torch.cuda.device_of(table):
                 run_table[(len(unit_segment),)](table, unit_segment, seed, STOCHASTIC=stochastic, **options)
@@ -79,15 +82,18 @@ class _Launch:
     def row_norms(self, out: Tensor) -> None:
         from .triton_device import row_norms
 
-        for table, unit_segment, options in self._norm_variants:
+        variants, streams = self._norm_variants
+        streams.join()
+        for table, unit_segment, options in variants:
             with torch.cuda.device_of(table):
                 row_norms[(len(unit_segment),)](table, unit_segment, out, **options)
 
     @cached_property
-    def _norm_variants(self) -> list[_Variant]:
+    def _norm_variants(self) -> tuple[list[_Variant], Streams]:
         table = self.table.copy()
         table[:, UNITS_ACROSS] = np.cumsum(table[:, ROWS]) - table[:, ROWS]
-        return [_norm_variant(*group, self.device) for group in _groups(table)]
+        variants = [_norm_variant(*group, self.device) for group in _groups(table)]
+        return variants, _streams(variants, self.device)
 
 
 def prepare(segments: Sequence[Segment], device: torch.device) -> _Launch:
@@ -170,6 +176,10 @@ def _place(table: np.ndarray, units: np.ndarray, options: dict[str, Any], device
     for segment, begin in enumerate(table[:, UNIT_BEGIN].tolist()):
         unit_segment[begin:].fill_(segment)
     return _Variant(words, unit_segment, options)
+
+
+def _streams(variants: Sequence[_Variant], device: torch.device) -> Streams:
+    return Streams(device, [t for v in variants for t in (v.table, v.unit_segment)])
 
 
 def _capturing(device: torch.device) -> bool:

@@ -1,6 +1,6 @@
 """The Triton kernels: imported when a plan is prepared for them, so that the package does without triton.
 
-They read the packed table of `csrc/segments.h`. A program owns one tile of one segment.
+They read the packed table that `layout.py` describes. A program owns one tile of one segment.
 
 Accuracy: the rank is taken in blocks of BLOCK_K, in order, padded with zeros, in every tile alike, so that an element's
 bits depend on its row of lora_B, its column of lora_A and its weight alone. Matrix units cut off the low bits of their

@@ -1,0 +1,156 @@
+// What shape a launch may have, and which one is best: by the shared memory that it takes. Plain C++, for the host:
+// Python asks for a shape, by which it cuts the table; the launch checks and uses the one it is given by the same
+// functions. So each shape that is chosen is one that a launch accepts, which a CPU can test for any GPU.
+#pragma once
+#include <initializer_list>
+#include <optional>
+
+#include "../segments.h"
+
+namespace lora_merge {
+
+LORA_MERGE_HD constexpr int chunks_of(int rank) { return (rank + kChunk - 1) / kChunk; }
+
+// ---- the kernel for any GPU ---------------------------------------------------------------------------------------
+
+constexpr int kThreads = kWarps * 32;
+constexpr uint32_t kVector = kThreads * 16;  // shared memory of 16 bytes for each lane
+constexpr int kNarrow32Stages = 4;           // steps in flight where the compiler knows their number
+constexpr int kReserved = 1024;              // shared memory that the system takes of every block
+constexpr int kStatic = 128;                 // and the kernels' own variables
+
+struct Shape {
+  int col_warps, stages, staged_B, pad;  // see Launch
+};
+
+// bf16 adapters up to rank 32, in `kNarrow32Stages` stages; any other bf16 adapters; any other adapters.
+enum class Mode { kNarrow32, kNarrow, kWide };
+constexpr Mode mode_of(bool wide, int max_rank, int stages) {
+  if (wide) return Mode::kWide;
+  return max_rank <= kChunk && stages == kNarrow32Stages ? Mode::kNarrow32 : Mode::kNarrow;
+}
+
+// Bytes of one stage: elements of W, whose place the result takes, and pieces of B.
+LORA_MERGE_HD constexpr uint32_t slot_bytes(int element_bytes, bool wide, bool staged_B, int max_rank) {
+  return (element_bytes + (staged_B ? chunks_of(max_rank) * (wide ? 2 : 1) : 0)) * kVector;
+}
+
+// `element_bytes`: of the larger one of W and the result.
+constexpr int64_t shared_bytes(const Shape& shape, int max_rank, bool wide, int element_bytes) {
+  const int64_t lora_A = int64_t{chunks_of(max_rank)} * kChunk * (kWarpCols * shape.col_warps + shape.pad) * 2;
+  return int64_t{shape.stages} * slot_bytes(element_bytes, wide, shape.staged_B, max_rank) + lora_A * (wide ? 3 : 1);
+}
+
+// Whether a launch takes it, where a block may have `per_block` bytes of shared memory.
+constexpr bool accepts(const Shape& s, int max_rank, bool wide, int element_bytes, int per_block) {
+  const bool known = (s.col_warps == 1 || s.col_warps == 2 || s.col_warps == 4) && (s.stages == 2 || s.stages == 4) &&
+                     (s.pad == 0 || s.pad == 8) && max_rank >= 0 && max_rank <= kMaxRank;
+  return known && shared_bytes(s, max_rank, wide, element_bytes) + kStatic <= per_block;
+}
+
+// Whether two blocks share a multiprocessor of `per_processor` bytes.
+constexpr bool two_share(const Shape& s, int max_rank, bool wide, int element_bytes, int per_processor) {
+  return 2 * (shared_bytes(s, max_rank, wide, element_bytes) + kStatic + kReserved) <= per_processor;
+}
+
+// The wider the strip (up to `widest` warps), the more warps share rows of B; the more stages, the more of memory's
+// latency is hidden; and two blocks on a multiprocessor hide each other's pauses. Tried in this order of merit; none
+// where the rank leaves no room.
+inline std::optional<Shape> choose_shape(int max_rank, bool wide, int element_bytes, int widest, int per_block,
+                                         int per_processor) {
+  const auto fits = [&](const Shape& s) { return accepts(s, max_rank, wide, element_bytes, per_block); };
+  for (const bool shared : {true, false})
+    for (const int stages : {4, 2})
+      for (const int col_warps : {4, 2, 1}) {
+        const Shape s{col_warps, stages, true, 8};
+        if (col_warps > widest || !fits(s)) continue;
+        if (!shared || two_share(s, max_rank, wide, element_bytes, per_processor)) return s;
+      }
+  for (const int pad : {8, 0})
+    if (const Shape s{1, 2, false, pad}; fits(s)) return s;
+  return std::nullopt;
+}
+
+// ---- the kernel for compute capability 9 --------------------------------------------------------------------------
+
+namespace hopper {
+
+constexpr int kBoxBytes = kTileRows * kBoxCols * 2;
+constexpr int kMaxStages = 6, kMaxHeld = 16;
+constexpr int kOwn = 3072;  // shared memory of barriers, tiles and segments
+
+struct Tiles {
+  int strip_cols, held, stages;  // see HopperLaunch
+};
+
+// Of 32 ranks.
+template <bool Wide>
+LORA_MERGE_HD constexpr int box_bytes_of_B() {
+  return kTileRows * kChunk * (Wide ? 4 : 2);
+}
+template <bool Wide>
+LORA_MERGE_HD constexpr int box_bytes_of_A() {
+  return kChunk * kBoxCols * (Wide ? 4 : 2);
+}
+// A chunk of a box of lora_A as the matrix unit reads it: bf16.
+constexpr int kPartBytes = kChunk * kBoxCols * 2;
+
+// Shared memory: the stages, boxes of lora_A, those of the strip split into parts, the kernel's own. A stage: W,
+// lora_B, what the way wants beside them.
+struct Layout {
+  int cols, stage_bytes, stages, bytes_of_A, held, bytes_of_parts, bytes_of_B;
+  LORA_MERGE_HD constexpr int before_parts() const { return stages * stage_bytes + held * bytes_of_A; }
+  LORA_MERGE_HD constexpr int before_own() const { return before_parts() + cols / kBoxCols * bytes_of_parts; }
+  LORA_MERGE_HD constexpr int total() const { return before_own() + kOwn; }
+};
+
+// Of float32 lora_A a box is held chunk by chunk; `beside`: bytes for each box of W.
+template <bool Wide>
+constexpr Layout layout_of(const Tiles& tiles, int max_rank, int beside) {
+  const int chunks = chunks_of(max_rank), boxes = tiles.strip_cols / kBoxCols, of_B = chunks * box_bytes_of_B<Wide>();
+  return {tiles.strip_cols,
+          (boxes * (kBoxBytes + beside) + of_B + 1023) & -1024,
+          tiles.stages,
+          box_bytes_of_A<Wide>() * (Wide ? 1 : chunks),
+          tiles.held,
+          Wide ? 3 * chunks * kPartBytes : 0,
+          of_B};
+}
+constexpr Layout layout_of(const Tiles& tiles, int max_rank, bool wide, int beside) {
+  return wide ? layout_of<true>(tiles, max_rank, beside) : layout_of<false>(tiles, max_rank, beside);
+}
+
+// Whether a launch takes them, where a block may have `per_block` bytes of shared memory. Held boxes of float32 lora_A
+// are shared out to two groups; of bf16 ones a strip's are there at once.
+constexpr bool accepts(const Tiles& t, int max_rank, bool wide, int beside, int per_block) {
+  const bool known = (t.strip_cols == 256 || t.strip_cols == 128) && t.stages >= 2 && t.stages <= kMaxStages &&
+                     t.held > 0 && t.held <= kMaxHeld && max_rank >= 0 && max_rank <= kMaxRank;
+  const bool held = wide ? t.held % 2 == 0 : t.held >= t.strip_cols / kBoxCols;
+  return known && held && layout_of(t, max_rank, wide, beside).total() <= per_block;
+}
+
+// Wide strips read lora_B less often; stages hide the latency of memory. None where the rank leaves no room.
+inline std::optional<Tiles> choose_tiles(int max_rank, bool wide, int beside, int per_block) {
+  const auto most_stages = [&](int strip_cols, int held) {
+    int stages = kMaxStages;
+    while (stages > 0 && !accepts({strip_cols, held, stages}, max_rank, wide, beside, per_block)) --stages;
+    return stages;
+  };
+  struct Try {
+    int strip_cols, held;
+    bool narrow;  // whether bf16 adapters try it, too
+  };
+  for (const Try& t : {Try{256, 4, true}, Try{128, 4, false}, Try{128, 2, true}}) {
+    if (!wide && !t.narrow) continue;
+    Tiles tiles{t.strip_cols, t.held, most_stages(t.strip_cols, t.held)};
+    if (tiles.stages == 0) continue;
+    // What is left is for the next unit's lora_A where that takes long to bring; else blocks that wait for it stay side
+    // by side.
+    while (!wide && max_rank > 96 && most_stages(tiles.strip_cols, tiles.held + 1) == tiles.stages) ++tiles.held;
+    return tiles;
+  }
+  return std::nullopt;
+}
+
+}  // namespace hopper
+}  // namespace lora_merge

@@ -1,0 +1,153 @@
+"""Tables of the compiled CUDA kernels: which shape a launch has, how its segments are cut into units of work, and where
+the table lies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .layout import CHUNK, INLINE_SEGMENTS, MAX_RANK, RAW_COLS, RAW_COLS_1, RAW_ROWS, WARP_COLS
+from .segments import BF16, COLS, DTYPES, RANK, ROWS, UNIT_BEGIN, UNITS_ACROSS, Segment
+
+MAX_UNIT_ROWS = 512
+UNITS_DEALT = 1024
+"""Units that a small table deals round the blocks; more are handed out by a counter, which takes an allocation, because
+blocks do not run at one pace."""
+BLOCKS = 2
+"""That share a multiprocessor, of the kernel for any GPU."""
+HOPPER = 1 << 16
+"""Of a group's number: the kernel for compute capability 9 runs it."""
+
+Whole = TypeVar("Whole", int, np.ndarray)
+
+
+class BlockShape(NamedTuple):
+    """How a block of the kernel for any GPU works: `Launch` in csrc/cuda/launch.h."""
+
+    col_warps: int
+    stages: int
+    staged_B: bool
+    pad: int
+
+
+class Cut(NamedTuple):
+    """A table, cut into units of work."""
+
+    host_table: np.ndarray
+    table: Tensor
+    unit_segment: Tensor
+    counter: Tensor
+    device: int
+    n_units: int
+    n_raw_units: int
+    rows_per_unit: int
+
+
+def cut(
+    merges: np.ndarray, copies: np.ndarray, strip: int, most: int, blocks: int, device: torch.device, rows: int = 64
+) -> Cut:
+    """Units of `strip` columns and up to `most` rows, a multiple of `rows`, for so many blocks at a time."""
+    rows_per_unit = ceil(_rows_per_unit(merges, strip, most, blocks), rows) * rows
+    merge_across = ceil(merges[:, COLS], strip)
+    copy_across = ceil(copies[:, COLS], np.where(copies[:, ROWS] == 1, RAW_COLS_1, RAW_COLS))
+    merge_units = merge_across * ceil(merges[:, ROWS], rows_per_unit)
+    copy_units = copy_across * ceil(copies[:, ROWS], RAW_ROWS)
+    table, units = np.concatenate([merges, copies]), np.concatenate([merge_units, copy_units])
+    table[:, UNIT_BEGIN] = np.cumsum(units) - units
+    table[:, UNITS_ACROSS] = np.concatenate([merge_across, copy_across])
+    counted = len(table) > INLINE_SEGMENTS or units.sum() > UNITS_DEALT
+    counter = torch.zeros(2 if counted else 0, dtype=torch.int32, device=device if counted else "cpu")
+    number = torch.cuda.current_device() if device.index is None else device.index
+    return Cut(
+        table, *place(table, units, device), counter, number, int(merge_units.sum()), int(copy_units.sum()),
+        rows_per_unit,
+    )  # fmt: skip
+
+
+def place(table: np.ndarray, units: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The table and the segment of every unit: on the device, or a small table on the CPU (a kernel argument)."""
+    if len(table) <= INLINE_SEGMENTS:
+        return torch.from_numpy(table), torch.empty(0, dtype=torch.int32)
+    unit_segment = np.repeat(np.arange(len(table), dtype=np.int32), units)
+    return torch.from_numpy(table).to(device), torch.from_numpy(unit_segment).to(device)
+
+
+class Memory(NamedTuple):
+    """Shared memory of a GPU, in bytes: what a block may have, and what blocks on a multiprocessor share."""
+
+    per_block: int
+    per_processor: int
+
+
+def memory(device: torch.device) -> Memory:
+    properties = torch.cuda.get_device_properties(device)
+    per_block: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return Memory(per_block, properties.shared_memory_per_multiprocessor)
+
+
+def block_shape(max_rank: int, wide: bool, element_bytes: int, merges: np.ndarray, device: torch.device) -> BlockShape:
+    """The best one for segments that `has_room` of; `element_bytes`: of the larger one of W and the result."""
+    found = _shape(max_rank, wide, element_bytes, _widest(merges), memory(device))
+    assert found is not None, (max_rank, wide, element_bytes)
+    return found
+
+
+def has_room(s: Segment, device: torch.device) -> bool:
+    """Whether the columns of lora_A that a block works on fit into its shared memory."""
+    if s.lora_A is None or s.lora_B is None:
+        return True
+    wide = not s.lora_A.dtype == s.lora_B.dtype == torch.bfloat16
+    element_bytes = max(s.source.element_size(), s.destination.element_size())
+    return s.rank <= _most_rank(wide, element_bytes, memory(device))
+
+
+def no_room(rest: Sequence[Segment], device: torch.device) -> str:
+    """Why segments run elsewhere."""
+    ranks = ", ".join(map(str, sorted({s.rank for s in rest})))
+    return (
+        f"adapters of rank {ranks} that are not bf16 take more shared memory than the "
+        f"{memory(device).per_block >> 10} KiB that a block has on this {torch.cuda.get_device_properties(device).name}"
+    )
+
+
+def wide_products(table: np.ndarray) -> np.ndarray:
+    """Which segments have adapters that are not both bf16, and so wide products, bool `[segments]`."""
+    return (table[:, RANK] > 0) & ((table[:, DTYPES] >> 16 & 0xFFFF) != (BF16 | BF16 << 8))
+
+
+def ceil(x: Whole, y: Whole | int) -> Whole:
+    return -(-x // y)
+
+
+@cache
+def _shape(max_rank: int, wide: bool, element_bytes: int, widest: int, room: Memory) -> BlockShape | None:
+    """Chosen where launches check it: csrc/cuda/shapes.h. None if the rank leaves no room."""
+    numbers = torch.ops.lora_merge_native.merge_shape(max_rank, wide, element_bytes, widest, *room)
+    return BlockShape(numbers[0], numbers[1], bool(numbers[2]), numbers[3]) if numbers else None
+
+
+@cache
+def _most_rank(wide: bool, element_bytes: int, room: Memory) -> int:
+    ranks = range(CHUNK, MAX_RANK + 1, CHUNK)
+    return max((r for r in ranks if _shape(r, wide, element_bytes, 1, room) is not None), default=0)
+
+
+def _widest(merges: np.ndarray) -> int:
+    """The widest strip, in warps, of which less than an eighth would lie beyond the last columns."""
+    real = (merges[:, ROWS] * merges[:, COLS]).sum()
+
+    def covered(n: int) -> int:
+        return int((merges[:, ROWS] * ceil(merges[:, COLS], WARP_COLS * n)).sum()) * WARP_COLS * n
+
+    return next((n for n in (4, 2) if covered(n) * 7 <= real * 8), 1)
+
+
+def _rows_per_unit(merges: np.ndarray, strip: int, most: int, blocks: int) -> int:
+    """Rows that a block walks down with one strip of A: many, but enough units for an even load."""
+    strips = int((ceil(merges[:, COLS], strip) * ceil(merges[:, ROWS], 64)).sum())
+    return 64 * min(most // 64, max(1, strips // (16 * blocks)))

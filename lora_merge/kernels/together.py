@@ -1,0 +1,38 @@
+"""A tracked merge in parts, where no one backend runs all of its segments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from . import Tracked
+
+
+class Together:
+    """See `Tracked` in this package."""
+
+    def __init__(self, parts: Sequence[Tracked]) -> None:
+        self._parts = parts
+        self._changed: set[str] = set()
+
+    @property
+    def merged(self) -> bool:
+        return any(part.merged for part in self._parts)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self._parts)
+
+    def merge(self) -> None:
+        with ExitStack() as back:
+            for part in self._parts:
+                part.merge()
+                back.callback(part.unmerge)  # where a later one fails
+            back.pop_all()
+
+    def unmerge(self) -> set[str]:
+        for part in self._parts:
+            if part.merged:
+                self._changed |= part.unmerge()
+        changed, self._changed = self._changed, set()
+        return changed

@@ -1,0 +1,260 @@
+"""Shapes of launches on GPUs that are not here: each choice is one that a launch takes, and what has no room is run
+elsewhere."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from itertools import product
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import assert_accurate, make_segment
+
+from lora_merge import kernels
+from lora_merge.errors import BackendUnavailable
+from lora_merge.kernels import cuda, cuda_hopper, cuda_table, native, reference
+from lora_merge.kernels.segments import Segment
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+CPU = torch.device("cpu")
+KIB = 1 << 10
+# GPUs by their shared memory: A10, A40, 3090, 4090, L4, L40S, RTX PRO; A100; H100, H200, B200.
+GPUS = [pytest.param(size, id=f"{size} KiB") for size in (100, 164, 228)]
+
+assert native.load_error() is None, native.load_error()
+NATIVE = torch.ops.lora_merge_native
+
+
+def block(kib: int) -> int:
+    """Shared memory of one block: the system takes 1 KiB of each."""
+    return (kib - 1) * KIB
+
+
+def bytes_of(shape: Sequence[int], rank: int, wide: bool, element_bytes: int) -> int:
+    """Counted apart from the C++: stages of W and lora_B, and lora_A in one or three parts of bf16."""
+    col_warps, stages, staged_B, pad = shape
+    ranks = -(-rank // 32) * 32
+    rows_of_a_stage = 64 // col_warps
+    lora_B = rows_of_a_stage * ranks * (4 if wide else 2) * col_warps if staged_B else 0
+    return stages * (64 * 64 * element_bytes + lora_B) + ranks * (64 * col_warps + pad) * 2 * (3 if wide else 1)
+
+
+@pytest.mark.parametrize("kib", GPUS)
+def test_every_choice_is_accepted(kib: int) -> None:
+    for wide, element_bytes, widest, rank in product((False, True), (2, 4), (1, 2, 4), range(513)):
+        shape = NATIVE.merge_shape(rank, wide, element_bytes, widest, block(kib), kib * KIB)
+        what = (wide, element_bytes, widest, rank, shape)
+        if not shape:
+            assert wide, what
+            assert bytes_of((1, 2, False, 0), rank, wide, element_bytes) + 128 > block(kib), what
+            continue
+        assert NATIVE.accepts_shape(shape, rank, wide, element_bytes, block(kib)), what
+        assert bytes_of(shape, rank, wide, element_bytes) + 128 <= block(kib), what
+        assert shape[0] <= widest, what
+
+
+def test_what_a_launch_refuses() -> None:
+    good = [4, 4, 1, 8]
+    assert NATIVE.accepts_shape(good, 32, False, 2, block(228))
+    for bad in ([3, 4, 1, 8], [8, 4, 1, 8], [4, 3, 1, 8], [4, 1, 1, 8], [4, 8, 1, 8], [4, 4, 1, 4], [0, 4, 1, 8]):
+        assert not NATIVE.accepts_shape(bad, 32, False, 2, block(228)), bad
+    assert not NATIVE.accepts_shape(good, 513, False, 2, block(228))
+    assert not NATIVE.accepts_shape(good, 32, False, 2, bytes_of(good, 32, False, 2))  # without the kernel's own
+    for bad in ([192, 4, 2], [256, 4, 1], [256, 4, 7], [256, 3, 2], [256, 17, 2]):
+        assert not NATIVE.accepts_tiles(bad, 32, False, 0, block(228)), bad
+    assert not NATIVE.accepts_tiles([256, 5, 2], 32, True, 0, block(228))
+
+
+@pytest.mark.parametrize("kib", GPUS)
+@pytest.mark.parametrize("beside", [0, 1088], ids=["merge", "tracked"])
+def test_every_choice_of_tiles_is_accepted(kib: int, beside: int) -> None:
+    for wide, rank in product((False, True), range(1, 513)):
+        tiles = NATIVE.hopper_tiles(rank, wide, beside, block(kib))
+        if tiles:
+            assert NATIVE.accepts_tiles(tiles, rank, wide, beside, block(kib)), (wide, rank, tiles)
+
+
+@pytest.mark.parametrize(("kib", "wide", "element_bytes", "most"), [
+    (100, False, 2, 512), (100, False, 4, 512), (100, True, 2, 192), (100, True, 4, 160),
+    (164, True, 2, 384), (164, True, 4, 320), (228, True, 4, 512),
+])  # fmt: skip
+def test_the_largest_rank(kib: int, wide: bool, element_bytes: int, most: int) -> None:
+    assert cuda_table._most_rank(wide, element_bytes, cuda_table.Memory(block(kib), kib * KIB)) == most
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], list[tuple[str, tuple]]]]:
+    """Plans for a GPU with so much shared memory, on tensors of the CPU: what would be launched is written down."""
+    launched: list[tuple[str, tuple]] = []
+
+    def pretend(kib: int) -> list[tuple[str, tuple]]:
+        properties = SimpleNamespace(
+            name="GPU", shared_memory_per_block_optin=block(kib), shared_memory_per_multiprocessor=kib * KIB,
+            multi_processor_count=84,
+        )  # fmt: skip
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        return launched
+
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    monkeypatch.setattr(cuda_hopper, "_available", lambda device: False)
+    monkeypatch.setattr(cuda._Variant, "__call__", lambda v, *a: launched.append(("cuda", v)))
+    monkeypatch.setitem(kernels._PREFERENCE, "cpu", ("cuda", "triton", "reference"))
+    monkeypatch.setattr(kernels._backend("triton"), "unavailable", lambda device: "this test has none")
+    kernels._first.cache_clear()
+    yield pretend
+    kernels._first.cache_clear()
+
+
+def accepted(variant: cuda._Variant, kib: int) -> bool:
+    """By the operator that launches it."""
+    shape = [variant.col_warps, variant.stages, variant.staged_B, variant.pad]
+    element_bytes = 4 if 2 in (variant.source_dtype, variant.destination_dtype) else 2
+    return NATIVE.accepts_shape(shape, variant.max_rank, variant.wide, element_bytes, block(kib))
+
+
+@pytest.mark.parametrize("kib", [100, 164, 228])
+def test_plans(kib: int, gpu: Callable[[int], list[tuple[str, tuple]]]) -> None:
+    """Every combination of dtypes, ranks in one table and alone: what is launched is accepted, the rest runs apart, and
+    nothing is left out."""
+    launched = gpu(kib)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for base, out, a, b in product((BF16, FP16, FP32), repeat=4):
+            if (a, b) not in ((BF16, BF16), (FP32, FP32), (BF16, FP32)):
+                continue
+            ranks = (1, 8, 31, 32, 33, 64, 160, 161, 193, 321, 385, 512)
+            segments = [make_segment(f"w{r}", 5, 70, r, (base, out, a, b), CPU) for r in ranks]
+            for group in (segments, *([s] for s in segments)):
+                launched.clear()
+                launch = cuda.prepare(group, CPU)
+                launch(False, 0)
+                assert all(accepted(v, kib) for _, v in launched)
+                here = [s for s in group if cuda_table.has_room(s, CPU)]
+                assert sum(len(v.table) for _, v in launched) == len(here)
+                assert (launch._elsewhere is None) == (len(here) == len(group))
+
+
+def test_what_has_no_room_is_run_elsewhere(
+    gpu: Callable[[int], list[tuple[str, tuple]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After one warning that names the ranks, the memory and the GPU; also on the way there and back."""
+    launched = gpu(100)
+    small, large = (make_segment(n, 5, 70, r, (BF16, BF16, FP32, FP32), CPU) for n, r in (("a", 8), ("b", 256)))
+    with pytest.warns(RuntimeWarning, match=r"reference backend.*rank 256 .*99 KiB.*this GPU.*this test has none"):
+        launch = cuda.prepare([small, large], CPU)
+    wanted = torch.empty_like(large.destination)
+    reference.prepare([Segment("b", large.source, wanted, large.lora_A, large.lora_B, large.scaling)], CPU)(False, 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cuda.prepare([small, large], CPU)
+    launch(False, 0)
+    assert [len(v.table) for _, v in launched] == [1]
+    assert torch.equal(large.destination, wanted)
+
+    base = large.source.clone()
+    tracked = cuda.prepare_tracked([Segment("b", large.source, large.source, large.lora_A, large.lora_B)], CPU)
+    tracked.merge()
+    assert tracked.merged
+    assert tracked.nbytes > 0
+    assert not torch.equal(large.source, base)
+    assert tracked.unmerge() == set()
+    assert torch.equal(large.source, base)
+
+    monkeypatch.setenv(kernels.ENVIRONMENT, "cuda")
+    with pytest.raises(BackendUnavailable, match=r"LORA_MERGE_BACKEND=cuda cannot run here.*rank 256"):
+        cuda.prepare([small, large], CPU)
+
+
+def test_parts_of_a_tracked_merge_go_back_together() -> None:
+    """Where one part fails there, those before it are brought back; names of changed weights are of all parts."""
+    from lora_merge.kernels.together import Together
+
+    class Part:
+        nbytes = 3
+
+        def __init__(self, name: str, fails: str = "") -> None:
+            self.name, self.fails, self.merged = name, fails, False
+
+        def merge(self) -> None:
+            if self.fails == "merge":
+                raise MemoryError
+            self.merged = True
+
+        def unmerge(self) -> set[str]:
+            if self.fails == "unmerge":
+                self.fails = ""
+                raise MemoryError
+            self.merged = False
+            return {self.name}
+
+    first, second = Part("a"), Part("b", fails="merge")
+    together = Together([first, second])
+    with pytest.raises(MemoryError):
+        together.merge()
+    assert not together.merged
+    second.fails = "unmerge"
+    together.merge()
+    assert together.merged
+    assert together.nbytes == 6
+    with pytest.raises(MemoryError):
+        together.unmerge()
+    assert together.merged
+    assert together.unmerge() == {"a", "b"}
+    assert not together.merged
+
+
+# ---- on a GPU --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kib", [100, 164])
+def test_shapes_of_smaller_gpus(kib: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large GPU runs what is chosen for small ones: nothing is refused, and the bits are the same, there and back."""
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(cuda_hopper, "_available", lambda device: False)
+    for base, out, adapters in product((BF16, FP16, FP32), (BF16, FP32), (BF16, FP32)):
+        segments = [
+            make_segment(f"w{rank}", rows, cols, rank, (base, out, adapters, adapters), device)
+            for rank in (1, 8, 32, 33, 64, 128, 160)
+            for rows, cols in ((200, 520), (37, 91), (1000, 64))
+        ]
+        for group in (segments, *([s] for s in segments)):
+            results = []
+            for memory in (cuda_table.memory(device), cuda_table.Memory(block(kib), kib * KIB)):
+                for s in group:
+                    s.destination.fill_(7)
+                with monkeypatch.context() as patch:
+                    patch.setattr(cuda_table, "memory", lambda device, memory=memory: memory)
+                    cuda.prepare(group, device)(False, 0)
+                results.append([s.destination.clone() for s in group])
+            for s, one, other in zip(group, *results, strict=True):
+                assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), (s.name, base, out, adapters)
+        in_place = [Segment(s.name, s.source, s.source, s.lora_A, s.lora_B, s.scaling) for s in segments]
+        before = [s.source.clone() for s in in_place]
+        with monkeypatch.context() as patch:
+            patch.setattr(cuda_table, "memory", lambda device: cuda_table.Memory(block(kib), kib * KIB))
+            tracked = cuda.prepare_tracked(in_place, device)
+        tracked.merge()
+        assert tracked.unmerge() == set()
+        assert all(torch.equal(s.source, old) for s, old in zip(in_place, before, strict=True))
+
+
+@pytest.mark.gpu
+def test_ranks_without_room_go_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU with 100 KiB: the table is split, and every result is there."""
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(cuda_table, "memory", lambda device: cuda_table.Memory(block(100), 100 * KIB))
+    monkeypatch.setattr(cuda_hopper, "_available", lambda device: False)
+    segments = [make_segment(f"w{r}", 200, 520, r, (BF16, BF16, FP32, FP32), device) for r in (8, 256, 32, 512)]
+    kernels._first.cache_clear()
+    with pytest.warns(RuntimeWarning, match="slower triton backend.*rank 256, 512"):
+        launch = cuda.prepare(segments, device)
+    launch(False, 0)
+    for s in segments:
+        assert_accurate(s, s.destination)
