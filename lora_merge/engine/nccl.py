@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from .store import TIMEOUT, Store
+from .vllm import internals
 from .waiting import CHECK_S, TransferAborted, until
 
 GRACE_S = 2.0
@@ -39,10 +40,7 @@ class Nccl:
     """vLLM's communicator; broadcasts from rank 0 on a stream of its own."""
 
     def __init__(self, store: Store, rank: int, world: int, device: torch.device) -> None:
-        from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
-        from vllm.distributed.utils import StatelessProcessGroup
-
-        class Members(StatelessProcessGroup):
+        class Members(internals.StatelessProcessGroup):
             def broadcast_obj(self, obj: Any, src: int) -> Any:
                 """The communicator's id, as the bytes that it is: nothing off the network is unpickled."""
                 if self.rank == src:
@@ -60,7 +58,7 @@ class Nccl:
         # Its first collective goes to what vLLM takes for the current stream: in a process that has set none, a new one
         # that stays current; in one of several GPUs, perhaps one of another GPU.
         with torch.cuda.stream(self._stream):
-            self._communicator = PyNcclCommunicator(members, device=device)
+            self._communicator = internals.PyNcclCommunicator(members, device=device)
         if self._communicator.disabled:
             raise RuntimeError(_UNUSABLE)
 
@@ -68,12 +66,11 @@ class Nccl:
     def check() -> None:
         """Raise where there can be no communicator; a member that finds out when the others wait for it is too late."""
         from vllm import envs
-        from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
 
         if envs.VLLM_DISABLE_PYNCCL:
             raise RuntimeError(_UNUSABLE)
         try:
-            NCCLLibrary()
+            internals.NCCLLibrary()
         except Exception as error:
             raise RuntimeError(_UNUSABLE) from error
 

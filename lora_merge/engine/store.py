@@ -18,6 +18,7 @@ from typing import Any
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from ..errors import InvalidInput
+from .vllm import internals
 from .waiting import host_id
 
 TIMEOUT = timedelta(seconds=60)
@@ -117,6 +118,4 @@ def interface(hosts: Sequence[str]) -> str:
     some are elsewhere."""
     if set(hosts) <= {host_id()}:
         return "127.0.0.1"
-    from vllm.utils.network_utils import get_ip
-
-    return str(get_ip())
+    return str(internals.get_ip())

@@ -21,6 +21,7 @@ from ...names import lineage
 from ...stream.buckets import ALIGNMENT, Meta, Table, extent, lay_out
 from ...stream.filler import Entry, Filler, Places
 from ...stream.weights import MergedWeights
+from . import internals
 
 ADAPTER_NAME = "lora_merge"
 ADAPTER_ID = 2_020_202_020
@@ -167,14 +168,11 @@ def unserved_modules(manager: Any, modules: Sequence[str]) -> list[str]:
 
 def load_adapter(manager: Any, tensors: Mapping[str, Tensor], rank: int) -> None:
     """In the worker: put an adapter in the place of the one before. alpha = r, because the scaling is in lora_B."""
-    from vllm.lora.lora_model import LoRAModel
-    from vllm.lora.peft_helper import PEFTHelper
-
     inner = manager._adapter_manager
     modules = sorted({name.rpartition(".lora_")[0].rpartition(".")[2] for name in tensors})
-    helper = PEFTHelper.from_dict({"r": rank, "lora_alpha": rank, "target_modules": modules})
+    helper = internals.PEFTHelper.from_dict({"r": rank, "lora_alpha": rank, "target_modules": modules})
     helper.validate_legal(manager.lora_config)
-    model = LoRAModel.from_lora_tensors(
+    model = internals.LoRAModel.from_lora_tensors(
         ADAPTER_ID,
         {f"base_model.model.{name}": tensor for name, tensor in tensors.items()},
         helper,

@@ -26,6 +26,7 @@ from ...shards import cut, overlap
 from ...stream.buckets import Slot, Table, dtype_name, metas
 from ...stream.filler import Places
 from ..sampler import facts
+from . import internals
 from .capture import Capture, Copy, coverage, feed, torn
 from .modules import Modules
 from .reload import Reload, on_meta, same_layout, unchanged
@@ -198,9 +199,7 @@ class Loader:
 
     def _compute(self, layer: nn.Module) -> None:
         """Bring buffers that vLLM makes itself to what it would make them now."""
-        from vllm.model_executor.layers.fusion.mm_input_norm import build_mm_input_norm
-
-        made = build_mm_input_norm(self._config)
+        made = internals.build_mm_input_norm(self._config)
         for key, buffer in layer._buffers.items():
             if buffer is not None:
                 buffer.copy_(made._buffers[key])
@@ -320,11 +319,9 @@ class Loader:
 
 def _deferred(module: nn.Module) -> bool:
     """Whether vLLM calls this module's hook after loads and reloads, when all other layers are done."""
-    from vllm.model_executor.layers import attention
-
-    if hasattr(attention, "is_deferred_attention_layer"):
-        return bool(attention.is_deferred_attention_layer(module))
-    kinds = attention.Attention, attention.MLAAttention, attention.MMEncoderAttention  # vLLM 0.26
+    if internals.has("is_deferred_attention_layer"):
+        return bool(internals.is_deferred_attention_layer(module))
+    kinds = internals.Attention, internals.MLAAttention, internals.MMEncoderAttention  # vLLM 0.26
     return isinstance(module, kinds) and callable(getattr(module, _HOOK, None))
 
 
@@ -336,9 +333,7 @@ def _derived(modules: Modules) -> list[Any]:
 def _keeps_nothing(layer: Any) -> bool:
     """Plain attention over a backend without a hook: only the scales of its cache would be set back, in six small
     steps a layer."""
-    from vllm.model_executor.layers.attention import Attention
-
-    plain = getattr(type(layer), _HOOK) is getattr(Attention, _HOOK)
+    plain = getattr(type(layer), _HOOK) is getattr(internals.Attention, _HOOK)
     return plain and getattr(layer.impl, _HOOK).__module__ == _IDLE
 
 
@@ -415,15 +410,12 @@ def _ties(modules: Modules) -> dict[str, str]:
 
 def _wrapped(modules: Modules) -> list[tuple[nn.Module, str, Any]]:
     """Where vLLM's LoRA wrappers are: parent, name, wrapper."""
-    try:
-        from vllm.lora.layers import BaseLayerWithLoRA
-    except ImportError:
-        return []
+    wrapper = internals.BaseLayerWithLoRA
     return [
         (parent, key, child)
         for parent in modules
         for key, child in parent._modules.items()
-        if isinstance(child, BaseLayerWithLoRA) and isinstance(getattr(child, "base_layer", None), nn.Module)
+        if isinstance(child, wrapper) and isinstance(getattr(child, "base_layer", None), nn.Module)
     ]
 
 

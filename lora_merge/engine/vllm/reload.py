@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from . import internals
+
 
 class Reload:
     """The layers of one load.
@@ -57,38 +59,32 @@ class Reload:
 
     def abort(self) -> None:
         """Put the engine's own tensors back into layers that are open."""
-        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-
         for root, kernel in self._open.values():
             for layer in root.modules():
-                _put_back(layer, get_layerwise_info(layer))
+                _put_back(layer, internals.get_layerwise_info(layer))
             if kernel is not None:
                 root.quant_method.moe_kernel = kernel
         self._open = {}
 
     def _begin(self, root: Any) -> None:
-        from vllm.model_executor.model_loader.reload.meta import materialize_layer
-
         self._open[id(root)] = root, getattr(root.quant_method, "moe_kernel", None)
         if self._device == "cpu" and hasattr(root.quant_method, "moe_kernel"):
             # vLLM's CPU experts prepack once, when their kernel is made: have it made again.
             root.quant_method.moe_kernel = None
         for layer in root.modules():
-            materialize_layer(layer, _as_loaded(layer))
+            internals.materialize_layer(layer, _as_loaded(layer))
             _own_loaders(layer)
 
     def _end(self, root: Any) -> None:
-        from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process, get_layerwise_info
-
         for layer in root.modules():
-            info = get_layerwise_info(layer)
+            info = internals.get_layerwise_info(layer)
             if id(layer) not in self._touched:
                 _put_back(layer, info)
                 continue
             for name, parameter in layer._parameters.items():
                 if parameter is not None and name not in info.kernel_tensors[0] | info.restore_metadata[0]:
                     info.kernel_tensors[0][name] = parameter  # made while loading: the bias of a head
-            _layerwise_process(layer, info)
+            internals._layerwise_process(layer, info)
         del self._open[id(root)]
 
 
@@ -135,9 +131,7 @@ def unchanged(modules: Sequence[nn.Module]) -> Iterator[Callable[[], list[tuple[
 
 def same_layout(module: nn.Module) -> bool:
     """Whether a layer's live parameters look as they did when it was made."""
-    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-
-    recorded, _ = get_layerwise_info(module).restore_metadata
+    recorded, _ = internals.get_layerwise_info(module).restore_metadata
     return all(
         (live := module._parameters.get(name)) is not None
         and (live.shape, live.stride(), live.dtype) == (meta.shape, meta.stride(), meta.dtype)
@@ -147,30 +141,22 @@ def same_layout(module: nn.Module) -> bool:
 
 def _as_loaded(layer: nn.Module) -> Any:
     """Give a layer the tensors that it is loaded with, on the meta device; its own are kept in what comes back."""
-    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-    from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
-    from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers
-
-    info = get_layerwise_info(layer)
-    info.kernel_tensors = get_layer_params_buffers(layer)
+    info = internals.get_layerwise_info(layer)
+    info.kernel_tensors = internals.get_layer_params_buffers(layer)
     info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
-    restore_layer_on_meta(layer, info)
+    internals.restore_layer_on_meta(layer, info)
     return info
 
 
 def _own_loaders(layer: nn.Module) -> None:
     """vLLM's own reload leaves its loader on the recorded tensors, which passes over what it is given."""
-    from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader
-    from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
-    for tensor in get_layer_tensors(layer).values():
+    for tensor in internals.get_layer_tensors(layer).values():
         if hasattr(tensor, "weight_loader"):
-            tensor.weight_loader = _get_original_loader(tensor)
+            tensor.weight_loader = internals._get_original_loader(tensor)
 
 
 def _put_back(layer: nn.Module, info: Any) -> None:
-    from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors
-
     if info.kernel_tensors is not None:
-        _place_kernel_tensors(layer, info)
+        internals._place_kernel_tensors(layer, info)
     info.reset()

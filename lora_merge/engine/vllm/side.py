@@ -16,6 +16,7 @@ from ..sampler import Sampler
 from ..sources import add_checksums
 from ..state import WEIGHTS, State, change
 from ..transport import Received, Receiver
+from . import internals
 from .loader import Loader
 from .modules import Modules
 
@@ -150,9 +151,7 @@ def asleep() -> int:
     the host's memory) or 2 (thrown away); 0 if they are awake."""
     if not torch.cuda.is_available():
         return 0
-    from vllm.device_allocator.cumem import CuMemAllocator
-
-    allocator = CuMemAllocator.instance
+    allocator = internals.CuMemAllocator.instance
     if allocator is None:
         return 0
     weights = [data for data in allocator.pointer_to_data.values() if data.is_asleep and data.tag == "weights"]

@@ -22,6 +22,7 @@ from ..replica import ONE_ENGINE
 from ..state import State
 from ..transport import Received, introduction
 from ..waiting import told
+from . import internals
 from .adapter import ADAPTER_ID, load_adapter, remove_adapter, unserved_modules
 from .backend import LoraMergeWeightTransferEngine
 from .loader import Examination
@@ -104,7 +105,7 @@ def _hello(worker: Any, side: Side, claim: Mapping[str, Any] | None = None) -> d
         "session": None if side.receiver is None else side.receiver.session,
         "connector": config.kv_transfer_config is not None,
         "multimodal": bool(worker.model_config.is_multimodal_model),
-        "lacks": _lacks(),
+        "lacks": internals.lacks(worker),
         "state": _served(worker, side, side.state()),
     }
 
@@ -160,30 +161,6 @@ def _served(worker: Any, side: Side, state: State) -> dict[str, Any]:
         side.evicted()
         state = side.held
     return state.to_json()
-
-
-def _lacks() -> list[str]:
-    """What this vLLM does not have of all that is used here."""
-    from importlib import import_module
-
-    needed = {
-        "vllm.model_executor.model_loader.reload": ("initialize_layerwise_reload", "finalize_layerwise_reload"),
-        "vllm.model_executor.model_loader.reload.layerwise": ("get_layerwise_info", "_place_kernel_tensors"),
-        "vllm.model_executor.model_loader.reload.meta": ("restore_layer_on_meta",),
-        "vllm.model_executor.model_loader.reload.utils": ("get_layer_params_buffers",),
-        "vllm.model_executor.layers.attention": ("Attention", "MLAAttention", "MMEncoderAttention"),
-        "vllm.lora.lora_model": ("LoRAModel",),
-        "vllm.lora.peft_helper": ("PEFTHelper",),
-    }
-    lacking = []
-    for module, names in needed.items():
-        try:
-            found = import_module(module)
-        except ImportError:
-            lacking.append(module)
-            continue
-        lacking += [f"{module}.{name}" for name in names if not hasattr(found, name)]
-    return lacking
 
 
 def _lora_dtype(lora: Any) -> str:

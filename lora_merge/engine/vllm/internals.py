@@ -1,0 +1,80 @@
+"""Every name of vLLM's that is used in its workers and belongs to no interface that vLLM promises: `internals.NAME` is
+the thing itself, imported when it is first used, and `lacks` says what a vLLM does not have of all of them.
+
+Read in vLLM 0.26, 0.32 and 0.33; run with 0.26 and 0.32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from importlib import import_module
+from typing import Any
+
+_LAYERWISE = "vllm.model_executor.model_loader.reload.layerwise"
+_WHERE = {
+    "get_layerwise_info": _LAYERWISE,
+    "_place_kernel_tensors": _LAYERWISE,
+    "_layerwise_process": _LAYERWISE,
+    "_get_original_loader": _LAYERWISE,
+    "restore_layer_on_meta": "vllm.model_executor.model_loader.reload.meta",
+    "materialize_layer": "vllm.model_executor.model_loader.reload.meta",
+    "get_layer_params_buffers": "vllm.model_executor.model_loader.reload.utils",
+    "get_layer_tensors": "vllm.model_executor.model_loader.reload.utils",
+    "LayerReloadingInfo": "vllm.model_executor.model_loader.reload.types",
+    "Attention": "vllm.model_executor.layers.attention",
+    "MLAAttention": "vllm.model_executor.layers.attention",
+    "MMEncoderAttention": "vllm.model_executor.layers.attention",
+    "BaseLayerWithLoRA": "vllm.lora.layers",
+    "LoRAModel": "vllm.lora.lora_model",
+    "PEFTHelper": "vllm.lora.peft_helper",
+    "CuMemAllocator": "vllm.device_allocator.cumem",
+    "PyNcclCommunicator": "vllm.distributed.device_communicators.pynccl",
+    "NCCLLibrary": "vllm.distributed.device_communicators.pynccl_wrapper",
+    "StatelessProcessGroup": "vllm.distributed.utils",
+    "get_ip": "vllm.utils.network_utils",
+}
+_LATER = {
+    "is_deferred_attention_layer": "vllm.model_executor.layers.attention",
+    "build_mm_input_norm": "vllm.model_executor.layers.fusion.mm_input_norm",
+}
+"""What 0.26 does not have, and does not need."""
+_MEMBERS = {
+    "LayerReloadingInfo": ("restore_metadata", "kernel_tensors", "kernel_non_persistent_buffers", "reset"),
+    "LoRAModel": ("from_lora_tensors",),
+    "PEFTHelper": ("from_dict", "validate_legal"),
+    "CuMemAllocator": ("instance",),
+    "PyNcclCommunicator": ("broadcast", "destroy"),
+}
+_OF_MANAGERS = ("modules", "packed_modules", "add_adapter", "activate_adapter", "remove_adapter", "capacity")
+
+
+def __getattr__(name: str) -> Any:
+    where = _WHERE.get(name) or _LATER.get(name)
+    if where is None:
+        raise AttributeError(f"{name} is none of vLLM's names that are known here")
+    return getattr(import_module(where), name)
+
+
+def has(name: str) -> bool:
+    """Whether this vLLM has a name that only some have."""
+    try:
+        __getattr__(name)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def lacks(worker: Any) -> list[str]:
+    """What the vLLM of a worker does not have of all that is used here, by dotted name."""
+    lacking = [f"{where}.{name}" for name, where in _WHERE.items() if not has(name)]
+    for name, members in _MEMBERS.items():
+        if has(name):
+            found = __getattr__(name)
+            known = {f.name for f in fields(found)} if hasattr(found, "__dataclass_fields__") else set()
+            lacking += [f"{name}.{member}" for member in members if member not in known and not hasattr(found, member)]
+    manager = getattr(worker.model_runner, "lora_manager", None)
+    if manager is not None:
+        inner = getattr(manager, "_adapter_manager", None)
+        lacking += [f"{type(manager).__name__}._adapter_manager"] if inner is None else []
+        lacking += [f"{type(inner).__name__}.{n}" for n in _OF_MANAGERS if inner is not None and not hasattr(inner, n)]
+    return lacking

@@ -1,0 +1,66 @@
+"""What is used of vLLM without its promise stands in one module, and a vLLM that lacks some of it is told from it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import vllm.model_executor.model_loader.reload.layerwise as layerwise
+from vllm.lora.lora_model import LoRAModel
+
+import lora_merge.engine
+from lora_merge.engine.vllm import internals
+
+FOLDER = Path(lora_merge.engine.__file__).parent
+SOURCES = {path: path.read_text() for path in FOLDER.rglob("*.py")}
+PROMISED = {
+    "vllm",
+    "vllm.config",
+    "vllm.lora.request",
+    "vllm.distributed.weight_transfer.base",
+    "vllm.distributed.weight_transfer.factory",
+    "vllm.v1.worker.worker_base",
+}
+"""What third parties are meant to import: configurations, requests, and where a weight-transfer backend registers."""
+
+
+def worker(**runner: Any) -> Any:
+    return SimpleNamespace(model_runner=SimpleNamespace(**runner))
+
+
+def test_this_vllm_lacks_nothing() -> None:
+    assert internals.lacks(worker()) == []
+    for name in {*internals._WHERE, *internals._LATER}:
+        assert getattr(internals, name) is not None
+
+
+def test_every_use_is_known() -> None:
+    used = {name for text in SOURCES.values() for name in re.findall(r"\binternals\.(\w+)", text)}
+    assert used - {"NAME", "has", "lacks"} == {*internals._WHERE, *internals._LATER} - {"LayerReloadingInfo"}
+    imported = {m for t in SOURCES.values() for m in re.findall(r"^ *(?:from|import) (vllm[\w.]*)", t, re.M)}
+    assert imported <= PROMISED, "vLLM's own names belong into internals.py"
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "word"),
+    [
+        (layerwise, "_layerwise_process", "reload.layerwise._layerwise_process"),
+        (LoRAModel, "from_lora_tensors", "LoRAModel.from_lora_tensors"),
+    ],
+)
+def test_what_is_not_there_is_named(owner: Any, name: str, word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(owner, name)
+    assert [found.endswith(word) for found in internals.lacks(worker())] == [True]
+
+
+def test_a_manager_of_another_vllm() -> None:
+    assert internals.lacks(worker(lora_manager=SimpleNamespace())) == ["SimpleNamespace._adapter_manager"]
+    inner = SimpleNamespace(**dict.fromkeys(internals._OF_MANAGERS))
+    assert internals.lacks(worker(lora_manager=SimpleNamespace(_adapter_manager=inner))) == []
+    del inner.capacity
+    assert internals.lacks(worker(lora_manager=SimpleNamespace(_adapter_manager=inner))) == ["SimpleNamespace.capacity"]
+    with pytest.raises(AttributeError, match="none of vLLM's names"):
+        internals.something  # noqa: B018
