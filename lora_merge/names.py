@@ -1,7 +1,8 @@
 """HF checkpoint names, whatever wraps the model.
 
-`walk` looks through PEFT, torch.compile, activation checkpointing, DDP and FSDP by the wrapper's type, so a module of
-the user's that happens to be called `base_layer` keeps its name. `hf_name` does what can be done with text alone.
+`walk` looks through PEFT, torch.compile, activation checkpointing, DDP, DataParallel, DeepSpeed and FSDP by the
+wrapper's type, so a module of the user's that happens to be called `base_layer` keeps its name. `hf_name` does what can
+be done with text alone.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ _WRAPPERS = {
     "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper": "_checkpoint_wrapped_module",
     "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "_fsdp_wrapped_module",
+    "torch.nn.parallel.data_parallel.DataParallel": "module",
     "torch.nn.parallel.distributed.DistributedDataParallel": "module",
+    "deepspeed.runtime.engine.DeepSpeedEngine": "module",
     "megatron.core.distributed.data_parallel_base._BaseDataParallel": "module",
     "megatron.core.transformer.module.Float16Module": "module",
     "megatron.bridge.peft.adapter_wrapper.AdapterWrapper": "to_wrap",

@@ -90,3 +90,8 @@ def test_older_import_paths_stay() -> None:
 
     for found in (Chunks, adapters_off, read, Half, Pair, Style, cut_of, register, bridge_names):
         assert getattr(megatron, found.__name__) is found
+
+
+def test_data_parallel() -> None:
+    model = nn.DataParallel(nn.Sequential(nn.Linear(3, 3)))
+    assert [t.name for t in named_tensors(model)] == ["0.weight", "0.bias"]

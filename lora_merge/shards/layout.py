@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import InvalidInput
 from ..names import own_parameters
-from . import Shard, address, fsdp1, fsdp2, whole
+from . import Shard, address, fsdp1, fsdp2, whole, zero
 from .ranks import Ranks
 
 _CHILDREN, _VALUES = attrgetter("_modules"), methodcaller("values")
@@ -84,7 +84,12 @@ class Layout:
         return self.shard(name, tensor)
 
     def shard(self, name: str, tensor: Tensor) -> Shard:
-        """What this rank holds of a tensor that FSDP1 does not manage."""
+        """What this rank holds of a tensor that FSDP1 does not manage.
+
+        Raises:
+            InvalidInput: ZeRO-3 has partitioned it.
+        """
+        zero.check_gathered(name, tensor)
         return fsdp2.shard_of(name, tensor) if hasattr(tensor, "_local_tensor") else whole(tensor)
 
     def parameters(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -16,10 +16,12 @@ from ...kernels.checks import overlapping
 from ...names import NamedTensor, named_tensors, walk, wrapped
 from ...shards import Address, address
 from ...shards.layout import Layout
+from ...shards.zero import check_unmanaged
 from ..claims import to_the_end
 from ..conversion import Conversion, read_conversion
 from ..delta import Delta, Job, Late, in_place, whole_job
 from ..part import Part
+from ..plain import check_plain
 from ..snapshot import Places, Snapshot, note, owners, places_in, take
 from .read import Adapters, PeftLayer, read_adapters
 
@@ -54,7 +56,12 @@ class Peft:
 
     def snapshot(self, *, adapters: bool = True) -> Snapshot:
         if adapters not in self._snapshots:
-            self._snapshots[adapters] = take(self.key, self._open(), adapters=adapters)
+            layout = self._open()
+            try:
+                self._snapshots[adapters] = take(self.key, layout, adapters=adapters)
+            except (RuntimeError, ValueError):  # of tensors that have no address
+                check_plain(self.modules(), named_tensors(self.key, layout.parameters))  # says of which
+                raise
         return self._snapshots[adapters]
 
     @cached_property
@@ -79,7 +86,9 @@ class Peft:
         found = self._read().deltas if adapters else []
         # By place, not by name: a module that has several names has its adapter under each of them.
         deltas = {(id(d.owner), d.attribute): d for d in found}
-        named = [(t, deltas.get((id(t.owner), t.attribute))) for t in named_tensors(self.key, self._open().parameters)]
+        tensors = list(named_tensors(self.key, self._open().parameters))
+        check_plain(self.modules(), tensors)
+        named = [(t, deltas.get((id(t.owner), t.attribute))) for t in tensors]
         return {t.name: self._part(t, delta) for t, delta in self._untie(named, keep_tied)}
 
     def _part(self, t: NamedTensor, delta: Delta | None) -> Part:
@@ -149,6 +158,8 @@ class Peft:
         if self._places is not None:
             yield Late(lambda: [job for delta in deltas for job in in_place(delta)])
             return
+        for delta in deltas:
+            check_unmanaged(delta.name, _parameter(delta))
         self._check_apart(deltas)
         if self.sharded:
             jobs = self._sharded_jobs(deltas)

@@ -23,6 +23,7 @@ from ...names import any_wrapper, lineage, unwrapped, walk
 from ...shards import Shard, whole
 from ...shards.layout import Layout
 from ..delta import Delta, Factors
+from ..plain import REMEDY
 from .forwards import strange_forward
 
 PeftLayer: TypeAlias = Any
@@ -47,6 +48,9 @@ _REASONS = {
 
 _LINEAR, _EMBEDDING, _PARAMETER = _LAYERS + "Linear", _LAYERS + "Embedding", _LAYERS + "ParamWrapper"
 _BACKEND = "quantization_backend"
+_QUANTISED_KINDS = ("aqlm", "awq", "bnb", "eetq", "gptq", "hqq", "inc", "torchao")
+_QUANTISED = tuple(f"peft.tuners.lora.{kind}." for kind in _QUANTISED_KINDS)
+"""Where PEFT keeps its layers for quantised bases."""
 _MESH = "_hf_device_mesh"
 _SWAPPED = "_did_swap_in_out_features"
 _GEOMETRY = ("kernel_size", "stride", "padding", "dilation", "padding_mode")
@@ -218,9 +222,10 @@ def _layer_deltas(name: str, layer: PeftLayer, active: list[str], layout: Layout
     path = lineage(type(layer))[0]
     read = _READERS.get(path)
     if read is None:
-        raise UnsupportedAdapter(f"{name}: a {path} cannot be merged here{_LAYER_REASONS.get(path, '')}")
+        reason = f": the base is quantised; {REMEDY}" if path.startswith(_QUANTISED) else _LAYER_REASONS.get(path, "")
+        raise UnsupportedAdapter(f"{name}: a {path} cannot be merged here{reason}")
     if getattr(layer, _BACKEND, None) is not None:
-        raise UnsupportedAdapter(f"{name}: the base is quantised ({layer.quantization_backend}); merge a float one")
+        raise UnsupportedAdapter(f"{name}: the base is quantised ({layer.quantization_backend}); {REMEDY}")
     base = unwrapped(layer)
     if base.__dict__.get(_MESH) is not None:
         raise UnsupportedAdapter(f"{name}: the base is sharded by transformers' tensor parallelism")
@@ -390,7 +395,7 @@ def _check(delta: Delta) -> None:
     if weight.dtype not in FLOATS or kind not in ("Tensor", "DTensor"):
         raise UnsupportedAdapter(
             f"{delta.name}: the base is a {kind} of {weight.dtype}; only plain bfloat16, float16 and float32 weights "
-            "can be merged here, not quantised ones"
+            f"can be merged here. If it is quantised, {REMEDY}"
         )
     if weight.whole and len(weight.shape) != (2 if delta.experts is None else 3):
         tensor = weight.pieces[0].tensor
