@@ -22,6 +22,7 @@ from ...shards import Address, Shard, address
 from ...shards.ranks import Ranks
 from ..conversion import Conversion
 from ..delta import Delta, Factors, Job, Late, in_place
+from ..guards import Replaced, guarded
 from ..part import Part
 from ..snapshot import Places, Snapshot, note, owners, places_in, taken
 from .read import (
@@ -182,6 +183,9 @@ class Megatron:
         yield jobs
 
     def off(self) -> None:
+        savers = Replaced()
+        self._off.callback(savers.back)
+        savers.put(guarded(self.snapshot().modules))
         self._off.enter_context(layers_off(("", layer) for layer in self._layers))
 
     def on(self) -> None:

@@ -11,15 +11,16 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from ...errors import AlreadyMerged, UnsupportedAdapter
+from ...errors import UnsupportedAdapter
 from ...kernels.checks import overlapping
-from ...names import NamedTensor, named_tensors, walk, wrapped
+from ...names import NamedTensor, named_tensors, walk
 from ...shards import Address, address
 from ...shards.layout import Layout
 from ...shards.zero import check_unmanaged
 from ..claims import to_the_end
 from ..conversion import Conversion, read_conversion
 from ..delta import Delta, Job, Late, in_place, whole_job
+from ..guards import Replaced, guarded, refuse
 from ..part import Part
 from ..plain import check_plain
 from ..snapshot import Places, Snapshot, note, owners, places_in, take
@@ -37,7 +38,7 @@ class Peft:
         self._adapters: Adapters | None = None
         self._snapshots: dict[bool, Snapshot] = {}
         self._layers: list[tuple[PeftLayer, list[str]]] = []
-        self._off: list[tuple[dict[str, Any], list[tuple[str, Any]]]] = []
+        self._off = Replaced()
         self._settled = False
 
     def settle(self) -> None:
@@ -236,29 +237,16 @@ class Peft:
         return [job for delta in deltas for job in in_place(delta)]
 
     def off(self) -> None:
-        """Makes PEFT's forward take its merged path, and keeps PEFT from merging, unmerging and saving: beside
-        an adapter on embeddings it saves their base."""
-        changes: list[tuple[nn.Module, dict[str, Any]]] = [(_saver(self.key), {"save_pretrained": _refuse})]
-        for layer, active in self._layers:
-            if active:
-                changes.append((layer, {"merged_adapters": list(active), "merge": _refuse, "unmerge": _refuse}))
-        for module, new in changes:
-            inside = module.__dict__
-            self._off.append((inside, [(key, inside.get(key, _NONE)) for key in new]))
-        for module, new in changes:
-            module.__dict__.update(new)
+        """Makes PEFT's forward take its merged path, and keeps PEFT from merging and unmerging, and everything in the
+        model from saving: there are merged weights under the base's names."""
+        merged = {"merge": refuse, "unmerge": refuse}
+        layers = [(layer, {"merged_adapters": list(active), **merged}) for layer, active in self._layers if active]
+        self._off.put([*guarded(self.snapshot().modules), *layers])
 
     def on(self) -> None:
-        for inside, before in self._off:
-            for key, value in before:
-                if value is _NONE:
-                    inside.pop(key, None)
-                else:
-                    inside[key] = value
+        self._off.back()
 
 
-_NONE = object()
-"""Stands for an attribute that a module has not itself."""
 _apart: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
 """The facts of the snapshot for which a model's adapted weights were last found to have their memory to themselves."""
 
@@ -272,18 +260,3 @@ def _parameter(delta: Delta) -> Tensor:
     parameter = delta.owner._parameters[delta.attribute]
     assert parameter is not None
     return parameter
-
-
-def _saver(model: nn.Module) -> nn.Module:
-    """The PeftModel, or what else has adapters and is saved with them; the model itself where nothing has."""
-    found: nn.Module | None = model
-    while found is not None and "peft_config" not in found.__dict__ and not hasattr(type(found), "peft_config"):
-        found = wrapped(found)
-    return model if found is None else found
-
-
-def _refuse(*args: object, **kwargs: object) -> None:
-    raise AlreadyMerged(
-        "inside lora_merge.merged() the adapters are merged and the base is not at hand: leave the block before "
-        "PEFT's merge_adapter, unmerge_adapter, set_adapter, disable_adapter or save_pretrained"
-    )
