@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from .errors import InvalidInput
+
 _WRAPPERS = {
     "peft.peft_model.PeftModel": "base_model",
     "peft.mixed_model.PeftMixedModel": "base_model",
@@ -31,6 +33,11 @@ _WRAPPERS = {
 }
 """Class -> the child that it wraps. By name, so that nothing is imported to look."""
 _STRIPPED = {"base_layer", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+
+
+_LOOP = "a module of the model contains itself, so that its weights have names without end: take that child out"
+_DEEPEST = 200
+"""Modules below one another; a model that goes deeper contains itself."""
 
 
 class NamedTensor(NamedTuple):
@@ -58,6 +65,16 @@ def hf_name(name: str) -> str:
     return ".".join(parts)
 
 
+def check_module(model: Any) -> None:
+    """Raise `InvalidInput` unless a model is a module."""
+    if not isinstance(model, nn.Module):
+        told = repr(model)[:80] if isinstance(model, str) else f"a {type(model).__name__}"
+        raise InvalidInput(
+            "model must be a torch.nn.Module that holds its weights (a PeftModel, what from_pretrained returned), or "
+            f"the chunks of a megatron-core model where these are taken; got {told}"
+        )
+
+
 def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Every module that takes part in the model's forward, in order, under its HF name.
 
@@ -68,6 +85,8 @@ def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     stack = [("", model)]
     while stack:
         name, module = stack.pop()
+        if len(name) > _DEEPEST and name.count(".") > _DEEPEST:
+            raise InvalidInput(_LOOP)
         yield name, module
         inner = wrapped(module)
         if inner is not None:
@@ -86,8 +105,11 @@ def trail(model: nn.Module) -> tuple[list[nn.Module], list[Any]]:
     """
     modules: list[nn.Module] = []
     facts: list[Any] = [type(model)]
-    level = [model]
+    level, depth = [model], 0
     while level:
+        depth += 1
+        if depth > _DEEPEST:
+            raise InvalidInput(_LOOP)
         modules += level
         below: list[Any] = []
         for module in level:
@@ -115,7 +137,10 @@ def wrapped(module: nn.Module) -> nn.Module | None:
     if child == "modules_to_save":
         return _active_copy(module)
     inner = module._modules.get(child)  # `__getattr__` of thousands of modules takes its time
-    return getattr(module, child) if inner is None else inner
+    inner = getattr(module, child, None) if inner is None else inner
+    if inner is None:
+        raise InvalidInput(f"a {cls.__module__}.{cls.__qualname__} has no {child}, the module that it is around")
+    return inner
 
 
 def any_wrapper(modules: Iterable[nn.Module]) -> bool:

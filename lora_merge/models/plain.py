@@ -59,8 +59,12 @@ def _check_tensor(t: NamedTensor) -> None:
     if how is not None:
         held = f"{t.tensor.dtype} {tuple(t.tensor.shape)}"
         raise InvalidInput(f"{t.name}: the base is quantised ({how}): what it holds, {held}, are no weights; {REMEDY}")
+    if t.tensor.is_nested:
+        raise InvalidInput(f"{t.name}: expected a dense tensor, got a nested one; call to_padded_tensor() first")
     if t.tensor.layout is not torch.strided:
         raise InvalidInput(f"{t.name}: expected a dense tensor, got layout {t.tensor.layout}; call to_dense() first")
+    if t.tensor.is_conj() or t.tensor.is_neg():
+        raise InvalidInput(f"{t.name}: a conjugate or negative still to be computed: resolve_conj(), resolve_neg() do")
 
 
 def _quantised(t: NamedTensor) -> str | None:
@@ -76,6 +80,8 @@ def _quantised(t: NamedTensor) -> str | None:
         found = next((_PACKED_MODULES[p] for p in lineage(type(t.owner)) if p in _PACKED_MODULES), None)
         if found is not None:
             return found
+    if local.is_quantized:
+        return f"{local.dtype}"
     if t.attribute in _PACKED_NAMES and not local.is_floating_point():
         return f"{t.attribute} of a {type(t.owner).__name__}"
     whole_weight = t.attribute in t.owner._parameters or t.attribute == "weight"

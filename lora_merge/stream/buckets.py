@@ -89,13 +89,18 @@ Table = tuple[tuple[Slot, ...], ...]
 """The slots of every bucket of a stream."""
 
 
+def check_bucket_bytes(bucket_bytes: Any) -> None:
+    """Raise `InvalidInput` unless a bucket of this size can hold something."""
+    if not isinstance(bucket_bytes, int) or isinstance(bucket_bytes, bool) or bucket_bytes < ALIGNMENT:
+        raise InvalidInput(f"bucket_bytes must be a whole number of at least {ALIGNMENT} bytes, got {bucket_bytes!r}")
+
+
 def lay_out(metas: Sequence[Meta], bucket_bytes: int) -> Table:
     """Slots for a stream, in its order: a new bucket begins where the next tensor does not fit into `bucket_bytes`.
 
     A tensor larger than `bucket_bytes` gets a bucket of its own, as large as it needs to be.
     """
-    if bucket_bytes < ALIGNMENT:
-        raise InvalidInput(f"bucket_bytes must be at least {ALIGNMENT}, got {bucket_bytes}")
+    check_bucket_bytes(bucket_bytes)
     buckets: list[list[Slot]] = []
     end = bucket_bytes
     for meta in metas:
@@ -127,8 +132,7 @@ def lay_out_parts(
     Returns:
         The table, and the bytes of each rank's part in each bucket.
     """
-    if bucket_bytes < ALIGNMENT:
-        raise InvalidInput(f"bucket_bytes must be at least {ALIGNMENT}, got {bucket_bytes}")
+    check_bucket_bytes(bucket_bytes)
     room = max(bucket_bytes // len(boxes) // ALIGNMENT, 1) * ALIGNMENT
     parts = [_parts(own, room) for own in boxes]
     table, sizes = [], []

@@ -17,13 +17,13 @@ from ..kernels.plan import ROUNDINGS
 from ..kernels.segments import FLOATS, raw
 from ..models.claims import Look, check_base, check_readable
 from ..models.conversion import Conversion
-from ..models.live import Live, live
+from ..models.live import Live, check_model, live
 from ..models.part import Part
 from ..models.snapshot import Snapshot
 from ..shards import Shard, cut
 from ..shards.exchange import check_strategy
 from ..shards.ranks import noted
-from .buckets import BUCKET_BYTES, Bucket, Meta, Table, extent, lay_out, metas
+from .buckets import BUCKET_BYTES, Bucket, Meta, Table, check_bucket_bytes, extent, lay_out, metas
 from .filler import Entry, Filler, Late, Source
 from .window import window_of
 
@@ -56,7 +56,8 @@ class MergedWeights:
             `describe`). "unshard": every parameter is gathered and merged whole; the same bits, for more bytes.
 
     Raises:
-        InvalidInput: weights on several devices, an argument that does not fit, ranks that disagree on the model.
+        InvalidInput: an argument that does not fit (at once); weights on several devices, quantised, sparse or without
+            values, ranks that disagree on the model (when it is read).
         UnsupportedAdapter, AlreadyMerged: as `read_deltas`; AlreadyMerged with `adapters=False`, too.
         On a sharded model an error of one rank is raised there after the last bucket, as `InvalidInput` on the others:
         the tensors of that pass must not be used.
@@ -76,7 +77,11 @@ class MergedWeights:
             raise InvalidInput(f"rounding must be one of {', '.join(ROUNDINGS)}, got {rounding!r}")
         if dtype is not None and dtype not in FLOATS:
             raise InvalidInput(f"dtype must be bfloat16, float16 or float32, got {dtype}")
+        if not isinstance(adapters, bool):
+            raise InvalidInput(f"adapters must be True or False, got {adapters!r}; set_adapter chooses which ones act")
         check_strategy(strategy)
+        check_bucket_bytes(bucket_bytes)
+        check_model(model)
         self.model, self.bucket_bytes, self.dtype, self.rounding = model, bucket_bytes, dtype, rounding
         self.adapters, self.strategy = adapters, strategy
         self.keep_tied = False
@@ -189,6 +194,12 @@ class MergedWeights:
             else:
                 parts = model.parts(adapters=self.adapters, keep_tied=self.keep_tied)
                 devices = {part.shard.device for part in parts.values()}
+                empty = [part.name for part in parts.values() if part.shard.device.type == "meta"]
+                if empty and len(devices) > 1:
+                    raise InvalidInput(
+                        f"{empty[0]}: a meta tensor, which holds no values, beside others that do (loaded in part, or "
+                        "offloaded by accelerate); load it first"
+                    )
                 if len(devices) > 1 and not model.sharded:
                     raise InvalidInput(f"all weights must be on one device, got {', '.join(sorted(map(str, devices)))}")
                 device = model.device or next(iter(devices), torch.device("cpu"))

@@ -24,6 +24,7 @@ from ..guards import Replaced, guarded, refuse
 from ..part import Part
 from ..plain import check_plain
 from ..snapshot import Places, Snapshot, note, owners, places_in, take
+from .idle import warn_if_idle
 from .read import Adapters, PeftLayer, read_adapters
 
 
@@ -60,8 +61,10 @@ class Peft:
             layout = self._open()
             try:
                 self._snapshots[adapters] = take(self.key, layout, adapters=adapters)
-            except (RuntimeError, ValueError):  # of tensors that have no address
-                check_plain(self.modules(), named_tensors(self.key, layout.parameters))  # says of which
+            except Exception:
+                check_plain(self.modules(), named_tensors(self.key, layout.parameters))  # says of which tensor
+                if adapters:
+                    self._read()  # or of which layer
                 raise
         return self._snapshots[adapters]
 
@@ -70,7 +73,9 @@ class Peft:
         return places_in(self.snapshot(), self.key)
 
     def _read(self) -> Adapters:
-        self._adapters = self._adapters or read_adapters(self.key, self._open())
+        if self._adapters is None:
+            self._adapters = read_adapters(self.key, self._open())
+            warn_if_idle(self.key, self._adapters.layers)
         return self._adapters
 
     def adapters(self) -> tuple[list[object], Sequence[Delta]]:
