@@ -14,11 +14,11 @@ import pytest
 import torch
 from conftest import Backend
 from helpers import assert_same_bits
+from memory import Allocations
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lora_merge import (
     AlreadyMerged,
@@ -661,26 +661,6 @@ def test_model_is_freed() -> None:
     del model
     gc.collect()
     assert old.expired()
-
-
-class Allocations(TorchDispatchMode):
-    """Bytes of the storages that operators returned and that are still held."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in torch.utils._pytree.tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                self.seen[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        return result
-
-    def held(self) -> int:
-        gc.collect()
-        return sum(size for reference, size in self.seen.values() if not reference.expired())
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -47,8 +47,9 @@ class MergedWeights:
         model: any module, with or without PEFT adapters and wrappers; all weights on one device. Or the chunks of a
             megatron-core model, as they are or in `lora_merge.megatron.Chunks`.
         bucket_bytes: size of a bucket. Two of them are in use. A tensor that is larger gets a bucket of its own, and
-            both buffers are then as large as it is (`VllmSync` cuts it instead). Beside them lies, twice, what one
-            bucket needs of sharded adapters; `describe` says how much that is.
+            both buffers are then as large as it is (`VllmSync` cuts it instead). Beside them lie, during a pass, the
+            offloaded weights of one bucket, where weights are offloaded; and, twice, what one bucket needs of sharded
+            adapters; `describe` says how much that is.
         dtype: of floating-point parameters as they go out; default: as they are. Buffers keep their dtype.
         rounding: "nearest" or "stochastic"; the n-th pass then draws with seed n, unless `buckets` is told otherwise.
         adapters: False streams the base weights without what the adapters add.
