@@ -164,7 +164,7 @@ class Peft:
         if self._places is not None:
             yield Late(lambda: [job for delta in deltas for job in in_place(delta)])
             return
-        for delta in deltas:
+        for delta in () if self.sharded else deltas:  # FSDP1 takes parameters out of their modules
             check_unmanaged(delta.name, _parameter(delta))
         self._check_apart(deltas)
         if self.sharded:
