@@ -118,7 +118,7 @@ def merged(model: Model, *, restore: str = "exact", strategy: str | None = None)
                 weights = found.weights(deltas)
                 _check(weights, deltas)
                 undo.enter_context(merging(layers, weights, left))
-            undo.callback(found.settle)
+            undo.callback(found.reshard)
             for _ in range(2):  # An interrupt may come where the stack has let go of a step but not yet begun it.
                 undo.callback(to_the_end, found.on)
             way_back = _Restore(found, weights)

@@ -148,7 +148,7 @@ def any_wrapper(modules: Iterable[nn.Module]) -> bool:
     return any(_kind(cls) is not None for cls in set(map(type, modules)))
 
 
-def unwrapped(module: nn.Module) -> nn.Module:
+def innermost(module: nn.Module) -> nn.Module:
     """The module inside all wrappers around it."""
     while (inner := wrapped(module)) is not None:
         module = inner

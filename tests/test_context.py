@@ -143,7 +143,7 @@ STEPS = [
     (TrackedPlan, "unmerge"),
     (context._Restore, "_put"),
     (live.Peft, "on"),
-    (live.Peft, "settle"),
+    (live.Peft, "reshard"),
 ]
 
 

@@ -91,7 +91,7 @@ class Live(Protocol):
     def on(self) -> None:
         """As they were before `off`, where it was called. May be called again."""
 
-    def settle(self) -> None:
+    def reshard(self) -> None:
         """Bring what a forward has left gathered back to its shards."""
 
 

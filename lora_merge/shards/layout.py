@@ -69,7 +69,7 @@ class Layout:
         fsdp1.check_idle(self._one)
         fsdp2.check_idle(self._two)
 
-    def settle(self) -> None:
+    def reshard(self) -> None:
         """Bring every FSDP unit back to its shards, whatever it is in; ask `check_idle` first where that matters."""
         fsdp2.reshard(self._two)
         fsdp1.reshard(self._one)

@@ -282,15 +282,15 @@ def _checksum(bits: Tensor, start: tuple[int, ...], whole: tuple[int, ...]) -> i
     first = sum(s * prod(whole[d + 1 :]) for d, s in enumerate(start))
     if bits.shape[1:] == whole[1:] or bits.dim() < 2:  # one run
         total, flat = bits.numel(), bits.view(-1)
-        for begin in range(0, flat.numel(), _CHUNK):
-            chunk = flat[begin : begin + _CHUNK].long()
+        for begin in range(0, flat.numel(), _SUMMED_AT_A_TIME):
+            chunk = flat[begin : begin + _SUMMED_AT_A_TIME].long()
             place = torch.arange(first + begin, first + begin + chunk.numel(), device=chunk.device)
             total += int((chunk * (place * _STEP + 1)).sum().item())
         return total
     if bits.dim() == 2:
         total, (rows, cols) = bits.numel(), bits.shape
         across = torch.arange(cols, device=bits.device)
-        count = max(_CHUNK // cols, 1)
+        count = max(_SUMMED_AT_A_TIME // cols, 1)
         for begin in range(0, rows, count):
             chunk = bits[begin : begin + count].long()
             down = torch.arange(begin, begin + chunk.shape[0], device=bits.device) * whole[1]
@@ -304,6 +304,6 @@ def _checksum(bits: Tensor, start: tuple[int, ...], whole: tuple[int, ...]) -> i
     )
 
 
-_CHUNK = 1 << 24
+_SUMMED_AT_A_TIME = 1 << 24
 _STEP = 2 * 0x1E3779B97F4A7C15
 _MASK = (1 << 63) - 1

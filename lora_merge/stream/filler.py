@@ -55,7 +55,7 @@ class Entry:
     window: Window | None
 
 
-class Late(Mapping[str, Part]):
+class LazyParts(Mapping[str, Part]):
     """Parts that are read when somebody asks for the first of them: a pass over plans that stand asks for none."""
 
     def __init__(self, read: Callable[[], Mapping[str, Part]]) -> None:
@@ -184,7 +184,7 @@ class Filler:
     def adopt(self, source: Source) -> None:
         """What this rank holds now; the parts of which it holds nothing stay what they were."""
         order, elsewhere = self._order, self._elsewhere
-        parts = Late(lambda: {name: source.parts.get(name) or elsewhere[name] for name in order})
+        parts = LazyParts(lambda: {name: source.parts.get(name) or elsewhere[name] for name in order})
         self.source, self._by_address = replace(source, parts=parts), None
 
     def _boxes(self, source: Source) -> list[list[tuple[Meta, Box]]]:

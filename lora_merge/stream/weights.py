@@ -24,7 +24,7 @@ from ..shards import Shard, cut
 from ..shards.exchange import check_strategy
 from ..shards.ranks import noted
 from .buckets import BUCKET_BYTES, Bucket, Meta, Table, check_bucket_bytes, extent, lay_out, metas
-from .filler import Entry, Filler, Late, Source
+from .filler import Entry, Filler, LazyParts, Source
 from .window import window_of
 
 
@@ -191,7 +191,7 @@ class MergedWeights:
                 check_base(snapshot.modules)
             known = self._known
             if known is not None and known[0] == key:
-                parts: Mapping[str, Part] = Late(lambda: self._read_again(snapshot))
+                parts: Mapping[str, Part] = LazyParts(lambda: self._read_again(snapshot))
             else:
                 parts = model.parts(adapters=self.adapters, keep_tied=self.keep_tied)
                 devices = {part.shard.device for part in parts.values()}

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...errors import InvalidInput, LoraMergeError, MissingExtra, UnsupportedAdapter
-from ...names import lineage, unwrapped, walk, wrapped
+from ...names import innermost, lineage, walk, wrapped
 from ...shards import Piece, Shard
 from ..delta import Factors
 from .adapters import Half, Layer, Pair, Style, cut_of, style_of
@@ -121,7 +121,7 @@ def is_megatron(model: object) -> bool:
     """Whether a model (or the first of a list of chunks) is a megatron-core GPTModel in any wrappers."""
     chunks = model.list if isinstance(model, Chunks) else model
     first = chunks[0] if isinstance(chunks, Sequence) and len(chunks) else chunks
-    return isinstance(first, nn.Module) and _MODEL in lineage(type(unwrapped(first)))
+    return isinstance(first, nn.Module) and _MODEL in lineage(type(innermost(first)))
 
 
 def read(
@@ -143,7 +143,7 @@ def read(
     if not chunks or not all(is_megatron(chunk) for chunk in chunks):
         kinds = ", ".join(type(chunk).__name__ for chunk in chunks) or "none"
         raise InvalidInput(f"expected the chunks of a megatron-core GPTModel, got {kinds}")
-    reader = _Reader([unwrapped(chunk) for chunk in chunks], vocab_size, names)
+    reader = _Reader([innermost(chunk) for chunk in chunks], vocab_size, names)
     try:
         for chunk in chunks:
             reader.chunk(chunk)
@@ -167,7 +167,7 @@ def facts_of(
     Raises:
         UnsupportedAdapter, AlreadyMerged: as `read`, which says where.
     """
-    models: list[Any] = [unwrapped(chunk) for chunk in chunks]
+    models: list[Any] = [innermost(chunk) for chunk in chunks]
     facts: list[Any] = [groups_of(models[0])[0]]
     facts += [(model.share_embeddings_and_output_weights, model.vocab_size) for model in models]
     configs: dict[int, tuple[int, Any]] = {}
@@ -297,7 +297,7 @@ class _Reader:
             )
 
     def chunk(self, chunk: nn.Module) -> None:
-        model: Any = unwrapped(chunk)
+        model: Any = innermost(chunk)
         adapters: dict[str, list[tuple[Layer, Style]]] = {}
         layer_at, layer_name = "", ""
         for path, module in walk(chunk):

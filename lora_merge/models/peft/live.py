@@ -19,11 +19,11 @@ from ...shards.layout import Layout
 from ...shards.zero import check_unmanaged
 from ..claims import to_the_end
 from ..conversion import Conversion, read_conversion
-from ..delta import Delta, Job, Late, in_place, whole_job
+from ..delta import Delta, Job, LazyList, in_place, whole_job
 from ..guards import Replaced, guarded, refuse
 from ..part import Part
 from ..plain import check_plain
-from ..snapshot import Places, Snapshot, note, owners, places_in, take
+from ..snapshot import Indices, Snapshot, indices_in, note, owners, take
 from .idle import warn_if_idle
 from .read import Adapters, PeftLayer, read_adapters
 
@@ -40,17 +40,17 @@ class Peft:
         self._snapshots: dict[bool, Snapshot] = {}
         self._layers: list[tuple[PeftLayer, list[str]]] = []
         self._off = Replaced()
-        self._settled = False
+        self._resharded = False
 
-    def settle(self) -> None:
-        self._layout.settle()
+    def reshard(self) -> None:
+        self._layout.reshard()
 
     def _open(self) -> Layout:
         """The layout, of units that are on their shards. May fail on one rank alone."""
-        if not self._settled:
+        if not self._resharded:
             self._layout.check_idle()
-            self.settle()
-            self._settled = True
+            self.reshard()
+            self._resharded = True
         return self._layout
 
     def modules(self) -> Iterator[tuple[str, nn.Module]]:
@@ -69,8 +69,8 @@ class Peft:
         return self._snapshots[adapters]
 
     @cached_property
-    def _places(self) -> Places | None:
-        return places_in(self.snapshot(), self.key)
+    def _indices(self) -> Indices | None:
+        return indices_in(self.snapshot(), self.key)
 
     def _read(self) -> Adapters:
         if self._adapters is None:
@@ -79,13 +79,13 @@ class Peft:
         return self._adapters
 
     def adapters(self) -> tuple[list[object], Sequence[Delta]]:
-        snapshot, places = self.snapshot(), self._places
-        if places is None:
+        snapshot, indices = self.snapshot(), self._indices
+        if indices is None:
             deltas: Sequence[Delta] = self._read().deltas
             self._layers = self._read().layers
         else:
-            deltas = Late(lambda: self._read().deltas)
-            self._layers = [(snapshot.modules[at], active) for at, active in places.layers]
+            deltas = LazyList(lambda: self._read().deltas)
+            self._layers = [(snapshot.modules[at], active) for at, active in indices.layers]
         return [layer for layer, _ in self._layers], deltas
 
     def parts(self, *, adapters: bool, keep_tied: bool) -> dict[str, Part]:
@@ -139,18 +139,18 @@ class Peft:
 
     def weights(self, deltas: Sequence[Delta]) -> dict[Address, Tensor]:
         """Parameters (whose data may be moved inside the block), or what FSDP holds of them."""
-        snapshot, places = self.snapshot(), self._places
-        if places is not None:
+        snapshot, indices = self.snapshot(), self._indices
+        if indices is not None:
             tensors = snapshot.tensors if self.sharded else snapshot.parameters
-            return {address(tensors[at]): tensors[at] for at in places.weights}
+            return {address(tensors[at]): tensors[at] for at in indices.weights}
         if self.sharded:
             return {address(piece.tensor): piece.tensor for delta in deltas for piece in delta.weight.pieces}
         return {address(parameter): parameter for delta in deltas for parameter in [_parameter(delta)]}
 
     def owners(self, weights: Mapping[Address, Tensor]) -> list[tuple[nn.Module, str, Tensor | None]]:
-        return [] if self.sharded else owners(self.snapshot(), weights.values(), self._places)
+        return [] if self.sharded else owners(self.snapshot(), weights.values(), self._indices)
 
-    def _note_places(self) -> None:
+    def _note_indices(self) -> None:
         """Keep where things are; not of what FSDP1 manages, which modules need not hold."""
         if not self._layout.flat:
             read = self._read()
@@ -161,15 +161,15 @@ class Peft:
     def jobs(self, deltas: Sequence[Delta], copy: Callable[[Address], Tensor]) -> Iterator[Sequence[Job]]:
         """The first adapted user of a tied weight merges in place; its other users get a parameter of their own, which
         is the copy, or a merged tensor if they have an adapter too."""
-        if self._places is not None:
-            yield Late(lambda: [job for delta in deltas for job in in_place(delta)])
+        if self._indices is not None:
+            yield LazyList(lambda: [job for delta in deltas for job in in_place(delta)])
             return
         for delta in () if self.sharded else deltas:  # FSDP1 takes parameters out of their modules
             check_unmanaged(delta.name, _parameter(delta))
         self._check_apart(deltas)
         if self.sharded:
             jobs = self._sharded_jobs(deltas)
-            self._note_places()
+            self._note_indices()
             yield jobs
             return
         jobs = []
@@ -189,7 +189,7 @@ class Peft:
             jobs.append(whole_job(delta, source, destination))
         swaps += [(owner, attribute, copy(where)) for where in users for owner, attribute in users[where]]
         if not swaps:
-            self._note_places()
+            self._note_indices()
         before = [owner._parameters[attribute] for owner, attribute, _ in swaps]
         try:
             for (owner, attribute, tensor), tied in zip(swaps, before, strict=True):

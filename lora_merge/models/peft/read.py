@@ -20,7 +20,7 @@ from torch import nn
 
 from ...errors import AlreadyMerged, InvalidInput, LoraMergeError, UnsupportedAdapter
 from ...kernels.segments import FLOATS
-from ...names import any_wrapper, check_module, lineage, unwrapped, walk
+from ...names import any_wrapper, check_module, innermost, lineage, walk
 from ...shards import Shard, whole
 from ...shards.layout import Layout
 from ..delta import Delta, Factors
@@ -202,7 +202,7 @@ def adapter_facts(modules: Sequence[nn.Module]) -> tuple[list[Any], list[nn.Modu
             facts.append(_peft_types(module))
         if _MESH in module.__dict__:
             facts.append((id(module), module.__dict__[_MESH]))
-    return facts, [unwrapped(part) for part in parts] if any_wrapper(parts) else parts
+    return facts, [innermost(part) for part in parts] if any_wrapper(parts) else parts
 
 
 def _layer_facts(layer: PeftLayer, parts: list[nn.Module]) -> list[Any]:
@@ -228,12 +228,12 @@ def _layer_facts(layer: PeftLayer, parts: list[nn.Module]) -> list[Any]:
         facts.append(layer.fan_in_fan_out)
     elif path == _EMBEDDING:
         parts += (inside["lora_embedding_A"], inside["lora_embedding_B"])
-        facts.append(unwrapped(layer).max_norm)
+        facts.append(innermost(layer).max_norm)
     elif path == _PARAMETER:
         facts += (layer.parameter_name, layer.num_experts, getattr(layer, _SWAPPED, False))
     else:
-        base = unwrapped(layer)
-        convs = [base, *(unwrapped(part) for part in parts[begin:])]
+        base = innermost(layer)
+        convs = [base, *(innermost(part) for part in parts[begin:])]
         facts += [base.groups, *(getattr(conv, what, None) for conv in convs for what in _GEOMETRY)]
     return facts
 
@@ -247,7 +247,7 @@ def _layer_deltas(name: str, layer: PeftLayer, active: list[str], layout: Layout
         raise UnsupportedAdapter(f"{name}: a {path} cannot be merged here{reason}")
     if getattr(layer, _BACKEND, None) is not None:
         raise UnsupportedAdapter(f"{name}: the base is quantised ({layer.quantization_backend}); {REMEDY}")
-    base = unwrapped(layer)
+    base = innermost(layer)
     if base.__dict__.get(_MESH) is not None:
         raise UnsupportedAdapter(f"{name}: the base is sharded by transformers' tensor parallelism")
     dora = [adapter for adapter in active if _is_dora(name, layer, adapter)]
@@ -336,7 +336,7 @@ def _is_dora(name: str, layer: PeftLayer, adapter: str) -> bool:
 
 def _part(layer: PeftLayer, kind: str, adapter: str) -> nn.Module:
     """`layer.kind[adapter]`, straight from the dicts: with thousands of them, `__getattr__` would take longest."""
-    return unwrapped(layer._modules[kind]._modules[adapter])
+    return innermost(layer._modules[kind]._modules[adapter])
 
 
 def _read_linear(reading: _Reading) -> list[Delta]:
