@@ -30,8 +30,9 @@ from torch import Tensor
 import lora_merge
 from lora_merge import MergedWeights, merged
 from lora_merge.errors import LoraMergeError, UnsupportedAdapter
+from lora_merge.models.megatron.groups import Groups, ProcessGroups
 from lora_merge.models.megatron.live import _replica
-from lora_merge.models.megatron.read import Chunks, Groups, ProcessGroups, read
+from lora_merge.models.megatron.read import Chunks, read
 from lora_merge.names import innermost
 from lora_merge.shards.ranks import Ranks
 

@@ -25,18 +25,8 @@ from ..delta import Delta, Factors, Job, LazyList, in_place
 from ..guards import Replaced, guarded
 from ..part import Part
 from ..snapshot import Indices, Snapshot, indices_in, note, owners, taken
-from .read import (
-    Chunks,
-    Groups,
-    MegatronModel,
-    ProcessGroups,
-    facts_of,
-    groups_of,
-    is_megatron,
-    layers_off,
-    read,
-    replica,
-)
+from .groups import Groups, ProcessGroups, groups_of, replica
+from .read import Chunks, MegatronModel, facts_of, is_megatron, layers_off, read
 
 __all__ = ["Megatron", "is_megatron"]
 _replicas: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
