@@ -64,7 +64,9 @@ def merged(model: Model, *, restore: str = "exact", strategy: str | None = None)
     experts. Weights are merged where they lie, so addresses stay what they are (CUDA graphs, compiled modules). After
     the block, also when it raises, every parameter and buffer is bit for bit what it was; `requires_grad`, gradients,
     optimizer state and PEFT's flags are not touched. Train outside of the block: a backward pass that crosses its
-    border is refused by autograd, as for any weight changed in place. Ctrl-C on the way out is raised when all is back.
+    border is refused by autograd, as for any weight changed in place. `save_pretrained` and the like are refused
+    inside, on the model and on its parts (`state_dict()` is not: it holds merged values under the adapted model's
+    names). Ctrl-C on the way out is raised when all is back.
 
     FSDP2 and FSDP1: collective over the ranks that hold the model. Each rank merges what it holds; only the halves of
     adapters that do not line up with it are gathered. Units that are gathered at the moment (the root after a forward,
@@ -116,7 +118,7 @@ def merged(model: Model, *, restore: str = "exact", strategy: str | None = None)
                 weights = found.weights(deltas)
                 _check(weights, deltas)
                 undo.enter_context(merging(layers, weights, left))
-            undo.callback(found.settle)
+            undo.callback(found.reshard)
             for _ in range(2):  # An interrupt may come where the stack has let go of a step but not yet begun it.
                 undo.callback(to_the_end, found.on)
             way_back = _Restore(found, weights)

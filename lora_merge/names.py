@@ -1,7 +1,8 @@
 """HF checkpoint names, whatever wraps the model.
 
-`walk` looks through PEFT, torch.compile, activation checkpointing, DDP and FSDP by the wrapper's type, so a module of
-the user's that happens to be called `base_layer` keeps its name. `hf_name` does what can be done with text alone.
+`walk` looks through PEFT, torch.compile, activation checkpointing, DDP, DataParallel, DeepSpeed and FSDP by the
+wrapper's type, so a module of the user's that happens to be called `base_layer` keeps its name. `hf_name` does what can
+be done with text alone.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+
+from .errors import InvalidInput
 
 _WRAPPERS = {
     "peft.peft_model.PeftModel": "base_model",
@@ -21,13 +24,20 @@ _WRAPPERS = {
     "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper": "_checkpoint_wrapped_module",
     "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "_fsdp_wrapped_module",
+    "torch.nn.parallel.data_parallel.DataParallel": "module",
     "torch.nn.parallel.distributed.DistributedDataParallel": "module",
+    "deepspeed.runtime.engine.DeepSpeedEngine": "module",
     "megatron.core.distributed.data_parallel_base._BaseDataParallel": "module",
     "megatron.core.transformer.module.Float16Module": "module",
     "megatron.bridge.peft.adapter_wrapper.AdapterWrapper": "to_wrap",
 }
 """Class -> the child that it wraps. By name, so that nothing is imported to look."""
 _STRIPPED = {"base_layer", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+
+
+_LOOP = "a module of the model contains itself, so that its weights have names without end: take that child out"
+_DEEPEST = 200
+"""Modules below one another; a model that goes deeper contains itself."""
 
 
 class NamedTensor(NamedTuple):
@@ -55,6 +65,16 @@ def hf_name(name: str) -> str:
     return ".".join(parts)
 
 
+def check_module(model: Any) -> None:
+    """Raise `InvalidInput` unless a model is a module."""
+    if not isinstance(model, nn.Module):
+        told = repr(model)[:80] if isinstance(model, str) else f"a {type(model).__name__}"
+        raise InvalidInput(
+            "model must be a torch.nn.Module that holds its weights (a PeftModel, what from_pretrained returned), or "
+            f"the chunks of a megatron-core model where these are taken; got {told}"
+        )
+
+
 def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Every module that takes part in the model's forward, in order, under its HF name.
 
@@ -65,6 +85,8 @@ def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     stack = [("", model)]
     while stack:
         name, module = stack.pop()
+        if len(name) > _DEEPEST and name.count(".") > _DEEPEST:
+            raise InvalidInput(_LOOP)
         yield name, module
         inner = wrapped(module)
         if inner is not None:
@@ -83,8 +105,11 @@ def trail(model: nn.Module) -> tuple[list[nn.Module], list[Any]]:
     """
     modules: list[nn.Module] = []
     facts: list[Any] = [type(model)]
-    level = [model]
+    level, depth = [model], 0
     while level:
+        depth += 1
+        if depth > _DEEPEST:
+            raise InvalidInput(_LOOP)
         modules += level
         below: list[Any] = []
         for module in level:
@@ -112,7 +137,10 @@ def wrapped(module: nn.Module) -> nn.Module | None:
     if child == "modules_to_save":
         return _active_copy(module)
     inner = module._modules.get(child)  # `__getattr__` of thousands of modules takes its time
-    return getattr(module, child) if inner is None else inner
+    inner = getattr(module, child, None) if inner is None else inner
+    if inner is None:
+        raise InvalidInput(f"a {cls.__module__}.{cls.__qualname__} has no {child}, the module that it is around")
+    return inner
 
 
 def any_wrapper(modules: Iterable[nn.Module]) -> bool:
@@ -120,7 +148,7 @@ def any_wrapper(modules: Iterable[nn.Module]) -> bool:
     return any(_kind(cls) is not None for cls in set(map(type, modules)))
 
 
-def unwrapped(module: nn.Module) -> nn.Module:
+def innermost(module: nn.Module) -> nn.Module:
     """The module inside all wrappers around it."""
     while (inner := wrapped(module)) is not None:
         module = inner

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from lora_merge.names import unwrapped
+from lora_merge.names import innermost
 
 # ---- models ----------------------------------------------------------------------------------------------------------
 
@@ -356,17 +356,17 @@ def logits(chunks: list[Any], tokens: Tensor) -> Tensor:
     tokens = tokens.to(DEVICE)
     positions = torch.arange(tokens.shape[1], device=DEVICE).expand_as(tokens)
     mask = torch.ones(1, 1, tokens.shape[1], tokens.shape[1], device=DEVICE).triu(1).bool()
-    config = unwrapped(chunks[0]).config
+    config = innermost(chunks[0]).config
     rows = tokens.shape[1] // (config.tensor_model_parallel_size if config.sequence_parallel else 1)
     x = torch.empty(rows, tokens.shape[0], config.hidden_size, dtype=config.params_dtype, device=DEVICE)
     with torch.no_grad():
         for chunk in chunks:
             for stage, rank in enumerate(ranks):
                 if stage == me:
-                    unwrapped(chunk).set_input_tensor(x)
+                    innermost(chunk).set_input_tensor(x)
                     out = chunk(tokens, positions, mask)
                 if chunk is chunks[-1] and rank == ranks[-1]:
-                    x = x.new_empty(*tokens.shape, unwrapped(chunk).vocab_size)
+                    x = x.new_empty(*tokens.shape, innermost(chunk).vocab_size)
                 if stage == me:
                     x = out.contiguous()
                 dist.broadcast(x, rank, group=group)

@@ -14,11 +14,11 @@ import pytest
 import torch
 from conftest import Backend
 from helpers import assert_same_bits
+from memory import Allocations
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lora_merge import (
     AlreadyMerged,
@@ -143,7 +143,7 @@ STEPS = [
     (TrackedPlan, "unmerge"),
     (context._Restore, "_put"),
     (live.Peft, "on"),
-    (live.Peft, "settle"),
+    (live.Peft, "reshard"),
 ]
 
 
@@ -663,26 +663,6 @@ def test_model_is_freed() -> None:
     assert old.expired()
 
 
-class Allocations(TorchDispatchMode):
-    """Bytes of the storages that operators returned and that are still held."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in torch.utils._pytree.tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                self.seen[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        return result
-
-    def held(self) -> int:
-        gc.collect()
-        return sum(size for reference, size in self.seen.values() if not reference.expired())
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_memory(tied: bool) -> None:
     """Inside, two bits an element and what escapes, and a copy of a tied weight; after, nothing of that size."""
@@ -887,6 +867,13 @@ def test_peft_cannot_merge_inside(tmp_path: Path) -> None:
         "set_adapter": lambda: model.base_model.set_adapter("two"),
         "disable_adapter": forward_without_adapter,
         "save_pretrained": lambda: model.save_pretrained(tmp_path),
+        "of the base": lambda: model.get_base_model().save_pretrained(tmp_path),
+        "of a part": lambda: model.base_model.model.model.save_pretrained(tmp_path),
+        "of a compiled one": lambda: torch.compile(model.get_base_model()).save_pretrained(tmp_path),
+        "push_to_hub": lambda: model.get_base_model().push_to_hub("nobody/nothing"),
+        "merge_and_unload": lambda: model.merge_and_unload(),
+        "unload": lambda: model.unload(),
+        "unload of LoraModel": lambda: model.base_model.unload(),
     }
     adapter = models.outputs(model)
     for name, action in actions.items():
@@ -896,9 +883,24 @@ def test_peft_cannot_merge_inside(tmp_path: Path) -> None:
             model.base_model.enable_adapter_layers()
             torch.testing.assert_close(models.outputs(model), adapter, msg=name)
         assert torch.equal(models.outputs(model), adapter), name
+    assert not list(tmp_path.iterdir())
+    model.get_base_model().save_pretrained(tmp_path)  # after the block
     model.merge_adapter()  # PEFT's own merging works again
     torch.testing.assert_close(models.outputs(model), adapter)
     model.unmerge_adapter()
+
+
+def test_a_base_that_adapters_were_injected_into_cannot_be_saved_inside(tmp_path: Path) -> None:
+    """transformers' own adapters; and a part of a model that is no PeftModel."""
+    model = models.qwen2()
+    model.add_adapter(LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    for entered in (model, nn.ModuleList([model])):
+        with merged(entered):
+            for saver in (model.save_pretrained, model.model.save_pretrained):
+                with pytest.raises(AlreadyMerged, match="save_pretrained"):
+                    saver(tmp_path)
+    assert not list(tmp_path.iterdir())
+    model.save_pretrained(tmp_path)
 
 
 def test_attributes_that_a_model_has_itself_stay() -> None:

@@ -30,9 +30,10 @@ from torch import Tensor
 import lora_merge
 from lora_merge import MergedWeights, merged
 from lora_merge.errors import LoraMergeError, UnsupportedAdapter
+from lora_merge.models.megatron.groups import Groups, ProcessGroups
 from lora_merge.models.megatron.live import _replica
-from lora_merge.models.megatron.read import Chunks, Groups, ProcessGroups, read
-from lora_merge.names import unwrapped
+from lora_merge.models.megatron.read import Chunks, read
+from lora_merge.names import innermost
 from lora_merge.shards.ranks import Ranks
 
 BF16 = {"dtype": torch.bfloat16}
@@ -260,7 +261,7 @@ def refused(case: Case, damage: str, rank: int) -> list[str]:
     chunks: list[Any] = mm.megatron(case.kind, hf, case.grid)
     assert case.style
     mm.adapt(chunks, case.style)
-    layers = unwrapped(chunks[0]).decoder.layers
+    layers = innermost(chunks[0]).decoder.layers
     if dist.get_rank() == rank:
         match damage:
             case "no adapters":
@@ -272,12 +273,12 @@ def refused(case: Case, damage: str, rank: int) -> list[str]:
             case "unknown parameter":
                 layers[0].extra = torch.nn.Linear(2, 2)
             case "a stage that is missing":
-                del unwrapped(chunks[0]).decoder.layers[0]
+                del innermost(chunks[0]).decoder.layers[0]
             case "other heads":  # as many rows in all: (12 + 2 * 2) heads for (8 + 2 * 4)
-                config = unwrapped(chunks[0]).config
+                config = innermost(chunks[0]).config
                 config.num_attention_heads, config.num_query_groups = 12, 2
             case "other groups":
-                unwrapped(chunks[0]).config.num_query_groups = 2
+                innermost(chunks[0]).config.num_query_groups = 2
             case "a virtual stage that is missing":
                 del chunks[1]
             case "a vocabulary that the weights do not have":

@@ -20,7 +20,7 @@ from megatron_processes import POOL
 from torch import Tensor
 
 from lora_merge.megatron import adapters_off, read
-from lora_merge.names import unwrapped
+from lora_merge.names import innermost
 from lora_merge.shards import Shard
 
 TOKENS = torch.arange(1, 25).view(2, 12) * 7 % 101
@@ -231,7 +231,7 @@ def refused(case: Case, damage: str) -> str:
     chunks: list[Any] = mm.megatron(case.kind, hf, case.grid)
     if case.style:
         mm.adapt(chunks, case.style)
-    layers = unwrapped(chunks[0]).decoder.layers
+    layers = innermost(chunks[0]).decoder.layers
     match damage:
         case "unknown parameter":
             layers[0].extra = torch.nn.Linear(2, 2)
@@ -256,11 +256,11 @@ def refused(case: Case, damage: str) -> str:
         case "stage":
             del chunks[1]
         case "groups of Megatron":
-            del unwrapped(chunks[0]).pg_collection
+            del innermost(chunks[0]).pg_collection
             parallel_state.destroy_model_parallel()
         case "twice":
             chunks.append(chunks[0])
-            unwrapped(chunks[0]).config.virtual_pipeline_model_parallel_size = 2
+            innermost(chunks[0]).config.virtual_pipeline_model_parallel_size = 2
     try:
         read(chunks, vocab_size=500 if damage == "vocabulary" else 101)
     except Exception as error:

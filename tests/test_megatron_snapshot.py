@@ -25,7 +25,7 @@ from lora_merge.kernels.segments import raw
 from lora_merge.megatron import Chunks
 from lora_merge.models import snapshot
 from lora_merge.models.megatron import read as megatron
-from lora_merge.names import unwrapped, walk
+from lora_merge.names import innermost, walk
 
 
 def fc1(model: Any) -> Any:
@@ -114,7 +114,7 @@ def inside(model: Chunks) -> list[tuple[str, Tensor]]:
 def anew(model: Chunks) -> Any:
     """What the first entry of a process would do."""
     context._merges.clear()
-    snapshot._places.clear()
+    snapshot._indices.clear()
     return outcome(lambda: inside(model))
 
 
@@ -146,7 +146,7 @@ def see(change: str) -> bool:
         assert outcome(lambda: inside(model)) == entered
     facts = facts_of(model)
     assert facts == facts_of(model)
-    apply(unwrapped(chunks[0]))
+    apply(innermost(chunks[0]))
     assert facts != facts_of(model)
     after = outcome(lambda: weights), outcome(lambda: bare)
     assert after[0] == outcome(lambda: MergedWeights(model))
@@ -177,7 +177,7 @@ def train(case: Case) -> None:
     assert entered == anew(model)
     for _ in range(2):  # read, and as it is known
         with merged(model):
-            weight = fc1(unwrapped(chunk)).to_wrap.weight
+            weight = fc1(innermost(chunk)).to_wrap.weight
             weight.data = weight.data.clone()
         assert all(torch.equal(raw(p.detach()), raw(was)) for p, was in zip(chunk.parameters(), base, strict=True))
         assert outcome(lambda: inside(model)) == entered
@@ -203,7 +203,7 @@ def other_chunks(case: Case) -> bool:
     entered = outcome(lambda: inside(model))
     assert outcome(lambda: inside(model)) == entered
     if dist.get_rank() == 0:
-        weight = fc1(unwrapped(chunks[0])).to_wrap.weight
+        weight = fc1(innermost(chunks[0])).to_wrap.weight
         weight.data = weight.data.clone()
     assert outcome(lambda: inside(model)) == entered == anew(model)
     chunks[1] = others[1]

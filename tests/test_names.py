@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from lora_merge.names import hf_name, named_tensors, unwrapped, walk
+from lora_merge.names import hf_name, innermost, named_tensors, walk
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_by_type() -> None:
         assert getattr(entry.owner, entry.attribute) is entry.tensor, name
     tuner = model._orig_mod.base_model
     assert named["head.weight"].tensor is tuner.model.head.modules_to_save["default"].weight
-    assert dict(walk(model))["proj"] is unwrapped(tuner.model.proj)
+    assert dict(walk(model))["proj"] is innermost(tuner.model.proj)
     tuner.disable_adapter_layers()
     disabled = {t.name: t.tensor for t in named_tensors(model)}
     assert disabled["head.weight"] is tuner.model.head.original_module.weight
@@ -90,3 +90,8 @@ def test_older_import_paths_stay() -> None:
 
     for found in (Chunks, adapters_off, read, Half, Pair, Style, cut_of, register, bridge_names):
         assert getattr(megatron, found.__name__) is found
+
+
+def test_data_parallel() -> None:
+    model = nn.DataParallel(nn.Sequential(nn.Linear(3, 3)))
+    assert [t.name for t in named_tensors(model)] == ["0.weight", "0.bias"]

@@ -124,7 +124,7 @@ def pieces_and_wholes(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> None
         if step:
             if wrap is not tensor_parallel_fsdp:  # its root has parameters outside of every mesh
                 wrapped(torch.ones(2, 20)).backward()  # leaves units gathered, and allocates gradients
-            Layout(wrapped).settle()
+            Layout(wrapped).reshard()
         layout, shards = shards_of(wrapped, values)
         assert shards.keys() == values.keys()
         ranks = layout.ranks()

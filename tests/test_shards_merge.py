@@ -145,7 +145,7 @@ def check(build: Callable[[], nn.Module], wrap: Wrap, what: str) -> None:
     runs = wrap not in NO_FORWARD and not (wrap in FSDP1 and "experts" in what)
     if runs:
         adapter = forward(model)  # leaves units gathered
-    Layout(model).settle()
+    Layout(model).reshard()
     before = local_bits(model)
     for strategy in (None, "unshard"):
         for _ in range(2):
@@ -166,7 +166,7 @@ def check(build: Callable[[], nn.Module], wrap: Wrap, what: str) -> None:
                 assert_same_bits(tensor, streamed[name], f"{what} {strategy} {name}")
         assert weights.metadata() == [(name, t.dtype, tuple(t.shape)) for name, t in got.items()]
         assert "base weights" in weights.describe()
-        Layout(model).settle()
+        Layout(model).reshard()
         for now, then in zip(local_bits(model), before, strict=True):
             assert_same_bits(now, then, f"{what}: a shard after merging")
     if runs:
@@ -229,7 +229,7 @@ def training(rank: int) -> None:
                 if merges:
                     with merged(model):
                         pass
-            Layout(model).settle()
+            Layout(model).reshard()
             runs.append(local_bits(model))
         for one, other in zip(*runs, strict=True):
             assert_same_bits(one, other, f"{wrap.__name__} on rank {rank}")

@@ -278,7 +278,7 @@ def test_the_next_push_and_the_next_entry_see_a_change(change: str) -> None:
     assert (outcome(lambda: weights), outcome(lambda: bare)) == streamed
     entered = outcome(lambda: inside(model))
     context._merges.clear()
-    snapshot._places.clear()
+    snapshot._indices.clear()
     assert entered == outcome(lambda: inside(model))
     if change not in ("merged and unmerged by PEFT", *UNKNOWN):
         assert take(model, Layout(model)).facts != facts

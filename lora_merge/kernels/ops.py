@@ -8,6 +8,7 @@ run a `Plan`; which kernels execute it is decided in `lora_merge.kernels`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,6 +50,7 @@ def merge_(weight: Tensor, lora_A: Tensor, lora_B: Tensor, scaling: float) -> Te
     Raises:
         InvalidInput: something does not fit; nothing was written.
     """
+    _check_arguments(scaling, weight=weight, lora_A=lora_A, lora_B=lora_B)
     torch.ops.lora_merge.merge_(weight.detach(), lora_A.detach(), lora_B.detach(), float(scaling))
     return weight
 
@@ -61,7 +63,8 @@ def unmerge_(weight: Tensor, lora_A: Tensor, lora_B: Tensor, scaling: float) -> 
 
     Arguments and errors as in `merge_`.
     """
-    return merge_(weight, lora_A, lora_B, -scaling)
+    _check_arguments(scaling, weight=weight, lora_A=lora_A, lora_B=lora_B)
+    return merge_(weight, lora_A, lora_B, -float(scaling))
 
 
 def merge(
@@ -91,6 +94,9 @@ def merge(
         InvalidInput: something does not fit; nothing was written.
     """
     check_rounding(rounding, seed)
+    _check_arguments(scaling, weight=weight, lora_A=lora_A, lora_B=lora_B, **({} if out is None else {"out": out}))
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise InvalidInput(f"dtype must be a torch.dtype (torch.bfloat16), got {dtype!r}")
     weight, lora_A, lora_B = weight.detach(), lora_A.detach(), lora_B.detach()
     if out is None:
         return torch.ops.lora_merge.merge(weight, lora_A, lora_B, float(scaling), dtype, rounding, seed)
@@ -130,12 +136,47 @@ def run_segments(
     Raises:
         InvalidInput: lists differ in length, or a segment does not fit; nothing was written.
     """
+    _check_lists(destinations, sources=sources, lora_A=lora_A, lora_B=lora_B)
+    for scale, name in zip(scaling, names, strict=False):
+        _check_arguments(scale)
+        if not isinstance(name, str):
+            raise InvalidInput(f"names must be strings, got {name!r}")
     first = [0] * len(destinations) if first is None else first
     pitch = [(d.shape[-1], 1) for d in destinations] if pitch is None else pitch
+    if not all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pitch):
+        raise InvalidInput(f"pitch must have two numbers a destination, got {pitch!r}")
     flat = [step for pair in pitch for step in pair]
     torch.ops.lora_merge.run_segments(
         destinations, sources, lora_A, lora_B, scaling, names, first, flat, rounding, seed
     )
+
+
+def _check_arguments(scaling: Any, **tensors: Any) -> None:
+    """Raise `InvalidInput`, naming the argument, unless these are tensors and the factor is one number."""
+    for label, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            hint = "; pass its .weight" if isinstance(getattr(tensor, "weight", None), Tensor) else ""
+            raise InvalidInput(f"{label} must be a tensor, got a {type(tensor).__name__}{hint}")
+    number = (
+        scaling.numel() == 1 and not scaling.is_complex()
+        if isinstance(scaling, Tensor)
+        else hasattr(type(scaling), "__float__")
+    )
+    if not number:
+        raise InvalidInput(f"scaling must be one real number, got {scaling!r}")
+
+
+def _check_lists(destinations: Any, **lists: Any) -> None:
+    """Raise `InvalidInput`, naming the argument, unless these are lists of tensors, of matrices the first one."""
+    for label, values in {"destinations": destinations, **lists}.items():
+        if not isinstance(values, (list, tuple)):
+            raise InvalidInput(f"{label} must be a list of tensors, got a {type(values).__name__}")
+        for index, value in enumerate(values):
+            if not isinstance(value, Tensor) and (value is not None or label == "destinations"):
+                raise InvalidInput(f"{label}[{index}] must be a tensor, got a {type(value).__name__}")
+    for index, value in enumerate(destinations):
+        if value.dim() != 2:
+            raise InvalidInput(f"destinations[{index}] must have 2 dimensions, got shape {tuple(value.shape)}")
 
 
 def _segment(weight: Tensor, out: Tensor, lora_A: Tensor, lora_B: Tensor, scaling: float) -> Segment:

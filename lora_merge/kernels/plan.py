@@ -113,9 +113,11 @@ def check_rounding(rounding: str, seed: int | None) -> None:
     """Raise `InvalidInput` unless the pair means something."""
     if rounding not in ROUNDINGS:
         raise InvalidInput(f"rounding must be one of {', '.join(ROUNDINGS)}, got {rounding!r}")
-    if (rounding == "stochastic") != (seed is not None):
-        raise InvalidInput(
-            f"rounding={rounding!r} got seed={seed}: a seed belongs to stochastic rounding, and only there"
-        )
+    if rounding == "stochastic" and seed is None:
+        raise InvalidInput("rounding='stochastic' got seed=None: pass seed=, a whole number that draws the bits")
+    if rounding != "stochastic" and seed is not None:
+        raise InvalidInput(f"rounding={rounding!r} got seed={seed}: a seed belongs to rounding='stochastic' only")
+    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
+        raise InvalidInput(f"seed must be a whole number, got {seed!r}")
     if seed is not None and not -(2**63) <= seed < 2**63:
         raise InvalidInput(f"seed must fit in 64 bits, got {seed}")

@@ -98,7 +98,7 @@ class Delta:
         return f"{self.name} {list(self.weight.shape)}{kind} + {adapters}"
 
 
-class Late(Sequence[_T]):
+class LazyList(Sequence[_T]):
     """A list that is made when somebody looks into it: a step over plans that stand does not."""
 
     def __init__(self, make: Callable[[], Sequence[_T]]) -> None:

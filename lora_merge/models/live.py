@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..names import check_module
 from ..shards import Address
 from ..shards.ranks import Ranks
 from .conversion import Conversion
@@ -90,13 +91,27 @@ class Live(Protocol):
     def on(self) -> None:
         """As they were before `off`, where it was called. May be called again."""
 
-    def settle(self) -> None:
+    def reshard(self) -> None:
         """Bring what a forward has left gathered back to its shards."""
 
 
 def live(model: Any) -> Live:
-    """A trainer's model: PEFT's, or Megatron's chunks."""
-    from .megatron.live import Megatron, is_megatron
+    """A trainer's model: PEFT's, or Megatron's chunks.
+
+    Raises:
+        InvalidInput: it is neither.
+    """
+    from .megatron.live import Megatron
     from .peft.live import Peft
 
-    return Megatron(model) if is_megatron(model) else Peft(model)
+    return Megatron(model) if check_model(model) else Peft(model)
+
+
+def check_model(model: Any) -> bool:
+    """Whether a model is Megatron's; raise `InvalidInput` unless it is one."""
+    from .megatron.live import is_megatron
+
+    if is_megatron(model):
+        return True
+    check_module(model)
+    return False

@@ -208,7 +208,7 @@ class Operands:
     def release(self) -> None:
         """As `Plan.release`, of what is read of the weights, when no turn follows. The adapters, which are small, stay
         at hand."""
-        self._exchange.settle()
+        self._exchange.wait()
         self._exchange.release()
         if self._copies is not None:
             self._copies.release()

@@ -48,7 +48,7 @@ class Snapshot(NamedTuple):
     tensors: list[Tensor]
 
 
-class Places(NamedTuple):
+class Indices(NamedTuple):
     """Where merging in place finds things in the snapshots of a model, so that it need not read it again.
 
     Args:
@@ -65,23 +65,23 @@ class Places(NamedTuple):
     owners: list[tuple[int, str]]
 
 
-_places: WeakKeyDictionary[nn.Module, Places] = WeakKeyDictionary()
+_indices: WeakKeyDictionary[nn.Module, Indices] = WeakKeyDictionary()
 
 
-def places_in(snapshot: Snapshot, model: nn.Module) -> Places | None:
+def indices_in(snapshot: Snapshot, model: nn.Module) -> Indices | None:
     """What `note` was told of a snapshot of the model that was equal to this one, if it was the last."""
-    known = _places.get(model)
+    known = _indices.get(model)
     return known if known is not None and known.facts == snapshot.facts else None
 
 
 def note(
     model: nn.Module, snapshot: Snapshot, layers: Iterable[tuple[nn.Module, list[str]]], weights: Iterable[Tensor]
 ) -> None:
-    """Keep where these are in the snapshot; see `Places`."""
+    """Keep where these are in the snapshot; see `Indices`."""
     modules = {id(module): at for at, module in enumerate(snapshot.modules)}
     parameters = {id(parameter): at for at, parameter in enumerate(snapshot.parameters)}
     weights = list(weights)
-    _places[model] = Places(
+    _indices[model] = Indices(
         snapshot.facts,
         [(modules[id(layer)], active) for layer, active in layers],
         [parameters[id(weight)] for weight in weights],
@@ -90,15 +90,15 @@ def note(
 
 
 def owners(
-    snapshot: Snapshot, weights: Iterable[Tensor], places: Places | None = None
+    snapshot: Snapshot, weights: Iterable[Tensor], indices: Indices | None = None
 ) -> list[tuple[nn.Module, str, Tensor | None]]:
     """The modules of the snapshot that hold some of these parameters, under which names, and which of them.
 
     Args:
-        places: in the snapshot, where the weights are theirs: nothing has to be looked for then.
+        indices: in the snapshot, where the weights are theirs: nothing has to be looked for then.
     """
-    if places is not None:
-        found = ((snapshot.modules[at], key) for at, key in places.owners)
+    if indices is not None:
+        found = ((snapshot.modules[at], key) for at, key in indices.owners)
         return [(module, key, module._parameters[key]) for module, key in found]
     ids = set(map(id, weights))
     held = ((module, key, tensor) for module in snapshot.modules for key, tensor in module._parameters.items())

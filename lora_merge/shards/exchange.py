@@ -87,7 +87,7 @@ class Exchange:
         try:
             if self._ahead != turn:
                 self._begin(turn)
-            self.settle()
+            self.wait()
             self._turns[turn].unpack.run()
             if self._whole is not self._gathered:
                 self._whole.copy_(self._gathered)
@@ -96,14 +96,14 @@ class Exchange:
                 self._begin(turn + 1)
         return self.wholes[turn]
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait for what was begun; the next `run` begins anew."""
         wait, self._wait, self._ahead = self._wait, None, None
         if wait is not None:
             wait()
 
     def _begin(self, turn: int) -> None:
-        self.settle()
+        self.wait()
         self._ahead, step = turn, self._turns[turn]
         if not step.sizes:
             return

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import InvalidInput
 from ..names import own_parameters
-from . import Shard, address, fsdp1, fsdp2, whole
+from . import Shard, address, fsdp1, fsdp2, whole, zero
 from .ranks import Ranks
 
 _CHILDREN, _VALUES = attrgetter("_modules"), methodcaller("values")
@@ -69,7 +69,7 @@ class Layout:
         fsdp1.check_idle(self._one)
         fsdp2.check_idle(self._two)
 
-    def settle(self) -> None:
+    def reshard(self) -> None:
         """Bring every FSDP unit back to its shards, whatever it is in; ask `check_idle` first where that matters."""
         fsdp2.reshard(self._two)
         fsdp1.reshard(self._one)
@@ -84,7 +84,13 @@ class Layout:
         return self.shard(name, tensor)
 
     def shard(self, name: str, tensor: Tensor) -> Shard:
-        """What this rank holds of a tensor that FSDP1 does not manage."""
+        """What this rank holds of a tensor that FSDP1 does not manage.
+
+        Raises:
+            InvalidInput: ZeRO-3 has partitioned it, or its memory was freed.
+        """
+        zero.check_gathered(name, tensor)
+        _check_held(name, getattr(tensor, "_local_tensor", tensor))
         return fsdp2.shard_of(name, tensor) if hasattr(tensor, "_local_tensor") else whole(tensor)
 
     def parameters(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -138,6 +144,13 @@ class Layout:
     def device(self) -> torch.device | None:
         """Where a sharded model computes, if its weights may lie elsewhere (CPU offloading)."""
         return next((fsdp2.device_of(mesh) for mesh, _ in self._meshes), None)
+
+
+def _check_held(name: str, tensor: Tensor) -> None:
+    """Raise `InvalidInput` for a plain tensor whose memory was given back under it."""
+    plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ and tensor.layout is torch.strided
+    if plain and tensor.numel() and not tensor.is_meta and not tensor.untyped_storage().nbytes():
+        raise InvalidInput(f"{name}: its memory was freed; load it first, or wake up what put it to sleep")
 
 
 def _modules(model: nn.Module) -> list[nn.Module]:

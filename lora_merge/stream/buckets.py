@@ -89,13 +89,18 @@ Table = tuple[tuple[Slot, ...], ...]
 """The slots of every bucket of a stream."""
 
 
+def check_bucket_bytes(bucket_bytes: Any) -> None:
+    """Raise `InvalidInput` unless a bucket of this size can hold something."""
+    if not isinstance(bucket_bytes, int) or isinstance(bucket_bytes, bool) or bucket_bytes < ALIGNMENT:
+        raise InvalidInput(f"bucket_bytes must be a whole number of at least {ALIGNMENT} bytes, got {bucket_bytes!r}")
+
+
 def lay_out(metas: Sequence[Meta], bucket_bytes: int) -> Table:
     """Slots for a stream, in its order: a new bucket begins where the next tensor does not fit into `bucket_bytes`.
 
     A tensor larger than `bucket_bytes` gets a bucket of its own, as large as it needs to be.
     """
-    if bucket_bytes < ALIGNMENT:
-        raise InvalidInput(f"bucket_bytes must be at least {ALIGNMENT}, got {bucket_bytes}")
+    check_bucket_bytes(bucket_bytes)
     buckets: list[list[Slot]] = []
     end = bucket_bytes
     for meta in metas:
@@ -127,8 +132,7 @@ def lay_out_parts(
     Returns:
         The table, and the bytes of each rank's part in each bucket.
     """
-    if bucket_bytes < ALIGNMENT:
-        raise InvalidInput(f"bucket_bytes must be at least {ALIGNMENT}, got {bucket_bytes}")
+    check_bucket_bytes(bucket_bytes)
     room = max(bucket_bytes // len(boxes) // ALIGNMENT, 1) * ALIGNMENT
     parts = [_parts(own, room) for own in boxes]
     table, sizes = [], []
@@ -278,15 +282,15 @@ def _checksum(bits: Tensor, start: tuple[int, ...], whole: tuple[int, ...]) -> i
     first = sum(s * prod(whole[d + 1 :]) for d, s in enumerate(start))
     if bits.shape[1:] == whole[1:] or bits.dim() < 2:  # one run
         total, flat = bits.numel(), bits.view(-1)
-        for begin in range(0, flat.numel(), _CHUNK):
-            chunk = flat[begin : begin + _CHUNK].long()
+        for begin in range(0, flat.numel(), _SUMMED_AT_A_TIME):
+            chunk = flat[begin : begin + _SUMMED_AT_A_TIME].long()
             place = torch.arange(first + begin, first + begin + chunk.numel(), device=chunk.device)
             total += int((chunk * (place * _STEP + 1)).sum().item())
         return total
     if bits.dim() == 2:
         total, (rows, cols) = bits.numel(), bits.shape
         across = torch.arange(cols, device=bits.device)
-        count = max(_CHUNK // cols, 1)
+        count = max(_SUMMED_AT_A_TIME // cols, 1)
         for begin in range(0, rows, count):
             chunk = bits[begin : begin + count].long()
             down = torch.arange(begin, begin + chunk.shape[0], device=bits.device) * whole[1]
@@ -300,6 +304,6 @@ def _checksum(bits: Tensor, start: tuple[int, ...], whole: tuple[int, ...]) -> i
     )
 
 
-_CHUNK = 1 << 24
+_SUMMED_AT_A_TIME = 1 << 24
 _STEP = 2 * 0x1E3779B97F4A7C15
 _MASK = (1 << 63) - 1

@@ -29,6 +29,7 @@ from ..shards.owners import divide
 from ..shards.ranks import Ranks, noted
 from .ahead import Ahead
 from .buckets import Meta, Slot, Table, digest_of, extent, lay_out, lay_out_parts
+from .staging import Copies, Staging, needed
 from .window import Window
 
 _WAYS = {
@@ -56,7 +57,7 @@ class Entry:
     tied: str = ""
 
 
-class Late(Mapping[str, Part]):
+class LazyParts(Mapping[str, Part]):
     """Parts that are read when somebody asks for the first of them: a pass over plans that stand asks for none."""
 
     def __init__(self, read: Callable[[], Mapping[str, Part]]) -> None:
@@ -177,6 +178,8 @@ class Filler:
         ranks = self.ranks if any(turn.everything for turn in turns) else source.merging
         self._operands = Operands(turns, ranks, self.device)
         self._plans: dict[tuple[int, bool], tuple[Hashable, _BucketPlan]] = {}
+        self._staging = Staging(self.device, self._staged())
+        self._by_address: Mapping[int, torch.UntypedStorage] | None = None
         self._ahead = Ahead(self.device)
         self._idle: list[Tensor] = []
         self._lent: dict[int, StorageWeakRef] = {}
@@ -185,8 +188,8 @@ class Filler:
     def adopt(self, source: Source) -> None:
         """What this rank holds now; the parts of which it holds nothing stay what they were."""
         order, elsewhere = self._order, self._elsewhere
-        parts = Late(lambda: {name: source.parts.get(name) or elsewhere[name] for name in order})
-        self.source = replace(source, parts=parts)
+        parts = LazyParts(lambda: {name: source.parts.get(name) or elsewhere[name] for name in order})
+        self.source, self._by_address = replace(source, parts=parts), None
 
     def _boxes(self, source: Source) -> list[list[tuple[Meta, Box]]]:
         """What each rank sends: of every tensor, the boxes that it owns."""
@@ -234,6 +237,14 @@ class Filler:
             turns.append(Turn(list(deltas.values()), jobs, everything))
         return turns
 
+    def _staged(self) -> int:
+        """Bytes of offloaded weights that the largest bucket of this rank is made of."""
+        if all(part.shard.device == self.device for part in self.source.parts.values()):
+            return 0
+        own = ([slot for slot in self.mine(index) if slot.name not in self._wholly] for index in range(len(self.table)))
+        views = ([v for slot in slots for _, _, v in self._held(self.entries[slot.name], slot.box)] for slots in own)
+        return max((sum(needed(v) for v in some if v.device != self.device) for some in views), default=0)
+
     def _held(self, entry: Entry, box: Box) -> list[tuple[tuple[int, ...], Box, Tensor]]:
         """The live parameter's views that make up a box of a tensor; see `Shard.views`."""
         assert entry.window is not None
@@ -276,7 +287,8 @@ class Filler:
             self._operands.release()
             for _, plan in self._plans.values():
                 plan.release()
-            self.source = replace(self.source, parts={}, held=())
+            self._staging.release()
+            self.source, self._by_address = replace(self.source, parts={}, held=()), None
 
     def filled(self, buffers: list[Tensor], run: Mapping[str, Any]) -> Iterator[tuple[int, Tensor]]:
         """Fill bucket after bucket; yield `(index, buffer)`, to be read as `Ahead` says.
@@ -387,29 +399,36 @@ class Filler:
             targets: boxes of tensors of the stream, and where they go.
         """
         known, plan = self._plans.get(key, (None, None))
-        if plan is None or known != at:
+        if plan is None or known != (at, self._staging.address) or not plan.hold(self._staging.memory, self._storages):
             plan = self._make_plan(key[0], targets)
-            self._plans[key] = at, plan
+            self._plans[key] = (at, self._staging.address), plan
         return plan
 
+    def _storages(self) -> Mapping[int, torch.UntypedStorage]:
+        """The memory of this pass, by address."""
+        if self._by_address is None:
+            self._by_address = {storage.data_ptr(): storage for storage in self.source.held}
+        return self._by_address
+
     def _make_plan(self, index: int, targets: Iterable[tuple[str, Box, Tensor]]) -> _BucketPlan:
-        jobs: list[Job] = []
-        segments: list[Segment] = []
-        brought: list[tuple[Tensor, Tensor]] = []
+        boxes = []
         for name, box, target in targets:
             entry = self.entries[name]
             assert entry.window is not None
             delta, unfolded = self.source.parts[entry.sources[0]].delta, entry.window.unfold(target)
             for start, inner, view in self._held(entry, box):
-                source, out = view, cut(unfolded, inner)
-                if view.device != self.device:  # offloaded weights are merged where the bucket is
-                    source = torch.empty(view.shape, dtype=view.dtype, device=self.device)
-                    brought.append((source, view))
-                if delta is None:
-                    segments += copies(name, source, out)
-                else:
-                    jobs.append(Job(delta, start, source, out))
-        return _BucketPlan(MergePlan(jobs, self._operands, segments, index), brought)
+                boxes.append((name, delta, start, view, cut(unfolded, inner)))
+        away = [view for _, _, _, view, _ in boxes if view.device != self.device]
+        staged = self._staging.lay_out(away)  # offloaded weights are merged where the bucket is
+        sources, jobs, segments = iter(staged), list[Job](), list[Segment]()
+        for name, delta, start, view, out in boxes:
+            source = view if view.device == self.device else next(sources)
+            if delta is None:
+                segments += copies(name, source, out)
+            else:
+                jobs.append(Job(delta, start, source, out))
+        copied = Copies(list(zip(staged, away, strict=True)))
+        return _BucketPlan(MergePlan(jobs, self._operands, segments, index), copied, self._staging)
 
     def _fill_wholly(self, index: int, buffer: Tensor, run: Mapping[str, Any], errors: list[Exception]) -> None:
         """Tensors that are made of whole parameters: gather these, merge, convert, and keep what this rank sends."""
@@ -445,13 +464,17 @@ class Filler:
 class _BucketPlan:
     """What fills this rank's part of one bucket: a launch, and before it the copies of offloaded weights."""
 
-    def __init__(self, plan: MergePlan, brought: list[tuple[Tensor, Tensor]]) -> None:
-        self._plan, self._brought = plan, brought
+    def __init__(self, plan: MergePlan, copied: Copies, staging: Staging) -> None:
+        self._plan, self._copied, self._staging = plan, copied, staging
+
+    def hold(self, memory: Tensor | None, storages: Callable[[], Mapping[int, torch.UntypedStorage]]) -> bool:
+        """As `Copies.hold`."""
+        return self._copied.hold(memory, storages)
 
     def release(self) -> None:
         self._plan.release()
+        self._copied.release()
 
     def run(self, run: Mapping[str, Any]) -> None:
-        for here, there in self._brought:
-            here.copy_(there, non_blocking=True)
+        self._staging.bring(self._copied)
         self._plan.run(**run)

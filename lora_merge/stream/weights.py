@@ -17,14 +17,14 @@ from ..kernels.plan import ROUNDINGS
 from ..kernels.segments import FLOATS, raw
 from ..models.claims import Look, check_base, check_readable
 from ..models.conversion import Conversion
-from ..models.live import Live, live
+from ..models.live import Live, check_model, live
 from ..models.part import Part
 from ..models.snapshot import Snapshot
 from ..shards import Shard, cut
 from ..shards.exchange import check_strategy
 from ..shards.ranks import noted
-from .buckets import BUCKET_BYTES, Bucket, Meta, Table, extent, lay_out, metas
-from .filler import Entry, Filler, Late, Source
+from .buckets import BUCKET_BYTES, Bucket, Meta, Table, check_bucket_bytes, extent, lay_out, metas
+from .filler import Entry, Filler, LazyParts, Source
 from .window import window_of
 
 
@@ -47,8 +47,9 @@ class MergedWeights:
         model: any module, with or without PEFT adapters and wrappers; all weights on one device. Or the chunks of a
             megatron-core model, as they are or in `lora_merge.megatron.Chunks`.
         bucket_bytes: size of a bucket. Two of them are in use. A tensor that is larger gets a bucket of its own, and
-            both buffers are then as large as it is (`VllmSync` cuts it instead). Beside them lies, twice, what one
-            bucket needs of sharded adapters; `describe` says how much that is.
+            both buffers are then as large as it is (`VllmSync` cuts it instead). Beside them lie, during a pass, the
+            offloaded weights of one bucket, where weights are offloaded; and, twice, what one bucket needs of sharded
+            adapters; `describe` says how much that is.
         dtype: of floating-point parameters as they go out; default: as they are. Buffers keep their dtype.
         rounding: "nearest" or "stochastic"; the n-th pass then draws with seed n, unless `buckets` is told otherwise.
         adapters: False streams the base weights without what the adapters add.
@@ -56,7 +57,8 @@ class MergedWeights:
             `describe`). "unshard": every parameter is gathered and merged whole; the same bits, for more bytes.
 
     Raises:
-        InvalidInput: weights on several devices, an argument that does not fit, ranks that disagree on the model.
+        InvalidInput: an argument that does not fit (at once); weights on several devices, quantised, sparse or without
+            values, ranks that disagree on the model (when it is read).
         UnsupportedAdapter, AlreadyMerged: as `read_deltas`; AlreadyMerged with `adapters=False`, too.
         On a sharded model an error of one rank is raised there after the last bucket, as `InvalidInput` on the others:
         the tensors of that pass must not be used.
@@ -76,7 +78,11 @@ class MergedWeights:
             raise InvalidInput(f"rounding must be one of {', '.join(ROUNDINGS)}, got {rounding!r}")
         if dtype is not None and dtype not in FLOATS:
             raise InvalidInput(f"dtype must be bfloat16, float16 or float32, got {dtype}")
+        if not isinstance(adapters, bool):
+            raise InvalidInput(f"adapters must be True or False, got {adapters!r}; set_adapter chooses which ones act")
         check_strategy(strategy)
+        check_bucket_bytes(bucket_bytes)
+        check_model(model)
         self.model, self.bucket_bytes, self.dtype, self.rounding = model, bucket_bytes, dtype, rounding
         self.adapters, self.strategy = adapters, strategy
         self.keep_tied = False
@@ -185,10 +191,16 @@ class MergedWeights:
                 check_base(snapshot.modules)
             known = self._known
             if known is not None and known[0] == key:
-                parts: Mapping[str, Part] = Late(lambda: self._read_again(snapshot))
+                parts: Mapping[str, Part] = LazyParts(lambda: self._read_again(snapshot))
             else:
                 parts = model.parts(adapters=self.adapters, keep_tied=self.keep_tied)
                 devices = {part.shard.device for part in parts.values()}
+                empty = [part.name for part in parts.values() if part.shard.device.type == "meta"]
+                if empty and len(devices) > 1:
+                    raise InvalidInput(
+                        f"{empty[0]}: a meta tensor, which holds no values, beside others that do (loaded in part, or "
+                        "offloaded by accelerate); load it first"
+                    )
                 if len(devices) > 1 and not model.sharded:
                     raise InvalidInput(f"all weights must be on one device, got {', '.join(sorted(map(str, devices)))}")
                 device = model.device or next(iter(devices), torch.device("cpu"))

@@ -17,25 +17,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...errors import InvalidInput, LoraMergeError
-from ...names import trail, unwrapped, walk
+from ...names import innermost, trail, walk
 from ...shards import Address, Shard, address
 from ...shards.ranks import Ranks
 from ..conversion import Conversion
-from ..delta import Delta, Factors, Job, Late, in_place
+from ..delta import Delta, Factors, Job, LazyList, in_place
+from ..guards import Replaced, guarded
 from ..part import Part
-from ..snapshot import Places, Snapshot, note, owners, places_in, taken
-from .read import (
-    Chunks,
-    Groups,
-    MegatronModel,
-    ProcessGroups,
-    facts_of,
-    groups_of,
-    is_megatron,
-    layers_off,
-    read,
-    replica,
-)
+from ..snapshot import Indices, Snapshot, indices_in, note, owners, taken
+from .groups import Groups, ProcessGroups, groups_of, replica
+from .read import Chunks, MegatronModel, facts_of, is_megatron, layers_off, read
 
 __all__ = ["Megatron", "is_megatron"]
 _replicas: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
@@ -55,7 +46,7 @@ class Megatron:
     def __init__(self, model: Any) -> None:
         chunks = [model] if isinstance(model, nn.Module) else model
         self._chunks = chunks if isinstance(chunks, Chunks) else Chunks(chunks)
-        self.key = unwrapped(self._chunks.list[0])
+        self.key = innermost(self._chunks.list[0])
         groups, pg = groups_of(self.key)
         self.ranks = Ranks(_replica(groups, pg))
         merging = _larger(pg.tp, pg.expert_tp)
@@ -67,7 +58,7 @@ class Megatron:
         self._layers: list[nn.Module] = []
         self._off = ExitStack()
 
-    def settle(self) -> None:
+    def reshard(self) -> None:
         """Megatron's parameters stay where they are."""
 
     def modules(self) -> Iterator[tuple[str, nn.Module]]:
@@ -93,8 +84,8 @@ class Megatron:
         return self._snapshots[adapters]
 
     @cached_property
-    def _places(self) -> Places | None:
-        return places_in(self.snapshot(), self.key)
+    def _indices(self) -> Indices | None:
+        return indices_in(self.snapshot(), self.key)
 
     def _read(self) -> MegatronModel:
         c = self._chunks
@@ -102,10 +93,10 @@ class Megatron:
         return self._found
 
     def adapters(self) -> tuple[list[object], Sequence[Delta]]:
-        snapshot, places = self.snapshot(), self._places
-        if places is not None:
-            self._layers = [snapshot.modules[at] for at, _ in places.layers]
-            return list(self._layers), Late(self._deltas)
+        snapshot, indices = self.snapshot(), self._indices
+        if indices is not None:
+            self._layers = [snapshot.modules[at] for at, _ in indices.layers]
+            return list(self._layers), LazyList(self._deltas)
         self._layers = list(self._read().adapters)
         return list(self._layers), self._deltas()
 
@@ -163,26 +154,29 @@ class Megatron:
 
     def weights(self, deltas: Sequence[Delta]) -> dict[Address, Tensor]:
         """Whole parameters (whose data may be moved inside the block), also where not all of their rows are adapted."""
-        if self._places is not None:
+        if self._indices is not None:
             found = self.snapshot().parameters
-            parameters = [found[at] for at in self._places.weights]
+            parameters = [found[at] for at in self._indices.weights]
         else:
             parameters = [self._read().parameters[delta.name] for delta in deltas if delta.weight.pieces]
         return {address(parameter): parameter for parameter in parameters}
 
     def owners(self, weights: Mapping[Address, Tensor]) -> list[tuple[nn.Module, str, Tensor | None]]:
-        return owners(self.snapshot(), weights.values(), self._places)
+        return owners(self.snapshot(), weights.values(), self._indices)
 
     @contextmanager
     def jobs(self, deltas: Sequence[Delta], copy: Callable[[Address], Tensor]) -> Iterator[Sequence[Job]]:
-        if self._places is not None:
-            yield Late(lambda: [job for delta in deltas for job in in_place(delta)])
+        if self._indices is not None:
+            yield LazyList(lambda: [job for delta in deltas for job in in_place(delta)])
             return
         jobs = [job for delta in deltas for job in in_place(delta)]
         note(self.key, self.snapshot(), ((layer, []) for layer in self._layers), self.weights(deltas).values())
         yield jobs
 
     def off(self) -> None:
+        savers = Replaced()
+        self._off.callback(savers.back)
+        savers.put(guarded(self.snapshot().modules))
         self._off.enter_context(layers_off(("", layer) for layer in self._layers))
 
     def on(self) -> None:

@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...errors import InvalidInput, LoraMergeError, MissingExtra, UnsupportedAdapter
-from ...names import lineage, unwrapped, walk, wrapped
+from ...errors import InvalidInput, LoraMergeError, UnsupportedAdapter
+from ...names import innermost, lineage, walk, wrapped
 from ...shards import Piece, Shard
 from ..delta import Factors
 from .adapters import Half, Layer, Pair, Style, cut_of, style_of
+from .groups import Groups, groups_of
 from .names import HF, INTERLEAVED, Block, Names, names_of, row_blocks
 
 _CORE = "megatron.core."
@@ -48,33 +49,6 @@ _CONFIG = (
 """What reading asks of a configuration."""
 _EXPERT = re.compile(r"(.*mlp\.experts)\.(?:local_experts\.(\d+)\.)?(linear_fc[12]\.(?:weight|bias))(\d+)?")
 _VOCABULARY = {f"{at}.{kind}" for at in ("embedding.word_embeddings", "output_layer") for kind in ("weight", "bias")}
-
-
-@dataclass(frozen=True, slots=True)
-class Groups:
-    """Where this rank stands: `(rank, size)` in its group of each kind; and the ranks it needs for a whole model.
-
-    Args:
-        tp, expert_tp: tensor parallel, of experts.
-        ep: expert parallel.
-        model: global ranks of its TP x PP group, which hold the dense weights.
-        experts: global ranks of its expert-TP x EP x PP group, which hold the experts.
-    """
-
-    tp: tuple[int, int]
-    expert_tp: tuple[int, int]
-    ep: tuple[int, int]
-    model: tuple[int, ...]
-    experts: tuple[int, ...]
-
-
-class ProcessGroups(NamedTuple):
-    """The process groups behind `Groups`."""
-
-    tp: Any
-    expert_tp: Any
-    model: Any
-    experts: Any
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,7 +95,7 @@ def is_megatron(model: object) -> bool:
     """Whether a model (or the first of a list of chunks) is a megatron-core GPTModel in any wrappers."""
     chunks = model.list if isinstance(model, Chunks) else model
     first = chunks[0] if isinstance(chunks, Sequence) and len(chunks) else chunks
-    return isinstance(first, nn.Module) and _MODEL in lineage(type(unwrapped(first)))
+    return isinstance(first, nn.Module) and _MODEL in lineage(type(innermost(first)))
 
 
 def read(
@@ -143,7 +117,7 @@ def read(
     if not chunks or not all(is_megatron(chunk) for chunk in chunks):
         kinds = ", ".join(type(chunk).__name__ for chunk in chunks) or "none"
         raise InvalidInput(f"expected the chunks of a megatron-core GPTModel, got {kinds}")
-    reader = _Reader([unwrapped(chunk) for chunk in chunks], vocab_size, names)
+    reader = _Reader([innermost(chunk) for chunk in chunks], vocab_size, names)
     try:
         for chunk in chunks:
             reader.chunk(chunk)
@@ -167,7 +141,7 @@ def facts_of(
     Raises:
         UnsupportedAdapter, AlreadyMerged: as `read`, which says where.
     """
-    models: list[Any] = [unwrapped(chunk) for chunk in chunks]
+    models: list[Any] = [innermost(chunk) for chunk in chunks]
     facts: list[Any] = [groups_of(models[0])[0]]
     facts += [(model.share_embeddings_and_output_weights, model.vocab_size) for model in models]
     configs: dict[int, tuple[int, Any]] = {}
@@ -204,47 +178,6 @@ def layers_off(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[None]:
             if style is not None:
                 undo.enter_context(style.off(module))
         yield
-
-
-def replica(groups: Sequence[tuple[Sequence[int], Sequence[int]]], rank: int) -> tuple[int, ...]:
-    """The smallest set of ranks around one that holds a whole model, dense weights and experts.
-
-    Args:
-        groups: `Groups.model` and `Groups.experts` of every rank in the world.
-        rank: a global one.
-    """
-    found, new = set[int](), {rank}
-    while new:
-        found |= new
-        new = {peer for r in new for peers in groups[r] for peer in peers} - found
-    return tuple(sorted(found))
-
-
-def groups_of(model: Any) -> tuple[Groups, ProcessGroups]:
-    """Where this rank stands, for an unwrapped GPTModel.
-
-    Raises:
-        InvalidInput: torch.distributed or Megatron's parallel groups are not initialised.
-    """
-    if not dist.is_available() or not dist.is_initialized():
-        raise InvalidInput("a Megatron model, but torch.distributed is not initialised: init_process_group first")
-    pg: Any = getattr(model, "pg_collection", None)
-    if any(getattr(pg, name, None) is None for name in ("tp", "expt_tp", "ep", "mp", "tp_ep_pp")):
-        try:
-            from megatron.core import parallel_state
-            from megatron.core.process_groups_config import ProcessGroupCollection
-        except ImportError as error:
-            raise MissingExtra(f"pip install lora-merge[megatron]: {error}") from None
-        if not parallel_state.model_parallel_is_initialized():
-            raise InvalidInput("the parallel groups of Megatron are not initialised: initialize_model_parallel first")
-        pg = ProcessGroupCollection.use_mpu_process_groups()
-
-    def place(group: Any) -> tuple[int, int]:
-        return dist.get_rank(group), dist.get_world_size(group)
-
-    model_ranks, expert_ranks = (tuple(dist.get_process_group_ranks(group)) for group in (pg.mp, pg.tp_ep_pp))
-    groups = Groups(place(pg.tp), place(pg.expt_tp), place(pg.ep), model_ranks, expert_ranks)
-    return groups, ProcessGroups(pg.tp, pg.expt_tp, pg.mp, pg.tp_ep_pp)
 
 
 class _Weight(NamedTuple):
@@ -297,7 +230,7 @@ class _Reader:
             )
 
     def chunk(self, chunk: nn.Module) -> None:
-        model: Any = unwrapped(chunk)
+        model: Any = innermost(chunk)
         adapters: dict[str, list[tuple[Layer, Style]]] = {}
         layer_at, layer_name = "", ""
         for path, module in walk(chunk):

@@ -11,16 +11,20 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from ...errors import AlreadyMerged, UnsupportedAdapter
+from ...errors import UnsupportedAdapter
 from ...kernels.checks import overlapping
-from ...names import NamedTensor, named_tensors, walk, wrapped
+from ...names import NamedTensor, named_tensors, walk
 from ...shards import Address, address
 from ...shards.layout import Layout
+from ...shards.zero import check_unmanaged
 from ..claims import to_the_end
 from ..conversion import Conversion, read_conversion, saved_name, tied_keys
-from ..delta import Delta, Job, Late, in_place, whole_job
+from ..delta import Delta, Job, LazyList, in_place, whole_job
+from ..guards import Replaced, guarded, refuse
 from ..part import Part
-from ..snapshot import Places, Snapshot, note, owners, places_in, take
+from ..plain import check_plain
+from ..snapshot import Indices, Snapshot, indices_in, note, owners, take
+from .idle import warn_if_idle
 from .read import Adapters, PeftLayer, read_adapters
 
 
@@ -35,18 +39,18 @@ class Peft:
         self._adapters: Adapters | None = None
         self._snapshots: dict[bool, Snapshot] = {}
         self._layers: list[tuple[PeftLayer, list[str]]] = []
-        self._off: list[tuple[dict[str, Any], list[tuple[str, Any]]]] = []
-        self._settled = False
+        self._off = Replaced()
+        self._resharded = False
 
-    def settle(self) -> None:
-        self._layout.settle()
+    def reshard(self) -> None:
+        self._layout.reshard()
 
     def _open(self) -> Layout:
         """The layout, of units that are on their shards. May fail on one rank alone."""
-        if not self._settled:
+        if not self._resharded:
             self._layout.check_idle()
-            self.settle()
-            self._settled = True
+            self.reshard()
+            self._resharded = True
         return self._layout
 
     def modules(self) -> Iterator[tuple[str, nn.Module]]:
@@ -54,32 +58,43 @@ class Peft:
 
     def snapshot(self, *, adapters: bool = True) -> Snapshot:
         if adapters not in self._snapshots:
-            self._snapshots[adapters] = take(self.key, self._open(), adapters=adapters)
+            layout = self._open()
+            try:
+                self._snapshots[adapters] = take(self.key, layout, adapters=adapters)
+            except Exception:
+                check_plain(self.modules(), named_tensors(self.key, layout.parameters))  # says of which tensor
+                if adapters:
+                    self._read()  # or of which layer
+                raise
         return self._snapshots[adapters]
 
     @cached_property
-    def _places(self) -> Places | None:
-        return places_in(self.snapshot(), self.key)
+    def _indices(self) -> Indices | None:
+        return indices_in(self.snapshot(), self.key)
 
     def _read(self) -> Adapters:
-        self._adapters = self._adapters or read_adapters(self.key, self._open())
+        if self._adapters is None:
+            self._adapters = read_adapters(self.key, self._open())
+            warn_if_idle(self.key, self._adapters.layers)
         return self._adapters
 
     def adapters(self) -> tuple[list[object], Sequence[Delta]]:
-        snapshot, places = self.snapshot(), self._places
-        if places is None:
+        snapshot, indices = self.snapshot(), self._indices
+        if indices is None:
             deltas: Sequence[Delta] = self._read().deltas
             self._layers = self._read().layers
         else:
-            deltas = Late(lambda: self._read().deltas)
-            self._layers = [(snapshot.modules[at], active) for at, active in places.layers]
+            deltas = LazyList(lambda: self._read().deltas)
+            self._layers = [(snapshot.modules[at], active) for at, active in indices.layers]
         return [layer for layer, _ in self._layers], deltas
 
     def parts(self, *, adapters: bool, keep_tied: bool) -> dict[str, Part]:
         found = self._read().deltas if adapters else []
         # By place, not by name: a module that has several names has its adapter under each of them.
         deltas = {(id(d.owner), d.attribute): d for d in found}
-        named = [(t, deltas.get((id(t.owner), t.attribute))) for t in named_tensors(self.key, self._open().parameters)]
+        tensors = list(named_tensors(self.key, self._open().parameters))
+        check_plain(self.modules(), tensors)
+        named = [(t, deltas.get((id(t.owner), t.attribute))) for t in tensors]
         tied = self._tied(named)
         return {t.name: self._part(t, d, tied.get(t.name, "")) for t, d in named if keep_tied or t.name not in tied}
 
@@ -124,18 +139,18 @@ class Peft:
 
     def weights(self, deltas: Sequence[Delta]) -> dict[Address, Tensor]:
         """Parameters (whose data may be moved inside the block), or what FSDP holds of them."""
-        snapshot, places = self.snapshot(), self._places
-        if places is not None:
+        snapshot, indices = self.snapshot(), self._indices
+        if indices is not None:
             tensors = snapshot.tensors if self.sharded else snapshot.parameters
-            return {address(tensors[at]): tensors[at] for at in places.weights}
+            return {address(tensors[at]): tensors[at] for at in indices.weights}
         if self.sharded:
             return {address(piece.tensor): piece.tensor for delta in deltas for piece in delta.weight.pieces}
         return {address(parameter): parameter for delta in deltas for parameter in [_parameter(delta)]}
 
     def owners(self, weights: Mapping[Address, Tensor]) -> list[tuple[nn.Module, str, Tensor | None]]:
-        return [] if self.sharded else owners(self.snapshot(), weights.values(), self._places)
+        return [] if self.sharded else owners(self.snapshot(), weights.values(), self._indices)
 
-    def _note_places(self) -> None:
+    def _note_indices(self) -> None:
         """Keep where things are; not of what FSDP1 manages, which modules need not hold."""
         if not self._layout.flat:
             read = self._read()
@@ -146,13 +161,15 @@ class Peft:
     def jobs(self, deltas: Sequence[Delta], copy: Callable[[Address], Tensor]) -> Iterator[Sequence[Job]]:
         """The first adapted user of a tied weight merges in place; its other users get a parameter of their own, which
         is the copy, or a merged tensor if they have an adapter too."""
-        if self._places is not None:
-            yield Late(lambda: [job for delta in deltas for job in in_place(delta)])
+        if self._indices is not None:
+            yield LazyList(lambda: [job for delta in deltas for job in in_place(delta)])
             return
+        for delta in () if self.sharded else deltas:  # FSDP1 takes parameters out of their modules
+            check_unmanaged(delta.name, _parameter(delta))
         self._check_apart(deltas)
         if self.sharded:
             jobs = self._sharded_jobs(deltas)
-            self._note_places()
+            self._note_indices()
             yield jobs
             return
         jobs = []
@@ -172,7 +189,7 @@ class Peft:
             jobs.append(whole_job(delta, source, destination))
         swaps += [(owner, attribute, copy(where)) for where in users for owner, attribute in users[where]]
         if not swaps:
-            self._note_places()
+            self._note_indices()
         before = [owner._parameters[attribute] for owner, attribute, _ in swaps]
         try:
             for (owner, attribute, tensor), tied in zip(swaps, before, strict=True):
@@ -225,29 +242,16 @@ class Peft:
         return [job for delta in deltas for job in in_place(delta)]
 
     def off(self) -> None:
-        """Makes PEFT's forward take its merged path, and keeps PEFT from merging, unmerging and saving: beside
-        an adapter on embeddings it saves their base."""
-        changes: list[tuple[nn.Module, dict[str, Any]]] = [(_saver(self.key), {"save_pretrained": _refuse})]
-        for layer, active in self._layers:
-            if active:
-                changes.append((layer, {"merged_adapters": list(active), "merge": _refuse, "unmerge": _refuse}))
-        for module, new in changes:
-            inside = module.__dict__
-            self._off.append((inside, [(key, inside.get(key, _NONE)) for key in new]))
-        for module, new in changes:
-            module.__dict__.update(new)
+        """Makes PEFT's forward take its merged path, and keeps PEFT from merging and unmerging, and everything in the
+        model from saving: there are merged weights under the base's names."""
+        merged = {"merge": refuse, "unmerge": refuse}
+        layers = [(layer, {"merged_adapters": list(active), **merged}) for layer, active in self._layers if active]
+        self._off.put([*guarded(self.snapshot().modules), *layers])
 
     def on(self) -> None:
-        for inside, before in self._off:
-            for key, value in before:
-                if value is _NONE:
-                    inside.pop(key, None)
-                else:
-                    inside[key] = value
+        self._off.back()
 
 
-_NONE = object()
-"""Stands for an attribute that a module has not itself."""
 _apart: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
 """The facts of the snapshot for which a model's adapted weights were last found to have their memory to themselves."""
 
@@ -261,18 +265,3 @@ def _parameter(delta: Delta) -> Tensor:
     parameter = delta.owner._parameters[delta.attribute]
     assert parameter is not None
     return parameter
-
-
-def _saver(model: nn.Module) -> nn.Module:
-    """The PeftModel, or what else has adapters and is saved with them; the model itself where nothing has."""
-    found: nn.Module | None = model
-    while found is not None and "peft_config" not in found.__dict__ and not hasattr(type(found), "peft_config"):
-        found = wrapped(found)
-    return model if found is None else found
-
-
-def _refuse(*args: object, **kwargs: object) -> None:
-    raise AlreadyMerged(
-        "inside lora_merge.merged() the adapters are merged and the base is not at hand: leave the block before "
-        "PEFT's merge_adapter, unmerge_adapter, set_adapter, disable_adapter or save_pretrained"
-    )

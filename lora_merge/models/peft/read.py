@@ -7,7 +7,8 @@ passed over. PEFT is not imported; a model that holds its layers has done so.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
@@ -17,12 +18,13 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import nn
 
-from ...errors import AlreadyMerged, InvalidInput, UnsupportedAdapter
+from ...errors import AlreadyMerged, InvalidInput, LoraMergeError, UnsupportedAdapter
 from ...kernels.segments import FLOATS
-from ...names import any_wrapper, lineage, unwrapped, walk
+from ...names import any_wrapper, check_module, innermost, lineage, walk
 from ...shards import Shard, whole
 from ...shards.layout import Layout
 from ..delta import Delta, Factors
+from ..plain import REMEDY
 from .forwards import strange_forward
 
 PeftLayer: TypeAlias = Any
@@ -47,6 +49,9 @@ _REASONS = {
 
 _LINEAR, _EMBEDDING, _PARAMETER = _LAYERS + "Linear", _LAYERS + "Embedding", _LAYERS + "ParamWrapper"
 _BACKEND = "quantization_backend"
+_QUANTISED_KINDS = ("aqlm", "awq", "bnb", "eetq", "gptq", "hqq", "inc", "torchao")
+_QUANTISED = tuple(f"peft.tuners.lora.{kind}." for kind in _QUANTISED_KINDS)
+"""Where PEFT keeps its layers for quantised bases."""
 _MESH = "_hf_device_mesh"
 _SWAPPED = "_did_swap_in_out_features"
 _GEOMETRY = ("kernel_size", "stride", "padding", "dilation", "padding_mode")
@@ -87,6 +92,7 @@ def read_deltas(model: nn.Module) -> list[Delta]:
 
 def read_adapters(model: nn.Module, layout: Layout | None = None) -> Adapters:
     """As `read_deltas`, with the layers and the places of parameters."""
+    check_module(model)
     layout = layout or Layout(model)
     found = Adapters([], [], {}, layout)
     layer_name, seen, bare, adapted = "", set(), {}, set()
@@ -100,17 +106,22 @@ def read_adapters(model: nn.Module, layout: Layout | None = None) -> Adapters:
             continue
         seen.add(id(module))
         if kind == _TUNER_LAYER:
-            active = _active(name, module)
+            with _readable(name, module):
+                active = _active(name, module)
+                deltas = _layer_deltas(name, module, active, layout) if active else []
             found.layers.append((module, active))
-            for delta in _layer_deltas(name, module, active, layout) if active else ():
+            for delta in deltas:
                 place = (id(delta.owner), delta.attribute)
                 if place in adapted:
                     raise UnsupportedAdapter(f"{delta.name}: two adapter layers change this parameter; target it once")
                 adapted.add(place)
                 found.deltas.append(delta)
         elif kind == _PEFT_MODEL:
-            _check_peft_type(module)
+            with _readable(name, module):
+                _check_peft_type(module)
         for attribute, parameter in layout.parameters(module):
+            if parameter.layout is not torch.strided:
+                raise InvalidInput(f"{name}.{attribute}: expected a dense tensor, got layout {parameter.layout}")
             found.users.setdefault(layout.identity(module, attribute, parameter), []).append((module, attribute))
     for delta in found.deltas:
         if id(delta.owner) in bare:
@@ -119,6 +130,20 @@ def read_adapters(model: nn.Module, layout: Layout | None = None) -> Adapters:
                 "place a module of its own (it may share the parameter)"
             )
     return found
+
+
+@contextmanager
+def _readable(name: str, module: PeftLayer) -> Iterator[None]:
+    """What is missing in a module, or of another type than PEFT makes it, is an error that names the module."""
+    try:
+        yield
+    except LoraMergeError:
+        raise
+    except Exception as error:
+        raise InvalidInput(
+            f"{name or 'the model'}: this {lineage(type(module))[0]} cannot be read ({type(error).__name__}: {error}); "
+            "it is not as PEFT 0.18 to 0.21 makes it: load the adapter again, or call add_adapter"
+        ) from error
 
 
 def _kind(cls: type) -> str | None:
@@ -177,7 +202,7 @@ def adapter_facts(modules: Sequence[nn.Module]) -> tuple[list[Any], list[nn.Modu
             facts.append(_peft_types(module))
         if _MESH in module.__dict__:
             facts.append((id(module), module.__dict__[_MESH]))
-    return facts, [unwrapped(part) for part in parts] if any_wrapper(parts) else parts
+    return facts, [innermost(part) for part in parts] if any_wrapper(parts) else parts
 
 
 def _layer_facts(layer: PeftLayer, parts: list[nn.Module]) -> list[Any]:
@@ -203,12 +228,12 @@ def _layer_facts(layer: PeftLayer, parts: list[nn.Module]) -> list[Any]:
         facts.append(layer.fan_in_fan_out)
     elif path == _EMBEDDING:
         parts += (inside["lora_embedding_A"], inside["lora_embedding_B"])
-        facts.append(unwrapped(layer).max_norm)
+        facts.append(innermost(layer).max_norm)
     elif path == _PARAMETER:
         facts += (layer.parameter_name, layer.num_experts, getattr(layer, _SWAPPED, False))
     else:
-        base = unwrapped(layer)
-        convs = [base, *(unwrapped(part) for part in parts[begin:])]
+        base = innermost(layer)
+        convs = [base, *(innermost(part) for part in parts[begin:])]
         facts += [base.groups, *(getattr(conv, what, None) for conv in convs for what in _GEOMETRY)]
     return facts
 
@@ -218,10 +243,11 @@ def _layer_deltas(name: str, layer: PeftLayer, active: list[str], layout: Layout
     path = lineage(type(layer))[0]
     read = _READERS.get(path)
     if read is None:
-        raise UnsupportedAdapter(f"{name}: a {path} cannot be merged here{_LAYER_REASONS.get(path, '')}")
+        reason = f": the base is quantised; {REMEDY}" if path.startswith(_QUANTISED) else _LAYER_REASONS.get(path, "")
+        raise UnsupportedAdapter(f"{name}: a {path} cannot be merged here{reason}")
     if getattr(layer, _BACKEND, None) is not None:
-        raise UnsupportedAdapter(f"{name}: the base is quantised ({layer.quantization_backend}); merge a float one")
-    base = unwrapped(layer)
+        raise UnsupportedAdapter(f"{name}: the base is quantised ({layer.quantization_backend}); {REMEDY}")
+    base = innermost(layer)
     if base.__dict__.get(_MESH) is not None:
         raise UnsupportedAdapter(f"{name}: the base is sharded by transformers' tensor parallelism")
     dora = [adapter for adapter in active if _is_dora(name, layer, adapter)]
@@ -280,14 +306,21 @@ class _Reading(NamedTuple):
         return Delta(name, weight, factors, experts, transposed, None, self.base, attribute)
 
     def factors(self) -> tuple[Factors, ...]:
-        return tuple(
-            Factors(
-                self.shard(_part(self.layer, "lora_A", adapter), "weight"),
-                self.shard(_part(self.layer, "lora_B", adapter), "weight"),
-                float(self.layer.scaling[adapter]),
-            )
-            for adapter in self.active
-        )
+        found = []
+        for adapter in self.active:
+            lora_A, lora_B = (_part(self.layer, kind, adapter) for kind in ("lora_A", "lora_B"))
+            if lora_A._parameters.get("bias") is not None:
+                raise UnsupportedAdapter(f"{self.name}: lora_A of '{adapter}' has a bias, which no weight can express")
+            found.append(Factors(self.shard(lora_A, "weight"), self.shard(lora_B, "weight"), self.scaling(adapter)))
+        return tuple(found)
+
+    def scaling(self, adapter: str) -> float:
+        scaling = self.layer.scaling[adapter]
+        try:
+            return float(scaling)
+        except (TypeError, ValueError):
+            told = f"the scaling of '{adapter}' must be a number, got {scaling!r}"
+            raise InvalidInput(f"{self.name}: {told}; call set_scale('{adapter}', 1.0)") from None
 
 
 def _is_dora(name: str, layer: PeftLayer, adapter: str) -> bool:
@@ -303,7 +336,7 @@ def _is_dora(name: str, layer: PeftLayer, adapter: str) -> bool:
 
 def _part(layer: PeftLayer, kind: str, adapter: str) -> nn.Module:
     """`layer.kind[adapter]`, straight from the dicts: with thousands of them, `__getattr__` would take longest."""
-    return unwrapped(layer._modules[kind]._modules[adapter])
+    return innermost(layer._modules[kind]._modules[adapter])
 
 
 def _read_linear(reading: _Reading) -> list[Delta]:
@@ -340,7 +373,7 @@ def _read_bias(reading: _Reading) -> list[Delta]:
     for adapter in reading.active:
         bias = reading.layout.of(reading.name, _part(layer, "lora_B", adapter), "bias")
         if bias is not None:
-            factors.append(Factors(whole(_one(bias.dtype, bias.device)), bias, float(layer.scaling[adapter])))
+            factors.append(Factors(whole(_one(bias.dtype, bias.device)), bias, reading.scaling(adapter)))
     if not factors:
         return []
     if reading.layout.of(reading.name, base, "bias") is None:
@@ -362,7 +395,7 @@ def _read_embedding(reading: _Reading) -> list[Delta]:
         Factors(
             reading.shard(layer.lora_embedding_A, adapter),
             reading.shard(layer.lora_embedding_B, adapter),
-            float(layer.scaling[adapter]),
+            reading.scaling(adapter),
         )
         for adapter in reading.active
     )
@@ -390,23 +423,36 @@ def _check(delta: Delta) -> None:
     if weight.dtype not in FLOATS or kind not in ("Tensor", "DTensor"):
         raise UnsupportedAdapter(
             f"{delta.name}: the base is a {kind} of {weight.dtype}; only plain bfloat16, float16 and float32 weights "
-            "can be merged here, not quantised ones"
+            f"can be merged here. If it is quantised, {REMEDY}"
         )
     if weight.whole and len(weight.shape) != (2 if delta.experts is None else 3):
         tensor = weight.pieces[0].tensor
         if not tensor.is_contiguous():
             raise UnsupportedAdapter(f"{delta.name}: the base must be contiguous, got strides {tensor.stride()}")
+    if len(weight.shape) < (1 if delta.experts is None else 2):
+        raise UnsupportedAdapter(f"{delta.name}: the base has shape {weight.shape}, which is no matrix")
     (out, cols), experts = delta.shape, delta.experts or 1
     for f in delta.factors:
-        rank = f.lora_A.shape[0] // experts
-        fits = prod(f.lora_A.shape) == experts * rank * cols and prod(f.lora_B.shape) == out * rank * experts
-        if not fits or f.lora_B.shape[0] != out:
+        _check_values(delta, "lora_A", f.lora_A)
+        _check_values(delta, "lora_B", f.lora_B)
+        fits = bool(f.lora_A.shape and f.lora_B.shape) and f.lora_B.shape[0] == out
+        rank = f.lora_A.shape[0] // experts if fits else 0
+        if not fits or prod(f.lora_A.shape) != experts * rank * cols or prod(f.lora_B.shape) != out * rank * experts:
             raise UnsupportedAdapter(
                 f"{delta.name}: lora_A {f.lora_A.shape} and lora_B {f.lora_B.shape} do not fit a weight of shape "
                 f"{weight.shape} ({experts} x [{out}, {cols}]); is it sharded or offloaded?"
             )
         if not math.isfinite(f.scaling):
             raise InvalidInput(f"{delta.name}: scaling must be finite, got {f.scaling}")
+
+
+def _check_values(delta: Delta, label: str, factor: Shard) -> None:
+    """Raise unless a factor of an adapter has values that can be read, where the weight has."""
+    for tensor in (piece.tensor for piece in factor.pieces):
+        if tensor.is_meta and delta.weight.device.type != "meta":
+            raise InvalidInput(f"{delta.name}: {label} is a meta tensor and holds no values; load the adapter first")
+        if tensor.layout is not torch.strided:
+            raise InvalidInput(f"{delta.name}: {label} must be a dense tensor, got layout {tensor.layout}")
 
 
 _READERS: dict[str, Callable[[_Reading], list[Delta]]] = {

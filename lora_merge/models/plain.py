@@ -1,0 +1,90 @@
+"""Whether the tensors of a model are plain weights, element by element: not quantised, packed or sparse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import InvalidInput
+from ..names import NamedTensor, lineage
+from ..shards.fsdp2 import is_dtensor_kind
+
+_PACKED_CLASSES = {
+    "bitsandbytes.nn.modules.Params4bit": "4-bit, bitsandbytes",
+    "bitsandbytes.nn.modules.Int8Params": "8-bit, bitsandbytes",
+}
+_PACKED_MODULES = {
+    "bitsandbytes.nn.modules.Linear4bit": "4-bit, bitsandbytes",
+    "bitsandbytes.nn.modules.Linear8bitLt": "8-bit, bitsandbytes",
+    "bitsandbytes.nn.modules.Embedding4bit": "4-bit, bitsandbytes",
+    "bitsandbytes.nn.modules.Embedding8bit": "8-bit, bitsandbytes",
+}
+"""What they keep may be of any dtype (`bnb_4bit_quant_storage`), and a plain tensor once it is sharded."""
+_PACKED_NAMES = {"qweight", "qzeros", "weight_packed"}
+"""What GPTQ, AWQ and compressed-tensors call the integers into which they pack several weights each."""
+_HIDDEN = ("torch.ao.nn.quantized.", "torch.ao.nn.sparse.quantized.")
+"""Modules whose weights are in no parameter and no buffer."""
+REMEDY = "load the base in bfloat16, float16 or float32, or dequantise it first (transformers: model.dequantize())"
+
+
+def check_plain(modules: Iterable[tuple[str, nn.Module]], tensors: Iterable[NamedTensor]) -> None:
+    """Raise `InvalidInput`, naming the first tensor or module of a model whose elements are no weights.
+
+    Args:
+        modules: of the model, with their names; each may come several times.
+        tensors: its parameters and buffers.
+    """
+    for t in tensors:
+        _check_tensor(t)
+    for name, module in modules:
+        hidden = next((path for path in lineage(type(module)) if path.startswith(_HIDDEN)), None)
+        if hidden is not None:
+            raise InvalidInput(f"{name}: the base is quantised (a {hidden}); {REMEDY}")
+        quantizer = module.__dict__.get("hf_quantizer")
+        if quantizer is not None:  # of a kind that was not known above
+            config: Any = getattr(quantizer, "quantization_config", None)
+            method = getattr(config, "quant_method", type(quantizer).__name__)
+            raise InvalidInput(
+                f"{name or 'the model'}: the base is quantised ({getattr(method, 'value', method)}); {REMEDY}"
+            )
+
+
+def _check_tensor(t: NamedTensor) -> None:
+    if isinstance(t.tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
+        raise InvalidInput(f"{t.name}: a lazy module that has not been initialised yet: run a forward first")
+    how = _quantised(t)
+    if how is not None:
+        held = f"{t.tensor.dtype} {tuple(t.tensor.shape)}"
+        raise InvalidInput(f"{t.name}: the base is quantised ({how}): what it holds, {held}, are no weights; {REMEDY}")
+    if t.tensor.is_nested:
+        raise InvalidInput(f"{t.name}: expected a dense tensor, got a nested one; call to_padded_tensor() first")
+    if t.tensor.layout is not torch.strided:
+        raise InvalidInput(f"{t.name}: expected a dense tensor, got layout {t.tensor.layout}; call to_dense() first")
+    if t.tensor.is_conj() or t.tensor.is_neg():
+        raise InvalidInput(f"{t.name}: a conjugate or negative still to be computed: resolve_conj(), resolve_neg() do")
+
+
+def _quantised(t: NamedTensor) -> str | None:
+    """By which format the elements of a tensor stand for others; None where they are what they seem."""
+    local: Tensor = getattr(t.tensor, "_local_tensor", t.tensor)
+    for cls in {type(t.tensor), type(t.tensor.data), type(local)}:
+        known = next((_PACKED_CLASSES[path] for path in lineage(cls) if path in _PACKED_CLASSES), None)
+        if known is not None:
+            return known
+        if cls.__torch_dispatch__ is not Tensor.__torch_dispatch__ and not is_dtensor_kind(cls):
+            return f"a {lineage(cls)[0]}"
+    if t.attribute == "weight":
+        found = next((_PACKED_MODULES[p] for p in lineage(type(t.owner)) if p in _PACKED_MODULES), None)
+        if found is not None:
+            return found
+    if local.is_quantized:
+        return f"{local.dtype}"
+    if t.attribute in _PACKED_NAMES and not local.is_floating_point():
+        return f"{t.attribute} of a {type(t.owner).__name__}"
+    whole_weight = t.attribute in t.owner._parameters or t.attribute == "weight"
+    if local.dtype.itemsize == 1 and local.dtype != torch.bool and (whole_weight or local.is_floating_point()):
+        return f"{local.dtype}"
+    return None

@@ -1,0 +1,85 @@
+"""Models whose tensors are not plain weights are refused by name, adapters or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import models
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
+
+from lora_merge import InvalidInput, MergedWeights
+
+
+def head(change: Callable[[Tensor], Tensor]) -> nn.Module:
+    model = models.qwen2()
+    model.lm_head.weight = nn.Parameter(change(model.lm_head.weight.detach()), requires_grad=False)
+    return model
+
+
+def packed(**tensors: Tensor) -> nn.Module:
+    """A layer as GPTQ, AWQ, EETQ and others hold it, in buffers."""
+    model = models.qwen2()
+    layer = model.model.layers[1].mlp.up_proj = nn.Module()
+    for name, tensor in tensors.items():
+        layer.register_buffer(name, tensor)
+    return model
+
+
+def dynamic() -> nn.Module:
+    """torch's own, whose weights are in no parameter."""
+    return torch.ao.quantization.quantize_dynamic(models.qwen2(), {nn.Linear}, dtype=torch.qint8)
+
+
+def noted(model: nn.Module) -> nn.Module:
+    """Of a format that no tensor shows."""
+    quantizer = type("VptqHfQuantizer", (), {"quantization_config": type("Config", (), {"quant_method": "vptq"})()})
+    model.hf_quantizer = quantizer()
+    return model
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "fp8": (lambda: head(lambda w: w.to(torch.float8_e4m3fn)), r"lm_head.weight: .*quantised .*float8_e4m3fn"),
+    "int8": (lambda: head(lambda w: w.to(torch.int8)), r"lm_head.weight: .*quantised .*int8.*dequantise"),
+    "uint8": (lambda: head(lambda w: w.to(torch.uint8)[:, :16]), r"lm_head.weight: .*quantised .*uint8 .101, 16."),
+    "a tensor subclass": (lambda: head(lambda w: TwoTensor(w, w)), r"lm_head.weight: .*quantised .*TwoTensor"),
+    "gptq": (
+        lambda: packed(qweight=torch.ones(4, 48, dtype=torch.int32), scales=torch.ones(1, 48)),
+        r"layers.1.mlp.up_proj.qweight: .*quantised",
+    ),
+    "compressed-tensors": (
+        lambda: packed(weight_packed=torch.ones(48, 4, dtype=torch.int32)),
+        r"up_proj.weight_packed: .*quantised",
+    ),
+    "an int8 buffer": (lambda: packed(weight=torch.ones(48, 32, dtype=torch.int8)), r"up_proj.weight: .*quantised"),
+    "torch's own": (dynamic, r"layers.0.self_attn.q_proj: the base is quantised"),
+    "said by transformers": (lambda: noted(models.qwen2()), r"the model: the base is quantised .vptq.; load"),
+    "sparse": (lambda: head(Tensor.to_sparse), r"lm_head.weight: expected a dense tensor, got .*sparse_coo"),
+    "sparse, by rows": (lambda: head(Tensor.to_sparse_csr), r"lm_head.weight: expected a dense tensor, .*sparse_csr"),
+    "lazy": (lambda: nn.Sequential(nn.LazyLinear(3)), r"0.weight: .*run a forward first"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", CASES)
+def test_refused(case: str) -> None:
+    build, message = CASES[case]
+    model = build()
+    for attempt in (lambda: list(MergedWeights(model)), lambda: MergedWeights(model, adapters=False).metadata()):
+        with pytest.raises(InvalidInput, match=message):
+            attempt()
+
+
+def test_integers_that_are_values() -> None:
+    """Counters and masks are streamed as they are."""
+    model = packed(
+        mask=torch.ones(3, 3, dtype=torch.bool),
+        count=torch.tensor(7),
+        ids=torch.arange(9, dtype=torch.int32),
+        tril=torch.ones(3, 3, dtype=torch.uint8),
+    )
+    streamed = dict(MergedWeights(model))
+    for name, tensor in model.model.layers[1].mlp.up_proj.named_buffers():
+        assert torch.equal(streamed[f"model.layers.1.mlp.up_proj.{name}"], tensor)
