@@ -230,7 +230,7 @@ def table(rows: Sequence[Row]) -> str:
     lines = ["| architecture | merged | adapter |", "|---|---|---|"]
     for row in rows:
         merged = row.merged if row.vllm == "right" else f"vLLM itself: {row.vllm}"
-        lines.append(f"| {row.name} | {cell(merged)} | {cell(row.adapter)} |")
+        lines.append(f"| {row.name} | {cell(merged)} | {cell(row.adapter) if row.vllm == 'right' else ''} |")
     return "\n".join(lines)
 
 
@@ -250,7 +250,8 @@ def tried(architecture: Architecture, timeout: float) -> Row:
 
 def cell(text: str) -> str:
     """What fits a table; the record has the rest."""
-    text = text.replace("|", "/").replace("\n", " ")
+    text = text.replace("|", "/").replace(f"{OTHER}: (tensor", f"{OTHER}: log-probs (tensor")
+    text = text.partition(" for the prompt")[0].partition(" (tensor")[0]
     return text if len(text) <= 90 else f"{text[:87]}..."
 
 

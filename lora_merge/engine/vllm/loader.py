@@ -151,8 +151,8 @@ class Loader:
                 self._reload.after(names)
 
     def _staged(self, slot: Slot, data: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Keep a slot of a tensor that goes through `load_weights`; yield the tensor when it is whole. Layerwise reload
-        holds on to tensors until their layer is complete, the bucket does not."""
+        """Keep a slot of a tensor that goes through `load_weights`; yield the tensor when it is whole. In memory of its
+        own, as `load_weights` may write to what it is given (GPT-OSS zeroes biases)."""
         if slot.name not in self._begun:
             self._begun[slot.name] = torch.empty(slot.whole, dtype=slot.dtype, device=data.device), 0
         tensor, filled = self._begun[slot.name]
@@ -181,9 +181,9 @@ class Loader:
 
     def finish(self) -> None:
         """Everything is loaded: what vLLM makes of several layers' weights is made again."""
+        if self._reload is not None and self._reload.lacking:  # their layers are closed by `abort`
+            raise RuntimeError(f"these tensors did not come: {', '.join(self._reload.lacking)}")
         reload, self._reload = self._reload, None
-        if reload is not None and reload.lacking:
-            raise RuntimeError(f"these tensors did not come: {', '.join(reload.lacking)}")
         derived, tied, computed = self._modules.kept(_derived), self._tied_layers(), self._modules.kept(_computed)
         if not (reload or derived or tied or computed):
             return
