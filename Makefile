@@ -11,13 +11,13 @@ SOURCES := pyproject.toml setup.py $(wildcard csrc/*.h csrc/*.cpp csrc/*/*)
 # Real vLLM engines on the CPU, with pins that hold together, in an environment of their own.
 VLLM := .venv-vllm
 
-.PHONY: bench test test-vllm test-peft test-megatron test-trainers lint cuda clean
+.PHONY: bench test test-vllm test-peft test-megatron test-libraries lint cuda clean
 
 bench: $(VENV)/installed
 	$(PY) benchmarks/merge.py --plot benchmarks/work/merge.png $(ARGS)
 
 test: $(VENV)/installed
-	$(PY) -m pytest $(foreach kind,vllm megatron trainers,--ignore-glob='tests/test_$(kind)*') $(ARGS)
+	$(PY) -m pytest $(foreach kind,vllm megatron libraries,--ignore-glob='tests/test_$(kind)*') $(ARGS)
 
 # The tests that start vLLM: about 3 GB of packages. One of them trains with megatron-core.
 test-vllm: $(VLLM)/installed $(VENV)/megatron/done
@@ -26,7 +26,7 @@ test-vllm: $(VLLM)/installed $(VENV)/megatron/done
 # The tests that use PEFT, once more with the oldest release that is supported.
 test-peft: $(VENV)/installed $(VENV)/peft-oldest/done
 	PYTHONPATH=$(VENV)/peft-oldest $(PY) -m pytest $(ARGS) \
-		$$(grep -lE '^ *(import|from) (models|peft)' tests/test_*.py | grep -vE 'test_(vllm|megatron|trainers)')
+		$$(grep -lE '^ *(import|from) (models|peft)' tests/test_*.py | grep -vE 'test_(vllm|megatron|libraries)')
 
 # The tests on real megatron-core models, with Megatron-Bridge's adapters.
 test-megatron: $(VENV)/installed $(VENV)/megatron/done
@@ -38,8 +38,8 @@ lint: $(VENV)/installed
 	$(VENV)/bin/mypy
 
 # The tests with libraries that trainers bring: DeepSpeed, bitsandbytes.
-test-trainers: $(VENV)/installed $(VENV)/trainers/done
-	PYTHONPATH=$(VENV)/trainers $(PY) -m pytest $(ARGS) tests/test_trainers.py
+test-libraries: $(VENV)/installed $(VENV)/libraries/done
+	PYTHONPATH=$(VENV)/libraries $(PY) -m pytest $(ARGS) tests/test_libraries.py
 
 # Proof that every kernel source compiles for each architecture; needs nvcc, but neither a GPU nor torch.
 KERNELS := $(patsubst csrc/cuda/%.cu,build/cuda/%.o,$(wildcard csrc/cuda/*.cu))
@@ -89,7 +89,7 @@ $(VENV)/megatron/done: $(VENV)/installed requirements/megatron.txt
 	$(PY) -m pip install -qq --no-deps --target $(@D) -r requirements/megatron.txt
 	@touch $@
 
-$(VENV)/trainers/done: $(VENV)/installed requirements/trainers.txt
+$(VENV)/libraries/done: $(VENV)/installed requirements/libraries.txt
 	rm -rf $(@D)
-	$(PY) -m pip install -qq --no-deps --target $(@D) -r requirements/trainers.txt
+	$(PY) -m pip install -qq --no-deps --target $(@D) -r requirements/libraries.txt
 	@touch $@

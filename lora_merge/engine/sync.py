@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from .state import State
 from .trainer import Trainer
 from .vllm.adapter import ADAPTER_ID, ADAPTER_NAME, AdapterSource, filler_of
 from .vllm.control import Control, control_of, drive, side_by_side
+from .vllm.decorated import complaint
 from .waiting import host_id
 
 MODES = ("merged", "adapter")
@@ -97,6 +99,8 @@ class VllmSync:
         with world.vote("VllmSync"):
             for index, control in enumerate(controls):
                 check_handle(index, control)
+        if told := complaint(model):
+            warnings.warn(told, stacklevel=2)
         self._fit = Fit(self._trainer)
         self._fingerprint = Fingerprint()
         self._closed = False

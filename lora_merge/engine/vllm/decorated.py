@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from torch import nn
 
 _WRAPPER = "TorchCompileWithNoGuardsWrapper"
 """The base that vLLM gives to classes which it decorates for its compiler."""
 
 
-def decorated(model: nn.Module) -> list[str]:
+def decorated(model: nn.Module | Sequence[nn.Module]) -> list[str]:
     """Classes of a trainer's modules that an engine in this process has changed, so that their forward fails.
 
     vLLM's Transformers backend (models that it has no class of its own for) decorates transformers' decoder classes
@@ -17,16 +20,17 @@ def decorated(model: nn.Module) -> list[str]:
     """
     found = {
         type(module).__name__
-        for module in model.modules()
+        for part in ([model] if isinstance(model, nn.Module) else model)
+        for module in part.modules()
         # Asked now, not once for a class: its bases are what changes.
         if "do_not_compile" not in module.__dict__ and any(base.__name__ == _WRAPPER for base in type(module).__mro__)
     }
     return sorted(found)
 
 
-def complaint(model: nn.Module) -> str:
+def complaint(model: Any) -> str:
     """What to tell who trains a model whose classes were changed; "" where none was."""
-    names = decorated(model)
+    names = decorated(model if isinstance(model, nn.Module | list | tuple) else [])
     if not names:
         return ""
     return (

@@ -1,4 +1,4 @@
-"""Models in the hands of real trainers' libraries: DeepSpeed's ZeRO, bitsandbytes. `make test-trainers` brings them."""
+"""Models in the hands of libraries that trainers bring: DeepSpeed, bitsandbytes, torchao (`make test-libraries`)."""
 
 from __future__ import annotations
 
