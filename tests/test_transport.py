@@ -25,10 +25,12 @@ from torch.distributed import DistNetworkError, TCPStore
 
 from lora_merge import InvalidInput
 from lora_merge.engine import nccl
+from lora_merge.engine.receiver import Receiver
 from lora_merge.engine.replica import Replica
+from lora_merge.engine.sender import Sender
 from lora_merge.engine.store import interface, reach_store, serve_store
 from lora_merge.engine.trainer import Trainer
-from lora_merge.engine.transport import Receiver, Sender, assign
+from lora_merge.engine.transport import assign
 from lora_merge.engine.vllm.control import Control
 from lora_merge.engine.waiting import TransferAborted, host_id
 from lora_merge.shards.ranks import Ranks
@@ -43,7 +45,7 @@ LIMIT_S = 90
 SOON_S = 30
 """Time enough on a busy machine, and less than anything lasts that waits for somebody who does not come."""
 processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(["torch", "lora_merge.engine.transport"])
+processes.set_forkserver_preload(["torch", "lora_merge.engine.receiver"])
 
 
 class Counting:

@@ -24,7 +24,7 @@ from engines import GREEDY, ask, assert_answers, engine, train
 from vllm import SamplingParams
 
 from lora_merge import InvalidInput, PushFailed, PushRefused, VllmSync
-from lora_merge.engine.transport import Sender
+from lora_merge.engine.sender import Sender
 from lora_merge.stream.weights import Filler
 from lora_merge.verify import coverage
 

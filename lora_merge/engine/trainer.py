@@ -15,8 +15,9 @@ from ..errors import LoraMergeError, PushRefused
 from ..shards.ranks import Ranks
 from ..stream.filler import Sent
 from .replica import Replica, fail_together
+from .sender import Sender
 from .store import interface
-from .transport import Place, Sender, assign, introduction
+from .transport import WorkerId, assign, introduction
 from .vllm.control import Control, bind, on_this_device, side_by_side, to_its_end, together
 from .waiting import told
 
@@ -72,7 +73,7 @@ class Trainer:
         self.controls, self.world = list(controls), world
         self._suspends = any(control.suspends for control in controls)
         self._rounds: list[tuple[Sender, frozenset[int]]] = []
-        self._sessions: dict[Place, str] = {}
+        self._sessions: dict[WorkerId, str] = {}
         self._kinds: tuple[str, ...] = ()
         self._nbytes = 0
         self._transfers = 0
@@ -216,8 +217,8 @@ class Trainer:
         self._nbytes = size
 
     async def _make_senders(
-        self, places: Mapping[Place, tuple[int, str]], nbytes: int, device: torch.device, hosts: Sequence[str]
-    ) -> dict[Place, dict[str, Any]]:
+        self, places: Mapping[WorkerId, tuple[int, str]], nbytes: int, device: torch.device, hosts: Sequence[str]
+    ) -> dict[WorkerId, dict[str, Any]]:
         """This rank's ends, a sender a round, and what its workers have to know of them.
 
         Args:
@@ -322,11 +323,11 @@ class Trainer:
         return self._ended_before
 
 
-def _rounds(places: Mapping[Place, tuple[int, str]]) -> list[list[Place]]:
+def _rounds(places: Mapping[WorkerId, tuple[int, str]]) -> list[list[WorkerId]]:
     """Places that are served at the same time: all workers elsewhere first, then one engine in each trainer process,
     which pulls at its own pace."""
     elsewhere = [place for place, (_, kind) in places.items() if kind != "local"]
-    here: list[list[Place]] = []
+    here: list[list[WorkerId]] = []
     turns: dict[int, int] = {}
     for place, (rank, kind) in places.items():
         if kind == "local":

@@ -12,10 +12,11 @@ from torch import nn
 from ...stream.buckets import Slot, Table, extent
 from ...stream.filler import Places
 from ..claim import Claim
+from ..receiver import Receiver
 from ..sampler import Sampler
 from ..sources import add_checksums
 from ..state import WEIGHTS, State, change
-from ..transport import Received, Receiver
+from ..transport import Received
 from . import internals
 from .loader import Loader
 from .modules import Modules

@@ -1,0 +1,133 @@
+"""A worker's end of a transfer."""
+
+from __future__ import annotations
+
+import base64
+import os
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..stream.filler import Places
+from .memory import CudaMemory, SharedMemory
+from .nccl import Group
+from .sender import SENDERS
+from .store import reach_store
+from .transport import ABORTED, DONE, FILLED, LEFT, PID, TURNS, Received, ends_turn
+from .waiting import TransferAborted, alive, until
+
+
+class Receiver:
+    """A worker's end.
+
+    Args:
+        channel: this worker's `Sender.channel`.
+        device: of the worker.
+
+    Raises:
+        TransferAborted: another worker of the engine, or the trainer, failed at the same time.
+        InvalidInput: the channel is not one of ours.
+    """
+
+    def __init__(self, channel: Mapping[str, Any], device: torch.device) -> None:
+        self.session, self.kind = channel["session"], channel["kind"]
+        self._nbytes, self._device = channel["nbytes"], device
+        self._group: Group | None = None
+        self._memory: CudaMemory | None = None
+        self._box: Any = None
+        self._buffers: list[Tensor] = []
+        if self.kind in ("shm", "ipc"):
+            self._box = SharedMemory(channel["mailbox"], 8 * channel["words"]).tensor.view(torch.int64).numpy()
+            self._at, self._trainer = channel["at"], channel["pid"]
+            self._box[self._at + PID] = os.getpid()
+        if self.kind == "shm":
+            self._buffers = list(SharedMemory(channel["data"], 2 * self._nbytes).tensor.split(self._nbytes))
+        elif self.kind == "ipc":
+            self._memory = CudaMemory(2 * self._nbytes, device, base64.b64decode(channel["handle"]))
+            self._buffers = list(self._memory.tensor.split(self._nbytes))
+        elif self.kind == "nccl":
+            store = reach_store(channel["store"])
+            self._group = Group(store, channel["group"], channel["rank"], channel["world"], device)
+            try:
+                self._buffers = [torch.empty(self._nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
+                self._group.open()
+            except BaseException:
+                self.left()
+                raise
+
+    def receive(
+        self, sizes: Sequence[int], places: Places | None = None, compare: bool = False
+    ) -> Generator[Received, None, None]:
+        """Buckets. One may be read until the next one is asked for; work on the current stream counts.
+
+        Args:
+            sizes: bytes of each bucket.
+            places: of this worker's tensors, for a trainer in this process.
+            compare: get the bucket of what was placed, too.
+
+        Raises:
+            TransferAborted: the trainer gave up, or is gone.
+        """
+        try:
+            if self.kind == "local":
+                sender = SENDERS.get(self.session)
+                if sender is None:
+                    raise TransferAborted("the trainer of this process is gone; push again")
+                yield from sender.pull(places or Places({}), compare)
+            else:
+                came = self._mapped(len(sizes)) if self._group is None else self._broadcast(self._group, sizes)
+                for index, data in came:
+                    yield Received(index, data, False)
+        except BaseException:
+            self.left()
+            raise
+
+    def left(self) -> None:
+        """This worker failed, during the transfer or before it: nobody waits for it any more."""
+        if self._box is not None:
+            self._box[self._at + LEFT] = 1
+        if self._group is not None:
+            self._group.leave("a worker of the engine failed in the middle of a push")
+
+    def _mapped(self, count: int) -> Iterator[tuple[int, Tensor]]:
+        box = self._box
+
+        def look() -> None:
+            if not alive(self._trainer):
+                raise TransferAborted("the trainer died in the middle of a push")
+
+        for index in range(count):
+            until(lambda: box[FILLED] > index or box[ABORTED], look)  # noqa: B023, it is called at once
+            if box[FILLED] <= index:
+                raise TransferAborted("the trainer gave up in the middle of a push")
+            yield index, self._buffers[index % 2]
+            if ends_turn(index, TURNS[self.kind], count):
+                if self._device.type == "cuda":
+                    torch.cuda.current_stream(self._device).synchronize()
+                box[self._at + DONE] = index + 1
+
+    def _broadcast(self, group: Group, sizes: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+        group.join()
+        group.watch()
+        try:
+            # One bucket comes in while the one before is loaded.
+            sent = [group.broadcast(self._buffers[0][:size]) for size in sizes[:1]]
+            for index in range(len(sizes)):
+                if index + 1 < len(sizes):
+                    sent.append(group.broadcast(self._buffers[(index + 1) % 2][: sizes[index + 1]]))
+                if not group.wait(sent[index]):
+                    raise TransferAborted(group.lost)
+                yield index, self._buffers[index % 2]
+        finally:
+            group.rest()
+
+    def close(self) -> None:
+        """Let go of the other side's memory."""
+        if self._group is not None:
+            self._group.close()
+        self._buffers, self._box, self._group = [], None, None
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None

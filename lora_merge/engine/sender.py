@@ -1,0 +1,307 @@
+"""The trainer's end of a transfer: two buffers, filled one ahead of the workers that take them."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import os
+import secrets
+import weakref
+from collections.abc import Callable, Generator, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..stream.ahead import Ahead
+from ..stream.buckets import extent
+from ..stream.filler import Places, Sent
+from .memory import CudaMemory, SharedMemory
+from .nccl import Done, Group
+from .store import serve_store
+from .transport import ABORTED, DONE, FILLED, LEFT, PID, TURNS, WORDS, WORKERS, Received, WorkerId, ends_turn, nobody
+from .waiting import TransferAborted, alive, until
+
+SENDERS: weakref.WeakValueDictionary[str, Sender] = weakref.WeakValueDictionary()
+"""Of this process, by session: workers in it pull from them."""
+
+
+class Sender:
+    """One trainer rank's end: two buffers, and a channel to each worker that is assigned to this rank.
+
+    Args:
+        channels: the transport to each of these workers; may be empty.
+        nbytes: of one buffer.
+        device: of the training weights.
+        address: at which NCCL groups are arranged: see `store.interface`.
+
+    Raises:
+        InvalidInput: there is not enough shared memory.
+    """
+
+    def __init__(
+        self, channels: Mapping[WorkerId, str], nbytes: int, device: torch.device, address: str = "127.0.0.1"
+    ) -> None:
+        self.session = secrets.token_hex(8)
+        self.kinds, self.nbytes, self.device = dict(channels), nbytes, device
+        kinds = set(channels.values())
+        self.local = "local" in kinds
+        self._turn = max((TURNS[kind] for kind in kinds if kind in TURNS), default=1)
+        self._ahead = Ahead(device)
+        self._files: list[SharedMemory] = []
+        self._memory: CudaMemory | None = None
+        self.buffers = self._allocate(kinds)
+        mapping = [place for place, kind in channels.items() if kind in ("shm", "ipc")]
+        self._at = {place: WORKERS + WORDS * i for i, place in enumerate(mapping)}
+        self._dead: set[WorkerId] = set()
+        self._box: Any = None
+        if mapping:
+            nbytes = 8 * (WORKERS + WORDS * len(mapping))
+            self._files.append(SharedMemory(f"{self.session}-mailbox", nbytes, create=True))
+            self._box = self._files[-1].tensor.view(torch.int64).numpy()
+        members: dict[int, list[int]] = {}
+        for r, w in (place for place, kind in channels.items() if kind == "nccl"):
+            members.setdefault(r, []).append(w)
+        self._nccl_ranks = {(r, w): i for r, ws in members.items() for i, w in enumerate(ws, 1)}
+        self._groups: dict[int, Group] = {}
+        if members:
+            self._store = serve_store(address)
+            self._groups = {r: Group(self._store, str(r), 0, len(ws) + 1, device) for r, ws in members.items()}
+        self._sent: dict[int, list[Done | None]] = {}
+        self._next = 0
+        self._offered: Generator[Received, None, None] | None = None
+        self._awaited, self._stopped = False, False
+        self._places: tuple[Places, bool] | None = None
+        if self.local:
+            SENDERS[self.session] = self
+
+    def _allocate(self, kinds: set[str]) -> list[Tensor]:
+        if "shm" in kinds:
+            self._files.append(SharedMemory(f"{self.session}-data", 2 * self.nbytes, create=True))
+            return list(self._files[0].tensor.split(self.nbytes))
+        if "ipc" in kinds:
+            self._memory = CudaMemory(2 * self.nbytes, self.device)
+            return list(self._memory.tensor.split(self.nbytes))
+        if self.local:
+            return []  # made when buckets cannot be placed
+        return self._plain_buffers()
+
+    def _plain_buffers(self) -> list[Tensor]:
+        return [torch.empty(self.nbytes, dtype=torch.uint8, device=self.device) for _ in range(2)]
+
+    def channel(self, replica: int, worker: int) -> dict[str, Any]:
+        """What this worker's `Receiver` gets: JSON values."""
+        place, kind = (replica, worker), self.kinds[replica, worker]
+        channel: dict[str, Any] = {"session": self.session, "kind": kind, "nbytes": self.nbytes}
+        if place in self._at:
+            channel |= {"mailbox": self._files[-1].path, "words": len(self._box)}
+            channel |= {"at": self._at[place], "pid": os.getpid()}
+        if kind == "shm":
+            channel["data"] = self._files[0].path
+        elif kind == "ipc":
+            assert self._memory is not None
+            channel["handle"] = base64.b64encode(self._memory.handle).decode()
+        elif kind == "nccl":
+            world = 1 + sum(r == replica for r, _ in self._nccl_ranks)
+            channel |= {"store": self._store.channel(), "group": str(replica)}
+            channel |= {"rank": self._nccl_ranks[place], "world": world}
+        return channel
+
+    def connect(self, gone: Callable[[], set[int]] = nobody) -> None:
+        """Join the NCCL groups; the workers do so in their `init_weight_transfer_engine` at the same time.
+
+        Args:
+            gone: replicas whose `init_weight_transfer_engine` has ended.
+
+        Raises:
+            TransferAborted: a worker failed before it joined.
+        """
+        try:
+            for replica, group in self._groups.items():
+                group.open(_among(gone, replica))
+        except BaseException:
+            self.abort("another engine could not be connected")
+            raise
+
+    def opened(self) -> None:
+        """Every worker has mapped the shared memory: its names can go, so that nothing is left behind by a crash."""
+        for file in self._files:
+            file.hide()
+
+    def begin(self, source: Sent) -> None:
+        """A transfer begins: on every trainer rank, before the control calls in which workers take it.
+
+        Raises:
+            torch.OutOfMemoryError: no memory for buckets. No rank may fill any before it knows that all can: filling
+                takes all of them at once, and who has no bucket to fill cannot join the others.
+        """
+        if source.collective and not self.buffers:
+            self.buffers = self._plain_buffers()
+        if self._box is not None:
+            self._box[:WORKERS] = 0
+            for word in (DONE, LEFT):
+                self._box[WORKERS + word :: WORDS] = 0
+        for group in self._groups.values():
+            group.announce()
+
+    def serve(self, source: Sent, run: Mapping[str, Any], gone: Callable[[], set[int]] = nobody) -> None:
+        """Fill every bucket of a source, in order, and hand each over.
+
+        Workers that left, died, or belong to a replica that is gone are not waited for; the last bucket is filled in
+        any case, because filling may take all trainer ranks.
+
+        Args:
+            run: arguments of `Plan.run`.
+            gone: replicas whose control call has ended, or that have none.
+
+        Raises:
+            whatever filling raises; the workers are told to give up first.
+        """
+        try:
+            for _ in self._flow(source, run, gone):
+                pass
+        finally:
+            if self._ahead.stream is not None:
+                self._ahead.stream.synchronize()
+
+    def offer(self, source: Sent, run: Mapping[str, Any], gone: Callable[[], set[int]] = nobody) -> None:
+        """As `serve`, at the pace of the worker in this process, which pulls the buckets. `drain` comes after it."""
+        self._offered = self._flow(source, run, gone)
+        self._awaited = source.collective or len(self.kinds) > 1
+
+    def drain(self) -> None:
+        """End what was offered. Buckets that the worker in this process did not pull, because it failed, are filled
+        only where others wait for them: workers, or trainer ranks that fill them, too."""
+        self._places = None
+        offered, self._offered = self._offered, None
+        if offered is not None and self._awaited:
+            for _ in offered:
+                pass
+        elif offered is not None:
+            offered.close()
+
+    def pull(self, places: Places, compare: bool) -> Iterator[Received]:
+        """The buckets on offer: to be read on the current stream until the next one is asked for.
+
+        Args:
+            places: of the worker's tensors; buckets of which all lie there are merged to there.
+            compare: make these as buckets, too.
+        """
+        if self._offered is None:
+            raise TransferAborted("the trainer of this process offers nothing; push again")
+        self._places = places, compare or len(self.kinds) > 1  # other workers take buckets
+        for received in self._offered:  # noqa: UP028, a worker that stops must not close the flow for `drain`
+            yield received
+
+    def stop(self) -> None:
+        """Fill no bucket more; for another thread than the one that fills. The flow then fails, and tells everybody."""
+        self._stopped = True
+
+    def abort(self, reason: str = "the trainer gave up in the middle of a push") -> None:
+        """Tell all workers of the transfer that no more comes."""
+        if self._box is not None:
+            self._box[ABORTED] = 1
+        for group in self._groups.values():
+            group.leave(reason)
+
+    def close(self) -> None:
+        """Give everything back; workers close their ends when they shut down, connect anew or are told to."""
+        SENDERS.pop(self.session, None)
+        self.opened()
+        for group in self._groups.values():
+            group.close()
+        self._offered, self._sent = None, {}
+        if self._ahead.stream is not None:
+            torch.cuda.synchronize(self.device)
+        self.buffers, self._box, self._at = [], None, {}
+        self._files, self._groups = [], {}
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+
+    def _flow(
+        self, source: Sent, run: Mapping[str, Any], gone: Callable[[], set[int]]
+    ) -> Generator[Received, None, None]:
+        """Fill and hand over, one bucket ahead of whoever pulls here."""
+        self._sent, self._next, self._stopped = {}, 0, False
+        count = len(source.table)
+
+        def free(index: int) -> None:
+            self._reclaim(index - 2, gone)
+
+        try:
+            yield from self._ahead(free, lambda index: self._fill(source, index, run, gone), count)
+            for replica, sent in self._sent.items():
+                self._groups[replica].wait(sent[-1])
+        except BaseException:
+            self.abort()
+            if source.collective:
+                # The other ranks fill on, and need this one for it; what is filled reaches nobody.
+                for index in range(self._next, count):
+                    buffer = self._buffer(index)
+                    with contextlib.suppress(Exception), self._ahead.filling():
+                        source.fill(index, buffer, run)
+            raise
+        finally:
+            for group in self._groups.values():
+                group.rest()
+
+    def _fill(self, source: Sent, index: int, run: Mapping[str, Any], gone: Callable[[], set[int]]) -> Received:
+        """Fill one bucket and hand it over."""
+        if self._stopped:
+            raise TransferAborted("the push was cancelled")
+        places, compare = self._places or (None, False)
+        placed = places is not None and source.place(index, places, run)
+        buffer = None if placed and not compare else self._buffer(index)
+        self._next = index + 1  # what fails before this has not met the other ranks in this bucket
+        if buffer is not None:
+            source.fill(index, buffer, run)
+        if index == 0:
+            self._decide(gone)
+        for replica, sent in self._sent.items():
+            assert buffer is not None
+            sent.append(self._groups[replica].broadcast(buffer[: extent(source.table[index])]))
+        if self._box is not None and ends_turn(index, self._turn, len(source.table)):
+            if self._ahead.stream is not None:
+                self._ahead.stream.synchronize()
+            self._box[FILLED] = index + 1
+        return Received(index, buffer, placed)
+
+    def _buffer(self, index: int) -> Tensor:
+        """Where a bucket is made."""
+        self.buffers = self.buffers or self._plain_buffers()
+        return self.buffers[index % 2]
+
+    def _decide(self, gone: Callable[[], set[int]]) -> None:
+        """Which NCCL groups take part in this transfer."""
+        for replica, group in self._groups.items():
+            ended = _among(gone, replica)
+            if not group.decide(ended):
+                self._sent[replica] = []
+                group.watch(ended)
+
+    def _reclaim(self, index: int, gone: Callable[[], set[int]]) -> None:
+        """Wait until everybody who is still there is done with a bucket."""
+        if index < 0:
+            return
+        for replica, sent in self._sent.items():
+            self._groups[replica].wait(sent[index])
+        if self._box is None:
+            return
+        box = self._box
+
+        def done() -> bool:
+            if self._stopped:
+                return True
+            left = gone()
+            live = [at for place, at in self._at.items() if place[0] not in left and place not in self._dead]
+            return all(box[at + DONE] > index or box[at + LEFT] for at in live)
+
+        def look() -> None:
+            self._dead |= {place for place, at in self._at.items() if box[at + PID] and not alive(box[at + PID])}
+
+        until(done, look)
+
+
+def _among(gone: Callable[[], set[int]], replica: int) -> Callable[[], bool]:
+    return lambda: replica in gone()
