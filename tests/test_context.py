@@ -15,7 +15,7 @@ import torch
 from conftest import Backend
 from helpers import assert_same_bits
 from memory import Allocations
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -891,9 +891,8 @@ def test_peft_cannot_merge_inside(tmp_path: Path) -> None:
 
 
 def test_a_base_that_adapters_were_injected_into_cannot_be_saved_inside(tmp_path: Path) -> None:
-    """transformers' own adapters; and a part of a model that is no PeftModel."""
-    model = models.qwen2()
-    model.add_adapter(LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    """As transformers does it; and a part of a model that is no PeftModel."""
+    model = inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False), models.qwen2())
     for entered in (model, nn.ModuleList([model])):
         with merged(entered):
             for saver in (model.save_pretrained, model.model.save_pretrained):

@@ -39,3 +39,12 @@ def test_a_push_is_right(name: str, tmp_path: Path) -> None:
     (row,) = json.loads(record.read_text())["rows"]
     assert (row["vllm"], row["merged"]) == ("right", "right")
     assert row["error"] < 12e-6
+
+
+def test_an_adapter_that_vllm_takes_apart_is_refused_before_it_is_sent(tmp_path: Path) -> None:
+    """GLM-4's gate and up are one weight in the checkpoint and two for vLLM's adapters: it broke off in the worker."""
+    record = tmp_path / "record.json"
+    python(str(SCRIPT), "--only", "Glm4", "--json", str(record))
+    rows = {row["name"]: row for row in json.loads(record.read_text())["rows"]}
+    assert rows["Glm4"]["merged"] == "right"
+    assert rows["Glm4"]["adapter"].startswith("PushRefused: vLLM has no LoRA layer for model.layers.0.mlp.gate_up_proj")

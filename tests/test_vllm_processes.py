@@ -61,6 +61,18 @@ def test_a_pipeline_ties_its_head_on_the_last_stage(tmp_path: Path, single_cores
         assert [c.complete for c in coverage(llm)] == [True, True]
 
 
+def test_experts_on_the_workers_that_hold_them(tmp_path: Path, single_cores: None) -> None:
+    """Each worker fills all of the experts that are its own. (vLLM 0.32 starts expert parallelism on CPUs, and dies in
+    its first forward, also without a push.)"""
+    model = models.with_lora(engines.qwen3_moe, target_modules=["q_proj"], target_parameters=engines.EXPERTS)
+    options = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+    with engine(model, tmp_path / "base", processes=True, **options) as llm:
+        for step in range(2):
+            train(model, step)
+            VllmSync(model, llm, bucket_bytes=1 << 17).push(verify=True)
+            assert [c.complete for c in coverage(llm)] == [True, True]
+
+
 def test_another_process_and_a_trainer_that_breaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = models.with_lora(engines.mixtral, target_modules=["q_proj"], target_parameters=engines.EXPERTS)
     with engine(model, tmp_path / "base", processes=True) as llm:

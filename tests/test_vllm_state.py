@@ -6,6 +6,7 @@ import copy
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import engines
@@ -20,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from vllm import LLM
 
 import lora_merge.engine.sync
+import lora_merge.engine.vllm.side
 import lora_merge.engine.vllm.worker
 from lora_merge import MergedWeights, PushFailed, PushRefused, UnsupportedAdapter, VllmSync
 from lora_merge.engine.vllm.loader import Loader
@@ -476,6 +478,7 @@ UNREACHED = {
     "workers that do not answer": ({"world_size": 2}, "2 workers, of which 1 answer"),
     "experts that move": ({"enable_eplb": True}, "enable_eplb=False"),
 }
+DRAFTS = {"eagle": r"drafts tokens with a model \(eagle\).*ngram", "mtp": "drafts tokens with a model", "ngram": ""}
 
 
 @pytest.mark.parametrize("case", UNREACHED)
@@ -496,6 +499,82 @@ def test_a_handle_that_does_not_reach_all_that_serves(llm: LLM, case: str, monke
             assert held(llm) == before
     assert held(llm) == before
     assert_answers(ask(llm), model)
+
+
+@pytest.mark.parametrize("method", DRAFTS)
+def test_a_draft_model_would_keep_its_weights(llm: LLM, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """(vLLM 0.32 starts none on a CPU: its configuration says that there is one.)"""
+    model = policy()
+    speculative = SimpleNamespace(method=method)
+    monkeypatch.setattr(llm.llm_engine.vllm_config, "speculative_config", speculative)
+    sync, before = VllmSync(model, llm), held(llm)
+    if DRAFTS[method]:
+        with pytest.raises(PushRefused, match=DRAFTS[method]):
+            sync.push()
+        assert held(llm) == before
+    else:
+        sync.push()
+
+
+TRANSFERS = {
+    "nccl": ({"weight_transfer_config": SimpleNamespace(backend="nccl")}, "for vLLM's weight-transfer backend 'nccl'"),
+    "none": ({"weight_transfer_config": None}, ""),
+}
+
+
+@pytest.mark.parametrize("case", TRANSFERS)
+def test_engines_of_other_backends(llm: LLM, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known when the `VllmSync` is made. One without any is taken, unless it chose what cannot be loaded again."""
+    config, word = TRANSFERS[case]
+    for name, value in config.items():
+        monkeypatch.setattr(llm.llm_engine.vllm_config, name, value)
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    monkeypatch.setattr(worker, "weight_transfer_engine", None)
+    if word:
+        with pytest.raises(PushRefused, match=word):
+            VllmSync(policy(), llm)
+        return
+    model = policy()
+    VllmSync(model, llm).push()
+    assert_answers(ask(llm), model)
+    experts = type("FlashInferExperts", (), {"__module__": "vllm.model_executor.layers.fused_moe.flashinfer_moe_ep"})
+    monkeypatch.setattr(worker.get_model().model.norm, "quant_method", experts(), raising=False)
+    with pytest.raises(PushRefused, match=r"model.norm \(FlashInferExperts\) that cannot be loaded again"):
+        VllmSync(model, llm).push()
+
+
+def test_vllms_own_update_comes_first(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    monkeypatch.setattr(worker, "_weight_update_active", True)
+    with pytest.raises(PushRefused, match="finish_weight_update"):
+        VllmSync(policy(), llm).push()
+
+
+def test_a_refused_push_leaves_a_sleeping_engine_asleep(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """(CPUs have no sleep mode: what it would do is written down.)"""
+    model, level, calls = policy(), [1], []
+    sync = VllmSync(model, llm)
+    control = sync._trainer.controls[0]
+
+    async def wake(tag: str) -> None:
+        calls.append(tag)
+        level[0] = 0
+
+    async def sleep(to: int) -> None:
+        calls.append(to)
+        level[0] = to
+
+    for module in (lora_merge.engine.vllm.worker, lora_merge.engine.vllm.side):
+        monkeypatch.setattr(module, "asleep", lambda: level[0])
+    monkeypatch.setattr(control, "wake", wake)
+    monkeypatch.setattr(control, "sleep", sleep)
+    model.base_model.model.model.layers[0].mlp.extra = nn.Linear(8, 8)
+    for at in (1, 2):
+        level[0] = at
+        with pytest.raises(PushRefused, match=r"mlp\.extra"):
+            sync.push()
+        assert level == [at]
+    assert calls == ["weights", 1, "weights", 2]
 
 
 def test_engines_that_cannot_be_pushed_to_say_why(tmp_path: Path, llm: LLM) -> None:

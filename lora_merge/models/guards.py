@@ -47,22 +47,21 @@ class Replaced:
     """Attributes of modules that are others for a while."""
 
     def __init__(self) -> None:
-        self._before: list[tuple[dict[str, Any], list[tuple[str, Any]]]] = []
+        self._before: list[tuple[dict[str, Any], str, Any]] = []
 
     def put(self, changes: Iterable[tuple[nn.Module, dict[str, Any]]]) -> None:
         """Set the attributes on the modules themselves; once, and none before all old ones are known."""
         changes = list(changes)
         for module, new in changes:
-            inside = module.__dict__
-            self._before.append((inside, [(key, inside.get(key, _NONE)) for key in new]))
+            for key in new:
+                self._before.append((module.__dict__, key, module.__dict__.get(key, _NONE)))
         for module, new in changes:
             module.__dict__.update(new)
 
     def back(self) -> None:
         """As they were before. May be called again."""
-        for inside, before in self._before:
-            for key, value in before:
-                if value is _NONE:
-                    inside.pop(key, None)
-                else:
-                    inside[key] = value
+        for inside, key, value in self._before:
+            if value is _NONE:
+                inside.pop(key, None)
+            else:
+                inside[key] = value

@@ -159,11 +159,13 @@ def _check_model(model: Live) -> None:
 
 
 def unserved_modules(manager: Any, modules: Sequence[str]) -> list[str]:
-    """In the worker: modules (HF names) that vLLM has no LoRA layer for, and would pass over in silence."""
+    """In the worker: modules (HF names) that vLLM has no LoRA layer for, and would pass over in silence; and those that
+    it takes apart (gate and up of GLM-4) where the checkpoint has one for all."""
     inner = manager._adapter_manager
-    packed = {name for names in inner.packed_modules.values() for name in names}
+    parts = {name for names in inner.packed_modules.values() for name in names}
+    whole = {name for name in inner.modules if inner.packed_modules.get(name, [name]) == [name]}
     mapper = _mapper(inner.model)
-    return [m for m in modules if (name := _mapped(mapper, m)) not in inner.modules and name not in packed]
+    return [module for module in modules if _mapped(mapper, module) not in parts | whole]
 
 
 def load_adapter(manager: Any, tensors: Mapping[str, Tensor], rank: int) -> None:
