@@ -4,6 +4,7 @@ vLLM's "external_launcher", and without a weight-transfer backend."""
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ import models
 import pytest
 import torch
 import torch.distributed as dist
-from engines import ask, assert_answers
+from engines import ask
+from test_shards_merge import device
 from torch import nn
 from vllm import LLM
 
@@ -35,37 +37,55 @@ def ddp(model: nn.Module) -> nn.Module:
     return nn.parallel.DistributedDataParallel(model)
 
 
-def colocated(rank: int, wrap: Callable[[nn.Module], nn.Module], folder: Path, port: int) -> None:
-    """Every rank pushes to its own engine, and each engine answers as the policy; a failure on one rank leaves the
-    other's engine valid, and the next push heals."""
+def free_port() -> int:
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        return int(reserved.getsockname()[1])
+
+
+def colocated(
+    rank: int,
+    wrap: Callable[[nn.Module], nn.Module],
+    folder: Path,
+    port: int,
+    tp: int = 1,
+    options: dict[str, Any] | None = None,
+    tolerance: float = 12e-6,
+) -> None:
+    """Every rank pushes to its own engine, or to its worker of a common one, and each engine answers as the policy; a
+    failure on one rank leaves the other's engine valid, if it is another one, and the next push heals."""
     world = dist.get_world_size()
     os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{world}", "LOCAL_WORLD_SIZE": f"{world}"}
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}", "OMP_NUM_THREADS": "1"}
-    build = {"target_modules": engines.LINEARS}
-    policy = models.with_lora(engines.qwen2, **build)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    build = {"target_modules": engines.LINEARS, "dtype": torch.bfloat16 if options else torch.float32}
+    policy = models.with_lora(engines.qwen2, **build).to(device())
     engines.save_base(policy.get_base_model(), folder / f"base{rank}")
-    options = engines.engine_options(policy) | LAUNCHED | {"enable_lora": True, "max_lora_rank": 8}
-    llm = LLM(str(folder / f"base{rank}"), **options)
+    dist.barrier()
+    chosen = engines.engine_options(policy) | LAUNCHED | {"enable_lora": True, "max_lora_rank": 8} | (options or {})
+    llm = LLM(str(folder / "base0"), **chosen | {"tensor_parallel_size": tp})
     kept.append(llm)
-    assert llm.llm_engine.vllm_config.parallel_config.rank == rank, "the number of the rank, not of the worker"
-    model = wrap(models.with_lora(engines.qwen2, **build))
+    model = wrap(models.with_lora(engines.qwen2, **build).to(device()))
     # The handle that TRL has, and the one that ms-swift has.
     sync = VllmSync(model, llm if rank else llm.llm_engine, bucket_bytes=1 << 17)
+
+    def check() -> None:
+        engines.assert_answers(ask(llm, sync.lora_request()), policy, tolerance=tolerance, greedy=not options)
+
     for step, mode in enumerate(["merged", "adapter", "adapter", "merged"]):
         for one in (model, policy):
             train_alike(one, step)
         report = sync.push(mode=mode, verify=step % 2 == 0)
         assert report.transports == ("local",), report
-        assert_answers(ask(llm, sync.lora_request()), policy)
+        check()
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(Loader, "load", broken)
-        with pytest.raises(PushFailed, match=r"engine 1 is dirty: .*injected; engine 0 is valid"):
+            patch.setattr(Loader, "finish", broken)
+        with pytest.raises(PushFailed, match=r"engine 1 is dirty: .*injected"):
             sync.push()
-    assert [state.kind for state in sync.states()] == ["dirty" if rank else "merged"]
+    assert [state.kind for state in sync.states()] == ["dirty" if rank or tp > 1 else "merged"]
     sync.push()
-    assert_answers(ask(llm), policy)
+    check()
     sync.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,19 @@ def train_alike(model: nn.Module) -> None:
                 parameter.mul_(-1.25)
 
 
+def gathered(sync: VllmSync, patch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of each value that this rank tells the others in a push."""
+    told: list[int] = []
+    gather = sync._trainer.world.gather
+
+    def counted(value: Any) -> list[Any]:
+        told.append(len(pickle.dumps(value)))
+        return gather(value)
+
+    patch.setattr(sync._trainer.world, "gather", counted)
+    return told
+
+
 def check_answers(llm: Any, sync: VllmSync, plain: Any, tolerance: float, greedy: bool) -> None:
     engines.assert_answers(ask(llm, sync.lora_request()), plain, tolerance=tolerance, greedy=greedy)
 
@@ -66,7 +80,10 @@ def pushes(
             train_alike(plain)
             train_alike(model)
             before = local_bits(model)
-            report = sync.push(mode=mode, verify=step < 2)
+            with pytest.MonkeyPatch.context() as patch:
+                told = gathered(sync, patch)
+                report = sync.push(mode=mode, verify=step < 2)
+            assert step < 2 or max(told) < 4096, "what an engine said of the stream crosses once"
             for now, then in zip(local_bits(model), before, strict=True):
                 assert_same_bits(now, then, "a shard after a push")
             assert report.version == step + 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import multiprocessing
 import os
@@ -25,6 +26,7 @@ from torch.distributed import DistNetworkError, TCPStore
 
 from lora_merge import InvalidInput
 from lora_merge.engine import nccl
+from lora_merge.engine.memory import CudaMemory
 from lora_merge.engine.receiver import Receiver
 from lora_merge.engine.replica import Replica
 from lora_merge.engine.sender import Sender
@@ -530,6 +532,48 @@ def test_a_group_outlives_its_control_call_where_nothing_waits_in_it(
         time.sleep(0.01)
     assert group.lost == ("" if through else "its control call ended in the middle of the transfer")
     group.close()
+
+
+def test_a_channel_that_the_trainer_has_closed_leaves_no_file(tmp_path: Path) -> None:
+    """A worker that opened it made the files anew, and nobody took them away."""
+    ours = Sender({(0, 0): "shm"}, NBYTES, CPU)
+    channel = ours.channel(0, 0)
+    ours.close()
+    for _ in range(2):
+        with pytest.raises(TransferAborted, match="closed its channel, or is gone; push again"):
+            Receiver(channel, CPU)
+    ours = Sender({(0, 0): "shm"}, NBYTES, CPU)
+    with pytest.raises(InvalidInput, match=r"bytes, \d+ were announced"):
+        Receiver(ours.channel(0, 0) | {"words": 1 << 20}, CPU)
+    ours.close()
+
+
+def test_buckets_are_unmapped_when_a_receiver_closes() -> None:
+    def mapped() -> int:
+        return sum("/dev/shm/lora_merge-" in line for line in Path("/proc/self/maps").read_text().split("\n"))
+
+    ours = Sender({(0, 0): "shm"}, NBYTES, CPU)
+    before = mapped()
+    theirs = Receiver(ours.channel(0, 0), CPU)
+    assert mapped() > before
+    theirs.close()
+    assert mapped() == before
+    ours.close()
+
+
+@pytest.mark.gpu
+def test_memory_for_other_processes_goes_with_its_last_holder() -> None:
+    torch.zeros(1, device="cuda")
+    for explicit in (True, False):
+        free = torch.cuda.mem_get_info()[0]
+        memory = CudaMemory(1 << 28, torch.device("cuda", 0))
+        assert free - torch.cuda.mem_get_info()[0] >= 1 << 28
+        if explicit:
+            memory.close()
+            memory.close()
+        del memory
+        gc.collect()
+        assert free - torch.cuda.mem_get_info()[0] < 1 << 24
 
 
 # Strangers

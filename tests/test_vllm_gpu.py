@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import engines
+import launched
 import models
 import pytest
 import torch
@@ -18,7 +19,7 @@ from sharded_trainer import pushes
 from test_shards_merge import fsdp2
 from torch import nn
 
-from lora_merge import VllmSync
+from lora_merge import PushRefused, VllmSync
 from lora_merge.verify import coverage
 
 pytestmark = pytest.mark.gpu
@@ -134,6 +135,56 @@ def test_a_sleeping_engine(processes: bool, tmp_path: Path) -> None:
         sync.close()
 
 
+@pytest.mark.parametrize("processes", [False, True], ids=["same process", "cuda ipc"])
+def test_cuda_graphs_and_compiled_models_compute_with_what_was_pushed(processes: bool, tmp_path: Path) -> None:
+    """What was captured and compiled before a push reads the addresses that the push writes to; after a sleep, too."""
+    model = policy(engines.qwen2, **DENSE)
+    options = BF16 | {"enforce_eager": False, "enable_sleep_mode": True, "enable_lora": True, "max_lora_rank": 8}
+    with engine(model, tmp_path / "base", processes=processes, **options) as llm:
+        sync = VllmSync(model, llm, bucket_bytes=1 << 17)
+        for step, mode in enumerate(["merged", "adapter", "merged"]):
+            train(model, step)
+            sync.push(mode=mode, verify=True)
+            assert_answers(ask(llm, sync.lora_request()), model)
+        for level in (1, 2):
+            llm.sleep(level=level)
+            train(model, level)
+            sync.push()
+            assert_answers(ask(llm), model)
+        sync.close()
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_cuda_graphs_of_experts(name: str, tmp_path: Path) -> None:
+    model = policy(getattr(engines, name), **MOE)
+    with engine(model, tmp_path / "base", **BF16 | {"enforce_eager": False}) as llm:
+        sync = VllmSync(model, llm, bucket_bytes=1 << 17)
+        for step in range(2):
+            train(model, step)
+            sync.push()
+            assert_answers(ask(llm), model)
+
+
+def test_a_refused_push_leaves_a_sleeping_engine_asleep(tmp_path: Path) -> None:
+    model = policy(engines.qwen2, **DENSE)
+    with engine(model, tmp_path / "base", **BF16 | {"enable_sleep_mode": True}) as llm:
+        sync = VllmSync(model, llm)
+        for level in (1, 2):
+            sync.push()
+            llm.sleep(level=level)
+            asleep = torch.cuda.mem_get_info()[0]
+            layer = model.base_model.model.model.layers[0].mlp
+            layer.extra = nn.Linear(8, 8, device="cuda", dtype=torch.bfloat16)
+            with pytest.raises(PushRefused, match="extra"):
+                sync.push()
+            del layer.extra
+            assert llm.llm_engine.is_sleeping()
+            assert abs(torch.cuda.mem_get_info()[0] - asleep) < 1 << 27, "its memory is free again"
+            train(model, level)
+            sync.push()
+            assert_answers(ask(llm), model)
+
+
 def test_training_weights_and_memory_after_a_hundred_pushes(tmp_path: Path) -> None:
     model = policy(engines.qwen2, **DENSE)
     before = copy.deepcopy(model.state_dict())
@@ -146,6 +197,27 @@ def test_training_weights_and_memory_after_a_hundred_pushes(tmp_path: Path) -> N
         assert torch.cuda.memory_allocated() == used
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor.view(torch.uint8), before[name].view(torch.uint8)), name
+
+
+@needs(2)
+def test_experts_on_the_workers_that_hold_them(tmp_path: Path) -> None:
+    model = policy(engines.qwen3_moe, **MOE)
+    options = BF16 | {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+    with engine(model, tmp_path / "base", processes=True, **options) as llm:
+        sync = VllmSync(model, llm, bucket_bytes=1 << 17)
+        for step in range(2):
+            train(model, step)
+            sync.push(verify=True)
+            assert_answers(ask(llm), model)
+
+
+@needs(2)
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("wrap", [launched.plain, launched.ddp, fsdp2])
+def test_an_engine_on_the_ranks_of_the_trainer(wrap: Any, tp: int, tmp_path: Path) -> None:
+    """vLLM's external_launcher: with TP=2 each rank's handle reaches one of the two workers of one engine."""
+    options = wrap, tmp_path, launched.free_port(), tp, BF16, TOLERANCE
+    spawn(2, launched.colocated, *options, backend="cpu:gloo,cuda:nccl", timeout=ENGINE)
 
 
 @needs(2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from datetime import timedelta
 from pathlib import Path
 
@@ -19,7 +18,4 @@ no_leftovers = engines.no_leftovers
 @pytest.mark.parametrize("wrap", [launched.plain, launched.ddp, fsdp2])
 def test_each_rank_pushes_to_its_own_engine(wrap: object, tmp_path: Path) -> None:
     """Channels were looked up by the rank of the process among all: any run with more than one rank failed."""
-    with socket.socket() as reserved:
-        reserved.bind(("127.0.0.1", 0))
-        port = reserved.getsockname()[1]
-    spawn(2, launched.colocated, wrap, tmp_path, port, timeout=timedelta(minutes=5))
+    spawn(2, launched.colocated, wrap, tmp_path, launched.free_port(), timeout=timedelta(minutes=5))
