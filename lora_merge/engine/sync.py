@@ -232,7 +232,7 @@ class VllmSync:
             await trainer.each(replicas, lambda replica: replica.handle.label(f"{report.mode}@{report.version}"))
             await trainer.share(replicas)
         with report.timed("resume"):
-            await trainer.each(replicas, partial(self._resume, slept=set(slept)), failed=True)
+            await trainer.each(replicas, partial(self._resume, slept=slept), failed=True)
             await trainer.share(replicas)
         if any(replica.error for replica in replicas):
             await trainer.close()
@@ -417,10 +417,14 @@ class VllmSync:
         if info["multimodal"]:
             await control.reset_media_caches()
 
-    async def _resume(self, replica: Replica, slept: set[int]) -> None:
+    async def _resume(self, replica: Replica, slept: Mapping[int, int]) -> None:
         """Put a failed engine into a defined state; another one wakes and resumes, if this push woke and paused it.
 
-        A dirty engine serves nothing: it stays paused, or without its KV cache, until a push has healed it.
+        A dirty engine serves nothing: it stays paused, or without its KV cache, until a push has healed it. One to
+        which nothing was written goes back to where it was.
+
+        Args:
+            slept: engines that this push woke -> the level at which their weights slept (0: the KV cache alone did).
         """
         control, asleep = replica.handle, replica.index in slept
         notes: dict[str, bool] = {}
@@ -430,7 +434,9 @@ class VllmSync:
             if asleep:
                 notes["waking"] = True
         else:
-            if asleep:
+            if asleep and replica.error:
+                await self._sleep_again([replica], slept)
+            elif asleep:
                 await control.wake("kv_cache")
                 notes["waking"] = False
             if replica.paused_by_us:
