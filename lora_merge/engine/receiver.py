@@ -15,7 +15,7 @@ from .memory import CudaMemory, SharedMemory
 from .nccl import Group
 from .sender import SENDERS
 from .store import reach_store
-from .transport import ABORTED, DONE, FILLED, LEFT, PID, TURNS, Received, ends_turn
+from .transport import ABORTED, BUCKETS_TOGETHER, DONE, FILLED, LEFT, PID, Received, hands_over
 from .waiting import TransferAborted, alive, until
 
 
@@ -103,7 +103,7 @@ class Receiver:
             if box[FILLED] <= index:
                 raise TransferAborted("the trainer gave up in the middle of a push")
             yield index, self._buffers[index % 2]
-            if ends_turn(index, TURNS[self.kind], count):
+            if hands_over(index, BUCKETS_TOGETHER[self.kind], count):
                 if self._device.type == "cuda":
                     torch.cuda.current_stream(self._device).synchronize()
                 box[self._at + DONE] = index + 1

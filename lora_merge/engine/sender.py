@@ -19,7 +19,20 @@ from ..stream.filler import Places, Sent
 from .memory import CudaMemory, SharedMemory
 from .nccl import Done, Group
 from .store import serve_store
-from .transport import ABORTED, DONE, FILLED, LEFT, PID, TURNS, WORDS, WORKERS, Received, WorkerId, ends_turn, nobody
+from .transport import (
+    ABORTED,
+    BUCKETS_TOGETHER,
+    DONE,
+    FILLED,
+    LEFT,
+    PID,
+    WORDS,
+    WORKERS,
+    Received,
+    WorkerId,
+    hands_over,
+    nobody,
+)
 from .waiting import TransferAborted, alive, until
 
 SENDERS: weakref.WeakValueDictionary[str, Sender] = weakref.WeakValueDictionary()
@@ -46,7 +59,7 @@ class Sender:
         self.kinds, self.nbytes, self.device = dict(channels), nbytes, device
         kinds = set(channels.values())
         self.local = "local" in kinds
-        self._turn = max((TURNS[kind] for kind in kinds if kind in TURNS), default=1)
+        self._together = max((BUCKETS_TOGETHER[kind] for kind in kinds if kind in BUCKETS_TOGETHER), default=1)
         self._ahead = Ahead(device)
         self._files: list[SharedMemory] = []
         self._memory: CudaMemory | None = None
@@ -261,7 +274,7 @@ class Sender:
         for replica, sent in self._sent.items():
             assert buffer is not None
             sent.append(self._groups[replica].broadcast(buffer[: extent(source.table[index])]))
-        if self._box is not None and ends_turn(index, self._turn, len(source.table)):
+        if self._box is not None and hands_over(index, self._together, len(source.table)):
             if self._ahead.stream is not None:
                 self._ahead.stream.synchronize()
             self._box[FILLED] = index + 1

@@ -30,7 +30,7 @@ from .waiting import host_id
 
 WorkerId = tuple[int, int]
 """Replica, and position of the worker in it."""
-TURNS = {"shm": 1, "ipc": 2}
+BUCKETS_TOGETHER = {"shm": 1, "ipc": 2}
 """Buckets that change hands together."""
 # Words of a mailbox: the trainer's, then those of each worker.
 FILLED, ABORTED, WORKERS = 0, 1, 2
@@ -56,9 +56,9 @@ def nobody() -> set[int]:
     return set()
 
 
-def ends_turn(index: int, turn: int, count: int) -> bool:
+def hands_over(index: int, together: int, count: int) -> bool:
     """Whether buckets change hands after this one of `count`."""
-    return (index + 1) % turn == 0 or index + 1 == count
+    return (index + 1) % together == 0 or index + 1 == count
 
 
 def introduction(device: torch.device) -> dict[str, Any]:
