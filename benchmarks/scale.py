@@ -14,6 +14,9 @@ rank merges s, and a bytes of adapters:
     adapter    adapters alone are gathered; the engine computes with them              gather(a) + load(a / tp)
     receiver   adapters alone are gathered; the engine merges into its slice           gather(a) + merge(S / tp)
 
+A push also agrees: the trainer's ranks tell each other what they hold and what their engines say, in AGREEMENTS small
+collectives over all of them. Control calls go to all engines at a time, so their number costs nothing.
+
 "direct" and "receiver" are designs, not in the package. The check compares the same formulas with the runs that are
 recorded in benchmarks/results; a constant that was fitted to a run says so, and is not compared with that run.
 """
@@ -33,6 +36,9 @@ from shapes import Shape
 
 RESULTS = Path(__file__).resolve().parent / "results"
 GB = 1e9
+AGREEMENTS = 14
+"""Small collectives of a steady push from FSDP: two for each of six values that all ranks tell, two flags; counted by
+tests/sharded_trainer.py."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,10 @@ class Machine:
         speed = self.gather if gpus <= self.gpus_a_node else min(self.gather, self.network * self.gpus_a_node)
         hops = max(1.0, gigabytes / self.bucket) * (gpus - 1) * self.hop_us / 1e3
         return 1e3 * gigabytes * (gpus - 1) / gpus / speed + hops
+
+    def agree_ms(self, gpus: int) -> float:
+        """Small collectives over all ranks of the trainer, which wait for the hops of a ring."""
+        return AGREEMENTS * (gpus - 1) * self.hop_us / 1e3
 
     def wire_ms(self, gigabytes: float, gpus: int) -> float:
         """Every GPU receives so many GB, evenly from all GPUs, each byte once, over NVLink and network at a time."""
@@ -148,18 +158,19 @@ JOBS = (
 GPUS = (1, 2, 4, 8, 16, 64, 256, 1024)
 
 
-def step(job: Job, layout: Layout, m: Machine, rank: int) -> dict[str, float]:
-    """Milliseconds of a step in each mode; engine-side fixed costs are in all that push."""
+def step(job: Job, layout: Layout, m: Machine, rank: int, gpus: int) -> dict[str, float]:
+    """Milliseconds of a step in each mode; engine-side fixed costs, and agreeing, are in all that push."""
+    fixed = m.fixed_ms + m.agree_ms(gpus)
     size, adapters, tensors = job.gigabytes(), job.adapters(rank), len(job.shape.matrices())
     mine = m.merge_ms(job.gigabytes(False) / layout.dense_ways + job.gigabytes(True) / layout.expert_ways)
     gathered = m.gather_ms(adapters, layout.group) + m.hand_ms(adapters)
     load = m.hand_ms(size) + m.load_ms(size / job.tp, tensors)
     return {
         "in place": 2 * mine,
-        "merged": mine + m.gather_ms(size, layout.group) + load + m.fixed_ms,
-        "direct": max(m.merge_ms(size / job.tp), m.wire_ms(size / job.tp, layout.group)) + m.fixed_ms,
-        "adapter": gathered + m.load_ms(adapters / job.tp, 2 * tensors) + m.fixed_ms,
-        "receiver": gathered + m.merge_ms(size / job.tp) + m.fixed_ms,
+        "merged": mine + m.gather_ms(size, layout.group) + load + fixed,
+        "direct": max(m.merge_ms(size / job.tp), m.wire_ms(size / job.tp, layout.group)) + fixed,
+        "adapter": gathered + m.load_ms(adapters / job.tp, 2 * tensors) + fixed,
+        "receiver": gathered + m.merge_ms(size / job.tp) + fixed,
     }
 
 
@@ -263,7 +274,7 @@ def main() -> None:
             "layout": layout.name,
             "tp": job.tp,
             "gpus": gpus,
-            "ms": step(job, layout, machine, args.rank),
+            "ms": step(job, layout, machine, args.rank, gpus),
         }
         for job in JOBS
         for gpus in GPUS
