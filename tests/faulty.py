@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from typing import Any
 
 import first_calls
@@ -51,6 +52,9 @@ class Faulty(first_calls.Settled):
     def mend(self) -> str:
         self.__dict__.pop("_mended", lambda: None)()
         return "well"
+
+    def process(self) -> int:
+        return os.getpid()
 
     def mapped(self) -> int:
         """How many buffers of trainers this process has mapped."""

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import engines
@@ -223,3 +224,27 @@ def test_workers_let_go_of_a_closed_trainers_buckets(wide: Any) -> None:
     with torch.no_grad():
         VllmSync(model, wide).push()
     assert_answers(ask(wide), model)
+
+
+def test_a_worker_that_is_killed_in_the_middle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM gives the whole engine up then: the push ends with an error, and so does every later one, at once."""
+    model = policy()
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    with engine(model, tmp_path / "base", processes=True, tensor_parallel_size=2, **OPTIONS) as llm:
+        sync = VllmSync(model, llm, bucket_bytes=1 << 17)
+        sync.push()
+        pids = llm.collective_rpc("process")
+        fill = Filler.fill
+
+        def killing(self: Filler, index: int, *args: Any) -> None:
+            if index == 2:
+                os.kill(pids[1], signal.SIGKILL)
+            fill(self, index, *args)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Filler, "fill", killing)
+            with pytest.raises(PushFailed, match="engine 0 is dirty"):
+                sync.push()
+        with pytest.raises(PushRefused, match="does not answer"):
+            sync.push()
+        sync.close()
