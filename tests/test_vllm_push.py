@@ -214,23 +214,33 @@ def test_a_dirty_engine_generates_nothing_until_a_push_has_healed_it(
     assert spans == [f"merged@{version}"]
 
 
-def test_a_pause_that_times_out_is_ended_by_the_next_push(running: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes effect in the engine nevertheless, and nobody knew whose it was."""
+@pytest.mark.parametrize("late", [False, True], ids=["before it is given up", "after that"])
+def test_a_pause_that_times_out_is_ended_by_the_next_push(
+    running: Engine, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes effect in the engine nevertheless, and nobody knew whose it was; no byte has moved, so that the weights
+    are what they were."""
     model = policy()
     sync = VllmSync(model, running.llm, bucket_bytes=BUCKET)
     control = sync._trainer.controls[0]
     pause = control.pause
 
     async def slow(mode: str) -> None:
-        await pause(mode)
+        if not late:
+            await pause(mode)
         raise TimeoutError("timed out")
 
     async def scenario() -> list[Any]:
+        await sync.apush()
+        before = await sync.astates()
         with monkeypatch.context() as patched:
             patched.setattr(control, "pause", slow)
-            with pytest.raises(PushFailed, match="engine 0 is dirty: TimeoutError"):
+            with pytest.raises(PushRefused, match="engine 0 holds what it held before: TimeoutError"):
                 await sync.apush()
-        assert await running.llm.is_paused()
+        assert await sync.astates() == before
+        assert not await running.llm.is_paused()
+        if late:
+            await pause("keep")
         await sync.apush()
         assert not await running.llm.is_paused()
         return await asyncio.gather(*(running.request(i, 10) for i in range(4)))

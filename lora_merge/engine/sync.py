@@ -441,7 +441,8 @@ class VllmSync:
                 notes["waking"] = False
             if replica.paused_by_us:
                 await control.resume()
-                notes["paused"] = False
+                # A pause that timed out may take effect yet: the next push then knows that it is none of the user's.
+                notes["paused"] = bool(replica.error)
         await control.rpc("end", owner=self._trainer.name, **notes)
 
 
