@@ -254,6 +254,8 @@ class VllmSync:
                     f"engine {index} does not answer as one of lora_merge's: {error}. If it does not know the method, "
                     "is lora-merge installed where its workers run, and does VLLM_PLUGINS allow it?"
                 ) from error
+            elsewhere = (worker["pid"] for worker in workers if worker["host"] == host_id())
+            control.workers = [pid for pid in elsewhere if pid != os.getpid()]
             introduced[index] = [worker | {"no_adapters": control.adapters} for worker in workers]
 
         controls = self._trainer.controls

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import json
 import secrets
+import threading
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -17,10 +19,15 @@ from typing import Any, TypeVar
 import torch
 
 from ...errors import InvalidInput, PushRefused
+from ..waiting import alive, until
 
 _T = TypeVar("_T")
 TIMEOUT_S = 600
 """Seconds that a control call over HTTP may take."""
+GRACE_S = 3.0
+"""Seconds that vLLM has to say that an engine is dead."""
+LOOK_S = 1.0
+"""Seconds between two looks at whether an AsyncLLM's workers are still there."""
 
 
 class NoRoute(RuntimeError):
@@ -29,6 +36,10 @@ class NoRoute(RuntimeError):
 
 class WorkerFailed(RuntimeError):
     """Workers of an engine report an error; the others have done what they were asked for."""
+
+
+class EngineGone(RuntimeError):
+    """A worker process of an engine has died, and the engine with it."""
 
 
 class OutOfStep(RuntimeError):
@@ -44,6 +55,8 @@ class Control:
     Attributes:
         handle: what the user gave.
         engine: what is called.
+        workers: process ids of its workers on this host, other processes than this one. vLLM leaves a call for ever
+            without an answer that is under way when the engine dies.
     """
 
     suspends = False
@@ -54,6 +67,7 @@ class Control:
     def __init__(self, handle: Any) -> None:
         self.handle = handle
         self.engine = getattr(handle, "llm_engine", handle)
+        self.workers: list[int] = []
 
     def config(self) -> Any:
         """The engine's `VllmConfig`, where this process has it; else None."""
@@ -88,15 +102,15 @@ class Control:
 
     async def paused(self) -> bool:
         """Whether generation stands still already."""
-        return bool(self.engine.is_sleeping())
+        return bool(await self._call("is_sleeping"))
 
     async def pause(self, mode: str) -> None:
         """Stop generation."""
         # Nothing of an LLM's is in flight between its calls, and in the caller's own process vLLM refuses to wait.
-        self.engine.sleep(level=0, mode="keep" if mode == "wait" else mode)
+        await self._call("sleep", level=0, mode="keep" if mode == "wait" else mode)
 
     async def resume(self) -> None:
-        self.engine.wake_up(tags=["scheduling"])
+        await self._call("wake_up", tags=["scheduling"])
 
     async def sleep(self, level: int) -> None:
         """Unmap the weights and the KV cache again, where a push has woken them for nothing."""
@@ -109,7 +123,7 @@ class Control:
     async def label(self, version: str) -> None:
         """Tell the engine what its weights are called: vLLM 0.32 notes on every output which tokens came from which."""
         if hasattr(self.engine, "set_weight_version"):
-            self.engine.set_weight_version(version)
+            await self._call("set_weight_version", version)
 
     async def reset_prefix_cache(self, running: bool, connector: bool) -> bool:
         """Forget cached blocks; `running` preempts requests that hold some. Whether it worked."""
@@ -117,11 +131,12 @@ class Control:
 
     async def reset_media_caches(self) -> None:
         """Forget cached encoder outputs and multimodal inputs."""
-        self.engine.reset_encoder_cache()
+        await self._call("reset_encoder_cache")
         await self._call("reset_mm_cache")
 
     async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.engine, method)(*args, **kwargs)
+        call = partial(getattr(self.engine, method), *args, **kwargs)
+        return while_alive(call, self.workers) if self.workers else call()
 
 
 class AsyncControl(Control):
@@ -147,7 +162,14 @@ class AsyncControl(Control):
         await self._call("reset_mm_cache")
 
     async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return await getattr(self.engine, method)(*args, **kwargs)
+        call = asyncio.ensure_future(getattr(self.engine, method)(*args, **kwargs))
+        look = _Look(self.workers)
+        try:
+            while not (await asyncio.wait([call], timeout=LOOK_S))[0]:
+                look()
+        finally:
+            call.cancel()  # where it is not done
+        return call.result()
 
 
 class RayControl(AsyncControl):
@@ -229,6 +251,41 @@ class HttpControl(Control):
                 raise NoRoute(f"{request.full_url}: start the server with VLLM_SERVER_DEV_MODE=1") from error
             raise RuntimeError(f"{request.full_url} answered {error.code}: {detail}") from error
         return json.loads(text) if text else {}
+
+
+class _Look:
+    """Raises `EngineGone` when a process has been dead for `GRACE_S`: vLLM's own word on it is better."""
+
+    def __init__(self, pids: Sequence[int]) -> None:
+        self._pids, self._since = list(pids), 0.0
+
+    def __call__(self) -> None:
+        dead = [pid for pid in self._pids if not alive(pid)]
+        self._since = (self._since or time.monotonic()) if dead else 0.0
+        if dead and time.monotonic() - self._since > GRACE_S:
+            raise EngineGone(f"process {dead[0]} of the engine has died; start a new engine")
+
+
+def while_alive(call: Callable[[], _T], pids: Sequence[int]) -> _T:
+    """Make a call that waits for other processes, and not for ever when one of them is gone.
+
+    Raises:
+        EngineGone: one is; the call is left behind in its thread.
+    """
+    done: list[tuple[Any, BaseException | None]] = []
+
+    def there() -> None:
+        try:
+            done.append((call(), None))
+        except BaseException as error:
+            done.append((None, error))
+
+    threading.Thread(target=on_this_device(there), daemon=True).start()
+    until(lambda: bool(done), _Look(pids))
+    value, error = done[0]
+    if error is not None:
+        raise error
+    return value
 
 
 def control_of(engine: Any) -> Control:
