@@ -98,13 +98,16 @@ def test_more_gpus_and_wires(load: Any) -> None:
     machine, job = scale.Machine(), scale.JOBS[0]
 
     def step(gpus: int, layout: int = 0) -> dict[str, float]:
-        return scale.step(job, job.layouts(gpus, 8)[layout], machine, 32)
+        return scale.step(job, job.layouts(gpus, 8)[layout], machine, 32, gpus)
 
     assert step(8)["in place"] == pytest.approx(step(1)["in place"] / 8), "a shard each"
     assert machine.gather_ms(1, 1) == machine.wire_ms(1, 1) == 0
     assert machine.wire_ms(1, 8) == pytest.approx(1e3 * 7 / 8 / machine.peer), "one GPU's own eighth stays"
     assert machine.wire_ms(1, 16) == pytest.approx(1e3 / 2 / machine.network), "half of it comes from the other node"
-    assert step(64, 1) == step(8), "HSDP: a node as if alone"
+    agreeing = machine.agree_ms(64) - machine.agree_ms(8)
+    alone = {mode: ms + (agreeing if mode != "in place" else 0) for mode, ms in step(8).items()}
+    assert step(64, 1) == pytest.approx(alone), "HSDP: a node as if alone, but that all ranks agree"
+    assert machine.agree_ms(1) == 0 < agreeing
     moe = next(j for j in scale.JOBS if "ep" in j.megatron)
     assert moe.gigabytes(True) + moe.gigabytes(False) == pytest.approx(moe.gigabytes())
 
