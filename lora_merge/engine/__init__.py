@@ -1,4 +1,4 @@
-"""Merged weights and adapters into vLLM engines. Worker side: plugin, worker, loader, state. Trainer side: sync."""
+"""Merged weights and adapters into engines: what all share. `vllm/` runs in vLLM's workers, or calls its API."""
 
 from .replica import SyncReport
 from .sync import VllmSync
