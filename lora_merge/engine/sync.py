@@ -240,6 +240,7 @@ class VllmSync:
         self._pushed, table = passes[-1].state, passes[-1].source.table
         report.nbytes = sum(slot.nbytes for slots in table for slot in slots)
         report.tensors, report.transports = len(metas(table)), trainer.kinds
+        report.coverage = min(replica.coverage or 0.0 for replica in replicas)
         return report
 
     async def _hello(self, **claim: Any) -> list[list[dict[str, Any]]]:
@@ -400,6 +401,7 @@ class VllmSync:
         answers = await self._tell(replica, "commit", full=state.kind != "adapter")
         held = {answer["rank"]: answer["state"] for answer in answers}
         replica.workers = [worker | {"state": held[worker["rank"]]} for worker in replica.workers]
+        replica.coverage = min(written / max(1, elements) for written, elements in (a["elements"] for a in answers))
         if replica.state != state:
             raise PushFailed(f"the engine holds {replica.state}, not {state}")
         if isinstance(sent, Verified):

@@ -155,13 +155,16 @@ class Trainer:
         return await self.blocking(lambda: self.world.spread(value, rank))
 
     async def share(self, replicas: Sequence[Replica], error: str = "") -> bool:
-        """Let every rank know which replicas have failed; an error of a rank itself fails them all, and is told."""
-        answers = await self.gather(({r.index: (r.error, r.begun) for r in replicas if r.error or r.begun}, error))
+        """Let every rank know which replicas have failed, and what is known of them; an error of a rank itself fails
+        them all, and is told."""
+        known = {r.index: (r.error, r.begun, r.coverage) for r in replicas if r.error or r.begun}
+        answers = await self.gather((known, error))
         for others, failed in answers:
             for replica in replicas:
-                theirs, begun = others.get(replica.index, ("", False))
+                theirs, begun, coverage = others.get(replica.index, ("", False, None))
                 replica.error = failed or replica.error or theirs  # the cause comes first
                 replica.begun = replica.begun or begun
+                replica.coverage = coverage if replica.coverage is None else replica.coverage
         fail_together(replicas)
         return any(failed for _, failed in answers)
 

@@ -278,7 +278,7 @@ def _commit(worker: Any, side: Side, full: bool) -> dict[str, Any]:
         side.end(side.pending)
     if worker.vllm_config.lora_config is not None and side.held.kind != "adapter":
         remove_adapter(worker.model_runner.lora_manager)
-    return {"state": _served(worker, side, side.held)}
+    return {"state": _served(worker, side, side.held), "elements": side.coverage}
 
 
 def _verified(worker: Any, side: Side) -> dict[str, Any]:

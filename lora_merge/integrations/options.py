@@ -1,0 +1,87 @@
+"""What a user can set of an integration: arguments where there is a call to make, environment variables where not."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..engine.sync import MODES
+from ..errors import InvalidInput
+from ..kernels.plan import ROUNDINGS
+
+SWITCH = "LORA_MERGE"
+_OFF = ("", "0", "false", "no", "off")
+_ON = ("1", "true", "yes", "on")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How an integration brings weights to the engine.
+
+    Args:
+        mode: "merged" or "adapter", as for `VllmSync`. LORA_MERGE_MODE.
+        rounding: of merged weights, "nearest" or "stochastic". LORA_MERGE_ROUNDING.
+        check: how far the importance ratio between trainer and rollout may lie from 1, in each step's batch, before the
+            run ends in an error (0.02 is what one policy in both places gives); None: it is not looked at.
+            LORA_MERGE_CHECK, where "1" is 0.02.
+        verify: whether each push compares checksums on both sides, as `VllmSync.push(verify=True)`.
+            LORA_MERGE_VERIFY.
+
+    Raises:
+        InvalidInput: a value that is none of these.
+    """
+
+    mode: str = "merged"
+    rounding: str = "nearest"
+    check: float | None = None
+    verify: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value, known in (("mode", self.mode, MODES), ("rounding", self.rounding, ROUNDINGS)):
+            if value not in known:
+                raise InvalidInput(
+                    f"{name} must be one of {', '.join(known)}, got {value!r} (or {SWITCH}_{name.upper()})"
+                )
+        if self.check is not None and not 0 < self.check < 1:
+            raise InvalidInput(f"check must lie between 0 and 1, got {self.check} (or {SWITCH}_CHECK)")
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> Options:
+        """As LORA_MERGE_MODE, LORA_MERGE_ROUNDING, LORA_MERGE_CHECK and LORA_MERGE_VERIFY say."""
+        found = os.environ if environment is None else environment
+        return cls(
+            mode=found.get(f"{SWITCH}_MODE", "merged"),
+            rounding=found.get(f"{SWITCH}_ROUNDING", "nearest"),
+            check=_bound(found.get(f"{SWITCH}_CHECK", "")),
+            verify=_flag(f"{SWITCH}_VERIFY", found.get(f"{SWITCH}_VERIFY", "")),
+        )
+
+
+def switched_on(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether LORA_MERGE=1 is set."""
+    found = os.environ if environment is None else environment
+    return _flag(SWITCH, found.get(SWITCH, ""))
+
+
+def switched_off(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether LORA_MERGE=0 is set, which leaves a trainer that was to be taken over as it is."""
+    found = os.environ if environment is None else environment
+    return bool(found.get(SWITCH)) and not switched_on(found)
+
+
+def _flag(name: str, value: str) -> bool:
+    if value.lower() not in _OFF + _ON:
+        raise InvalidInput(f"{name} must be 1 or 0, got {value!r}")
+    return value.lower() in _ON
+
+
+def _bound(value: str) -> float | None:
+    if value.lower() in _OFF:
+        return None
+    if value.lower() in _ON:
+        return 0.02
+    try:
+        return float(value)
+    except ValueError as error:
+        raise InvalidInput(f"{SWITCH}_CHECK must be 1, 0 or a bound like 0.02, got {value!r}") from error

@@ -1,0 +1,101 @@
+"""What the integrations do alike: ask a release for the names that are used, and say at start what was taken over."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+
+import torch.distributed as dist
+
+from ..errors import LoraMergeError, MissingExtra
+from .options import SWITCH
+
+
+class TrainerRefused(LoraMergeError, RuntimeError):
+    """A trainer cannot be taken over as it was started; names the flag to change. The trainer is as before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """The trainer that is installed, and what is known of its releases.
+
+    Args:
+        trainer: its name in words, "TRL".
+        distribution: its name on the package index, "trl".
+        tested: releases whose real trainers this package's tests run.
+    """
+
+    trainer: str
+    distribution: str
+    tested: tuple[str, ...]
+
+    @property
+    def installed(self) -> str:
+        """The version that is installed.
+
+        Raises:
+            MissingExtra: none is.
+        """
+        try:
+            return version(self.distribution)
+        except PackageNotFoundError as error:
+            raise MissingExtra(
+                f"this integration needs {self.trainer}: pip install {self.distribution}; tested with "
+                f"{', '.join(self.tested)}"
+            ) from error
+
+    def require(self, names: Mapping[str, Sequence[str]]) -> None:
+        """Refuse a release that lacks any name that is used.
+
+        Args:
+            names: "module:Class" or "module" -> attributes of it ("" alone: its being there is enough).
+
+        Raises:
+            TrainerRefused: names all that is missing.
+        """
+        lacking = [missing for where, attributes in names.items() for missing in _missing(where, attributes)]
+        if lacking:
+            raise TrainerRefused(
+                f"{self.trainer} {self.installed} does not offer {', '.join(lacking)}, which lora_merge uses; tested "
+                f"with {', '.join(self.tested)}. {off(self.trainer)}"
+            )
+
+    def announce(self, took_over: str) -> None:
+        """Print one line, on the first rank: what was taken over, and with which releases that was tested.
+
+        Args:
+            took_over: in words, "VLLMGeneration.sync_weights: merged pushes into the colocated engine".
+        """
+        if _rank() == 0:
+            known = "tested with" if self.installed in self.tested else "not tested with this release, but with"
+            print(
+                f"lora_merge takes over {took_over} of {self.trainer} {self.installed} ({known} "
+                f"{', '.join(self.tested)}; {SWITCH}=0 switches it off)",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def off(trainer: str) -> str:
+    """How to go on without this package."""
+    return f"{SWITCH}=0 leaves {trainer}'s own way in place"
+
+
+def _missing(where: str, attributes: Sequence[str]) -> list[str]:
+    module, _, attribute = where.partition(":")
+    try:
+        found = import_module(module)
+        owner = getattr(found, attribute) if attribute else found
+    except (ImportError, AttributeError):
+        return [where.replace(":", ".")]
+    return [f"{where.replace(':', '.')}.{name}" for name in attributes if not hasattr(owner, name)]
+
+
+def _rank() -> int:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    return int(os.environ.get("RANK", "0") or 0)
