@@ -1,7 +1,7 @@
 """Lightning: push to a rollout engine as training goes on.
 
-    trainer = lightning.Trainer(callbacks=[PushCallback(llm, model=lambda module: module.policy)])
-    trainer.fit(module)
+trainer = lightning.Trainer(callbacks=[PushCallback(llm, model=lambda module: module.policy)])
+trainer.fit(module)
 """
 
 from __future__ import annotations

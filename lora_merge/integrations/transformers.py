@@ -1,8 +1,8 @@
 """The Trainer of transformers, and whatever inherits from it: push to a rollout engine as training goes on.
 
-    trainer = Trainer(model=peft_model, ...)
-    attach(trainer, llm)
-    trainer.train()
+trainer = Trainer(model=peft_model, ...)
+attach(trainer, llm)
+trainer.train()
 """
 
 from __future__ import annotations
