@@ -1,22 +1,34 @@
-"""Builds the compiled extension lora_merge._C; everything else about the package is in pyproject.toml.
+"""Builds the compiled module lora_merge._C; everything else about the package is in pyproject.toml.
 
-csrc/library.cpp and csrc/cpu are always compiled; csrc/library_cuda*.cpp and csrc/cuda where torch was built for CUDA
-and nvcc is found.
-`LORA_MERGE_BUILD=0` installs without the extension; `TORCH_CUDA_ARCH_LIST` ("8.0;9.0+PTX", "Hopper") names GPU
-architectures: default, those of the GPUs in this machine, or all of `DEFAULT` where there are none.
+csrc/module.cpp and csrc/cpu are always compiled, csrc/module_cuda.cpp and csrc/cuda where nvcc is found. Neither torch
+nor a GPU is needed to build.
+`LORA_MERGE_BUILD=0` installs without the module, `LORA_MERGE_CUDA=0` with its CPU kernels alone; `TORCH_CUDA_ARCH_LIST`
+("8.0;9.0+PTX", "Hopper") names GPU architectures: default, those of the GPUs in this machine, or all of `DEFAULT` where
+there are none. `MAX_JOBS` compilers run at a time: default, as many as there are cores.
 """
 
 import os
+import platform
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
-from setuptools import setup
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
+ROOT = Path(__file__).resolve().parent
 HINT = "LORA_MERGE_BUILD=0 installs lora_merge without its compiled kernels"
+# No contraction: where a fused multiply-add is meant, it is written. GCC 12 warns of uninitialised values in its own
+# AVX-512 header.
+CXX = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wno-uninitialized"]
+CXX += ["-Wno-maybe-uninitialized", "-DNDEBUG"]
+NVCC = ["-std=c++17", "-O3", "-lineinfo", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
+# C++'s library inside, and none of its names outside: that of torch may be another.
+LINK = ["-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL", "-Wl,--gc-sections", "-s"]
 DEFAULT = ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0+PTX")
 """Where no GPU is visible. Code for the last is kept as PTX, too, which later GPUs compile for themselves."""
 OLDEST = (8, 0)
@@ -97,52 +109,113 @@ def known_to(nvcc: Path) -> set[str]:
     return set(re.findall(r"compute_(\d+)\b", listed))
 
 
-def extension() -> dict[str, Any]:
-    """setup()'s arguments for the extension."""
+def gpus() -> list[tuple[int, int]]:
+    """Compute capabilities of the GPUs in this machine."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    query = [tool, "--query-gpu=compute_cap", "--format=csv,noheader"]
+    listed = subprocess.run(query, capture_output=True, text=True, check=False).stdout
+    return [(int(major), int(minor)) for major, minor in re.findall(r"^(\d+)\.(\d)$", listed, re.MULTILINE)]
+
+
+def toolkit() -> Path | None:
+    """The folder of CUDA, whose bin has nvcc; None where there is none, or LORA_MERGE_CUDA=0 leaves it out."""
+    if os.environ.get("LORA_MERGE_CUDA") == "0":
+        return None
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    nvcc = shutil.which("nvcc", path=str(Path(home) / "bin") if home else None)
+    return Path(nvcc).resolve().parents[1] if nvcc else None
+
+
+class Build(build_ext):
+    """Compiles by ninja, which does again only what changed; nothing of torch is needed."""
+
+    def build_extension(self, ext: Extension) -> None:
+        compiler = os.environ.get("CXX", "c++")
+        if shutil.which(compiler.split()[0]) is None:
+            raise SystemExit(f"no C++ compiler: {compiler!r} is not on the PATH; install g++ or set CXX; {HINT}")
+        folder, target = Path(self.build_temp).resolve(), Path(self.get_ext_fullpath(ext.name)).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        (folder / "build.ninja").write_text(recipe(compiler, toolkit(), target))
+        try:
+            jobs = os.environ.get("MAX_JOBS")
+            subprocess.run([*ninja(), "-C", str(folder), *(["-j", jobs] if jobs else [])], check=True)
+        except subprocess.CalledProcessError as error:
+            raise SystemExit(f"lora_merge._C did not compile (see above); {HINT}") from error
+
+
+def ninja() -> list[str]:
+    """How to call it: pip's, or the machine's."""
     try:
-        import torch
-        from torch.utils import cpp_extension
-    except ImportError as error:
-        raise SystemExit(
-            f"torch cannot be imported ({error}): install it first, then build with "
-            f"`pip install --no-build-isolation --no-deps .`; {HINT}"
-        ) from error
+        import ninja as package
 
-    sources = ["csrc/library.cpp", *map(str, sorted(Path("csrc/cpu").glob("*.cpp")))]
-    headers = [str(path) for path in sorted(Path("csrc").rglob("*.h*")) + sorted(Path("csrc").rglob("*.cuh"))]
-    # OpenMP is what at::parallel_for runs on. No contraction: where a fused multiply-add is meant, it is written.
-    # GCC 12 warns of uninitialised values in its own AVX-512 header.
-    cxx = ["-O3", "-fopenmp", "-ffp-contract=off", "-Wall", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
-    make, nvcc, macros = cpp_extension.CppExtension, [], []
-    home = cpp_extension.CUDA_HOME
-    compiler = home and shutil.which("nvcc", path=str(Path(home) / "bin"))
-    if torch.version.cuda and compiler:
-        make = cpp_extension.CUDAExtension
-        sources += map(str, [*sorted(Path("csrc").glob("library_cuda*.cpp")), *sorted(Path("csrc/cuda").glob("*.cu"))])
-        gpus = [torch.cuda.get_device_capability(gpu) for gpu in range(torch.cuda.device_count())]
-        built = architectures(os.environ.get("TORCH_CUDA_ARCH_LIST", ""), gpus, known_to(Path(compiler)))
-        nvcc = ["-O3", "-std=c++17", "-lineinfo", *flags(built)]
-        macros = [("LORA_MERGE_CUDA_ARCHITECTURES", f'"{",".join(built)}"')]
+        return [str(Path(package.BIN_DIR) / "ninja")]
+    except ImportError:
+        if shutil.which("ninja") is None:
+            raise SystemExit(f"ninja is missing: pip install ninja; {HINT}") from None
+        return ["ninja"]
 
-    class Build(cpp_extension.BuildExtension):
-        def build_extensions(self) -> None:
-            compiler = os.environ.get("CXX", "c++").split()[0]
-            if shutil.which(compiler) is None:
-                raise SystemExit(f"no C++ compiler: {compiler!r} is not on the PATH; install g++ or set CXX; {HINT}")
-            try:
-                super().build_extensions()
-            except Exception as error:
-                raise SystemExit(f"lora_merge._C did not compile (see above): {error}\n{HINT}") from error
 
-    module = make(
-        "lora_merge._C",
-        sources,
-        depends=headers,
-        define_macros=macros,
-        extra_compile_args={"cxx": cxx, "nvcc": nvcc},
-        extra_link_args=["-fopenmp"],
-    )
-    return {"ext_modules": [module], "cmdclass": {"build_ext": Build}}
+def recipe(compiler: str, cuda: Path | None, target: Path) -> str:
+    """The text of build.ninja.
+
+    Args:
+        compiler: of C++.
+        cuda: the toolkit's folder; None builds for CPUs alone.
+        target: the module.
+    """
+    sources = [ROOT / "csrc/module.cpp", *sorted((ROOT / "csrc/cpu").glob("*.cpp"))]
+    macros, link, nvcc = [], [*LINK], ""
+    if cuda is not None:
+        nvcc = str(cuda / "bin" / "nvcc")
+        built = architectures(os.environ.get("TORCH_CUDA_ARCH_LIST", ""), gpus(), known_to(Path(nvcc)))
+        say(f"CUDA kernels for {', '.join(built)}, by {nvcc}")
+        sources += [ROOT / "csrc/module_cuda.cpp", *sorted((ROOT / "csrc/cuda").glob("*.cu"))]
+        macros = [f"-DLORA_MERGE_CUDA_ARCHITECTURES='\"{','.join(built)}\"'"]
+        # The runtime inside: which one torch has does not matter.
+        folders = [cuda / "lib64", cuda / "lib", cuda / "targets" / f"{platform.machine()}-linux" / "lib"]
+        link += [f"-L{folder}" for folder in folders if folder.exists()] + ["-lcudart_static", "-ldl", "-lrt"]
+    else:
+        say("no nvcc: kernels for CPUs alone")
+    objects = [f"{source.relative_to(ROOT / 'csrc')}.o".replace("/", "-") for source in sources]
+    include = sysconfig.get_path("include")
+    lines = [
+        "ninja_required_version = 1.8",
+        f"cxx = {compiler}",
+        f"nvcc = {nvcc}",
+        f"cxxflags = {' '.join([*CXX, *macros, f'-isystem {include}'])}",
+        f"nvccflags = {' '.join([*NVCC, *(flags(built) if cuda is not None else [])])}",
+        f"link = {' '.join(link)}",
+        "rule cxx",
+        "  command = $cxx $cxxflags -MMD -MF $out.d -c $in -o $out",
+        "  depfile = $out.d",
+        "  deps = gcc",
+        "  description = c++ $in",
+        "rule nvcc",
+        "  command = $nvcc $nvccflags -MMD -MF $out.d -c $in -o $out",
+        "  depfile = $out.d",
+        "  deps = gcc",
+        "  description = nvcc $in",
+        "rule link",
+        "  command = $cxx -shared $in $link -o $out",
+        *(
+            f"build {made}: {'nvcc' if source.suffix == '.cu' else 'cxx'} {source}"
+            for made, source in zip(objects, sources, strict=True)
+        ),
+        f"build {target}: link {' '.join(objects)}",
+        f"default {target}",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def extension() -> dict[str, Any]:
+    """setup()'s arguments for the compiled module: of the limited API, so that it serves every later Python, too."""
+    module = Extension("lora_merge._C", ["csrc/module.cpp"], py_limited_api=True)
+    options = {"bdist_wheel": {"py_limited_api": "cp311"}}
+    return {"ext_modules": [module], "cmdclass": {"build_ext": Build}, "options": options}
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 // clang-format off
 #pragma once
 #include <cstdint>
+#include <string>
+#include <vector>
 
 namespace lora_merge {
 
@@ -48,27 +50,30 @@ constexpr int kUnitElements = 1024;
 constexpr int kRecordBytes = 16;
 constexpr int kCodeBytes = 256;
 
-namespace schema {
-constexpr const char* layout_hash = "layout_hash() -> str";
-constexpr const char* cuda_architectures = "cuda_architectures() -> str[]";
-constexpr const char* cpu_isas = "cpu_isas() -> str[]";
-constexpr const char* launch_cpu = "launch_cpu(Tensor table, bool stochastic, int seed) -> ()";
-constexpr const char* row_norms_cpu = "row_norms_cpu(Tensor table, Tensor out) -> ()";
-constexpr const char* tracked_sizes_cpu = "tracked_sizes_cpu(Tensor table) -> (Tensor, int)";
-constexpr const char* track_cpu = "track_cpu(Tensor table, Tensor codes, Tensor records, Tensor arena, Tensor counter) -> ()";
-constexpr const char* untrack_cpu = "untrack_cpu(Tensor table, Tensor codes, Tensor records, Tensor arena, Tensor counter) -> ()";
-constexpr const char* merge_shape = "merge_shape(int max_rank, bool wide, int element_bytes, int widest, int per_block, int per_processor) -> int[]";
-constexpr const char* accepts_shape = "accepts_shape(int[] shape, int max_rank, bool wide, int element_bytes, int per_block) -> bool";
-constexpr const char* hopper_tiles = "hopper_tiles(int max_rank, bool wide, int beside, int per_block) -> int[]";
-constexpr const char* accepts_tiles = "accepts_tiles(int[] tiles, int max_rank, bool wide, int beside, int per_block) -> bool";
-constexpr const char* launch_cuda = "launch_cuda(Tensor table, Tensor unit_segment, Tensor counter, int device, int source_dtype, int destination_dtype, bool wide, int n_units, int n_raw_units, int rows_per_unit, int col_warps, int stages, bool staged_B, int pad, int max_rank, bool stochastic, int seed) -> ()";
-constexpr const char* launch_hopper = "launch_hopper(Tensor table, Tensor unit_segment, Tensor maps, Tensor counter, int device, int dtype, bool wide, int n_units, int n_raw_units, int rows_per_unit, int strip_cols, int held, int stages, int max_rank, bool stochastic, int seed) -> ()";
-constexpr const char* tensor_maps = "tensor_maps(Tensor table, bool wide) -> Tensor";
-constexpr const char* row_norms_cuda = "row_norms_cuda(Tensor table, Tensor unit_segment, int source_dtype, int n_units, int max_rank, Tensor out) -> ()";
-constexpr const char* track_cuda = "track_cuda(Tensor table, Tensor unit_segment, Tensor counter, int device, int dtype, bool wide, int n_units, int rows_per_unit, int col_warps, int stages, bool staged_B, int pad, int max_rank, bool undo, Tensor codes, Tensor records, Tensor arena, int chunk, Tensor asked) -> ()";
-constexpr const char* track_hopper = "track_hopper(Tensor table, Tensor unit_segment, Tensor maps, Tensor counter, int device, int dtype, bool wide, int n_units, int rows_per_unit, int strip_cols, int held, int stages, int max_rank, bool undo, Tensor codes, Tensor records, Tensor arena, int chunk, Tensor asked) -> ()";
-}  // namespace schema
+namespace operators {
+std::string layout_hash();
+std::vector<std::string> cuda_architectures();
+std::vector<std::string> cpu_isas();
+void use_threads(void* parallel_for, void* num_threads);
+void launch_cpu(const Segment* table, int64_t segments, bool stochastic, int64_t seed);
+void row_norms_cpu(const Segment* table, int64_t segments, double* out, int64_t n_out);
+int64_t tracked_sizes_cpu(const Segment* table, int64_t segments, int64_t* first_unit);
+void track_cpu(const Segment* table, int64_t segments, uint8_t* codes, int64_t n_codes, int64_t* records, int64_t n_records, uint8_t* arena, int64_t room, int64_t* counter);
+void untrack_cpu(const Segment* table, int64_t segments, uint8_t* codes, int64_t n_codes, int64_t* records, int64_t n_records, uint8_t* arena, int64_t room, int64_t* counter);
+std::vector<int64_t> merge_shape(int64_t max_rank, bool wide, int64_t element_bytes, int64_t widest, int64_t per_block, int64_t per_processor);
+bool accepts_shape(int64_t col_warps, int64_t stages, bool staged_B, int64_t pad, int64_t max_rank, bool wide, int64_t element_bytes, int64_t per_block);
+std::vector<int64_t> hopper_tiles(int64_t max_rank, bool wide, int64_t beside, int64_t per_block);
+bool accepts_tiles(int64_t strip_cols, int64_t held, int64_t stages, int64_t max_rank, bool wide, int64_t beside, int64_t per_block);
+void launch_cuda(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment, int64_t n_unit_segment, int32_t* counter, int64_t source_dtype, int64_t destination_dtype, bool wide, int64_t n_units, int64_t n_raw_units, int64_t rows_per_unit, int64_t col_warps, int64_t stages, bool staged_B, int64_t pad, int64_t max_rank, bool stochastic, int64_t seed, int64_t device, void* stream);
+void launch_hopper(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment, int64_t n_unit_segment, int32_t* counter, int64_t dtype, bool wide, int64_t n_units, int64_t n_raw_units, int64_t rows_per_unit, const uint8_t* maps, int64_t strip_cols, int64_t held, int64_t stages, int64_t max_rank, bool stochastic, int64_t seed, int64_t device, void* stream);
+void tensor_maps(const Segment* table, int64_t segments, bool wide, uint8_t* maps);
+void row_norms_cuda(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment, int64_t n_unit_segment, int64_t source_dtype, int64_t n_units, int64_t max_rank, double* out, int64_t device, void* stream);
+void track_cuda(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment, int64_t n_unit_segment, int32_t* counter, int64_t dtype, bool wide, int64_t n_units, int64_t n_raw_units, int64_t rows_per_unit, int64_t col_warps, int64_t stages, bool staged_B, int64_t pad, int64_t max_rank, bool undo, uint8_t* codes, int64_t n_codes, int64_t* records, int64_t n_records, uint8_t* arena, int64_t room, int64_t chunk, int64_t* asked, int64_t device, void* stream);
+void track_hopper(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment, int64_t n_unit_segment, int32_t* counter, int64_t dtype, bool wide, int64_t n_units, int64_t n_raw_units, int64_t rows_per_unit, const uint8_t* maps, int64_t strip_cols, int64_t held, int64_t stages, int64_t max_rank, bool undo, uint8_t* codes, int64_t n_codes, int64_t* records, int64_t n_records, uint8_t* arena, int64_t room, int64_t chunk, int64_t* asked, int64_t device, void* stream);
+}  // namespace operators
+#define LORA_MERGE_OPERATORS(X) X(layout_hash) X(cuda_architectures) X(cpu_isas) X(use_threads) X(launch_cpu) X(row_norms_cpu) X(tracked_sizes_cpu) X(track_cpu) X(untrack_cpu) X(merge_shape) X(accepts_shape) X(hopper_tiles) X(accepts_tiles)
+#define LORA_MERGE_CUDA_OPERATORS(X) X(launch_cuda) X(launch_hopper) X(tensor_maps) X(row_norms_cuda) X(track_cuda) X(track_hopper)
 
-constexpr const char* kLayoutHash = "296dfaef11e80027";
+constexpr const char* kLayoutHash = "9db84cb4a48c199b";
 
 }  // namespace lora_merge

@@ -17,7 +17,7 @@ import torch
 from helpers import LAYOUTS, assert_accurate, assert_same_bits, bits, cut, in_place, make_segment, pairwise
 
 from lora_merge import Segment
-from lora_merge.kernels import cpu, native
+from lora_merge.kernels import cpu, native, operators
 from lora_merge.kernels.segments import seed_key
 
 CPU = torch.device("cpu")
@@ -120,7 +120,7 @@ def test_instruction_sets_agree(function: str) -> None:
     """Every bit, on as many of generic, AVX2 and AVX-512 as this machine has; with AMX what it leaves to AVX-512, while
     its own sums have another order."""
     results = {}
-    for isa in torch.ops.lora_merge_native.cpu_isas():
+    for isa in native.module().cpu_isas():
         done = in_new_process(isa, function)
         assert done.returncode == 0, f"{isa}: {done.stderr[-2000:]}"
         results[isa] = done.stdout.strip()
@@ -228,7 +228,7 @@ def test_other_python_threads_run_meanwhile() -> None:
 )
 def test_what_is_no_table_is_refused(table: torch.Tensor) -> None:
     with pytest.raises(RuntimeError, match="a segment table must be contiguous int64"):
-        torch.ops.lora_merge_native.launch_cpu(table, False, 0)
+        operators.launch_cpu(table, False, 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -25,7 +25,7 @@ KIB = 1 << 10
 GPUS = [pytest.param(size, id=f"{size} KiB") for size in (100, 164, 228)]
 
 assert native.load_error() is None, native.load_error()
-NATIVE = torch.ops.lora_merge_native
+NATIVE = native.module()
 
 
 def block(kib: int) -> int:
@@ -51,21 +51,21 @@ def test_every_choice_is_accepted(kib: int) -> None:
             assert wide, what
             assert bytes_of((1, 2, False, 0), rank, wide, element_bytes) + 128 > block(kib), what
             continue
-        assert NATIVE.accepts_shape(shape, rank, wide, element_bytes, block(kib)), what
+        assert NATIVE.accepts_shape(*shape, rank, wide, element_bytes, block(kib)), what
         assert bytes_of(shape, rank, wide, element_bytes) + 128 <= block(kib), what
         assert shape[0] <= widest, what
 
 
 def test_what_a_launch_refuses() -> None:
     good = [4, 4, 1, 8]
-    assert NATIVE.accepts_shape(good, 32, False, 2, block(228))
+    assert NATIVE.accepts_shape(*good, 32, False, 2, block(228))
     for bad in ([3, 4, 1, 8], [8, 4, 1, 8], [4, 3, 1, 8], [4, 1, 1, 8], [4, 8, 1, 8], [4, 4, 1, 4], [0, 4, 1, 8]):
-        assert not NATIVE.accepts_shape(bad, 32, False, 2, block(228)), bad
-    assert not NATIVE.accepts_shape(good, 513, False, 2, block(228))
-    assert not NATIVE.accepts_shape(good, 32, False, 2, bytes_of(good, 32, False, 2))  # without the kernel's own
+        assert not NATIVE.accepts_shape(*bad, 32, False, 2, block(228)), bad
+    assert not NATIVE.accepts_shape(*good, 513, False, 2, block(228))
+    assert not NATIVE.accepts_shape(*good, 32, False, 2, bytes_of(good, 32, False, 2))  # without the kernel's own
     for bad in ([192, 4, 2], [256, 4, 1], [256, 4, 7], [256, 3, 2], [256, 17, 2]):
-        assert not NATIVE.accepts_tiles(bad, 32, False, 0, block(228)), bad
-    assert not NATIVE.accepts_tiles([256, 5, 2], 32, True, 0, block(228))
+        assert not NATIVE.accepts_tiles(*bad, 32, False, 0, block(228)), bad
+    assert not NATIVE.accepts_tiles(256, 5, 2, 32, True, 0, block(228))
 
 
 @pytest.mark.parametrize("kib", GPUS)
@@ -74,7 +74,7 @@ def test_every_choice_of_tiles_is_accepted(kib: int, beside: int) -> None:
     for wide, rank in product((False, True), range(1, 513)):
         tiles = NATIVE.hopper_tiles(rank, wide, beside, block(kib))
         if tiles:
-            assert NATIVE.accepts_tiles(tiles, rank, wide, beside, block(kib)), (wide, rank, tiles)
+            assert NATIVE.accepts_tiles(*tiles, rank, wide, beside, block(kib)), (wide, rank, tiles)
 
 
 @pytest.mark.parametrize(("kib", "wide", "element_bytes", "most"), [
@@ -115,7 +115,7 @@ def accepted(variant: cuda._Variant, kib: int) -> bool:
     """By the operator that launches it."""
     shape = [variant.col_warps, variant.stages, variant.staged_B, variant.pad]
     element_bytes = 4 if 2 in (variant.source_dtype, variant.destination_dtype) else 2
-    return NATIVE.accepts_shape(shape, variant.max_rank, variant.wide, element_bytes, block(kib))
+    return NATIVE.accepts_shape(*shape, variant.max_rank, variant.wide, element_bytes, block(kib))
 
 
 @pytest.mark.parametrize("kib", [100, 164, 228])

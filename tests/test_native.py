@@ -14,13 +14,13 @@ import pytest
 import torch
 from helpers import make_segment
 
-from lora_merge.kernels import cpu, layout, native, segments
+from lora_merge.kernels import cpu, layout, native, operators, segments
 from lora_merge.kernels.segments import pack
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
 assert native.load_error() is None, native.load_error()
-NATIVE = torch.ops.lora_merge_native
+NATIVE = native.module()
 
 
 WHOLE = make_segment("w", 4, 6, 3, (torch.float32,) * 4, CPU)  # its memory stays where tables say it is
@@ -58,12 +58,18 @@ def test_no_constant_has_a_second_home() -> None:
                 assert not re.search(rf"^constexpr \w+ [^;]*\b{name} =", path.read_text(), re.MULTILINE), (path, name)
 
 
-def test_operators_have_the_described_schemas() -> None:
-    for name, arguments in layout.OPERATORS.items():
-        if hasattr(NATIVE, name):
-            assert str(getattr(NATIVE, name).default._schema) == f"lora_merge_native::{name}{arguments}"
-        else:
-            assert torch.version.cuda is None, name
+def test_the_module_offers_what_is_described() -> None:
+    """C++ is compiled against these declarations; Python calls with as many arguments."""
+    here = {name for name in dir(NATIVE) if not name.startswith("__")}
+    assert here in (layout.OPERATORS.keys(), layout.OPERATORS.keys() | layout.CUDA_OPERATORS.keys())
+    for name in here:
+        count = len([a for a in (layout.OPERATORS | layout.CUDA_OPERATORS)[name][1].split(",") if a])
+        with pytest.raises(TypeError, match=f"{name} takes {count} arguments, got {count + 1}"):
+            getattr(NATIVE, name)(*[0] * (count + 1))
+    with pytest.raises(TypeError):
+        NATIVE.merge_shape("x", False, 2, 1, 1 << 16, 1 << 17)
+    with pytest.raises(OverflowError):
+        NATIVE.merge_shape(1 << 70, False, 2, 1, 1 << 16, 1 << 17)
 
 
 # ---- what operators refuse -------------------------------------------------------------------------------------------
@@ -103,9 +109,9 @@ BAD: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
 def test_operators_refuse_what_is_no_table(what: str) -> None:
     make, message = BAD[what]
     for run in (
-        lambda t: NATIVE.launch_cpu(t, False, 0),
-        lambda t: NATIVE.row_norms_cpu(t, torch.zeros(4, dtype=torch.float64)),
-        NATIVE.tracked_sizes_cpu,
+        lambda t: operators.launch_cpu(t, False, 0),
+        lambda t: operators.row_norms_cpu(t, torch.zeros(4, dtype=torch.float64)),
+        operators.tracked_sizes_cpu,
     ):
         with pytest.raises(RuntimeError, match=message):
             run(make())
@@ -115,8 +121,8 @@ def test_operators_refuse_other_tensors() -> None:
     t = table()
     for out in (torch.zeros(4), torch.zeros(3, dtype=torch.float64), torch.zeros(8, dtype=torch.float64)[::2]):
         with pytest.raises(RuntimeError, match="lora_merge: out must"):
-            NATIVE.row_norms_cpu(t, out)
-    first, code_bytes = NATIVE.tracked_sizes_cpu(t)
+            operators.row_norms_cpu(t, out)
+    first, code_bytes = operators.tracked_sizes_cpu(t)
     good = {
         "codes": torch.zeros(code_bytes, dtype=torch.uint8),
         "records": torch.full((int(first[-1]), 2), -1),
@@ -129,7 +135,7 @@ def test_operators_refuse_other_tensors() -> None:
         "arena": (good["arena"][::2], good["arena"].int()),
         "counter": (good["counter"][:2], good["counter"].int()),
     }
-    for run in (NATIVE.track_cpu, NATIVE.untrack_cpu):
+    for run in (operators.track_cpu, operators.untrack_cpu):
         for name, wrong in bad.items():
             for tensor in wrong:
                 with pytest.raises(RuntimeError, match=f"lora_merge: {name} must"):
@@ -147,61 +153,60 @@ def test_a_stale_extension_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         message = cpu.unavailable(CPU)
         assert message is not None
-        assert re.search(r"another version.*0123456789abcdef.*pip install --no-build-isolation", message)
+        assert re.search(r"another version.*0123456789abcdef.*pip install", message)
         assert not native.has_cuda()
     finally:
         native.load_error.cache_clear()
 
     class Old:
-        launch_cpu = None
+        pass
 
-    monkeypatch.setattr(torch.ops, "lora_merge_native", Old)
-    assert "layout none" in (native.stale() or "")
+    assert "layout none" in (native.stale(Old) or "")
 
 
 TWO_COPIES = """
-import sys, warnings, torch
-first, second = sys.argv[1:]
-torch.ops.load_library(first)
-torch.ops.load_library(second)  # ended the process
-sys.path.insert(0, sys.argv[1].rsplit("/", 2)[0])
-import lora_merge
+import importlib.machinery, importlib.util, sys
+spec = importlib.util.spec_from_file_location("elsewhere._C", sys.argv[1])
+other = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(other)
+import torch, lora_merge
 from lora_merge.kernels import native
 assert native.load_error() is None, native.load_error()
+assert native.module() is not other
+assert other.layout_hash() == native.module().layout_hash()
 assert (lora_merge.merge(torch.ones(4, 4), torch.ones(1, 4), torch.ones(4, 1), 0.5) == 1.5).all()
 print("both")
 """
 
 
 def test_two_copies_in_one_process(tmp_path: Path) -> None:
-    """Say, an installed one and one beside the sources: the second leaves the operators to the first."""
+    """Say, an installed one and one beside the sources: each has functions of its own."""
     (library,) = (ROOT / "lora_merge").glob("_C*.so")
     copy = tmp_path / library.name
     shutil.copy(library, copy)
-    command = [sys.executable, "-c", TWO_COPIES, str(library), str(copy)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", TWO_COPIES, str(copy)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "both"
 
 
-ANOTHER_FIRST = """
-import sys, torch
-torch.ops.load_library(sys.argv[1])
-before = set(open("/proc/self/maps").read().split())
-from lora_merge.kernels import native
-assert native.load_error() is None, native.load_error()
-loaded = {w for w in open("/proc/self/maps").read().split() if "/_C." in w and "lora_merge" in w}
-assert not loaded, loaded
-"""
+def test_torchs_own_threads_do_the_work() -> None:
+    """And as many as torch is told."""
+    code = (
+        "import os, torch, lora_merge; torch.set_num_threads(2); w = torch.empty(4096, 4096)\n"
+        "before = len(os.listdir('/proc/self/task'))\n"
+        "lora_merge.merge_(w, torch.zeros(2, 4096), torch.zeros(4096, 2), 1.0)\n"
+        "here = len(os.listdir('/proc/self/task')); torch.add(w, 1, out=w)\n"
+        "print(here - before, len(os.listdir('/proc/self/task')) - here)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.split() == ["1", "0"]
 
 
-def test_a_copy_that_is_there_is_taken(tmp_path: Path) -> None:
-    (library,) = (ROOT / "lora_merge").glob("_C*.so")
-    copy = tmp_path / library.name
-    shutil.copy(library, copy)
-    command = [sys.executable, "-c", ANOTHER_FIRST, str(copy)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+def test_an_error_in_a_thread_reaches_python() -> None:
+    raw = torch.from_numpy(pack([replace(WHOLE, lora_A=None, lora_B=None, destination=torch.empty_like(WHOLE.source))]))
+    with pytest.raises(RuntimeError, match="row norms of a byte copy"):
+        operators.row_norms_cpu(raw, torch.zeros(4, dtype=torch.float64))
 
 
 # ---- architectures ---------------------------------------------------------------------------------------------------

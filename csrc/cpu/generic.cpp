@@ -1,6 +1,4 @@
 // Any machine: plain C++ over small arrays, which compilers turn into what vectors there are.
-#include <c10/util/Half.h>
-
 #include <cmath>
 #include <cstring>
 
@@ -33,6 +31,28 @@ inline float float_of(uint32_t bits) {
   return x;
 }
 
+// fp16, by its bits: to nearest, ties to even.
+inline float from_half(uint16_t h) {
+  const uint32_t sign = uint32_t{h} >> 15 << 31, exponent = h >> 10 & 31, mantissa = h & 0x3ff;
+  if (exponent == 0) return float_of(bits_of(static_cast<float>(mantissa) * 0x1p-24f) | sign);
+  return float_of(sign | (exponent == 31 ? 0xffU : exponent + 112) << 23 | mantissa << 13);
+}
+
+inline uint16_t to_half(float x) {
+  const uint32_t sign = bits_of(x) >> 31 << 15, size = bits_of(x) & 0x7fffffff;
+  uint32_t half;
+  if (size > 0x7f800000) {
+    half = 0x7e00;  // NaN
+  } else if (size >= 0x477ff000) {
+    half = 0x7c00;  // nearer to what would follow the largest number
+  } else if (size >= 0x38800000) {
+    half = (size - 0x38000000 + 0xfff + (size >> 13 & 1)) >> 13;
+  } else {
+    half = bits_of(float_of(size) + 0.5f) - bits_of(0.5f);  // the sum is rounded to a multiple of 2^-24
+  }
+  return static_cast<uint16_t>(sign | half);
+}
+
 inline F set(float x) { return each([&](int) { return x; }); }
 inline F add(F a, F b) { return each([&](int l) { return a.x[l] + b.x[l]; }); }
 inline F mul(F a, F b) { return each([&](int l) { return a.x[l] * b.x[l]; }); }
@@ -43,7 +63,7 @@ inline bool any_special(const F (&)[kTileRows][2]) { return true; }  // looked f
 inline F load(const float* p) { return each([&](int l) { return p[l]; }); }
 inline F load(const BFloat16* p) { return each([&](int l) { return float_of(uint32_t{p[l].bits} << 16); }); }
 inline F load(const Float16* p) {
-  return each([&](int l) { return c10::detail::fp16_ieee_to_fp32_value(p[l].bits); });
+  return each([&](int l) { return from_half(p[l].bits); });
 }
 
 inline void store(float* p, F a) {
@@ -56,7 +76,7 @@ inline void store(BFloat16* p, F a) {
   }
 }
 inline void store(Float16* p, F a) {
-  for (int l = 0; l < kLanes; ++l) p[l].bits = c10::detail::fp16_ieee_from_fp32_value(a.x[l]);
+  for (int l = 0; l < kLanes; ++l) p[l].bits = to_half(a.x[l]);
 }
 template <class T>
 inline void store(T* p, F a, F b) {

@@ -1,13 +1,11 @@
 // Cuts a table into units of work and hands them to threads.
 #include "launch.h"
 
-#include <c10/util/Exception.h>
-#include <c10/util/StringUtil.h>
-
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
 
+#include "../check.h"
 #include "kernel.h"
 #include "units.h"
 
@@ -42,8 +40,8 @@ const Kernels* matrix() {
   if (!has_matrix()) return nullptr;
   const Kernels* found = amx();
   if (found == nullptr) {
-    TORCH_WARN("lora_merge: Linux does not let this process use AMX (has a thread a small signal stack?): AVX-512 "
-               "instead, which sums in another order. Ranks of one trainer: LORA_MERGE_CPU_ISA=avx512 on all");
+    warn("lora_merge: Linux does not let this process use AMX (has a thread a small signal stack?): AVX-512 instead, "
+         "which sums in another order. Ranks of one trainer: LORA_MERGE_CPU_ISA=avx512 on all");
   }
   return found;
 }
@@ -57,8 +55,9 @@ const Kernels& choose() {
   for (const Kernels* kernels : vectors()) {
     if (any || std::strcmp(kernels->name, forced) == 0) return *kernels;
   }
-  TORCH_CHECK(false, "LORA_MERGE_CPU_ISA=", forced, ": expected one of those that this machine runs: ",
-              c10::Join(", ", isas()));
+  std::string names;
+  for (const std::string& name : isas()) names += (names.empty() ? "" : ", ") + name;
+  throw std::runtime_error(joined("LORA_MERGE_CPU_ISA=", forced, ": expected one of those that this machine runs: ", names));
 }
 
 bool is_raw(const Segment& s) { return (s.dtypes & 0xff) >= kRaw1; }
@@ -133,7 +132,7 @@ void row_norms(const Segment* segments, int64_t count, double* out) {
   const Kernels& k = kernels();
   std::vector<int64_t> first(count + 1, 0);
   for (int64_t i = 0; i < count; ++i) {
-    TORCH_CHECK(!is_raw(segments[i]), "row norms of a byte copy");
+    check(!is_raw(segments[i]), "row norms of a byte copy");
     first[i + 1] = first[i] + segments[i].rows;
   }
   for_units<Scratch>(segments, count, row_cut, [&](int64_t, int64_t i, const Unit& unit, Scratch& scratch) {

@@ -1,4 +1,4 @@
-// The CPU backend: runs segment tables with all threads of at::parallel_for.
+// The CPU backend: runs segment tables with all of torch's threads.
 #pragma once
 #include <string>
 #include <vector>

@@ -1,7 +1,5 @@
 // A table cut into units of work, and threads that do them.
 #pragma once
-#include <ATen/Parallel.h>
-
 #include <algorithm>
 #include <atomic>
 #include <memory>
@@ -9,6 +7,7 @@
 
 #include "denormals.h"
 #include "kernel.h"
+#include "threads.h"
 
 namespace lora_merge::cpu {
 
@@ -31,7 +30,7 @@ void for_units(const Segment* segments, int64_t count, Cut (*cut)(const Segment&
   for (int64_t i = 0; i < count; ++i) begin[i + 1] = begin[i] + cut(segments[i]).units(segments[i]);
   const int64_t total = begin[count];
   std::atomic<int64_t> next{0};
-  const auto worker = [&](int64_t, int64_t) {
+  auto worker = [&] {
     const KeepDenormals keep;
     const std::unique_ptr<Memory> memory(new Memory);
     for (int64_t at = next++; at < total; at = next++) {
@@ -43,7 +42,7 @@ void for_units(const Segment* segments, int64_t count, Cut (*cut)(const Segment&
       work(at, i, Unit{&s, row, std::min(size.rows, s.rows - row), col, std::min(size.cols, s.cols - col)}, *memory);
     }
   };
-  at::parallel_for(0, std::min<int64_t>(at::get_num_threads(), total), 1, worker);
+  on_threads(std::min(num_threads(), total), [](void* w) { (*static_cast<decltype(worker)*>(w))(); }, &worker);
 }
 
 }  // namespace lora_merge::cpu

@@ -1,6 +1,5 @@
 // The merge kernel for compute capability 9: tensor maps, and what a merge does with products.
-#include <cuda.h>
-
+#include "driver.h"
 #include "hopper.cuh"
 
 namespace lora_merge {
@@ -9,17 +8,6 @@ namespace {
 using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
                             const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
                             CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-
-// The driver's function, without linking the driver.
-Encode find_encode() {
-  void* found = nullptr;
-  cudaDriverEntryPointQueryResult result;
-  if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result) !=
-          cudaSuccess ||
-      result != cudaDriverEntryPointSuccess)
-    return nullptr;
-  return reinterpret_cast<Encode>(found);
-}
 
 // Of a matrix whose rows are runs of elements of `size` bytes. `dims`, strides and the box: along the columns first;
 // strides in elements, without the columns' own.
@@ -96,7 +84,7 @@ struct Merge {
 static_assert(sizeof(TensorMap) == sizeof(CUtensorMap) && alignof(TensorMap) >= alignof(CUtensorMap));
 
 int encode_maps(const Segment* segments, int n_segments, bool wide, Maps* maps) {
-  static const Encode encode_tiled = find_encode();
+  static const Encode encode_tiled = of_driver<Encode>("cuTensorMapEncodeTiled");
   if (encode_tiled == nullptr) return cudaErrorNotSupported;
   for (int i = 0; i < n_segments; ++i) {
     const Segment& s = segments[i];

@@ -1,6 +1,8 @@
 // Which kernel runs a launch.
+#include <cuda.h>
 #include <cuda_runtime.h>
 
+#include "driver.h"
 #include "launch.h"
 
 namespace lora_merge {
@@ -27,6 +29,26 @@ int launch_row_norms(int source_dtype, const Launch& launch, double* out, void* 
     case kFloat16: return row_norms_from_fp16(launch, out, stream);
     default: return row_norms_from_fp32(launch, out, stream);
   }
+}
+
+namespace {
+
+using GetCurrent = CUresult (*)(CUcontext*);
+using SetCurrent = CUresult (*)(CUcontext);
+
+}  // namespace
+
+int enter_device(int device, void** before) {
+  static const auto get = of_driver<GetCurrent>("cuCtxGetCurrent");
+  CUcontext context = nullptr;
+  if (get == nullptr || get(&context) != CUDA_SUCCESS) return cudaErrorInsufficientDriver;
+  *before = context;
+  return cudaSetDevice(device);
+}
+
+void leave_device(void* before) {
+  static const auto set = of_driver<SetCurrent>("cuCtxSetCurrent");
+  if (before != nullptr) set(static_cast<CUcontext>(before));  // a thread without one keeps the new one
 }
 
 const char* error_name(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }

@@ -53,4 +53,9 @@ int encode_maps(const Segment* segments, int n_segments, bool wide, Maps* maps);
 int launch_row_norms(int source_dtype, const Launch& launch, double* out, void* stream);
 const char* error_name(int error);
 
+// Makes a device the thread's, by this library's own runtime, and notes the context that was the thread's before; torch's
+// runtime, another copy, finds that one again after `leave_device`.
+int enter_device(int device, void** before);
+void leave_device(void* before);
+
 }  // namespace lora_merge

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import native
+from . import native, operators
 from .fused import Fused, Journal
 from .segments import Segment, pack
 
@@ -22,10 +22,10 @@ class _Launch:
         self.table = table
 
     def __call__(self, stochastic: bool, seed: int) -> None:
-        torch.ops.lora_merge_native.launch_cpu(self.table, stochastic, seed)
+        operators.launch_cpu(self.table, stochastic, seed)
 
     def row_norms(self, out: Tensor) -> None:
-        torch.ops.lora_merge_native.row_norms_cpu(self.table, out)
+        operators.row_norms_cpu(self.table, out)
 
 
 def prepare(segments: Sequence[Segment], device: torch.device) -> _Launch:
@@ -41,15 +41,15 @@ class _Tracked:
     def __init__(self, segments: Sequence[Segment]) -> None:
         self._names = [s.name for s in segments]
         self.table, self.device = torch.from_numpy(pack(segments)), torch.device("cpu")
-        self._first, self.code_bytes = torch.ops.lora_merge_native.tracked_sizes_cpu(self.table)
+        self._first, self.code_bytes = operators.tracked_sizes_cpu(self.table)
         self.units = int(self._first[-1])
         self.base_bytes = sum(s.source.nbytes for s in segments)
 
     def track(self, j: Journal) -> None:
-        torch.ops.lora_merge_native.track_cpu(self.table, j.codes, j.records, j.arena, j.counter)
+        operators.track_cpu(self.table, j.codes, j.records, j.arena, j.counter)
 
     def untrack(self, j: Journal) -> None:
-        torch.ops.lora_merge_native.untrack_cpu(self.table, j.codes, j.records, j.arena, j.counter)
+        operators.untrack_cpu(self.table, j.codes, j.records, j.arena, j.counter)
 
     def names(self, units: Tensor) -> set[str]:
         return {self._names[i] for i in torch.searchsorted(self._first, units, right=True) - 1}

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import Launch, Tracked, native, next_after
+from . import Launch, Tracked, native, next_after, operators
 from . import cuda_hopper as hopper
 from .cuda_hopper import HopperVariant
 from .cuda_table import (
@@ -70,7 +70,7 @@ class _Variant(NamedTuple):
     max_rank: int
 
     def __call__(self, stochastic: bool, seed: int) -> None:
-        torch.ops.lora_merge_native.launch_cuda(*self, stochastic, seed)
+        operators.launch_cuda(*self, stochastic, seed)
 
 
 class _NormTable(NamedTuple):
@@ -110,7 +110,7 @@ class _Launch:
         tables, streams = self._norm_tables
         streams.join()
         for table in tables:
-            torch.ops.lora_merge_native.row_norms_cuda(*table, out)
+            operators.row_norms_cuda(*table, out)
 
     @cached_property
     def _norm_tables(self) -> tuple[list[_NormTable], Streams]:

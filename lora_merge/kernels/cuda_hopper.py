@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import native
+from . import native, operators
 from .cuda_table import memory
 from .layout import CHUNK, HOPPER_COLS, MAX_RANK
 from .segments import (
@@ -56,7 +56,7 @@ class HopperVariant(NamedTuple):
     max_rank: int
 
     def __call__(self, stochastic: bool, seed: int) -> None:
-        torch.ops.lora_merge_native.launch_hopper(*self, stochastic, seed)
+        operators.launch_hopper(*self, stochastic, seed)
 
 
 def serves(table: np.ndarray, wide: np.ndarray, device: torch.device, beside: int = 0) -> np.ndarray:
@@ -111,7 +111,7 @@ def are_large(table: np.ndarray, processors: int) -> bool:
 
 def maps(table: np.ndarray, wide: bool, device: torch.device) -> Tensor:
     """The tensor maps of a cut table, uint8 `[segments, 512]`, on the device or, of a small table, on the CPU."""
-    return torch.ops.lora_merge_native.tensor_maps(torch.from_numpy(table), wide).to(device)
+    return operators.tensor_maps(torch.from_numpy(table), wide).to(device)
 
 
 def _turned(table: np.ndarray) -> np.ndarray:
@@ -132,7 +132,7 @@ def _rows_of_vectors(
 @cache
 def _tiles(max_rank: int, wide: bool, beside: int, per_block: int) -> Tiles | None:
     """Chosen where launches check it: csrc/cuda/shapes.h. None if the rank leaves no room."""
-    numbers = torch.ops.lora_merge_native.hopper_tiles(max_rank, wide, beside, per_block)
+    numbers = native.module().hopper_tiles(max_rank, wide, beside, per_block)
     return Tiles(*numbers) if numbers else None
 
 

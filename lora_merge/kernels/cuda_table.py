@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from . import native
 from .layout import CHUNK, INLINE_SEGMENTS, MAX_RANK, RAW_COLS, RAW_COLS_1, RAW_ROWS, WARP_COLS
 from .segments import BF16, COLS, DTYPES, RANK, ROWS, UNIT_BEGIN, UNITS_ACROSS, Segment
 
@@ -127,7 +128,7 @@ def ceil(x: Whole, y: Whole | int) -> Whole:
 @cache
 def _shape(max_rank: int, wide: bool, element_bytes: int, widest: int, room: Memory) -> BlockShape | None:
     """Chosen where launches check it: csrc/cuda/shapes.h. None if the rank leaves no room."""
-    numbers = torch.ops.lora_merge_native.merge_shape(max_rank, wide, element_bytes, widest, *room)
+    numbers = native.module().merge_shape(max_rank, wide, element_bytes, widest, *room)
     return BlockShape(numbers[0], numbers[1], bool(numbers[2]), numbers[3]) if numbers else None
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from . import cuda_hopper as hopper
+from . import operators
 from .cuda_table import BLOCKS, HOPPER, MAX_UNIT_ROWS, block_shape, ceil, cut, wide_products
 from .fused import Journal
 from .layout import BOX_COLS, CODE_BYTES, RECORD_BYTES, TILE_ROWS, UNIT_ELEMENTS, WARP_COLS, WARPS
@@ -46,7 +47,7 @@ class _Group(NamedTuple):
     max_rank: int
 
     def __call__(self, undo: bool, j: Journal) -> None:
-        torch.ops.lora_merge_native.track_cuda(*self, undo, j.codes, j.records, j.arena, j.chunk, j.counter)
+        operators.track_cuda(*self, undo, j.codes, j.records, j.arena, j.chunk, j.counter)
 
 
 class _HopperGroup(NamedTuple):
@@ -67,7 +68,7 @@ class _HopperGroup(NamedTuple):
     max_rank: int
 
     def __call__(self, undo: bool, j: Journal) -> None:
-        torch.ops.lora_merge_native.track_hopper(*self, undo, j.codes, j.records, j.arena, j.chunk, j.counter)
+        operators.track_hopper(*self, undo, j.codes, j.records, j.arena, j.chunk, j.counter)
 
 
 class CudaTracked:

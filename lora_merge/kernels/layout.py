@@ -101,37 +101,65 @@ _CONSTANTS = [
     "CODE_BYTES",
 ]
 
-_MERGE = "Tensor table, Tensor unit_segment, Tensor counter, int device, "
-_HOPPER = "Tensor table, Tensor unit_segment, Tensor maps, Tensor counter, int device, "
-_SHAPE = "int rows_per_unit, int col_warps, int stages, bool staged_B, int pad, int max_rank, "
-_TILES = "int rows_per_unit, int strip_cols, int held, int stages, int max_rank, "
-_JOURNAL = "bool undo, Tensor codes, Tensor records, Tensor arena, int chunk, Tensor asked"
-_MEMORY = "int per_block, int per_processor"
+_TABLE = "const Segment* table, int64_t segments"
+_JOURNAL_CPU = "uint8_t* codes, int64_t n_codes, int64_t* records, int64_t n_records, uint8_t* arena, int64_t room, "
+_JOURNAL_CPU += "int64_t* counter"
+_MEMORY = "int64_t per_block, int64_t per_processor"
+_PLACED = f"{_TABLE}, bool on_device, const int32_t* unit_segment, int64_t n_unit_segment"
+_UNITS = "int64_t n_units, int64_t n_raw_units, int64_t rows_per_unit"
+_SHAPE = "int64_t col_warps, int64_t stages, bool staged_B, int64_t pad, int64_t max_rank"
+_TILES = "const uint8_t* maps, int64_t strip_cols, int64_t held, int64_t stages, int64_t max_rank"
+_RANDOM = "bool stochastic, int64_t seed"
+_JOURNAL = "bool undo, uint8_t* codes, int64_t n_codes, int64_t* records, int64_t n_records, uint8_t* arena, "
+_JOURNAL += "int64_t room, int64_t chunk, int64_t* asked"
+_WHERE = "int64_t device, void* stream"
 OPERATORS = {
-    "layout_hash": "() -> str",
-    "cuda_architectures": "() -> str[]",
-    "cpu_isas": "() -> str[]",
-    "launch_cpu": "(Tensor table, bool stochastic, int seed) -> ()",
-    "row_norms_cpu": "(Tensor table, Tensor out) -> ()",
-    "tracked_sizes_cpu": "(Tensor table) -> (Tensor, int)",
-    "track_cpu": "(Tensor table, Tensor codes, Tensor records, Tensor arena, Tensor counter) -> ()",
-    "untrack_cpu": "(Tensor table, Tensor codes, Tensor records, Tensor arena, Tensor counter) -> ()",
-    "merge_shape": f"(int max_rank, bool wide, int element_bytes, int widest, {_MEMORY}) -> int[]",
-    "accepts_shape": "(int[] shape, int max_rank, bool wide, int element_bytes, int per_block) -> bool",
-    "hopper_tiles": "(int max_rank, bool wide, int beside, int per_block) -> int[]",
-    "accepts_tiles": "(int[] tiles, int max_rank, bool wide, int beside, int per_block) -> bool",
-    "launch_cuda": f"({_MERGE}int source_dtype, int destination_dtype, bool wide, int n_units, int n_raw_units, "
-    f"{_SHAPE}bool stochastic, int seed) -> ()",
-    "launch_hopper": f"({_HOPPER}int dtype, bool wide, int n_units, int n_raw_units, {_TILES}bool stochastic, int seed)"
-    " -> ()",
-    "tensor_maps": "(Tensor table, bool wide) -> Tensor",
-    "row_norms_cuda": "(Tensor table, Tensor unit_segment, int source_dtype, int n_units, int max_rank, Tensor out)"
-    " -> ()",
-    "track_cuda": f"({_MERGE}int dtype, bool wide, int n_units, {_SHAPE}{_JOURNAL}) -> ()",
-    "track_hopper": f"({_HOPPER}int dtype, bool wide, int n_units, {_TILES}{_JOURNAL}) -> ()",
-}
-"""`torch.ops.lora_merge_native`: internal, as what they write is not in their schemas. Those of GPUs are there where
-the extension was built with nvcc."""
+    "layout_hash": ("std::string", ""),
+    "cuda_architectures": ("std::vector<std::string>", ""),
+    "cpu_isas": ("std::vector<std::string>", ""),
+    "use_threads": ("void", "void* parallel_for, void* num_threads"),
+    "launch_cpu": ("void", f"{_TABLE}, {_RANDOM}"),
+    "row_norms_cpu": ("void", f"{_TABLE}, double* out, int64_t n_out"),
+    "tracked_sizes_cpu": ("int64_t", f"{_TABLE}, int64_t* first_unit"),
+    "track_cpu": ("void", f"{_TABLE}, {_JOURNAL_CPU}"),
+    "untrack_cpu": ("void", f"{_TABLE}, {_JOURNAL_CPU}"),
+    "merge_shape": (
+        "std::vector<int64_t>", f"int64_t max_rank, bool wide, int64_t element_bytes, int64_t widest, {_MEMORY}",
+    ),
+    "accepts_shape": (
+        "bool",
+        "int64_t col_warps, int64_t stages, bool staged_B, int64_t pad, int64_t max_rank, bool wide, "
+        "int64_t element_bytes, int64_t per_block",
+    ),
+    "hopper_tiles": ("std::vector<int64_t>", "int64_t max_rank, bool wide, int64_t beside, int64_t per_block"),
+    "accepts_tiles": (
+        "bool",
+        "int64_t strip_cols, int64_t held, int64_t stages, int64_t max_rank, bool wide, int64_t beside, "
+        "int64_t per_block",
+    ),
+}  # fmt: skip
+CUDA_OPERATORS = {
+    "launch_cuda": (
+        "void",
+        f"{_PLACED}, int32_t* counter, int64_t source_dtype, int64_t destination_dtype, bool wide, {_UNITS}, {_SHAPE}, "
+        f"{_RANDOM}, {_WHERE}",
+    ),
+    "launch_hopper": (
+        "void", f"{_PLACED}, int32_t* counter, int64_t dtype, bool wide, {_UNITS}, {_TILES}, {_RANDOM}, {_WHERE}",
+    ),
+    "tensor_maps": ("void", f"{_TABLE}, bool wide, uint8_t* maps"),
+    "row_norms_cuda": (
+        "void", f"{_PLACED}, int64_t source_dtype, int64_t n_units, int64_t max_rank, double* out, {_WHERE}",
+    ),
+    "track_cuda": (
+        "void", f"{_PLACED}, int32_t* counter, int64_t dtype, bool wide, {_UNITS}, {_SHAPE}, {_JOURNAL}, {_WHERE}",
+    ),
+    "track_hopper": (
+        "void", f"{_PLACED}, int32_t* counter, int64_t dtype, bool wide, {_UNITS}, {_TILES}, {_JOURNAL}, {_WHERE}",
+    ),
+}  # fmt: skip
+"""What the compiled module offers, as C++ declares it: functions of numbers and addresses. `operators.py` calls them,
+and checks the tensors behind the addresses. Those of GPUs are there where it was built with nvcc."""
 
 
 def _camel(name: str) -> str:
@@ -155,9 +183,11 @@ def _body() -> str:
             "",
             *(f"constexpr int {_camel(name)} = {globals()[name]};" for name in _CONSTANTS),
             "",
-            "namespace schema {",
-            *(f'constexpr const char* {name} = "{name}{arguments}";' for name, arguments in OPERATORS.items()),
-            "}  // namespace schema",
+            "namespace operators {",
+            *(f"{result} {name}({taken});" for name, (result, taken) in (OPERATORS | CUDA_OPERATORS).items()),
+            "}  // namespace operators",
+            f"#define LORA_MERGE_OPERATORS(X) {' '.join(f'X({name})' for name in OPERATORS)}",
+            f"#define LORA_MERGE_CUDA_OPERATORS(X) {' '.join(f'X({name})' for name in CUDA_OPERATORS)}",
         ]
     )
 
@@ -173,6 +203,8 @@ def header() -> str:
 // clang-format off
 #pragma once
 #include <cstdint>
+#include <string>
+#include <vector>
 
 namespace lora_merge {{
 

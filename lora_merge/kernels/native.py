@@ -2,49 +2,64 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 from functools import cache
-from importlib import machinery
-from pathlib import Path
+from importlib import import_module
+from typing import Any
 
 import torch
 
 from . import layout
 
-BUILD_HINT = "build it with `pip install --no-build-isolation --no-deps -e .` (needs a C++ compiler)"
+BUILD_HINT = "build it with `pip install .` from the sources (needs a C++ compiler)"
+_loaded: Any = None
+
+
+def module() -> Any:
+    """The compiled module, which `load_error` has found usable."""
+    return _loaded
 
 
 @cache
 def load_error() -> str | None:
-    """Loads the extension once; returns why it cannot be used, or None."""
-    if not hasattr(torch.ops.lora_merge_native, "launch_cpu"):  # another copy of this package may have loaded it
-        folder = Path(__file__).resolve().parent.parent
-        found = [path for suffix in machinery.EXTENSION_SUFFIXES for path in folder.glob(f"_C{suffix}")]
-        if not found:
-            return f"the compiled extension is missing; {BUILD_HINT}"
-        try:
-            torch.ops.load_library(str(found[0]))
-        except OSError as error:
-            return f"the compiled extension does not load ({error}); re-{BUILD_HINT}"
-    return stale()
+    """Loads the module once; returns why it cannot be used, or None."""
+    global _loaded
+    try:
+        found = import_module("lora_merge._C")
+    except ModuleNotFoundError:
+        return f"the compiled extension is missing; {BUILD_HINT}"
+    except ImportError as error:
+        return f"the compiled extension does not load ({error}); re-{BUILD_HINT}"
+    if stale(found) is None:
+        _lend_threads(found)
+        _loaded = found
+    return stale(found)
 
 
-def stale() -> str | None:
-    """Why the extension that is loaded does not speak with this Python code; None if it does."""
-    native = torch.ops.lora_merge_native
-    built = native.layout_hash() if hasattr(native, "layout_hash") else "none"
+def stale(found: Any) -> str | None:
+    """Why a compiled module does not speak with this Python code; None if it does."""
+    built = found.layout_hash() if hasattr(found, "layout_hash") else "none"
     if built == layout.HASH:
         return None
     return (
         f"the compiled extension is of another version than lora_merge's Python files (layout {built}, not "
-        f"{layout.HASH}): the files changed since it was built, or this process loaded another copy of lora_merge "
-        f"first; re-{BUILD_HINT}, and start Python again"
+        f"{layout.HASH}): the files changed since it was built; re-{BUILD_HINT}, and start Python again"
     )
+
+
+def _lend_threads(found: Any) -> None:
+    """Let it run on torch's own threads, through functions that libtorch has under these names from 2.10 on; a torch
+    without them leaves it one thread."""
+    libtorch = ctypes.CDLL(torch._C.__file__)
+    names = ("torch_parallel_for", "torch_get_num_threads")
+    if all(hasattr(libtorch, name) for name in names):
+        found.use_threads(*(ctypes.cast(getattr(libtorch, name), ctypes.c_void_p).value for name in names))
 
 
 def has_cuda() -> bool:
     """Whether the extension was built with nvcc."""
-    return load_error() is None and hasattr(torch.ops.lora_merge_native, "launch_cuda")
+    return load_error() is None and hasattr(module(), "launch_cuda")
 
 
 def no_image(capability: tuple[int, int]) -> str | None:
@@ -62,7 +77,7 @@ def no_image(capability: tuple[int, int]) -> str | None:
 @cache
 def architectures() -> tuple[str, ...]:
     """What the extension was built for, as nvcc calls it: "80", "90a", "120+PTX"."""
-    return tuple(torch.ops.lora_merge_native.cuda_architectures())
+    return tuple(module().cuda_architectures())
 
 
 def runs(architecture: str, capability: tuple[int, int]) -> bool:

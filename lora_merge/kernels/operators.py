@@ -1,0 +1,196 @@
+"""The compiled functions on tensors: what is checked of a tensor before its address goes to C++.
+
+Internal: they write memory behind a table's addresses. `layout.OPERATORS` describes the functions that are called;
+`ops.py` has the public operators.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import native
+from .layout import MAP_BYTES, WORDS
+
+CPU = -1
+"""As GPUs have numbers."""
+
+
+def _address(t: Tensor, label: str, dtype: torch.dtype, device: int, numel: int = 0) -> int:
+    """Where a contiguous tensor of this dtype, device and size at least begins."""
+    if t.dtype != dtype or t.get_device() != device or t.is_meta or not t.is_contiguous():
+        where = "the CPU" if device == CPU else f"cuda:{device}"
+        raise RuntimeError(
+            f"lora_merge: {label} must be contiguous {dtype} on {where}, got {t.dtype} {list(t.shape)} with strides "
+            f"{list(t.stride())} on {t.device}"
+        )
+    if t.numel() < numel:
+        raise RuntimeError(f"lora_merge: {label} must have {numel} elements or more, got {t.numel()}")
+    return t.data_ptr()
+
+
+def _words(table: Tensor) -> tuple[int, int]:
+    """Address and number of a table's segments."""
+    if table.dtype != torch.int64 or table.dim() != 2 or table.shape[1] != WORDS or not table.is_contiguous():
+        raise RuntimeError(
+            f"lora_merge: a segment table must be contiguous int64 [segments, {WORDS}], got {table.dtype} "
+            f"{list(table.shape)}"
+        )
+    return table.data_ptr(), table.shape[0]
+
+
+def _words_here(table: Tensor) -> tuple[int, int]:
+    """Of a table whose words are checked where the CPU can read them."""
+    found = _words(table)
+    if table.device.type != "cpu":
+        raise RuntimeError(f"lora_merge: a segment table of the CPU must be there, got {table.device}")
+    return found
+
+
+# ---- CPU -------------------------------------------------------------------------------------------------------------
+
+
+def launch_cpu(table: Tensor, stochastic: bool, seed: int) -> None:
+    """Execute every segment."""
+    native.module().launch_cpu(*_words_here(table), stochastic, seed)
+
+
+def row_norms_cpu(table: Tensor, out: Tensor) -> None:
+    """Write the squared norm of every row to `out`, float64."""
+    native.module().row_norms_cpu(*_words_here(table), _address(out, "out", torch.float64, CPU), out.numel())
+
+
+def tracked_sizes_cpu(table: Tensor) -> tuple[Tensor, int]:
+    """The number of each segment's first unit, and of all units, int64 `[segments + 1]`; bytes of the codes."""
+    words = _words_here(table)
+    first = torch.empty(words[1] + 1, dtype=torch.int64)
+    return first, native.module().tracked_sizes_cpu(*words, first.data_ptr())
+
+
+def track_cpu(table: Tensor, codes: Tensor, records: Tensor, arena: Tensor, counter: Tensor) -> None:
+    """Merge in place every unit that is not merged and finds room in the arena."""
+    native.module().track_cpu(*_words_here(table), *_journal_cpu(codes, records, arena, counter))
+
+
+def untrack_cpu(table: Tensor, codes: Tensor, records: Tensor, arena: Tensor, counter: Tensor) -> None:
+    """Put back every bit of the units that are merged."""
+    native.module().untrack_cpu(*_words_here(table), *_journal_cpu(codes, records, arena, counter))
+
+
+def _journal_cpu(codes: Tensor, records: Tensor, arena: Tensor, counter: Tensor) -> tuple[int, ...]:
+    return (
+        *(_address(codes, "codes", torch.uint8, CPU), codes.numel()),
+        *(_address(records, "records", torch.int64, CPU), records.numel()),
+        *(_address(arena, "arena", torch.uint8, CPU), arena.numel()),
+        _address(counter, "counter", torch.int64, CPU, 3),
+    )
+
+
+# ---- GPU -------------------------------------------------------------------------------------------------------------
+
+
+def _placed(table: Tensor, unit_segment: Tensor, device: int) -> tuple[int, int, bool, int, int]:
+    """A table on the device with the segment of each unit, or a small one on the CPU."""
+    if table.is_cpu:
+        return *_words(table), False, 0, 0
+    _address(table, "table", torch.int64, device)
+    return *_words(table), True, _address(unit_segment, "unit_segment", torch.int32, device), unit_segment.numel()
+
+
+def _counter(counter: Tensor, device: int) -> int:
+    """Two zeros on the device, or nothing."""
+    return _address(counter, "counter", torch.int32, device, 2) if counter.numel() else 0
+
+
+def _maps(maps: Tensor, table: Tensor) -> int:
+    """They lie where the table does."""
+    return _address(maps, "maps", torch.uint8, table.get_device(), table.shape[0] * MAP_BYTES)
+
+
+def _where(device: int) -> tuple[int, int]:
+    """A GPU and the stream that is current on it."""
+    return device, torch._C._cuda_getCurrentRawStream(device)
+
+
+def launch_cuda(
+    table: Tensor, unit_segment: Tensor, counter: Tensor, device: int, source_dtype: int, destination_dtype: int,
+    wide: bool, n_units: int, n_raw_units: int, rows_per_unit: int, col_warps: int, stages: int, staged_B: bool,
+    pad: int, max_rank: int, stochastic: bool, seed: int,
+) -> None:  # fmt: skip
+    """One launch of the kernel for any GPU, on the current stream."""
+    native.module().launch_cuda(
+        *_placed(table, unit_segment, device), _counter(counter, device), source_dtype, destination_dtype, wide,
+        n_units, n_raw_units, rows_per_unit, col_warps, stages, staged_B, pad, max_rank, stochastic, seed,
+        *_where(device),
+    )  # fmt: skip
+
+
+def launch_hopper(
+    table: Tensor, unit_segment: Tensor, maps: Tensor, counter: Tensor, device: int, dtype: int, wide: bool,
+    n_units: int, n_raw_units: int, rows_per_unit: int, strip_cols: int, held: int, stages: int, max_rank: int,
+    stochastic: bool, seed: int,
+) -> None:  # fmt: skip
+    """One launch of the kernel for compute capability 9."""
+    native.module().launch_hopper(
+        *_placed(table, unit_segment, device), _counter(counter, device), dtype, wide, n_units, n_raw_units,
+        rows_per_unit, _maps(maps, table), strip_cols, held, stages, max_rank, stochastic, seed, *_where(device),
+    )  # fmt: skip
+
+
+def tensor_maps(table: Tensor, wide: bool) -> Tensor:
+    """Tensor maps of a table on the CPU, uint8 `[segments, 512]`."""
+    maps = torch.empty((table.shape[0], MAP_BYTES), dtype=torch.uint8)
+    native.module().tensor_maps(*_words_here(table), wide, maps.data_ptr())
+    return maps
+
+
+def row_norms_cuda(
+    table: Tensor, unit_segment: Tensor, source_dtype: int, n_units: int, max_rank: int, out: Tensor
+) -> None:
+    """Squared norms of rows to `out`, float64 on the GPU."""
+    device = out.get_device()
+    if device == CPU:
+        raise RuntimeError(f"lora_merge: out must be on a GPU, got {out.device}")
+    address = _address(out, "out", torch.float64, device)
+    native.module().row_norms_cuda(
+        *_placed(table, unit_segment, device), source_dtype, n_units, max_rank, address, *_where(device)
+    )
+
+
+def track_cuda(
+    table: Tensor, unit_segment: Tensor, counter: Tensor, device: int, dtype: int, wide: bool, n_units: int,
+    rows_per_unit: int, col_warps: int, stages: int, staged_B: bool, pad: int, max_rank: int,
+    *journal: Any,
+) -> None:  # fmt: skip
+    """A tracked merge, or its way back, by the kernel for any GPU; `journal` as of `_journal`."""
+    native.module().track_cuda(
+        *_placed(table, unit_segment, device), _counter(counter, device), dtype, wide, n_units, 0, rows_per_unit,
+        col_warps, stages, staged_B, pad, max_rank, *_journal(device, *journal), *_where(device),
+    )  # fmt: skip
+
+
+def track_hopper(
+    table: Tensor, unit_segment: Tensor, maps: Tensor, counter: Tensor, device: int, dtype: int, wide: bool,
+    n_units: int, rows_per_unit: int, strip_cols: int, held: int, stages: int, max_rank: int, *journal: Any,
+) -> None:  # fmt: skip
+    """The same by the kernel for compute capability 9."""
+    native.module().track_hopper(
+        *_placed(table, unit_segment, device), _counter(counter, device), dtype, wide, n_units, 0, rows_per_unit,
+        _maps(maps, table), strip_cols, held, stages, max_rank, *_journal(device, *journal), *_where(device),
+    )  # fmt: skip
+
+
+def _journal(
+    device: int, undo: bool, codes: Tensor, records: Tensor, arena: Tensor, chunk: int, asked: Tensor
+) -> tuple[bool | int, ...]:
+    """What brings weights back, on the GPU."""
+    return (
+        undo,
+        *(_address(codes, "codes", torch.uint8, device), codes.numel()),
+        *(_address(records, "records", torch.int64, device), records.numel()),
+        *(_address(arena, "arena", torch.uint8, device), arena.numel()),
+        chunk,
+        _address(asked, "asked", torch.int64, device, 3),
+    )
