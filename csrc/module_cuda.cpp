@@ -96,6 +96,8 @@ TrackedJournal make_journal(int64_t n_units, uint8_t* codes, int64_t n_codes, in
 
 namespace operators {
 
+std::string cuda_problem() { return runtime_problem(); }
+
 void launch_cuda(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment,
                  int64_t n_unit_segment, int32_t* counter, int64_t source_dtype, int64_t destination_dtype, bool wide,
                  int64_t n_units, int64_t n_raw_units, int64_t rows_per_unit, int64_t col_warps, int64_t stages,

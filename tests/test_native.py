@@ -243,6 +243,7 @@ def test_a_binary_without_code_for_this_gpu(capability: tuple[int, int], monkeyp
 
     monkeypatch.setattr(native, "architectures", lambda: ("80", "90a"))
     monkeypatch.setattr(native, "has_cuda", lambda: True)
+    monkeypatch.setattr(native, "cuda_problem", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     number = f"{capability[0]}.{capability[1]}"
     reason = cuda.unavailable(torch.device("cuda", 0)) or ""

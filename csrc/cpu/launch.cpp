@@ -20,6 +20,7 @@ constexpr int64_t kCopyTile = 128;       // rows and columns of one whose elemen
 std::vector<const Kernels*> vectors() {
   std::vector<const Kernels*> all;
 #if defined(__x86_64__)
+  __builtin_cpu_init();  // Clang's has not looked yet
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
         __builtin_cpu_supports("avx512vl")) {

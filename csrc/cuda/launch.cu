@@ -38,6 +38,17 @@ using SetCurrent = CUresult (*)(CUcontext);
 
 }  // namespace
 
+std::string runtime_problem() {
+  int devices = 0, driver = 0;
+  const cudaError_t error = cudaGetDeviceCount(&devices);
+  if (error == cudaSuccess) return {};
+  cudaGetLastError();
+  cudaDriverGetVersion(&driver);
+  const auto version = [](int v) { return std::to_string(v / 1000) + "." + std::to_string(v % 1000 / 10); };
+  return std::string(cudaGetErrorString(error)) + " (compiled with CUDA " + version(CUDART_VERSION) +
+         ", the driver is for CUDA " + version(driver) + ")";
+}
+
 int enter_device(int device, void** before) {
   static const auto get = of_driver<GetCurrent>("cuCtxGetCurrent");
   CUcontext context = nullptr;

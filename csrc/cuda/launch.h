@@ -1,6 +1,7 @@
 // Entry points of the CUDA kernels: plain C++, no torch headers, so that nvcc alone can compile them.
 #pragma once
 #include <cstdint>
+#include <string>
 
 #include "shapes.h"
 
@@ -52,6 +53,9 @@ int launch_hopper(int dtype, bool wide, const HopperLaunch& launch, void* stream
 int encode_maps(const Segment* segments, int n_segments, bool wide, Maps* maps);
 int launch_row_norms(int source_dtype, const Launch& launch, double* out, void* stream);
 const char* error_name(int error);
+
+// Why nothing can be launched in this process: the driver is older than this library's runtime, say; empty: it can.
+std::string runtime_problem();
 
 // Makes a device the thread's, by this library's own runtime, and notes the context that was the thread's before; torch's
 // runtime, another copy, finds that one again after `leave_device`.

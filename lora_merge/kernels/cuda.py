@@ -47,7 +47,7 @@ def unavailable(device: torch.device) -> str | None:
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8:
         return f"it needs compute capability 8.0 or later, this GPU has {major}.{minor}"
-    return native.no_image((major, minor))
+    return native.no_image((major, minor)) or native.cuda_problem()
 
 
 class _Variant(NamedTuple):

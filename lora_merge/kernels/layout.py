@@ -139,6 +139,7 @@ OPERATORS = {
     ),
 }  # fmt: skip
 CUDA_OPERATORS = {
+    "cuda_problem": ("std::string", ""),
     "launch_cuda": (
         "void",
         f"{_PLACED}, int32_t* counter, int64_t source_dtype, int64_t destination_dtype, bool wide, {_UNITS}, {_SHAPE}, "

@@ -62,6 +62,13 @@ def has_cuda() -> bool:
     return load_error() is None and hasattr(module(), "launch_cuda")
 
 
+@cache
+def cuda_problem() -> str | None:
+    """Why the CUDA kernels cannot be launched in this process; None if they can."""
+    told = module().cuda_problem()
+    return f"the compiled kernels do not start: {told}; a newer driver runs them" if told else None
+
+
 def no_image(capability: tuple[int, int]) -> str | None:
     """Why the extension has no code for a GPU of this compute capability; None if it has."""
     built = architectures()
