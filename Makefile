@@ -11,7 +11,7 @@ SOURCES := pyproject.toml setup.py $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/*)
 # Real vLLM engines on the CPU, with pins that hold together, in an environment of their own.
 VLLM := .venv-vllm
 
-.PHONY: bench test test-vllm test-peft test-megatron test-libraries test-trainers lint cuda wheel clean
+.PHONY: bench test test-vllm test-peft test-megatron test-libraries test-trainers lint cuda wheel test-wheel clean
 
 bench: $(VENV)/installed
 	$(PY) benchmarks/merge.py --plot benchmarks/work/merge.png $(ARGS)
@@ -61,11 +61,26 @@ endif
 # One wheel for every Python from 3.11 and every torch from 2.10 on, with kernels for all GPUs where nvcc is; for systems
 # with glibc 2.28 or newer.
 wheel: $(VENV)/installed
+	rm -rf dist
 	LORA_MERGE_GLIBC=2.28 $(PY) -m pip wheel -q --no-build-isolation --no-deps -w dist .
 	@ls -l dist
 
+# The wheel in a fresh environment, with no compiler in reach; its module in what other Pythons there are; its size.
+WHEEL := .venv-wheel
+test-wheel: wheel
+	rm -rf $(WHEEL) && $(PYTHON) -m venv $(WHEEL)
+	$(WHEEL)/bin/python -m pip install -qq "$(TORCH)" dist/lora_merge-*manylinux*.whl hypothesis pytest pytest-timeout triton
+	env PATH=$(CURDIR)/$(WHEEL)/bin $(WHEEL)/bin/pytest tests/test_kernels.py tests/test_cpu_kernel.py tests/test_restore.py $(ARGS)
+	env PATH=$(CURDIR)/$(WHEEL)/bin $(WHEEL)/bin/lora-merge doctor
+	for python in python3.11 python3.12 python3.13 python3.14; do \
+		if $$python --version > /dev/null 2>&1; then \
+			$$python -I tests/other_python.py $$(echo $(CURDIR)/$(WHEEL)/lib/python*/site-packages/lora_merge) || exit 1; \
+		fi; \
+	done
+	$(PY) -c 'import glob, os; [size] = map(os.path.getsize, glob.glob("dist/*manylinux*")); assert size < 30e6, size'
+
 clean:
-	rm -rf $(VENV) $(VLLM) build dist lora_merge/_C*.so
+	rm -rf $(VENV) $(VLLM) $(WHEEL) build dist lora_merge/_C*.so
 
 # Kernels for CPUs alone: `make wheel` has those of GPUs.
 $(VENV)/torch:

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "../check.h"
+#include "features.h"
 #include "kernel.h"
 #include "units.h"
 
@@ -20,14 +21,9 @@ constexpr int64_t kCopyTile = 128;       // rows and columns of one whose elemen
 std::vector<const Kernels*> vectors() {
   std::vector<const Kernels*> all;
 #if defined(__x86_64__)
-  __builtin_cpu_init();  // Clang's has not looked yet
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-        __builtin_cpu_supports("avx512vl")) {
-      all.push_back(&kAvx512);
-    }
-    all.push_back(&kAvx2);
-  }
+  const Features found = features();
+  if (found.avx512) all.push_back(&kAvx512);
+  if (found.avx2) all.push_back(&kAvx2);
 #endif
   all.push_back(&kGeneric);
   return all;
