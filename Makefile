@@ -72,7 +72,7 @@ test-wheel: wheel
 	$(WHEEL)/bin/python -m pip install -qq "$(TORCH)" dist/lora_merge-*manylinux*.whl hypothesis pytest pytest-timeout triton
 	env PATH=$(CURDIR)/$(WHEEL)/bin $(WHEEL)/bin/pytest tests/test_kernels.py tests/test_cpu_kernel.py tests/test_restore.py $(ARGS)
 	env PATH=$(CURDIR)/$(WHEEL)/bin $(WHEEL)/bin/lora-merge doctor
-	for python in python3.11 python3.12 python3.13 python3.14; do \
+	for python in python3.12 python3.13 python3.14 $(wildcard $(HOME)/.pyenv/versions/3.1[1-9]*/bin/python); do \
 		if $$python --version > /dev/null 2>&1; then \
 			$$python -I tests/other_python.py $$(echo $(CURDIR)/$(WHEEL)/lib/python*/site-packages/lora_merge) || exit 1; \
 		fi; \
