@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -188,6 +189,29 @@ def test_two_copies_in_one_process(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "both"
+
+
+def test_a_checkout_takes_the_installed_module(tmp_path: Path) -> None:
+    """Python puts the folder that it is started in first: a checkout there hid what pip had installed."""
+    (library,) = (ROOT / "lora_merge").glob("_C*.so")
+    checkout, installed = tmp_path / "checkout", tmp_path / "site"
+    shutil.copytree(ROOT / "lora_merge", checkout / "lora_merge", ignore=shutil.ignore_patterns("_C*", "__pycache__"))
+    (installed / "lora_merge").mkdir(parents=True)
+    shutil.copy(library, installed / "lora_merge")
+    code = (
+        "import sys; sys.meta_path = [f for f in sys.meta_path if 'editable' not in repr(f)]\n"
+        "import lora_merge; from lora_merge.kernels import native\n"
+        "print(lora_merge.__file__, native.load_error(), native.module() and native.module().__file__)"
+    )
+    command, environment = [sys.executable, "-P", "-c", code], dict(os.environ)
+    environment["PYTHONPATH"] = os.pathsep.join([str(checkout), str(installed)])
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, cwd=tmp_path)
+    file, problem, module = done.stdout.split()
+    assert file.startswith(str(checkout))
+    assert (problem, module) == ("None", str(installed / "lora_merge" / library.name))
+    environment["PYTHONPATH"] = str(checkout)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert "the compiled extension is missing" in done.stdout
 
 
 def test_torchs_own_threads_do_the_work() -> None:

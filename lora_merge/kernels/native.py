@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import re
+import sys
 from functools import cache
 from importlib import import_module
+from importlib.machinery import EXTENSION_SUFFIXES
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +30,7 @@ def load_error() -> str | None:
     """Loads the module once; returns why it cannot be used, or None."""
     global _loaded
     try:
-        found = import_module("lora_merge._C")
+        found = _import()
     except ModuleNotFoundError:
         return f"the compiled extension is missing; {BUILD_HINT}"
     except ImportError as error:
@@ -35,6 +39,24 @@ def load_error() -> str | None:
         _lend_threads(found)
         _loaded = found
     return stale(found)
+
+
+def _import() -> Any:
+    """The module beside these files; or that of an installed lora_merge, where these are a checkout that a Python was
+    started in, and so comes first on the path. `stale` says whether the two fit."""
+    try:
+        return import_module("lora_merge._C")
+    except ModuleNotFoundError:
+        for folder in sys.path:
+            for file in sorted(Path(folder or ".", "lora_merge").glob("_C.*")):
+                if file.name.endswith(tuple(EXTENSION_SUFFIXES)) and "lora_merge._C" not in sys.modules:
+                    spec = spec_from_file_location("lora_merge._C", file)
+                    assert spec is not None
+                    assert spec.loader is not None
+                    found = module_from_spec(spec)
+                    spec.loader.exec_module(found)
+                    return found
+        raise
 
 
 def stale(found: Any) -> str | None:
