@@ -144,6 +144,8 @@ class Build(build_ext):
         if shutil.which(compiler.split()[0]) is None:
             raise SystemExit(f"no C++ compiler: {compiler!r} is not on the PATH; install g++ or set CXX; {HINT}")
         folder, target = Path(self.build_temp).resolve(), Path(self.get_ext_fullpath(ext.name)).resolve()
+        for old in (ROOT / "lora_merge").glob("_C.cpython-*"):
+            old.unlink()  # of the time when each Python had a module of its own, which would be imported first
         folder.mkdir(parents=True, exist_ok=True)
         target.parent.mkdir(parents=True, exist_ok=True)
         (folder / "build.ninja").write_text(recipe(compiler, toolkit(), target))

@@ -69,7 +69,7 @@ def _compiled(found: Findings) -> None:
         found.todo.append("install a platform wheel, or " + native.BUILD_HINT)
         return
     gpus = ", ".join(native.architectures()) if native.has_cuda() else "none (compiled without nvcc)"
-    found.rows.append(("compiled", f"CPU: {', '.join(native.module().cpu_isas())}; GPU architectures: {gpus}"))
+    found.rows.append(("compiled", f"CPU: {', '.join(native.compiled.cpu_isas())}; GPU architectures: {gpus}"))
 
 
 def _backends(found: Findings) -> None:

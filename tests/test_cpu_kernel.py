@@ -120,7 +120,7 @@ def test_instruction_sets_agree(function: str) -> None:
     """Every bit, on as many of generic, AVX2 and AVX-512 as this machine has; with AMX what it leaves to AVX-512, while
     its own sums have another order."""
     results = {}
-    for isa in native.module().cpu_isas():
+    for isa in native.compiled.cpu_isas():
         done = in_new_process(isa, function)
         assert done.returncode == 0, f"{isa}: {done.stderr[-2000:]}"
         results[isa] = done.stdout.strip()

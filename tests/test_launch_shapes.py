@@ -25,7 +25,7 @@ KIB = 1 << 10
 GPUS = [pytest.param(size, id=f"{size} KiB") for size in (100, 164, 228)]
 
 assert native.load_error() is None, native.load_error()
-NATIVE = native.module()
+NATIVE = native.compiled
 
 
 def block(kib: int) -> int:

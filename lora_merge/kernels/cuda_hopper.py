@@ -132,7 +132,7 @@ def _rows_of_vectors(
 @cache
 def _tiles(max_rank: int, wide: bool, beside: int, per_block: int) -> Tiles | None:
     """Chosen where launches check it: csrc/cuda/shapes.h. None if the rank leaves no room."""
-    numbers = native.module().hopper_tiles(max_rank, wide, beside, per_block)
+    numbers = native.compiled.hopper_tiles(max_rank, wide, beside, per_block)
     return Tiles(*numbers) if numbers else None
 
 

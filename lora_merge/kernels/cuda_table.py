@@ -128,7 +128,7 @@ def ceil(x: Whole, y: Whole | int) -> Whole:
 @cache
 def _shape(max_rank: int, wide: bool, element_bytes: int, widest: int, room: Memory) -> BlockShape | None:
     """Chosen where launches check it: csrc/cuda/shapes.h. None if the rank leaves no room."""
-    numbers = native.module().merge_shape(max_rank, wide, element_bytes, widest, *room)
+    numbers = native.compiled.merge_shape(max_rank, wide, element_bytes, widest, *room)
     return BlockShape(numbers[0], numbers[1], bool(numbers[2]), numbers[3]) if numbers else None
 
 

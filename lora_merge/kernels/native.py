@@ -17,18 +17,14 @@ import torch
 from . import layout
 
 BUILD_HINT = "build it with `pip install .` from the sources (needs a C++ compiler)"
-_loaded: Any = None
-
-
-def module() -> Any:
-    """The compiled module, which `load_error` has found usable."""
-    return _loaded
+compiled: Any = None
+"""The compiled module, once `load_error` has found it usable."""
 
 
 @cache
 def load_error() -> str | None:
     """Loads the module once; returns why it cannot be used, or None."""
-    global _loaded
+    global compiled
     try:
         found = _import()
     except ModuleNotFoundError:
@@ -37,7 +33,7 @@ def load_error() -> str | None:
         return f"the compiled extension does not load ({error}); re-{BUILD_HINT}"
     if stale(found) is None:
         _lend_threads(found)
-        _loaded = found
+        compiled = found
     return stale(found)
 
 
@@ -81,13 +77,13 @@ def _lend_threads(found: Any) -> None:
 
 def has_cuda() -> bool:
     """Whether the extension was built with nvcc."""
-    return load_error() is None and hasattr(module(), "launch_cuda")
+    return load_error() is None and hasattr(compiled, "launch_cuda")
 
 
 @cache
 def cuda_problem() -> str | None:
     """Why the CUDA kernels cannot be launched in this process; None if they can."""
-    told = module().cuda_problem()
+    told = compiled.cuda_problem()
     return f"the compiled kernels do not start: {told}; a newer driver runs them" if told else None
 
 
@@ -106,7 +102,7 @@ def no_image(capability: tuple[int, int]) -> str | None:
 @cache
 def architectures() -> tuple[str, ...]:
     """What the extension was built for, as nvcc calls it: "80", "90a", "120+PTX"."""
-    return tuple(module().cuda_architectures())
+    return tuple(compiled.cuda_architectures())
 
 
 def runs(architecture: str, capability: tuple[int, int]) -> bool:

@@ -21,32 +21,34 @@ CPU = -1
 def _address(t: Tensor, label: str, dtype: torch.dtype, device: int, numel: int = 0) -> int:
     """Where a contiguous tensor of this dtype, device and size at least begins."""
     if t.dtype != dtype or t.get_device() != device or t.is_meta or not t.is_contiguous():
-        where = "the CPU" if device == CPU else f"cuda:{device}"
         raise RuntimeError(
-            f"lora_merge: {label} must be contiguous {dtype} on {where}, got {t.dtype} {list(t.shape)} with strides "
-            f"{list(t.stride())} on {t.device}"
+            f"lora_merge: {label} must be contiguous {dtype} on {_named(device)}, got {t.dtype} {list(t.shape)} with "
+            f"strides {list(t.stride())} on {t.device}"
         )
     if t.numel() < numel:
         raise RuntimeError(f"lora_merge: {label} must have {numel} elements or more, got {t.numel()}")
     return t.data_ptr()
 
 
-def _words(table: Tensor) -> tuple[int, int]:
-    """Address and number of a table's segments."""
-    if table.dtype != torch.int64 or table.dim() != 2 or table.shape[1] != WORDS or not table.is_contiguous():
+def _words(table: Tensor, device: int) -> tuple[int, int]:
+    """Address and number of a table's segments; C++ checks their words where the CPU can read them."""
+    if (
+        table.dtype != torch.int64
+        or table.dim() != 2
+        or table.shape[1] != WORDS
+        or not table.is_contiguous()
+        or table.get_device() != device
+        or table.is_meta
+    ):
         raise RuntimeError(
-            f"lora_merge: a segment table must be contiguous int64 [segments, {WORDS}], got {table.dtype} "
-            f"{list(table.shape)}"
+            f"lora_merge: a segment table must be contiguous int64 [segments, {WORDS}] on {_named(device)}, got "
+            f"{table.dtype} {list(table.shape)} on {table.device}"
         )
     return table.data_ptr(), table.shape[0]
 
 
-def _words_here(table: Tensor) -> tuple[int, int]:
-    """Of a table whose words are checked where the CPU can read them."""
-    found = _words(table)
-    if table.device.type != "cpu":
-        raise RuntimeError(f"lora_merge: a segment table of the CPU must be there, got {table.device}")
-    return found
+def _named(device: int) -> str:
+    return "the CPU" if device == CPU else f"cuda:{device}"
 
 
 # ---- CPU -------------------------------------------------------------------------------------------------------------
@@ -54,29 +56,29 @@ def _words_here(table: Tensor) -> tuple[int, int]:
 
 def launch_cpu(table: Tensor, stochastic: bool, seed: int) -> None:
     """Execute every segment."""
-    native.module().launch_cpu(*_words_here(table), stochastic, seed)
+    native.compiled.launch_cpu(*_words(table, CPU), stochastic, seed)
 
 
 def row_norms_cpu(table: Tensor, out: Tensor) -> None:
     """Write the squared norm of every row to `out`, float64."""
-    native.module().row_norms_cpu(*_words_here(table), _address(out, "out", torch.float64, CPU), out.numel())
+    native.compiled.row_norms_cpu(*_words(table, CPU), _address(out, "out", torch.float64, CPU), out.numel())
 
 
 def tracked_sizes_cpu(table: Tensor) -> tuple[Tensor, int]:
     """The number of each segment's first unit, and of all units, int64 `[segments + 1]`; bytes of the codes."""
-    words = _words_here(table)
+    words = _words(table, CPU)
     first = torch.empty(words[1] + 1, dtype=torch.int64)
-    return first, native.module().tracked_sizes_cpu(*words, first.data_ptr())
+    return first, native.compiled.tracked_sizes_cpu(*words, first.data_ptr())
 
 
 def track_cpu(table: Tensor, codes: Tensor, records: Tensor, arena: Tensor, counter: Tensor) -> None:
     """Merge in place every unit that is not merged and finds room in the arena."""
-    native.module().track_cpu(*_words_here(table), *_journal_cpu(codes, records, arena, counter))
+    native.compiled.track_cpu(*_words(table, CPU), *_journal_cpu(codes, records, arena, counter))
 
 
 def untrack_cpu(table: Tensor, codes: Tensor, records: Tensor, arena: Tensor, counter: Tensor) -> None:
     """Put back every bit of the units that are merged."""
-    native.module().untrack_cpu(*_words_here(table), *_journal_cpu(codes, records, arena, counter))
+    native.compiled.untrack_cpu(*_words(table, CPU), *_journal_cpu(codes, records, arena, counter))
 
 
 def _journal_cpu(codes: Tensor, records: Tensor, arena: Tensor, counter: Tensor) -> tuple[int, ...]:
@@ -94,9 +96,9 @@ def _journal_cpu(codes: Tensor, records: Tensor, arena: Tensor, counter: Tensor)
 def _placed(table: Tensor, unit_segment: Tensor, device: int) -> tuple[int, int, bool, int, int]:
     """A table on the device with the segment of each unit, or a small one on the CPU."""
     if table.is_cpu:
-        return *_words(table), False, 0, 0
-    _address(table, "table", torch.int64, device)
-    return *_words(table), True, _address(unit_segment, "unit_segment", torch.int32, device), unit_segment.numel()
+        return *_words(table, CPU), False, 0, 0
+    units = _address(unit_segment, "unit_segment", torch.int32, device)
+    return *_words(table, device), True, units, unit_segment.numel()
 
 
 def _counter(counter: Tensor, device: int) -> int:
@@ -120,7 +122,7 @@ def launch_cuda(
     pad: int, max_rank: int, stochastic: bool, seed: int,
 ) -> None:  # fmt: skip
     """One launch of the kernel for any GPU, on the current stream."""
-    native.module().launch_cuda(
+    native.compiled.launch_cuda(
         *_placed(table, unit_segment, device), _counter(counter, device), source_dtype, destination_dtype, wide,
         n_units, n_raw_units, rows_per_unit, col_warps, stages, staged_B, pad, max_rank, stochastic, seed,
         *_where(device),
@@ -133,7 +135,7 @@ def launch_hopper(
     stochastic: bool, seed: int,
 ) -> None:  # fmt: skip
     """One launch of the kernel for compute capability 9."""
-    native.module().launch_hopper(
+    native.compiled.launch_hopper(
         *_placed(table, unit_segment, device), _counter(counter, device), dtype, wide, n_units, n_raw_units,
         rows_per_unit, _maps(maps, table), strip_cols, held, stages, max_rank, stochastic, seed, *_where(device),
     )  # fmt: skip
@@ -142,7 +144,7 @@ def launch_hopper(
 def tensor_maps(table: Tensor, wide: bool) -> Tensor:
     """Tensor maps of a table on the CPU, uint8 `[segments, 512]`."""
     maps = torch.empty((table.shape[0], MAP_BYTES), dtype=torch.uint8)
-    native.module().tensor_maps(*_words_here(table), wide, maps.data_ptr())
+    native.compiled.tensor_maps(*_words(table, CPU), wide, maps.data_ptr())
     return maps
 
 
@@ -154,7 +156,7 @@ def row_norms_cuda(
     if device == CPU:
         raise RuntimeError(f"lora_merge: out must be on a GPU, got {out.device}")
     address = _address(out, "out", torch.float64, device)
-    native.module().row_norms_cuda(
+    native.compiled.row_norms_cuda(
         *_placed(table, unit_segment, device), source_dtype, n_units, max_rank, address, *_where(device)
     )
 
@@ -165,7 +167,7 @@ def track_cuda(
     *journal: Any,
 ) -> None:  # fmt: skip
     """A tracked merge, or its way back, by the kernel for any GPU; `journal` as of `_journal`."""
-    native.module().track_cuda(
+    native.compiled.track_cuda(
         *_placed(table, unit_segment, device), _counter(counter, device), dtype, wide, n_units, 0, rows_per_unit,
         col_warps, stages, staged_B, pad, max_rank, *_journal(device, *journal), *_where(device),
     )  # fmt: skip
@@ -176,7 +178,7 @@ def track_hopper(
     n_units: int, rows_per_unit: int, strip_cols: int, held: int, stages: int, max_rank: int, *journal: Any,
 ) -> None:  # fmt: skip
     """The same by the kernel for compute capability 9."""
-    native.module().track_hopper(
+    native.compiled.track_hopper(
         *_placed(table, unit_segment, device), _counter(counter, device), dtype, wide, n_units, 0, rows_per_unit,
         _maps(maps, table), strip_cols, held, stages, max_rank, *_journal(device, *journal), *_where(device),
     )  # fmt: skip
