@@ -84,6 +84,28 @@ def logged(trainer: Any, name: str) -> list[float]:
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
+def policy(base: Path, state: dict[str, Tensor], *configs: Any) -> nn.Module:
+    """A model in float64 that holds a policy, apart from the trainer's (whose forward TRL replaces): what PEFT computes
+    of base and adapters, nothing merged.
+
+    Args:
+        base: the checkpoint that training began with.
+        state: of the trainer's model.
+        configs: of its adapters; all of them act.
+    """
+    from peft import get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(base)
+    if configs:
+        model = get_peft_model(model, configs[0], "default")
+    for number, config in enumerate(configs[1:]):
+        model.add_adapter(f"more{number}", config)
+        model.base_model.set_adapter(["default", *(f"more{i}" for i in range(number + 1))])
+    model.load_state_dict(state)
+    return model.double().eval()
+
+
 def base_weights(model: nn.Module) -> dict[str, Tensor]:
     """Copies of what is not trained."""
     return {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
