@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import engines
-import torch
 import torch.distributed as dist
 import trl_training
 from engines import ask, assert_answers

@@ -14,8 +14,8 @@ from .check import check_comparable, watch
 from .release import OFF, RELEASE, generation_of
 from .rollout import Colocated, Rollout, Server
 
-_attached: WeakKeyDictionary[Any, ref[Any]] = WeakKeyDictionary()
-"""Engine (of a server: what calls it) -> the trainer whose policy it serves."""
+_attached: WeakKeyDictionary[Any, ref[Rollout]] = WeakKeyDictionary()
+"""Engine (of a server: the `VLLMGeneration` that calls it) -> who brings it a policy."""
 
 
 def attach(
@@ -40,7 +40,7 @@ def attach(
         verify: whether each push compares checksums on both sides (LORA_MERGE_VERIFY).
 
     Returns:
-        What stands in for TRL's own sync, with the `report` of the last one; None where LORA_MERGE=0 leaves TRL alone.
+        What stands in for TRL's own sync: `report` of the last one, `detach()`. None where LORA_MERGE=0 leaves TRL be.
 
     Raises:
         TrainerRefused: names what to change; the trainer is as before.
@@ -60,16 +60,16 @@ def attach(
     rollout.install()
     if options.check is not None:
         watch(trainer, rollout, options.check)
-    _attached[engine] = ref(trainer)
+    _attached[engine] = ref(rollout)
     RELEASE.announce(rollout.takes_over)
     return rollout
 
 
-def is_attached(trainer: Any) -> bool:
-    """Whether `attach` has taken this trainer over."""
+def attached(trainer: Any) -> Rollout | None:
+    """What `attach` returned for a trainer, if it has taken it over."""
     generation = getattr(trainer, "vllm_generation", None)
-    known = _attached.get(getattr(generation, "llm", generation)) if generation is not None else None
-    return known is not None and known() is trainer
+    rollout = None if generation is None else _rollout_of(getattr(generation, "llm", generation))
+    return rollout if rollout is not None and rollout.trainer is trainer else None
 
 
 def _options(mode: str | None, rounding: str | None, check: float | bool | None, verify: bool | None) -> Options:
@@ -89,16 +89,22 @@ def _options(mode: str | None, rounding: str | None, check: float | bool | None,
     )
 
 
-def _check_alone(trainer: Any, engine: Any) -> None:
+def _rollout_of(engine: Any) -> Rollout | None:
     known = _attached.get(engine)
-    owner = None if known is None else known()
-    if owner is trainer:
+    rollout = None if known is None else known()
+    return rollout if rollout is not None and rollout.attached else None
+
+
+def _check_alone(trainer: Any, engine: Any) -> None:
+    rollout = _rollout_of(engine)
+    if rollout is None:
+        return
+    if rollout.trainer is trainer:
         raise TrainerRefused("this trainer was attached before: attach it once, where it is made")
-    if owner is not None:
-        raise TrainerRefused(
-            f"the engine of this trainer serves the policy of another one ({type(owner).__name__}), whose pushes would "
-            f"be overwritten: give each trainer an engine of its own. {OFF}"
-        )
+    raise TrainerRefused(
+        f"the engine of this trainer serves the policy of another one ({type(rollout.trainer).__name__}), which pushes "
+        f"would overwrite: give each trainer an engine of its own, or detach() the other. {OFF}"
+    )
 
 
 def _check_model(trainer: Any, generation: Any) -> None:

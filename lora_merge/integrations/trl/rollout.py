@@ -32,6 +32,7 @@ class Rollout:
 
     Attributes:
         report: of the last sync; None before the first.
+        attached: whether TRL's calls come here.
         takes_over: what was taken over, in words.
     """
 
@@ -40,13 +41,21 @@ class Rollout:
     def __init__(self, trainer: Any, generation: Any, options: Options) -> None:
         self.trainer, self.generation, self.options = trainer, generation, options
         self.report: SyncReport | None = None
+        self.attached = False
 
     def check(self) -> None:
         """Raise `TrainerRefused` where the engine was not started for what was chosen."""
 
     def install(self) -> None:
         """Take over: from here on TRL's calls come here."""
+        self.attached = True
         self.generation.sync_weights = self.sync_weights
+
+    def detach(self) -> None:
+        """Give the trainer back to TRL's own way, and buffers and handles with it. Collective."""
+        self.attached = False
+        for owner, name in ((self.generation, "sync_weights"), (self.trainer, "_generate_and_score_completions")):
+            vars(owner).pop(name, None)
 
     def sync_weights(self) -> None:
         """Bring the policy as it is now to the engine. Collective."""
@@ -104,6 +113,13 @@ class Colocated(Rollout):
     def install(self) -> None:
         super().install()
         self.generation.llm.generate = self.generate
+
+    def detach(self) -> None:
+        super().detach()
+        vars(self.generation.llm).pop("generate", None)
+        if self._sync is not None:
+            self._sync.close()
+            self._sync = None
 
     def sync_weights(self) -> None:
         generation = self.generation
@@ -183,6 +199,11 @@ class Server(Rollout):
     def install(self) -> None:
         super().install()
         self.generation._iter_named_params = self._stream
+
+    def detach(self) -> None:
+        super().detach()
+        vars(self.generation).pop("_iter_named_params", None)
+        self._weights = None
 
     def sync_weights(self) -> None:
         if self._weights is None or self._weights.model is not self.model:

@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from ..options import Options
 from ..takeover import TrainerRefused
-from .attach import attach, is_attached
+from .attach import attach, attached
 from .engine import engine_options
 from .release import GENERATION, OFF
 
@@ -31,12 +31,12 @@ def install() -> None:
 
 def _attached_first(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
-    def attached(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _rolls_out_by_trl(self) and not is_attached(self):
+    def first(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _rolls_out_by_trl(self) and attached(self) is None:
             attach(self)
         return method(self, *args, **kwargs)
 
-    return attached
+    return first
 
 
 def _rolls_out_by_trl(trainer: Any) -> bool:
