@@ -3,9 +3,7 @@ was."""
 
 from __future__ import annotations
 
-import gc
 import logging
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,14 +11,25 @@ from typing import Any
 import engines
 import pytest
 import torch
-import trl.generation.vllm_generation
 import trl_training
 from engines import ask, assert_answers
 from peft import PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer
-from trl_training import arguments, base_weights, changed, logged, lora, policy, prompts, vowels
+from trl_training import (
+    arguments,
+    assert_all_ratios,
+    base_weights,
+    changed,
+    kept,
+    let_go,
+    logged,
+    lora,
+    policy,
+    prompts,
+    vowels,
+)
 
 import lora_merge.integrations.trl as lm
 from lora_merge import MergedWeights
@@ -28,26 +37,12 @@ from lora_merge import MergedWeights
 pytestmark = pytest.mark.usefixtures("no_leftovers")
 no_leftovers = engines.no_leftovers
 TrainerOf = Callable[..., GRPOTrainer]
-kept: list[Any] = []
-"""The engine that TRL starts for the first trainer; the others are given it, too: starting one takes seconds."""
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_engine() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        for name in [name for name in os.environ if name.startswith("LORA_MERGE")]:
-            patch.delenv(name)
-        start = trl.generation.vllm_generation.LLM
-
-        def started_once(**options: Any) -> Any:
-            if not kept:
-                kept.append(start(**options))
-            return kept[0]
-
-        patch.setattr(trl.generation.vllm_generation, "LLM", started_once)
+def engine() -> Iterator[None]:
+    with trl_training.one_engine():
         yield
-        trl_training.shut(kept.pop())
 
 
 @pytest.fixture(scope="module")
@@ -57,11 +52,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def trainer_of(base: Path, tmp_path: Path) -> Iterator[TrainerOf]:
-    """Makes trainers; what is attached to the engine lets go of it afterwards."""
-    made: list[GRPOTrainer] = []
+    with trl_training.letting_go() as note:
 
-    def make(model: Any = None, peft: Any = None, **changes: Any) -> GRPOTrainer:
-        with lm.engine_options(dtype="float32", enforce_eager=True, enable_lora=True, max_lora_rank=32):
+        def make(model: Any = None, peft: Any = None, **changes: Any) -> GRPOTrainer:
             trainer = GRPOTrainer(
                 model=str(base) if model is None else model,
                 reward_funcs=vowels,
@@ -69,27 +62,9 @@ def trainer_of(base: Path, tmp_path: Path) -> Iterator[TrainerOf]:
                 train_dataset=prompts(),
                 peft_config=peft,
             )
-        made.append(trainer)
-        return trainer
+            return note(trainer)
 
-    yield make
-    for trainer in made:
-        let_go(trainer)
-    gc.collect()
-
-
-def let_go(trainer: Any) -> None:
-    rollout = getattr(trainer.vllm_generation.sync_weights, "__self__", None)
-    if hasattr(rollout, "detach"):
-        rollout.detach()
-
-
-def assert_all_ratios(trainer: Any, steps: int) -> None:
-    """In float32 the engine's log-probs of every token of every step are the trainer's."""
-    for name in ("lora_merge/ratio_min", "lora_merge/ratio_max"):
-        ratios = logged(trainer, name)
-        assert len(ratios) == steps
-        assert all(abs(ratio - 1) < 1e-4 for ratio in ratios), ratios
+        yield make
 
 
 @pytest.mark.parametrize("mode", ["merged", "adapter"])
@@ -245,9 +220,9 @@ def test_beside_trls_own_way(trainer_of: TrainerOf, capsys: pytest.CaptureFixtur
     }
     with capsys.disabled():
         print(
-            f"\nTRL's own way left {drift[0]:,}, {drift[1]:,} and {drift[2]:,} of {adapted:,} adapted elements were "
-            f"others after 1, 2, 3 syncs, lora_merge 0; farthest from the float64 merge, in roundings: "
-            f"lora_merge {farthest['ours']:.2f}, TRL {farthest['theirs']:.2f}"
+            f"\nadapted elements of a bfloat16 base, of {adapted:,}, that have other bits after 1, 2 and 3 syncs: TRL's "
+            f"own way {drift[0]:,}, {drift[1]:,}, {drift[2]:,}, lora_merge 0; what is sent is at most so many roundings "
+            f"from the float64 merge: TRL {farthest['theirs']:.2f}, lora_merge {farthest['ours']:.2f}"
         )
     assert farthest["ours"] <= 1
     assert farthest["theirs"] < 4, "these are not the same weights"

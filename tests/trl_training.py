@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import engines
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -34,6 +39,15 @@ def checkpoint(folder: Path, model: nn.Module | None = None, dtype: torch.dtype 
     return folder
 
 
+def tokenizer(base: Path) -> Any:
+    """The checkpoint's, with a chat template that knows conversations."""
+    from transformers import AutoTokenizer
+
+    found = AutoTokenizer.from_pretrained(base)
+    found.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    return found
+
+
 def lora(**changes: Any) -> Any:
     """A PEFT configuration whose adapter acts from the first step."""
     from peft import LoraConfig
@@ -52,10 +66,15 @@ def vowels(completions: Sequence[str], **kwargs: Any) -> list[float]:
     return [sum(ord(character) % 3 for character in text) / 10 for text in completions]
 
 
-def arguments(out: Path, kind: str = "GRPO", **changes: Any) -> Any:
-    """A configuration: 3 steps of 4 answers each, on the CPU, an engine in the same process."""
-    import trl
+def arguments(out: Path, kind: type | None = None, **changes: Any) -> Any:
+    """A configuration: 3 steps of 4 answers each, on the CPU, an engine in the same process.
 
+    Args:
+        kind: of TRL's configurations; default: GRPO's. What it does not know is left out, `changes` aside.
+    """
+    from trl import GRPOConfig
+
+    kind = GRPOConfig if kind is None else kind
     options: dict[str, Any] = {
         "output_dir": str(out),
         "use_cpu": True,
@@ -76,7 +95,8 @@ def arguments(out: Path, kind: str = "GRPO", **changes: Any) -> Any:
         "gradient_checkpointing": False,
         "seed": 7,
     }
-    return getattr(trl, f"{kind}Config")(**options | changes)
+    known = {field.name for field in fields(kind)}
+    return kind(**{name: value for name, value in options.items() if name in known} | changes)
 
 
 def logged(trainer: Any, name: str) -> list[float]:
@@ -117,12 +137,62 @@ def changed(model: nn.Module, before: dict[str, Tensor]) -> int:
     return sum(int((now[name].detach().ne(tensor)).sum()) for name, tensor in before.items())
 
 
-def shut(llm: Any) -> None:
-    """End an engine that TRL has started, for the next one in this process."""
-    import gc
+kept: list[Any] = []
+"""The engine that TRL started for the first trainer of a test file. The others are given it, too: each takes seconds."""
 
+
+@contextmanager
+def one_engine() -> Iterator[None]:
+    """TRL starts one engine inside, which takes adapters, computes in float32 and is ended afterwards."""
+    import trl.generation.vllm_generation
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
-    llm.llm_engine.engine_core.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        for name in [name for name in os.environ if name.startswith("LORA_MERGE")]:
+            patch.delenv(name)
+        start = trl.generation.vllm_generation.LLM
+        chosen = {"dtype": "float32", "enforce_eager": True, "enable_lora": True, "max_lora_rank": 32}
+
+        def started_once(**options: Any) -> Any:
+            if not kept:
+                kept.append(start(**options | chosen | {"max_num_seqs": 32, "tensor_parallel_size": 1}))
+            return kept[0]
+
+        patch.setattr(trl.generation.vllm_generation, "LLM", started_once)
+        yield
+    for llm in kept:
+        llm.llm_engine.engine_core.shutdown()
+    kept.clear()
     gc.collect()
     cleanup_dist_env_and_memory()
+
+
+@contextmanager
+def letting_go() -> Iterator[Callable[[Any], Any]]:
+    """Trainers that are passed to what this gives let go of the engine afterwards."""
+    made: list[Any] = []
+
+    def note(trainer: Any) -> Any:
+        made.append(trainer)
+        return trainer
+
+    yield note
+    for trainer in made:
+        let_go(trainer)
+    made.clear()
+    gc.collect()
+
+
+def let_go(trainer: Any) -> None:
+    rollout = getattr(trainer.vllm_generation.sync_weights, "__self__", None)
+    if hasattr(rollout, "detach"):
+        rollout.detach()
+
+
+def assert_all_ratios(trainer: Any, steps: int) -> None:
+    """In float32 the engine's log-probs of every token of every step are the trainer's."""
+    for name in ("lora_merge/ratio_min", "lora_merge/ratio_max"):
+        ratios = logged(trainer, name)
+        assert len(ratios) == steps
+        assert all(abs(ratio - 1) < 1e-4 for ratio in ratios), ratios
