@@ -15,6 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lora_merge.integrations.trl.attach import attached
+
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LETTERS = "abcdefghijklmnop"
 GREEDY_TOKENS = 6
@@ -138,7 +140,7 @@ def changed(model: nn.Module, before: dict[str, Tensor]) -> int:
 
 
 kept: list[Any] = []
-"""The engine that TRL started for the first trainer of a test file. The others are given it, too: each takes seconds."""
+"""The engine that TRL started for the first trainer of a test file. The others are given it, too: one takes seconds."""
 
 
 @contextmanager
@@ -185,8 +187,8 @@ def letting_go() -> Iterator[Callable[[Any], Any]]:
 
 
 def let_go(trainer: Any) -> None:
-    rollout = getattr(trainer.vllm_generation.sync_weights, "__self__", None)
-    if hasattr(rollout, "detach"):
+    rollout = attached(trainer)
+    if rollout is not None:
         rollout.detach()
 
 

@@ -219,5 +219,7 @@ class Server(Rollout):
     def _stream(self) -> Iterator[tuple[str, Tensor]]:
         assert self._weights is not None
         version = 1 if self.report is None else self.report.version + 1
-        self._passing = Counted(self._weights, version, "TRL's server")
+        # TRL sends from the first rank; the others are needed where the model is sharded.
+        idle = not self.generation.accelerator.is_main_process and self._weights.filler(whole=True).ranks.alone
+        self._passing = Counted(() if idle else self._weights, version, "TRL's server")
         return iter(self._passing)
