@@ -50,13 +50,13 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trainer_of(base: Path, out: Path) -> Iterator[TrainerOf]:
     with trl_training.letting_go() as note:
 
-        def make(model: Path = base, quantization: Any = None, **changes: Any) -> GRPOTrainer:
+        def make(model: Path = base, quantization: Any = None, peft: Any = None, **changes: Any) -> GRPOTrainer:
             trainer = GRPOTrainer(
                 model=str(model),
                 reward_funcs=vowels,
                 args=arguments(out, **changes),
                 train_dataset=prompts(),
-                peft_config=lora(),
+                peft_config=lora() if peft is None else peft,
                 quantization_config=quantization,
             )
             return note(trainer)
@@ -85,6 +85,8 @@ def test_flags_of_trl(trainer_of: TrainerOf) -> None:
         ({"generation_kwargs": {"min_p": 0.1}}, "min_p=0.1 samples"),
     ):
         assert_refused(trainer_of(**changes), refused, words, check=True)
+    dropping = trainer_of(peft=lora(lora_dropout=0.05))
+    assert_refused(dropping, refused, "log-probs with dropout", "disable_dropout=True (--disable_dropout)", check=True)
     assert lm.attach(trainer_of(top_p=0.9)) is not None  # no check, no objection
 
 

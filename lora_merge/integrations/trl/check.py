@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...verify import LogprobGap, logprob_gap
@@ -32,6 +32,12 @@ def check_comparable(trainer: Any, generation: Any) -> None:
             "the check needs the trainer's log-probs of what was sampled, which TRL computes with "
             "vllm_importance_sampling_correction=True (--vllm_importance_sampling_correction) alone; or leave check "
             "(LORA_MERGE_CHECK) out"
+        )
+    dropping = [name for name, m in trainer.model.named_modules() if isinstance(m, nn.Dropout) and m.p > 0]
+    if dropping:
+        raise TrainerRefused(
+            f"TRL takes the trainer's log-probs with dropout ({dropping[0]}, for one), which no engine has: set "
+            f"disable_dropout=True (--disable_dropout), or leave check (LORA_MERGE_CHECK) out. {OFF}"
         )
     extra = generation.generation_kwargs
     for name, plain in _PLAIN.items():
