@@ -48,7 +48,7 @@ def run(command: Sequence[str], folder: Path, **environment: str) -> str:
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        timeout=200,
+        timeout=280,
     )
     assert done.returncode == 0, done.stdout[-6000:]
     return done.stdout
@@ -161,3 +161,10 @@ def test_two_ranks(kind: str, base: Path, tmp_path: Path, capsys: pytest.Capture
             assert off < 1e-4
             with capsys.disabled():
                 print(f"\n{kind}, two ranks: importance ratios off by {off:.1e} at most")
+
+
+def test_example(tmp_path: Path) -> None:
+    example = str(ROOT / "examples" / "trl_grpo.py")
+    printed = run([example, "--out", "out", "--mode", "adapter", "--steps", "3"], tmp_path)
+    assert "last push: adapter@3 over local" in printed
+    assert "3 steps, importance ratios up to 1.0000" in printed

@@ -11,8 +11,8 @@ BACKEND = "lora_merge"
 
 
 def early() -> None:
-    """No platform, but a word before TRL has made a trainer, where LORA_MERGE=1 asks for it. (With a server for its
-    rollout a trainer's process starts no engine, so this is the only word there is.)"""
+    """No platform, but a word before TRL has made a trainer, where LORA_MERGE=1 asks for it: a trainer whose rollout is
+    a server's starts no engine, so that there is no other."""
     try:
         _switch_trainers_on()
     except Exception as error:  # which vLLM would pass over, and TRL go on in its own way
@@ -22,8 +22,10 @@ def early() -> None:
 def _switch_trainers_on() -> None:
     from ...integrations.options import switched_on
 
-    # A process that another Python started is a worker, and no trainer.
-    if switched_on() and multiprocessing.parent_process() is None and find_spec("trl") is not None:
+    if not switched_on():
+        return
+    # vLLM's own processes are started by Python's multiprocessing, without TRL; so may ranks of a trainer, with it.
+    if "trl" in sys.modules or (multiprocessing.parent_process() is None and find_spec("trl") is not None):
         from ...integrations.trl.switch import install
 
         install()
