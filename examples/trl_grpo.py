@@ -4,8 +4,8 @@
     python examples/trl_grpo.py --out runs/trl --mode adapter
     python examples/trl_grpo.py --out runs/trl --model Qwen/Qwen2.5-0.5B --cuda
 
-Without --model a tiny one with random weights is made in --out, which a CPU trains in seconds. The reward is the share of
-letters in an answer. The check ends the run if the engine answers as another policy than the one that is trained.
+Without --model a tiny one with random weights is made in --out, which a CPU trains in seconds. The reward is the share
+of letters in an answer. The check ends the run if the engine answers as another policy than the one that is trained.
 """
 
 from __future__ import annotations

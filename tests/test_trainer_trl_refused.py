@@ -21,9 +21,11 @@ from trl_training import arguments, kept, lora, policy, prompts, vowels
 
 import lora_merge.integrations.trl as lm
 from lora_merge import AlreadyMerged, InvalidInput, PushFailed, PushRefused
+from lora_merge.engine.vllm import plugin
 from lora_merge.engine.vllm.loader import Loader
 from lora_merge.integrations.takeover import TrainerRefused
 from lora_merge.integrations.telling import PolicyGap
+from lora_merge.integrations.trl.switch import max_lora_rank
 
 pytestmark = pytest.mark.usefixtures("no_leftovers")
 no_leftovers = engines.no_leftovers
@@ -256,3 +258,22 @@ def test_never_synced(base: Path, trainer_of: TrainerOf) -> None:
     trainer = trainer_of()
     lm.attach(trainer)
     assert_answers(ask(kept[0]), policy(base, trainer.model.state_dict(), lora()))
+
+
+def test_engine_for_the_command_line(trainer_of: TrainerOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The `max_lora_rank` of vLLM's that takes what is active, and an end where LORA_MERGE=1 cannot be done."""
+    model = trainer_of(peft=lora(r=8, rank_pattern={"q_proj": 12})).model
+    assert max_lora_rank(model) == 16
+    model.add_adapter("more", lora(r=24))
+    assert max_lora_rank(model) == 16  # the other one does not act
+    model.base_model.set_adapter(["default", "more"])
+    assert max_lora_rank(model) == 64
+    model.add_adapter("wide", lora(r=600))
+    model.base_model.set_adapter("wide")
+    with pytest.raises(TrainerRefused, match=r"no adapter of rank 600: choose a lower --lora_r"):
+        max_lora_rank(model)
+    with pytest.raises(TrainerRefused, match=r"--use_peft"):
+        max_lora_rank(torch.nn.Linear(1, 1))
+    monkeypatch.setenv("LORA_MERGE", "perhaps")
+    with pytest.raises(SystemExit, match="LORA_MERGE=1 cannot be done: LORA_MERGE must be 1 or 0"):
+        plugin.early()

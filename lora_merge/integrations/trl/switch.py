@@ -83,8 +83,9 @@ def max_lora_rank(model: Any) -> int:
     from vllm.config.lora import MaxLoRARanks
 
     configs = getattr(model, "peft_config", {})
-    active = [configs[name] for name in getattr(model, "active_adapters", ())] if configs else []
-    rank = sum(max(config.r, *(config.rank_pattern or {"": 0}).values()) for config in active)
+    active = getattr(model, "active_adapters", ()) if configs else ()
+    names = active() if callable(active) else active  # transformers has a method of this name, PEFT a property
+    rank = sum(max(configs[name].r, *(configs[name].rank_pattern or {"": 0}).values()) for name in names)
     if not rank:
         raise TrainerRefused(f"LORA_MERGE_MODE=adapter needs an adapter: pass a LoRA configuration (--use_peft). {OFF}")
     sizes = [size for size in get_args(MaxLoRARanks) if size >= rank]
