@@ -54,8 +54,14 @@ def run(command: Sequence[str], folder: Path, **environment: str) -> str:
     return done.stdout
 
 
-def command_line(script: str, base: Path, folder: Path, *flags: str, **environment: str) -> tuple[str, list[Any]]:
-    """Run `trl SCRIPT` for two steps; returns what it printed and its history."""
+TRL = ("-c", "from trl.cli import main; main()")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+def command_line(
+    script: str, base: Path, folder: Path, *flags: str, launcher: Sequence[str] = TRL, **environment: str
+) -> tuple[str, list[Any]]:
+    """Run `trl SCRIPT` for two steps, or what it runs by another launcher; returns what it printed and its history."""
     found = {plugin.name for plugin in entry_points(group="vllm.platform_plugins")}
     assert "lora_merge" in found, "this environment was made before that entry point: make it anew"
     (folder / "data").mkdir(exist_ok=True)
@@ -78,7 +84,8 @@ def command_line(script: str, base: Path, folder: Path, *flags: str, **environme
     }
     if script != "distillation":
         given |= {"reward_funcs": "trl_rewards.vowels", "num_generations": 2}
-    arguments = ["-c", "from trl.cli import main; main()", script, "--use_peft", "--use_vllm", "--use_cpu", *flags]
+    started = [script] if launcher == TRL else ["-m", f"trl.scripts.{script}"]
+    arguments = [*launcher, *started, "--use_peft", "--use_vllm", "--use_cpu", *flags]
     for name, value in given.items():
         arguments += [f"--{name}", str(value)]
     printed = run(arguments, folder, LORA_MERGE="1", LORA_MERGE_VERIFY="", **environment)
@@ -105,7 +112,7 @@ def test_command_line(script: str, mode: str, base: Path, tmp_path: Path) -> Non
 
 
 def test_server(base: Path, tmp_path: Path) -> None:
-    """The real command line and a real server, which answers TRL's own client; trl_rewards.py stands in for NCCL."""
+    """TRL's script on two ranks, and a real server, which answers TRL's own client; trl_rewards.py replaces NCCL."""
     from test_vllm_processes import Server
 
     server = Server(base, tmp_path / "server.log", "--logprobs-mode", "processed_logprobs", tokenizer=True)
@@ -116,6 +123,7 @@ def test_server(base: Path, tmp_path: Path) -> None:
             base,
             tmp_path,
             *("--vllm_mode", "server", "--vllm_server_base_url", server.url, "--disable_dropout"),
+            launcher=TORCHRUN,
             LORA_MERGE_CHECK="1",
             TRL_STREAMS=str(tmp_path),
             TRL_BASE=str(base),
@@ -147,8 +155,7 @@ def checkpoint_merge(base: Path, adapter: Path) -> dict[str, torch.Tensor]:
 def test_two_ranks(kind: str, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """trl_ranks.py compares each rank's engine with the policy in float64."""
     (tmp_path / "base").symlink_to(base)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    run([*launcher, str(ROOT / "tests" / "trl_ranks.py"), kind, str(tmp_path)], tmp_path)
+    run([*TORCHRUN, str(ROOT / "tests" / "trl_ranks.py"), kind, str(tmp_path)], tmp_path)
     for rank in range(2):
         seen = json.loads((tmp_path / f"{kind}.{rank}.json").read_text())
         assert seen["changed"] == 0
