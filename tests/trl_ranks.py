@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import engines
+import pytest
 import torch.distributed as dist
 import trl_training
 from engines import ask, assert_answers
@@ -21,6 +22,8 @@ from torch import Tensor, nn
 from trl import GRPOTrainer
 
 import lora_merge.integrations.trl as lm
+from lora_merge import PushFailed
+from lora_merge.engine.vllm.loader import Loader
 
 SHARDED = {
     "ddp": {},
@@ -62,9 +65,16 @@ def main(kind: str, folder: Path) -> None:
     after = whole(trainer.model)
     frozen = [name for name in before if "lora_" not in name]
     assert frozen
-    rollout = trainer.vllm_generation
+    rollout, wanted = trainer.vllm_generation, trl_training.policy(folder / "base", after, trl_training.lora())
     rollout.sync_weights()
-    assert_answers(ask(rollout.llm), trl_training.policy(folder / "base", after, trl_training.lora()))
+    assert_answers(ask(rollout.llm), wanted)
+    # A sync that fails on one rank fails on both, and neither serves what it has before another one.
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(Loader, "finish", broken)
+        with pytest.raises(PushFailed, match=r"engine 1 is dirty: .*injected"):
+            rollout.sync_weights()
+    assert_answers(ask(rollout.llm), wanted)
     seen = {
         "changed": sum(int(after[name].ne(before[name]).sum()) for name in frozen),
         "trained": sum(int(after[name].ne(before[name]).sum()) for name in before if "lora_" in name),
@@ -74,6 +84,10 @@ def main(kind: str, folder: Path) -> None:
     (folder / f"{kind}.{dist.get_rank()}.json").write_text(json.dumps(seen))
     dist.barrier()
     os._exit(0)  # vLLM and torch end the same process groups
+
+
+def broken(*args: Any) -> None:
+    raise RuntimeError("injected")
 
 
 def whole(model: nn.Module) -> dict[str, Tensor]:

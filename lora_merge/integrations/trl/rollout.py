@@ -94,6 +94,7 @@ class Colocated(Rollout):
         self._pushes: Any = None
         """The model that it pushes."""
         self._held: list[State] = []
+        """What the engine has held since the last push; empty where there is none, or where it failed."""
 
     @property
     def engine_dtype(self) -> torch.dtype:
@@ -127,7 +128,7 @@ class Colocated(Rollout):
             # TRL wakes the KV cache itself, in `generate`; a push that finds the weights asleep would do both.
             import_module(GENERATION).empty_cache()
             generation.llm.wake_up(tags=["weights"])
-        sync = self._to_engine()
+        sync, self._held = self._to_engine(), []
         report = sync.push(verify=self.options.verify)
         self._held = sync.states()
         if generation.enable_sleep_mode:
@@ -143,7 +144,7 @@ class Colocated(Rollout):
         """
         if lora_request is not None:
             raise InvalidInput(f"the engine serves the policy, and no {lora_request}: leave lora_request out")
-        if not self._held:  # a trainer that resumed between two of its syncs
+        if not self._held:  # a trainer that resumed between two of its syncs, or whose last one failed
             self.sync_weights()
         sync, llm = self._to_engine(), self.generation.llm
         held = sync.states()
