@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import engines
@@ -13,7 +15,7 @@ import torch
 import trl_training
 from engines import ask, assert_answers
 from transformers import BitsAndBytesConfig
-from trl import GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer
 from trl.experimental.async_grpo import AsyncGRPOTrainer
 from trl.experimental.online_dpo import OnlineDPOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
@@ -25,7 +27,7 @@ from lora_merge.engine.vllm import plugin
 from lora_merge.engine.vllm.loader import Loader
 from lora_merge.integrations.takeover import TrainerRefused
 from lora_merge.integrations.telling import PolicyGap
-from lora_merge.integrations.trl.switch import max_lora_rank
+from lora_merge.integrations.trl.switch import _attached_first, max_lora_rank
 
 pytestmark = pytest.mark.usefixtures("no_leftovers")
 no_leftovers = engines.no_leftovers
@@ -101,7 +103,12 @@ def test_without_vllm(base: Path, out: Path) -> None:
 
 @pytest.mark.parametrize("kind", [OnlineDPOTrainer, AsyncGRPOTrainer])
 def test_trainers_with_code_of_their_own(kind: type) -> None:
-    assert_refused(object.__new__(kind), TrainerRefused, f"{kind.__name__} brings its weights to vLLM", "GRPO, RLOO")
+    trainer = object.__new__(kind)
+    assert_refused(trainer, TrainerRefused, f"{kind.__name__} brings its weights to vLLM", "GRPO, RLOO")
+    # With LORA_MERGE=1, too, where the first of the methods that are wrapped comes to this.
+    trainer.args = SimpleNamespace(**({"use_vllm": True} if kind is OnlineDPOTrainer else {}))
+    with pytest.raises(TrainerRefused, match=f"{kind.__name__} brings its weights to vLLM"):
+        _attached_first(kind.train)(trainer)
 
 
 def test_switched_off(trainer_of: TrainerOf, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,3 +282,11 @@ def test_engine_for_the_command_line(trainer_of: TrainerOf, monkeypatch: pytest.
     monkeypatch.setenv("LORA_MERGE", "perhaps")
     with pytest.raises(SystemExit, match="LORA_MERGE=1 cannot be done: LORA_MERGE must be 1 or 0"):
         plugin.early()
+
+
+def test_what_trl_has_no_flag_for() -> None:
+    """What the engine's start is changed for, in `engine_options` and by LORA_MERGE=1, cannot be said otherwise yet."""
+    flags = [field.name for field in fields(GRPOConfig) if field.name.startswith("vllm")]
+    assert flags
+    new = [name for name in flags if re.search("lora|adapter|kwargs|weight_transfer", name)]
+    assert not new, "engine_options and what LORA_MERGE_MODE=adapter wraps can go"

@@ -15,10 +15,15 @@ _NAMES = {
     f"{GENERATION}:VLLMGeneration": ("sync_weights", "generate", "_iter_named_params", "_init_vllm"),
 }
 _ATTRIBUTES = ("mode", "model", "accelerator", "_dist", "_weight_metadata")
-_COLOCATED = ("llm", "enable_sleep_mode")
+_COLOCATED = ("llm", "enable_sleep_mode", "_llm_weights_sleeping")
 _APART = ("OnlineDPOTrainer", "AsyncGRPOTrainer", "AsyncDistillationTrainer")
 """Trainers that roll out by vLLM with code of their own."""
 SHARED = "GRPO, RLOO, Distillation, SDPO, GOLD, IW-OPD and SDFT (and what is derived from them)"
+
+
+def apart(trainer: Any) -> str | None:
+    """The name of the class if a trainer has code of its own for vLLM, which is not taken over."""
+    return next((c.__name__ for c in type(trainer).__mro__ if c.__name__ in _APART), None)
 
 
 def generation_of(trainer: Any) -> Any:
@@ -27,18 +32,17 @@ def generation_of(trainer: Any) -> Any:
     Raises:
         TrainerRefused: there is none, or this release of TRL is another than those that are known.
     """
-    RELEASE.require(_NAMES)
-    kind = type(trainer)
-    apart = next((c.__name__ for c in kind.__mro__ if c.__name__ in _APART), None)
-    if apart is not None:
+    kind, other = type(trainer), apart(trainer)
+    if other is not None:
         raise TrainerRefused(
-            f"{apart} brings its weights to vLLM with code of its own, which lora_merge does not take over; it takes "
+            f"{other} brings its weights to vLLM with code of its own, which lora_merge does not take over; it takes "
             f"over {SHARED}. {OFF}"
         )
     if not getattr(getattr(trainer, "args", None), "use_vllm", False):
         raise TrainerRefused(
             f"{kind.__name__} rolls out without vLLM: pass use_vllm=True in its configuration (--use_vllm). {OFF}"
         )
+    RELEASE.require(_NAMES)
     generation = getattr(trainer, "vllm_generation", None)
     needed = _ATTRIBUTES + (_COLOCATED if getattr(generation, "mode", "") == "colocate" else ())
     lacking = [f"VLLMGeneration.{name}" for name in needed if not hasattr(generation, name)]

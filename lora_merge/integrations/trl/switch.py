@@ -12,7 +12,7 @@ from ..options import Options
 from ..takeover import TrainerRefused
 from .attach import attach, attached
 from .engine import engine_options
-from .release import GENERATION, OFF
+from .release import GENERATION, OFF, apart
 
 _INSTALLED = "_lora_merge_attaches"
 
@@ -43,7 +43,8 @@ def _rolls_out_by_trl(trainer: Any) -> bool:
     """Whether there is a sync to take over, or to say of that it cannot be (trainers that are built on TRL and roll out
     in their own way are others' business)."""
     own = type(trainer).__module__.partition(".")[0] == "trl"
-    return hasattr(trainer, "vllm_generation") or (own and bool(getattr(trainer.args, "use_vllm", False)))
+    by_vllm = getattr(trainer.args, "use_vllm", apart(trainer) is not None)  # the asynchronous ones know no other way
+    return hasattr(trainer, "vllm_generation") or (own and bool(by_vllm))
 
 
 def _then_prepare(init: Callable[..., None]) -> Callable[..., None]:
