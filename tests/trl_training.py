@@ -155,10 +155,11 @@ def one_engine() -> Iterator[None]:
             patch.delenv(name)
         start = trl.generation.vllm_generation.LLM
         chosen = {"dtype": "float32", "enforce_eager": True, "enable_lora": True, "max_lora_rank": 32}
+        chosen |= {"max_num_seqs": 32, "tensor_parallel_size": 1, "quantization": None}
 
         def started_once(**options: Any) -> Any:
             if not kept:
-                kept.append(start(**options | chosen | {"max_num_seqs": 32, "tensor_parallel_size": 1}))
+                kept.append(start(**options | chosen))
             return kept[0]
 
         patch.setattr(trl.generation.vllm_generation, "LLM", started_once)
