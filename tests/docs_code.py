@@ -42,8 +42,8 @@ def code_of(text: str) -> list[str]:
 
 
 def named_in(text: str) -> set[str]:
-    """`lora_merge.this.that` anywhere in a page, modules of files (`lora_merge/...`) aside."""
-    return set(re.findall(r"\blora_merge(?:\.[A-Za-z]\w*)+", text))
+    """`lora_merge.this.that` anywhere in a page; modules of files (`lora_merge/...`) and of imports aside."""
+    return set(re.findall(r"(?<!from )(?<!import )\blora_merge(?:\.[A-Za-z]\w*)+", text))
 
 
 def named_files(text: str) -> set[str]:

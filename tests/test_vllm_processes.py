@@ -115,14 +115,15 @@ def serve_damaged(sender: Sender, source: Any, run: Any, gone: Any) -> None:
 class Server:
     """A real `vllm serve` on this machine."""
 
-    def __init__(self, folder: Path, log: Path) -> None:
+    def __init__(self, folder: Path, log: Path, *flags: str, tokenizer: bool = False) -> None:
         self.reserved = socket.socket()  # stays bound, so that nobody else is given the port; vLLM shares it
         self.reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.reserved.bind(("127.0.0.1", 0))
         self.port = self.reserved.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--port"]
-        command += [str(self.port), "--host", "127.0.0.1", "--enforce-eager", "--skip-tokenizer-init"]
+        command += [str(self.port), "--host", "127.0.0.1", "--enforce-eager", *flags]
+        command += [] if tokenizer else ["--skip-tokenizer-init"]
         command += ["--load-format", "dummy", "--max-model-len", "64", "--dtype", "float32", "--enable-scale-out"]
         command += ["--weight-transfer-config", json.dumps({"backend": "lora_merge"}), "--max-num-seqs", "8"]
         environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}

@@ -1,12 +1,39 @@
-"""What vLLM loads through its `vllm.general_plugins` entry point, in every one of its processes."""
+"""What vLLM loads through its entry points: `vllm.general_plugins` in every one of its processes when an engine is
+started, `vllm.platform_plugins` in every process that imports it."""
 
 from __future__ import annotations
+
+import multiprocessing
+import sys
+from importlib.util import find_spec
 
 BACKEND = "lora_merge"
 
 
+def early() -> None:
+    """No platform, but a word before TRL has made a trainer, where LORA_MERGE=1 asks for it: a trainer whose rollout is
+    a server's starts no engine, so that there is no other."""
+    try:
+        _switch_trainers_on()
+    except Exception as error:  # which vLLM would pass over, and TRL go on in its own way
+        sys.exit(f"LORA_MERGE=1 cannot be done: {error}")
+
+
+def _switch_trainers_on() -> None:
+    from ...integrations.options import switched_on
+
+    if not switched_on():
+        return
+    # vLLM's own processes are started by Python's multiprocessing, without TRL; so may ranks of a trainer, with it.
+    if "trl" in sys.modules or (multiprocessing.parent_process() is None and find_spec("trl") is not None):
+        from ...integrations.trl.switch import install
+
+        install()
+
+
 def register() -> None:
     """Register the weight-transfer backend and add the worker method; harmless when called twice."""
+    _switch_trainers_on()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.v1.worker.worker_base import WorkerBase
 

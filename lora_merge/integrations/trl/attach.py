@@ -1,0 +1,119 @@
+"""attach: what a user calls. Everything is checked before the trainer is touched."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+from ...errors import InvalidInput
+from ...models.plain import check_plain
+from ...names import named_tensors, walk
+from ..options import Options, switched_off
+from ..takeover import TrainerRefused
+from .check import check_comparable, watch
+from .release import OFF, RELEASE, generation_of
+from .rollout import Colocated, Rollout, Server
+
+_attached: WeakKeyDictionary[Any, ref[Rollout]] = WeakKeyDictionary()
+"""Engine (of a server: the `VLLMGeneration` that calls it) -> who brings it a policy."""
+
+
+def attach(
+    trainer: Any,
+    *,
+    mode: str | None = None,
+    rounding: str | None = None,
+    check: float | bool | None = None,
+    verify: bool | None = None,
+) -> Rollout | None:
+    """Make each sync of a TRL trainer's vLLM engine a push: the base is never written, and the engine answers with
+    nothing but what was pushed last.
+
+    Call it on every rank after the trainer is made, before `train`. What is None is taken from the environment.
+
+    Args:
+        trainer: a GRPO, RLOO, Distillation, SDPO, GOLD, IW-OPD or SDFT trainer with `use_vllm=True`, or one that is
+            derived from these.
+        mode: "merged" or "adapter" (LORA_MERGE_MODE).
+        rounding: of merged weights, "nearest" or "stochastic" (LORA_MERGE_ROUNDING).
+        check: how far importance ratios may lie from 1; True is 0.02, False looks at none (LORA_MERGE_CHECK).
+        verify: whether each push compares checksums on both sides (LORA_MERGE_VERIFY).
+
+    Returns:
+        What stands in for TRL's own sync: `report` of the last one, `detach()`. None where LORA_MERGE=0 leaves TRL be.
+
+    Raises:
+        TrainerRefused: names what to change; the trainer is as before.
+        InvalidInput: an argument that is none of these, or a quantised model.
+    """
+    if switched_off():
+        return None
+    options = _options(mode, rounding, check, verify)
+    generation = generation_of(trainer)
+    engine = getattr(generation, "llm", generation)
+    _check_alone(trainer, engine)
+    _check_model(trainer, generation)
+    rollout = (Colocated if generation.mode == "colocate" else Server)(trainer, generation, options)
+    rollout.check()
+    if options.check is not None:
+        check_comparable(trainer, generation)
+    rollout.install()
+    if options.check is not None:
+        watch(trainer, rollout, options.check)
+    _attached[engine] = ref(rollout)
+    RELEASE.announce(rollout.takes_over)
+    return rollout
+
+
+def attached(trainer: Any) -> Rollout | None:
+    """What `attach` returned for a trainer, if it has taken it over."""
+    generation = getattr(trainer, "vllm_generation", None)
+    rollout = None if generation is None else _rollout_of(getattr(generation, "llm", generation))
+    return rollout if rollout is not None and rollout.trainer is trainer else None
+
+
+def _options(mode: str | None, rounding: str | None, check: float | bool | None, verify: bool | None) -> Options:
+    """What was passed, and the environment for the rest."""
+    known = Options.from_environment()
+    if check is None:
+        bound = known.check
+    elif isinstance(check, bool):
+        bound = 0.02 if check else None
+    else:
+        bound = check
+    return Options(
+        mode=known.mode if mode is None else mode,
+        rounding=known.rounding if rounding is None else rounding,
+        check=bound,
+        verify=known.verify if verify is None else verify,
+    )
+
+
+def _rollout_of(engine: Any) -> Rollout | None:
+    known = _attached.get(engine)
+    rollout = None if known is None else known()
+    return rollout if rollout is not None and rollout.attached else None
+
+
+def _check_alone(trainer: Any, engine: Any) -> None:
+    rollout = _rollout_of(engine)
+    if rollout is None:
+        return
+    if rollout.trainer is trainer:
+        raise TrainerRefused("this trainer was attached before: attach it once, where it is made")
+    raise TrainerRefused(
+        f"the engine of this trainer serves the policy of another one ({type(rollout.trainer).__name__}), which pushes "
+        f"would overwrite: give each trainer an engine of its own, or detach() the other. {OFF}"
+    )
+
+
+def _check_model(trainer: Any, generation: Any) -> None:
+    if generation._dist.is_zero3:
+        raise TrainerRefused(
+            'DeepSpeed\'s ZeRO-3 keeps no whole weights to merge: choose "zero_optimization": {"stage": 2} or less in '
+            f"the file that --deepspeed names, or FSDP (--fsdp full_shard). {OFF}"
+        )
+    try:
+        check_plain(walk(trainer.model), named_tensors(trainer.model))
+    except InvalidInput as error:
+        raise InvalidInput(f"{error}. In TRL: without --load_in_4bit and --load_in_8bit. {OFF}") from error

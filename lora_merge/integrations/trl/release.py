@@ -1,0 +1,56 @@
+"""What is used of TRL, and the releases that are known to have it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..takeover import Release, TrainerRefused, off
+
+RELEASE = Release("TRL", "trl", ("1.16.0",))
+OFF = off("TRL")
+GENERATION = "trl.generation.vllm_generation"
+"""The module of the class that seven of TRL's trainers share."""
+_NAMES = {
+    GENERATION: ("LLM", "empty_cache"),
+    f"{GENERATION}:VLLMGeneration": ("sync_weights", "generate", "_iter_named_params", "_init_vllm"),
+}
+_ATTRIBUTES = ("mode", "model", "accelerator", "_dist", "_weight_metadata")
+_COLOCATED = ("llm", "enable_sleep_mode", "_llm_weights_sleeping")
+_APART = ("OnlineDPOTrainer", "AsyncGRPOTrainer", "AsyncDistillationTrainer")
+"""Trainers that roll out by vLLM with code of their own."""
+SHARED = "GRPO, RLOO, Distillation, SDPO, GOLD, IW-OPD and SDFT (and what is derived from them)"
+
+
+def apart(trainer: Any) -> str | None:
+    """The name of the class if a trainer has code of its own for vLLM, which is not taken over."""
+    return next((c.__name__ for c in type(trainer).__mro__ if c.__name__ in _APART), None)
+
+
+def generation_of(trainer: Any) -> Any:
+    """The `VLLMGeneration` of a trainer, which has all that is used of it.
+
+    Raises:
+        TrainerRefused: there is none, or this release of TRL is another than those that are known.
+    """
+    kind, other = type(trainer), apart(trainer)
+    if other is not None:
+        raise TrainerRefused(
+            f"{other} brings its weights to vLLM with code of its own, which lora_merge does not take over; it takes "
+            f"over {SHARED}. {OFF}"
+        )
+    if not getattr(getattr(trainer, "args", None), "use_vllm", False):
+        raise TrainerRefused(
+            f"{kind.__name__} rolls out without vLLM: pass use_vllm=True in its configuration (--use_vllm). {OFF}"
+        )
+    RELEASE.require(_NAMES)
+    generation = getattr(trainer, "vllm_generation", None)
+    needed = _ATTRIBUTES + (_COLOCATED if getattr(generation, "mode", "") == "colocate" else ())
+    lacking = [f"VLLMGeneration.{name}" for name in needed if not hasattr(generation, name)]
+    lacking += [f"{kind.__name__}.{name}" for name in ("_metrics", "model_wrapped") if not hasattr(trainer, name)]
+    if generation is None or lacking:
+        missing = ", ".join(lacking) if generation is not None else f"{kind.__name__}.vllm_generation"
+        raise TrainerRefused(
+            f"TRL {RELEASE.installed} does not offer {missing}, which lora_merge uses; tested with "
+            f"{', '.join(RELEASE.tested)}. {OFF}"
+        )
+    return generation

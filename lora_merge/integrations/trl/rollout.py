@@ -1,0 +1,226 @@
+"""What stands in for TRL's own way of bringing weights to its engine: colocated, or behind a server."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...engine.replica import SyncReport
+from ...engine.state import State
+from ...engine.sync import VllmSync
+from ...errors import InvalidInput, PushRefused
+from ...stream.buckets import dtype_of
+from ...stream.weights import MergedWeights
+from ..options import Options
+from ..takeover import TrainerRefused
+from ..telling import Counted, metrics
+from .release import GENERATION, OFF
+
+
+class Rollout:
+    """A trainer's way to its engine, taken over.
+
+    Args:
+        trainer: of TRL.
+        generation: its `VLLMGeneration`.
+        options: what the user chose.
+
+    Attributes:
+        report: of the last sync; None before the first.
+        attached: whether TRL's calls come here.
+        takes_over: what was taken over, in words.
+    """
+
+    takes_over: str
+
+    def __init__(self, trainer: Any, generation: Any, options: Options) -> None:
+        self.trainer, self.generation, self.options = trainer, generation, options
+        self.report: SyncReport | None = None
+        self.attached = False
+
+    def check(self) -> None:
+        """Raise `TrainerRefused` where the engine was not started for what was chosen."""
+
+    def install(self) -> None:
+        """Take over: from here on TRL's calls come here."""
+        self.attached = True
+        self.generation.sync_weights = self.sync_weights
+
+    def detach(self) -> None:
+        """Give the trainer back to TRL's own way, and buffers and handles with it. Collective."""
+        self.attached = False
+        for owner, name in ((self.generation, "sync_weights"), (self.trainer, "_generate_and_score_completions")):
+            vars(owner).pop(name, None)
+
+    def sync_weights(self) -> None:
+        """Bring the policy as it is now to the engine. Collective."""
+        raise NotImplementedError
+
+    @property
+    def engine_dtype(self) -> torch.dtype:
+        """In which the engine computes."""
+        raise NotImplementedError
+
+    @property
+    def model(self) -> Any:
+        """The model as accelerate has wrapped it by now: FSDP's outermost unit holds parameters of its own."""
+        return self.trainer.model_wrapped
+
+    def log(self, numbers: dict[str, float]) -> None:
+        """Numbers into what the trainer logs next: its history, W&B, TensorBoard."""
+        logged = self.trainer._metrics["train" if self.trainer.model.training else "eval"]
+        for name, value in numbers.items():
+            logged[name].append(value)
+
+    def _tell(self, report: SyncReport) -> None:
+        self.report = report
+        if self.generation.accelerator.is_main_process:
+            logging.getLogger(GENERATION).info("lora_merge pushed %s", report)
+        self.log(metrics(report))
+
+
+class Colocated(Rollout):
+    """An `LLM` in each rank's process."""
+
+    def __init__(self, trainer: Any, generation: Any, options: Options) -> None:
+        super().__init__(trainer, generation, options)
+        self.takes_over = f"VLLMGeneration.sync_weights: {options.mode} pushes into the colocated engine"
+        self._sync: VllmSync | None = None
+        self._pushes: Any = None
+        """The model that it pushes."""
+        self._held: list[State] = []
+        """What the engine has held since the last push; empty where there is none, or where it failed."""
+
+    @property
+    def engine_dtype(self) -> torch.dtype:
+        dtype = self.generation.llm.model_config.dtype
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+    def check(self) -> None:
+        if self.options.mode == "adapter" and self.generation.llm.llm_engine.vllm_config.lora_config is None:
+            raise TrainerRefused(
+                "mode='adapter' needs an engine that was started with enable_lora=True, for which TRL has no flag: "
+                "make the trainer inside of `with lora_merge.integrations.trl.engine_options(enable_lora=True, "
+                "max_lora_rank=...):`, or start with LORA_MERGE=1 and LORA_MERGE_MODE=adapter in the environment; or "
+                f"choose mode='merged'. {OFF}"
+            )
+
+    def install(self) -> None:
+        super().install()
+        self.generation.llm.generate = self.generate
+
+    def detach(self) -> None:
+        super().detach()
+        vars(self.generation.llm).pop("generate", None)
+        if self._sync is not None:
+            self._sync.close()
+            self._sync = None
+
+    def sync_weights(self) -> None:
+        generation = self.generation
+        if generation.enable_sleep_mode and generation._llm_weights_sleeping:
+            # TRL wakes the KV cache itself, in `generate`; a push that finds the weights asleep would do both.
+            import_module(GENERATION).empty_cache()
+            generation.llm.wake_up(tags=["weights"])
+        sync, self._held = self._to_engine(), []
+        report = sync.push(verify=self.options.verify)
+        self._held = sync.states()
+        if generation.enable_sleep_mode:
+            generation._llm_weights_sleeping = False
+        self._tell(report)
+
+    def generate(self, *args: Any, lora_request: Any = None, **kwargs: Any) -> Any:
+        """`generate` of TRL's `LLM`, with what was pushed last and nothing else.
+
+        Raises:
+            InvalidInput: a `lora_request` of the caller's own.
+            PushRefused: something else than this trainer has written to the engine since.
+        """
+        if lora_request is not None:
+            raise InvalidInput(f"the engine serves the policy, and no {lora_request}: leave lora_request out")
+        if not self._held:  # a trainer that resumed between two of its syncs, or whose last one failed
+            self.sync_weights()
+        sync, llm = self._to_engine(), self.generation.llm
+        held = sync.states()
+        if held != self._held:
+            raise PushRefused(
+                f"the engine holds {held[0]}, not the {self._held[0]} that this trainer pushed: something else has "
+                "written to its weights"
+            )
+        return type(llm).generate(llm, *args, lora_request=sync.lora_request(), **kwargs)
+
+    def _to_engine(self) -> VllmSync:
+        """Made when it is needed: accelerate wraps the model after the trainer is made, and once more in `evaluate`."""
+        if self._sync is None or self._pushes is not self.model:
+            if self._sync is not None:
+                self._sync.close()
+            mode, rounding = self.options.mode, self.options.rounding
+            self._pushes = self.model
+            self._sync = VllmSync(self._pushes, self.generation.llm, mode=mode, rounding=rounding)
+        return self._sync
+
+
+class Server(Rollout):
+    """vLLM's own server, which gets our stream over TRL's own transport."""
+
+    takes_over = "VLLMGeneration._iter_named_params: merged weights over TRL's own transport to the server"
+
+    def __init__(self, trainer: Any, generation: Any, options: Options) -> None:
+        super().__init__(trainer, generation, options)
+        self._weights: MergedWeights | None = None
+        self._passing: Counted | None = None
+        self._dtype: torch.dtype | None = None
+
+    @property
+    def engine_dtype(self) -> torch.dtype:
+        if self._dtype is None:
+            from accelerate.utils import broadcast_object_list
+
+            told = [None]
+            if self.generation.accelerator.is_main_process:
+                told = [self.generation.vllm_client.get_server_info()["model_config"]["dtype"]]
+            broadcast_object_list(told)
+            self._dtype = dtype_of(str(told[0]).removeprefix("torch."))
+        return self._dtype
+
+    def check(self) -> None:
+        for name, chosen, instead in (("mode", "adapter", "'merged'"), ("verify", True, "False")):
+            if getattr(self.options, name) == chosen:
+                raise TrainerRefused(
+                    f"{name}={chosen!r} needs an engine in the trainer's process (--vllm_mode colocate); over TRL's "
+                    f"transport to a server it has to be {name}={instead}. {OFF}"
+                )
+
+    def install(self) -> None:
+        super().install()
+        self.generation._iter_named_params = self._stream
+
+    def detach(self) -> None:
+        super().detach()
+        vars(self.generation).pop("_iter_named_params", None)
+        self._weights = None
+
+    def sync_weights(self) -> None:
+        if self._weights is None or self._weights.model is not self.model:
+            self._weights = MergedWeights(self.model, dtype=self.engine_dtype, rounding=self.options.rounding)
+        # TRL would walk the stream, which merges, for names and shapes alone.
+        self.generation._weight_metadata = [
+            (name, str(dtype).removeprefix("torch."), list(shape)) for name, dtype, shape in self._weights.metadata()
+        ]
+        type(self.generation).sync_weights(self.generation)
+        assert self._passing is not None
+        self._tell(self._passing.report)
+
+    def _stream(self) -> Iterator[tuple[str, Tensor]]:
+        assert self._weights is not None
+        version = 1 if self.report is None else self.report.version + 1
+        # TRL sends from the first rank; the others are needed where the model is sharded.
+        idle = not self.generation.accelerator.is_main_process and self._weights.filler(whole=True).ranks.alone
+        self._passing = Counted(() if idle else self._weights, version, "TRL's server")
+        return iter(self._passing)

@@ -1,0 +1,97 @@
+"""LORA_MERGE=1: TRL's trainers are attached without a line of code, which its command line has no place for."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from importlib import import_module
+from typing import Any, get_args
+
+from ..options import Options
+from ..takeover import TrainerRefused
+from .attach import attach, attached
+from .engine import engine_options
+from .release import GENERATION, OFF, apart
+
+_INSTALLED = "_lora_merge_attaches"
+
+
+def install() -> None:
+    """From here on each trainer of TRL that rolls out by vLLM is attached when it starts; in adapter mode its engine is
+    started with `enable_lora`. Harmless when called twice."""
+    from transformers import Trainer
+
+    if not hasattr(Trainer, _INSTALLED):
+        setattr(Trainer, _INSTALLED, True)
+        Trainer.__init__ = _then_prepare(Trainer.__init__)
+        for name in ("train", "evaluate", "predict"):
+            setattr(Trainer, name, _attached_first(getattr(Trainer, name)))
+
+
+def _attached_first(method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def first(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _rolls_out_by_trl(self) and attached(self) is None:
+            attach(self)
+        return method(self, *args, **kwargs)
+
+    return first
+
+
+def _rolls_out_by_trl(trainer: Any) -> bool:
+    """Whether there is a sync to take over, or to say of that it cannot be (trainers that are built on TRL and roll out
+    in their own way are others' business)."""
+    own = type(trainer).__module__.partition(".")[0] == "trl"
+    by_vllm = getattr(trainer.args, "use_vllm", apart(trainer) is not None)  # the asynchronous ones know no other way
+    return hasattr(trainer, "vllm_generation") or (own and bool(by_vllm))
+
+
+def _then_prepare(init: Callable[..., None]) -> Callable[..., None]:
+    @wraps(init)
+    def prepared(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        if GENERATION in sys.modules:  # the trainer makes one of it after this
+            _prepare_engine(import_module(GENERATION).VLLMGeneration)
+
+    return prepared
+
+
+def _prepare_engine(kind: Any) -> None:
+    """Start engines with `enable_lora` where the mode is "adapter". TRL has no flag for it."""
+    if _INSTALLED in vars(kind):
+        return
+    setattr(kind, _INSTALLED, True)
+    start = kind._init_vllm
+
+    @wraps(start)
+    def started(self: Any) -> None:
+        if Options.from_environment().mode != "adapter" or self.mode != "colocate":
+            start(self)
+            return
+        with engine_options(enable_lora=True, max_lora_rank=max_lora_rank(self.model)):
+            start(self)
+
+    kind._init_vllm = started
+
+
+def max_lora_rank(model: Any) -> int:
+    """The least `max_lora_rank` of vLLM's that takes the active adapters of a model, which go side by side as one.
+
+    Raises:
+        TrainerRefused: there is none, or no adapter.
+    """
+    from vllm.config.lora import MaxLoRARanks
+
+    configs = getattr(model, "peft_config", {})
+    active = getattr(model, "active_adapters", ()) if configs else ()
+    names = active() if callable(active) else active  # transformers has a method of this name, PEFT a property
+    rank = sum(max(configs[name].r, *(configs[name].rank_pattern or {"": 0}).values()) for name in names)
+    if not rank:
+        raise TrainerRefused(f"LORA_MERGE_MODE=adapter needs an adapter: pass a LoRA configuration (--use_peft). {OFF}")
+    sizes = [size for size in get_args(MaxLoRARanks) if size >= rank]
+    if not sizes:
+        raise TrainerRefused(
+            f"vLLM serves no adapter of rank {rank}: choose a lower --lora_r, or LORA_MERGE_MODE=merged. {OFF}"
+        )
+    return min(sizes)
