@@ -1,0 +1,57 @@
+"""Which of swift's trainers are taken over: swift asks its `TrainerFactory` for the class that is named there."""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from ..options import switched_off
+from ..takeover import Release
+
+RELEASE = Release("ms-swift", "ms_swift", ("4.6.0",))
+TAKEN = ("grpo", "gkd")
+"""The types of training that have answers of a vLLM engine."""
+
+_before: dict[str, str] = {}
+"""Where swift, or a plugin that was imported before this one, has its trainers."""
+
+
+def take_over() -> None:
+    """Let swift's TrainerFactory find `kind` here, whatever `kind` of trainer it looks for.
+
+    Raises:
+        TrainerRefused: this release has no such factory.
+    """
+    if switched_off():
+        return
+    RELEASE.require({"swift.trainers:TrainerFactory": ("TRAINER_MAPPING", "get_trainer_cls")})
+    from swift.trainers import TrainerFactory
+
+    mapping = TrainerFactory.TRAINER_MAPPING
+    _before.update({kind: where for kind, where in mapping.items() if not where.startswith(f"{__name__}.")})
+    mapping.update({kind: f"{__name__}.{kind}" for kind in _before})
+
+
+def __getattr__(kind: str) -> Any:
+    """The trainer class for a type of training (`--rlhf_type`, or the task of `swift sft`)."""
+    if kind not in _before:
+        raise AttributeError(f"module {__name__!r} has no attribute {kind!r}")
+    return _trainer(kind, _before[kind])
+
+
+@cache
+def _trainer(kind: str, where: str) -> Any:
+    module, _, name = where.rpartition(".")
+    found = getattr(import_module(module), name)
+    if kind not in TAKEN:
+        print(
+            f"lora_merge has nothing to take over here: of ms-swift's trainers only those of --rlhf_type "
+            f"{' and '.join(TAKEN)} have answers of a vLLM engine, this is {kind}",
+            file=sys.stderr,
+        )
+        return found
+    from .trainers import pushing
+
+    return pushing(kind, found)
