@@ -1,4 +1,4 @@
-"""Trainings by ms-swift on a CPU: tiny checkpoints with a tokenizer, its real entry in this process, its command line."""
+"""Trainings by ms-swift on a CPU: tiny checkpoints with a tokenizer, its real entry in this process, what to see."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ NAMED = vllm_name.folder(Path(tempfile.mkdtemp()))
 sys.path.append(str(NAMED))
 # vLLM's own plugin of LoRA resolvers wants torchvision, which its environment for CPUs has not.
 os.environ |= {"VLLM_PLUGINS": "lora_merge", "MODELSCOPE_LOG_LEVEL": "40", "TOKENIZERS_PARALLELISM": "false"}
-os.environ.setdefault("TQDM_DISABLE", "1")
 
 import engines  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from launched import free_port  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
@@ -46,6 +46,14 @@ KINDS = {
     "grpo": {"reward_funcs": "letters", "num_generations": "4", "beta": "0"},
     "gkd": {"lmbda": "1", "temperature": "0.9"},
 }
+
+
+def qwen2(tied: bool) -> nn.Module:
+    """Of a vocabulary that holds every byte and swift's special tokens."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    return Qwen2ForCausalLM(Qwen2Config(**engines.SIZES | {"vocab_size": 264}, tie_word_embeddings=tied))
 
 
 def checkpoint(base: nn.Module, folder: Path) -> Path:
@@ -82,6 +90,24 @@ def arguments(kind: str, base: Path, out: Path, **flags: str | Sequence[str]) ->
     return line
 
 
+@pytest.fixture(autouse=True)
+def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test sets stays there after it, as a training puts another os.environ in place."""
+    for name in [name for name in os.environ if name.startswith("LORA_MERGE")]:
+        monkeypatch.delenv(name)
+
+
+_ports: set[int] = set()
+
+
+def port() -> str:
+    """Free, and not handed out before: what was asked for it may not listen there yet."""
+    while (found := free_port()) in _ports:
+        pass
+    _ports.add(found)
+    return str(found)
+
+
 # A training in this process
 
 
@@ -97,6 +123,10 @@ def training(line: Sequence[str], watch: Callable[[Any], None] | None = None) ->
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
     kept: list[Any] = []
+    before = dict(os.environ)
+    # As torchrun would: swift sets these by itself for GRPO only, and vLLM wants them in every rank's engine.
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port()}
 
     class Kept(SwiftRLHF):
         def train(self, trainer: Any) -> Any:
@@ -118,6 +148,9 @@ def training(line: Sequence[str], watch: Callable[[Any], None] | None = None) ->
         gc.collect()
         cleanup_dist_env_and_memory()
         AcceleratorState._reset_state(True)
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ |= before
 
 
 def before_answers(trainer: Any, look: Callable[[Any], None]) -> None:
@@ -266,6 +299,11 @@ class Stock:
                     mine.copy_(theirs)
         self.sent = {}
         RolloutTrainerMixin._move_full_model_to_vllm(self)
+
+    def _move_adapter_to_vllm(self) -> None:
+        from swift.rlhf_trainers.rollout_mixin import RolloutTrainerMixin
+
+        RolloutTrainerMixin._move_adapter_to_vllm(self)
 
     def _load_state_dict_to_vllm(self, state: dict[str, Tensor]) -> None:
         self.sent |= {name: tensor.detach().clone() for name, tensor in state.items()}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -38,19 +36,12 @@ def __getattr__(kind: str) -> Any:
     """The trainer class for a type of training (`--rlhf_type`, or the task of `swift sft`)."""
     if kind not in _before:
         raise AttributeError(f"module {__name__!r} has no attribute {kind!r}")
-    return _trainer(kind, _before[kind])
-
-
-@cache
-def _trainer(kind: str, where: str) -> Any:
-    module, _, name = where.rpartition(".")
+    module, _, name = _before[kind].rpartition(".")
     found = getattr(import_module(module), name)
+    if switched_off():  # since
+        return found
     if kind not in TAKEN:
-        print(
-            f"lora_merge has nothing to take over here: of ms-swift's trainers only those of --rlhf_type "
-            f"{' and '.join(TAKEN)} have answers of a vLLM engine, this is {kind}",
-            file=sys.stderr,
-        )
+        RELEASE.nothing(f"{kind} has no rollout engine; {' and '.join(TAKEN)} have one (--rlhf_type)")
         return found
     from .trainers import pushing
 

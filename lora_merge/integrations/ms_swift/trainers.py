@@ -14,7 +14,7 @@ from ...errors import AlreadyMerged, InvalidInput, PushRefused, UnsupportedAdapt
 from ...verify import LogprobGap, logprob_gap
 from ..options import Options
 from ..takeover import TrainerRefused, off
-from ..telling import PolicyGap, both_float32, hold, metrics
+from ..telling import PREFIX, PolicyGap, both_float32, hold, metrics
 from .delivery import Colocated, Served
 from .kinds import RELEASE
 from .refusals import refuse, refuse_check, refuse_server
@@ -40,6 +40,7 @@ class Pushing:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._lora_merge_options = options = Options.from_environment()
         refuse(kwargs["model"] if "model" in kwargs else args[0], kwargs["args"], options)
+        self._lora_merge_compared = False
         super().__init__(*args, **kwargs)
         trainer: Any = self
         self._lora_merge: Colocated | Served
@@ -81,34 +82,51 @@ class Pushing:
         batches = super()._prepare_batch_inputs(samples)  # type: ignore[misc]
         bound = self._lora_merge_options.check
         if bound is not None:
-            self._hold(self._logprobs(samples, batches), bound)
+            found = self._logprobs(samples, batches)
+            if found is not None:
+                self._hold(found, bound)
         return batches
 
-    def _hold(self, found: tuple[Tensor, Tensor] | None, bound: float) -> None:
-        """The importance ratios of a batch, on all ranks or on none within bounds.
+    def _hold(self, found: Sequence[tuple[Tensor, Tensor] | None], bound: float) -> None:
+        """The importance ratios of all answers, within bounds on every rank.
 
         Args:
-            found: log-probs of the answers' tokens by the trainer and by the engine, or None: these are no answers of
-                the engine.
+            found: of each micro-batch the log-probs of its tokens by the trainer and by the engine, where swift has
+                one of the engine's for each that it trains on.
         """
         trainer: Any = self
-        told, figures = None, {}
-        try:
-            if found is not None and found[0].numel():
-                dtype = trainer.model.model_info.torch_dtype
-                exact = both_float32(dtype) and not (trainer.args.bf16 or trainer.args.fp16)
-                figures = hold(_gap(*found), bound, exact)
-        except PolicyGap as error:
-            told = str(error)
-        for rank, failure in enumerate(gather_object([told])):
-            if failure is not None:
-                raise PolicyGap(f"rank {rank}: {failure}")
-        if figures:
-            low, high = figures["lora_merge/ratio_min"], figures["lora_merge/ratio_max"]
-            _log.info(f"lora_merge: importance ratios {low:.4f} to {high:.4f}")
-        self._tell(figures)
+        lined_up = [pair for pair in found if pair is not None]
+        tokens, failure, figures = sum(ours.numel() for ours, _ in lined_up), "", {}
+        if tokens:
+            exact = both_float32(trainer.model.model_info.torch_dtype) and not (trainer.args.bf16 or trainer.args.fp16)
+            try:
+                figures = hold(_gap(*(torch.cat(side) for side in zip(*lined_up, strict=True))), bound, exact)
+            except PolicyGap as error:
+                failure = str(error)
+        everywhere = gather_object([(failure, tokens)])
+        for rank, (theirs, _) in enumerate(everywhere):
+            if theirs:
+                raise PolicyGap(f"rank {rank}: {theirs}")
+        if not self._lora_merge_compared and not any(count for _, count in everywhere):
+            raise PolicyGap(
+                "swift has not one log-prob of the engine for each token that it trains on, in any micro-batch of the "
+                "first answers: nothing can be compared (several turns need --loss_scale default)"
+            )
+        self._lora_merge_compared = True
+        if tokens:
+            low, high = figures[f"{PREFIX}ratio_min"], figures[f"{PREFIX}ratio_max"]
+            _log.info(f"lora_merge: importance ratios {low:.4f} to {high:.4f} of {tokens} tokens")
+        if len(lined_up) < len(found):
+            _log.warning(
+                f"lora_merge: {len(found) - len(lined_up)} of {len(found)} micro-batches have tokens without a "
+                "log-prob of the engine and are not compared"
+            )
+        self._tell(figures | {f"{PREFIX}compared_tokens": float(tokens)})
 
-    def _logprobs(self, samples: Sequence[Any], batches: Sequence[Any]) -> tuple[Tensor, Tensor] | None:
+    def _logprobs(
+        self, samples: Sequence[Any], batches: Sequence[Any]
+    ) -> Sequence[tuple[Tensor, Tensor] | None] | None:
+        """As `_hold` takes them; None where these are no answers of the engine."""
         raise NotImplementedError
 
     def _tell(self, figures: dict[str, float]) -> None:
@@ -122,41 +140,36 @@ class Pushing:
 class GRPO(Pushing):
     """swift has both log-probs of every batch already, in one frame."""
 
-    def _logprobs(self, samples: Sequence[Any], batches: Sequence[Any]) -> tuple[Tensor, Tensor]:
-        ours, theirs = [], []
+    def _logprobs(self, samples: Sequence[Any], batches: Sequence[Any]) -> list[tuple[Tensor, Tensor] | None]:
+        found: list[tuple[Tensor, Tensor] | None] = []
         for batch in batches:
-            grpo = batch["grpo_batch"]
-            if grpo.rollout_per_token_logps is None:
-                raise _no_logprobs()
-            mask = grpo.completion_mask.bool()
-            ours.append(grpo.old_per_token_logps[mask])
-            theirs.append(grpo.rollout_per_token_logps[mask])
-        return torch.cat(ours), torch.cat(theirs)
+            grpo, mask = batch["grpo_batch"], batch["grpo_batch"].completion_mask.bool()
+            theirs = grpo.rollout_per_token_logps
+            found.append(None if theirs is None else (grpo.old_per_token_logps[mask], theirs[mask]))
+        return found
 
 
 class GKD(Pushing):
     """swift has the student's logits in the loss alone, which may come after optimizer steps: one more forward."""
 
     @torch.no_grad()
-    def _logprobs(self, samples: Sequence[Any], batches: Sequence[Any]) -> tuple[Tensor, Tensor] | None:
+    def _logprobs(self, samples: Sequence[Any], batches: Sequence[Any]) -> list[tuple[Tensor, Tensor] | None] | None:
         from swift.rlhf_trainers.gkd_loss import DataSource
 
         trainer: Any = self
         if trainer._data_source != DataSource.STUDENT:
             return None
-        ours = []
-        for batch in batches:
+        found: list[tuple[Tensor, Tensor] | None] = []
+        for chunk, batch in zip(trainer.split_by_mini_batches(samples), batches, strict=True):
             inputs = dict(batch["model_inputs"])
             labels = inputs.pop("labels")[:, 1:]
             answers = labels != -100  # padded or packed, in the order of the samples
             logits = trainer.model(**inputs, use_cache=False).logits[:, :-1][answers]
             logps = (logits.float() / trainer.temperature).log_softmax(-1)
-            ours.append(logps.gather(-1, labels[answers][:, None]).squeeze(-1))
-        found = torch.cat(ours)
-        theirs = torch.tensor([x for s in samples for turn in s.rollout_logprobs for x in turn]).to(found)
-        if theirs.numel() != found.numel():
-            raise _no_logprobs()
-        return found, theirs
+            ours = logps.gather(-1, labels[answers][:, None]).squeeze(-1)
+            theirs = torch.tensor([x for sample in chunk for turn in sample.rollout_logprobs for x in turn]).to(ours)
+            found.append((ours, theirs) if ours.numel() == theirs.numel() else None)
+        return found
 
 
 def pushing(kind: str, trainer: type) -> type:
@@ -174,7 +187,3 @@ def _gap(ours: Tensor, theirs: Tensor) -> LogprobGap:
     one = torch.nn.functional.pad(ours.float(), (1, 0))  # a prompt of one token
     bounds = [0, one.numel()]
     return logprob_gap(one, [theirs.float()], shifted=False, cu_seqlens=bounds, prompt_lengths=[1])
-
-
-def _no_logprobs() -> PolicyGap:
-    return PolicyGap("swift has not one log-prob of the engine for each token of its answers: nothing can be compared")

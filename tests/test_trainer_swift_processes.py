@@ -1,0 +1,141 @@
+"""ms-swift over several processes: its command line, ranks with an engine each, its rollout server."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import swift_runs
+from swift_runs import arguments, assert_untouched, training
+
+HERE = Path(__file__).parent
+nothing_set = swift_runs.nothing_set
+EXACT = 1e-4
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return swift_runs.checkpoint(swift_runs.qwen2(tied=False), tmp_path_factory.mktemp("swift") / "base")
+
+
+def environment(**more: str) -> dict[str, str]:
+    """For a process of swift's; this package and its tests come first."""
+    paths = [str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", ""), str(swift_runs.NAMED)]
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("LORA_MERGE")}
+    return clean | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"} | more
+
+
+def swift(*line: str, **more: str) -> str:
+    """Run a command line of swift's to its end; what it said."""
+    done = subprocess.run(
+        [sys.executable, "-m", "swift.cli.main", *line], env=environment(**more), text=True, capture_output=True,
+        timeout=280, cwd=more.get("PWD"),
+    )  # fmt: skip
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+    return done.stdout + done.stderr
+
+
+def logged(out: Path) -> list[dict[str, Any]]:
+    """What swift wrote of each step."""
+    lines = [json.loads(line) for line in (out / "logging.jsonl").read_text().splitlines()]
+    return [line for line in lines if "lora_merge/version" in line]
+
+
+@pytest.fixture(scope="module")
+def server(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """swift's rollout server of the base; its port."""
+    port, log = swift_runs.port(), tmp_path_factory.mktemp("server") / "log"
+    line = ["rollout", "--model", str(base), "--model_type", "qwen2", "--template", "qwen2_5", "--host", "127.0.0.1",
+            "--port", port, "--external_plugins", str(HERE / "swift_server.py"), "--vllm_max_model_len", "160",
+            "--vllm_enforce_eager", "true", "--torch_dtype", "float32", "--use_hf", "true", "--max_length", "128",
+            "--vllm_use_async_engine", "false"]  # fmt: skip
+    with log.open("w") as out:
+        running = subprocess.Popen(
+            [sys.executable, "-m", "swift.cli.main", *line], env=environment(VLLM_ENABLE_V1_MULTIPROCESSING="0"),
+            stdout=out, stderr=out, start_new_session=True,
+        )  # fmt: skip
+    try:
+        end = time.monotonic() + 120
+        while not answers(port):
+            assert running.poll() is None, log.read_text()[-4000:]
+            assert time.monotonic() < end, log.read_text()[-4000:]
+            time.sleep(0.5)
+        yield port
+    finally:
+        os.killpg(running.pid, signal.SIGKILL)
+        running.wait()
+
+
+def answers(port: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health/", timeout=5):
+            return True
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+@pytest.mark.parametrize("later", ["false", "true"])
+def test_a_stream_into_the_rollout_server(
+    later: str, server: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through swift's own transport; with --async_generate the answers are those of the policy one step before."""
+    import swift_server
+    from swift.rlhf_trainers import vllm_client
+
+    monkeypatch.setattr(vllm_client, "PyNcclCommunicator", swift_server.OverStore)
+    if later == "false":
+        monkeypatch.setenv("LORA_MERGE_CHECK", "1")
+    flags = {"vllm_mode": "server", "vllm_server_host": "127.0.0.1", "vllm_server_port": server,
+             "vllm_server_group_port": swift_runs.port(), "async_generate": later, "max_steps": "3"}  # fmt: skip
+    with training(arguments("grpo", base, tmp_path, **flags)) as trainer:
+        steps = [line for line in trainer.state.log_history if "lora_merge/version" in line]
+        assert [step["lora_merge/version"] for step in steps] == [1, 2, 3]
+        assert all(step["lora_merge/tensors"] == steps[0]["lora_merge/tensors"] > 20 for step in steps)
+        assert_untouched(trainer.model, base)
+        if later == "false":
+            ratios = [step[f"lora_merge/ratio_{kind}"] for step in steps for kind in ("min", "max")]
+            assert len(ratios) == 6
+            assert all(abs(ratio - 1) < EXACT for ratio in ratios), ratios
+            print(f"server: ratios {min(ratios):.7f} to {max(ratios):.7f}")
+
+
+def test_the_command_line(base: Path, tmp_path: Path) -> None:
+    """`swift rlhf`, with the path that `python -m lora_merge.integrations.ms_swift` prints, logs each push."""
+    line = arguments("grpo", base, tmp_path, max_completion_length="6")
+    told = swift("rlhf", *line, LORA_MERGE_CHECK="1")
+    assert told.count("lora_merge takes over GRPOTrainer._move_model_to_vllm") == 1
+    steps = logged(tmp_path)
+    assert [step["lora_merge/version"] for step in steps] == [1, 2]
+    assert all(abs(step[f"lora_merge/ratio_{kind}"] - 1) < EXACT for step in steps for kind in ("min", "max"))
+
+
+RANKS = {
+    "ddp": {},
+    "fsdp2": {"fsdp": "fsdp2"},
+}
+
+
+@pytest.mark.parametrize("sharding", RANKS)
+def test_two_ranks(sharding: str, base: Path, tmp_path: Path) -> None:
+    """torchrun, gloo, an engine in each rank's process: all of them answer as the policy."""
+    line = arguments("grpo", base, tmp_path, per_device_train_batch_size="2", **RANKS[sharding])
+    told = swift(
+        "rlhf", *line, NPROC_PER_NODE="2", MASTER_PORT=swift_runs.port(), LORA_MERGE_CHECK="1",
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    )  # fmt: skip
+    assert told.count("lora_merge takes over GRPOTrainer._move_model_to_vllm") == 1
+    steps = logged(tmp_path)
+    assert [step["lora_merge/version"] for step in steps] == [1, 2]
+    ratios = [step[f"lora_merge/ratio_{kind}"] for step in steps for kind in ("min", "max")]
+    assert all(abs(ratio - 1) < EXACT for ratio in ratios), ratios
+    print(f"{sharding}: ratios {min(ratios):.7f} to {max(ratios):.7f}")
