@@ -16,7 +16,10 @@ from typing import Any
 
 import pytest
 import swift_runs
+import torch
 from swift_runs import arguments, assert_untouched, training
+
+from lora_merge.integrations.ms_swift import PLUGIN
 
 HERE = Path(__file__).parent
 nothing_set = swift_runs.nothing_set
@@ -119,23 +122,29 @@ def test_the_command_line(base: Path, tmp_path: Path) -> None:
     assert all(abs(step[f"lora_merge/ratio_{kind}"] - 1) < EXACT for step in steps for kind in ("min", "max"))
 
 
-RANKS = {
-    "ddp": {},
-    "fsdp2": {"fsdp": "fsdp2"},
-}
-
-
-@pytest.mark.parametrize("sharding", RANKS)
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
 def test_two_ranks(sharding: str, base: Path, tmp_path: Path) -> None:
-    """torchrun, gloo, an engine in each rank's process: all of them answer as the policy."""
-    line = arguments("grpo", base, tmp_path, per_device_train_batch_size="2", **RANKS[sharding])
+    """torchrun, gloo, an engine in each rank's process: all of them hold what the files of the first step's checkpoint
+    make in float64, and answer as the policy."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    flags = {"per_device_train_batch_size": "2", "save_strategy": "steps", "save_steps": "1",
+             "external_plugins": [swift_runs.REWARDS, str(HERE / "swift_ranks.py"), str(PLUGIN)]}  # fmt: skip
+    line = arguments("grpo", base, tmp_path, **flags | ({} if sharding == "ddp" else {"fsdp": sharding}))
     told = swift(
         "rlhf", *line, NPROC_PER_NODE="2", MASTER_PORT=swift_runs.port(), LORA_MERGE_CHECK="1",
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        VLLM_ENABLE_V1_MULTIPROCESSING="0", SWIFT_KEPT=str(tmp_path),
     )  # fmt: skip
     assert told.count("lora_merge takes over GRPOTrainer._move_model_to_vllm") == 1
     steps = logged(tmp_path)
     assert [step["lora_merge/version"] for step in steps] == [1, 2]
     ratios = [step[f"lora_merge/ratio_{kind}"] for step in steps for kind in ("min", "max")]
     assert all(abs(ratio - 1) < EXACT for ratio in ratios), ratios
-    print(f"{sharding}: ratios {min(ratios):.7f} to {max(ratios):.7f}")
+    files = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    wanted = swift_runs.policy(PeftModel.from_pretrained(files, tmp_path / "checkpoint-1"))
+    for rank in range(2):
+        kept = torch.load(tmp_path / f"{rank}-2.pt")
+        assert bool(kept["sharded"]) == (sharding == "fsdp2")
+        worst = swift_runs.assert_is(kept["weights"], wanted)
+    print(f"{sharding}: ratios {min(ratios):.7f} to {max(ratios):.7f}, engine: {worst:.2f} of what rounding allows")

@@ -36,6 +36,11 @@ def refuse(model: Any, args: Any, options: Options) -> None:
             f"{SWITCH}_MODE=adapter needs an engine that takes adapters: pass --vllm_mode colocate --tuner_type lora "
             f"--vllm_enable_lora true, or leave {SWITCH}_MODE out"
         )
+    if options.verify and args.vllm_mode == "server":
+        raise _refused(
+            f"swift's server tells no checksums of what it holds: leave {SWITCH}_VERIFY out, or pass --vllm_mode "
+            "colocate"
+        )
 
 
 def refuse_server(takes_adapters: bool) -> None:
@@ -51,25 +56,28 @@ def refuse_server(takes_adapters: bool) -> None:
         )
 
 
-def refuse_check(trainer: Any, forward: bool) -> None:
+def refuse_check(model: nn.Module, args: Any, template: Any, forward: bool) -> None:
     """Refuse the check of importance ratios where they are not 1 for one and the same policy.
 
     Args:
+        model: as swift loaded it, with its adapter.
+        args: swift's training arguments.
+        template: swift's.
         forward: whether the check runs the model itself.
 
     Raises:
         TrainerRefused: names the flags.
     """
-    args, wrong = trainer.args, []
+    wrong = []
     wanted = {"top_k": (-1, 0), "top_p": (1,), "min_p": (0,), "repetition_penalty": (1,), "async_generate": (False,)}
     for name, values in wanted.items():
         if getattr(args, name) not in values:
             wrong.append(f"--{name} {getattr(args, name)} (pass {str(values[0]).lower()})")
-    if getattr(args, "structured_outputs_regex", None):
+    if args.structured_outputs_regex:
         wrong.append("--structured_outputs_regex")
-    if forward and trainer.template.sequence_parallel_size > 1:
-        wrong.append("--sequence_parallel_size above 1")
-    if any(isinstance(module, nn.Dropout) and module.p > 0 for module in trainer.model.modules()):
+    if forward and template.sequence_parallel_size > 1:
+        wrong.append(f"--sequence_parallel_size {template.sequence_parallel_size} (pass 1)")
+    if any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()):
         wrong.append("dropout, which swift leaves on where it computes log-probs (pass --lora_dropout 0)")
     if wrong:
         raise TrainerRefused(

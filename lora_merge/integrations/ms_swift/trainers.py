@@ -39,7 +39,10 @@ class Pushing:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._lora_merge_options = options = Options.from_environment()
-        refuse(kwargs["model"] if "model" in kwargs else args[0], kwargs["args"], options)
+        model = kwargs["model"] if "model" in kwargs else args[0]
+        refuse(model, kwargs["args"], options)
+        if options.check is not None:
+            refuse_check(model, kwargs["args"], kwargs["template"], isinstance(self, GKD))
         self._lora_merge_compared = False
         super().__init__(*args, **kwargs)
         trainer: Any = self
@@ -54,8 +57,6 @@ class Pushing:
             finish = client and client.process_weights_after_loading
             self._lora_merge = Served(trainer._load_state_dict_to_vllm, finish, options)
             RELEASE.announce(f"{type(self).__name__}._move_model_to_vllm: merged weights, streamed to swift's server")
-        if options.check is not None:
-            refuse_check(trainer, isinstance(self, GKD))
 
     def _move_full_model_to_vllm(self) -> None:
         self._push()
