@@ -1,5 +1,5 @@
 """For tests of several ranks, by --external_plugins: each keeps what its engine held before each answer, in
-$SWIFT_KEPT, and whether its trainer's weights were sharded."""
+$SWIFT_KEPT."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import swift_runs
 import torch
 import vllm.model_executor.layers.utils as layers
 from swift_server import plain
-from torch.distributed.tensor import DTensor
 
 from lora_merge.integrations.ms_swift.delivery import Colocated
 
@@ -21,10 +20,9 @@ push = Colocated.push
 
 def kept(self: Colocated, model: Any) -> Any:
     report = push(self, model)
-    sharded = sum(isinstance(parameter, DTensor) for parameter in model.parameters())
     weights = {name: tensor.clone() for name, tensor in swift_runs.engine_weights(self._engine.inner_model).items()}
     where = Path(os.environ["SWIFT_KEPT"])
-    torch.save({"sharded": sharded, "weights": weights}, where / f"{os.environ['RANK']}-{report.version}.pt")
+    torch.save(weights, where / f"{os.environ['RANK']}-{report.version}.pt")
     return report
 
 

@@ -10,16 +10,24 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import engines
+import models
 import pytest
 import swift_runs
 import torch
+from processes import spawn
 from swift_runs import arguments, assert_untouched, training
+from test_shards_merge import fsdp2
+from torch import Tensor
 
+from lora_merge import MergedWeights, PushFailed, PushRefused
 from lora_merge.integrations.ms_swift import PLUGIN
+from lora_merge.integrations.ms_swift.delivery import Served
+from lora_merge.integrations.options import Options
 
 HERE = Path(__file__).parent
 nothing_set = swift_runs.nothing_set
@@ -122,16 +130,16 @@ def test_the_command_line(base: Path, tmp_path: Path) -> None:
     assert all(abs(step[f"lora_merge/ratio_{kind}"] - 1) < EXACT for step in steps for kind in ("min", "max"))
 
 
-@pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
-def test_two_ranks(sharding: str, base: Path, tmp_path: Path) -> None:
-    """torchrun, gloo, an engine in each rank's process: all of them hold what the files of the first step's checkpoint
-    make in float64, and answer as the policy."""
+def test_two_ranks(base: Path, tmp_path: Path) -> None:
+    """torchrun, gloo, DDP, an engine in each rank's process: both hold what the files of the first step's checkpoint
+    make in float64, and answer as the policy. (accelerate shards nothing on CPUs; FSDP2 with an engine in each rank is
+    in test_vllm_launcher.py.)"""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
     flags = {"per_device_train_batch_size": "2", "save_strategy": "steps", "save_steps": "1",
              "external_plugins": [swift_runs.REWARDS, str(HERE / "swift_ranks.py"), str(PLUGIN)]}  # fmt: skip
-    line = arguments("grpo", base, tmp_path, **flags | ({} if sharding == "ddp" else {"fsdp": sharding}))
+    line = arguments("grpo", base, tmp_path, **flags)
     told = swift(
         "rlhf", *line, NPROC_PER_NODE="2", MASTER_PORT=swift_runs.port(), LORA_MERGE_CHECK="1",
         VLLM_ENABLE_V1_MULTIPROCESSING="0", SWIFT_KEPT=str(tmp_path),
@@ -145,6 +153,43 @@ def test_two_ranks(sharding: str, base: Path, tmp_path: Path) -> None:
     wanted = swift_runs.policy(PeftModel.from_pretrained(files, tmp_path / "checkpoint-1"))
     for rank in range(2):
         kept = torch.load(tmp_path / f"{rank}-2.pt")
-        assert bool(kept["sharded"]) == (sharding == "fsdp2")
-        worst = swift_runs.assert_is(kept["weights"], wanted)
-    print(f"{sharding}: ratios {min(ratios):.7f} to {max(ratios):.7f}, engine: {worst:.2f} of what rounding allows")
+        worst = swift_runs.assert_is(kept, wanted)
+    print(f"two ranks: ratios {min(ratios):.7f} to {max(ratios):.7f}, engine: {worst:.2f} of what rounding allows")
+
+
+def streams(rank: int) -> None:
+    """A sharded model into a server that breaks off in the middle; the next push is whole."""
+    sent: dict[str, Tensor] = {}
+    faults = ["injected"]
+
+    def load(tensors: Mapping[str, Tensor]) -> None:
+        if len(sent) > 3 and faults:
+            raise RuntimeError(faults.pop())
+        sent.update({name: tensor.clone() for name, tensor in tensors.items()})
+
+    build = {"target_modules": engines.LINEARS}
+    model, whole = fsdp2(models.with_lora(engines.qwen2, **build)), models.with_lora(engines.qwen2, **build)
+    finished: list[bool] = []
+    served = Served(load, (lambda: finished.append(True)) if rank == 0 else None, Options())
+    served._weights = MergedWeights(model, bucket_bytes=1 << 15)
+    if rank:
+        faults.clear()
+    told = "the server may hold a part of an update" if rank == 0 else "trainer rank 0: .*injected"
+    with pytest.raises(PushFailed, match=told):
+        served.push(model)
+    with pytest.raises(PushRefused, match="push first"):
+        served.check()
+    assert not finished
+    sent.clear()
+    report = served.push(model)
+    served.check()
+    assert report.version == 2
+    assert bool(sent) == bool(finished) == (rank == 0)
+    if rank == 0:
+        assert report.tensors == len(sent)
+        swift_runs.assert_is(sent, swift_runs.policy(whole))
+
+
+def test_a_sharded_model_into_a_server_that_breaks_off() -> None:
+    """No rank is left waiting, and what the server may hold a part of answers nothing."""
+    spawn(2, streams)
