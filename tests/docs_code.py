@@ -51,8 +51,11 @@ def named_files(text: str) -> set[str]:
 
 
 def resolve(dotted: str) -> Any:
-    """What a reader gets who writes `import lora_merge` and then this."""
+    """What a reader gets who writes `import lora_merge` and then this; or a module of an integration, which nothing
+    imports by itself."""
     found: Any = importlib.import_module("lora_merge")
+    if dotted.startswith("lora_merge.integrations."):
+        return importlib.import_module(dotted)
     for name in dotted.split(".")[1:]:
         found = getattr(found, name)
     return found
