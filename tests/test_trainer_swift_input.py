@@ -20,6 +20,7 @@ from swift_runs import arguments, training
 
 from lora_merge import InvalidInput
 from lora_merge.integrations.ms_swift import PLUGIN, kinds
+from lora_merge.integrations.ms_swift.delivery import Colocated
 from lora_merge.integrations.ms_swift.refusals import refuse, refuse_server
 from lora_merge.integrations.options import Options
 from lora_merge.integrations.takeover import TrainerRefused
@@ -112,6 +113,12 @@ def test_a_server_that_takes_adapters() -> None:
     refuse_server(False)
     with pytest.raises(TrainerRefused, match="without --vllm_enable_lora"):
         refuse_server(True)
+
+
+def test_an_engine_that_cannot_be_told_of_an_adapter() -> None:
+    """It would answer by the base alone, without a word."""
+    with pytest.raises(TrainerRefused, match=r"default_adapter_request.*--vllm_enable_lora"):
+        Colocated(SimpleNamespace(), "adapter", Options())
 
 
 def test_other_trainings_go_on(base: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

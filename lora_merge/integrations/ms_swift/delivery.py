@@ -16,6 +16,7 @@ from ...models.live import live
 from ...shards.ranks import Ranks, noted
 from ...stream.weights import MergedWeights
 from ..options import Options
+from ..takeover import TrainerRefused, off
 
 
 class Colocated:
@@ -24,9 +25,17 @@ class Colocated:
     Args:
         engine: swift's `GRPOVllmEngine`; its attribute `engine` is vLLM's.
         mode: "merged" or "adapter".
+
+    Raises:
+        TrainerRefused: in adapter mode, where swift's engine has no attribute for the adapter of its requests.
     """
 
     def __init__(self, engine: Any, mode: str, options: Options) -> None:
+        if mode == "adapter" and not hasattr(engine, "default_adapter_request"):
+            raise TrainerRefused(
+                "swift's engine has no default_adapter_request, without which it would answer by the base alone: leave "
+                f"--vllm_enable_lora out. {off('ms-swift')}"
+            )
         self._engine, self._mode, self._options = engine, mode, options
         self._sync: VllmSync | None = None
         self._model: Any = None
@@ -39,6 +48,8 @@ class Colocated:
         """
         if self._sync is None or self._model is not model:
             # Not before the first push: accelerate wraps the model when the training begins.
+            if self._sync is not None:
+                self._sync.close()
             self._sync = VllmSync(model, self._engine.engine, mode=self._mode, rounding=self._options.rounding)
             self._model = model
         report = self._sync.push(verify=self._options.verify)

@@ -31,6 +31,8 @@ _USED = {
     ),
     "swift.rlhf_trainers.vllm_client:VLLMClient": ("process_weights_after_loading",),
     "swift.infer_engine:GRPOVllmEngine": ("infer",),
+    "swift.rl_core.data:GRPOBatch": ("old_per_token_logps", "rollout_per_token_logps"),
+    "swift.rlhf_trainers.gkd_loss:DataSource": ("STUDENT",),
 }
 
 
