@@ -80,7 +80,7 @@ def assert_ratios(trainer: Any, steps: int, *, exact: bool = True) -> str:
 ])  # fmt: skip
 def test_each_answer_comes_from_the_policy(
     kind: str, base: str, flags: dict[str, Any], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     """Its weights, each element rounded once; the base is bit for bit what it was, and what is logged says so."""
     monkeypatch.setenv("LORA_MERGE_CHECK", "1")
@@ -104,7 +104,7 @@ def test_each_answer_comes_from_the_policy(
             f"{watch.apart:.1e} from the policy, and leave {watch.stock.drift()}"
         )
     assert len(re.findall(r"lora_merge takes over \w+Trainer._move_model_to_vllm: merged pushes", said.err)) == 1
-    assert len(re.findall(r"lora_merge: merged@[123] over local", said.err + said.out)) == 3
+    assert len(re.findall(r"lora_merge: merged@[123] over local", caplog.text)) == 3
 
 
 def test_an_adapter_beside_its_base(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

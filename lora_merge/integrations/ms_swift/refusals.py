@@ -25,8 +25,8 @@ def refuse(model: Any, args: Any, options: Options) -> None:
     info = model.model_info
     if info.quant_method:
         raise _refused(
-            f"the base is quantised ({info.quant_method}, {info.quant_bits} bits), and merged weights are not: train on "
-            "one that is not, without --quant_method and --quant_bits"
+            f"the base is quantised ({info.quant_method}, {info.quant_bits} bits), and merged weights are not: train "
+            "on one that is not, without --quant_method and --quant_bits"
         )
     if _zero_stage(args) == 3:
         raise _refused("--deepspeed zero3 leaves no weights to read between steps: use zero2, or --fsdp fsdp2")
