@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import logging
 import os
 import sys
 import tempfile
@@ -153,6 +154,25 @@ def training(line: Sequence[str], watch: Callable[[Any], None] | None = None) ->
         os.environ |= before
 
 
+class Said(logging.Handler):
+    """What swift's logger is told, whoever else listens to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.text += record.getMessage() + "\n"
+
+
+@pytest.fixture
+def said() -> Iterator[Said]:
+    handler = Said()
+    logging.getLogger("swift").addHandler(handler)
+    yield handler
+    logging.getLogger("swift").removeHandler(handler)
+
+
 def before_answers(trainer: Any, look: Callable[[Any], None]) -> None:
     """Call `look` with the trainer each time when its engine is about to answer."""
     infer = trainer._engine_infer
@@ -189,16 +209,20 @@ class Exact:
         value: base and adapter, in float64.
         terms: sum of the magnitudes of what is added up in each element.
         rank: of the adapter; 0: nothing is added.
+        norm: how many squares are added up in the norm that DoRA divides by; 0: it is not DoRA.
     """
 
     value: Tensor
     terms: Tensor
     rank: int = 0
+    norm: int = 0
 
     def allowed(self, dtype: torch.dtype) -> Tensor:
-        """Half a step of the dtype, and one rounding of float32 for each product and each sum."""
+        """Half a step of the dtype, and one rounding of float32 for each product and each sum (half of one in a norm,
+        which is a square root), and four for what DoRA makes of it."""
         step = torch.finfo(dtype).eps / 2
-        return self.value.abs() * step + self.terms * (2 * self.rank) * 2.0**-24
+        scale = (self.norm / 2 + 4) * 2.0**-24 if self.norm else 0.0
+        return self.value.abs() * (step + scale) + self.terms * (2 * self.rank) * 2.0**-24
 
 
 @torch.no_grad()
@@ -221,11 +245,11 @@ def policy(model: nn.Module) -> dict[str, Exact]:
                    for a in layer.active_adapters]  # fmt: skip
         whole = value + sum(s * B @ A for s, B, A in factors)
         terms = value.abs() + sum(abs(s) * B.abs() @ A.abs() for s, B, A in factors)
+        norm = 0
         if layer.use_dora[layer.active_adapters[0]]:
             scale = layer.lora_magnitude_vector[layer.active_adapters[0]].weight.double() / whole.norm(dim=1)
-            # The norm adds up a row of squares.
-            whole, terms = whole * scale[:, None], terms * scale.abs()[:, None] * value.shape[1]
-        found[name] = Exact(whole, terms, sum(A.shape[0] for _, _, A in factors))
+            whole, terms, norm = whole * scale[:, None], terms * scale.abs()[:, None], value.shape[1]
+        found[name] = Exact(whole, terms, sum(A.shape[0] for _, _, A in factors), norm)
     return found
 
 

@@ -17,7 +17,7 @@ from lora_merge import PushFailed, PushRefused, VllmSync
 from lora_merge.engine.vllm.loader import Loader
 from lora_merge.integrations.telling import PolicyGap
 
-nothing_set = swift_runs.nothing_set
+nothing_set, said = swift_runs.nothing_set, swift_runs.said
 EXACT = 1e-4
 """Of importance ratios in float32: some ten roundings of 2^-24 in a log-prob of a few units, on either side."""
 
@@ -73,14 +73,14 @@ def assert_ratios(trainer: Any, steps: int, *, exact: bool = True) -> str:
 
 
 @pytest.mark.parametrize(("kind", "base", "flags"), [
-    ("grpo", "tied", {"use_dora": "true"}),
+    ("grpo", "tied", {"use_dora": "true", "move_model_batches": "2"}),
     ("grpo", "untied", {"target_modules": ["q_proj", "down_proj"], "modules_to_save": "lm_head", "use_rslora": "true"}),
     ("grpo", "untied", {"torch_dtype": "bfloat16"}),
     ("gkd", "untied", {"teacher_model": "teacher", "teacher_model_type": "qwen2"}),
 ])  # fmt: skip
 def test_each_answer_comes_from_the_policy(
     kind: str, base: str, flags: dict[str, Any], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str], said: swift_runs.Said,
 ) -> None:  # fmt: skip
     """Its weights, each element rounded once; the base is bit for bit what it was, and what is logged says so."""
     monkeypatch.setenv("LORA_MERGE_CHECK", "1")
@@ -98,13 +98,13 @@ def test_each_answer_comes_from_the_policy(
         assert history(trainer, "lora_merge/version") == [1, 2, 3]
         assert history(trainer, "lora_merge/coverage") == [1, 1, 1]
         ratios = assert_ratios(trainer, 3, exact="torch_dtype" not in flags)
-        said = capfd.readouterr()
+        printed = capfd.readouterr().err
         print(
             f"{kind} {flags}: {ratios}; engine: {watch.worst:.2f} of what rounding allows; swift's own tensors lie "
             f"{watch.apart:.1e} from the policy, and leave {watch.stock.drift()}"
         )
-    assert len(re.findall(r"lora_merge takes over \w+Trainer._move_model_to_vllm: merged pushes", said.err)) == 1
-    assert len(re.findall(r"lora_merge: merged@[123] over local", caplog.text)) == 3
+    assert len(re.findall(r"lora_merge takes over \w+Trainer._move_model_to_vllm: merged pushes", printed)) == 1
+    assert len(re.findall(r"lora_merge: merged@[123] over local", said.text)) == 3
 
 
 def test_an_adapter_beside_its_base(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
