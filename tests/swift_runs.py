@@ -154,6 +154,12 @@ def training(line: Sequence[str], watch: Callable[[Any], None] | None = None) ->
         os.environ |= before
 
 
+def train(line: Sequence[str], watch: Callable[[Any], None] | None = None) -> None:
+    """As `training`, where nothing is looked at afterwards."""
+    with training(line, watch):
+        pass
+
+
 class Said(logging.Handler):
     """What swift's logger is told, whoever else listens to it."""
 

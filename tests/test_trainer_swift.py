@@ -201,11 +201,8 @@ def test_prompts_that_the_engine_sees_cut_off(folder: Path, tmp_path: Path, monk
     """swift cuts what is longer than --max_length for the engine, and not for the trainer: two policies, which
     only the check of ratios tells."""
     monkeypatch.setenv("LORA_MERGE_CHECK", "1")
-    with (
-        pytest.raises(PolicyGap, match="importance ratio"),
-        training(arguments("grpo", folder / "tied", tmp_path, max_length="30")),
-    ):
-        pass
+    with pytest.raises(PolicyGap, match="importance ratio"):
+        swift_runs.train(arguments("grpo", folder / "tied", tmp_path, max_length="30"))
 
 
 def test_whatever_happens_to_the_engine_shows(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

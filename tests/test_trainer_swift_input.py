@@ -46,8 +46,7 @@ def factory() -> Iterator[None]:
 
 
 def fails(kind: str, base: Path, out: Path, **flags: Any) -> None:
-    with training(arguments(kind, base, out, **flags)):
-        raise AssertionError("it was trained")
+    swift_runs.train(arguments(kind, base, out, **flags))
 
 
 NO_VLLM = {"use_vllm": "false", "vllm_mode": None}

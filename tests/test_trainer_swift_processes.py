@@ -28,6 +28,7 @@ from lora_merge import MergedWeights, PushFailed, PushRefused
 from lora_merge.integrations.ms_swift import PLUGIN
 from lora_merge.integrations.ms_swift.delivery import Served
 from lora_merge.integrations.options import Options
+from lora_merge.integrations.telling import PolicyGap
 
 HERE = Path(__file__).parent
 nothing_set = swift_runs.nothing_set
@@ -95,6 +96,12 @@ def answers(port: str) -> bool:
         return False
 
 
+def at(server: str) -> dict[str, str]:
+    """Flags of a trainer."""
+    return {"vllm_mode": "server", "vllm_server_host": "127.0.0.1", "vllm_server_port": server, "max_steps": "3",
+            "vllm_server_group_port": swift_runs.port()}  # fmt: skip
+
+
 @pytest.mark.parametrize("later", ["false", "true"])
 def test_a_stream_into_the_rollout_server(
     later: str, server: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -106,9 +113,7 @@ def test_a_stream_into_the_rollout_server(
     monkeypatch.setattr(vllm_client, "PyNcclCommunicator", swift_server.OverStore)
     if later == "false":
         monkeypatch.setenv("LORA_MERGE_CHECK", "1")
-    flags = {"vllm_mode": "server", "vllm_server_host": "127.0.0.1", "vllm_server_port": server,
-             "vllm_server_group_port": swift_runs.port(), "async_generate": later, "max_steps": "3"}  # fmt: skip
-    with training(arguments("grpo", base, tmp_path, **flags)) as trainer:
+    with training(arguments("grpo", base, tmp_path, **at(server), async_generate=later)) as trainer:
         steps = [line for line in trainer.state.log_history if "lora_merge/version" in line]
         assert [step["lora_merge/version"] for step in steps] == [1, 2, 3]
         assert all(step["lora_merge/tensors"] == steps[0]["lora_merge/tensors"] > 20 for step in steps)
@@ -118,6 +123,22 @@ def test_a_stream_into_the_rollout_server(
             assert len(ratios) == 6
             assert all(abs(ratio - 1) < EXACT for ratio in ratios), ratios
             print(f"server: ratios {min(ratios):.7f} to {max(ratios):.7f}")
+
+
+def test_a_server_that_drops_what_it_gets(
+    server: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where loading fails, swift's server says so to its log, and the trainer goes on; the check does not."""
+    import swift_server
+    from swift.rlhf_trainers import vllm_client
+
+    def drop(trainer: Any) -> None:
+        trainer._lora_merge._load = lambda tensors: None
+
+    monkeypatch.setattr(vllm_client, "PyNcclCommunicator", swift_server.OverStore)
+    monkeypatch.setenv("LORA_MERGE_CHECK", "1")
+    with pytest.raises(PolicyGap, match="rank 0: the engine does not answer as the policy"):
+        swift_runs.train(arguments("grpo", base, tmp_path, **at(server)), drop)
 
 
 def test_the_command_line(base: Path, tmp_path: Path) -> None:
