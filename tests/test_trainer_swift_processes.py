@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import engines
@@ -96,21 +97,28 @@ def answers(port: str) -> bool:
         return False
 
 
+@pytest.fixture
+def over_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer in this process talks to the server as it does, and does not look for it when this process ends."""
+    import swift_server
+    from swift.rlhf_trainers import vllm_client
+
+    monkeypatch.setattr(vllm_client, "PyNcclCommunicator", swift_server.OverStore)
+    monkeypatch.setattr(vllm_client, "atexit", SimpleNamespace(register=lambda work: None))
+
+
 def at(server: str) -> dict[str, str]:
     """Flags of a trainer."""
     return {"vllm_mode": "server", "vllm_server_host": "127.0.0.1", "vllm_server_port": server, "max_steps": "3",
             "vllm_server_group_port": swift_runs.port()}  # fmt: skip
 
 
+@pytest.mark.usefixtures("over_store")
 @pytest.mark.parametrize("later", ["false", "true"])
 def test_a_stream_into_the_rollout_server(
     later: str, server: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Through swift's own transport; with --async_generate the answers are those of the policy one step before."""
-    import swift_server
-    from swift.rlhf_trainers import vllm_client
-
-    monkeypatch.setattr(vllm_client, "PyNcclCommunicator", swift_server.OverStore)
     if later == "false":
         monkeypatch.setenv("LORA_MERGE_CHECK", "1")
     with training(arguments("grpo", base, tmp_path, **at(server), async_generate=later)) as trainer:
@@ -125,17 +133,15 @@ def test_a_stream_into_the_rollout_server(
             print(f"server: ratios {min(ratios):.7f} to {max(ratios):.7f}")
 
 
+@pytest.mark.usefixtures("over_store")
 def test_a_server_that_drops_what_it_gets(
     server: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where loading fails, swift's server says so to its log, and the trainer goes on; the check does not."""
-    import swift_server
-    from swift.rlhf_trainers import vllm_client
 
     def drop(trainer: Any) -> None:
         trainer._lora_merge._load = lambda tensors: None
 
-    monkeypatch.setattr(vllm_client, "PyNcclCommunicator", swift_server.OverStore)
     monkeypatch.setenv("LORA_MERGE_CHECK", "1")
     with pytest.raises(PolicyGap, match="rank 0: the engine does not answer as the policy"):
         swift_runs.train(arguments("grpo", base, tmp_path, **at(server)), drop)
