@@ -147,18 +147,29 @@ class VllmSync:
         """`generate` of the (only) in-process `LLM`, with the right `lora_request`.
 
         Raises:
-            PushRefused: the engine does not hold what this `VllmSync` pushed last: it is dirty, another trainer pushed
-                to it, or it was never pushed to.
+            PushRefused: as `check`.
         """
         controls = self._trainer.controls
         if len(controls) != 1 or type(controls[0]) is not Control or not hasattr(controls[0].handle, "generate"):
             raise InvalidInput("generate() is for one in-process LLM; pass lora_request() to other engines yourself")
-        (state,) = self.states()
-        if state != self._pushed:
-            whose = " of another trainer" if state.trainer not in ("", self._trainer.name) else ""
-            ours = "and nothing was pushed from here" if self._pushed is None else f"not the {self._pushed} of this one"
-            raise PushRefused(f"the engine holds {state}{whose}, {ours}; push() first")
+        self.check()
         return controls[0].handle.generate(*args, lora_request=self.lora_request(), **kwargs)
+
+    def check(self) -> None:
+        """Whether the engines whose handles this rank holds still have what was pushed last; no collective.
+
+        Raises:
+            PushRefused: one of them does not: it is dirty, another trainer pushed to it, or it was never pushed to.
+        """
+        for state in self.states():
+            if state != self._pushed:
+                whose = " of another trainer" if state.trainer not in ("", self._trainer.name) else ""
+                ours = (
+                    "and nothing was pushed from here"
+                    if self._pushed is None
+                    else f"not the {self._pushed} of this one"
+                )
+                raise PushRefused(f"the engine holds {state}{whose}, {ours}; push() first")
 
     def states(self) -> list[State]:
         """What each engine whose handle this rank holds has now, as its workers say."""

@@ -70,14 +70,24 @@ class Release:
         Args:
             took_over: in words, "VLLMGeneration.sync_weights: merged pushes into the colocated engine".
         """
-        if _rank() == 0:
-            known = "tested with" if self.installed in self.tested else "not tested with this release, but with"
-            print(
-                f"lora_merge takes over {took_over} of {self.trainer} {self.installed} ({known} "
-                f"{', '.join(self.tested)}; {SWITCH}=0 switches it off)",
-                file=sys.stderr,
-                flush=True,
-            )
+        known = "tested with" if self.installed in self.tested else "not tested with this release, but with"
+        _say(
+            f"takes over {took_over} of {self.trainer} {self.installed} ({known} {', '.join(self.tested)}; {SWITCH}=0 "
+            "switches it off)"
+        )
+
+    def nothing(self, why: str) -> None:
+        """Print one line, on the first rank: nothing of this training is taken over.
+
+        Args:
+            why: in words, "--rlhf_type dpo has no rollout engine".
+        """
+        _say(f"takes over nothing of {self.trainer} {self.installed}: {why}")
+
+
+def _say(what: str) -> None:
+    if _rank() == 0:
+        print(f"lora_merge {what}", file=sys.stderr, flush=True)
 
 
 def off(trainer: str) -> str:

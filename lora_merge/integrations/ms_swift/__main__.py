@@ -1,0 +1,5 @@
+"""Prints the file that swift's `--external_plugins` takes."""
+
+from . import PLUGIN
+
+print(PLUGIN)

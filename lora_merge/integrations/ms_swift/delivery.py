@@ -1,0 +1,141 @@
+"""Where swift's engines are, and how weights get there: in each rank's own process, or behind `swift rollout`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ...engine.replica import SyncReport
+from ...engine.sync import VllmSync
+from ...engine.waiting import told
+from ...errors import PushFailed, PushRefused
+from ...models.live import live
+from ...shards.ranks import Ranks, noted
+from ...stream.weights import MergedWeights
+from ..options import Options
+from ..takeover import TrainerRefused, off
+
+
+class Colocated:
+    """Pushes into the engine that swift started in this rank's process.
+
+    Args:
+        engine: swift's `GRPOVllmEngine`; its attribute `engine` is vLLM's.
+        mode: "merged" or "adapter".
+
+    Raises:
+        TrainerRefused: in adapter mode, where swift's engine has no attribute for the adapter of its requests.
+    """
+
+    def __init__(self, engine: Any, mode: str, options: Options) -> None:
+        if mode == "adapter" and not hasattr(engine, "default_adapter_request"):
+            raise TrainerRefused(
+                "swift's engine has no default_adapter_request, without which it would answer by the base alone: leave "
+                f"--vllm_enable_lora out. {off('ms-swift')}"
+            )
+        self._engine, self._mode, self._options = engine, mode, options
+        self._sync: VllmSync | None = None
+        self._model: Any = None
+
+    def push(self, model: Any) -> SyncReport:
+        """Bring the model as it is now into every rank's engine. Collective.
+
+        Raises:
+            as `VllmSync.push`.
+        """
+        if self._sync is None or self._model is not model:
+            # Not before the first push: accelerate wraps the model when the training begins.
+            if self._sync is not None:
+                self._sync.close()
+            self._sync = VllmSync(model, self._engine.engine, mode=self._mode, rounding=self._options.rounding)
+            self._model = model
+        report = self._sync.push(verify=self._options.verify)
+        # What swift asks the engine for carries this, unless it has an adapter of its own.
+        self._engine.default_adapter_request = self._sync.lora_request()
+        return report
+
+    def check(self) -> None:
+        """Whether this rank's engine still has what was pushed last.
+
+        Raises:
+            PushRefused: it does not.
+        """
+        if self._sync is None:
+            raise PushRefused("nothing was pushed to the engine yet")
+        self._sync.check()
+
+
+class Served:
+    """Streams merged weights into swift's server (`swift rollout`), by swift's own transport.
+
+    Args:
+        load: sends some tensors; swift's `_load_state_dict_to_vllm`.
+        finish: called when all are there, on the rank that talks to the server; None on the others.
+    """
+
+    def __init__(
+        self, load: Callable[[Mapping[str, Tensor]], object], finish: Callable[[], object] | None, options: Options
+    ) -> None:
+        self._load, self._finish, self._options = load, finish, options
+        self._weights: MergedWeights | None = None
+        self._version = 0
+        self._whole = False
+
+    def push(self, model: nn.Module) -> SyncReport:
+        """Bring the model as it is now into the server. Collective.
+
+        Raises:
+            PushFailed: the server may hold a part of it.
+            as `MergedWeights`: nothing was sent.
+        """
+        if self._weights is None or self._weights.model is not model:
+            self._weights = MergedWeights(model, rounding=self._options.rounding)
+        self._whole = False
+        self._version += 1
+        report = SyncReport(self._version, "merged", transports=("swift's server",))
+        error: Exception | None = None
+        try:
+            self._send(self._weights, report)
+        except Exception as raised:
+            error = raised
+        world = Ranks(dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
+        failures = world.gather(None if error is None else told(error))
+        if error is not None:
+            raise error
+        for rank, failure in enumerate(failures):
+            if failure is not None:
+                raise PushFailed(f"trainer rank {rank}: {failure}")
+        self._whole = True
+        return report
+
+    def _send(self, weights: MergedWeights, report: SyncReport) -> None:
+        if self._finish is None and live(weights.model).ranks.alone:
+            return  # the rank that sends holds all of the model
+        errors: list[Exception] = []
+        with report.timed("transfer"):
+            for bucket in weights.buckets():  # to the end, where the other ranks wait for this one
+                report.tensors += len(bucket.slots)
+                report.nbytes += sum(slot.nbytes for slot in bucket.slots)
+                if self._finish is not None and not errors:
+                    with noted(errors):
+                        self._load(dict(bucket.tensors()))
+        with report.timed("finish"):
+            if self._finish is not None and not errors:
+                with noted(errors):
+                    self._finish()
+        if errors:
+            raise PushFailed(
+                f"the server may hold a part of an update ({told(errors[0])}); the next push that goes through heals it"
+            ) from errors[0]
+
+    def check(self) -> None:
+        """Whether the last push went through: the server itself cannot be asked.
+
+        Raises:
+            PushRefused: it did not.
+        """
+        if not self._whole:
+            raise PushRefused("the server may hold a part of an update, or none: push first")

@@ -1,0 +1,95 @@
+"""What cannot be served, each with swift's flag that has to change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ..options import SWITCH, Options
+from ..takeover import TrainerRefused, off
+
+
+def refuse(model: Any, args: Any, options: Options) -> None:
+    """Refuse a training that cannot be taken over, before swift starts an engine.
+
+    Args:
+        model: as swift loaded it.
+        args: swift's training arguments.
+
+    Raises:
+        TrainerRefused: names the flag.
+    """
+    if not args.use_vllm:
+        raise _refused("there is no engine to push to: pass --use_vllm true --vllm_mode colocate (or server)")
+    info = model.model_info
+    if info.quant_method:
+        raise _refused(
+            f"the base is quantised ({info.quant_method}, {info.quant_bits} bits), and merged weights are not: train "
+            "on one that is not, without --quant_method and --quant_bits"
+        )
+    if _zero_stage(args) == 3:
+        raise _refused("--deepspeed zero3 leaves no weights to read between steps: use zero2, or --fsdp fsdp2")
+    adapters = args.tuner_type == "lora" and args.vllm_enable_lora
+    if options.mode == "adapter" and not (adapters and args.vllm_mode == "colocate"):
+        raise _refused(
+            f"{SWITCH}_MODE=adapter needs an engine that takes adapters: pass --vllm_mode colocate --tuner_type lora "
+            f"--vllm_enable_lora true, or leave {SWITCH}_MODE out"
+        )
+    if options.verify and args.vllm_mode == "server":
+        raise _refused(
+            f"swift's server tells no checksums of what it holds: leave {SWITCH}_VERIFY out, or pass --vllm_mode "
+            "colocate"
+        )
+
+
+def refuse_server(takes_adapters: bool) -> None:
+    """Refuse a server that puts an adapter of its own on top of merged weights, if one was ever loaded there.
+
+    Raises:
+        TrainerRefused: names the flag.
+    """
+    if takes_adapters:
+        raise _refused(
+            "the server takes adapters, and an adapter that was loaded there would count on top of the merged weights: "
+            "start `swift rollout` without --vllm_enable_lora"
+        )
+
+
+def refuse_check(model: nn.Module, args: Any, template: Any, forward: bool) -> None:
+    """Refuse the check of importance ratios where they are not 1 for one and the same policy.
+
+    Args:
+        model: as swift loaded it, with its adapter.
+        args: swift's training arguments.
+        template: swift's.
+        forward: whether the check runs the model itself.
+
+    Raises:
+        TrainerRefused: names the flags.
+    """
+    wrong = []
+    wanted = {"top_k": (-1, 0), "top_p": (1,), "min_p": (0,), "repetition_penalty": (1,), "async_generate": (False,)}
+    for name, values in wanted.items():
+        if getattr(args, name) not in values:
+            wrong.append(f"--{name} {getattr(args, name)} (pass {str(values[0]).lower()})")
+    if args.structured_outputs_regex:
+        wrong.append("--structured_outputs_regex")
+    if forward and template.sequence_parallel_size > 1:
+        wrong.append(f"--sequence_parallel_size {template.sequence_parallel_size} (pass 1)")
+    if any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()):
+        wrong.append("dropout, which swift leaves on where it computes log-probs (pass --lora_dropout 0)")
+    if wrong:
+        raise TrainerRefused(
+            f"{SWITCH}_CHECK compares log-probs of trainer and engine, which differ by themselves with "
+            f"{', '.join(wrong)}; change that, or leave {SWITCH}_CHECK out"
+        )
+
+
+def _refused(why: str) -> TrainerRefused:
+    return TrainerRefused(f"{why}. {off('ms-swift')}")
+
+
+def _zero_stage(args: Any) -> int:
+    config = args.deepspeed
+    return int(config.get("zero_optimization", {}).get("stage", 0)) if isinstance(config, dict) else 0
