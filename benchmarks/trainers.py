@@ -7,8 +7,8 @@ A `GRPOTrainer` of TRL's with a LoRA on every linear layer and a colocated vLLM 
 rollout, `VLLMGeneration.sync_weights`, is called again and again, before and after `attach`. On a CPU vLLM packs its
 weights, which TRL's own way cannot load; there they are kept as a GPU has them.
 
-Of each way: milliseconds a sync (the median on a GPU, the least on a CPU), peak memory beside what was in use before it,
-and the share of the adapted base weights whose bits are others after `--repeat` syncs.
+Of each way: milliseconds a sync (the median on a GPU, the least on a CPU), peak memory beside what was in use before
+it, and the share of the adapted base weights whose bits are others after `--repeat` syncs.
 """
 
 from __future__ import annotations
