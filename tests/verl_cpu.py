@@ -28,6 +28,7 @@ class Device(ModuleType):
         for name in NOUGHT:
             setattr(self, name, lambda *args, **kwargs: 0)
         self.mem_get_info = lambda *args: (0, 1)
+        self.get_rng_state, self.set_rng_state = torch.get_rng_state, torch.set_rng_state
         self.get_device_name = lambda *args: "CPU"
 
     def __getattr__(self, name: str) -> Any:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...engine.replica import SyncReport
 from ...engine.sync import VllmSync
@@ -61,7 +61,7 @@ class Stream:
             TrainerRefused: the model cannot be streamed.
         """
         try:
-            self.weights.metadata()
+            self._check_tied({meta.name for meta in self.weights.metadata()})
         except LoraMergeError as error:
             after()
             raise TrainerRefused(f"{FLAG} cannot be served: {error}. {off('verl')}") from error
@@ -69,6 +69,17 @@ class Stream:
             after()
             raise
         return Pass(self, after)
+
+    def _check_tied(self, names: set[str]) -> None:
+        """A rollout holds tied weights as one tensor, and would pass over the other name without a word."""
+        model = self.weights.model
+        tied = getattr(model, "all_tied_weights_keys", None) or {}  # of transformers' models
+        apart = sorted(names & set(tied)) if isinstance(model, nn.Module) else []
+        if apart:
+            raise InvalidInput(
+                f"{apart[0]} is tied to {tied[apart[0]]} in rollouts, and an adapter makes it another tensor here: leave "
+                f"{apart[0].removesuffix('.weight')} out of actor_rollout_ref.model.target_modules"
+            )
 
     def ended(self, report: SyncReport) -> None:
         """Note and log what a pass has cost."""
@@ -92,6 +103,10 @@ class Pass(Iterator[tuple[str, Tensor]]):
     def __next__(self) -> tuple[str, Tensor]:
         return next(self._tensors)
 
+    def close(self) -> None:
+        """End an iteration before its end; on all ranks."""
+        self._tensors.close()
+
     def push(self, sync: VllmSync) -> None:
         """Bring it into the engines by pushes, which check everything first, instead of iterating."""
         try:
@@ -100,7 +115,7 @@ class Pass(Iterator[tuple[str, Tensor]]):
             self._after()
         self.stream.ended(report)
 
-    def _iterate(self) -> Iterator[tuple[str, Tensor]]:
+    def _iterate(self) -> Generator[tuple[str, Tensor], None, None]:
         self.stream.passes += 1
         counted = Counted(self.stream.weights, self.stream.passes, _TRANSPORT)
         try:
