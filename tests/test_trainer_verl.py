@@ -7,14 +7,18 @@ import os
 import subprocess
 import sys
 import tomllib
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import models
 import pytest
+from processes import spawn
 
-pytest.importorskip("verl", reason="verl's tests run in an environment of their own")
+if find_spec("verl") is None:
+    pytest.skip("verl's tests run in an environment of their own", allow_module_level=True)
 TESTS = Path(__file__).parent
-os.environ |= {
+ENVIRONMENT = {
     "VERL_PLATFORM": "cpu",
     "VERL_USE_EXTERNAL_MODULES": "verl_cpu",
     # What verl has registered for NVIDIA's accelerators.
@@ -24,13 +28,12 @@ os.environ |= {
     "OMP_NUM_THREADS": "1",
 }
 
-import models
-import verl_model
-from processes import spawn
+os.environ |= ENVIRONMENT
 
 ADAPTERS = {
     # What verl's own options cannot say comes with an adapter that it goes on with.
-    "patterns": {"target_modules": ["q_proj", "down_proj"], "rank_pattern": {"q_proj": 3}, "alpha_pattern": {"down_proj": 5}},
+    "patterns": {"target_modules": ["q_proj", "down_proj"], "rank_pattern": {"q_proj": 3},
+                 "alpha_pattern": {"down_proj": 5}},
     "head": {"target_modules": ["o_proj", "lm_head"]},
     "biased": {"target_modules": ["o_proj"], "lora_bias": True},
 }  # fmt: skip
@@ -40,6 +43,8 @@ ADAPTERS = {
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Checkpoints of a base with a head of its own and of one without, and of adapters."""
     folder = tmp_path_factory.mktemp("verl")
+    import verl_model
+
     for tied in (False, True):
         verl_model.save_model(folder / ("tied" if tied else "untied") / "model", tied=tied)
     from transformers import AutoModelForCausalLM
@@ -178,7 +183,8 @@ take_over_quietly()
 """
         + SHOW
         + """
-EngineRegistry.register("language_model", "fsdp", device="cuda", vendor="mine")(type("Mine", (FSDPEngineWithLMHead,), {}))
+mine = type("Mine", (FSDPEngineWithLMHead,), {})
+EngineRegistry.register("language_model", "fsdp", device="cuda", vendor="mine")(mine)
 os.environ["VERL_ENGINE_VENDOR"] = "mine"
 tried(take_over)
 os.environ["VERL_ENGINE_VENDOR"] = "metax"

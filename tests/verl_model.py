@@ -29,7 +29,7 @@ def save_model(folder: Path, *, tied: bool = False, dtype: torch.dtype = torch.f
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    end, start, stop = SPECIAL
+    end, _, stop = SPECIAL
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=stop, pad_token=end, chat_template=CHAT)
     fast.save_pretrained(folder)
     torch.manual_seed(0)

@@ -141,8 +141,8 @@ def taken(engine: Any) -> dict[str, Tensor]:
 
 
 def assert_is_merge(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    """In bf16: half a step, at most 2^-8 of the value, and what a float32 sum of some 136 products is off by, taken generously
-    as 2^-18 of the largest value."""
+    """In bf16: half a step, at most 2^-8 of the value, and what a float32 sum of some ten products is off by, taken
+    generously as 2^-18 of the largest value."""
     assert got.keys() == wanted.keys(), got.keys() ^ wanted.keys()
     for name, value in wanted.items():
         assert got[name].dtype == torch.bfloat16, name

@@ -77,8 +77,8 @@ class Stream:
         apart = sorted(names & set(tied)) if isinstance(model, nn.Module) else []
         if apart:
             raise InvalidInput(
-                f"{apart[0]} is tied to {tied[apart[0]]} in rollouts, and an adapter makes it another tensor here: leave "
-                f"{apart[0].removesuffix('.weight')} out of actor_rollout_ref.model.target_modules"
+                f"{apart[0]} is tied to {tied[apart[0]]} in rollouts, and an adapter makes it another tensor here: "
+                f"leave {apart[0].removesuffix('.weight')} out of actor_rollout_ref.model.target_modules"
             )
 
     def ended(self, report: SyncReport) -> None:
