@@ -43,7 +43,8 @@ def bind(bridge: _Bridge, *, dtype: torch.dtype | None = None, rounding: str = "
     RELEASE.require(_NAMES)
     from megatron.bridge.models.conversion.model_bridge import HFWeightTuple
 
-    kept: dict[tuple[Any, ...], MergedWeights] = {}
+    kept: dict[tuple[int, ...], MergedWeights] = {}
+    own = type(bridge).export_hf_weights.__get__(bridge)  # type: ignore[attr-defined]
 
     def export_hf_weights(
         model: Any,
@@ -53,22 +54,23 @@ def bind(bridge: _Bridge, *, dtype: torch.dtype | None = None, rounding: str = "
         merge_adapter_weights: bool = True,
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """As Megatron-Bridge's own, by a stream that is kept for the next time; it shows no progress. Collective.
+        With merge_adapter_weights=False it is Megatron-Bridge's own.
 
         Raises:
             InvalidInput: conversion_tasks, which say how Megatron-Bridge itself would convert.
         """
+        if not merge_adapter_weights:
+            return own(model, cpu, show_progress, conversion_tasks, merge_adapter_weights)
         if conversion_tasks is not None:
             raise InvalidInput(
                 "export_hf_weights(conversion_tasks=...) cannot be honoured by lora_merge, which does not convert by "
-                "tasks: pass None, which exports everything"
+                "tasks: pass None, which exports everything, or del bridge.export_hf_weights"
             )
         chunks = list(model) if isinstance(model, list | tuple) else [model]
-        key = (merge_adapter_weights, *map(id, chunks))
+        key = tuple(map(id, chunks))
         if key not in kept:
             kept.clear()  # another model
-            kept[key] = MergedWeights(
-                chunks_of(bridge, chunks), dtype=dtype, rounding=rounding, adapters=merge_adapter_weights
-            )
+            kept[key] = MergedWeights(chunks_of(bridge, chunks), dtype=dtype, rounding=rounding)
         weights = kept[key]
         weights.metadata()  # what cannot be streamed is an error here, on all ranks, and not in the middle
         return (HFWeightTuple(name, tensor.cpu() if cpu else tensor) for name, tensor in weights)
