@@ -14,6 +14,7 @@ from typing import Any
 import models
 import pytest
 from processes import spawn
+from vllm_name import folder as vllm_by_name
 
 if find_spec("verl") is None:
     pytest.skip("verl's tests run in an environment of their own", allow_module_level=True)
@@ -101,8 +102,11 @@ def several(rank: int, folder: Path, cases: dict[str, tuple[str, dict[str, Any]]
     verl_ranks.refusals(rank, folder)
 
 
-def test_two_ranks(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_ranks(
+    place: Path, entry_points: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Streams of all cases on verl's engine, and beside stock's; the check; what is refused."""
+    monkeypatch.syspath_prepend(str(vllm_by_name(entry_points)))
     spawn(2, several, place, CASES)
     for name in CASES:
         found = json.loads((place / f"{name}.json").read_text())

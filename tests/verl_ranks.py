@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
 from lora_merge.errors import InvalidInput, LoraMergeError
 from lora_merge.integrations.takeover import TrainerRefused
 from lora_merge.integrations.telling import PolicyGap
+from lora_merge.integrations.verl_engines.rollout import LoraMergeServerAdapter
 
 FLOAT32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
 
@@ -296,6 +299,16 @@ def refusals(rank: int, folder: Path) -> None:
     head = engine_of(folder / "tied" / "model", lora_adapter_path=str(folder / "tied" / "head"))
     with pytest.raises(TrainerRefused, match=r"lm_head\.weight is tied to .*leave lm_head out of .*target_modules"):
         head.get_per_tensor_param()
+    # An actor of verl's would be started for this; what it is told alone matters.
+    adapter = object.__new__(LoraMergeServerAdapter)
+    adapter.config = SimpleNamespace(engine_kwargs={"vllm": {"weight_transfer_config": {"backend": "lora_merge"}}})
+    with pytest.raises(TrainerRefused, match=r"weight_transfer_config=\{backend:lora_merge\} is for merged weights"):
+        asyncio.run(adapter.update_weights(iter([]), peft_config={"r": 8}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LORA_MERGE_VERIFY", "1")
+        unseen = engine_of(folder / "untied" / "model").get_per_tensor_param()[0]
+        with pytest.raises(TrainerRefused, match=r"LORA_MERGE_VERIFY=1 .*weight_transfer_config=\{"):
+            next(unseen)
     for name, value, message in (
         ("LORA_MERGE_MODE", "adapter", r"model\.lora\.merge=False is verl's own"),
         ("LORA_MERGE_DTYPE", "int8", "LORA_MERGE_DTYPE must be bfloat16, float16 or float32"),

@@ -18,9 +18,8 @@ from ...engine.sync import VllmSync
 from ...engine.vllm.control import AsyncControl, while_alive
 from ...engine.vllm.plugin import BACKEND
 from ..takeover import TrainerRefused
-from .stream import FLAG, Pass
+from .stream import CONFIGURED, FLAG, Pass
 
-CONFIGURED = f"actor_rollout_ref.rollout.engine_kwargs.vllm.weight_transfer_config={{backend:{BACKEND}}}"
 LOOK_S = 0.002
 """Seconds between two looks at whether a call inside of a server has ended."""
 _CALLS = "_lora_merge_calls"

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ...engine.replica import SyncReport
 from ...engine.sync import VllmSync
+from ...engine.vllm.plugin import BACKEND
 from ...errors import InvalidInput, LoraMergeError
 from ...stream.buckets import dtype_of
 from ...stream.weights import MergedWeights
@@ -20,6 +21,7 @@ from ..takeover import TrainerRefused, off
 from ..telling import Counted, both_float32
 
 FLAG = "actor_rollout_ref.model.lora.merge=True"
+CONFIGURED = f"actor_rollout_ref.rollout.engine_kwargs.vllm.weight_transfer_config={{backend:{BACKEND}}}"
 _TRANSPORT = "verl's rollout"
 
 logger = logging.getLogger("lora_merge.verl")
@@ -116,6 +118,12 @@ class Pass(Iterator[tuple[str, Tensor]]):
         self.stream.ended(report)
 
     def _iterate(self) -> Generator[tuple[str, Tensor], None, None]:
+        if self.stream.options.verify:
+            self._after()
+            raise TrainerRefused(
+                f"{SWITCH}_VERIFY=1 compares what lies in the engines, which verl's own transport does not tell: set "
+                f"{CONFIGURED}, or {SWITCH}_VERIFY=0"
+            )
         self.stream.passes += 1
         counted = Counted(self.stream.weights, self.stream.passes, _TRANSPORT)
         try:
