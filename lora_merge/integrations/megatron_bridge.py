@@ -21,7 +21,11 @@ from .takeover import Release
 _Bridge = TypeVar("_Bridge")
 RELEASE = Release("Megatron-Bridge", "megatron-bridge", ("0.3.1",))
 _NAMES = {
-    "megatron.bridge.models.conversion.auto_bridge:AutoBridge": ("export_hf_weights", "_model_bridge"),
+    "megatron.bridge.models.conversion.auto_bridge:AutoBridge": (
+        "export_hf_weights",
+        "get_conversion_tasks",
+        "_model_bridge",
+    ),
     "megatron.bridge.models.conversion.model_bridge": ("HFWeightTuple",),
 }
 
@@ -57,16 +61,13 @@ def bind(bridge: _Bridge, *, dtype: torch.dtype | None = None, rounding: str = "
         With merge_adapter_weights=False it is Megatron-Bridge's own.
 
         Raises:
-            InvalidInput: conversion_tasks, which say how Megatron-Bridge itself would convert.
+            InvalidInput: conversion_tasks of a part of the model; all of them mean the same as None.
         """
         if not merge_adapter_weights:
             return own(model, cpu, show_progress, conversion_tasks, merge_adapter_weights)
-        if conversion_tasks is not None:
-            raise InvalidInput(
-                "export_hf_weights(conversion_tasks=...) cannot be honoured by lora_merge, which does not convert by "
-                "tasks: pass None, which exports everything, or del bridge.export_hf_weights"
-            )
         chunks = list(model) if isinstance(model, list | tuple) else [model]
+        if conversion_tasks is not None:
+            _check_all(conversion_tasks, bridge.get_conversion_tasks(chunks))  # type: ignore[attr-defined]
         key = tuple(map(id, chunks))
         if key not in kept:
             kept.clear()  # another model
@@ -77,6 +78,17 @@ def bind(bridge: _Bridge, *, dtype: torch.dtype | None = None, rounding: str = "
 
     bridge.export_hf_weights = export_hf_weights  # type: ignore[attr-defined]
     return bridge
+
+
+def _check_all(given: Sequence[Any], whole: Sequence[Any]) -> None:
+    there, wanted = ({task.global_param_name for task in tasks if task is not None} for tasks in (given, whole))
+    if there != wanted:
+        missing = sorted(wanted - there) or sorted(there - wanted)
+        raise InvalidInput(
+            f"export_hf_weights(conversion_tasks=...) of a part of the model ({missing[0]} and {len(missing) - 1} more "
+            "make the difference): lora_merge exports everything; pass None or all of get_conversion_tasks, or take "
+            "bind back by del bridge.export_hf_weights"
+        )
 
 
 def chunks_of(bridge: Any, chunks: Sequence[Any]) -> Any:
