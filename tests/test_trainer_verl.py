@@ -59,13 +59,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def environment(entry_points: Path | None = None, **changes: str) -> dict[str, str]:
     """Of a process that is to find this package, the tests and what comes with them."""
-    found = [
-        *([str(entry_points)] if entry_points else []),
-        str(TESTS.parent),
-        str(TESTS),
-        os.environ.get("PYTHONPATH", ""),
-    ]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, found))} | changes
+    found = [entry_points, TESTS.parent, TESTS, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    absolute = [str(Path(path).resolve()) for path in found if path]  # it may begin elsewhere
+    return os.environ | {"PYTHONPATH": os.pathsep.join(absolute)} | changes
 
 
 def run(code: str, **changes: Any) -> str:
