@@ -42,7 +42,7 @@ test-libraries: $(VENV)/installed $(VENV)/libraries/done
 	PYTHONPATH=$(VENV)/libraries $(PY) -m pytest $(ARGS) tests/test_libraries.py
 
 # Real trainers with real vLLM engines. They exclude each other, so each has packages of its own beside vLLM's.
-TRAINERS := trl swift verl
+TRAINERS := plain trl swift verl
 test-trainers: $(foreach trainer,$(TRAINERS),test-$(trainer))
 test-verl: $(VENV)/megatron/done
 test-%: $(VLLM)/%/done

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import inspect
 import re
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
@@ -51,11 +53,52 @@ def named_files(text: str) -> set[str]:
 
 
 def resolve(dotted: str) -> Any:
-    """What a reader gets who writes `import lora_merge` and then this."""
+    """What a reader gets who writes `import lora_merge` and then this; integrations are imported by name."""
     found: Any = importlib.import_module("lora_merge")
+    path = "lora_merge"
     for name in dotted.split(".")[1:]:
-        found = getattr(found, name)
+        path = f"{path}.{name}"
+        ours = path.startswith("lora_merge.integrations") and _is_module(path)
+        found = module(path) if ours else getattr(found, name)
     return found
+
+
+def module(name: str) -> Any:
+    """A module of this package. Of an integration whose trainer is not installed here: functions and classes with the
+    signatures that its source gives them."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        spec = importlib.util.find_spec(name)
+        if not name.startswith("lora_merge.integrations.") or spec is None or spec.origin is None:
+            raise
+    names: dict[str, Any] = {}
+    for node in ast.parse(Path(spec.origin).read_text()).body:
+        if isinstance(node, ast.ClassDef):
+            made = [n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"]
+            names[node.name] = _like(made[0]) if made else object
+        elif isinstance(node, ast.FunctionDef):
+            names[node.name] = _like(node)
+    return SimpleNamespace(**names)
+
+
+def _is_module(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
+
+
+def _like(node: ast.FunctionDef) -> Any:
+    """A function that takes what this one takes, and does nothing; of a method, without `self`."""
+    taken = ast.parse(f"def f({ast.unparse(node.args)}): ...").body[0]
+    assert isinstance(taken, ast.FunctionDef)
+    arguments = taken.args
+    for argument in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]:
+        argument.annotation = None
+    arguments.args = [a for a in arguments.args if a.arg != "self"]
+    arguments.defaults = [ast.Constant(None) for _ in arguments.defaults]
+    arguments.kw_defaults = [None if d is None else ast.Constant(None) for d in arguments.kw_defaults]
+    names: dict[str, Any] = {}
+    exec(ast.unparse(taken), names)
+    return names["f"]
 
 
 class Uses(ast.NodeVisitor):
@@ -71,8 +114,8 @@ class Uses(ast.NodeVisitor):
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         if (node.module or "").partition(".")[0] == "lora_merge":
-            module = importlib.import_module(str(node.module))
-            self.names |= {alias.asname or alias.name: getattr(module, alias.name) for alias in node.names}
+            found = module(str(node.module))
+            self.names |= {alias.asname or alias.name: getattr(found, alias.name) for alias in node.names}
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         self._of(node)

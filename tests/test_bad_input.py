@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -261,3 +262,19 @@ def test_long_sides(monkeypatch: pytest.MonkeyPatch) -> None:
     run, target = torch.arange(20000.0)[None], torch.zeros(1, 20000, dtype=half)
     Plan([Segment("w", run, target), Segment("x", run, torch.zeros_like(run))]).run()
     assert torch.equal(target, run.to(half))
+
+
+@pytest.mark.parametrize(
+    ("segments", "message"),
+    [
+        ("x", "must be Segments, got a str at 0"),
+        (3, "must be Segments, got a int at 0"),
+        ([None], "must be Segments, got a NoneType at 0"),
+        ([Segment("w", "source", "destination")], "w: source must be a tensor, got a str"),
+        ([Segment("w", torch.zeros(2, 2), None)], "w: destination must be a tensor, got a NoneType"),
+        ([Segment("w", torch.zeros(2, 2), torch.zeros(2, 2), [1.0])], "w: lora_A must be a tensor"),
+    ],
+)
+def test_what_is_no_segment(segments: Any, message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        Plan(segments)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from lora_merge import InvalidInput, MergedWeights
+from lora_merge import InvalidInput, MergedWeights, UnsupportedAdapter
 
 
 def head(change: Callable[[Tensor], Tensor]) -> nn.Module:
@@ -83,3 +83,23 @@ def test_integers_that_are_values() -> None:
     streamed = dict(MergedWeights(model))
     for name, tensor in model.model.layers[1].mlp.up_proj.named_buffers():
         assert torch.equal(streamed[f"model.layers.1.mlp.up_proj.{name}"], tensor)
+
+
+class OtherLinear(nn.Linear):
+    """A LoRA layer as other libraries have it: factors are modules, or parameters, of a linear layer."""
+
+    def __init__(self, factors: str) -> None:
+        super().__init__(8, 8, bias=False)
+        if factors == "modules":
+            self.lora_A, self.lora_B = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+        else:
+            self.lora_a, self.lora_b = nn.Parameter(torch.zeros(2, 8)), nn.Parameter(torch.zeros(8, 2))
+
+
+@pytest.mark.parametrize("factors", ["modules", "parameters"])
+@pytest.mark.parametrize("adapters", [True, False])
+def test_lora_layers_of_other_libraries(factors: str, adapters: bool) -> None:
+    """They were streamed as a base and two tensors more: served, the base alone."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(OtherLinear(factors)))
+    with pytest.raises(UnsupportedAdapter, match=r"1\.0 holds lora_[Aa], and is no LoRA layer of PEFT's"):
+        list(MergedWeights(model, adapters=adapters))

@@ -246,6 +246,25 @@ def test_names_shapes_and_fused_groups_are_checked_before_the_first_byte(llm: LL
     assert_answers(answers, good)
 
 
+def test_engines_are_judged_anew_when_something_changed(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Judging looks at every name; what stream and engines said at the last push need not be looked at again."""
+    judged = []
+    real = lora_merge.engine.fit.judge
+    monkeypatch.setattr(lora_merge.engine.fit, "judge", lambda *args: (judged.append(args), real(*args))[1])
+    model = policy()
+    sync = VllmSync(model, llm)
+    counts = []
+    for mode in ("merged", "merged", "adapter", "merged", "adapter"):
+        sync.push(mode=mode)
+        counts.append(len(judged))
+    assert counts == [1, 1, 2, 2, 2], "once the merged stream, once the base"
+    model.base_model.model.model.norm = nn.Identity()
+    with pytest.raises(PushRefused, match="norm"):
+        sync.push(mode="merged")
+    assert len(judged) == 3
+    sync.close()
+
+
 @pytest.mark.parametrize("pause", ["keep", "wait", "abort"])
 def test_every_pause_is_the_same_for_an_engine_that_works_in_calls(llm: LLM, pause: str) -> None:
     model = policy()

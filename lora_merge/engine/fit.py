@@ -6,17 +6,29 @@ same table, so only its digest crosses then; in full it goes to the other ranks 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import PushRefused
 from ..stream.buckets import metas, to_json
 from ..stream.filler import Filler
 from ..stream.weights import MergedWeights
-from .judge import Found, judge
+from .judge import judge
 from .replica import Replica, engines_of
 from .trainer import Trainer
+
+
+class Answers(NamedTuple):
+    """What engines say of a stream.
+
+    Args:
+        stream: digest of its table.
+        workers: each engine's name, with the digests of what its workers find.
+    """
+
+    stream: str
+    workers: tuple[tuple[str, tuple[str, ...]], ...]
 
 
 class Fit:
@@ -26,6 +38,8 @@ class Fit:
         self._trainer = trainer
         self._said: dict[str, Any] = {}
         """What workers found, by its digest; known to every rank."""
+        self._fitted: dict[MergedWeights, Answers] = {}
+        """What the engines said of each stream when it fitted last."""
 
     async def __call__(self, weights: MergedWeights, replicas: Sequence[Replica]) -> Filler:
         """The stream that fits every engine; its settings in `weights` are kept for the next push.
@@ -38,7 +52,10 @@ class Fit:
             any(worker["tied"] for replica in engine for worker in replica.workers) for engine in engines_of(replicas)
         )
         for last in (False, False, True):
-            filler, found = await self._ask(weights, replicas)
+            filler, answers = await self._ask(weights, replicas)
+            if self._fitted.get(weights) == answers:  # as at the push before: judging takes a look at every name
+                return filler
+            found = {engine: [self._said[digest] for digest in workers] for engine, workers in answers.workers}
             problems, choice = judge(metas(filler.table), found, filler.ties)
             if problems and weights.left_out and not last:
                 # Perhaps an engine was started anew, with the parts that it had been without.
@@ -49,6 +66,7 @@ class Fit:
             if not choice.left_out and all(
                 meta.dtype == choice.dtypes.get(name, meta.dtype) for name, meta in metas(filler.table).items()
             ):
+                self._fitted[weights] = answers
                 return filler
             weights.left_out |= choice.left_out
             weights.dtypes = choice.dtypes
@@ -56,9 +74,8 @@ class Fit:
             "the engines take another stream at every try; push to them apart, with a VllmSync for each one"
         )
 
-    async def _ask(self, weights: MergedWeights, replicas: Sequence[Replica]) -> tuple[Filler, dict[str, Found]]:
-        """The stream as it stands, and what each engine's workers find, by the engine's name; the same on every
-        rank."""
+    async def _ask(self, weights: MergedWeights, replicas: Sequence[Replica]) -> tuple[Filler, Answers]:
+        """The stream as it stands, and what the engines say of it; the same on every rank."""
         trainer = self._trainer
         made: list[Filler] = []
         fresh: dict[str, Any] = {}
@@ -67,19 +84,20 @@ class Fit:
         if len({lines for lines, _ in answers}) > 1:
             # The ranks that share a model agree; its replicas may not.
             trainer.world.same(filler.lines, partial(list, filler.lines))
-        heard: dict[int, list[Mapping[str, Any]]] = {}
+        heard: dict[int, list[str]] = {}
         for rank, (_, digests) in enumerate(answers):
             for index, workers in digests.items():
                 for digest in workers:
                     if digest not in self._said:
                         self._said[digest] = await trainer.spread(fresh.get(digest), rank)
-                heard[index] = [self._said[digest] for digest in workers]
+                heard[index] = workers
         used = {digest for _, digests in answers for workers in digests.values() for digest in workers}
         self._said = {digest: found for digest, found in self._said.items() if digest in used}
-        return filler, {
-            f"engine {engine[0].index}": [worker for replica in engine for worker in heard[replica.index]]
+        by_engine = (
+            (f"engine {engine[0].index}", tuple(digest for replica in engine for digest in heard[replica.index]))
             for engine in engines_of(replicas)
-        }
+        )
+        return filler, Answers(filler.digest, tuple(by_engine))
 
     async def _ask_own(
         self, weights: MergedWeights, replicas: Sequence[Replica], made: list[Filler], fresh: dict[str, Any]

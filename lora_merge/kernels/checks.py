@@ -13,6 +13,18 @@ from .layout import MAX_RANK, MAX_SIDE
 from .segments import FLOATS, RAW, Segment, folded
 
 
+def check_segments(segments: object) -> None:
+    """Raise `InvalidInput` unless this is a tuple of segments whose tensors are tensors."""
+    assert isinstance(segments, tuple)
+    for index, s in enumerate(segments):
+        if not isinstance(s, Segment):
+            raise InvalidInput(f"segments must be Segments, got a {type(s).__name__} at {index}")
+        for label in ("source", "destination", "lora_A", "lora_B", "row_scale"):
+            value, optional = getattr(s, label), label not in ("source", "destination")
+            if not isinstance(value, Tensor) and not (value is None and optional):
+                raise InvalidInput(f"{s.name}: {label} must be a tensor, got a {type(value).__name__}")
+
+
 def check_segment(s: Segment) -> None:
     """Raise `InvalidInput`, naming the weight, unless shapes, dtypes, devices and scaling of one segment fit."""
     for label, tensor, dims in (

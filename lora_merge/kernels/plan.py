@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..errors import InvalidInput
-from .checks import check_overlaps, check_segment
+from .checks import check_overlaps, check_segment, check_segments
 from .segments import Segment, seed_key
 
 ROUNDINGS = ("nearest", "stochastic")
@@ -53,7 +53,8 @@ class Plan:
     """
 
     def __init__(self, segments: Sequence[Segment]) -> None:
-        self.segments = tuple(segments)
+        self.segments = tuple(segments) if isinstance(segments, Iterable) else (segments,)
+        check_segments(self.segments)
         devices = {s.source.device for s in self.segments}
         if len(devices) > 1:
             raise InvalidInput(f"a plan runs on one device, got {', '.join(sorted(map(str, devices)))}")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import InvalidInput
+from ..errors import InvalidInput, UnsupportedAdapter
 from ..names import NamedTensor, lineage
 from ..shards.fsdp2 import is_dtensor_kind
 
@@ -27,11 +27,14 @@ _PACKED_NAMES = {"qweight", "qzeros", "weight_packed"}
 """What GPTQ, AWQ and compressed-tensors call the integers into which they pack several weights each."""
 _HIDDEN = ("torch.ao.nn.quantized.", "torch.ao.nn.sparse.quantized.")
 """Modules whose weights are in no parameter and no buffer."""
+_FACTORS = {"lora_A", "lora_B", "lora_a", "lora_b", "lora_embedding_A", "lora_embedding_B", "lora_down", "lora_up"}
+"""What LoRA layers call their factors. Those of PEFT and Megatron-Bridge are read as adapters and are no weights."""
 REMEDY = "load the base in bfloat16, float16 or float32, or dequantise it first (transformers: model.dequantize())"
 
 
 def check_plain(modules: Iterable[tuple[str, nn.Module]], tensors: Iterable[NamedTensor]) -> None:
-    """Raise `InvalidInput`, naming the first tensor or module of a model whose elements are no weights.
+    """Raise `InvalidInput`, naming the first tensor or module of a model whose elements are no weights, or
+    `UnsupportedAdapter`, naming the first LoRA layer of a library that is not known.
 
     Args:
         modules: of the model, with their names; each may come several times.
@@ -39,6 +42,7 @@ def check_plain(modules: Iterable[tuple[str, nn.Module]], tensors: Iterable[Name
     """
     for t in tensors:
         _check_tensor(t)
+        _check_no_factor(t)
     for name, module in modules:
         hidden = next((path for path in lineage(type(module)) if path.startswith(_HIDDEN)), None)
         if hidden is not None:
@@ -65,6 +69,19 @@ def _check_tensor(t: NamedTensor) -> None:
         raise InvalidInput(f"{t.name}: expected a dense tensor, got layout {t.tensor.layout}; call to_dense() first")
     if t.tensor.is_conj() or t.tensor.is_neg():
         raise InvalidInput(f"{t.name}: a conjugate or negative still to be computed: resolve_conj(), resolve_neg() do")
+
+
+def _check_no_factor(t: NamedTensor) -> None:
+    """A LoRA layer of another library would be streamed as its base and its factors, and served as the base alone."""
+    parts = t.name.split(".")
+    found = next((part for part in parts if part in _FACTORS), None)
+    if found is not None:
+        layer = ".".join(parts[: parts.index(found)]) or "the model"
+        raise UnsupportedAdapter(
+            f"{layer} holds {found}, and is no LoRA layer of PEFT's or Megatron-Bridge's (it lies in a "
+            f"{lineage(type(t.owner))[0]}): its adapter cannot be read, and without it the base alone would be served; "
+            "train the adapter with PEFT, or merge it first"
+        )
 
 
 def _quantised(t: NamedTensor) -> str | None:

@@ -1,0 +1,108 @@
+"""What all integrations share: options, asking a release for its names, one line at start, numbers for loggers, and the
+check that rollout and trainer are one policy."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+import torch
+
+from lora_merge import InvalidInput, MissingExtra, SyncReport
+from lora_merge.integrations.options import Options, switched_off, switched_on
+from lora_merge.integrations.takeover import Release, TrainerRefused
+from lora_merge.integrations.telling import Counted, PolicyGap, hold, metrics
+from lora_merge.verify import logprob_gap
+
+TORCH = Release("PyTorch", "torch", (torch.__version__,))
+
+
+def test_options_come_from_the_environment() -> None:
+    assert Options.from_environment({}) == Options("merged", "nearest", None, False)
+    names = {"LORA_MERGE_MODE": "adapter", "LORA_MERGE_ROUNDING": "stochastic"}
+    found = Options.from_environment(names | {"LORA_MERGE_CHECK": "0.05", "LORA_MERGE_VERIFY": "True"})
+    assert found == Options("adapter", "stochastic", 0.05, True)
+    assert Options.from_environment({"LORA_MERGE_CHECK": "1"}).check == 0.02
+    assert Options.from_environment({"LORA_MERGE_CHECK": "0"}).check is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("MODE", "both"), ("ROUNDING", "up"), ("CHECK", "yes please"), ("CHECK", "2"), ("CHECK", "nan"), ("VERIFY", "2")],
+)
+def test_a_wrong_option_names_its_variable(name: str, value: str) -> None:
+    with pytest.raises(InvalidInput, match=f"LORA_MERGE_{name}"):
+        Options.from_environment({f"LORA_MERGE_{name}": value})
+
+
+@pytest.mark.parametrize(
+    ("value", "on", "off"), [(None, False, False), ("1", True, False), ("0", False, True), ("", False, False),
+                             ("off", False, True), ("TRUE", True, False)]
+)  # fmt: skip
+def test_the_switch(value: str | None, on: bool, off: bool) -> None:
+    environment = {} if value is None else {"LORA_MERGE": value}
+    assert (switched_on(environment), switched_off(environment)) == (on, off)
+
+
+def test_a_release_is_asked_for_the_names_that_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    TORCH.require({"torch.nn:Linear": ["forward", "reset_parameters"], "torch.nn": ["Linear"], "torch.nn:Module": []})
+    module = types.ModuleType("made_up_trainer")
+    module.Generation = type("Generation", (), {"generate": None})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "made_up_trainer", module)
+    names = {"made_up_trainer:Generation": ["generate", "sync"], "made_up_trainer:Trainer": ["x"], "no_module:A": ["b"]}
+    with pytest.raises(TrainerRefused, match=r"does not offer made_up_trainer\.Generation\.sync, made_up_trainer\.Tra"):
+        TORCH.require(names)
+    with pytest.raises(TrainerRefused, match=r"no_module\.A, which lora_merge uses.*LORA_MERGE=0 leaves PyTorch's"):
+        TORCH.require(names)
+    with pytest.raises(MissingExtra, match="pip install no-such-trainer"):
+        Release("None", "no-such-trainer", ("1.0",)).require({"no_module": []})
+
+
+def test_one_line_at_start(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    TORCH.announce("everything")
+    Release("PyTorch", "torch", ("0.1",)).announce("everything")
+    known, unknown = capsys.readouterr().err.splitlines()
+    assert f"takes over everything of PyTorch {torch.__version__} (tested with {torch.__version__}" in known
+    assert "LORA_MERGE=0 switches it off" in known
+    assert "not tested with this release, but with 0.1" in unknown
+    monkeypatch.setenv("RANK", "1")
+    TORCH.announce("everything")
+    assert capsys.readouterr().err == ""
+
+
+def test_numbers_for_loggers() -> None:
+    report = SyncReport(3, "merged", nbytes=2_000_000, tensors=5, seconds={"check": 0.25, "transfer": 0.5})
+    wanted = {"version": 3, "merged": 1, "megabytes": 2, "tensors": 5, "seconds": 0.75, "seconds_check": 0.25}
+    assert metrics(report) == {f"lora_merge/{k}": v for k, v in (wanted | {"seconds_transfer": 0.5}).items()}
+    report.coverage, report.mode = 1.0, "adapter"
+    assert metrics(report)["lora_merge/coverage"] == 1
+    assert metrics(report)["lora_merge/merged"] == 0
+
+
+def test_a_stream_that_a_trainers_transport_carries_is_counted() -> None:
+    tensors = [("a", torch.zeros(3, 2)), ("b", torch.zeros(4, dtype=torch.bfloat16))]
+    counted = Counted(iter(tensors), 7, "a server")
+    assert list(counted) == tensors
+    report = counted.report
+    assert (report.version, report.tensors, report.nbytes, report.transports) == (7, 2, 32, ("a server",))
+    assert report.seconds["transfer"] > 0
+
+
+def test_the_check_of_ratios() -> None:
+    trainer, lengths = torch.randn(3, 9, generator=torch.Generator().manual_seed(0)), [5, 2, 4]
+    rollout = trainer[:, 3:8].clone()
+
+    def gap_at(shift: torch.Tensor):  # noqa: ANN202
+        return logprob_gap(trainer, rollout + shift, shifted=True, prompt_width=4, response_lengths=lengths)
+
+    same = gap_at(torch.zeros(3, 5))
+    assert hold(same, 0.02, exact=True)["lora_merge/ratio_mean"] == 1
+    one = torch.zeros(3, 5)
+    one[0, 0] = 0.1  # one token of eleven: beyond the bound itself, within it on average
+    assert hold(gap_at(one), 0.02, exact=False)["lora_merge/ratio_min"] == pytest.approx(0.905, abs=1e-3)
+    with pytest.raises(PolicyGap, match=r"importance ratio 0\.9048 to 1\.0000"):
+        hold(gap_at(one), 0.02, exact=True)
+    for wrong in (-0.1, 0.1, float("nan")):
+        with pytest.raises(PolicyGap, match="does not answer as the policy"):
+            hold(gap_at(torch.full((3, 5), wrong)), 0.02, exact=False)
