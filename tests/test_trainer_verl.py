@@ -154,10 +154,11 @@ def test_the_plugin_is_found(entry_points: Path) -> None:
 
 def test_by_name() -> None:
     """`model.external_lib`, for any vendor; refused is a release that lacks something, or somebody else's engine. The
-    plugin steps aside in all of this, and both do so where LORA_MERGE=0."""
+    plugin steps aside in all of this, but engines that are to merge then raise; both do so where LORA_MERGE=0."""
     script = (
         """
 import os
+from types import SimpleNamespace
 import verl.utils.fsdp_utils as utils
 from lora_merge.integrations.verl_engines.registry import take_over, take_over_quietly
 from verl.workers.engine import FSDPEngineWithLMHead
@@ -176,6 +177,15 @@ del os.environ["LORA_MERGE"]
 lacking, utils.offload_fsdp_model_to_cpu = utils.offload_fsdp_model_to_cpu, None
 del utils.offload_fsdp_model_to_cpu
 take_over_quietly()
+engine = object.__new__(EngineRegistry.get_engine_cls("language_model", "fsdp2"))
+engine.engine_config = SimpleNamespace(forward_only=False)
+engine.model_config = SimpleNamespace(lora={"merge": True}, lora_rank=8)
+tried(engine.initialize)  # and what does not merge is initialised as ever
+engine.model_config.lora_rank = 0
+try:
+    engine.initialize()
+except AttributeError:
+    pass
 tried(take_over)
 utils.offload_fsdp_model_to_cpu = lacking
 os.environ["VERL_ENGINE_VENDOR"] = "metax"
@@ -193,7 +203,8 @@ take_over()
 """
         + SHOW
     )
-    lacking, before, other, after = run(script, VERL_USE_EXTERNAL_PLUGINS="none").splitlines()[-4:]
+    merging, lacking, before, other, after = run(script, VERL_USE_EXTERNAL_PLUGINS="none").splitlines()[-5:]
+    assert merging == lacking
     assert "verl 0.9.1 does not offer verl.utils.fsdp_utils.offload_fsdp_model_to_cpu" in lacking
     assert "LORA_MERGE=0 leaves verl's own way in place" in lacking
     assert before.split() == [*THEIRS, THEIR_ADAPTER]

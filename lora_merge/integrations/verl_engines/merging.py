@@ -12,7 +12,7 @@ from ..options import SWITCH
 from ..takeover import TrainerRefused, off
 from ..telling import metrics
 from .check import check_batch
-from .registry import RELEASE
+from .registry import RELEASE, merges
 from .stream import FLAG, Stream
 
 
@@ -45,9 +45,7 @@ class Merging:
     @property
     def merging(self) -> bool:
         """Whether this engine trains an adapter that verl is told to merge."""
-        lora = self.model_config.lora
-        rank = max(self.model_config.lora_rank, lora.get("rank", 0) or 0)
-        return bool(rank > 0 and lora.get("merge", False) and not self.engine_config.forward_only)
+        return merges(self.model_config, self.engine_config)
 
     def stream(self) -> Stream:
         """The kept stream of the model."""

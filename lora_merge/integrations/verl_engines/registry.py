@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import suppress
+from typing import Any
 
 from ..options import switched_off
 from ..takeover import Release, TrainerRefused
 
 RELEASE = Release("verl", "verl", ("0.9.1",))
 _MODEL = "language_model"
+_BACKENDS = ("fsdp", "fsdp2", "megatron")
 _VENDOR = "nvidia"
 _LEFT_ALONE = ("npu",)
 _ADAPTER = "lora_merge.integrations.verl_engines.rollout.LoraMergeServerAdapter"
@@ -43,15 +46,29 @@ def take_over() -> None:
 
 
 def take_over_quietly() -> None:
-    """As `take_over`, where nobody has asked for it by name: only NVIDIA's accelerators, whose engines are verl's own,
-    and what cannot be taken over is left to verl, with a warning."""
+    """As `take_over`, in verl's plugin, whose errors verl hides: only for NVIDIA's accelerators, whose engines are
+    verl's own. Where a release lacks something, merging is refused as soon as an engine is to do it; somebody else's
+    engine is left alone, with a warning."""
     if switched_off():
         return
     try:
         RELEASE.require(_NAMES)
+    except TrainerRefused as error:
+        logger.warning("%s", error)
+        with suppress(AttributeError, ImportError):  # without verl's registry a warning is all there can be
+            _refuse_merging(error)
+        return
+    try:
         _register(only=_VENDOR)
-    except Exception as error:
-        logger.warning("lora_merge leaves verl as it is: %s", error)
+    except TrainerRefused as error:
+        logger.warning("lora_merge takes nothing of verl over: %s", error)
+
+
+def merges(model_config: Any, engine_config: Any) -> bool:
+    """Whether an engine of this configuration trains an adapter that verl is told to merge."""
+    lora = model_config.lora
+    rank = max(model_config.lora_rank, lora.get("rank", 0) or 0)
+    return bool(rank > 0 and lora.get("merge", False) and not engine_config.forward_only)
 
 
 def place() -> tuple[str, str]:
@@ -68,7 +85,7 @@ def _register(only: str | None) -> None:
     device, vendor = place()
     if device in _LEFT_ALONE or (only is not None and vendor != only):
         return
-    for backend in ("fsdp", "fsdp2", "megatron"):
+    for backend in _BACKENDS:
         engine = _engine(backend)
         try:
             current = EngineRegistry.get_engine_cls(_MODEL, backend)
@@ -86,6 +103,26 @@ def _register(only: str | None) -> None:
     # By name: vLLM is imported only where there are rollouts.
     if _ROLLOUT_REGISTRY[("vllm", "async")].startswith("verl."):
         _ROLLOUT_REGISTRY[("vllm", "async")] = _ADAPTER
+
+
+def _refuse_merging(error: TrainerRefused) -> None:
+    """Have verl's engines raise this, if they are to merge."""
+    from verl.workers.engine.base import EngineRegistry
+
+    device, vendor = place()
+    for backend in _BACKENDS if vendor == _VENDOR else ():
+        try:
+            current = EngineRegistry.get_engine_cls(_MODEL, backend)
+        except (AssertionError, ValueError):
+            continue
+
+        def initialize(self: Any, own: Any = current.initialize) -> None:
+            if merges(self.model_config, self.engine_config):
+                raise error
+            own(self)
+
+        refusing = type(f"Refusing{current.__name__}", (current,), {"initialize": initialize})
+        EngineRegistry.register(_MODEL, backend, device=device, vendor=vendor)(refusing)
 
 
 def _engine(backend: str) -> type | None:
