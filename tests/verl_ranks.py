@@ -14,11 +14,13 @@ import torch
 from helpers import assert_same_bits
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from verl.checkpoint_engine.base import merge_weight_chunks, split_weight_chunks
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
 from verl.utils.dataset.dataset_utils import DatasetPadMode
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, QATEngineConfig
 from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
+from verl.workers.rollout.sglang_rollout.utils import get_named_tensor_buckets
 
 from lora_merge.errors import InvalidInput, LoraMergeError
 from lora_merge.integrations.takeover import TrainerRefused
@@ -185,6 +187,22 @@ def against_stock(engine: Any) -> dict[str, Any]:
             "tensors": len(ours), "wrong": wrong, "lacking": lacking, "extra": extra}  # fmt: skip
 
 
+async def sglang_buckets(stream: Any) -> dict[str, Tensor]:
+    """verl's batches for SGLang: lists of tensors that are held until the list is full."""
+    found = {}
+    async for bucket in get_named_tensor_buckets(stream, 1 << 15):
+        found |= {name: tensor.clone() for name, tensor in bucket}
+    return found
+
+
+async def checkpoint_engine(stream: Any) -> dict[str, Tensor]:
+    """verl's chunks for its checkpoint engines (nccl, nixl, ...), put together again."""
+    found = {}
+    async for name, tensor in merge_weight_chunks(split_weight_chunks(stream, 1 << 15), 1 << 15):
+        found[name] = tensor.clone()
+    return found
+
+
 def streams(rank: int, folder: Path, changes: dict[str, Any], answer: Path) -> None:
     """Training steps and syncs in turn: the base keeps its bits, each stream is the policy, as stock's within rounding;
     a checkpoint of verl's own manager brings the same stream back, and the same next step."""
@@ -207,6 +225,11 @@ def streams(rank: int, folder: Path, changes: dict[str, Any], answer: Path) -> N
     next(offloaded)
     offloaded.close()  # a sender that failed
     assert_same_bits(taken(engine)["model.norm.weight"], last["model.norm.weight"], "after one that broke off")
+    for transport in (sglang_buckets, checkpoint_engine):
+        carried = asyncio.run(transport(engine.get_per_tensor_param()[0]))
+        assert carried.keys() == last.keys()
+        for name, tensor in last.items():
+            assert_same_bits(carried[name], tensor, f"{name} by {transport.__name__}")
     engine.save_checkpoint(str(folder / "checkpoint"), global_step=3)
     again = engine_of(folder / "model", **changes)
     again.load_checkpoint(str(folder / "checkpoint"), del_local_after_load=False)
