@@ -35,34 +35,40 @@ class ServerControl(AsyncControl):
         return None
 
     async def label(self, version: str) -> None:
-        await self._call("update_weight_version", version)
+        if self._inside(_offers, "update_weight_version"):  # vLLM 0.26 keeps no versions
+            await self._call("update_weight_version", version)
 
     async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         wait = partial(self._wait, method, args, kwargs)
         return while_alive(wait, self.workers) if self.workers else wait()
 
     def _wait(self, method: str, args: Iterable[Any], kwargs: dict[str, Any]) -> Any:
-        import ray
-
-        def inside(work: Callable[..., Any], *given: Any) -> Any:
-            return ray.get(self.engine.__ray_call__.remote(work, *given))
-
         call = secrets.token_hex(8)
-        inside(_begin, call, method, tuple(args), kwargs)
-        while (done := inside(_look, call)) is None:
+        self._inside(_begin, call, method, tuple(args), kwargs)
+        while (done := self._inside(_look, call)) is None:
             time.sleep(LOOK_S)
         value, error = done
         if error is not None:
             raise RuntimeError(error)
         return value
 
+    def _inside(self, work: Callable[..., Any], *given: Any) -> Any:
+        """What `work(server, *given)` returns in the actor."""
+        import ray
+
+        return ray.get(self.engine.__ray_call__.remote(work, *given))
+
+
+def _offers(server: Any, method: str) -> bool:
+    """In the actor: whether its engine has a method."""
+    return hasattr(server.engine, method)
+
 
 def _begin(server: Any, call: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """In the actor: begin a call of its engine; one that the engine lacks is passed over."""
+    """In the actor: begin a call of its engine."""
     calls = server.__dict__.setdefault(_CALLS, {})
-    called = getattr(server.engine, method, None)
     loop = server._server_task.get_loop()  # Ray runs this in another thread than the actor's coroutines
-    calls[call] = asyncio.run_coroutine_threadsafe(_nothing() if called is None else called(*args, **kwargs), loop)
+    calls[call] = asyncio.run_coroutine_threadsafe(getattr(server.engine, method)(*args, **kwargs), loop)
 
 
 def _look(server: Any, call: str) -> tuple[Any, str | None] | None:
@@ -73,10 +79,6 @@ def _look(server: Any, call: str) -> tuple[Any, str | None] | None:
     del getattr(server, _CALLS)[call]
     error = future.exception()
     return (None, f"{type(error).__name__}: {error}") if error is not None else (future.result(), None)
-
-
-async def _nothing() -> None:
-    return None
 
 
 class LoraMergeServerAdapter(ServerAdapter):
