@@ -44,8 +44,12 @@ test-libraries: $(VENV)/installed $(VENV)/libraries/done
 # Real trainers with real vLLM engines. They exclude each other, so each has packages of its own beside vLLM's.
 TRAINERS := plain trl swift verl
 test-trainers: $(foreach trainer,$(TRAINERS),test-$(trainer))
+test-verl: $(VENV)/megatron/done
 test-%: $(VLLM)/%/done
 	PYTHONPATH=$(VLLM)/$* $(VLLM)/bin/python -m pytest $(ARGS) tests/test_trainer_$**.py
+
+# Which packages are installed is known the next time, too: make takes what a pattern rule makes on its way for scratch.
+.PRECIOUS: $(VLLM)/%/done
 
 # Proof that every kernel source compiles and links for each architecture, and that what comes of it loads where there is
 # no GPU; needs nvcc, but neither a GPU nor torch.

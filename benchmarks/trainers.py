@@ -52,7 +52,7 @@ def readable() -> Iterator[None]:
 
     from vllm.model_executor.layers import utils
 
-    def plain(layer: nn.Module, remove_weight: bool) -> None:
+    def plain(layer: Any, remove_weight: bool) -> None:
         layer.cpu_linear = nn.functional.linear
 
     with mock.patch.object(utils, "dispatch_cpu_unquantized_gemm", plain):

@@ -83,7 +83,10 @@ def module(name: str) -> Any:
 
 
 def _is_module(name: str) -> bool:
-    return importlib.util.find_spec(name) is not None
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # inside of a module
+        return False
 
 
 def _like(node: ast.FunctionDef) -> Any:

@@ -11,6 +11,7 @@ are the real ones where its wheel is unpacked on the path (`bridge()`).
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import sys
 import tempfile
@@ -376,6 +377,7 @@ def logits(chunks: list[Any], tokens: Tensor) -> Tensor:
 # ---- adapters --------------------------------------------------------------------------------------------------------
 
 
+@functools.cache
 def bridge() -> Any:
     """Megatron-Bridge's `peft` package, with our stand-ins where it looks for TransformerEngine's layers."""
     import megatron_preload  # noqa: F401 - megatron.core, before it sees what stands in for TransformerEngine
@@ -388,13 +390,11 @@ def bridge() -> Any:
     package = types.ModuleType("megatron.bridge")
     package.__path__ = found
     sys.modules["megatron.bridge"] = package
-    te, pytorch = types.ModuleType("transformer_engine"), types.ModuleType("transformer_engine.pytorch")
-    for name in ("Linear", "LayerNormLinear", "GroupedLinear", "LayerNorm", "RMSNorm"):
-        setattr(pytorch, name, type(name, (nn.Module,), {}))
-    pytorch.ops = types.SimpleNamespace(Sequential=nn.Sequential)
-    te.pytorch = pytorch
-    with mock.patch.dict(sys.modules, {"transformer_engine": te, "transformer_engine.pytorch": pytorch}):
+    with mock.patch.dict(sys.modules, stand_ins()):
         from megatron.bridge.peft import canonical_lora, dora, lora, lora_layers, utils
+
+        kept = {name: module for name, module in sys.modules.items() if name.startswith("megatron.bridge.")}
+    sys.modules.update(kept)  # what is imported of it later shares these classes
 
     # megatron-core 0.16.1 hands its routers a padding mask too, which Megatron-Bridge 0.3.1 does not take.
     router, forward = lora_layers.LoRATopKRouter, lora_layers.LoRATopKRouter.__dict__["forward"]
@@ -407,6 +407,16 @@ def bridge() -> Any:
     utils.TERL = (megatron_te.TERowParallelLinear, megatron_te.TERowParallelGroupedLinear)
     utils.TELinear = type("TELinear", (nn.Module,), {})
     return types.SimpleNamespace(LoRA=lora.LoRA, CanonicalLoRA=canonical_lora.CanonicalLoRA, DoRA=dora.DoRA)
+
+
+def stand_ins() -> dict[str, types.ModuleType]:
+    """What Megatron-Bridge imports of TransformerEngine, by name: classes that no model here has."""
+    te, pytorch = types.ModuleType("transformer_engine"), types.ModuleType("transformer_engine.pytorch")
+    for name in ("Linear", "LayerNormLinear", "GroupedLinear", "LayerNorm", "RMSNorm"):
+        setattr(pytorch, name, type(name, (nn.Module,), {}))
+    pytorch.ops = types.SimpleNamespace(Sequential=nn.Sequential)
+    te.pytorch = pytorch
+    return {"transformer_engine": te, "transformer_engine.pytorch": pytorch}
 
 
 def mcore_style() -> type[nn.Module]:

@@ -289,11 +289,14 @@ def while_alive(call: Callable[[], _T], pids: Sequence[int]) -> _T:
 
 
 def control_of(engine: Any) -> Control:
-    """The control plane of a handle: an LLM, an AsyncLLM, a Ray actor, or a server's URL.
+    """The control plane of a handle: an LLM, an AsyncLLM, a Ray actor, or a server's URL. One that is a control plane
+    already (a trainer's integration made it) is taken as it is.
 
     Raises:
         InvalidInput: it is none of them.
     """
+    if isinstance(engine, Control):
+        return engine
     if isinstance(engine, str):
         if not engine.startswith(("http://", "https://")):
             raise InvalidInput(f"engine must be a URL like http://host:8000, got {engine!r}")

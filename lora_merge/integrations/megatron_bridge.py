@@ -1,0 +1,101 @@
+"""Megatron-Bridge: `export_hf_weights` of one `AutoBridge` yields merged weights out of `MergedWeights`.
+
+    bridge = bind(AutoBridge.from_hf_pretrained(path))
+
+Whoever holds this bridge, a trainer or a library around it, then exports merged weights without gathering the base.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from ..errors import InvalidInput
+from ..models.megatron.names import bridge_names
+from ..models.megatron.read import Chunks
+from ..stream.weights import MergedWeights
+from .takeover import Release
+
+_Bridge = TypeVar("_Bridge")
+RELEASE = Release("Megatron-Bridge", "megatron-bridge", ("0.3.1",))
+_NAMES = {
+    "megatron.bridge.models.conversion.auto_bridge:AutoBridge": (
+        "export_hf_weights",
+        "get_conversion_tasks",
+        "_model_bridge",
+    ),
+    "megatron.bridge.models.conversion.model_bridge": ("HFWeightTuple",),
+}
+
+
+def bind(bridge: _Bridge, *, dtype: torch.dtype | None = None, rounding: str = "nearest") -> _Bridge:
+    """Replace `export_hf_weights` of this bridge; of other bridges nothing changes. `del bridge.export_hf_weights`
+    takes it back.
+
+    Args:
+        bridge: a `megatron.bridge.AutoBridge`.
+        dtype, rounding: as for `MergedWeights`.
+
+    Returns:
+        the bridge.
+
+    Raises:
+        TrainerRefused: this release of Megatron-Bridge lacks what is used.
+    """
+    RELEASE.require(_NAMES)
+    from megatron.bridge.models.conversion.model_bridge import HFWeightTuple
+
+    kept: dict[tuple[int, ...], MergedWeights] = {}
+    own = type(bridge).export_hf_weights.__get__(bridge)  # type: ignore[attr-defined]
+
+    def export_hf_weights(
+        model: Any,
+        cpu: bool = False,
+        show_progress: bool = True,
+        conversion_tasks: Sequence[Any] | None = None,
+        merge_adapter_weights: bool = True,
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """As Megatron-Bridge's own, by a stream that is kept for the next time; it shows no progress. Collective.
+        With merge_adapter_weights=False it is Megatron-Bridge's own.
+
+        Raises:
+            InvalidInput: conversion_tasks of a part of the model; all of them mean the same as None.
+        """
+        if not merge_adapter_weights:
+            return own(model, cpu, show_progress, conversion_tasks, merge_adapter_weights)
+        chunks = list(model) if isinstance(model, list | tuple) else [model]
+        if conversion_tasks is not None:
+            _check_all(conversion_tasks, bridge.get_conversion_tasks(chunks))  # type: ignore[attr-defined]
+        key = tuple(map(id, chunks))
+        if key not in kept:
+            kept.clear()  # another model
+            kept[key] = MergedWeights(chunks_of(bridge, chunks), dtype=dtype, rounding=rounding)
+        weights = kept[key]
+        weights.metadata()  # what cannot be streamed is an error here, on all ranks, and not in the middle
+        return (HFWeightTuple(name, tensor.cpu() if cpu else tensor) for name, tensor in weights)
+
+    bridge.export_hf_weights = export_hf_weights  # type: ignore[attr-defined]
+    return bridge
+
+
+def _check_all(given: Sequence[Any], whole: Sequence[Any]) -> None:
+    there, wanted = ({task.global_param_name for task in tasks if task is not None} for tasks in (given, whole))
+    if there != wanted:
+        missing = sorted(wanted - there) or sorted(there - wanted)
+        raise InvalidInput(
+            f"export_hf_weights(conversion_tasks=...) of a part of the model ({missing[0]} and {len(missing) - 1} more "
+            "make the difference): lora_merge exports everything; pass None or all of get_conversion_tasks, or take "
+            "bind back by del bridge.export_hf_weights"
+        )
+
+
+def chunks_of(bridge: Any, chunks: Sequence[Any]) -> Any:
+    """Megatron's chunks under the names that a bridge's mappings give them; as they are, where it has no mappings."""
+    found = getattr(bridge, "_model_bridge", None)
+    if found is None:
+        return list(chunks)
+    config = getattr(bridge.hf_pretrained, "config", bridge.hf_pretrained)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return Chunks(list(chunks), vocab_size=text.vocab_size, names=bridge_names(found.mapping_registry()))

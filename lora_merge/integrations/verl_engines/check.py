@@ -1,0 +1,60 @@
+"""Is the rollout the policy? verl's batches hold the log-probs of both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...verify import logprob_gap
+from ..takeover import TrainerRefused
+from ..telling import hold
+
+
+def check_batch(batch: Any, bound: float = 0.02, *, exact: bool = False) -> dict[str, float]:
+    """The importance ratios between the trainer's log-probs in a batch of verl's and the rollout's.
+
+    Args:
+        batch: a `DataProto` or `TensorDict` with `old_log_probs`, `rollout_log_probs` and `response_mask`, padded to
+            `[N, R]` or jagged.
+        bound: how far a ratio may lie from 1.
+        exact: whether trainer and rollout compute in float32: then every token's ratio has to lie within the bound,
+            else their mean.
+
+    Returns:
+        numbers for a logger, by name; empty where no token counts.
+
+    Raises:
+        TrainerRefused: the batch lacks the rollout's log-probs, or has them as the trainer's.
+        PolicyGap: rollout and trainer are not one policy.
+    """
+    fields = getattr(batch, "batch", batch)
+    if "rollout_log_probs" not in fields:
+        raise TrainerRefused(
+            "the batch has no rollout_log_probs to hold the policy against: set "
+            "actor_rollout_ref.rollout.calculate_log_probs=True, or LORA_MERGE_CHECK=0"
+        )
+    old, rolled, masks = (_rows(fields[name]) for name in ("old_log_probs", "rollout_log_probs", "response_mask"))
+    trainer, rollout = [], []
+    for ours, theirs, mask in zip(old, rolled, masks, strict=True):
+        counts = mask.bool()
+        if counts.any():
+            trainer.append(ours[counts])
+            rollout.append(theirs[counts])
+    if not trainer:
+        return {}
+    if all(torch.equal(a, b) for a, b in zip(trainer, rollout, strict=True)):
+        raise TrainerRefused(
+            "old_log_probs are the rollout's own, so there is nothing to hold the policy against: set "
+            "algorithm.rollout_correction.bypass_mode=False, or LORA_MERGE_CHECK=0"
+        )
+    # Responses alone, each behind one token that stands for its prompt.
+    packed = torch.cat([torch.cat([row.new_zeros(1), row]) for row in trainer])
+    lengths = torch.tensor([0, *(len(row) + 1 for row in trainer)])
+    gap = logprob_gap(packed, rollout, shifted=False, prompt_lengths=[1] * len(trainer), cu_seqlens=lengths.cumsum(0))
+    return hold(gap, bound, exact)
+
+
+def _rows(field: Tensor) -> list[Tensor]:
+    return list(field.unbind())

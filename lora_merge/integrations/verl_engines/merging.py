@@ -1,0 +1,95 @@
+"""What this package's engines have in common, whatever shards the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...shards.ranks import Ranks
+from ..options import SWITCH
+from ..takeover import TrainerRefused, off
+from ..telling import metrics
+from .check import check_batch
+from .registry import RELEASE, merges
+from .stream import FLAG, Stream
+
+
+class Merging:
+    """Mixed in before an engine of verl's.
+
+    With `model.lora.merge=True` weights for the rollout come from a kept `Stream`, its report is among the metrics of
+    the next update, and with LORA_MERGE_CHECK each batch of an update is held against the rollout. Without it, and
+    without an adapter, the engine is verl's.
+    """
+
+    module: Any
+    model_config: Any
+    engine_config: Any
+    rank: int
+    _stream: Stream | None = None
+    _told: int = 0
+
+    def initialize(self) -> None:
+        """Build the model as verl does; what cannot be served is refused at once."""
+        if not self.merging:
+            super().initialize()  # type: ignore[misc]
+            return
+        self._refuse()
+        super().initialize()  # type: ignore[misc]
+        self._stream = self._make_stream()
+        theirs = next(kind for kind in type(self).__mro__ if kind.__module__.startswith("verl."))
+        RELEASE.announce(f"the merged weights of {theirs.__qualname__} (actor_rollout_ref.model.lora.merge)")
+
+    @property
+    def merging(self) -> bool:
+        """Whether this engine trains an adapter that verl is told to merge."""
+        return merges(self.model_config, self.engine_config)
+
+    def stream(self) -> Stream:
+        """The kept stream of the model."""
+        if self._stream is None:
+            raise TrainerRefused(f"the engine was not initialised with {FLAG}")
+        return self._stream
+
+    def _make_stream(self) -> Stream:
+        return Stream(self.module, self.rank)
+
+    def train_batch(self, data: Any, loss_function: Any) -> Any:
+        """verl's, with what the last sync has cost, and with how far rollout and trainer lie apart, in its metrics."""
+        found: dict[str, float] = {}
+        if self.merging:
+            stream = self.stream()
+            if stream.options.check is not None:
+                with Ranks(dist.group.WORLD).vote(f"{SWITCH}_CHECK"):
+                    found |= check_batch(data, stream.options.check, exact=stream.exact(self._autocast()))
+            if stream.report is not None and stream.report.version != self._told:
+                self._told = stream.report.version
+                found |= metrics(stream.report)
+        outputs = super().train_batch(data, loss_function)  # type: ignore[misc]
+        if self.is_mp_src_rank_with_outputs():  # type: ignore[attr-defined]
+            outputs["metrics"] |= {
+                name: [value] for name, value in found.items()
+            }  # verl's are one for each micro-batch
+        return outputs
+
+    def get_per_tensor_param_shard(self, **options: Any) -> Any:
+        """Refused while adapters are merged: shards of verl's own export lack what the adapters add."""
+        if self.merging:
+            raise TrainerRefused(
+                "actor_rollout_ref.rollout.checkpoint_engine.backend=delta_sharded sends shards of the base alone, "
+                f"without what the adapter adds: choose another backend with {FLAG}"
+            )
+        return super().get_per_tensor_param_shard(**options)  # type: ignore[misc]
+
+    def _autocast(self) -> torch.dtype:
+        """What the forward computes in."""
+        return getattr(self, "_autocast_dtype", torch.bfloat16)
+
+    def _refuse(self) -> None:
+        if getattr(self, "_qat_enabled", False):
+            raise TrainerRefused(
+                f"actor_rollout_ref.actor.*.qat.enable=True trains weights as quantised ones, and {FLAG} brings them "
+                f"unquantised: set one of them to False. {off('verl')}"
+            )

@@ -1,0 +1,125 @@
+"""Whole pushes into verl's vLLM servers, checks and states included, in place of verl's buckets.
+
+By configuration: `rollout.engine_kwargs.vllm.weight_transfer_config={backend: lora_merge}`, with `lora.merge=True`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
+
+from ...engine.sync import VllmSync
+from ...engine.vllm.control import AsyncControl, while_alive
+from ...engine.vllm.plugin import BACKEND
+from ..takeover import TrainerRefused
+from .stream import CONFIGURED, FLAG, Pass
+
+LOOK_S = 0.002
+"""Seconds between two looks at whether a call inside of a server has ended."""
+_CALLS = "_lora_merge_calls"
+
+
+class ServerControl(AsyncControl):
+    """A Ray actor of verl's around `AsyncLLM`. Its own methods give no answers of workers back, so the engine inside of
+    it is called, as verl itself calls into actors; a call that waits goes on in the actor's event loop."""
+
+    suspends = False
+
+    def config(self) -> Any:
+        return None
+
+    async def label(self, version: str) -> None:
+        if self._inside(_offers, "update_weight_version"):  # vLLM 0.26 keeps no versions
+            await self._call("update_weight_version", version)
+
+    async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        wait = partial(self._wait, method, args, kwargs)
+        return while_alive(wait, self.workers) if self.workers else wait()
+
+    def _wait(self, method: str, args: Iterable[Any], kwargs: dict[str, Any]) -> Any:
+        call = secrets.token_hex(8)
+        self._inside(_begin, call, method, tuple(args), kwargs)
+        while (done := self._inside(_look, call)) is None:
+            time.sleep(LOOK_S)
+        value, error = done
+        if error is not None:
+            raise RuntimeError(error)
+        return value
+
+    def _inside(self, work: Callable[..., Any], *given: Any) -> Any:
+        """What `work(server, *given)` returns in the actor."""
+        import ray
+
+        return ray.get(self.engine.__ray_call__.remote(work, *given))
+
+
+def _offers(server: Any, method: str) -> bool:
+    """In the actor: whether its engine has a method."""
+    return hasattr(server.engine, method)
+
+
+def _begin(server: Any, call: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """In the actor: begin a call of its engine."""
+    calls = server.__dict__.setdefault(_CALLS, {})
+    loop = server._server_task.get_loop()  # Ray runs this in another thread than the actor's coroutines
+    calls[call] = asyncio.run_coroutine_threadsafe(getattr(server.engine, method)(*args, **kwargs), loop)
+
+
+def _look(server: Any, call: str) -> tuple[Any, str | None] | None:
+    """In the actor: what a call has returned and its error in words, once; None while it goes on."""
+    future = getattr(server, _CALLS)[call]
+    if not future.done():
+        return None
+    del getattr(server, _CALLS)[call]
+    error = future.exception()
+    return (None, f"{type(error).__name__}: {error}") if error is not None else (future.result(), None)
+
+
+class LoraMergeServerAdapter(ServerAdapter):
+    """verl's side of a vLLM server in a trainer's rank: brings merged weights by `VllmSync` where the server was
+    configured for that, and is verl's own in everything else."""
+
+    _sync: VllmSync | None = None
+    _pushed: Any = None
+
+    @property
+    def configured(self) -> bool:
+        """Whether the server was started for pushes."""
+        options = (self.config.engine_kwargs or {}).get("vllm", {}) or {}
+        transfer = options.get("weight_transfer_config") or {}
+        return bool(transfer) and transfer.get("backend") == BACKEND
+
+    async def update_weights(self, weights: Any, global_steps: int | None = None, **options: Any) -> None:
+        """Push, where the weights are this package's and the server was configured for it.
+
+        Raises:
+            TrainerRefused: the server was configured for pushes, and verl sends an adapter alone.
+        """
+        if not self.configured or not (isinstance(weights, Pass) or options.get("peft_config")):
+            await super().update_weights(weights, global_steps=global_steps, **options)
+            return
+        if not isinstance(weights, Pass):
+            raise TrainerRefused(
+                f"{CONFIGURED} is for merged weights, and verl sends the adapter alone: set {FLAG}, or leave "
+                "weight_transfer_config out"
+            )
+        weights.push(self._sync_of(weights))
+        if global_steps is not None and self._ensure_server_handle():
+            await self.server_handle.set_global_steps.remote(global_steps)
+
+    def _sync_of(self, weights: Pass) -> VllmSync:
+        """Kept as long as the model is the same; collective over the trainer's ranks."""
+        stream = weights.stream
+        if self._sync is None or self._pushed is not stream:
+            if self._sync is not None:
+                self._sync.close()
+            control = ServerControl(self.server_handle) if self._ensure_server_handle() else None
+            self._sync = VllmSync(stream.weights.model, control, rounding=stream.options.rounding)
+            self._pushed = stream
+        return self._sync

@@ -1,0 +1,150 @@
+"""What an engine of verl's hands to its rollout: merged weights, checked before the first one, and a report of them."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...engine.replica import SyncReport
+from ...engine.sync import VllmSync
+from ...engine.vllm.plugin import BACKEND
+from ...errors import InvalidInput, LoraMergeError
+from ...stream.buckets import dtype_of
+from ...stream.weights import MergedWeights
+from ..options import SWITCH, Options
+from ..takeover import TrainerRefused, off
+from ..telling import Counted, both_float32
+
+FLAG = "actor_rollout_ref.model.lora.merge=True"
+CONFIGURED = f"actor_rollout_ref.rollout.engine_kwargs.vllm.weight_transfer_config={{backend:{BACKEND}}}"
+_TRANSPORT = "verl's rollout"
+
+logger = logging.getLogger("lora_merge.verl")
+logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
+
+
+class Stream:
+    """The policy as a stream of `(name, tensor)` for verl's transports, again and again; its plans are kept.
+
+    Args:
+        model: what is trained, wrapped as verl wraps it; or Megatron's chunks.
+        rank: of this process; the first one logs.
+        dtype: of the stream, unless LORA_MERGE_DTYPE says otherwise; None: as the weights are.
+
+    Raises:
+        InvalidInput: an environment variable that does not fit.
+    """
+
+    def __init__(self, model: Any, rank: int, dtype: torch.dtype | None = torch.bfloat16) -> None:
+        self.options = Options.from_environment()
+        _refuse(self.options)
+        self.dtype = _dtype(dtype)
+        self.weights = MergedWeights(model, dtype=self.dtype, rounding=self.options.rounding)
+        self.report: SyncReport | None = None
+        """Of the last pass that has ended."""
+        self._rank, self.passes = rank, 0
+
+    def exact(self, computed: torch.dtype) -> bool:
+        """Whether trainer (which computes in `computed`) and rollout hold the policy in float32."""
+        return self.dtype is not None and both_float32(self.dtype, computed)
+
+    def begin(self, after: Callable[[], None] = lambda: None) -> Pass:
+        """A pass: what can be checked is checked now, before verl's rollout begins to receive. Collective.
+
+        Args:
+            after: called when the pass has ended, also in an error.
+
+        Raises:
+            TrainerRefused: the model cannot be streamed.
+        """
+        try:
+            self._check_tied({meta.name for meta in self.weights.metadata()})
+        except LoraMergeError as error:
+            after()
+            raise TrainerRefused(f"{FLAG} cannot be served: {error}. {off('verl')}") from error
+        except BaseException:
+            after()
+            raise
+        return Pass(self, after)
+
+    def _check_tied(self, names: set[str]) -> None:
+        """A rollout holds tied weights as one tensor, and would pass over the other name without a word."""
+        model = self.weights.model
+        tied = getattr(model, "all_tied_weights_keys", None) or {}  # of transformers' models
+        apart = sorted(names & set(tied)) if isinstance(model, nn.Module) else []
+        if apart:
+            raise InvalidInput(
+                f"{apart[0]} is tied to {tied[apart[0]]} in rollouts, and an adapter makes it another tensor here: "
+                f"leave {apart[0].removesuffix('.weight')} out of actor_rollout_ref.model.target_modules"
+            )
+
+    def ended(self, report: SyncReport) -> None:
+        """Note and log what a pass has cost."""
+        self.report = report
+        if self._rank == 0:
+            logger.info("lora_merge: %s", report)
+
+
+class Pass(Iterator[tuple[str, Tensor]]):
+    """The policy on its way to a rollout, once: iterated by verl's transports, or pushed.
+
+    Args:
+        stream: whose.
+        after: called at its end.
+    """
+
+    def __init__(self, stream: Stream, after: Callable[[], None]) -> None:
+        self.stream, self._after = stream, after
+        self._tensors = self._iterate()
+
+    def __next__(self) -> tuple[str, Tensor]:
+        return next(self._tensors)
+
+    def close(self) -> None:
+        """End an iteration before its end; on all ranks."""
+        self._tensors.close()
+
+    def push(self, sync: VllmSync) -> None:
+        """Bring it into the engines by pushes, which check everything first, instead of iterating."""
+        try:
+            report = sync.push(verify=self.stream.options.verify)
+        finally:
+            self._after()
+        self.stream.ended(report)
+
+    def _iterate(self) -> Generator[tuple[str, Tensor], None, None]:
+        if self.stream.options.verify:
+            self._after()
+            raise TrainerRefused(
+                f"{SWITCH}_VERIFY=1 compares what lies in the engines, which verl's own transport does not tell: set "
+                f"{CONFIGURED}, or {SWITCH}_VERIFY=0"
+            )
+        self.stream.passes += 1
+        counted = Counted(self.stream.weights, self.stream.passes, _TRANSPORT)
+        try:
+            yield from counted
+        finally:
+            self._after()
+        self.stream.ended(counted.report)
+
+
+def _refuse(options: Options) -> None:
+    if options.mode != "merged":
+        raise TrainerRefused(
+            f"{SWITCH}_MODE={options.mode} does not go with {FLAG}: actor_rollout_ref.model.lora.merge=False is verl's "
+            "own way of sending adapters alone"
+        )
+
+
+def _dtype(default: torch.dtype | None) -> torch.dtype | None:
+    name = os.environ.get(f"{SWITCH}_DTYPE")
+    if not name:
+        return default
+    if name not in ("bfloat16", "float16", "float32"):
+        raise InvalidInput(f"{SWITCH}_DTYPE must be bfloat16, float16 or float32, got {name!r}")
+    return dtype_of(name)
