@@ -5,14 +5,18 @@ from __future__ import annotations
 
 import sys
 import types
+from typing import Any
 
+import models
 import pytest
 import torch
+from torch import nn
 
-from lora_merge import InvalidInput, MissingExtra, SyncReport
+from lora_merge import InvalidInput, MergedWeights, MissingExtra, SyncReport
 from lora_merge.integrations.options import Options, switched_off, switched_on
 from lora_merge.integrations.takeover import Release, TrainerRefused
 from lora_merge.integrations.telling import Counted, PolicyGap, hold, metrics
+from lora_merge.integrations.tied import check_tied
 from lora_merge.verify import logprob_gap
 
 TORCH = Release("PyTorch", "torch", (torch.__version__,))
@@ -106,3 +110,27 @@ def test_the_check_of_ratios() -> None:
     for wrong in (-0.1, 0.1, float("nan")):
         with pytest.raises(PolicyGap, match="does not answer as the policy"):
             hold(gap_at(torch.full((3, 5), wrong)), 0.02, exact=False)
+
+
+@pytest.mark.parametrize(
+    ("build", "targets", "named"),
+    [
+        (lambda: models.qwen2(tied=True), ["lm_head"], "lm_head"),
+        (lambda: models.qwen2(tied=True), ["embed_tokens"], "lm_head"),
+        (models.gpt2, ["wte"], "lm_head"),
+    ],
+)
+def test_an_adapter_on_one_of_two_tied_names(build: Any, targets: list[str], named: str) -> None:
+    """An engine holds one tensor for both, and passes over the other name."""
+    model = models.with_lora(build, target_modules=targets)
+    for wrapped in (model, nn.DataParallel(model)):
+        with pytest.raises(InvalidInput, match=rf"{named}.* is tied to .*out of --target_modules"):
+            check_tied(MergedWeights(wrapped), "--target_modules")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_tied_names_without_an_adapter_come_once(tied: bool) -> None:
+    model = models.with_lora(lambda: models.qwen2(tied=tied), target_modules=["q_proj"])
+    check_tied(MergedWeights(model), "--target_modules")
+    other = models.with_lora(lambda: models.qwen2(tied=False), target_modules=["q_proj", "lm_head"])
+    check_tied(MergedWeights(other), "--target_modules")

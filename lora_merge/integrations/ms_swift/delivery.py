@@ -17,6 +17,7 @@ from ...shards.ranks import Ranks, noted
 from ...stream.weights import MergedWeights
 from ..options import Options
 from ..takeover import TrainerRefused, off
+from ..tied import check_tied
 
 
 class Colocated:
@@ -93,6 +94,7 @@ class Served:
         """
         if self._weights is None or self._weights.model is not model:
             self._weights = MergedWeights(model, rounding=self._options.rounding)
+        check_tied(self._weights, "--target_modules")
         self._whole = False
         self._version += 1
         report = SyncReport(self._version, "merged", transports=("swift's server",))

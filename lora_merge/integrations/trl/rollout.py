@@ -19,6 +19,7 @@ from ...stream.weights import MergedWeights
 from ..options import Options
 from ..takeover import TrainerRefused
 from ..telling import Counted, metrics
+from ..tied import check_tied
 from .release import GENERATION, OFF
 
 
@@ -209,6 +210,7 @@ class Server(Rollout):
     def sync_weights(self) -> None:
         if self._weights is None or self._weights.model is not self.model:
             self._weights = MergedWeights(self.model, dtype=self.engine_dtype, rounding=self.options.rounding)
+        check_tied(self._weights, "the adapter's target_modules (--lora_target_modules)")
         # TRL would walk the stream, which merges, for names and shapes alone.
         self.generation._weight_metadata = [
             (name, str(dtype).removeprefix("torch."), list(shape)) for name, dtype, shape in self._weights.metadata()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...engine.replica import SyncReport
 from ...engine.sync import VllmSync
@@ -19,6 +19,7 @@ from ...stream.weights import MergedWeights
 from ..options import SWITCH, Options
 from ..takeover import TrainerRefused, off
 from ..telling import Counted, both_float32
+from ..tied import check_tied
 
 FLAG = "actor_rollout_ref.model.lora.merge=True"
 CONFIGURED = f"actor_rollout_ref.rollout.engine_kwargs.vllm.weight_transfer_config={{backend:{BACKEND}}}"
@@ -63,7 +64,7 @@ class Stream:
             TrainerRefused: the model cannot be streamed.
         """
         try:
-            self._check_tied({meta.name for meta in self.weights.metadata()})
+            check_tied(self.weights, "actor_rollout_ref.model.target_modules")
         except LoraMergeError as error:
             after()
             raise TrainerRefused(f"{FLAG} cannot be served: {error}. {off('verl')}") from error
@@ -71,17 +72,6 @@ class Stream:
             after()
             raise
         return Pass(self, after)
-
-    def _check_tied(self, names: set[str]) -> None:
-        """A rollout holds tied weights as one tensor, and would pass over the other name without a word."""
-        model = self.weights.model
-        tied = getattr(model, "all_tied_weights_keys", None) or {}  # of transformers' models
-        apart = sorted(names & set(tied)) if isinstance(model, nn.Module) else []
-        if apart:
-            raise InvalidInput(
-                f"{apart[0]} is tied to {tied[apart[0]]} in rollouts, and an adapter makes it another tensor here: "
-                f"leave {apart[0].removesuffix('.weight')} out of actor_rollout_ref.model.target_modules"
-            )
 
     def ended(self, report: SyncReport) -> None:
         """Note and log what a pass has cost."""
