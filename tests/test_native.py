@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -142,6 +143,69 @@ def test_operators_refuse_other_tensors() -> None:
                 with pytest.raises(RuntimeError, match=f"lora_merge: {name} must"):
                     run(t, *{**good, name: tensor}.values())
         run(t, *good.values())
+
+
+# ---- calls of functions that only a GPU runs -------------------------------------------------------------------------
+
+
+class Recorder:
+    """In the place of a compiled module: keeps what each function was called with, by the names that C++ has."""
+
+    def __init__(self) -> None:
+        self.called: dict[str, dict[str, Any]] = {}
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        names = [taken.split()[-1].lstrip("*") for taken in layout.CUDA_OPERATORS[name][1].split(", ")]
+
+        def call(*values: Any) -> None:
+            self.called[name] = dict(zip(names, values, strict=True))
+
+        return call
+
+
+def test_gpu_functions_get_what_they_are_declared_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every number in its place: they have twenty of them, and no machine without a GPU would notice."""
+    from lora_merge.kernels import cuda, cuda_hopper, cuda_tracked
+
+    recorder = Recorder()
+    monkeypatch.setattr(native, "compiled", recorder)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 4242, raising=False)
+    of_table = {"table": table(), "unit_segment": torch.zeros(0, dtype=torch.int32)}
+    memory = {
+        "counter": torch.zeros(2, dtype=torch.int32),
+        "maps": torch.zeros(layout.MAP_BYTES, dtype=torch.uint8),
+        "out": torch.zeros(8, dtype=torch.float64),
+        "codes": torch.zeros(3, dtype=torch.uint8),
+        "records": torch.zeros(5, dtype=torch.int64),
+        "arena": torch.zeros(7, dtype=torch.uint8),
+        "asked": torch.zeros(3, dtype=torch.int64),
+    }
+    fields = {
+        "launch_cuda": cuda._Variant._fields,
+        "launch_hopper": cuda_hopper.HopperVariant._fields,
+        "row_norms_cuda": cuda._NormTable._fields,
+        "track_cuda": cuda_tracked._Group._fields,
+        "track_hopper": cuda_tracked._HopperGroup._fields,
+    }
+    later = {"launch_cuda": ("stochastic", "seed"), "launch_hopper": ("stochastic", "seed"), "row_norms_cuda": ("out",)}
+    journal = ("undo", "codes", "records", "arena", "chunk", "asked")
+    for name, first in fields.items():
+        given: dict[str, Any] = {}
+        for number, field in enumerate((*first, *later.get(name, journal)), start=100):
+            given[field] = {**of_table, **memory, "device": -1}.get(field, number)
+        if name == "row_norms_cuda":  # takes its device from `out`
+            monkeypatch.setattr(operators, "CPU", -2)
+            monkeypatch.setattr(operators, "_words", lambda t, device: (t.data_ptr(), t.shape[0]))
+        getattr(operators, name)(*given.values())
+        got = recorder.called[name]
+        assert (got["device"], got["stream"]) == (-1, 4242), name
+        assert got["segments"] == 1
+        for field, value in given.items():
+            wanted = value.data_ptr() if isinstance(value, torch.Tensor) else value
+            if field not in ("device", "unit_segment"):  # there is none beside a table on the CPU
+                assert got[field] == wanted, (name, field)
+        sizes = {"n_codes": 3, "n_records": 5, "room": 7, "n_unit_segment": 0, "on_device": False}
+        assert all(got[size] == count for size, count in sizes.items() if size in got), name
 
 
 # ---- copies that do not fit ------------------------------------------------------------------------------------------

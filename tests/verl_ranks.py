@@ -320,7 +320,9 @@ def refusals(rank: int, folder: Path) -> None:
     with pytest.raises(TrainerRefused, match=r"lora\.merge=True cannot be served: .*lora_bias.*LORA_MERGE=0"):
         biased.get_per_tensor_param()
     head = engine_of(folder / "tied" / "model", lora_adapter_path=str(folder / "tied" / "head"))
-    with pytest.raises(TrainerRefused, match=r"lm_head\.weight is tied to .*leave lm_head and .* out of .*target_modules"):
+    with pytest.raises(
+        TrainerRefused, match=r"lm_head\.weight is tied to .*leave lm_head and .* out of .*target_modules"
+    ):
         head.get_per_tensor_param()
     # An actor of verl's would be started for this; what it is told alone matters.
     adapter = object.__new__(LoraMergeServerAdapter)
