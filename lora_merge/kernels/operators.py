@@ -18,16 +18,20 @@ CPU = -1
 """As GPUs have numbers."""
 
 
-def _address(t: Tensor, label: str, dtype: torch.dtype, device: int, numel: int = 0) -> int:
-    """Where a contiguous tensor of this dtype, device and size at least begins."""
-    if t.dtype != dtype or t.get_device() != device or t.is_meta or not t.is_contiguous():
-        raise RuntimeError(
-            f"lora_merge: {label} must be contiguous {dtype} on {_named(device)}, got {t.dtype} {list(t.shape)} with "
-            f"strides {list(t.stride())} on {t.device}"
-        )
-    if t.numel() < numel:
-        raise RuntimeError(f"lora_merge: {label} must have {numel} elements or more, got {t.numel()}")
-    return t.data_ptr()
+def _addresses(device: int, *wanted: tuple[Tensor, str, torch.dtype, int]) -> list[int]:
+    """Where tensors begin that have to be contiguous, of a dtype, on a device, and of so many elements at least; `wanted`
+    has these with a name for each. One call for all: Python's frames are what a launch costs."""
+    found = []
+    for t, label, dtype, numel in wanted:
+        if t.dtype != dtype or t.get_device() != device or t.is_meta or not t.is_contiguous():
+            raise RuntimeError(
+                f"lora_merge: {label} must be contiguous {dtype} on {_named(device)}, got {t.dtype} {list(t.shape)} with "
+                f"strides {list(t.stride())} on {t.device}"
+            )
+        if t.numel() < numel:
+            raise RuntimeError(f"lora_merge: {label} must have {numel} elements or more, got {t.numel()}")
+        found.append(t.data_ptr())
+    return found
 
 
 def _words(table: Tensor, device: int) -> tuple[int, int]:
@@ -61,7 +65,8 @@ def launch_cpu(table: Tensor, stochastic: bool, seed: int) -> None:
 
 def row_norms_cpu(table: Tensor, out: Tensor) -> None:
     """Write the squared norm of every row to `out`, float64."""
-    native.compiled.row_norms_cpu(*_words(table, CPU), _address(out, "out", torch.float64, CPU), out.numel())
+    (address,) = _addresses(CPU, (out, "out", torch.float64, 0))
+    native.compiled.row_norms_cpu(*_words(table, CPU), address, out.numel())
 
 
 def tracked_sizes_cpu(table: Tensor) -> tuple[Tensor, int]:
@@ -82,12 +87,14 @@ def untrack_cpu(table: Tensor, codes: Tensor, records: Tensor, arena: Tensor, co
 
 
 def _journal_cpu(codes: Tensor, records: Tensor, arena: Tensor, counter: Tensor) -> tuple[int, ...]:
-    return (
-        *(_address(codes, "codes", torch.uint8, CPU), codes.numel()),
-        *(_address(records, "records", torch.int64, CPU), records.numel()),
-        *(_address(arena, "arena", torch.uint8, CPU), arena.numel()),
-        _address(counter, "counter", torch.int64, CPU, 3),
+    a, b, c, d = _addresses(
+        CPU,
+        (codes, "codes", torch.uint8, 0),
+        (records, "records", torch.int64, 0),
+        (arena, "arena", torch.uint8, 0),
+        (counter, "counter", torch.int64, 3),
     )
+    return a, codes.numel(), b, records.numel(), c, arena.numel(), d
 
 
 # ---- GPU -------------------------------------------------------------------------------------------------------------
@@ -97,18 +104,18 @@ def _placed(table: Tensor, unit_segment: Tensor, device: int) -> tuple[int, int,
     """A table on the device with the segment of each unit, or a small one on the CPU."""
     if table.is_cpu:
         return *_words(table, CPU), False, 0, 0
-    units = _address(unit_segment, "unit_segment", torch.int32, device)
+    (units,) = _addresses(device, (unit_segment, "unit_segment", torch.int32, 0))
     return *_words(table, device), True, units, unit_segment.numel()
 
 
 def _counter(counter: Tensor, device: int) -> int:
     """Two zeros on the device, or nothing."""
-    return _address(counter, "counter", torch.int32, device, 2) if counter.numel() else 0
+    return _addresses(device, (counter, "counter", torch.int32, 2))[0] if counter.numel() else 0
 
 
 def _maps(maps: Tensor, table: Tensor) -> int:
     """They lie where the table does."""
-    return _address(maps, "maps", torch.uint8, table.get_device(), table.shape[0] * MAP_BYTES)
+    return _addresses(table.get_device(), (maps, "maps", torch.uint8, table.shape[0] * MAP_BYTES))[0]
 
 
 def _where(device: int) -> tuple[int, int]:
@@ -155,7 +162,7 @@ def row_norms_cuda(
     device = out.get_device()
     if device == CPU:
         raise RuntimeError(f"lora_merge: out must be on a GPU, got {out.device}")
-    address = _address(out, "out", torch.float64, device)
+    (address,) = _addresses(device, (out, "out", torch.float64, 0))
     native.compiled.row_norms_cuda(
         *_placed(table, unit_segment, device), source_dtype, n_units, max_rank, address, *_where(device)
     )
@@ -188,11 +195,11 @@ def _journal(
     device: int, undo: bool, codes: Tensor, records: Tensor, arena: Tensor, chunk: int, asked: Tensor
 ) -> tuple[bool | int, ...]:
     """What brings weights back, on the GPU."""
-    return (
-        undo,
-        *(_address(codes, "codes", torch.uint8, device), codes.numel()),
-        *(_address(records, "records", torch.int64, device), records.numel()),
-        *(_address(arena, "arena", torch.uint8, device), arena.numel()),
-        chunk,
-        _address(asked, "asked", torch.int64, device, 3),
+    a, b, c, d = _addresses(
+        device,
+        (codes, "codes", torch.uint8, 0),
+        (records, "records", torch.int64, 0),
+        (arena, "arena", torch.uint8, 0),
+        (asked, "asked", torch.int64, 3),
     )
+    return undo, a, codes.numel(), b, records.numel(), c, arena.numel(), chunk, d
