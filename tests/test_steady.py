@@ -21,16 +21,12 @@ import lora_merge
 from lora_merge.kernels import cpu
 from lora_merge.shards import Shard
 
-# step -> (launches, bytes of new tensors in multiples of the adapted weights, Python calls), measured: 9, 483 and 378
-# calls, with the oldest PEFT 9, 497 and 392 (an adapter layer or module: a few each, see `models/snapshot.py`); the
-# rest is exact.
+# step -> (launches, bytes of new tensors in multiples of the adapted weights, Python calls), measured: 10, 489 and
+# 402 calls, with the oldest PEFT 10, 503 and 416 (an adapter layer or module: a few each, see `models/snapshot.py`; a
+# compiled call: two or three, which check its tensors); the rest is exact.
 LIMITS = {
     "plan": (1, 0.0, 10),
-    "merged": (
-        1,
-        0.08,
-        510,
-    ),  # four compiled calls there and back, each with two or three frames that check its tensors
+    "merged": (1, 0.08, 505),
     "buckets": (2, 0.0, 420),
 }
 

@@ -19,14 +19,14 @@ CPU = -1
 
 
 def _addresses(device: int, *wanted: tuple[Tensor, str, torch.dtype, int]) -> list[int]:
-    """Where tensors begin that have to be contiguous, of a dtype, on a device, and of so many elements at least; `wanted`
-    has these with a name for each. One call for all: Python's frames are what a launch costs."""
+    """Where tensors begin that have to be contiguous, of a dtype, on a device, and of so many elements at least;
+    `wanted` has these with a name for each. One call for all: Python's frames are what a launch costs."""
     found = []
     for t, label, dtype, numel in wanted:
         if t.dtype != dtype or t.get_device() != device or t.is_meta or not t.is_contiguous():
             raise RuntimeError(
-                f"lora_merge: {label} must be contiguous {dtype} on {_named(device)}, got {t.dtype} {list(t.shape)} with "
-                f"strides {list(t.stride())} on {t.device}"
+                f"lora_merge: {label} must be contiguous {dtype} on {_named(device)}, got {t.dtype} {list(t.shape)} "
+                f"with strides {list(t.stride())} on {t.device}"
             )
         if t.numel() < numel:
             raise RuntimeError(f"lora_merge: {label} must have {numel} elements or more, got {t.numel()}")
