@@ -46,7 +46,7 @@ TRAINERS := plain trl swift verl
 test-trainers: $(foreach trainer,$(TRAINERS),test-$(trainer))
 test-verl: $(VENV)/megatron/done
 test-%: $(VLLM)/%/done
-	PYTHONPATH=$(VLLM)/$* $(VLLM)/bin/python -m pytest $(ARGS) tests/test_trainer_$**.py
+	PYTHONPATH=$(CURDIR)/$(VLLM)/$* $(VLLM)/bin/python -m pytest $(ARGS) tests/test_trainer_$**.py
 
 # Which packages are installed is known the next time, too: make takes what a pattern rule makes on its way for scratch.
 .PRECIOUS: $(VLLM)/%/done
