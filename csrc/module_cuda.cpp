@@ -1,5 +1,5 @@
-// The functions of lora_merge._C for GPUs; compiled only where there is nvcc. Plain C++: the kernels behind it take care
-// of CUDA.
+// The functions of lora_merge._C for GPUs; compiled only where there is nvcc. Plain C++: the kernels behind it take
+// care of CUDA.
 #include <cstring>
 #include <vector>
 
@@ -53,7 +53,8 @@ AnyLaunch make_launch(const Segment* table, int64_t segments, bool on_device, co
     launch.unit_segment = unit_segment;
   } else {
     check_words(table, segments);
-    check(segments <= kInlineSegments, "a table on the CPU holds at most ", kInlineSegments, " segments, got ", segments);
+    check(segments <= kInlineSegments, "a table on the CPU holds at most ", kInlineSegments, " segments, got ",
+          segments);
     std::memcpy(launch.inline_segments, table, segments * sizeof(Segment));
   }
   return launch;
@@ -99,21 +100,21 @@ namespace operators {
 std::string cuda_problem() { return runtime_problem(); }
 
 void launch_cuda(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment,
-                 int64_t n_unit_segment, int32_t* counter, int64_t source_dtype, int64_t destination_dtype, bool wide,
-                 int64_t n_units, int64_t n_raw_units, int64_t rows_per_unit, int64_t col_warps, int64_t stages,
-                 bool staged_B, int64_t pad, int64_t max_rank, bool stochastic, int64_t seed, int64_t device,
-                 void* stream) {
+                 int64_t n_unit_segment, int32_t* counter, int64_t source_dtype, int64_t destination_dtype,
+                 int64_t adapters, int64_t n_units, int64_t n_raw_units, int64_t rows_per_unit, int64_t col_warps,
+                 int64_t stages, bool staged_B, int64_t pad, int64_t max_rank, bool stochastic, int64_t seed,
+                 int64_t device, void* stream) {
   Launch launch = make_launch<Launch>(table, segments, on_device, unit_segment, n_unit_segment, counter, n_units,
                                       n_raw_units, rows_per_unit, stages, max_rank);
   set_shape(launch, col_warps, staged_B, pad);
   launch.stochastic = stochastic;
   launch.seed = static_cast<uint64_t>(seed);
   const OnDevice here(device);
-  must(launch_merge(dtype_code(source_dtype), dtype_code(destination_dtype), wide, launch, stream));
+  must(launch_merge(dtype_code(source_dtype), dtype_code(destination_dtype), dtype_code(adapters), launch, stream));
 }
 
 void launch_hopper(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment,
-                   int64_t n_unit_segment, int32_t* counter, int64_t dtype, bool wide, int64_t n_units,
+                   int64_t n_unit_segment, int32_t* counter, int64_t dtype, int64_t adapters, int64_t n_units,
                    int64_t n_raw_units, int64_t rows_per_unit, const uint8_t* maps, int64_t strip_cols, int64_t held,
                    int64_t stages, int64_t max_rank, bool stochastic, int64_t seed, int64_t device, void* stream) {
   HopperLaunch launch = make_launch<HopperLaunch>(table, segments, on_device, unit_segment, n_unit_segment, counter,
@@ -122,7 +123,7 @@ void launch_hopper(const Segment* table, int64_t segments, bool on_device, const
   launch.stochastic = stochastic;
   launch.seed = static_cast<uint64_t>(seed);
   const OnDevice here(device);
-  must(lora_merge::launch_hopper(dtype_code(dtype), wide, launch, stream));
+  must(lora_merge::launch_hopper(dtype_code(dtype), dtype_code(adapters), launch, stream));
 }
 
 // The driver wants maps where they are aligned, which the memory that Python has for them need not be.
@@ -143,7 +144,7 @@ void row_norms_cuda(const Segment* table, int64_t segments, bool on_device, cons
 }
 
 void track_cuda(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment,
-                int64_t n_unit_segment, int32_t* counter, int64_t dtype, bool wide, int64_t n_units,
+                int64_t n_unit_segment, int32_t* counter, int64_t dtype, int64_t adapters, int64_t n_units,
                 int64_t n_raw_units, int64_t rows_per_unit, int64_t col_warps, int64_t stages, bool staged_B,
                 int64_t pad, int64_t max_rank, bool undo, uint8_t* codes, int64_t n_codes, int64_t* records,
                 int64_t n_records, uint8_t* arena, int64_t room, int64_t chunk, int64_t* asked, int64_t device,
@@ -151,14 +152,13 @@ void track_cuda(const Segment* table, int64_t segments, bool on_device, const in
   Launch launch = make_launch<Launch>(table, segments, on_device, unit_segment, n_unit_segment, counter, n_units,
                                       n_raw_units, rows_per_unit, stages, max_rank);
   set_shape(launch, col_warps, staged_B, pad);
-  const TrackedJournal journal =
-      make_journal(n_units, codes, n_codes, records, n_records, arena, room, chunk, asked);
+  const TrackedJournal journal = make_journal(n_units, codes, n_codes, records, n_records, arena, room, chunk, asked);
   const OnDevice here(device);
-  must(launch_tracked(dtype_code(dtype), wide, undo, launch, journal, stream));
+  must(launch_tracked(dtype_code(dtype), dtype_code(adapters), undo, launch, journal, stream));
 }
 
 void track_hopper(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment,
-                  int64_t n_unit_segment, int32_t* counter, int64_t dtype, bool wide, int64_t n_units,
+                  int64_t n_unit_segment, int32_t* counter, int64_t dtype, int64_t adapters, int64_t n_units,
                   int64_t n_raw_units, int64_t rows_per_unit, const uint8_t* maps, int64_t strip_cols, int64_t held,
                   int64_t stages, int64_t max_rank, bool undo, uint8_t* codes, int64_t n_codes, int64_t* records,
                   int64_t n_records, uint8_t* arena, int64_t room, int64_t chunk, int64_t* asked, int64_t device,
@@ -166,10 +166,9 @@ void track_hopper(const Segment* table, int64_t segments, bool on_device, const 
   HopperLaunch launch = make_launch<HopperLaunch>(table, segments, on_device, unit_segment, n_unit_segment, counter,
                                                   n_units, n_raw_units, rows_per_unit, stages, max_rank);
   set_tiles(launch, maps, strip_cols, held);
-  const TrackedJournal journal =
-      make_journal(n_units, codes, n_codes, records, n_records, arena, room, chunk, asked);
+  const TrackedJournal journal = make_journal(n_units, codes, n_codes, records, n_records, arena, room, chunk, asked);
   const OnDevice here(device);
-  must(launch_hopper_tracked(dtype_code(dtype), wide, undo, launch, journal, stream));
+  must(launch_hopper_tracked(dtype_code(dtype), dtype_code(adapters), undo, launch, journal, stream));
 }
 
 }  // namespace operators

@@ -63,8 +63,10 @@ def bound(s: Segment, out: Tensor, *, stochastic: bool = False) -> Tensor:
     allowed = allowed + SUM_ERROR * (s.source.double().abs() * scale + out.double().abs())
     if s.lora_A is not None and s.lora_B is not None:
         products = s.lora_B.double().abs() @ s.lora_A.double().abs()
-        sixteen_bits = s.source.itemsize == out.itemsize == 2 and s.lora_A.dtype == s.lora_B.dtype == torch.bfloat16
-        truncated = CUT * s.lora_A.shape[0] if s.source.is_cuda and sixteen_bits else 0.0
+        halves = {s.lora_A.dtype, s.lora_B.dtype}
+        whole = halves == {torch.bfloat16} or halves == {torch.float16} == {s.source.dtype, out.dtype}
+        sixteen_bits = s.source.itemsize == out.itemsize == 2
+        truncated = CUT * s.lora_A.shape[0] if s.source.is_cuda and sixteen_bits and whole else 0.0
         allowed = allowed + max(PRODUCT_ERROR, truncated) * abs(s.scaling) * products * scale
     return allowed
 

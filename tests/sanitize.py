@@ -39,6 +39,15 @@ def shapes() -> list[Segment]:
     ):
         for rows, cols in ((72, 128), (37, 91)):
             segments.append(make_segment("shapes", rows, cols, rank, (base, out, adapters, adapters), DEVICE))
+    # fp16 products; ranks that are repacked in front of the merge, in every layout.
+    segments += [make_segment("fp16", *shape, 40, (FP16,) * 4, DEVICE) for shape in ((72, 128), (37, 91))]
+    for (base, adapters), rank, layout in itertools.product(
+        ((BF16, BF16), (FP16, FP16), (BF16, FP32)), (1, 12), LAYOUTS
+    ):
+        layouts = ("contiguous", "contiguous", layout, layout)
+        segments.append(
+            make_segment("repacked", 520, 520, rank, (base, base, adapters, adapters), DEVICE, layouts=layouts)
+        )
     for layout in LAYOUTS:
         segments.append(make_segment(layout, 40, 72, 20, (BF16,) * 4, DEVICE, layouts=(layout,) * 4))
         segments.append(make_segment("convert", 3, 9000, 0, (FP32, BF16, BF16, BF16), DEVICE))

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from helpers import make_segment
+from helpers import LAYOUTS, make_segment
 
 from lora_merge import kernels
-from lora_merge.kernels import cuda, cuda_hopper, cuda_table, cuda_tracked, fused, native
-from lora_merge.kernels.segments import COLS, ROWS, Segment, pack
+from lora_merge.kernels import cuda, cuda_hopper, cuda_repack, cuda_tracked, fused, native, operators
+from lora_merge.kernels.segments import COLS, DTYPES, LORA_A, LORA_B, RANK, ROWS, Segment, pack
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -51,6 +52,7 @@ def test_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = {
         "bf16": segment(),
         "fp16 base": segment(dtypes=(FP16, FP16, BF16, BF16)),
+        "all fp16": segment(dtypes=(FP16,) * 4),
         "float32 adapters": segment(dtypes=(BF16, BF16, FP32, FP32)),
         "rank 384": segment(rank=384),
         "rows of a matrix": Segment("w", whole.source[1:], whole.destination[1:], whole.lora_A, whole.lora_B[1:]),
@@ -59,6 +61,7 @@ def test_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     left = {
         "float32 base": segment(dtypes=(FP32, BF16, BF16, BF16)),
+        "fp16 adapters of a bf16 base": segment(dtypes=(BF16, BF16, FP16, FP16)),
         "float32 result": segment(dtypes=(BF16, FP32, BF16, BF16)),
         "lora_B is not float32": segment(dtypes=(BF16, BF16, FP32, BF16)),
         "lora_A is not float32": segment(dtypes=(BF16, BF16, BF16, FP32)),
@@ -76,12 +79,83 @@ def test_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
         "a copy": Segment("w", whole.source, whole.destination),
     }
     table = pack([*taken.values(), *left.values()])
-    serves = cuda_hopper.serves(table, cuda_table.wide_products(table), cpu)
+    serves = cuda_hopper.serves(table, cpu)
     assert dict(zip([*taken, *left], serves.tolist(), strict=True)) == {n: n in taken for n in [*taken, *left]}
 
     long = pack([segment(), segment()])
     long[:, COLS] = 2**25, 2**25 + 8  # elements of 64 rows up to a column are counted in 32 bits
-    assert cuda_hopper.serves(long, cuda_table.wide_products(long), cpu).tolist() == [True, False]
+    assert cuda_hopper.serves(long, cpu).tolist() == [True, False]
+
+
+def at(address: int, shape: tuple[int, int], strides: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    """Memory that something else keeps, as a tensor."""
+    size = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    words = (ctypes.c_uint8 * (size * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(words, dtype=dtype).as_strided(shape, strides)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3, 4, 5, 6, 12, 20, 31, 33, 96])
+@pytest.mark.parametrize("dtypes", [(BF16, BF16), (FP16, FP16), (FP32, FP32), (FP32, BF16), (FP16, BF16), (FP16, FP32)])
+def test_adapters_are_laid_where_they_can_be_read(
+    rank: int, dtypes: tuple[torch.dtype, torch.dtype], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any rank, dtype and layout of either half: served afterwards, with the same values, and zeros behind them. What
+    already lies well stays, and pieces of a weight share what they share."""
+    monkeypatch.setattr(cuda_hopper, "_available", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: H200)
+    monkeypatch.setattr(cuda_repack, "WORTH", 0)
+    cpu = torch.device("cpu")
+    segments = []
+    for i, layout in enumerate(LAYOUTS):
+        base = FP16 if dtypes == (FP16, FP16) else BF16
+        layouts = ("contiguous", "contiguous", layout, LAYOUTS[-i])
+        whole = make_segment(f"w{i}", 128, 136, rank, (base, base, *dtypes), cpu, layouts=layouts, seed=i)
+        upper, lower = slice(0, 64), slice(64, 128)
+        for rows in (upper, lower):
+            assert whole.lora_B is not None
+            parts = whole.source[rows], whole.destination[rows], whole.lora_A, whole.lora_B[rows]
+            segments.append(Segment(whole.name, *parts))
+    table = pack(segments)
+    made = cuda_repack.repack(table, cpu)
+    assert cuda_hopper.serves(made.table, cpu).all()
+    if len(made.copies):
+        operators.launch_cpu(torch.from_numpy(made.copies), False, 0)
+    assert len(made.copies) <= 3 * len(LAYOUTS), "lora_A of both halves of a weight is one"
+    used = made.memory.new_zeros(made.memory.shape, dtype=torch.bool)
+    for s, before, after in zip(segments, table, made.table, strict=True):
+        dtype = {0: BF16, 1: FP16, 2: FP32}[int(after[DTYPES]) >> 16 & 0xFF]
+        assert after[DTYPES] >> 16 & 0xFF == after[DTYPES] >> 24 & 0xFF
+        assert int(after[RANK]) == (rank if dtype == FP32 else -(-rank // 8) * 8)
+        for word, stride, half, old in (
+            (LORA_A, cuda_repack.LORA_A_STRIDE, s.lora_A, before[LORA_A]),
+            (LORA_B, cuda_repack.LORA_B_STRIDE, s.lora_B, before[LORA_B]),
+        ):
+            assert half is not None
+            strides = tuple(map(int, after[stride : stride + 2]))
+            got = at(int(after[word]), tuple(half.shape), strides, dtype)  # type: ignore[arg-type]
+            assert torch.equal(got, half.to(dtype)), (word, s.name)
+            if after[word] != old:
+                begin = int(after[word]) - made.memory.data_ptr()
+                ranks = -(-rank // 8) * 8 if word == LORA_A and dtype != FP32 else half.shape[0]
+                size = ((ranks - 1) * strides[0] + strides[0]) * dtype.itemsize
+                assert begin >= 0
+                assert begin + size <= made.memory.numel()
+                there = made.memory[begin : begin + size].view(dtype).view(ranks, strides[0])
+                assert not there[half.shape[0] :].any(), "zeros below"
+                assert not there[:, half.shape[1] :].any(), "zeros behind"
+                used[begin : begin + size] = True
+    assert not len(used) or used.float().mean() > 0.99
+
+
+def test_small_weights_keep_their_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the adapter is no small part of the weight, copying it would take longer than it saves."""
+    monkeypatch.setattr(cuda_hopper, "_available", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: H200)
+    small = pack([make_segment("w", 64, 4096, 12, (BF16,) * 4, torch.device("cpu"))])
+    made = cuda_repack.repack(small, torch.device("cpu"))
+    assert not len(made.copies)
+    assert (made.table == small).all()
+    assert made.memory.numel() == 0
 
 
 @pytest.mark.parametrize("wide", [False, True])
@@ -131,17 +205,25 @@ def test_units_of_the_journal(monkeypatch: pytest.MonkeyPatch) -> None:
         assert tracked.names(torch.tensor([first[name], end - 1])) == {name}
 
 
+KINDS = [
+    pytest.param(BF16, BF16, id="bf16"),
+    pytest.param(BF16, FP32, id="bf16, fp32 adapters"),
+    pytest.param(FP16, BF16, id="fp16, bf16 adapters"),
+    pytest.param(FP16, FP16, id="fp16"),
+    pytest.param(FP16, FP32, id="fp16, fp32 adapters"),
+]
+
+
 @on_hopper
-@pytest.mark.parametrize("adapters", [BF16, FP32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("base", [BF16, FP16], ids=["bf16 base", "fp16 base"])
+@pytest.mark.parametrize(("base", "adapters"), KINDS)
 def test_the_same_bits(base: torch.dtype, adapters: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every edge of tiles, boxes and chunks; in place too, with rows that are scaled, rounded stochastically, and with
     copies that ride along; as a kernel argument and as a table on the device."""
-    device, serves = torch.device("cuda", 0), cuda_hopper.serves
+    device, could = torch.device("cuda", 0), cuda_hopper.could_serve
     assert kernels.pick(device) is cuda
 
     def results(segments: list[Segment], ours: bool, stochastic: bool, scale: bool) -> list[torch.Tensor]:
-        monkeypatch.setattr(cuda_hopper, "serves", serves if ours else lambda t, w, d: serves(t, w, d) & False)
+        monkeypatch.setattr(cuda_hopper, "could_serve", could if ours else lambda t, d, b=0: could(t, d, b) & False)
         run, outputs = [], []
         for s in segments:
             source = s.source.clone()
@@ -165,7 +247,7 @@ def test_the_same_bits(base: torch.dtype, adapters: torch.dtype, monkeypatch: py
         ):
             assert torch.equal(ours.view(torch.uint8), other.view(torch.uint8)), what
 
-    for rank in (8, 32, 40, 64, 96, 128) + ((256, 320) if adapters is BF16 else ()):
+    for rank in (8, 32, 40, 64, 96, 128) + ((256, 320) if adapters is not FP32 else ()):
         shapes = [(1, 256), (64, 8), (200, 1000), (513, 64), (1030, 520)]
         segments = [make_segment("w", *shape, rank, (base, base, adapters, adapters), device) for shape in shapes]
         compare(segments, f"rank {rank}")
@@ -176,11 +258,23 @@ def test_the_same_bits(base: torch.dtype, adapters: torch.dtype, monkeypatch: py
         for i in range(40)
     ]
     compare(many, "a table of many")
+    for rank in (1, 2, 3, 4, 5, 7, 12, 20, 33):
+        shapes = [(513, 1032), (1030, 2048)]
+        segments = [make_segment("w", *shape, rank, (base, base, adapters, adapters), device) for shape in shapes]
+        compare(segments, f"rank {rank}")
+        compare(segments[:1], f"rank {rank}, stochastic", stochastic=True)
+        by_columns = [
+            make_segment("w", 1032, 2056, rank, (base, base, adapters, adapters), device, layouts=layouts)
+            for layouts in (
+                ("contiguous", "contiguous", "transposed", "odd start"),
+                ("contiguous", "contiguous", "padded columns", "every second column"),
+            )
+        ]
+        compare(by_columns, f"rank {rank}, adapters of any strides")
 
 
 @on_hopper
-@pytest.mark.parametrize("adapters", [BF16, FP32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("base", [BF16, FP16], ids=["bf16 base", "fp16 base"])
+@pytest.mark.parametrize(("base", "adapters"), KINDS)
 def test_tracked_there_and_back(base: torch.dtype, adapters: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """The merge's bits, twice, and the base's again: edges of tiles, boxes and chunks, any values, arenas too small,
     rows that are scaled, and weights that others wrote meanwhile."""
@@ -216,7 +310,9 @@ def test_tracked_there_and_back(base: torch.dtype, adapters: torch.dtype, monkey
         segments[0].source[0, 1] = 5.0
         assert tracked.unmerge() == {segments[0].name, segments[-1].name}, f"written meanwhile, {what}"
 
-    for rank in (8, 32, 40, 64, 128) + ((256, 320) if adapters is BF16 else ()):
+    for rank in (1, 4, 12):
+        compare([(513, 1032), (1030, 2048)], [rank] * 2)
+    for rank in (8, 32, 40, 64, 128) + ((256, 320) if adapters is not FP32 else ()):
         compare([(1, 256), (64, 8), (200, 1000), (513, 64), (1030, 520)], [rank] * 5)
         compare([(300, 776), (65, 256)], [rank, 8], scale=True)
     for update, room in ((1e-3, 64), (1.0, 1), (1.0, 17), (1e4, 64), (1.0, 10**9)):

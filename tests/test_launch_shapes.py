@@ -15,7 +15,8 @@ from helpers import assert_accurate, make_segment
 
 from lora_merge import kernels
 from lora_merge.errors import BackendUnavailable
-from lora_merge.kernels import cuda, cuda_hopper, cuda_table, native, reference
+from lora_merge.kernels import cuda, cuda_hopper, cuda_launch, cuda_table, native, reference
+from lora_merge.kernels.segments import FP32 as FP32_CODE
 from lora_merge.kernels.segments import Segment
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -103,7 +104,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], list[tuple[
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     monkeypatch.setattr(cuda_hopper, "_available", lambda device: False)
-    monkeypatch.setattr(cuda._Variant, "__call__", lambda v, *a: launched.append(("cuda", v)))
+    monkeypatch.setattr(cuda_launch.Variant, "__call__", lambda v, *a: launched.append(("cuda", v)))
     monkeypatch.setitem(kernels._PREFERENCE, "cpu", ("cuda", "triton", "reference"))
     monkeypatch.setattr(kernels._backend("triton"), "unavailable", lambda device: "this test has none")
     kernels._first.cache_clear()
@@ -111,11 +112,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], list[tuple[
     kernels._first.cache_clear()
 
 
-def accepted(variant: cuda._Variant, kib: int) -> bool:
+def accepted(variant: cuda_launch.Variant, kib: int) -> bool:
     """By the operator that launches it."""
     shape = [variant.col_warps, variant.stages, variant.staged_B, variant.pad]
     element_bytes = 4 if 2 in (variant.source_dtype, variant.destination_dtype) else 2
-    return NATIVE.accepts_shape(*shape, variant.max_rank, variant.wide, element_bytes, block(kib))
+    return NATIVE.accepts_shape(*shape, variant.max_rank, variant.adapters == FP32_CODE, element_bytes, block(kib))
 
 
 @pytest.mark.parametrize("kib", [100, 164, 228])

@@ -165,7 +165,7 @@ class Recorder:
 
 def test_gpu_functions_get_what_they_are_declared_with(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every number in its place: they have twenty of them, and no machine without a GPU would notice."""
-    from lora_merge.kernels import cuda, cuda_hopper, cuda_tracked
+    from lora_merge.kernels import cuda, cuda_hopper, cuda_launch, cuda_tracked
 
     recorder = Recorder()
     monkeypatch.setattr(native, "compiled", recorder)
@@ -181,7 +181,7 @@ def test_gpu_functions_get_what_they_are_declared_with(monkeypatch: pytest.Monke
         "asked": torch.zeros(3, dtype=torch.int64),
     }
     fields = {
-        "launch_cuda": cuda._Variant._fields,
+        "launch_cuda": cuda_launch.Variant._fields,
         "launch_hopper": cuda_hopper.HopperVariant._fields,
         "row_norms_cuda": cuda._NormTable._fields,
         "track_cuda": cuda_tracked._Group._fields,

@@ -4,37 +4,37 @@
 
 namespace lora_merge {
 
-// Eight values of B, row `row`, ranks k .. k+7 (zeros outside): bf16 pairs, or float32 words where Wide.
-template <bool Wide>
+// Eight values of B, row `row`, ranks k .. k+7 (zeros outside): bf16 pairs, or float32 words where kWide.
+template <typename Adapter>
 struct Piece {
-  uint32_t word[Wide ? 8 : 4];
+  uint32_t word[kWide<Adapter> ? 8 : 4];
 };
 
 // A piece straight from memory: any strides, dtypes and edges. A call, as it is rare: inlined, it would take registers
 // from the usual path.
-template <bool Wide>
-__device__ __noinline__ Piece<Wide> fetch_B(const Segment& s, int row, int k) {
+template <typename Adapter>
+__device__ __noinline__ Piece<Adapter> fetch_B(const Segment& s, int row, int k) {
   const int dtype = (s.dtypes >> 24) & 0xff;
   const int64_t at = row * s.lora_B_stride[0] + k * s.lora_B_stride[1];
   float value[8];
 #pragma unroll
   for (int i = 0; i < 8; ++i)
     value[i] = row < s.rows && k + i < s.rank ? load_as_float(s.lora_B, at + i * s.lora_B_stride[1], dtype) : 0.0f;
-  Piece<Wide> piece;
+  Piece<Adapter> piece;
 #pragma unroll
-  for (int i = 0; i < (Wide ? 8 : 4); ++i) {
-    if constexpr (Wide) piece.word[i] = __float_as_uint(value[i]);
-    else piece.word[i] = pack2(__float2bfloat16_rn(value[2 * i]), __float2bfloat16_rn(value[2 * i + 1]));
+  for (int i = 0; i < (kWide<Adapter> ? 8 : 4); ++i) {
+    if constexpr (kWide<Adapter>) piece.word[i] = __float_as_uint(value[i]);
+    else piece.word[i] = pack2<Adapter>(value[2 * i], value[2 * i + 1]);
   }
   return piece;
 }
 
 // A piece from this lane's slot.
-template <bool Wide>
-__device__ __forceinline__ Piece<Wide> staged_piece(const char* stage) {
-  Piece<Wide> piece;
+template <typename Adapter>
+__device__ __forceinline__ Piece<Adapter> staged_piece(const char* stage) {
+  Piece<Adapter> piece;
 #pragma unroll
-  for (int i = 0; i < (Wide ? 2 : 1); ++i) {
+  for (int i = 0; i < (kWide<Adapter> ? 2 : 1); ++i) {
     const uint4 v = *reinterpret_cast<const uint4*>(stage + i * kVector);
     piece.word[4 * i] = v.x, piece.word[4 * i + 1] = v.y, piece.word[4 * i + 2] = v.z, piece.word[4 * i + 3] = v.w;
   }
@@ -42,18 +42,18 @@ __device__ __forceinline__ Piece<Wide> staged_piece(const char* stage) {
 }
 
 // Whether all ranks of a row of B can be copied 16 bytes at a time.
-template <bool Wide>
+template <typename Adapter>
 __device__ __forceinline__ bool vector_B(const Segment& s) {
-  const bool dtype_fits = ((s.dtypes >> 24) & 0xff) == (Wide ? kFloat32 : kBFloat16);
-  return dtype_fits && s.rank % 8 == 0 && aligned16(s.lora_B, s.lora_B_stride, Wide ? 4 : 2);
+  const bool dtype_fits = ((s.dtypes >> 24) & 0xff) == kCodeOf<Adapter>;
+  return dtype_fits && s.rank % 8 == 0 && aligned16(s.lora_B, s.lora_B_stride, kWide<Adapter> ? 4 : 2);
 }
 
 // The planes of a piece: operand words of the matrix unit, [plane][pair of ranks].
-template <bool Wide>
-__device__ __forceinline__ void operand_B(uint32_t (&b)[Wide ? 3 : 1][4], const Piece<Wide>& piece) {
+template <typename Adapter>
+__device__ __forceinline__ void operand_B(uint32_t (&b)[kPlanes<Adapter>][4], const Piece<Adapter>& piece) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    if constexpr (Wide) {
+    if constexpr (kWide<Adapter>) {
       uint32_t part[3];
       split3(__uint_as_float(piece.word[2 * i]), __uint_as_float(piece.word[2 * i + 1]), part);
 #pragma unroll
@@ -65,7 +65,7 @@ __device__ __forceinline__ void operand_B(uint32_t (&b)[Wide ? 3 : 1][4], const 
 }
 
 // Columns [col, col + width) of A, all ranks (zeros up to a whole chunk), to shared memory in the permuted order.
-template <bool Wide>
+template <typename Adapter>
 __device__ __forceinline__ void load_A(bf16* shared, const Segment& s, int col, int width, int pitch) {
   const int dtype = (s.dtypes >> 16) & 0xff, size = dtype == kFloat32 ? 4 : 2, ranks = up_to_chunk(s.rank);
   const bool vector = s.lora_A_stride[1] == 1 && ((s.lora_A | (s.lora_A_stride[0] * size)) & 15) == 0;
@@ -94,14 +94,13 @@ __device__ __forceinline__ void load_A(bf16* shared, const Segment& s, int col, 
     }
     const int place = (k & -kChunk) + 16 * ((k >> 2) & 1) + 8 * ((k >> 1) & 1) + 2 * ((k >> 3) & 3) + (k & 1);
     bf16* to = shared + place * pitch + (piece / 8) * 64 + piece % 8;
-    constexpr int kPlanes = Wide ? 3 : 1;
 #pragma unroll
     for (int e = 0; e < 8; e += 2) {
-      uint32_t part[kPlanes];
-      if constexpr (Wide) split3(value[e], value[e + 1], part);
-      else part[0] = pack2(__float2bfloat16_rn(value[e]), __float2bfloat16_rn(value[e + 1]));
+      uint32_t part[kPlanes<Adapter>];
+      if constexpr (kWide<Adapter>) split3(value[e], value[e + 1], part);
+      else part[0] = pack2<Adapter>(value[e], value[e + 1]);
 #pragma unroll
-      for (int p = 0; p < kPlanes; ++p) {
+      for (int p = 0; p < kPlanes<Adapter>; ++p) {
         to[p * ranks * pitch + 8 * e] = __ushort_as_bfloat16(static_cast<unsigned short>(part[p]));
         to[p * ranks * pitch + 8 * e + 8] = __ushort_as_bfloat16(static_cast<unsigned short>(part[p] >> 16));
       }
@@ -130,36 +129,36 @@ __device__ constexpr SmallProduct small_product(int i) {
 }
 
 // Whether sums of 32 ranks are added to each other with rounding, and not in the matrix unit, see merge.cuh.
-template <typename Source, typename Destination, bool Wide>
-constexpr bool kRoundedSums = Wide || sizeof(Source) == 4 || sizeof(Destination) == 4;
+template <typename Source, typename Destination, typename Adapter>
+constexpr bool kRoundedSums = kWide<Adapter> || sizeof(Source) == 4 || sizeof(Destination) == 4;
 
 // 32 ranks for 64 columns and `Steps` times eight rows: sum += A^T B^T, in the matrix unit; or, Rounded, a sum of these
 // ranks is added to it. Wide products that are small go to a sum of their own: the matrix unit cuts what it adds, and
 // would cut the large sum once for each of them. Of Rounded sums the First chunk does not add to one, but begins it.
-template <bool Wide, bool Rounded, int Steps, bool First = false>
+template <typename Adapter, bool Rounded, int Steps, bool First = false>
 __device__ __forceinline__ void multiply_chunk(float (&sum)[Steps][4][4], uint32_t a_address, int pitch,
-                                               int plane_bytes, const uint32_t (&b)[Steps][Wide ? 3 : 1][4],
+                                               int plane_bytes, const uint32_t (&b)[Steps][kPlanes<Adapter>][4],
                                                bool turned) {
-  static_assert(Rounded || !Wide);
+  static_assert(Rounded || !kWide<Adapter>);
 #pragma unroll
   for (int t = 0; t < 4; ++t) {
     float large[Steps][4] = {}, small[Steps][4] = {};
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      uint32_t a[Wide ? 3 : 1][4];
+      uint32_t a[kPlanes<Adapter>][4];
 #pragma unroll
-      for (int p = 0; p < (Wide ? 3 : 1); ++p)
+      for (int p = 0; p < kPlanes<Adapter>; ++p)
         ldmatrix4_trans(a[p], a_address + p * plane_bytes + (h * 16 * pitch + t * 16) * 2);
 #pragma unroll
       for (int j = 0; j < Steps; ++j) {
-        if constexpr (Wide) {
+        if constexpr (kWide<Adapter>) {
 #pragma unroll
           for (int i = 0; i < kSmallProducts; ++i) {
             const SmallProduct p = small_product(i);
-            if (turned ? p.turned : p.straight) mma(small[j], a[p.a], b[j][p.b][2 * h], b[j][p.b][2 * h + 1]);
+            if (turned ? p.turned : p.straight) mma<Adapter>(small[j], a[p.a], b[j][p.b][2 * h], b[j][p.b][2 * h + 1]);
           }
         }
-        mma(Rounded ? large[j] : sum[j][t], a[0], b[j][0][2 * h], b[j][0][2 * h + 1]);
+        mma<Adapter>(Rounded ? large[j] : sum[j][t], a[0], b[j][0][2 * h], b[j][0][2 * h + 1]);
       }
     }
     if constexpr (Rounded) {
@@ -167,7 +166,7 @@ __device__ __forceinline__ void multiply_chunk(float (&sum)[Steps][4][4], uint32
       for (int j = 0; j < Steps; ++j)
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          const float chunk = Wide ? large[j][e] + small[j][e] : large[j][e];
+          const float chunk = kWide<Adapter> ? large[j][e] + small[j][e] : large[j][e];
           sum[j][t][e] = First ? chunk : sum[j][t][e] + chunk;
         }
     }

@@ -6,8 +6,10 @@ namespace lora_merge {
 
 template <typename T>
 __device__ void copy_elements(const Segment& s, int row, int rows, int64_t col, int64_t cols) {
-  for (int64_t i = threadIdx.x; i < rows * cols; i += kThreads) {
-    const int64_t r = row + i / cols, c = col + i % cols;
+  const int width = cols, count = rows * width;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < count; i += kThreads) {
+    const int64_t r = row + i / width, c = col + i % width;
     reinterpret_cast<T*>(s.destination)[r * s.destination_stride[0] + c * s.destination_stride[1]] =
         reinterpret_cast<const T*>(s.source)[r * s.source_stride[0] + c * s.source_stride[1]];
   }
@@ -55,7 +57,8 @@ __device__ __forceinline__ void copy_unit(const Segment& s, int unit) {
   const int row = down * kRawRows, rows = min(static_cast<int64_t>(kRawRows), s.rows - row);
   switch (s.dtypes & 0xff) {
     case kRaw1: {
-      if (s.source_stride[1] != 1 || s.destination_stride[1] != 1) return copy_elements<uint8_t>(s, row, rows, col, cols);
+      if (s.source_stride[1] != 1 || s.destination_stride[1] != 1)
+        return copy_elements<uint8_t>(s, row, rows, col, cols);
       char* to = reinterpret_cast<char*>(s.destination) + row * s.destination_stride[0] + col;
       const char* from = reinterpret_cast<const char*>(s.source) + row * s.source_stride[0] + col;
       const int64_t bits = s.source | s.destination | s.source_stride[0] | s.destination_stride[0] | cols;

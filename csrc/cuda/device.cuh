@@ -4,12 +4,24 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "launch.h"
 
 namespace lora_merge {
 
 using bf16 = __nv_bfloat16;
+
+// What products are made of: bf16 or fp16, as both halves of an adapter are; or float32, which is three bf16 parts
+// each.
+template <typename Adapter>
+constexpr bool kWide = std::is_same_v<Adapter, float>;
+template <typename Adapter>
+constexpr int kPlanes = kWide<Adapter> ? 3 : 1;
+template <typename Adapter>
+constexpr int kCodeOf = kWide<Adapter>                  ? kFloat32
+                        : std::is_same_v<Adapter, bf16> ? kBFloat16
+                                                        : kFloat16;
 
 // ---- formats -------------------------------------------------------------------------------------------------------
 
@@ -92,8 +104,16 @@ __device__ __forceinline__ void split3(float x, float y, uint32_t (&part)[3]) {
   }
 }
 
-__device__ __forceinline__ uint32_t pack2(bf16 low, bf16 high) {
-  return static_cast<uint32_t>(__bfloat16_as_ushort(low)) | static_cast<uint32_t>(__bfloat16_as_ushort(high)) << 16;
+// Two numbers that the format holds, or is cut to, in a word; the low half is x's.
+template <typename T>
+__device__ __forceinline__ uint32_t pack2(float x, float y) {
+  if constexpr (std::is_same_v<T, __half>) {
+    const __half2 pair = __floats2half2_rn(x, y);
+    return reinterpret_cast<const uint32_t&>(pair);
+  } else {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(x, y);
+    return reinterpret_cast<const uint32_t&>(pair);
+  }
 }
 
 // ---- matrix instructions (sm_80 and later) -------------------------------------------------------------------------
@@ -114,11 +134,20 @@ __device__ __forceinline__ void ldmatrix4_trans(uint32_t (&r)[4], uint32_t addre
                : "r"(address));
 }
 
+// Products of bf16, or of fp16.
+template <typename Adapter>
 __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  if constexpr (std::is_same_v<Adapter, __half>) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  } else {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
 }
 
 // ---- asynchronous copies -------------------------------------------------------------------------------------------

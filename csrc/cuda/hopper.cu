@@ -64,7 +64,7 @@ struct Merge {
           const int row = min(box.tile.row + box.row + i / 2 * 8, static_cast<int>(s.rows) - 1);
           const Packed<T> rounded =
               round_special<T>(added(i), s, row, box.tile.col + box.col(i), 8, box.launch.stochastic, box.launch.seed);
-          box.store(i, reinterpret_cast<const uint32_t (&)[4]>(rounded));
+          box.store(i, reinterpret_cast<const uint32_t(&)[4]>(rounded));
         }
       } else {
 #pragma unroll
@@ -72,7 +72,7 @@ struct Merge {
           const Eight x = added(i);
           Packed<T> rounded;
           round_nearest8(reinterpret_cast<T(&)[8]>(rounded), x.value);
-          box.store(i, reinterpret_cast<const uint32_t (&)[4]>(rounded));
+          box.store(i, reinterpret_cast<const uint32_t(&)[4]>(rounded));
         }
       }
     }
@@ -98,8 +98,8 @@ int encode_maps(const Segment* segments, int n_segments, bool wide, Maps* maps) 
       return encode<2>(encode_tiled, map, type, size, address, {cols, s.rows}, {stride_of(stride)},
                        {box_cols, kTileRows}, swizzle);
     };
-    int error = rows_of(&maps[i].source, kBits, 2, s.source, s.cols, s.source_stride[0], kBoxCols,
-                        CU_TENSOR_MAP_SWIZZLE_128B);
+    int error =
+        rows_of(&maps[i].source, kBits, 2, s.source, s.cols, s.source_stride[0], kBoxCols, CU_TENSOR_MAP_SWIZZLE_128B);
     if (error == cudaSuccess)
       error = rows_of(&maps[i].destination, kBits, 2, s.destination, s.cols, s.destination_stride[0], kBoxCols,
                       CU_TENSOR_MAP_SWIZZLE_128B);
@@ -108,22 +108,22 @@ int encode_maps(const Segment* segments, int n_segments, bool wide, Maps* maps) 
                              kChunk, CU_TENSOR_MAP_SWIZZLE_128B)
                    : rows_of(&maps[i].lora_B, kBits, 2, s.lora_B, s.rank, s.lora_B_stride[0], kChunk,
                              CU_TENSOR_MAP_SWIZZLE_NONE);
-    // bf16 ranks in the order of `rank_at`: 8q + 4h + 2u + e as e, q, u, h.
+    // Ranks of 16 bits in the order of `rank_at`: 8q + 4h + 2u + e as e, q, u, h.
     const int64_t rank = s.lora_A_stride[0];
     if (error == cudaSuccess)
-      error = wide ? encode<2>(encode_tiled, &maps[i].lora_A, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4, s.lora_A,
-                               {s.cols, s.rank}, {s.rank > 1 ? rank : 64}, {kBoxCols, kChunk},
-                               CU_TENSOR_MAP_SWIZZLE_NONE)
-                   : encode<5>(encode_tiled, &maps[i].lora_A, kBits, 2, s.lora_A, {s.cols, 2, s.rank / 8, 2, 2},
-                               {rank, 8 * rank, 2 * rank, 4 * rank}, {kBoxCols, 2, kChunk / 8, 2, 2},
-                               CU_TENSOR_MAP_SWIZZLE_128B);
+      error =
+          wide ? encode<2>(encode_tiled, &maps[i].lora_A, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4, s.lora_A,
+                           {s.cols, s.rank}, {s.rank > 1 ? rank : 64}, {kBoxCols, kChunk}, CU_TENSOR_MAP_SWIZZLE_NONE)
+               : encode<5>(encode_tiled, &maps[i].lora_A, kBits, 2, s.lora_A, {s.cols, 2, s.rank / 8, 2, 2},
+                           {rank, 8 * rank, 2 * rank, 4 * rank}, {kBoxCols, 2, kChunk / 8, 2, 2},
+                           CU_TENSOR_MAP_SWIZZLE_128B);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;
 }
 
-int launch_hopper(int dtype, bool wide, const HopperLaunch& launch, void* stream) {
-  return hopper::launch_in(Merge{}, dtype, wide, launch, stream);
+int launch_hopper(int dtype, int adapters, const HopperLaunch& launch, void* stream) {
+  return hopper::launch_in(Merge{}, dtype, adapters, launch, stream);
 }
 
 }  // namespace lora_merge

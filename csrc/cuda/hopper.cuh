@@ -145,7 +145,7 @@ __device__ __forceinline__ void bring_near(const Slot& slot, int row, int strip_
 
 // The warp that asks. It also takes units, as late as it can: blocks do not run at one pace, and those that share rows
 // should be at the same ones.
-template <bool Wide, typename Way>
+template <typename Adapter, typename Way>
 __device__ __forceinline__ void ask_for_tiles(const Block& b, const Way& way) {
   const HopperLaunch& launch = b.launch;
   const Layout& layout = b.layout;
@@ -190,7 +190,7 @@ __device__ __forceinline__ void ask_for_tiles(const Block& b, const Way& way) {
     const int col = slot.col, row_end = slot.row_end;
     const int boxes = (min(layout.cols, static_cast<int>(s.cols) - col) + kBoxCols - 1) / kBoxCols;
     const int chunks = (static_cast<int>(s.rank) + kChunk - 1) / kChunk;
-    const int bytes = boxes * kBoxBytes + chunks * box_bytes_of_B<Wide>();
+    const int bytes = boxes * kBoxBytes + chunks * box_bytes_of_B<kWide<Adapter>>();
     if (lane == 0 && !raw && launch.maps != nullptr && slot.number != acquired) {
       acquire_map(&maps.source);
       acquire_map(&maps.lora_B);
@@ -231,7 +231,7 @@ __device__ __forceinline__ void ask_for_tiles(const Block& b, const Way& way) {
           const uint32_t to = shared_address(b.stage(ring.stage)), to_B = shared_address(b.stage_B(ring.stage));
           for (int i = 0; i < boxes; ++i) load_box(to + i * kBoxBytes, &maps.source, col + i * kBoxCols, row, barrier);
           for (int i = 0; i < chunks; ++i)
-            load_box(to_B + i * box_bytes_of_B<Wide>(), &maps.lora_B, i * kChunk, row, barrier);
+            load_box(to_B + i * box_bytes_of_B<kWide<Adapter>>(), &maps.lora_B, i * kChunk, row, barrier);
           way.load(shared_address(b.stage_beside(ring.stage)), number, boxes, barrier);
         }
         if (!last) bring_near(slot, row + kTileRows, layout.cols);
@@ -261,7 +261,7 @@ __device__ __forceinline__ void ask_for_tiles(const Block& b, const Way& way) {
 // Another warp asks for lora_A, box by box, as soon as a unit is given and there is room. Boxes follow each other round
 // the ring: a group that waits for one has had its turn after that box was used which lay there before, or it would
 // take the one for the other. float32 ones are split in front of the turns, so there each group has a ring of its own.
-template <int Groups, bool Wide>
+template <int Groups, typename Adapter>
 __device__ __forceinline__ void ask_for_A(const Block& b) {
   if (threadIdx.x % 32 != 0) return;
   Ring rings[Groups];
@@ -282,7 +282,7 @@ __device__ __forceinline__ void ask_for_A(const Block& b) {
       for (int g = 0; g < Groups; ++g) {
         if (i + g >= b.layout.cols / kBoxCols) break;
         const int col = slot.col + (i + g) * kBoxCols;
-        if constexpr (Wide) {
+        if constexpr (kWide<Adapter>) {
           const int own = b.layout.held / Groups;
           for (int c = 0; c < chunks; ++c, rings[g].advance(own)) {
             const int at = g * own + rings[g].stage;
@@ -293,10 +293,10 @@ __device__ __forceinline__ void ask_for_A(const Block& b) {
         } else {
           const int at = rings[0].stage;
           barrier_wait(b.empty_A(at), rings[0].parity ^ 1);
-          barrier_arrive_expect(b.full_A(at), chunks * box_bytes_of_A<Wide>());
+          barrier_arrive_expect(b.full_A(at), chunks * box_bytes_of_A<kWide<Adapter>>());
           for (int c = 0; c < chunks; ++c)
-            load_ranks(shared_address(b.lora_A(at)) + c * box_bytes_of_A<Wide>(), &maps.lora_A, col, c * kChunk,
-                       b.full_A(at));
+            load_ranks(shared_address(b.lora_A(at)) + c * box_bytes_of_A<kWide<Adapter>>(), &maps.lora_A, col,
+                       c * kChunk, b.full_A(at));
           rings[0].advance(b.layout.held);
         }
       }
@@ -385,7 +385,7 @@ __device__ __forceinline__ void split_box(const Block& b, Ring& ring, int box, i
 }
 
 // The warpgroups that multiply, and finish their share of a tile's boxes in this way.
-template <typename T, int Groups, bool Wide, typename Way>
+template <typename T, int Groups, typename Adapter, typename Way>
 __device__ __forceinline__ void merge_tiles(const Block& b, const Way& way) {
   const HopperLaunch& launch = b.launch;
   const Layout& layout = b.layout;
@@ -406,13 +406,13 @@ __device__ __forceinline__ void merge_tiles(const Block& b, const Way& way) {
       const Segment& s = b.shared.slots[tile.slot].segment;
       const int rank = uniform(s.rank);
       const bool special = launch.stochastic || s.row_scale != 0;
-      Operand<Wide> first_B;
-      if (Wide) first_B.load(b.stage_B(ring.stage), 0, row);
+      Operand<Adapter> first_B;
+      if (kWide<Adapter>) first_B.load(b.stage_B(ring.stage), 0, row);
 #pragma unroll 1
       for (; next < boxes; next += Groups) {  // those without columns too: turns go round
         Ring at = ring_A;
         const char* lora_A = nullptr;
-        if constexpr (Wide) {
+        if constexpr (kWide<Adapter>) {
           if (tile.first) split_box<Groups>(b, ring_A, next, rank);
           lora_A = b.parts_of_A(next);
         } else {
@@ -424,16 +424,16 @@ __device__ __forceinline__ void merge_tiles(const Block& b, const Way& way) {
         const Box box{launch, s, tile, W, b.stage_beside(ring.stage), next, row, fragment, special};
         auto read = hand.read(box);
         float sum[32];
-        multiply<Groups, Wide>(sum, first_B, b.stage_B(ring.stage), row, MatrixA(shared_address(lora_A), rank), rank,
-                               [&] { hand.meanwhile(box, read); });
-        if (!Wide && tile.last) {
+        multiply<Groups, Adapter>(sum, first_B, b.stage_B(ring.stage), row, MatrixA(shared_address(lora_A), rank), rank,
+                                  [&] { hand.meanwhile(box, read); });
+        if (!kWide<Adapter> && tile.last) {
           __syncwarp();
           if (lane == 0) barrier_arrive(b.empty_A(at.stage));
         }
         hand.finish(box, read, sum);
       }
       next -= boxes;
-      if (!Wide && tile.last) ring_A.advance(layout.held, boxes);
+      if (!kWide<Adapter> && tile.last) ring_A.advance(layout.held, boxes);
     } else if (Way::kCopies && kind == kRaw) {
       const Slot& slot = b.shared.slots[tile.slot];
       if (threadIdx.x < kThreads) copy_unit(slot.segment, static_cast<int>(slot.unit));
@@ -444,7 +444,7 @@ __device__ __forceinline__ void merge_tiles(const Block& b, const Way& way) {
   }
 }
 
-template <typename T, int Groups, bool Wide, typename Way>
+template <typename T, int Groups, typename Adapter, typename Way>
 __global__ void __launch_bounds__(kBlock<Groups>, 1)
     merge_kernel(const __grid_constant__ HopperLaunch launch, const __grid_constant__ Layout layout,
                  const __grid_constant__ Way way) {
@@ -470,31 +470,31 @@ __global__ void __launch_bounds__(kBlock<Groups>, 1)
   const int warp = threadIdx.x / 32;
   if (warp < kWarps) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Groups == 2 ? 208 : 152));
-    merge_tiles<T, Groups, Wide>(b, way);
+    merge_tiles<T, Groups, Adapter>(b, way);
   } else {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Groups == 2 ? 88 : 56));
-    if (warp == kWarps) ask_for_tiles<Wide>(b, way);
+    if (warp == kWarps) ask_for_tiles<Adapter>(b, way);
     else if (warp <= kWarps + kStoreWarps) store_tiles(b, warp - kWarps - 1);
-    else ask_for_A<Groups, Wide>(b);
+    else ask_for_A<Groups, Adapter>(b);
   }
 #else
   __trap();  // never launched: kernels/cuda.py asks for compute capability 9.0
 #endif
 }
 
-template <typename T, int Groups, bool Wide, typename Way>
-int launch_in(const Way& way, const HopperLaunch& launch, cudaStream_t stream) {
-  static_assert(!Wide || Groups == 2, "`accepts` shares out held boxes of float32 lora_A to two groups");
+template <typename T, int Groups, typename Adapter, typename Way>
+int launch_groups(const Way& way, const HopperLaunch& launch, cudaStream_t stream) {
+  static_assert(!kWide<Adapter> || Groups == 2, "`accepts` shares out held boxes of float32 lora_A to two groups");
   int device = 0, processors = 0, per_block = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-  if (error == cudaSuccess)
-    error = cudaDeviceGetAttribute(&per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   if (error != cudaSuccess) return error;
   const Tiles tiles{launch.strip_cols, launch.held, launch.stages};
-  if (!accepts(tiles, launch.max_rank, Wide, Way::kBesideBox, per_block)) return cudaErrorInvalidConfiguration;
-  const Layout layout = layout_of<Wide>(tiles, launch.max_rank, Way::kBesideBox);
-  const auto kernel = merge_kernel<T, Groups, Wide, Way>;
+  if (!accepts(tiles, launch.max_rank, kWide<Adapter>, Way::kBesideBox, per_block))
+    return cudaErrorInvalidConfiguration;
+  const Layout layout = layout_of<kWide<Adapter>>(tiles, launch.max_rank, Way::kBesideBox);
+  const auto kernel = merge_kernel<T, Groups, Adapter, Way>;
   error = allow_shared(kernel, layout.total());
   if (error != cudaSuccess) return error;
   const int64_t units = static_cast<int64_t>(launch.n_units) + launch.n_raw_units;
@@ -503,19 +503,27 @@ int launch_in(const Way& way, const HopperLaunch& launch, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-template <typename T, typename Way>
-int launch_in(const Way& way, bool wide, const HopperLaunch& launch, cudaStream_t stream) {
-  if (wide) return launch_in<T, 2, true>(way, launch, stream);
-  if constexpr (Way::kMany)
-    if (launch.max_rank <= kManyRank) return launch_in<T, 3, false>(way, launch, stream);
-  return launch_in<T, 2, false>(way, launch, stream);
+template <typename T, typename Adapter, typename Way>
+int launch_adapters(const Way& way, const HopperLaunch& launch, cudaStream_t stream) {
+  if constexpr (Way::kMany && !kWide<Adapter>)
+    if (launch.max_rank <= kManyRank) return launch_groups<T, 3, Adapter>(way, launch, stream);
+  return launch_groups<T, 2, Adapter>(way, launch, stream);
 }
 
-// W is bf16 or fp16.
+template <typename T, typename Way>
+int launch_dtype(const Way& way, int adapters, const HopperLaunch& launch, cudaStream_t stream) {
+  if (adapters == kFloat32) return launch_adapters<T, float>(way, launch, stream);
+  if (adapters == kBFloat16) return launch_adapters<T, bf16>(way, launch, stream);
+  if constexpr (std::is_same_v<T, __half>) return launch_adapters<T, __half>(way, launch, stream);
+  return cudaErrorInvalidConfiguration;
+}
+
+// W is bf16 or fp16; products are of fp16 where W is.
 template <typename Way>
-int launch_in(const Way& way, int dtype, bool wide, const HopperLaunch& launch, void* stream) {
+int launch_in(const Way& way, int dtype, int adapters, const HopperLaunch& launch, void* stream) {
   const auto to = static_cast<cudaStream_t>(stream);
-  return dtype == kBFloat16 ? launch_in<bf16>(way, wide, launch, to) : launch_in<__half>(way, wide, launch, to);
+  return dtype == kBFloat16 ? launch_dtype<bf16>(way, adapters, launch, to)
+                            : launch_dtype<__half>(way, adapters, launch, to);
 }
 
 }  // namespace hopper

@@ -119,27 +119,33 @@ __device__ __forceinline__ void settle(uint32_t (&b)[Planes][4]) {
     for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(b[p][i])::"memory");
 }
 
-// d = a b, or d += a b where `add`: 64 rows x 64 columns, 16 ranks. `b` lies in shared memory, its address in units of
-// 16 bytes: rows, which are ranks, of 64 columns in swizzled 16-byte vectors, eight of them in 1024 bytes.
+// d = a b, or d += a b where `add`: 64 rows x 64 columns, 16 ranks of bf16 or fp16. `b` lies in shared memory, its
+// address in units of 16 bytes: rows, which are ranks, of 64 columns in swizzled 16-byte vectors, eight of them in 1024
+// bytes.
+template <typename Adapter>
 __device__ __forceinline__ void wgmma(float (&d)[32], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b,
                                       int add) {
   constexpr uint32_t kSwizzled = 1u << 30, kEightRows = 1024 / 16;
-  asm volatile(
-      "{\n"
-      ".reg .pred add;\n"
-      ".reg .b64 matrix;\n"
-      "setp.ne.b32 add, %37, 0;\n"
-      "mov.b64 matrix, {%36, %38};\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-      "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
-      "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31},"
-      "{%32,%33,%34,%35}, matrix, add, 1, 1, 1;\n"
-      "}\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
-        "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
-        "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
-        "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b), "r"(add), "r"(kSwizzled | kEightRows));
+#define LORA_MERGE_WGMMA(FORMAT)                                                                                    \
+  asm volatile(                                                                                                     \
+      "{\n"                                                                                                         \
+      ".reg .pred add;\n"                                                                                           \
+      ".reg .b64 matrix;\n"                                                                                         \
+      "setp.ne.b32 add, %37, 0;\n"                                                                                  \
+      "mov.b64 matrix, {%36, %38};\n"                                                                               \
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32." FORMAT "." FORMAT                                               \
+      " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"                                                    \
+      "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31},"                                           \
+      "{%32,%33,%34,%35}, matrix, add, 1, 1, 1;\n"                                                                  \
+      "}\n"                                                                                                         \
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), \
+        "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),      \
+        "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),     \
+        "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])                   \
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b), "r"(add), "r"(kSwizzled | kEightRows))
+  if constexpr (std::is_same_v<Adapter, __half>) LORA_MERGE_WGMMA("f16");
+  else LORA_MERGE_WGMMA("bf16");
+#undef LORA_MERGE_WGMMA
 }
 
 }  // namespace hopper

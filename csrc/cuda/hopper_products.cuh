@@ -43,33 +43,33 @@ __device__ __forceinline__ void split_A(char* to, int plane, const char* from) {
 // ---- lora_B, from shared memory to registers ------------------------------------------------------------------------
 
 // This lane's eight ranks of chunk `c` of a row of lora_B, `row` of the tile: operand words [plane][pair of ranks].
-template <bool Wide>
-__device__ __forceinline__ void piece_of_B(uint32_t (&b)[Wide ? 3 : 1][4], const char* from, int c, int row) {
+template <typename Adapter>
+__device__ __forceinline__ void piece_of_B(uint32_t (&b)[kPlanes<Adapter>][4], const char* from, int c, int row) {
   const int quad = threadIdx.x % 4;
-  const char* const at = from + c * box_bytes_of_B<Wide>() + row * (Wide ? 128 : 64);
-  Piece<Wide> piece;
+  const char* const at = from + c * box_bytes_of_B<kWide<Adapter>>() + row * (kWide<Adapter> ? 128 : 64);
+  Piece<Adapter> piece;
 #pragma unroll
-  for (int i = 0; i < (Wide ? 2 : 1); ++i) {
-    const uint4 v = *reinterpret_cast<const uint4*>(at + (Wide ? (2 * quad + i) ^ (row % 8) : quad) * 16);
+  for (int i = 0; i < (kWide<Adapter> ? 2 : 1); ++i) {
+    const uint4 v = *reinterpret_cast<const uint4*>(at + (kWide<Adapter> ? (2 * quad + i) ^ (row % 8) : quad) * 16);
     piece.word[4 * i] = v.x, piece.word[4 * i + 1] = v.y, piece.word[4 * i + 2] = v.z, piece.word[4 * i + 3] = v.w;
   }
-  operand_B<Wide>(b, piece);
+  operand_B<Adapter>(b, piece);
 }
 
 // lora_B of a chunk, for rows `row` and `row + 8` of the tile.
-template <bool Wide>
+template <typename Adapter>
 struct Operand {
-  uint32_t low[Wide ? 3 : 1][4], high[Wide ? 3 : 1][4];
+  uint32_t low[kPlanes<Adapter>][4], high[kPlanes<Adapter>][4];
   __device__ __forceinline__ void load(const char* from, int c, int row) {
-    piece_of_B<Wide>(low, from, c, row);
-    piece_of_B<Wide>(high, from, c, row + 8);
+    piece_of_B<Adapter>(low, from, c, row);
+    piece_of_B<Adapter>(high, from, c, row + 8);
   }
   __device__ __forceinline__ void settle() {
     hopper::settle(low);
     hopper::settle(high);
   }
   __device__ __forceinline__ void multiply(float (&d)[32], int plane, int h, uint32_t a, int add) const {
-    wgmma(d, low[plane][2 * h], high[plane][2 * h], low[plane][2 * h + 1], high[plane][2 * h + 1], a, add);
+    wgmma<Adapter>(d, low[plane][2 * h], high[plane][2 * h], low[plane][2 * h + 1], high[plane][2 * h + 1], a, add);
   }
 };
 
@@ -107,12 +107,12 @@ constexpr int kChunksOfTurn = Groups == 2 ? 8 : 2;
 
 // A turn: the products of the next `count` chunks from c on, of Most of them at the most. They are added to the sum in
 // the matrix unit; chunk 0 begins it. `meanwhile()` is called while the matrix unit works.
-template <int Groups, int Most, typename Meanwhile>
+template <int Groups, typename Adapter, int Most, typename Meanwhile>
 __device__ __forceinline__ void multiply_narrow(float (&sum)[32], const char* from_B, int row, const MatrixA& a, int c,
                                                 int count, const Meanwhile& meanwhile) {
   if constexpr (Most > 1)
-    if (count < Most) return multiply_narrow<Groups, Most - 1>(sum, from_B, row, a, c, count, meanwhile);
-  Operand<false> b[Most];
+    if (count < Most) return multiply_narrow<Groups, Adapter, Most - 1>(sum, from_B, row, a, c, count, meanwhile);
+  Operand<Adapter> b[Most];
 #pragma unroll
   for (int i = 0; i < Most; ++i) b[i].load(from_B, c + i, row);
   await_turn();
@@ -133,8 +133,8 @@ __device__ __forceinline__ void multiply_narrow(float (&sum)[32], const char* fr
   for (int i = 0; i < Most; ++i) b[i].settle();
 }
 
-template <int Groups, bool First, typename Meanwhile>
-__device__ __forceinline__ void multiply_wide(float (&sum)[32], Operand<true>& b, const MatrixA& a, int c,
+template <int Groups, bool First, int Steps = 2, typename Meanwhile>
+__device__ __forceinline__ void multiply_wide(float (&sum)[32], Operand<float>& b, const MatrixA& a, int c,
                                               const Meanwhile& meanwhile) {
   // The small products on their own: the matrix unit cuts what it adds, and would cut the large sum for each.
   float small[32], large[32];
@@ -142,7 +142,7 @@ __device__ __forceinline__ void multiply_wide(float (&sum)[32], Operand<true>& b
   b.settle();
   wgmma_begin();
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
+  for (int h = 0; h < Steps; ++h) {
 #pragma unroll
     for (int i = 0; i < kSmallProducts; ++i) {
       const SmallProduct p = small_product(i);
@@ -150,7 +150,7 @@ __device__ __forceinline__ void multiply_wide(float (&sum)[32], Operand<true>& b
     }
   }
   b.multiply(large, 0, 0, a(c, 0), 0);
-  b.multiply(large, 0, 1, a(c, 1), 1);
+  if constexpr (Steps == 2) b.multiply(large, 0, 1, a(c, 1), 1);
   wgmma_commit();
   pass_turn<Groups>();
   meanwhile();
@@ -164,25 +164,27 @@ __device__ __forceinline__ void multiply_wide(float (&sum)[32], Operand<true>& b
 
 // Sums over the ranks for the tile's rows and 64 columns. `first`: of float32 ones the operand of the first chunk,
 // which all boxes of a tile share, as splitting takes long.
-template <int Groups, bool Wide, typename Meanwhile>
-__device__ __forceinline__ void multiply(float (&sum)[32], Operand<Wide>& first, const char* from_B, int row,
+template <int Groups, typename Adapter, typename Meanwhile>
+__device__ __forceinline__ void multiply(float (&sum)[32], Operand<Adapter>& first, const char* from_B, int row,
                                          const MatrixA& a, int rank, const Meanwhile& meanwhile) {
   const int chunks = (rank + kChunk - 1) / kChunk;
   const auto nothing = [] {};
-  if constexpr (Wide) {
+  if constexpr (kWide<Adapter>) {
+    // The second step has no rank below 4, see `rank_at`.
+    if (rank <= 4) return multiply_wide<Groups, true, 1>(sum, first, a, 0, meanwhile);
     multiply_wide<Groups, true>(sum, first, a, 0, meanwhile);
 #pragma unroll 1
     for (int c = 1; c < chunks; ++c) {
-      Operand<true> b;
+      Operand<float> b;
       b.load(from_B, c, row);
       multiply_wide<Groups, false>(sum, b, a, c, nothing);
     }
   } else {
     constexpr int kMost = kChunksOfTurn<Groups>;
-    multiply_narrow<Groups, kMost>(sum, from_B, row, a, 0, chunks, meanwhile);
+    multiply_narrow<Groups, Adapter, kMost>(sum, from_B, row, a, 0, chunks, meanwhile);
 #pragma unroll 1
     for (int c = kMost; c < chunks; c += kMost)
-      multiply_narrow<Groups, kMost>(sum, from_B, row, a, c, chunks - c, nothing);
+      multiply_narrow<Groups, Adapter, kMost>(sum, from_B, row, a, c, chunks - c, nothing);
   }
 }
 

@@ -162,10 +162,10 @@ struct Track {
 
 }  // namespace
 
-int launch_hopper_tracked(int dtype, bool wide, bool undo, const HopperLaunch& launch, const TrackedJournal& journal,
+int launch_hopper_tracked(int dtype, int adapters, bool undo, const HopperLaunch& launch, const TrackedJournal& journal,
                           void* stream) {
-  return undo ? hopper::launch_in(Track<true>{journal}, dtype, wide, launch, stream)
-              : hopper::launch_in(Track<false>{journal}, dtype, wide, launch, stream);
+  return undo ? hopper::launch_in(Track<true>{journal}, dtype, adapters, launch, stream)
+              : hopper::launch_in(Track<false>{journal}, dtype, adapters, launch, stream);
 }
 
 }  // namespace lora_merge

@@ -7,19 +7,19 @@
 
 namespace lora_merge {
 
-int launch_from_bf16(int, bool, const Launch&, void*);
-int launch_from_fp16(int, bool, const Launch&, void*);
-int launch_from_fp32(int, bool, const Launch&, void*);
+int launch_from_bf16(int, int, const Launch&, void*);
+int launch_from_fp16(int, int, const Launch&, void*);
+int launch_from_fp32(int, int, const Launch&, void*);
 
 int row_norms_from_bf16(const Launch&, double*, void*);
 int row_norms_from_fp16(const Launch&, double*, void*);
 int row_norms_from_fp32(const Launch&, double*, void*);
 
-int launch_merge(int source_dtype, int destination_dtype, bool wide, const Launch& launch, void* stream) {
+int launch_merge(int source_dtype, int destination_dtype, int adapters, const Launch& launch, void* stream) {
   switch (source_dtype) {
-    case kBFloat16: return launch_from_bf16(destination_dtype, wide, launch, stream);
-    case kFloat16: return launch_from_fp16(destination_dtype, wide, launch, stream);
-    default: return launch_from_fp32(destination_dtype, wide, launch, stream);
+    case kBFloat16: return launch_from_bf16(destination_dtype, adapters, launch, stream);
+    case kFloat16: return launch_from_fp16(destination_dtype, adapters, launch, stream);
+    default: return launch_from_fp32(destination_dtype, adapters, launch, stream);
   }
 }
 

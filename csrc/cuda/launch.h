@@ -26,9 +26,7 @@ struct Launch {
   Segment inline_segments[kInlineSegments];
 };
 
-inline Shape shape_of(const Launch& launch) {
-  return {launch.col_warps, launch.stages, launch.staged_B, launch.pad};
-}
+inline Shape shape_of(const Launch& launch) { return {launch.col_warps, launch.stages, launch.staged_B, launch.pad}; }
 
 // A tensor map of the driver: how the copies of compute capability 9 see a matrix.
 struct alignas(128) TensorMap {
@@ -47,9 +45,10 @@ struct HopperLaunch : Launch {
   Maps inline_maps[kInlineSegments];
 };
 
-// Each returns a cudaError_t. `stream` is a cudaStream_t of the current device.
-int launch_merge(int source_dtype, int destination_dtype, bool wide, const Launch& launch, void* stream);
-int launch_hopper(int dtype, bool wide, const HopperLaunch& launch, void* stream);
+// Each returns a cudaError_t. `stream` is a cudaStream_t of the current device. `adapters`: what products are made of,
+// kBFloat16, kFloat16 (where all is fp16), or kFloat32 (three bf16 parts: any adapters).
+int launch_merge(int source_dtype, int destination_dtype, int adapters, const Launch& launch, void* stream);
+int launch_hopper(int dtype, int adapters, const HopperLaunch& launch, void* stream);
 int encode_maps(const Segment* segments, int n_segments, bool wide, Maps* maps);
 int launch_row_norms(int source_dtype, const Launch& launch, double* out, void* stream);
 const char* error_name(int error);
@@ -57,8 +56,8 @@ const char* error_name(int error);
 // Why nothing can be launched in this process: the driver is older than this library's runtime, say; empty: it can.
 std::string runtime_problem();
 
-// Makes a device the thread's, by this library's own runtime, and notes the context that was the thread's before; torch's
-// runtime, another copy, finds that one again after `leave_device`.
+// Makes a device the thread's, by this library's own runtime, and notes the context that was the thread's before;
+// torch's runtime, another copy, finds that one again after `leave_device`.
 int enter_device(int device, void** before);
 void leave_device(void* before);
 

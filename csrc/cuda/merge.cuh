@@ -17,8 +17,9 @@
 // Bits of an element depend on its row of B, its column of A, the rank and W alone: units, edges and alignment choose
 // only how data is loaded and stored.
 //
-// Wide: adapters that are not both bf16 are split into three bf16 parts, and the six products above 2^-26 are summed,
-// the large ones and the small ones apart, so float32 adapters keep float32 accuracy.
+// fp16 adapters of fp16 weights are multiplied as they are, bf16 ones too. Wide: all others are split into three bf16
+// parts, and the six products above 2^-26 are summed, the large ones and the small ones apart, so float32 adapters keep
+// float32 accuracy.
 #pragma once
 #include "copies.cuh"
 #include "norms.cuh"
@@ -26,15 +27,14 @@
 
 namespace lora_merge {
 
-template <typename Source, typename Destination, Mode M>
+template <typename Source, typename Destination, typename Adapter, bool OneChunk>
 __global__ void __launch_bounds__(kThreads, 2) merge_kernel(const __grid_constant__ Launch launch) {
-  constexpr bool kWide = M == Mode::kWide, kOneChunk = M == Mode::kNarrow32;
-  constexpr int kGroup = kOneChunk ? 1 : 2;  // steps that share a load of A
+  constexpr int kGroup = OneChunk ? 1 : 2;  // steps that share a load of A
   using In = Stage<Source>;
   using Out = Stage<Destination>;
   extern __shared__ __align__(128) char memory[];
-  const uint32_t slot_bytes = slot_bytes_of<Source, Destination, kWide>(launch),
-                 ring_bytes = stages_of<M>(launch) * slot_bytes;
+  const uint32_t slot_bytes = slot_bytes_of<Source, Destination, Adapter>(launch),
+                 ring_bytes = stages_of<OneChunk>(launch) * slot_bytes;
   bf16* shared_A = reinterpret_cast<bf16*>(memory + ring_bytes);
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, quad = lane % 4, group = lane / 4;
@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kThreads, 2) merge_kernel(const __grid_constan
   const Units units{launch, unit_ring};
   if (threadIdx.x == 0) units.fetch(0);
   __syncthreads();
-  Stream<Source, Destination, M> stream(launch, units, memory);
+  Stream<Source, Destination, Adapter, OneChunk> stream(launch, units, memory);
   uint32_t slot = 0;
   const auto after = [&](uint32_t at) { return at + slot_bytes == ring_bytes ? 0 : at + slot_bytes; };
 
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kThreads, 2) merge_kernel(const __grid_constan
     const Walk walk(launch, s, unit);
     const int rank = s.rank, chunks = (rank + kChunk - 1) / kChunk, steps = walk.steps;
     const int staged = staged_steps<Source, Destination>(s, walk);
-    const bool staged_B = launch.staged_B && vector_B<kWide>(s), special = launch.stochastic || s.row_scale != 0;
+    const bool staged_B = launch.staged_B && vector_B<Adapter>(s), special = launch.stochastic || s.row_scale != 0;
     const bool over = turned(s);
     const float scaling = static_cast<float>(s.scaling);
     const int destination_pitch = s.destination_stride[0] * sizeof(Destination);
@@ -67,11 +67,11 @@ __global__ void __launch_bounds__(kThreads, 2) merge_kernel(const __grid_constan
         (walk.first_row + lane / Out::kAcross) * s.destination_stride[0] * static_cast<int64_t>(sizeof(Destination)) +
         (walk.col - group * 8) * static_cast<int64_t>(sizeof(Destination)) + lane % Out::kAcross * 16;
 
-    if (rank > 0) load_A<kWide>(shared_A, s, walk.strip, width, pitch);
+    if (rank > 0) load_A<Adapter>(shared_A, s, walk.strip, width, pitch);
     __syncthreads();
     const int plane_bytes = up_to_chunk(rank) * pitch * 2;
     uint32_t resident_A[2][4][4];
-    if constexpr (kOneChunk) {
+    if constexpr (OneChunk) {
       if (rank > 0)
 #pragma unroll
         for (int h = 0; h < 2; ++h)
@@ -80,33 +80,35 @@ __global__ void __launch_bounds__(kThreads, 2) merge_kernel(const __grid_constan
     }
 
     // Sums of kGroup steps from `step` on, whose first slot is `slot`.
-    const auto multiply = [&](float (&sum)[kGroup][4][4], int step, bool from_stage) {
+    const auto multiply = [&](float(&sum)[kGroup][4][4], int step, bool from_stage) {
       const auto piece_of = [&](int j, int c, uint32_t at) {
-        if (!from_stage) return fetch_B<kWide>(s, walk.first_row + (step + j) * stride + group, c * kChunk + quad * 8);
-        Piece<kWide> piece = staged_piece<kWide>(pieces + at + c * (kWide ? 2 : 1) * kVector);
-        if (c * kChunk + quad * 8 >= rank) piece = Piece<kWide>{};  // nothing was copied there
+        if (!from_stage)
+          return fetch_B<Adapter>(s, walk.first_row + (step + j) * stride + group, c * kChunk + quad * 8);
+        Piece<Adapter> piece = staged_piece<Adapter>(pieces + at + c * (kWide<Adapter> ? 2 : 1) * kVector);
+        if (c * kChunk + quad * 8 >= rank) piece = Piece<Adapter>{};  // nothing was copied there
         return piece;
       };
-      if constexpr (kOneChunk) {
+      if constexpr (OneChunk) {
         if (rank > 0) {
-          const Piece<kWide> piece = piece_of(0, 0, slot);
+          const Piece<Adapter> piece = piece_of(0, 0, slot);
 #pragma unroll
           for (int h = 0; h < 2; ++h)
 #pragma unroll
-            for (int t = 0; t < 4; ++t) mma(sum[0][t], resident_A[h][t], piece.word[2 * h], piece.word[2 * h + 1]);
+            for (int t = 0; t < 4; ++t)
+              mma<Adapter>(sum[0][t], resident_A[h][t], piece.word[2 * h], piece.word[2 * h + 1]);
         }
       } else {
 #pragma unroll 1
         for (int c = 0; c < chunks; ++c) {
-          uint32_t b[kGroup][kWide ? 3 : 1][4], at = slot;
+          uint32_t b[kGroup][kPlanes<Adapter>][4], at = slot;
 #pragma unroll
-          for (int j = 0; j < kGroup; ++j, at = after(at)) operand_B<kWide>(b[j], piece_of(j, c, at));
-          multiply_chunk<kWide, kRoundedSums<Source, Destination, kWide>, kGroup>(
+          for (int j = 0; j < kGroup; ++j, at = after(at)) operand_B<Adapter>(b[j], piece_of(j, c, at));
+          multiply_chunk<Adapter, kRoundedSums<Source, Destination, Adapter>, kGroup>(
               sum, a_address + c * kChunk * pitch * 2, pitch, plane_bytes, b, over);
         }
       }
     };
-    const auto add = [&](Eight& x, const float (&sum)[4][4], int e) {
+    const auto add = [&](Eight& x, const float(&sum)[4][4], int e) {
       if (rank > 0) {
 #pragma unroll
         for (int i = 0; i < 8; ++i) x.value[i] = fmaf(scaling, sum[i / 2][i % 2 * 2 + e], x.value[i]);
@@ -122,7 +124,7 @@ __global__ void __launch_bounds__(kThreads, 2) merge_kernel(const __grid_constan
 #pragma unroll 1
     for (; step + kGroup <= staged; step += kGroup) {
       float sum[kGroup][4][4] = {};
-      wait_async_all_but<kOneChunk ? kNarrow32Stages - 1 : -1>(launch.stages - kGroup);
+      wait_async_all_but<OneChunk ? kNarrow32Stages - 1 : -1>(launch.stages - kGroup);
       __syncwarp();  // what the other lanes staged
       multiply(sum, step, staged_B);
 #pragma unroll
@@ -197,49 +199,56 @@ __global__ void __launch_bounds__(kThreads, 2) merge_kernel(const __grid_constan
   units.close();
 }
 
-// ---- launching
-// ---------------------------------------------------------------------------------------------------------
+// ---- launching -----------------------------------------------------------------------------------------------------
 
-template <typename Source, typename Destination, Mode M>
+template <typename Source, typename Destination, typename Adapter, bool OneChunk>
 cudaError_t launch_typed(const Launch& launch, cudaStream_t stream) {
-  constexpr bool kWide = M == Mode::kWide;
+  constexpr bool kAreWide = kWide<Adapter>;
   constexpr int kBytes = sizeof(Source) > sizeof(Destination) ? sizeof(Source) : sizeof(Destination);
   const Shape shape = shape_of(launch);
   int device = 0, processors = 0, per_block = 0, per_processor = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-  if (error == cudaSuccess)
-    error = cudaDeviceGetAttribute(&per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   if (error == cudaSuccess)
     error = cudaDeviceGetAttribute(&per_processor, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
   if (error != cudaSuccess) return error;
-  if (!accepts(shape, launch.max_rank, kWide, kBytes, per_block)) return cudaErrorInvalidConfiguration;
-  const int shared = static_cast<int>(shared_bytes(shape, launch.max_rank, kWide, kBytes));
-  const auto kernel = merge_kernel<Source, Destination, M>;
+  if (!accepts(shape, launch.max_rank, kAreWide, kBytes, per_block)) return cudaErrorInvalidConfiguration;
+  const int shared = static_cast<int>(shared_bytes(shape, launch.max_rank, kAreWide, kBytes));
+  const auto kernel = merge_kernel<Source, Destination, Adapter, OneChunk>;
   error = allow_shared(kernel, shared);
   if (error != cudaSuccess) return error;
   const int64_t units = static_cast<int64_t>(launch.n_units) + launch.n_raw_units;
   const int64_t blocks =
-      static_cast<int64_t>(processors) * (two_share(shape, launch.max_rank, kWide, kBytes, per_processor) ? 2 : 1);
+      static_cast<int64_t>(processors) * (two_share(shape, launch.max_rank, kAreWide, kBytes, per_processor) ? 2 : 1);
   kernel<<<static_cast<unsigned>(units < blocks ? units : blocks), kThreads, shared, stream>>>(launch);
   return cudaGetLastError();
 }
 
+template <typename Source, typename Destination, typename Adapter>
+cudaError_t launch_adapters(const Launch& launch, cudaStream_t stream) {
+  if constexpr (!kWide<Adapter>)
+    if (one_chunk(launch.max_rank, launch.stages))
+      return launch_typed<Source, Destination, Adapter, true>(launch, stream);
+  return launch_typed<Source, Destination, Adapter, false>(launch, stream);
+}
+
+// fp16 products are for what is fp16 throughout.
 template <typename Source, typename Destination>
-cudaError_t launch_mode(bool wide, const Launch& launch, cudaStream_t stream) {
-  switch (mode_of(wide, launch.max_rank, launch.stages)) {
-    case Mode::kWide: return launch_typed<Source, Destination, Mode::kWide>(launch, stream);
-    case Mode::kNarrow: return launch_typed<Source, Destination, Mode::kNarrow>(launch, stream);
-    default: return launch_typed<Source, Destination, Mode::kNarrow32>(launch, stream);
-  }
+cudaError_t launch_to(int adapters, const Launch& launch, cudaStream_t stream) {
+  if (adapters == kFloat32) return launch_adapters<Source, Destination, float>(launch, stream);
+  if (adapters == kBFloat16) return launch_adapters<Source, Destination, bf16>(launch, stream);
+  if constexpr (std::is_same_v<Source, __half> && std::is_same_v<Destination, __half>)
+    return launch_adapters<Source, Destination, __half>(launch, stream);
+  return cudaErrorInvalidConfiguration;
 }
 
 template <typename Source>
-int launch_from(int destination_dtype, bool wide, const Launch& launch, cudaStream_t stream) {
+int launch_from(int destination_dtype, int adapters, const Launch& launch, cudaStream_t stream) {
   switch (destination_dtype) {
-    case kBFloat16: return launch_mode<Source, bf16>(wide, launch, stream);
-    case kFloat16: return launch_mode<Source, __half>(wide, launch, stream);
-    default: return launch_mode<Source, float>(wide, launch, stream);
+    case kBFloat16: return launch_to<Source, bf16>(adapters, launch, stream);
+    case kFloat16: return launch_to<Source, __half>(adapters, launch, stream);
+    default: return launch_to<Source, float>(adapters, launch, stream);
   }
 }
 

@@ -36,13 +36,13 @@ __global__ void __launch_bounds__(kThreads) row_norms_kernel(const __grid_consta
       for (int first = 0; first < rank; first += kNormRanks) {
         const int count = rank - first < kNormRanks ? rank - first : kNormRanks;
         __syncthreads();
-        load_A<true>(shared_A, ranks_of(s, first, count), strip, 64, kPitch);
+        load_A<float>(shared_A, ranks_of(s, first, count), strip, 64, kPitch);
         __syncthreads();
         for (int k = 0; k < count; k += kChunk) {
           uint32_t b[1][3][4];
-          operand_B<true>(b[0], fetch_B<true>(s, first_row + lane / 4, first + k + quad * 8));
-          multiply_chunk<true, true, 1>(sum, a_address + k * kPitch * 2, kPitch, up_to_chunk(count) * kPitch * 2, b,
-                                        turned(s));
+          operand_B<float>(b[0], fetch_B<float>(s, first_row + lane / 4, first + k + quad * 8));
+          multiply_chunk<float, true, 1>(sum, a_address + k * kPitch * 2, kPitch, up_to_chunk(count) * kPitch * 2, b,
+                                         turned(s));
         }
       }
       const int col = strip + lane / 4 * 8;

@@ -23,12 +23,8 @@ struct Shape {
   int col_warps, stages, staged_B, pad;  // see Launch
 };
 
-// bf16 adapters up to rank 32, in `kNarrow32Stages` stages; any other bf16 adapters; any other adapters.
-enum class Mode { kNarrow32, kNarrow, kWide };
-constexpr Mode mode_of(bool wide, int max_rank, int stages) {
-  if (wide) return Mode::kWide;
-  return max_rank <= kChunk && stages == kNarrow32Stages ? Mode::kNarrow32 : Mode::kNarrow;
-}
+// Whether adapters of 16 bits take the kernel for ranks up to 32.
+constexpr bool one_chunk(int max_rank, int stages) { return max_rank <= kChunk && stages == kNarrow32Stages; }
 
 // Bytes of one stage: elements of W, whose place the result takes, and pieces of B.
 LORA_MERGE_HD constexpr uint32_t slot_bytes(int element_bytes, bool wide, bool staged_B, int max_rank) {

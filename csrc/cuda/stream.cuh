@@ -22,7 +22,7 @@ __device__ __forceinline__ int staged_steps(const Segment& s, const Walk& walk) 
 }
 
 // The n-th unit of this block. A call: it is rare, and takes registers.
-template <typename Source, typename Destination, bool Wide>
+template <typename Source, typename Destination, typename Adapter>
 __device__ __noinline__ Feed open_unit(const Launch& launch, int n, int unit) {
   Feed feed{};
   feed.n = n;
@@ -32,16 +32,16 @@ __device__ __noinline__ Feed open_unit(const Launch& launch, int n, int unit) {
     const int lane = threadIdx.x % 32, stride = Walk::row_stride(launch), first_col = walk.col - lane / 4 * 8;
     feed.steps_left = walk.steps;
     feed.staged_left = staged_steps<Source, Destination>(s, walk);
-    feed.ranks_B = launch.staged_B && vector_B<Wide>(s) ? s.rank : 0;
+    feed.ranks_B = launch.staged_B && vector_B<Adapter>(s) ? s.rank : 0;
     const int64_t pitch_W = s.source_stride[0] * static_cast<int64_t>(sizeof(Source));
     feed.pitch_W = pitch_W;
     feed.advance_W = stride * pitch_W;
     feed.from_W = reinterpret_cast<const char*>(s.source) + (walk.first_row + lane / Stage<Source>::kAcross) * pitch_W +
                   first_col * static_cast<int64_t>(sizeof(Source)) + lane % Stage<Source>::kAcross * 16;
-    const int64_t pitch_B = s.lora_B_stride[0] * (Wide ? 4 : 2);
+    const int64_t pitch_B = s.lora_B_stride[0] * (kWide<Adapter> ? 4 : 2);
     feed.advance_B = stride * pitch_B;
-    feed.from_B =
-        reinterpret_cast<const char*>(s.lora_B) + (walk.first_row + lane / 4) * pitch_B + lane % 4 * (Wide ? 32 : 16);
+    feed.from_B = reinterpret_cast<const char*>(s.lora_B) + (walk.first_row + lane / 4) * pitch_B +
+                  lane % 4 * (kWide<Adapter> ? 32 : 16);
   }
   return feed;
 }
@@ -51,23 +51,22 @@ template <typename Source, typename Destination>
 constexpr uint32_t kStageBytes =
     kStepRows * 64 * (sizeof(Source) > sizeof(Destination) ? sizeof(Source) : sizeof(Destination));
 
-template <typename Source, typename Destination, bool Wide>
+template <typename Source, typename Destination, typename Adapter>
 __host__ __device__ __forceinline__ uint32_t slot_bytes_of(const Launch& launch) {
   constexpr int kBytes = sizeof(Source) > sizeof(Destination) ? sizeof(Source) : sizeof(Destination);
   static_assert(kWarps * kStageBytes<Source, Destination> == kBytes * kVector);
-  return slot_bytes(kBytes, Wide, launch.staged_B, launch.max_rank);
+  return slot_bytes(kBytes, kWide<Adapter>, launch.staged_B, launch.max_rank);
 }
 
 // How many steps are in flight: known to the compiler in the mode for one chunk of the rank.
-template <Mode M>
+template <bool OneChunk>
 __device__ __forceinline__ int stages_of(const Launch& launch) {
-  return M == Mode::kNarrow32 ? kNarrow32Stages : launch.stages;
+  return OneChunk ? kNarrow32Stages : launch.stages;
 }
 
 // W and B on their way to shared memory: one step after the other, across units, `stages` steps ahead of their use.
-template <typename Source, typename Destination, Mode M>
+template <typename Source, typename Destination, typename Adapter, bool OneChunk>
 struct Stream {
-  static constexpr bool kWide = M == Mode::kWide;
   using S = Stage<Source>;
   const Launch& launch;
   const Units& units;
@@ -80,15 +79,15 @@ struct Stream {
       : launch(l),
         units(u),
         pieces(shared_address(memory) + kWarps * kStageBytes<Source, Destination> + threadIdx.x * 16),
-        slot_bytes(slot_bytes_of<Source, Destination, kWide>(l)),
-        feed(open_unit<Source, Destination, kWide>(l, 0, u[0])) {
+        slot_bytes(slot_bytes_of<Source, Destination, Adapter>(l)),
+        feed(open_unit<Source, Destination, Adapter>(l, 0, u[0])) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < S::kLaneVectors; ++i)
       vectors[i] = shared_address(memory) + threadIdx.x / 32 * kStageBytes<Source, Destination> +
                    S::place(lane / S::kAcross + i * S::kRowStep, lane % S::kAcross);
 #pragma unroll 1
-    for (int i = 0; i < stages_of<M>(launch); ++i) push();
+    for (int i = 0; i < stages_of<OneChunk>(launch); ++i) push();
   }
 
   // Asks for the next step. A group is committed in any case, so that groups count steps.
@@ -98,22 +97,22 @@ struct Stream {
       for (int i = 0; i < S::kLaneVectors; ++i)
         copy_async16(vectors[i] + slot, feed.from_W + i * S::kRowStep * feed.pitch_W);
       const int k = threadIdx.x % 4 * 8;
-      if constexpr (M == Mode::kNarrow32) {
+      if constexpr (OneChunk) {
         if (k < feed.ranks_B) copy_async16_shared(pieces + slot, feed.from_B);
       } else {
         uint32_t to = pieces + slot;
         for (int c = 0; k + c < feed.ranks_B; c += kChunk)
 #pragma unroll
-          for (int i = 0; i < (kWide ? 2 : 1); ++i, to += kVector)
-            copy_async16_shared(to, feed.from_B + c * (kWide ? 4 : 2) + i * 16);
+          for (int i = 0; i < (kWide<Adapter> ? 2 : 1); ++i, to += kVector)
+            copy_async16_shared(to, feed.from_B + c * (kWide<Adapter> ? 4 : 2) + i * 16);
       }
     }
     commit_async();
     feed.from_W += feed.advance_W;
     feed.from_B += feed.advance_B;
-    slot = slot + slot_bytes == stages_of<M>(launch) * slot_bytes ? 0 : slot + slot_bytes;
+    slot = slot + slot_bytes == stages_of<OneChunk>(launch) * slot_bytes ? 0 : slot + slot_bytes;
     --feed.staged_left;
-    if (--feed.steps_left == 0) feed = open_unit<Source, Destination, kWide>(launch, feed.n + 1, units[feed.n + 1]);
+    if (--feed.steps_left == 0) feed = open_unit<Source, Destination, Adapter>(launch, feed.n + 1, units[feed.n + 1]);
   }
 };
 

@@ -28,7 +28,7 @@ __device__ __forceinline__ char* stage_byte(char* stage, int e, int byte) {
 // The element whose code lies above `at` others.
 template <typename T>
 __device__ __forceinline__ char* stage_element(char* stage, int at) {
-  return stage_byte<T>(stage, at / kWords<T> % 2, at % kWords<T> * 4 + at / (2 * kWords<T>) * 2);
+  return stage_byte<T>(stage, at / kWords<T> % 2, at % kWords<T> * 4 + at / (2 * kWords<T>)*2);
 }
 
 template <typename T>
@@ -80,12 +80,12 @@ __device__ __noinline__ void store_half(char* stage, const Segment& s, int row, 
             *reinterpret_cast<const Raw<T>*>(stage_byte<T>(stage, e, i * sizeof(T)));
 }
 
-template <typename T, bool Wide, bool Undo>
+template <typename T, typename Adapter, bool Undo>
 __global__ void __launch_bounds__(kThreads, 2)
     tracked_kernel(const __grid_constant__ Launch launch, const __grid_constant__ TrackedJournal journal) {
   using S = Stage<T>;
   extern __shared__ __align__(128) char memory[];
-  const uint32_t slot_bytes = slot_bytes_of<T, T, Wide>(launch), ring_bytes = launch.stages * slot_bytes;
+  const uint32_t slot_bytes = slot_bytes_of<T, T, Adapter>(launch), ring_bytes = launch.stages * slot_bytes;
   bf16* shared_A = reinterpret_cast<bf16*>(memory + ring_bytes);
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, quad = lane % 4, group = lane / 4;
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const Units units{launch, unit_ring};
   if (threadIdx.x == 0) units.fetch(0);
   __syncthreads();
-  Stream<T, T, Wide ? Mode::kWide : Mode::kNarrow> stream(launch, units, memory);
+  Stream<T, T, Adapter, false> stream(launch, units, memory);
   Room room{journal};
   uint32_t slot = 0;
   const auto after = [&](uint32_t at) { return at + slot_bytes == ring_bytes ? 0 : at + slot_bytes; };
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     const Walk walk(launch, s, unit);
     const int rank = s.rank, chunks = (rank + kChunk - 1) / kChunk;
     const int staged = staged_steps<T, T>(s, walk);
-    const bool staged_B = launch.staged_B && vector_B<Wide>(s);
+    const bool staged_B = launch.staged_B && vector_B<Adapter>(s);
     const bool over = turned(s);
     const float scaling = static_cast<float>(s.scaling);
     const float* const row_scale = reinterpret_cast<const float*>(s.row_scale);
@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       if (Undo) next_code = __ldcs(reinterpret_cast<const uint2*>(journal.codes) + at * 32 + lane);
     };
     ask(at, 0);
-    if (rank > 0) load_A<Wide>(shared_A, s, walk.strip, width, pitch);
+    if (rank > 0) load_A<Adapter>(shared_A, s, walk.strip, width, pitch);
     __syncthreads();
     const int plane_bytes = up_to_chunk(rank) * pitch * 2;
 
@@ -150,16 +150,16 @@ __global__ void __launch_bounds__(kThreads, 2)
 
       float sum[kHalves][4][4] = {};
       const auto multiply = [&](auto first, int c) {
-        uint32_t b[kHalves][Wide ? 3 : 1][4], from = slot;
+        uint32_t b[kHalves][kPlanes<Adapter>][4], from = slot;
 #pragma unroll
         for (int j = 0; j < kHalves; ++j, from = after(from)) {
-          Piece<Wide> piece{};
-          if (!whole || !staged_B) piece = fetch_B<Wide>(s, first_row + j * stride + group, c * kChunk + quad * 8);
+          Piece<Adapter> piece{};
+          if (!whole || !staged_B) piece = fetch_B<Adapter>(s, first_row + j * stride + group, c * kChunk + quad * 8);
           else if (c * kChunk + quad * 8 < rank)
-            piece = staged_piece<Wide>(pieces + from + c * (Wide ? 2 : 1) * kVector);
-          operand_B<Wide>(b[j], piece);
+            piece = staged_piece<Adapter>(pieces + from + c * (kWide<Adapter> ? 2 : 1) * kVector);
+          operand_B<Adapter>(b[j], piece);
         }
-        multiply_chunk<Wide, kRoundedSums<T, T, Wide>, kHalves, decltype(first)::value>(
+        multiply_chunk<Adapter, kRoundedSums<T, T, Adapter>, kHalves, decltype(first)::value>(
             sum, a_address + c * kChunk * pitch * 2, pitch, plane_bytes, b, over);
       };
       if (rank > 0) multiply(std::true_type{}, 0);
@@ -265,17 +265,16 @@ __global__ void __launch_bounds__(kThreads, 2)
   units.close();
 }
 
-template <typename T, bool Wide, bool Undo>
+template <typename T, typename Adapter, bool Undo>
 cudaError_t launch_typed(const Launch& launch, const TrackedJournal& journal, cudaStream_t stream) {
   int device = 0, processors = 0, per_block = 0, resident = 0;
   const Shape shape = shape_of(launch);
-  const int shared = static_cast<int>(shared_bytes(shape, launch.max_rank, Wide, sizeof(T)));
-  const auto kernel = tracked_kernel<T, Wide, Undo>;
+  const int shared = static_cast<int>(shared_bytes(shape, launch.max_rank, kWide<Adapter>, sizeof(T)));
+  const auto kernel = tracked_kernel<T, Adapter, Undo>;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-  if (error == cudaSuccess)
-    error = cudaDeviceGetAttribute(&per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  if (error == cudaSuccess && !accepts(shape, launch.max_rank, Wide, sizeof(T), per_block))
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  if (error == cudaSuccess && !accepts(shape, launch.max_rank, kWide<Adapter>, sizeof(T), per_block))
     error = cudaErrorInvalidConfiguration;
   if (error == cudaSuccess) error = allow_shared(kernel, shared);
   if (error == cudaSuccess) error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kThreads, shared);
@@ -286,25 +285,30 @@ cudaError_t launch_typed(const Launch& launch, const TrackedJournal& journal, cu
   return cudaGetLastError();
 }
 
+template <typename T, typename Adapter>
+cudaError_t launch_way(bool undo, const Launch& launch, const TrackedJournal& journal, cudaStream_t stream) {
+  return undo ? launch_typed<T, Adapter, true>(launch, journal, stream)
+              : launch_typed<T, Adapter, false>(launch, journal, stream);
+}
+
 template <typename T>
-cudaError_t launch_dtype(bool wide, bool undo, const Launch& launch, const TrackedJournal& journal,
+cudaError_t launch_dtype(int adapters, bool undo, const Launch& launch, const TrackedJournal& journal,
                          cudaStream_t stream) {
-  if (wide) {
-    return undo ? launch_typed<T, true, true>(launch, journal, stream)
-                : launch_typed<T, true, false>(launch, journal, stream);
-  }
-  return undo ? launch_typed<T, false, true>(launch, journal, stream)
-              : launch_typed<T, false, false>(launch, journal, stream);
+  if (adapters == kFloat32) return launch_way<T, float>(undo, launch, journal, stream);
+  if (adapters == kBFloat16) return launch_way<T, bf16>(undo, launch, journal, stream);
+  if constexpr (std::is_same_v<T, __half>) return launch_way<T, __half>(undo, launch, journal, stream);
+  return cudaErrorInvalidConfiguration;
 }
 
 }  // namespace
 
-int launch_tracked(int dtype, bool wide, bool undo, const Launch& launch, const TrackedJournal& journal, void* stream) {
+int launch_tracked(int dtype, int adapters, bool undo, const Launch& launch, const TrackedJournal& journal,
+                   void* stream) {
   const cudaStream_t on = static_cast<cudaStream_t>(stream);
   switch (dtype) {
-    case kBFloat16: return launch_dtype<bf16>(wide, undo, launch, journal, on);
-    case kFloat16: return launch_dtype<__half>(wide, undo, launch, journal, on);
-    default: return launch_dtype<float>(wide, undo, launch, journal, on);
+    case kBFloat16: return launch_dtype<bf16>(adapters, undo, launch, journal, on);
+    case kFloat16: return launch_dtype<__half>(adapters, undo, launch, journal, on);
+    default: return launch_dtype<float>(adapters, undo, launch, journal, on);
   }
 }
 

@@ -28,8 +28,9 @@ struct TrackedJournal {
 // not hold what was written stays as it is, and keeps its place. Segments of one dtype, in place. Returns a
 // cudaError_t; `stream` is a cudaStream_t of the current device. `launch_hopper_tracked`: by the kernel for compute
 // capability 9; a segment's `key` is then the number of its first box of 64 x 64, of which each is four units.
-int launch_tracked(int dtype, bool wide, bool undo, const Launch& launch, const TrackedJournal& journal, void* stream);
-int launch_hopper_tracked(int dtype, bool wide, bool undo, const HopperLaunch& launch, const TrackedJournal& journal,
+int launch_tracked(int dtype, int adapters, bool undo, const Launch& launch, const TrackedJournal& journal,
+                   void* stream);
+int launch_hopper_tracked(int dtype, int adapters, bool undo, const HopperLaunch& launch, const TrackedJournal& journal,
                           void* stream);
 
 }  // namespace lora_merge

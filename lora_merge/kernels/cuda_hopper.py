@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import native, operators
-from .cuda_table import memory
+from .cuda_table import memory, products
 from .layout import CHUNK, HOPPER_COLS, MAX_RANK
 from .segments import (
     BF16,
@@ -37,6 +37,10 @@ from .segments import (
 )
 
 
+RANKS = 8
+"""Of a 16-bit adapter: a multiple of so many."""
+
+
 class HopperVariant(NamedTuple):
     """One launch: the arguments of `launch_hopper` that stay the same from run to run."""
 
@@ -46,7 +50,7 @@ class HopperVariant(NamedTuple):
     counter: Tensor
     device: int
     dtype: int
-    wide: bool
+    adapters: int
     n_units: int
     n_raw_units: int
     rows_per_unit: int
@@ -59,24 +63,44 @@ class HopperVariant(NamedTuple):
         operators.launch_hopper(*self, stochastic, seed)
 
 
-def serves(table: np.ndarray, wide: np.ndarray, device: torch.device, beside: int = 0) -> np.ndarray:
+def serves(table: np.ndarray, device: torch.device, beside: int = 0) -> np.ndarray:
     """Which segments of a packed table go to this kernel, bool `[segments]`. `beside`: bytes that a launch wants in
     shared memory for each box of a tile."""
-    dtype, rank = table[:, DTYPES] & 0xFF, table[:, RANK]
+    return could_serve(table, device, beside) & reads_lora_A(table) & reads_lora_B(table)
+
+
+def could_serve(table: np.ndarray, device: torch.device, beside: int = 0) -> np.ndarray:
+    """Which segments it would serve if their adapters lay as it reads them."""
+    dtype, rank, wide = table[:, DTYPES] & 0xFF, table[:, RANK], products(table) == FP32
     fits = (dtype == table[:, DTYPES] >> 8 & 0xFF) & ((dtype == BF16) | (dtype == FP16)) & (rank > 0)
     fits &= table[:, COLS] <= HOPPER_COLS
     for address, stride in ((SOURCE, SOURCE_STRIDE), (DESTINATION, DESTINATION_STRIDE)):
         fits &= _rows_of_vectors(table, address, stride, 2, table[:, ROWS])
-    adapter, size = np.where(wide, FP32, BF16), np.where(wide, 4, 2)
-    fits &= table[:, DTYPES] >> 16 & 0xFFFF == (adapter | adapter << 8)
-    fits &= _rows_of_vectors(table, LORA_A, LORA_A_STRIDE, size, rank)
-    fits &= _rows_of_vectors(table, LORA_B, LORA_B_STRIDE, size, table[:, ROWS])
-    fits &= wide | (rank % 8 == 0)  # the map of bf16 lora_A takes eight ranks apart
     fits &= ~(wide & _turned(table))  # parts of float32 adapters are summed in one order here
     if not _available(device):
         return fits & False
     room = memory(device).per_block
     return fits & (rank <= np.where(wide, _most_rank(True, beside, room), _most_rank(False, beside, room)))
+
+
+def reads_lora_A(table: np.ndarray) -> np.ndarray:
+    """Of which segments this kernel can read lora_A where it lies: of the products' dtype, rows of whole vectors."""
+    return _reads(table, 16) & _rows_of_vectors(table, LORA_A, LORA_A_STRIDE, _size(table), table[:, RANK])
+
+
+def reads_lora_B(table: np.ndarray) -> np.ndarray:
+    """The same of lora_B."""
+    return _reads(table, 24) & _rows_of_vectors(table, LORA_B, LORA_B_STRIDE, _size(table), table[:, ROWS])
+
+
+def _reads(table: np.ndarray, shift: int) -> np.ndarray:
+    """Ranks of 16 bits come eight at a time: their map takes them apart."""
+    dtype = products(table)
+    return (table[:, DTYPES] >> shift & 0xFF == dtype) & ((dtype == FP32) | (table[:, RANK] % RANKS == 0))
+
+
+def _size(table: np.ndarray) -> np.ndarray:
+    return np.where(products(table) == FP32, 4, 2)
 
 
 class Tiles(NamedTuple):

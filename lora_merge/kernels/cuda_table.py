@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import native
 from .layout import CHUNK, INLINE_SEGMENTS, MAX_RANK, RAW_COLS, RAW_COLS_1, RAW_ROWS, WARP_COLS
-from .segments import BF16, COLS, DTYPES, RANK, ROWS, UNIT_BEGIN, UNITS_ACROSS, Segment
+from .segments import BF16, COLS, DTYPES, FLOATS, FP16, FP32, RANK, ROWS, UNIT_BEGIN, UNITS_ACROSS, Segment
 
 MAX_UNIT_ROWS = 512
 UNITS_DEALT = 1024
@@ -21,10 +21,9 @@ UNITS_DEALT = 1024
 blocks do not run at one pace."""
 BLOCKS = 2
 """That share a multiprocessor, of the kernel for any GPU."""
-HOPPER = 1 << 16
-"""Of a group's number: the kernel for compute capability 9 runs it."""
 
 Whole = TypeVar("Whole", int, np.ndarray)
+Codes = int | np.ndarray
 
 
 class BlockShape(NamedTuple):
@@ -102,9 +101,9 @@ def has_room(s: Segment, device: torch.device) -> bool:
     """Whether the columns of lora_A that a block works on fit into its shared memory."""
     if s.lora_A is None or s.lora_B is None:
         return True
-    wide = not s.lora_A.dtype == s.lora_B.dtype == torch.bfloat16
+    wide = _products(*(FLOATS.index(t.dtype) for t in (s.source, s.destination, s.lora_A, s.lora_B))) == FP32
     element_bytes = max(s.source.element_size(), s.destination.element_size())
-    return s.rank <= _most_rank(wide, element_bytes, memory(device))
+    return s.rank <= _most_rank(bool(wide), element_bytes, memory(device))
 
 
 def no_room(rest: Sequence[Segment], device: torch.device) -> str:
@@ -116,9 +115,17 @@ def no_room(rest: Sequence[Segment], device: torch.device) -> str:
     )
 
 
-def wide_products(table: np.ndarray) -> np.ndarray:
-    """Which segments have adapters that are not both bf16, and so wide products, bool `[segments]`."""
-    return (table[:, RANK] > 0) & ((table[:, DTYPES] >> 16 & 0xFFFF) != (BF16 | BF16 << 8))
+def products(table: np.ndarray) -> np.ndarray:
+    """What the products of each segment are made of, as dtype codes `[segments]`: BF16 where both halves of the adapter
+    are, FP16 where all is fp16, FP32 (three bf16 parts) for other adapters, and BF16 where there is none."""
+    dtypes = (table[:, DTYPES] >> shift & 0xFF for shift in (0, 8, 16, 24))
+    return np.where(table[:, RANK] == 0, BF16, _products(*dtypes))
+
+
+def _products(source: Codes, destination: Codes, lora_A: Codes, lora_B: Codes) -> np.ndarray:
+    bf16 = np.equal(lora_A, BF16) & np.equal(lora_B, BF16)
+    fp16 = np.equal(source, FP16) & np.equal(destination, FP16) & np.equal(lora_A, FP16) & np.equal(lora_B, FP16)
+    return np.where(bf16, BF16, np.where(fp16, FP16, FP32))
 
 
 def ceil(x: Whole, y: Whole | int) -> Whole:

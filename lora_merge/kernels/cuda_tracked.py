@@ -12,10 +12,12 @@ from torch import Tensor
 
 from . import cuda_hopper as hopper
 from . import operators
-from .cuda_table import BLOCKS, HOPPER, MAX_UNIT_ROWS, block_shape, ceil, cut, wide_products
+from .cuda_launch import variants
+from .cuda_repack import repack
+from .cuda_table import BLOCKS, MAX_UNIT_ROWS, block_shape, ceil, cut, products
 from .fused import Journal
 from .layout import BOX_COLS, CODE_BYTES, RECORD_BYTES, TILE_ROWS, UNIT_ELEMENTS, WARP_COLS, WARPS
-from .segments import COLS, DTYPES, FLOATS, KEY, RANK, ROWS, Segment, pack
+from .segments import COLS, DTYPES, FLOATS, FP32, KEY, RANK, ROWS, Segment, pack
 from .streams import Streams
 
 HOPPER_WARPS = 12
@@ -37,7 +39,7 @@ class _Group(NamedTuple):
     counter: Tensor
     device: int
     dtype: int
-    wide: bool
+    adapters: int
     n_units: int
     rows_per_unit: int
     col_warps: int
@@ -59,7 +61,7 @@ class _HopperGroup(NamedTuple):
     counter: Tensor
     device: int
     dtype: int
-    wide: bool
+    adapters: int
     n_units: int
     rows_per_unit: int
     strip_cols: int
@@ -82,30 +84,36 @@ class CudaTracked:
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._first: list[np.ndarray] = []
         self._names: list[str] = []
-        table = pack(segments)
-        wide = wide_products(table)
-        group = hopper.serves(table, wide, device, BESIDE) * HOPPER | (table[:, DTYPES] & 0xFF) << 1 | wide
+        made = repack(pack(segments), device, BESIDE)
+        self._before = variants(made.copies, device)
+        table = made.table
+        kinds = np.stack([hopper.serves(table, device, BESIDE), table[:, DTYPES] & 0xFF, products(table)], axis=1)
         self._groups: list[_Group | _HopperGroup] = []
         warps = 0
-        for key in map(int, np.unique(group)):
-            self._names += [s.name for s, there in zip(segments, group == key, strict=True) if there]
-            make, blocks, of_block = (self._hopper, 1, HOPPER_WARPS) if key & HOPPER else (self._any, BLOCKS, WARPS)
-            self._groups.append(make(table[group == key], key >> 1 & 0xFF, bool(key & 1)))
+        for served, dtype, adapters in np.unique(kinds, axis=0).tolist():
+            here = (kinds == (served, dtype, adapters)).all(axis=1)
+            self._names += [s.name for s, there in zip(segments, here, strict=True) if there]
+            make, blocks, of_block = (self._hopper, 1, HOPPER_WARPS) if served else (self._any, BLOCKS, WARPS)
+            self._groups.append(make(table[here], dtype, adapters))
             warps += of_block * min(blocks * self._processors, self._groups[-1].n_units)
         self.code_bytes = self.units * CODE_BYTES
         self.chunk = min(ARENA_CHUNK, self.base_bytes // (LEFT_OVER * warps)) & ~3
         self.slack = self.chunk * warps
-        self._streams = Streams(device, [t for group in self._groups for t in group if isinstance(t, Tensor)])
+        own = [t for launch in (*self._before, *self._groups) for t in launch if isinstance(t, Tensor)]
+        self._streams = Streams(device, [made.memory, *own])
 
     def track(self, journal: Journal) -> None:
-        self._streams.join()
-        for launch in self._groups:
-            launch(False, journal)
+        self._run(False, journal)
 
     def untrack(self, journal: Journal) -> None:
+        self._run(True, journal)
+
+    def _run(self, undo: bool, journal: Journal) -> None:
         self._streams.join()
+        for copy in self._before:
+            copy(False, 0)
         for launch in self._groups:
-            launch(True, journal)
+            launch(undo, journal)
 
     def names(self, units: Tensor) -> set[str]:
         return {self._names[i] for i in np.searchsorted(np.concatenate(self._first), units.numpy(), side="right") - 1}
@@ -117,25 +125,25 @@ class CudaTracked:
         self._first.append(table[:, KEY] * each)
         self.units += ceil(int(tiles.sum()) * each, WARPS) * WARPS
 
-    def _any(self, table: np.ndarray, dtype: int, wide: bool) -> _Group:
-        max_rank = int(table[:, RANK].max())
+    def _any(self, table: np.ndarray, dtype: int, adapters: int) -> _Group:
+        max_rank, wide = int(table[:, RANK].max()), adapters == FP32
         shape = block_shape(max_rank, wide, FLOATS[dtype].itemsize, table, self.device)
         strip, rows = WARP_COLS * shape.col_warps, UNIT_ELEMENTS // WARP_COLS * (WARPS // shape.col_warps)
         self._number(table, rows, strip)
         made = cut(table, table[:0], strip, MAX_UNIT_ROWS, BLOCKS * self._processors, self.device, rows)
         return _Group(
-            made.table, made.unit_segment, made.counter, made.device, dtype, wide, made.n_units,
+            made.table, made.unit_segment, made.counter, made.device, dtype, adapters, made.n_units,
             made.rows_per_unit, *shape, max_rank,
         )  # fmt: skip
 
-    def _hopper(self, table: np.ndarray, dtype: int, wide: bool) -> _HopperGroup:
-        max_rank = int(table[:, RANK].max())
+    def _hopper(self, table: np.ndarray, dtype: int, adapters: int) -> _HopperGroup:
+        max_rank, wide = int(table[:, RANK].max()), adapters == FP32
         tiles = hopper.tiles(max_rank, wide, self.device, BESIDE)
         self._number(table, TILE_ROWS, BOX_COLS)
         most = hopper.unit_rows(max_rank, wide, large=False)
         made = cut(table, table[:0], tiles.strip_cols, most, self._processors, self.device)
         maps = hopper.maps(made.host_table, wide, made.table.device)
         return _HopperGroup(
-            made.table, made.unit_segment, maps, made.counter, made.device, dtype, wide, made.n_units,
+            made.table, made.unit_segment, maps, made.counter, made.device, dtype, adapters, made.n_units,
             made.rows_per_unit, *tiles, max_rank,
         )  # fmt: skip

@@ -106,6 +106,7 @@ _JOURNAL_CPU = "uint8_t* codes, int64_t n_codes, int64_t* records, int64_t n_rec
 _JOURNAL_CPU += "int64_t* counter"
 _MEMORY = "int64_t per_block, int64_t per_processor"
 _PLACED = f"{_TABLE}, bool on_device, const int32_t* unit_segment, int64_t n_unit_segment"
+_KIND = f"{_PLACED}, int32_t* counter, int64_t dtype, int64_t adapters"
 _UNITS = "int64_t n_units, int64_t n_raw_units, int64_t rows_per_unit"
 _SHAPE = "int64_t col_warps, int64_t stages, bool staged_B, int64_t pad, int64_t max_rank"
 _TILES = "const uint8_t* maps, int64_t strip_cols, int64_t held, int64_t stages, int64_t max_rank"
@@ -142,21 +143,21 @@ CUDA_OPERATORS = {
     "cuda_problem": ("std::string", ""),
     "launch_cuda": (
         "void",
-        f"{_PLACED}, int32_t* counter, int64_t source_dtype, int64_t destination_dtype, bool wide, {_UNITS}, {_SHAPE}, "
-        f"{_RANDOM}, {_WHERE}",
+        f"{_PLACED}, int32_t* counter, int64_t source_dtype, int64_t destination_dtype, int64_t adapters, {_UNITS}, "
+        f"{_SHAPE}, {_RANDOM}, {_WHERE}",
     ),
     "launch_hopper": (
-        "void", f"{_PLACED}, int32_t* counter, int64_t dtype, bool wide, {_UNITS}, {_TILES}, {_RANDOM}, {_WHERE}",
+        "void", f"{_KIND}, {_UNITS}, {_TILES}, {_RANDOM}, {_WHERE}",
     ),
     "tensor_maps": ("void", f"{_TABLE}, bool wide, uint8_t* maps"),
     "row_norms_cuda": (
         "void", f"{_PLACED}, int64_t source_dtype, int64_t n_units, int64_t max_rank, double* out, {_WHERE}",
     ),
     "track_cuda": (
-        "void", f"{_PLACED}, int32_t* counter, int64_t dtype, bool wide, {_UNITS}, {_SHAPE}, {_JOURNAL}, {_WHERE}",
+        "void", f"{_KIND}, {_UNITS}, {_SHAPE}, {_JOURNAL}, {_WHERE}",
     ),
     "track_hopper": (
-        "void", f"{_PLACED}, int32_t* counter, int64_t dtype, bool wide, {_UNITS}, {_TILES}, {_JOURNAL}, {_WHERE}",
+        "void", f"{_KIND}, {_UNITS}, {_TILES}, {_JOURNAL}, {_WHERE}",
     ),
 }  # fmt: skip
 """What the compiled module offers, as C++ declares it: functions of numbers and addresses. `operators.py` calls them,

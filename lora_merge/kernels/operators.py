@@ -125,25 +125,25 @@ def _where(device: int) -> tuple[int, int]:
 
 def launch_cuda(
     table: Tensor, unit_segment: Tensor, counter: Tensor, device: int, source_dtype: int, destination_dtype: int,
-    wide: bool, n_units: int, n_raw_units: int, rows_per_unit: int, col_warps: int, stages: int, staged_B: bool,
+    adapters: int, n_units: int, n_raw_units: int, rows_per_unit: int, col_warps: int, stages: int, staged_B: bool,
     pad: int, max_rank: int, stochastic: bool, seed: int,
 ) -> None:  # fmt: skip
     """One launch of the kernel for any GPU, on the current stream."""
     native.compiled.launch_cuda(
-        *_placed(table, unit_segment, device), _counter(counter, device), source_dtype, destination_dtype, wide,
+        *_placed(table, unit_segment, device), _counter(counter, device), source_dtype, destination_dtype, adapters,
         n_units, n_raw_units, rows_per_unit, col_warps, stages, staged_B, pad, max_rank, stochastic, seed,
         *_where(device),
     )  # fmt: skip
 
 
 def launch_hopper(
-    table: Tensor, unit_segment: Tensor, maps: Tensor, counter: Tensor, device: int, dtype: int, wide: bool,
+    table: Tensor, unit_segment: Tensor, maps: Tensor, counter: Tensor, device: int, dtype: int, adapters: int,
     n_units: int, n_raw_units: int, rows_per_unit: int, strip_cols: int, held: int, stages: int, max_rank: int,
     stochastic: bool, seed: int,
 ) -> None:  # fmt: skip
     """One launch of the kernel for compute capability 9."""
     native.compiled.launch_hopper(
-        *_placed(table, unit_segment, device), _counter(counter, device), dtype, wide, n_units, n_raw_units,
+        *_placed(table, unit_segment, device), _counter(counter, device), dtype, adapters, n_units, n_raw_units,
         rows_per_unit, _maps(maps, table), strip_cols, held, stages, max_rank, stochastic, seed, *_where(device),
     )  # fmt: skip
 
@@ -169,24 +169,24 @@ def row_norms_cuda(
 
 
 def track_cuda(
-    table: Tensor, unit_segment: Tensor, counter: Tensor, device: int, dtype: int, wide: bool, n_units: int,
+    table: Tensor, unit_segment: Tensor, counter: Tensor, device: int, dtype: int, adapters: int, n_units: int,
     rows_per_unit: int, col_warps: int, stages: int, staged_B: bool, pad: int, max_rank: int,
     *journal: Any,
 ) -> None:  # fmt: skip
     """A tracked merge, or its way back, by the kernel for any GPU; `journal` as of `_journal`."""
     native.compiled.track_cuda(
-        *_placed(table, unit_segment, device), _counter(counter, device), dtype, wide, n_units, 0, rows_per_unit,
+        *_placed(table, unit_segment, device), _counter(counter, device), dtype, adapters, n_units, 0, rows_per_unit,
         col_warps, stages, staged_B, pad, max_rank, *_journal(device, *journal), *_where(device),
     )  # fmt: skip
 
 
 def track_hopper(
-    table: Tensor, unit_segment: Tensor, maps: Tensor, counter: Tensor, device: int, dtype: int, wide: bool,
+    table: Tensor, unit_segment: Tensor, maps: Tensor, counter: Tensor, device: int, dtype: int, adapters: int,
     n_units: int, rows_per_unit: int, strip_cols: int, held: int, stages: int, max_rank: int, *journal: Any,
 ) -> None:  # fmt: skip
     """The same by the kernel for compute capability 9."""
     native.compiled.track_hopper(
-        *_placed(table, unit_segment, device), _counter(counter, device), dtype, wide, n_units, 0, rows_per_unit,
+        *_placed(table, unit_segment, device), _counter(counter, device), dtype, adapters, n_units, 0, rows_per_unit,
         _maps(maps, table), strip_cols, held, stages, max_rank, *_journal(device, *journal), *_where(device),
     )  # fmt: skip
 
