@@ -36,7 +36,6 @@ from .segments import (
     SOURCE_STRIDE,
 )
 
-
 RANKS = 8
 """Of a 16-bit adapter: a multiple of so many."""
 
