@@ -112,10 +112,7 @@ def _kinds(device: torch.device) -> Iterator[tuple[str, str]]:
     tensor_maps = cuda_hopper._available(device)
     if tensor_maps:
         yield "16-bit weights", "kernel for compute capability 9 (tensor maps, wgmma)"
-        yield (
-            "  but",
-            "the portable one for fp16 adapters, ranks that are no multiple of 8, rows of no whole 16 bytes",
-        )
+        yield "  but", "the portable one for rows of no whole 16 bytes, and fp16 adapters of bf16 weights"
     else:
         yield "16-bit weights", "portable kernel (cp.async, mma)"
     yield "float32 weights", "portable kernel"

@@ -38,7 +38,7 @@ for step in $steps; do
       [ "${PIPESTATUS[0]}" = 0 ] || status=1 ;;
     sanitizer) # every kernel path on small shapes: dtypes, layouts, ranks, copies, norms
       for tool in memcheck racecheck; do
-        compute-sanitizer --tool "$tool" --launch-timeout 120 \
+        compute-sanitizer --tool "$tool" --launch-timeout 120 --print-limit 10000 \
           python3 tests/sanitize.py > "$out/$tool.log" 2>&1 || status=1
         tail -n 4 "$out/$tool.log"
       done

@@ -220,6 +220,7 @@ def test_the_same_bits(base: torch.dtype, adapters: torch.dtype, monkeypatch: py
     """Every edge of tiles, boxes and chunks; in place too, with rows that are scaled, rounded stochastically, and with
     copies that ride along; as a kernel argument and as a table on the device."""
     device, could = torch.device("cuda", 0), cuda_hopper.could_serve
+    monkeypatch.setattr(cuda_repack, "WORTH", 0)
     assert kernels.pick(device) is cuda
 
     def results(segments: list[Segment], ours: bool, stochastic: bool, scale: bool) -> list[torch.Tensor]:
