@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from . import __version__, kernels
-from .errors import BackendUnavailable
+from .errors import BackendUnavailable, InvalidInput
+from .integrations.options import switched_off
 from .kernels import cpu, cuda, cuda_hopper, native, triton
 
 TRAINERS = {
@@ -141,7 +142,11 @@ def _vllm(found: Findings) -> None:
 
 
 def _trainers(found: Findings) -> None:
-    off = os.environ.get("LORA_MERGE") in ("0", "false", "no", "off")
+    try:
+        off = switched_off()
+    except InvalidInput as error:  # trainers end in it
+        off = False
+        found.todo.append(str(error))
     for name, switch in TRAINERS.items():
         installed = _version(name)
         if installed is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -184,6 +185,10 @@ def train(model: nn.Module, seed: int = 1, size: float = 0.05) -> None:
                 parameter.add_((torch.randn(parameter.shape, generator=g) * size).to(parameter))
 
 
+CLIENT_THREADS = ("EngineCoreOutputQueueThread", "MPClientEngineMonitor")
+"""Of vLLM's client of an engine in another process: those that use its sockets."""
+
+
 @contextmanager
 def engine(model: nn.Module, folder: Path, *, processes: bool = False, **options: Any) -> Iterator[LLM]:
     """A vLLM engine of the model's architecture, with random weights unless `options` say otherwise.
@@ -197,7 +202,9 @@ def engine(model: nn.Module, folder: Path, *, processes: bool = False, **options
     gc.collect()  # an engine of the test before, which its frame held
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+    before = set(threading.enumerate())
     llm = LLM(str(folder), **engine_options(model) | options)
+    threads = [t for t in threading.enumerate() if t not in before and t.name in CLIENT_THREADS]
     try:
         yield llm
     finally:
@@ -205,13 +212,25 @@ def engine(model: nn.Module, folder: Path, *, processes: bool = False, **options
         context = getattr(core, "ctx", None)
         core.shutdown()
         if context is not None:
-            context.destroy(linger=0)  # what was meant for an engine that was killed would be waited for, for ever
+            _end(context, threads)
         del llm, core
         gc.collect()
         if not processes:
             from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
             cleanup_dist_env_and_memory()
+
+
+def _end(context: Any, threads: Sequence[threading.Thread]) -> None:
+    """End a client's sockets: what was meant for an engine that was killed would be waited for, for ever.
+
+    Its threads close sockets of their own, which are no other thread's to touch: where this one closed them at the same
+    time, the process now and then died of it, without a word if it was a thread of ZeroMQ's, as they block all signals.
+    """
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive(), f"{thread.name} goes on after shutdown(): its sockets cannot be closed here"
+    context.destroy(linger=0)
 
 
 def engine_options(model: nn.Module) -> dict[str, Any]:

@@ -18,6 +18,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+# Read as a Python starts: a rank, or an engine's process, that crashes while it imports says where, too.
+os.environ.setdefault("PYTHONFAULTHANDLER", "1")
+
 TIMEOUT = timedelta(minutes=5)
 """A rank that waits for nobody fails after this: before pytest's own limit, but no sooner than has to be. Ranks whose
 machine is busy may begin, and compute, far apart; and when one fails, `spawn` ends the others at once."""
@@ -59,6 +62,9 @@ def _main(
     backend: str,
     timeout: timedelta,
 ) -> None:
+    # Anew: what vLLM imports (tvm_ffi) puts a handler of its own in the place of Python's, and `enable` alone does
+    # nothing where it was called before.
+    faulthandler.disable()
     faulthandler.enable()
     torch.set_num_threads(1)
     if "nccl" in backend:

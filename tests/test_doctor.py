@@ -94,3 +94,5 @@ def test_whether_vllm_sees_the_plugin(
     assert any(todo in one for one in found.todo) if todo else not found.todo
     monkeypatch.setenv("LORA_MERGE", "0")
     assert rows()["trl"] == "1.0; LORA_MERGE=0 switches it off"
+    monkeypatch.setenv("LORA_MERGE", "perhaps")  # a trainer would end in this
+    assert any("LORA_MERGE must be 1 or 0, got 'perhaps'" in one for one in doctor.examine().todo)

@@ -37,13 +37,8 @@ from lora_merge import MergedWeights
 
 pytestmark = pytest.mark.usefixtures("no_leftovers")
 no_leftovers = engines.no_leftovers
+engine = trl_training.engine
 TrainerOf = Callable[..., GRPOTrainer]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def engine() -> Iterator[None]:
-    with trl_training.one_engine():
-        yield
 
 
 @pytest.fixture(scope="module")

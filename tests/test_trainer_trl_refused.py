@@ -31,18 +31,8 @@ from lora_merge.integrations.trl.switch import _attached_first, max_lora_rank
 
 pytestmark = pytest.mark.usefixtures("no_leftovers")
 no_leftovers = engines.no_leftovers
+base, engine = trl_training.base, trl_training.engine
 TrainerOf = Callable[..., GRPOTrainer]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def engine() -> Iterator[None]:
-    with trl_training.one_engine():
-        yield
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return trl_training.checkpoint(tmp_path_factory.mktemp("trl") / "base")
 
 
 @pytest.fixture(scope="module")

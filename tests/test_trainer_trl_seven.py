@@ -4,7 +4,6 @@ engine then answers as the policy does."""
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +20,7 @@ from lora_merge.integrations.takeover import TrainerRefused
 
 pytestmark = pytest.mark.usefixtures("no_leftovers")
 no_leftovers = engines.no_leftovers
-
-
-@pytest.fixture(scope="module", autouse=True)
-def engine() -> Iterator[None]:
-    with trl_training.one_engine():
-        yield
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return trl_training.checkpoint(tmp_path_factory.mktemp("trl") / "base")
+base, engine = trl_training.base, trl_training.engine
 
 
 def conversations() -> Any:

@@ -171,6 +171,17 @@ def one_engine() -> Iterator[None]:
     cleanup_dist_env_and_memory()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def engine() -> Iterator[None]:
+    with one_engine():
+        yield
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoint(tmp_path_factory.mktemp("trl") / "base")
+
+
 @contextmanager
 def letting_go() -> Iterator[Callable[[Any], Any]]:
     """Trainers that are passed to what this gives let go of the engine afterwards."""

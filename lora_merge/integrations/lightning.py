@@ -1,7 +1,9 @@
 """Lightning: push to a rollout engine as training goes on.
 
-trainer = lightning.Trainer(callbacks=[PushCallback(llm, model=lambda module: module.policy)])
-trainer.fit(module)
+    trainer = lightning.Trainer(callbacks=[PushCallback(llm, model=lambda module: module.policy)])
+    trainer.fit(module)
+
+Each optimizer step is then followed by a push.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ except ImportError as error:
     raise MissingExtra("this integration needs Lightning: pip install lightning") from error
 
 from ..engine.sync import VllmSync
-from ..errors import InvalidInput
 from .options import Options
+from .pushing import Pusher
 from .telling import metrics
 
 _log = logging.getLogger(__name__)
@@ -43,29 +45,23 @@ class PushCallback(Callback):
     def __init__(
         self, engine: Any, *, model: Callable[[Any], nn.Module], every: int = 1, options: Options | None = None
     ) -> None:
-        if every < 1:
-            raise InvalidInput(f"every must be 1 or more optimizer steps, got {every}")
-        self._engine, self._model, self._every = engine, model, every
-        self._options = Options.from_environment() if options is None else options
-        if self._options.check is not None:
-            raise InvalidInput(
-                "check (LORA_MERGE_CHECK) needs the rollout's log-probs, which Lightning does not have: compare them "
-                "with lora_merge.verify.logprob_gap where you sample"
-            )
-        self.sync: VllmSync | None = None
-        """Made when training begins: only then is the model sharded as it will be trained."""
+        self._pusher = Pusher(engine, every, options, trainer="Lightning", log=_log)
+        self._model = model
         self._pushed = -1
+
+    @property
+    def sync(self) -> VllmSync | None:
+        """Made when training begins: only then is the model sharded as it will be trained."""
+        return self._pusher.sync
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """The engine gets what training begins with: the base, or what a checkpoint brought back."""
-        if self.sync is None:
-            model = self._model(pl_module)
-            self.sync = VllmSync(model, self._engine, mode=self._options.mode, rounding=self._options.rounding)
+        self._pusher.begin(self._model(pl_module))
         self._push(trainer)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """A batch is over, and an optimizer step where gradients were not accumulated."""
-        if trainer.global_step != self._pushed and trainer.global_step % self._every == 0:
+        if trainer.global_step != self._pushed and self._pusher.due(trainer.global_step):
             pl_module.log_dict(self._push(trainer))
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -74,8 +70,6 @@ class PushCallback(Callback):
             self._push(trainer)
 
     def _push(self, trainer: Any) -> dict[str, float]:
-        assert self.sync is not None
-        report = self.sync.push(verify=self._options.verify)
+        report = self._pusher.push()
         self._pushed = trainer.global_step
-        _log.info("%s", report)
         return metrics(report)

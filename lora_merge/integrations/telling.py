@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..engine.replica import SyncReport
 from ..errors import LoraMergeError
-from ..verify import LogprobGap
+from ..verify import LogprobGap, logprob_gap
 
 PREFIX = "lora_merge/"
 
@@ -60,6 +61,18 @@ class Counted:
             self.report.nbytes += tensor.nbytes
             yield name, tensor
         self.report.seconds["transfer"] = time.perf_counter() - begin
+
+
+def gap_of_tokens(trainer: Sequence[Tensor], rollout: Sequence[Tensor]) -> LogprobGap:
+    """Between log-probs of the same tokens, in several pieces or one.
+
+    Args:
+        trainer, rollout: log-probs, each piece `[tokens]`; one token at least in all of them.
+    """
+    ours, theirs = (torch.cat(tuple(pieces)) for pieces in (trainer, rollout))
+    # One sequence of all tokens, after a token that stands for its prompt.
+    behind = F.pad(ours, (1, 0))
+    return logprob_gap(behind, [theirs], shifted=False, prompt_lengths=[1], cu_seqlens=[0, behind.numel()])
 
 
 def hold(gap: LogprobGap, bound: float, exact: bool) -> dict[str, float]:

@@ -1,8 +1,10 @@
 """The Trainer of transformers, and whatever inherits from it: push to a rollout engine as training goes on.
 
-trainer = Trainer(model=peft_model, ...)
-attach(trainer, llm)
-trainer.train()
+    trainer = Trainer(model=peft_model, ...)
+    attach(trainer, llm)
+    trainer.train()
+
+Each optimizer step is then followed by a push.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from transformers import Trainer, TrainerCallback
 from ..engine.sync import VllmSync
 from ..errors import InvalidInput
 from .options import Options
+from .pushing import Pusher
 from .telling import metrics
 
 _log = logging.getLogger(__name__)
@@ -23,32 +26,31 @@ _log = logging.getLogger(__name__)
 class PushCallback(TrainerCallback):
     """Pushes when training begins and after every so many optimizer steps; made by `attach`."""
 
-    def __init__(self, trainer: Trainer, engine: Any, every: int, options: Options) -> None:
-        self._trainer, self._engine, self._every, self._options = trainer, engine, every, options
-        self.sync: VllmSync | None = None
+    def __init__(self, trainer: Trainer, pusher: Pusher) -> None:
+        self._trainer, self._pusher = trainer, pusher
+
+    @property
+    def sync(self) -> VllmSync | None:
         """Made when training begins: only then is the model wrapped and sharded as it will be trained."""
+        return self._pusher.sync
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The engine gets what training begins with: the base, or what a checkpoint brought back."""
-        if self.sync is None:
-            model = self._trainer.model_wrapped
-            self.sync = VllmSync(model, self._engine, mode=self._options.mode, rounding=self._options.rounding)
+        self._pusher.begin(self._trainer.model_wrapped)
         self._push(should_log=False)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """An optimizer step is over."""
-        if state.global_step % self._every == 0:
+        if self._pusher.due(state.global_step):
             self._push(control.should_log)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The engine ends with what was trained."""
-        if state.global_step % self._every:
+        if not self._pusher.due(state.global_step):
             self._push(should_log=False)
 
     def _push(self, should_log: bool) -> None:
-        assert self.sync is not None
-        report = self.sync.push(verify=self._options.verify)
-        _log.info("%s", report)
+        report = self._pusher.push()
         if should_log:
             self._trainer.log(metrics(report))
 
@@ -69,16 +71,8 @@ def attach(trainer: Trainer, engine: Any, *, every: int = 1, options: Options | 
     Raises:
         InvalidInput: an argument that does not fit.
     """
-    if every < 1:
-        raise InvalidInput(f"every must be 1 or more optimizer steps, got {every}")
     if any(isinstance(one, PushCallback) for one in trainer.callback_handler.callbacks):
         raise InvalidInput("this trainer pushes already: give one attach() a list of engines")
-    chosen = Options.from_environment() if options is None else options
-    if chosen.check is not None:
-        raise InvalidInput(
-            "check (LORA_MERGE_CHECK) needs the rollout's log-probs, which this trainer does not have: compare them "
-            "with lora_merge.verify.logprob_gap where you sample"
-        )
-    callback = PushCallback(trainer, engine, every, chosen)
+    callback = PushCallback(trainer, Pusher(engine, every, options, trainer="this trainer", log=_log))
     trainer.add_callback(callback)
     return callback

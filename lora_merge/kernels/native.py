@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 import sys
+from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -31,10 +32,11 @@ def load_error() -> str | None:
         return f"the compiled extension is missing; {BUILD_HINT}"
     except ImportError as error:
         return f"the compiled extension does not load ({error}); re-{BUILD_HINT}"
-    if stale(found) is None:
+    problem = stale(found)
+    if problem is None:
         _lend_threads(found)
         compiled = found
-    return stale(found)
+    return problem
 
 
 def _import() -> Any:
@@ -43,16 +45,23 @@ def _import() -> Any:
     try:
         return import_module("lora_merge._C")
     except ModuleNotFoundError:
-        for folder in sys.path:
-            for file in sorted(Path(folder or ".", "lora_merge").glob("_C.*")):
-                if file.name.endswith(tuple(EXTENSION_SUFFIXES)) and "lora_merge._C" not in sys.modules:
-                    spec = spec_from_file_location("lora_merge._C", file)
-                    assert spec is not None
-                    assert spec.loader is not None
-                    found = module_from_spec(spec)
-                    spec.loader.exec_module(found)
-                    return found
-        raise
+        file = next(_installed(), None)
+        if file is None or "lora_merge._C" in sys.modules:  # as None, which bars it
+            raise
+    spec = spec_from_file_location("lora_merge._C", file)
+    assert spec is not None
+    assert spec.loader is not None
+    found = module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+def _installed() -> Iterator[Path]:
+    """Compiled modules of lora_merge in the folders from which this Python imports, in their order."""
+    for folder in sys.path:
+        for file in sorted(Path(folder or ".", "lora_merge").glob("_C.*")):
+            if file.name.endswith(tuple(EXTENSION_SUFFIXES)):
+                yield file
 
 
 def stale(found: Any) -> str | None:

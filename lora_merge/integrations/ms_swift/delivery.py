@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...engine.replica import SyncReport
-from ...engine.sync import VllmSync
 from ...engine.waiting import told
 from ...errors import PushFailed, PushRefused
 from ...models.live import live
 from ...shards.ranks import Ranks, noted
 from ...stream.weights import MergedWeights
 from ..options import Options
+from ..pushing import KeptSync
 from ..takeover import TrainerRefused, off
 from ..tied import check_tied
 
@@ -37,9 +38,8 @@ class Colocated:
                 "swift's engine has no default_adapter_request, without which it would answer by the base alone: leave "
                 f"--vllm_enable_lora out. {off('ms-swift')}"
             )
-        self._engine, self._mode, self._options = engine, mode, options
-        self._sync: VllmSync | None = None
-        self._model: Any = None
+        self._engine, self._options = engine, replace(options, mode=mode)
+        self._kept = KeptSync()
 
     def push(self, model: Any) -> SyncReport:
         """Bring the model as it is now into every rank's engine. Collective.
@@ -47,15 +47,10 @@ class Colocated:
         Raises:
             as `VllmSync.push`.
         """
-        if self._sync is None or self._model is not model:
-            # Not before the first push: accelerate wraps the model when the training begins.
-            if self._sync is not None:
-                self._sync.close()
-            self._sync = VllmSync(model, self._engine.engine, mode=self._mode, rounding=self._options.rounding)
-            self._model = model
-        report = self._sync.push(verify=self._options.verify)
+        sync = self._kept.of(model, self._engine.engine, self._options)
+        report = sync.push(verify=self._options.verify)
         # What swift asks the engine for carries this, unless it has an adapter of its own.
-        self._engine.default_adapter_request = self._sync.lora_request()
+        self._engine.default_adapter_request = sync.lora_request()
         return report
 
     def check(self) -> None:
@@ -64,9 +59,9 @@ class Colocated:
         Raises:
             PushRefused: it does not.
         """
-        if self._sync is None:
+        if self._kept.sync is None:
             raise PushRefused("nothing was pushed to the engine yet")
-        self._sync.check()
+        self._kept.sync.check()
 
 
 class Served:

@@ -11,10 +11,9 @@ from swift.utils import get_logger
 from torch import Tensor
 
 from ...errors import AlreadyMerged, InvalidInput, PushRefused, UnsupportedAdapter
-from ...verify import LogprobGap, logprob_gap
 from ..options import Options
 from ..takeover import TrainerRefused, off
-from ..telling import PREFIX, PolicyGap, both_float32, hold, metrics
+from ..telling import PREFIX, PolicyGap, both_float32, gap_of_tokens, hold, metrics
 from .delivery import Colocated, Served
 from .kinds import RELEASE
 from .refusals import refuse, refuse_check, refuse_server
@@ -103,7 +102,7 @@ class Pushing:
         if tokens:
             exact = both_float32(trainer.model.model_info.torch_dtype) and not (trainer.args.bf16 or trainer.args.fp16)
             try:
-                figures = hold(_gap(*(torch.cat(side) for side in zip(*lined_up, strict=True))), bound, exact)
+                figures = hold(gap_of_tokens(*zip(*lined_up, strict=True)), bound, exact)
             except PolicyGap as error:
                 failure = str(error)
         everywhere = gather_object([(failure, tokens)])
@@ -183,10 +182,3 @@ def pushing(kind: str, trainer: type) -> type:
     """
     RELEASE.require(_USED)
     return type(trainer.__name__, ({"grpo": GRPO, "gkd": GKD}[kind], trainer), {"__module__": __name__})
-
-
-def _gap(ours: Tensor, theirs: Tensor) -> LogprobGap:
-    """Flat log-probs of the same tokens."""
-    one = torch.nn.functional.pad(ours.float(), (1, 0))  # a prompt of one token
-    bounds = [0, one.numel()]
-    return logprob_gap(one, [theirs.float()], shifted=False, cu_seqlens=bounds, prompt_lengths=[1])

@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from ...verify import LogprobGap, logprob_gap
+from ...verify import LogprobGap
 from ..takeover import TrainerRefused
-from ..telling import both_float32, hold
+from ..telling import both_float32, gap_of_tokens, hold
 from .release import OFF
 from .rollout import Rollout
 
@@ -79,10 +78,6 @@ def gap_of(batch: dict[str, Tensor], accelerator: Any) -> LogprobGap | None:
     ours = [row[kept] for row, kept in zip(batch["old_per_token_logps"].float(), mask, strict=True)]
     theirs = [row[kept] for row, kept in zip(batch["sampling_per_token_logps"].float(), mask, strict=True)]
     shares = gather_object([(torch.cat(ours).cpu(), torch.cat(theirs).cpu())])
-    trained, sampled = (torch.cat([share[side] for share in shares]) for side in (0, 1))
-    if not trained.numel():
+    if not any(trained.numel() for trained, _ in shares):
         return None
-    # One sequence of all tokens, after a token that stands for its prompt.
-    return logprob_gap(
-        F.pad(trained, (1, 0)), [sampled], shifted=False, prompt_lengths=[1], cu_seqlens=[0, len(trained) + 1]
-    )
+    return gap_of_tokens(*zip(*shares, strict=True))

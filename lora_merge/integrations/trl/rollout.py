@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from ...engine.replica import SyncReport
-from ...engine.state import State
-from ...engine.sync import VllmSync
 from ...errors import InvalidInput, PushRefused
 from ...stream.buckets import dtype_of
 from ...stream.weights import MergedWeights
 from ..options import Options
+from ..pushing import KeptSync
 from ..takeover import TrainerRefused
 from ..telling import Counted, metrics
 from ..tied import check_tied
@@ -91,11 +90,9 @@ class Colocated(Rollout):
     def __init__(self, trainer: Any, generation: Any, options: Options) -> None:
         super().__init__(trainer, generation, options)
         self.takes_over = f"VLLMGeneration.sync_weights: {options.mode} pushes into the colocated engine"
-        self._sync: VllmSync | None = None
-        self._pushes: Any = None
-        """The model that it pushes."""
-        self._held: list[State] = []
-        """What the engine has held since the last push; empty where there is none, or where it failed."""
+        self._kept = KeptSync()
+        self._synced = False
+        """Whether the last push went through; there is none in a trainer that resumed between two of its syncs."""
 
     @property
     def engine_dtype(self) -> torch.dtype:
@@ -119,9 +116,8 @@ class Colocated(Rollout):
     def detach(self) -> None:
         super().detach()
         vars(self.generation.llm).pop("generate", None)
-        if self._sync is not None:
-            self._sync.close()
-            self._sync = None
+        self._kept.close()
+        self._synced = False
 
     def sync_weights(self) -> None:
         generation = self.generation
@@ -129,9 +125,10 @@ class Colocated(Rollout):
             # TRL wakes the KV cache itself, in `generate`; a push that finds the weights asleep would do both.
             import_module(GENERATION).empty_cache()
             generation.llm.wake_up(tags=["weights"])
-        sync, self._held = self._to_engine(), []
+        # Accelerate wraps the model after the trainer is made, and once more in `evaluate`.
+        sync, self._synced = self._kept.of(self.model, generation.llm, self.options), False
         report = sync.push(verify=self.options.verify)
-        self._held = sync.states()
+        self._synced = True
         if generation.enable_sleep_mode:
             generation._llm_weights_sleeping = False
         self._tell(report)
@@ -145,26 +142,17 @@ class Colocated(Rollout):
         """
         if lora_request is not None:
             raise InvalidInput(f"the engine serves the policy, and no {lora_request}: leave lora_request out")
-        if not self._held:  # a trainer that resumed between two of its syncs, or whose last one failed
+        if not self._synced:
             self.sync_weights()
-        sync, llm = self._to_engine(), self.generation.llm
-        held = sync.states()
-        if held != self._held:
+        sync, llm = self._kept.sync, self.generation.llm
+        assert sync is not None
+        try:
+            sync.check()
+        except PushRefused as error:
             raise PushRefused(
-                f"the engine holds {held[0]}, not the {self._held[0]} that this trainer pushed: something else has "
-                "written to its weights"
-            )
+                f"{error} (the last sync went through: if it answers, something else has written to its weights)"
+            ) from error
         return type(llm).generate(llm, *args, lora_request=sync.lora_request(), **kwargs)
-
-    def _to_engine(self) -> VllmSync:
-        """Made when it is needed: accelerate wraps the model after the trainer is made, and once more in `evaluate`."""
-        if self._sync is None or self._pushes is not self.model:
-            if self._sync is not None:
-                self._sync.close()
-            mode, rounding = self.options.mode, self.options.rounding
-            self._pushes = self.model
-            self._sync = VllmSync(self._pushes, self.generation.llm, mode=mode, rounding=rounding)
-        return self._sync
 
 
 class Server(Rollout):

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...verify import logprob_gap
 from ..takeover import TrainerRefused
-from ..telling import hold
+from ..telling import gap_of_tokens, hold
 
 
 def check_batch(batch: Any, bound: float = 0.02, *, exact: bool = False) -> dict[str, float]:
@@ -49,11 +48,7 @@ def check_batch(batch: Any, bound: float = 0.02, *, exact: bool = False) -> dict
             "old_log_probs are the rollout's own, so there is nothing to hold the policy against: set "
             "algorithm.rollout_correction.bypass_mode=False, or LORA_MERGE_CHECK=0"
         )
-    # Responses alone, each behind one token that stands for its prompt.
-    packed = torch.cat([torch.cat([row.new_zeros(1), row]) for row in trainer])
-    lengths = torch.tensor([0, *(len(row) + 1 for row in trainer)])
-    gap = logprob_gap(packed, rollout, shifted=False, prompt_lengths=[1] * len(trainer), cu_seqlens=lengths.cumsum(0))
-    return hold(gap, bound, exact)
+    return hold(gap_of_tokens(trainer, rollout), bound, exact)
 
 
 def _rows(field: Tensor) -> list[Tensor]:

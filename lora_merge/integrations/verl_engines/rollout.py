@@ -17,6 +17,7 @@ from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 from ...engine.sync import VllmSync
 from ...engine.vllm.control import AsyncControl, while_alive
 from ...engine.vllm.plugin import BACKEND
+from ..pushing import KeptSync
 from ..takeover import TrainerRefused
 from .stream import CONFIGURED, FLAG, Pass
 
@@ -85,8 +86,7 @@ class LoraMergeServerAdapter(ServerAdapter):
     """verl's side of a vLLM server in a trainer's rank: brings merged weights by `VllmSync` where the server was
     configured for that, and is verl's own in everything else."""
 
-    _sync: VllmSync | None = None
-    _pushed: Any = None
+    _kept: KeptSync | None = None
 
     @property
     def configured(self) -> bool:
@@ -115,11 +115,7 @@ class LoraMergeServerAdapter(ServerAdapter):
 
     def _sync_of(self, weights: Pass) -> VllmSync:
         """Kept as long as the model is the same; collective over the trainer's ranks."""
-        stream = weights.stream
-        if self._sync is None or self._pushed is not stream:
-            if self._sync is not None:
-                self._sync.close()
-            control = ServerControl(self.server_handle) if self._ensure_server_handle() else None
-            self._sync = VllmSync(stream.weights.model, control, rounding=stream.options.rounding)
-            self._pushed = stream
-        return self._sync
+        if self._kept is None:
+            self._kept = KeptSync()
+        control = ServerControl(self.server_handle) if self._ensure_server_handle() else None
+        return self._kept.of(weights.stream.weights.model, control, weights.stream.options)

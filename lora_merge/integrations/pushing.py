@@ -1,0 +1,92 @@
+"""What the integrations that push do alike: which `VllmSync` is the model's now, and when a callback pushes."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from ..engine.replica import SyncReport
+from ..engine.sync import VllmSync
+from ..errors import InvalidInput
+from .options import Options
+
+
+class KeptSync:
+    """A `VllmSync` of the model as it is wrapped now. Trainers wrap theirs when training begins, some once more after
+    that.
+
+    Attributes:
+        sync: the last one; None before the first, and after `close`.
+    """
+
+    def __init__(self) -> None:
+        self.sync: VllmSync | None = None
+        self._model: Any = None
+
+    def of(self, model: Any, engine: Any, options: Options) -> VllmSync:
+        """The one that pushes this model; made, and that of another model closed, when it is another. Collective.
+
+        Args:
+            engine: as for `VllmSync`.
+
+        Raises:
+            as `VllmSync`.
+        """
+        if self.sync is None or self._model is not model:
+            self.close()
+            self.sync = VllmSync(model, engine, mode=options.mode, rounding=options.rounding)
+            self._model = model
+        return self.sync
+
+    def close(self) -> None:
+        """Give buffers and handles back. Collective."""
+        sync, self.sync, self._model = self.sync, None, None
+        if sync is not None:
+            sync.close()
+
+
+class Pusher:
+    """What a callback of a trainer does that knows nothing of rollout: it pushes after every so many optimizer steps.
+
+    Args:
+        engine: as for `VllmSync`; None on the ranks that hold no handle.
+        every: optimizer steps between two pushes.
+        options: default: as the environment says.
+        trainer: in words, "Lightning".
+        log: where reports go.
+
+    Raises:
+        InvalidInput: an argument that does not fit.
+    """
+
+    def __init__(self, engine: Any, every: int, options: Options | None, *, trainer: str, log: logging.Logger) -> None:
+        if every < 1:
+            raise InvalidInput(f"every must be 1 or more optimizer steps, got {every}")
+        self._engine, self._every, self._log = engine, every, log
+        self._options = Options.from_environment() if options is None else options
+        if self._options.check is not None:
+            raise InvalidInput(
+                f"check (LORA_MERGE_CHECK) needs the rollout's log-probs, which {trainer} does not have: compare them "
+                "with lora_merge.verify.logprob_gap where you sample"
+            )
+        self._kept = KeptSync()
+
+    @property
+    def sync(self) -> VllmSync | None:
+        """Made when training begins: only then is the model wrapped and sharded as it will be trained."""
+        return self._kept.sync
+
+    def begin(self, model: Any) -> None:
+        """Training begins, with the model wrapped as it will be trained. Collective."""
+        self._kept.of(model, self._engine, self._options)
+
+    def due(self, step: int) -> bool:
+        """Whether an optimizer step is one after which to push."""
+        return step % self._every == 0
+
+    def push(self) -> SyncReport:
+        """Bring the model as it is now to the engine. Collective."""
+        assert self.sync is not None
+        report = self.sync.push(verify=self._options.verify)
+        self._log.info("%s", report)
+        return report
