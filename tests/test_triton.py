@@ -39,7 +39,7 @@ def test_tables_made_during_a_capture(backend: Backend, monkeypatch: pytest.Monk
     for s in segments:
         s.destination.zero_()
     with monkeypatch.context() as patch:
-        patch.setattr("lora_merge.kernels.triton._capturing", lambda device: True)
+        patch.setattr("lora_merge.kernels.triton_table._capturing", lambda device: True)
         plan = Plan(segments)
     plan.run()
     for s, result in zip(segments, wanted, strict=True):
