@@ -49,6 +49,7 @@ def run_table(
     ALIGN: tl.constexpr,
     LORA_ALIGN: tl.constexpr,
     RANK_BLOCKS: tl.constexpr,
+    SCALED: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
@@ -64,6 +65,7 @@ def run_table(
         ALIGN: 1, or more where every source and destination has adjacent columns, addresses of whole 16 bytes, and
             row strides and columns that are multiples of it. LORA_ALIGN: likewise for the adapters.
         RANK_BLOCKS: blocks of BLOCK_K that hold the rank of every segment; 0 where none has an adapter.
+        SCALED: whether every segment has a row scale; else none has.
         TILE_M, TILE_N: rows and columns of a tile.
     """
     for unit in range(tl.program_id(0), units, tl.num_programs(0)):
@@ -82,9 +84,9 @@ def run_table(
             total = float32(weight)
             if RANK_BLOCKS > 0:
                 total += update(segment, i, j, LORA_A_T, LORA_B_T, LORA_ALIGN, RANK_BLOCKS, TILE_M, TILE_N, BLOCK_K)
-            row_scale = tl.load(segment + ROW_SCALE)
-            scaled_rows = tl.where(row_scale == 0, 0, tl.load(segment + ROWS))
-            total *= tl.load(row_scale.to(tl.pointer_type(tl.float32)) + i, i < scaled_rows, other=1.0)[:, None]
+            if SCALED:
+                row_scale = tl.load(segment + ROW_SCALE).to(tl.pointer_type(tl.float32))
+                total *= tl.load(row_scale + i, i < tl.load(segment + ROWS), other=1.0)[:, None]
             if STOCHASTIC and DESTINATION_T != tl.float32:
                 index = tl.load(segment + FIRST) + i[:, None] * tl.load(segment + PITCH)
                 index += j[None, :] * tl.load(segment + PITCH + 1)

@@ -20,6 +20,7 @@ from .segments import (
     LORA_B_STRIDE,
     RANK,
     RAW,
+    ROW_SCALE,
     ROWS,
     SOURCE,
     SOURCE_STRIDE,
@@ -46,8 +47,10 @@ class Shape(NamedTuple):
     programs: int
 
     @property
-    def constants(self) -> dict[str, int]:
-        return {"TILE_M": self.rows, "TILE_N": self.cols, "num_warps": self.warps, "num_stages": self.stages}
+    def constants(self) -> dict[str, Any]:
+        """Nothing is contracted but what says `fma`: two kernels that must agree to the bit do."""
+        compiled = {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": False}
+        return {"TILE_M": self.rows, "TILE_N": self.cols, **compiled}
 
     def grid(self, units: int, device: torch.device) -> tuple[int]:
         cuda = device.type == "cuda"
@@ -84,9 +87,10 @@ def groups(table: np.ndarray) -> list[tuple[np.ndarray, dict[str, Any]]]:
     table[one_row, SOURCE_STRIDE] = table[one_row, DESTINATION_STRIDE] = 0  # unused: then they are aligned
     blocks = _ceil(table[:, RANK], RANK_BLOCK)
     align, lora_align = _alignment(table)
-    keys, group_of = np.unique(np.stack([table[:, DTYPES], blocks, align, lora_align]), axis=1, return_inverse=True)
+    words = np.stack([table[:, DTYPES], blocks, align, lora_align, table[:, ROW_SCALE] != 0])
+    keys, group_of = np.unique(words, axis=1, return_inverse=True)
     found = []
-    for group, (codes, rank_blocks, a, b) in enumerate(keys.T.tolist()):
+    for group, (codes, rank_blocks, a, b, scaled) in enumerate(keys.T.tolist()):
         labels = ("SOURCE_T", "DESTINATION_T", "LORA_A_T", "LORA_B_T")
         constants = {
             **{label: dtypes[codes >> 8 * i & 0xFF] for i, label in enumerate(labels)},
@@ -94,6 +98,7 @@ def groups(table: np.ndarray) -> list[tuple[np.ndarray, dict[str, Any]]]:
             "LORA_ALIGN": b,
             "RANK_BLOCKS": rank_blocks,
             "BLOCK_K": RANK_BLOCK,
+            "SCALED": bool(scaled),
         }
         found.append((table[group_of.reshape(-1) == group], constants))
     return found
@@ -131,7 +136,7 @@ def merge_variant(table: np.ndarray, constants: dict[str, Any], device: torch.de
 
 def norm_variant(table: np.ndarray, constants: dict[str, Any], device: torch.device) -> Variant:
     """A program takes a block of rows."""
-    options = {name: value for name, value in constants.items() if name != "DESTINATION_T"}
+    options = {name: value for name, value in constants.items() if name not in ("DESTINATION_T", "SCALED")}
     return _place(table, _ceil(table[:, ROWS], NORMS.rows), options, NORMS, device)
 
 

@@ -20,21 +20,18 @@ ARENA_CHUNK = 16384
 the weights."""
 LEFT_OVER = 512
 """All chunks together are less than this part of the weights, so smaller for small models: most of one may be left."""
-GROUP_BYTES = 16
-"""Of the elements whose codes are one word: what a thread has side by side."""
 
 
 class _Group(NamedTuple):
-    """One launch: the variant, the number of its first tile in the journal, the dtypes of its words of weights and codes."""
+    """One launch: the variant, the number of its first tile in the journal, and the integer of a weight's size."""
 
     variant: Variant
     first: int
     word: torch.dtype
-    code: torch.dtype
 
     def __call__(self, kernel: Callable[..., Any], j: Journal) -> None:
         table, unit_segment, options, grid = self.variant
-        codes, arena = j.codes.view(self.code), j.arena.view(self.word)
+        codes, arena = j.codes.view(torch.int32), j.arena.view(self.word)
         numbers = len(unit_segment), self.first, j.arena.nbytes, j.chunk
         with torch.cuda.device_of(table):
             kernel[grid](table, unit_segment, codes, j.records, arena, j.counter, *numbers, **options)
@@ -86,8 +83,8 @@ class TritonTracked:
     def _group(self, table: np.ndarray, constants: dict[str, Any]) -> _Group:
         import triton.language as tl
 
-        size = FLOATS[int(table[0, DTYPES]) & 0xFF].itemsize
+        of_two_bytes = FLOATS[int(table[0, DTYPES]) & 0xFF].itemsize == 2
         constants = {name: value for name, value in constants.items() if name != "DESTINATION_T"}
-        constants |= {"WORD_T": {2: tl.int16, 4: tl.int32}[size], "GROUP": GROUP_BYTES // size}
-        word, code = {2: (torch.int16, torch.int16), 4: (torch.int32, torch.uint8)}[size]
-        return _Group(tiled(table, constants, TRACKED, self.device), self.units, word, code)
+        constants["WORD_T"] = tl.int16 if of_two_bytes else tl.int32
+        word = torch.int16 if of_two_bytes else torch.int32
+        return _Group(tiled(table, constants, TRACKED, self.device), self.units, word)

@@ -1,15 +1,17 @@
 """The Triton kernels of tracked merges: one pass there, one pass back.
 
-A unit of the journal is a tile. Its codes (-1, 0 or 1 as 0, 1 or 2, or 3: an escape) lie in words of GROUP adjacent
-columns, row after row, in the same place whatever the segment's shape. What escapes lies in the arena in order of words,
-and in a word in order of columns. The words of a tile are so few that what is done for escapes costs little: turn by
-turn, each word has its next one moved, from memory to memory, as W is still there on the way out, and on the way back
-all else has been written by then. Most tiles take one to three turns.
+A unit of the journal is a tile. Codes say bits(W) - bits(estimate): -1, 0 or 1 as 0, 1 or 2, or 3, an escape. A word of
+codes is what a thread of the matrix unit has of a row of 64 columns: pairs of neighbours, eight columns apart. Its sums
+are then never moved, but W is, twice, which takes half the bytes; and what is done for words, of which a thread has two to
+four, costs little. What escapes lies in the arena in order of words. Turn by turn, each word has its next escape moved, from
+memory to memory: W is still there on the way out, and on the way back all else has been written by then. Most tiles take one
+to three turns.
 
-Programs go from tile to tile, and take room in the arena by the chunk, as the compiled kernels' warps do (`tracked.cuh`).
+Programs go from tile to tile, and take room in the arena by the chunk, as the warps of the compiled kernels do
+(`tracked.cuh`).
 
-An estimate is exact arithmetic of its own: `fma` where the compiler could choose to contract, so that both kernels compute
-the same one. A NaN escapes: its bits are nobody's promise.
+Both kernels compute the same estimate: `enable_fp_fusion` is off, so nothing is contracted in one of them only, and on a
+GPU a NaN that is computed has the same bits each time. In the interpreter it is an escape.
 """
 
 # ruff: noqa: ANN001, ANN201, ANN202, SIM300
@@ -22,6 +24,7 @@ import triton.language as tl
 
 from .triton_device import (
     COLS,
+    INTERPRETED,
     ROW_SCALE,
     ROWS,
     SOURCE,
@@ -30,7 +33,6 @@ from .triton_device import (
     UNITS_ACROSS,
     WORDS,
     extent,
-    float32,
     nearest,
     pointers,
     update,
@@ -59,22 +61,21 @@ def track(
     ALIGN: tl.constexpr,
     LORA_ALIGN: tl.constexpr,
     RANK_BLOCKS: tl.constexpr,
+    SCALED: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
 ):
     """Merge the tiles that have no place in the arena and find room there.
 
     Args:
         table, unit_segment: as for `run_table`; so are the constants.
-        codes: words of 2 * GROUP bits.
+        codes: int32 words, of each tile row after row.
         records: int64 `[n, 2]`: place in bytes, negative if not merged; checksum.
-        arena: elements of WORD_T.
+        arena: elements of WORD_T, the integer of SOURCE_T's size.
         counter: int64: bytes of the arena asked for, bytes that units without room lack, units found changed.
         units: of this table; their numbers in the journal begin at `first`.
         room: bytes of the arena; chunk: what a program takes at a time, 0: what a tile needs.
-        WORD_T: the integer of SOURCE_T's size. GROUP: 16 bytes of it.
     """
     SIZE: tl.constexpr = SOURCE_T.primitive_bitwidth // 8
     unit = tl.program_id(0).to(tl.int64)
@@ -85,27 +86,24 @@ def track(
     while unit < units:
         record = records + (first + unit) * 2
         if tl.load(record) < 0:
-            segment, i, j, column = _tile_of(table, unit_segment, unit, TILE_M, TILE_N)
+            segment, row, column = _corner(table, unit_segment, unit, TILE_M, TILE_N)
+            i, j = row + tl.arange(0, TILE_M), column + tl.arange(0, TILE_N)
+            rows, cols = tl.load(segment + ROWS), extent(segment + COLS, ALIGN)
             at = pointers(segment + SOURCE, segment + SOURCE_STRIDE, i, j, WORD_T, ALIGN)
-            inside = (i < tl.load(segment + ROWS))[:, None] & (j < extent(segment + COLS, ALIGN))[None, :]
+            inside = (i < rows)[:, None] & (j < cols)[None, :]
             base = tl.load(at, inside, other=0, eviction_policy="evict_first")
             delta = _delta(segment, i, j, LORA_A_T, LORA_B_T, LORA_ALIGN, RANK_BLOCKS, TILE_M, TILE_N, BLOCK_K)
-            scale = _row_scale(segment, i)
-            total = float32(base.to(SOURCE_T, bitcast=True)) + delta
-            merged = nearest(total * scale[:, None], SOURCE_T)
-            written = merged.to(WORD_T, bitcast=True)
-            estimate = _estimate(merged, delta, scale)
-            guess = nearest(estimate, SOURCE_T).to(WORD_T, bitcast=True)
-            away = base.to(tl.int32) - guess.to(tl.int32) + 1
-            near = (away.to(tl.uint32, bitcast=True) < 3) & (estimate == estimate)
-            if ALIGN == 1:
-                near |= inside == 0
-            words = _pack(tl.where(near, away, 3), TILE_M, TILE_N, GROUP)
-            columns = column + tl.arange(0, TILE_N // GROUP) * GROUP
-            there = (i < tl.load(segment + ROWS))[:, None] & (columns < tl.load(segment + COLS))[None, :]
-            escapes = tl.where(there, _escapes(words), 0)
+            total = _value(base, SOURCE_T) + delta
+            if SCALED:
+                total *= _row_scale(segment, i)[:, None]
+            if (row + TILE_M > rows) | (column + TILE_N > cols):
+                total = tl.where(inside, total, 0.0)  # as it will be loaded again
+            written = nearest(total, SOURCE_T).to(WORD_T, bitcast=True)
+            estimate = _estimate(written, delta, segment, i, SOURCE_T, SCALED)
+            words = _pack(_encode(base, estimate, SOURCE_T), TILE_M, TILE_N)
+            escapes = _escapes(words, rows - row, cols - column, TILE_M, TILE_N)
             count = _ones(escapes)
-            need = (tl.sum(tl.sum(count, axis=1), axis=0) * SIZE + 3).to(tl.int64) // 4 * 4
+            need = (tl.sum(count, axis=0) * SIZE + 3).to(tl.int64) // 4 * 4
             place = free
             if need <= left:
                 free += need
@@ -125,23 +123,19 @@ def track(
             if place < 0:
                 missing += need
             else:
-                checksum = _checksum(written, inside, there, ALIGN, TILE_M, TILE_N, GROUP)
-                source = _groups_at(segment, i, columns, WORD_T)
-                step = tl.load(segment + SOURCE_STRIDE + 1)
-                number = _before(count, TILE_M, TILE_N, GROUP)
-                most = tl.max(tl.max(count, axis=1), axis=0)
-                while most > 0:
-                    bits = tl.load(source + _lowest(escapes) * step, escapes != 0, other=0)
-                    tl.store(arena + place // SIZE + number, bits, escapes != 0)
+                source, step = _words_at(segment, row, column, WORD_T, TILE_M, TILE_N)
+                to = arena + place // SIZE + (tl.cumsum(count, axis=0) - count)
+                turns = tl.max(count, axis=0)
+                while turns > 0:
+                    there = escapes != 0
+                    tl.store(to, tl.load(source + _next(escapes) * step, there, other=0), there)
                     escapes &= escapes - 1
-                    number += 1
-                    most -= 1
+                    to += 1
+                    turns -= 1
                 tl.debug_barrier()  # W was read by other threads than those that write it
                 tl.store(at, written, inside, eviction_policy="evict_first")
-                in_tile = _in_tile(TILE_M, TILE_N, GROUP)
-                packed = codes + (first + unit) * (TILE_M * TILE_N // GROUP) + in_tile
-                tl.store(packed, words.to(codes.dtype.element_ty), eviction_policy="evict_first")
-                tl.store(record + 1, checksum)
+                tl.store(_codes_at(codes, first + unit, TILE_M, TILE_N), words, eviction_policy="evict_first")
+                tl.store(record + 1, _checksum(written, i, j, TILE_M, TILE_N))
                 tl.store(record, place)
         unit += tl.num_programs(0)
     if missing > 0:
@@ -167,10 +161,10 @@ def untrack(
     ALIGN: tl.constexpr,
     LORA_ALIGN: tl.constexpr,
     RANK_BLOCKS: tl.constexpr,
+    SCALED: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
 ):
     """Bring back the tiles that have a place and hold what was written. Arguments: as for `track`."""
     SIZE: tl.constexpr = SOURCE_T.primitive_bitwidth // 8
@@ -179,36 +173,31 @@ def untrack(
         record = records + (first + unit) * 2
         place = tl.load(record)
         if place >= 0:
-            segment, i, j, column = _tile_of(table, unit_segment, unit, TILE_M, TILE_N)
+            segment, row, column = _corner(table, unit_segment, unit, TILE_M, TILE_N)
+            i, j = row + tl.arange(0, TILE_M), column + tl.arange(0, TILE_N)
+            rows, cols = tl.load(segment + ROWS), extent(segment + COLS, ALIGN)
             at = pointers(segment + SOURCE, segment + SOURCE_STRIDE, i, j, WORD_T, ALIGN)
-            inside = (i < tl.load(segment + ROWS))[:, None] & (j < extent(segment + COLS, ALIGN))[None, :]
-            in_tile = _in_tile(TILE_M, TILE_N, GROUP)
-            packed = codes + (first + unit) * (TILE_M * TILE_N // GROUP) + in_tile
-            words = tl.load(packed, eviction_policy="evict_first").to(tl.int32)
+            inside = (i < rows)[:, None] & (j < cols)[None, :]
+            words = tl.load(_codes_at(codes, first + unit, TILE_M, TILE_N), eviction_policy="evict_first")
             written = tl.load(at, inside, other=0, eviction_policy="evict_first")
-            columns = column + tl.arange(0, TILE_N // GROUP) * GROUP
-            there = (i < tl.load(segment + ROWS))[:, None] & (columns < tl.load(segment + COLS))[None, :]
-            escapes = tl.where(there, _escapes(words), 0)
+            escapes = _escapes(words, rows - row, cols - column, TILE_M, TILE_N)
             count = _ones(escapes)
-            number = _before(count, TILE_M, TILE_N, GROUP)
-            bits = tl.load(arena + place // SIZE + number, escapes != 0, other=0)  # early: it comes a long way
+            escaped = arena + place // SIZE + (tl.cumsum(count, axis=0) - count)
+            bits = tl.load(escaped, escapes != 0, other=0)  # early, as it comes a long way
             delta = _delta(segment, i, j, LORA_A_T, LORA_B_T, LORA_ALIGN, RANK_BLOCKS, TILE_M, TILE_N, BLOCK_K)
-            checksum = _checksum(written, inside, there, ALIGN, TILE_M, TILE_N, GROUP)
-            if checksum == tl.load(record + 1):
-                estimate = _estimate(written.to(SOURCE_T, bitcast=True), delta, _row_scale(segment, i))
-                guess = nearest(estimate, SOURCE_T).to(WORD_T, bitcast=True)
-                base = guess.to(tl.int32) + _unpack(words, TILE_M, TILE_N, GROUP) - 1
-                tl.store(at, base.to(WORD_T), inside, eviction_policy="evict_first")
+            if _checksum(written, i, j, TILE_M, TILE_N) == tl.load(record + 1):
+                estimate = _estimate(written, delta, segment, i, SOURCE_T, SCALED)
+                base = _decode(estimate, _unpack(words, TILE_M, TILE_N), SOURCE_T).to(WORD_T)
+                tl.store(at, base, inside, eviction_policy="evict_first")
                 tl.debug_barrier()  # escapes go where other threads have written
-                source = _groups_at(segment, i, columns, WORD_T)
-                step = tl.load(segment + SOURCE_STRIDE + 1)
-                most = tl.max(tl.max(count, axis=1), axis=0)
-                while most > 0:
-                    tl.store(source + _lowest(escapes) * step, bits, escapes != 0)
+                source, step = _words_at(segment, row, column, WORD_T, TILE_M, TILE_N)
+                turns = tl.max(count, axis=0)
+                while turns > 0:
+                    tl.store(source + _next(escapes) * step, bits, escapes != 0)
                     escapes &= escapes - 1
-                    number += 1
-                    bits = tl.load(arena + place // SIZE + number, escapes != 0, other=0)
-                    most -= 1
+                    escaped += 1
+                    bits = tl.load(escaped, escapes != 0, other=0)
+                    turns -= 1
                 tl.store(record, tl.full([], -1, tl.int64))
             else:
                 tl.atomic_add(counter + 2, tl.full([], 1, tl.int64), sem="relaxed")
@@ -219,14 +208,12 @@ def untrack(
 
 
 @triton.jit
-def _tile_of(table, unit_segment, unit, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
-    """A unit's segment, its rows, its columns, and the first of these."""
+def _corner(table, unit_segment, unit, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    """A unit's segment, and its first row and column."""
     segment = table + tl.load(unit_segment + unit).to(tl.int64) * WORDS
     local = (unit - tl.load(segment + UNIT_BEGIN)).to(tl.int32)
     across = tl.load(segment + UNITS_ACROSS).to(tl.int32)
-    i = (local // across).to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
-    column = (local % across).to(tl.int64) * TILE_N
-    return segment, i, column + tl.arange(0, TILE_N), column
+    return segment, (local // across).to(tl.int64) * TILE_M, (local % across).to(tl.int64) * TILE_N
 
 
 @triton.jit
@@ -251,103 +238,152 @@ def _delta(
 
 @triton.jit
 def _row_scale(segment, i):
-    """float32, 1 where there is none."""
-    address = tl.load(segment + ROW_SCALE)
-    rows = tl.where(address == 0, 0, tl.load(segment + ROWS))
-    return tl.load(address.to(tl.pointer_type(tl.float32)) + i, i < rows, other=1.0)
+    """float32; 1 beyond the last row."""
+    row_scale = tl.load(segment + ROW_SCALE).to(tl.pointer_type(tl.float32))
+    return tl.load(row_scale + i, i < tl.load(segment + ROWS), other=1.0)
 
 
 @triton.jit
-def _estimate(merged, delta, scale):
+def _estimate(written, delta, segment, i, SOURCE_T: tl.constexpr, SCALED: tl.constexpr):
     """float32 `W' / row_scale - D`; a factor of zero leaves nothing of W, and -D is as good as any."""
-    inverse = tl.where(scale == 0, 0.0, 1.0 / tl.where(scale == 0, 1.0, scale))
-    inverse = tl.broadcast_to(inverse[:, None], delta.shape)
-    return tl.fma(float32(merged), inverse, -delta)
+    merged = _value(written, SOURCE_T)
+    if SCALED:
+        scale = _row_scale(segment, i)
+        merged *= tl.where(scale == 0, 0.0, 1.0 / tl.where(scale == 0, 1.0, scale))[:, None]
+    return merged - delta
 
 
 @triton.jit
-def _checksum(
-    written,
-    inside,
-    there,
-    ALIGN: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    GROUP: tl.constexpr,
-):
-    """32 bits, in an int64.
+def _checksum(written, i, j, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    """int64: the sum of all 32-bit words, each times an odd number of 32 bits that its place is stirred to.
 
-    Each step but the sum can be undone, so a single element that differs is always found. Elements are stirred first, so that
-    signs which all change, or rows in each other's place, do not add up to nothing.
+    In 64 bits no such product is lost, so a single word that differs is always found. Row and column come together by xor:
+    were it a sum, rows in each other's place could add up to nothing.
     """
-    rows, cols = _stir(tl.arange(0, TILE_M)), _stir(tl.arange(0, TILE_N) + TILE_M)
-    factor = (rows[:, None] << 1) + (cols[None, :] | 1)
-    element = _stir(written.to(tl.int32)) * factor
-    if ALIGN == 1:
-        element = tl.where(inside, element, 0)
-    groups = tl.sum(tl.reshape(element, [TILE_M, TILE_N // GROUP, GROUP]), axis=2)
-    return tl.sum(tl.sum(tl.where(there, groups, 0), axis=1), axis=0).to(tl.int64)
+    pairs = written.to(tl.int32)
+    column = tl.min(j, axis=0) + tl.arange(0, TILE_N)
+    if written.dtype == tl.int16:
+        halves = tl.reshape(pairs & 0xFFFF, [TILE_M, TILE_N // 2, 2]) << (16 * tl.arange(0, 2))[None, None, :]
+        pairs = tl.sum(halves, axis=2)
+        column = tl.min(j, axis=0) + tl.arange(0, TILE_N // 2)
+    factor = (_stir(i) << 1)[:, None] ^ (_stir(column + 0x5BD1E995) | 1)[None, :]
+    products = pairs.to(tl.uint32, bitcast=True).to(tl.int64) * factor.to(tl.int64)
+    return tl.sum(tl.sum(products, axis=1), axis=0)
 
 
 @triton.jit
 def _stir(x):
-    """uint32, one to one."""
-    x = x.to(tl.uint32, bitcast=True) * 0x9E3779B1
-    return x ^ (x >> 15)
+    x = x.to(tl.uint32) * 0x9E3779B1
+    x ^= x >> 15
+    return x * 0x85EBCA6B
 
 
-# ---- words of codes --------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _pack(code, TILE_M: tl.constexpr, TILE_N: tl.constexpr, GROUP: tl.constexpr):
-    shifted = tl.reshape(code, [TILE_M, TILE_N // GROUP, GROUP]) << (2 * tl.arange(0, GROUP))[None, None, :]
-    return tl.sum(shifted, axis=2)
+# ---- elements --------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _unpack(words, TILE_M: tl.constexpr, TILE_N: tl.constexpr, GROUP: tl.constexpr):
-    codes = (words[:, :, None] >> (2 * tl.arange(0, GROUP))[None, None, :]) & 3
-    return tl.reshape(codes, [TILE_M, TILE_N])
+def _value(word, SOURCE_T: tl.constexpr):
+    """float32 of an element's bits."""
+    if SOURCE_T == tl.bfloat16:
+        return (word.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return word.to(SOURCE_T, bitcast=True).to(tl.float32)
 
 
 @triton.jit
-def _in_tile(TILE_M: tl.constexpr, TILE_N: tl.constexpr, GROUP: tl.constexpr):
-    """Where the words of a tile lie in the codes."""
-    return tl.arange(0, TILE_M)[:, None] * (TILE_N // GROUP) + tl.arange(0, TILE_N // GROUP)[None, :]
+def _encode(base, estimate, SOURCE_T: tl.constexpr):
+    """int32, 0 to 3. For bf16 the estimate is not rounded: its distance is."""
+    if SOURCE_T == tl.bfloat16:
+        away = (base.to(tl.int32) << 16) - estimate.to(tl.int32, bitcast=True) + 0x18000
+        away = away.to(tl.uint32, bitcast=True) >> 16
+    else:
+        away = base.to(tl.int32) - _bits(estimate, SOURCE_T) + 1
+        away = away.to(tl.uint32, bitcast=True)
+    if INTERPRETED:
+        away = tl.where(estimate == estimate, away, 3)
+    return tl.minimum(away, 3).to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def _groups_at(segment, i, columns, WORD_T: tl.constexpr):
-    """Pointers to the first element of each group."""
+def _decode(estimate, code, SOURCE_T: tl.constexpr):
+    """int32, with the bits of W in its low part, where it did not escape."""
+    if SOURCE_T == tl.bfloat16:
+        return (estimate.to(tl.int32, bitcast=True) + (code << 16) - 0x8001) >> 16
+    else:
+        return _bits(estimate, SOURCE_T) + code - 1
+
+
+@triton.jit
+def _bits(estimate, SOURCE_T: tl.constexpr):
+    """int32."""
+    if SOURCE_T == tl.float16:
+        return estimate.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+    else:
+        return estimate.to(tl.int32, bitcast=True)
+
+
+# ---- words of codes: element t of 16 lies t // 2 * 8 + t % 2 columns after the first one ------------------------------
+
+
+@triton.jit
+def _pack(code, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    """int32 `[words of a tile]`."""
+    shift = 4 * tl.arange(0, 8)[:, None, None] + 2 * tl.arange(0, 2)[None, None, :]
+    shifted = tl.reshape(code, [TILE_M, TILE_N // 64, 8, 4, 2]) << shift[None, None, :, :, :]
+    return tl.reshape(tl.sum(tl.sum(shifted, axis=4), axis=2), [TILE_M * TILE_N // 16])
+
+
+@triton.jit
+def _unpack(words, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    shift = 4 * tl.arange(0, 8)[:, None, None] + 2 * tl.arange(0, 2)[None, None, :]
+    words = tl.reshape(words, [TILE_M, TILE_N // 64, 1, 4, 1])
+    return tl.reshape((words >> shift[None, None, :, :, :]) & 3, [TILE_M, TILE_N])
+
+
+@triton.jit
+def _codes_at(codes, unit, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    return codes + unit * (TILE_M * TILE_N // 16) + tl.arange(0, TILE_M * TILE_N // 16)
+
+
+@triton.jit
+def _first_element(TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    """The row and the column in the tile of each word's first element."""
+    word = tl.arange(0, TILE_M * TILE_N // 16)
+    of_row = word % (TILE_N // 16)
+    return word // (TILE_N // 16), of_row // 4 * 64 + of_row % 4 * 2
+
+
+@triton.jit
+def _words_at(segment, row, column, WORD_T: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    """Pointers to the first element of each word, and how far apart columns are."""
+    i, j = _first_element(TILE_M, TILE_N)
     base = tl.load(segment + SOURCE).to(tl.pointer_type(WORD_T))
-    stride = segment + SOURCE_STRIDE
-    return base + i[:, None] * tl.load(stride) + columns[None, :] * tl.load(stride + 1)
+    stride = tl.load(segment + SOURCE_STRIDE)
+    step = tl.load(segment + SOURCE_STRIDE + 1)
+    return base + (row + i) * stride + (column + j) * step, step
 
 
 @triton.jit
-def _escapes(words):
-    """Bit 2 * k for element k of a group."""
-    return words & (words >> 1) & 0x5555
+def _escapes(words, rows, cols, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    """Bit 2 * t for an element t that escapes. So many rows and columns of the tile are inside; others do not."""
+    i, j = _first_element(TILE_M, TILE_N)
+    there = cols - j  # of its elements those before a certain one
+    most = tl.minimum(tl.maximum((there + 7) // 8, 0), 8) + tl.minimum(tl.maximum((there + 6) // 8, 0), 8)
+    inside = (tl.full([], 1, tl.int64) << (2 * tl.where(i < rows, most, 0))) - 1
+    return words & (words >> 1) & 0x55555555 & inside.to(tl.int32)
 
 
 @triton.jit
 def _ones(escapes):
-    """How many bits are set, of eight even ones."""
-    pairs = (escapes & 0x3333) + ((escapes >> 2) & 0x3333)
-    return (pairs * 0x1111 >> 12) & 0xF
+    """How many bits are set, of even ones."""
+    fours = (escapes & 0x33333333) + ((escapes >> 2) & 0x33333333)
+    bytes = (fours & 0x0F0F0F0F) + ((fours >> 4) & 0x0F0F0F0F)
+    return (bytes * 0x01010101 >> 24) & 0x1F
 
 
 @triton.jit
-def _lowest(escapes):
-    """The first element of a group that escapes: a power of two's exponent is exact."""
+def _next(escapes):
+    """How many columns after the first element the first one lies that escapes: a power of two's exponent is exact."""
     exponent = (escapes & -escapes).to(tl.float32).to(tl.int32, bitcast=True) >> 23
-    return (exponent - 127) >> 1
-
-
-@triton.jit
-def _before(count, TILE_M: tl.constexpr, TILE_N: tl.constexpr, GROUP: tl.constexpr):
-    """How many elements escape in the groups of a tile before each."""
-    of_rows = tl.sum(count, axis=1)
-    rows = tl.cumsum(of_rows, axis=0) - of_rows
-    return rows[:, None] + tl.cumsum(count, axis=1) - count
+    t = (exponent - 127) >> 1
+    return t // 2 * 8 + t % 2
