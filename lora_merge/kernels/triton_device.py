@@ -83,7 +83,8 @@ def run_table(
         else:
             total = float32(weight)
             if RANK_BLOCKS > 0:
-                total += update(segment, i, j, LORA_A_T, LORA_B_T, LORA_ALIGN, RANK_BLOCKS, TILE_M, TILE_N, BLOCK_K)
+                product = products(segment, i, j, LORA_A_T, LORA_B_T, LORA_ALIGN, RANK_BLOCKS, TILE_M, TILE_N, BLOCK_K)
+                total = tl.fma(product, scaling_of(segment), total)
             if SCALED:
                 row_scale = tl.load(segment + ROW_SCALE).to(tl.pointer_type(tl.float32))
                 total *= tl.load(row_scale + i, i < tl.load(segment + ROWS), other=1.0)[:, None]
@@ -123,7 +124,8 @@ def row_norms(
         source = pointers(segment + SOURCE, segment + SOURCE_STRIDE, i, j, SOURCE_T, ALIGN)
         total = float32(tl.load(source, (i < rows)[:, None] & (j < cols)[None, :], other=0))
         if RANK_BLOCKS > 0:
-            total += update(segment, i, j, LORA_A_T, LORA_B_T, LORA_ALIGN, RANK_BLOCKS, TILE_M, TILE_N, BLOCK_K)
+            product = products(segment, i, j, LORA_A_T, LORA_B_T, LORA_ALIGN, RANK_BLOCKS, TILE_M, TILE_N, BLOCK_K)
+            total = tl.fma(product, scaling_of(segment), total)
         norms += tl.sum(total.to(tl.float64) * total.to(tl.float64), axis=1)
         begin += TILE_N
     tl.store(out + tl.load(segment + UNITS_ACROSS) + i, norms, i < rows)
@@ -151,7 +153,12 @@ def pointers(address, strides, i, j, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
 
 
 @triton.jit
-def update(
+def scaling_of(segment):
+    return tl.load(segment + SCALING).to(tl.float64, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def products(
     segment,
     i,
     j,
@@ -163,25 +170,41 @@ def update(
     TILE_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """float32 `scaling * lora_B[i] @ lora_A[:, j]`."""
-    rank = extent(segment + RANK, ALIGN)
-    in_rows, in_cols = i < tl.load(segment + ROWS), j < extent(segment + COLS, ALIGN)
-    scaling = tl.load(segment + SCALING).to(tl.float64, bitcast=True).to(tl.float32)
-    total = tl.zeros([TILE_M, TILE_N], tl.float32)
-    for block in range(BLOCKS):
-        k = block * BLOCK_K + tl.arange(0, BLOCK_K)
-        a_tile = pointers(segment + LORA_A, segment + LORA_A_STRIDE, k, j, A_T, ALIGN)
-        b_tile = pointers(segment + LORA_B, segment + LORA_B_STRIDE, i, k, B_T, ALIGN)
-        a = tl.load(a_tile, (k < rank)[:, None] & in_cols[None, :], other=0)
-        b = tl.load(b_tile, in_rows[:, None] & (k < rank)[None, :], other=0)
+    """float32 `lora_B[i] @ lora_A[:, j]`."""
+    total = _block(segment, i, j, 0, A_T, B_T, ALIGN, TILE_M, TILE_N, BLOCK_K)
+    for block in range(1, BLOCKS):
         # fma, not an addition: that would be drawn into the matrix unit's own sum.
-        total = tl.fma(_product(b, a, TILE_M, TILE_N), scaling, total)
+        total = tl.fma(_block(segment, i, j, block, A_T, B_T, ALIGN, TILE_M, TILE_N, BLOCK_K), 1.0, total)
     return total
 
 
 @triton.jit
+def _block(
+    segment,
+    i,
+    j,
+    block,
+    A_T: tl.constexpr,
+    B_T: tl.constexpr,
+    ALIGN: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """The same over one block of the rank."""
+    rank = extent(segment + RANK, ALIGN)
+    k = block * BLOCK_K + tl.arange(0, BLOCK_K)
+    in_rows, in_cols = i < tl.load(segment + ROWS), j < extent(segment + COLS, ALIGN)
+    a_tile = pointers(segment + LORA_A, segment + LORA_A_STRIDE, k, j, A_T, ALIGN)
+    b_tile = pointers(segment + LORA_B, segment + LORA_B_STRIDE, i, k, B_T, ALIGN)
+    a = tl.load(a_tile, (k < rank)[:, None] & in_cols[None, :], other=0)
+    b = tl.load(b_tile, in_rows[:, None] & (k < rank)[None, :], other=0)
+    return _product(b, a, TILE_M, TILE_N)
+
+
+@triton.jit
 def _product(b, a, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
-    """float32 `b @ a` over one block of the rank."""
+    """float32 `b @ a`."""
     large = tl.zeros([TILE_M, TILE_N], tl.float32)
     if a.dtype == b.dtype and a.dtype != tl.float32:
         return _dot(b, a, large, a.dtype)

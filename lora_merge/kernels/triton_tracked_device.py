@@ -35,7 +35,8 @@ from .triton_device import (
     extent,
     nearest,
     pointers,
-    update,
+    products,
+    scaling_of,
 )
 
 NEVER = ["units", "first", "room", "chunk"]
@@ -92,15 +93,27 @@ def track(
             at = pointers(segment + SOURCE, segment + SOURCE_STRIDE, i, j, WORD_T, ALIGN)
             inside = (i < rows)[:, None] & (j < cols)[None, :]
             base = tl.load(at, inside, other=0, eviction_policy="evict_first")
-            delta = _delta(segment, i, j, LORA_A_T, LORA_B_T, LORA_ALIGN, RANK_BLOCKS, TILE_M, TILE_N, BLOCK_K)
-            total = _value(base, SOURCE_T) + delta
+            value = _value(_lifted(base, SOURCE_T), SOURCE_T)
+            total = value
+            if RANK_BLOCKS > 0:
+                product = products(segment, i, j, LORA_A_T, LORA_B_T, LORA_ALIGN, RANK_BLOCKS, TILE_M, TILE_N, BLOCK_K)
+                total = tl.fma(product, scaling_of(segment), value)
             if SCALED:
                 total *= _row_scale(segment, i)[:, None]
             if (row + TILE_M > rows) | (column + TILE_N > cols):
                 total = tl.where(inside, total, 0.0)  # as it will be loaded again
             written = nearest(total, SOURCE_T).to(WORD_T, bitcast=True)
-            estimate = _estimate(written, delta, segment, i, SOURCE_T, SCALED)
-            words = _pack(_encode(base, estimate, SOURCE_T), TILE_M, TILE_N)
+            merged = _value(_lifted(written, SOURCE_T), SOURCE_T)
+            estimate = merged
+            if SCALED:
+                estimate *= _inverse(_row_scale(segment, i))[:, None]
+            if RANK_BLOCKS > 0:
+                estimate = tl.fma(product, -scaling_of(segment), estimate)
+            words_at = _codes_at(codes, first + unit, TILE_M, TILE_N)
+            tl.store(words_at, _pack(_encode(base, value, estimate, SOURCE_T), TILE_M, TILE_N))
+            checksum = _checksum(written, merged, row, column, SOURCE_T, TILE_M, TILE_N)
+            tl.debug_barrier()  # what follows has other threads at the words: those that read and write memory alike
+            words = tl.load(words_at)
             escapes = _escapes(words, rows - row, cols - column, TILE_M, TILE_N)
             count = _ones(escapes)
             need = (tl.sum(count, axis=0) * SIZE + 3).to(tl.int64) // 4 * 4
@@ -134,8 +147,7 @@ def track(
                     turns -= 1
                 tl.debug_barrier()  # W was read by other threads than those that write it
                 tl.store(at, written, inside, eviction_policy="evict_first")
-                tl.store(_codes_at(codes, first + unit, TILE_M, TILE_N), words, eviction_policy="evict_first")
-                tl.store(record + 1, _checksum(written, i, j, TILE_M, TILE_N))
+                tl.store(record + 1, checksum)
                 tl.store(record, place)
         unit += tl.num_programs(0)
     if missing > 0:
@@ -184,9 +196,14 @@ def untrack(
             count = _ones(escapes)
             escaped = arena + place // SIZE + (tl.cumsum(count, axis=0) - count)
             bits = tl.load(escaped, escapes != 0, other=0)  # early, as it comes a long way
-            delta = _delta(segment, i, j, LORA_A_T, LORA_B_T, LORA_ALIGN, RANK_BLOCKS, TILE_M, TILE_N, BLOCK_K)
-            if _checksum(written, i, j, TILE_M, TILE_N) == tl.load(record + 1):
-                estimate = _estimate(written, delta, segment, i, SOURCE_T, SCALED)
+            merged = _value(_lifted(written, SOURCE_T), SOURCE_T)
+            estimate = merged
+            if SCALED:
+                estimate *= _inverse(_row_scale(segment, i))[:, None]
+            if RANK_BLOCKS > 0:
+                product = products(segment, i, j, LORA_A_T, LORA_B_T, LORA_ALIGN, RANK_BLOCKS, TILE_M, TILE_N, BLOCK_K)
+                estimate = tl.fma(product, -scaling_of(segment), estimate)
+            if _checksum(written, merged, row, column, SOURCE_T, TILE_M, TILE_N) == tl.load(record + 1):
                 base = _decode(estimate, _unpack(words, TILE_M, TILE_N), SOURCE_T).to(WORD_T)
                 tl.store(at, base, inside, eviction_policy="evict_first")
                 tl.debug_barrier()  # escapes go where other threads have written
@@ -217,26 +234,6 @@ def _corner(table, unit_segment, unit, TILE_M: tl.constexpr, TILE_N: tl.constexp
 
 
 @triton.jit
-def _delta(
-    segment,
-    i,
-    j,
-    A_T: tl.constexpr,
-    B_T: tl.constexpr,
-    ALIGN: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """float32 D; zeros without an adapter."""
-    if BLOCKS > 0:
-        return update(segment, i, j, A_T, B_T, ALIGN, BLOCKS, TILE_M, TILE_N, BLOCK_K)
-    else:
-        return tl.zeros([TILE_M, TILE_N], tl.float32)
-
-
-@triton.jit
 def _row_scale(segment, i):
     """float32; 1 beyond the last row."""
     row_scale = tl.load(segment + ROW_SCALE).to(tl.pointer_type(tl.float32))
@@ -244,31 +241,27 @@ def _row_scale(segment, i):
 
 
 @triton.jit
-def _estimate(written, delta, segment, i, SOURCE_T: tl.constexpr, SCALED: tl.constexpr):
-    """float32 `W' / row_scale - D`; a factor of zero leaves nothing of W, and -D is as good as any."""
-    merged = _value(written, SOURCE_T)
-    if SCALED:
-        scale = _row_scale(segment, i)
-        merged *= tl.where(scale == 0, 0.0, 1.0 / tl.where(scale == 0, 1.0, scale))[:, None]
-    return merged - delta
+def _inverse(scale):
+    """A factor of zero leaves nothing of W: one estimate is as good as any."""
+    return tl.where(scale == 0, 0.0, 1.0 / tl.where(scale == 0, 1.0, scale))
 
 
 @triton.jit
-def _checksum(written, i, j, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
-    """int64: the sum of all 32-bit words, each times an odd number of 32 bits that its place is stirred to.
+def _checksum(written, merged, row, column, SOURCE_T: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    """int64: the sum of all elements' bits, each times an odd number of 32 bits that its place is stirred to.
 
-    In 64 bits no such product is lost, so a single word that differs is always found. Row and column come together by xor:
-    were it a sum, rows in each other's place could add up to nothing.
+    In 64 bits no such product is lost, so a single element that differs is always found. Row and column come together by
+    xor: were it a sum, rows in each other's place could add up to nothing. Of bf16 the bits are taken where its float32
+    value has them.
     """
-    pairs = written.to(tl.int32)
-    column = tl.min(j, axis=0) + tl.arange(0, TILE_N)
-    if written.dtype == tl.int16:
-        halves = tl.reshape(pairs & 0xFFFF, [TILE_M, TILE_N // 2, 2]) << (16 * tl.arange(0, 2))[None, None, :]
-        pairs = tl.sum(halves, axis=2)
-        column = tl.min(j, axis=0) + tl.arange(0, TILE_N // 2)
-    factor = (_stir(i) << 1)[:, None] ^ (_stir(column + 0x5BD1E995) | 1)[None, :]
-    products = pairs.to(tl.uint32, bitcast=True).to(tl.int64) * factor.to(tl.int64)
-    return tl.sum(tl.sum(products, axis=1), axis=0)
+    if SOURCE_T == tl.float16:
+        bits = written.to(tl.int32)
+    else:
+        bits = merged.to(tl.int32, bitcast=True)
+    rows, columns = _stir(row + tl.arange(0, TILE_M)), _stir(column + tl.arange(0, TILE_N) + 0x5BD1E995)
+    factor = (rows << 1)[:, None] ^ (columns | 1)[None, :]
+    terms = bits.to(tl.uint32, bitcast=True).to(tl.int64) * factor.to(tl.int64)
+    return tl.sum(tl.sum(terms, axis=1), axis=0)
 
 
 @triton.jit
@@ -282,23 +275,34 @@ def _stir(x):
 
 
 @triton.jit
-def _value(word, SOURCE_T: tl.constexpr):
-    """float32 of an element's bits."""
+def _lifted(word, SOURCE_T: tl.constexpr):
+    """int32 of an element's bits: of bf16 those of its float32. All else begins here, so that tiles are moved once."""
     if SOURCE_T == tl.bfloat16:
-        return (word.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+        return word.to(tl.int32) << 16
     else:
-        return word.to(SOURCE_T, bitcast=True).to(tl.float32)
+        return word.to(tl.int32)
 
 
 @triton.jit
-def _encode(base, estimate, SOURCE_T: tl.constexpr):
-    """int32, 0 to 3. For bf16 the estimate is not rounded: its distance is."""
-    if SOURCE_T == tl.bfloat16:
-        away = (base.to(tl.int32) << 16) - estimate.to(tl.int32, bitcast=True) + 0x18000
-        away = away.to(tl.uint32, bitcast=True) >> 16
+def _value(lifted, SOURCE_T: tl.constexpr):
+    """float32."""
+    if SOURCE_T == tl.float16:
+        return lifted.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     else:
-        away = base.to(tl.int32) - _bits(estimate, SOURCE_T) + 1
-        away = away.to(tl.uint32, bitcast=True)
+        return lifted.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _encode(base, value, estimate, SOURCE_T: tl.constexpr):
+    """int32, 0 to 3, of a base and its value. For bf16 the estimate is not rounded: its distance is."""
+    if SOURCE_T != tl.float16:
+        own, guess = tl.split(tl.join(value, estimate).to(tl.int32, bitcast=True))
+    if SOURCE_T == tl.bfloat16:
+        away = (own - guess + 0x18000).to(tl.uint32, bitcast=True) >> 16
+    elif SOURCE_T == tl.float32:
+        away = (own - guess + 1).to(tl.uint32, bitcast=True)
+    else:
+        away = (base.to(tl.int32) - _bits(estimate, SOURCE_T) + 1).to(tl.uint32, bitcast=True)
     if INTERPRETED:
         away = tl.where(estimate == estimate, away, 3)
     return tl.minimum(away, 3).to(tl.int32, bitcast=True)
@@ -342,7 +346,10 @@ def _unpack(words, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
 
 @triton.jit
 def _codes_at(codes, unit, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
-    return codes + unit * (TILE_M * TILE_N // 16) + tl.arange(0, TILE_M * TILE_N // 16)
+    """Pointers. Were they known to be adjacent, a thread would have four words side by side here, and single ones where
+    escapes are moved, and between the two all would be exchanged at every turn."""
+    word = tl.max_contiguous(tl.arange(0, TILE_M * TILE_N // 16), 1)
+    return codes + unit * (TILE_M * TILE_N // 16) + word
 
 
 @triton.jit
