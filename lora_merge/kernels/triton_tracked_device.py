@@ -88,7 +88,7 @@ def track(
         record = records + (first + unit) * 2
         if tl.load(record) < 0:
             segment, row, column = _corner(table, unit_segment, unit, TILE_M, TILE_N)
-            i, j = row + tl.arange(0, TILE_M), column + tl.arange(0, TILE_N)
+            i, j = row.to(tl.int64) + tl.arange(0, TILE_M), column.to(tl.int64) + tl.arange(0, TILE_N)
             rows, cols = tl.load(segment + ROWS), extent(segment + COLS, ALIGN)
             at = pointers(segment + SOURCE, segment + SOURCE_STRIDE, i, j, WORD_T, ALIGN)
             inside = (i < rows)[:, None] & (j < cols)[None, :]
@@ -101,7 +101,8 @@ def track(
             if SCALED:
                 total *= _row_scale(segment, i)[:, None]
             if (row + TILE_M > rows) | (column + TILE_N > cols):
-                total = tl.where(inside, total, 0.0)  # as it will be loaded again
+                in_rows, in_cols = row + tl.arange(0, TILE_M) < rows, _columns(column, TILE_N) < cols
+                total = tl.where(in_rows[:, None] & in_cols[None, :], total, 0.0)  # as it will be loaded again
             written = nearest(total, SOURCE_T).to(WORD_T, bitcast=True)
             merged = _value(_lifted(written, SOURCE_T), SOURCE_T)
             estimate = merged
@@ -114,7 +115,7 @@ def track(
             checksum = _checksum(written, merged, row, column, SOURCE_T, TILE_M, TILE_N)
             tl.debug_barrier()  # what follows has other threads at the words: those that read and write memory alike
             words = tl.load(words_at)
-            escapes = _escapes(words, rows - row, cols - column, TILE_M, TILE_N)
+            escapes = _escapes(words, (rows - row).to(tl.int32), (cols - column).to(tl.int32), TILE_M, TILE_N)
             count = _ones(escapes)
             need = (tl.sum(count, axis=0) * SIZE + 3).to(tl.int64) // 4 * 4
             place = free
@@ -186,13 +187,13 @@ def untrack(
         place = tl.load(record)
         if place >= 0:
             segment, row, column = _corner(table, unit_segment, unit, TILE_M, TILE_N)
-            i, j = row + tl.arange(0, TILE_M), column + tl.arange(0, TILE_N)
+            i, j = row.to(tl.int64) + tl.arange(0, TILE_M), column.to(tl.int64) + tl.arange(0, TILE_N)
             rows, cols = tl.load(segment + ROWS), extent(segment + COLS, ALIGN)
             at = pointers(segment + SOURCE, segment + SOURCE_STRIDE, i, j, WORD_T, ALIGN)
             inside = (i < rows)[:, None] & (j < cols)[None, :]
             words = tl.load(_codes_at(codes, first + unit, TILE_M, TILE_N), eviction_policy="evict_first")
             written = tl.load(at, inside, other=0, eviction_policy="evict_first")
-            escapes = _escapes(words, rows - row, cols - column, TILE_M, TILE_N)
+            escapes = _escapes(words, (rows - row).to(tl.int32), (cols - column).to(tl.int32), TILE_M, TILE_N)
             count = _ones(escapes)
             escaped = arena + place // SIZE + (tl.cumsum(count, axis=0) - count)
             bits = tl.load(escaped, escapes != 0, other=0)  # early, as it comes a long way
@@ -230,7 +231,7 @@ def _corner(table, unit_segment, unit, TILE_M: tl.constexpr, TILE_N: tl.constexp
     segment = table + tl.load(unit_segment + unit).to(tl.int64) * WORDS
     local = (unit - tl.load(segment + UNIT_BEGIN)).to(tl.int32)
     across = tl.load(segment + UNITS_ACROSS).to(tl.int32)
-    return segment, (local // across).to(tl.int64) * TILE_M, (local % across).to(tl.int64) * TILE_N
+    return segment, local // across * TILE_M, local % across * TILE_N
 
 
 @triton.jit
@@ -238,6 +239,12 @@ def _row_scale(segment, i):
     """float32; 1 beyond the last row."""
     row_scale = tl.load(segment + ROW_SCALE).to(tl.pointer_type(tl.float32))
     return tl.load(row_scale + i, i < tl.load(segment + ROWS), other=1.0)
+
+
+@triton.jit
+def _columns(column, TILE_N: tl.constexpr):
+    """int32 `column + arange`, added in an order that leaves constants to the end: else each is kept in a register."""
+    return tl.reshape((8 * tl.arange(0, TILE_N // 8))[:, None] + (column + tl.arange(0, 8))[None, :], [TILE_N])
 
 
 @triton.jit
@@ -258,10 +265,10 @@ def _checksum(written, merged, row, column, SOURCE_T: tl.constexpr, TILE_M: tl.c
         bits = written.to(tl.int32)
     else:
         bits = merged.to(tl.int32, bitcast=True)
-    rows, columns = _stir(row + tl.arange(0, TILE_M)), _stir(column + tl.arange(0, TILE_N) + 0x5BD1E995)
+    rows, columns = _stir(row + tl.arange(0, TILE_M)), _stir(_columns(column, TILE_N) + 0x5BD1E995)
     factor = (rows << 1)[:, None] ^ (columns | 1)[None, :]
     terms = bits.to(tl.uint32, bitcast=True).to(tl.int64) * factor.to(tl.int64)
-    return tl.sum(tl.sum(terms, axis=1), axis=0)
+    return tl.sum(terms)
 
 
 @triton.jit
@@ -312,7 +319,8 @@ def _encode(base, value, estimate, SOURCE_T: tl.constexpr):
 def _decode(estimate, code, SOURCE_T: tl.constexpr):
     """int32, with the bits of W in its low part, where it did not escape."""
     if SOURCE_T == tl.bfloat16:
-        return (estimate.to(tl.int32, bitcast=True) + (code << 16) - 0x8001) >> 16
+        lifted = estimate.to(tl.int32, bitcast=True) + (code << 16) - 0x8001
+        return (lifted.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)
     else:
         return _bits(estimate, SOURCE_T) + code - 1
 
