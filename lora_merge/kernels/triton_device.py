@@ -54,6 +54,7 @@ def run_table(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """Tiles of segments, one after the other.
 
@@ -67,13 +68,12 @@ def run_table(
         RANK_BLOCKS: blocks of BLOCK_K that hold the rank of every segment; 0 where none has an adapter.
         SCALED: whether every segment has a row scale; else none has.
         TILE_M, TILE_N: rows and columns of a tile.
+        AHEAD: of the next tile every so many bytes are asked for while this one is computed; 0: nothing is.
     """
     for unit in range(tl.program_id(0), units, tl.num_programs(0)):
-        segment = table + tl.load(unit_segment + unit).to(tl.int64) * WORDS
-        local = unit - tl.load(segment + UNIT_BEGIN).to(tl.int32)
-        across = tl.load(segment + UNITS_ACROSS).to(tl.int32)
-        i = (local // across).to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
-        j = (local % across).to(tl.int64) * TILE_N + tl.arange(0, TILE_N)
+        ahead(table, unit_segment, unit + tl.num_programs(0), units, SOURCE_T, ALIGN, TILE_M, TILE_N, AHEAD)
+        segment, row, column = corner(table, unit_segment, unit, TILE_M, TILE_N)
+        i, j = row.to(tl.int64) + tl.arange(0, TILE_M), column.to(tl.int64) + tl.arange(0, TILE_N)
         mask = (i < tl.load(segment + ROWS))[:, None] & (j < extent(segment + COLS, ALIGN))[None, :]
         source = pointers(segment + SOURCE, segment + SOURCE_STRIDE, i, j, SOURCE_T, ALIGN)
         destination = pointers(segment + DESTINATION, segment + DESTINATION_STRIDE, i, j, DESTINATION_T, ALIGN)
@@ -132,6 +132,40 @@ def row_norms(
 
 
 # ---- addresses -------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def corner(table, unit_segment, unit, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    """A unit's segment, and the first row and column of its tile, int32."""
+    segment = table + tl.load(unit_segment + unit).to(tl.int64) * WORDS
+    local = (unit - tl.load(segment + UNIT_BEGIN)).to(tl.int32)
+    across = tl.load(segment + UNITS_ACROSS).to(tl.int32)
+    return segment, local // across * TILE_M, local % across * TILE_N
+
+
+@triton.jit
+def ahead(
+    table,
+    unit_segment,
+    unit,
+    units,
+    DTYPE: tl.constexpr,
+    ALIGN: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """Ask for a tile's weights, if there is such a unit: they come into the L2 cache, and take no register."""
+    if AHEAD > 0 and ALIGN > 1 and not INTERPRETED:
+        if unit < units:
+            segment, row, column = corner(table, unit_segment, unit, TILE_M, TILE_N)
+            STEP: tl.constexpr = AHEAD * 8 // DTYPE.primitive_bitwidth
+            part = tl.arange(0, TILE_M * TILE_N // STEP)
+            i = tl.minimum(row + part // (TILE_N // STEP), tl.load(segment + ROWS) - 1).to(tl.int64)
+            j = tl.minimum(column + part % (TILE_N // STEP) * STEP, tl.load(segment + COLS) - 1)
+            at = tl.load(segment + SOURCE).to(tl.pointer_type(DTYPE)) + i * tl.load(segment + SOURCE_STRIDE) + j
+            ask: tl.constexpr = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
+            tl.inline_asm_elementwise(ask, "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit

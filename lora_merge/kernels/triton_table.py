@@ -34,25 +34,30 @@ class Shape(NamedTuple):
     """How a kernel is launched; no bit of a result depends on it.
 
     Args:
-        rows, cols: of a tile. 64 rows and a multiple of four warps are what Hopper's matrix unit takes.
+        rows, cols: of a tile. 64 rows and a multiple of four warps are what Hopper's matrix unit takes; the codes of
+            tracked merges want columns in multiples of 64.
         warps: of a program.
-        stages: of blocks of the rank that are under way where there are several.
         programs: on a multiprocessor at most, each of which goes from tile to tile.
+        registers: of a thread at most; 0: as many as the compiler wants.
+        ahead: of the next tile every so many bytes are asked for early; 0: nothing is.
     """
 
     rows: int
     cols: int
     warps: int
-    stages: int
     programs: int
+    registers: int
+    ahead: int
 
     @property
-    def constants(self) -> dict[str, Any]:
-        """Nothing is contracted but what says `fma`: two kernels that must agree to the bit do."""
-        compiled = {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": False}
-        return {"TILE_M": self.rows, "TILE_N": self.cols, **compiled}
+    def compiled(self) -> dict[str, Any]:
+        """Constants. Nothing is contracted but what says `fma`: two kernels that must agree to the bit do."""
+        options = {"num_warps": self.warps, "num_stages": 2, "enable_fp_fusion": False}
+        options |= {"maxnreg": self.registers} if self.registers else {}
+        return {"TILE_M": self.rows, "TILE_N": self.cols, "AHEAD": self.ahead, **options}
 
     def grid(self, units: int, device: torch.device) -> tuple[int]:
+        """How many programs."""
         cuda = device.type == "cuda"
         processors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 1
         return (min(units, self.programs * processors),)
@@ -60,10 +65,10 @@ class Shape(NamedTuple):
 
 ONE_A_TILE = 2**20
 """Programs: as many as there are tiles."""
-MERGE = Shape(64, 128, 4, 2, ONE_A_TILE)
-TRACKED = Shape(64, 128, 4, 2, 4)
-NORMS = Shape(64, 128, 4, 2, ONE_A_TILE)
-COPY = Shape(1, 16384, 4, 2, ONE_A_TILE)
+MERGE = Shape(64, 128, 4, ONE_A_TILE, 0, 0)
+TRACKED = Shape(64, 64, 4, 4, 128, 128)
+NORMS = Shape(64, 128, 4, ONE_A_TILE, 0, 0)
+COPY = Shape(1, 16384, 4, ONE_A_TILE, 0, 0)
 """Of bytes: one row, as a run has."""
 RANK_BLOCK = 32
 """Ranks that are multiplied at a time. Bits of results depend on it."""
@@ -137,14 +142,16 @@ def merge_variant(table: np.ndarray, constants: dict[str, Any], device: torch.de
 def norm_variant(table: np.ndarray, constants: dict[str, Any], device: torch.device) -> Variant:
     """A program takes a block of rows."""
     options = {name: value for name, value in constants.items() if name not in ("DESTINATION_T", "SCALED")}
-    return _place(table, _ceil(table[:, ROWS], NORMS.rows), options, NORMS, device)
+    variant = _place(table, _ceil(table[:, ROWS], NORMS.rows), options, NORMS, device)
+    del variant.options["AHEAD"]
+    return variant
 
 
 def _place(
     table: np.ndarray, units: np.ndarray, constants: dict[str, Any], shape: Shape, device: torch.device
 ) -> Variant:
     table[:, UNIT_BEGIN] = np.cumsum(units) - units
-    options, grid = constants | shape.constants, shape.grid(int(units.sum()), device)
+    options, grid = constants | shape.compiled, shape.grid(int(units.sum()), device)
     if not _capturing(device):
         unit_segment = torch.from_numpy(np.repeat(np.arange(len(table), dtype=np.int32), units))
         return Variant(torch.from_numpy(table).to(device), unit_segment.to(device), options, grid)

@@ -29,9 +29,8 @@ from .triton_device import (
     ROWS,
     SOURCE,
     SOURCE_STRIDE,
-    UNIT_BEGIN,
-    UNITS_ACROSS,
-    WORDS,
+    ahead,
+    corner,
     extent,
     nearest,
     pointers,
@@ -66,6 +65,7 @@ def track(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """Merge the tiles that have no place in the arena and find room there.
 
@@ -87,7 +87,8 @@ def track(
     while unit < units:
         record = records + (first + unit) * 2
         if tl.load(record) < 0:
-            segment, row, column = _corner(table, unit_segment, unit, TILE_M, TILE_N)
+            ahead(table, unit_segment, unit + tl.num_programs(0), units, WORD_T, ALIGN, TILE_M, TILE_N, AHEAD)
+            segment, row, column = corner(table, unit_segment, unit, TILE_M, TILE_N)
             i, j = row.to(tl.int64) + tl.arange(0, TILE_M), column.to(tl.int64) + tl.arange(0, TILE_N)
             rows, cols = tl.load(segment + ROWS), extent(segment + COLS, ALIGN)
             at = pointers(segment + SOURCE, segment + SOURCE_STRIDE, i, j, WORD_T, ALIGN)
@@ -178,6 +179,7 @@ def untrack(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """Bring back the tiles that have a place and hold what was written. Arguments: as for `track`."""
     SIZE: tl.constexpr = SOURCE_T.primitive_bitwidth // 8
@@ -186,7 +188,8 @@ def untrack(
         record = records + (first + unit) * 2
         place = tl.load(record)
         if place >= 0:
-            segment, row, column = _corner(table, unit_segment, unit, TILE_M, TILE_N)
+            ahead(table, unit_segment, unit + tl.num_programs(0), units, WORD_T, ALIGN, TILE_M, TILE_N, AHEAD)
+            segment, row, column = corner(table, unit_segment, unit, TILE_M, TILE_N)
             i, j = row.to(tl.int64) + tl.arange(0, TILE_M), column.to(tl.int64) + tl.arange(0, TILE_N)
             rows, cols = tl.load(segment + ROWS), extent(segment + COLS, ALIGN)
             at = pointers(segment + SOURCE, segment + SOURCE_STRIDE, i, j, WORD_T, ALIGN)
@@ -223,15 +226,6 @@ def untrack(
 
 
 # ---- a tile ----------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _corner(table, unit_segment, unit, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
-    """A unit's segment, and its first row and column."""
-    segment = table + tl.load(unit_segment + unit).to(tl.int64) * WORDS
-    local = (unit - tl.load(segment + UNIT_BEGIN)).to(tl.int32)
-    across = tl.load(segment + UNITS_ACROSS).to(tl.int32)
-    return segment, local // across * TILE_M, local % across * TILE_N
 
 
 @triton.jit
