@@ -40,6 +40,7 @@ class Shape(NamedTuple):
         programs: on a multiprocessor at most, each of which goes from tile to tile.
         registers: of a thread at most; 0: as many as the compiler wants.
         ahead: of the next tile every so many bytes are asked for early; 0: nothing is.
+        stages: in which adapters are loaded ahead, where a program goes through several of their blocks.
     """
 
     rows: int
@@ -48,11 +49,12 @@ class Shape(NamedTuple):
     programs: int
     registers: int
     ahead: int
+    stages: int
 
     @property
     def compiled(self) -> dict[str, Any]:
         """Constants. Nothing is contracted but what says `fma`: two kernels that must agree to the bit do."""
-        options = {"num_warps": self.warps, "num_stages": 2, "enable_fp_fusion": False}
+        options = {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": False}
         options |= {"maxnreg": self.registers} if self.registers else {}
         return {"TILE_M": self.rows, "TILE_N": self.cols, "AHEAD": self.ahead, **options}
 
@@ -65,10 +67,12 @@ class Shape(NamedTuple):
 
 ONE_A_TILE = 2**20
 """Programs: as many as there are tiles."""
-MERGE = Shape(64, 128, 4, ONE_A_TILE, 0, 0)
-TRACKED = Shape(64, 64, 4, 4, 128, 128)
-NORMS = Shape(64, 128, 4, ONE_A_TILE, 0, 0)
-COPY = Shape(1, 16384, 4, ONE_A_TILE, 0, 0)
+MERGE = MERGE_WIDE = Shape(64, 128, 4, ONE_A_TILE, 0, 0, 2)
+TRACKED = Shape(64, 64, 4, 4, 128, 128, 1)
+TRACKED_WIDE = Shape(64, 64, 4, 3, 168, 128, 1)
+"""Of the same tile, as all tiles of a journal are. Wide are adapters that are split into parts, which takes registers."""
+NORMS = Shape(64, 128, 4, ONE_A_TILE, 0, 0, 2)
+COPY = Shape(1, 16384, 4, ONE_A_TILE, 0, 0, 2)
 """Of bytes: one row, as a run has."""
 RANK_BLOCK = 32
 """Ranks that are multiplied at a time. Bits of results depend on it."""
@@ -127,16 +131,32 @@ def _alignment(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.where(weights, elements, 1), np.where(adapters, elements, 1)
 
 
-def tiled(table: np.ndarray, constants: dict[str, Any], shape: Shape, device: torch.device) -> Variant:
+def merge_variant(table: np.ndarray, constants: dict[str, Any], device: torch.device) -> Variant:
     """A launch over all tiles of a table, those of a row of tiles one after the other."""
+    bytewise = (int(table[0, DTYPES]) & 0xFF) == RAW[1]
+    merges = MERGE_WIDE if _wide(constants) else MERGE
+    return _tiled(table, constants, COPY if bytewise else merges, device)
+
+
+def tracked_variant(table: np.ndarray, constants: dict[str, Any], device: torch.device) -> Variant:
+    """The same for a tracked merge."""
+    return _tiled(table, constants, TRACKED_WIDE if _wide(constants) else TRACKED, device)
+
+
+def tracked_code_bytes() -> int:
+    """Of a tile: two bits an element."""
+    return TRACKED.rows * TRACKED.cols // 4
+
+
+def _wide(constants: dict[str, Any]) -> bool:
+    a, b = constants["LORA_A_T"], constants["LORA_B_T"]
+    return bool(constants["RANK_BLOCKS"] and (a != b or a.primitive_bitwidth == 32))
+
+
+def _tiled(table: np.ndarray, constants: dict[str, Any], shape: Shape, device: torch.device) -> Variant:
     table[:, UNITS_ACROSS] = _ceil(table[:, COLS], shape.cols)
     units = table[:, UNITS_ACROSS] * _ceil(table[:, ROWS], shape.rows)
     return _place(table, units, constants, shape, device)
-
-
-def merge_variant(table: np.ndarray, constants: dict[str, Any], device: torch.device) -> Variant:
-    bytewise = (int(table[0, DTYPES]) & 0xFF) == RAW[1]
-    return tiled(table, constants, COPY if bytewise else MERGE, device)
 
 
 def norm_variant(table: np.ndarray, constants: dict[str, Any], device: torch.device) -> Variant:

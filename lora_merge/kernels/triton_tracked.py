@@ -1,8 +1,8 @@
-"""Tracked merges by Triton (`triton_tracked_device.py`): a launch each way for each combination of dtypes and alignment."""
+"""Tracked merges by Triton (`triton_tracked_device.py`): a launch each way for each combination of dtypes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -13,11 +13,11 @@ from torch import Tensor
 from .composed import keeping_denormals
 from .fused import Journal
 from .segments import DTYPES, FLOATS, KEY, UNIT_BEGIN, Segment, name_key, pack
-from .triton_table import TRACKED, Variant, groups, streams_of, tiled
+from .triton_table import Variant, groups, streams_of, tracked_code_bytes, tracked_variant
 
 ARENA_CHUNK = 16384
-"""Bytes of the arena that a program takes at a time: an answer from memory for some eighty tiles with updates a tenth of
-the weights."""
+"""Bytes of the arena that a program takes at a time: an answer from memory for some 160 tiles with updates a tenth of the
+weights."""
 LEFT_OVER = 512
 """All chunks together are less than this part of the weights, so smaller for small models: most of one may be left."""
 
@@ -29,7 +29,7 @@ class _Group(NamedTuple):
     first: int
     word: torch.dtype
 
-    def __call__(self, kernel: Callable[..., Any], j: Journal) -> None:
+    def __call__(self, kernel: Any, j: Journal) -> None:
         table, unit_segment, options, grid = self.variant
         codes, arena = j.codes.view(torch.int32), j.arena.view(self.word)
         numbers = len(unit_segment), self.first, j.arena.nbytes, j.chunk
@@ -55,7 +55,7 @@ class TritonTracked:
             self._names += [name_of[key] for key in table[:, KEY].tolist()]
             self.units += len(self._groups[-1].variant.unit_segment)
             programs += self._groups[-1].variant.grid[0]
-        self.code_bytes = self.units * TRACKED.rows * TRACKED.cols // 4
+        self.code_bytes = self.units * tracked_code_bytes()
         self.chunk = min(ARENA_CHUNK, self.base_bytes // (LEFT_OVER * programs)) & ~3
         self.slack = self.chunk * programs
         self._streams = streams_of([group.variant for group in self._groups], device)
@@ -73,7 +73,7 @@ class TritonTracked:
     def names(self, units: Tensor) -> set[str]:
         return {self._names[i] for i in np.searchsorted(np.concatenate(self._first), units.numpy(), side="right") - 1}
 
-    def _run(self, kernel: Callable[..., Any], journal: Journal) -> None:
+    def _run(self, kernel: Any, journal: Journal) -> None:
         self._streams.join()
         # In the interpreter this thread computes, and may be set to flush them on one way and not on the other.
         with keeping_denormals() if self.device.type == "cpu" else nullcontext():
@@ -87,4 +87,4 @@ class TritonTracked:
         constants = {name: value for name, value in constants.items() if name != "DESTINATION_T"}
         constants["WORD_T"] = tl.int16 if of_two_bytes else tl.int32
         word = torch.int16 if of_two_bytes else torch.int32
-        return _Group(tiled(table, constants, TRACKED, self.device), self.units, word)
+        return _Group(tracked_variant(table, constants, self.device), self.units, word)

@@ -1,17 +1,17 @@
 """The Triton kernels of tracked merges: one pass there, one pass back.
 
 A unit of the journal is a tile. Codes say bits(W) - bits(estimate): -1, 0 or 1 as 0, 1 or 2, or 3, an escape. A word of
-codes is what a thread of the matrix unit has of a row of 64 columns: pairs of neighbours, eight columns apart. Its sums
-are then never moved, but W is, twice, which takes half the bytes; and what is done for words, of which a thread has two to
-four, costs little. What escapes lies in the arena in order of words. Turn by turn, each word has its next escape moved, from
-memory to memory: W is still there on the way out, and on the way back all else has been written by then. Most tiles take one
-to three turns.
+codes is what a thread of the matrix unit has of a row of 64 columns: pairs of neighbours, eight columns apart. So its
+sums are never moved, but W is, twice, at half the bytes; and a thread has two words or four, which cost little. What
+escapes lies in the arena in order of words. Turn by turn, each word has its next escape moved, from memory to memory: W
+is still there on the way out, and on the way back all else has been written by then. Most tiles take one to three turns.
 
-Programs go from tile to tile, and take room in the arena by the chunk, as the warps of the compiled kernels do
-(`tracked.cuh`).
+The compiled kernels have another order of codes, that of their own threads, and keep escapes in order of warps: Triton
+does not say which thread has what, and has no votes. Records, arena, room taken by the chunk and who asks for more are
+theirs (`fused.py`, `tracked.cuh`).
 
-Both kernels compute the same estimate: `enable_fp_fusion` is off, so nothing is contracted in one of them only, and on a
-GPU a NaN that is computed has the same bits each time. In the interpreter it is an escape.
+Both kernels compute the same estimate: `enable_fp_fusion` is off, so nothing is contracted in one of them only, and a
+NaN that a GPU computes has the same bits each time. In the interpreter it is an escape.
 """
 
 # ruff: noqa: ANN001, ANN201, ANN202, SIM300
@@ -251,14 +251,11 @@ def _inverse(scale):
 def _checksum(written, merged, row, column, SOURCE_T: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
     """int64: the sum of all elements' bits, each times an odd number of 32 bits that its place is stirred to.
 
-    In 64 bits no such product is lost, so a single element that differs is always found. Row and column come together by
-    xor: were it a sum, rows in each other's place could add up to nothing. Of bf16 the bits are taken where its float32
-    value has them.
+    In 64 bits no such product is lost, so a single element that differs is always found. Row and column come together
+    by xor: were it a sum, rows in each other's place could add up to nothing. Of bf16 the bits are taken where its
+    float32 value has them.
     """
-    if SOURCE_T == tl.float16:
-        bits = written.to(tl.int32)
-    else:
-        bits = merged.to(tl.int32, bitcast=True)
+    bits = written.to(tl.int32) if SOURCE_T == tl.float16 else merged.to(tl.int32, bitcast=True)
     rows, columns = _stir(row + tl.arange(0, TILE_M)), _stir(_columns(column, TILE_N) + 0x5BD1E995)
     factor = (rows << 1)[:, None] ^ (columns | 1)[None, :]
     terms = bits.to(tl.uint32, bitcast=True).to(tl.int64) * factor.to(tl.int64)
@@ -296,7 +293,7 @@ def _value(lifted, SOURCE_T: tl.constexpr):
 @triton.jit
 def _encode(base, value, estimate, SOURCE_T: tl.constexpr):
     """int32, 0 to 3, of a base and its value. For bf16 the estimate is not rounded: its distance is."""
-    if SOURCE_T != tl.float16:
+    if SOURCE_T != tl.float16:  # joined, so that W is moved once: the compiler would move its value and its bits
         own, guess = tl.split(tl.join(value, estimate).to(tl.int32, bitcast=True))
     if SOURCE_T == tl.bfloat16:
         away = (own - guess + 0x18000).to(tl.uint32, bitcast=True) >> 16
@@ -328,7 +325,7 @@ def _bits(estimate, SOURCE_T: tl.constexpr):
         return estimate.to(tl.int32, bitcast=True)
 
 
-# ---- words of codes: element t of 16 lies t // 2 * 8 + t % 2 columns after the first one ------------------------------
+# ---- words of codes: element t of 16 lies t // 2 * 8 + t % 2 columns after the first one -----------------------------
 
 
 @triton.jit
