@@ -156,7 +156,7 @@ def ahead(
     AHEAD: tl.constexpr,
 ):
     """Ask for a tile's weights, if there is such a unit: they come into the L2 cache, and take no register."""
-    if AHEAD > 0 and ALIGN > 1 and not INTERPRETED:
+    if AHEAD > 0 and ALIGN > 1 and not INTERPRETED:  # noqa: SIM102  the compiler knows this, and the GPU the next
         if unit < units:
             segment, row, column = corner(table, unit_segment, unit, TILE_M, TILE_N)
             STEP: tl.constexpr = AHEAD * 8 // DTYPE.primitive_bitwidth

@@ -70,7 +70,7 @@ ONE_A_TILE = 2**20
 MERGE = MERGE_WIDE = Shape(64, 128, 4, ONE_A_TILE, 0, 0, 2)
 TRACKED = Shape(64, 64, 4, 4, 128, 128, 1)
 TRACKED_WIDE = Shape(64, 64, 4, 3, 168, 128, 1)
-"""Of the same tile, as all tiles of a journal are. Wide are adapters that are split into parts, which takes registers."""
+"""Of the same tile, as all tiles of a journal are. Wide adapters are split into parts, which takes registers."""
 NORMS = Shape(64, 128, 4, ONE_A_TILE, 0, 0, 2)
 COPY = Shape(1, 16384, 4, ONE_A_TILE, 0, 0, 2)
 """Of bytes: one row, as a run has."""

@@ -16,8 +16,8 @@ from .segments import DTYPES, FLOATS, KEY, UNIT_BEGIN, Segment, name_key, pack
 from .triton_table import Variant, groups, streams_of, tracked_code_bytes, tracked_variant
 
 ARENA_CHUNK = 16384
-"""Bytes of the arena that a program takes at a time: an answer from memory for some 160 tiles with updates a tenth of the
-weights."""
+"""Bytes of the arena that a program takes at a time: an answer from memory for some 160 tiles with updates a tenth of
+the weights."""
 LEFT_OVER = 512
 """All chunks together are less than this part of the weights, so smaller for small models: most of one may be left."""
 

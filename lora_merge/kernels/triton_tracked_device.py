@@ -3,8 +3,9 @@
 A unit of the journal is a tile. Codes say bits(W) - bits(estimate): -1, 0 or 1 as 0, 1 or 2, or 3, an escape. A word of
 codes is what a thread of the matrix unit has of a row of 64 columns: pairs of neighbours, eight columns apart. So its
 sums are never moved, but W is, twice, at half the bytes; and a thread has two words or four, which cost little. What
-escapes lies in the arena in order of words. Turn by turn, each word has its next escape moved, from memory to memory: W
-is still there on the way out, and on the way back all else has been written by then. Most tiles take one to three turns.
+escapes lies in the arena in order of words. Turn by turn, each word has its next escape moved, from memory to memory:
+W is still there on the way out, and on the way back all else has been written by then. Most tiles take one to three
+turns.
 
 The compiled kernels have another order of codes, that of their own threads, and keep escapes in order of warps: Triton
 does not say which thread has what, and has no votes. Records, arena, room taken by the chunk and who asks for more are
@@ -194,7 +195,7 @@ def untrack(
             rows, cols = tl.load(segment + ROWS), extent(segment + COLS, ALIGN)
             at = pointers(segment + SOURCE, segment + SOURCE_STRIDE, i, j, WORD_T, ALIGN)
             inside = (i < rows)[:, None] & (j < cols)[None, :]
-            words = tl.load(_codes_at(codes, first + unit, TILE_M, TILE_N), eviction_policy="evict_first")
+            words = tl.load(_codes_at(codes, first + unit, TILE_M, TILE_N))
             written = tl.load(at, inside, other=0, eviction_policy="evict_first")
             escapes = _escapes(words, (rows - row).to(tl.int32), (cols - column).to(tl.int32), TILE_M, TILE_N)
             count = _ones(escapes)
