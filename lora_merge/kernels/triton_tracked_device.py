@@ -107,13 +107,11 @@ def track(
                 total = tl.where(in_rows[:, None] & in_cols[None, :], total, 0.0)  # as it will be loaded again
             written = nearest(total, SOURCE_T).to(WORD_T, bitcast=True)
             merged = _value(_lifted(written, SOURCE_T), SOURCE_T)
-            estimate = merged
-            if SCALED:
-                estimate *= _inverse(_row_scale(segment, i))[:, None]
+            estimate = _unscaled(merged, segment, i, SCALED)
             if RANK_BLOCKS > 0:
                 estimate = tl.fma(product, -scaling_of(segment), estimate)
             words_at = _codes_at(codes, first + unit, TILE_M, TILE_N)
-            tl.store(words_at, _pack(_encode(base, value, estimate, SOURCE_T), TILE_M, TILE_N))
+            tl.store(words_at, _pack(_encode(base, value, estimate, SOURCE_T, SCALED), TILE_M, TILE_N))
             checksum = _checksum(written, merged, row, column, SOURCE_T, TILE_M, TILE_N)
             tl.debug_barrier()  # what follows has other threads at the words: those that read and write memory alike
             words = tl.load(words_at)
@@ -202,9 +200,7 @@ def untrack(
             escaped = arena + place // SIZE + (tl.cumsum(count, axis=0) - count)
             bits = tl.load(escaped, escapes != 0, other=0)  # early, as it comes a long way
             merged = _value(_lifted(written, SOURCE_T), SOURCE_T)
-            estimate = merged
-            if SCALED:
-                estimate *= _inverse(_row_scale(segment, i))[:, None]
+            estimate = _unscaled(merged, segment, i, SCALED)
             if RANK_BLOCKS > 0:
                 product = products(segment, i, j, LORA_A_T, LORA_B_T, LORA_ALIGN, RANK_BLOCKS, TILE_M, TILE_N, BLOCK_K)
                 estimate = tl.fma(product, -scaling_of(segment), estimate)
@@ -243,9 +239,14 @@ def _columns(column, TILE_N: tl.constexpr):
 
 
 @triton.jit
-def _inverse(scale):
-    """A factor of zero leaves nothing of W: one estimate is as good as any."""
-    return tl.where(scale == 0, 0.0, 1.0 / tl.where(scale == 0, 1.0, scale))
+def _unscaled(merged, segment, i, SCALED: tl.constexpr):
+    """`W' / row_scale`. A factor of zero leaves nothing of W: one estimate is as good as any."""
+    if SCALED:
+        scale = _row_scale(segment, i)
+        inverse = tl.where(scale == 0, 0.0, 1.0 / tl.where(scale == 0, 1.0, scale))
+        return merged * inverse[:, None]
+    else:
+        return merged
 
 
 @triton.jit
@@ -292,16 +293,19 @@ def _value(lifted, SOURCE_T: tl.constexpr):
 
 
 @triton.jit
-def _encode(base, value, estimate, SOURCE_T: tl.constexpr):
+def _encode(base, value, estimate, SOURCE_T: tl.constexpr, SCALED: tl.constexpr):
     """int32, 0 to 3, of a base and its value. For bf16 the estimate is not rounded: its distance is."""
-    if SOURCE_T != tl.float16:  # joined, so that W is moved once: the compiler would move its value and its bits
-        own, guess = tl.split(tl.join(value, estimate).to(tl.int32, bitcast=True))
-    if SOURCE_T == tl.bfloat16:
-        away = (own - guess + 0x18000).to(tl.uint32, bitcast=True) >> 16
-    elif SOURCE_T == tl.float32:
-        away = (own - guess + 1).to(tl.uint32, bitcast=True)
+    if SOURCE_T == tl.float16:
+        away = base.to(tl.int32) - _bits(estimate, SOURCE_T) + 1
     else:
-        away = (base.to(tl.int32) - _bits(estimate, SOURCE_T) + 1).to(tl.uint32, bitcast=True)
+        if SCALED:  # LLVM in Triton 3.6 aborts on the other one
+            own, guess = value.to(tl.int32, bitcast=True), estimate.to(tl.int32, bitcast=True)
+        else:  # joined, so that W is moved once: the compiler would move its value and its bits
+            own, guess = tl.split(tl.join(value, estimate).to(tl.int32, bitcast=True))
+        away = own - guess + (0x18000 if SOURCE_T == tl.bfloat16 else 1)
+    away = away.to(tl.uint32, bitcast=True)
+    if SOURCE_T == tl.bfloat16:
+        away >>= 16
     if INTERPRETED:
         away = tl.where(estimate == estimate, away, 3)
     return tl.minimum(away, 3).to(tl.int32, bitcast=True)
