@@ -67,7 +67,7 @@ class Shape(NamedTuple):
 
 ONE_A_TILE = 2**20
 """Programs: as many as there are tiles."""
-MERGE = MERGE_WIDE = Shape(64, 128, 4, ONE_A_TILE, 0, 0, 2)
+MERGE = MERGE_WIDE = Shape(64, 128, 4, ONE_A_TILE, 0, 0, 1)
 TRACKED = Shape(64, 64, 4, 4, 128, 128, 1)
 TRACKED_WIDE = Shape(64, 64, 4, 3, 168, 128, 1)
 """Of the same tile, as all tiles of a journal are. Wide adapters are split into parts, which takes registers."""
