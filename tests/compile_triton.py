@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from triton.compiler import ASTSource
 
 from lora_merge import Segment
 from lora_merge.kernels import triton as backend
-from lora_merge.kernels import triton_device
+from lora_merge.kernels import triton_device, triton_tracked_device
+from lora_merge.kernels.triton_tracked import TritonTracked
 
 CPU = torch.device("cpu")
 F, H, B = torch.float32, torch.float16, torch.bfloat16
@@ -21,7 +23,7 @@ F, H, B = torch.float32, torch.float16, torch.bfloat16
 def assembly(kernel: Any, options: dict[str, Any], **types: str) -> str:
     """PTX of a kernel, after ptxas took it too."""
     names = kernel.arg_names
-    types |= {"table": "*i64", "unit_segment": "*i32"}
+    types |= {"table": "*i64", "unit_segment": "*i32", "units": "i64" if "codes" in names else "i32"}
     signature = {name: types.get(name, "constexpr") for name in names}
     constants = {(names.index(name),): value for name, value in options.items() if name in names}
     compiler_options = {name: value for name, value in options.items() if name not in names}
@@ -29,6 +31,25 @@ def assembly(kernel: Any, options: dict[str, Any], **types: str) -> str:
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=compiler_options).asm
     assert made["cubin"]
     return made["ptx"]
+
+
+def tracked_assembly(segments: list[Segment]) -> list[tuple[dict[str, Any], str]]:
+    """Constants and PTX of both kernels of a tracked merge, for each launch."""
+    in_place = [replace(s, destination=s.source) for s in segments]
+    types = {"codes": "*i32", "records": "*i64", "counter": "*i64"} | dict.fromkeys(("first", "room", "chunk"), "i64")
+    made = []
+    for group in TritonTracked(in_place, CPU)._groups:
+        word = f"*i{group.word.itemsize * 8}"
+        for kernel in (triton_tracked_device.track, triton_tracked_device.untrack):
+            made.append((group.variant.options, assembly(kernel, group.variant.options, arena=word, **types)))
+    return made
+
+
+def check_weights(ptx: str) -> None:
+    """They go by 16 bytes at a time."""
+    weights = [line for line in ptx.splitlines() if "evict_first" in line and ".global" in line]
+    assert weights, "no access to weights found"
+    assert all(".v4.b32" in line for line in weights), f"not 16 bytes at a time: {weights}"
 
 
 def main() -> None:
@@ -40,18 +61,21 @@ def main() -> None:
     ]
     for number, variant in enumerate(backend.prepare(aligned, CPU).variants):
         ptx = assembly(triton_device.run_table, {**variant.options, "STOCHASTIC": number % 2 == 0}, seed="i64")
-        weights = [line for line in ptx.splitlines() if "evict_first" in line and ".global" in line]
-        assert weights, "no access to weights found"
-        assert all(".v4.b32" in line for line in weights), f"not 16 bytes at a time: {weights}"
+        check_weights(ptx)
         assert ("mma" in ptx) == (variant.options["RANK_BLOCKS"] > 0), "the products do not use the matrix unit"
     ragged = [make_segment("ragged", 9, 37, 5, pairwise(index), CPU) for index in (1, 5)]
     ragged.append(Segment("strided copy", torch.zeros(9, 8)[:, ::2], torch.zeros(9, 4)))
     for number, variant in enumerate(backend.prepare(ragged, CPU).variants):
         assembly(triton_device.run_table, {**variant.options, "STOCHASTIC": number % 2 == 0}, seed="i64")
+    for options, ptx in tracked_assembly([s for s in aligned if s.rank and s.source.dtype == s.destination.dtype]):
+        check_weights(ptx)
+        assert all(part in ptx for part in ("mma", "prefetch.global.L2")), options
+    tracked_assembly([make_segment(str(t), 9, 37, 5, (t, t, t, t), CPU) for t in (B, H, F)])
     s = aligned[1]
     dora = Segment(s.name, s.source, s.destination, s.lora_A, s.lora_B, 1.0, torch.ones(64))
     for variant in backend.prepare([dora], CPU)._norm_variants[0]:
         assembly(triton_device.row_norms, variant.options, out="*fp64")
+    tracked_assembly([dora])
 
 
 if __name__ == "__main__":

@@ -8,10 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import GPU, Backend
-from helpers import assert_same_bits, make_segment, pairwise
+from helpers import assert_same_bits, in_place, make_segment, pairwise
 
-from lora_merge import Plan
+from lora_merge import Plan, Segment
+from lora_merge.errors import NotRestored
+from lora_merge.kernels.segments import FLOATS
+from lora_merge.restore import TrackedPlan
 
 TRITON = [pytest.param(("triton", "cuda"), marks=pytest.mark.gpu)] if GPU else [("triton", "cpu")]
 
@@ -39,8 +43,59 @@ def test_tables_made_during_a_capture(backend: Backend, monkeypatch: pytest.Monk
     for s in segments:
         s.destination.zero_()
     with monkeypatch.context() as patch:
-        patch.setattr("lora_merge.kernels.triton._capturing", lambda device: True)
+        patch.setattr("lora_merge.kernels.triton_table._capturing", lambda device: True)
         plan = Plan(segments)
     plan.run()
     for s, result in zip(segments, wanted, strict=True):
         assert_same_bits(s.destination, result)
+
+
+@pytest.mark.parametrize("backend", TRITON, indirect=True)
+@pytest.mark.parametrize("base", FLOATS)
+def test_tracked_ranks_of_tiles_and_parts_of_them(backend: Backend, base: torch.dtype) -> None:
+    """More tiles than programs, whole ones and edges, ranks of one block and of three; adapters of every dtype."""
+    before, segments = [], []
+    for index, rank in enumerate((1, 7, 8, 32, 33, 70)):
+        rows, cols = ((130, 200), (128, 192))[index % 2]
+        dtypes = (base, base, FLOATS[index % 3], FLOATS[index % 3])
+        s = in_place(make_segment(f"rank {rank}", rows, cols, rank, dtypes, backend.device, update=0.3))
+        before.append(s.source.clone())
+        segments.append(s)
+    wanted = [in_place(s) for s in segments]
+    Plan(wanted).run()
+    plan = TrackedPlan(segments)
+    plan.merge()
+    for s, other in zip(segments, wanted, strict=True):
+        assert_same_bits(s.source, other.source, f"{s.name}, merged")
+    plan.unmerge()
+    for s, old in zip(segments, before, strict=True):
+        assert_same_bits(s.source, old, f"{s.name}, restored")
+
+
+@pytest.mark.parametrize("backend", TRITON, indirect=True)
+def test_tracked_leaves_alone_only_the_tile_that_was_written(backend: Backend) -> None:
+    s = in_place(make_segment("w", 100, 200, 4, (torch.bfloat16,) * 4, backend.device))
+    before, plan = s.source.clone(), TrackedPlan([s])
+    plan.merge()
+    s.source[70, 130] += 1
+    left = s.source.clone()
+    with pytest.raises(NotRestored, match="w: written while merged"):
+        plan.unmerge()
+    kept = torch.zeros_like(before, dtype=torch.bool)
+    kept[64:, 128:192] = True
+    assert_same_bits(s.source, torch.where(kept, left, before))
+
+
+def test_a_sum_of_places_is_not_fooled_by_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of one element each, in each other's place: sums of products with factors of rows plus columns are equal."""
+    if GPU:
+        pytest.skip("the interpreter is tested on machines without a GPU")
+    monkeypatch.setenv("LORA_MERGE_BACKEND", "triton")
+    w = torch.zeros(4, 8)
+    w[0, 1] = w[1, 5] = 2.0
+    s = Segment("w", w, w, torch.zeros(1, 8), torch.zeros(4, 1))
+    plan = TrackedPlan([s])
+    plan.merge()
+    w[:2] = w[:2].flip(0)
+    with pytest.raises(NotRestored):
+        plan.unmerge()

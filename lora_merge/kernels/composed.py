@@ -32,7 +32,7 @@ class _Journal:
 
 
 @contextmanager
-def _keeping_denormals() -> Iterator[None]:
+def keeping_denormals() -> Iterator[None]:
     """In this thread, as it may be set to flush them on one way and not on the other. Torch's own threads stay as they
     began, on both."""
     flushes = bool(torch.full((1,), 1e-39) * 1 == 0)
@@ -59,7 +59,7 @@ class Composed:
     def nbytes(self) -> int:
         return sum(t.nbytes for j in self._journals for t in (j.packed, j.raw, j.sums))
 
-    @_keeping_denormals()
+    @keeping_denormals()
     def merge(self) -> None:
         self.merged = True
         try:
@@ -69,7 +69,7 @@ class Composed:
             self.unmerge()
             raise
 
-    @_keeping_denormals()
+    @keeping_denormals()
     def unmerge(self) -> set[str]:
         while self._journals:
             self._changed |= self._unmerge(self._blocks[len(self._journals) - 1], self._journals[-1])

@@ -1,4 +1,4 @@
-"""A tracked merge in one pass: the arena of a compiled backend, and its growth.
+"""A tracked merge in one pass: the arena of a backend with kernels for it, and its growth.
 
 Each unit of work merges, finds what its way back takes, and writes its result only if the arena has room for the
 escaped elements; else it stays as it was. So one launch tells how much room all of them need, and at most a second one,
@@ -23,7 +23,7 @@ SPARE = 16
 
 
 class Kernels(Protocol):
-    """What a compiled backend offers for one table.
+    """What such a backend offers for one table.
 
     Attributes:
         units: how many units of work there are.

@@ -54,7 +54,7 @@ class TrackedPlan:
         self._tracked = kernels.pick(device).prepare_tracked(work, device) if work else None
 
     def release(self) -> None:
-        """As `Plan.release`. Triton and the reference have no kernel of their own for this and go on holding them."""
+        """As `Plan.release`. The reference has no kernel of its own for this and goes on holding them."""
         self.segments = ()
 
     @property

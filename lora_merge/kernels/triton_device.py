@@ -1,6 +1,6 @@
 """The Triton kernels: imported when a plan is prepared for them, so that the package does without triton.
 
-They read the packed table that `layout.py` describes. A program owns one tile of one segment.
+They read the packed table that `layout.py` describes. A program takes tiles, each of one segment.
 
 Accuracy: the rank is taken in blocks of BLOCK_K, in order, padded with zeros, in every tile alike, so that an element's
 bits depend on its row of lora_B, its column of lora_A and its weight alone. Matrix units cut off the low bits of their
@@ -36,10 +36,11 @@ KEY, FIRST, PITCH = tl.constexpr(segments.KEY), tl.constexpr(segments.FIRST), tl
 UNIT_BEGIN, UNITS_ACROSS = tl.constexpr(segments.UNIT_BEGIN), tl.constexpr(segments.UNITS_ACROSS)
 
 
-@triton.jit(do_not_specialize=["seed"])
+@triton.jit(do_not_specialize=["units", "seed"])
 def run_table(
     table,
     unit_segment,
+    units: tl.int32,
     seed: tl.int64,
     SOURCE_T: tl.constexpr,
     DESTINATION_T: tl.constexpr,
@@ -48,49 +49,52 @@ def run_table(
     ALIGN: tl.constexpr,
     LORA_ALIGN: tl.constexpr,
     RANK_BLOCKS: tl.constexpr,
+    SCALED: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
-    """One tile of one segment.
+    """Tiles of segments, one after the other.
 
     Args:
         table: int64 `[S, 24]`.
-        unit_segment: int32, the segment of each program.
+        unit_segment: int32, the segment of each of so many `units`, which are tiles.
         seed: word of `segments.seed_key`.
         *_T: the dtypes; an integer for copies that move bits.
         ALIGN: 1, or more where every source and destination has adjacent columns, addresses of whole 16 bytes, and
             row strides and columns that are multiples of it. LORA_ALIGN: likewise for the adapters.
         RANK_BLOCKS: blocks of BLOCK_K that hold the rank of every segment; 0 where none has an adapter.
+        SCALED: whether every segment has a row scale; else none has.
         TILE_M, TILE_N: rows and columns of a tile.
+        AHEAD: of the next tile every so many bytes are asked for while this one is computed; 0: nothing is.
     """
-    unit = tl.program_id(0)
-    segment = table + tl.load(unit_segment + unit).to(tl.int64) * WORDS
-    local = unit - tl.load(segment + UNIT_BEGIN).to(tl.int32)
-    across = tl.load(segment + UNITS_ACROSS).to(tl.int32)
-    i = (local // across).to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
-    j = (local % across).to(tl.int64) * TILE_N + tl.arange(0, TILE_N)
-    mask = (i < tl.load(segment + ROWS))[:, None] & (j < _extent(segment + COLS, ALIGN))[None, :]
-    source = _tile(segment + SOURCE, segment + SOURCE_STRIDE, i, j, SOURCE_T, ALIGN)
-    destination = _tile(segment + DESTINATION, segment + DESTINATION_STRIDE, i, j, DESTINATION_T, ALIGN)
-    weight = tl.load(source, mask, other=0, eviction_policy="evict_first")
-    if SOURCE_T.is_int():
-        out = weight
-    else:
-        total = _float32(weight)
-        if RANK_BLOCKS > 0:
-            total += _update(segment, i, j, LORA_A_T, LORA_B_T, LORA_ALIGN, RANK_BLOCKS, TILE_M, TILE_N, BLOCK_K)
-        row_scale = tl.load(segment + ROW_SCALE)
-        scaled_rows = tl.where(row_scale == 0, 0, tl.load(segment + ROWS))
-        total *= tl.load(row_scale.to(tl.pointer_type(tl.float32)) + i, i < scaled_rows, other=1.0)[:, None]
-        if STOCHASTIC and DESTINATION_T != tl.float32:
-            index = tl.load(segment + FIRST) + i[:, None] * tl.load(segment + PITCH)
-            index += j[None, :] * tl.load(segment + PITCH + 1)
-            out = _round_stochastic(total, _random_bits(tl.load(segment + KEY) ^ seed, index), DESTINATION_T)
+    for unit in range(tl.program_id(0), units, tl.num_programs(0)):
+        ahead(table, unit_segment, unit + tl.num_programs(0), units, SOURCE_T, ALIGN, TILE_M, TILE_N, AHEAD)
+        segment, row, column = corner(table, unit_segment, unit, TILE_M, TILE_N)
+        i, j = row.to(tl.int64) + tl.arange(0, TILE_M), column.to(tl.int64) + tl.arange(0, TILE_N)
+        mask = (i < tl.load(segment + ROWS))[:, None] & (j < extent(segment + COLS, ALIGN))[None, :]
+        source = pointers(segment + SOURCE, segment + SOURCE_STRIDE, i, j, SOURCE_T, ALIGN)
+        destination = pointers(segment + DESTINATION, segment + DESTINATION_STRIDE, i, j, DESTINATION_T, ALIGN)
+        weight = tl.load(source, mask, other=0, eviction_policy="evict_first")
+        if SOURCE_T.is_int():
+            out = weight
         else:
-            out = _round(total, DESTINATION_T)
-    tl.store(destination, out, mask, eviction_policy="evict_first")
+            total = float32(weight)
+            if RANK_BLOCKS > 0:
+                product = products(segment, i, j, LORA_A_T, LORA_B_T, LORA_ALIGN, RANK_BLOCKS, TILE_M, TILE_N, BLOCK_K)
+                total = tl.fma(product, scaling_of(segment), total)
+            if SCALED:
+                row_scale = tl.load(segment + ROW_SCALE).to(tl.pointer_type(tl.float32))
+                total *= tl.load(row_scale + i, i < tl.load(segment + ROWS), other=1.0)[:, None]
+            if STOCHASTIC and DESTINATION_T != tl.float32:
+                index = tl.load(segment + FIRST) + i[:, None] * tl.load(segment + PITCH)
+                index += j[None, :] * tl.load(segment + PITCH + 1)
+                out = _round_stochastic(total, _random_bits(tl.load(segment + KEY) ^ seed, index), DESTINATION_T)
+            else:
+                out = nearest(total, DESTINATION_T)
+        tl.store(destination, out, mask, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -112,15 +116,16 @@ def row_norms(
     unit = tl.program_id(0)
     segment = table + tl.load(unit_segment + unit).to(tl.int64) * WORDS
     i = (unit - tl.load(segment + UNIT_BEGIN)) * TILE_M + tl.arange(0, TILE_M)
-    rows, cols = tl.load(segment + ROWS), _extent(segment + COLS, ALIGN)
+    rows, cols = tl.load(segment + ROWS), extent(segment + COLS, ALIGN)
     norms = tl.zeros([TILE_M], tl.float64)
     begin = tl.zeros([], tl.int64)
     while begin < cols:
         j = begin + tl.arange(0, TILE_N)
-        source = _tile(segment + SOURCE, segment + SOURCE_STRIDE, i, j, SOURCE_T, ALIGN)
-        total = _float32(tl.load(source, (i < rows)[:, None] & (j < cols)[None, :], other=0))
+        source = pointers(segment + SOURCE, segment + SOURCE_STRIDE, i, j, SOURCE_T, ALIGN)
+        total = float32(tl.load(source, (i < rows)[:, None] & (j < cols)[None, :], other=0))
         if RANK_BLOCKS > 0:
-            total += _update(segment, i, j, LORA_A_T, LORA_B_T, LORA_ALIGN, RANK_BLOCKS, TILE_M, TILE_N, BLOCK_K)
+            product = products(segment, i, j, LORA_A_T, LORA_B_T, LORA_ALIGN, RANK_BLOCKS, TILE_M, TILE_N, BLOCK_K)
+            total = tl.fma(product, scaling_of(segment), total)
         norms += tl.sum(total.to(tl.float64) * total.to(tl.float64), axis=1)
         begin += TILE_N
     tl.store(out + tl.load(segment + UNITS_ACROSS) + i, norms, i < rows)
@@ -130,17 +135,51 @@ def row_norms(
 
 
 @triton.jit
-def _extent(word, ALIGN: tl.constexpr):
+def corner(table, unit_segment, unit, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    """A unit's segment, and the first row and column of its tile, int32."""
+    segment = table + tl.load(unit_segment + unit).to(tl.int64) * WORDS
+    local = (unit - tl.load(segment + UNIT_BEGIN)).to(tl.int32)
+    across = tl.load(segment + UNITS_ACROSS).to(tl.int32)
+    return segment, local // across * TILE_M, local % across * TILE_N
+
+
+@triton.jit
+def ahead(
+    table,
+    unit_segment,
+    unit,
+    units,
+    DTYPE: tl.constexpr,
+    ALIGN: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """Ask for a tile's weights, if there is such a unit: they come into the L2 cache, and take no register."""
+    if AHEAD > 0 and ALIGN > 1 and not INTERPRETED:  # noqa: SIM102  the compiler knows this, and the GPU the next
+        if unit < units:
+            segment, row, column = corner(table, unit_segment, unit, TILE_M, TILE_N)
+            STEP: tl.constexpr = AHEAD * 8 // DTYPE.primitive_bitwidth
+            part = tl.arange(0, TILE_M * TILE_N // STEP)
+            i = tl.minimum(row + part // (TILE_N // STEP), tl.load(segment + ROWS) - 1).to(tl.int64)
+            j = tl.minimum(column + part % (TILE_N // STEP) * STEP, tl.load(segment + COLS) - 1)
+            at = tl.load(segment + SOURCE).to(tl.pointer_type(DTYPE)) + i * tl.load(segment + SOURCE_STRIDE) + j
+            ask: tl.constexpr = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
+            tl.inline_asm_elementwise(ask, "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def extent(word, ALIGN: tl.constexpr):
     """A number of the table, known to the compiler as a multiple of ALIGN."""
     return tl.multiple_of(tl.load(word), ALIGN)
 
 
 @triton.jit
-def _tile(address, strides, i, j, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
+def pointers(address, strides, i, j, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
     """Pointers to elements (i, j) of a view."""
     base = tl.load(address).to(tl.pointer_type(DTYPE))
     if ALIGN > 1:
-        return tl.multiple_of(base, 16) + i[:, None] * _extent(strides, ALIGN) + j[None, :]
+        return tl.multiple_of(base, 16) + i[:, None] * extent(strides, ALIGN) + j[None, :]
     return base + i[:, None] * tl.load(strides) + j[None, :] * tl.load(strides + 1)
 
 
@@ -148,7 +187,12 @@ def _tile(address, strides, i, j, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
 
 
 @triton.jit
-def _update(
+def scaling_of(segment):
+    return tl.load(segment + SCALING).to(tl.float64, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def products(
     segment,
     i,
     j,
@@ -160,25 +204,41 @@ def _update(
     TILE_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """float32 `scaling * lora_B[i] @ lora_A[:, j]`."""
-    rank = _extent(segment + RANK, ALIGN)
-    in_rows, in_cols = i < tl.load(segment + ROWS), j < _extent(segment + COLS, ALIGN)
-    scaling = tl.load(segment + SCALING).to(tl.float64, bitcast=True).to(tl.float32)
-    total = tl.zeros([TILE_M, TILE_N], tl.float32)
-    for block in range(BLOCKS):
-        k = block * BLOCK_K + tl.arange(0, BLOCK_K)
-        a_tile = _tile(segment + LORA_A, segment + LORA_A_STRIDE, k, j, A_T, ALIGN)
-        b_tile = _tile(segment + LORA_B, segment + LORA_B_STRIDE, i, k, B_T, ALIGN)
-        a = tl.load(a_tile, (k < rank)[:, None] & in_cols[None, :], other=0)
-        b = tl.load(b_tile, in_rows[:, None] & (k < rank)[None, :], other=0)
+    """float32 `lora_B[i] @ lora_A[:, j]`."""
+    total = _block(segment, i, j, 0, A_T, B_T, ALIGN, TILE_M, TILE_N, BLOCK_K)
+    for block in range(1, BLOCKS):
         # fma, not an addition: that would be drawn into the matrix unit's own sum.
-        total = tl.fma(_product(b, a, TILE_M, TILE_N), scaling, total)
+        total = tl.fma(_block(segment, i, j, block, A_T, B_T, ALIGN, TILE_M, TILE_N, BLOCK_K), 1.0, total)
     return total
 
 
 @triton.jit
+def _block(
+    segment,
+    i,
+    j,
+    block,
+    A_T: tl.constexpr,
+    B_T: tl.constexpr,
+    ALIGN: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """The same over one block of the rank."""
+    rank = extent(segment + RANK, ALIGN)
+    k = block * BLOCK_K + tl.arange(0, BLOCK_K)
+    in_rows, in_cols = i < tl.load(segment + ROWS), j < extent(segment + COLS, ALIGN)
+    a_tile = pointers(segment + LORA_A, segment + LORA_A_STRIDE, k, j, A_T, ALIGN)
+    b_tile = pointers(segment + LORA_B, segment + LORA_B_STRIDE, i, k, B_T, ALIGN)
+    a = tl.load(a_tile, (k < rank)[:, None] & in_cols[None, :], other=0)
+    b = tl.load(b_tile, in_rows[:, None] & (k < rank)[None, :], other=0)
+    return _product(b, a, TILE_M, TILE_N)
+
+
+@triton.jit
 def _product(b, a, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
-    """float32 `b @ a` over one block of the rank."""
+    """float32 `b @ a`."""
     large = tl.zeros([TILE_M, TILE_N], tl.float32)
     if a.dtype == b.dtype and a.dtype != tl.float32:
         return _dot(b, a, large, a.dtype)
@@ -226,13 +286,13 @@ def _split(x):
 def _dot(b, a, total, DTYPE: tl.constexpr):
     """`total + b @ a` of values that DTYPE holds."""
     if INTERPRETED:
-        return total + tl.sum(_float32(b)[:, :, None] * _float32(a)[None, :, :], axis=1)
+        return total + tl.sum(float32(b)[:, :, None] * float32(a)[None, :, :], axis=1)
     else:
         return tl.dot(b.to(DTYPE), a.to(DTYPE), total)
 
 
 @triton.jit
-def _float32(x):
+def float32(x):
     if INTERPRETED and x.dtype == tl.bfloat16:
         return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -240,7 +300,7 @@ def _float32(x):
 
 
 @triton.jit
-def _round(x, DTYPE: tl.constexpr):
+def nearest(x, DTYPE: tl.constexpr):
     """float32 to nearest, ties to even."""
     if INTERPRETED and DTYPE == tl.bfloat16:
         word = x.to(tl.uint32, bitcast=True)
@@ -282,4 +342,4 @@ def _round_stochastic(x, bits, DTYPE: tl.constexpr):
         kept = (significand + (bits & ((tl.full(shift.shape, 1, tl.uint32) << shift) - 1))) >> shift
         kept += tl.maximum(exponent.to(tl.int32) - 113, 0).to(tl.uint32) << 10
         kept = tl.minimum(kept, 0x7C00) | ((word >> 31) << 15)
-    return tl.where(exponent < 255, kept.to(tl.uint16).to(DTYPE, bitcast=True), _round(x, DTYPE))
+    return tl.where(exponent < 255, kept.to(tl.uint16).to(DTYPE, bitcast=True), nearest(x, DTYPE))
