@@ -50,7 +50,7 @@ class _Known(NamedTuple):
 
     def stand(self, facts: list[Any], strategy: str | None) -> bool:
         same = all(kernels.pick(device) is backend for device, backend in self.backends.items())
-        return same and self.strategy == strategy and self.facts == facts
+        return same and self.strategy == strategy and (self.facts is facts or self.facts == facts)
 
 
 @contextmanager
@@ -221,7 +221,7 @@ class _Restore:
 
     def _check_places(self) -> None:
         """What another Parameter than the restored one would do in the model is not known here."""
-        lost = {id(weight) for owner, key, weight in self._owners if owner._parameters.get(key) is not weight}
+        lost = set(map(id, self._owners.lost()))
         if lost:
             weights = zip(self._weights.values(), self._memory, strict=True)
             places = {memory.data_ptr() for weight, memory in weights if id(weight) in lost}

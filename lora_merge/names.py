@@ -7,7 +7,11 @@ be done with text alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from itertools import chain, compress, repeat
+from operator import attrgetter, is_, itemgetter, methodcaller
+from types import NoneType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -36,6 +40,7 @@ _STRIPPED = {"base_layer", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wra
 
 
 _LOOP = "a module of the model contains itself, so that its weights have names without end: take that child out"
+_VALUES = methodcaller("values")
 _DEEPEST = 200
 """Modules below one another; a model that goes deeper contains itself."""
 
@@ -97,35 +102,70 @@ def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         stack.extend(reversed(children))
 
 
-def trail(model: nn.Module) -> tuple[list[nn.Module], list[Any]]:
-    """The modules that `walk` yields, level by level, and their classes and children's names.
+class Trail(NamedTuple):
+    """The modules that `walk` yields, level by level.
 
-    Returns:
-        the modules, and a list that is equal for two models only if `walk` gives the same names for both.
+    Args:
+        modules: with two places, twice.
+        insides: their `__dict__`.
+        facts: their classes, and names of children: equal for two models only if `walk` gives the same names for both.
     """
-    modules: list[nn.Module] = []
-    facts: list[Any] = [type(model)]
+
+    modules: list[nn.Module]
+    insides: list[dict[str, Any]]
+    facts: list[Any]
+
+
+def trail(model: nn.Module) -> Trail:
+    """The modules of a model, with little Python for each."""
+    found = Trail([], [], [])
     level, depth = [model], 0
     while level:
         depth += 1
         if depth > _DEEPEST:
             raise InvalidInput(_LOOP)
-        modules += level
+        kinds: list[type] = list(map(type, level))
+        found.facts.extend(kinds)
+        if NoneType in kinds:  # a child that is not there
+            level = [module for module in level if module is not None]
+            kinds = list(map(type, level))
+        insides = list(map(vars, level))
+        found.modules.extend(level)
+        found.insides.extend(insides)
+        wrappers = [cls for cls in dict.fromkeys(kinds) if _kind(cls) is not None]
         below: list[Any] = []
-        for module in level:
-            cls = type(module)
-            wraps = _kinds[cls] if cls in _kinds else _kind(cls)
-            if wraps is not None and (inner := wrapped(module)) is not None:
-                below.append(inner)
-            elif children := module._modules:
-                facts.append(len(children))
-                facts += children
-                below += children.values()
-            else:
-                facts.append(0)
-        facts += map(type, below)  # where there is no child, too
-        level = [module for module in below if module is not None]
-    return modules, facts
+        for cls in wrappers:
+            some = list(compress(level, map(is_, kinds, repeat(cls))))
+            below += _all_wrapped(some, _kind(cls))
+        if wrappers:
+            plain = [cls not in wrappers for cls in kinds]
+            level, insides = list(compress(level, plain)), list(compress(insides, plain))
+        children = column("_modules", insides, level)
+        found.facts.extend(map(len, children))
+        children = list(filter(None, children))
+        found.facts.extend(chain.from_iterable(children))
+        below += chain.from_iterable(map(_VALUES, children))
+        level = below
+    return found
+
+
+def column(name: str, insides: Sequence[dict[str, Any]], modules: Iterable[nn.Module]) -> list[Any]:
+    """An attribute of many modules, straight out of their dicts where all have it there: `__getattr__` of thousands of
+    modules takes its time."""
+    try:
+        return list(map(itemgetter(name), insides))
+    except KeyError:
+        return list(map(attrgetter(name), modules))
+
+
+def _all_wrapped(wrappers: Sequence[nn.Module], child: str | None) -> list[nn.Module]:
+    """The module inside each of some wrappers of one class."""
+    if child != "modules_to_save":
+        with suppress(KeyError, AttributeError, TypeError):
+            inside = list(map(itemgetter(child), map(itemgetter("_modules"), map(vars, wrappers))))
+            if NoneType not in set(map(type, inside)):
+                return inside
+    return [inner for inner in map(wrapped, wrappers) if inner is not None]
 
 
 def wrapped(module: nn.Module) -> nn.Module | None:

@@ -3,24 +3,32 @@
 Whoever keeps something that was made from a reading keeps the snapshot's facts beside it, and reads again when new ones
 are not equal. No snapshot is made out of an earlier one, and no hook is set on the model or on PEFT: each looks at
 everything.
+
+A trainer waits for this before every merge, and a model may have thousands of layers. So everything is looked at in
+columns: one attribute of all modules at a time, by C code of Python's own, and nothing is made for each that the
+garbage collector has to follow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from itertools import chain
-from operator import attrgetter
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain, compress
+from operator import attrgetter, is_, itemgetter, methodcaller
+from types import NoneType
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 
-from ..names import trail
-from ..shards.layout import Layout
-from .peft.read import adapter_facts
+from ..names import Trail, column, trail
+from ..shards import Address
+from ..shards.layout import Known, Layout
+from .peft.read import AdapterFacts, adapter_facts
 
-_PARAMETERS, _BUFFERS = attrgetter("_parameters"), attrgetter("_buffers")
-_SHAPE, _KIND = attrgetter("shape"), attrgetter("dtype", "device")
+_T = TypeVar("_T")
+_SHAPE, _DTYPE, _DEVICE = attrgetter("shape"), attrgetter("dtype"), attrgetter("device")
+_VALUES = methodcaller("values")
 
 
 class Snapshot(NamedTuple):
@@ -53,16 +61,41 @@ class Indices(NamedTuple):
 
     Args:
         facts: of the snapshots for which this holds.
-        layers: numbers among their modules of the adapter layers, with the names of the adapters that act there, where
-            those have names.
+        layers: names of adapters that act, and numbers among the modules of the adapter layers in which just these do.
         weights: numbers among their parameters of those that active adapters change. None is tied to another.
-        owners: for each of these the number among their modules of the one that holds it, and under which name.
+        addresses: of these.
+        owners: for each place that holds one of them the number among their modules of its module, ...
+        keys: ... under which name, ...
+        held: ... and the number of the parameter.
     """
 
     facts: list[Any]
-    layers: list[tuple[int, list[str]]]
+    layers: list[tuple[tuple[str, ...], list[int]]]
     weights: list[int]
-    owners: list[tuple[int, str]]
+    addresses: list[Address]
+    owners: list[int]
+    keys: list[str]
+    held: list[int]
+
+
+class Owners(NamedTuple):
+    """Places of a model that hold some of its parameters: modules, names of their parameters, and these.
+
+    Args:
+        modules, keys, held: one of each for every place.
+    """
+
+    modules: Sequence[nn.Module]
+    keys: Sequence[str]
+    held: Sequence[Tensor]
+
+    def lost(self) -> list[Tensor]:
+        """Those that are in their places no more."""
+        parameters = column("_parameters", list(map(vars, self.modules)), self.modules)
+        now = list(map(dict.get, parameters, self.keys))
+        if all(map(is_, now, self.held)):
+            return []
+        return [held for held, there in zip(self.held, now, strict=True) if held is not there]
 
 
 _indices: WeakKeyDictionary[nn.Module, Indices] = WeakKeyDictionary()
@@ -75,75 +108,164 @@ def indices_in(snapshot: Snapshot, model: nn.Module) -> Indices | None:
 
 
 def note(
-    model: nn.Module, snapshot: Snapshot, layers: Iterable[tuple[nn.Module, list[str]]], weights: Iterable[Tensor]
+    model: nn.Module,
+    snapshot: Snapshot,
+    layers: Iterable[tuple[nn.Module, Sequence[str]]],
+    weights: Mapping[Address, Tensor],
 ) -> None:
     """Keep where these are in the snapshot; see `Indices`."""
     modules = {id(module): at for at, module in enumerate(snapshot.modules)}
     parameters = {id(parameter): at for at, parameter in enumerate(snapshot.parameters)}
-    weights = list(weights)
+    acting: dict[tuple[str, ...], list[int]] = {}
+    for layer, active in layers:
+        acting.setdefault(tuple(active), []).append(modules[id(layer)])
+    places = owners(snapshot, weights.values())
     _indices[model] = Indices(
         snapshot.facts,
-        [(modules[id(layer)], active) for layer, active in layers],
-        [parameters[id(weight)] for weight in weights],
-        [(modules[id(owner)], key) for owner, key, _ in owners(snapshot, weights)],
+        list(acting.items()),
+        [parameters[id(weight)] for weight in weights.values()],
+        list(weights),
+        [modules[id(module)] for module in places.modules],
+        list(places.keys),
+        [parameters[id(weight)] for weight in places.held],
     )
 
 
-def owners(
-    snapshot: Snapshot, weights: Iterable[Tensor], indices: Indices | None = None
-) -> list[tuple[nn.Module, str, Tensor | None]]:
-    """The modules of the snapshot that hold some of these parameters, under which names, and which of them.
+def owners(snapshot: Snapshot, weights: Iterable[Tensor], indices: Indices | None = None) -> Owners:
+    """The places of the snapshot that hold some of these parameters.
 
     Args:
         indices: in the snapshot, where the weights are theirs: nothing has to be looked for then.
     """
     if indices is not None:
-        found = ((snapshot.modules[at], key) for at, key in indices.owners)
-        return [(module, key, module._parameters[key]) for module, key in found]
+        return Owners(some(snapshot.modules, indices.owners), indices.keys, some(snapshot.parameters, indices.held))
     ids = set(map(id, weights))
     held = ((module, key, tensor) for module in snapshot.modules for key, tensor in module._parameters.items())
-    return [(module, key, tensor) for module, key, tensor in held if id(tensor) in ids]
+    found = {(id(module), key): (module, key, tensor) for module, key, tensor in held if id(tensor) in ids}
+    return Owners(*map(list, zip(*found.values(), strict=True))) if found else Owners([], [], [])
 
 
-def take(model: nn.Module, layout: Layout, *, adapters: bool = True) -> Snapshot:
+def some(of: Sequence[_T], numbers: Sequence[int]) -> Sequence[_T]:
+    """The elements with these numbers."""
+    return itemgetter(*numbers)(of) if len(numbers) > 1 else [of[number] for number in numbers]
+
+
+class Glance(NamedTuple):
+    """The modules of a model that reading looks at, before it is known what is here of their tensors.
+
+    Args:
+        trail: of the model.
+        adapters: of its modules; of no adapters where these are not looked at.
+    """
+
+    trail: Trail
+    adapters: AdapterFacts
+
+    def known(self) -> Known:
+        """For a `Layout` of the model."""
+        modules = [*self.trail.modules, *self.adapters.parts]
+        return Known(modules, {*map(type, modules), *self.adapters.kinds})
+
+
+def glance(model: nn.Module, *, adapters: bool = True) -> Glance:
+    """Of a model with PEFT's adapters, or with none."""
+    found = trail(model)
+    return Glance(found, adapter_facts(found.modules, found.insides) if adapters else AdapterFacts([], [], set()))
+
+
+def take(model: nn.Module, layout: Layout, *, adapters: bool = True, seen: Glance | None = None) -> Snapshot:
     """The snapshot of a model with PEFT's adapters, or with none.
 
     Args:
         adapters: False: of the base, which stays what it is whatever adapts it.
+        seen: a glance at it just now, of the same.
     """
-    modules, facts = trail(model)
-    if adapters:
-        of_adapters, parts = adapter_facts(modules)
-        facts += of_adapters
-        modules += parts
-    return taken(modules, facts, layout.local)
+    seen = seen or glance(model, adapters=adapters)
+    key = (model, "adapters" if adapters else "base")
+    return taken(key, seen.trail, seen.adapters.facts, layout.local, seen.adapters.parts)
 
 
 def taken(
-    modules: list[nn.Module], facts: list[Any], local: Callable[[list[Tensor]], tuple[list[Tensor], list[Any]]]
+    key: tuple[nn.Module, str],
+    seen: Trail,
+    facts: list[Any],
+    local: Callable[[list[Tensor]], tuple[list[Tensor], list[Any]]],
+    parts: Sequence[nn.Module] = (),
 ) -> Snapshot:
-    """The snapshot of these modules, with what else is known of them.
+    """The snapshot of the modules of a trail, with what else is known of them.
 
     Args:
+        key: the model, and what the snapshot is of.
         local: what is here of tensors, and what else that depends on.
+        parts: modules of which the parameters belong to it as well.
     """
-    facts += map(id, modules)
-    parameters = list(map(_PARAMETERS, modules))
+    modules, insides = [*seen.modules, *parts], [*seen.insides, *map(vars, parts)]
+    facts = [*seen.facts, *facts, *map(id, modules)]
+    parameters = column("_parameters", insides, modules)
     facts += map(len, parameters)
     facts += chain.from_iterable(parameters)
-    tensors: list[Any] = list(chain.from_iterable(map(dict.values, parameters)))
-    for module, buffers in zip(modules, map(_BUFFERS, modules), strict=True):
-        if buffers:
-            for key, buffer in buffers.items():
-                if key not in module._non_persistent_buffers_set:
-                    facts += (id(module), key)
-                    tensors.append(buffer)
-    facts += map(type, tensors)
-    tensors = [tensor for tensor in tensors if tensor is not None]
+    tensors: list[Any] = list(chain.from_iterable(map(_VALUES, parameters)))
+    buffers = column("_buffers", seen.insides, seen.modules)
+    for module, there in compress(zip(seen.modules, buffers, strict=True), buffers):
+        for name, buffer in there.items():
+            if name not in module._non_persistent_buffers_set:
+                facts += (id(module), name)
+                tensors.append(buffer)
+    kinds = list(map(type, tensors))
+    facts += kinds
+    if NoneType in kinds:
+        tensors = [tensor for tensor in tensors if tensor is not None]
     here, shards = local(tensors)
     facts += shards
     facts += map(Tensor.data_ptr, here)
-    facts += map(_SHAPE, here)
-    facts += map(Tensor.stride, here)
-    facts += map(_KIND, here)
+    facts.append(_metadata(key, here))
     return Snapshot(facts, modules, tensors, here)
+
+
+def _metadata(key: tuple[nn.Module, str], tensors: list[Tensor]) -> list[Any]:
+    """Shapes, strides, dtypes and devices: the very list of the last time where they are what they were then."""
+    known = _compared.setdefault(key[0], {}).get(key[1])
+    if known is not None and known.holds(tensors):
+        return known.facts
+    facts = [*map(_SHAPE, tensors), *map(Tensor.stride, tensors), *map(_DTYPE, tensors), *map(_DEVICE, tensors)]
+    _compared[key[0]][key[1]] = _Compared(facts, tensors)
+    return facts
+
+
+class _Compared:
+    """Shapes, strides, dtypes and devices of tensors, and what tells in one call of torch's whether some have the same.
+
+    It is what torch.compile guards its graphs with. It looks at more (whether gradients are asked for): then it says
+    no, and they are looked at one by one. It keeps none of the tensors.
+
+    Args:
+        facts: of the tensors.
+        tensors: plain ones; others are never said to have the same.
+    """
+
+    TOGETHER = 64
+    """Tensors a call, each of which may come in it once only; it keeps a table of them."""
+
+    def __init__(self, facts: list[Any], tensors: Sequence[Tensor]) -> None:
+        self.facts = facts
+        self._guards: list[Any] = []
+        self._count = len(tensors)
+        make = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+        if make is None or not {Tensor, nn.Parameter} >= set(map(type, tensors)):
+            self._count = -1
+            return
+        for begin in range(0, self._count, self.TOGETHER):
+            group = tensors[begin : begin + self.TOGETHER]
+            sizes, strides = ([list(of(tensor)) for tensor in group] for of in (_SHAPE, Tensor.stride))
+            self._guards.append(
+                make.TensorGuards(*group, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+            )
+
+    def holds(self, tensors: Sequence[Tensor]) -> bool:
+        if len(tensors) != self._count:
+            return False
+        groups = range(0, self._count, self.TOGETHER)
+        return all(check(*tensors[at : at + self.TOGETHER]) for at, check in zip(groups, self._guards, strict=True))
+
+
+_compared: WeakKeyDictionary[nn.Module, dict[str, _Compared]] = WeakKeyDictionary()

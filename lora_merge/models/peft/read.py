@@ -11,8 +11,9 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import compress, repeat
 from math import prod
-from operator import attrgetter
+from operator import attrgetter, contains, is_, itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -20,7 +21,7 @@ from torch import nn
 
 from ...errors import AlreadyMerged, InvalidInput, LoraMergeError, UnsupportedAdapter
 from ...kernels.segments import FLOATS
-from ...names import any_wrapper, check_module, innermost, lineage, walk
+from ...names import any_wrapper, check_module, column, innermost, lineage, walk
 from ...shards import Shard, whole
 from ...shards.layout import Layout
 from ..delta import Delta, Factors
@@ -183,26 +184,98 @@ def _active(name: str, layer: PeftLayer) -> list[str]:
     return [adapter for adapter in layer.active_adapters if adapter in there]
 
 
-def adapter_facts(modules: Sequence[nn.Module]) -> tuple[list[Any], list[nn.Module]]:
+class AdapterFacts(NamedTuple):
     """All that `read_adapters` looks at in the modules of a model, beside which they are and their parameters.
 
-    What a reader below looks at has its place in `_layer_facts` too.
+    What a reader below looks at has its place in `_layer_facts` and `_alike` too.
 
-    Returns:
-        values to be compared, and the modules of the active adapters, whose parameters are looked at.
+    Args:
+        facts: values to be compared.
+        parts: the modules of the active adapters, whose parameters are looked at.
+        kinds: classes of the modules around these.
     """
-    facts: list[Any] = []
-    parts: list[nn.Module] = []
-    for module in modules:
-        cls = type(module)
-        kind = _kinds[cls] if cls in _kinds else _kind(cls)
-        if kind == _TUNER_LAYER:
-            facts.append(_layer_facts(module, parts))
-        elif kind == _PEFT_MODEL:
-            facts.append(_peft_types(module))
-        if _MESH in module.__dict__:
-            facts.append((id(module), module.__dict__[_MESH]))
-    return facts, [innermost(part) for part in parts] if any_wrapper(parts) else parts
+
+    facts: list[Any]
+    parts: list[nn.Module]
+    kinds: set[type]
+
+
+def adapter_facts(modules: Sequence[nn.Module], insides: Sequence[dict[str, Any]]) -> AdapterFacts:
+    """Of modules of a model, whose `__dict__` the others are."""
+    found = AdapterFacts([], [], set())
+    classes: list[type] = list(map(type, modules))
+    for cls in dict.fromkeys(classes):
+        kind = _kind(cls)
+        if kind is None:
+            continue
+        chosen = list(map(is_, classes, repeat(cls)))
+        some: list[PeftLayer] = list(compress(modules, chosen))
+        if kind == _PEFT_MODEL:
+            found.facts.extend(map(_peft_types, some))
+            continue
+        alike = _alike(cls, some, list(compress(insides, chosen)))
+        if alike is None:
+            alike = AdapterFacts([], [], set())
+            alike.facts.extend([_layer_facts(layer, alike.parts) for layer in some])
+            alike.kinds.update(type(child) for layer in some for child in layer._modules.values())
+        found.facts.extend(alike.facts)
+        found.parts.extend(alike.parts)
+        found.kinds.update(alike.kinds)
+    if any(map(contains, insides, repeat(_MESH))):
+        found.facts.extend((id(m), inside[_MESH]) for m, inside in zip(modules, insides, strict=True) if _MESH in inside)
+    parts = [innermost(part) for part in found.parts] if any_wrapper(found.parts) else found.parts
+    return found._replace(parts=parts)
+
+
+def _alike(cls: type, layers: Sequence[PeftLayer], insides: Sequence[dict[str, Any]]) -> AdapterFacts | None:
+    """Of linear layers in all of which the same adapters act, attribute by attribute: of thousands of experts,
+    `_layer_facts` would take longer than merging them. None where they are not like that, or not as PEFT makes them."""
+    if lineage(cls)[0] != _LINEAR or not _keeps_fields(cls):
+        return None
+    try:
+        merged, disabled, active, scalings, variants, transposed, children = (
+            list(map(itemgetter(name), insides)) for name in (*_FIELDS, "fan_in_fan_out", "_modules")
+        )
+        if any(merged) or any(disabled) or active.count(active[0]) != len(active):
+            return None
+        if any(map(contains, insides, repeat(_BACKEND))):
+            return None
+        names = [active[0]] if isinstance(active[0], str) else list(active[0])
+        found = AdapterFacts([cls, len(layers), *names], [], set())
+        forwards = list(map(dict.get, map(vars, map(itemgetter("base_layer"), children)), repeat("forward")))
+        found.facts.extend(map(id, forwards) if forwards.count(None) != len(forwards) else ())
+        found.facts.extend(transposed)
+        varied = variants.count({}) != len(variants)
+        halves = ("lora_A", "lora_B", "lora_magnitude_vector") if varied else ("lora_A", "lora_B")
+        for name in names:
+            found.facts.extend(map(float, map(itemgetter(name), scalings)))
+            found.facts.extend(map(type, map(dict.get, variants, repeat(name))) if varied else ())
+            for half in halves:
+                holders = list(map(itemgetter(half), children))
+                found.kinds.update(map(type, holders))
+                found.parts.extend(map(itemgetter(name), column("_modules", list(map(vars, holders)), holders)))
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None
+    return found
+
+
+_FIELDS = ("merged_adapters", "_disable_adapters", "_active_adapter", "scaling", "lora_variant")
+_PROPERTIES = {
+    "disable_adapters": {"_disable_adapters"},
+    "active_adapter": {"_active_adapter"},
+    "active_adapters": {"active_adapter", "isinstance", "str"},
+}
+"""PEFT's properties of a layer, and what their code names."""
+
+
+@cache
+def _keeps_fields(cls: type) -> bool:
+    """Whether a layer's properties are what its `_FIELDS` say, and nothing of its class hides one of these."""
+    own = all(not hasattr(getattr(cls, name, None), "__set__") for name in (*_FIELDS, "fan_in_fan_out", "_modules"))
+    gets = {name: getattr(getattr(cls, name, None), "fget", None) for name in _PROPERTIES}
+    codes = {name: getattr(get, "__code__", None) for name, get in gets.items()}
+    read = all(code is not None and set(code.co_names) == _PROPERTIES[name] for name, code in codes.items())
+    return own and read and getattr(cls, _BACKEND, None) is None
 
 
 def _layer_facts(layer: PeftLayer, parts: list[nn.Module]) -> list[Any]:
