@@ -72,3 +72,4 @@ class Replaced:
                     inside.pop(key, None)
                 else:
                     inside[key] = value
+        self._before = []

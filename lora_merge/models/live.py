@@ -19,7 +19,7 @@ from ..shards.ranks import Ranks
 from .conversion import Conversion
 from .delta import Delta, Job
 from .part import Part
-from .snapshot import Owners, Snapshot
+from .snapshot import Layed, Owners, Snapshot
 
 
 class Live(Protocol):
@@ -80,6 +80,9 @@ class Live(Protocol):
 
     def owners(self, weights: Mapping[Address, Tensor]) -> Owners:
         """The places that hold `weights` by themselves: none where FSDP puts parameters in and takes them out."""
+
+    def layouts(self, weights: Mapping[Address, Tensor]) -> Sequence[Layed]:
+        """Shapes, strides and dtypes of `weights`."""
 
     def jobs(self, deltas: Sequence[Delta], copy: Callable[[Address], Tensor]) -> AbstractContextManager[Sequence[Job]]:
         """What is to be merged in place; tied weights are held apart inside, by copies of the bases of `weights`."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, compress
 from operator import attrgetter, is_, itemgetter, methodcaller
 from types import NoneType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -56,6 +56,9 @@ class Snapshot(NamedTuple):
     tensors: list[Tensor]
 
 
+Layed: TypeAlias = tuple[torch.Size, tuple[int, ...], torch.dtype]
+
+
 class Indices(NamedTuple):
     """Where merging in place finds things in the snapshots of a model, so that it need not read it again.
 
@@ -64,6 +67,7 @@ class Indices(NamedTuple):
         layers: names of adapters that act, and numbers among the modules of the adapter layers in which just these do.
         weights: numbers among their parameters of those that active adapters change. None is tied to another.
         addresses: of these.
+        layouts: of these, as of `layouts`.
         owners: for each place that holds one of them the number among their modules of its module, ...
         keys: ... under which name, ...
         held: ... and the number of the parameter.
@@ -73,6 +77,7 @@ class Indices(NamedTuple):
     layers: list[tuple[tuple[str, ...], list[int]]]
     weights: list[int]
     addresses: list[Address]
+    layouts: Sequence[Layed]
     owners: list[int]
     keys: list[str]
     held: list[int]
@@ -125,10 +130,17 @@ def note(
         list(acting.items()),
         [parameters[id(weight)] for weight in weights.values()],
         list(weights),
+        layouts(weights.values()),
         [modules[id(module)] for module in places.modules],
         list(places.keys),
         [parameters[id(weight)] for weight in places.held],
     )
+
+
+def layouts(weights: Iterable[Tensor]) -> list[Layed]:
+    """Shapes, strides and dtypes of what is here of some weights."""
+    here = (getattr(weight, "_local_tensor", weight) for weight in weights)
+    return [(weight.shape, weight.stride(), weight.dtype) for weight in here]
 
 
 def owners(snapshot: Snapshot, weights: Iterable[Tensor], indices: Indices | None = None) -> Owners:
@@ -257,9 +269,7 @@ class _Compared:
         for begin in range(0, self._count, self.TOGETHER):
             group = tensors[begin : begin + self.TOGETHER]
             sizes, strides = ([list(of(tensor)) for tensor in group] for of in (_SHAPE, Tensor.stride))
-            self._guards.append(
-                make.TensorGuards(*group, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
-            )
+            self._guards.append(make.TensorGuards(*group, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check)
 
     def holds(self, tensors: Sequence[Tensor]) -> bool:
         if len(tensors) != self._count:

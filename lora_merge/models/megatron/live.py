@@ -23,7 +23,7 @@ from ..conversion import Conversion
 from ..delta import Delta, Factors, Job, LazyList, in_place
 from ..guards import Replaced, guarded
 from ..part import Part
-from ..snapshot import Indices, Owners, Snapshot, indices_in, note, owners, some, taken
+from ..snapshot import Indices, Layed, Owners, Snapshot, indices_in, layouts, note, owners, some, taken
 from .groups import Groups, ProcessGroups, groups_of, replica
 from .read import Chunks, MegatronModel, facts_of, is_megatron, layers_off, read
 
@@ -70,9 +70,10 @@ class Megatron:
             c = self._chunks
             # The function that names parameters is kept, not its `id`: another one may stand for other names.
             seen = Trail([], [], [c.vocab_size, c.names])
-            for chunk in c.list:
-                for whole, part in zip(seen, trail(chunk), strict=True):
-                    whole.extend(part)
+            for chunk in map(trail, c.list):
+                seen.modules.extend(chunk.modules)
+                seen.insides.extend(chunk.insides)
+                seen.facts.extend(chunk.facts)
             try:
                 others, halves = facts_of(c.list, seen.modules, adapters=adapters)
             except LoraMergeError:
@@ -158,6 +159,9 @@ class Megatron:
             return dict(zip(self._indices.addresses, found, strict=True))
         parameters = [self._read().parameters[delta.name] for delta in deltas if delta.weight.pieces]
         return {address(parameter): parameter for parameter in parameters}
+
+    def layouts(self, weights: Mapping[Address, Tensor]) -> Sequence[Layed]:
+        return layouts(weights.values()) if self._indices is None else self._indices.layouts
 
     def owners(self, weights: Mapping[Address, Tensor]) -> Owners:
         return owners(self.snapshot(), weights.values(), self._indices)

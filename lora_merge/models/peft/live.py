@@ -23,7 +23,7 @@ from ..delta import Delta, Job, LazyList, in_place, whole_job
 from ..guards import Replaced, guarded, refuse
 from ..part import Part
 from ..plain import check_plain
-from ..snapshot import Glance, Indices, Owners, Snapshot, glance, indices_in, note, owners, some, take
+from ..snapshot import Glance, Indices, Layed, Owners, Snapshot, glance, indices_in, layouts, note, owners, some, take
 from .idle import warn_if_idle
 from .read import Adapters, PeftLayer, read_adapters
 
@@ -152,6 +152,9 @@ class Peft:
         if self.sharded:
             return {address(piece.tensor): piece.tensor for delta in deltas for piece in delta.weight.pieces}
         return {address(parameter): parameter for delta in deltas for parameter in [_parameter(delta)]}
+
+    def layouts(self, weights: Mapping[Address, Tensor]) -> Sequence[Layed]:
+        return layouts(weights.values()) if self._indices is None else self._indices.layouts
 
     def owners(self, weights: Mapping[Address, Tensor]) -> Owners:
         return Owners([], [], []) if self.sharded else owners(self.snapshot(), weights.values(), self._indices)

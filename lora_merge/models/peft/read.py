@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import compress, repeat
 from math import prod
-from operator import attrgetter, contains, is_, itemgetter
+from operator import attrgetter, contains, is_, itemgetter, methodcaller
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -56,6 +56,7 @@ _QUANTISED = tuple(f"peft.tuners.lora.{kind}." for kind in _QUANTISED_KINDS)
 _MESH = "_hf_device_mesh"
 _SWAPPED = "_did_swap_in_out_features"
 _GEOMETRY = ("kernel_size", "stride", "padding", "dilation", "padding_mode")
+_FORWARD, _OLD_FORWARD = methodcaller("get", "forward"), methodcaller("get", "_old_forward")
 _LOOK = attrgetter("merged_adapters", "disable_adapters", "active_adapters", "scaling", "lora_variant")
 
 
@@ -222,7 +223,9 @@ def adapter_facts(modules: Sequence[nn.Module], insides: Sequence[dict[str, Any]
         found.parts.extend(alike.parts)
         found.kinds.update(alike.kinds)
     if any(map(contains, insides, repeat(_MESH))):
-        found.facts.extend((id(m), inside[_MESH]) for m, inside in zip(modules, insides, strict=True) if _MESH in inside)
+        found.facts.extend(
+            (id(m), inside[_MESH]) for m, inside in zip(modules, insides, strict=True) if _MESH in inside
+        )
     parts = [innermost(part) for part in found.parts] if any_wrapper(found.parts) else found.parts
     return found._replace(parts=parts)
 
@@ -242,8 +245,10 @@ def _alike(cls: type, layers: Sequence[PeftLayer], insides: Sequence[dict[str, A
             return None
         names = [active[0]] if isinstance(active[0], str) else list(active[0])
         found = AdapterFacts([cls, len(layers), *names], [], set())
-        forwards = list(map(dict.get, map(vars, map(itemgetter("base_layer"), children)), repeat("forward")))
-        found.facts.extend(map(id, forwards) if forwards.count(None) != len(forwards) else ())
+        bases = [vars(base) for base in map(itemgetter("base_layer"), children)]
+        if any(forwards := list(map(_FORWARD, bases))):
+            found.facts.extend(map(id, forwards))
+            found.facts.extend(map(id, map(_OLD_FORWARD, bases)))
         found.facts.extend(transposed)
         varied = variants.count({}) != len(variants)
         halves = ("lora_A", "lora_B", "lora_magnitude_vector") if varied else ("lora_A", "lora_B")
@@ -286,8 +291,8 @@ def _layer_facts(layer: PeftLayer, parts: list[nn.Module]) -> list[Any]:
         return [*layer.merged_adapters, layer.disable_adapters, *layer.active_adapters, there]
     merged, disabled, active, scaling, variants = _LOOK(layer)
     inside, begin = layer._modules, len(parts)
-    forward = id(inside["base_layer"].__dict__.get("forward"))
-    facts = [*merged, disabled, forward, getattr(layer, _BACKEND, None) is None]
+    base = vars(inside["base_layer"])
+    facts = [*merged, disabled, id(_FORWARD(base)), id(_OLD_FORWARD(base)), getattr(layer, _BACKEND, None) is None]
     lora_A, lora_B = inside["lora_A"]._modules, inside["lora_B"]._modules
     magnitudes = inside["lora_magnitude_vector"]._modules
     for adapter in () if disabled else active:
