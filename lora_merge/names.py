@@ -107,18 +107,20 @@ class Trail(NamedTuple):
 
     Args:
         modules: with two places, twice.
+        kinds: their classes.
         insides: their `__dict__`.
         facts: their classes, and names of children: equal for two models only if `walk` gives the same names for both.
     """
 
     modules: list[nn.Module]
+    kinds: list[type]
     insides: list[dict[str, Any]]
     facts: list[Any]
 
 
 def trail(model: nn.Module) -> Trail:
     """The modules of a model, with little Python for each."""
-    found = Trail([], [], [])
+    found = Trail([], [], [], [])
     level, depth = [model], 0
     while level:
         depth += 1
@@ -126,19 +128,22 @@ def trail(model: nn.Module) -> Trail:
             raise InvalidInput(_LOOP)
         kinds: list[type] = list(map(type, level))
         found.facts.extend(kinds)
-        if NoneType in kinds:  # a child that is not there
+        distinct = dict.fromkeys(kinds)
+        if NoneType in distinct:  # a child that is not there
             level = [module for module in level if module is not None]
             kinds = list(map(type, level))
+            del distinct[NoneType]
         insides = list(map(vars, level))
         found.modules.extend(level)
+        found.kinds.extend(kinds)
         found.insides.extend(insides)
-        wrappers = [cls for cls in dict.fromkeys(kinds) if _kind(cls) is not None]
         below: list[Any] = []
-        for cls in wrappers:
-            some = list(compress(level, map(is_, kinds, repeat(cls))))
-            below += _all_wrapped(some, _kind(cls))
+        wrappers = {cls: child for cls in distinct if (child := _kind(cls)) is not None}
+        for cls, child in wrappers.items():
+            chosen = list(map(is_, kinds, repeat(cls)))
+            below += _all_wrapped(list(compress(level, chosen)), compress(insides, chosen), child)
         if wrappers:
-            plain = [cls not in wrappers for cls in kinds]
+            plain = [cls not in wrappers for cls in kinds] if len(wrappers) < len(distinct) else []
             level, insides = list(compress(level, plain)), list(compress(insides, plain))
         children = column("_modules", insides, level)
         found.facts.extend(map(len, children))
@@ -158,14 +163,16 @@ def column(name: str, insides: Sequence[dict[str, Any]], modules: Iterable[nn.Mo
         return list(map(attrgetter(name), modules))
 
 
-def _all_wrapped(wrappers: Sequence[nn.Module], child: str | None) -> list[nn.Module]:
+def _all_wrapped(
+    wrappers: Sequence[nn.Module], insides: Iterable[dict[str, Any]], child: str
+) -> Sequence[nn.Module | None]:
     """The module inside each of some wrappers of one class."""
     if child != "modules_to_save":
-        with suppress(KeyError, AttributeError, TypeError):
-            inside = list(map(itemgetter(child), map(itemgetter("_modules"), map(vars, wrappers))))
+        with suppress(KeyError, TypeError):
+            inside = list(map(itemgetter(child), map(itemgetter("_modules"), insides)))
             if NoneType not in set(map(type, inside)):
                 return inside
-    return [inner for inner in map(wrapped, wrappers) if inner is not None]
+    return list(map(wrapped, wrappers))
 
 
 def wrapped(module: nn.Module) -> nn.Module | None:

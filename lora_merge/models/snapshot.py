@@ -176,13 +176,13 @@ class Glance(NamedTuple):
     def known(self) -> Known:
         """For a `Layout` of the model."""
         modules = [*self.trail.modules, *self.adapters.parts]
-        return Known(modules, {*map(type, modules), *self.adapters.kinds})
+        return Known(modules, {*self.trail.kinds, *map(type, self.adapters.parts), *self.adapters.kinds})
 
 
 def glance(model: nn.Module, *, adapters: bool = True) -> Glance:
     """Of a model with PEFT's adapters, or with none."""
     found = trail(model)
-    return Glance(found, adapter_facts(found.modules, found.insides) if adapters else AdapterFacts([], [], set()))
+    return Glance(found, adapter_facts(found) if adapters else AdapterFacts([], [], set()))
 
 
 def take(model: nn.Module, layout: Layout, *, adapters: bool = True, seen: Glance | None = None) -> Snapshot:
@@ -225,7 +225,7 @@ def taken(
                 tensors.append(buffer)
     kinds = list(map(type, tensors))
     facts += kinds
-    if NoneType in kinds:
+    if NoneType in set(kinds):
         tensors = [tensor for tensor in tensors if tensor is not None]
     here, shards = local(tensors)
     facts += shards

@@ -69,9 +69,10 @@ class Megatron:
         if adapters not in self._snapshots:
             c = self._chunks
             # The function that names parameters is kept, not its `id`: another one may stand for other names.
-            seen = Trail([], [], [c.vocab_size, c.names])
+            seen = Trail([], [], [], [c.vocab_size, c.names])
             for chunk in map(trail, c.list):
                 seen.modules.extend(chunk.modules)
+                seen.kinds.extend(chunk.kinds)
                 seen.insides.extend(chunk.insides)
                 seen.facts.extend(chunk.facts)
             try:

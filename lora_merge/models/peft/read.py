@@ -21,7 +21,7 @@ from torch import nn
 
 from ...errors import AlreadyMerged, InvalidInput, LoraMergeError, UnsupportedAdapter
 from ...kernels.segments import FLOATS
-from ...names import any_wrapper, check_module, column, innermost, lineage, walk
+from ...names import Trail, any_wrapper, check_module, column, innermost, lineage, walk
 from ...shards import Shard, whole
 from ...shards.layout import Layout
 from ..delta import Delta, Factors
@@ -201,10 +201,10 @@ class AdapterFacts(NamedTuple):
     kinds: set[type]
 
 
-def adapter_facts(modules: Sequence[nn.Module], insides: Sequence[dict[str, Any]]) -> AdapterFacts:
-    """Of modules of a model, whose `__dict__` the others are."""
+def adapter_facts(seen: Trail) -> AdapterFacts:
+    """Of the modules of a model."""
     found = AdapterFacts([], [], set())
-    classes: list[type] = list(map(type, modules))
+    modules, classes, insides, _ = seen
     for cls in dict.fromkeys(classes):
         kind = _kind(cls)
         if kind is None:
