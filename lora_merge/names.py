@@ -41,6 +41,7 @@ _STRIPPED = {"base_layer", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wra
 
 _LOOP = "a module of the model contains itself, so that its weights have names without end: take that child out"
 _VALUES = methodcaller("values")
+_TOGETHER = 256
 _DEEPEST = 200
 """Modules below one another; a model that goes deeper contains itself."""
 
@@ -103,13 +104,14 @@ def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 class Trail(NamedTuple):
-    """The modules that `walk` yields, level by level.
+    """Some of the modules that `walk` yields.
 
     Args:
         modules: with two places, twice.
         kinds: their classes.
         insides: their `__dict__`.
-        facts: their classes, and names of children: equal for two models only if `walk` gives the same names for both.
+        facts: their classes, and names of children: equal for all trails of two models only if `walk` gives the same
+            names for both.
     """
 
     modules: list[nn.Module]
@@ -118,40 +120,41 @@ class Trail(NamedTuple):
     facts: list[Any]
 
 
-def trail(model: nn.Module) -> Trail:
-    """The modules of a model, with little Python for each."""
-    found = Trail([], [], [], [])
-    level, depth = [model], 0
-    while level:
-        depth += 1
+def trail(model: nn.Module) -> Iterator[Trail]:
+    """The modules of a model, `_TOGETHER` of them at a time and what is below these next, with little Python for each.
+
+    What is looked at of modules while they are at hand is in the CPU's caches.
+    """
+    stack: list[tuple[int, list[Any]]] = [(1, [model])]
+    while stack:
+        depth, level = stack.pop()
         if depth > _DEEPEST:
             raise InvalidInput(_LOOP)
         kinds: list[type] = list(map(type, level))
-        found.facts.extend(kinds)
+        facts: list[Any] = [depth, *kinds]
         distinct = dict.fromkeys(kinds)
         if NoneType in distinct:  # a child that is not there
             level = [module for module in level if module is not None]
             kinds = list(map(type, level))
             del distinct[NoneType]
-        insides = list(map(vars, level))
-        found.modules.extend(level)
-        found.kinds.extend(kinds)
-        found.insides.extend(insides)
+        insides: list[dict[str, Any]] = [vars(module) for module in level]
         below: list[Any] = []
         wrappers = {cls: child for cls in distinct if (child := _kind(cls)) is not None}
         for cls, child in wrappers.items():
             chosen = list(map(is_, kinds, repeat(cls)))
             below += _all_wrapped(list(compress(level, chosen)), compress(insides, chosen), child)
+        plain, within = level, insides
         if wrappers:
-            plain = [cls not in wrappers for cls in kinds] if len(wrappers) < len(distinct) else []
-            level, insides = list(compress(level, plain)), list(compress(insides, plain))
-        children = column("_modules", insides, level)
-        found.facts.extend(map(len, children))
+            others = [cls not in wrappers for cls in kinds] if len(wrappers) < len(distinct) else []
+            plain, within = list(compress(level, others)), list(compress(insides, others))
+        children = column("_modules", within, plain)
+        facts += map(len, children)
         children = list(filter(None, children))
-        found.facts.extend(chain.from_iterable(children))
+        facts += chain.from_iterable(children)
         below += chain.from_iterable(map(_VALUES, children))
-        level = below
-    return found
+        yield Trail(level, kinds, insides, facts)
+        for begin in reversed(range(0, len(below), _TOGETHER)):
+            stack.append((depth + 1, below[begin : begin + _TOGETHER]))
 
 
 def column(name: str, insides: Sequence[dict[str, Any]], modules: Iterable[nn.Module]) -> list[Any]:

@@ -11,7 +11,7 @@ garbage collector has to follow.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, compress
 from operator import attrgetter, is_, itemgetter, methodcaller
 from types import NoneType
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ..names import Trail, column, trail
 from ..shards import Address
-from ..shards.layout import Known, Layout
+from ..shards.layout import Layout
 from .peft.read import AdapterFacts, adapter_facts
 
 _T = TypeVar("_T")
@@ -48,12 +48,14 @@ class Snapshot(NamedTuple):
         modules: live, in an order that is the same for equal facts. So are the following:
         parameters: parameters and persistent buffers.
         tensors: what is here of each of them.
+        kinds: classes of the modules, and of those that these are in.
     """
 
     facts: list[Any]
     modules: list[nn.Module]
     parameters: list[Tensor]
     tensors: list[Tensor]
+    kinds: set[type]
 
 
 Layed: TypeAlias = tuple[torch.Size, tuple[int, ...], torch.dtype]
@@ -162,86 +164,83 @@ def some(of: Sequence[_T], numbers: Sequence[int]) -> Sequence[_T]:
     return itemgetter(*numbers)(of) if len(numbers) > 1 else [of[number] for number in numbers]
 
 
-class Glance(NamedTuple):
-    """The modules of a model that reading looks at, before it is known what is here of their tensors.
-
-    Args:
-        trail: of the model.
-        adapters: of its modules; of no adapters where these are not looked at.
-    """
-
-    trail: Trail
-    adapters: AdapterFacts
-
-    def known(self) -> Known:
-        """For a `Layout` of the model."""
-        modules = [*self.trail.modules, *self.adapters.parts]
-        return Known(modules, {*self.trail.kinds, *map(type, self.adapters.parts), *self.adapters.kinds})
-
-
-def glance(model: nn.Module, *, adapters: bool = True) -> Glance:
-    """Of a model with PEFT's adapters, or with none."""
-    found = trail(model)
-    return Glance(found, adapter_facts(found) if adapters else AdapterFacts([], [], set()))
-
-
-def take(model: nn.Module, layout: Layout, *, adapters: bool = True, seen: Glance | None = None) -> Snapshot:
+def take(model: nn.Module, layout: Layout | None, *, adapters: bool = True) -> Snapshot:
     """The snapshot of a model with PEFT's adapters, or with none.
 
     Args:
+        layout: None: as if nothing were sharded.
         adapters: False: of the base, which stays what it is whatever adapts it.
-        seen: a glance at it just now, of the same.
     """
-    seen = seen or glance(model, adapters=adapters)
-    key = (model, "adapters" if adapters else "base")
-    return taken(key, seen.trail, seen.adapters.facts, layout.local, seen.adapters.parts)
+    taking = Taking(model, "adapters" if adapters else "base", None if layout is None or layout.plain else layout)
+    for seen in trail(model):
+        taking.add(seen, adapter_facts(seen) if adapters else None)
+    return taking.done()
 
 
-def taken(
-    key: tuple[nn.Module, str],
-    seen: Trail,
-    facts: list[Any],
-    local: Callable[[list[Tensor]], tuple[list[Tensor], list[Any]]],
-    parts: Sequence[nn.Module] = (),
-) -> Snapshot:
-    """The snapshot of the modules of a trail, with what else is known of them.
+class Taking:
+    """A snapshot on the way.
 
     Args:
-        key: the model, and what the snapshot is of.
-        local: what is here of tensors, and what else that depends on.
-        parts: modules of which the parameters belong to it as well.
+        model, of: the model, and what the snapshot is of.
+        layout: None where tensors are here as they are.
     """
-    modules, insides = [*seen.modules, *parts], [*seen.insides, *map(vars, parts)]
-    facts = [*seen.facts, *facts, *map(id, modules)]
-    parameters = column("_parameters", insides, modules)
-    facts += map(len, parameters)
-    facts += chain.from_iterable(parameters)
-    tensors: list[Any] = list(chain.from_iterable(map(_VALUES, parameters)))
-    buffers = column("_buffers", seen.insides, seen.modules)
-    for module, there in compress(zip(seen.modules, buffers, strict=True), buffers):
-        for name, buffer in there.items():
-            if name not in module._non_persistent_buffers_set:
-                facts += (id(module), name)
-                tensors.append(buffer)
-    kinds = list(map(type, tensors))
-    facts += kinds
-    if NoneType in set(kinds):
-        tensors = [tensor for tensor in tensors if tensor is not None]
-    here, shards = local(tensors)
-    facts += shards
-    facts += map(Tensor.data_ptr, here)
-    facts.append(_metadata(key, here))
-    return Snapshot(facts, modules, tensors, here)
 
+    def __init__(self, model: nn.Module, of: str, layout: Layout | None = None) -> None:
+        self._layout = layout
+        self._compared = _compared.setdefault(model, {}).setdefault(of, {})
+        self._steps = 0
+        self.taken = Snapshot([], [], [], [], set())
 
-def _metadata(key: tuple[nn.Module, str], tensors: list[Tensor]) -> list[Any]:
-    """Shapes, strides, dtypes and devices: the very list of the last time where they are what they were then."""
-    known = _compared.setdefault(key[0], {}).get(key[1])
-    if known is not None and known.holds(tensors):
-        return known.facts
-    facts = [*map(_SHAPE, tensors), *map(Tensor.stride, tensors), *map(_DTYPE, tensors), *map(_DEVICE, tensors)]
-    _compared[key[0]][key[1]] = _Compared(facts, tensors)
-    return facts
+    def add(self, seen: Trail, adapters: AdapterFacts | None = None) -> None:
+        """The next modules of a trail, with what is known of their adapters."""
+        facts, parts = self.taken.facts, [] if adapters is None else adapters.parts
+        facts += seen.facts
+        self.taken.kinds.update(seen.kinds)
+        if adapters is not None:
+            facts += adapters.facts
+            self.taken.kinds.update(adapters.kinds, map(type, parts))
+        modules, insides = [*seen.modules, *parts], [*seen.insides, *map(vars, parts)]
+        facts += map(id, modules)
+        self.taken.modules.extend(modules)
+        parameters = column("_parameters", insides, modules)
+        facts += map(len, parameters)
+        facts += chain.from_iterable(parameters)
+        tensors: list[Any] = list(chain.from_iterable(map(_VALUES, parameters)))
+        self._buffers(seen, tensors)
+        kinds = list(map(type, tensors))
+        facts += kinds
+        if NoneType in set(kinds):
+            tensors = [tensor for tensor in tensors if tensor is not None]
+        self.taken.parameters.extend(tensors)
+        if self._layout is None:
+            self._here(tensors)
+
+    def done(self) -> Snapshot:
+        """When all were added."""
+        if self._layout is not None:
+            here, shards = self._layout.local(self.taken.parameters)
+            self.taken.facts.extend(shards)
+            self._here(here)
+        return self.taken
+
+    def _buffers(self, seen: Trail, tensors: list[Any]) -> None:
+        """Adds the persistent ones."""
+        buffers = column("_buffers", seen.insides, seen.modules)
+        for module, there in compress(zip(seen.modules, buffers, strict=True), buffers):
+            for name, buffer in there.items():
+                if name not in module._non_persistent_buffers_set:
+                    self.taken.facts.extend((id(module), name))
+                    tensors.append(buffer)
+
+    def _here(self, tensors: list[Tensor]) -> None:
+        """Shapes, strides, dtypes and devices are the very list of the last time where they are what they were then."""
+        self.taken.tensors.extend(tensors)
+        self.taken.facts.extend(map(Tensor.data_ptr, tensors))
+        step, self._steps = self._steps, self._steps + 1
+        known = self._compared.get(step)
+        if known is None or not known.holds(tensors):
+            known = self._compared[step] = _Compared(tensors)
+        self.taken.facts.append(known.facts)
 
 
 class _Compared:
@@ -251,15 +250,15 @@ class _Compared:
     no, and they are looked at one by one. It keeps none of the tensors.
 
     Args:
-        facts: of the tensors.
         tensors: plain ones; others are never said to have the same.
     """
 
     TOGETHER = 64
     """Tensors a call, each of which may come in it once only; it keeps a table of them."""
 
-    def __init__(self, facts: list[Any], tensors: Sequence[Tensor]) -> None:
-        self.facts = facts
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        columns = (map(of, tensors) for of in (_SHAPE, Tensor.stride, _DTYPE, _DEVICE))
+        self.facts: list[Any] = list(chain.from_iterable(columns))
         self._guards: list[Any] = []
         self._count = len(tensors)
         make = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
@@ -278,4 +277,4 @@ class _Compared:
         return all(check(*tensors[at : at + self.TOGETHER]) for at, check in zip(groups, self._guards, strict=True))
 
 
-_compared: WeakKeyDictionary[nn.Module, dict[str, _Compared]] = WeakKeyDictionary()
+_compared: WeakKeyDictionary[nn.Module, dict[str, dict[int, _Compared]]] = WeakKeyDictionary()

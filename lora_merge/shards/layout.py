@@ -51,12 +51,12 @@ class Layout:
 
     def __init__(self, model: nn.Module, known: Known | None = None) -> None:
         there = dist.is_available() and dist.is_initialized()
-        modules = [] if known is None else known.modules
-        if known is None or any(map(_version, known.kinds)) or (there and fsdp2.meshes([], modules)):
+        if known is None or any(map(_version, known.kinds)) or (there and fsdp2.meshes([], known.modules)):
             modules = _modules(model)
-        self._modules = modules
-        kinds = set(map(type, modules))
-        units = [module for module in modules if _units[type(module)]] if any(map(_version, kinds)) else []
+            known = Known(modules, set(map(type, modules)))
+        self._modules = known.modules
+        sharded = any(list(map(_version, known.kinds)))
+        units = [module for module in self._modules if _units[type(module)]] if sharded else []
         self._one: list[Any] = [unit for unit in units if _units[type(unit)] == 1]
         self._two: list[Any] = [unit for unit in units if _units[type(unit)] == 2]
         self._meshes: dict[tuple[Any, tuple[int, ...]], None] = {}
@@ -132,6 +132,11 @@ class Layout:
         local = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
         cut: list[Any] = [whole for whole, part in zip(tensors, local, strict=True) if whole is not part]
         return local, [*facts, *map(id, cut), *(dtensor._spec for dtensor in cut)]
+
+    @property
+    def plain(self) -> bool:
+        """Whether every tensor is here as it is."""
+        return not (self._one or self._two or self._meshes)
 
     @property
     def flat(self) -> bool:

@@ -16,14 +16,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...errors import InvalidInput, LoraMergeError
-from ...names import Trail, innermost, trail, walk
+from ...names import innermost, trail, walk
 from ...shards import Address, Shard, address
 from ...shards.ranks import Ranks
 from ..conversion import Conversion
 from ..delta import Delta, Factors, Job, LazyList, in_place
 from ..guards import Replaced, guarded
 from ..part import Part
-from ..snapshot import Indices, Layed, Owners, Snapshot, indices_in, layouts, note, owners, some, taken
+from ..snapshot import Indices, Layed, Owners, Snapshot, Taking, indices_in, layouts, note, owners, some
 from .groups import Groups, ProcessGroups, groups_of, replica
 from .read import Chunks, MegatronModel, facts_of, is_megatron, layers_off, read
 
@@ -69,19 +69,18 @@ class Megatron:
         if adapters not in self._snapshots:
             c = self._chunks
             # The function that names parameters is kept, not its `id`: another one may stand for other names.
-            seen = Trail([], [], [], [c.vocab_size, c.names])
-            for chunk in map(trail, c.list):
-                seen.modules.extend(chunk.modules)
-                seen.kinds.extend(chunk.kinds)
-                seen.insides.extend(chunk.insides)
-                seen.facts.extend(chunk.facts)
+            taking = Taking(self.key, "adapters" if adapters else "base")
+            taking.taken.facts.extend((c.vocab_size, c.names))
+            for chunk in c.list:
+                for seen in trail(chunk):
+                    taking.add(seen)
+            found = taking.done()
             try:
-                others, halves = facts_of(c.list, seen.modules, adapters=adapters)
+                others, halves = facts_of(c.list, found.modules, adapters=adapters)
             except LoraMergeError:
                 self._read()  # says where
                 raise
-            key = (self.key, "adapters" if adapters else "base")
-            found = taken(key, seen, others, lambda tensors: (tensors, []))
+            found.facts.extend(others)
             if adapters and (known := indices_in(found, self.key)) is not None:
                 self._indices = known
                 found = found._replace(facts=known.facts)

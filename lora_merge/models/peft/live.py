@@ -15,7 +15,7 @@ from ...errors import UnsupportedAdapter
 from ...kernels.checks import overlapping
 from ...names import NamedTensor, named_tensors, walk
 from ...shards import Address, address
-from ...shards.layout import Layout
+from ...shards.layout import Known, Layout
 from ...shards.zero import check_unmanaged
 from ..claims import to_the_end
 from ..conversion import Conversion, read_conversion, saved_name, tied_keys
@@ -23,7 +23,7 @@ from ..delta import Delta, Job, LazyList, in_place, whole_job
 from ..guards import Replaced, guarded, refuse
 from ..part import Part
 from ..plain import check_plain
-from ..snapshot import Glance, Indices, Layed, Owners, Snapshot, glance, indices_in, layouts, note, owners, some, take
+from ..snapshot import Indices, Layed, Owners, Snapshot, indices_in, layouts, note, owners, some, take
 from .idle import warn_if_idle
 from .read import Adapters, PeftLayer, read_adapters
 
@@ -33,10 +33,10 @@ class Peft:
 
     def __init__(self, model: nn.Module) -> None:
         self.key = model
-        self._seen: Glance | None = None
+        self._seen: Snapshot | None = None
         with suppress(Exception):  # said by `snapshot`, when the ranks can agree on it
-            self._seen = glance(model)
-        self._layout = Layout(model, self._seen and self._seen.known())
+            self._seen = take(model, None)
+        self._layout = Layout(model, self._seen and Known(self._seen.modules, self._seen.kinds))
         self.ranks = self.merging = self._layout.ranks()
         self.device, self.sharded = self._layout.device(), self._layout.sharded
         self._adapters: Adapters | None = None
@@ -65,9 +65,9 @@ class Peft:
             layout = self._open()
             seen, self._seen = self._seen, None
             try:
-                # Units that are brought back to their shards have other parameters from then on.
-                seen = seen if adapters and not self.sharded else None
-                self._snapshots[adapters] = take(self.key, layout, adapters=adapters, seen=seen)
+                if not adapters or not layout.plain or seen is None:
+                    seen = take(self.key, layout, adapters=adapters)
+                self._snapshots[adapters] = seen
             except Exception:
                 check_plain(self.modules(), named_tensors(self.key, layout.parameters))  # says of which tensor
                 if adapters:
