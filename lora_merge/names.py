@@ -121,17 +121,20 @@ class Trail(NamedTuple):
 
 
 def trail(model: nn.Module) -> Iterator[Trail]:
-    """The modules of a model, `_TOGETHER` of them at a time and what is below these next, with little Python for each.
+    """The modules of a model, some hundred at a time and what is below these next, with little Python for each.
 
     What is looked at of modules while they are at hand is in the CPU's caches.
     """
+    found = Trail([], [], [], [])
     stack: list[tuple[int, list[Any]]] = [(1, [model])]
     while stack:
         depth, level = stack.pop()
         if depth > _DEEPEST:
             raise InvalidInput(_LOOP)
         kinds: list[type] = list(map(type, level))
-        facts: list[Any] = [depth, *kinds]
+        facts = found.facts
+        facts.append(depth)
+        facts += kinds
         distinct = dict.fromkeys(kinds)
         if NoneType in distinct:  # a child that is not there
             level = [module for module in level if module is not None]
@@ -152,9 +155,15 @@ def trail(model: nn.Module) -> Iterator[Trail]:
         children = list(filter(None, children))
         facts += chain.from_iterable(children)
         below += chain.from_iterable(map(_VALUES, children))
-        yield Trail(level, kinds, insides, facts)
+        found.modules.extend(level)
+        found.kinds.extend(kinds)
+        found.insides.extend(insides)
+        if len(found.modules) >= _TOGETHER:
+            yield found
+            found = Trail([], [], [], [])
         for begin in reversed(range(0, len(below), _TOGETHER)):
             stack.append((depth + 1, below[begin : begin + _TOGETHER]))
+    yield found
 
 
 def column(name: str, insides: Sequence[dict[str, Any]], modules: Iterable[nn.Module]) -> list[Any]:

@@ -273,8 +273,10 @@ class _Compared:
     def holds(self, tensors: Sequence[Tensor]) -> bool:
         if len(tensors) != self._count:
             return False
-        groups = range(0, self._count, self.TOGETHER)
-        return all(check(*tensors[at : at + self.TOGETHER]) for at, check in zip(groups, self._guards, strict=True))
+        for number, check in enumerate(self._guards):
+            if not check(*tensors[number * self.TOGETHER : (number + 1) * self.TOGETHER]):
+                return False
+        return True
 
 
 _compared: WeakKeyDictionary[nn.Module, dict[str, dict[int, _Compared]]] = WeakKeyDictionary()
