@@ -51,12 +51,11 @@ class Layout:
 
     def __init__(self, model: nn.Module, known: Known | None = None) -> None:
         there = dist.is_available() and dist.is_initialized()
-        if known is None or any(map(_version, known.kinds)) or (there and fsdp2.meshes([], known.modules)):
+        if known is None or _any_unit(known.kinds) or (there and fsdp2.meshes([], known.modules)):
             modules = _modules(model)
             known = Known(modules, set(map(type, modules)))
         self._modules = known.modules
-        sharded = any(list(map(_version, known.kinds)))
-        units = [module for module in self._modules if _units[type(module)]] if sharded else []
+        units = [module for module in self._modules if _units[type(module)]] if _any_unit(known.kinds) else []
         self._one: list[Any] = [unit for unit in units if _units[type(unit)] == 1]
         self._two: list[Any] = [unit for unit in units if _units[type(unit)] == 2]
         self._meshes: dict[tuple[Any, tuple[int, ...]], None] = {}
@@ -166,11 +165,11 @@ class Layout:
         return next((fsdp2.device_of(mesh) for mesh, _ in self._meshes), None)
 
 
-def _version(kind: type) -> int:
-    """As in `_units`."""
-    if kind not in _units:
+def _any_unit(kinds: set[type]) -> bool:
+    """Whether some of these classes are of FSDP's units."""
+    for kind in kinds - _units.keys():
         _units[kind] = 1 if fsdp1.is_unit(kind) else 2 if fsdp2.is_unit(kind) else 0
-    return _units[kind]
+    return any(map(_units.__getitem__, kinds))
 
 
 def _check_held(name: str, tensor: Tensor) -> None:
