@@ -135,7 +135,7 @@ def merged(model: Model, *, restore: str = "exact", strategy: str | None = None)
         with torch.inference_mode():
             for merge in way_back.merges:
                 with noted(errors):
-                    merge.gather()
+                    merge.gather(way_back.note)
             with found.ranks.vote("merged"):
                 if errors:
                     raise errors[0]
@@ -171,6 +171,7 @@ class _Restore:
         self._errors: list[Exception] = []
         self._left = True
         self.merges: list[_Merge] = []
+        self.note = _Once(self._note)
 
     def copy(self, where: Address) -> Tensor:
         """A copy of the base of a weight: for users of a tied one that must not see it merged."""
@@ -186,10 +187,9 @@ class _Restore:
 
     def merge(self) -> None:
         """All of it. What is noted for the way back, and PEFT told, while a device works."""
-        aside = _Once(self._note)
         for merge in self.merges:
-            merge.merge(aside)
-        aside()
+            merge.merge(self.note)
+        self.note()
 
     def _note(self) -> None:
         weights = list(self._weights.values())
@@ -363,8 +363,8 @@ class _Merge:
         self._tracked.release()
         self._apart.release()
 
-    def gather(self) -> None:
-        """What is collective over the ranks."""
+    def gather(self, first: Callable[[], object]) -> None:
+        """What is collective over the ranks; `first`: to be called before a weight is written here."""
         self._operands.refresh()
 
     def merge(self, aside: Callable[[], object]) -> None:
@@ -386,13 +386,14 @@ class _Unshard(_Merge):
         self.places = [(job.delta.name, job.source.data_ptr()) for job in jobs]
         self._bases: list[Tensor] = []
 
-    def gather(self) -> None:
+    def gather(self, first: Callable[[], object]) -> None:
         """All of it. An error of this rank is raised after the collectives."""
         errors: list[Exception] = []
         with noted(errors):
-            super().gather()
+            super().gather(first)
         with noted(errors):
             self._bases = [job.destination.clone() for job in self._jobs]
+            first()
         for batch in batched(self._deltas, [delta.weight.nbytes for delta in self._deltas], BUCKET_BYTES):
             with noted(errors):
                 names = [delta.name for delta in batch]

@@ -18,7 +18,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lora_merge import InvalidInput, LoraMergeError, MergedWeights, context, merged
 from lora_merge.kernels.segments import raw
 from lora_merge.models import snapshot
-from lora_merge.models.peft.read import _PROPERTIES, read_adapters
+from lora_merge.models.peft.facts import _PROPERTIES
+from lora_merge.models.peft.read import read_adapters
 from lora_merge.models.snapshot import take
 from lora_merge.names import named_tensors, walk
 from lora_merge.shards.layout import Layout

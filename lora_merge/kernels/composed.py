@@ -63,9 +63,9 @@ class Composed:
     def merge(self, meanwhile: Callable[[], object] = idle) -> None:
         self.merged = True
         try:
+            meanwhile()
             for block in self._blocks:
                 self._journals.append(self._merge(block))
-            meanwhile()
         except BaseException:
             self.unmerge()
             raise

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ..names import Trail, column, trail
 from ..shards import Address
 from ..shards.layout import Layout
-from .peft.read import AdapterFacts, adapter_facts
+from .peft.facts import AdapterFacts, adapter_facts
 
 _T = TypeVar("_T")
 _SHAPE, _DTYPE, _DEVICE = attrgetter("shape"), attrgetter("dtype"), attrgetter("device")
