@@ -137,7 +137,7 @@ def test_entry(load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     entry.main()
     (point,) = json.loads(data.read_text())["points"]
     assert point["matrices"] == len(shapes.SHAPES["tiny"].matrices())
-    assert point["ms"] > 0 and point["cpu_ms"] > 0
+    assert min(point["ms"], point["cpu_ms"]) > 0
 
 
 def test_energy(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
