@@ -11,7 +11,7 @@ garbage collector has to follow.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, compress
 from operator import attrgetter, is_, itemgetter, methodcaller
 from types import NoneType
@@ -187,7 +187,8 @@ class Taking:
 
     def __init__(self, model: nn.Module, of: str, layout: Layout | None = None) -> None:
         self._layout = layout
-        self._compared = _compared.setdefault(model, {}).setdefault(of, {})
+        key = f"{of}, inference" if torch.is_inference_mode_enabled() else of  # the guards tell these apart
+        self._compared = _compared.setdefault(model, {}).setdefault(key, {})
         self._steps = 0
         self.taken = Snapshot([], [], [], [], set())
 
@@ -259,20 +260,36 @@ class _Compared:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         columns = (map(of, tensors) for of in (_SHAPE, Tensor.stride, _DTYPE, _DEVICE))
         self.facts: list[Any] = list(chain.from_iterable(columns))
-        self._guards: list[Any] = []
+        self._guards: list[Callable[..., bool]] = []
+        self._twins: dict[int, int] = {}
         self._count = len(tensors)
         make = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
         if make is None or not {Tensor, nn.Parameter} >= set(map(type, tensors)):
             self._count = -1
             return
-        for begin in range(0, self._count, self.TOGETHER):
+        first: dict[int, int] = {}
+        for at, tensor in enumerate(tensors):
+            first.setdefault(id(tensor), at)
+        # Tied ones come once in a call, and have to be one tensor still.
+        self._twins = {at: first[id(t)] for at, t in enumerate(tensors) if first[id(t)] != at}
+        tensors = self._once(tensors)
+        for begin in range(0, len(tensors), self.TOGETHER):
             group = tensors[begin : begin + self.TOGETHER]
             sizes, strides = ([list(of(tensor)) for tensor in group] for of in (_SHAPE, Tensor.stride))
-            self._guards.append(make.TensorGuards(*group, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check)
+            guard = make.TensorGuards(*group, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+            self._guards.append(guard.check)
+
+    def _once(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [t for at, t in enumerate(tensors) if at not in self._twins] if self._twins else tensors
 
     def holds(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether these have what those had."""
         if len(tensors) != self._count:
             return False
+        for at, first in self._twins.items():
+            if tensors[at] is not tensors[first]:
+                return False
+        tensors = self._once(tensors)
         for number, check in enumerate(self._guards):
             if not check(*tensors[number * self.TOGETHER : (number + 1) * self.TOGETHER]):
                 return False
