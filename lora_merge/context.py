@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import count
+from itertools import compress, count
+from math import prod
+from operator import attrgetter, ne
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -17,9 +19,10 @@ from .errors import InvalidInput, NotRestored
 from .kernels.segments import raw
 from .kernels.tracked import TrackedPlan
 from .models.claims import Look, merging, to_the_end
-from .models.delta import Delta, Job, whole_job
+from .models.delta import Delta, Job, LazyList, whole_job
 from .models.live import Live, live
 from .models.operands import MergePlan, Operands, Turn
+from .models.snapshot import Layed, Owners
 from .shards import Address, cut
 from .shards.exchange import Exchange, check_strategy
 from .shards.ranks import Ranks, noted
@@ -27,6 +30,7 @@ from .stream.buckets import BUCKET_BYTES, batched
 
 Model = TypeVar("Model")
 
+_VERSION = attrgetter("_version")
 _FIRST_VERSION = 1 << 31
 _VERSIONS = 64
 """Version counters inside a block begin at a multiple of `_VERSIONS` beyond `_FIRST_VERSION`, half of their range."""
@@ -50,7 +54,7 @@ class _Known(NamedTuple):
 
     def stand(self, facts: list[Any], strategy: str | None) -> bool:
         same = all(kernels.pick(device) is backend for device, backend in self.backends.items())
-        return same and self.strategy == strategy and self.facts == facts
+        return same and self.strategy == strategy and (self.facts is facts or self.facts == facts)
 
 
 @contextmanager
@@ -116,7 +120,8 @@ def merged(model: Model, *, restore: str = "exact", strategy: str | None = None)
             with Look() as left:
                 layers, deltas = found.adapters()
                 weights = found.weights(deltas)
-                _check(weights, deltas)
+                if not isinstance(deltas, LazyList):  # else they are what was merged before
+                    _check(weights, deltas)
                 undo.enter_context(merging(layers, weights, left))
             undo.callback(found.reshard)
             for _ in range(2):  # An interrupt may come where the stack has let go of a step but not yet begun it.
@@ -130,13 +135,11 @@ def merged(model: Model, *, restore: str = "exact", strategy: str | None = None)
         with torch.inference_mode():
             for merge in way_back.merges:
                 with noted(errors):
-                    merge.gather()
+                    merge.gather(way_back.note)
             with found.ranks.vote("merged"):
                 if errors:
                     raise errors[0]
-                for merge in way_back.merges:
-                    merge.merge()
-        found.off()
+                way_back.merge()
         yield model
     finally:
         to_the_end(lambda: undo.__exit__(*sys.exc_info()))
@@ -158,11 +161,17 @@ class _Restore:
 
     def __init__(self, model: Live, weights: dict[Address, Tensor]) -> None:
         self._model, self._weights = model, weights
-        self._counted = tuple(weight for weight in weights.values() if not weight.is_inference())
+        self._storages: list[torch.UntypedStorage] = []
+        self._places: list[int] = []
+        self._counted: tuple[Tensor, ...] = ()
+        self._versions: tuple[int, ...] = ()
+        self._owners = Owners([], [], [])
+        self._layouts: Sequence[Layed] = []
         self._copies: dict[Address, Tensor] = {}
         self._errors: list[Exception] = []
         self._left = True
         self.merges: list[_Merge] = []
+        self.note = _Once(self._note)
 
     def copy(self, where: Address) -> Tensor:
         """A copy of the base of a weight: for users of a tied one that must not see it merged."""
@@ -173,15 +182,31 @@ class _Restore:
         return self._copies[where]
 
     def __enter__(self) -> _Restore:
-        # This memory is what was merged and what is restored, wherever the parameters have gone meanwhile.
-        self._memory = [weight.data for weight in self._weights.values()]
-        self._places = [memory.data_ptr() for memory in self._memory]
-        self._owners = self._model.owners(self._weights)
-        self._versions = tuple(weight._version for weight in self._counted)
-        inside = _FIRST_VERSION + next(_entries) % (_FIRST_VERSION // _VERSIONS) * _VERSIONS
-        torch._C._autograd._unsafe_set_version_counter(self._counted, (inside,) * len(self._counted))
         self._left = False
         return self
+
+    def merge(self) -> None:
+        """All of it. What is noted for the way back, and PEFT told, while a device works."""
+        for merge in self.merges:
+            merge.merge(self.note)
+        self.note()
+
+    def _note(self) -> None:
+        weights = list(self._weights.values())
+        # This memory is what is merged and what is restored, wherever the parameters go meanwhile.
+        storages = list(map(Tensor.untyped_storage, weights))
+        places = list(map(torch.UntypedStorage.data_ptr, storages))
+        layouts, owners = self._model.layouts(self._weights), self._model.owners(self._weights)
+        if any(map(Tensor.is_inference, weights)):
+            weights = [weight for weight in weights if not weight.is_inference()]
+        counted = tuple(weights)
+        versions = tuple(map(_VERSION, counted))
+        inside = (_FIRST_VERSION + next(_entries) % (_FIRST_VERSION // _VERSIONS) * _VERSIONS,) * len(counted)
+        # All or nothing, also where an interrupt comes.
+        self._storages, self._places, self._layouts, self._owners = storages, places, layouts, owners
+        self._counted, self._versions = counted, versions
+        torch._C._autograd._unsafe_set_version_counter(counted, inside)
+        self._model.off()
 
     def __exit__(self, *exception: object) -> None:
         if not self._left:
@@ -190,12 +215,22 @@ class _Restore:
     def _leave(self) -> None:
         """May be begun again after an interrupt."""
         self._check_memory()
+        found: list[tuple[list[bool], list[Tensor]]] = []
+
+        def look() -> None:
+            with noted(self._errors):
+                self._model.on()
+                found[:] = [(self._moved(), self._owners.lost())]
+
+        aside = _Once(look)
         for merge in self.merges:
             with noted(self._errors):
-                merge.unmerge()
-        self._put()
-        with noted(self._errors):
-            self._check_places()
+                merge.unmerge(aside)
+        aside()
+        for moved, lost in found:
+            self._put(moved)
+            with noted(self._errors):
+                self._check_places(lost)
         if self._errors:
             _merges.pop(self._model.key, None)  # what could not be unmerged is merged for good
             self._left = True
@@ -205,27 +240,29 @@ class _Restore:
 
     def _check_memory(self) -> None:
         """Nothing is restored by address if an address is no longer what it was."""
+        now = list(map(torch.UntypedStorage.data_ptr, self._storages))
+        if now == self._places:
+            return
         gone = [
-            range(place, place + memory.nbytes)
-            for memory, place in zip(self._memory, self._places, strict=True)
-            if memory.data_ptr() != place
-        ]
-        if gone:
-            _merges.pop(self._model.key, None)  # they are merged for good
-            self._left = True
-            names = self._names(lambda place: any(place in addresses for addresses in gone))
-            raise NotRestored(
-                f"{names}: the memory of these weights was resized or given back inside merged(), so that "
-                "no weight of the model could be restored; load the base again"
+            range(begin, begin + prod(shape) * dtype.itemsize)
+            for (begin, _), (shape, _, dtype), place, there in zip(
+                self._weights, self._layouts, self._places, now, strict=True
             )
+            if place != there
+        ]
+        _merges.pop(self._model.key, None)  # they are merged for good
+        self._left = True
+        names = self._names(lambda place: any(place in addresses for addresses in gone))
+        raise NotRestored(
+            f"{names}: the memory of these weights was resized or given back inside merged(), so that "
+            "no weight of the model could be restored; load the base again"
+        )
 
-    def _check_places(self) -> None:
+    def _check_places(self, lost: Sequence[Tensor]) -> None:
         """What another Parameter than the restored one would do in the model is not known here."""
-        lost = {id(weight) for owner, key, weight in self._owners if owner._parameters.get(key) is not weight}
         if lost:
-            weights = zip(self._weights.values(), self._memory, strict=True)
-            places = {memory.data_ptr() for weight, memory in weights if id(weight) in lost}
-            names = self._names(places.__contains__)
+            ids = set(map(id, lost))
+            names = self._names({begin for (begin, _), w in self._weights.items() if id(w) in ids}.__contains__)
             raise NotRestored(
                 f"{names}: another Parameter took their place inside merged() and holds what "
                 "was there then, merged or not; the base came back to those that were there before. Load these weights "
@@ -237,11 +274,33 @@ class _Restore:
         places = (place for merge in self.merges for place in merge.places)
         return ", ".join(dict.fromkeys(name for name, place in places if there(place)))
 
-    def _put(self) -> None:
+    def _moved(self) -> list[bool]:
+        """Of each weight whether it is elsewhere now; nothing where none is."""
+        now = list(map(Tensor.data_ptr, self._weights.values()))
+        begins = [begin for begin, _ in self._weights]
+        return [] if now == begins or not self._storages else list(map(ne, now, begins))
+
+    def _put(self, moved: Sequence[bool]) -> None:
         """The base to where the parameters are now."""
-        for weight, memory in zip(self._weights.values(), self._memory, strict=True):
-            if weight.data_ptr() != memory.data_ptr():
-                _copy(weight.data, memory)
+        if not moved:
+            return
+        everything = zip(self._weights.items(), self._storages, self._places, self._layouts, strict=True)
+        for ((begin, device), weight), storage, place, (shape, strides, dtype) in compress(everything, moved):
+            memory = torch.empty(0, dtype=dtype, device=device)
+            memory.set_(storage, (begin - place) // dtype.itemsize, shape, strides)
+            _copy(weight.data, memory)
+
+
+class _Once:
+    """Work that is done when it is first called."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        self._work, self._done = work, False
+
+    def __call__(self) -> None:
+        if not self._done:
+            self._work()
+            self._done = True
 
 
 def _copy(to: Tensor, source: Tensor) -> None:
@@ -304,17 +363,18 @@ class _Merge:
         self._tracked.release()
         self._apart.release()
 
-    def gather(self) -> None:
-        """What is collective over the ranks."""
+    def gather(self, first: Callable[[], object]) -> None:
+        """What is collective over the ranks; `first`: to be called before a weight is written here."""
         self._operands.refresh()
 
-    def merge(self) -> None:
-        self._tracked.merge()
+    def merge(self, aside: Callable[[], object]) -> None:
+        """`aside`: to be called while the device works; or not."""
+        self._tracked.merge(aside)
         self._apart.run()
 
-    def unmerge(self) -> None:
-        """Puts back what was merged in place, where something was."""
-        self._tracked.unmerge()
+    def unmerge(self, aside: Callable[[], object]) -> None:
+        """Puts back what was merged in place, where something was; `aside` as for `merge`."""
+        self._tracked.unmerge(aside)
 
 
 class _Unshard(_Merge):
@@ -326,13 +386,14 @@ class _Unshard(_Merge):
         self.places = [(job.delta.name, job.source.data_ptr()) for job in jobs]
         self._bases: list[Tensor] = []
 
-    def gather(self) -> None:
+    def gather(self, first: Callable[[], object]) -> None:
         """All of it. An error of this rank is raised after the collectives."""
         errors: list[Exception] = []
         with noted(errors):
-            super().gather()
+            super().gather(first)
         with noted(errors):
             self._bases = [job.destination.clone() for job in self._jobs]
+            first()
         for batch in batched(self._deltas, [delta.weight.nbytes for delta in self._deltas], BUCKET_BYTES):
             with noted(errors):
                 names = [delta.name for delta in batch]
@@ -348,9 +409,9 @@ class _Unshard(_Merge):
         for job in (job for job in self._jobs if job.delta.name in wholes):
             job.destination.copy_(cut(wholes[job.delta.name], (job.start, tuple(job.destination.shape))))
 
-    def merge(self) -> None:
+    def merge(self, aside: Callable[[], object]) -> None:
         """Done already."""
 
-    def unmerge(self) -> None:
+    def unmerge(self, aside: Callable[[], object]) -> None:
         for job, base in zip(self._jobs, self._bases, strict=False):  # none before `gather`
             _copy(job.destination, base)

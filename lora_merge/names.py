@@ -7,7 +7,11 @@ be done with text alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from itertools import chain, compress, repeat
+from operator import attrgetter, is_, itemgetter, methodcaller
+from types import NoneType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -36,6 +40,8 @@ _STRIPPED = {"base_layer", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wra
 
 
 _LOOP = "a module of the model contains itself, so that its weights have names without end: take that child out"
+_VALUES = methodcaller("values")
+_TOGETHER = 256
 _DEEPEST = 200
 """Modules below one another; a model that goes deeper contains itself."""
 
@@ -97,35 +103,88 @@ def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         stack.extend(reversed(children))
 
 
-def trail(model: nn.Module) -> tuple[list[nn.Module], list[Any]]:
-    """The modules that `walk` yields, level by level, and their classes and children's names.
+class Trail(NamedTuple):
+    """Some of the modules that `walk` yields.
 
-    Returns:
-        the modules, and a list that is equal for two models only if `walk` gives the same names for both.
+    Args:
+        modules: with two places, twice.
+        kinds: their classes.
+        insides: their `__dict__`.
+        facts: their classes, and names of children: equal for all trails of two models only if `walk` gives the same
+            names for both.
     """
-    modules: list[nn.Module] = []
-    facts: list[Any] = [type(model)]
-    level, depth = [model], 0
-    while level:
-        depth += 1
+
+    modules: list[nn.Module]
+    kinds: list[type]
+    insides: list[dict[str, Any]]
+    facts: list[Any]
+
+
+def trail(model: nn.Module) -> Iterator[Trail]:
+    """The modules of a model, some hundred at a time and what is below these next, with little Python for each.
+
+    What is looked at of modules while they are at hand is in the CPU's caches.
+    """
+    found = Trail([], [], [], [])
+    stack: list[tuple[int, list[Any]]] = [(1, [model])]
+    while stack:
+        depth, level = stack.pop()
         if depth > _DEEPEST:
             raise InvalidInput(_LOOP)
-        modules += level
+        kinds: list[type] = list(map(type, level))
+        facts = found.facts
+        facts.append(depth)
+        facts += kinds
+        distinct = dict.fromkeys(kinds)
+        if NoneType in distinct:  # a child that is not there
+            level = [module for module in level if module is not None]
+            kinds = list(map(type, level))
+            del distinct[NoneType]
+        insides: list[dict[str, Any]] = [vars(module) for module in level]
         below: list[Any] = []
-        for module in level:
-            cls = type(module)
-            wraps = _kinds[cls] if cls in _kinds else _kind(cls)
-            if wraps is not None and (inner := wrapped(module)) is not None:
-                below.append(inner)
-            elif children := module._modules:
-                facts.append(len(children))
-                facts += children
-                below += children.values()
-            else:
-                facts.append(0)
-        facts += map(type, below)  # where there is no child, too
-        level = [module for module in below if module is not None]
-    return modules, facts
+        wrappers = {cls: child for cls in distinct if (child := _kind(cls)) is not None}
+        for cls, child in wrappers.items():
+            chosen = list(map(is_, kinds, repeat(cls)))
+            below += _all_wrapped(list(compress(level, chosen)), compress(insides, chosen), child)
+        plain, within = level, insides
+        if wrappers:
+            others = [cls not in wrappers for cls in kinds] if len(wrappers) < len(distinct) else []
+            plain, within = list(compress(level, others)), list(compress(insides, others))
+        children = column("_modules", within, plain)
+        facts += map(len, children)
+        children = list(filter(None, children))
+        facts += chain.from_iterable(children)
+        below += chain.from_iterable(map(_VALUES, children))
+        found.modules.extend(level)
+        found.kinds.extend(kinds)
+        found.insides.extend(insides)
+        if len(found.modules) >= _TOGETHER:
+            yield found
+            found = Trail([], [], [], [])
+        for begin in reversed(range(0, len(below), _TOGETHER)):
+            stack.append((depth + 1, below[begin : begin + _TOGETHER]))
+    yield found
+
+
+def column(name: str, insides: Sequence[dict[str, Any]], modules: Iterable[nn.Module]) -> list[Any]:
+    """An attribute of many modules, straight out of their dicts where all have it there: `__getattr__` of thousands of
+    modules takes its time."""
+    try:
+        return list(map(itemgetter(name), insides))
+    except KeyError:
+        return list(map(attrgetter(name), modules))
+
+
+def _all_wrapped(
+    wrappers: Sequence[nn.Module], insides: Iterable[dict[str, Any]], child: str
+) -> Sequence[nn.Module | None]:
+    """The module inside each of some wrappers of one class."""
+    if child != "modules_to_save":
+        with suppress(KeyError, TypeError):
+            inside = list(map(itemgetter(child), map(itemgetter("_modules"), insides)))
+            if NoneType not in set(map(type, inside)):
+                return inside
+    return list(map(wrapped, wrappers))
 
 
 def wrapped(module: nn.Module) -> nn.Module | None:

@@ -154,13 +154,13 @@ def test_an_interrupt_on_the_way_out(owner: type, step: str, after: bool, monkey
     model = models.with_lora(lambda: models.qwen2(tied=True), target_modules=["lm_head", "q_proj"])
     real, due = getattr(owner, step), [False]
 
-    def interrupted(self: Any) -> Any:
-        result = real(self) if after else None
+    def interrupted(self: Any, *arguments: Any) -> Any:
+        result = real(self, *arguments) if after else None
         if due.pop():
             due.append(False)
             raise KeyboardInterrupt(step)
         due.append(False)
-        return result if after else real(self)
+        return result if after else real(self, *arguments)
 
     monkeypatch.setattr(owner, step, interrupted)
     with unchanged(model):
@@ -187,8 +187,8 @@ def test_failure_while_merging(tied: bool, monkeypatch: pytest.MonkeyPatch) -> N
     model = models.with_lora(lambda: models.qwen2(tied=tied), target_modules=["lm_head", "q_proj"])
     merge = TrackedPlan.merge
 
-    def fails(plan: TrackedPlan) -> None:
-        merge(plan)
+    def fails(plan: TrackedPlan, *arguments: Any) -> None:
+        merge(plan, *arguments)
         raise RuntimeError("the launch failed")
 
     monkeypatch.setattr(TrackedPlan, "merge", fails)

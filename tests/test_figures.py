@@ -129,6 +129,17 @@ def test_latency(
     assert f"{record['x_copy']:.2f} copies" in capsys.readouterr().out
 
 
+def test_entry(load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    entry, shapes = load("entry"), load("shapes")
+    data = tmp_path / "entry.json"
+    monkeypatch.setattr(entry, "SHAPES", {"tiny": shapes.SHAPES["tiny"]})
+    monkeypatch.setattr(sys, "argv", ["entry.py", "--repeat", "2", "--json", str(data)])
+    entry.main()
+    (point,) = json.loads(data.read_text())["points"]
+    assert point["matrices"] == len(shapes.SHAPES["tiny"].matrices())
+    assert min(point["ms"], point["cpu_ms"]) > 0
+
+
 def test_energy(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The floor of the recorded run by the formula; without a GPU a clear end."""
     energy = load("energy")

@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lora_merge import InvalidInput, LoraMergeError, MergedWeights, context, merged
 from lora_merge.kernels.segments import raw
 from lora_merge.models import snapshot
+from lora_merge.models.peft.facts import _PROPERTIES
 from lora_merge.models.peft.read import read_adapters
 from lora_merge.models.snapshot import take
 from lora_merge.names import named_tensors, walk
@@ -329,6 +330,26 @@ def test_a_pass_holds_the_memory_that_its_plans_read() -> None:
     assert [name for name, _ in weights] == list(wanted)
 
 
+class Recorded(dict[str, Any]):
+    """A module's `__dict__` that notes what is asked of it."""
+
+    def __init__(self, inside: dict[str, Any], names: set[str]) -> None:
+        super().__init__(inside)
+        self._names = names
+
+    def __getitem__(self, name: str) -> Any:
+        self._names.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self._names.add(name)
+        return super().get(name, default)
+
+    def __contains__(self, name: object) -> bool:
+        self._names.add(str(name))
+        return super().__contains__(name)
+
+
 BUILDS = {build.__name__: build for build in (two, dora, saved, tied, experts, conv, embedding)} | {
     "gpt2": lambda: models.with_lora(models.gpt2),
     "lora_bias": lambda: models.with_lora(models.qwen2, lora_bias=True, target_modules=["q_proj"]),
@@ -348,6 +369,8 @@ def test_a_snapshot_looks_at_all_that_reading_looks_at(build: str, monkeypatch: 
         get = object.__getattribute__
 
         def look(self: nn.Module, name: str) -> Any:
+            if name == "__dict__":
+                return Recorded(get(self, name), seen[id(self)])
             if not name.startswith("__"):
                 inner = get(self, "__dict__")
                 held = [d for d in ("_modules", "_parameters", "_buffers") if name in inner.get(d, ())]
@@ -366,8 +389,29 @@ def test_a_snapshot_looks_at_all_that_reading_looks_at(build: str, monkeypatch: 
     read(), take(model, layout)  # what depends on classes is known from here on
     taken = looked_at(lambda: take(model, layout))
     where = {id(module): name for name, module in model.named_modules(remove_duplicate=False)}
-    missing = {where[module]: names - taken[module] for module, names in looked_at(read).items()}
+    known = {*_PROPERTIES, "_old_forward"}  # which say what fields say; which is looked at where there is a `forward`
+    missing = {where[module]: names - taken[module] - known for module, names in looked_at(read).items()}
     assert not {name: some for name, some in missing.items() if some}
+
+
+@pytest.mark.parametrize("build", [two, tied])
+def test_shapes_are_listed_once(build: Callable[[], PeftModel]) -> None:
+    """Of tensors that have the same ones still; also where a tensor has two names, and until it is another's."""
+    model = build()
+
+    def lists() -> list[int]:
+        facts = (fact for fact in take(model, Layout(model)).facts if isinstance(fact, list))
+        return [id(fact) for fact in facts if isinstance(fact[-1], torch.device)]
+
+    first = lists()
+    assert first
+    assert lists() == first
+    lora_A = next(module for name, module in model.named_modules() if name.endswith("q_proj.lora_A"))
+    (held, *_) = lora_A.parameters()
+    held.data = held.data.view(-1, 2 * held.shape[0]).t()
+    assert lists() != first
+    with torch.inference_mode():
+        assert lists() == lists()
 
 
 def test_a_snapshot_keeps_nothing_alive() -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
 from typing import Protocol
@@ -58,15 +58,26 @@ class Tracked(Protocol):
     @property
     def nbytes(self) -> int: ...
 
-    def merge(self) -> None:
-        """Merge all, or raise with the weights as before."""
+    def merge(self, meanwhile: Callable[[], object]) -> None:
+        """Merge all, or raise with the weights as before.
 
-    def unmerge(self) -> set[str]:
+        Args:
+            meanwhile: called once the device has its work, before it is waited for.
+        """
+
+    def unmerge(self, meanwhile: Callable[[], object]) -> set[str]:
         """Bring all back; after an error, calling again goes on.
+
+        Args:
+            meanwhile: as for `merge`.
 
         Returns:
             the names of weights that were written meanwhile; those units of work are left as they are.
         """
+
+
+def idle() -> None:
+    """Nothing to do meanwhile."""
 
 
 class Backend(Protocol):

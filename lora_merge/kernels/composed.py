@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from . import Launch
+from . import Launch, idle
 from .segments import FLOATS, Segment, raw
 
 BLOCK = 1 << 23
@@ -60,9 +60,10 @@ class Composed:
         return sum(t.nbytes for j in self._journals for t in (j.packed, j.raw, j.sums))
 
     @keeping_denormals()
-    def merge(self) -> None:
+    def merge(self, meanwhile: Callable[[], object] = idle) -> None:
         self.merged = True
         try:
+            meanwhile()
             for block in self._blocks:
                 self._journals.append(self._merge(block))
         except BaseException:
@@ -70,7 +71,8 @@ class Composed:
             raise
 
     @keeping_denormals()
-    def unmerge(self) -> set[str]:
+    def unmerge(self, meanwhile: Callable[[], object] = idle) -> set[str]:
+        meanwhile()
         while self._journals:
             self._changed |= self._unmerge(self._blocks[len(self._journals) - 1], self._journals[-1])
             self._journals.pop()

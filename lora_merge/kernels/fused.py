@@ -10,11 +10,14 @@ it, and such a unit stays as it is.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from . import idle
 
 FIRST_ROOM = 64
 """The first arena is this part of the bases' bytes: enough for updates up to a tenth of the weights."""
@@ -86,7 +89,7 @@ class Fused:
         j = self._journal
         return j.codes.nbytes + j.records.nbytes + j.arena.nbytes if j else 0
 
-    def merge(self) -> None:
+    def merge(self, meanwhile: Callable[[], object] = idle) -> None:
         kernels = self._kernels
 
         def room(n: int) -> Tensor:
@@ -99,6 +102,7 @@ class Fused:
         self._journal = journal
         try:
             kernels.track(journal)
+            meanwhile()
             asked, lacking, _ = counter.tolist()  # the one wait for the device
             used = min(asked, arena.nbytes)
             self._first_room = (used + lacking) * (SPARE + 1) // SPARE + kernels.slack
@@ -112,11 +116,12 @@ class Fused:
             self.unmerge()
             raise
 
-    def unmerge(self) -> set[str]:
+    def unmerge(self, meanwhile: Callable[[], object] = idle) -> set[str]:
         journal = self._journal
         if journal is None:
             return set()
         self._kernels.untrack(journal)
+        meanwhile()
         changed = int(journal.counter[2])  # waits for the device
         self._journal = None
         return self._kernels.names((journal.records[:, 0] >= 0).nonzero().flatten().cpu()) if changed else set()

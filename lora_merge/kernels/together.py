@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
-from . import Tracked
+from . import Tracked, idle
 
 
 class Together:
@@ -23,16 +23,17 @@ class Together:
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self._parts)
 
-    def merge(self) -> None:
+    def merge(self, meanwhile: Callable[[], object] = idle) -> None:
         with ExitStack() as back:
             for part in self._parts:
-                part.merge()
-                back.callback(part.unmerge)  # where a later one fails
+                part.merge(meanwhile if part is self._parts[-1] else idle)
+                back.callback(part.unmerge, idle)  # where a later one fails
             back.pop_all()
 
-    def unmerge(self) -> set[str]:
+    def unmerge(self, meanwhile: Callable[[], object] = idle) -> set[str]:
         for part in self._parts:
             if part.merged:
-                self._changed |= part.unmerge()
+                self._changed |= part.unmerge(meanwhile)
+                meanwhile = idle
         changed, self._changed = self._changed, set()
         return changed

@@ -10,7 +10,7 @@ between is found, and refused.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -64,33 +64,40 @@ class TrackedPlan:
 
     @untraced
     @torch.inference_mode()
-    def merge(self) -> None:
+    def merge(self, meanwhile: Callable[[], object] = kernels.idle) -> None:
         """Merge in place, on the current stream; waits for the device. If it raises (no memory), the weights are as
         before.
+
+        Args:
+            meanwhile: work of the host that need not wait for the device. If it raises, so does this.
 
         Raises:
             AlreadyMerged: the plan is merged; nothing was written.
         """
         if self._tracked is None:
+            meanwhile()
             return
         if self._tracked.merged:
             raise AlreadyMerged("this plan is merged: unmerge it first")
-        self._tracked.merge()
+        self._tracked.merge(meanwhile)
 
     @untraced
     @torch.inference_mode()
-    def unmerge(self) -> None:
+    def unmerge(self, meanwhile: Callable[[], object] = kernels.idle) -> None:
         """Put every bit back as it was before `merge`, and let go of what that took. Does nothing where not merged.
 
         Waits for the device. After any other error (no memory for a block) what is left stays merged, and calling again
         goes on from there.
+
+        Args:
+            meanwhile: as for `merge`; called where there is something to put back.
 
         Raises:
             NotRestored: weights do not hold what `merge` wrote. Where that is so, units of work (some ten thousand
                 elements) stay as they are; all else is back.
         """
         if self._tracked and self._tracked.merged:
-            changed = sorted(self._tracked.unmerge())
+            changed = sorted(self._tracked.unmerge(meanwhile))
             if changed:
                 more = f" and {len(changed) - 10} more" if len(changed) > 10 else ""
                 raise NotRestored(

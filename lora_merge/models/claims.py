@@ -15,8 +15,8 @@ from ..errors import AlreadyMerged, InvalidInput
 from ..shards import Address
 
 _lock = threading.Lock()
-_layers: set[int] = set()
-_merged: dict[Address, Tensor] = {}
+_merged: dict[object, tuple[Iterable[object], Mapping[Address, Tensor]]] = {}
+"""The adapter layers and weights of each `merged`."""
 _read: dict[object, Sequence[torch.UntypedStorage]] = {}
 """What the passes of streams that are under way read."""
 _looks: dict[Look, set[int]] = {}
@@ -56,9 +56,9 @@ def merging(
         AlreadyMerged: some of them are inside `merged`, or were when they were looked at.
         InvalidInput: a stream reads the memory of some of them.
     """
-    ids = set(map(id, layers))
+    claim = object()
     with _lock:
-        there = not _layers.isdisjoint(ids) or not _merged.keys().isdisjoint(weights)
+        there = any(_shared(layers, others) or not held.keys().isdisjoint(weights) for others, held in _merged.values())
         if there or (left and not left.isdisjoint(_memory(weights.values()))):
             raise AlreadyMerged(
                 "merged() is already entered on this model, or on one that shares weights with it; leave it before "
@@ -69,17 +69,14 @@ def merging(
                 "a stream of these weights (MergedWeights, VllmSync) is under way, which would read merged ones from "
                 "here on: finish its iteration, or close it, before merged()"
             )
-        _layers.update(ids)
-        _merged.update(weights)
+        _merged[claim] = layers, weights
     try:
         yield
     finally:
 
         def let_go() -> None:
             with _lock:
-                _layers.difference_update(ids)
-                for where in weights:
-                    _merged.pop(where, None)
+                _merged.pop(claim, None)
                 for seen in _looks.values():
                     seen |= _memory(weights.values())
 
@@ -110,7 +107,8 @@ def reading(held: Sequence[torch.UntypedStorage]) -> Iterator[None]:
 
 def check_readable(held: Sequence[torch.UntypedStorage], left: AbstractSet[int] = frozenset()) -> None:
     """Raise `AlreadyMerged` if some of this memory is inside `merged`, or was when it was looked at (see `Look`)."""
-    if (_merged and _meet(held, list(_merged.values()))) or (left and _lies_in(held, left)):
+    merged = any(_meet(held, weights.values()) for _, weights in list(_merged.values()))
+    if merged or (left and _lies_in(held, left)):
         raise AlreadyMerged(
             "these weights are inside lora_merge.merged() and hold adapters on top of the base, or did so while they "
             "were looked at: leave the block first"
@@ -125,6 +123,10 @@ def check_base(modules: Iterable[nn.Module]) -> None:
                 f"the base of a {type(module).__name__} already holds the adapters {', '.join(names)}: call "
                 "unmerge_adapter(), or load the base again where its exact weights matter"
             )
+
+
+def _shared(some: Iterable[object], others: Iterable[object]) -> bool:
+    return not set(map(id, some)).isdisjoint(map(id, others))
 
 
 def _meet(held: Sequence[torch.UntypedStorage], weights: Iterable[Tensor]) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import compress, repeat
+from operator import is_
 from typing import Any
 
 from torch import nn
@@ -33,35 +35,41 @@ def refuse(*args: object, **kwargs: object) -> None:
     )
 
 
-def guarded(modules: Iterable[nn.Module]) -> Iterable[tuple[nn.Module, dict[str, Any]]]:
-    """The modules that save themselves, each with what is to stand for those of its methods."""
-    for module in modules:
-        kind = type(module)
-        if kind not in _found:
-            _found[kind] = {name: refuse for name in _SAVERS if callable(getattr(kind, name, None))}
-        if _found[kind]:
-            yield module, _found[kind]
+def guarded(modules: Sequence[nn.Module]) -> list[tuple[Sequence[nn.Module], dict[str, Any]]]:
+    """The modules that save themselves, class by class, with what is to stand for those of their methods."""
+    kinds: list[type] = list(map(type, modules))
+    for kind in set(kinds) - _found.keys():
+        _found[kind] = {name: refuse for name in _SAVERS if callable(getattr(kind, name, None))}
+    saving = [kind for kind in dict.fromkeys(kinds) if _found[kind]]
+    return [(list(compress(modules, map(is_, kinds, repeat(kind)))), _found[kind]) for kind in saving]
 
 
 class Replaced:
     """Attributes of modules that are others for a while."""
 
     def __init__(self) -> None:
-        self._before: list[tuple[dict[str, Any], str, Any]] = []
+        self._before: list[tuple[list[dict[str, Any]], str, list[Any]]] = []
 
-    def put(self, changes: Iterable[tuple[nn.Module, dict[str, Any]]]) -> None:
-        """Set the attributes on the modules themselves; once, and none before all old ones are known."""
-        changes = list(changes)
-        for module, new in changes:
+    def put(self, changes: Iterable[tuple[Sequence[nn.Module], dict[str, Any]]]) -> None:
+        """Set attributes on some modules themselves, the same on each; once, and none before all old ones are known."""
+        placed = [(list(map(vars, modules)), new) for modules, new in changes]
+        for insides, new in placed:
             for key in new:
-                self._before.append((module.__dict__, key, module.__dict__.get(key, _NONE)))
-        for module, new in changes:
-            module.__dict__.update(new)
+                self._before.append((insides, key, list(map(dict.get, insides, repeat(key), repeat(_NONE)))))
+        for insides, new in placed:
+            for inside in insides:
+                inside.update(new)
 
     def back(self) -> None:
         """As they were before. May be called again."""
-        for inside, key, value in self._before:
-            if value is _NONE:
-                inside.pop(key, None)
-            else:
-                inside[key] = value
+        for insides, key, values in self._before:
+            if values.count(_NONE) == len(values):
+                for inside in insides:
+                    inside.pop(key, None)
+                continue
+            for inside, value in zip(insides, values, strict=True):
+                if value is _NONE:
+                    inside.pop(key, None)
+                else:
+                    inside[key] = value
+        self._before = []

@@ -19,7 +19,7 @@ from ..shards.ranks import Ranks
 from .conversion import Conversion
 from .delta import Delta, Job
 from .part import Part
-from .snapshot import Snapshot
+from .snapshot import Layed, Owners, Snapshot
 
 
 class Live(Protocol):
@@ -78,9 +78,11 @@ class Live(Protocol):
     def weights(self, deltas: Sequence[Delta]) -> dict[Address, Tensor]:
         """What is written when deltas, all that `adapters` told, are merged in place."""
 
-    def owners(self, weights: Mapping[Address, Tensor]) -> list[tuple[nn.Module, str, Tensor | None]]:
-        """The modules that hold `weights` by themselves (FSDP puts parameters in and takes them out), under which
-        names, and which of them."""
+    def owners(self, weights: Mapping[Address, Tensor]) -> Owners:
+        """The places that hold `weights` by themselves: none where FSDP puts parameters in and takes them out."""
+
+    def layouts(self, weights: Mapping[Address, Tensor]) -> Sequence[Layed]:
+        """Shapes, strides and dtypes of `weights`."""
 
     def jobs(self, deltas: Sequence[Delta], copy: Callable[[Address], Tensor]) -> AbstractContextManager[Sequence[Job]]:
         """What is to be merged in place; tied weights are held apart inside, by copies of the bases of `weights`."""

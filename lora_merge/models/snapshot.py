@@ -3,24 +3,32 @@
 Whoever keeps something that was made from a reading keeps the snapshot's facts beside it, and reads again when new ones
 are not equal. No snapshot is made out of an earlier one, and no hook is set on the model or on PEFT: each looks at
 everything.
+
+A trainer waits for this before every merge, and a model may have thousands of layers. So everything is looked at in
+columns: one attribute of all modules at a time, by C code of Python's own, and nothing is made for each that the
+garbage collector has to follow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from itertools import chain
-from operator import attrgetter
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain, compress
+from operator import attrgetter, is_, itemgetter, methodcaller
+from types import NoneType
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 
-from ..names import trail
+from ..names import Trail, column, trail
+from ..shards import Address
 from ..shards.layout import Layout
-from .peft.read import adapter_facts
+from .peft.facts import AdapterFacts, adapter_facts
 
-_PARAMETERS, _BUFFERS = attrgetter("_parameters"), attrgetter("_buffers")
-_SHAPE, _KIND = attrgetter("shape"), attrgetter("dtype", "device")
+_T = TypeVar("_T")
+_SHAPE, _DTYPE, _DEVICE = attrgetter("shape"), attrgetter("dtype"), attrgetter("device")
+_VALUES = methodcaller("values")
 
 
 class Snapshot(NamedTuple):
@@ -40,12 +48,17 @@ class Snapshot(NamedTuple):
         modules: live, in an order that is the same for equal facts. So are the following:
         parameters: parameters and persistent buffers.
         tensors: what is here of each of them.
+        kinds: classes of the modules, and of those that these are in.
     """
 
     facts: list[Any]
     modules: list[nn.Module]
     parameters: list[Tensor]
     tensors: list[Tensor]
+    kinds: set[type]
+
+
+Layed: TypeAlias = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
 
 class Indices(NamedTuple):
@@ -53,16 +66,43 @@ class Indices(NamedTuple):
 
     Args:
         facts: of the snapshots for which this holds.
-        layers: numbers among their modules of the adapter layers, with the names of the adapters that act there, where
-            those have names.
+        layers: names of adapters that act, and numbers among the modules of the adapter layers in which just these do.
         weights: numbers among their parameters of those that active adapters change. None is tied to another.
-        owners: for each of these the number among their modules of the one that holds it, and under which name.
+        addresses: of these.
+        layouts: of these, as of `layouts`.
+        owners: for each place that holds one of them the number among their modules of its module, ...
+        keys: ... under which name, ...
+        held: ... and the number of the parameter.
     """
 
     facts: list[Any]
-    layers: list[tuple[int, list[str]]]
+    layers: list[tuple[tuple[str, ...], list[int]]]
     weights: list[int]
-    owners: list[tuple[int, str]]
+    addresses: list[Address]
+    layouts: Sequence[Layed]
+    owners: list[int]
+    keys: list[str]
+    held: list[int]
+
+
+class Owners(NamedTuple):
+    """Places of a model that hold some of its parameters: modules, names of their parameters, and these.
+
+    Args:
+        modules, keys, held: one of each for every place.
+    """
+
+    modules: Sequence[nn.Module]
+    keys: Sequence[str]
+    held: Sequence[Tensor]
+
+    def lost(self) -> list[Tensor]:
+        """Those that are in their places no more."""
+        parameters = column("_parameters", list(map(vars, self.modules)), self.modules)
+        now = list(map(dict.get, parameters, self.keys))
+        if all(map(is_, now, self.held)):
+            return []
+        return [held for held, there in zip(self.held, now, strict=True) if held is not there]
 
 
 _indices: WeakKeyDictionary[nn.Module, Indices] = WeakKeyDictionary()
@@ -75,75 +115,185 @@ def indices_in(snapshot: Snapshot, model: nn.Module) -> Indices | None:
 
 
 def note(
-    model: nn.Module, snapshot: Snapshot, layers: Iterable[tuple[nn.Module, list[str]]], weights: Iterable[Tensor]
+    model: nn.Module,
+    snapshot: Snapshot,
+    layers: Iterable[tuple[nn.Module, Sequence[str]]],
+    weights: Mapping[Address, Tensor],
 ) -> None:
     """Keep where these are in the snapshot; see `Indices`."""
     modules = {id(module): at for at, module in enumerate(snapshot.modules)}
     parameters = {id(parameter): at for at, parameter in enumerate(snapshot.parameters)}
-    weights = list(weights)
+    acting: dict[tuple[str, ...], list[int]] = {}
+    for layer, active in layers:
+        acting.setdefault(tuple(active), []).append(modules[id(layer)])
+    places = owners(snapshot, weights.values())
     _indices[model] = Indices(
         snapshot.facts,
-        [(modules[id(layer)], active) for layer, active in layers],
-        [parameters[id(weight)] for weight in weights],
-        [(modules[id(owner)], key) for owner, key, _ in owners(snapshot, weights)],
+        list(acting.items()),
+        [parameters[id(weight)] for weight in weights.values()],
+        list(weights),
+        layouts(weights.values()),
+        [modules[id(module)] for module in places.modules],
+        list(places.keys),
+        [parameters[id(weight)] for weight in places.held],
     )
 
 
-def owners(
-    snapshot: Snapshot, weights: Iterable[Tensor], indices: Indices | None = None
-) -> list[tuple[nn.Module, str, Tensor | None]]:
-    """The modules of the snapshot that hold some of these parameters, under which names, and which of them.
+def layouts(weights: Iterable[Tensor]) -> list[Layed]:
+    """Shapes, strides and dtypes of what is here of some weights."""
+    here = (getattr(weight, "_local_tensor", weight) for weight in weights)
+    return [(weight.shape, weight.stride(), weight.dtype) for weight in here]
+
+
+def owners(snapshot: Snapshot, weights: Iterable[Tensor], indices: Indices | None = None) -> Owners:
+    """The places of the snapshot that hold some of these parameters.
 
     Args:
         indices: in the snapshot, where the weights are theirs: nothing has to be looked for then.
     """
     if indices is not None:
-        found = ((snapshot.modules[at], key) for at, key in indices.owners)
-        return [(module, key, module._parameters[key]) for module, key in found]
+        return Owners(some(snapshot.modules, indices.owners), indices.keys, some(snapshot.parameters, indices.held))
     ids = set(map(id, weights))
     held = ((module, key, tensor) for module in snapshot.modules for key, tensor in module._parameters.items())
-    return [(module, key, tensor) for module, key, tensor in held if id(tensor) in ids]
+    found = {(id(module), key): (module, key, tensor) for module, key, tensor in held if id(tensor) in ids}
+    return Owners(*map(list, zip(*found.values(), strict=True))) if found else Owners([], [], [])
 
 
-def take(model: nn.Module, layout: Layout, *, adapters: bool = True) -> Snapshot:
+def some(of: Sequence[_T], numbers: Sequence[int]) -> Sequence[_T]:
+    """The elements with these numbers."""
+    return itemgetter(*numbers)(of) if len(numbers) > 1 else [of[number] for number in numbers]
+
+
+def take(model: nn.Module, layout: Layout | None, *, adapters: bool = True) -> Snapshot:
     """The snapshot of a model with PEFT's adapters, or with none.
 
     Args:
+        layout: None: as if nothing were sharded.
         adapters: False: of the base, which stays what it is whatever adapts it.
     """
-    modules, facts = trail(model)
-    if adapters:
-        of_adapters, parts = adapter_facts(modules)
-        facts += of_adapters
-        modules += parts
-    return taken(modules, facts, layout.local)
+    taking = Taking(model, "adapters" if adapters else "base", None if layout is None or layout.plain else layout)
+    for seen in trail(model):
+        taking.add(seen, adapter_facts(seen) if adapters else None)
+    return taking.done()
 
 
-def taken(
-    modules: list[nn.Module], facts: list[Any], local: Callable[[list[Tensor]], tuple[list[Tensor], list[Any]]]
-) -> Snapshot:
-    """The snapshot of these modules, with what else is known of them.
+class Taking:
+    """A snapshot on the way.
 
     Args:
-        local: what is here of tensors, and what else that depends on.
+        model, of: the model, and what the snapshot is of.
+        layout: None where tensors are here as they are.
     """
-    facts += map(id, modules)
-    parameters = list(map(_PARAMETERS, modules))
-    facts += map(len, parameters)
-    facts += chain.from_iterable(parameters)
-    tensors: list[Any] = list(chain.from_iterable(map(dict.values, parameters)))
-    for module, buffers in zip(modules, map(_BUFFERS, modules), strict=True):
-        if buffers:
-            for key, buffer in buffers.items():
-                if key not in module._non_persistent_buffers_set:
-                    facts += (id(module), key)
+
+    def __init__(self, model: nn.Module, of: str, layout: Layout | None = None) -> None:
+        self._layout = layout
+        key = f"{of}, inference" if torch.is_inference_mode_enabled() else of  # the guards tell these apart
+        self._compared = _compared.setdefault(model, {}).setdefault(key, {})
+        self._steps = 0
+        self.taken = Snapshot([], [], [], [], set())
+
+    def add(self, seen: Trail, adapters: AdapterFacts | None = None) -> None:
+        """The next modules of a trail, with what is known of their adapters."""
+        facts, parts = self.taken.facts, [] if adapters is None else adapters.parts
+        facts += seen.facts
+        self.taken.kinds.update(seen.kinds)
+        if adapters is not None:
+            facts += adapters.facts
+            self.taken.kinds.update(adapters.kinds, map(type, parts))
+        modules, insides = [*seen.modules, *parts], [*seen.insides, *map(vars, parts)]
+        facts += map(id, modules)
+        self.taken.modules.extend(modules)
+        parameters = column("_parameters", insides, modules)
+        facts += map(len, parameters)
+        facts += chain.from_iterable(parameters)
+        tensors: list[Any] = list(chain.from_iterable(map(_VALUES, parameters)))
+        self._buffers(seen, tensors)
+        kinds = list(map(type, tensors))
+        facts += kinds
+        if NoneType in set(kinds):
+            tensors = [tensor for tensor in tensors if tensor is not None]
+        self.taken.parameters.extend(tensors)
+        if self._layout is None:
+            self._here(tensors)
+
+    def done(self) -> Snapshot:
+        """When all were added."""
+        if self._layout is not None:
+            here, shards = self._layout.local(self.taken.parameters)
+            self.taken.facts.extend(shards)
+            self._here(here)
+        return self.taken
+
+    def _buffers(self, seen: Trail, tensors: list[Any]) -> None:
+        """Adds the persistent ones."""
+        buffers = column("_buffers", seen.insides, seen.modules)
+        for module, there in compress(zip(seen.modules, buffers, strict=True), buffers):
+            for name, buffer in there.items():
+                if name not in module._non_persistent_buffers_set:
+                    self.taken.facts.extend((id(module), name))
                     tensors.append(buffer)
-    facts += map(type, tensors)
-    tensors = [tensor for tensor in tensors if tensor is not None]
-    here, shards = local(tensors)
-    facts += shards
-    facts += map(Tensor.data_ptr, here)
-    facts += map(_SHAPE, here)
-    facts += map(Tensor.stride, here)
-    facts += map(_KIND, here)
-    return Snapshot(facts, modules, tensors, here)
+
+    def _here(self, tensors: list[Tensor]) -> None:
+        """Shapes, strides, dtypes and devices are the very list of the last time where they are what they were then."""
+        self.taken.tensors.extend(tensors)
+        self.taken.facts.extend(map(Tensor.data_ptr, tensors))
+        step, self._steps = self._steps, self._steps + 1
+        known = self._compared.get(step)
+        if known is None or not known.holds(tensors):
+            known = self._compared[step] = _Compared(tensors)
+        self.taken.facts.append(known.facts)
+
+
+class _Compared:
+    """Shapes, strides, dtypes and devices of tensors, and what tells in one call of torch's whether some have the same.
+
+    It is what torch.compile guards its graphs with. It looks at more (whether gradients are asked for): then it says
+    no, and they are looked at one by one. It keeps none of the tensors.
+
+    Args:
+        tensors: plain ones; others are never said to have the same.
+    """
+
+    TOGETHER = 64
+    """Tensors a call, each of which may come in it once only; it keeps a table of them."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        columns = (map(of, tensors) for of in (_SHAPE, Tensor.stride, _DTYPE, _DEVICE))
+        self.facts: list[Any] = list(chain.from_iterable(columns))
+        self._guards: list[Callable[..., bool]] = []
+        self._twins: dict[int, int] = {}
+        self._count = len(tensors)
+        make = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+        if make is None or not {Tensor, nn.Parameter} >= set(map(type, tensors)):
+            self._count = -1
+            return
+        first: dict[int, int] = {}
+        for at, tensor in enumerate(tensors):
+            first.setdefault(id(tensor), at)
+        # Tied ones come once in a call, and have to be one tensor still.
+        self._twins = {at: first[id(t)] for at, t in enumerate(tensors) if first[id(t)] != at}
+        tensors = self._once(tensors)
+        for begin in range(0, len(tensors), self.TOGETHER):
+            group = tensors[begin : begin + self.TOGETHER]
+            sizes, strides = ([list(of(tensor)) for tensor in group] for of in (_SHAPE, Tensor.stride))
+            guard = make.TensorGuards(*group, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+            self._guards.append(guard.check)
+
+    def _once(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [t for at, t in enumerate(tensors) if at not in self._twins] if self._twins else tensors
+
+    def holds(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether these have what those had."""
+        if len(tensors) != self._count:
+            return False
+        for at, first in self._twins.items():
+            if tensors[at] is not tensors[first]:
+                return False
+        tensors = self._once(tensors)
+        for number, check in enumerate(self._guards):
+            if not check(*tensors[number * self.TOGETHER : (number + 1) * self.TOGETHER]):
+                return False
+        return True
+
+
+_compared: WeakKeyDictionary[nn.Module, dict[str, dict[int, _Compared]]] = WeakKeyDictionary()

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterator
 from functools import cached_property
 from itertools import chain
 from operator import attrgetter, methodcaller
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,18 @@ _units: dict[type, int] = {}
 """Class of a module -> the version of FSDP whose wrapper it is; 0 for others."""
 
 
+class Known(NamedTuple):
+    """Modules of a model that somebody has looked at already.
+
+    Args:
+        modules: that hold parameters themselves.
+        kinds: classes of these and of all that they are in.
+    """
+
+    modules: list[nn.Module]
+    kinds: set[type]
+
+
 class Layout:
     """Answers for one model: what does this rank hold of a parameter, and who holds the rest.
 
@@ -30,24 +42,26 @@ class Layout:
 
     Args:
         model: plain, FSDP2 or FSDP1.
+        known: what all that will be asked for lies in. If nothing of it is sharded, the model is not looked through.
 
     Raises:
         InvalidInput: FSDP units without torch.distributed; from the methods: units that are in use or were written to
             while gathered, or that cannot be mapped; shards over groups that do not fit together.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._modules = _modules(model)
-        kinds = set(map(type, self._modules))
-        for kind in kinds - _units.keys():
-            _units[kind] = 1 if fsdp1.is_unit(kind) else 2 if fsdp2.is_unit(kind) else 0
-        units = [module for module in self._modules if _units[type(module)]] if any(map(_units.get, kinds)) else []
+    def __init__(self, model: nn.Module, known: Known | None = None) -> None:
+        there = dist.is_available() and dist.is_initialized()
+        if known is None or _any_unit(known.kinds) or (there and fsdp2.meshes([], known.modules)):
+            modules = _modules(model)
+            known = Known(modules, set(map(type, modules)))
+        self._modules = known.modules
+        units = [module for module in self._modules if _units[type(module)]] if _any_unit(known.kinds) else []
         self._one: list[Any] = [unit for unit in units if _units[type(unit)] == 1]
         self._two: list[Any] = [unit for unit in units if _units[type(unit)] == 2]
         self._meshes: dict[tuple[Any, tuple[int, ...]], None] = {}
         self._taken: dict[int, list[str]] = {}
         self._fsdp1: Any = None
-        if not dist.is_available() or not dist.is_initialized():
+        if not there:
             if self._one or self._two:
                 raise InvalidInput("the model is under FSDP, but torch.distributed is not initialised (any more)")
             return
@@ -119,6 +133,11 @@ class Layout:
         return local, [*facts, *map(id, cut), *(dtensor._spec for dtensor in cut)]
 
     @property
+    def plain(self) -> bool:
+        """Whether every tensor is here as it is."""
+        return not (self._one or self._two or self._meshes)
+
+    @property
     def flat(self) -> bool:
         """Whether FSDP1 manages parameters."""
         return bool(self._flat)
@@ -144,6 +163,13 @@ class Layout:
     def device(self) -> torch.device | None:
         """Where a sharded model computes, if its weights may lie elsewhere (CPU offloading)."""
         return next((fsdp2.device_of(mesh) for mesh, _ in self._meshes), None)
+
+
+def _any_unit(kinds: set[type]) -> bool:
+    """Whether some of these classes are of FSDP's units."""
+    for kind in kinds - _units.keys():
+        _units[kind] = 1 if fsdp1.is_unit(kind) else 2 if fsdp2.is_unit(kind) else 0
+    return any(map(_units.__getitem__, kinds))
 
 
 def _check_held(name: str, tensor: Tensor) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -24,7 +23,7 @@ from ..conversion import Conversion
 from ..delta import Delta, Factors, Job, LazyList, in_place
 from ..guards import Replaced, guarded
 from ..part import Part
-from ..snapshot import Indices, Snapshot, indices_in, note, owners, taken
+from ..snapshot import Indices, Layed, Owners, Snapshot, Taking, indices_in, layouts, note, owners, some
 from .groups import Groups, ProcessGroups, groups_of, replica
 from .read import Chunks, MegatronModel, facts_of, is_megatron, layers_off, read
 
@@ -56,6 +55,7 @@ class Megatron:
         self._found: MegatronModel | None = None
         self._snapshots: dict[bool, Snapshot] = {}
         self._layers: list[nn.Module] = []
+        self._indices: Indices | None = None
         self._off = ExitStack()
 
     def reshard(self) -> None:
@@ -69,23 +69,23 @@ class Megatron:
         if adapters not in self._snapshots:
             c = self._chunks
             # The function that names parameters is kept, not its `id`: another one may stand for other names.
-            facts, modules = [c.vocab_size, c.names], []
+            taking = Taking(self.key, "adapters" if adapters else "base")
+            taking.taken.facts.extend((c.vocab_size, c.names))
             for chunk in c.list:
-                visited, said = trail(chunk)
-                modules += visited
-                facts += said
+                for seen in trail(chunk):
+                    taking.add(seen)
+            found = taking.done()
             try:
-                others, halves = facts_of(c.list, modules, adapters=adapters)
+                others, halves = facts_of(c.list, found.modules, adapters=adapters)
             except LoraMergeError:
                 self._read()  # says where
                 raise
-            found = taken(modules, facts + others, lambda tensors: (tensors, []))
+            found.facts.extend(others)
+            if adapters and (known := indices_in(found, self.key)) is not None:
+                self._indices = known
+                found = found._replace(facts=known.facts)
             self._snapshots[adapters] = found._replace(tensors=[*found.tensors, *halves])
         return self._snapshots[adapters]
-
-    @cached_property
-    def _indices(self) -> Indices | None:
-        return indices_in(self.snapshot(), self.key)
 
     def _read(self) -> MegatronModel:
         c = self._chunks
@@ -95,7 +95,7 @@ class Megatron:
     def adapters(self) -> tuple[list[object], Sequence[Delta]]:
         snapshot, indices = self.snapshot(), self._indices
         if indices is not None:
-            self._layers = [snapshot.modules[at] for at, _ in indices.layers]
+            self._layers = [layer for _, numbers in indices.layers for layer in some(snapshot.modules, numbers)]
             return list(self._layers), LazyList(self._deltas)
         self._layers = list(self._read().adapters)
         return list(self._layers), self._deltas()
@@ -155,13 +155,15 @@ class Megatron:
     def weights(self, deltas: Sequence[Delta]) -> dict[Address, Tensor]:
         """Whole parameters (whose data may be moved inside the block), also where not all of their rows are adapted."""
         if self._indices is not None:
-            found = self.snapshot().parameters
-            parameters = [found[at] for at in self._indices.weights]
-        else:
-            parameters = [self._read().parameters[delta.name] for delta in deltas if delta.weight.pieces]
+            found = some(self.snapshot().parameters, self._indices.weights)
+            return dict(zip(self._indices.addresses, found, strict=True))
+        parameters = [self._read().parameters[delta.name] for delta in deltas if delta.weight.pieces]
         return {address(parameter): parameter for parameter in parameters}
 
-    def owners(self, weights: Mapping[Address, Tensor]) -> list[tuple[nn.Module, str, Tensor | None]]:
+    def layouts(self, weights: Mapping[Address, Tensor]) -> Sequence[Layed]:
+        return layouts(weights.values()) if self._indices is None else self._indices.layouts
+
+    def owners(self, weights: Mapping[Address, Tensor]) -> Owners:
         return owners(self.snapshot(), weights.values(), self._indices)
 
     @contextmanager
@@ -170,7 +172,7 @@ class Megatron:
             yield LazyList(lambda: [job for delta in deltas for job in in_place(delta)])
             return
         jobs = [job for delta in deltas for job in in_place(delta)]
-        note(self.key, self.snapshot(), ((layer, []) for layer in self._layers), self.weights(deltas).values())
+        note(self.key, self.snapshot(), ((layer, []) for layer in self._layers), self.weights(deltas))
         yield jobs
 
     def off(self) -> None:

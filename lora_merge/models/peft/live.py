@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import cached_property
+from contextlib import contextmanager, suppress
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,7 +15,7 @@ from ...errors import UnsupportedAdapter
 from ...kernels.checks import overlapping
 from ...names import NamedTensor, named_tensors, walk
 from ...shards import Address, address
-from ...shards.layout import Layout
+from ...shards.layout import Known, Layout
 from ...shards.zero import check_unmanaged
 from ..claims import to_the_end
 from ..conversion import Conversion, read_conversion, saved_name, tied_keys
@@ -23,7 +23,7 @@ from ..delta import Delta, Job, LazyList, in_place, whole_job
 from ..guards import Replaced, guarded, refuse
 from ..part import Part
 from ..plain import check_plain
-from ..snapshot import Indices, Snapshot, indices_in, note, owners, take
+from ..snapshot import Indices, Layed, Owners, Snapshot, indices_in, layouts, note, owners, some, take
 from .idle import warn_if_idle
 from .read import Adapters, PeftLayer, read_adapters
 
@@ -33,12 +33,16 @@ class Peft:
 
     def __init__(self, model: nn.Module) -> None:
         self.key = model
-        self._layout = Layout(model)
+        self._seen: Snapshot | None = None
+        with suppress(Exception):  # said by `snapshot`, when the ranks can agree on it
+            self._seen = take(model, None)
+        self._layout = Layout(model, self._seen and Known(self._seen.modules, self._seen.kinds))
         self.ranks = self.merging = self._layout.ranks()
         self.device, self.sharded = self._layout.device(), self._layout.sharded
         self._adapters: Adapters | None = None
         self._snapshots: dict[bool, Snapshot] = {}
-        self._layers: list[tuple[PeftLayer, list[str]]] = []
+        self._layers: list[tuple[Sequence[str], Sequence[PeftLayer]]] = []
+        self._indices: Indices | None = None
         self._off = Replaced()
         self._resharded = False
 
@@ -59,18 +63,20 @@ class Peft:
     def snapshot(self, *, adapters: bool = True) -> Snapshot:
         if adapters not in self._snapshots:
             layout = self._open()
+            seen, self._seen = self._seen, None
             try:
-                self._snapshots[adapters] = take(self.key, layout, adapters=adapters)
+                if not adapters or not layout.plain or seen is None:
+                    seen = take(self.key, layout, adapters=adapters)
+                self._snapshots[adapters] = seen
             except Exception:
                 check_plain(self.modules(), named_tensors(self.key, layout.parameters))  # says of which tensor
                 if adapters:
                     self._read()  # or of which layer
                 raise
+            if adapters and (known := indices_in(self._snapshots[adapters], self.key)) is not None:
+                self._indices = known
+                self._snapshots[adapters] = self._snapshots[adapters]._replace(facts=known.facts)
         return self._snapshots[adapters]
-
-    @cached_property
-    def _indices(self) -> Indices | None:
-        return indices_in(self.snapshot(), self.key)
 
     def _read(self) -> Adapters:
         if self._adapters is None:
@@ -82,11 +88,11 @@ class Peft:
         snapshot, indices = self.snapshot(), self._indices
         if indices is None:
             deltas: Sequence[Delta] = self._read().deltas
-            self._layers = self._read().layers
+            self._layers = [(active, [layer]) for layer, active in self._read().layers]
         else:
             deltas = LazyList(lambda: self._read().deltas)
-            self._layers = [(snapshot.modules[at], active) for at, active in indices.layers]
-        return [layer for layer, _ in self._layers], deltas
+            self._layers = [(active, some(snapshot.modules, numbers)) for active, numbers in indices.layers]
+        return list(chain.from_iterable(layers for _, layers in self._layers)), deltas
 
     def parts(self, *, adapters: bool, keep_tied: bool) -> dict[str, Part]:
         found = self._read().deltas if adapters else []
@@ -142,20 +148,23 @@ class Peft:
         snapshot, indices = self.snapshot(), self._indices
         if indices is not None:
             tensors = snapshot.tensors if self.sharded else snapshot.parameters
-            return {address(tensors[at]): tensors[at] for at in indices.weights}
+            return dict(zip(indices.addresses, some(tensors, indices.weights), strict=True))
         if self.sharded:
             return {address(piece.tensor): piece.tensor for delta in deltas for piece in delta.weight.pieces}
         return {address(parameter): parameter for delta in deltas for parameter in [_parameter(delta)]}
 
-    def owners(self, weights: Mapping[Address, Tensor]) -> list[tuple[nn.Module, str, Tensor | None]]:
-        return [] if self.sharded else owners(self.snapshot(), weights.values(), self._indices)
+    def layouts(self, weights: Mapping[Address, Tensor]) -> Sequence[Layed]:
+        return layouts(weights.values()) if self._indices is None else self._indices.layouts
+
+    def owners(self, weights: Mapping[Address, Tensor]) -> Owners:
+        return Owners([], [], []) if self.sharded else owners(self.snapshot(), weights.values(), self._indices)
 
     def _note_indices(self) -> None:
         """Keep where things are; not of what FSDP1 manages, which modules need not hold."""
         if not self._layout.flat:
             read = self._read()
-            weights = (_parameter(delta) for delta in read.deltas if delta.weight.pieces)
-            note(self.key, self.snapshot(), read.layers, weights)
+            parameters = [_parameter(delta) for delta in read.deltas if delta.weight.pieces]
+            note(self.key, self.snapshot(), read.layers, {address(parameter): parameter for parameter in parameters})
 
     @contextmanager
     def jobs(self, deltas: Sequence[Delta], copy: Callable[[Address], Tensor]) -> Iterator[Sequence[Job]]:
@@ -245,7 +254,7 @@ class Peft:
         """Makes PEFT's forward take its merged path, and keeps PEFT from merging and unmerging, and everything in the
         model from saving: there are merged weights under the base's names."""
         merged = {"merge": refuse, "unmerge": refuse}
-        layers = [(layer, {"merged_adapters": list(active), **merged}) for layer, active in self._layers if active]
+        layers = [(which, {"merged_adapters": list(active), **merged}) for active, which in self._layers if active]
         self._off.put([*guarded(self.snapshot().modules), *layers])
 
     def on(self) -> None:

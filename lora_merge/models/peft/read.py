@@ -7,12 +7,11 @@ passed over. PEFT is not imported; a model that holds its layers has done so.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
-from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -20,7 +19,7 @@ from torch import nn
 
 from ...errors import AlreadyMerged, InvalidInput, LoraMergeError, UnsupportedAdapter
 from ...kernels.segments import FLOATS
-from ...names import any_wrapper, check_module, innermost, lineage, walk
+from ...names import check_module, innermost, lineage, walk
 from ...shards import Shard, whole
 from ...shards.layout import Layout
 from ..delta import Delta, Factors
@@ -55,7 +54,6 @@ _QUANTISED = tuple(f"peft.tuners.lora.{kind}." for kind in _QUANTISED_KINDS)
 _MESH = "_hf_device_mesh"
 _SWAPPED = "_did_swap_in_out_features"
 _GEOMETRY = ("kernel_size", "stride", "padding", "dilation", "padding_mode")
-_LOOK = attrgetter("merged_adapters", "disable_adapters", "active_adapters", "scaling", "lora_variant")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -181,61 +179,6 @@ def _active(name: str, layer: PeftLayer) -> list[str]:
         return []
     there = layer.scaling if lineage(type(layer))[0] in _READERS else layer._get_available_adapters()
     return [adapter for adapter in layer.active_adapters if adapter in there]
-
-
-def adapter_facts(modules: Sequence[nn.Module]) -> tuple[list[Any], list[nn.Module]]:
-    """All that `read_adapters` looks at in the modules of a model, beside which they are and their parameters.
-
-    What a reader below looks at has its place in `_layer_facts` too.
-
-    Returns:
-        values to be compared, and the modules of the active adapters, whose parameters are looked at.
-    """
-    facts: list[Any] = []
-    parts: list[nn.Module] = []
-    for module in modules:
-        cls = type(module)
-        kind = _kinds[cls] if cls in _kinds else _kind(cls)
-        if kind == _TUNER_LAYER:
-            facts.append(_layer_facts(module, parts))
-        elif kind == _PEFT_MODEL:
-            facts.append(_peft_types(module))
-        if _MESH in module.__dict__:
-            facts.append((id(module), module.__dict__[_MESH]))
-    return facts, [innermost(part) for part in parts] if any_wrapper(parts) else parts
-
-
-def _layer_facts(layer: PeftLayer, parts: list[nn.Module]) -> list[Any]:
-    """Of one layer; adds the modules of its active adapters to `parts`."""
-    path = lineage(type(layer))[0]
-    if path not in _READERS:
-        there = frozenset() if layer.disable_adapters else frozenset(layer._get_available_adapters())
-        return [*layer.merged_adapters, layer.disable_adapters, *layer.active_adapters, there]
-    merged, disabled, active, scaling, variants = _LOOK(layer)
-    inside, begin = layer._modules, len(parts)
-    forward = id(inside["base_layer"].__dict__.get("forward"))
-    facts = [*merged, disabled, forward, getattr(layer, _BACKEND, None) is None]
-    lora_A, lora_B = inside["lora_A"]._modules, inside["lora_B"]._modules
-    magnitudes = inside["lora_magnitude_vector"]._modules
-    for adapter in () if disabled else active:
-        if adapter in scaling:
-            facts += (adapter, float(scaling[adapter]), type(variants.get(adapter)))
-            if adapter in lora_A:
-                parts += (lora_A[adapter], lora_B[adapter])
-            if adapter in magnitudes:
-                parts.append(magnitudes[adapter])
-    if path == _LINEAR:
-        facts.append(layer.fan_in_fan_out)
-    elif path == _EMBEDDING:
-        parts += (inside["lora_embedding_A"], inside["lora_embedding_B"])
-        facts.append(innermost(layer).max_norm)
-    elif path == _PARAMETER:
-        facts += (layer.parameter_name, layer.num_experts, getattr(layer, _SWAPPED, False))
-    else:
-        base = innermost(layer)
-        convs = [base, *(innermost(part) for part in parts[begin:])]
-        facts += [base.groups, *(getattr(conv, what, None) for conv in convs for what in _GEOMETRY)]
-    return facts
 
 
 def _layer_deltas(name: str, layer: PeftLayer, active: list[str], layout: Layout) -> list[Delta]:

@@ -1,0 +1,162 @@
+"""All that reading PEFT's layers depends on, beside which modules they are and their parameters: part of a snapshot.
+
+What a reader in `read.py` looks at has its place here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import compress, repeat
+from operator import attrgetter, contains, is_, itemgetter, methodcaller
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from ...names import Trail, any_wrapper, column, innermost, lineage
+from .read import (
+    _BACKEND,
+    _EMBEDDING,
+    _GEOMETRY,
+    _LINEAR,
+    _MESH,
+    _PARAMETER,
+    _PEFT_MODEL,
+    _READERS,
+    _SWAPPED,
+    PeftLayer,
+    _kind,
+    _peft_types,
+)
+
+_FORWARD, _OLD_FORWARD = methodcaller("get", "forward"), methodcaller("get", "_old_forward")
+_LOOK = attrgetter("merged_adapters", "disable_adapters", "active_adapters", "scaling", "lora_variant")
+
+
+class AdapterFacts(NamedTuple):
+    """All that `read_adapters` looks at in the modules of a model, beside which they are and their parameters.
+
+    Args:
+        facts: values to be compared.
+        parts: the modules of the active adapters, whose parameters are looked at.
+        kinds: classes of the modules around these.
+    """
+
+    facts: list[Any]
+    parts: list[nn.Module]
+    kinds: set[type]
+
+
+def adapter_facts(seen: Trail) -> AdapterFacts:
+    """Of the modules of a model."""
+    found = AdapterFacts([], [], set())
+    modules, classes, insides, _ = seen
+    for cls in dict.fromkeys(classes):
+        kind = _kind(cls)
+        if kind is None:
+            continue
+        chosen = list(map(is_, classes, repeat(cls)))
+        some: list[PeftLayer] = list(compress(modules, chosen))
+        if kind == _PEFT_MODEL:
+            found.facts.extend(map(_peft_types, some))
+            continue
+        alike = _alike(cls, some, list(compress(insides, chosen)))
+        if alike is None:
+            alike = AdapterFacts([], [], set())
+            alike.facts.extend([_layer_facts(layer, alike.parts) for layer in some])
+            alike.kinds.update(type(child) for layer in some for child in layer._modules.values())
+        found.facts.extend(alike.facts)
+        found.parts.extend(alike.parts)
+        found.kinds.update(alike.kinds)
+    if any(map(contains, insides, repeat(_MESH))):
+        found.facts.extend(
+            (id(m), inside[_MESH]) for m, inside in zip(modules, insides, strict=True) if _MESH in inside
+        )
+    parts = [innermost(part) for part in found.parts] if any_wrapper(found.parts) else found.parts
+    return found._replace(parts=parts)
+
+
+def _alike(cls: type, layers: Sequence[PeftLayer], insides: Sequence[dict[str, Any]]) -> AdapterFacts | None:
+    """Of linear layers in all of which the same adapters act, attribute by attribute: of thousands of experts,
+    `_layer_facts` would take longer than merging them. None where they are not like that, or not as PEFT makes them."""
+    if lineage(cls)[0] != _LINEAR or not _keeps_fields(cls):
+        return None
+    try:
+        merged, disabled, active, scalings, variants, transposed, children = (
+            list(map(itemgetter(name), insides)) for name in (*_FIELDS, "fan_in_fan_out", "_modules")
+        )
+        if any(merged) or any(disabled) or active.count(active[0]) != len(active):
+            return None
+        if any(map(contains, insides, repeat(_BACKEND))):
+            return None
+        names = [active[0]] if isinstance(active[0], str) else list(active[0])
+        found = AdapterFacts([cls, len(layers), *names], [], set())
+        bases = [vars(base) for base in map(itemgetter("base_layer"), children)]
+        if any(forwards := list(map(_FORWARD, bases))):
+            found.facts.extend(map(id, forwards))
+            found.facts.extend(map(id, map(_OLD_FORWARD, bases)))
+        found.facts.extend(transposed)
+        varied = variants.count({}) != len(variants)
+        halves = ("lora_A", "lora_B", "lora_magnitude_vector") if varied else ("lora_A", "lora_B")
+        for name in names:
+            found.facts.extend(map(float, map(itemgetter(name), scalings)))
+            found.facts.extend(map(type, map(dict.get, variants, repeat(name))) if varied else ())
+            for half in halves:
+                holders = list(map(itemgetter(half), children))
+                found.kinds.update(map(type, holders))
+                found.parts.extend(map(itemgetter(name), column("_modules", list(map(vars, holders)), holders)))
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None
+    return found
+
+
+_FIELDS = ("merged_adapters", "_disable_adapters", "_active_adapter", "scaling", "lora_variant")
+_PROPERTIES = {
+    "disable_adapters": {"_disable_adapters"},
+    "active_adapter": {"_active_adapter"},
+    "active_adapters": {"active_adapter", "isinstance", "str"},
+}
+"""PEFT's properties of a layer, and what their code names."""
+
+
+@cache
+def _keeps_fields(cls: type) -> bool:
+    """Whether a layer's properties are what its `_FIELDS` say, and nothing of its class hides one of these."""
+    own = all(not hasattr(getattr(cls, name, None), "__set__") for name in (*_FIELDS, "fan_in_fan_out", "_modules"))
+    gets = {name: getattr(getattr(cls, name, None), "fget", None) for name in _PROPERTIES}
+    codes = {name: getattr(get, "__code__", None) for name, get in gets.items()}
+    read = all(code is not None and set(code.co_names) == _PROPERTIES[name] for name, code in codes.items())
+    return own and read and getattr(cls, _BACKEND, None) is None
+
+
+def _layer_facts(layer: PeftLayer, parts: list[nn.Module]) -> list[Any]:
+    """Of one layer; adds the modules of its active adapters to `parts`."""
+    path = lineage(type(layer))[0]
+    if path not in _READERS:
+        there = frozenset() if layer.disable_adapters else frozenset(layer._get_available_adapters())
+        return [*layer.merged_adapters, layer.disable_adapters, *layer.active_adapters, there]
+    merged, disabled, active, scaling, variants = _LOOK(layer)
+    inside, begin = layer._modules, len(parts)
+    base = vars(inside["base_layer"])
+    facts = [*merged, disabled, id(_FORWARD(base)), id(_OLD_FORWARD(base)), getattr(layer, _BACKEND, None) is None]
+    lora_A, lora_B = inside["lora_A"]._modules, inside["lora_B"]._modules
+    magnitudes = inside["lora_magnitude_vector"]._modules
+    for adapter in () if disabled else active:
+        if adapter in scaling:
+            facts += (adapter, float(scaling[adapter]), type(variants.get(adapter)))
+            if adapter in lora_A:
+                parts += (lora_A[adapter], lora_B[adapter])
+            if adapter in magnitudes:
+                parts.append(magnitudes[adapter])
+    if path == _LINEAR:
+        facts.append(layer.fan_in_fan_out)
+    elif path == _EMBEDDING:
+        parts += (inside["lora_embedding_A"], inside["lora_embedding_B"])
+        facts.append(innermost(layer).max_norm)
+    elif path == _PARAMETER:
+        facts += (layer.parameter_name, layer.num_experts, getattr(layer, _SWAPPED, False))
+    else:
+        base = innermost(layer)
+        convs = [base, *(innermost(part) for part in parts[begin:])]
+        facts += [base.groups, *(getattr(conv, what, None) for conv in convs for what in _GEOMETRY)]
+    return facts
