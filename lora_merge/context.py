@@ -170,8 +170,8 @@ class _Restore:
         self._copies: dict[Address, Tensor] = {}
         self._errors: list[Exception] = []
         self._left = True
+        self._noted = False
         self.merges: list[_Merge] = []
-        self.note = _Once(self._note)
 
     def copy(self, where: Address) -> Tensor:
         """A copy of the base of a weight: for users of a tied one that must not see it merged."""
@@ -191,7 +191,10 @@ class _Restore:
             merge.merge(self.note)
         self.note()
 
-    def _note(self) -> None:
+    def note(self) -> None:
+        """What the way back needs, and that PEFT's layers are told; when it is first called."""
+        if self._noted:
+            return
         weights = list(self._weights.values())
         # This memory is what is merged and what is restored, wherever the parameters go meanwhile.
         storages = list(map(Tensor.untyped_storage, weights))
@@ -207,6 +210,7 @@ class _Restore:
         self._counted, self._versions = counted, versions
         torch._C._autograd._unsafe_set_version_counter(counted, inside)
         self._model.off()
+        self._noted = True
 
     def __exit__(self, *exception: object) -> None:
         if not self._left:

@@ -930,6 +930,31 @@ def test_an_error_late_in_the_model_changes_nothing() -> None:
         pass
 
 
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_nothing_is_left_to_the_garbage_collector(subject: str) -> None:
+    """What an entry holds goes when the block is left, not when Python next looks for circles: that is memory."""
+    model = SUBJECTS[subject]()
+    for _ in range(2):
+        with merged(model):
+            pass
+
+    def held() -> int:
+        tensors = [t for t in gc.get_objects() if isinstance(t, torch.Tensor) and t.device.type == "cpu"]
+        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+    gc.collect()
+    gc.disable()
+    try:
+        before = held()
+        for _ in range(3):
+            with merged(model):
+                pass
+        assert held() == before
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("subject", SUBJECTS)
 def test_on_the_gpu(subject: str) -> None:

@@ -67,8 +67,11 @@ class Shape(NamedTuple):
 
 ONE_A_TILE = 2**20
 """Programs: as many as there are tiles."""
-MERGE = MERGE_WIDE = Shape(64, 128, 4, ONE_A_TILE, 0, 0, 1)
-TRACKED = Shape(64, 64, 4, 4, 128, 128, 1)
+MERGE = Shape(64, 128, 4, 3, 168, 128, 2)
+"""Of adapters of 16 bits and up to `RANK_BLOCK` ranks, as measured on an H200 (docs/performance.md)."""
+MERGE_LONG = Shape(64, 128, 4, ONE_A_TILE, 0, 0, 2)
+"""Of all others: a program that goes from tile to tile has no registers for more."""
+TRACKED = Shape(64, 64, 4, 4, 128, 32, 1)
 TRACKED_WIDE = Shape(64, 64, 4, 3, 168, 128, 1)
 """Of the same tile, as all tiles of a journal are. Wide adapters are split into parts, which takes registers."""
 NORMS = Shape(64, 128, 4, ONE_A_TILE, 0, 0, 2)
@@ -134,7 +137,7 @@ def _alignment(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def merge_variant(table: np.ndarray, constants: dict[str, Any], device: torch.device) -> Variant:
     """A launch over all tiles of a table, those of a row of tiles one after the other."""
     bytewise = (int(table[0, DTYPES]) & 0xFF) == RAW[1]
-    merges = MERGE_WIDE if _wide(constants) else MERGE
+    merges = MERGE_LONG if _wide(constants) or constants["RANK_BLOCKS"] > 1 else MERGE
     return _tiled(table, constants, COPY if bytewise else merges, device)
 
 
