@@ -180,7 +180,7 @@ def test_a_refused_push_leaves_a_sleeping_engine_asleep(tmp_path: Path) -> None:
                 sync.push()
             del layer.extra
             assert llm.llm_engine.is_sleeping()
-            assert abs(torch.cuda.mem_get_info()[0] - asleep) < 1 << 27, "its memory is free again"
+            assert abs(torch.cuda.mem_get_info()[0] - asleep) < 1 << 27, "the KV cache's memory is free"
             train(model, level)
             sync.push()
             assert_answers(ask(llm), model)

@@ -596,6 +596,37 @@ def test_a_refused_push_leaves_a_sleeping_engine_asleep(llm: LLM, monkeypatch: p
     assert calls == ["weights", 1, "weights", 2]
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_an_engine_that_stays_half_awake_after_a_refusal(level: int, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.26 does not put weights to sleep again while the KV cache sleeps: the next push wakes what is left, or
+    whoever asks the engine waits for ever. (CPUs have no sleep mode: what it would do is written down.)"""
+    model, weights, calls = policy(), [level], []
+    sync = VllmSync(model, llm)
+    control = sync._trainer.controls[0]
+
+    async def wake(tag: str) -> None:
+        calls.append(tag)
+        weights[0] = 0
+
+    async def sleep(to: int) -> None:
+        calls.append(to)
+
+    for module in (lora_merge.engine.vllm.worker, lora_merge.engine.vllm.side):
+        monkeypatch.setattr(module, "asleep", lambda: weights[0])
+    monkeypatch.setattr(control, "wake", wake)
+    monkeypatch.setattr(control, "sleep", sleep)
+    model.base_model.model.model.layers[0].mlp.extra = nn.Linear(8, 8)
+    for _ in range(2):
+        with pytest.raises(PushRefused, match=r"mlp\.extra"):
+            sync.push()
+    assert calls == ["weights", level], "once awake, weights stay it, and nobody puts them to sleep again"
+    del model.base_model.model.model.layers[0].mlp.extra
+    sync.push()
+    assert calls == ["weights", level, "kv_cache"]
+    sync.push()
+    assert calls == ["weights", level, "kv_cache"], "awake"
+
+
 def test_engines_that_cannot_be_pushed_to_say_why(tmp_path: Path, llm: LLM) -> None:
     class Deaf:
         llm_engine = None

@@ -296,8 +296,15 @@ class VllmSync:
 
     async def _sleep_again(self, replicas: Sequence[Replica], slept: Mapping[int, int]) -> None:
         """After a refusal: engines that were asleep are so again, at their level; the others were left alone."""
-        awoken = [replica for replica in replicas if slept.get(replica.index)]
-        await self._trainer.each(awoken, lambda replica: replica.handle.sleep(slept[replica.index]), failed=True)
+
+        async def again(replica: Replica) -> None:
+            await replica.handle.sleep(slept[replica.index])
+            # vLLM 0.26 takes one whose KV cache sleeps for asleep, and leaves its weights where they are: then the next
+            # push has the KV cache alone to wake.
+            if not any(worker["asleep"] for worker in await replica.handle.rpc("hello")):
+                await self._tell(replica, "note_pause", waking=True)
+
+        await self._trainer.each([r for r in replicas if slept.get(r.index)], again, failed=True)
 
     async def _tell(self, replica: Replica, op: str, **message: Any) -> list[dict[str, Any]]:
         """A call of a push to all workers of an engine, which refuse it if another trainer's turn has come."""
