@@ -59,7 +59,9 @@ for step in $steps; do
     sweep) bench sweep-h200 sweep --device cuda --plot "$out/sweep-h200.png" ;;
     latency) bench latency-h200 latency ;;
     energy) bench energy-h200 energy ;;
-    triton) LORA_MERGE_BACKEND=triton merge variants/merge-qwen2.5-7b-triton --shape qwen2.5-7b --adapter-dtype bf16 ;;
+    triton)
+      LORA_MERGE_BACKEND=triton bench variants/ranks-h200-triton ranks --shape qwen2.5-7b --device cuda --ranks 8 32 64 \
+        --kinds bf16 "bf16, fp32 adapters" --methods "in place" "out of place" "there and back" ;;
     portable) # the kernels for any GPU, from code for sm_80, in a copy of the tree
       copy=$(mktemp -d)
       cp -r . "$copy"
