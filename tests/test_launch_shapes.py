@@ -182,12 +182,12 @@ def test_parts_of_a_tracked_merge_go_back_together() -> None:
         def __init__(self, name: str, fails: str = "") -> None:
             self.name, self.fails, self.merged = name, fails, False
 
-        def merge(self) -> None:
+        def merge(self, meanwhile: Callable[[], object]) -> None:
             if self.fails == "merge":
                 raise MemoryError
             self.merged = True
 
-        def unmerge(self) -> set[str]:
+        def unmerge(self, meanwhile: Callable[[], object]) -> set[str]:
             if self.fails == "unmerge":
                 self.fails = ""
                 raise MemoryError
