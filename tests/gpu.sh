@@ -12,7 +12,7 @@ cd "$(dirname "$0")/.."
 mkdir -p "${1:?folder for results}"
 out=$(realpath "$1")
 shift
-steps=${*:-build tests sanitizer figures restore peers sweep latency energy triton portable}
+steps=${*:-build tests sanitizer figures ranks restore peers sweep latency energy triton portable}
 status=0
 export PYTHONUNBUFFERED=1 PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 section() { printf '\n===== %s (%d s) =====\n' "$*" "$SECONDS"; }
@@ -56,6 +56,7 @@ for step in $steps; do
       bench restore-h200-fp32-adapters restore --device cuda $small --ranks 32 --bases bf16 --adapters fp32 \
         --updates 0.01 ;;
     peers) bench peers-h200 peers --shape qwen2.5-7b --device cuda --adapter-dtype bf16 --plot "$out/peers-h200.png" ;;
+    ranks) bench ranks-h200 ranks --shape qwen2.5-7b --device cuda --plot "$out/ranks-h200.png" ;;
     sweep) bench sweep-h200 sweep --device cuda --plot "$out/sweep-h200.png" ;;
     latency) bench latency-h200 latency ;;
     energy) bench energy-h200 energy ;;

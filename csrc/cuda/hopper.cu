@@ -64,7 +64,7 @@ struct Merge {
           const int row = min(box.tile.row + box.row + i / 2 * 8, static_cast<int>(s.rows) - 1);
           const Packed<T> rounded =
               round_special<T>(added(i), s, row, box.tile.col + box.col(i), 8, box.launch.stochastic, box.launch.seed);
-          box.store(i, reinterpret_cast<const uint32_t(&)[4]>(rounded));
+          box.store(i, reinterpret_cast<const uint32_t (&)[4]>(rounded));
         }
       } else {
 #pragma unroll
@@ -72,7 +72,7 @@ struct Merge {
           const Eight x = added(i);
           Packed<T> rounded;
           round_nearest8(reinterpret_cast<T(&)[8]>(rounded), x.value);
-          box.store(i, reinterpret_cast<const uint32_t(&)[4]>(rounded));
+          box.store(i, reinterpret_cast<const uint32_t (&)[4]>(rounded));
         }
       }
     }

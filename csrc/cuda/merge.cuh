@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kThreads, 2) merge_kernel(const __grid_constan
     }
 
     // Sums of kGroup steps from `step` on, whose first slot is `slot`.
-    const auto multiply = [&](float(&sum)[kGroup][4][4], int step, bool from_stage) {
+    const auto multiply = [&](float (&sum)[kGroup][4][4], int step, bool from_stage) {
       const auto piece_of = [&](int j, int c, uint32_t at) {
         if (!from_stage)
           return fetch_B<Adapter>(s, walk.first_row + (step + j) * stride + group, c * kChunk + quad * 8);
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kThreads, 2) merge_kernel(const __grid_constan
         }
       }
     };
-    const auto add = [&](Eight& x, const float(&sum)[4][4], int e) {
+    const auto add = [&](Eight& x, const float (&sum)[4][4], int e) {
       if (rank > 0) {
 #pragma unroll
         for (int i = 0; i < 8; ++i) x.value[i] = fmaf(scaling, sum[i / 2][i % 2 * 2 + e], x.value[i]);
