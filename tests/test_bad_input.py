@@ -13,6 +13,7 @@ from torch import Tensor
 
 import lora_merge
 from lora_merge import InvalidInput, Plan, Segment, merge, merge_, run_segments
+from lora_merge.restore import TrackedPlan
 
 OUT, IN, RANK = 6, 8, 2
 
@@ -275,6 +276,7 @@ def test_long_sides(monkeypatch: pytest.MonkeyPatch) -> None:
         ([Segment("w", torch.zeros(2, 2), torch.zeros(2, 2), [1.0])], "w: lora_A must be a tensor"),
     ],
 )
-def test_what_is_no_segment(segments: Any, message: str) -> None:
+@pytest.mark.parametrize("plan", [Plan, TrackedPlan])
+def test_what_is_no_segment(plan: Any, segments: Any, message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
-        Plan(segments)
+        plan(segments)

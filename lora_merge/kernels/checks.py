@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -13,9 +13,9 @@ from .layout import MAX_RANK, MAX_SIDE
 from .segments import FLOATS, RAW, Segment, folded
 
 
-def check_segments(segments: object) -> None:
-    """Raise `InvalidInput` unless this is a tuple of segments whose tensors are tensors."""
-    assert isinstance(segments, tuple)
+def check_segments(given: object) -> tuple[Segment, ...]:
+    """The segments of a plan; raise `InvalidInput` unless they are segments whose tensors are tensors."""
+    segments = tuple(given) if isinstance(given, Iterable) else (given,)
     for index, s in enumerate(segments):
         if not isinstance(s, Segment):
             raise InvalidInput(f"segments must be Segments, got a {type(s).__name__} at {index}")
@@ -23,6 +23,7 @@ def check_segments(segments: object) -> None:
             value, optional = getattr(s, label), label not in ("source", "destination")
             if not isinstance(value, Tensor) and not (value is None and optional):
                 raise InvalidInput(f"{s.name}: {label} must be a tensor, got a {type(value).__name__}")
+    return segments
 
 
 def check_segment(s: Segment) -> None:

@@ -6,8 +6,6 @@ Internal: they write memory behind a table's addresses. `layout.OPERATORS` descr
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -51,6 +49,18 @@ def _words(table: Tensor, device: int) -> tuple[int, int]:
     return table.data_ptr(), table.shape[0]
 
 
+def _journal(device: int, codes: Tensor, records: Tensor, arena: Tensor, asked: Tensor) -> tuple[tuple[int, ...], int]:
+    """What brings weights back: addresses and sizes of its memory, and the counters of what was asked for."""
+    a, b, c, d = _addresses(
+        device,
+        (codes, "codes", torch.uint8, 0),
+        (records, "records", torch.int64, 0),
+        (arena, "arena", torch.uint8, 0),
+        (asked, "counter", torch.int64, 3),
+    )
+    return (a, codes.numel(), b, records.numel(), c, arena.numel()), d
+
+
 def _named(device: int) -> str:
     return "the CPU" if device == CPU else f"cuda:{device}"
 
@@ -78,23 +88,14 @@ def tracked_sizes_cpu(table: Tensor) -> tuple[Tensor, int]:
 
 def track_cpu(table: Tensor, codes: Tensor, records: Tensor, arena: Tensor, counter: Tensor) -> None:
     """Merge in place every unit that is not merged and finds room in the arena."""
-    native.compiled.track_cpu(*_words(table, CPU), *_journal_cpu(codes, records, arena, counter))
+    memory, asked = _journal(CPU, codes, records, arena, counter)
+    native.compiled.track_cpu(*_words(table, CPU), *memory, asked)
 
 
 def untrack_cpu(table: Tensor, codes: Tensor, records: Tensor, arena: Tensor, counter: Tensor) -> None:
     """Put back every bit of the units that are merged."""
-    native.compiled.untrack_cpu(*_words(table, CPU), *_journal_cpu(codes, records, arena, counter))
-
-
-def _journal_cpu(codes: Tensor, records: Tensor, arena: Tensor, counter: Tensor) -> tuple[int, ...]:
-    a, b, c, d = _addresses(
-        CPU,
-        (codes, "codes", torch.uint8, 0),
-        (records, "records", torch.int64, 0),
-        (arena, "arena", torch.uint8, 0),
-        (counter, "counter", torch.int64, 3),
-    )
-    return a, codes.numel(), b, records.numel(), c, arena.numel(), d
+    memory, asked = _journal(CPU, codes, records, arena, counter)
+    native.compiled.untrack_cpu(*_words(table, CPU), *memory, asked)
 
 
 # ---- GPU -------------------------------------------------------------------------------------------------------------
@@ -171,35 +172,24 @@ def row_norms_cuda(
 def track_cuda(
     table: Tensor, unit_segment: Tensor, counter: Tensor, device: int, dtype: int, adapters: int, n_units: int,
     rows_per_unit: int, col_warps: int, stages: int, staged_B: bool, pad: int, max_rank: int,
-    *journal: Any,
+    undo: bool, codes: Tensor, records: Tensor, arena: Tensor, chunk: int, asked: Tensor,
 ) -> None:  # fmt: skip
-    """A tracked merge, or its way back, by the kernel for any GPU; `journal` as of `_journal`."""
+    """A tracked merge, or its way back (`undo`), by the kernel for any GPU."""
+    memory, counters = _journal(device, codes, records, arena, asked)
     native.compiled.track_cuda(
         *_placed(table, unit_segment, device), _counter(counter, device), dtype, adapters, n_units, 0, rows_per_unit,
-        col_warps, stages, staged_B, pad, max_rank, *_journal(device, *journal), *_where(device),
+        col_warps, stages, staged_B, pad, max_rank, undo, *memory, chunk, counters, *_where(device),
     )  # fmt: skip
 
 
 def track_hopper(
     table: Tensor, unit_segment: Tensor, maps: Tensor, counter: Tensor, device: int, dtype: int, adapters: int,
-    n_units: int, rows_per_unit: int, strip_cols: int, held: int, stages: int, max_rank: int, *journal: Any,
+    n_units: int, rows_per_unit: int, strip_cols: int, held: int, stages: int, max_rank: int, undo: bool,
+    codes: Tensor, records: Tensor, arena: Tensor, chunk: int, asked: Tensor,
 ) -> None:  # fmt: skip
     """The same by the kernel for compute capability 9."""
+    memory, counters = _journal(device, codes, records, arena, asked)
     native.compiled.track_hopper(
         *_placed(table, unit_segment, device), _counter(counter, device), dtype, adapters, n_units, 0, rows_per_unit,
-        _maps(maps, table), strip_cols, held, stages, max_rank, *_journal(device, *journal), *_where(device),
+        _maps(maps, table), strip_cols, held, stages, max_rank, undo, *memory, chunk, counters, *_where(device),
     )  # fmt: skip
-
-
-def _journal(
-    device: int, undo: bool, codes: Tensor, records: Tensor, arena: Tensor, chunk: int, asked: Tensor
-) -> tuple[bool | int, ...]:
-    """What brings weights back, on the GPU."""
-    a, b, c, d = _addresses(
-        device,
-        (codes, "codes", torch.uint8, 0),
-        (records, "records", torch.int64, 0),
-        (arena, "arena", torch.uint8, 0),
-        (asked, "asked", torch.int64, 3),
-    )
-    return undo, a, codes.numel(), b, records.numel(), c, arena.numel(), chunk, d

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
@@ -53,8 +53,7 @@ class Plan:
     """
 
     def __init__(self, segments: Sequence[Segment]) -> None:
-        self.segments = tuple(segments) if isinstance(segments, Iterable) else (segments,)
-        check_segments(self.segments)
+        self.segments = check_segments(segments)
         devices = {s.source.device for s in self.segments}
         if len(devices) > 1:
             raise InvalidInput(f"a plan runs on one device, got {', '.join(sorted(map(str, devices)))}")

@@ -16,7 +16,7 @@ import torch
 
 from .. import kernels
 from ..errors import AlreadyMerged, InvalidInput, NotRestored
-from .checks import check_overlaps, check_segment
+from .checks import check_overlaps, check_segment, check_segments
 from .plan import untraced
 from .segments import FLOATS, Segment
 
@@ -39,6 +39,7 @@ class TrackedPlan:
     """
 
     def __init__(self, segments: Sequence[Segment]) -> None:
+        segments = check_segments(segments)
         for s in segments:
             check_segment(s)
             if (s.source.data_ptr(), s.source.stride()) != (s.destination.data_ptr(), s.destination.stride()):
@@ -48,7 +49,7 @@ class TrackedPlan:
         if len({s.source.device for s in segments}) > 1:
             raise InvalidInput("a tracked plan runs on one device; build one for each")
         check_overlaps(segments)
-        self.segments = tuple(segments)
+        self.segments = segments
         work = [s for s in segments if s.source.numel() and (s.rank or s.row_scale is not None)]
         device = work[0].source.device if work else torch.device("cpu")
         self._tracked = kernels.pick(device).prepare_tracked(work, device) if work else None
