@@ -569,11 +569,16 @@ def test_vllms_own_update_comes_first(llm: LLM, monkeypatch: pytest.MonkeyPatch)
         VllmSync(policy(), llm).push()
 
 
-def test_a_refused_push_leaves_a_sleeping_engine_asleep(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """(CPUs have no sleep mode: what it would do is written down.)"""
-    model, level, calls = policy(), [1], []
-    sync = VllmSync(model, llm)
-    control = sync._trainer.controls[0]
+def pretend_sleep(
+    sync: VllmSync, monkeypatch: pytest.MonkeyPatch, *, deaf: bool = False
+) -> tuple[list[int], list[Any]]:
+    """CPUs have no sleep mode: at which level an engine's weights sleep, and the calls that would change it.
+
+    Args:
+        deaf: `sleep` does nothing, as where vLLM 0.26 finds that the KV cache sleeps already.
+    """
+    level: list[int] = [0]
+    calls: list[Any] = []
 
     async def wake(tag: str) -> None:
         calls.append(tag)
@@ -581,12 +586,19 @@ def test_a_refused_push_leaves_a_sleeping_engine_asleep(llm: LLM, monkeypatch: p
 
     async def sleep(to: int) -> None:
         calls.append(to)
-        level[0] = to
+        level[0] = level[0] if deaf else to
 
     for module in (lora_merge.engine.vllm.worker, lora_merge.engine.vllm.side):
         monkeypatch.setattr(module, "asleep", lambda: level[0])
-    monkeypatch.setattr(control, "wake", wake)
-    monkeypatch.setattr(control, "sleep", sleep)
+    monkeypatch.setattr(sync._trainer.controls[0], "wake", wake)
+    monkeypatch.setattr(sync._trainer.controls[0], "sleep", sleep)
+    return level, calls
+
+
+def test_a_refused_push_leaves_a_sleeping_engine_asleep(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = policy()
+    sync = VllmSync(model, llm)
+    level, calls = pretend_sleep(sync, monkeypatch)
     model.base_model.model.model.layers[0].mlp.extra = nn.Linear(8, 8)
     for at in (1, 2):
         level[0] = at
@@ -599,22 +611,11 @@ def test_a_refused_push_leaves_a_sleeping_engine_asleep(llm: LLM, monkeypatch: p
 @pytest.mark.parametrize("level", [1, 2])
 def test_an_engine_that_stays_half_awake_after_a_refusal(level: int, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM 0.26 does not put weights to sleep again while the KV cache sleeps: the next push wakes what is left, or
-    whoever asks the engine waits for ever. (CPUs have no sleep mode: what it would do is written down.)"""
-    model, weights, calls = policy(), [level], []
+    whoever asks the engine waits for ever."""
+    model = policy()
     sync = VllmSync(model, llm)
-    control = sync._trainer.controls[0]
-
-    async def wake(tag: str) -> None:
-        calls.append(tag)
-        weights[0] = 0
-
-    async def sleep(to: int) -> None:
-        calls.append(to)
-
-    for module in (lora_merge.engine.vllm.worker, lora_merge.engine.vllm.side):
-        monkeypatch.setattr(module, "asleep", lambda: weights[0])
-    monkeypatch.setattr(control, "wake", wake)
-    monkeypatch.setattr(control, "sleep", sleep)
+    weights, calls = pretend_sleep(sync, monkeypatch, deaf=True)
+    weights[0] = level
     model.base_model.model.model.layers[0].mlp.extra = nn.Linear(8, 8)
     for _ in range(2):
         with pytest.raises(PushRefused, match=r"mlp\.extra"):
