@@ -100,15 +100,18 @@ def pushes(
             assert report.base_sent == (step == 1)
             for llm in llms:
                 check_answers(llm, sync, plain, tolerance, dtype == torch.float32)
-        fill = Filler.fill
 
-        def broken(self: Filler, index: int, *args: Any) -> None:
-            fill(self, index, *args)
-            if index == 1 and rank == 1:
-                raise RuntimeError("injected")
+        def broken(works: Any) -> Any:
+            def call(self: Filler, index: int, *args: Any) -> None:
+                works(self, index, *args)
+                if index == 1 and rank == 1:
+                    raise RuntimeError("injected")
+
+            return call
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Filler, "fill", broken)
+            patch.setattr(Filler, "fill", broken(Filler.fill))
+            patch.setattr(Filler, "place", broken(Filler.place))
             with pytest.raises(PushFailed, match="injected"):
                 sync.push()
         assert [state.kind for state in sync.states()] == ["dirty"] * len(llms)

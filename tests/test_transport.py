@@ -11,7 +11,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
@@ -32,7 +32,7 @@ from lora_merge.engine.replica import Replica
 from lora_merge.engine.sender import Sender
 from lora_merge.engine.store import interface, reach_store, serve_store
 from lora_merge.engine.trainer import Trainer
-from lora_merge.engine.transport import assign
+from lora_merge.engine.transport import Route, assign
 from lora_merge.engine.vllm.control import Control
 from lora_merge.engine.waiting import TransferAborted, host_id
 from lora_merge.shards.ranks import Ranks
@@ -61,7 +61,7 @@ class Counting:
         collective: bool = False,
     ) -> None:
         self.table: Table = lay_out([Meta(str(i), torch.uint8, (1000,)) for i in range(BUCKETS)], NBYTES)
-        self.device, self.capacity, self.collective = device, NBYTES, collective
+        self.device, self.capacity, self.collective, self.shared = device, NBYTES, collective, collective
         self._at, self._then = at, then
         self.filled: list[int] = []
         self.placed: list[int] = []
@@ -72,15 +72,18 @@ class Counting:
         buffer.fill_(index + 1)
         self.filled.append(index)
 
-    def place(self, index: int, places: Places, run: Mapping[str, Any]) -> bool:
-        found = places.views.get(str(index), ())
-        for _, view in found:
+    def straight(self, names: Container[str]) -> frozenset[int]:
+        return frozenset(index for index in range(BUCKETS) if str(index) in names)
+
+    def place(self, index: int, places: Places, run: Mapping[str, Any]) -> None:
+        if index == self._at:
+            self._then()
+        for _, view in places.views.get(str(index), ()):
             view.fill_(index + 1)
-            self.placed.append(index)
-        return bool(found)
+        self.placed.append(index)
 
 
-SIZES = [extent(slots) for slots in Counting().table]
+SIZES = {index: extent(slots) for index, slots in enumerate(Counting().table)}
 ALL = list(range(BUCKETS))
 
 
@@ -638,7 +641,7 @@ def test_a_stranger_is_not_heard_in_the_store() -> None:
 
 def pull(ours: Sender, until: int = BUCKETS, places: Places | None = None, compare: bool = False) -> list[int]:
     receiver, seen = Receiver(ours.channel(0, 0), CPU), []
-    with closing(receiver.receive(SIZES, places, compare)) as buckets:
+    with closing(receiver.receive(SIZES, (), places, compare)) as buckets:
         for received in buckets:
             if received.placed:
                 assert places is not None
@@ -717,10 +720,10 @@ def test_a_rank_without_memory_for_its_buckets_says_so_before_the_others_count_o
 
     calls: list[str] = []
 
-    async def prepare(replica: Replica) -> None:
+    async def prepare(replica: Replica, route: Route) -> None:
         calls.append("prepare")
 
-    async def receive(replica: Replica) -> None:
+    async def receive(replica: Replica, route: Route) -> None:
         calls.append("receive")
 
     ours, source = Sender({(0, 0): "local"}, NBYTES, CPU), Counting(collective=True)
@@ -728,7 +731,7 @@ def test_a_rank_without_memory_for_its_buckets_says_so_before_the_others_count_o
     trainer._rounds = [(ours, frozenset({0}))]
     with monkeypatch.context() as patched:
         patched.setattr(Sender, "_plain_buffers", full)
-        asyncio.run(trainer.transfer(source, {}, [replica], prepare, receive))
+        asyncio.run(trainer.transfer(source, {}, [replica], Route.of_buckets(source), prepare, receive))
     assert replica.error == "OutOfMemoryError: injected"
     assert calls == ["prepare"]
     assert not source.filled, "no rank fills buckets that one of them cannot fill"
@@ -738,22 +741,28 @@ def test_a_rank_without_memory_for_its_buckets_says_so_before_the_others_count_o
     ours.close()
 
 
-@pytest.mark.parametrize("at", [0, 3])
-def test_a_rank_that_breaks_joins_what_is_left(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others fill every bucket, and need it for each: also for the one before which it broke."""
-    ours, source = Sender({(0, 0): "local"}, NBYTES, CPU), Counting(collective=True)
+@pytest.mark.parametrize("at", [0, 3, 6])
+@pytest.mark.parametrize("how", ["filled", "placed", "both"])
+def test_a_rank_that_breaks_joins_what_is_left(at: int, how: str) -> None:
+    """The others make every bucket, and need it for each step: also for the one before which it was told to stop, and
+    once for the one in which it broke."""
+    steps: list[tuple[str, int]] = []
 
-    def place(index: int, places: Places, run: Mapping[str, Any]) -> bool:
-        if index == at:
+    def noted(kind: str, index: int) -> None:
+        steps.append((kind, index))
+        if index == at and len(steps) < 20 and kind == ("fill" if how == "filled" else "place"):
             fail()
-        return False
 
-    monkeypatch.setattr(source, "place", place)
-    ours.begin(source)
-    ours.offer(source, {})
+    ours, source = Sender({}, NBYTES, CPU), Counting(collective=True)
+    source.fill = lambda index, buffer, run: noted("fill", index)  # type: ignore[method-assign]
+    source.place = lambda index, places, run: noted("place", index)  # type: ignore[method-assign]
+    names = {str(index) for index in ALL} if how != "filled" else set()
+    route = Route.to(source, names, Places({}), compare=how == "both")
+    ours.begin(source, bool(route.sent))
     with pytest.raises(RuntimeError, match="injected"):
-        pull(ours)
-    assert source.filled == ALL
+        ours.serve(source, {}, route=route)
+    kinds = {"filled": ["fill"], "placed": ["place"], "both": ["place", "fill"]}[how]
+    assert steps == [(kind, index) for index in ALL for kind in kinds]
     ours.close()
 
 
@@ -762,6 +771,37 @@ def test_a_rank_without_workers_fills_all_the_same() -> None:
     ours.begin(source := Counting())
     ours.serve(source, {}, set)
     assert source.filled == ALL
+    ours.close()
+
+
+# A worker whose tensors the trainer has mapped
+
+
+def test_what_is_written_straight_is_handed_to_nobody_and_the_rest_is() -> None:
+    """A worker in another process waits for the buckets that come, under their own numbers."""
+    ours = Sender({(0, 0): "shm"}, NBYTES, CPU)
+    there = {str(index): torch.zeros(4, dtype=torch.uint8) for index in ALL if index not in (1, 2, 6)}
+    places = Places({name: [(((0,), (4,)), tensor)] for name, tensor in there.items()})
+    source = Counting()
+    route = Route.to(source, set(there), places, compare=False)
+    assert route.sent == (1, 2, 6)
+    receiver, seen = Receiver(ours.channel(0, 0), CPU), []
+    ours.begin(source)
+
+    def take() -> None:
+        for received in receiver.receive({index: SIZES[index] for index in route.sent}):
+            assert received.data is not None
+            assert (received.data[:1000] == received.index + 1).all()
+            seen.append(received.index)
+
+    taking = threading.Thread(target=take)
+    taking.start()
+    ours.serve(source, {}, route=route)
+    taking.join(SOON_S)
+    assert seen == source.filled == [1, 2, 6]
+    assert source.placed == [0, 3, 4, 5]
+    assert all(bool((tensor == int(name) + 1).all()) for name, tensor in there.items())
+    receiver.close()
     ours.close()
 
 

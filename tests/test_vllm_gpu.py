@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
+import json
+import os
+import signal
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,7 +24,8 @@ from sharded_trainer import pushes
 from test_shards_merge import fsdp2
 from torch import nn
 
-from lora_merge import PushRefused, VllmSync
+from lora_merge import PushFailed, PushRefused, VllmSync
+from lora_merge.stream.filler import Filler
 from lora_merge.verify import coverage
 
 pytestmark = pytest.mark.gpu
@@ -60,8 +66,12 @@ def test_dense_in_both_modes(name: str, processes: bool, tmp_path: Path) -> None
         for step, mode in enumerate(["merged", "adapter", "adapter", "merged"]):
             train(model, step)
             report = sync.push(mode=mode, verify=True)
-            assert report.transports == (("ipc",) if processes else ("local",))
+            straight = {"write"} if processes and (mode == "merged" or report.base_sent) else set()
+            assert {*report.transports} == {"ipc" if processes else "local"} | straight
             assert_answers(ask(llm, sync.lora_request()), model)
+        train(model, 5)
+        assert sync.push().transports == (("write",) if processes else ("local",)), "no bucket where none is compared"
+        assert_answers(ask(llm), model)
         assert all(c.complete for c in coverage(llm))
         sync.close()
 
@@ -73,10 +83,13 @@ def test_experts(name: str, mode: str, tmp_path: Path) -> None:
     lora = {"enable_lora": True, "max_lora_rank": 8} if mode == "adapter" else {}
     with engine(model, tmp_path / "base", **lora, **BF16) as llm:
         sync = VllmSync(model, llm, mode=mode, bucket_bytes=1 << 17)
-        for step in range(2):
+        for step in range(3):
             train(model, step)
-            sync.push()
+            sync.push(verify=step == 1)
             assert_answers(ask(llm, sync.lora_request()), model)
+        examine = {"op": "examine", "digest": sync._weights.filler().digest}
+        (worker,) = llm.collective_rpc("lora_merge", args=(json.dumps(examine),))
+        assert mode == "adapter" or json.loads(worker)["reloaded"] == 0, "Triton's experts are filled where they are"
 
 
 def test_buffers_of_gemma4(tmp_path: Path) -> None:
@@ -125,6 +138,7 @@ def test_a_sleeping_engine(processes: bool, tmp_path: Path) -> None:
             train(model)
             report = sync.push(mode=mode)
             assert mode == "merged" or report.base_sent == (level == 2), "level 2 throws the weights away"
+            assert not processes or "sleep mode" in report.buckets or not report.base_sent
             assert_answers(ask(llm, sync.lora_request()), model)
         sync.push(mode="merged")
         llm.sleep(level=2)
@@ -201,6 +215,61 @@ def test_training_weights_and_memory_after_a_hundred_pushes(tmp_path: Path) -> N
         assert torch.equal(tensor.view(torch.uint8), before[name].view(torch.uint8)), name
 
 
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=needs(2))])
+def test_an_engine_that_dies_while_the_trainer_writes_to_it(tp: int, tmp_path: Path) -> None:
+    """The memory that is written to goes away with its owner: the trainer is told, lives on, and pushes to the next."""
+    model = policy(engines.qwen2, **DENSE)
+    options = BF16 | {"tensor_parallel_size": tp, "worker_extension_cls": "faulty.Faulty"}
+    sync = None
+    for life in range(2):
+        with engine(model, tmp_path / "base", processes=True, **options) as llm:
+            sync = VllmSync(model, llm, bucket_bytes=1 << 17)
+            assert sync.push().transports == ("write",)
+            assert_answers(ask(llm), model)
+            train(model, life)
+            pids, place = llm.collective_rpc("process"), Filler.place
+
+            def killing(self: Filler, index: int, *args: Any, pids: Any = pids, place: Any = place) -> None:
+                if index == 1:
+                    for pid in pids:
+                        os.kill(pid, signal.SIGKILL)
+                    time.sleep(0.5)
+                place(self, index, *args)
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Filler, "place", killing)
+                with pytest.raises(PushFailed):
+                    sync.push()
+            with contextlib.suppress(Exception):
+                sync.close()
+    torch.cuda.synchronize()
+
+
+def with_one_gpu(folder: str) -> None:
+    """A trainer that sees one GPU, and an engine on the other one."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+    model = policy(engines.qwen2, **DENSE)
+    os.environ["CUDA_VISIBLE_DEVICES"] = "1"  # of the engine's processes; this one has begun
+    with engine(model, Path(folder) / "base", processes=True, **BF16) as llm:
+        sync = VllmSync(model, llm, bucket_bytes=1 << 17)
+        for step in range(2):
+            train(model, step)
+            report = sync.push()
+            assert report.transports == (("nccl",) if report.buckets else ("write",)), report
+            assert_answers(ask(llm), model)
+        assert sync.push(verify=True).transports == ("nccl", "write")
+        sync.close()
+
+
+@needs(2)
+def test_a_gpu_that_the_trainer_does_not_see(tmp_path: Path) -> None:
+    """As in Ray's actors: its memory is mapped all the same (H200, CUDA 13); where it is not, buckets go."""
+    process = torch.multiprocessing.get_context("spawn").Process(target=with_one_gpu, args=(str(tmp_path),))
+    process.start()
+    process.join(240)
+    assert process.exitcode == 0
+
+
 @needs(2)
 def test_experts_on_the_workers_that_hold_them(tmp_path: Path) -> None:
     model = policy(engines.qwen3_moe, **MOE)
@@ -230,7 +299,8 @@ def test_tensor_parallel_over_ipc_and_nccl(name: str, tmp_path: Path) -> None:
         sync = VllmSync(model, llm, bucket_bytes=1 << 17)
         for step in range(2):
             train(model, step)
-            assert sync.push(verify=True).transports == ("ipc", "nccl")
+            report = sync.push(verify=step == 0)
+            assert report.transports == (("ipc", "nccl", "write") if step == 0 else ("write",))
             assert_answers(ask(llm), model)
 
 
@@ -257,7 +327,7 @@ def test_expandable_segments(tmp_path: Path) -> None:
         model = policy(engines.qwen2, **DENSE)
         with engine(model, tmp_path / "base", processes=True, **BF16) as llm:
             sync = VllmSync(model, llm)
-            assert sync.push(verify=True).transports == ("ipc",)
+            assert sync.push(verify=True).transports == ("ipc", "write")
             assert_answers(ask(llm), model)
             sync.close()
     finally:

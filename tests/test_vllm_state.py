@@ -362,10 +362,9 @@ def test_what_the_engine_holds_as_loaded_is_merged_there(llm: LLM, monkeypatch: 
     model = policy()
     sync, placed, place = VllmSync(model, llm, bucket_bytes=512), [], Filler.place
 
-    def counted(self: Filler, index: int, *args: Any) -> bool:
-        done = place(self, index, *args)
-        placed.extend(slot.name for slot in self.table[index] if done)
-        return done
+    def counted(self: Filler, index: int, *args: Any) -> None:
+        place(self, index, *args)
+        placed.extend(slot.name for slot in self.table[index])
 
     monkeypatch.setattr(Filler, "place", counted)
     for verify in (False, True):

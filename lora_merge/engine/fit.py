@@ -40,19 +40,31 @@ class Fit:
         """What workers found, by its digest; known to every rank."""
         self._fitted: dict[MergedWeights, Answers] = {}
         """What the engines said of each stream when it fitted last."""
+        self.at: dict[int, list[str]] = {}
+        """Of each replica that was asked last, where its workers have what the stream fills: see `Exports.digest`."""
 
-    async def __call__(self, weights: MergedWeights, replicas: Sequence[Replica]) -> Filler:
+    def known(self, weights: MergedWeights) -> list[str]:
+        """The digest of the stream as it fitted last, if it ever did."""
+        return [self._fitted[weights].stream] if weights in self._fitted else []
+
+    async def __call__(self, weights: MergedWeights, replicas: Sequence[Replica], read: Filler | None = None) -> Filler:
         """The stream that fits every engine; its settings in `weights` are kept for the next push.
+
+        Args:
+            read: the stream with the settings of the push before, where it was read in this one already.
 
         Raises:
             PushRefused: it does not fit; one error lists all that does not. Nothing was written.
         """
         # Of a pipeline only the last stage has the head, and can tie it.
-        weights.keep_tied = not all(
+        keep_tied = not all(
             any(worker["tied"] for replica in engine for worker in replica.workers) for engine in engines_of(replicas)
         )
+        read = read if keep_tied == weights.keep_tied else None
+        weights.keep_tied = keep_tied
         for last in (False, False, True):
-            filler, answers = await self._ask(weights, replicas)
+            filler, answers = await self._ask(weights, replicas, read)
+            read = None
             if self._fitted.get(weights) == answers:  # as at the push before: judging takes a look at every name
                 return filler
             found = {engine: [self._said[digest] for digest in workers] for engine, workers in answers.workers}
@@ -74,12 +86,14 @@ class Fit:
             "the engines take another stream at every try; push to them apart, with a VllmSync for each one"
         )
 
-    async def _ask(self, weights: MergedWeights, replicas: Sequence[Replica]) -> tuple[Filler, Answers]:
+    async def _ask(
+        self, weights: MergedWeights, replicas: Sequence[Replica], read: Filler | None
+    ) -> tuple[Filler, Answers]:
         """The stream as it stands, and what the engines say of it; the same on every rank."""
         trainer = self._trainer
         made: list[Filler] = []
         fresh: dict[str, Any] = {}
-        answers = await trainer.everywhere(self._ask_own(weights, replicas, made, fresh))
+        answers = await trainer.everywhere(self._ask_own(weights, replicas, read, made, fresh))
         (filler,) = made
         if len({lines for lines, _ in answers}) > 1:
             # The ranks that share a model agree; its replicas may not.
@@ -87,11 +101,12 @@ class Fit:
         heard: dict[int, list[str]] = {}
         for rank, (_, digests) in enumerate(answers):
             for index, workers in digests.items():
-                for digest in workers:
+                heard[index] = [same for same, _ in workers]
+                self.at[index] = [at for _, at in workers]
+                for digest in heard[index]:
                     if digest not in self._said:
                         self._said[digest] = await trainer.spread(fresh.get(digest), rank)
-                heard[index] = workers
-        used = {digest for _, digests in answers for workers in digests.values() for digest in workers}
+        used = {digest for workers in heard.values() for digest in workers}
         self._said = {digest: found for digest, found in self._said.items() if digest in used}
         by_engine = (
             (f"engine {engine[0].index}", tuple(digest for replica in engine for digest in heard[replica.index]))
@@ -100,8 +115,13 @@ class Fit:
         return filler, Answers(filler.digest, tuple(by_engine))
 
     async def _ask_own(
-        self, weights: MergedWeights, replicas: Sequence[Replica], made: list[Filler], fresh: dict[str, Any]
-    ) -> tuple[int, dict[int, list[str]]]:
+        self,
+        weights: MergedWeights,
+        replicas: Sequence[Replica],
+        read: Filler | None,
+        made: list[Filler],
+        fresh: dict[str, Any],
+    ) -> tuple[int, dict[int, list[tuple[str, str]]]]:
         """Ask the engines whose handles are here.
 
         Args:
@@ -109,19 +129,22 @@ class Fit:
             fresh: gets what workers found that is not known yet, by digest.
 
         Returns:
-            the key of the stream, and for each engine the digests of what its workers found.
+            the key of the stream, and for each engine the digests of what its workers found, and where it is.
         """
-        filler = await self._trainer.blocking(weights.filler)
+        filler = await self._trainer.blocking(weights.filler) if read is None else read
         made.append(filler)
-        digests: dict[int, list[str]] = {}
+        digests: dict[int, list[tuple[str, str]]] = {}
 
         async def ask(replica: Replica) -> None:
             known = list(self._said)
-            found = await replica.handle.rpc("examine", digest=filler.digest, known=known)
+            # As a rule said with the first words of this push.
+            found = [worker["fits"].get(filler.digest, {"same": ""}) for worker in replica.workers]
+            if any(worker["same"] not in self._said for worker in found):
+                found = await replica.handle.rpc("examine", digest=filler.digest, known=known)
             if any("unknown" in worker for worker in found):
                 table = to_json(filler.table)
                 found = await replica.handle.rpc("examine", digest=filler.digest, known=known, table=table)
-            digests[replica.index] = [worker["same"] for worker in found]
+            digests[replica.index] = [(worker["same"], worker["at"]) for worker in found]
             fresh.update({worker["same"]: worker for worker in found if "refused" in worker})
 
         await self._trainer.all_own(replicas, ask)

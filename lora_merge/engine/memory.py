@@ -6,6 +6,8 @@ import contextlib
 import ctypes
 import os
 import weakref
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ from ..errors import InvalidInput
 from .waiting import SHARED, TransferAborted
 
 _PREFIX = "lora_merge-"
+_BUFFER_ID = 7
+"""CU_POINTER_ATTRIBUTE_BUFFER_ID"""
 
 
 class SharedMemory:
@@ -48,10 +52,20 @@ class SharedMemory:
         _unlink(self.path)
 
 
+class NotExported(RuntimeError):
+    """No other process can map this memory."""
+
+
 class CudaMemory:
     """A cudaMalloc of its own, or one of another process: what PyTorch's and vLLM's allocators hand out cannot
     always be exported (expandable segments, sleep mode). Given back by `close`, or when nobody holds this any more; no
-    view of `tensor` may be used after that."""
+    view of `tensor` may be used after that.
+
+    Args:
+        nbytes: of it.
+        device: on which `tensor` is: it may be another one than that on which the other process made it.
+        handle: of another process's; None for one of its own.
+    """
 
     def __init__(self, nbytes: int, device: torch.device, handle: bytes | None = None) -> None:
         self._device, self._runtime, self._owner = device, _cuda_runtime(), handle is None
@@ -70,7 +84,9 @@ class CudaMemory:
                 )
                 self._check(code, "cudaIpcOpenMemHandle")
         self.handle = handle
-        self.tensor = torch.as_tensor(_Pointer(pointer.value or 0, nbytes), device=device)
+        # Not by way of an array interface: a tensor on the device that uses it, also where the memory is another GPU's.
+        storage = torch._C._construct_storage_from_data_pointer(pointer.value or 0, device, nbytes)
+        self.tensor = torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (nbytes,), (1,))
         free = self._runtime.cudaFree if self._owner else self._runtime.cudaIpcCloseMemHandle
         self._free = weakref.finalize(self, _give_back, free, pointer, device)
 
@@ -87,6 +103,81 @@ def _give_back(free: Any, pointer: ctypes.c_void_p, device: torch.device) -> Non
     with torch.cuda.device(device):
         torch.cuda.synchronize(device)
         free(pointer)
+
+
+def exported(storage: torch.UntypedStorage) -> tuple[bytes, int, int]:
+    """How other processes map memory of this one's GPU: the handle of the allocation in which a storage lies, the bytes
+    of that, and where the storage begins in it.
+
+    Raises:
+        NotExported: the memory of vLLM's sleep mode, expandable segments.
+    """
+    runtime, handle = _cuda_runtime(), _IpcHandle()
+    base, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
+    with torch.cuda.device(storage.device):
+        found = _driver().cuMemGetAddressRange_v2(
+            ctypes.byref(base), ctypes.byref(nbytes), ctypes.c_uint64(storage.data_ptr())
+        )
+        if found or runtime.cudaIpcGetMemHandle(ctypes.byref(handle), ctypes.c_void_p(base.value)):
+            runtime.cudaGetLastError()  # else the next kernel's check would find it
+            raise NotExported(
+                "an allocator made it whose memory CUDA does not export (sleep mode, expandable segments)"
+            )
+    return bytes(handle), nbytes.value, storage.data_ptr() - base.value
+
+
+def allocations(storages: Sequence[torch.UntypedStorage]) -> list[int]:
+    """Numbers that no other allocation of this process ever has: memory that was given back, and taken again at the
+    same address, has another one. -1 where CUDA does not know.
+
+    Args:
+        storages: all on one GPU.
+    """
+    if not storages:
+        return []
+    number = ctypes.c_ulonglong()
+    told, attribute, ask = ctypes.byref(number), ctypes.c_int(_BUFFER_ID), _driver().cuPointerGetAttribute
+    found = []
+    with torch.cuda.device(storages[0].device):
+        for storage in storages:
+            wrong = ask(told, attribute, ctypes.c_uint64(storage.data_ptr()))
+            found.append(-1 if wrong else number.value)
+    return found
+
+
+@cache
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+class SharedFiles:
+    """The files in shared memory that this process has mapped and holds open, as it is now."""
+
+    def __init__(self) -> None:
+        self._open: dict[tuple[int, int], str] = {}
+        for entry in os.scandir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                there = Path(entry.path).stat()
+                self._open[there.st_dev, there.st_ino] = f"/proc/{os.getpid()}/fd/{entry.name}"
+        self._mapped: list[tuple[int, int, int, tuple[int, int]]] = []
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            addresses, access, offset, device, inode = line.split()[:5]
+            if access[3] == "s":
+                begin, end = (int(address, 16) for address in addresses.split("-"))
+                major, minor = (int(number, 16) for number in device.split(":"))
+                self._mapped.append((begin, end, int(offset, 16), (os.makedev(major, minor), int(inode))))
+
+    def exported(self, storage: torch.UntypedStorage) -> tuple[str, int, int]:
+        """How other processes of this user map a storage: a path, the bytes of that file, and where it begins in it.
+
+        Raises:
+            NotExported: it lies in this process's own memory.
+        """
+        at = storage.data_ptr()
+        for begin, end, offset, file in self._mapped:
+            if begin <= at < end and file in self._open:
+                return self._open[file], Path(self._open[file]).stat().st_size, at - begin + offset
+        raise NotExported("it lies in memory of its own process")
 
 
 def _mapped(path: str, nbytes: int) -> Tensor:
@@ -109,19 +200,6 @@ def _mapped(path: str, nbytes: int) -> Tensor:
 
 class _IpcHandle(ctypes.Structure):
     _fields_ = [("reserved", ctypes.c_byte * 64)]
-
-
-class _Pointer:
-    """Device memory that torch may view."""
-
-    def __init__(self, pointer: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (pointer, False),
-            "version": 3,
-            "strides": None,
-        }
 
 
 def _cuda_runtime() -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import os
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Container, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -58,13 +58,18 @@ class Receiver:
                 raise
 
     def receive(
-        self, sizes: Sequence[int], places: Places | None = None, compare: bool = False
+        self,
+        sizes: Mapping[int, int],
+        placed: Container[int] = (),
+        places: Places | None = None,
+        compare: bool = False,
     ) -> Generator[Received, None, None]:
         """Buckets. One may be read until the next one is asked for; work on the current stream counts.
 
         Args:
-            sizes: bytes of each bucket.
-            places: of this worker's tensors, for a trainer in this process.
+            sizes: bytes of each bucket that comes, by its number, in order.
+            placed: those of them that the trainer writes to their places by itself.
+            places: of this worker's tensors, for a trainer in this process, which decides what it places.
             compare: get the bucket of what was placed, too.
 
         Raises:
@@ -77,9 +82,10 @@ class Receiver:
                     raise TransferAborted("the trainer of this process is gone; push again")
                 yield from sender.pull(places or Places({}), compare)
             else:
-                came = self._mapped(len(sizes)) if self._group is None else self._broadcast(self._group, sizes)
-                for index, data in came:
-                    yield Received(index, data, False)
+                every = list(sizes.values())
+                came = self._mapped(len(every)) if self._group is None else self._broadcast(self._group, every)
+                for index, data in zip(sizes, came, strict=True):
+                    yield Received(index, data, index in placed)
         except BaseException:
             self.left()
             raise
@@ -91,7 +97,7 @@ class Receiver:
         if self._group is not None:
             self._group.leave("a worker of the engine failed in the middle of a push")
 
-    def _mapped(self, count: int) -> Iterator[tuple[int, Tensor]]:
+    def _mapped(self, count: int) -> Iterator[Tensor]:
         box = self._box
 
         def look() -> None:
@@ -102,13 +108,13 @@ class Receiver:
             until(lambda: box[FILLED] > index or box[ABORTED], look)  # noqa: B023, it is called at once
             if box[FILLED] <= index:
                 raise TransferAborted("the trainer gave up in the middle of a push")
-            yield index, self._buffers[index % 2]
+            yield self._buffers[index % 2]
             if hands_over(index, BUCKETS_TOGETHER[self.kind], count):
                 if self._device.type == "cuda":
                     torch.cuda.current_stream(self._device).synchronize()
                 box[self._at + DONE] = index + 1
 
-    def _broadcast(self, group: Group, sizes: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+    def _broadcast(self, group: Group, sizes: Sequence[int]) -> Iterator[Tensor]:
         group.join()
         group.watch()
         try:
@@ -119,7 +125,7 @@ class Receiver:
                     sent.append(group.broadcast(self._buffers[(index + 1) % 2][: sizes[index + 1]]))
                 if not group.wait(sent[index]):
                     raise TransferAborted(group.lost)
-                yield index, self._buffers[index % 2]
+                yield self._buffers[index % 2]
         finally:
             group.rest()
 

@@ -28,9 +28,11 @@ class SyncReport:
         mode: "merged" or "adapter".
         nbytes: bytes that crossed, to one replica.
         tensors: how many.
-        seconds: by phase: check, pause, transfer (merge, send and load), finish, caches, resume.
+        seconds: by phase: check, pause, transfer (merge, send and load; caches are reset beside it), finish, resume.
         base_sent: whether an adapter push had to bring the base first.
-        transports: how the buckets travelled.
+        transports: how the weights travelled.
+        buckets: why they went to engines in other processes through buckets, and not straight; "" where they went
+            straight.
         left_out: names of tensors that were not sent, because every engine was started without the part of the model
             that they belong to (`limit_mm_per_prompt` of 0: no vision tower).
         coverage: share of all elements of the engines' parameters and persistent buffers that the last full push wrote
@@ -44,6 +46,7 @@ class SyncReport:
     seconds: dict[str, float] = field(default_factory=dict)
     base_sent: bool = False
     transports: tuple[str, ...] = ()
+    buckets: str = ""
     left_out: tuple[str, ...] = ()
     coverage: float | None = None
 
@@ -66,9 +69,10 @@ class SyncReport:
         phases = "  ".join(f"{phase} {1e3 * spent:.1f}" for phase, spent in self.seconds.items())
         base = " after the base" if self.base_sent else ""
         out = self.left_out
+        why = f" ({self.buckets})" if self.buckets else ""
         note = f" ({len(out)} left out, which the engine has no part for: {out[0]} to {out[-1]})" if out else ""
         return (
-            f"{self.mode}@{self.version}{base} over {'+'.join(self.transports)}: {self.tensors} tensors{note}, "
+            f"{self.mode}@{self.version}{base} over {'+'.join(self.transports)}{why}: {self.tensors} tensors{note}, "
             f"{self.nbytes / 1e6:.1f} MB, {self.gb_s:.1f} GB/s; ms: {phases}"
         )
 

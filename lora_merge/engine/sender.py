@@ -8,6 +8,8 @@ import os
 import secrets
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ from .transport import (
     WORDS,
     WORKERS,
     Received,
+    Route,
     WorkerId,
     hands_over,
     nobody,
@@ -81,10 +84,11 @@ class Sender:
             self._store = serve_store(address)
             self._groups = {r: Group(self._store, str(r), 0, len(ws) + 1, device) for r, ws in members.items()}
         self._sent: dict[int, list[Done | None]] = {}
-        self._next = 0
+        self._begun = 0
         self._offered: Generator[Received, None, None] | None = None
-        self._awaited, self._stopped = False, False
-        self._places: tuple[Places, bool] | None = None
+        self._source: Sent | None = None
+        self._awaited, self._stopped, self._drained = False, False, False
+        self._route: Route | None = None
         if self.local:
             SENDERS[self.session] = self
 
@@ -95,9 +99,9 @@ class Sender:
         if "ipc" in kinds:
             self._memory = CudaMemory(2 * self.nbytes, self.device)
             return list(self._memory.tensor.split(self.nbytes))
-        if self.local:
-            return []  # made when buckets cannot be placed
-        return self._plain_buffers()
+        if "nccl" in kinds:
+            return self._plain_buffers()
+        return []  # made for what cannot be placed
 
     def _plain_buffers(self) -> list[Tensor]:
         return [torch.empty(self.nbytes, dtype=torch.uint8, device=self.device) for _ in range(2)]
@@ -141,14 +145,18 @@ class Sender:
         for file in self._files:
             file.hide()
 
-    def begin(self, source: Sent) -> None:
+    def begin(self, source: Sent, sent: bool = True) -> None:
         """A transfer begins: on every trainer rank, before the control calls in which workers take it.
+
+        Args:
+            sent: whether any bucket is handed over.
 
         Raises:
             torch.OutOfMemoryError: no memory for buckets. No rank may fill any before it knows that all can: filling
                 takes all of them at once, and who has no bucket to fill cannot join the others.
         """
-        if source.collective and not self.buffers:
+        self._route = None
+        if source.collective and not self.buffers and sent:
             self.buffers = self._plain_buffers()
         if self._box is not None:
             self._box[:WORKERS] = 0
@@ -157,8 +165,14 @@ class Sender:
         for group in self._groups.values():
             group.announce()
 
-    def serve(self, source: Sent, run: Mapping[str, Any], gone: Callable[[], set[int]] = nobody) -> None:
-        """Fill every bucket of a source, in order, and hand each over.
+    def serve(
+        self,
+        source: Sent,
+        run: Mapping[str, Any],
+        gone: Callable[[], set[int]] = nobody,
+        route: Route | None = None,
+    ) -> None:
+        """Place, or fill and hand over, every bucket of a source, in order.
 
         Workers that left, died, or belong to a replica that is gone are not waited for; the last bucket is filled in
         any case, because filling may take all trainer ranks.
@@ -166,10 +180,12 @@ class Sender:
         Args:
             run: arguments of `Plan.run`.
             gone: replicas whose control call has ended, or that have none.
+            route: how the buckets go; all are handed over by default.
 
         Raises:
             whatever filling raises; the workers are told to give up first.
         """
+        self._route = route
         try:
             for _ in self._flow(source, run, gone):
                 pass
@@ -179,14 +195,15 @@ class Sender:
 
     def offer(self, source: Sent, run: Mapping[str, Any], gone: Callable[[], set[int]] = nobody) -> None:
         """As `serve`, at the pace of the worker in this process, which pulls the buckets. `drain` comes after it."""
+        self._source, self._drained = source, False
         self._offered = self._flow(source, run, gone)
         self._awaited = source.collective or len(self.kinds) > 1
 
     def drain(self) -> None:
         """End what was offered. Buckets that the worker in this process did not pull, because it failed, are filled
         only where others wait for them: workers, or trainer ranks that fill them, too."""
-        self._places = None
-        offered, self._offered = self._offered, None
+        self._drained = True
+        offered, self._offered, self._source = self._offered, None, None
         if offered is not None and self._awaited:
             for _ in offered:
                 pass
@@ -200,9 +217,12 @@ class Sender:
             places: of the worker's tensors; buckets of which all lie there are merged to there.
             compare: make these as buckets, too.
         """
-        if self._offered is None:
+        if self._offered is None or self._source is None:
             raise TransferAborted("the trainer of this process offers nothing; push again")
-        self._places = places, compare or len(self.kinds) > 1  # other workers take buckets
+        if not self._source.shared:
+            here = places.on(self.device)
+            others = len(self.kinds) > 1  # workers that take buckets
+            self._route = Route.to(self._source, here, places, compare or others)
         for received in self._offered:  # noqa: UP028, a worker that stops must not close the flow for `drain`
             yield received
 
@@ -223,7 +243,7 @@ class Sender:
         self.opened()
         for group in self._groups.values():
             group.close()
-        self._offered, self._sent = None, {}
+        self._offered, self._source, self._sent = None, None, {}
         if self._ahead.stream is not None:
             torch.cuda.synchronize(self.device)
         self.buffers, self._box, self._at = [], None, {}
@@ -235,55 +255,66 @@ class Sender:
     def _flow(
         self, source: Sent, run: Mapping[str, Any], gone: Callable[[], set[int]]
     ) -> Generator[Received, None, None]:
-        """Fill and hand over, one bucket ahead of whoever pulls here."""
-        self._sent, self._next, self._stopped = {}, 0, False
-        count = len(source.table)
+        """Make every bucket and hand it over, one ahead of whoever pulls here."""
+        self._sent, self._begun, self._stopped = {}, 0, False
+        route, count = self._route or Route.of_buckets(source), len(source.table)
+        turns = {index: turn for turn, index in enumerate(route.sent)}
 
         def free(index: int) -> None:
-            self._reclaim(index - 2, gone)
+            if index in turns:
+                self._reclaim(turns[index] - 2, gone)
+
+        def steps(index: int) -> Iterator[Callable[[], None]]:
+            """What makes a bucket. Each may take all ranks."""
+            if index in route.placed and not self._drained and route.places is not None:
+                yield partial(source.place, index, route.places, run)
+            if index in turns:
+                yield lambda: source.fill(index, self._buffer(turns[index]), run)
+
+        def make(index: int) -> Received:
+            if self._stopped:
+                raise TransferAborted("the push was cancelled")
+            for step in steps(index):
+                self._begun += 1  # what fails before this has not met the other ranks in this step
+                step()
+            placed = index in route.placed and not self._drained
+            if index not in turns:
+                return Received(index, None, placed)
+            self._hand_over(source, index, turns[index], len(turns), gone)
+            return Received(index, self._buffer(turns[index]), placed)
 
         try:
-            yield from self._ahead(free, lambda index: self._fill(source, index, run, gone), count)
+            yield from self._ahead(free, make, count)
             for replica, sent in self._sent.items():
                 self._groups[replica].wait(sent[-1])
         except BaseException:
             self.abort()
             if source.collective:
-                # The other ranks fill on, and need this one for it; what is filled reaches nobody.
-                for index in range(self._next, count):
-                    buffer = self._buffer(index)
+                # The other ranks go on, and need this one for it; what is made reaches nobody.
+                for step in islice((step for index in range(count) for step in steps(index)), self._begun, None):
                     with contextlib.suppress(Exception), self._ahead.filling():
-                        source.fill(index, buffer, run)
+                        step()
             raise
         finally:
             for group in self._groups.values():
                 group.rest()
 
-    def _fill(self, source: Sent, index: int, run: Mapping[str, Any], gone: Callable[[], set[int]]) -> Received:
-        """Fill one bucket and hand it over."""
-        if self._stopped:
-            raise TransferAborted("the push was cancelled")
-        places, compare = self._places or (None, False)
-        placed = places is not None and source.place(index, places, run)
-        buffer = None if placed and not compare else self._buffer(index)
-        self._next = index + 1  # what fails before this has not met the other ranks in this bucket
-        if buffer is not None:
-            source.fill(index, buffer, run)
-        if index == 0:
+    def _hand_over(self, source: Sent, index: int, turn: int, count: int, gone: Callable[[], set[int]]) -> None:
+        """A bucket is filled: `turn` of the `count` that are handed over."""
+        if turn == 0:
             self._decide(gone)
         for replica, sent in self._sent.items():
-            assert buffer is not None
-            sent.append(self._groups[replica].broadcast(buffer[: extent(source.table[index])]))
-        if self._box is not None and hands_over(index, self._together, len(source.table)):
+            data = self._buffer(turn)[: extent(source.table[index])]
+            sent.append(self._groups[replica].broadcast(data))
+        if self._box is not None and hands_over(turn, self._together, count):
             if self._ahead.stream is not None:
                 self._ahead.stream.synchronize()
-            self._box[FILLED] = index + 1
-        return Received(index, buffer, placed)
+            self._box[FILLED] = turn + 1
 
-    def _buffer(self, index: int) -> Tensor:
+    def _buffer(self, turn: int) -> Tensor:
         """Where a bucket is made."""
         self.buffers = self.buffers or self._plain_buffers()
-        return self.buffers[index % 2]
+        return self.buffers[turn % 2]
 
     def _decide(self, gone: Callable[[], set[int]]) -> None:
         """Which NCCL groups take part in this transfer."""
@@ -293,12 +324,12 @@ class Sender:
                 self._sent[replica] = []
                 group.watch(ended)
 
-    def _reclaim(self, index: int, gone: Callable[[], set[int]]) -> None:
-        """Wait until everybody who is still there is done with a bucket."""
-        if index < 0:
+    def _reclaim(self, turn: int, gone: Callable[[], set[int]]) -> None:
+        """Wait until everybody who is still there is done with a bucket that was handed over."""
+        if turn < 0:
             return
         for replica, sent in self._sent.items():
-            self._groups[replica].wait(sent[index])
+            self._groups[replica].wait(sent[turn])
         if self._box is None:
             return
         box = self._box
@@ -308,7 +339,7 @@ class Sender:
                 return True
             left = gone()
             live = [at for place, at in self._at.items() if place[0] not in left and place not in self._dead]
-            return all(box[at + DONE] > index or box[at + LEFT] for at in live)
+            return all(box[at + DONE] > turn or box[at + LEFT] for at in live)
 
         def look() -> None:
             self._dead |= {place for place, at in self._at.items() if box[at + PID] and not alive(box[at + PID])}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ class Verified:
 
     def __init__(self, inner: Sent) -> None:
         self.inner, self.table, self.device, self.capacity = inner, inner.table, inner.device, inner.capacity
+        self.shared = inner.shared
         self.collective = True  # checksums are of what was filled on this rank
         self.checksums: dict[str, int] = {}
 
@@ -35,8 +36,11 @@ class Verified:
             self.checksums = {}
         add_checksums(self.checksums, self.table[index], buffer)
 
-    def place(self, index: int, places: Places, run: Mapping[str, Any]) -> bool:
-        return self.inner.place(index, places, run)
+    def straight(self, names: Container[str]) -> frozenset[int]:
+        return self.inner.straight(names)
+
+    def place(self, index: int, places: Places, run: Mapping[str, Any]) -> None:
+        self.inner.place(index, places, run)
 
 
 class Fingerprint:

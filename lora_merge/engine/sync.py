@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,30 +16,32 @@ from torch import nn
 
 from ..errors import InvalidInput, MissingExtra, PushFailed, PushRefused
 from ..shards.ranks import Ranks
-from ..stream.buckets import BUCKET_BYTES, dtype_of, metas, to_json
+from ..stream.buckets import BUCKET_BYTES, metas, to_json
 from ..stream.filler import Filler, Sent
 from ..stream.weights import MergedWeights
 from .fit import Fit
+from .offer import Offer
 from .replica import Replica, SyncReport, check_handle, check_whole, engines_of, failure
 from .sources import Fingerprint, Verified
 from .state import State
 from .trainer import Trainer
-from .vllm.adapter import ADAPTER_ID, ADAPTER_NAME, AdapterSource, filler_of
-from .vllm.control import Control, control_of, drive, side_by_side
+from .transport import Route
+from .vllm.adapter import ADAPTER_ID, ADAPTER_NAME, AdapterSource
+from .vllm.control import Control, bind, control_of, drive, side_by_side, together
 from .vllm.decorated import complaint
 from .waiting import host_id
 
 MODES = ("merged", "adapter")
 PAUSES = ("keep", "wait", "abort")
-_INSTEAD = '; push with mode="merged" instead'
 
 
 class Pass(NamedTuple):
-    """One source on its way to some replicas, and the state that it brings."""
+    """One source on its way to some replicas, the state that it brings, and its route to those in other processes."""
 
     state: State
     source: Filler | AdapterSource
     replicas: Sequence[Replica]
+    route: Route
 
 
 class VllmSync:
@@ -105,7 +107,7 @@ class VllmSync:
         self._fingerprint = Fingerprint()
         self._closed = False
         self._pushed: State | None = None
-        self._adapter: tuple[Filler, torch.dtype, AdapterSource] | None = None
+        self._adapter = Offer(self._trainer, self._weights)
         self._lock = threading.Lock()
 
     # What a user calls
@@ -218,7 +220,9 @@ class VllmSync:
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()
         with report.timed("check"):
-            replicas = await self._introduce()
+            read: list[Filler] = []  # while engines elsewhere answer, as the push before left its settings
+            weights = self._weights if mode == "merged" else self._base
+            replicas = await self._introduce(self._fit.known(weights), lambda: read.append(weights.filler()))
             report.version = max(replica.state.version for replica in replicas) + 1
             slept = {replica.index: replica.asleep for replica in replicas if replica.asleep or replica.waking}
             try:
@@ -226,9 +230,9 @@ class VllmSync:
                     # Map the weights of sleeping engines; the KV cache follows after the push.
                     await trainer.everywhere(trainer.all_own(replicas, self._wake))
                     replicas = await self._introduce()
-                passes = await self._plan(replicas, report)
+                passes = await self._plan(replicas, report, verify, read[0])
                 nbytes, device = max(p.source.capacity for p in passes), passes[0].source.device
-                await trainer.connect(replicas, nbytes, device)
+                await trainer.connect(replicas, nbytes, device, any(p.route.sent for p in passes))
             except BaseException:
                 await self._sleep_again(replicas, slept)
                 raise
@@ -237,11 +241,8 @@ class VllmSync:
         with report.timed("pause"):
             await trainer.each(replicas, self._pause_one)
         for one in passes:
-            await self._pass(one, report, verify)
-        with report.timed("caches"):
-            await trainer.each(replicas, self._reset_caches)
-            await trainer.each(replicas, lambda replica: replica.handle.label(f"{report.mode}@{report.version}"))
-            await trainer.share(replicas)
+            await self._pass(one, report, verify, last=one is passes[-1])
+        await trainer.share(replicas)
         with report.timed("resume"):
             await trainer.each(replicas, partial(self._resume, slept=slept), failed=True)
             await trainer.share(replicas)
@@ -250,17 +251,23 @@ class VllmSync:
             raise failure(replicas)
         self._pushed, table = passes[-1].state, passes[-1].source.table
         report.nbytes = sum(slot.nbytes for slots in table for slot in slots)
-        report.tensors, report.transports = len(metas(table)), trainer.kinds
+        report.tensors = len(metas(table))
+        report.transports = tuple(sorted({kind for one in passes for kind in trainer.kinds(one.route)}))
         report.coverage = min(replica.coverage or 0.0 for replica in replicas)
         return report
 
-    async def _hello(self, **claim: Any) -> list[list[dict[str, Any]]]:
+    async def _hello(self, beside: Callable[[], None] | None = None, **message: Any) -> list[list[dict[str, Any]]]:
+        """Ask the engines whose handles are here who they are.
+
+        Args:
+            beside: work of this rank's own; it is done in any case.
+        """
         introduced: dict[int, list[dict[str, Any]]] = {}
 
         async def hello(index: int) -> None:
             control = self._trainer.controls[index]
             try:
-                workers = await control.rpc("hello", **claim)
+                workers = await control.rpc("hello", **message)
             except Exception as error:
                 raise PushRefused(
                     f"engine {index} does not answer as one of lora_merge's: {error}. If it does not know the method, "
@@ -271,16 +278,29 @@ class VllmSync:
             introduced[index] = [worker | {"no_adapters": control.adapters} for worker in workers]
 
         controls = self._trainer.controls
-        for error in await side_by_side(controls, hello, range(len(controls))):
+        failure: BaseException | None = None
+        if beside is not None and all(control.elsewhere for control in controls):
+            errors, failure = await together(controls, [bind(hello, index) for index in range(len(controls))], beside)
+        else:
+            errors = await side_by_side(controls, hello, range(len(controls)))
+            if beside is not None:
+                await self._trainer.blocking(beside)
+        for error in (*errors, failure):
             if error is not None:
                 raise error
         return [introduced[index] for index in range(len(controls))]
 
-    async def _introduce(self) -> list[Replica]:
-        """Every engine of every rank, which from now on is in the middle of this push."""
+    async def _introduce(self, streams: Sequence[str] = (), beside: Callable[[], None] | None = None) -> list[Replica]:
+        """Every engine of every rank, which from now on is in the middle of this push.
+
+        Args:
+            streams: digests of tables that engines say at once what they know of.
+            beside: as of `_hello`.
+        """
         replicas: list[Replica] = []
         claim = {"owner": self._trainer.name, "host": host_id(), "pid": os.getpid()}
-        for rank, introduced in enumerate(await self._trainer.everywhere(self._hello(claim=claim))):
+        hello = self._hello(beside, claim=claim, streams=streams)
+        for rank, introduced in enumerate(await self._trainer.everywhere(hello)):
             mine = rank == self._trainer.world.rank
             for index, workers in enumerate(introduced):
                 control = self._trainer.controls[index] if mine else None
@@ -322,14 +342,19 @@ class VllmSync:
         switches = {replica.state.kind, self._mode} == {"merged", "adapter"}
         await replica.handle.pause("wait" if switches and self._pause == "keep" else self._pause)
 
-    async def _plan(self, replicas: Sequence[Replica], report: SyncReport) -> list[Pass]:
-        """What has to be sent to whom, everything checked."""
+    async def _plan(self, replicas: Sequence[Replica], report: SyncReport, verify: bool, read: Filler) -> list[Pass]:
+        """What has to be sent to whom, everything checked.
+
+        Args:
+            read: the stream of all weights, as of `Fit`.
+        """
         if report.mode == "merged":
-            filler = await self._fit(self._weights, replicas)
+            filler = await self._fit(self._weights, replicas, read)
             report.left_out = tuple(sorted(self._weights.left_out))
-            return [Pass(State("merged", report.version, trainer=self._trainer.name), filler, replicas)]
-        source = await self._check_adapter(replicas)
-        base = await self._fit(self._base, replicas)
+            state = State("merged", report.version, trainer=self._trainer.name)
+            return [await self._full(state, filler, replicas, report, verify)]
+        source = await self._adapter(replicas)
+        base = await self._fit(self._base, replicas, read)
         fingerprints = await self._trainer.everywhere(self._trainer.blocking(lambda: self._fingerprint(base)))
         if len(set(fingerprints)) > 1:
             raise PushRefused(f"the trainer's ranks hold different base weights; their fingerprints: {fingerprints}")
@@ -346,71 +371,50 @@ class VllmSync:
         bare, adapted = (
             State(kind, report.version, fingerprint, trainer=self._trainer.name) for kind in ("base", "adapter")
         )
-        return [*([Pass(bare, base, without)] if without else []), Pass(adapted, source, replicas)]
+        passes = [Pass(adapted, source, replicas, Route.of_buckets(source))]
+        return [await self._full(bare, base, without, report, verify), *passes] if without else passes
 
-    async def _check_adapter(self, replicas: Sequence[Replica]) -> AdapterSource:
-        """The adapter as vLLM can serve it; refused with a word on merged mode where it cannot."""
-        for replica in replicas:
-            if replica.workers[0]["no_adapters"]:
-                raise PushRefused(
-                    f"engine {replica.index} cannot take an adapter: {replica.workers[0]['no_adapters']}{_INSTEAD}"
-                )
-            if any(worker["lora"] is None for worker in replica.workers):
-                raise PushRefused(f"engine {replica.index} was started without enable_lora=True{_INSTEAD}")
-        loras = [worker["lora"] for replica in replicas for worker in replica.workers]
-        dtype, limit = dtype_of(loras[0]["dtype"]), min(lora["max_rank"] for lora in loras)
-        made: list[AdapterSource] = []
-        await self._trainer.everywhere(self._try_adapter(dtype, limit, made, replicas))
-        return made[0]
+    async def _full(
+        self, state: State, filler: Filler, replicas: Sequence[Replica], report: SyncReport, verify: bool
+    ) -> Pass:
+        """A pass of all weights: straight into the engines, where these can be mapped."""
+        found = await self._trainer.map(filler, replicas, self._fit.at)
+        report.buckets = found.why
+        return Pass(state, filler, replicas, self._trainer.route(filler, filler.digest, verify))
 
-    def _read_adapter(self, dtype: torch.dtype) -> AdapterSource:
-        filler = filler_of(self._weights)
-        if self._adapter is None or self._adapter[0] is not filler or self._adapter[1] != dtype:
-            self._adapter = filler, dtype, AdapterSource(self._weights, filler, dtype)
-        return self._adapter[2]
+    async def _pass(self, one: Pass, report: SyncReport, verify: bool, last: bool) -> None:
+        """Send one source to its replicas. Errors are noted in them.
 
-    async def _try_adapter(
-        self, dtype: torch.dtype, limit: int, made: list[AdapterSource], replicas: Sequence[Replica]
-    ) -> None:
-        source = await self._trainer.blocking(lambda: self._read_adapter(dtype))
-        made.append(source)
-        if not source.modules:
-            raise PushRefused("the model has no active adapter to send")
-        if source.rank > limit:
-            raise PushRefused(f"the adapter's rank {source.rank} is above the engine's max_lora_rank {limit}{_INSTEAD}")
-
-        async def ask(replica: Replica) -> None:
-            answers = await replica.handle.rpc("adapter_modules", modules=source.modules)
-            unserved = sorted({name for answer in answers for name in answer["unserved"]})
-            if unserved:
-                raise PushRefused(f"vLLM has no LoRA layer for {', '.join(unserved)}{_INSTEAD}")
-
-        await self._trainer.all_own(replicas, ask)
-
-    async def _pass(self, one: Pass, report: SyncReport, verify: bool) -> None:
-        """Send one source to its replicas. Errors are noted in them."""
+        Args:
+            last: of the push: caches of the old weights are reset meanwhile.
+        """
         state, source = one.state, one.source
         run: dict[str, Any] = {"rounding": self._weights.rounding if state.kind == "merged" else "nearest"}
         if run["rounding"] == "stochastic":
             run["seed"] = state.version
         sent: Sent = Verified(source) if verify else source
 
-        async def prepare(replica: Replica) -> None:
+        async def prepare(replica: Replica, route: Route) -> None:
             replica.begun = True
-            if state.kind != "adapter":
-                await self._tell(replica, "start")
+            if isinstance(source, Filler):
+                message = {"digest": source.digest, "state": state.to_json(), "sent": bool(route.sent)}
+                await self._tell(replica, "start", **message)
 
-        async def receive(replica: Replica) -> None:
-            message = {"sessions": self._trainer.sessions, "state": state.to_json(), "verify": verify}
+        async def receive(replica: Replica, route: Route) -> None:
+            message: dict[str, Any] = {"sessions": self._trainer.sessions, "verify": verify}
             if isinstance(source, AdapterSource):
-                message |= {"table": to_json(source.table), "rank": source.rank}
-            else:
-                message |= {"digest": source.digest}
-            await self._tell(replica, "adapter" if isinstance(source, AdapterSource) else "receive", **message)
+                table = to_json(source.table)
+                await self._tell(replica, "adapter", table=table, rank=source.rank, state=state.to_json(), **message)
+            elif route.sent:
+                placed = sorted(route.placed.intersection(route.sent))
+                await self._tell(replica, "receive", sent=route.sent, placed=placed, **message)
+            if last:
+                await self._reset_caches(replica)
+                await replica.handle.label(f"{report.mode}@{report.version}")
 
         replicas = [replica for replica in one.replicas if not replica.error]
         with report.timed("transfer"), source.passing() if isinstance(source, Filler) else contextlib.nullcontext():
-            await self._trainer.transfer(sent, run, replicas, prepare, receive)
+            await self._trainer.transfer(sent, run, replicas, one.route, prepare, receive)
         with report.timed("finish"):
             await self._trainer.each(replicas, partial(self._commit, state=state, sent=sent))
 
@@ -432,7 +436,7 @@ class VllmSync:
     async def _reset_caches(self, replica: Replica) -> None:
         """Nothing computed with the old weights may be used again."""
         info, control = replica.workers[0], replica.handle
-        # Requests that were kept, by us or by a user's own pause, hold blocks of the cache.
+        # Nothing runs before `_resume`. Requests that were kept, by us or by a user's own pause, hold blocks of them.
         running = self._pause == "keep" or not replica.paused_by_us
         if not await control.reset_prefix_cache(running, info["connector"]):
             raise PushFailed("the prefix cache could not be reset: requests hold blocks of the old weights")

@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Container, Coroutine, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ..errors import LoraMergeError, PushRefused
 from ..shards.ranks import Ranks
-from ..stream.filler import Sent
+from ..stream.filler import Filler, Places, Sent
+from .mapped import Direct, Mapped, direct, united
 from .replica import Replica, fail_together
 from .sender import Sender
 from .store import interface
-from .transport import WorkerId, assign, introduction
+from .transport import Route, WorkerId, assign, introduction
 from .vllm.control import Control, bind, on_this_device, side_by_side, to_its_end, together
 from .waiting import told
 
@@ -74,16 +75,12 @@ class Trainer:
         self._suspends = any(control.suspends for control in controls)
         self._rounds: list[tuple[Sender, frozenset[int]]] = []
         self._sessions: dict[WorkerId, str] = {}
-        self._kinds: tuple[str, ...] = ()
+        self._places: dict[WorkerId, tuple[int, str]] = {}
         self._nbytes = 0
+        self._mapped: dict[str, _Mapping] = {}
         self._transfers = 0
         self.name = world.gather(secrets.token_hex(8))[0]  # the store is shared with other pushers of these ranks
         self._ended_before = Ended(world, f"{self.name}/0", ())
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """Names of the transports in use."""
-        return self._kinds
 
     @property
     def sessions(self) -> list[str]:
@@ -170,27 +167,130 @@ class Trainer:
 
     # Channels
 
-    async def connect(self, replicas: Sequence[Replica], nbytes: int, device: torch.device) -> None:
+    async def map(self, source: Filler, replicas: Sequence[Replica], at: Mapping[int, Sequence[str]]) -> Direct:
+        """Map the engines' own tensors into the ranks that will write to them, where that goes; kept while they stay
+        where they are.
+
+        Args:
+            source: what will be written.
+            at: of each replica the `Exports.digest` of every worker.
+
+        Returns:
+            what goes straight into the engines of other processes; the same on every rank.
+        """
+        known = self._mapped.get(source.digest)
+        key = [at[replica.index] for replica in replicas]
+        if known is not None and known.key == key:
+            return known.direct
+        await self.unmap(source.digest)
+        trainers = await self.gather(introduction(source.device))
+        serving = assign(trainers, [replica.workers for replica in replicas])
+        away = {(replicas[r].index, w): rank for (r, w), (rank, kind) in serving.items() if kind != "local"}
+        workers = {(r.index, w): worker for r in replicas for w, worker in enumerate(r.workers)}
+        found = await self._exports(source, replicas, away)
+        direct, made = self._direct(source, trainers, workers, away, found), dict[WorkerId, Mapped]()
+        failed = ""
+        try:
+            for place, exports in found.items() if direct.names else ():
+                if source.collective or away[place] == self.world.rank:
+                    made[place] = Mapped(exports, source.device, workers[place]["pid"])
+        except Exception as error:
+            failed = f"a worker's memory cannot be mapped here: {told(error)}"
+        failures = [text for text in await self.gather(failed) if text]
+        if failures:
+            for mapped in made.values():
+                mapped.close()
+            direct, made = Direct(frozenset(), failures[0]), {}
+        self._mapped[source.digest] = _Mapping(key, direct, made, united(made.values()))
+        return direct
+
+    async def _exports(
+        self, source: Filler, replicas: Sequence[Replica], away: Container[WorkerId]
+    ) -> dict[WorkerId, Mapping[str, Any]]:
+        """What each worker in another process exports, on every rank."""
+        mine: dict[WorkerId, Mapping[str, Any]] = {}
+
+        async def ask(replica: Replica) -> None:
+            if any((replica.index, w) in away for w in range(len(replica.workers))):
+                for w, answer in enumerate(await replica.handle.rpc("exports", digest=source.digest)):
+                    mine[replica.index, w] = answer
+
+        answers = await self.everywhere(self._ask_all(replicas, ask, mine))
+        return {place: found for some in answers for place, found in some.items() if place in away}
+
+    async def _ask_all(
+        self, replicas: Sequence[Replica], ask: Callable[[Replica], Coroutine[Any, Any, None]], answers: _T
+    ) -> _T:
+        await self.all_own(replicas, ask)
+        return answers
+
+    def _direct(
+        self,
+        source: Filler,
+        trainers: Sequence[Mapping[str, Any]],
+        workers: Mapping[WorkerId, Mapping[str, Any]],
+        away: Mapping[WorkerId, int],
+        found: Mapping[WorkerId, Mapping[str, Any]],
+    ) -> Direct:
+        """What goes straight; nothing where some rank that would write shares no host with some worker."""
+        if source.collective and source.ranks.size != self.world.size:
+            return Direct(frozenset(), "several groups of ranks hold the model, of which one would write")
+        for (r, w), rank in away.items():
+            writers = trainers if source.collective else [trainers[rank]]
+            if any(trainer["host"] != workers[r, w]["host"] for trainer in writers):
+                return Direct(
+                    frozenset(), f"worker {w} of engine {r} shares no memory with every rank that would write"
+                )
+        return direct([found[place] for place in away])
+
+    async def unmap(self, digest: str) -> None:
+        """Let go of engines' tensors. Collective."""
+        if digest in self._mapped:
+            for mapped in self._mapped.pop(digest).mapped.values():
+                mapped.close()
+
+    def route(self, source: Sent, digest: str, compare: bool) -> Route:
+        """How a source goes to engines in other processes: as `map` found."""
+        known = self._mapped.get(digest)
+        if known is None or not known.direct.names:
+            return Route.of_buckets(source)
+        return Route.to(source, known.direct.names, known.places, compare)
+
+    def _spared(self, route: Route, failed: Container[int]) -> Route:
+        """A route that writes to none of the replicas that have failed: they may be somebody else's by now."""
+        for known in self._mapped.values():
+            if known.places is route.places and any(index in failed for index, _ in known.mapped):
+                left = [mapped for (index, _), mapped in known.mapped.items() if index not in failed]
+                return route._replace(places=united(left))
+        return route
+
+    async def connect(self, replicas: Sequence[Replica], nbytes: int, device: torch.device, sent: bool) -> None:
         """Channels to all workers, with two buffers of at least `nbytes`; kept from push to push.
+
+        Args:
+            sent: whether buckets go to workers in other processes at all.
 
         Raises:
             PushRefused: some engine cannot be reached; no channel is left open.
             InvalidInput: no transport leads from here to some worker.
         """
         open_ = {(r.index, w): worker["session"] for r in replicas for w, worker in enumerate(r.workers)}
-        if open_ == self._sessions and self._nbytes >= nbytes:
+        enough = not sent or (self._nbytes >= nbytes and all(kind != "write" for _, kind in self._places.values()))
+        if open_ == self._sessions and enough:
             return
-        await self.close()
+        await self.close_channels()
         size = max(nbytes, 1)
         trainers = await self.gather(introduction(device))
         places = assign(trainers, [r.workers for r in replicas])
+        if not sent:
+            places = {at: (rank, kind if kind == "local" else "write") for at, (rank, kind) in places.items()}
         try:
             hosts = [
                 r.workers[w]["host"] for r in replicas for w in range(len(r.workers)) if places[r.index, w][1] == "nccl"
             ]
             made = await self.everywhere(self._make_senders(places, size, device, hosts))
         except Exception:
-            await self.close()
+            await self.close_channels()
             raise
         channels = {place: channel for some in made for place, channel in some.items()}
         own = [r for r in replicas if r.control is not None]
@@ -211,13 +311,12 @@ class Trainer:
         failed = next((told(error) for error in (failure, *errors) if error is not None), "")
         failures = [text for text in await self.gather(failed) if text]
         if failures:
-            await self.close()
+            await self.close_channels()
             raise PushRefused(f"no channel to the engine: {failures[0]}")
         for sender, _ in self._rounds:
             sender.opened()
         self._sessions = {place: channel["session"] for place, channel in channels.items()}
-        self._kinds = tuple(sorted({kind for _, kind in places.values()}))
-        self._nbytes = size
+        self._places, self._nbytes = places, size
 
     async def _make_senders(
         self, places: Mapping[WorkerId, tuple[int, str]], nbytes: int, device: torch.device, hosts: Sequence[str]
@@ -234,6 +333,12 @@ class Trainer:
         return {place: sender.channel(*place) for sender, _ in self._rounds for place in sender.kinds}
 
     async def close(self) -> None:
+        """Give buffers and handles back, and the engines' tensors. Collective."""
+        for digest in list(self._mapped):
+            await self.unmap(digest)
+        await self.close_channels()
+
+    async def close_channels(self) -> None:
         """Give buffers and handles back: workers let go first. Collective."""
         sessions = self.sessions
         if sessions:  # an engine that is gone has let go already
@@ -243,40 +348,51 @@ class Trainer:
         await self.gather(None)
         for sender, _ in self._rounds:
             sender.close()
-        self._rounds, self._sessions, self._nbytes = [], {}, 0
+        self._rounds, self._sessions, self._places, self._nbytes = [], {}, {}, 0
 
     # One transfer
+
+    def kinds(self, route: Route) -> tuple[str, ...]:
+        """Names of the transports that a transfer takes."""
+        used = {kind for _, kind in self._places.values() if kind == "local" or route.sent}
+        away = any(kind != "local" for _, kind in self._places.values())
+        return tuple(sorted(used | ({"write"} if route.placed and away else set())))
 
     async def transfer(
         self,
         source: Sent,
         run: Mapping[str, Any],
         replicas: Sequence[Replica],
-        prepare: Callable[[Replica], Coroutine[Any, Any, Any]],
-        receive: Callable[[Replica], Coroutine[Any, Any, Any]],
+        route: Route,
+        prepare: Callable[[Replica, Route], Coroutine[Any, Any, Any]],
+        receive: Callable[[Replica, Route], Coroutine[Any, Any, Any]],
     ) -> None:
         """Send one source to some replicas. Errors are noted in the replicas, on every rank.
 
         Args:
             run: arguments of `Plan.run`.
+            route: to engines in other processes.
             prepare: what comes before, of each replica whose handle is here.
-            receive: the control call in which its workers take the buckets.
+            receive: the control calls beside, in which its workers take the buckets.
         """
         for sender, indices in self._rounds:
             ended = self._ended(replicas)
             group = [r for r in replicas if r.index in indices]
-            await self.each(group, prepare)
+            how = Route.of_buckets(source) if sender.local else route
+            await self.each(group, _along(how, prepare))
             failure = ""
             try:
-                sender.begin(source)
+                sender.begin(source, bool(how.sent))
             except Exception as error:
                 failure = told(error)
             if await self.share(replicas, failure):
                 continue  # on every rank: none may wait for the one that cannot fill
-            for index in indices - {r.index for r in group if not r.error}:
+            failed = indices - {r.index for r in group if not r.error}
+            for index in failed:
                 ended.add(index)
+            how = self._spared(how, failed)
             own = [r for r in group if r.control is not None and not r.error]
-            failure = await self._send(sender, source, run, own, receive, ended)
+            failure = await self._send(sender, source, run, own, receive, ended, how)
             await self.share(replicas, failure)
 
     async def _send(
@@ -285,15 +401,16 @@ class Trainer:
         source: Sent,
         run: Mapping[str, Any],
         own: Sequence[Replica],
-        receive: Callable[[Replica], Coroutine[Any, Any, Any]],
+        receive: Callable[[Replica, Route], Coroutine[Any, Any, Any]],
         ended: Ended,
+        route: Route,
     ) -> str:
         """This rank's part in a round: serve its workers, and make the control calls of its engines; its own failure,
         in words."""
         if sender.local:
             sender.offer(source, run, ended)
             for replica in own:
-                await self.each([replica], receive)
+                await self.each([replica], _along(route, receive))
             try:
                 await self.blocking(sender.drain)
             except Exception as error:
@@ -303,9 +420,9 @@ class Trainer:
         def serve() -> None:
             # Who serves nobody fills only what needs all ranks.
             if sender.kinds or source.collective:
-                sender.serve(source, run, ended)
+                sender.serve(source, run, ended, route)
 
-        calls = [bind(receive, replica) for replica in own]
+        calls = [bind(receive, replica, route) for replica in own]
         errors, failure = await together(
             [r.handle for r in own], calls, serve, ended=lambda i: ended.add(own[i].index), stop=self._stop
         )
@@ -324,6 +441,28 @@ class Trainer:
         self._transfers += 1
         self._ended_before = Ended(self.world, f"{self.name}/{self._transfers}", replicas)
         return self._ended_before
+
+
+def _along(
+    route: Route, step: Callable[[Replica, Route], Coroutine[Any, Any, Any]]
+) -> Callable[[Replica], Coroutine[Any, Any, Any]]:
+    return lambda replica: step(replica, route)
+
+
+class _Mapping(NamedTuple):
+    """Engines' tensors, mapped for a stream.
+
+    Args:
+        key: `Exports.digest` of every worker then.
+        direct: what goes straight.
+        mapped: those of the workers that this rank writes to.
+        places: theirs, together.
+    """
+
+    key: list[Sequence[str]]
+    direct: Direct
+    mapped: dict[WorkerId, Mapped]
+    places: Places
 
 
 def _rounds(places: Mapping[WorkerId, tuple[int, str]]) -> list[list[WorkerId]]:

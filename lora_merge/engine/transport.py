@@ -3,6 +3,7 @@
 | transport | where | how |
 |---|---|---|
 | local | same process | merged straight into the engine's tensors; buckets that the worker pulls for the rest |
+| write | same host, where the engine's memory can be mapped | merged straight into the engine's tensors (mapped.py) |
 | shm | CPU, same host | two buffers in POSIX shared memory |
 | ipc | same GPU, other process | two buffers of a cudaMalloc of their own, opened by the worker |
 | nccl | other GPUs | one broadcast a bucket, from trainer rank 0 to the workers of a replica |
@@ -18,14 +19,15 @@ Processes of one GPU take turns at it, and half as many buckets of twice the siz
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import InvalidInput
+from ..stream.filler import Places, Sent
 from .waiting import host_id
 
 WorkerId = tuple[int, int]
@@ -49,6 +51,37 @@ class Received:
     index: int
     data: Tensor | None
     placed: bool
+
+
+class Route(NamedTuple):
+    """How the buckets of a transfer go; the same on every rank.
+
+    Args:
+        placed: those that the trainer merges straight into the engines' tensors.
+        sent: those that are handed over, in order. One may be both, to be compared.
+        places: the tensors that this rank writes to.
+    """
+
+    placed: frozenset[int]
+    sent: tuple[int, ...]
+    places: Places | None = None
+
+    @classmethod
+    def of_buckets(cls, source: Sent) -> Route:
+        """All are handed over."""
+        return cls(frozenset(), tuple(range(len(source.table))))
+
+    @classmethod
+    def to(cls, source: Sent, names: Container[str], places: Places, compare: bool) -> Route:
+        """Straight to places what goes there.
+
+        Args:
+            names: of the tensors that engines take straight.
+            compare: hand every bucket over, too.
+        """
+        placed = source.straight(names)
+        sent = (index for index in range(len(source.table)) if compare or index not in placed)
+        return cls(placed, tuple(sent), places)
 
 
 def nobody() -> set[int]:

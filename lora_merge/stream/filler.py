@@ -3,9 +3,9 @@ that lay it there, one launch a bucket."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from math import prod
 from operator import sub
@@ -102,13 +102,23 @@ class Source:
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """Where an engine of this process keeps the stream's tensors: they are merged straight to there.
+    """Where engines keep the stream's tensors, in memory that this process can write to: they are merged straight to
+    there.
 
     Args:
         views: by name, the boxes of the tensor that lie there, each seen with the tensor's dimensions.
     """
 
     views: Mapping[str, Sequence[tuple[Box, Tensor]]]
+
+    def on(self, device: torch.device) -> frozenset[str]:
+        """Names of the tensors of which all lies on a device."""
+        if device not in self._on:
+            here = (name for name, found in self.views.items() if all(view.device == device for _, view in found))
+            self._on[device] = frozenset(here)
+        return self._on[device]
+
+    _on: dict[torch.device, frozenset[str]] = field(default_factory=dict, init=False)
 
 
 class Sent(Protocol):
@@ -119,13 +129,18 @@ class Sent(Protocol):
     capacity: int
     collective: bool
     """Whether filling takes several ranks, each of which fills every bucket, in order."""
+    shared: bool
+    """Whether several ranks hold what is sent, so that one of them alone cannot place it."""
 
     def fill(self, index: int, buffer: Tensor, run: Mapping[str, Any]) -> None:
         """Write bucket `index` into `buffer`, on the current stream. `run` are arguments of `Plan.run`."""
 
-    def place(self, index: int, places: Places, run: Mapping[str, Any]) -> bool:
-        """The same straight to `places`; False, and nothing written, where some slot has none or is not made of
-        windows of what lies here."""
+    def straight(self, names: Container[str]) -> frozenset[int]:
+        """The buckets that `place` can serve where an engine has places for these tensors."""
+
+    def place(self, index: int, places: Places, run: Mapping[str, Any]) -> None:
+        """Write bucket `index` straight to `places`, on the current stream; where several ranks fill, each writes what
+        it owns."""
 
 
 class Filler:
@@ -172,7 +187,7 @@ class Filler:
         self._wholly_in = [dict.fromkeys(s.name for s in slots if s.name in self._wholly) for slots in self.table]
         self.digest = digest_of(self.table)
         """Under which name an engine knows the table."""
-        self.collective = not self.ranks.alone
+        self.collective = self.shared = not self.ranks.alone
         with self.ranks.vote("MergedWeights"):
             turns = self._turns()
         ranks = self.ranks if any(turn.everything for turn in turns) else source.merging
@@ -374,21 +389,24 @@ class Filler:
         if errors:
             raise errors[0]
 
-    def place(self, index: int, places: Places, run: Mapping[str, Any]) -> bool:
-        """As `Sent.place`; of a model that this process holds alone."""
-        views = [(slot, places.views.get(slot.name, ())) for slot in self.table[index]]
-        here = all(found and all(view.device == self.device for _, view in found) for _, found in views)
-        if self.collective or not here or self._wholly_in[index]:
-            return False
+    def straight(self, names: Container[str]) -> frozenset[int]:
+        """As `Sent.straight`: those whose tensors all have a place and are windows of what the ranks hold."""
+        return frozenset(
+            index
+            for index, slots in enumerate(self.table)
+            if not self._wholly_in[index] and all(slot.name in names for slot in slots)
+        )
+
+    def place(self, index: int, places: Places, run: Mapping[str, Any]) -> None:
+        """As `Sent.place`. An error of this rank is raised after the collectives of the bucket."""
         self._operands.refresh(index)
         targets = (
             (slot.name, met, cut(view, (tuple(map(sub, met[0], box[0])), met[1])))
-            for slot, found in views
-            for box, view in found
+            for slot in self.mine(index)
+            for box, view in places.views.get(slot.name, ())
             if (met := overlap(slot.box, box)) is not None
         )
         self._plan((index, True), ref(places), targets).run(run)
-        return True
 
     def _plan(self, key: tuple[int, bool], at: Hashable, targets: Iterable[tuple[str, Box, Tensor]]) -> _BucketPlan:
         """The plan of a bucket, made anew when what it writes to has moved.

@@ -7,7 +7,7 @@ into lora_B; the worker builds vLLM's own `LoRAModel` from them, without a file.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,7 +53,8 @@ class AdapterSource:
 
     def __init__(self, weights: MergedWeights, filler: Filler, dtype: torch.dtype) -> None:
         _check_model(live(weights.model))
-        self.device, self.collective = filler.device, not filler.source.ranks.alone
+        self.device = filler.device
+        self.collective = self.shared = not filler.source.ranks.alone
         parts = filler.source.parts
         adapted = {
             name: delta
@@ -86,9 +87,12 @@ class AdapterSource:
         torch._foreach_copy_(views[::2], self._plain)
         torch._foreach_copy_(views[1::2], torch._foreach_mul([b.float() for b in self._scaled], self._scaling))
 
-    def place(self, index: int, places: Places, run: Mapping[str, Any]) -> bool:
-        """vLLM makes its own tensors of an adapter."""
-        return False
+    def straight(self, names: Container[str]) -> frozenset[int]:
+        """None: vLLM makes its own tensors of an adapter."""
+        return frozenset()
+
+    def place(self, index: int, places: Places, run: Mapping[str, Any]) -> None:
+        raise NotImplementedError("an adapter goes in buckets")
 
 
 def _check_served(name: str, delta: Delta, entry: Entry) -> None:

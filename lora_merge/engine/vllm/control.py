@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from ...errors import InvalidInput, PushRefused
-from ..waiting import alive, until
+from ..waiting import CHECK_S, alive
 
 _T = TypeVar("_T")
 TIMEOUT_S = 600
@@ -28,6 +28,10 @@ GRACE_S = 3.0
 """Seconds that vLLM has to say that an engine is dead."""
 LOOK_S = 1.0
 """Seconds between two looks at whether an AsyncLLM's workers are still there."""
+
+
+_SENT_S = 5e-4
+"""Seconds for calls to go out before this thread computes: Python lets it go on for 5 ms when another one is ready."""
 
 
 class NoRoute(RuntimeError):
@@ -68,6 +72,11 @@ class Control:
         self.handle = handle
         self.engine = getattr(handle, "llm_engine", handle)
         self.workers: list[int] = []
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether other processes do all the work of its calls, as far as is known."""
+        return bool(self.workers)
 
     def config(self) -> Any:
         """The engine's `VllmConfig`, where this process has it; else None."""
@@ -273,15 +282,18 @@ def while_alive(call: Callable[[], _T], pids: Sequence[int]) -> _T:
         EngineGone: one is; the call is left behind in its thread.
     """
     done: list[tuple[Any, BaseException | None]] = []
+    ended, look = threading.Event(), _Look(pids)
 
     def there() -> None:
         try:
             done.append((call(), None))
         except BaseException as error:
             done.append((None, error))
+        ended.set()
 
     threading.Thread(target=on_this_device(there), daemon=True).start()
-    until(lambda: bool(done), _Look(pids))
+    while not ended.wait(CHECK_S):
+        look()
     value, error = done[0]
     if error is not None:
         raise error
@@ -433,6 +445,8 @@ def _in_threads(
     failure: BaseException | None = None
     with ThreadPoolExecutor(max(len(calls), 1)) as pool:
         futures = [pool.submit(on_this_device(partial(one, position))) for position in range(len(calls))]
+        if calls:
+            time.sleep(_SENT_S)
         try:
             work()
         except Exception as error:

@@ -25,6 +25,7 @@ from ...kernels.segments import copies
 from ...shards import cut, overlap
 from ...stream.buckets import Slot, Table, dtype_name, metas
 from ...stream.filler import Places
+from ..mapped import Exports
 from ..sampler import facts
 from . import internals
 from .capture import Capture, Copy, coverage, feed, torn
@@ -33,6 +34,8 @@ from .reload import Reload, on_meta, same_layout, unchanged
 
 _AS_LOADED = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
 """Methods that leave weights on a CUDA device as they were loaded."""
+_EXPERTS, _PLAIN_EXPERTS = "UnquantizedFusedMoEMethod", {"TRITON", "BATCHED_TRITON"}
+"""The method for experts, and those of its backends that leave them as they were loaded (0.26, 0.32)."""
 _ENGINE_OWNED = {
     "_expert_map",
     "expert_mask",
@@ -60,7 +63,7 @@ class Examination:
 
     Args:
         copies: what goes straight, by name.
-        places: the same for a trainer in this process, of tensors that the engine holds in the stream's dtype.
+        places: the same for a trainer that writes there, of tensors that the engine holds in the stream's dtype.
         staged: names that go through `load_weights`, whole.
         fills: constants that loading writes (padding).
         refused: name -> why `load_weights` does not take it.
@@ -85,6 +88,15 @@ class Examination:
     dtypes: dict[str, str] = field(default_factory=dict)
     layers: list[tuple[nn.Module, frozenset[str]]] = field(default_factory=list)
     touched: frozenset[int] = frozenset()
+    _exports: Exports | None = None
+
+    @property
+    def exports(self) -> Exports:
+        """How trainers in other processes of this host map the places."""
+        if self._exports is None or not self._exports.hold():
+            blocked = self.staged.union(self.copies).difference(self.places.views)
+            self._exports = Exports(self.places, blocked)
+        return self._exports
 
     @cached_property
     def digest(self) -> str:
@@ -297,7 +309,7 @@ class Loader:
             method = getattr(module, "quant_method", None)
             if method is None or id(module) in tied or id(module) in inside:
                 continue
-            if self.device.type == "cuda" and type(method).__name__ in _AS_LOADED and same_layout(module):
+            if self.device.type == "cuda" and _as_loaded(method) and same_layout(module):
                 continue
             inside.update(map(id, module.modules()))
             layers.append(module)
@@ -315,6 +327,15 @@ class Loader:
                 tied.append(module)
             seen |= own
         return tied
+
+
+def _as_loaded(method: Any) -> bool:
+    """Whether a layer with this method keeps its weights on a GPU as `load_weights` puts them."""
+    kind = type(method).__name__
+    if kind == _EXPERTS:
+        backend = getattr(getattr(method, "unquantized_backend", None), "name", "")
+        return backend in _PLAIN_EXPERTS and torch.version.hip is None  # which pads them
+    return kind in _AS_LOADED
 
 
 def _deferred(module: nn.Module) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,10 +18,26 @@ from ..sources import add_checksums
 from ..state import WEIGHTS, State, change
 from ..transport import Received
 from . import internals
-from .loader import Loader
+from .loader import Examination, Loader
 from .modules import Modules
 
 _SIDE = "_lora_merge"
+_TABLES = 8
+"""Tables that are kept: those of a few streams, each as a push may change it until it fits."""
+
+
+class Coming(NamedTuple):
+    """A full push that has begun.
+
+    Args:
+        examination: of its table.
+        digest: of the table.
+        state: that it brings.
+    """
+
+    examination: Examination
+    digest: str
+    state: State
 
 
 class Side:
@@ -30,9 +46,10 @@ class Side:
     Attributes:
         claim: whose push the engine is in the middle of.
         loader: into the model.
-        tables: what was examined last, by digest.
+        tables: what was examined last, by digest; a trainer may come back to one in the same push.
         held: what the weights were when this package last looked.
-        pending: what a full push has brought, from its last bucket to its commit.
+        coming: a full push that has begun, until it ends or is aborted.
+        pending: what it has brought, from its last bucket to its commit.
         began: whether a push has begun that neither ended nor was aborted.
         paused, waking: whether generation stands still because of a push, and whether the KV cache still sleeps.
         checksums, arrived: of a verified transfer: checksums by name, and whether the parameters hold these bits.
@@ -45,7 +62,7 @@ class Side:
         self.receiver: Receiver | None = None
         self.tables: dict[str, Table] = {}
         self.claim = Claim()
-        self.held, self.pending, self.began = State(), None, False
+        self.held, self.coming, self.pending, self.began = State(), None, None, False
         self.paused, self.waking = False, False
         self.checksums: dict[str, int] = {}
         self.arrived: dict[str, bool] = {}
@@ -54,6 +71,7 @@ class Side:
         self._sample = ""
         self._kernels: list[Any] = []
 
+    coming: Coming | None
     pending: State | None
 
     # What the engine holds
@@ -73,9 +91,15 @@ class Side:
         """A push begins to write; `reason` is why the engine is dirty until it ends."""
         self.held, self.began = change(self.held, "begin", reason=reason), True
 
+    def came(self) -> None:
+        """Nothing more comes of a full push."""
+        assert self.coming is not None
+        self.pending, self.coverage = self.coming.state, self.coming.examination.elements
+
     def end(self, brought: State) -> None:
         """All of a push is there: note what the weights look like."""
-        self.held, self.pending, self.began = change(self.held, "end", brought=brought), None, False
+        self.held, self.began = change(self.held, "end", brought=brought), False
+        self.coming = self.pending = None
         self._sample = self._sampler(self.modules.tensors())
         self._kernels = self.modules.kernels()
 
@@ -84,11 +108,17 @@ class Side:
         self.loader.abort()
         if self.began or reason is not None:
             self.held = change(self.held, "break", reason=reason or "a push broke off in the middle")
-        self.pending, self.began = None, False
+        self.coming, self.pending, self.began = None, None, False
 
     def evicted(self) -> None:
         """The adapter is gone, the base is still what it was."""
         self.held = change(self.held, "evict")
+
+    def keep_table(self, digest: str, table: Table | None = None) -> None:
+        """A table is in use again, or new: it is the last one to be forgotten."""
+        self.tables[digest] = self.tables.pop(digest) if table is None else table
+        for old in list(self.tables)[:-_TABLES]:
+            del self.tables[old]
 
     # A transfer
 
@@ -126,12 +156,19 @@ class Side:
         use: Callable[[Sequence[Slot], Received], None],
         verify: bool,
         places: Places | None = None,
+        sent: Sequence[int] | None = None,
+        placed: Sequence[int] = (),
     ) -> None:
-        """Receive every bucket of a table, as `Receiver.receive`, and hand it to `use` with its slots."""
+        """Receive the buckets of a table, as `Receiver.receive`, and hand each to `use` with its slots.
+
+        Args:
+            sent: which of them come; None for all.
+        """
         if self.receiver is None:
             raise RuntimeError("no trainer is connected")
         self.checksums, self.arrived = {}, {}
-        with closing(self.receiver.receive([extent(slots) for slots in table], places, verify)) as buckets:
+        sizes = {index: extent(table[index]) for index in (range(len(table)) if sent is None else sent)}
+        with closing(self.receiver.receive(sizes, frozenset(placed), places, verify)) as buckets:
             for received in buckets:
                 if verify and received.data is not None:
                     add_checksums(self.checksums, table[received.index], received.data)

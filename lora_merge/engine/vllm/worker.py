@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from . import internals
 from .adapter import ADAPTER_ID, load_adapter, remove_adapter, unserved_modules
 from .backend import LoraMergeWeightTransferEngine
 from .loader import Examination
-from .side import Side, asleep, side_of
+from .side import Coming, Side, asleep, side_of
 
 _log = logging.getLogger(__name__)
 _WITHOUT_WEIGHTS = {"ngram", "ngram_gpu", "suffix"}
@@ -77,8 +77,14 @@ def lora_merge(worker: Any, request: str) -> str:
 # ---- before a push ---------------------------------------------------------------------------------------------------
 
 
-def _hello(worker: Any, side: Side, claim: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Who this worker is, what it holds, what it can serve. With a claim a push begins, which `end` ends."""
+def _hello(
+    worker: Any, side: Side, claim: Mapping[str, Any] | None = None, streams: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Who this worker is, what it holds, what it can serve. With a claim a push begins, which `end` ends.
+
+    Args:
+        streams: digests of tables: what `examine` says of them in brief, where they are known here.
+    """
     import vllm
 
     config, parallel = worker.vllm_config, worker.parallel_config
@@ -107,7 +113,24 @@ def _hello(worker: Any, side: Side, claim: Mapping[str, Any] | None = None) -> d
         "multimodal": bool(worker.model_config.is_multimodal_model),
         "lacks": internals.lacks(worker),
         "state": _served(worker, side, side.state()),
+        "fits": _fits(side, streams),
     }
+
+
+def _fits(side: Side, streams: Sequence[str]) -> dict[str, dict[str, str]]:
+    """What is known of streams; nothing of one that cannot be looked at now (`examine` says why)."""
+    fits = {}
+    with suppress(Exception):
+        for digest in () if asleep() else side.tables.keys() & set(streams):
+            side.keep_table(digest)
+            fits[digest] = _brief(side, digest)
+    return fits
+
+
+def _brief(side: Side, digest: str) -> dict[str, str]:
+    """What was found in a table, by its digest, and where the engine has what it fills."""
+    found = side.loader.examine(digest, side.tables[digest])
+    return {"same": found.digest, "at": found.exports.digest}
 
 
 def _engines(parallel: Any) -> int:
@@ -174,14 +197,15 @@ def _examine(worker: Any, side: Side, digest: str, table: Any = None, known: Seq
         known: digests of findings that the trainer has: these are not sent again.
     """
     if table is not None:
-        side.tables = {digest: from_json(table)}
+        side.keep_table(digest, from_json(table))
     if digest not in side.tables:
         return {"unknown": True}
+    brief = _brief(side, digest)
     found: Examination = side.loader.examine(digest, side.tables[digest])
     if found.digest in known:
-        return {"same": found.digest}
+        return brief
     return {
-        "same": found.digest,
+        **brief,
         "refused": found.refused,
         "ignored": found.ignored,
         "absent": found.absent,
@@ -191,6 +215,11 @@ def _examine(worker: Any, side: Side, digest: str, table: Any = None, known: Seq
         "straight": len(found.copies),
         "reloaded": len(found.staged),
     }
+
+
+def _exports(worker: Any, side: Side, digest: str) -> dict[str, Any]:
+    """How a trainer in another process of this host maps what an examined table fills."""
+    return side.loader.examine(digest, side.tables[digest]).exports.description
 
 
 def _adapter_modules(worker: Any, side: Side, modules: list[str]) -> dict[str, Any]:
@@ -211,26 +240,39 @@ def _connect(worker: Any, side: Side, channels: Mapping[str, dict[str, Any]]) ->
 # ---- a push ----------------------------------------------------------------------------------------------------------
 
 
-def _start(worker: Any, side: Side) -> dict[str, Any]:
-    """Begin a full push; what a broken one left open is closed."""
-    side.abort(None)
-    side.begin("a push is under way or did not end")
-    return {}
-
-
-def _receive(worker: Any, side: Side, digest: str, state: dict[str, Any], verify: bool) -> dict[str, Any]:
-    """Take the buckets of a full push into the model.
+def _start(worker: Any, side: Side, digest: str, state: dict[str, Any], sent: bool) -> dict[str, Any]:
+    """Begin a full push; what a broken one left open is closed. From the answer on the trainer may write to the places.
 
     Args:
         digest: of an examined table.
         state: that the push brings.
-        verify: note checksums.
+        sent: whether buckets follow; else the trainer writes everything by itself.
     """
-    if not side.began:
-        raise RuntimeError("a push has to begin before its buckets come")
-    table = side.tables[digest]
-    examination = side.loader.examine(digest, table)
+    side.abort(None)
+    side.begin("a push is under way or did not end")
+    examination = side.loader.examine(digest, side.tables[digest])
     side.loader.begin(examination)
+    side.coming = Coming(examination, digest, State(**state))
+    if not sent:
+        side.came()
+    if worker.device.type == "cuda":  # nothing here reads the weights any more
+        torch.cuda.synchronize(worker.device)
+    return {}
+
+
+def _receive(
+    worker: Any, side: Side, verify: bool, sent: Sequence[int] | None = None, placed: Sequence[int] = ()
+) -> dict[str, Any]:
+    """Take the buckets of a full push into the model.
+
+    Args:
+        verify: note checksums.
+        sent: which buckets come; None for all.
+        placed: which of these the trainer writes to their places by itself.
+    """
+    if side.coming is None:
+        raise RuntimeError("a push has to begin before its buckets come")
+    examination, table = side.coming.examination, side.tables[side.coming.digest]
 
     def load(slots: Sequence[Slot], received: Received) -> None:
         if received.data is None:
@@ -241,11 +283,10 @@ def _receive(worker: Any, side: Side, digest: str, state: dict[str, Any], verify
         for name, same in seen.items():
             side.arrived[name] = side.arrived.get(name, True) and same
 
-    side.take(table, load, verify, examination.places)
-    side.coverage = examination.elements
-    side.pending = State(**state)
+    side.take(table, load, verify, examination.places, sent, placed)
     if worker.device.type == "cuda":
         torch.cuda.current_stream(worker.device).synchronize()
+    side.came()
     return {}
 
 
@@ -325,6 +366,7 @@ def _disconnect(worker: Any, side: Side, sessions: list[str]) -> dict[str, Any]:
 _OPS: dict[str, Callable[..., dict[str, Any]]] = {
     "hello": _hello,
     "examine": _examine,
+    "exports": _exports,
     "adapter_modules": _adapter_modules,
     "connect": _connect,
     "start": _start,

@@ -1,0 +1,175 @@
+"""An engine's own tensors, mapped into the trainer's process: the trainer merges straight into them, with no bucket.
+
+On GPUs over CUDA IPC, also from one GPU to another; on CPUs where the tensors lie in shared memory. What cannot be
+exported (the memory of vLLM's sleep mode, expandable segments) is reached by buckets.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ..shards import Box
+from ..stream.buckets import dtype_name, dtype_of
+from ..stream.filler import Places
+from .memory import CudaMemory, NotExported, SharedFiles, allocations, exported
+
+Found: TypeAlias = Mapping[str, Any]
+"""A worker's `Exports.description`."""
+
+
+class Exports:
+    """What other processes of this host need to map an engine's tensors, as these lie at the moment.
+
+    Args:
+        places: of the tensors of a stream.
+        blocked: names of tensors of the stream of which the engine takes a part another way.
+
+    Attributes:
+        description: JSON values: `why` it cannot be mapped, or `memory` and, by name, `views` of it and names that are
+            `blocked`.
+        digest: equal as long as a mapping stays good; "" where nothing can be mapped.
+    """
+
+    def __init__(self, places: Places, blocked: Collection[str]) -> None:
+        storages = (view.untyped_storage() for found in places.views.values() for _, view in found)
+        self._storages = list({storage.data_ptr(): storage for storage in storages}.values())
+        self._marks = _marks(self._storages)
+        try:
+            memory, views = self._describe(places)
+            self.description: dict[str, Any] = {"why": "", "memory": memory, "views": views, "blocked": sorted(blocked)}
+            said = repr((self._marks, self.description))
+            self.digest = hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
+        except NotExported as error:
+            self.description, self.digest = {"why": f"the engine's weights cannot be mapped: {error}"}, ""
+
+    def hold(self) -> bool:
+        """Whether the tensors, which lie at the same addresses, lie in the same memory still."""
+        return self._marks == _marks(self._storages)
+
+    def _describe(self, places: Places) -> tuple[list[dict[str, Any]], dict[str, list[Any]]]:
+        files = SharedFiles() if any(storage.device.type == "cpu" for storage in self._storages) else None
+        memory: dict[str, dict[str, Any]] = {}
+        where: dict[int, tuple[int, int]] = {}
+        for storage in self._storages:
+            told, offset = _export(storage, files)
+            key = told.get("handle") or told["path"]
+            memory.setdefault(key, told)
+            where[storage.data_ptr()] = list(memory).index(key), offset
+        views: dict[str, list[Any]] = {}
+        for name, found in places.views.items():
+            views[name] = []
+            for (start, size), view in found:
+                number, offset = where[view.untyped_storage().data_ptr()]
+                at = offset + view.storage_offset() * view.element_size()
+                laid = [dtype_name(view.dtype), list(view.shape), list(view.stride())]
+                views[name].append([list(start), list(size), number, at, *laid])
+        return list(memory.values()), views
+
+
+def _export(storage: torch.UntypedStorage, files: SharedFiles | None) -> tuple[dict[str, Any], int]:
+    """How a storage is mapped, and where it begins in what is mapped."""
+    if files is not None:
+        path, nbytes, offset = files.exported(storage)
+        return {"path": path, "nbytes": nbytes}, offset
+    handle, nbytes, offset = exported(storage)
+    return {"handle": base64.b64encode(handle).decode(), "nbytes": nbytes}, offset
+
+
+def _marks(storages: Sequence[torch.UntypedStorage]) -> list[int]:
+    """Which allocations these lie in."""
+    if any(storage.device.type == "cpu" for storage in storages):
+        return [storage.nbytes() for storage in storages]
+    return allocations(storages)
+
+
+class Mapped:
+    """The tensors of one worker in this process. Closed, or given up, it is unmapped; no view may be used after that.
+
+    Args:
+        found: what the worker exports.
+        device: from which they are written: a GPU that reaches the worker's, or the CPU.
+        pid: of the worker.
+
+    Raises:
+        RuntimeError, OSError: this process cannot map them.
+    """
+
+    def __init__(self, found: Found, device: torch.device, pid: int) -> None:
+        self._memory: list[CudaMemory] = []
+        try:
+            memory = [self._map(told, device, pid) for told in found["memory"]]
+        except BaseException:
+            self.close()
+            raise
+        self.views: dict[str, list[tuple[Box, Tensor]]] = {
+            name: [(box, view) for box, view in (_view(told, memory) for told in views)]
+            for name, views in found["views"].items()
+        }
+
+    def _map(self, told: Found, device: torch.device, pid: int) -> Tensor:
+        if device.type == "cpu":
+            if not re.fullmatch(rf"/proc/{pid}/fd/\d+", told["path"]):
+                raise RuntimeError(f"{told['path']!r} is not memory of worker {pid}")
+            return torch.from_file(told["path"], shared=True, size=told["nbytes"], dtype=torch.uint8)
+        self._memory.append(CudaMemory(told["nbytes"], device, base64.b64decode(told["handle"])))
+        return self._memory[-1].tensor
+
+    def close(self) -> None:
+        """Unmap them."""
+        self.views = {}
+        for memory in self._memory:
+            memory.close()
+        self._memory = []
+
+
+def _view(told: Sequence[Any], memory: Sequence[Tensor]) -> tuple[Box, Tensor]:
+    """A box of a tensor of the stream, and where it is.
+
+    Raises:
+        RuntimeError: it is not inside of its memory.
+    """
+    start, size, number, at, dtype_told, shape, stride = told
+    dtype, whole = dtype_of(dtype_told), memory[number]
+    last = at + (sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + 1) * dtype.itemsize
+    if at < 0 or at % dtype.itemsize or min(stride, default=0) < 0 or last > whole.nbytes:
+        raise RuntimeError(f"a view of bytes {at} to {last} is not inside of {whole.nbytes} bytes of memory")
+    view = torch.empty(0, dtype=dtype, device=whole.device)
+    view = view.set_(whole.untyped_storage(), at // dtype.itemsize, shape, stride)
+    return (tuple(start), tuple(size)), view
+
+
+class Direct(NamedTuple):
+    """What of a stream goes straight into engines of other processes, the same on every rank.
+
+    Args:
+        names: of the tensors that every worker takes straight.
+        why: nothing does; "" otherwise.
+    """
+
+    names: frozenset[str]
+    why: str = ""
+
+
+def direct(workers: Sequence[Found]) -> Direct:
+    """What all of these workers take straight."""
+    why = next((worker["why"] for worker in workers if worker["why"]), "")
+    if why or not workers:
+        return Direct(frozenset(), why)
+    some = frozenset().union(*(worker["views"] for worker in workers))
+    return Direct(some.difference(*(worker["blocked"] for worker in workers)))
+
+
+def united(mapped: Iterable[Mapped]) -> Places:
+    """The places of several workers: what lies in all of them is written to each."""
+    views: dict[str, list[tuple[Box, Tensor]]] = {}
+    for one in mapped:
+        for name, found in one.views.items():
+            views.setdefault(name, []).extend(found)
+    return Places(views)

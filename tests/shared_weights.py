@@ -1,0 +1,48 @@
+"""Extends vLLM's workers on a CPU: linear layers keep their weights as they were loaded, as on a GPU, and parameters
+can be moved into memory that other processes map. So a trainer writes to them there as it does over CUDA IPC."""
+
+from __future__ import annotations
+
+import first_calls  # noqa: F401 - each worker imports this before it makes its model
+import torch
+from faulty import Faulty
+from torch import Tensor, nn
+from vllm.model_executor.layers import utils
+
+from lora_merge.engine.vllm.loader import Loader
+
+
+def _plain(layer: nn.Module, remove_weight: bool) -> None:
+    layer.cpu_linear = nn.functional.linear  # type: ignore[assignment]
+
+
+utils.dispatch_cpu_unquantized_gemm = _plain
+_staged = Loader._staged_layers
+Loader._staged_layers = lambda self: [  # type: ignore[method-assign]
+    layer for layer in _staged(self) if type(layer.quant_method).__name__ == "UnquantizedFusedMoEMethod"
+]
+
+
+class Shared(Faulty):
+    """Methods for `collective_rpc`."""
+
+    def _parameters(self) -> list[Tensor]:
+        return list(self.get_model().parameters())  # type: ignore[attr-defined]
+
+    def share(self) -> int:
+        """Move all parameters into shared memory; how many there are."""
+        for parameter in self._parameters():
+            parameter.share_memory_()
+        return len(self._parameters())
+
+    def move(self, share: bool) -> int:
+        """All parameters to other addresses, in shared memory or not."""
+        for parameter in self._parameters():
+            moved = parameter.detach().clone()
+            parameter.data = moved.share_memory_() if share else moved
+        return len(self._parameters())
+
+    def bits(self) -> dict[str, int]:
+        """A number for each parameter that depends on all its bits."""
+        named = self.get_model().named_parameters()  # type: ignore[attr-defined]
+        return {name: hash(p.detach().contiguous().view(torch.uint8).numpy().tobytes()) for name, p in named}
