@@ -10,14 +10,15 @@ rank merges s, and a bytes of adapters:
     in place   the trainer's own weights are merged, and restored after the rollout    2 merge(s)
     merged     every rank merges its part, buckets gather whole tensors in the group,  merge(s) + gather(S)
                engines load their slice of each                                        + load(S / tp)
-    direct     every rank merges into the slices of its engine                         merge(S / tp) or wire(S / tp)
+    write      every rank merges into the slices of its engine                         merge(S / tp) or wire(S / tp)
     adapter    adapters alone are gathered; the engine computes with them              gather(a) + load(a / tp)
     receiver   adapters alone are gathered; the engine merges into its slice           gather(a) + merge(S / tp)
 
 A push also agrees: the trainer's ranks tell each other what they hold and what their engines say, in AGREEMENTS small
 collectives over all of them. Control calls go to all engines at a time, so their number costs nothing.
 
-"direct" and "receiver" are designs, not in the package. The check compares the same formulas with the runs that are
+"write" is for engines that a host shares with all ranks that hold the model; beyond one node it is a design, and so is
+"receiver". The check compares the same formulas with the runs that are
 recorded in benchmarks/results; a constant that was fitted to a run says so, and is not compared with that run.
 """
 
@@ -56,6 +57,7 @@ class Machine:
     tensor_us: float = 0
     bucket_ms: float = 0
     fixed_ms: float = 0
+    write_fixed_ms: float = 0
     gpus_a_node: int = 8
     bucket: float = 0.512
 
@@ -102,6 +104,7 @@ SOURCES = {
     "load_copies": "ASSUMED: one launch a bucket copies it into the engine's parameters",
     "bucket_ms": "fitted: the push of the same tensors to another process (the same file)",
     "fixed_ms": "fitted: check, pause, finish, caches and resume of the push to another process",
+    "write_fixed_ms": "fitted: what a push written to another process takes beside its merge (sync-write-qwen2.5-7b.json)",
     "gpus_a_node": "ASSUMED, NVLink between them",
     "bucket": "the default of MergedWeights",
 }
@@ -168,7 +171,9 @@ def step(job: Job, layout: Layout, m: Machine, rank: int, gpus: int) -> dict[str
     return {
         "in place": 2 * mine,
         "merged": mine + m.gather_ms(size, layout.group) + load + fixed,
-        "direct": max(m.merge_ms(size / job.tp), m.wire_ms(size / job.tp, layout.group)) + fixed,
+        "write": max(m.merge_ms(size / job.tp), m.wire_ms(size / job.tp, layout.group))
+        + m.write_fixed_ms
+        + m.agree_ms(gpus),
         "adapter": gathered + m.load_ms(adapters / job.tp, 2 * tensors) + fixed,
         "receiver": gathered + m.merge_ms(size / job.tp) + fixed,
     }
@@ -182,7 +187,9 @@ def fitted(m: Machine) -> Machine:
     other = recorded("sync-qwen2.5-7b.json")["other"]
     size, loading = other["bytes"] / GB, other["merge_and_load_ms"]
     rest = loading - merging - m.load_ms(size, other["tensors"])
-    return replace(m, bucket_ms=rest / (size / m.bucket), fixed_ms=other["total_ms"] - loading)
+    written = recorded("sync-write-qwen2.5-7b.json")["other"]["total_ms"] - m.merge_ms(size)
+    fixed = {"fixed_ms": other["total_ms"] - loading, "write_fixed_ms": written}
+    return replace(m, bucket_ms=rest / (size / m.bucket), **fixed)
 
 
 def recorded(name: str) -> dict[str, Any]:
@@ -215,15 +222,22 @@ def checks(m: Machine) -> list[Check]:
     push = recorded("sync-qwen2.5-7b-x2.json")["tp2"]
     size, merging = push["bytes"] / GB, recorded("sync-qwen2.5-7b.json")["same"]["merge_only_ms"]
     ways = merging + 1e3 * size / m.broadcast + m.hand_ms(size) + m.load_ms(size / 2, push["tensors"])
-    found += _push("push to TP=2 over IPC and NCCL", push, ways, m)
+    found += _push("push to TP=2 over IPC and NCCL", push, ways, m.fixed_ms)
     push = recorded("fsdp-qwen2.5-7b-x2.json")["push"]
     ways = m.merge_ms(size / 2) + m.gather_ms(size, 2) + m.hand_ms(size) + m.load_ms(size / 2, push["tensors"])
-    return found + _push("push of FSDP2 over two GPUs to TP=2 on them", push, ways, m)
+    found += _push("push of FSDP2 over two GPUs to TP=2 on them", push, ways, m.fixed_ms)
+    # Each worker has half of the weights: of one GPU's, the other's half crosses; of two GPUs', a half of each one's.
+    push = recorded("sync-write-qwen2.5-7b-x2.json")["tp2"]
+    ways = max(m.merge_ms(size / 2), 1e3 * size / 2 / m.peer)
+    found += _push("push to TP=2, written from one GPU", push, ways, m.write_fixed_ms)
+    push = recorded("fsdp-write-qwen2.5-7b-x2.json")["push"]
+    ways = max(m.merge_ms(size / 2), m.wire_ms(size / 2, 2))
+    return found + _push("push of FSDP2 over two GPUs, written to TP=2 on them", push, ways, m.write_fixed_ms)
 
 
-def _push(what: str, record: dict[str, Any], predicted: float, m: Machine) -> list[Check]:
+def _push(what: str, record: dict[str, Any], predicted: float, fixed: float) -> list[Check]:
     """Merge and load, and the whole push."""
-    whole = Check(what, record["total_ms"], predicted + m.fixed_ms)
+    whole = Check(what, record["total_ms"], predicted + fixed)
     return [Check(f"{what}: merge and load", record["merge_and_load_ms"], predicted), whole]
 
 
