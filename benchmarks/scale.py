@@ -104,7 +104,7 @@ SOURCES = {
     "load_copies": "ASSUMED: one launch a bucket copies it into the engine's parameters",
     "bucket_ms": "fitted: the push of the same tensors to another process (the same file)",
     "fixed_ms": "fitted: check, pause, finish, caches and resume of the push to another process",
-    "write_fixed_ms": "fitted: what a push written to another process takes beside its merge (sync-write-qwen2.5-7b.json)",
+    "write_fixed_ms": "fitted: a push written to another process, less its merge (results/sync-write-qwen2.5-7b.json)",
     "gpus_a_node": "ASSUMED, NVLink between them",
     "bucket": "the default of MergedWeights",
 }
