@@ -105,9 +105,13 @@ def prepare() -> None:
     with _triton():
         import mcore_bridge.model.gpts  # noqa: F401
         import swift.megatron.trainers.grpo_trainer  # noqa: F401
+    from megatron.core.transformer.moe import token_dispatcher
     from swift.megatron.pipelines.train import sft
     from swift.megatron.trainers import base
 
+    token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, **options: (
+        tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
+    )
     base.warmup_jit_function = lambda *args: None
     sft.plot_images = lambda *args: None  # wants matplotlib
     sft.dist.destroy_process_group = lambda *args: None  # the trainer is looked at afterwards
@@ -138,31 +142,39 @@ def base_of(trainer: Any) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in found if ".lora_" not in name}
 
 
+def without_experts(tensors: dict[str, Any]) -> dict[str, Any]:
+    """vLLM fuses and packs those of a layer; what they compute is in the importance ratios."""
+    return {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+
+
 class Watch:
     """Looks at a trainer's engine each time before it answers."""
 
     def __init__(self, trainer: Any, base: Path) -> None:
         self.trainer, self.base, self.before = trainer, base, base_of(trainer)
         self.looks, self.worst, self.trained = 0, 0.0, 0.0
-        infer = trainer._colocate_rollout
+        name = f"_{trainer.vllm_mode}_rollout"
+        infer = getattr(trainer, name)
 
         def looked(*args: Any, **kwargs: Any) -> Any:
             self.look()
             return infer(*args, **kwargs)
 
-        trainer._colocate_rollout = looked
+        setattr(trainer, name, looked)
 
     def look(self) -> None:
-        wanted, engine = policy(self.trainer, self.base), self.trainer.engine
-        if self.trainer.rollout_enable_lora:
+        wanted, engine = policy(self.trainer, self.base), getattr(self.trainer, "engine", None)
+        if engine is None:
+            assert self.trainer.vllm_mode == "server"
+        elif self.trainer.rollout_enable_lora:
             assert engine.default_adapter_request.lora_name == "lora_merge"
             saved = load_file(self.base / "model.safetensors")
             for name, tensor in swift_runs.engine_weights(engine.inner_model).items():
                 if "stacked" not in name:
                     assert_same_bits(tensor, saved[name].to(tensor.dtype), name)
         else:
-            weights = swift_runs.engine_weights(engine.inner_model)
-            self.worst = max(self.worst, swift_runs.assert_is(weights, wanted))
+            weights = without_experts(swift_runs.engine_weights(engine.inner_model))
+            self.worst = max(self.worst, swift_runs.assert_is(weights, without_experts(wanted)))
         self.trained = max(float((exact.terms - exact.value.abs()).abs().max()) for exact in wanted.values())
         self.looks += 1
         for name, p in base_of(self.trainer).items():
@@ -184,6 +196,8 @@ def train(kind: str, base: Path, out: Path, flags: dict[str, Any]) -> dict[str, 
     """One training on this rank, and what was seen of it."""
     from swift.megatron.pipelines.train.rlhf import MegatronRLHF
 
+    if flags.get("vllm_mode") == "server":
+        import swift_server  # noqa: F401 - its transport on CPUs
     watched: list[Watch] = []
     logs: list[dict[str, Any]] = []
 

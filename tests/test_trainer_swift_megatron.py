@@ -19,25 +19,28 @@ if find_spec("mcore_bridge") is None:
     pytest.skip("swift's tests run in an environment of their own", allow_module_level=True)
 
 import swift_runs
-from test_trainer_swift_processes import environment
+import test_trainer_swift_processes as processes
+from test_trainer_swift_processes import at, environment
 
 from lora_merge.integrations.ms_swift.refusals import refuse_megatron
 from lora_merge.integrations.options import Options
 from lora_merge.integrations.takeover import TrainerRefused
 
 HERE = Path(__file__).parent
-nothing_set = swift_runs.nothing_set
+nothing_set, base, server = swift_runs.nothing_set, processes.base, processes.server
 EXACT = 1e-4
 """Of importance ratios in float32: some ten roundings of 2^-24 in a log-prob of a few units, on either side."""
+EXPERTS = {"expert_model_parallel_size": "2", "model_type": "qwen3_moe", "template": "qwen3", "micro_batch_size": "1"}
 BF16 = {"torch_dtype": "bfloat16", "bf16": "true", "clip_grad": "1"}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints: `tied` and `untied`."""
+    """Checkpoints: `tied` and `untied`, and `experts`."""
     made = tmp_path_factory.mktemp("swift")
     for tied in (True, False):
         swift_runs.checkpoint(swift_runs.qwen2(tied), made / ("tied" if tied else "untied"))
+    swift_runs.checkpoint(swift_runs.qwen3_moe(), made / "experts")
     swift_runs.dataset(made / "data.jsonl")
     return made
 
@@ -70,6 +73,7 @@ def trained(kind: str, world: int, base: Path, out: Path, flags: dict[str, str],
 @pytest.mark.parametrize(("kind", "world", "base", "flags"), [
     ("grpo", 2, "untied", {"tensor_model_parallel_size": "2"}),
     ("grpo", 2, "untied", {"pipeline_model_parallel_size": "2"}),
+    ("grpo", 2, "experts", EXPERTS),
     ("grpo", 1, "tied", BF16),
     ("grpo", 1, "untied", {"vllm_enable_lora": "true"}),
     ("gkd", 1, "untied", {"teacher_model": "tied", "teacher_model_type": "qwen2"}),
@@ -98,6 +102,16 @@ def test_each_answer_comes_from_the_policy(
     worst, stock = max(seen["worst"] for seen in ranks), [seen["stock"] for seen in ranks]
     assert all(one["changed"] for one in stock)
     print(f"{kind} {flags}: engine: {worst:.2f} of what rounding allows; swift's own way: {stock}")
+
+
+def test_a_stream_into_the_rollout_server(server: str, base: Path, tmp_path: Path) -> None:
+    """From the rank that talks to it, the last one; the answers are the policy's."""
+    flags = {name: value for name, value in at(server).items() if name != "max_steps"}
+    flags |= {"tensor_model_parallel_size": "2"}
+    for seen in trained("grpo", 2, base, tmp_path, flags, LORA_MERGE_CHECK="1"):
+        assert [told["lora_merge/version"] for told in seen["told"]] == [1, 2, 3]
+        ratios = [told[f"lora_merge/ratio_{kind}"] for told in seen["told"] for kind in ("min", "max")]
+        assert all(abs(ratio - 1) < EXACT for ratio in ratios), ratios
 
 
 NAMES = """
