@@ -1,14 +1,23 @@
 """What one sync of weights takes in a real trainer: the trainer's own way beside this package's, in one run.
 
     make .venv-vllm/trl/done && PYTHONPATH=.venv-vllm/trl .venv-vllm/bin/python benchmarks/trainers.py
-    python benchmarks/trainers.py --shape qwen2.5-7b --device cuda --json out.json
+    python benchmarks/trainers.py --trainer verl --shape qwen2.5-7b --device cuda --json out.json
 
-A `GRPOTrainer` of TRL's with a LoRA on every linear layer and a colocated vLLM engine; what training calls before each
-rollout, `VLLMGeneration.sync_weights`, is called again and again, before and after `attach`. On a CPU vLLM packs its
-weights, which TRL's own way cannot load; there they are kept as a GPU has them.
+A trainer with random weights, a LoRA on every linear layer and a vLLM engine of its own; what training calls before
+each rollout is called again and again, in the trainer's own way and in ours:
 
-Of each way: milliseconds a sync (the median on a GPU, the least on a CPU), peak memory beside what was in use before
-it, and the share of the adapted base weights whose bits are others after `--repeat` syncs.
+- `trl`: `VLLMGeneration.sync_weights` of a `GRPOTrainer`, engine colocated; before and after `attach`.
+- `swift`: `_move_model_to_vllm` of a `GRPOTrainer`, engine colocated; before and after it gets this package's class.
+- `verl`: `get_per_tensor_param` of the FSDP2 engine, by verl's bucket sender into its worker extension in another
+  process; and a push to the same engine, in place of verl's transport.
+
+Each needs the packages of its file in requirements/. verl needs no Ray here, and of its file only verl, tensordict,
+codetiming, omegaconf, antlr4-python3-runtime, orjson, pyvers, TransferQueue, datasets, multiprocess, pandas, pyarrow.
+
+On a CPU vLLM packs its weights, which the trainers' own ways cannot load; there they are kept as a GPU has them.
+
+Of each way: milliseconds a sync (the median on a GPU, the least on a CPU), peak memory of the trainer's process beside
+what was in use before it, and the share of the adapted base weights whose bits are others after `--repeat` syncs.
 """
 
 from __future__ import annotations
@@ -17,21 +26,44 @@ import argparse
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from importlib.metadata import version
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "LORA_MERGE": ""}
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import report
 import sync
 import timing
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 Record = dict[str, Any]
+
+
+@dataclass
+class Trainer:
+    """A trainer before its first step, with its engine.
+
+    Args:
+        name: in words.
+        packages: what to say the versions of.
+        model: whose adapted base weights are looked at.
+        ways: makes a sync ready by its name, and returns it; in the order in which they are measured.
+        nbytes: of the last of our syncs.
+    """
+
+    name: str
+    packages: tuple[str, ...]
+    model: nn.Module
+    ways: dict[str, Callable[[], Callable[[], object]]]
+    nbytes: Callable[[], int]
 
 
 def tokenizer(folder: Path) -> Any:
@@ -59,12 +91,13 @@ def readable() -> Iterator[None]:
         yield
 
 
-def trl_trainer(args: argparse.Namespace, folder: Path) -> Any:
-    """A trainer of random weights, before its first step."""
+@contextmanager
+def trl(args: argparse.Namespace, folder: Path) -> Iterator[Trainer]:
+    """TRL's `GRPOTrainer`, engine in its process."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
-    from lora_merge.integrations.trl import engine_options
+    from lora_merge.integrations.trl import attach, engine_options
 
     model: Any = sync.build_policy(args.shape, args.rank, args.device)
     model.get_base_model().config.save_pretrained(folder)
@@ -74,22 +107,32 @@ def trl_trainer(args: argparse.Namespace, folder: Path) -> Any:
         per_device_train_batch_size=2, num_generations=2, max_completion_length=8, use_vllm=True,
         vllm_mode="colocate", vllm_max_model_length=64, vllm_gpu_memory_utilization=args.gpu_memory,
     )  # fmt: skip
-    with engine_options(load_format="dummy", dtype="bfloat16", enforce_eager=True):
-        return GRPOTrainer(
+    with readable(), engine_options(load_format="dummy", dtype="bfloat16", enforce_eager=True):
+        trainer = GRPOTrainer(
             model=model, reward_funcs=lambda completions, **_: [0.0] * len(completions), args=config,
             processing_class=tokenizer(folder), train_dataset=Dataset.from_dict({"prompt": ["a", "b"]}),
         )  # fmt: skip
+        rollout: list[Any] = []
+
+        def ours() -> Callable[[], object]:
+            rollout.append(attach(trainer))
+            return rollout[0].sync_weights
+
+        ways = {"TRL's own": lambda: trainer.vllm_generation.sync_weights, "lora_merge": ours}
+        yield Trainer("TRL", ("trl",), trainer.model, ways, lambda: rollout[0].report.nbytes)
+        trainer.vllm_generation.llm.llm_engine.engine_core.shutdown()
 
 
 def adapted(model: nn.Module) -> dict[str, Tensor]:
-    """The base weights that have an adapter."""
-    return {name: p for name, p in model.named_parameters() if name.endswith(".base_layer.weight")}
+    """The base weights that have an adapter, as far as this rank holds them."""
+    found = {name: p.detach() for name, p in model.named_parameters() if name.endswith(".base_layer.weight")}
+    return {name: p.to_local() if isinstance(p, DTensor) else p for name, p in found.items()}
 
 
 def measured(one: Callable[[], object], model: nn.Module, args: argparse.Namespace) -> Record:
     """`--repeat` syncs after a first one, and the drift that all of them leave."""
     device = torch.device(args.device)
-    before = {name: p.detach().clone() for name, p in adapted(model).items()}
+    before = {name: p.clone() for name, p in adapted(model).items()}
     one()
     runs = [timing.observe(one, device) for _ in range(args.repeat)]
     changed = sum(int((p != before[name]).sum()) for name, p in adapted(model).items())
@@ -100,26 +143,34 @@ def measured(one: Callable[[], object], model: nn.Module, args: argparse.Namespa
     }
 
 
-def run(args: argparse.Namespace) -> Record:
-    """Both ways in one trainer."""
-    from lora_merge.integrations.trl import attach
+def trainer_of(args: argparse.Namespace, folder: Path) -> AbstractContextManager[Trainer]:
+    """The one that was asked for; each imports its own packages, which exclude each other."""
+    if args.trainer == "trl":
+        return trl(args, folder)
+    return import_module(f"trainers_{args.trainer}").started(args, folder)
 
+
+def run(args: argparse.Namespace) -> Record:
+    """All ways in one trainer."""
     device = torch.device(args.device)
-    with tempfile.TemporaryDirectory() as folder, readable():
-        trainer = trl_trainer(args, Path(folder))
-        own = measured(trainer.vllm_generation.sync_weights, trainer.model, args)
-        rollout = attach(trainer)
-        assert rollout is not None
-        ours = measured(rollout.sync_weights, trainer.model, args)
-        nbytes = rollout.report.nbytes if rollout.report else 0
-        trainer.vllm_generation.llm.llm_engine.engine_core.shutdown()
+    with tempfile.TemporaryDirectory() as folder, trainer_of(args, Path(folder)) as trainer:
+        ways = {name: measured(ready(), trainer.model, args) for name, ready in trainer.ways.items()}
+        nbytes = trainer.nbytes()
     copy_ms = timing.typical(device)(timing.copies(nbytes, device, args.repeat))
     made = report.provenance(device)
-    made["versions"] |= {"trl": version("trl"), "vllm": version("vllm" if args.device == "cuda" else "vllm-cpu")}
+    made["versions"] |= {name: version(name) for name in trainer.packages} | {"vllm": version_of_vllm()}
     return made | {
-        "trainer": "TRL", "shape": args.shape, "rank": args.rank, "device": args.device, "repeat": args.repeat,
-        "bytes": nbytes, "copy_ms": copy_ms, "ways": {"TRL's own": own, "lora_merge": ours},
+        "trainer": trainer.name, "shape": args.shape, "rank": args.rank, "device": args.device, "repeat": args.repeat,
+        "bytes": nbytes, "copy_ms": copy_ms, "ways": ways,
     }  # fmt: skip
+
+
+def version_of_vllm() -> str:
+    """Its distribution for CPUs has another name."""
+    try:
+        return version("vllm-cpu")
+    except PackageNotFoundError:
+        return version("vllm")
 
 
 def show(record: Record) -> None:
@@ -138,6 +189,7 @@ def show(record: Record) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trainer", choices=["trl", "verl", "swift"], default="trl")
     parser.add_argument("--shape", choices=sync.SHAPES, default="tiny")
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")

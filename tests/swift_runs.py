@@ -57,6 +57,15 @@ def qwen2(tied: bool) -> nn.Module:
     return Qwen2ForCausalLM(Qwen2Config(**engines.SIZES | {"vocab_size": 264}, tie_word_embeddings=tied))
 
 
+def qwen3_moe() -> nn.Module:
+    """Of the same vocabulary, with four experts a layer."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    sizes = engines.SIZES | engines.MOE | {"vocab_size": 264, "num_experts": 4, "moe_intermediate_size": 64}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, norm_topk_prob=True, tie_word_embeddings=False))
+
+
 def checkpoint(base: nn.Module, folder: Path) -> Path:
     """A checkpoint in HF format with a tokenizer of bytes."""
     from tokenizers.pre_tokenizers import ByteLevel

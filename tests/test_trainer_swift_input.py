@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -148,30 +147,6 @@ def test_a_release_that_lacks_names(base: Path, tmp_path: Path, factory: None, m
     monkeypatch.delattr(RolloutTrainerMixin, "_engine_infer")
     with pytest.raises(TrainerRefused, match=r"_move_full_model_to_vllm, .*_engine_infer.*tested with 4\.6\.0"):
         TrainerFactory.get_trainer_cls(SimpleNamespace(rlhf_type="grpo"))
-
-
-MEGATRON = """
-import os
-import swift.megatron.trainers as trainers
-from lora_merge.integrations.ms_swift import kinds
-kinds.take_over()
-for name in ("MegatronGRPOTrainer", "MegatronGKDTrainer"):
-    for off in ("", "0"):
-        os.environ["LORA_MERGE"] = off
-        try:
-            getattr(trainers, name)(None, None, vllm_client=None)
-        except Exception as error:
-            print(f"{type(error).__name__}: {error}")
-"""
-
-
-def test_megatron_is_not_taken_over() -> None:
-    """`megatron rlhf` looks its trainers up by these names; the classes themselves need TransformerEngine."""
-    done = subprocess.run([sys.executable, "-c", MEGATRON], text=True, capture_output=True, check=True)
-    barred, own, too, owned = done.stdout.splitlines()[-4:]
-    for said, name in ((barred, "MegatronGRPOTrainer"), (too, "MegatronGKDTrainer")):
-        assert re.match(f"TrainerRefused: swift's {name} is not taken over: .*--external_plugins.*LORA_MERGE=0", said)
-    assert own == owned == "ModuleNotFoundError: No module named 'mcore_bridge'", "swift's own class, as ever"
 
 
 def test_a_trainer_of_the_users_own(factory: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,6 +121,21 @@ def test_two_ranks(
         assert all(told["lora_merge/tensors"] == [found["tensors"]] for told in later), later
 
 
+def one_shard(rank: int, folder: Path, answer: Path) -> None:
+    import verl_ranks
+
+    verl_ranks.fsdp1(rank, folder, answer)
+
+
+def test_fsdp1(place: Path, tmp_path: Path, entry_points: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`actor.strategy=fsdp`, on two ranks."""
+    monkeypatch.syspath_prepend(str(vllm_by_name(entry_points)))
+    spawn(2, one_shard, place / "untied", tmp_path / "found.json")
+    found = json.loads((tmp_path / "found.json").read_text())
+    print(f"verl's own stream beside ours, FSDP1: {found}")
+    assert found["error"] > 0.999
+
+
 SHOW = """
 import verl
 from verl.workers.engine import EngineRegistry

@@ -13,6 +13,7 @@ import pytest
 import torch
 from helpers import assert_same_bits
 from torch import Tensor
+from torch.distributed.fsdp import FullyShardedDataParallel, _init_utils
 from torch.distributed.tensor import DTensor
 from verl.checkpoint_engine.base import merge_weight_chunks, split_weight_chunks
 from verl.trainer.config import CheckpointConfig
@@ -20,6 +21,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.dataset.dataset_utils import DatasetPadMode
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, QATEngineConfig
 from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
+from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.rollout.sglang_rollout.utils import get_named_tensor_buckets
 
 from lora_merge.errors import InvalidInput, LoraMergeError
@@ -31,7 +33,7 @@ FLOAT32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"
 
 
 def engine_of(folder: Path, **changes: Any) -> Any:
-    """verl's engine for language models with strategy fsdp2, whoever registered it; initialised.
+    """verl's engine for language models, whoever registered it, of strategy fsdp2 unless said otherwise; initialised.
 
     Args:
         changes: fields of its configurations.
@@ -58,7 +60,7 @@ def engine_of(folder: Path, **changes: Any) -> Any:
     engine |= {name: value for name, value in changes.items() if name in FSDPEngineConfig.__dataclass_fields__}
     made = EngineRegistry.new(
         model_type="language_model",
-        backend="fsdp2",
+        backend=engine["strategy"],
         model_config=HFModelConfig(**model),
         engine_config=FSDPEngineConfig(**engine),
         optimizer_config=FSDPOptimizerConfig(**optimizer),
@@ -106,10 +108,18 @@ def step(engine: Any, seed: int, **fields: Tensor) -> dict[str, Any]:
 
 def whole(engine: Any) -> dict[str, Tensor]:
     """Every parameter as it lies in the model, under PEFT's names, gathered."""
+    if isinstance(engine.module, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(engine.module, writeback=False):
+            return {bare(name): p.detach().clone() for name, p in engine.module.named_parameters()}
     return {
         name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
         for name, p in engine.module.named_parameters()
     }
+
+
+def bare(name: str) -> str:
+    """Without what FSDP1 wraps modules in."""
+    return name.replace("_fsdp_wrapped_module.", "")
 
 
 def is_base(name: str) -> bool:
@@ -119,7 +129,7 @@ def is_base(name: str) -> bool:
 def float64_merge(engine: Any) -> dict[str, Tensor]:
     """HF names and what should be streamed, by the plainest code, in float64."""
     parameters, config = whole(engine), engine.module.peft_config["default"]
-    merged = {}
+    modules, merged = {bare(f"{name}."): module for name, module in engine.module.named_modules()}, {}
     for name, p in parameters.items():
         if "lora_" in name or ".original_module." in name:
             continue
@@ -127,7 +137,7 @@ def float64_merge(engine: Any) -> dict[str, Tensor]:
         stem = name.removesuffix(".base_layer.weight")
         if stem != name:
             A, B = (parameters[f"{stem}.lora_{half}.default.weight"].double() for half in "AB")
-            scaling = engine.module.get_submodule(stem).scaling["default"]
+            scaling = modules[f"{stem}."].scaling["default"]
             leaf = stem.split(".")[-1]
             assert A.shape[0] == config.rank_pattern.get(leaf, config.r)
             assert scaling == config.alpha_pattern.get(leaf, config.lora_alpha) / A.shape[0]
@@ -244,6 +254,34 @@ def streams(rank: int, folder: Path, changes: dict[str, Any], answer: Path) -> N
     assert_is_merge(there, float64_merge(again))
     found |= against_stock(again)
     found["offloaded"] = again.is_param_offload_enabled
+    if rank == 0:
+        answer.write_text(json.dumps(found))
+
+
+def fsdp1(rank: int, folder: Path, answer: Path) -> None:
+    """Steps and syncs in turn on verl's FSDP1 engine: each stream is the policy, the base keeps its bits."""
+    import lora_merge.integrations.verl  # noqa: F401
+
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank)
+    else:  # FSDP1 wants GPUs for what it sends to all ranks at first, and verl for what it loads; gloo does without
+        _init_utils._check_module_states_for_sync_module_states = lambda module: None
+        transformer_impl.load_fsdp_model_to_gpu = lambda model: None
+    engine = engine_of(folder / "model", strategy="fsdp")
+    assert type(engine).__module__ == "lora_merge.integrations.verl_engines.fsdp"
+    assert isinstance(engine.module, FullyShardedDataParallel)
+    base = {name: p for name, p in whole(engine).items() if is_base(name)}
+    last: dict[str, Tensor] = {}
+    for turn in range(3):
+        step(engine, turn)
+        now = taken(engine)
+        assert_is_merge(now, float64_merge(engine))
+        assert last == {} or any(not torch.equal(now[name], last[name]) for name in now), "nothing was trained"
+        last = now
+        for name, p in whole(engine).items():
+            if is_base(name):
+                assert_same_bits(p, base[name], f"{name} after step and sync {turn}")
+    found = against_stock(engine)
     if rank == 0:
         answer.write_text(json.dumps(found))
 

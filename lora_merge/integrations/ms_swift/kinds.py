@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Any
 
 from ..options import switched_off
-from ..takeover import Release, TrainerRefused, off
+from ..takeover import Release
 
 RELEASE = Release("ms-swift", "ms_swift", ("4.6.0",))
 TAKEN = ("grpo", "gkd")
@@ -32,30 +32,17 @@ def take_over() -> None:
     _before.update({kind: where for kind, where in mapping.items() if not where.startswith(f"{__name__}.")})
     mapping.update({kind: f"{__name__}.{kind}" for kind in _before})
     if "swift.megatron" in sys.modules:
-        _bar_megatron()
+        _rebind_megatron()
 
 
-def _bar_megatron() -> None:
-    """Let `megatron rlhf` find an error where it looks for a trainer that has answers of a vLLM engine."""
+def _rebind_megatron() -> None:
+    """Let `megatron rlhf` find trainers that push, by the names under which it looks for its own."""
+    from .megatron import pushing
+
     trainers: Any = import_module("swift.megatron.trainers")
     for kind in TAKEN:
         name = f"Megatron{kind.upper()}Trainer"
-        setattr(trainers, name, _Barred(trainers, name))
-
-
-class _Barred:
-    """In the place of a class of swift's Megatron trainers."""
-
-    def __init__(self, module: Any, name: str) -> None:
-        self._module, self._name = module, name
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if switched_off():  # since
-            return type(self._module).__getattr__(self._module, self._name)(*args, **kwargs)
-        raise TrainerRefused(
-            f"swift's {self._name} is not taken over: its models need TransformerEngine on GPUs, where nothing of this "
-            f"has run yet. Leave the plugin out of --external_plugins, or train with `swift rlhf`. {off('ms-swift')}"
-        )
+        setattr(trainers, name, pushing(getattr(trainers, name)))
 
 
 def __getattr__(kind: str) -> Any:

@@ -20,16 +20,44 @@ def refuse(model: Any, args: Any, options: Options) -> None:
     Raises:
         TrainerRefused: names the flag.
     """
+    _refuse_any(model.model_info, args, options)
+    if _zero_stage(args) == 3:
+        raise _refused("--deepspeed zero3 leaves no weights to read between steps: use zero2, or --fsdp fsdp2")
+
+
+def refuse_megatron(args: Any, options: Options) -> None:
+    """As `refuse`, of `megatron rlhf`, before swift makes a model.
+
+    Raises:
+        TrainerRefused: names the flag.
+    """
+    _refuse_any(args.model_info, args, options)
+    if args.rlhf_type == "gkd" and args.lmbda == 0:
+        raise _refused("--lmbda 0 trains on no answers of an engine: there is nothing to push to")
+    if args.use_megatron_fsdp:
+        raise _refused("--use_megatron_fsdp true shards weights in a way that is not read here: pass false")
+    if args.bridge_backend != "mcore-bridge":
+        raise _refused(f"--bridge_backend {args.bridge_backend} has not been tried: pass mcore-bridge")
+    for flag in ("fp8_param_gather", "fp4_param_gather"):
+        if getattr(args, flag):
+            raise _refused(f"--{flag} true keeps weights in 8 or 4 bits, and merged weights are not: pass false")
+    if options.check is not None and args.rlhf_type == "gkd":
+        raise TrainerRefused(
+            f"{SWITCH}_CHECK needs the trainer's log-probs of the engine's tokens, which swift's Megatron GKD does not "
+            f"compute: leave {SWITCH}_CHECK out"
+        )
+    if options.check is not None:
+        _refuse_filters(args, [])
+
+
+def _refuse_any(info: Any, args: Any, options: Options) -> None:
     if not args.use_vllm:
         raise _refused("there is no engine to push to: pass --use_vllm true --vllm_mode colocate (or server)")
-    info = model.model_info
     if info.quant_method:
         raise _refused(
             f"the base is quantised ({info.quant_method}, {info.quant_bits} bits), and merged weights are not: train "
             "on one that is not, without --quant_method and --quant_bits"
         )
-    if _zero_stage(args) == 3:
-        raise _refused("--deepspeed zero3 leaves no weights to read between steps: use zero2, or --fsdp fsdp2")
     adapters = args.tuner_type == "lora" and args.vllm_enable_lora
     if options.mode == "adapter" and not (adapters and args.vllm_mode == "colocate"):
         raise _refused(
@@ -69,16 +97,27 @@ def refuse_check(model: nn.Module, args: Any, template: Any, forward: bool) -> N
         TrainerRefused: names the flags.
     """
     wrong = []
-    wanted = {"top_k": (-1, 0), "top_p": (1,), "min_p": (0,), "repetition_penalty": (1,), "async_generate": (False,)}
-    for name, values in wanted.items():
-        if getattr(args, name) not in values:
-            wrong.append(f"--{name} {getattr(args, name)} (pass {str(values[0]).lower()})")
-    if args.structured_outputs_regex:
-        wrong.append("--structured_outputs_regex")
     if forward and template.sequence_parallel_size > 1:
         wrong.append(f"--sequence_parallel_size {template.sequence_parallel_size} (pass 1)")
     if any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()):
         wrong.append("dropout, which swift leaves on where it computes log-probs (pass --lora_dropout 0)")
+    _refuse_filters(args, wrong)
+
+
+def _refuse_filters(args: Any, more: list[str]) -> None:
+    """Raise where answers are sampled otherwise than from the policy, or for other reasons.
+
+    Args:
+        more: these, in words.
+    """
+    wanted = {"top_k": (-1, 0), "top_p": (1,), "min_p": (0,), "repetition_penalty": (1,), "async_generate": (False,)}
+    wrong = []
+    for name, values in wanted.items():
+        if getattr(args, name, values[0]) not in values:
+            wrong.append(f"--{name} {getattr(args, name)} (pass {str(values[0]).lower()})")
+    if args.structured_outputs_regex:
+        wrong.append("--structured_outputs_regex")
+    wrong += more
     if wrong:
         raise TrainerRefused(
             f"{SWITCH}_CHECK compares log-probs of trainer and engine, which differ by themselves with "

@@ -6,19 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
-from swift.utils import get_logger
-from torch import Tensor
 
-from ...errors import AlreadyMerged, InvalidInput, PushRefused, UnsupportedAdapter
 from ..options import Options
-from ..takeover import TrainerRefused, off
-from ..telling import PREFIX, PolicyGap, both_float32, gap_of_tokens, hold, metrics
-from .delivery import Colocated, Served
+from ..telling import both_float32
 from .kinds import RELEASE
-from .refusals import refuse, refuse_check, refuse_server
+from .pushes import Compared, Pushes, compared
+from .refusals import refuse, refuse_check
 
-_log = get_logger()
 _USED = {
     "swift.rlhf_trainers.rollout_mixin:RolloutTrainerMixin": (
         "_move_model_to_vllm",
@@ -35,7 +29,7 @@ _USED = {
 }
 
 
-class Pushing:
+class Pushing(Pushes):
     """Stands in front of a trainer of swift's: replaces what moves weights, and looks at what the engine answers."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -44,37 +38,17 @@ class Pushing:
         refuse(model, kwargs["args"], options)
         if options.check is not None:
             refuse_check(model, kwargs["args"], kwargs["template"], isinstance(self, GKD))
-        self._lora_merge_compared = False
         super().__init__(*args, **kwargs)
         trainer: Any = self
-        self._lora_merge: Colocated | Served
-        if trainer.vllm_mode == "colocate":
-            mode = "adapter" if trainer.rollout_enable_lora else "merged"
-            self._lora_merge = Colocated(trainer.engine, mode, options)
-            RELEASE.announce(f"{type(self).__name__}._move_model_to_vllm: {mode} pushes into the colocated engine")
-        else:
-            refuse_server(trainer.rollout_enable_lora)
-            client = trainer.vllm_client if trainer.accelerator.is_main_process else None
-            finish = client and client.process_weights_after_loading
-            self._lora_merge = Served(trainer._load_state_dict_to_vllm, finish, options)
-            RELEASE.announce(f"{type(self).__name__}._move_model_to_vllm: merged weights, streamed to swift's server")
+        self._begin(trainer._load_state_dict_to_vllm, trainer.accelerator.is_main_process)
 
-    def _move_full_model_to_vllm(self) -> None:
-        self._push()
-        self.base_sync_done = True
-
-    def _move_adapter_to_vllm(self) -> None:
-        self._push()
-
-    def _push(self) -> None:
+    def _policy(self) -> Any:
         trainer: Any = self
-        try:
-            report = self._lora_merge.push(trainer.model)
-        except (AlreadyMerged, InvalidInput, PushRefused, UnsupportedAdapter) as error:
-            instead = "; --vllm_enable_lora false pushes merged weights" if trainer.rollout_enable_lora else ""
-            raise TrainerRefused(f"{error}{instead}. {off('ms-swift')}") from error
-        _log.info(f"lora_merge: {report}")
-        self._tell(metrics(report))
+        return trainer.model
+
+    def _exact(self) -> bool:
+        trainer: Any = self
+        return both_float32(trainer.model.model_info.torch_dtype) and not (trainer.args.bf16 or trainer.args.fp16)
 
     def _engine_infer(self, *args: Any, **kwargs: Any) -> Any:
         self._lora_merge.check()
@@ -89,50 +63,11 @@ class Pushing:
                 self._hold(found, bound)
         return batches
 
-    def _hold(self, found: Sequence[tuple[Tensor, Tensor] | None], bound: float) -> None:
-        """The importance ratios of all answers, within bounds on every rank.
-
-        Args:
-            found: of each micro-batch the log-probs of its tokens by the trainer and by the engine, where swift has
-                one of the engine's for each that it trains on.
-        """
-        trainer: Any = self
-        lined_up = [pair for pair in found if pair is not None]
-        tokens, failure, figures = sum(ours.numel() for ours, _ in lined_up), "", {}
-        if tokens:
-            exact = both_float32(trainer.model.model_info.torch_dtype) and not (trainer.args.bf16 or trainer.args.fp16)
-            try:
-                figures = hold(gap_of_tokens(*zip(*lined_up, strict=True)), bound, exact)
-            except PolicyGap as error:
-                failure = str(error)
-        everywhere = gather_object([(failure, tokens)])
-        for rank, (theirs, _) in enumerate(everywhere):
-            if theirs:
-                raise PolicyGap(f"rank {rank}: {theirs}")
-        if not self._lora_merge_compared and not any(count for _, count in everywhere):
-            raise PolicyGap(
-                "swift has not one log-prob of the engine for each token that it trains on, in any micro-batch of the "
-                "first answers: nothing can be compared (several turns need --loss_scale default)"
-            )
-        self._lora_merge_compared = True
-        if tokens:
-            low, high = figures[f"{PREFIX}ratio_min"], figures[f"{PREFIX}ratio_max"]
-            _log.info(f"lora_merge: importance ratios {low:.4f} to {high:.4f} of {tokens} tokens")
-        if len(lined_up) < len(found):
-            _log.warning(
-                f"lora_merge: {len(found) - len(lined_up)} of {len(found)} micro-batches have tokens without a "
-                "log-prob of the engine and are not compared"
-            )
-        self._tell(figures | {f"{PREFIX}compared_tokens": float(tokens)})
-
-    def _logprobs(
-        self, samples: Sequence[Any], batches: Sequence[Any]
-    ) -> Sequence[tuple[Tensor, Tensor] | None] | None:
+    def _logprobs(self, samples: Sequence[Any], batches: Sequence[Any]) -> Compared | None:
         """As `_hold` takes them; None where these are no answers of the engine."""
         raise NotImplementedError
 
     def _tell(self, figures: dict[str, float]) -> None:
-        """Into what swift logs at its next logging step, averaged over the pushes since the last one."""
         trainer: Any = self
         mode = "train" if trainer.model.training else "eval"
         for name, value in figures.items():
@@ -142,26 +77,21 @@ class Pushing:
 class GRPO(Pushing):
     """swift has both log-probs of every batch already, in one frame."""
 
-    def _logprobs(self, samples: Sequence[Any], batches: Sequence[Any]) -> list[tuple[Tensor, Tensor] | None]:
-        found: list[tuple[Tensor, Tensor] | None] = []
-        for batch in batches:
-            grpo, mask = batch["grpo_batch"], batch["grpo_batch"].completion_mask.bool()
-            theirs = grpo.rollout_per_token_logps
-            found.append(None if theirs is None else (grpo.old_per_token_logps[mask], theirs[mask]))
-        return found
+    def _logprobs(self, samples: Sequence[Any], batches: Sequence[Any]) -> Compared:
+        return compared([batch["grpo_batch"] for batch in batches])
 
 
 class GKD(Pushing):
     """swift has the student's logits in the loss alone, which may come after optimizer steps: one more forward."""
 
     @torch.no_grad()
-    def _logprobs(self, samples: Sequence[Any], batches: Sequence[Any]) -> list[tuple[Tensor, Tensor] | None] | None:
+    def _logprobs(self, samples: Sequence[Any], batches: Sequence[Any]) -> Compared | None:
         from swift.rlhf_trainers.gkd_loss import DataSource
 
         trainer: Any = self
         if trainer._data_source != DataSource.STUDENT:
             return None
-        found: list[tuple[Tensor, Tensor] | None] = []
+        found: list[Any] = []
         for chunk, batch in zip(trainer.split_by_mini_batches(samples), batches, strict=True):
             inputs = dict(batch["model_inputs"])
             labels = inputs.pop("labels")[:, 1:]

@@ -1,0 +1,122 @@
+"""What all of swift's trainers do that push: bring the policy to the engine, compare log-probs, tell figures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from swift.utils import get_logger
+from torch import Tensor
+
+from ...errors import AlreadyMerged, InvalidInput, PushRefused, UnsupportedAdapter
+from ...shards.ranks import Ranks
+from ..options import Options
+from ..takeover import TrainerRefused, off
+from ..telling import PREFIX, PolicyGap, gap_of_tokens, hold, metrics
+from .delivery import Colocated, Served
+from .kinds import RELEASE
+from .refusals import refuse_server
+
+_log = get_logger()
+Compared = Sequence[tuple[Tensor, Tensor] | None]
+"""Of each micro-batch the log-probs of its tokens by the trainer and by the engine; None where swift lacks one."""
+
+
+class Pushes:
+    """Mixed in before a trainer of swift's, whose `__init__` sets `_lora_merge_options` and ends with `_begin`."""
+
+    _lora_merge_options: Options
+    _lora_merge: Colocated | Served
+    _lora_merge_compared = False
+
+    def _begin(self, load: Callable[[Mapping[str, Tensor]], object], sends: bool) -> None:
+        """Find the engine that swift has made, and say what was taken over.
+
+        Args:
+            load: sends some tensors to swift's server.
+            sends: whether this rank is the one that talks to the server.
+        """
+        trainer: Any = self
+        name = f"{type(self).__name__}._move_model_to_vllm"
+        if trainer.vllm_mode == "colocate":
+            mode = "adapter" if trainer.rollout_enable_lora else "merged"
+            self._lora_merge = Colocated(trainer.engine, mode, self._lora_merge_options)
+            RELEASE.announce(f"{name}: {mode} pushes into the colocated engine")
+            return
+        refuse_server(trainer.rollout_enable_lora)
+        finish = trainer.vllm_client.process_weights_after_loading if sends else None
+        self._lora_merge = Served(load, finish, self._lora_merge_options)
+        RELEASE.announce(f"{name}: merged weights, streamed to swift's server")
+
+    def _policy(self) -> Any:
+        """What is pushed, wrapped as it is trained."""
+        raise NotImplementedError
+
+    def _exact(self) -> bool:
+        """Whether trainer and engine compute in float32."""
+        raise NotImplementedError
+
+    def _tell(self, figures: dict[str, float]) -> None:
+        """Into what swift logs at its next logging step, averaged over the pushes since the last one."""
+        raise NotImplementedError
+
+    def _move_full_model_to_vllm(self) -> None:
+        self._push()
+        self.base_sync_done = True
+
+    def _move_adapter_to_vllm(self) -> None:
+        self._push()
+
+    def _push(self) -> None:
+        trainer: Any = self
+        try:
+            report = self._lora_merge.push(self._policy())
+        except (AlreadyMerged, InvalidInput, PushRefused, UnsupportedAdapter) as error:
+            instead = "; --vllm_enable_lora false pushes merged weights" if trainer.rollout_enable_lora else ""
+            raise TrainerRefused(f"{error}{instead}. {off('ms-swift')}") from error
+        _log.info(f"lora_merge: {report}")
+        self._tell(metrics(report))
+
+    def _hold(self, found: Compared, bound: float) -> None:
+        """The importance ratios of all answers, within bounds on every rank."""
+        lined_up = [pair for pair in found if pair is not None]
+        tokens, failure, figures = sum(ours.numel() for ours, _ in lined_up), "", {}
+        if tokens:
+            try:
+                figures = hold(gap_of_tokens(*zip(*lined_up, strict=True)), bound, self._exact())
+            except PolicyGap as error:
+                failure = str(error)
+        world = Ranks(dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
+        everywhere = world.gather((failure, tokens))
+        for rank, (theirs, _) in enumerate(everywhere):
+            if theirs:
+                raise PolicyGap(f"rank {rank}: {theirs}")
+        if not self._lora_merge_compared and not any(count for _, count in everywhere):
+            raise PolicyGap(
+                "swift has not one log-prob of the engine for each token that it trains on, in any micro-batch of the "
+                "first answers: nothing can be compared (several turns need --loss_scale default)"
+            )
+        self._lora_merge_compared = True
+        if tokens:
+            low, high = figures[f"{PREFIX}ratio_min"], figures[f"{PREFIX}ratio_max"]
+            _log.info(f"lora_merge: importance ratios {low:.4f} to {high:.4f} of {tokens} tokens")
+        if len(lined_up) < len(found):
+            _log.warning(
+                f"lora_merge: {len(found) - len(lined_up)} of {len(found)} micro-batches have tokens without a "
+                "log-prob of the engine and are not compared"
+            )
+        self._tell(figures | {f"{PREFIX}compared_tokens": float(tokens)})
+
+
+def compared(batches: Sequence[Any]) -> Compared:
+    """Of GRPO's batches, which have both log-probs of every token in one frame.
+
+    Args:
+        batches: swift's `GRPOBatch` of each micro-batch.
+    """
+    found: list[tuple[Tensor, Tensor] | None] = []
+    for grpo in batches:
+        mask, theirs = grpo.completion_mask.bool(), grpo.rollout_per_token_logps
+        found.append(None if theirs is None else (grpo.old_per_token_logps[mask], theirs[mask]))
+    return found

@@ -1,0 +1,13 @@
+"""A sync of weights in a real trainer, beside its own way: `benchmarks/trainers.py --trainer trl`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from trainer_benchmark import measured
+
+
+def test_row(tmp_path: Path) -> None:
+    ways = measured("trl", tmp_path)
+    assert list(ways) == ["TRL's own", "lora_merge"]
+    assert next(iter(ways.values()))["drift"] > 0.1

@@ -1,0 +1,34 @@
+"""`benchmarks/trainers.py` on tiny shapes, as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import vllm_name
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def measured(trainer: str, folder: Path) -> dict[str, Any]:
+    """Run the benchmark; its ways by name, after what holds for ours on any machine."""
+    named = vllm_name.folder(folder / "named")
+    paths = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep), str(named)]
+    data = folder / "out.json"
+    command = [sys.executable, "benchmarks/trainers.py", "--trainer", trainer, "--repeat", "2", "--json", str(data)]
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}, text=True,
+        capture_output=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    record = json.loads(data.read_text())
+    assert record["bytes"] > 0
+    assert all(name in done.stdout for name in record["ways"])
+    for name, way in record["ways"].items():
+        assert way["ms"] > 0, name
+        assert way["drift"] == 0 or "lora_merge" not in name
+    return record["ways"]
