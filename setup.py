@@ -193,7 +193,7 @@ def recipe(compiler: str, cuda: Path | None, target: Path) -> str:
         cuda: the toolkit's folder; None builds for CPUs alone.
         target: the module.
     """
-    sources = [ROOT / "csrc/module.cpp", *sorted((ROOT / "csrc/cpu").glob("*.cpp"))]
+    sources = [ROOT / "csrc/module.cpp", ROOT / "csrc/watch.cpp", *sorted((ROOT / "csrc/cpu").glob("*.cpp"))]
     macros, nvcc = [], ""
     linker, link = linking(compiler)
     if GLIBC:

@@ -1,5 +1,6 @@
 """What the host does for an entry into `merged(model)` and the exit: layers so small that their kernels take next to
-nothing, so it is measured without a GPU. A GPU waits for all of it but what is done while it works.
+nothing, so it is measured without a GPU. A GPU waits for what comes before the launch on either way; the rest is done
+while it works.
 
     python benchmarks/entry.py --json FILE
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import shapes
 import torch
 
 from lora_merge import merged
+from lora_merge.kernels import cpu
 
 SHAPES = {
     "dense, 28 layers": shapes.Shape(28, 8, 1, 1, 8, 8),
@@ -35,21 +38,39 @@ def main() -> None:
     for name, shape in SHAPES.items():
         device = torch.device("cpu")
         model, _ = shapes.random_model(shape, 1, torch.bfloat16, torch.float32, device)
-        times = [entry_and_exit(model) for _ in range(args.repeat + 2)][2:]
-        wall, cpu = (statistics.median(column) for column in zip(*times, strict=True))
+        times = [entry_and_exit(model) for _ in range(args.repeat + 3)][3:]
+        wall, used, before = (1e3 * statistics.median(column) for column in zip(*times, strict=True))
         matrices = len(shape.matrices())
-        record["points"].append({"name": name, "matrices": matrices, "ms": 1e3 * wall, "cpu_ms": 1e3 * cpu})
-        each = 1e6 * cpu / matrices
-        print(f"{name}, {matrices} matrices: {1e3 * wall:.2f} ms, of the CPU {1e3 * cpu:.2f}, {each:.1f} us a matrix")
+        point = {"name": name, "matrices": matrices, "ms": wall, "cpu_ms": used, "before_launches_ms": before}
+        record["points"].append(point)
+        print(
+            f"{name}, {matrices} matrices: {wall:.2f} ms, of the CPU {used:.2f} ({1e3 * used / matrices:.1f} us a "
+            f"matrix), {before:.2f} of them before the launches ({1e3 * before / matrices:.1f})"
+        )
     report.save(record, args.json)
 
 
-def entry_and_exit(model: torch.nn.Module) -> tuple[float, float]:
-    """Seconds by the clock, and of this process on its CPUs."""
-    wall, cpu = time.perf_counter(), time.process_time()
-    with merged(model):
-        pass
-    return time.perf_counter() - wall, time.process_time() - cpu
+def entry_and_exit(model: torch.nn.Module) -> tuple[float, float, float]:
+    """Seconds by the clock, of this process on its CPUs, and of these before the launches there and back."""
+    launched: list[float] = []
+
+    def noted(launch: Callable[..., None]) -> Callable[..., None]:
+        def call(*arguments: Any) -> None:
+            launched.append(time.process_time())
+            launch(*arguments)
+
+        return call
+
+    track, untrack = cpu._Tracked.track, cpu._Tracked.untrack
+    cpu._Tracked.track, cpu._Tracked.untrack = noted(track), noted(untrack)  # type: ignore[method-assign]
+    try:
+        wall, begin = time.perf_counter(), time.process_time()
+        with merged(model):
+            inside = time.process_time()
+        end, done = time.perf_counter(), time.process_time()
+    finally:
+        cpu._Tracked.track, cpu._Tracked.untrack = track, untrack  # type: ignore[method-assign]
+    return end - wall, done - begin, launched[0] - begin + launched[-1] - inside
 
 
 if __name__ == "__main__":

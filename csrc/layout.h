@@ -49,6 +49,11 @@ constexpr int kMapBytes = 512;
 constexpr int kUnitElements = 1024;
 constexpr int kRecordBytes = 16;
 constexpr int kCodeBytes = 256;
+constexpr int kWatchAdd = 4;
+constexpr int kWatchTensors = 2;
+constexpr int kWatchGive = 1;
+constexpr int kWatchDone = 0;
+constexpr int kWatchAgain = 1;
 
 namespace operators {
 std::string layout_hash();
@@ -75,6 +80,6 @@ void track_hopper(const Segment* table, int64_t segments, bool on_device, const 
 #define LORA_MERGE_OPERATORS(X) X(layout_hash) X(cuda_architectures) X(cpu_isas) X(use_threads) X(launch_cpu) X(row_norms_cpu) X(tracked_sizes_cpu) X(track_cpu) X(untrack_cpu) X(merge_shape) X(accepts_shape) X(hopper_tiles) X(accepts_tiles)
 #define LORA_MERGE_CUDA_OPERATORS(X) X(cuda_problem) X(launch_cuda) X(launch_hopper) X(tensor_maps) X(row_norms_cuda) X(track_cuda) X(track_hopper)
 
-constexpr const char* kLayoutHash = "115743c80167d4d9";
+constexpr const char* kLayoutHash = "d195d4ea7b696e5f";
 
 }  // namespace lora_merge

@@ -9,6 +9,7 @@
 #include "cpu/threads.h"
 #include "cuda/shapes.h"
 #include "table.h"
+#include "watch.h"
 
 namespace lora_merge {
 namespace {
@@ -145,4 +146,10 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", "The compiled kernels of lora
 }  // namespace
 }  // namespace lora_merge
 
-PyMODINIT_FUNC PyInit__C() { return PyModule_Create(&lora_merge::module); }
+PyMODINIT_FUNC PyInit__C() {
+  PyObject* made = PyModule_Create(&lora_merge::module);
+  PyObject* watch = made == nullptr ? nullptr : lora_merge::watch::type();
+  if (made != nullptr && (watch == nullptr || PyModule_AddObjectRef(made, "Watch", watch) != 0)) Py_CLEAR(made);
+  Py_XDECREF(watch);
+  return made;
+}

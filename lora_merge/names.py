@@ -202,6 +202,17 @@ def wrapped(module: nn.Module) -> nn.Module | None:
     return inner
 
 
+def choices(seen: Trail) -> list[int]:
+    """The numbers of wrappers whose adapters choose which of several modules is inside."""
+    chosen = {cls for cls in set(seen.kinds) if _kind(cls) == "modules_to_save"}
+    return [at for at, cls in enumerate(seen.kinds) if cls in chosen] if chosen else []
+
+
+def wrappers() -> dict[str, str]:
+    """Which classes `walk` looks through."""
+    return dict(_WRAPPERS)
+
+
 def any_wrapper(modules: Iterable[nn.Module]) -> bool:
     """Whether some of many modules are wrappers."""
     return any(_kind(cls) is not None for cls in set(map(type, modules)))

@@ -358,39 +358,46 @@ BUILDS = {build.__name__: build for build in (two, dora, saved, tied, experts, c
 }
 
 
+def looked_at(work: Callable[[], object]) -> dict[int, set[str]]:
+    """The id of each module -> which attributes are asked for."""
+    seen: defaultdict[int, set[str]] = defaultdict(set)
+    get = object.__getattribute__
+
+    def look(self: nn.Module, name: str) -> Any:
+        if name == "__dict__":
+            return Recorded(get(self, name), seen[id(self)])
+        if not name.startswith("__"):
+            inner = get(self, "__dict__")
+            held = [d for d in ("_modules", "_parameters", "_buffers") if name in inner.get(d, ())]
+            seen[id(self)].update(held or [name])
+        return get(self, name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nn.Module, "__getattribute__", look, raising=False)
+        work()
+    return seen
+
+
+def read(model: nn.Module, layout: Layout) -> None:
+    """All that a snapshot stands for."""
+    read_adapters(model, layout)
+    list(named_tensors(model, layout.parameters))
+
+
 @pytest.mark.parametrize("build", BUILDS)
-def test_a_snapshot_looks_at_all_that_reading_looks_at(build: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_snapshot_looks_at_all_that_reading_looks_at(build: str) -> None:
     """Every attribute of a module that reading asks for, so that a new reader cannot forget its place there."""
     model = BUILDS[build]()
     layout = Layout(model)
 
-    def looked_at(work: Callable[[], object]) -> dict[int, set[str]]:
-        seen: defaultdict[int, set[str]] = defaultdict(set)
-        get = object.__getattribute__
-
-        def look(self: nn.Module, name: str) -> Any:
-            if name == "__dict__":
-                return Recorded(get(self, name), seen[id(self)])
-            if not name.startswith("__"):
-                inner = get(self, "__dict__")
-                held = [d for d in ("_modules", "_parameters", "_buffers") if name in inner.get(d, ())]
-                seen[id(self)].update(held or [name])
-            return get(self, name)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(nn.Module, "__getattribute__", look, raising=False)
-            work()
-        return seen
-
-    def read() -> None:
-        read_adapters(model, layout)
-        list(named_tensors(model, layout.parameters))
-
-    read(), take(model, layout)  # what depends on classes is known from here on
+    read(model, layout), take(model, layout)  # what depends on classes is known from here on
+    snapshot._noted.clear()
     taken = looked_at(lambda: take(model, layout))
     where = {id(module): name for name, module in model.named_modules(remove_duplicate=False)}
     known = {*_PROPERTIES, "_old_forward"}  # which say what fields say; which is looked at where there is a `forward`
-    missing = {where[module]: names - taken[module] - known for module, names in looked_at(read).items()}
+    missing = {
+        where[module]: names - taken[module] - known for module, names in looked_at(lambda: read(model, layout)).items()
+    }
     assert not {name: some for name, some in missing.items() if some}
 
 

@@ -94,3 +94,12 @@ inline void stream(void* to, const void* from) {
 }
 inline void drain() { _mm_sfence(); }
 inline void prefetch(const void* p) { _mm_prefetch(p, _MM_HINT_T0); }
+
+// Lanes that bf16 products cannot be trusted with: anything but zeros and 2^-50 <= |x| < 2^50. Of others they are no
+// denormals, nor is a sum of them, since each is a multiple of 2^-114.
+inline __mmask16 odd(F x) {
+  const __m512i size = _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(0x7fffffff));
+  const __m512i least = _mm512_castps_si512(set(0x1p-50f)), beyond = _mm512_castps_si512(set(0x1p50f));
+  const __m512i above = _mm512_sub_epi32(size, least);
+  return _mm512_test_epi32_mask(size, size) & _mm512_cmpge_epu32_mask(above, _mm512_sub_epi32(beyond, least));
+}

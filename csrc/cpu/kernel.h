@@ -72,6 +72,8 @@ extern const Kernels kGeneric;
 #if defined(__x86_64__)
 extern const Kernels kAvx2;
 extern const Kernels kAvx512;
+// Beside AVX-512, where the processor has bf16: null where its products are not those of the others, bit by bit.
+const Kernels* avx512_bf16();
 #endif
 // Beside AVX-512: whether the processor has it; and the kernels, where this process may use it, which it asks for, else null.
 bool has_amx();

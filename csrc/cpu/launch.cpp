@@ -22,6 +22,7 @@ std::vector<const Kernels*> vectors() {
   std::vector<const Kernels*> all;
 #if defined(__x86_64__)
   const Features found = features();
+  if (const Kernels* pairs = found.bf16 ? avx512_bf16() : nullptr) all.push_back(pairs);
   if (found.avx512) all.push_back(&kAvx512);
   if (found.avx2) all.push_back(&kAvx2);
 #endif
@@ -30,7 +31,7 @@ std::vector<const Kernels*> vectors() {
 }
 
 // Whether the matrix unit's are among those that this machine can run, before all of them.
-bool has_matrix() { return std::strcmp(vectors().front()->name, "avx512") == 0 && has_amx(); }
+bool has_matrix() { return std::strncmp(vectors().front()->name, "avx512", 6) == 0 && has_amx(); }
 
 // The matrix unit's. A process that asks for it changes (its signal stacks have to be larger), so only who uses it does.
 const Kernels* matrix() {

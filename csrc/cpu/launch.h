@@ -39,9 +39,9 @@ void track(const Segment* segments, int64_t count, const Journal& journal);
 // Puts back every bit of the units that are merged; but one that does not hold what was written stays as it is.
 void untrack(const Segment* segments, int64_t count, const Journal& journal);
 
-// The instruction sets that this machine can run, of "amx", "avx512", "avx2" and "generic". The first one is used, or the
-// one that LORA_MERGE_CPU_ISA names (read at the first launch), and "avx512" where Linux lets a process not use "amx". All
-// but "amx" compute the same bits.
+// The instruction sets that this machine can run, of "amx", "avx512_bf16", "avx512", "avx2" and "generic". The first one is
+// used, or the one that LORA_MERGE_CPU_ISA names (read at the first launch), and the next one where Linux lets a process not
+// use "amx". All but "amx" compute the same bits.
 std::vector<std::string> isas();
 
 }  // namespace lora_merge::cpu

@@ -131,14 +131,6 @@ class Tiled {
 
   int64_t panel_size() const { return parts_a_ * steps_ * 2 * kTile; }
 
-  // Lanes that the unit cannot be trusted with.
-  static __mmask16 odd(F x) {
-    const __m512i size = _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(0x7fffffff));
-    const __m512i least = _mm512_castps_si512(set(0x1p-50f)), beyond = _mm512_castps_si512(set(0x1p50f));
-    const __m512i above = _mm512_sub_epi32(size, least);
-    return _mm512_test_epi32_mask(size, size) & _mm512_cmpge_epu32_mask(above, _mm512_sub_epi32(beyond, least));
-  }
-
   // x, then y, rounded to bf16.
   static __m512i rounded(F x, F y) { return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(y, x)); }
 

@@ -81,6 +81,10 @@ UNIT_ELEMENTS = 1024
 RECORD_BYTES, CODE_BYTES = 16, UNIT_ELEMENTS // 4
 """Of such a unit: its place and checksum, and its codes."""
 
+# The type Watch, which notes what a reading of a live model saw.
+WATCH_ADD, WATCH_TENSORS, WATCH_GIVE, WATCH_DONE, WATCH_AGAIN = 4, 2, 1, 0, 1
+"""How many arguments its methods take."""
+
 _CONSTANTS = [
     "MAX_RANK",
     "MAX_SIDE",
@@ -99,6 +103,11 @@ _CONSTANTS = [
     "UNIT_ELEMENTS",
     "RECORD_BYTES",
     "CODE_BYTES",
+    "WATCH_ADD",
+    "WATCH_TENSORS",
+    "WATCH_GIVE",
+    "WATCH_DONE",
+    "WATCH_AGAIN",
 ]
 
 _TABLE = "const Segment* table, int64_t segments"

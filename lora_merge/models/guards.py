@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import compress, repeat
+from itertools import compress, count, repeat
 from operator import is_
 from typing import Any
 
@@ -37,11 +37,16 @@ def refuse(*args: object, **kwargs: object) -> None:
 
 def guarded(modules: Sequence[nn.Module]) -> list[tuple[Sequence[nn.Module], dict[str, Any]]]:
     """The modules that save themselves, class by class, with what is to stand for those of their methods."""
+    return [([modules[at] for at in numbers], new) for numbers, new in savers(modules)]
+
+
+def savers(modules: Sequence[nn.Module]) -> list[tuple[list[int], dict[str, Any]]]:
+    """The same, by their numbers."""
     kinds: list[type] = list(map(type, modules))
     for kind in set(kinds) - _found.keys():
         _found[kind] = {name: refuse for name in _SAVERS if callable(getattr(kind, name, None))}
     saving = [kind for kind in dict.fromkeys(kinds) if _found[kind]]
-    return [(list(compress(modules, map(is_, kinds, repeat(kind)))), _found[kind]) for kind in saving]
+    return [(list(compress(count(), map(is_, kinds, repeat(kind)))), _found[kind]) for kind in saving]
 
 
 class Replaced:

@@ -21,10 +21,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from ..names import Trail, column, trail
+from ..names import Trail, choices, column, trail, wrapped, wrappers
 from ..shards import Address
 from ..shards.layout import Layout
+from .guards import savers
 from .peft.facts import AdapterFacts, adapter_facts
+from .watch import Look, Watch
 
 _T = TypeVar("_T")
 _SHAPE, _DTYPE, _DEVICE = attrgetter("shape"), attrgetter("dtype"), attrgetter("device")
@@ -73,6 +75,7 @@ class Indices(NamedTuple):
         owners: for each place that holds one of them the number among their modules of its module, ...
         keys: ... under which name, ...
         held: ... and the number of the parameter.
+        savers: as `guards.savers` of its modules.
     """
 
     facts: list[Any]
@@ -83,6 +86,7 @@ class Indices(NamedTuple):
     owners: list[int]
     keys: list[str]
     held: list[int]
+    savers: list[tuple[list[int], dict[str, Any]]]
 
 
 class Owners(NamedTuple):
@@ -136,6 +140,7 @@ def note(
         [modules[id(module)] for module in places.modules],
         list(places.keys),
         [parameters[id(weight)] for weight in places.held],
+        savers(snapshot.modules),
     )
 
 
@@ -171,10 +176,60 @@ def take(model: nn.Module, layout: Layout | None, *, adapters: bool = True) -> S
         layout: None: as if nothing were sharded.
         adapters: False: of the base, which stays what it is whatever adapts it.
     """
-    taking = Taking(model, "adapters" if adapters else "base", None if layout is None or layout.plain else layout)
+    layout = None if layout is None or layout.plain else layout
+    known = _noted.setdefault(model, {})
+    noted = known.get(adapters) if layout is None else None
+    if noted is not None and (same := noted.again(model)) is not None:
+        return same
+    # Made beside the second of two equal readings: not for a model that is read once, or changes each time.
+    watch = Watch(model) if noted is not None and not (noted.tried and noted.watch is None) else None
+    taking = Taking(model, "adapters" if adapters else "base", layout, watch)
+    through = wrappers()
     for seen in trail(model):
         taking.add(seen, adapter_facts(seen) if adapters else None)
-    return taking.done()
+    taken = taking.done()
+    if layout is not None:
+        return taken
+    if noted is None or noted.facts != taken.facts:
+        known[adapters] = _Noted(taken.facts, taken.kinds, through)
+        return taken
+    if watch is not None:
+        noted.tried, noted.kinds, noted.wrappers = True, taken.kinds, through
+        noted.watch = watch if watch.done(taken.modules, taken.parameters) else None
+    return taken._replace(facts=noted.facts)
+
+
+class _Noted:
+    """The last reading of a model, and the watch over what it looked at, from the second equal one on.
+
+    Args:
+        facts, kinds: see `Snapshot`.
+        wrappers: which classes are looked through.
+        watch: None where there is none yet, or nothing to be had of one.
+        tried: whether one was made for these facts.
+    """
+
+    def __init__(self, facts: list[Any], kinds: set[type], wrappers: dict[str, str]) -> None:
+        self.facts, self.kinds, self.wrappers = facts, kinds, wrappers
+        self.watch: Watch | None = None
+        self.tried = False
+
+    def again(self, model: nn.Module) -> Snapshot | None:
+        """The snapshot, if nothing has changed that the reading looked at."""
+        if self.watch is None or self.wrappers != wrappers():
+            return None
+        found = self.watch.again(model)
+        if found is None:
+            return None
+        modules, parameters = found
+        return Snapshot(self.facts, modules, parameters, parameters, self.kinds)
+
+
+_noted: WeakKeyDictionary[nn.Module, dict[bool, _Noted]] = WeakKeyDictionary()
+
+
+def _inside(wrapper: nn.Module) -> int:
+    return id(wrapped(wrapper))
 
 
 class Taking:
@@ -183,10 +238,11 @@ class Taking:
     Args:
         model, of: the model, and what the snapshot is of.
         layout: None where tensors are here as they are.
+        watch: that is to note what is looked at.
     """
 
-    def __init__(self, model: nn.Module, of: str, layout: Layout | None = None) -> None:
-        self._layout = layout
+    def __init__(self, model: nn.Module, of: str, layout: Layout | None = None, watch: Watch | None = None) -> None:
+        self._layout, self._watch = layout, watch
         key = f"{of}, inference" if torch.is_inference_mode_enabled() else of  # the guards tell these apart
         self._compared = _compared.setdefault(model, {}).setdefault(key, {})
         self._steps = 0
@@ -200,7 +256,10 @@ class Taking:
         if adapters is not None:
             facts += adapters.facts
             self.taken.kinds.update(adapters.kinds, map(type, parts))
-        modules, insides = [*seen.modules, *parts], [*seen.insides, *map(vars, parts)]
+        within = list(map(vars, parts))
+        if self._watch is not None:
+            self._look(self._watch, seen, adapters, Look(parts, ("_parameters",), "n", within))
+        modules, insides = [*seen.modules, *parts], [*seen.insides, *within]
         facts += map(id, modules)
         self.taken.modules.extend(modules)
         parameters = column("_parameters", insides, modules)
@@ -224,10 +283,28 @@ class Taking:
             self._here(here)
         return self.taken
 
+    def _look(self, watch: Watch, seen: Trail, adapters: AdapterFacts | None, parts: Look) -> None:
+        """What `add` looks at; of the tensors, `_here` says it."""
+        fields, begin = ("_modules", "_parameters", "_buffers", "_hf_device_mesh"), 0
+        for at in choices(seen):  # what one of these has chosen may be the next module
+            wrapper, end = seen.modules[at], at + 1
+            watch.look(Look(seen.modules[begin:end], fields, "nnnt", seen.insides[begin:end]))
+            watch.look(Look([wrapper._modules.get("modules_to_save")], ("_modules",), "n"))
+            watch.ask(_inside, [wrapper])
+            begin = end
+        watch.look(Look(seen.modules[begin:], fields, "nnnt", seen.insides[begin:]))
+        if adapters is not None:
+            watch.look(*adapters.looks)
+            for question, layers in adapters.asked:
+                watch.ask(question, layers)
+            watch.look(parts)
+
     def _buffers(self, seen: Trail, tensors: list[Any]) -> None:
         """Adds the persistent ones."""
         buffers = column("_buffers", seen.insides, seen.modules)
         for module, there in compress(zip(seen.modules, buffers, strict=True), buffers):
+            if self._watch is not None:
+                self._watch.look(Look([module], ("_non_persistent_buffers_set",), "v"))
             for name, buffer in there.items():
                 if name not in module._non_persistent_buffers_set:
                     self.taken.facts.extend((id(module), name))
@@ -237,6 +314,8 @@ class Taking:
         """Shapes, strides, dtypes and devices are the very list of the last time where they are what they were then."""
         self.taken.tensors.extend(tensors)
         self.taken.facts.extend(map(Tensor.data_ptr, tensors))
+        if self._watch is not None:
+            self._watch.tensors(tensors)
         step, self._steps = self._steps, self._steps + 1
         known = self._compared.get(step)
         if known is None or not known.holds(tensors):

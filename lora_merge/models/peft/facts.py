@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ...names import Trail, any_wrapper, column, innermost, lineage
+from ..watch import Look, Question
 from .read import (
     _BACKEND,
     _EMBEDDING,
@@ -40,16 +41,19 @@ class AdapterFacts(NamedTuple):
         facts: values to be compared.
         parts: the modules of the active adapters, whose parameters are looked at.
         kinds: classes of the modules around these.
+        looks, asked: where these came from, in order, for a `Watch`.
     """
 
     facts: list[Any]
     parts: list[nn.Module]
     kinds: set[type]
+    looks: list[Look]
+    asked: list[tuple[Question, list[Any]]]
 
 
 def adapter_facts(seen: Trail) -> AdapterFacts:
     """Of the modules of a model."""
-    found = AdapterFacts([], [], set())
+    found = AdapterFacts([], [], set(), [], [])
     modules, classes, insides, _ = seen
     for cls in dict.fromkeys(classes):
         kind = _kind(cls)
@@ -59,15 +63,20 @@ def adapter_facts(seen: Trail) -> AdapterFacts:
         some: list[PeftLayer] = list(compress(modules, chosen))
         if kind == _PEFT_MODEL:
             found.facts.extend(map(_peft_types, some))
+            found.asked.append((_peft_types, some))
             continue
         alike = _alike(cls, some, list(compress(insides, chosen)))
         if alike is None:
-            alike = AdapterFacts([], [], set())
+            alike = AdapterFacts([], [], set(), [], [(_answer, some)])
             alike.facts.extend([_layer_facts(layer, alike.parts) for layer in some])
-            alike.kinds.update(type(child) for layer in some for child in layer._modules.values())
+            around = [child for layer in some for child in layer._modules.values() if child is not None]
+            alike.kinds.update(map(type, around))
+            alike.looks.append(Look(around, ("_modules",), "n"))
         found.facts.extend(alike.facts)
         found.parts.extend(alike.parts)
         found.kinds.update(alike.kinds)
+        found.looks.extend(alike.looks)
+        found.asked.extend(alike.asked)
     if any(map(contains, insides, repeat(_MESH))):
         found.facts.extend(
             (id(m), inside[_MESH]) for m, inside in zip(modules, insides, strict=True) if _MESH in inside
@@ -90,8 +99,11 @@ def _alike(cls: type, layers: Sequence[PeftLayer], insides: Sequence[dict[str, A
         if any(map(contains, insides, repeat(_BACKEND))):
             return None
         names = [active[0]] if isinstance(active[0], str) else list(active[0])
-        found = AdapterFacts([cls, len(layers), *names], [], set())
-        bases = [vars(base) for base in map(itemgetter("base_layer"), children)]
+        found = AdapterFacts([cls, len(layers), *names], [], set(), [], [])
+        inner: list[nn.Module] = list(map(itemgetter("base_layer"), children))
+        bases = list(map(vars, inner))
+        found.looks.append(Look(layers, (*_FIELDS, "fan_in_fan_out", _BACKEND), "vvvvtvt", insides))
+        found.looks.append(Look(inner, ("forward", "_old_forward"), "tt", bases))
         if any(forwards := list(map(_FORWARD, bases))):
             found.facts.extend(map(id, forwards))
             found.facts.extend(map(id, map(_OLD_FORWARD, bases)))
@@ -102,9 +114,11 @@ def _alike(cls: type, layers: Sequence[PeftLayer], insides: Sequence[dict[str, A
             found.facts.extend(map(float, map(itemgetter(name), scalings)))
             found.facts.extend(map(type, map(dict.get, variants, repeat(name))) if varied else ())
             for half in halves:
-                holders = list(map(itemgetter(half), children))
+                holders: list[nn.Module] = list(map(itemgetter(half), children))
+                within = list(map(vars, holders))
                 found.kinds.update(map(type, holders))
-                found.parts.extend(map(itemgetter(name), column("_modules", list(map(vars, holders)), holders)))
+                found.parts.extend(map(itemgetter(name), column("_modules", within, holders)))
+                found.looks.append(Look(holders, ("_modules",), "n", within))
     except (AttributeError, KeyError, TypeError, ValueError):
         return None
     return found
@@ -127,6 +141,13 @@ def _keeps_fields(cls: type) -> bool:
     codes = {name: getattr(get, "__code__", None) for name, get in gets.items()}
     read = all(code is not None and set(code.co_names) == _PROPERTIES[name] for name, code in codes.items())
     return own and read and getattr(cls, _BACKEND, None) is None
+
+
+def _answer(layer: PeftLayer) -> list[Any]:
+    """Of one layer, all: which the parts are, too."""
+    parts: list[nn.Module] = []
+    facts = _layer_facts(layer, parts)
+    return [*facts, *map(id, parts)]
 
 
 def _layer_facts(layer: PeftLayer, parts: list[nn.Module]) -> list[Any]:

@@ -255,7 +255,9 @@ class Peft:
         model from saving: there are merged weights under the base's names."""
         merged = {"merge": refuse, "unmerge": refuse}
         layers = [(which, {"merged_adapters": list(active), **merged}) for active, which in self._layers if active]
-        self._off.put([*guarded(self.snapshot().modules), *layers])
+        modules, indices = self.snapshot().modules, self._indices
+        saving = guarded(modules) if indices is None else [(some(modules, at), new) for at, new in indices.savers]
+        self._off.put([*saving, *layers])
 
     def on(self) -> None:
         self._off.back()

@@ -1,0 +1,509 @@
+// Watch: whether Python objects are still what a reading of them saw, without another reading. See watch.h.
+#include "watch.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <new>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+#include "dlpack.h"
+#include "layout.h"
+
+namespace lora_merge::watch {
+namespace {
+
+// What is kept of a value, in the low bits of its address: objects lie at multiples of 8.
+enum Tag : uintptr_t {
+  kObject = 0,  // is this very object, or absent (0)
+  kNodes = 1,   // a dict: how many keys; each of them, and which object it holds
+  kValues = 2,  // a dict: how many keys; each of them, and its value
+  kList = 3,    // a list: how many values; each of them
+  kSet = 4,     // a set; this is a frozenset that equals it
+  kValue = 5,   // equals this one, of a type whose objects never change
+  kTyped = 6,   // is this very object, whose type follows
+};
+constexpr uintptr_t kTags = 7;
+
+uintptr_t word(const void* pointer, Tag tag = kObject) { return reinterpret_cast<uintptr_t>(pointer) | tag; }
+PyObject* object_of(uintptr_t word) { return reinterpret_cast<PyObject*>(word & ~kTags); }
+
+bool plain(PyObject* value) {
+  return value == Py_None || PyBool_Check(value) || PyFloat_CheckExact(value) || PyUnicode_CheckExact(value) ||
+         PyLong_CheckExact(value) || Py_IS_TYPE(value, &PyType_Type);
+}
+
+// Of two values that never change. No code of a user's runs.
+bool equal(PyObject* here, PyObject* noted) {
+  if (here == noted) return true;
+  if (Py_TYPE(here) != Py_TYPE(noted)) return false;
+  if (PyFloat_CheckExact(here)) return PyFloat_AsDouble(here) == PyFloat_AsDouble(noted);
+  if (PyUnicode_CheckExact(here)) return PyUnicode_Compare(here, noted) == 0;
+  return PyLong_CheckExact(here) && PyObject_RichCompareBool(here, noted, Py_EQ) == 1;
+}
+
+// One attribute of all objects of a group: of each what is there, as `Tag` says.
+struct Column {
+  PyObject* name;
+  char kind;
+  std::vector<uintptr_t> words;
+};
+
+// Some objects, none of which is reached through another one of them, and what is looked at in each.
+struct Group {
+  std::vector<PyObject*> objects;
+  std::vector<PyTypeObject*> types;
+  std::vector<PyObject*> insides;  // their dicts; of tensors where their storages are, or may have been
+  std::vector<Column> columns;     // none: the objects are tensors
+  std::vector<uintptr_t> words;    // what is known of these
+};
+
+class Watch {
+ public:
+  Watch(PyObject* root, DLPackDLTensorFromPyObjectNoSync look) : root_(root), look_(look) { reachable_[root] = 0; }
+
+  ~Watch() {
+    for (PyObject* object : held_) Py_DECREF(object);
+  }
+
+  // Each says whether that can be watched.
+  bool add(PyObject* objects, PyObject* insides, PyObject* names, const char* kinds);
+  bool add_tensors(PyObject* tensors, PyObject* storages);
+  bool give(PyObject* objects);
+
+  void done() { std::unordered_map<PyObject*, size_t>().swap(reachable_); }
+
+  // Whether all is as it was.
+  bool unchanged(PyObject* root) const;
+
+  const std::vector<std::vector<PyObject*>>& given() const { return given_; }
+
+ private:
+  PyObject* hold(PyObject* object);
+  void note_typed(PyObject* value, std::vector<uintptr_t>& words);
+  bool note_value(PyObject* value, std::vector<uintptr_t>& words);
+  bool note_dict(PyObject* dict, char kind, std::vector<uintptr_t>& words);
+  bool note(PyObject* value, char kind, std::vector<uintptr_t>& words);
+  Group& room_for(PyObject* object, PyObject* names, const char* kinds);
+  bool same_tensors(const Group& group) const;
+
+  PyObject* root_;
+  DLPackDLTensorFromPyObjectNoSync look_;
+  std::vector<Group> groups_;
+  std::unordered_set<PyObject*> held_;                // what must stay alive: keys, types, values
+  std::unordered_map<PyObject*, size_t> reachable_;  // what may be looked at -> the first group that may, or 0
+  std::vector<std::vector<PyObject*>> given_;         // what `again` gives
+};
+
+// ---- noting --------------------------------------------------------------------------------------------------------
+
+// The object's `__dict__`, borrowed of it; null where it has none.
+PyObject* inside_of(PyObject* object) {
+  PyObject* inside = PyObject_GenericGetDict(object, nullptr);
+  Py_XDECREF(inside);
+  return inside;
+}
+
+std::array<uintptr_t, 3> facts(const DLTensor& t) {
+  const auto join = [](auto high, auto low) {
+    return static_cast<uintptr_t>(static_cast<uint64_t>(high) << 32 | static_cast<uint32_t>(low));
+  };
+  return {reinterpret_cast<uintptr_t>(t.data) + t.byte_offset, join(t.device.device_type, t.device.device_id),
+          join(t.ndim, t.dtype.code | t.dtype.bits << 8 | t.dtype.lanes << 16)};
+}
+
+PyObject* Watch::hold(PyObject* object) {
+  if (held_.insert(object).second) Py_INCREF(object);
+  return object;
+}
+
+void Watch::note_typed(PyObject* value, std::vector<uintptr_t>& words) {
+  words.push_back(word(value, kTyped));
+  words.push_back(word(hold(reinterpret_cast<PyObject*>(Py_TYPE(value)))));
+}
+
+bool Watch::note_value(PyObject* value, std::vector<uintptr_t>& words) {
+  if (!plain(value)) return false;
+  words.push_back(word(hold(value), kValue));
+  return true;
+}
+
+bool Watch::note_dict(PyObject* dict, char kind, std::vector<uintptr_t>& words) {
+  words.push_back(kind == 'n' ? kNodes : kValues);
+  words.push_back(static_cast<uintptr_t>(PyDict_Size(dict)));
+  PyObject *key = nullptr, *value = nullptr;
+  for (Py_ssize_t at = 0; PyDict_Next(dict, &at, &key, &value);) {
+    if (!PyUnicode_CheckExact(key)) return false;
+    words.push_back(word(hold(key)));
+    if (kind == 'n') {
+      words.push_back(word(value));
+      reachable_.emplace(value, groups_.size());
+    } else if (kind == 't') {
+      note_typed(value, words);
+    } else if (!note_value(value, words)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+// Of kinds: 'n', a dict of objects that may be looked at; 'v', a value that never changes, or a dict, list or set of
+// them; 't', an object, or a dict of them, each with its type.
+bool Watch::note(PyObject* value, char kind, std::vector<uintptr_t>& words) {
+  if (value == nullptr) {
+    words.push_back(0);
+    return kind != 'n';
+  }
+  if (PyDict_CheckExact(value)) return note_dict(value, kind, words);
+  if (kind == 'n') return false;
+  if (kind == 't') return (note_typed(value, words), true);
+  if (PyList_CheckExact(value)) {
+    const Py_ssize_t count = PyList_Size(value);
+    words.push_back(kList);
+    words.push_back(static_cast<uintptr_t>(count));
+    for (Py_ssize_t i = 0; i < count; ++i)
+      if (!note_value(PyList_GetItem(value, i), words)) return false;
+    return true;
+  }
+  if (Py_IS_TYPE(value, &PySet_Type)) {
+    PyObject* copy = PyFrozenSet_New(value);
+    if (copy == nullptr) return false;
+    held_.insert(copy);
+    words.push_back(word(copy, kSet));
+    return true;
+  }
+  return note_value(value, words);
+}
+
+// The last group, or a new one where that has other columns, or reaches the object.
+Group& Watch::room_for(PyObject* object, PyObject* names, const char* kinds) {
+  const size_t width = std::strlen(kinds);
+  bool fits = !groups_.empty() && groups_.back().columns.size() == width && reachable_[object] < groups_.size();
+  for (size_t k = 0; fits && k < width; ++k)
+    fits = groups_.back().columns[k].name == PyTuple_GetItem(names, k) && groups_.back().columns[k].kind == kinds[k];
+  if (!fits) {
+    groups_.emplace_back();
+    for (size_t k = 0; k < width; ++k)
+      groups_.back().columns.push_back({hold(PyTuple_GetItem(names, k)), kinds[k], {}});
+  }
+  return groups_.back();
+}
+
+bool Watch::add(PyObject* objects, PyObject* insides, PyObject* names, const char* kinds) {
+  const Py_ssize_t count = PyList_Size(objects);
+  if (PyList_Size(insides) != count || static_cast<Py_ssize_t>(std::strlen(kinds)) != PyTuple_Size(names)) return false;
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject *object = PyList_GetItem(objects, i), *inside = PyList_GetItem(insides, i);
+    if (reachable_.count(object) == 0 || !PyDict_CheckExact(inside) || inside_of(object) != inside) return false;
+    Group& group = room_for(object, names, kinds);
+    group.objects.push_back(object);
+    group.types.push_back(Py_TYPE(object));
+    group.insides.push_back(inside);
+    hold(reinterpret_cast<PyObject*>(Py_TYPE(object)));
+    for (Column& column : group.columns)
+      if (!note(PyDict_GetItemWithError(inside, column.name), column.kind, column.words)) return false;
+  }
+  return true;
+}
+
+bool Watch::add_tensors(PyObject* tensors, PyObject* storages) {
+  if (PyList_Size(storages) != PyList_Size(tensors)) return false;
+  groups_.emplace_back();
+  Group& group = groups_.back();
+  for (Py_ssize_t i = 0; i < PyList_Size(tensors); ++i) {
+    PyObject* tensor = PyList_GetItem(tensors, i);
+    DLTensor t;
+    if (reachable_.count(tensor) == 0 || look_(tensor, &t) != 0) return false;
+    group.objects.push_back(tensor);
+    group.types.push_back(Py_TYPE(tensor));
+    group.insides.push_back(static_cast<PyObject*>(PyLong_AsVoidPtr(PyList_GetItem(storages, i))));
+    hold(reinterpret_cast<PyObject*>(Py_TYPE(tensor)));
+    for (uintptr_t fact : facts(t)) group.words.push_back(fact);
+    for (int32_t d = 0; d < t.ndim; ++d) {
+      group.words.push_back(static_cast<uintptr_t>(t.shape[d]));
+      group.words.push_back(static_cast<uintptr_t>(t.strides[d]));
+    }
+  }
+  return true;
+}
+
+bool Watch::give(PyObject* objects) {
+  given_.emplace_back();
+  for (Py_ssize_t i = 0; i < PyList_Size(objects); ++i) {
+    given_.back().push_back(PyList_GetItem(objects, i));
+    if (reachable_.count(given_.back().back()) == 0) return false;
+  }
+  return true;
+}
+
+// ---- looking again -------------------------------------------------------------------------------------------------
+
+// Each reads what was noted from `at` on, and leaves `at` behind it.
+bool same_value(PyObject* here, const uintptr_t*& at) {
+  const uintptr_t noted = *at++;
+  if ((noted & kTags) == kValue) return equal(here, object_of(noted));
+  return here == object_of(noted) && word(Py_TYPE(here)) == *at++;
+}
+
+bool same_dict(PyObject* dict, bool nodes, const uintptr_t*& at) {
+  if (!PyDict_CheckExact(dict) || static_cast<uintptr_t>(PyDict_Size(dict)) != *at++) return false;
+  PyObject *key = nullptr, *value = nullptr;
+  for (Py_ssize_t i = 0; PyDict_Next(dict, &i, &key, &value);) {
+    if (word(key) != *at++) return false;
+    if (nodes ? word(value) != *at++ : !same_value(value, at)) return false;
+  }
+  return true;
+}
+
+bool same_list(PyObject* list, const uintptr_t*& at) {
+  if (!PyList_CheckExact(list)) return false;
+  const Py_ssize_t count = PyList_Size(list);
+  if (static_cast<uintptr_t>(count) != *at++) return false;
+  for (Py_ssize_t i = 0; i < count; ++i)
+    if (!same_value(PyList_GetItem(list, i), at)) return false;
+  return true;
+}
+
+bool same(PyObject* here, const uintptr_t*& at) {
+  const uintptr_t noted = *at;
+  if (here == nullptr || noted == 0) return (++at, here == nullptr && noted == 0);
+  switch (noted & kTags) {
+    case kNodes: return (++at, same_dict(here, true, at));
+    case kValues: return (++at, same_dict(here, false, at));
+    case kList: return (++at, same_list(here, at));
+    case kSet:
+      return (++at, Py_IS_TYPE(here, &PySet_Type) && PyObject_RichCompareBool(here, object_of(noted), Py_EQ) == 1);
+    default: return same_value(here, at);
+  }
+}
+
+bool same_tensor(const DLTensor& t, const uintptr_t*& at) {
+  for (uintptr_t fact : facts(t))
+    if (fact != *at++) return false;
+  for (int32_t d = 0; d < t.ndim; ++d)
+    if (static_cast<uintptr_t>(t.shape[d]) != *at++ || static_cast<uintptr_t>(t.strides[d]) != *at++) return false;
+  return true;
+}
+
+// Most of the time goes to waiting for memory: a model lies in tens of megabytes of small objects. So these are looked
+// at in short loops, one thing of some objects at a time, in which the CPU waits for several at once; and what a later
+// loop will look at is asked for, little by little: of a burst, CPUs forget what is beyond some twenty lines. (Inlined,
+// as compilers leave out calls of functions that do nothing else.)
+constexpr size_t kTogether = 32, kAhead = 8, kLine = 64;
+
+[[gnu::always_inline]] inline void ask(const void* place, size_t begin, size_t bytes) {
+  const char* at = static_cast<const char*>(place) + begin;
+  for (size_t line = 0; place != nullptr && line < bytes; line += kLine) __builtin_prefetch(at + line);
+}
+
+// What a word of a live object may point to. It is only a guess at what is there, and nothing depends on it but time.
+[[gnu::always_inline]] inline void ask_behind(PyObject* object, int word, size_t bytes) {
+  const void* place = nullptr;
+  std::memcpy(&place, reinterpret_cast<const char*>(object) + word * sizeof place, sizeof place);
+  ask(place, 0, bytes);
+}
+
+// A dict's table, and its values where they lie apart.
+[[gnu::always_inline]] inline void ask_table(PyObject* dict) {
+  ask_behind(dict, 4, 2 * kLine);
+  ask_behind(dict, 5, 3 * kLine);
+}
+
+bool Watch::same_tensors(const Group& group) const {
+  const uintptr_t* at = group.words.data();
+  const size_t count = group.objects.size();
+  for (size_t i = 0; i < count; ++i) {
+    if (i + 2 * kAhead < count) ask(group.objects[i + 2 * kAhead], 0, kLine);
+    if (i + kAhead < count) {
+      ask_behind(group.objects[i + kAhead], 2, 4 * kLine);
+      ask_behind(group.objects[i + kAhead], 3, 4 * kLine);
+      ask(group.insides[i + kAhead], 0, 2 * kLine);
+    }
+    DLTensor t;
+    if (Py_TYPE(group.objects[i]) != group.types[i] || look_(group.objects[i], &t) != 0 || !same_tensor(t, at))
+      return false;
+  }
+  return true;
+}
+
+bool same_objects(const Group& group) {
+  PyObject* here[kTogether];
+  std::vector<const uintptr_t*> at;
+  for (const Column& column : group.columns) at.push_back(column.words.data());
+  const size_t count = group.objects.size();
+  for (size_t begin = 0; begin < count; begin += kTogether) {
+    const size_t end = std::min(begin + kTogether, count);
+    for (size_t i = begin; i < end; ++i) {
+      if (Py_TYPE(group.objects[i]) != group.types[i]) return false;
+      ask(group.insides[i], 0, kLine);
+    }
+    for (size_t i = begin; i < end; ++i) {
+      if (inside_of(group.objects[i]) != group.insides[i]) return false;
+      ask_table(group.insides[i]);
+    }
+    for (size_t k = 0; k < at.size(); ++k) {
+      for (size_t i = begin; i < end; ++i) {
+        here[i - begin] = PyDict_GetItemWithError(group.insides[i], group.columns[k].name);
+        ask(here[i - begin], 0, kLine);
+      }
+      for (size_t i = 0; i < end - begin; ++i)
+        if (here[i] != nullptr && PyDict_CheckExact(here[i])) ask_table(here[i]);
+      for (size_t i = begin; i < end; ++i) {
+        if (k == 0 && i + kTogether < count) ask(group.objects[i + kTogether], -32, 2 * kLine);
+        if (!same(here[i - begin], at[k])) return false;
+      }
+    }
+  }
+  return true;
+}
+
+// Groups in their order: an object is touched when what holds it was found to hold it still.
+bool Watch::unchanged(PyObject* root) const {
+  if (root != root_) return false;
+  for (const Group& group : groups_)
+    if (!(group.columns.empty() ? same_tensors(group) : same_objects(group))) return false;
+  return true;
+}
+
+// ---- the Python type -----------------------------------------------------------------------------------------------
+
+struct Object {
+  PyObject_HEAD
+  Watch* watch;
+};
+
+Watch& of(PyObject* self) { return *reinterpret_cast<Object*>(self)->watch; }
+
+// Whether nothing was raised. What cannot be looked at is not watched; there is nothing wrong with it.
+bool quiet() {
+  const bool raised = PyErr_Occurred() != nullptr;
+  PyErr_Clear();
+  return !raised;
+}
+
+PyObject* answer(bool yes) { return PyBool_FromLong(quiet() && yes); }
+
+bool expect(const char* what, Py_ssize_t wanted, Py_ssize_t got) {
+  if (wanted != got) PyErr_Format(PyExc_TypeError, "Watch.%s takes %zd arguments, got %zd", what, wanted, got);
+  return wanted == got;
+}
+
+bool expect_list(PyObject* object) {
+  if (!PyList_CheckExact(object)) PyErr_SetString(PyExc_TypeError, "a list is expected");
+  return PyList_CheckExact(object);
+}
+
+PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject*) {
+  PyObject *root = nullptr, *exchange = nullptr;
+  if (!PyArg_ParseTuple(arguments, "OO", &root, &exchange)) return nullptr;
+  auto* api = static_cast<DLPackExchangeAPI*>(PyCapsule_GetPointer(exchange, "dlpack_exchange_api"));
+  if (api == nullptr) return nullptr;
+  if (api->header.version.major != 1 || api->dltensor_from_py_object_no_sync == nullptr) {
+    PyErr_Format(PyExc_ValueError, "DLPack 1 with views of tensors is expected, got version %u",
+                 api->header.version.major);
+    return nullptr;
+  }
+  auto allocate = reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc));
+  PyObject* self = allocate(type, 0);
+  if (self == nullptr) return nullptr;
+  auto* watch = new (std::nothrow) Watch(root, api->dltensor_from_py_object_no_sync);
+  reinterpret_cast<Object*>(self)->watch = watch;
+  if (watch == nullptr) {
+    Py_DECREF(self);
+    return PyErr_NoMemory();
+  }
+  return self;
+}
+
+void drop(PyObject* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  delete reinterpret_cast<Object*>(self)->watch;
+  reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
+  Py_DECREF(type);
+}
+
+PyObject* add(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
+  if (!expect("add", kWatchAdd, count) || !expect_list(arguments[0]) || !expect_list(arguments[1])) return nullptr;
+  const char* kinds = PyUnicode_AsUTF8AndSize(arguments[3], nullptr);
+  if (kinds == nullptr || PyTuple_Size(arguments[2]) < 0) return nullptr;
+  try {
+    return answer(of(self).add(arguments[0], arguments[1], arguments[2], kinds));
+  } catch (const std::bad_alloc&) {
+    return PyErr_NoMemory();
+  }
+}
+
+PyObject* add_tensors(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
+  if (!expect("add_tensors", kWatchTensors, count)) return nullptr;
+  if (!expect_list(arguments[0]) || !expect_list(arguments[1])) return nullptr;
+  try {
+    return answer(of(self).add_tensors(arguments[0], arguments[1]));
+  } catch (const std::bad_alloc&) {
+    return PyErr_NoMemory();
+  }
+}
+
+PyObject* give(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
+  if (!expect("give", kWatchGive, count) || !expect_list(arguments[0])) return nullptr;
+  try {
+    return answer(of(self).give(arguments[0]));
+  } catch (const std::bad_alloc&) {
+    return PyErr_NoMemory();
+  }
+}
+
+PyObject* done(PyObject* self, PyObject* const*, Py_ssize_t count) {
+  if (!expect("done", kWatchDone, count)) return nullptr;
+  of(self).done();
+  Py_RETURN_NONE;
+}
+
+PyObject* again(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
+  if (!expect("again", kWatchAgain, count)) return nullptr;
+  const bool same = of(self).unchanged(arguments[0]);
+  if (!quiet() || !same) Py_RETURN_NONE;
+  const auto& given = of(self).given();
+  // All are held before anything is made, which may set off a collection.
+  for (const auto& column : given)
+    for (PyObject* object : column) Py_INCREF(object);
+  PyObject* columns = PyTuple_New(given.size());
+  for (size_t c = 0; c < given.size(); ++c) {
+    PyObject* list = columns == nullptr ? nullptr : PyList_New(given[c].size());
+    for (size_t i = 0; i < given[c].size(); ++i) {
+      if (list == nullptr) {
+        Py_DECREF(given[c][i]);
+      } else {
+        PyList_SetItem(list, i, given[c][i]);
+      }
+    }
+    if (columns != nullptr && (list == nullptr || PyTuple_SetItem(columns, c, list) != 0)) Py_CLEAR(columns);
+  }
+  return columns;
+}
+
+template <class Function>
+PyCFunction method(Function* function) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
+}
+
+PyMethodDef methods[] = {
+    {"add", method(add), METH_FASTCALL, "Notes attributes of objects; False if that cannot be."},
+    {"add_tensors", method(add_tensors), METH_FASTCALL, "Notes tensors; False if that cannot be."},
+    {"give", method(give), METH_FASTCALL, "Notes a list of what was noted, which `again` is to give."},
+    {"done", method(done), METH_FASTCALL, "Nothing more is noted."},
+    {"again", method(again), METH_FASTCALL, "The lists, if all is as it was; else None."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyType_Slot slots[] = {{Py_tp_new, reinterpret_cast<void*>(make)},
+                       {Py_tp_dealloc, reinterpret_cast<void*>(drop)},
+                       {Py_tp_methods, methods},
+                       {0, nullptr}};
+PyType_Spec spec = {"lora_merge._C.Watch", sizeof(Object), 0, Py_TPFLAGS_DEFAULT, slots};
+
+}  // namespace
+
+PyObject* type() { return PyType_FromSpec(&spec); }
+
+}  // namespace lora_merge::watch

@@ -1,0 +1,106 @@
+"""Watch: a reading of a live model that need not be done again while all that it looked at is as it was.
+
+The compiled module (csrc/watch.cpp) keeps what the reading saw: which objects, of which classes, what is in their
+dicts, and of tensors class, address, shape, strides, dtype and device. It looks at all of that again in one call. What
+it cannot keep (a dict of a class of its own, a tensor that is no plain one, what is reached in another way than through
+modules), or where there is no compiled module, there is no watch, and everything is read each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from ..kernels import native
+
+Question = Callable[[Any], object]
+
+
+class Look(NamedTuple):
+    """What a reading looks at in the `__dict__` of each of some objects.
+
+    Args:
+        objects: the model itself, or held in dicts of modules that come before.
+        names: of attributes.
+        kinds: a letter for each: "n", a dict of objects that may be looked at in turn; "v", a value that never changes,
+            or a dict, list or set of such values; "t", an object of which nothing counts but which one it is and its
+            class, or a dict of those. "v" and "t" may be missing.
+        insides: their dicts, where these are at hand.
+    """
+
+    objects: Sequence[Any]
+    names: tuple[str, ...]
+    kinds: str
+    insides: Sequence[dict[str, Any]] | None = None
+
+
+class Watch:
+    """Notes what one reading of a model looks at, in its order; `again` then says whether it is all the same.
+
+    It keeps no module, no tensor and no dict of theirs.
+
+    Args:
+        model: whose reading it is.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
+        usable = native.load_error() is None and exchange is not None
+        self._seen = native.compiled.Watch(model, exchange) if usable else None
+        self._asked: list[tuple[Question, Sequence[Any], list[object]]] = []
+
+    def look(self, *looks: Look) -> None:
+        """Note these."""
+        for objects, names, kinds, insides in looks:
+            if self._seen is not None:
+                try:
+                    within = list(map(vars, objects) if insides is None else insides)
+                except TypeError:  # something that has no dict
+                    within = []
+                if not self._seen.add(list(objects), within, names, kinds):
+                    self._seen = None
+
+    def tensors(self, tensors: Sequence[Tensor]) -> None:
+        """Note these, which are in the dicts of what was noted."""
+        if self._seen is None:
+            return
+        known = {Tensor, nn.Parameter} >= set(map(type, tensors))
+        if not known or not self._seen.add_tensors(list(tensors), [t.untyped_storage()._cdata for t in tensors]):
+            self._seen = None
+
+    def ask(self, question: Question, objects: Sequence[Any]) -> None:
+        """Note the answers to a question about objects among those noted, for what only Python can tell."""
+        if self._seen is not None and objects:
+            self._asked.append((question, objects, list(map(question, objects))))
+
+    def done(self, *columns: Sequence[Any]) -> bool:
+        """When all was noted. Whether it can be watched.
+
+        Args:
+            columns: objects among those noted, for `again`.
+        """
+        seen = self._seen
+        if seen is not None and all(
+            map(seen.give, [*map(list, columns), *(list(about) for _, about, _ in self._asked)])
+        ):
+            self._asked = [(question, (), answers) for question, _, answers in self._asked]
+            seen.done()
+            return True
+        self._seen = None
+        return False
+
+    def again(self, model: nn.Module) -> list[list[Any]] | None:
+        """The columns, live; None where something may be other than it was."""
+        found = None if self._seen is None else self._seen.again(model)
+        if found is None:
+            return None
+        columns = list(found)
+        for question, _, answers in reversed(self._asked):
+            try:
+                if list(map(question, columns.pop())) != answers:
+                    return None
+            except Exception:  # the reading says of what
+                return None
+        return columns
