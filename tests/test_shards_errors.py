@@ -147,8 +147,6 @@ def summoned_inside(rank: int) -> None:
 
 def unmapped(rank: int) -> None:
     policy = {"use_orig_params": True, "device_id": torch.device("cpu")}
-    model = FullyShardedDataParallel(odd(), sharding_strategy=ShardingStrategy.NO_SHARD, **policy)
-    assert_refused(model, "NO_SHARD keeps no shards")
     inner = odd()
     inner.base_model.model.narrow.base_layer.weight.data = torch.randn(53, 7).t()
     assert_refused(fsdp1_one_unit(inner), r"narrow\.base_layer\.weight of an FSDP1 unit .* not contiguous")

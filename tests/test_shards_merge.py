@@ -15,7 +15,7 @@ from peft.utils.other import fsdp_auto_wrap_policy
 from processes import spawn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, ShardingStrategy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -102,6 +102,10 @@ def fsdp1_one_unit(model: Any, **options: Any) -> nn.Module:
     return FullyShardedDataParallel(model, use_orig_params=True, device_id=device(), **options)
 
 
+def fsdp1_whole(model: Any) -> nn.Module:
+    return fsdp1_one_unit(model, sharding_strategy=ShardingStrategy.NO_SHARD)
+
+
 def fsdp1_flat(model: Any) -> nn.Module:
     return FullyShardedDataParallel(
         model, auto_wrap_policy=fsdp_auto_wrap_policy(model), use_orig_params=False, device_id=device()
@@ -109,8 +113,8 @@ def fsdp1_flat(model: Any) -> nn.Module:
 
 
 WRAPS: list[Wrap] = [fsdp2, fsdp2_kept, fsdp2_columns, fsdp2_mixed_precision, hsdp, tensor_parallel, fsdp1,
-                     fsdp1_one_unit, fsdp1_flat]  # fmt: skip
-FSDP1 = (fsdp1, fsdp1_one_unit, fsdp1_flat)
+                     fsdp1_one_unit, fsdp1_whole, fsdp1_flat]  # fmt: skip
+FSDP1 = (fsdp1, fsdp1_one_unit, fsdp1_whole, fsdp1_flat)
 """A unit of FSDP1 holds one dtype."""
 ODD: list[Wrap] = [fsdp2, fsdp2_columns, fsdp1, fsdp1_one_unit, fsdp1_flat]
 """Wraps that need no even number of ranks."""
@@ -165,7 +169,7 @@ def check(build: Callable[[], nn.Module], wrap: Wrap, what: str) -> None:
             for name, tensor in got.items():
                 assert_same_bits(tensor, streamed[name], f"{what} {strategy} {name}")
         assert weights.metadata() == [(name, t.dtype, tuple(t.shape)) for name, t in got.items()]
-        assert "base weights" in weights.describe()
+        assert Layout(model).ranks().alone or "base weights" in weights.describe()
         Layout(model).reshard()
         for now, then in zip(local_bits(model), before, strict=True):
             assert_same_bits(now, then, f"{what}: a shard after merging")
@@ -354,6 +358,11 @@ def every_wrap(rank: int, wraps: list[Wrap], names: list[str]) -> None:
 
 def test_every_wrap() -> None:
     spawn(2, every_wrap, WRAPS, ["qwen2"])
+
+
+def test_one_rank() -> None:
+    """On which torch shards nothing, whatever FSDP1 is told."""
+    spawn(1, every_wrap, [fsdp1, fsdp1_whole, fsdp1_flat], ["qwen2"])
 
 
 def test_four_ranks() -> None:

@@ -124,13 +124,14 @@ def test_two_ranks(
 def one_shard(rank: int, folder: Path, answer: Path) -> None:
     import verl_ranks
 
-    verl_ranks.fsdp1(rank, folder, answer)
+    verl_ranks.steps_and_syncs(rank, folder, answer, "fsdp")
 
 
-def test_fsdp1(place: Path, tmp_path: Path, entry_points: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`actor.strategy=fsdp`, on two ranks."""
+@pytest.mark.parametrize("world", [1, 2])
+def test_fsdp1(world: int, place: Path, tmp_path: Path, entry_points: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`actor.strategy=fsdp`; on one rank torch shards nothing."""
     monkeypatch.syspath_prepend(str(vllm_by_name(entry_points)))
-    spawn(2, one_shard, place / "untied", tmp_path / "found.json")
+    spawn(world, one_shard, place / "untied", tmp_path / "found.json")
     found = json.loads((tmp_path / "found.json").read_text())
     print(f"verl's own stream beside ours, FSDP1: {found}")
     assert found["error"] > 0.999

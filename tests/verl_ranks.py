@@ -122,6 +122,10 @@ def bare(name: str) -> str:
     return name.replace("_fsdp_wrapped_module.", "")
 
 
+def world_size() -> int:
+    return torch.distributed.get_world_size()
+
+
 def is_base(name: str) -> bool:
     return "lora_" not in name and "modules_to_save" not in name
 
@@ -177,7 +181,9 @@ def against_stock(engine: Any) -> dict[str, Any]:
     before, ours, wanted = whole(engine), taken(engine), float64_merge(engine)
     for name, p in whole(engine).items():
         assert_same_bits(p, before[name], f"{name} after our stream")
-    theirs = {name: t.clone() for name, t in FSDPEngineWithLMHead._merged_lora_per_tensor_param(engine)}
+    # What is no DTensor (FSDP1 on one rank) verl leaves to the rollout to round.
+    stock = FSDPEngineWithLMHead._merged_lora_per_tensor_param(engine)
+    theirs = {name: t.clone() if world_size() > 1 else t.bfloat16() for name, t in stock}
     assert_is_merge(ours, wanted)
     lacking, extra = sorted(ours.keys() - theirs.keys()), sorted(theirs.keys() - ours.keys())
     if engine.module.config.tie_word_embeddings:  # stock sends a tied tensor under both names
@@ -258,8 +264,8 @@ def streams(rank: int, folder: Path, changes: dict[str, Any], answer: Path) -> N
         answer.write_text(json.dumps(found))
 
 
-def fsdp1(rank: int, folder: Path, answer: Path) -> None:
-    """Steps and syncs in turn on verl's FSDP1 engine: each stream is the policy, the base keeps its bits."""
+def steps_and_syncs(rank: int, folder: Path, answer: Path, strategy: str) -> None:
+    """In turn, on verl's engine of this strategy: each stream is the policy, the base keeps its bits."""
     import lora_merge.integrations.verl  # noqa: F401
 
     if torch.cuda.is_available():
@@ -267,9 +273,9 @@ def fsdp1(rank: int, folder: Path, answer: Path) -> None:
     else:  # FSDP1 wants GPUs for what it sends to all ranks at first, and verl for what it loads; gloo does without
         _init_utils._check_module_states_for_sync_module_states = lambda module: None
         transformer_impl.load_fsdp_model_to_gpu = lambda model: None
-    engine = engine_of(folder / "model", strategy="fsdp")
+    engine = engine_of(folder / "model", strategy=strategy)
     assert type(engine).__module__ == "lora_merge.integrations.verl_engines.fsdp"
-    assert isinstance(engine.module, FullyShardedDataParallel)
+    assert isinstance(engine.module, FullyShardedDataParallel) == (strategy == "fsdp")
     base = {name: p for name, p in whole(engine).items() if is_base(name)}
     last: dict[str, Tensor] = {}
     for turn in range(3):

@@ -1,4 +1,5 @@
-"""FSDP1 (`FullyShardedDataParallel`): each rank holds a range of every unit's flat parameter, cut anywhere."""
+"""FSDP1 (`FullyShardedDataParallel`): each rank holds a range of every unit's flat parameter, cut anywhere; or all of
+it, under `NO_SHARD`."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from ..errors import InvalidInput, NotRestored
 from ..names import lineage
-from . import Piece, Shard, flat_boxes
+from . import Piece, Shard, flat_boxes, whole
 
 _UNIT = "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel"
 
@@ -33,6 +34,11 @@ def _handles(units: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
             yield unit, unit._handle
 
 
+def manages(units: Iterable[Any]) -> bool:
+    """Whether a unit has parameters."""
+    return any(True for _ in _handles(units))
+
+
 def shards(units: Sequence[nn.Module]) -> dict[tuple[int, str], Shard]:
     """`(id(module), attribute)` -> what this rank holds, of every parameter that FSDP1 manages; tied ones under each
     of their places.
@@ -44,8 +50,14 @@ def shards(units: Sequence[nn.Module]) -> dict[tuple[int, str], Shard]:
     found: dict[tuple[int, str], Shard] = {}
     for unit, handle in _handles(units):
         flat = handle.flat_param
-        if not handle.uses_sharded_strategy:
-            raise InvalidInput("FSDP1 with NO_SHARD keeps no shards; use DDP, or FSDP without a wrapper")
+        if not handle.uses_sharded_strategy:  # NO_SHARD, which torch chooses on a single rank: all of it is here
+            _check_order(type(unit).__name__, flat)
+            views = handle._get_unflat_views(getattr(flat, "_local_shard", flat.data).detach())
+            for info, view in zip(flat._param_infos, views, strict=True):
+                found[id(info.module), info.param_name] = whole(view)
+            for shared in flat._shared_param_infos:
+                found[id(shared.module), shared.param_name] = found[id(shared.prim_module), shared.prim_param_name]
+            continue
         if not handle.is_sharded(flat):
             raise InvalidInput("an FSDP1 unit is gathered (summon_full_params or a forward under way); leave it first")
         if not hasattr(flat, "_shard_param_infos"):
@@ -90,8 +102,8 @@ def _pieces(shape: tuple[int, ...], begin: int, view: Tensor) -> Iterator[Piece]
 
 
 def group(units: Sequence[nn.Module]) -> Any | None:
-    """The process group over which the model is sharded; None where no unit is FSDP1's."""
-    return next((unit.process_group for unit, _ in _handles(units)), None)
+    """The process group over which the model is sharded; None where no unit is sharded by FSDP1."""
+    return next((unit.process_group for unit, handle in _handles(units) if handle.uses_sharded_strategy), None)
 
 
 def check_idle(units: Sequence[nn.Module]) -> None:

@@ -145,7 +145,7 @@ class Layout:
     @property
     def sharded(self) -> bool:
         """Whether what lies here is other tensors than the parameters: of DTensors that every rank holds whole too."""
-        return self._fsdp1 is not None or bool(self._meshes)
+        return fsdp1.manages(self._one) or bool(self._meshes)
 
     def ranks(self) -> Ranks:
         """The ranks that hold the model together."""
