@@ -101,7 +101,7 @@ def test_another_process_and_a_trainer_that_breaks(tmp_path: Path, monkeypatch: 
         assert newcomer.states()[0].kind == "dirty"
 
 
-def serve_damaged(sender: Sender, source: Any, run: Any, gone: Any) -> None:
+def serve_damaged(sender: Sender, source: Any, run: Any, gone: Any, route: Any = None) -> None:
     """As `Sender.serve`, by a transport that flips a bit on the way."""
     assert sender._box is not None
     for index in range(len(source.table)):

@@ -420,7 +420,11 @@ class Trainer:
         def serve() -> None:
             # Who serves nobody fills only what needs all ranks.
             if sender.kinds or source.collective:
-                sender.serve(source, run, ended, route)
+                try:
+                    sender.serve(source, run, ended, route)
+                except BaseException:
+                    sender.abort()  # whatever it was: workers wait for buckets
+                    raise
 
         calls = [bind(receive, replica, route) for replica in own]
         errors, failure = await together(
