@@ -1,13 +1,12 @@
 // The Python module lora_merge._C: a segment table in, memory behind its addresses written. It knows numbers and
 // addresses; lora_merge/kernels/operators.py checks the tensors that they are of.
-#include "python.h"
-
 #include <sstream>
 
 #include "check.h"
 #include "cpu/launch.h"
 #include "cpu/threads.h"
 #include "cuda/shapes.h"
+#include "python.h"
 #include "table.h"
 #include "watch.h"
 
@@ -88,7 +87,8 @@ void untrack_cpu(const Segment* table, int64_t segments, uint8_t* codes, int64_t
   cpu::untrack(table, segments, journal(table, segments, codes, n_codes, records, n_records, arena, room, counter));
 }
 
-// ---- shapes of launches on a GPU, which any machine can ask for ------------------------------------------------------
+// ---- shapes of launches on a GPU, which any machine can ask for
+// ------------------------------------------------------
 
 std::vector<int64_t> merge_shape(int64_t max_rank, bool wide, int64_t element_bytes, int64_t widest, int64_t per_block,
                                  int64_t per_processor) {
@@ -119,9 +119,9 @@ bool accepts_tiles(int64_t strip_cols, int64_t held, int64_t stages, int64_t max
 
 namespace {
 
-#define LORA_MERGE_CALL(name)                                                                             \
-  PyObject* name(PyObject*, PyObject* const* arguments, Py_ssize_t count) {                               \
-    return python::counted(#name, operators::name, arguments, count);                                     \
+#define LORA_MERGE_CALL(name)                                               \
+  PyObject* name(PyObject*, PyObject* const* arguments, Py_ssize_t count) { \
+    return python::counted(#name, operators::name, arguments, count);       \
   }
 #define LORA_MERGE_ROW(name) \
   {#name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(calls::name)), METH_FASTCALL, nullptr},
@@ -133,15 +133,21 @@ LORA_MERGE_CUDA_OPERATORS(LORA_MERGE_CALL)
 #endif
 }  // namespace calls
 
-PyMethodDef functions[] = {
-    LORA_MERGE_OPERATORS(LORA_MERGE_ROW)
+PyMethodDef functions[] = {LORA_MERGE_OPERATORS(LORA_MERGE_ROW)
 #ifdef LORA_MERGE_CUDA_ARCHITECTURES
-    LORA_MERGE_CUDA_OPERATORS(LORA_MERGE_ROW)
+                               LORA_MERGE_CUDA_OPERATORS(LORA_MERGE_ROW)
 #endif
-    {nullptr, nullptr, 0, nullptr}};
+                                   {nullptr, nullptr, 0, nullptr}};
 
-PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", "The compiled kernels of lora_merge.", -1, functions,
-                      nullptr,               nullptr, nullptr,                            nullptr};
+PyModuleDef module = {PyModuleDef_HEAD_INIT,
+                      "_C",
+                      "The compiled kernels of lora_merge.",
+                      -1,
+                      functions,
+                      nullptr,
+                      nullptr,
+                      nullptr,
+                      nullptr};
 
 }  // namespace
 }  // namespace lora_merge

@@ -92,9 +92,9 @@ class Watch {
   PyObject* root_;
   DLPackDLTensorFromPyObjectNoSync look_;
   std::vector<Group> groups_;
-  std::unordered_set<PyObject*> held_;                // what must stay alive: keys, types, values
+  std::unordered_set<PyObject*> held_;               // what must stay alive: keys, types, values
   std::unordered_map<PyObject*, size_t> reachable_;  // what may be looked at -> the first group that may, or 0
-  std::vector<std::vector<PyObject*>> given_;         // what `again` gives
+  std::vector<std::vector<PyObject*>> given_;        // what `again` gives
 };
 
 // ---- noting --------------------------------------------------------------------------------------------------------
@@ -370,8 +370,7 @@ bool Watch::unchanged(PyObject* root) const {
 // ---- the Python type -----------------------------------------------------------------------------------------------
 
 struct Object {
-  PyObject_HEAD
-  Watch* watch;
+  PyObject_HEAD Watch* watch;
 };
 
 Watch& of(PyObject* self) { return *reinterpret_cast<Object*>(self)->watch; }

@@ -17,8 +17,8 @@ namespace {
 constexpr int kTileRows = 16;
 
 #include "avx512.h"
-#include "rounding.h"
 #include "fused.h"
+#include "rounding.h"
 #include "tiled.h"
 
 using Products = Tiled;

@@ -9,7 +9,8 @@ inline F add(F a, F b) { return _mm512_add_ps(a, b); }
 inline F mul(F a, F b) { return _mm512_mul_ps(a, b); }
 inline F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
 inline F quiet(F a) {
-  return _mm512_mask_mov_ps(a, _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q), _mm512_castsi512_ps(_mm512_set1_epi32(0x7fc00000)));
+  return _mm512_mask_mov_ps(a, _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q),
+                            _mm512_castsi512_ps(_mm512_set1_epi32(0x7fc00000)));
 }
 
 inline __m256i load_words(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
@@ -41,8 +42,8 @@ inline F no_nan(F a) { return _mm512_min_ps(a, _mm512_set1_ps(__builtin_inff()))
 
 template <class Codes, class Words>
 inline Codes narrow(Words a, Words b) {
-  return reinterpret_cast<Codes>(joined(_mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(a)),
-                                        _mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(b))));
+  return reinterpret_cast<Codes>(
+      joined(_mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(a)), _mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(b))));
 }
 template <class Codes, class Words>
 inline void widen(Codes x, Words (&to)[2]) {

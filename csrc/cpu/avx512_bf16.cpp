@@ -18,10 +18,9 @@ namespace {
 constexpr int kTileRows = 12;
 
 #include "avx512.h"
-#include "rounding.h"
-
 #include "fused.h"
 #include "paired.h"
+#include "rounding.h"
 
 using Products = Paired;
 

@@ -1,5 +1,5 @@
-// Which vectors this processor has and the system keeps. Compilers' own answer (`__builtin_cpu_supports`) is one of their
-// library, which the module may be linked against another one of.
+// Which vectors this processor has and the system keeps. Compilers' own answer (`__builtin_cpu_supports`) is one of
+// their library, which the module may be linked against another one of.
 #pragma once
 #if defined(__x86_64__)
 #include <cpuid.h>

@@ -5,8 +5,12 @@
 namespace lora_merge::cpu {
 
 // Storage types; the arithmetic is float32.
-struct BFloat16 { uint16_t bits; };
-struct Float16 { uint16_t bits; };
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  uint16_t bits;
+};
 
 // A rectangle of a segment that one thread works on.
 struct Unit {
@@ -17,16 +21,16 @@ struct Unit {
 
 constexpr int64_t kRankBlock = 128;  // products are summed in blocks of so many ranks
 constexpr int64_t kMaxRank = 512;
-constexpr int64_t kUnitRows = 384;   // many: lora_A is packed once for all of them
-constexpr int64_t kUnitCols = 1024;  // a page of float32
-constexpr int64_t kMaxTileRows = 16;  // of a register tile, over all instruction sets
-constexpr int64_t kMaxPanel = 64;     // columns of a register tile, over all instruction sets
+constexpr int64_t kUnitRows = 384;           // many: lora_A is packed once for all of them
+constexpr int64_t kUnitCols = 1024;          // a page of float32
+constexpr int64_t kMaxTileRows = 16;         // of a register tile, over all instruction sets
+constexpr int64_t kMaxPanel = 64;            // columns of a register tile, over all instruction sets
 constexpr int64_t kStripe = kUnitCols + 32;  // elements between rows of a result on its way past the caches
-constexpr int64_t kLine = 64;         // bytes of a cache line
-constexpr int64_t kNormLanes = 16;    // float64 sums of one row norm
-constexpr int64_t kPackedA = 32768;  // floats: 128 KiB, a part of a small L2 cache
-constexpr int64_t kMaxParts = 3;     // bf16 numbers that a float32 is a sum of
-constexpr int64_t kDeep = 32;        // ranks of a tile that a matrix unit takes in one instruction
+constexpr int64_t kLine = 64;                // bytes of a cache line
+constexpr int64_t kNormLanes = 16;           // float64 sums of one row norm
+constexpr int64_t kPackedA = 32768;          // floats: 128 KiB, a part of a small L2 cache
+constexpr int64_t kMaxParts = 3;             // bf16 numbers that a float32 is a sum of
+constexpr int64_t kDeep = 32;                // ranks of a tile that a matrix unit takes in one instruction
 constexpr int64_t kTiledA = 2 * kMaxParts * kDeep * kUnitCols;  // bf16 elements: 384 KiB, where L2 caches are large
 
 inline int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
@@ -43,8 +47,8 @@ struct alignas(64) Scratch {
   alignas(64) float odd[kMaxTileRows * kMaxPanel];
 };
 
-// Rows of a unit that is tracked (tracked.h) and bytes of one: few, so that its result can wait in the L2 cache until its
-// way back has room; and from one such row to the next.
+// Rows of a unit that is tracked (tracked.h) and bytes of one: few, so that its result can wait in the L2 cache until
+// its way back has room; and from one such row to the next.
 constexpr int64_t kTrackRows = 192, kTrackBytes = 1024, kTrackPitch = kTrackBytes + kLine;
 
 struct TrackScratch : Scratch {
@@ -75,7 +79,8 @@ extern const Kernels kAvx512;
 // Beside AVX-512, where the processor has bf16: null where its products are not those of the others, bit by bit.
 const Kernels* avx512_bf16();
 #endif
-// Beside AVX-512: whether the processor has it; and the kernels, where this process may use it, which it asks for, else null.
+// Beside AVX-512: whether the processor has it; and the kernels, where this process may use it, which it asks for, else
+// null.
 bool has_amx();
 const Kernels* amx();
 

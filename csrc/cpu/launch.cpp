@@ -33,13 +33,15 @@ std::vector<const Kernels*> vectors() {
 // Whether the matrix unit's are among those that this machine can run, before all of them.
 bool has_matrix() { return std::strncmp(vectors().front()->name, "avx512", 6) == 0 && has_amx(); }
 
-// The matrix unit's. A process that asks for it changes (its signal stacks have to be larger), so only who uses it does.
+// The matrix unit's. A process that asks for it changes (its signal stacks have to be larger), so only who uses it
+// does.
 const Kernels* matrix() {
   if (!has_matrix()) return nullptr;
   const Kernels* found = amx();
   if (found == nullptr) {
-    warn("lora_merge: Linux does not let this process use AMX (has a thread a small signal stack?): AVX-512 instead, "
-         "which sums in another order. Ranks of one trainer: LORA_MERGE_CPU_ISA=avx512 on all");
+    warn(
+        "lora_merge: Linux does not let this process use AMX (has a thread a small signal stack?): AVX-512 instead, "
+        "which sums in another order. Ranks of one trainer: LORA_MERGE_CPU_ISA=avx512 on all");
   }
   return found;
 }
@@ -55,7 +57,8 @@ const Kernels& choose() {
   }
   std::string names;
   for (const std::string& name : isas()) names += (names.empty() ? "" : ", ") + name;
-  throw std::runtime_error(joined("LORA_MERGE_CPU_ISA=", forced, ": expected one of those that this machine runs: ", names));
+  throw std::runtime_error(
+      joined("LORA_MERGE_CPU_ISA=", forced, ": expected one of those that this machine runs: ", names));
 }
 
 bool is_raw(const Segment& s) { return (s.dtypes & 0xff) >= kRaw1; }

@@ -13,7 +13,8 @@ void launch(const Segment* segments, int64_t count, bool stochastic, uint64_t se
 // Writes the squared norm of each row of source + scaling * B A, segment after segment.
 void row_norms(const Segment* segments, int64_t count, double* out);
 
-// Of each unit: where its escaped elements begin in the arena, -1 if it is not merged; and a checksum of what was written.
+// Of each unit: where its escaped elements begin in the arena, -1 if it is not merged; and a checksum of what was
+// written.
 struct Record {
   int64_t place;
   uint64_t checksum;
@@ -39,9 +40,9 @@ void track(const Segment* segments, int64_t count, const Journal& journal);
 // Puts back every bit of the units that are merged; but one that does not hold what was written stays as it is.
 void untrack(const Segment* segments, int64_t count, const Journal& journal);
 
-// The instruction sets that this machine can run, of "amx", "avx512_bf16", "avx512", "avx2" and "generic". The first one is
-// used, or the one that LORA_MERGE_CPU_ISA names (read at the first launch), and the next one where Linux lets a process not
-// use "amx". All but "amx" compute the same bits.
+// The instruction sets that this machine can run, of "amx", "avx512_bf16", "avx512", "avx2" and "generic". The first
+// one is used, or the one that LORA_MERGE_CPU_ISA names (read at the first launch), and the next one where Linux lets a
+// process not use "amx". All but "amx" compute the same bits.
 std::vector<std::string> isas();
 
 }  // namespace lora_merge::cpu

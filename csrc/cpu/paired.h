@@ -1,10 +1,10 @@
 // lora_B lora_A by AVX-512's products of bf16 pairs, where both are bf16; by Fused, of fused.h, after which this is
 // included, where they are not.
 //
-// One instruction does what two fused multiply-adds in float32 do, first of the upper halves, then of the lower ones, each
-// rounded to nearest: so with the earlier of two ranks in the upper half the bits are those of Fused. But it takes
-// denormals for zeros. So tiles with anything in their rows of lora_B or columns of lora_A that might make one are left to
-// Fused (`odd` in avx512.h); nothing shows which ones.
+// One instruction does what two fused multiply-adds in float32 do, first of the upper halves, then of the lower ones,
+// each rounded to nearest: so with the earlier of two ranks in the upper half the bits are those of Fused. But it takes
+// denormals for zeros. So tiles with anything in their rows of lora_B or columns of lora_A that might make one are left
+// to Fused (`odd` in avx512.h); nothing shows which ones.
 
 // A word for each two ranks.
 constexpr int64_t kPairBlock = kRankBlock / 2;

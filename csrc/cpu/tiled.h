@@ -2,13 +2,13 @@
 //
 // An element of an adapter is the sum of a few bf16 parts, each the rounded rest of those before it: one for bf16, two
 // for float16, three for float32, which is all of its bits. The product of two parts is exact in float32. Parts p of
-// lora_B and q of lora_A are multiplied where p + q <= 2: a part is at most 2^-8 of the one before it, so what is left out
-// is below 2^-22 of the product. Of each 32 ranks the smallest products are summed first.
+// lora_B and q of lora_A are multiplied where p + q <= 2: a part is at most 2^-8 of the one before it, so what is left
+// out is below 2^-22 of the product. Of each 32 ranks the smallest products are summed first.
 //
-// The unit takes denormals for zeros, and a part that is 0 makes NaN of the other factor's infinity, as does the rest of an
-// infinity. So elements in a row of lora_B or a column of lora_A that holds anything but zeros and 2^-50 <= |x| < 2^50 are
-// summed by fused multiply-adds. That, and the order of a sum, depends on the row and the column alone: also where a table
-// holds a weight turned over, and lora_A and lora_B in each other's place.
+// The unit takes denormals for zeros, and a part that is 0 makes NaN of the other factor's infinity, as does the rest
+// of an infinity. So elements in a row of lora_B or a column of lora_A that holds anything but zeros and 2^-50 <= |x| <
+// 2^50 are summed by fused multiply-adds. That, and the order of a sum, depends on the row and the column alone: also
+// where a table holds a weight turned over, and lora_A and lora_B in each other's place.
 
 // Eight tiles of 16 rows of 64 bytes. In memory from the start: to a compiler the instruction reads 8 bytes of it.
 struct alignas(64) TileConfig {
