@@ -69,11 +69,11 @@ class SyncReport:
         phases = "  ".join(f"{phase} {1e3 * spent:.1f}" for phase, spent in self.seconds.items())
         base = " after the base" if self.base_sent else ""
         out = self.left_out
-        why = f" ({self.buckets})" if self.buckets else ""
+        why = f"; through buckets: {self.buckets}" if self.buckets else ""
         note = f" ({len(out)} left out, which the engine has no part for: {out[0]} to {out[-1]})" if out else ""
         return (
-            f"{self.mode}@{self.version}{base} over {'+'.join(self.transports)}{why}: {self.tensors} tensors{note}, "
-            f"{self.nbytes / 1e6:.1f} MB, {self.gb_s:.1f} GB/s; ms: {phases}"
+            f"{self.mode}@{self.version}{base} over {'+'.join(self.transports)}: {self.tensors} tensors{note}, "
+            f"{self.nbytes / 1e6:.1f} MB, {self.gb_s:.1f} GB/s; ms: {phases}{why}"
         )
 
 
