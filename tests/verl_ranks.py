@@ -219,17 +219,17 @@ async def checkpoint_engine(stream: Any) -> dict[str, Tensor]:
     return found
 
 
-def streams(rank: int, folder: Path, changes: dict[str, Any], answer: Path) -> None:
-    """Training steps and syncs in turn: the base keeps its bits, each stream is the policy, as stock's within rounding;
-    a checkpoint of verl's own manager brings the same stream back, and the same next step."""
-    engine = engine_of(folder / "model", **changes)
-    assert type(engine).__module__ == "lora_merge.integrations.verl_engines.fsdp"
+def three_steps(engine: Any) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+    """Train and sync three times: each stream is the policy, and the base keeps its bits.
+
+    Returns:
+        each step's metrics, and the last stream.
+    """
     base = {name: p for name, p in whole(engine).items() if is_base(name)}
-    found: dict[str, Any] = {"told": []}
+    metrics: list[dict[str, Any]] = []
     last: dict[str, Tensor] = {}
     for turn in range(3):
-        metrics = step(engine, turn)
-        found["told"].append({name: v for name, v in metrics.items() if name.startswith("lora_merge/")})
+        metrics.append(step(engine, turn))
         now = taken(engine)
         assert_is_merge(now, float64_merge(engine))
         assert last == {} or any(not torch.equal(now[name], last[name]) for name in now), "nothing was trained"
@@ -237,6 +237,18 @@ def streams(rank: int, folder: Path, changes: dict[str, Any], answer: Path) -> N
         for name, p in whole(engine).items():
             if is_base(name):
                 assert_same_bits(p, base[name], f"{name} after step and sync {turn}")
+    return metrics, last
+
+
+def streams(rank: int, folder: Path, changes: dict[str, Any], answer: Path) -> None:
+    """Training steps and syncs in turn: the base keeps its bits, each stream is the policy, as stock's within rounding;
+    a checkpoint of verl's own manager brings the same stream back, and the same next step."""
+    engine = engine_of(folder / "model", **changes)
+    assert type(engine).__module__ == "lora_merge.integrations.verl_engines.fsdp"
+    metrics, last = three_steps(engine)
+    found: dict[str, Any] = {
+        "told": [{name: v for name, v in one.items() if name.startswith("lora_merge/")} for one in metrics]
+    }
     offloaded = engine.get_per_tensor_param()[0]
     next(offloaded)
     offloaded.close()  # a sender that failed
@@ -276,17 +288,7 @@ def steps_and_syncs(rank: int, folder: Path, answer: Path, strategy: str) -> Non
     engine = engine_of(folder / "model", strategy=strategy)
     assert type(engine).__module__ == "lora_merge.integrations.verl_engines.fsdp"
     assert isinstance(engine.module, FullyShardedDataParallel) == (strategy == "fsdp")
-    base = {name: p for name, p in whole(engine).items() if is_base(name)}
-    last: dict[str, Tensor] = {}
-    for turn in range(3):
-        step(engine, turn)
-        now = taken(engine)
-        assert_is_merge(now, float64_merge(engine))
-        assert last == {} or any(not torch.equal(now[name], last[name]) for name in now), "nothing was trained"
-        last = now
-        for name, p in whole(engine).items():
-            if is_base(name):
-                assert_same_bits(p, base[name], f"{name} after step and sync {turn}")
+    three_steps(engine)
     found = against_stock(engine)
     if rank == 0:
         answer.write_text(json.dumps(found))

@@ -137,7 +137,7 @@ class Fit:
 
         async def ask(replica: Replica) -> None:
             known = list(self._said)
-            # As a rule said with the first words of this push.
+            # Usually the answers to `hello` have said it.
             found = [worker["fits"].get(filler.digest, {"same": ""}) for worker in replica.workers]
             if any(worker["same"] not in self._said for worker in found):
                 found = await replica.handle.rpc("examine", digest=filler.digest, known=known)

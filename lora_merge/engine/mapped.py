@@ -103,15 +103,14 @@ class Mapped:
 
     def __init__(self, found: Found, device: torch.device, pid: int) -> None:
         self._memory: list[CudaMemory] = []
+        self.views: dict[str, list[tuple[Box, Tensor]]] = {}
         try:
             memory = [self._map(told, device, pid) for told in found["memory"]]
+            for name, views in found["views"].items():
+                self.views[name] = [_view(told, memory) for told in views]
         except BaseException:
             self.close()
             raise
-        self.views: dict[str, list[tuple[Box, Tensor]]] = {
-            name: [(box, view) for box, view in (_view(told, memory) for told in views)]
-            for name, views in found["views"].items()
-        }
 
     def _map(self, told: Found, device: torch.device, pid: int) -> Tensor:
         if device.type == "cpu":
