@@ -11,13 +11,16 @@ SOURCES := pyproject.toml setup.py $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/*)
 # Real vLLM engines on the CPU, with pins that hold together, in an environment of their own.
 VLLM := .venv-vllm
 
-.PHONY: bench test test-vllm test-peft test-megatron test-libraries test-trainers lint cuda wheel test-wheel clean
+.PHONY: bench test test-all test-vllm test-peft test-megatron test-libraries test-trainers lint cuda wheel test-wheel clean
 
 bench: $(VENV)/installed
 	$(PY) benchmarks/merge.py --plot benchmarks/work/merge.png $(ARGS)
 
 test: $(VENV)/installed
 	$(PY) -m pytest $(foreach kind,vllm megatron libraries trainer,--ignore-glob='tests/test_$(kind)*') $(ARGS)
+
+# Every test that needs no GPU. `.ci/run` leaves those of tests/whole.txt out.
+test-all: test test-peft test-vllm test-megatron test-libraries test-trainers
 
 # The tests that start vLLM: about 3 GB of packages. One of them trains with megatron-core.
 test-vllm: $(VLLM)/installed $(VENV)/megatron/done

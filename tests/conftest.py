@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
 
 # Read when torch loads: OpenMP threads that wait do not burn the core that another process needs.
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
@@ -31,6 +33,15 @@ settings.load_profile("lora_merge")
 def pytest_configure(config: pytest.Config) -> None:
     # numpy speaks up where the interpreter computes with infinities and NaN, as the tests want it to.
     config.addinivalue_line("filterwarnings", "ignore:(overflow|invalid value) encountered:RuntimeWarning:triton")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what `.ci/run` leaves to `make test-all`."""
+    lines = Path(__file__).with_name("whole.txt").read_text().splitlines()
+    patterns = [line for line in lines if line and not line.startswith("#")]
+    for item in items:
+        if any(fnmatchcase(item.nodeid.removeprefix("tests/"), pattern) for pattern in patterns):
+            item.add_marker(pytest.mark.whole)
 
 
 @dataclass(frozen=True)

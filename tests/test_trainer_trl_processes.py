@@ -1,5 +1,5 @@
 """TRL as users start it: its command line, with an engine in the trainer's process and with a server, two ranks, and
-the example. LORA_MERGE_TEST_ALL=1 runs its other scripts, too."""
+the example."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from transformers import AutoModelForCausalLM
 pytestmark = pytest.mark.usefixtures("no_leftovers")
 no_leftovers = engines.no_leftovers
 ROOT = Path(__file__).parents[1]
-ALL = bool(os.environ.get("LORA_MERGE_TEST_ALL"))
 
 
 @pytest.fixture(scope="module")
@@ -93,12 +92,10 @@ def command_line(
     return printed, [entry for entry in state["log_history"] if "lora_merge/version" in entry]
 
 
-SCRIPTS = [("grpo", "merged"), ("rloo", "adapter")]
+SCRIPTS = [("grpo", "merged"), ("rloo", "adapter"), ("distillation", "merged"), ("grpo", "adapter")]
 
 
-@pytest.mark.parametrize(
-    ("script", "mode"), SCRIPTS + ([("distillation", "merged"), ("grpo", "adapter")] if ALL else [])
-)
+@pytest.mark.parametrize(("script", "mode"), SCRIPTS)
 def test_command_line(script: str, mode: str, base: Path, tmp_path: Path) -> None:
     environment = {"LORA_MERGE_MODE": mode} | ({"LORA_MERGE_CHECK": "1"} if script == "grpo" else {})
     flags = {"distillation": ["--teacher_model_name_or_path", str(base)], "grpo": ["--disable_dropout"]}.get(script, [])
