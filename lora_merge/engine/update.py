@@ -24,7 +24,7 @@ from ..models.delta import Delta
 from ..models.live import live
 from ..models.operands import Operands, Turn
 from ..models.part import Part
-from ..stream.buckets import ALIGNMENT, Meta, Table, dtype_name, extent, lay_out, to_json
+from ..stream.buckets import ALIGNMENT, Meta, Table, contents_of, dtype_name, extent, lay_out, to_json
 from ..stream.filler import Entry, Filler, Places
 from ..stream.weights import MergedWeights
 
@@ -75,7 +75,7 @@ class Update:
         self.whole_names = frozenset(() if whole is None else whole.entries)
         self.changed = self.whole_names.union(straight)
         self.said: dict[str, Any] = {
-            "base": base.digest,
+            "base": contents_of(base.table),
             "slots": to_json(self.table),
             "factors": self._count,
             "deltas": [_described(delta, self._operands) for delta in deltas],

@@ -23,7 +23,7 @@ from ...models.delta import Delta, Factors, Job, in_place
 from ...models.operands import Operands, Turn
 from ...shards import Piece, Shard, cut, whole
 from ...shards.ranks import Ranks
-from ...stream.buckets import Slot, Table, dtype_of, extent, from_json
+from ...stream.buckets import Slot, Table, contents_of, dtype_of, extent, from_json
 from ...stream.window import Window
 from ..sampler import facts
 from .loader import Examination, Loader, pairs
@@ -34,7 +34,7 @@ class Described:
     """An update as `Update.said` tells it.
 
     Args:
-        base: digest of the table of the base.
+        base: digest of what is in the table of the base (`contents_of`).
         table: of its buckets.
         factors: how many of them hold factors; the others hold whole tensors.
         deltas: of each what a `Delta` has beside its tensors.
@@ -94,7 +94,7 @@ class Merger:
     Args:
         loader: into the model.
         examination: of the base's table.
-        table: its digest.
+        table: the base's.
         base: fingerprint of the base.
         changed: names of the tensors that updates will change.
         memory: a context in which memory that has to sleep with the weights is taken.
@@ -104,13 +104,13 @@ class Merger:
         self,
         loader: Loader,
         examination: Examination,
-        table: str,
+        table: Table,
         base: str,
         changed: frozenset[str],
         memory: Callable[[], AbstractContextManager[object]],
     ) -> None:
         self._loader, self._examination, self._memory = loader, examination, memory
-        self.table, self.base = table, base
+        self.base, self._contents = base, contents_of(table)
         self._needed = self._layers_of(changed)
         self._kept: dict[str, Tensor] = {}
         self._plan: _Products | None = None
@@ -128,7 +128,7 @@ class Merger:
 
     def lacks(self, said: Described) -> bool:
         """Whether this update cannot be merged onto what is kept here: the base has to come again."""
-        if said.base != self.table or self._facts != facts(self._loader.tensors()):
+        if said.base != self._contents or self._facts != facts(self._loader.tensors()):
             return True
         before = self._before
         if before is not None and not before.whole <= said.whole:

@@ -286,7 +286,7 @@ def _start(
     if changed is not None:
         asleep_with = getattr(worker, "_maybe_get_memory_pool_context", None)
         memory = nullcontext if asleep_with is None else partial(asleep_with, "weights")
-        merger = Merger(side.loader, examination, digest, brought.base, frozenset(changed), memory)
+        merger = Merger(side.loader, examination, side.tables[digest], brought.base, frozenset(changed), memory)
     side.coming = Coming(examination, digest, brought, merger)
     if not sent:
         side.came()
