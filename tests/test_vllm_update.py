@@ -72,23 +72,31 @@ KINDS: dict[str, dict[str, Any]] = {
 def test_layers_that_are_laid_out_anew(kind: str, tmp_path: Path) -> None:
     """As vLLM has them on CPUs: they are made again of a copy of their base."""
     model = models.with_lora(getattr(engines, kind), **KINDS[kind])
-    # vLLM's CPU backend of multi-head latent attention is not exact. Its Transformers backend changes
-    # classes of the process that it is in.
-    options: dict[str, Any] = {"attention_backend": "CPU_MLA"} if kind == "deepseek_v3" else {}
-    options |= {"processes": kind in ("olmo2", "phi")}
-    inexact = {"tolerance": 0.2, "greedy": False} if kind == "deepseek_v3" else {}
+    # vLLM's CPU backend of multi-head latent attention is not exact: there it has to say what it says after a merge in
+    # the trainer. Its Transformers backend changes classes of the process that it is in.
+    options = {"attention_backend": "CPU_MLA"} if kind == "deepseek_v3" else {"processes": kind in ("olmo2", "phi")}
+
+    def answers(llm: Any) -> None:
+        if kind != "deepseek_v3":
+            assert_answers(ask(llm), model, greedy=kind != "olmo2")  # which has two tokens that are all but as likely
+            return
+        there = [[output.outputs[0].token_ids, output.outputs[0].cumulative_logprob] for output in ask(llm)]
+        with closing(VllmSync(model, llm, merge="trainer")) as here:
+            here.push()
+        assert [[o.outputs[0].token_ids, o.outputs[0].cumulative_logprob] for o in ask(llm)] == there
+
     with engine(model, tmp_path / "base", **options) as llm:
         with closing(VllmSync(model, llm, merge="engine", bucket_bytes=1 << 16)) as sync:
             for step in range(4):
                 report = sync.push(verify=step == 2)
-                adapters_alone(report, base=step == 0)
+                adapters_alone(report, base=step == 0 or kind == "deepseek_v3")
                 assert "by the engine" in str(report)
-                assert_answers(ask(llm), model, **inexact)
+                answers(llm)
                 assert all(c.complete for c in coverage(llm))
                 train(model, step, size=0.02)
         with model.disable_adapter(), closing(VllmSync(model, llm)) as sync:
             sync.push()
-            assert_answers(ask(llm), model, **inexact)
+            answers(llm)
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "llama", "gemma2", "qwen3_moe"])
@@ -431,12 +439,15 @@ def shards(rank: int, folder: Path) -> None:
                 adapters_alone(sync.push(verify=step == 1), base=turn == 0 and step == 0)
                 for llm in llms:
                     check_answers(llm, sync, again, 12e-6, True)
-            if rank == 1:
-                with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(Update, "fill", lambda *_: (_ for _ in ()).throw(RuntimeError("injected")))
-                    with pytest.raises(LoraMergeError, match="injected"):
-                        sync.push()
-            else:
+            fill = Update.fill
+
+            def broken(self: Update, *args: Any, fill: Any = fill) -> None:
+                fill(self, *args)
+                if rank == 1:
+                    raise RuntimeError("injected")
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Update, "fill", broken)
                 with pytest.raises(LoraMergeError, match="injected"):
                     sync.push()
             adapters_alone(sync.push())
