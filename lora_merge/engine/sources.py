@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,26 +52,29 @@ class Fingerprint:
         self._key: Any = None
         self._value = ""
 
-    def __call__(self, filler: Filler, without: Container[str] = ()) -> str:
+    def __call__(self, filler: Filler, without: Collection[str] = ()) -> str:
         """Collective over the ranks of the stream.
 
         Args:
             without: names of tensors that do not count.
         """
-        entries = [entry for name, entry in filler.entries.items() if name not in without]
-        parts = dict.fromkeys(source for entry in entries for source in entry.sources)
-        tensors = [piece.tensor for name in parts for piece in filler.source.parts[name].shard.pieces]
+        tensors: Sequence[Tensor] = filler.source.tensors
+        if without:
+            entries = [entry for name, entry in filler.entries.items() if name not in without]
+            parts = dict.fromkeys(source for entry in entries for source in entry.sources)
+            tensors = [piece.tensor for name in parts for piece in filler.source.parts[name].shard.pieces]
         by_device: defaultdict[torch.device, list[Tensor]] = defaultdict(list)  # offloaded weights, buffers on a GPU
         for tensor in tensors:
             by_device[tensor.device].append(tensor)
         samples = [self._samplers[device](some) for device, some in by_device.items()]
-        key = (filler.key, list(parts), [tensor._version for tensor in tensors], samples)
+        key = (filler.key, without, [tensor._version for tensor in tensors], samples)
         if filler.ranks.any(key != self._key):
             sums: dict[str, int] = {}
             source = filler.source
             with filler.buffers() as buffers:
                 for index, data in filler.filled(buffers, {}):
                     add_checksums(sums, filler.table[index], data)
+                buffers.clear()  # not needed again for long
             filler.source = source
             lines = sorted(
                 (name, str(entry.meta.dtype), entry.meta.shape, sums[name])
