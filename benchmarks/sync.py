@@ -5,9 +5,10 @@
 
 Engines start with `load_format="dummy"`, the trainer with random weights of the same shape. Each part runs in a process
 of its own: `same` (trainer and engine in one process), `other` (engine in another process on the same device),
-`adapter`, `tp2` (two GPUs, asked for with --parts). Times are medians over `--repeats` pushes after a warm-up. Each
-part measures one large copy of the same bytes; `tp2` measures NCCL's broadcast of a bucket, too. The JSON is written
-after every part, so that a time limit loses one part only.
+`adapter`, `tp2` (two GPUs, asked for with --parts), `engine` and `engine-other` (adapters alone cross, and the engine
+merges). Times are medians over `--repeats` pushes after a warm-up. Each part measures one large copy of the same bytes;
+`tp2` measures NCCL's broadcast of a bucket, too. The JSON is written after every part, so that a time limit loses one
+part only.
 """
 
 from __future__ import annotations
@@ -286,6 +287,30 @@ def part_adapter(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         return beside_a_copy(result, args)
 
 
+def part_engine(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Adapters alone cross, and the engine's worker merges them; with the copy of the whole model."""
+    from lora_merge import VllmSync
+
+    with start_engine(args, folder) as llm:
+        model = build_policy(args.shape, args.rank, args.device)
+        sync = VllmSync(model, llm, merge="engine", bucket_bytes=args.bucket_bytes)
+        free = torch.cuda.mem_get_info()[0] if args.device == "cuda" else 0
+        result = pushes(sync, args.repeats, "merged")
+        for _ in range(args.pushes):
+            sync.push()
+        result["extra_bytes"] = free - torch.cuda.mem_get_info()[0] if args.device == "cuda" else None
+        if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0":
+            worker = llm.llm_engine.model_executor.driver_worker.worker
+            plan = worker.get_model()._lora_merge.merger._plan
+            result["kept_bytes"] = plan.tracked.nbytes
+            result["unmerge_and_merge_ms"] = timed(
+                lambda: (plan.tracked.unmerge(), plan.tracked.merge()), args.device, args.repeats
+            )
+        model_bytes = sync._base.filler().nbytes
+        copy = copy_ms(model_bytes, args.device, args.repeats)
+        return result | {"model_bytes": model_bytes, "copy_ms": copy, "x_copy": result["merge_and_load_ms"] / copy}
+
+
 def part_tp2(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Trainer on GPU 0, workers on GPUs 0 (IPC) and 1 (NCCL)."""
     from lora_merge import VllmSync
@@ -330,14 +355,22 @@ def _broadcast(rank: int, folder: str, nbytes: int, repeats: int, answer: Any) -
     torch.distributed.destroy_process_group()
 
 
-PARTS = {"same": part_same, "other": part_other, "adapter": part_adapter, "tp2": part_tp2}
+PARTS = {
+    "same": part_same,
+    "other": part_other,
+    "adapter": part_adapter,
+    "tp2": part_tp2,
+    "engine": part_engine,
+    "engine-other": part_engine,
+}
+IN_PROCESS = ("same", "adapter", "engine")
 
 
 def run_part(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """One part in a process of its own."""
     with tempfile.NamedTemporaryFile("r", suffix=".json") as out:
         command = [sys.executable, __file__, *sys.argv[1:], "--part", name, "--json", out.name]
-        environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0" if name in ("same", "adapter") else "1"}
+        environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0" if name in IN_PROCESS else "1"}
         done = subprocess.run(command, env=environment, check=False)
         text = out.read()
     if done.returncode or not text:

@@ -11,12 +11,15 @@ import first_calls
 from lora_merge.engine.vllm import worker as ours
 from lora_merge.engine.vllm.loader import Loader
 from lora_merge.engine.vllm.side import Side
+from lora_merge.kernels.tracked import TrackedPlan
 
 _WHERE: dict[str, tuple[Any, str]] = {
     "bucket": (Loader, "load"),
     "finish": (Loader, "finish"),
     "checksums": (Loader, "arrived"),
     "connect": (Side, "connect"),
+    "unmerge": (TrackedPlan, "unmerge"),
+    "products": (TrackedPlan, "merge"),
 }
 
 

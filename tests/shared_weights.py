@@ -3,6 +3,10 @@ can be moved into memory that other processes map. So a trainer writes to them t
 
 from __future__ import annotations
 
+import gc
+import os
+from pathlib import Path
+
 import first_calls  # noqa: F401 - each worker imports this before it makes its model
 import torch
 from faulty import Faulty
@@ -41,6 +45,17 @@ class Shared(Faulty):
             moved = parameter.detach().clone()
             parameter.data = moved.share_memory_() if share else moved
         return len(self._parameters())
+
+    def scale(self) -> int:
+        """Something else writes to the weights."""
+        for parameter in self._parameters():
+            parameter.data.mul_(1.5)
+        return len(self._parameters())
+
+    def resident(self) -> int:
+        """Bytes of memory that this process has in use."""
+        gc.collect()
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     def bits(self) -> dict[str, int]:
         """A number for each parameter that depends on all its bits."""

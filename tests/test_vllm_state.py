@@ -24,6 +24,7 @@ import lora_merge.engine.sync
 import lora_merge.engine.vllm.side
 import lora_merge.engine.vllm.worker
 from lora_merge import MergedWeights, PushFailed, PushRefused, UnsupportedAdapter, VllmSync
+from lora_merge.engine.passes import Passes
 from lora_merge.engine.vllm.loader import Loader
 from lora_merge.stream.weights import Filler
 
@@ -108,15 +109,15 @@ def test_what_the_trainer_lets_go_of_between_pushes_is_freed(llm: LLM, monkeypat
     model = policy()
     sync = VllmSync(model, llm, mode="adapter")
 
-    plan = VllmSync._plan
+    plan = Passes.__call__
 
-    async def after_planning(self: VllmSync, *args: Any) -> Any:
+    async def after_planning(self: Passes, *args: Any) -> Any:
         await plan(self, *args)
         raise PushRefused("injected")
 
     def refused() -> None:
         with monkeypatch.context() as patched:
-            patched.setattr(VllmSync, "_plan", after_planning)
+            patched.setattr(Passes, "__call__", after_planning)
             with pytest.raises(PushRefused, match="injected"):
                 sync.push(mode="merged")
 
@@ -284,7 +285,7 @@ def test_the_mode_changes_when_the_weights_do(llm: LLM, monkeypatch: pytest.Monk
     del layer.extra
     assert sync.lora_request() == request
     assert_answers(sync.generate([{"prompt_token_ids": p} for p in engines.prompts()], engines.GREEDY), model)
-    fill, plan = Filler.fill, VllmSync._plan
+    fill, plan = Filler.fill, Passes.__call__
 
     def filling(*args: Any) -> None:
         seen.append(sync.lora_request())
@@ -295,7 +296,7 @@ def test_the_mode_changes_when_the_weights_do(llm: LLM, monkeypatch: pytest.Monk
         return plan(*args)
 
     monkeypatch.setattr(Filler, "fill", filling)
-    monkeypatch.setattr(VllmSync, "_plan", planning)
+    monkeypatch.setattr(Passes, "__call__", planning)
     sync.push(mode="merged")
     assert seen[0] == request, "while it is checked"
     assert set(seen[1:]) == {None}, "while generation stands still for it"

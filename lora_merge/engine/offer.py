@@ -1,8 +1,9 @@
-"""The adapter of a push: read as vLLM can serve it, and every engine asked whether it can."""
+"""What follows a base, an adapter or an update: read as vLLM can serve it, and every engine asked whether it can."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -12,6 +13,7 @@ from ..stream.filler import Filler
 from ..stream.weights import MergedWeights
 from .replica import Replica
 from .trainer import Trainer
+from .update import Update, Updates
 from .vllm.adapter import AdapterSource, filler_of
 
 _INSTEAD = '; push with mode="merged" instead'
@@ -70,3 +72,64 @@ class Offer:
                 raise PushRefused(f"vLLM has no LoRA layer for {', '.join(unserved)}{_INSTEAD}")
 
         await self._trainer.all_own(replicas, ask)
+
+
+class UpdateOffer:
+    """Makes what training has changed in a model something that engines can merge.
+
+    Args:
+        weights: the stream of the model.
+    """
+
+    def __init__(self, trainer: Trainer, weights: MergedWeights) -> None:
+        self._trainer, self._updates = trainer, Updates(weights)
+        self._last = ""
+
+    def known(self) -> list[str]:
+        """The digest of the last one, if there was one."""
+        return [self._last] if self._last else []
+
+    def release(self) -> None:
+        """As `MergedWeights.release`."""
+        self._updates.release()
+
+    async def __call__(self, weights: MergedWeights, base: Filler, replicas: Sequence[Replica]) -> Update:
+        """The update; what the workers of `replicas` are ready for is noted in them.
+
+        Args:
+            weights, base: as of `Updates`.
+
+        Raises:
+            PushRefused: some engine cannot merge it, or nobody but the trainer; says why.
+        """
+        made: list[Update] = []
+        for answers in await self._trainer.everywhere(self._try(weights, base, made, replicas)):
+            for replica in replicas:
+                for worker, ready in zip(replica.workers, answers.get(replica.index, ()), strict=False):
+                    worker["ready"] = [made[0].digest] if ready else []
+        self._last = made[0].digest
+        return made[0]
+
+    async def _try(
+        self, weights: MergedWeights, base: Filler, made: list[Update], replicas: Sequence[Replica]
+    ) -> dict[int, list[bool]]:
+        update = await self._trainer.blocking(lambda: self._updates(weights, base))
+        made.append(update)
+        ready: dict[int, list[bool]] = {}
+
+        async def ask(replica: Replica) -> None:
+            if all(update.digest in worker["ready"] for worker in replica.workers):
+                return
+            call = partial(replica.handle.rpc, "examine_update", digest=update.digest, base=base.digest)
+            answers = await call()
+            if any("unknown" in answer for answer in answers):
+                answers = await call(said=update.said)
+            if found := [problem for answer in answers for problem in answer["problems"]]:
+                raise PushRefused(
+                    f"engine {replica.index} cannot merge by itself: {found[0]}"
+                    f'{f" (and {len(found) - 1} more)" if len(found) > 1 else ""}; pass merge="trainer"'
+                )
+            ready[replica.index] = [answer["ready"] for answer in answers]
+
+        await self._trainer.all_own(replicas, ask)
+        return ready

@@ -30,6 +30,8 @@ class SyncReport:
         tensors: how many.
         seconds: by phase: check, pause, transfer (merge, send and load; caches are reset beside it), finish, resume.
         base_sent: whether an adapter push had to bring the base first.
+        merge: who added the adapters to the base: "trainer" or "engine"; "" in adapter mode.
+        merge_why: why the trainer did, where engines might have.
         transports: how the weights travelled.
         buckets: why they went to engines in other processes through buckets, and not straight; "" where they went
             straight.
@@ -45,6 +47,8 @@ class SyncReport:
     tensors: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     base_sent: bool = False
+    merge: str = ""
+    merge_why: str = ""
     transports: tuple[str, ...] = ()
     buckets: str = ""
     left_out: tuple[str, ...] = ()
@@ -67,12 +71,13 @@ class SyncReport:
 
     def __str__(self) -> str:
         phases = "  ".join(f"{phase} {1e3 * spent:.1f}" for phase, spent in self.seconds.items())
+        by = " by the engine" if self.merge == "engine" else ""
         base = " after the base" if self.base_sent else ""
         out = self.left_out
         why = f"; through buckets: {self.buckets}" if self.buckets else ""
         note = f" ({len(out)} left out, which the engine has no part for: {out[0]} to {out[-1]})" if out else ""
         return (
-            f"{self.mode}@{self.version}{base} over {'+'.join(self.transports)}: {self.tensors} tensors{note}, "
+            f"{self.mode}@{self.version}{by}{base} over {'+'.join(self.transports)}: {self.tensors} tensors{note}, "
             f"{self.nbytes / 1e6:.1f} MB, {self.gb_s:.1f} GB/s; ms: {phases}{why}"
         )
 

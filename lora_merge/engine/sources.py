@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..stream.buckets import Slot, checksum, combined, metas
+from ..stream.buckets import Slot, checksum, combined
 from ..stream.filler import Filler, Places, Sent
 from .sampler import Sampler
 
@@ -52,23 +52,34 @@ class Fingerprint:
         self._key: Any = None
         self._value = ""
 
-    def __call__(self, filler: Filler) -> str:
-        """Collective over the ranks of the stream."""
-        tensors = [piece.tensor for part in filler.source.parts.values() for piece in part.shard.pieces]
+    def __call__(self, filler: Filler, without: Collection[str] = ()) -> str:
+        """Collective over the ranks of the stream.
+
+        Args:
+            without: names of tensors that do not count.
+        """
+        tensors: Sequence[Tensor] = filler.source.tensors
+        if without:
+            entries = [entry for name, entry in filler.entries.items() if name not in without]
+            parts = dict.fromkeys(source for entry in entries for source in entry.sources)
+            tensors = [piece.tensor for name in parts for piece in filler.source.parts[name].shard.pieces]
         by_device: defaultdict[torch.device, list[Tensor]] = defaultdict(list)  # offloaded weights, buffers on a GPU
         for tensor in tensors:
             by_device[tensor.device].append(tensor)
         samples = [self._samplers[device](some) for device, some in by_device.items()]
-        key = (filler.key, [tensor._version for tensor in tensors], samples)
+        key = (filler.key, without, [tensor._version for tensor in tensors], samples)
         if filler.ranks.any(key != self._key):
             sums: dict[str, int] = {}
             source = filler.source
             with filler.buffers() as buffers:
                 for index, data in filler.filled(buffers, {}):
                     add_checksums(sums, filler.table[index], data)
+                buffers.clear()  # not needed again for long
             filler.source = source
             lines = sorted(
-                (meta.name, str(meta.dtype), meta.shape, sums[name]) for name, meta in metas(filler.table).items()
+                (name, str(entry.meta.dtype), entry.meta.shape, sums[name])
+                for name, entry in filler.entries.items()
+                if name not in without
             )
             digest = hashlib.blake2b(repr(lines).encode(), digest_size=16)
             self._key, self._value = key, digest.hexdigest()

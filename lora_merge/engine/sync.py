@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,13 +18,13 @@ from ..shards.ranks import Ranks
 from ..stream.buckets import BUCKET_BYTES, metas, to_json
 from ..stream.filler import Filler, Sent
 from ..stream.weights import MergedWeights
-from .fit import Fit
-from .offer import Offer
-from .replica import Replica, SyncReport, check_handle, check_whole, engines_of, failure
-from .sources import Fingerprint, Verified
+from .passes import MERGES, Pass, Passes
+from .replica import Replica, SyncReport, check_handle, check_whole, failure
+from .sources import Verified
 from .state import State
 from .trainer import Trainer
 from .transport import Route
+from .update import Update
 from .vllm.adapter import ADAPTER_ID, ADAPTER_NAME, AdapterSource
 from .vllm.control import Control, bind, control_of, drive, side_by_side, together
 from .vllm.decorated import complaint
@@ -33,15 +32,6 @@ from .waiting import host_id
 
 MODES = ("merged", "adapter")
 PAUSES = ("keep", "wait", "abort")
-
-
-class Pass(NamedTuple):
-    """One source on its way to some replicas, the state that it brings, and its route to those in other processes."""
-
-    state: State
-    source: Filler | AdapterSource
-    replicas: Sequence[Replica]
-    route: Route
 
 
 class VllmSync:
@@ -59,6 +49,12 @@ class VllmSync:
             `weight_transfer_config=WeightTransferConfig(backend="lora_merge")`; one that was started without is taken
             unless it chose a layout that cannot be loaded again. None where other ranks hold all handles.
         mode: "merged" (the engine serves merged weights) or "adapter" (base and adapter apart, vLLM's LoRA path).
+        merge: in merged mode, who adds the adapters to the base. "trainer": merged weights cross, written straight into
+            engines of the same host. "engine": the base crosses once, then adapters alone; the engine's workers merge
+            them into their own slices, with the bits of a merge in the trainer, and take them off again, exactly,
+            before the next ones (2 bits an element and the adapters stay in the engine's memory for that; weights that
+            vLLM lays out anew after loading are kept twice). "auto": the engine where some of its workers run on
+            another host than every rank of the trainer, and nothing speaks against it; the report says who did.
         rounding: of merged weights, "nearest" or "stochastic" (seeded by the version).
         pause: what becomes of requests in flight: "keep" them (they go on with the new weights), "wait" for them, or
             "abort" them. A push that changes the mode waits where others keep.
@@ -77,11 +73,14 @@ class VllmSync:
         engine: Any,
         *,
         mode: str = "merged",
+        merge: str = "auto",
         rounding: str = "nearest",
         pause: str = "keep",
         bucket_bytes: int = BUCKET_BYTES,
         strategy: str | None = None,
     ) -> None:
+        if merge not in MERGES:
+            raise InvalidInput(f"merge must be one of {', '.join(MERGES)}, got {merge!r}")
         if pause not in PAUSES:
             raise InvalidInput(f"pause must be one of {', '.join(PAUSES)}, got {pause!r}")
         try:
@@ -103,11 +102,9 @@ class VllmSync:
                 check_handle(index, control)
         if told := complaint(model):
             warnings.warn(told, stacklevel=2)
-        self._fit = Fit(self._trainer)
-        self._fingerprint = Fingerprint()
+        self._passes = Passes(self._trainer, self._weights, self._base, merge)
         self._closed = False
         self._pushed: State | None = None
-        self._adapter = Offer(self._trainer, self._weights)
         self._lock = threading.Lock()
 
     # What a user calls
@@ -205,8 +202,7 @@ class VllmSync:
             await self._let_go()
             raise
         finally:
-            for weights in (self._weights, self._base):  # read, perhaps, but not sent: a refusal, an adapter alone
-                weights.release()
+            self._passes.release()  # read, perhaps, but not sent: a refusal, an adapter alone
             self._lock.release()
 
     async def _let_go(self) -> None:
@@ -221,8 +217,8 @@ class VllmSync:
             torch.cuda.current_stream().synchronize()
         with report.timed("check"):
             read: list[Filler] = []  # while engines elsewhere answer, as the push before left its settings
-            weights = self._weights if mode == "merged" else self._base
-            replicas = await self._introduce(self._fit.known(weights), lambda: read.append(weights.filler()))
+            weights, known = self._passes.stream(mode), self._passes.known(mode)
+            replicas = await self._introduce(*known, lambda: read.append(weights.filler()))
             report.version = max(replica.state.version for replica in replicas) + 1
             slept = {replica.index: replica.asleep for replica in replicas if replica.asleep or replica.waking}
             try:
@@ -230,7 +226,7 @@ class VllmSync:
                     # Map the weights of sleeping engines; the KV cache follows after the push.
                     await trainer.everywhere(trainer.all_own(replicas, self._wake))
                     replicas = await self._introduce()
-                passes = await self._plan(replicas, report, verify, read[0])
+                passes = await self._passes(replicas, report, verify, read[0])
                 nbytes, device = max(p.source.capacity for p in passes), passes[0].source.device
                 await trainer.connect(replicas, nbytes, device, any(p.route.sent for p in passes))
             except BaseException:
@@ -248,6 +244,7 @@ class VllmSync:
             await trainer.share(replicas)
         if any(replica.error for replica in replicas):
             await trainer.close()
+            self._passes.broke(failure(replicas))
             raise failure(replicas)
         self._pushed, table = passes[-1].state, passes[-1].source.table
         report.nbytes = sum(slot.nbytes for slots in table for slot in slots)
@@ -290,16 +287,21 @@ class VllmSync:
                 raise error
         return [introduced[index] for index in range(len(controls))]
 
-    async def _introduce(self, streams: Sequence[str] = (), beside: Callable[[], None] | None = None) -> list[Replica]:
+    async def _introduce(
+        self,
+        streams: Sequence[str] = (),
+        updates: Sequence[str] = (),
+        beside: Callable[[], None] | None = None,
+    ) -> list[Replica]:
         """Every engine of every rank, which from now on is in the middle of this push.
 
         Args:
-            streams: digests of tables that engines say at once what they know of.
+            streams, updates: digests of tables, and of updates, that engines say at once what they know of.
             beside: as of `_hello`.
         """
         replicas: list[Replica] = []
         claim = {"owner": self._trainer.name, "host": host_id(), "pid": os.getpid()}
-        hello = self._hello(beside, claim=claim, streams=streams)
+        hello = self._hello(beside, claim=claim, streams=streams, updates=updates)
         for rank, introduced in enumerate(await self._trainer.everywhere(hello)):
             mine = rank == self._trainer.world.rank
             for index, workers in enumerate(introduced):
@@ -342,46 +344,6 @@ class VllmSync:
         switches = {replica.state.kind, self._mode} == {"merged", "adapter"}
         await replica.handle.pause("wait" if switches and self._pause == "keep" else self._pause)
 
-    async def _plan(self, replicas: Sequence[Replica], report: SyncReport, verify: bool, read: Filler) -> list[Pass]:
-        """What has to be sent to whom, everything checked.
-
-        Args:
-            read: the stream of all weights, as of `Fit`.
-        """
-        if report.mode == "merged":
-            filler = await self._fit(self._weights, replicas, read)
-            report.left_out = tuple(sorted(self._weights.left_out))
-            state = State("merged", report.version, trainer=self._trainer.name)
-            return [await self._full(state, filler, replicas, report, verify)]
-        source = await self._adapter(replicas)
-        base = await self._fit(self._base, replicas, read)
-        fingerprints = await self._trainer.everywhere(self._trainer.blocking(lambda: self._fingerprint(base)))
-        if len(set(fingerprints)) > 1:
-            raise PushRefused(f"the trainer's ranks hold different base weights; their fingerprints: {fingerprints}")
-        fingerprint = fingerprints[0]
-        # Engines that hold another base, or none that they could vouch for, get it first.
-        without = [
-            replica
-            for engine in engines_of(replicas)
-            if any(r.state.kind not in ("base", "adapter") or r.state.base != fingerprint for r in engine)
-            for replica in engine
-        ]
-        report.base_sent = bool(without)
-        report.left_out = tuple(sorted(self._base.left_out)) if without else ()
-        bare, adapted = (
-            State(kind, report.version, fingerprint, trainer=self._trainer.name) for kind in ("base", "adapter")
-        )
-        passes = [Pass(adapted, source, replicas, Route.of_buckets(source))]
-        return [await self._full(bare, base, without, report, verify), *passes] if without else passes
-
-    async def _full(
-        self, state: State, filler: Filler, replicas: Sequence[Replica], report: SyncReport, verify: bool
-    ) -> Pass:
-        """A pass of all weights: straight into the engines, where these can be mapped."""
-        found = await self._trainer.map(filler, replicas, self._fit.at)
-        report.buckets = found.why
-        return Pass(state, filler, replicas, self._trainer.route(filler, filler.digest, verify))
-
     async def _pass(self, one: Pass, report: SyncReport, verify: bool, last: bool) -> None:
         """Send one source to its replicas. Errors are noted in them.
 
@@ -393,34 +355,44 @@ class VllmSync:
         if run["rounding"] == "stochastic":
             run["seed"] = state.version
         sent: Sent = Verified(source) if verify else source
+        label = f"{report.mode}@{report.version}"
 
         async def prepare(replica: Replica, route: Route) -> None:
+            if isinstance(source, Update):
+                return  # nothing changes before all workers have it
             replica.begun = True
             if isinstance(source, Filler):
+                changed = None if one.changed is None else sorted(one.changed)
                 message = {"digest": source.digest, "state": state.to_json(), "sent": bool(route.sent)}
-                await self._tell(replica, "start", **message)
+                await self._tell(replica, "start", changed=changed, **message)
 
         async def receive(replica: Replica, route: Route) -> None:
             message: dict[str, Any] = {"sessions": self._trainer.sessions, "verify": verify}
             if isinstance(source, AdapterSource):
                 table = to_json(source.table)
                 await self._tell(replica, "adapter", table=table, rank=source.rank, state=state.to_json(), **message)
+            elif isinstance(source, Update):
+                await self._tell(replica, "update", digest=source.digest, scalings=source.scalings, **message)
             elif route.sent:
                 placed = sorted(route.placed.intersection(route.sent))
                 await self._tell(replica, "receive", sent=route.sent, placed=placed, **message)
             if last:
                 await self._reset_caches(replica)
-                await replica.handle.label(f"{report.mode}@{report.version}")
+                await replica.handle.label(label)
 
         replicas = [replica for replica in one.replicas if not replica.error]
-        with report.timed("transfer"), source.passing() if isinstance(source, Filler) else contextlib.nullcontext():
+        with report.timed("transfer"), source.passing():
             await self._trainer.transfer(sent, run, replicas, one.route, prepare, receive)
         with report.timed("finish"):
             await self._trainer.each(replicas, partial(self._commit, state=state, sent=sent))
 
     async def _commit(self, replica: Replica, state: State, sent: Sent) -> None:
         """Make sure that every worker holds the new state, and the right bytes."""
-        answers = await self._tell(replica, "commit", full=state.kind != "adapter")
+        if state.kind == "merged" and state.base:
+            replica.begun = True
+            answers = await self._tell(replica, "merge", state=state.to_json())
+        else:
+            answers = await self._tell(replica, "commit", full=state.kind != "adapter")
         held = {answer["rank"]: answer["state"] for answer in answers}
         replica.workers = [worker | {"state": held[worker["rank"]]} for worker in replica.workers]
         replica.coverage = min(written / max(1, elements) for written, elements in (a["elements"] for a in answers))

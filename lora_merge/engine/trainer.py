@@ -20,7 +20,7 @@ from .sender import Sender
 from .store import interface
 from .transport import Route, WorkerId, assign, introduction
 from .vllm.control import Control, bind, on_this_device, side_by_side, to_its_end, together
-from .waiting import told
+from .waiting import host_id, told
 
 _T = TypeVar("_T")
 LOOK_S = 0.05
@@ -68,6 +68,7 @@ class Trainer:
 
     Attributes:
         name: what engines know them by.
+        hosts: on which they run.
     """
 
     def __init__(self, controls: Sequence[Control], world: Ranks) -> None:
@@ -80,6 +81,7 @@ class Trainer:
         self._mapped: dict[str, _Mapping] = {}
         self._transfers = 0
         self.name = world.gather(secrets.token_hex(8))[0]  # the store is shared with other pushers of these ranks
+        self.hosts = frozenset(world.gather(host_id()))
         self._ended_before = Ended(world, f"{self.name}/0", ())
 
     @property

@@ -50,7 +50,10 @@ class Tracked(Protocol):
     Attributes:
         merged: whether they are merged, in part at least.
         nbytes: held for the way back.
+        keep: whether the memory for it is kept from one merge to the next, where a backend can.
     """
+
+    keep: bool
 
     @property
     def merged(self) -> bool: ...

@@ -54,6 +54,7 @@ class Composed:
         self._journals: list[_Journal] = []
         self._changed: set[str] = set()
         self.merged = False
+        self.keep = False
 
     @property
     def nbytes(self) -> int:

@@ -77,7 +77,9 @@ class Fused:
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
+        self.keep = False
         self._journal: Journal | None = None
+        self._spare: Journal | None = None
         self._first_room = kernels.base_bytes // FIRST_ROOM
 
     @property
@@ -86,7 +88,7 @@ class Fused:
 
     @property
     def nbytes(self) -> int:
-        j = self._journal
+        j = self._journal or self._spare
         return j.codes.nbytes + j.records.nbytes + j.arena.nbytes if j else 0
 
     def merge(self, meanwhile: Callable[[], object] = idle) -> None:
@@ -95,10 +97,14 @@ class Fused:
         def room(n: int) -> Tensor:
             return torch.empty(n, dtype=torch.uint8, device=kernels.device)
 
-        codes, arena = room(kernels.code_bytes), room(self._first_room // 4 * 4)  # where it ends, words go on
-        records = torch.full((kernels.units, 2), -1, dtype=torch.int64, device=kernels.device)
-        counter = torch.zeros(3, dtype=torch.int64, device=kernels.device)
-        journal = Journal(codes, records, arena, counter, kernels.chunk)
+        journal, self._spare = self._spare, None
+        if journal is None:
+            codes, arena = room(kernels.code_bytes), room(self._first_room // 4 * 4)  # where it ends, words go on
+            records = torch.empty((kernels.units, 2), dtype=torch.int64, device=kernels.device)
+            journal = Journal(codes, records, arena, torch.empty(3, dtype=torch.int64, device=kernels.device), 0)
+        arena, counter, journal.chunk = journal.arena, journal.counter, kernels.chunk
+        journal.records.fill_(-1)
+        counter.zero_()
         self._journal = journal
         try:
             kernels.track(journal)
@@ -123,5 +129,5 @@ class Fused:
         self._kernels.untrack(journal)
         meanwhile()
         changed = int(journal.counter[2])  # waits for the device
-        self._journal = None
+        self._journal, self._spare = None, journal if self.keep else None
         return self._kernels.names((journal.records[:, 0] >= 0).nonzero().flatten().cpu()) if changed else set()

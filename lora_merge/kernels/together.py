@@ -20,6 +20,15 @@ class Together:
         return any(part.merged for part in self._parts)
 
     @property
+    def keep(self) -> bool:
+        return any(part.keep for part in self._parts)
+
+    @keep.setter
+    def keep(self, keep: bool) -> None:
+        for part in self._parts:
+            part.keep = keep
+
+    @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self._parts)
 

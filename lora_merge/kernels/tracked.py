@@ -33,12 +33,13 @@ class TrackedPlan:
     Args:
         segments: as for a `Plan`, each with its source as its destination (the same view), a float dtype, and any
             strides; segments may be pieces of one tensor.
+        keep: keep the memory for the way back from one merge to the next, where the backend can.
 
     Raises:
         InvalidInput: a segment does not fit, two of them meet, or one is not in place; nothing was written.
     """
 
-    def __init__(self, segments: Sequence[Segment]) -> None:
+    def __init__(self, segments: Sequence[Segment], *, keep: bool = False) -> None:
         segments = check_segments(segments)
         for s in segments:
             check_segment(s)
@@ -53,6 +54,8 @@ class TrackedPlan:
         work = [s for s in segments if s.source.numel() and (s.rank or s.row_scale is not None)]
         device = work[0].source.device if work else torch.device("cpu")
         self._tracked = kernels.pick(device).prepare_tracked(work, device) if work else None
+        if self._tracked is not None:
+            self._tracked.keep = keep
 
     def release(self) -> None:
         """As `Plan.release`. The reference has no kernel of its own for this and goes on holding them."""
@@ -60,7 +63,7 @@ class TrackedPlan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held for the way back: 0 unless merged."""
+        """Bytes held for the way back: 0 unless merged, or kept."""
         return self._tracked.nbytes if self._tracked else 0
 
     @untraced

@@ -178,11 +178,16 @@ class Operands:
         (out, cols), experts = delta.shape, delta.experts or 1
         return a.all.view(experts, -1, cols), b.all.view(out, -1, experts), scaling
 
+    def row_scale(self, delta: Delta) -> Tensor | None:
+        """float32 `[out]`: DoRA's factor of each row, as of the last `refresh`; None where there is none."""
+        return None if self._dora is None else self._dora.of(delta)
+
     def segments(self, job: Job, turn: int = 0) -> list[Segment]:
         """The segments of a job of a turn."""
-        return self._segments(job, turn, None if self._dora is None else self._dora.of(job.delta))
+        return self.scaled_segments(job, turn, self.row_scale(job.delta))
 
-    def _segments(self, job: Job, turn: int, row_scale: Tensor | None) -> list[Segment]:
+    def scaled_segments(self, job: Job, turn: int, row_scale: Tensor | None) -> list[Segment]:
+        """As `segments`, with row factors that come from elsewhere."""
         (a, b, scaling), delta = self._pairs[turn][job.delta.name], job.delta
         segments = []
         for r in rectangles(job):
@@ -361,7 +366,7 @@ class _RowScales:
                     times = seen[job.source.data_ptr()] = seen.get(job.source.data_ptr(), -1) + 1
                     if times == len(rounds):
                         rounds.append(([], []))
-                    rounds[times][0].extend(operands._segments(job, turn, self._scales[delta.name]))
+                    rounds[times][0].extend(operands.scaled_segments(job, turn, self._scales[delta.name]))
                     rounds[times][1].extend(norms[r.row : r.row + r.source.shape[0]] for r in rectangles(job))
         return [(Plan(segments), sums) for segments, sums in rounds]
 

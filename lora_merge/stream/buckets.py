@@ -212,6 +212,12 @@ def digest_of(table: Table) -> str:
     return hashlib.blake2b(repr(to_json(table)).encode(), digest_size=16).hexdigest()
 
 
+def contents_of(table: Table) -> str:
+    """Hex digest that names what is in a table, wherever it lies there."""
+    known = sorted((m.name, dtype_name(m.dtype), m.shape) for m in metas(table).values())
+    return hashlib.blake2b(repr(known).encode(), digest_size=16).hexdigest()
+
+
 def from_json(value: Any) -> Table:
     """Read a table off the wire.
 

@@ -85,6 +85,7 @@ class Source:
 
     Args:
         parts: by name, in the same order on every rank.
+        tensors: all that reading them depended on, live.
         held: the memory that they lie in, so that the addresses in plans stay what they are for a pass.
         ranks: that hold them together.
         merging: the ranks among them whose adapters' halves make up whole ones (Megatron's tensor-parallel group).
@@ -93,6 +94,7 @@ class Source:
     """
 
     parts: Mapping[str, Part]
+    tensors: Sequence[Tensor]
     held: Sequence[torch.UntypedStorage]
     ranks: Ranks
     merging: Ranks
@@ -303,7 +305,7 @@ class Filler:
             for _, plan in self._plans.values():
                 plan.release()
             self._staging.release()
-            self.source, self._by_address = replace(self.source, parts={}, held=()), None
+            self.source, self._by_address = replace(self.source, parts={}, tensors=(), held=()), None
 
     def filled(self, buffers: list[Tensor], run: Mapping[str, Any]) -> Iterator[tuple[int, Tensor]]:
         """Fill bucket after bucket; yield `(index, buffer)`, to be read as `Ahead` says.

@@ -207,7 +207,7 @@ class MergedWeights:
                 known = key, device, model.conversion()
             check_readable(held, left)
         self._known = key, device, conversion = known
-        return Source(parts, held, model.ranks, model.merging, device, conversion), key
+        return Source(parts, snapshot.tensors, held, model.ranks, model.merging, device, conversion), key
 
     def _read_again(self, snapshot: Snapshot) -> Mapping[str, Part]:
         model = live(self.model)

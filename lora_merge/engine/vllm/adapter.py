@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -86,6 +87,10 @@ class AdapterSource:
         views = [slot.view(buffer) for slot in self.table[index]]
         torch._foreach_copy_(views[::2], self._plain)
         torch._foreach_copy_(views[1::2], torch._foreach_mul([b.float() for b in self._scaled], self._scaling))
+
+    def passing(self) -> AbstractContextManager[None]:
+        """As `Filler.passing`: an adapter's memory is its own."""
+        return nullcontext()
 
     def straight(self, names: Container[str]) -> frozenset[int]:
         """None: vLLM makes its own tensors of an adapter."""

@@ -11,7 +11,7 @@ launch a bucket. The others (prepacked on CPUs, shuffled experts) go through `lo
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -145,22 +145,62 @@ class Loader:
         if examination.staged:
             self._reload = Reload(examination.layers, examination.touched, self.device.type)
 
-    def load(self, examination: Examination, index: int, slots: Sequence[Slot], data: Tensor) -> None:
-        """Write one bucket into the engine, on the current stream; `data` may be reused after that work."""
+    def load(
+        self,
+        examination: Examination,
+        index: int,
+        slots: Sequence[Slot],
+        data: Tensor,
+        keep: Callable[[str, Tensor], object],
+    ) -> None:
+        """Write one bucket into the engine, on the current stream; `data` may be reused after that work.
+
+        Args:
+            keep: told of every whole tensor that goes through `load_weights`, before it does.
+        """
         at, plan = self._plans.get(index, (0, None))
         if plan is None or at != data.data_ptr():
-            pairs = [pair for slot in slots for pair in _pairs(examination, slot, data)]
-            plan = Plan([segment for source, to in pairs for segment in copies("engine", source, to)])
+            found = [pair for slot in slots for pair in pairs(examination, slot, data)]
+            plan = Plan([segment for source, to in found for segment in copies("engine", source, to)])
             self._plans[index] = (data.data_ptr(), plan)
         plan.run()
         tensors = [whole for slot in slots if slot.name in examination.staged for whole in self._staged(slot, data)]
         if tensors:
-            assert self._reload is not None
-            names = [name for name, _ in tensors]
+            for name, tensor in tensors:
+                keep(name, tensor)
             with torch.no_grad(), unwrapped(self._modules):
-                self._reload.before(names)
-                self.model.load_weights(iter(tensors))
-                self._reload.after(names)
+                self._through(tensors)
+
+    def _through(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+        """Load whole tensors of layers that are laid out anew."""
+        assert self._reload is not None
+        names = [name for name, _ in tensors]
+        self._reload.before(names)
+        self.model.load_weights(iter(tensors))
+        self._reload.after(names)
+
+    def load_layers(
+        self,
+        examination: Examination,
+        layers: Sequence[tuple[nn.Module, frozenset[str]]],
+        tensor: Callable[[str], Tensor],
+    ) -> None:
+        """Make some of the layers again that are laid out anew after loading.
+
+        Args:
+            layers: with the names that each is made of.
+            tensor: makes one of these, whole, in memory of its own: `load_weights` may write to it.
+        """
+        self._reload = Reload(layers, examination.touched, self.device.type)
+        done: set[str] = set()
+        with torch.no_grad(), unwrapped(self._modules):
+            for _, names in layers:
+                self._through([(name, tensor(name)) for name in sorted(names - done)])
+                done |= names
+
+    def tensors(self) -> list[Tensor]:
+        """As `Modules.tensors`."""
+        return self._modules.tensors()
 
     def _staged(self, slot: Slot, data: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Keep a slot of a tensor that goes through `load_weights`; yield the tensor when it is whole. In memory of its
@@ -179,13 +219,13 @@ class Loader:
         """For what went straight: whether the engine's parameters hold the bucket's values, bit for bit."""
         equal: dict[str, bool] = {}
         for slot in slots:
-            pairs = _pairs(examination, slot, data)
+            found = pairs(examination, slot, data)
             if slot.shape == slot.whole:
                 # Not by way of windows, so that a mistake there shows.
                 flat = slot.view(data).view(-1)
                 straight = examination.copies.get(slot.name, ())
-                pairs = ((flat[c.offset :].as_strided(c.destination.shape, c.stride), c.destination) for c in straight)
-            for source, to in pairs:
+                found = ((flat[c.offset :].as_strided(c.destination.shape, c.stride), c.destination) for c in straight)
+            for source, to in found:
                 there = source.to(to.dtype).contiguous().view(-1).view(torch.uint8)
                 here = to.contiguous().view(-1).view(torch.uint8)
                 equal[slot.name] = equal.get(slot.name, True) and torch.equal(here, there)
@@ -381,7 +421,7 @@ def _computed(modules: Modules) -> list[nn.Module]:
     return [module for module in modules if type(module).__name__ in _COMPUTED]
 
 
-def _pairs(examination: Examination, slot: Slot, data: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def pairs(examination: Examination, slot: Slot, data: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """What of a slot goes straight: its view in the bucket, and its place in the engine."""
     view = slot.view(data)
     for copy in examination.copies.get(slot.name, ()):

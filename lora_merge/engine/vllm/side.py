@@ -19,11 +19,14 @@ from ..state import WEIGHTS, State, change
 from ..transport import Received
 from . import internals
 from .loader import Examination, Loader
+from .merger import Described, Merger, Update
 from .modules import Modules
 
 _SIDE = "_lora_merge"
 _TABLES = 8
 """Tables that are kept: those of a few streams, each as a push may change it until it fits."""
+_UPDATES = 2
+"""Descriptions of updates that are kept."""
 
 
 class Coming(NamedTuple):
@@ -33,11 +36,13 @@ class Coming(NamedTuple):
         examination: of its table.
         digest: of the table.
         state: that it brings.
+        merger: keeps what merging updates onto it takes; None where none will come.
     """
 
     examination: Examination
     digest: str
     state: State
+    merger: Merger | None = None
 
 
 class Side:
@@ -50,6 +55,9 @@ class Side:
         held: what the weights were when this package last looked.
         coming: a full push that has begun, until it ends or is aborted.
         pending: what it has brought, from its last bucket to its commit.
+        merger: merges updates onto the base that was brought last; None where none could be.
+        updates: what was told of updates last, by digest.
+        update: one that has come, until it is merged.
         began: whether a push has begun that neither ended nor was aborted.
         paused, waking: whether generation stands still because of a push, and whether the KV cache still sleeps.
         checksums, arrived: of a verified transfer: checksums by name, and whether the parameters hold these bits.
@@ -63,6 +71,9 @@ class Side:
         self.tables: dict[str, Table] = {}
         self.claim = Claim()
         self.held, self.coming, self.pending, self.began = State(), None, None, False
+        self.merger: Merger | None = None
+        self.updates: dict[str, Described] = {}
+        self.update: Update | None = None
         self.paused, self.waking = False, False
         self.checksums: dict[str, int] = {}
         self.arrived: dict[str, bool] = {}
@@ -84,8 +95,14 @@ class Side:
         same = len(kernels) == len(self._kernels) and all(a is b for a, b in zip(kernels, self._kernels, strict=True))
         if not same or self._sampler(self.modules.tensors()) != self._sample:
             reason = "its weights were changed by something else: a sleep, a reload, an update"
-            self.held = change(self.held, "overwrite", reason=reason)
+            self.held, self.merger = change(self.held, "overwrite", reason=reason), None
         return self.held
+
+    def ready(self, digest: str) -> bool:
+        """Whether an update that was told under this digest can be merged onto what lies here."""
+        if self.merger is None or self.held.kind not in WEIGHTS:
+            return False
+        return digest in self.updates and not self.merger.lacks(self.updates[digest])
 
     def begin(self, reason: str) -> None:
         """A push begins to write; `reason` is why the engine is dirty until it ends."""
@@ -99,7 +116,11 @@ class Side:
     def end(self, brought: State) -> None:
         """All of a push is there: note what the weights look like."""
         self.held, self.began = change(self.held, "end", brought=brought), False
-        self.coming = self.pending = None
+        if self.coming is not None:
+            self.merger = self.coming.merger
+        if self.merger is not None:
+            self.merger.settle()
+        self.coming = self.pending = self.update = None
         self._sample = self._sampler(self.modules.tensors())
         self._kernels = self.modules.kernels()
 
@@ -108,7 +129,8 @@ class Side:
         self.loader.abort()
         if self.began or reason is not None:
             self.held = change(self.held, "break", reason=reason or "a push broke off in the middle")
-        self.coming, self.pending, self.began = None, None, False
+            self.merger = None
+        self.coming, self.pending, self.update, self.began = None, None, None, False
 
     def evicted(self) -> None:
         """The adapter is gone, the base is still what it was."""
@@ -119,6 +141,12 @@ class Side:
         self.tables[digest] = self.tables.pop(digest) if table is None else table
         for old in list(self.tables)[:-_TABLES]:
             del self.tables[old]
+
+    def keep_update(self, digest: str, said: Described) -> None:
+        """What was told of an update."""
+        self.updates[digest] = said
+        for old in list(self.updates)[:-_UPDATES]:
+            del self.updates[old]
 
     # A transfer
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from vllm import envs
 from vllm.config import set_current_vllm_config
 
-from ...stream.buckets import Slot, from_json
+from ...stream.buckets import Slot, extent, from_json
 from ..replica import ONE_ENGINE
 from ..state import State
 from ..transport import Received, introduction
@@ -26,6 +27,7 @@ from . import internals
 from .adapter import ADAPTER_ID, load_adapter, remove_adapter, unserved_modules
 from .backend import LoraMergeWeightTransferEngine
 from .loader import Examination
+from .merger import Described, Merger, Update, problems
 from .side import Coming, Side, asleep, side_of
 
 _log = logging.getLogger(__name__)
@@ -78,12 +80,17 @@ def lora_merge(worker: Any, request: str) -> str:
 
 
 def _hello(
-    worker: Any, side: Side, claim: Mapping[str, Any] | None = None, streams: Sequence[str] = ()
+    worker: Any,
+    side: Side,
+    claim: Mapping[str, Any] | None = None,
+    streams: Sequence[str] = (),
+    updates: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Who this worker is, what it holds, what it can serve. With a claim a push begins, which `end` ends.
 
     Args:
         streams: digests of tables: what `examine` says of them in brief, where they are known here.
+        updates: digests of updates: which of them can be merged onto what lies here.
     """
     import vllm
 
@@ -114,6 +121,8 @@ def _hello(
         "lacks": internals.lacks(worker),
         "state": _served(worker, side, side.state()),
         "fits": _fits(side, streams),
+        "base": "" if side.merger is None else side.merger.base,
+        "ready": [digest for digest in updates if side.ready(digest)],
     }
 
 
@@ -217,6 +226,22 @@ def _examine(worker: Any, side: Side, digest: str, table: Any = None, known: Seq
     }
 
 
+def _examine_update(worker: Any, side: Side, digest: str, base: str, said: Any = None) -> dict[str, Any]:
+    """Whether updates like this one can be merged here.
+
+    Args:
+        digest: of `said`.
+        base: digest of the table of the base, which was examined.
+        said: `Update.said`; without it, what was told before under this digest.
+    """
+    if said is not None:
+        side.keep_update(digest, Described.read(said))
+    if digest not in side.updates:
+        return {"unknown": True}
+    found = side.loader.examine(base, side.tables[base])
+    return {"problems": problems(side.updates[digest], found), "ready": side.ready(digest)}
+
+
 def _exports(worker: Any, side: Side, digest: str) -> dict[str, Any]:
     """How a trainer in another process of this host maps what an examined table fills."""
     return side.loader.examine(digest, side.tables[digest]).exports.description
@@ -240,24 +265,40 @@ def _connect(worker: Any, side: Side, channels: Mapping[str, dict[str, Any]]) ->
 # ---- a push ----------------------------------------------------------------------------------------------------------
 
 
-def _start(worker: Any, side: Side, digest: str, state: dict[str, Any], sent: bool) -> dict[str, Any]:
+def _start(
+    worker: Any, side: Side, digest: str, state: dict[str, Any], sent: bool, changed: Sequence[str] | None = None
+) -> dict[str, Any]:
     """Begin a full push; what a broken one left open is closed. From the answer on the trainer may write to the places.
 
     Args:
         digest: of an examined table.
         state: that the push brings.
         sent: whether buckets follow; else the trainer writes everything by itself.
+        changed: names of the tensors that updates will change, which are merged here onto what this push brings; None
+            where none will come.
     """
     side.abort(None)
     side.begin("a push is under way or did not end")
-    examination = side.loader.examine(digest, side.tables[digest])
+    side.merger = None
+    examination, brought = side.loader.examine(digest, side.tables[digest]), State(**state)
     side.loader.begin(examination)
-    side.coming = Coming(examination, digest, State(**state))
+    merger = None
+    if changed is not None:
+        table = side.tables[digest]
+        merger = Merger(side.loader, examination, table, brought.base, frozenset(changed), _asleep_with_weights(worker))
+    side.coming = Coming(examination, digest, brought, merger)
     if not sent:
         side.came()
     if worker.device.type == "cuda":  # nothing here reads the weights any more
         torch.cuda.synchronize(worker.device)
     return {}
+
+
+def _asleep_with_weights(worker: Any) -> Callable[[], AbstractContextManager[object]]:
+    """A context in which GPU memory is taken that sleeps and wakes with the weights."""
+    if worker.device.type != "cuda" or not worker.model_config.enable_sleep_mode:
+        return nullcontext
+    return partial(internals.CuMemAllocator.get_instance().use_memory_pool, tag="weights")
 
 
 def _receive(
@@ -273,12 +314,13 @@ def _receive(
     if side.coming is None:
         raise RuntimeError("a push has to begin before its buckets come")
     examination, table = side.coming.examination, side.tables[side.coming.digest]
+    keep = _nothing if side.coming.merger is None else side.coming.merger.keep
 
     def load(slots: Sequence[Slot], received: Received) -> None:
         if received.data is None:
             return
         if not received.placed:
-            side.loader.load(examination, received.index, slots, received.data)
+            side.loader.load(examination, received.index, slots, received.data, keep)
         seen = side.loader.arrived(examination, slots, received.data) if verify else {}
         for name, same in seen.items():
             side.arrived[name] = side.arrived.get(name, True) and same
@@ -288,6 +330,46 @@ def _receive(
         torch.cuda.current_stream(worker.device).synchronize()
     side.came()
     return {}
+
+
+def _nothing(name: str, tensor: Tensor) -> None:
+    """No base is kept."""
+
+
+def _update(worker: Any, side: Side, digest: str, scalings: list[list[float]], verify: bool) -> dict[str, Any]:
+    """Receive an update; nothing of the engine changes before `merge`.
+
+    Args:
+        digest: under which it was told.
+        scalings: of each adapter of each delta.
+    """
+    if not side.ready(digest):
+        raise RuntimeError("this worker does not hold the base that the update belongs to (any more); push again")
+    update = Update(side.updates[digest], scalings)
+
+    def keep(slots: Sequence[Slot], received: Received) -> None:
+        assert received.data is not None
+        update.data.append(received.data[: extent(slots)].clone())
+
+    side.take(update.said.table, keep, verify)
+    side.update = update
+    return {}
+
+
+def _merge(worker: Any, side: Side, state: dict[str, Any]) -> dict[str, Any]:
+    """Merge the update that has come."""
+    update, side.update = side.update, None
+    before = side.state()
+    if update is None or side.merger is None or side.merger.base != state["base"]:
+        raise RuntimeError(f"an update needs its base, and has to come before it is merged; this engine holds {before}")
+    side.begin("an update is being merged")
+    try:
+        side.merger.merge(update)
+    except BaseException as error:
+        side.abort(told(error))
+        raise
+    side.end(State(**state))
+    return _settled(worker, side, weights=True)
 
 
 def _adapter(worker: Any, side: Side, table: Any, rank: int, state: dict[str, Any], verify: bool) -> dict[str, Any]:
@@ -314,9 +396,18 @@ def _commit(worker: Any, side: Side, full: bool) -> dict[str, Any]:
         if side.pending is None:
             raise RuntimeError("a push cannot end before all of its buckets came")
         side.loader.finish()
-        if hasattr(worker.model_runner, "reset_lora_state"):  # vLLM 0.32 on
-            worker.model_runner.reset_lora_state()
         side.end(side.pending)
+    return _settled(worker, side, weights=full)
+
+
+def _settled(worker: Any, side: Side, weights: bool) -> dict[str, Any]:
+    """What the engine holds after a push; adapters are settled with it.
+
+    Args:
+        weights: whether it brought weights.
+    """
+    if weights and hasattr(worker.model_runner, "reset_lora_state"):  # vLLM 0.32 on
+        worker.model_runner.reset_lora_state()
     if worker.vllm_config.lora_config is not None and side.held.kind != "adapter":
         remove_adapter(worker.model_runner.lora_manager)
     return {"state": _served(worker, side, side.held), "elements": side.coverage}
@@ -352,6 +443,7 @@ def _note_pause(worker: Any, side: Side, paused: bool | None = None, waking: boo
 def _end(worker: Any, side: Side, owner: str, **notes: bool) -> dict[str, Any]:
     """A push is over, however it went; `notes` as in `note_pause`."""
     if side.claim.end(owner):
+        side.update = None
         _note_pause(worker, side, **notes)
     return {}
 
@@ -366,11 +458,14 @@ def _disconnect(worker: Any, side: Side, sessions: list[str]) -> dict[str, Any]:
 _OPS: dict[str, Callable[..., dict[str, Any]]] = {
     "hello": _hello,
     "examine": _examine,
+    "examine_update": _examine_update,
     "exports": _exports,
     "adapter_modules": _adapter_modules,
     "connect": _connect,
     "start": _start,
     "receive": _receive,
+    "update": _update,
+    "merge": _merge,
     "adapter": _adapter,
     "commit": _commit,
     "verified": _verified,

@@ -1,0 +1,189 @@
+"""What a push sends to whom: all merged weights; or the base where an engine lacks it, and after it an adapter, or what
+training has changed, which the engine merges by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from ..errors import PushRefused
+from ..stream.filler import Filler
+from ..stream.weights import MergedWeights
+from .fit import Fit
+from .offer import Offer, UpdateOffer
+from .replica import Replica, SyncReport, engines_of
+from .sources import Fingerprint
+from .state import State
+from .trainer import Trainer
+from .transport import Route
+from .update import Update
+from .vllm.adapter import AdapterSource
+
+MERGES = ("auto", "trainer", "engine")
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One source on its way to some replicas.
+
+    Args:
+        state: that it brings.
+        route: to engines in other processes.
+        changed: of a base: names of the tensors that updates will change, which the engines merge onto it; None where
+            none will come.
+    """
+
+    state: State
+    source: Filler | AdapterSource | Update
+    replicas: Sequence[Replica]
+    route: Route
+    changed: frozenset[str] | None = None
+
+
+class Passes:
+    """Plans the passes of a push; everything that can be checked is checked then.
+
+    Args:
+        trainer: the ranks that push.
+        weights: the stream of the model.
+        base: the stream of its base.
+        merge: who adds the adapters to the base: "trainer", "engine", or "auto": the engine where some worker runs on
+            another host than every rank of the trainer, and what is to be merged allows it.
+    """
+
+    def __init__(self, trainer: Trainer, weights: MergedWeights, base: MergedWeights, merge: str) -> None:
+        self._trainer, self._weights, self._base, self._merge = trainer, weights, base, merge
+        self._fit = Fit(trainer)
+        self._fingerprint, self._frozen = Fingerprint(), Fingerprint()
+        self._adapter, self._update = Offer(trainer, weights), UpdateOffer(trainer, weights)
+        self._who = "trainer" if merge == "auto" else merge
+        self._why = ""
+
+    def stream(self, mode: str) -> MergedWeights:
+        """The stream that a push most likely begins with."""
+        return self._weights if mode == "merged" and self._who == "trainer" else self._base
+
+    def known(self, mode: str) -> tuple[list[str], list[str]]:
+        """Digests of the tables of that stream, and of updates, that engines are asked for when they introduce
+        themselves."""
+        return self._fit.known(self.stream(mode)), self._update.known()
+
+    def broke(self, error: BaseException) -> None:
+        """A push that engines merge has failed: under "auto" the trainer merges from here on."""
+        if self._merge == "auto" and self._who == "engine":
+            self._who, self._why = "trainer", f"a push that engines merged by themselves failed: {error}"
+
+    def release(self) -> None:
+        """As `MergedWeights.release`, of all streams."""
+        for weights in (self._weights, self._base, self._update):
+            weights.release()
+
+    async def __call__(
+        self, replicas: Sequence[Replica], report: SyncReport, verify: bool, read: Filler | None
+    ) -> list[Pass]:
+        """What has to be sent to whom.
+
+        Args:
+            report: says the mode and the version; is told what was left out, and who merges.
+            verify: everything goes in buckets, too.
+            read: `stream`, where it was read in this push already.
+
+        Raises:
+            PushRefused: something does not fit; every engine is as before.
+        """
+        begun = self.stream(report.mode)
+        of_base = read if begun is self._base else None
+        if report.mode == "adapter":
+            return await self._after_base(await self._adapter(replicas), replicas, report, verify, of_base)
+        if self._in_engine(replicas):
+            try:
+                passes = await self._after_base(None, replicas, report, verify, of_base)
+                self._who = report.merge = "engine"
+                return passes
+            except PushRefused as error:
+                if self._merge == "engine":
+                    raise
+                self._why, of_base = str(error), None
+        self._who = report.merge = "trainer"
+        report.merge_why = self._why
+        filler = await self._fit(self._weights, replicas, read if begun is self._weights else None)
+        report.left_out = tuple(sorted(self._weights.left_out))
+        state = State("merged", report.version, trainer=self._trainer.name)
+        return [await self._full(state, filler, replicas, report, verify)]
+
+    def _in_engine(self, replicas: Sequence[Replica]) -> bool:
+        """Whether the engines are to merge; the same on every rank."""
+        if self._merge != "auto":
+            return self._merge == "engine"
+        workers = (worker for replica in replicas for worker in replica.workers)
+        return not self._why and any(worker["host"] not in self._trainer.hosts for worker in workers)
+
+    async def _after_base(
+        self,
+        adapter: AdapterSource | None,
+        replicas: Sequence[Replica],
+        report: SyncReport,
+        verify: bool,
+        read: Filler | None,
+    ) -> list[Pass]:
+        """What follows the base, and the base before it for the engines that hold another one, or none that they could
+        vouch for.
+
+        Args:
+            adapter: what follows; None for an update, which the engines merge.
+        """
+        if adapter is None and self._weights.rounding != "nearest":
+            raise PushRefused(
+                f"rounding={self._weights.rounding!r} is drawn where the trainer merges: engines round to nearest; "
+                'pass merge="trainer"'
+            )
+        base = await self._fit(self._base, replicas, read)
+        if adapter is None:
+            update = await self._update(self._base, base, replicas)
+            fingerprint = await self._same(lambda: self._frozen(base, update.whole_names))
+            lacks = partial(_lacks_update, fingerprint=fingerprint, digest=update.digest)
+            source: AdapterSource | Update = update
+            changed: frozenset[str] | None = update.changed
+        else:
+            fingerprint = await self._same(lambda: self._fingerprint(base))
+            lacks, source, changed = partial(_lacks_base, fingerprint=fingerprint), adapter, None
+        without = [replica for engine in engines_of(replicas) if any(map(lacks, engine)) for replica in engine]
+        report.base_sent = bool(without)
+        report.left_out = tuple(sorted(self._base.left_out)) if without else ()
+        bare, after = (
+            State(kind, report.version, fingerprint, trainer=self._trainer.name)
+            for kind in ("base", "merged" if adapter is None else "adapter")
+        )
+        passes = [Pass(after, source, replicas, Route.of_buckets(source))]
+        return [await self._full(bare, base, without, report, verify, changed), *passes] if without else passes
+
+    async def _same(self, fingerprint: Callable[[], str]) -> str:
+        """The fingerprint of the base, which is the same on every rank."""
+        found = await self._trainer.everywhere(self._trainer.blocking(fingerprint))
+        if len(set(found)) > 1:
+            raise PushRefused(f"the trainer's ranks hold different base weights; their fingerprints: {found}")
+        return found[0]
+
+    async def _full(
+        self,
+        state: State,
+        filler: Filler,
+        replicas: Sequence[Replica],
+        report: SyncReport,
+        verify: bool,
+        changed: frozenset[str] | None = None,
+    ) -> Pass:
+        """A pass of all weights: straight into the engines, where these can be mapped."""
+        found = await self._trainer.map(filler, replicas, self._fit.at)
+        report.buckets = found.why
+        return Pass(state, filler, replicas, self._trainer.route(filler, filler.digest, verify), changed)
+
+
+def _lacks_base(replica: Replica, fingerprint: str) -> bool:
+    return replica.state.kind not in ("base", "adapter") or replica.state.base != fingerprint
+
+
+def _lacks_update(replica: Replica, fingerprint: str, digest: str) -> bool:
+    """Whether some worker cannot merge an update onto what it holds."""
+    return any(worker["base"] != fingerprint or digest not in worker["ready"] for worker in replica.workers)

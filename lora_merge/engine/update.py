@@ -1,0 +1,256 @@
+"""What training has changed since the base, for engines that merge by themselves: the factors of the adapters, and the
+tensors that are trained whole.
+
+An engine that holds the base gets lora_A and lora_B as they are, the factors of DoRA's rows, and every tensor that is
+no base weight plus a product: what training changes itself (`modules_to_save`, biases), buffers, and what only the
+trainer can convert to the checkpoint's layout, merged there. Its workers add the products to their own slices with the
+kernel that the trainer would have used, so the bits are those of a merge in the trainer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from bisect import bisect_right
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import PushRefused
+from ..models.delta import Delta
+from ..models.live import live
+from ..models.operands import Operands, Turn
+from ..models.part import Part
+from ..stream.buckets import ALIGNMENT, Meta, Table, contents_of, dtype_name, extent, lay_out, to_json
+from ..stream.filler import Entry, Filler, Places
+from ..stream.weights import MergedWeights
+
+
+class Update:
+    """What training has changed since the base, as buckets: the factors first, then whole tensors.
+
+    Args:
+        adapted: the stream of the model with its adapters; its settings are those of `base`.
+        whole: the stream of the tensors that go whole; None where there are none.
+        base: the stream of the base, as it fits the engines.
+
+    Attributes:
+        said: what workers have to know to merge it, as JSON values, but for the scalings.
+        digest: of `said`.
+        changed: names of the tensors that it changes.
+        whole_names: those of them that go whole.
+
+    Raises:
+        PushRefused: only the trainer can merge this; says why.
+    """
+
+    def __init__(self, adapted: Filler, whole: Filler | None, base: Filler, bucket_bytes: int) -> None:
+        self.device, self._adapted, self.whole = adapted.device, adapted, whole
+        self.collective = self.shared = not adapted.source.ranks.alone
+        parts = adapted.source.parts
+        straight = {name: entry for name, entry in adapted.entries.items() if _by_factors(entry, parts)}
+        _check(straight, parts)
+        numbers: dict[int, int] = {}
+        deltas: list[Delta] = []
+        for entry in straight.values():
+            delta = parts[entry.sources[0]].delta
+            assert delta is not None
+            if numbers.setdefault(id(delta), len(deltas)) == len(deltas):
+                deltas.append(delta)
+        self._deltas = deltas
+        # Of tied names, or of several parts, each delta is read once.
+        self._operands = Operands(
+            [Turn(deltas, everything={delta.name for delta in deltas})], adapted.source.ranks, self.device
+        )
+        named = [slot for number, delta in enumerate(deltas) for slot in self._factors(number, delta)]
+        metas = [Meta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in named]
+        self._tensors = dict(named)
+        factors = lay_out(metas, max(bucket_bytes, ALIGNMENT)) if metas else ()
+        self._count = len(factors)
+        self.table: Table = (*factors, *(() if whole is None else whole.table))
+        self.capacity = max([extent(slots) for slots in factors] + [0 if whole is None else whole.capacity])
+        self.whole_names = frozenset(() if whole is None else whole.entries)
+        self.changed = self.whole_names.union(straight)
+        self.said: dict[str, Any] = {
+            "base": contents_of(base.table),
+            "slots": to_json(self.table),
+            "factors": self._count,
+            "deltas": [_described(delta, self._operands) for delta in deltas],
+            "tensors": [
+                [name, numbers[id(parts[entry.sources[0]].delta)], *_window(entry)] for name, entry in straight.items()
+            ],
+        }
+        self.digest = hashlib.blake2b(json.dumps(self.said).encode(), digest_size=16).hexdigest()
+
+    @property
+    def scalings(self) -> list[list[float]]:
+        """Of each adapter of each delta."""
+        return [[f.scaling for f in delta.factors] for delta in self._deltas]
+
+    def _factors(self, number: int, delta: Delta) -> Iterator[tuple[str, Tensor]]:
+        for which, f in enumerate(delta.factors):
+            yield f"{number}.{which}.lora_A", self._operands.whole(f.lora_A)
+            yield f"{number}.{which}.lora_B", self._operands.whole(f.lora_B)
+        scale = self._operands.row_scale(delta)
+        if scale is not None:
+            yield f"{number}.row_scale", scale
+
+    def fill(self, index: int, buffer: Tensor, run: Mapping[str, Any]) -> None:
+        """As `Sent.fill`."""
+        if index == 0:
+            self._operands.refresh()
+        if index >= self._count:
+            assert self.whole is not None
+            self.whole.fill(index - self._count, buffer, run)
+            return
+        slots = self.table[index]
+        torch._foreach_copy_([slot.view(buffer) for slot in slots], [self._tensors[slot.name] for slot in slots])
+
+    def straight(self, names: Container[str]) -> frozenset[int]:
+        """None: workers merge what they got."""
+        return frozenset()
+
+    def place(self, index: int, places: Places, run: Mapping[str, Any]) -> None:
+        raise NotImplementedError("an update goes in buckets")
+
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """As `Filler.passing`."""
+        with ExitStack() as stack:
+            for filler in (self._adapted, self.whole):
+                if filler is not None:
+                    stack.enter_context(filler.passing())
+            try:
+                yield
+            finally:
+                self._operands.release()
+
+
+def _by_factors(entry: Entry, parts: Mapping[str, Part]) -> bool:
+    """Whether a tensor of the stream is a box of one parameter that an adapter changes."""
+    return entry.window is not None and parts[entry.sources[0]].delta is not None
+
+
+def _check(straight: Mapping[str, Entry], parts: Mapping[str, Part]) -> None:
+    """Raise `PushRefused` where a merge in the engine would not have the bits of one in the trainer."""
+    for name, entry in straight.items():
+        dtype = parts[entry.sources[0]].shard.dtype
+        if dtype != entry.meta.dtype:
+            raise PushRefused(
+                f"{name} is {dtype} here and {entry.meta.dtype} in the engine: merged there it would be rounded twice; "
+                'start the engine with the dtype of the base, or merge here (merge="trainer")'
+            )
+
+
+def _window(entry: Entry) -> list[Any]:
+    assert entry.window is not None
+    return [list(entry.window.start), list(entry.window.size), list(entry.window.dims), list(entry.meta.shape)]
+
+
+def _described(delta: Delta, operands: Operands) -> dict[str, Any]:
+    """A delta in JSON values, without its factors."""
+    return {
+        "name": delta.name,
+        "shape": list(delta.weight.shape),
+        "dtype": dtype_name(delta.weight.dtype),
+        "experts": delta.experts,
+        "transposed": delta.transposed,
+        "adapters": len(delta.factors),
+        "row_scale": operands.row_scale(delta) is not None,
+    }
+
+
+class Updates:
+    """Makes what training changes in a model something that engines can be sent; kept while it stays what it was.
+
+    Args:
+        weights: the stream of the model.
+    """
+
+    def __init__(self, weights: MergedWeights) -> None:
+        self._adapted = MergedWeights(weights.model, bucket_bytes=weights.bucket_bytes)
+        self._whole = MergedWeights(weights.model, bucket_bytes=weights.bucket_bytes)
+        self._flags: tuple[list[nn.Parameter], list[bool]] = ([], [])
+        self._known: tuple[Filler, str, Update] | None = None
+
+    def __call__(self, weights: MergedWeights, base: Filler) -> Update:
+        """The update of the model as it is now. Collective over the ranks of the model.
+
+        Args:
+            weights: the stream of the base, with the settings with which it fits the engines.
+            base: that stream.
+
+        Raises:
+            PushRefused: only the trainer can merge this; says why.
+        """
+        for stream in (self._adapted, self._whole):
+            stream.keep_tied, stream.dtypes = weights.keep_tied, weights.dtypes
+        self._adapted.left_out = weights.left_out
+        adapted = self._adapted.filler()
+        parameters, flags = self._flags
+        moved = [p.requires_grad for p in parameters] != flags
+        known = self._known
+        whole = None if known is None or known[2].whole is None else self._whole.filler()
+        fresh = known is None or known[0] is not adapted or known[1] != base.digest or known[2].whole is not whole
+        if adapted.ranks.any(fresh or moved):
+            known = self._known = adapted, base.digest, self._made(adapted, base)
+        assert known is not None
+        return known[2]
+
+    def release(self) -> None:
+        """As `MergedWeights.release`."""
+        for stream in (self._adapted, self._whole):
+            stream.release()
+
+    def _made(self, adapted: Filler, base: Filler) -> Update:
+        parts = adapted.source.parts
+        if not any(part.delta is not None for part in parts.values()):
+            raise PushRefused(
+                'the model has no active adapter, so there is nothing to merge; push with merge="trainer"'
+            )
+        if others := adapted.entries.keys() ^ base.entries.keys():
+            raise PushRefused(
+                f"an adapter changes only one of two tied tensors ({', '.join(sorted(others))}), and the base that an "
+                'engine holds has but one: merge here (merge="trainer")'
+            )
+        for name, entry in adapted.entries.items():
+            if entry.meta != (bare := base.entries[name].meta):
+                raise PushRefused(
+                    f"{name}: {entry.meta.dtype} {list(entry.meta.shape)} with adapters, {bare.dtype} "
+                    f'{list(bare.shape)} without: merge here (merge="trainer")'
+                )
+        modules = [module for _, module in live(self._adapted.model).modules()]
+        own = {id(p): p for module in modules for p in module._parameters.values() if p is not None}
+        self._flags = list(own.values()), [p.requires_grad for p in own.values()]
+        learning = _learning(parts, [p for p in own.values() if p.requires_grad])
+        learning = frozenset().union(*adapted.ranks.gather(learning))
+        whole = frozenset(
+            name
+            for name, entry in adapted.entries.items()
+            if not _by_factors(entry, parts)
+            and (not learning.isdisjoint(entry.sources) or any(parts[source].delta for source in entry.sources))
+        )
+        self._whole.left_out = frozenset(adapted.entries) - whole | self._adapted.left_out
+        return Update(adapted, self._whole.filler() if whole else None, base, self._adapted.bucket_bytes)
+
+
+def _learning(parts: Mapping[str, Part], trained: Sequence[Tensor]) -> frozenset[str]:
+    """Names of the parts that training changes by itself: those in the memory of a parameter that requires a gradient,
+    and buffers."""
+    local = [getattr(parameter, "_local_tensor", parameter) for parameter in trained]
+    ranges = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in local if t.numel())
+    begins = [begin for begin, _ in ranges]
+
+    def inside(tensor: Tensor) -> bool:
+        at = bisect_right(begins, tensor.data_ptr()) - 1
+        return at >= 0 and tensor.data_ptr() < ranges[at][1]
+
+    return frozenset(
+        name
+        for name, part in parts.items()
+        if part.delta is None
+        and (not part.trained or any(inside(p.tensor) for p in part.shard.pieces if p.tensor.numel()))
+    )

@@ -1,0 +1,282 @@
+"""An engine that merges by itself: its worker holds the base, adds what training has changed (engine/update.py), and
+takes it off again, exactly, before the next one.
+
+Parameters that keep the layout in which they are loaded are merged where they lie, tracked (kernels/tracked.py): 2 bits
+an element bring the base back. Layers that are laid out anew after loading are made again from a copy of their base, as
+loading takes it, which is kept here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...kernels.plan import Plan
+from ...kernels.segments import Segment, copies
+from ...kernels.tracked import TrackedPlan
+from ...models.delta import Delta, Factors, Job, in_place
+from ...models.operands import Operands, Turn
+from ...shards import Piece, Shard, cut, whole
+from ...shards.ranks import Ranks
+from ...stream.buckets import Slot, Table, contents_of, dtype_of, extent, from_json
+from ...stream.window import Window
+from ..sampler import facts
+from .loader import Examination, Loader, pairs
+
+
+@dataclass(frozen=True, eq=False)
+class Described:
+    """An update as `Update.said` tells it.
+
+    Args:
+        base: digest of what is in the table of the base (`contents_of`).
+        table: of its buckets.
+        factors: how many of them hold factors; the others hold whole tensors.
+        deltas: of each what a `Delta` has beside its tensors.
+        tensors: of each tensor of the stream that a product is added to: which delta's, and its window there.
+    """
+
+    base: str
+    table: Table
+    factors: int
+    deltas: Sequence[Mapping[str, Any]]
+    tensors: Mapping[str, tuple[int, Window]]
+
+    @classmethod
+    def read(cls, said: Mapping[str, Any]) -> Described:
+        """Off the wire."""
+        tensors = {
+            name: (number, Window(tuple(start), tuple(size), tuple(dims)))
+            for name, number, start, size, dims, _ in said["tensors"]
+        }
+        return cls(said["base"], from_json(said["slots"]), said["factors"], said["deltas"], tensors)
+
+    @property
+    def whole(self) -> frozenset[str]:
+        """Names of the tensors that come whole."""
+        return frozenset(slot.name for slots in self.table[self.factors :] for slot in slots)
+
+    @property
+    def changed(self) -> frozenset[str]:
+        """Names of all tensors that it changes."""
+        return self.whole.union(self.tensors)
+
+
+@dataclass(eq=False)
+class Update:
+    """An update that comes, and is merged when all workers of the engine have it.
+
+    Args:
+        scalings: of each adapter of each delta.
+        data: its buckets.
+    """
+
+    said: Described
+    scalings: list[list[float]]
+    data: list[Tensor] = field(default_factory=list)
+
+    def whole(self) -> Iterator[tuple[Slot, Tensor]]:
+        """The slots of tensors that came whole, each with its bucket."""
+        first = self.said.factors
+        for slots, data in zip(self.said.table[first:], self.data[first:], strict=True):
+            for slot in slots:
+                yield slot, data
+
+
+class Merger:
+    """What a worker keeps to merge updates: which base lies here, and what brings it back.
+
+    Args:
+        loader: into the model.
+        examination: of the base's table.
+        table: the base's.
+        base: fingerprint of the base.
+        changed: names of the tensors that updates will change.
+        memory: a context in which memory that has to sleep with the weights is taken.
+    """
+
+    def __init__(
+        self,
+        loader: Loader,
+        examination: Examination,
+        table: Table,
+        base: str,
+        changed: frozenset[str],
+        memory: Callable[[], AbstractContextManager[object]],
+    ) -> None:
+        self._loader, self._examination, self._memory = loader, examination, memory
+        self.base, self._contents = base, contents_of(table)
+        self._needed = self._layers_of(changed)
+        self._kept: dict[str, Tensor] = {}
+        self._plan: _Products | None = None
+        self._before: Described | None = None
+        self._facts: list[Any] = []
+
+    def keep(self, name: str, tensor: Tensor) -> None:
+        """A tensor of the base that layers are made of which are laid out anew after loading."""
+        if name in self._needed:
+            self._kept[name] = tensor.clone()
+
+    def settle(self) -> None:
+        """All of the base, or of an update, is there: note where."""
+        self._facts = facts(self._loader.tensors())
+
+    def lacks(self, said: Described) -> bool:
+        """Whether this update cannot be merged onto what is kept here: the base has to come again."""
+        if said.base != self._contents or self._facts != facts(self._loader.tensors()):
+            return True
+        before = self._before
+        if before is not None and not before.whole <= said.whole:
+            return True  # their base was overwritten
+        return not self._layers_of(self._touched(said)) <= self._kept.keys() | said.whole
+
+    def _touched(self, said: Described) -> frozenset[str]:
+        """Names of the tensors that are not what they were, when this update follows the one before."""
+        return said.changed if self._before is None else said.changed | self._before.changed
+
+    def _layers_of(self, names: frozenset[str]) -> frozenset[str]:
+        """All names that the layers are made of which are laid out anew and have some of these."""
+        return frozenset().union(*(own for _, own in self._examination.layers if own & names))
+
+    def merge(self, coming: Update) -> None:
+        """Take the update before off, and merge this one.
+
+        Raises:
+            NotRestored: somebody has written to the weights.
+            torch.OutOfMemoryError: no memory for the way back.
+            After either, the weights are neither the base nor anything else.
+        """
+        plan, self._plan, touched = self._plan, None, self._touched(coming.said)
+        if plan is not None:
+            plan.tracked.unmerge()
+        if plan is not None and plan.serves(coming):
+            plan.merge(coming)
+        else:
+            plan = None  # its memory is free before the next one's is taken
+            with self._memory():
+                plan = _Products(coming, self._examination)
+                plan.merge(coming)
+        self._plan, self._before = plan, coming.said
+        self._write_whole(coming)
+        self._make_layers(coming, plan, touched)
+        self._loader.finish()
+        self.settle()
+
+    def _write_whole(self, coming: Update) -> None:
+        """What goes straight of the tensors that came whole."""
+        moved = [pair for slot, data in coming.whole() for pair in pairs(self._examination, slot, data)]
+        if moved:
+            Plan([segment for source, to in moved for segment in copies("engine", source, to)]).run()
+
+    def _make_layers(self, coming: Update, plan: _Products, touched: frozenset[str]) -> None:
+        """Layers that are laid out anew, of their base and what has changed."""
+        layers = [(layer, names) for layer, names in self._examination.layers if names & touched]
+        staged = self._layers_of(touched)
+        came: dict[str, Tensor] = {}
+        for slot, data in coming.whole():
+            if slot.name in staged:
+                if slot.name not in came:
+                    came[slot.name] = torch.empty(slot.whole, dtype=slot.dtype, device=data.device)
+                cut(came[slot.name], slot.box).copy_(slot.view(data))
+
+        def tensor(name: str) -> Tensor:
+            if name in came:
+                return came[name]
+            if name in coming.said.tensors:
+                return plan.merged(name, self._kept[name])
+            return self._kept[name].clone()
+
+        if layers:
+            self._loader.load_layers(self._examination, layers, tensor)
+
+
+class _Products:
+    """The products of one update on their way into a worker's tensors, and back.
+
+    Args:
+        coming: an update like it.
+        examination: of the base's table.
+    """
+
+    def __init__(self, coming: Update, examination: Examination) -> None:
+        said = coming.said
+        self._said, self._scalings = said, coming.scalings
+        device = coming.data[0].device if coming.data else torch.device("cpu")
+        self._memory = [
+            torch.empty(extent(slots), dtype=torch.uint8, device=device) for slots in said.table[: said.factors]
+        ]
+        self._tensors = {
+            slot.name: slot.view(data)
+            for slots, data in zip(said.table[: said.factors], self._memory, strict=True)
+            for slot in slots
+        }
+        places: dict[int, list[Piece]] = {}
+        for name, (number, window) in said.tensors.items():
+            for copy in examination.copies.get(name, ()):
+                start, _ = window.outer(copy.window.box)
+                places.setdefault(number, []).append(Piece(start, window.unfold(copy.window.unfold(copy.destination))))
+        self._deltas = [self._delta(number, places.get(number, []), device) for number in range(len(said.deltas))]
+        # Operands leave out what nobody holds; what has no place here may be part of a layer that is laid out anew.
+        here = (Piece((), torch.empty(0)),)
+        held = [replace(delta, weight=replace(delta.weight, pieces=here)) for delta in self._deltas]
+        self._operands = Operands([Turn(held)], Ranks(), device)
+        self.tracked = TrackedPlan(
+            [
+                segment
+                for number, delta in enumerate(self._deltas)
+                for job in in_place(delta)
+                for segment in self._segments(number, job)
+            ],
+            keep=True,
+        )
+
+    def serves(self, coming: Update) -> bool:
+        """Whether another update goes the same way."""
+        return coming.said is self._said and coming.scalings == self._scalings
+
+    def _delta(self, number: int, pieces: Sequence[Piece], device: torch.device) -> Delta:
+        said = self._said.deltas[number]
+        shape, dtype = tuple(said["shape"]), dtype_of(said["dtype"])
+        factors = tuple(
+            Factors(
+                whole(self._tensors[f"{number}.{which}.lora_A"]), whole(self._tensors[f"{number}.{which}.lora_B"]), by
+            )
+            for which, by in enumerate(self._scalings[number])
+        )
+        held = Shard(shape, dtype, device, tuple(pieces))
+        return Delta(said["name"], held, factors, said["experts"], said["transposed"])
+
+    def _segments(self, number: int, job: Job) -> list[Segment]:
+        scale = self._tensors[f"{number}.row_scale"] if self._said.deltas[number]["row_scale"] else None
+        return self._operands.scaled_segments(job, 0, scale)
+
+    def merge(self, coming: Update) -> None:
+        """Merge the products of an update. They come to lie here: taking them off needs them again."""
+        for to, data in zip(self._memory, coming.data, strict=False):
+            to.copy_(data)
+        self._operands.refresh()
+        self.tracked.merge()
+
+    def merged(self, name: str, base: Tensor) -> Tensor:
+        """A tensor of the stream with its product, in memory of its own."""
+        number, window = self._said.tensors[name]
+        out = torch.empty_like(base)
+        job = Job(self._deltas[number], window.start, window.unfold(base), window.unfold(out))
+        Plan(self._segments(number, job)).run()
+        return out
+
+
+def problems(said: Described, examination: Examination) -> list[str]:
+    """Why updates cannot be merged into what a dry run of their base showed, in words; none where they can."""
+    found = []
+    for name, (number, _) in said.tensors.items():
+        wanted = dtype_of(said.deltas[number]["dtype"])
+        held = {copy.destination.dtype for copy in examination.copies.get(name, ())}
+        if held - {wanted}:
+            found.append(f"{name}: {wanted} in the trainer, {held.pop()} in the engine")
+    return found
