@@ -237,6 +237,10 @@ class Trainer:
             return Direct(frozenset(), "several groups of ranks hold the model, of which one would write")
         for (r, w), rank in away.items():
             writers = trainers if source.collective else [trainers[rank]]
+            if any((trainer["device"] == "cpu") != (workers[r, w]["device"] == "cpu") for trainer in writers):
+                return Direct(
+                    frozenset(), f"worker {w} of engine {r} is on a GPU and the trainer is not, or vice versa"
+                )
             if any(trainer["host"] != workers[r, w]["host"] for trainer in writers):
                 return Direct(
                     frozenset(), f"worker {w} of engine {r} shares no memory with every rank that would write"
@@ -272,7 +276,6 @@ class Trainer:
 
         Raises:
             PushRefused: some engine cannot be reached; no channel is left open.
-            InvalidInput: no transport leads from here to some worker.
         """
         open_ = {(r.index, w): worker["session"] for r in replicas for w, worker in enumerate(r.workers)}
         enough = not sent or (self._nbytes >= nbytes and all(kind != "write" for _, kind in self._places.values()))
@@ -285,9 +288,12 @@ class Trainer:
         if not sent:
             places = {at: (rank, kind if kind == "local" else "write") for at, (rank, kind) in places.items()}
         try:
-            hosts = [
-                r.workers[w]["host"] for r in replicas for w in range(len(r.workers)) if places[r.index, w][1] == "nccl"
-            ]
+            hosts = {
+                (r.index, w): worker["host"]
+                for r in replicas
+                for w, worker in enumerate(r.workers)
+                if places[r.index, w][1] in ("nccl", "tcp")
+            }
             made = await self.everywhere(self._make_senders(places, size, device, hosts))
         except Exception:
             await self.close_channels()
@@ -319,16 +325,20 @@ class Trainer:
         self._places, self._nbytes = places, size
 
     async def _make_senders(
-        self, places: Mapping[WorkerId, tuple[int, str]], nbytes: int, device: torch.device, hosts: Sequence[str]
+        self,
+        places: Mapping[WorkerId, tuple[int, str]],
+        nbytes: int,
+        device: torch.device,
+        hosts: Mapping[WorkerId, str],
     ) -> dict[WorkerId, dict[str, Any]]:
         """This rank's ends, a sender a round, and what its workers have to know of them.
 
         Args:
-            hosts: of workers that are reached over NCCL.
+            hosts: of workers that are reached over a network.
         """
         for some in _rounds(places):
             mine = {place: places[place][1] for place in some if places[place][0] == self.world.rank}
-            sender = Sender(mine, nbytes, device, interface(hosts))
+            sender = Sender(mine, nbytes, device, interface(list(hosts.values())), hosts)
             self._rounds.append((sender, frozenset(r for r, _ in some)))
         return {place: sender.channel(*place) for sender, _ in self._rounds for place in sender.kinds}
 
