@@ -165,15 +165,18 @@ class Link:
         try:
             self._socket.sendall(data)
         except OSError as error:
-            raise TransferAborted(f"the connection to {self._other} broke: {error}") from error
+            raise self._broke(error) from error
 
     def _read(self, into: memoryview) -> None:
         try:
             _fill(self._socket, into)
-        except EOFError as error:
-            raise TransferAborted(f"{self._other} died, or left, in the middle of a push") from error
-        except OSError as error:
-            raise TransferAborted(f"the connection to {self._other} broke: {error}") from error
+        except (OSError, EOFError) as error:
+            raise self._broke(error) from error
+
+    def _broke(self, error: OSError | EOFError) -> TransferAborted:
+        if isinstance(error, (EOFError, ConnectionResetError, BrokenPipeError)):
+            return TransferAborted(f"{self._other} died, or left, in the middle of a push")
+        return TransferAborted(f"the connection to {self._other} broke: {error}")
 
 
 def digest(data: memoryview, ready: Callable[[], object] = lambda: None) -> list[Future[bytes]]:

@@ -345,6 +345,8 @@ class Inbox:
 
     def _sign(self) -> None:
         self._box[self._mine + PID] = os.getpid()
+        if self._file is not None and self._box[WORKERS + PID :: WORDS].all():
+            self._file.hide()  # all have mapped it: a crash leaves nothing behind
 
     def _prepare(self, name: str) -> None:
         """The mailbox and the buffers: the leader's own, and the others' if there are any."""
@@ -424,8 +426,6 @@ class Inbox:
         """Ask for buckets as there is room, and publish them."""
         box, before = self._box, int(self._box[FILLED])
         try:
-            if self._file is not None:
-                self._file.hide()  # a transfer takes place, so all others have mapped it
             for index, size in enumerate(sizes):
                 self._room(before if index < 2 else _mark(number, index - 1))
                 frame = Frame(Kind.TAKE, number, index)
