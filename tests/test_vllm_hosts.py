@@ -108,6 +108,11 @@ def faults(other: Other, folder: Path) -> None:
     model = models.with_lora(engines.qwen2, **DENSE)
     with serving(other, folder) as server:
         sync = VllmSync(model, server.url, bucket_bytes=1 << 17)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("VLLM_HOST_IP", "127.0.0.1")  # where the engine reaches itself
+            with pytest.raises(PushRefused, match="Set VLLM_HOST_IP where the trainer runs"):
+                sync.push()
+        assert sync.states()[0].kind == "nothing"
         sync.push()
         check(server, model)
 

@@ -121,17 +121,18 @@ class Outbox:
         Raises:
             TransferAborted: a worker did not.
         """
-        with self._changed:
-            while lacking := [place for place, member in self._members.items() if member.link is None or member.lost]:
-                ended = gone()
-                # Asked first: a worker comes before its control call ends.
+        while True:
+            ended = gone()  # asked first: a worker comes before its control call ends
+            with self._changed:
+                lacking = [place for place, member in self._members.items() if member.link is None]
+                left = [place for place, member in self._members.items() if member.lost]
+                if not lacking and not left:
+                    break
+                for r, w in left:
+                    raise TransferAborted(f"worker {w} of engine {r} connected, and left again")
                 for r, w in lacking:
-                    if r in ended and self._members[r, w].link is None:
-                        raise TransferAborted(
-                            f"worker {w} of engine {r} did not connect: its control call ended before"
-                        )
-                    if self._members[r, w].lost:
-                        raise TransferAborted(f"worker {w} of engine {r} connected, and left again")
+                    if r in ended:
+                        raise TransferAborted(f"worker {w} of engine {r} did not connect: its control call ended")
                 self._changed.wait(CHECK_S)
         self._shut()
 
@@ -275,7 +276,7 @@ class Outbox:
             raise TransferAborted("a worker asks for a bucket whose turn it is not")
         self._until(lambda: over() or asked.bucket in self._filled, link)
         with self._changed:
-            bucket = None if over() else self._filled[asked.bucket]
+            bucket = None if over() else self._filled.get(asked.bucket)
         if bucket is None:
             link.send(asked._replace(kind=Kind.ABORT))
             return

@@ -314,11 +314,12 @@ class Trainer:
         errors, failure = await together(
             [r.handle for r in own], calls, join, ended=lambda i: ended.add(own[i].index), stop=self._stop
         )
-        failed = next((told(error) for error in (failure, *errors) if error is not None), "")
+        # An engine's own error comes first: this rank's is often no more than that nobody came.
+        failed = next((told(error) for error in (*errors, failure) if error is not None), "")
         failures = [text for text in await self.gather(failed) if text]
         if failures:
             await self.close_channels()
-            raise PushRefused(f"no channel to the engine: {failures[0]}")
+            raise PushRefused(f"no channel to the engine: {'; '.join(dict.fromkeys(failures))}")
         for sender, _ in self._rounds:
             sender.opened()
         self._sessions = {place: channel["session"] for place, channel in channels.items()}
