@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import socket
 import threading
 import time
@@ -490,6 +491,24 @@ def test_the_kernel_watches_both_ends() -> None:
         assert option(socket.IPPROTO_TCP, socket.TCP_NODELAY)
     ours.close()
     assert worker.end() == "" or "Aborted" in worker.error
+
+
+def test_descriptors_above_1023_are_as_good() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limits[1] != resource.RLIM_INFINITY and limits[1] < 1200:
+        pytest.skip("this machine gives no process so many")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limits[0], 1200), limits[1]))
+    held = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
+    try:
+        ours = one()
+        worker = Taking(ours.channel(0, 0), pause=0.05)
+        push(ours, worker)
+        assert (worker.end(), worker.seen) == ("", ALL)
+        ours.close()
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_a_large_bucket_is_digested_in_pieces() -> None:

@@ -139,7 +139,9 @@ class Link:
     def look(self) -> None:
         """Raise `TransferAborted` where the other side is gone, of which nothing is awaited at the moment."""
         try:
-            heard = select.select([self._socket], [], [], 0)[0]
+            asked = select.poll()  # `select` takes no descriptor above 1023
+            asked.register(self._socket, select.POLLIN)
+            heard = asked.poll(0)
         except (OSError, ValueError) as error:
             raise TransferAborted(f"the connection to {self._other} was closed") from error
         if heard:
