@@ -152,6 +152,10 @@ def needs(count: int) -> Any:
 KINDS = [
     pytest.param(("shm", "cpu", "cpu"), id="shm"),
     pytest.param(("nccl", "cpu", "cpu"), id="nccl, gloo in its place"),
+    pytest.param(("tcp", "cpu", "cpu"), id="tcp"),
+    pytest.param(("tcp", "cuda:0", "cuda:0"), id="tcp, GPUs", marks=pytest.mark.gpu),
+    pytest.param(("tcp", "cpu", "cuda:0"), id="tcp, to a GPU", marks=pytest.mark.gpu),
+    pytest.param(("tcp", "cuda:0", "cpu"), id="tcp, from a GPU", marks=pytest.mark.gpu),
     pytest.param(("ipc", "cuda:0", "cuda:0"), id="ipc", marks=pytest.mark.gpu),
     pytest.param(("nccl", "cuda:0", "cuda:1"), id="nccl", marks=[pytest.mark.gpu, needs(2)]),
 ]
@@ -242,11 +246,17 @@ def channels(kind: str, device: str) -> dict[tuple[int, int], str]:
     return dict.fromkeys(places, kind)
 
 
+def sender(name: str, here: str, there: str) -> Sender:
+    """A trainer's end. Over sockets all workers are on one host."""
+    places = channels(name, there)
+    return Sender(places, NBYTES, torch.device(here), hosts=dict.fromkeys(places, "there"))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_buckets_arrive_transfer_after_transfer(kind: tuple[str, str, str]) -> None:
     """And a replica that takes no part in one of them takes part in the next."""
     name, here, there = kind
-    ours = Sender(channels(name, there), NBYTES, torch.device(here))
+    ours = sender(name, here, there)
     workers = Workers(ours, there, transfers=2)
     ours.connect()
     replicas = {r for r, _ in ours.kinds}
@@ -266,7 +276,7 @@ def test_buckets_arrive_transfer_after_transfer(kind: tuple[str, str, str]) -> N
 @pytest.mark.parametrize("at", [-1, 3], ids=["before", "in the middle"])
 def test_a_worker_that_fails_holds_nobody_up(kind: tuple[str, str, str], how: str, at: int) -> None:
     name, here, there = kind
-    ours = Sender(channels(name, there), NBYTES, torch.device(here))
+    ours = sender(name, here, there)
     wrong = max(place for place in ours.kinds if place[0] == 0)
     workers = Workers(ours, there, wrong=wrong, at=at, how=how)
     ours.connect()
@@ -291,7 +301,7 @@ def test_a_worker_that_fails_holds_nobody_up(kind: tuple[str, str, str], how: st
 @pytest.mark.parametrize("at", [0, 4])
 def test_a_trainer_that_breaks_tells_its_workers(kind: tuple[str, str, str], at: int) -> None:
     name, here, there = kind
-    ours = Sender(channels(name, there), NBYTES, torch.device(here))
+    ours = sender(name, here, there)
     workers = Workers(ours, there)
     ours.connect()
     ours.begin(source := Counting(torch.device(here), at, fail))
@@ -843,20 +853,23 @@ def test_ends_are_matched_by_host_process_and_uuid(
 
 
 @pytest.mark.parametrize(
-    ("trainers", "workers", "word"),
+    ("trainers", "workers", "wanted"),
     [
-        (CPUS, [[at("a", 7, "gpu-1")]], "no transport from weights on cpu to worker 0 of engine 0 on gpu-1"),
-        (TRAINERS, [[at("a", 7, "cpu")]], "no transport"),
-        (CPUS, [[at("c", 7, "cpu")]], "other host"),
-        (TRAINERS, [[], [at("a2", 7, "gpu-1")]], "worker 0 of engine 1 and trainer rank 0 are on one GPU"),
-        (TRAINERS, [[at("c", 7, "gpu-5"), at("c", 8, "gpu-5")]], "worker 1 of engine 0 and worker 0 are on one GPU"),
+        (CPUS, [[at("a", 7, "gpu-1")]], [[(0, "tcp")]]),
+        (TRAINERS, [[at("a", 7, "cpu")]], [[(0, "tcp")]]),
+        (TRAINERS, [[at("b", 7, "cpu")]], [[(2, "tcp")]]),  # the rank of its host
+        (CPUS, [[at("c", 7, "cpu"), at("a", 7, "cpu")]], [[(0, "tcp"), (0, "shm")]]),
+        # One GPU in two containers: an NCCL group takes each GPU once.
+        (TRAINERS, [[], [at("a2", 7, "gpu-1")]], [[], [(0, "tcp")]]),
+        (TRAINERS, [[at("c", 7, "gpu-5"), at("c", 8, "gpu-5")]], [[(0, "nccl"), (0, "tcp")]]),
+        (TRAINERS, [[at("c", 7, "gpu-5")], [at("c", 8, "gpu-5")]], [[(0, "nccl")], [(0, "nccl")]]),
     ],
 )
-def test_what_cannot_be_connected_is_refused(
-    trainers: list[dict[str, Any]], workers: list[list[dict[str, Any]]], word: str
+def test_what_shares_neither_memory_nor_a_group_is_reached_over_a_socket(
+    trainers: list[dict[str, Any]], workers: list[list[dict[str, Any]]], wanted: list[list[tuple[int, str]]]
 ) -> None:
-    with pytest.raises(InvalidInput, match=word):
-        assign(trainers, workers)
+    found = assign(trainers, workers)
+    assert found == {(r, w): place for r, replica in enumerate(wanted) for w, place in enumerate(replica)}
 
 
 def test_only_buffers_of_ours_are_opened() -> None:

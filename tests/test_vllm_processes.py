@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,16 +113,29 @@ def serve_damaged(sender: Sender, source: Any, run: Any, gone: Any, route: Any =
 
 
 class Server:
-    """A real `vllm serve` on this machine."""
+    """A real `vllm serve` on this machine.
 
-    def __init__(self, folder: Path, log: Path, *flags: str, tokenizer: bool = False) -> None:
+    Args:
+        elsewhere: the command that runs it on another host.
+        host: address at which it listens.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        log: Path,
+        *flags: str,
+        tokenizer: bool = False,
+        elsewhere: Sequence[str] = (),
+        host: str = "127.0.0.1",
+    ) -> None:
         self.reserved = socket.socket()  # stays bound, so that nobody else is given the port; vLLM shares it
         self.reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.reserved.bind(("127.0.0.1", 0))
         self.port = self.reserved.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--port"]
-        command += [str(self.port), "--host", "127.0.0.1", "--enforce-eager", *flags]
+        self.url = f"http://{host}:{self.port}"
+        command = [*elsewhere, sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
+        command += ["--port", str(self.port), "--host", host, "--enforce-eager", *flags]
         command += [] if tokenizer else ["--skip-tokenizer-init"]
         command += ["--load-format", "dummy", "--max-model-len", "64", "--dtype", "float32", "--enable-scale-out"]
         command += ["--weight-transfer-config", json.dumps({"backend": "lora_merge"}), "--max-num-seqs", "8"]

@@ -34,7 +34,7 @@ class SharedMemory:
     """
 
     def __init__(self, name: str, nbytes: int, *, create: bool = False) -> None:
-        self.path = str(SHARED / f"{_PREFIX}{name}") if create else _checked(name)
+        self.path = _checked(shared_path(name) if create else name)
         if create:
             descriptor = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
             weakref.finalize(self, _unlink, self.path)
@@ -209,6 +209,11 @@ def _cuda_runtime() -> Any:
             return ctypes.CDLL(line.split()[-1])
     major = (torch.version.cuda or "").partition(".")[0]
     return ctypes.CDLL(f"libcudart.so.{major}")
+
+
+def shared_path(name: str) -> str:
+    """Where the file of a name is."""
+    return str(SHARED / f"{_PREFIX}{name}")
 
 
 def _checked(path: str) -> str:

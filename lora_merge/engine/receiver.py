@@ -14,6 +14,7 @@ from ..stream.filler import Places
 from .memory import CudaMemory, SharedMemory
 from .nccl import Group
 from .sender import SENDERS
+from .sockets import Inbox
 from .store import reach_store
 from .transport import ABORTED, BUCKETS_TOGETHER, DONE, FILLED, LEFT, PID, Received, hands_over
 from .waiting import TransferAborted, alive, until
@@ -35,6 +36,7 @@ class Receiver:
         self.session, self.kind = channel["session"], channel["kind"]
         self._nbytes, self._device = channel["nbytes"], device
         self._group: Group | None = None
+        self._inbox: Inbox | None = None
         self._memory: CudaMemory | None = None
         self._box: Any = None
         self._buffers: list[Tensor] = []
@@ -47,6 +49,8 @@ class Receiver:
         elif self.kind == "ipc":
             self._memory = CudaMemory(2 * self._nbytes, device, base64.b64decode(channel["handle"]))
             self._buffers = list(self._memory.tensor.split(self._nbytes))
+        elif self.kind == "tcp":
+            self._inbox = Inbox(channel, self._nbytes, device)
         elif self.kind == "nccl":
             store = reach_store(channel["store"])
             self._group = Group(store, channel["group"], channel["rank"], channel["world"], device)
@@ -83,7 +87,10 @@ class Receiver:
                 yield from sender.pull(places or Places({}), compare)
             else:
                 every = list(sizes.values())
-                came = self._mapped(len(every)) if self._group is None else self._broadcast(self._group, every)
+                if self._inbox is not None:
+                    came = self._inbox.take(every)
+                else:
+                    came = self._mapped(len(every)) if self._group is None else self._broadcast(self._group, every)
                 for index, data in zip(sizes, came, strict=True):
                     yield Received(index, data, index in placed)
         except BaseException:
@@ -96,6 +103,8 @@ class Receiver:
             self._box[self._at + LEFT] = 1
         if self._group is not None:
             self._group.leave("a worker of the engine failed in the middle of a push")
+        if self._inbox is not None:
+            self._inbox.leave()
 
     def _mapped(self, count: int) -> Iterator[Tensor]:
         box = self._box
@@ -133,6 +142,9 @@ class Receiver:
         """Let go of the other side's memory."""
         if self._group is not None:
             self._group.close()
+        if self._inbox is not None:
+            self._inbox.close()
+            self._inbox = None
         self._buffers, self._box, self._group = [], None, None
         if self._memory is not None:
             self._memory.close()

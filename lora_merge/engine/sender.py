@@ -20,6 +20,7 @@ from ..stream.buckets import extent
 from ..stream.filler import Places, Sent
 from .memory import CudaMemory, SharedMemory
 from .nccl import Done, Group
+from .sockets import Outbox
 from .store import serve_store
 from .transport import (
     ABORTED,
@@ -49,14 +50,21 @@ class Sender:
         channels: the transport to each of these workers; may be empty.
         nbytes: of one buffer.
         device: of the training weights.
-        address: at which NCCL groups are arranged: see `store.interface`.
+        address: at which NCCL groups are arranged, and workers connect: see `store.interface`.
+        hosts: of workers that are reached over sockets: those of an engine on one host take each bucket from one of
+            them. Without it each has a host to itself.
 
     Raises:
         InvalidInput: there is not enough shared memory.
     """
 
     def __init__(
-        self, channels: Mapping[WorkerId, str], nbytes: int, device: torch.device, address: str = "127.0.0.1"
+        self,
+        channels: Mapping[WorkerId, str],
+        nbytes: int,
+        device: torch.device,
+        address: str = "127.0.0.1",
+        hosts: Mapping[WorkerId, str] | None = None,
     ) -> None:
         self.session = secrets.token_hex(8)
         self.kinds, self.nbytes, self.device = dict(channels), nbytes, device
@@ -83,6 +91,11 @@ class Sender:
         if members:
             self._store = serve_store(address)
             self._groups = {r: Group(self._store, str(r), 0, len(ws) + 1, device) for r, ws in members.items()}
+        over_sockets = {at: (hosts or {}).get(at, str(at)) for at, kind in channels.items() if kind == "tcp"}
+        self.outbox: Outbox | None = None
+        if over_sockets:
+            self.outbox = Outbox(address, over_sockets, nbytes, device)
+            weakref.finalize(self, self.outbox.close)
         self._sent: dict[int, list[Done | None]] = {}
         self._begun = 0
         self._offered: Generator[Received, None, None] | None = None
@@ -99,7 +112,7 @@ class Sender:
         if "ipc" in kinds:
             self._memory = CudaMemory(2 * self.nbytes, self.device)
             return list(self._memory.tensor.split(self.nbytes))
-        if "nccl" in kinds:
+        if kinds & {"nccl", "tcp"}:
             return self._plain_buffers()
         return []  # made for what cannot be placed
 
@@ -122,10 +135,13 @@ class Sender:
             world = 1 + sum(r == replica for r, _ in self._nccl_ranks)
             channel |= {"store": self._store.channel(), "group": str(replica)}
             channel |= {"rank": self._nccl_ranks[place], "world": world}
+        elif kind == "tcp":
+            assert self.outbox is not None
+            channel |= self.outbox.channel(place)
         return channel
 
     def connect(self, gone: Callable[[], set[int]] = nobody) -> None:
-        """Join the NCCL groups; the workers do so in their `init_weight_transfer_engine` at the same time.
+        """Join the NCCL groups, and wait for workers that connect; they do both in control calls at the same time.
 
         Args:
             gone: replicas whose `init_weight_transfer_engine` has ended.
@@ -136,6 +152,8 @@ class Sender:
         try:
             for replica, group in self._groups.items():
                 group.open(_among(gone, replica))
+            if self.outbox is not None:
+                self.outbox.connect(gone)
         except BaseException:
             self.abort("another engine could not be connected")
             raise
@@ -164,6 +182,8 @@ class Sender:
                 self._box[WORKERS + word :: WORDS] = 0
         for group in self._groups.values():
             group.announce()
+        if self.outbox is not None:
+            self.outbox.announce()
 
     def serve(
         self,
@@ -236,6 +256,8 @@ class Sender:
             self._box[ABORTED] = 1
         for group in self._groups.values():
             group.leave(reason)
+        if self.outbox is not None:
+            self.outbox.abort()
 
     def close(self) -> None:
         """Give everything back; workers close their ends when they shut down, connect anew or are told to."""
@@ -243,6 +265,9 @@ class Sender:
         self.opened()
         for group in self._groups.values():
             group.close()
+        if self.outbox is not None:
+            self.outbox.close()
+            self.outbox = None
         self._offered, self._source, self._sent = None, None, {}
         if self._ahead.stream is not None:
             torch.cuda.synchronize(self.device)
@@ -287,6 +312,8 @@ class Sender:
             yield from self._ahead(free, make, count)
             for replica, sent in self._sent.items():
                 self._groups[replica].wait(sent[-1])
+            if self.outbox is not None and turns:
+                self.outbox.wait(len(turns) - 1, gone, lambda: self._stopped)
         except BaseException:
             self.abort()
             if source.collective:
@@ -306,6 +333,8 @@ class Sender:
         for replica, sent in self._sent.items():
             data = self._buffer(turn)[: extent(source.table[index])]
             sent.append(self._groups[replica].broadcast(data))
+        if self.outbox is not None:
+            self.outbox.hand(turn, self._buffer(turn)[: extent(source.table[index])])
         if self._box is not None and hands_over(turn, self._together, count):
             if self._ahead.stream is not None:
                 self._ahead.stream.synchronize()
@@ -330,6 +359,8 @@ class Sender:
             return
         for replica, sent in self._sent.items():
             self._groups[replica].wait(sent[turn])
+        if self.outbox is not None:
+            self.outbox.wait(turn, gone, lambda: self._stopped)
         if self._box is None:
             return
         box = self._box

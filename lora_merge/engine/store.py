@@ -80,6 +80,28 @@ class Store:
         return hmac.digest(self._secret, key.encode() + b"\0" + data, "sha256")
 
 
+def listen(address: str) -> socket.socket:
+    """A socket that listens at a free port of one interface.
+
+    Args:
+        address: of that interface.
+
+    Raises:
+        InvalidInput: this machine has no such address.
+    """
+    listening = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    try:
+        listening.bind((address, 0))
+    except OSError as error:
+        listening.close()
+        raise InvalidInput(
+            f"the trainer cannot listen at {address}, where vLLM says that this machine is reached: {error}. Set "
+            "VLLM_HOST_IP to the address of the interface that the engine's workers reach"
+        ) from error
+    listening.listen(1024)
+    return listening
+
+
 def serve_store(address: str) -> Store:
     """A store in this process, at a free port of one interface.
 
@@ -89,16 +111,7 @@ def serve_store(address: str) -> Store:
     Raises:
         InvalidInput: this machine has no such address.
     """
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family) as listening:
-        try:
-            listening.bind((address, 0))
-        except OSError as error:
-            raise InvalidInput(
-                f"the trainer cannot listen at {address}, where vLLM says that this machine is reached: {error}. Set "
-                "VLLM_HOST_IP to the address of the interface that the engine's workers reach"
-            ) from error
-        listening.listen(1024)
+    with listen(address) as listening:
         port = listening.getsockname()[1]
         plain = TCPStore(  # takes the socket over
             address, port, is_master=True, wait_for_workers=False, timeout=TIMEOUT, master_listen_fd=listening.detach()

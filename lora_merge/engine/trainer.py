@@ -239,6 +239,10 @@ class Trainer:
             return Direct(frozenset(), "several groups of ranks hold the model, of which one would write")
         for (r, w), rank in away.items():
             writers = trainers if source.collective else [trainers[rank]]
+            if any((trainer["device"] == "cpu") != (workers[r, w]["device"] == "cpu") for trainer in writers):
+                return Direct(
+                    frozenset(), f"worker {w} of engine {r} is on a GPU and the trainer is not, or vice versa"
+                )
             if any(trainer["host"] != workers[r, w]["host"] for trainer in writers):
                 return Direct(
                     frozenset(), f"worker {w} of engine {r} shares no memory with every rank that would write"
@@ -274,7 +278,6 @@ class Trainer:
 
         Raises:
             PushRefused: some engine cannot be reached; no channel is left open.
-            InvalidInput: no transport leads from here to some worker.
         """
         open_ = {(r.index, w): worker["session"] for r in replicas for w, worker in enumerate(r.workers)}
         enough = not sent or (self._nbytes >= nbytes and all(kind != "write" for _, kind in self._places.values()))
@@ -287,9 +290,12 @@ class Trainer:
         if not sent:
             places = {at: (rank, kind if kind == "local" else "write") for at, (rank, kind) in places.items()}
         try:
-            hosts = [
-                r.workers[w]["host"] for r in replicas for w in range(len(r.workers)) if places[r.index, w][1] == "nccl"
-            ]
+            hosts = {
+                (r.index, w): worker["host"]
+                for r in replicas
+                for w, worker in enumerate(r.workers)
+                if places[r.index, w][1] in ("nccl", "tcp")
+            }
             made = await self.everywhere(self._make_senders(places, size, device, hosts))
         except Exception:
             await self.close_channels()
@@ -310,27 +316,32 @@ class Trainer:
         errors, failure = await together(
             [r.handle for r in own], calls, join, ended=lambda i: ended.add(own[i].index), stop=self._stop
         )
-        failed = next((told(error) for error in (failure, *errors) if error is not None), "")
+        # An engine's own error comes first: this rank's is often no more than that nobody came.
+        failed = next((told(error) for error in (*errors, failure) if error is not None), "")
         failures = [text for text in await self.gather(failed) if text]
         if failures:
             await self.close_channels()
-            raise PushRefused(f"no channel to the engine: {failures[0]}")
+            raise PushRefused(f"no channel to the engine: {'; '.join(dict.fromkeys(failures))}")
         for sender, _ in self._rounds:
             sender.opened()
         self._sessions = {place: channel["session"] for place, channel in channels.items()}
         self._places, self._nbytes = places, size
 
     async def _make_senders(
-        self, places: Mapping[WorkerId, tuple[int, str]], nbytes: int, device: torch.device, hosts: Sequence[str]
+        self,
+        places: Mapping[WorkerId, tuple[int, str]],
+        nbytes: int,
+        device: torch.device,
+        hosts: Mapping[WorkerId, str],
     ) -> dict[WorkerId, dict[str, Any]]:
         """This rank's ends, a sender a round, and what its workers have to know of them.
 
         Args:
-            hosts: of workers that are reached over NCCL.
+            hosts: of workers that are reached over a network.
         """
         for some in _rounds(places):
             mine = {place: places[place][1] for place in some if places[place][0] == self.world.rank}
-            sender = Sender(mine, nbytes, device, interface(hosts))
+            sender = Sender(mine, nbytes, device, interface(list(hosts.values())), hosts)
             self._rounds.append((sender, frozenset(r for r, _ in some)))
         return {place: sender.channel(*place) for sender, _ in self._rounds for place in sender.kinds}
 

@@ -7,10 +7,12 @@
 | shm | CPU, same host | two buffers in POSIX shared memory |
 | ipc | same GPU, other process | two buffers of a cudaMalloc of their own, opened by the worker |
 | nccl | other GPUs | one broadcast a bucket, from trainer rank 0 to the workers of a replica |
+| tcp | all else | over a socket to one worker a host, from there in shared memory to the others (sockets.py) |
 
 Every trainer rank fills every bucket (that may take all of them) and hands it to the workers assigned to it; it fills a
 buffer while workers load the other one. Who may touch which is settled in a mailbox, a small piece of shared memory:
-the trainer counts buckets filled, each worker counts buckets done with. Over NCCL the broadcast is the hand-over.
+the trainer counts buckets filled, each worker counts buckets done with. Over NCCL the broadcast is the hand-over; over
+sockets workers ask.
 
 Processes of one GPU take turns at it, and half as many buckets of twice the size took 0.4 ms less for each one saved
 (H200): there both buffers change hands together.
@@ -26,7 +28,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import InvalidInput
 from ..stream.filler import Places, Sent
 from .waiting import host_id
 
@@ -108,32 +109,22 @@ def assign(
     Args:
         trainers: the `introduction` of every trainer rank.
         workers: for each replica those of its workers, in rank order.
-
-    Raises:
-        InvalidInput: nothing connects a worker to the trainer.
     """
     places = {
-        (r, w): _serving(trainers, worker, f"worker {w} of engine {r}")
-        for r, replica in enumerate(workers)
-        for w, worker in enumerate(replica)
+        (r, w): _serving(trainers, worker) for r, replica in enumerate(workers) for w, worker in enumerate(replica)
     }
     for r, replica in enumerate(workers):
-        # NCCL takes every GPU once in a group.
-        members = {trainers[0]["device"]: "trainer rank 0"}
+        # NCCL takes every GPU once in a group: whoever shares one, and no memory with its process, is left out of it.
+        members = {trainers[0]["device"]}
         for w, worker in enumerate(replica):
-            if places[r, w][1] != "nccl":
-                continue
-            other = members.setdefault(worker["device"], f"worker {w}")
-            if other != f"worker {w}":
-                raise InvalidInput(
-                    f"worker {w} of engine {r} and {other} are on one GPU ({worker['device']}) but share no memory, "
-                    "and an NCCL group cannot hold two ranks of one GPU: run both on one host with a common /dev/shm "
-                    "and common process ids (containers: --ipc and --pid), or on different GPUs"
-                )
+            if places[r, w][1] == "nccl" and worker["device"] in members:
+                places[r, w] = _nearest(trainers, worker), "tcp"
+            elif places[r, w][1] == "nccl":
+                members.add(worker["device"])
     return places
 
 
-def _serving(trainers: Sequence[Mapping[str, Any]], worker: Mapping[str, Any], what: str) -> tuple[int, str]:
+def _serving(trainers: Sequence[Mapping[str, Any]], worker: Mapping[str, Any]) -> tuple[int, str]:
     near = [(rank, trainer) for rank, trainer in enumerate(trainers) if trainer["host"] == worker["host"]]
     for rank, trainer in near:
         if trainer["pid"] == worker["pid"]:
@@ -142,9 +133,9 @@ def _serving(trainers: Sequence[Mapping[str, Any]], worker: Mapping[str, Any], w
         if trainer["device"] == worker["device"]:
             return rank, "shm" if worker["device"] == "cpu" else "ipc"
     if "cpu" in (trainers[0]["device"], worker["device"]):
-        raise InvalidInput(
-            f"no transport from weights on {trainers[0]['device']} to {what} on {worker['device']} "
-            f"({'same' if near else 'other'} host): put the training weights on GPUs, or CPU workers and a trainer "
-            "rank on one host"
-        )
+        return _nearest(trainers, worker), "tcp"
     return 0, "nccl"
+
+
+def _nearest(trainers: Sequence[Mapping[str, Any]], worker: Mapping[str, Any]) -> int:
+    return next((rank for rank, trainer in enumerate(trainers) if trainer["host"] == worker["host"]), 0)

@@ -20,6 +20,7 @@ import torch
 
 from ...errors import InvalidInput, PushRefused
 from ..waiting import CHECK_S, alive
+from .web import send
 
 _T = TypeVar("_T")
 TIMEOUT_S = 600
@@ -252,8 +253,7 @@ class HttpControl(Control):
 
     def _send(self, request: urllib.request.Request) -> dict[str, Any]:
         try:
-            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
-                text = response.read()
+            text = send(request, TIMEOUT_S)
         except urllib.error.HTTPError as error:
             detail = error.read().decode(errors="replace")[:2000]
             if error.code == 404:
