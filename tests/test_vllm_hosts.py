@@ -25,6 +25,7 @@ from lora_merge import LoraMergeError, PushFailed, PushRefused, VllmSync
 from lora_merge.engine import links
 from lora_merge.engine.claim import SILENT_S
 from lora_merge.engine.sender import Sender
+from lora_merge.engine.update import Update
 from lora_merge.engine.vllm.control import drive
 from lora_merge.engine.waiting import host_id
 from lora_merge.stream.filler import Filler
@@ -36,7 +37,7 @@ SOON_S = 4 * links.SILENT_S
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_pushes_to_another_host(workers: int, tmp_path: Path) -> None:
-    """Every bucket crosses once, however many workers take it there."""
+    """Every bucket crosses once, however many workers take it there; where the engine merges, adapters alone do."""
     run_on_two(two_workers if workers == 2 else one_worker, tmp_path, 400)
 
 
@@ -59,19 +60,23 @@ def two_workers(other: Other, folder: Path) -> None:
 
 def pushes(server: Server, count: int, beside: Callable[[], Any]) -> None:
     model = models.with_lora(engines.qwen2, **DENSE)
-    sync = VllmSync(model, server.url, bucket_bytes=1 << 17)
-    with beside():  # here the trainer listens
-        sync.push()
-    check(server, model)
-    for step in range(2):
-        train(model, step)
-        before = hosts.sent()
-        report = sync.push(verify=step == 1)
-        went = hosts.sent() - before
-        assert report.transports == ("tcp",), report
-        # Headers of packets (52 of at least 1448 bytes each), calls over HTTP, acknowledgements.
-        assert report.nbytes < went < 1.1 * report.nbytes + 100_000, (step, went, report.nbytes)
+    for merge in ("trainer", "auto"):
+        sync = VllmSync(model, server.url, merge=merge, bucket_bytes=1 << 17)
+        with beside():  # here the trainer listens
+            assert sync.push().base_sent == (merge == "auto")
         check(server, model)
+        for step in range(2):
+            train(model, step, size=0.02)
+            before = hosts.sent()
+            report = sync.push(verify=step == 1)
+            went = hosts.sent() - before
+            assert report.transports == ("tcp",), report
+            assert (report.merge, report.base_sent) == ("trainer" if merge == "trainer" else "engine", False), report
+            # Headers of packets (52 of at least 1448 bytes each), calls over HTTP, acknowledgements.
+            assert report.nbytes < went < 1.1 * report.nbytes + 100_000, (merge, step, went, report.nbytes)
+            check(server, model)
+        if merge == "trainer":
+            sync.close()
     workers = drive(sync._trainer.controls[0].rpc("hello"))
     assert len(workers) == count
     assert not {worker["host"] for worker in workers} & {host_id()}
@@ -107,7 +112,7 @@ def check(server: Server, model: Any) -> None:
 def faults(other: Other, folder: Path) -> None:
     model = models.with_lora(engines.qwen2, **DENSE)
     with serving(other, folder) as server:
-        sync = VllmSync(model, server.url, bucket_bytes=1 << 17)
+        sync = VllmSync(model, server.url, merge="trainer", bucket_bytes=1 << 17)
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("VLLM_HOST_IP", "127.0.0.1")  # where the engine reaches itself
             with pytest.raises(PushRefused, match="Set VLLM_HOST_IP where the trainer runs"):
@@ -155,11 +160,36 @@ def faults(other: Other, folder: Path) -> None:
         time.sleep(SILENT_S + 1)
         heals(sync, server, model)
 
+        with contextlib.closing(VllmSync(model, server.url, bucket_bytes=1 << 17)) as alone:
+            cut_while_adapters_cross(other, alone, server, model)
+        sync.push()
         failing(lambda: os.killpg(server.process.pid, signal.SIGKILL), "engine 0 is dirty")
         began = time.monotonic()
         sync.close()
         assert time.monotonic() - began < SOON_S
     assert not [t for t in threading.enumerate() if "_meet" in t.name or "_accept" in t.name]
+
+
+def cut_while_adapters_cross(other: Other, sync: VllmSync, server: Server, model: Any) -> None:
+    """Nothing of the engine has changed by then; the next push says where it goes on."""
+    assert sync.push().merge == "engine"
+    check(server, model)
+    (before,), fill = sync.states(), Update.fill
+    train(model, size=0.02)
+
+    def filling(self: Update, *args: Any) -> None:
+        other.cut()
+        fill(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Update, "fill", filling)
+        with pytest.raises(LoraMergeError):
+            sync.push()
+    other.plug()
+    assert sync.states() == [before]
+    report = sync.push()
+    assert not report.base_sent, report
+    check(server, model)
 
 
 def heals(sync: VllmSync, server: Server, model: Any) -> None:
