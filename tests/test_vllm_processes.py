@@ -256,7 +256,7 @@ def push_and_die(url: str) -> None:
         fill(self, index, *args)
 
     Filler.fill = broken  # type: ignore[method-assign]
-    VllmSync(models.with_lora(engines.qwen2, **DENSE), url, bucket_bytes=1 << 16).push()
+    VllmSync(models.with_lora(engines.qwen2, **DENSE), url, merge="trainer", bucket_bytes=1 << 16).push()
 
 
 def test_a_trainer_killed_in_the_middle_of_a_push(servers: list[Server]) -> None:
