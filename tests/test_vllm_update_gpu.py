@@ -46,7 +46,7 @@ def test_the_bits_are_those_of_a_merge_in_the_trainer(name: str, processes: bool
 
 @pytest.mark.parametrize("processes", [False, True], ids=["same process", "cuda ipc"])
 def test_a_sleeping_engine(processes: bool, tmp_path: Path) -> None:
-    """Level 1 keeps the way back beside the weights, level 2 throws both away."""
+    """Level 1 keeps the weights, and the way back on the GPU; level 2 throws the weights away."""
     model = policy(engines.qwen2, **DENSE)
     with engine(model, tmp_path / "base", processes=processes, **BF16 | BITS | {"enable_sleep_mode": True}) as llm:
         sync = VllmSync(model, llm, merge="engine")

@@ -42,7 +42,7 @@ _MEMBERS = {
     "LayerReloadingInfo": ("restore_metadata", "kernel_tensors", "kernel_non_persistent_buffers", "reset"),
     "LoRAModel": ("from_lora_tensors",),
     "PEFTHelper": ("from_dict", "validate_legal"),
-    "CuMemAllocator": ("instance", "get_instance", "use_memory_pool"),
+    "CuMemAllocator": ("instance",),
     "PyNcclCommunicator": ("broadcast", "destroy"),
 }
 _OF_MANAGERS = ("modules", "packed_modules", "add_adapter", "activate_adapter", "remove_adapter", "capacity")

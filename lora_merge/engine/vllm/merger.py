@@ -8,8 +8,7 @@ loading takes it, which is kept here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -97,7 +96,6 @@ class Merger:
         table: the base's.
         base: fingerprint of the base.
         changed: names of the tensors that updates will change.
-        memory: a context in which memory that has to sleep with the weights is taken.
     """
 
     def __init__(
@@ -107,9 +105,8 @@ class Merger:
         table: Table,
         base: str,
         changed: frozenset[str],
-        memory: Callable[[], AbstractContextManager[object]],
     ) -> None:
-        self._loader, self._examination, self._memory = loader, examination, memory
+        self._loader, self._examination = loader, examination
         self.base, self._contents = base, contents_of(table)
         self._needed = self._layers_of(changed)
         self._kept: dict[str, Tensor] = {}
@@ -158,9 +155,8 @@ class Merger:
             plan.merge(coming)
         else:
             plan = None  # its memory is free before the next one's is taken
-            with self._memory():
-                plan = _Products(coming, self._examination)
-                plan.merge(coming)
+            plan = _Products(coming, self._examination)
+            plan.merge(coming)
         self._plan, self._before = plan, coming.said
         self._write_whole(coming)
         self._make_layers(coming, plan, touched)

@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import partial
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -284,21 +283,13 @@ def _start(
     side.loader.begin(examination)
     merger = None
     if changed is not None:
-        table = side.tables[digest]
-        merger = Merger(side.loader, examination, table, brought.base, frozenset(changed), _asleep_with_weights(worker))
+        merger = Merger(side.loader, examination, side.tables[digest], brought.base, frozenset(changed))
     side.coming = Coming(examination, digest, brought, merger)
     if not sent:
         side.came()
     if worker.device.type == "cuda":  # nothing here reads the weights any more
         torch.cuda.synchronize(worker.device)
     return {}
-
-
-def _asleep_with_weights(worker: Any) -> Callable[[], AbstractContextManager[object]]:
-    """A context in which GPU memory is taken that sleeps and wakes with the weights."""
-    if worker.device.type != "cuda" or not worker.model_config.enable_sleep_mode:
-        return nullcontext
-    return partial(internals.CuMemAllocator.get_instance().use_memory_pool, tag="weights")
 
 
 def _receive(
