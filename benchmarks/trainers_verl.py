@@ -123,6 +123,7 @@ def started(args: argparse.Namespace, folder: Path) -> Iterator[Trainer]:
         "lora_merge, pushed": pushed,
     }
     yield Trainer("verl", ("verl",), engine.module, ways, lambda: report[-1].nbytes)
+    print(report[-1])
     pool.shutdown()
     llm.llm_engine.engine_core.shutdown()
     dist.destroy_process_group()

@@ -12,6 +12,7 @@ import models
 import pytest
 import torch
 from helpers import assert_same_bits
+from memory import Allocations
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -204,13 +205,38 @@ def test_consumers_that_keep_tensors_stop_early_or_raise() -> None:
         assert_same_bits(tensor, expected[name], f"{name}, which was held during more passes")
 
 
-def test_two_buffers_suffice_for_who_lets_go() -> None:
+@pytest.mark.parametrize("held", [0, 1])
+def test_two_buffers_suffice_for_who_lets_go(held: int) -> None:
+    """Also for a plain loop, which has the last tensor until it gets the next one; then plans are kept, too."""
     weights = MergedWeights(models.with_lora(models.qwen2), bucket_bytes=4096)
+    assert len(weights.filler(whole=True).table) > 10
     places = set()
-    for _, tensor in weights:
-        places.add(tensor.untyped_storage().data_ptr())
-        del tensor
+    plans: list[list[object]] = []
+    for _ in range(2):
+        for _, tensor in weights:
+            places.add(tensor.untyped_storage().data_ptr())
+            if not held:
+                del tensor
+        plans.append([plan for _, plan in weights.filler(whole=True)._plans.values()])
     assert len(places) == 2
+    assert plans[0] == plans[1]
+
+
+def test_buffers_go_with_who_holds_them() -> None:
+    """A consumer that collects some tensors at a time (a trainer's own buckets) does not make the stream keep all."""
+    weights = MergedWeights(models.with_lora(models.qwen2), bucket_bytes=4096)
+    capacity = weights.filler(whole=True).capacity
+    with Allocations() as allocations:
+        some: list[Tensor] = []
+        most = 0
+        for _, tensor in weights:
+            some.append(tensor)
+            if len({tensor.untyped_storage().data_ptr() for tensor in some}) == 4:
+                del tensor
+                some.clear()
+            alive = (not held.expired() for held, nbytes in allocations.seen.values() if nbytes == capacity)
+            most = max(most, sum(alive))
+    assert 4 <= most <= 7  # the consumer's, the stream's two, and one that it is handing over
 
 
 def test_lazily_read_tensors_hold_the_adapter() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, closing, nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -25,27 +26,43 @@ class Ahead:
         """None on a CPU, where work is done when a call returns."""
 
     def __call__(self, free: Callable[[int], None], fill: Callable[[int], _T], count: int) -> Iterator[_T]:
-        """Yield what `fill` returns for 0 to `count` - 1; before each, `free` sees to it that nobody else, beside this
-        consumer, has the buffer.
+        """Yield what `fill` returns for 0 to `count` - 1, the next one filled by then; before each, `free` sees to it
+        that nobody else, beside this consumer, has the buffer.
 
         What a fill wrote may be read on the current stream until the next one is asked for. Everything enqueued there
         by then, optimizer steps and reads of buffers included, comes before the fill after it. So it is at the end, and
         for a consumer that stops early or raises: a fill that is under way comes before whatever is enqueued next, and
         the reads before the fills of the next run.
         """
+        with closing(self.handed(free, fill, count)) as handed:
+            for made, fill_next in handed:
+                fill_next()
+                yield made
+
+    def handed(
+        self, free: Callable[[int], None], fill: Callable[[int], _T], count: int
+    ) -> Generator[tuple[_T, Callable[[], None]], None, None]:
+        """As a call, but the consumer says when the next one is filled: it calls what comes beside each, once it has
+        let go of the one before; or else asks for the next one. It closes this, as filling may raise in its hands."""
         filled: deque[tuple[_T, Any]] = deque()
+        begun = 0
+
+        def fill_up_to(end: int) -> None:
+            nonlocal begun
+            while begun < min(end, count):
+                index, begun = begun, begun + 1
+                free(index)
+                self._follow()
+                with self.filling():
+                    filled.append((fill(index), self.stream and self.stream.record_event()))
+
         try:
-            for index in range(count + 1):
-                if index < count:
-                    free(index)
-                    self._follow()
-                    with self.filling():
-                        filled.append((fill(index), self.stream and self.stream.record_event()))
-                if index:
-                    made, event = filled.popleft()
-                    if event is not None:
-                        torch.cuda.current_stream(self._device).wait_event(event)
-                    yield made
+            for index in range(count):
+                fill_up_to(index + 1)
+                made, event = filled.popleft()
+                if event is not None:
+                    torch.cuda.current_stream(self._device).wait_event(event)
+                yield made, partial(fill_up_to, index + 2)
         finally:
             if self.stream is not None:
                 torch.cuda.current_stream(self._device).wait_stream(self.stream)

@@ -3,8 +3,8 @@ that lay it there, one launch a bucket."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from math import prod
@@ -194,7 +194,7 @@ class Filler:
             turns = self._turns()
         ranks = self.ranks if any(turn.everything for turn in turns) else source.merging
         self._operands = Operands(turns, ranks, self.device)
-        self._plans: dict[tuple[int, bool], tuple[Hashable, _BucketPlan]] = {}
+        self._plans: dict[tuple[int, bool], tuple[tuple[Hashable, int], _BucketPlan]] = {}
         self._staging = Staging(self.device, self._staged())
         self._by_address: Mapping[int, torch.UntypedStorage] | None = None
         self._ahead = Ahead(self.device)
@@ -317,11 +317,22 @@ class Filler:
             the first error of this rank, when the others have what they wait for; InvalidInput, after the last bucket,
             for an error of another rank: what it had its part in is not to be used.
         """
+        with closing(self.handed(buffers, run)) as handed:
+            for index, buffer, fill_next in handed:
+                fill_next()
+                yield index, buffer
+
+    def handed(
+        self, buffers: list[Tensor], run: Mapping[str, Any]
+    ) -> Generator[tuple[int, Tensor, Callable[[], None]], None, None]:
+        """As `filled`, but the consumer says when the next bucket is filled, as `Ahead.handed` says."""
         errors: list[Exception] = []
 
         def free(index: int) -> None:
-            if self._held_outside(buffers[index % 2]):
-                buffers[index % 2] = torch.empty_like(buffers[index % 2])
+            buffer = buffers[index % 2]
+            if self._held_outside(buffer):
+                self._forget(buffer.data_ptr())
+                buffers[index % 2] = torch.empty_like(buffer)
 
         def fill(index: int) -> tuple[int, Tensor]:
             buffer = buffers[index % 2]
@@ -333,9 +344,10 @@ class Filler:
                 buffer.record_stream(self._ahead.stream)
             return index, buffer
 
-        for made in self._ahead(free, fill, len(self.table)):
-            if not errors:
-                yield made
+        with closing(self._ahead.handed(free, fill, len(self.table))) as handed:
+            for (index, buffer), fill_next in handed:
+                if not errors:
+                    yield index, buffer, fill_next
         with self.ranks.vote("a pass over the weights"):
             if errors:
                 raise errors[0]
@@ -423,6 +435,10 @@ class Filler:
             plan = self._make_plan(key[0], targets)
             self._plans[key] = (at, self._staging.address), plan
         return plan
+
+    def _forget(self, at: Hashable) -> None:
+        """Let go of the plans that write to there, which hold what they write to."""
+        self._plans = {key: known for key, known in self._plans.items() if known[0][0] != at}
 
     def _storages(self) -> Mapping[int, torch.UntypedStorage]:
         """The memory of this pass, by address."""

@@ -6,6 +6,7 @@ The training weights are read and never written. One launch fills a bucket, merg
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -33,8 +34,9 @@ class MergedWeights:
     layouts, adapters merged, each element rounded once.
 
     It is what vLLM's trainer engines take as their `WeightSource`. A tensor that is yielded stays valid as long as
-    somebody holds it: a buffer whose tensors are still held is not written again. Consumers on a stream of their own
-    hold the tensors until that stream is done with them. Models without adapters stream their weights as they are.
+    somebody holds it: a buffer whose tensors are still held is not written again, and another one takes its place;
+    who holds the last tensor only needs two. Consumers on a stream of their own hold the tensors until that
+    stream is done with them. Models without adapters stream their weights as they are.
 
     `merged` refuses the model while a pass is under way, and a pass is refused inside `merged`. An iteration that will
     not be finished ends with its `close()`, or when nobody holds it any more.
@@ -155,12 +157,14 @@ class MergedWeights:
                 for bucket in _assembled(filler.table, filler.filled(buffers, run)):
                     yield from bucket.tensors()
                 return
-            for index, buffer in filler.filled(buffers, run):
-                data = filler.lend(buffer)
-                del buffer
-                for slot in filler.table[index]:
-                    yield slot.name, slot.view(data)
-                del data
+            with closing(filler.handed(buffers, run)) as handed:
+                for index, buffer, fill_next in handed:
+                    data = filler.lend(buffer)
+                    del buffer
+                    for slot in filler.table[index]:
+                        yield slot.name, slot.view(data)
+                        fill_next()  # only now: who loops over this held a tensor of the other buffer until it got one
+                    del data
 
     def release(self) -> None:
         """Let go of what `filler` has read of the model, unless a pass is under way; a pass does so by itself."""
