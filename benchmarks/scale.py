@@ -12,14 +12,15 @@ rank merges s, and a bytes of adapters:
                engines load their slice of each                                        + load(S / tp)
     write      every rank merges into the slices of its engine                         merge(S / tp) or wire(S / tp)
     adapter    adapters alone are gathered; the engine computes with them              gather(a) + load(a / tp)
-    receiver   adapters alone are gathered; the engine merges into its slice           gather(a) + merge(S / tp)
+    engine     adapters alone are gathered and sent, once to each host; the engine     gather(a) + network(a)
+               takes off the last ones and merges these, in its slice                  + update(S / tp)
 
 A push also agrees: the trainer's ranks tell each other what they hold and what their engines say, in AGREEMENTS small
 collectives over all of them. Control calls go to all engines at a time, so their number costs nothing.
 
-"write" is for engines that a host shares with all ranks that hold the model; beyond one node it is a design, and so is
-"receiver". The check compares the same formulas with the runs that are
-recorded in benchmarks/results; a constant that was fitted to a run says so, and is not compared with that run.
+"write" is for engines that a host shares with all ranks that hold the model; beyond one node it is a design. "engine" is
+`VllmSync(merge="engine")`. The check compares the same formulas with the runs that are recorded in benchmarks/results; a
+constant that was fitted to a run says so, and is not compared with that run.
 """
 
 from __future__ import annotations
@@ -58,12 +59,18 @@ class Machine:
     bucket_ms: float = 0
     fixed_ms: float = 0
     write_fixed_ms: float = 0
+    update_copies: float = 2.57
+    engine_fixed_ms: float = 0
     gpus_a_node: int = 8
     bucket: float = 0.512
 
     def merge_ms(self, gigabytes: float) -> float:
         """A merge of so many GB in place or into other memory of the same GPU."""
         return 2e3 * gigabytes / self.copy * self.merge_copies
+
+    def update_ms(self, gigabytes: float) -> float:
+        """So many GB are restored to the base, and merged anew."""
+        return 2e3 * gigabytes / self.copy * self.update_copies
 
     def load_ms(self, gigabytes: float, tensors: int) -> float:
         """The engine's loader takes tensors that lie on its own GPU, in its own process."""
@@ -105,6 +112,9 @@ SOURCES = {
     "bucket_ms": "fitted: the push of the same tensors to another process (the same file)",
     "fixed_ms": "fitted: check, pause, finish, caches and resume of the push to another process",
     "write_fixed_ms": "fitted: a push written to another process, less its merge (results/sync-write-qwen2.5-7b.json)",
+    "update_copies": "merged() there and back, rank 32, bf16 adapters (results/merge-qwen2.5-7b.json)",
+    "engine_fixed_ms": "fitted: a push that the engine of the same process merges, less its update "
+    "(results/sync-engine-qwen2.5-7b.json)",
     "gpus_a_node": "ASSUMED, NVLink between them",
     "bucket": "the default of MergedWeights",
 }
@@ -175,7 +185,11 @@ def step(job: Job, layout: Layout, m: Machine, rank: int, gpus: int) -> dict[str
         + m.write_fixed_ms
         + m.agree_ms(gpus),
         "adapter": gathered + m.load_ms(adapters / job.tp, 2 * tensors) + fixed,
-        "receiver": gathered + m.merge_ms(size / job.tp) + fixed,
+        "engine": m.gather_ms(adapters, layout.group)
+        + 1e3 * adapters / m.network
+        + m.update_ms(size / job.tp)
+        + m.engine_fixed_ms
+        + m.agree_ms(gpus),
     }
 
 
@@ -188,6 +202,8 @@ def fitted(m: Machine) -> Machine:
     size, loading = other["bytes"] / GB, other["merge_and_load_ms"]
     rest = loading - merging - m.load_ms(size, other["tensors"])
     written = recorded("sync-write-qwen2.5-7b.json")["other"]["total_ms"] - m.merge_ms(size)
+    pushed = recorded("sync-engine-qwen2.5-7b.json")["engine"]
+    m = replace(m, engine_fixed_ms=pushed["total_ms"] - pushed["unmerge_and_merge_ms"])
     fixed = {"fixed_ms": other["total_ms"] - loading, "write_fixed_ms": written}
     return replace(m, bucket_ms=rest / (size / m.bucket), **fixed)
 
@@ -219,6 +235,14 @@ def checks(m: Machine) -> list[Check]:
                 name = f"{p.get('sweep', '')} {p.get('name', record.get('shape'))}, rank {p['rank']}".strip()
                 if ours and path.name != "merge-qwen2.5-7b.json":
                     found.append(Check(f"merge: {name}", ours["ms"], m.merge_ms(p["bytes"] / GB), _beyond(p)))
+    push = recorded("sync-engine-qwen3-30b-a3b-8.json")["engine"]
+    update = Check(
+        "8 layers of Qwen3-30B-A3B, restored and merged in an engine",
+        push["unmerge_and_merge_ms"],
+        m.update_ms(JOBS[2].gigabytes() * 8 / 48),
+        "not modelled: float32 adapters",
+    )
+    found.append(update)
     push = recorded("sync-qwen2.5-7b-x2.json")["tp2"]
     size, merging = push["bytes"] / GB, recorded("sync-qwen2.5-7b.json")["same"]["merge_only_ms"]
     ways = merging + 1e3 * size / m.broadcast + m.hand_ms(size) + m.load_ms(size / 2, push["tensors"])
