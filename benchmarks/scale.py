@@ -18,9 +18,9 @@ rank merges s, and a bytes of adapters:
 A push also agrees: the trainer's ranks tell each other what they hold and what their engines say, in AGREEMENTS small
 collectives over all of them. Control calls go to all engines at a time, so their number costs nothing.
 
-"write" is for engines that a host shares with all ranks that hold the model; beyond one node it is a design. "engine" is
-`VllmSync(merge="engine")`. The check compares the same formulas with the runs that are recorded in benchmarks/results; a
-constant that was fitted to a run says so, and is not compared with that run.
+"write" is for engines that a host shares with all ranks that hold the model; beyond one node it is a design. "engine"
+is `VllmSync(merge="engine")`. The check compares the same formulas with the runs that are recorded in
+benchmarks/results; a constant that was fitted to a run says so, and is not compared with that run.
 """
 
 from __future__ import annotations
