@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -29,7 +28,7 @@ from ..mapped import Exports
 from ..sampler import facts
 from . import internals
 from .capture import Capture, Copy, coverage, feed, torn
-from .modules import Modules
+from .modules import Modules, ties_of, unwrapped
 from .reload import Reload, on_meta, same_layout, unchanged
 
 _AS_LOADED = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
@@ -126,7 +125,7 @@ class Loader:
     @property
     def ties(self) -> bool:
         """Whether some parameter has two names here (a head tied to the embedding)."""
-        return bool(_ties(self._modules))
+        return bool(ties_of(self._modules))
 
     def examine(self, digest: str, table: Table) -> Examination:
         """The dry run; kept for as long as table (by its digest) and parameters stay the same. Nothing is written."""
@@ -269,7 +268,7 @@ class Loader:
 
     def _dry_run(self, table: Table) -> Examination:
         fed = [(meta.name, torch.empty(meta.shape, dtype=meta.dtype, device="meta")) for meta in metas(table).values()]
-        ties = _ties(self._modules)
+        ties = ties_of(self._modules)
         roots = self._staged_layers()
         named = list(self.model.named_modules())
         with on_meta(roots), unchanged([module for _, module in named]) as made:
@@ -450,61 +449,3 @@ def _engine_tensors(model: nn.Module) -> dict[str, tuple[Tensor, nn.Module]]:
             if tensor is not None and tensor.numel() and key not in _ENGINE_OWNED:
                 found[f"{name}.{key}" if name else key] = (tensor, module)
     return found
-
-
-def _ties(modules: Modules) -> dict[str, str]:
-    """Path of a tied parameter -> path under which it comes first."""
-    everywhere = [id(p) for _, module in modules.paths() for p in module._parameters.values() if p is not None]
-    if len(set(everywhere)) == len(everywhere):
-        return {}
-    first: dict[int, str] = {}
-    ties = {}
-    # A head may be the embedding module itself, under a second name.
-    for name, module in modules.paths():
-        for key, parameter in module._parameters.items():
-            if parameter is not None and parameter.numel():
-                path: str = f"{name}.{key}" if name else key
-                if first.setdefault(id(parameter), path) != path:
-                    ties[path] = first[id(parameter)]
-    return ties
-
-
-def _wrapped(modules: Modules) -> list[tuple[nn.Module, str, Any]]:
-    """Where vLLM's LoRA wrappers are: parent, name, wrapper."""
-    wrapper = internals.BaseLayerWithLoRA
-    return [
-        (parent, key, child)
-        for parent in modules
-        for key, child in parent._modules.items()
-        if isinstance(child, wrapper) and isinstance(getattr(child, "base_layer", None), nn.Module)
-    ]
-
-
-@contextmanager
-def unwrapped(modules: Modules) -> Iterator[None]:
-    """The model without vLLM's LoRA wrappers, whose names `load_weights` does not know."""
-    if not modules.kept(_wrapped):
-        yield
-        return
-    swapped: list[tuple[Any, str, Any]] = []
-    prefixes: list[tuple[Any, str]] = []
-    module: Any
-    try:
-        while found := modules.kept(_wrapped):
-            for parent, key, wrapper in found:
-                parent._modules[key] = wrapper.base_layer
-                swapped.append((parent, key, wrapper))
-            modules.forget()
-        for module in modules:
-            prefix = getattr(module, "lora_base_layer_prefix", "")
-            if prefix:
-                prefixes.append((module, prefix))
-                module.lora_base_layer_prefix = ""
-        yield
-    finally:
-        for module, prefix in prefixes:
-            module.lora_base_layer_prefix = prefix
-        for parent, key, wrapper in reversed(swapped):
-            parent._modules[key] = wrapper
-        if swapped:
-            modules.forget()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import chain
 from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+
+from . import internals
 
 _T = TypeVar("_T")
 _MODULES, _PARAMETERS = attrgetter("_modules"), attrgetter("_parameters")
@@ -90,3 +93,61 @@ class Modules:
     def kernels(self) -> list[Any]:
         """What vLLM's CPU layers compute with instead of their parameters; made anew whenever weights are processed."""
         return [module.__dict__["cpu_linear"] for module in self if "cpu_linear" in module.__dict__]
+
+
+def ties_of(modules: Modules) -> dict[str, str]:
+    """Path of a tied parameter -> path under which it comes first."""
+    everywhere = [id(p) for _, module in modules.paths() for p in module._parameters.values() if p is not None]
+    if len(set(everywhere)) == len(everywhere):
+        return {}
+    first: dict[int, str] = {}
+    ties = {}
+    # A head may be the embedding module itself, under a second name.
+    for name, module in modules.paths():
+        for key, parameter in module._parameters.items():
+            if parameter is not None and parameter.numel():
+                path: str = f"{name}.{key}" if name else key
+                if first.setdefault(id(parameter), path) != path:
+                    ties[path] = first[id(parameter)]
+    return ties
+
+
+def _wrapped(modules: Modules) -> list[tuple[nn.Module, str, Any]]:
+    """Where vLLM's LoRA wrappers are: parent, name, wrapper."""
+    wrapper = internals.BaseLayerWithLoRA
+    return [
+        (parent, key, child)
+        for parent in modules
+        for key, child in parent._modules.items()
+        if isinstance(child, wrapper) and isinstance(getattr(child, "base_layer", None), nn.Module)
+    ]
+
+
+@contextmanager
+def unwrapped(modules: Modules) -> Iterator[None]:
+    """The model without vLLM's LoRA wrappers, whose names `load_weights` does not know."""
+    if not modules.kept(_wrapped):
+        yield
+        return
+    swapped: list[tuple[Any, str, Any]] = []
+    prefixes: list[tuple[Any, str]] = []
+    module: Any
+    try:
+        while found := modules.kept(_wrapped):
+            for parent, key, wrapper in found:
+                parent._modules[key] = wrapper.base_layer
+                swapped.append((parent, key, wrapper))
+            modules.forget()
+        for module in modules:
+            prefix = getattr(module, "lora_base_layer_prefix", "")
+            if prefix:
+                prefixes.append((module, prefix))
+                module.lora_base_layer_prefix = ""
+        yield
+    finally:
+        for module, prefix in prefixes:
+            module.lora_base_layer_prefix = prefix
+        for parent, key, wrapper in reversed(swapped):
+            parent._modules[key] = wrapper
+        if swapped:
+            modules.forget()
