@@ -16,10 +16,11 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..errors import PushRefused
+from ..kernels.plan import Plan
+from ..kernels.segments import copies
 from ..models.delta import Delta
 from ..models.live import live
 from ..models.operands import Operands, Turn
@@ -68,6 +69,7 @@ class Update:
         named = [slot for number, delta in enumerate(deltas) for slot in self._factors(number, delta)]
         metas = [Meta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in named]
         self._tensors = dict(named)
+        self._plans: dict[int, tuple[int, Plan]] = {}
         factors = lay_out(metas, max(bucket_bytes, ALIGNMENT)) if metas else ()
         self._count = len(factors)
         self.table: Table = (*factors, *(() if whole is None else whole.table))
@@ -106,8 +108,15 @@ class Update:
             assert self.whole is not None
             self.whole.fill(index - self._count, buffer, run)
             return
-        slots = self.table[index]
-        torch._foreach_copy_([slot.view(buffer) for slot in slots], [self._tensors[slot.name] for slot in slots])
+        at, plan = self._plans.get(index, (0, None))
+        if plan is None or at != buffer.data_ptr():
+            slots = self.table[index]
+            plan = Plan(
+                [part for slot in slots for part in copies(slot.name, self._tensors[slot.name], slot.view(buffer))]
+            )
+            plan.release()  # the buffer is its owner's; that it is where it was is looked at
+            self._plans[index] = buffer.data_ptr(), plan
+        plan.run()
 
     def straight(self, names: Container[str]) -> frozenset[int]:
         """None: workers merge what they got."""

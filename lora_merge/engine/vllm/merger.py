@@ -161,7 +161,6 @@ class Merger:
         self._write_whole(coming)
         self._make_layers(coming, plan, touched)
         self._loader.finish()
-        self.settle()
 
     def _write_whole(self, coming: Update) -> None:
         """What goes straight of the tensors that came whole."""
