@@ -39,7 +39,7 @@ lint: $(VENV)/installed
 
 # The tests with libraries that trainers bring: DeepSpeed, bitsandbytes.
 test-libraries: $(VENV)/installed $(VENV)/libraries/done
-	PYTHONPATH=$(VENV)/libraries TORCH_EXTENSIONS_DIR=$(CURDIR)/build/extensions $(PY) -m pytest $(ARGS) tests/test_libraries.py
+	PYTHONPATH=$(VENV)/libraries TORCH_EXTENSIONS_DIR=$(CURDIR)/build/extensions $(PY) -m pytest $(ARGS) tests/test_libraries*.py
 
 # Real trainers with real vLLM engines. They exclude each other, so each has packages of its own beside vLLM's.
 TRAINERS := plain trl swift verl

@@ -123,13 +123,14 @@ def merged(model: Model, *, restore: str = "exact", strategy: str | None = None)
                 if not isinstance(deltas, LazyList):  # else they are what was merged before
                     _check(weights, deltas)
                 undo.enter_context(merging(layers, weights, left))
-            undo.callback(found.reshard)
             for _ in range(2):  # An interrupt may come where the stack has let go of a step but not yet begun it.
                 undo.callback(to_the_end, found.on)
             way_back = _Restore(found, weights)
             undo.push(way_back)
             undo.enter_context(way_back)
             jobs = undo.enter_context(found.jobs(deltas, way_back.copy))
+        undo.callback(found.reshard)
+        found.reshard()  # here, where every rank does: what some have gathered and others not, no forward gathers
         way_back.merges = _merges_for(found, bool(layers), deltas, jobs, strategy)
         errors: list[Exception] = []
         with torch.inference_mode():

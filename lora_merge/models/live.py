@@ -94,7 +94,7 @@ class Live(Protocol):
         """As they were before `off`, where it was called. May be called again."""
 
     def reshard(self) -> None:
-        """Bring what a forward has left gathered back to its shards."""
+        """Give back what is gathered of what `jobs` merges: on every rank that holds the model, or on none."""
 
 
 def live(model: Any) -> Live:
