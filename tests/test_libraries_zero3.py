@@ -350,7 +350,8 @@ def after_the_end(rank: int) -> None:
 
 
 ON_TWO: list[Callable[[int], None]] = [in_bf16, training, gathered, written_inside, raised_inside, in_a_forward, moved,
-                                       parts, before_the_engine, refused, tied, fails_on_one_rank, after_the_end]  # fmt: skip
+                                       parts, before_the_engine, refused, tied, fails_on_one_rank,
+                                       after_the_end]  # fmt: skip
 
 
 def test_every_config_on_two_ranks() -> None:
