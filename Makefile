@@ -50,7 +50,7 @@ test-libraries: $(VENV)/installed $(VENV)/libraries/done
 TRAINERS := plain trl swift verl
 test-trainers: $(foreach trainer,$(TRAINERS),test-$(trainer))
 test-verl: $(VENV)/megatron/done
-test-trl: $(VENV)/libraries/done
+test-trl test-swift: $(VENV)/libraries/done
 test-%: $(VLLM)/%/done
 	PYTHONPATH=$(CURDIR)/$(VLLM)/$* $(VLLM)/bin/python -m pytest $(ARGS) tests/test_trainer_$**.py
 

@@ -19,6 +19,7 @@ from test_shards_merge import MODELS, Odd, check, local_bits, odd
 from torch import Tensor, nn
 
 from lora_merge import AlreadyMerged, InvalidInput, LoraMergeError, MergedWeights, NotRestored, merged, read_deltas
+from lora_merge.shards.zero3 import _init_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 os.environ["DS_ACCELERATOR"] = "cpu"
@@ -160,6 +161,35 @@ def gathered(rank: int) -> None:
             pass
 
 
+def written_while_gathered(rank: int) -> None:
+    """As PEFT loads an adapter: into what persists, which the partitions do not see, and the next step forgets."""
+    from deepspeed.runtime.zero import GatheredParameters
+
+    model = engine(odd(), lr=0.0)
+    x = torch.randn(4, 20, generator=torch.Generator().manual_seed(rank))
+    weights = MergedWeights(model, bucket_bytes=512)
+    for _ in range(2):
+        model(x)  # gathers what persists
+        with merged(model):
+            pass
+        before = {name: tensor.clone() for name, tensor in weights}
+    lora_B = model.module.base_model.model.narrow.lora_B["default"].weight
+    for write in (lambda: lora_B.mul_(2), lambda: lora_B[-1].zero_()):  # the last row is one rank's alone
+        model(x)
+        with torch.no_grad():
+            write()
+        told = "narrow.*: was written to while" if rank == 1 else "narrow.*: was written to while|rank 1 failed"
+        assert_refused(model, told)
+        lora_B.partition()
+        assert dict(weights).keys() == before.keys()
+    with GatheredParameters([lora_B], modifier_rank=0), torch.no_grad():
+        lora_B.zero_()
+    for name, tensor in weights:
+        assert torch.equal(tensor, before[name]) == (name != "narrow.weight"), name
+    with merged(model):
+        pass
+
+
 def written_inside(rank: int) -> None:
     """A write that GatheredParameters takes to the partitions is found by name; all other weights come back."""
     from deepspeed.runtime.zero import GatheredParameters
@@ -278,6 +308,7 @@ def refused(rank: int) -> None:
     weight, alone = inner.narrow.base_layer.weight, dist.new_group([rank], use_local_synchronization=True)
     cases: dict[str, tuple[Any, str, Any]] = {
         r"narrow.*: DeepSpeed \(ZeRO\+\+\)": (weight.ds_tensor, "ds_quant_scale", torch.ones(1)),
+        r"narrow.*: DeepSpeed \(ZeRO\+\+\) quantises": (_init_of(weight), "quantized_weights", True),
         r"narrow.*: DeepSpeed MiCS": (weight, "comm", object()),
         r"narrow.*: DeepSpeed keeps .* on a disk": (
             weight.ds_tensor,
@@ -349,9 +380,22 @@ def after_the_end(rank: int) -> None:
         assert_refused(model, "torch.distributed is not initialised")
 
 
-ON_TWO: list[Callable[[int], None]] = [in_bf16, training, gathered, written_inside, raised_inside, in_a_forward, moved,
-                                       parts, before_the_engine, refused, tied, fails_on_one_rank,
-                                       after_the_end]  # fmt: skip
+ON_TWO: list[Callable[[int], None]] = [
+    in_bf16,
+    training,
+    gathered,
+    written_while_gathered,
+    written_inside,
+    raised_inside,
+    in_a_forward,
+    moved,
+    parts,
+    before_the_engine,
+    refused,
+    tied,
+    fails_on_one_rank,
+    after_the_end,
+]
 
 
 def test_every_config_on_two_ranks() -> None:

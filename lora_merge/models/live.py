@@ -1,7 +1,7 @@
 """Live models as merging sees them: what their adapters add, which tensors they stream, who holds them together.
 
-Everything that depends on the trainer is behind `Live`: PEFT's models, plain or under FSDP, are in `peft/live.py`,
-Megatron's chunks in `megatron/live.py`.
+Everything that depends on the trainer is behind `Live`: PEFT's models, plain, under FSDP or ZeRO-3, are in
+`peft/live.py`, Megatron's chunks in `megatron/live.py`.
 """
 
 from __future__ import annotations

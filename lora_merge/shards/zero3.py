@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from itertools import chain
+from itertools import chain, compress, repeat
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import InvalidInput
+from ..kernels.segments import raw
 from . import Shard, flat_pieces
 
 _DEPTH = "_ds_z3_gathered_param_context_depth"
@@ -26,15 +28,16 @@ def managed(modules: Iterable[nn.Module]) -> list[Any]:
     """The parameters of some modules that ZeRO-3 has partitioned, tied ones once."""
     if "deepspeed" not in sys.modules:
         return []
-    parameters = chain.from_iterable([module._parameters.values() for module in modules])
-    return list(dict.fromkeys(p for p in parameters if p is not None and is_managed(p)))
+    parameters = list(chain.from_iterable([module._parameters.values() for module in modules]))
+    return list(dict.fromkeys(compress(parameters, map(hasattr, parameters, repeat("ds_id")))))
 
 
 def shard_of(name: str, parameter: Any) -> Shard:
     """What this rank holds of a parameter: its partition, whether or not the parameter is gathered at the moment.
 
     Raises:
-        InvalidInput: the partition is on a disk, holds quantised numbers, or is cut in another way.
+        InvalidInput: the partition is on a disk, holds or is gathered as quantised numbers, or is cut in another way;
+            or the parameter was written to while it was gathered, which the partition has not seen.
     """
     partition, shape = parameter.ds_tensor, tuple(parameter.ds_shape)
     if partition is None:
@@ -45,6 +48,11 @@ def shard_of(name: str, parameter: Any) -> Shard:
         raise InvalidInput(
             f"{name}: DeepSpeed (ZeRO++) keeps this parameter in {partition.dtype}, which are no weights: turn "
             "zero_quantized_nontrainable_weights off"
+        )
+    if getattr(_init_of(parameter), "quantized_weights", False):
+        raise InvalidInput(
+            f"{name}: DeepSpeed (ZeRO++) quantises this parameter whenever it gathers it, so that the model computes "
+            "with other weights than it holds: turn zero_quantized_weights off"
         )
     if hasattr(parameter, "comm"):
         raise InvalidInput(
@@ -62,14 +70,39 @@ def shard_of(name: str, parameter: Any) -> Shard:
             f"{name}: expected partitions of {-(-count // size)} elements of {count} on each of {size} ranks, got "
             f"{partition.numel()}; this release of DeepSpeed cuts parameters in another way"
         )
-    pieces = tuple(flat_pieces(shape, begin, partition.detach()[: max(min(partition.ds_numel, count - begin), 0)]))
+    mine = partition.detach()[: max(min(partition.ds_numel, count - begin), 0)]
+    if _differs(parameter, begin, mine):
+        raise InvalidInput(
+            f"{name}: was written to while DeepSpeed ZeRO-3 had it gathered; the partitions, which are what is trained "
+            "and merged, have not seen that: write inside of deepspeed.zero.GatheredParameters with modifier_rank=0, "
+            "and leave that"
+        )
+    pieces = tuple(flat_pieces(shape, begin, mine))
     return Shard(shape, partition.dtype, partition.device, pieces, sum(p.tensor.numel() for p in pieces) == count)
+
+
+def _init_of(parameter: Any) -> Any:
+    """DeepSpeed's `zero.Init` that has partitioned a parameter: only the functions that it gave this one know it."""
+    cells = getattr(parameter.partition, "__closure__", None) or ()
+    return next((cell.cell_contents for cell in cells if hasattr(cell.cell_contents, "quantized_weights")), None)
+
+
+def _differs(parameter: Any, begin: int, mine: Tensor) -> bool:
+    """Whether what is gathered of a parameter is not what this rank's partition, from number `begin` on, holds."""
+    gathered = parameter.data
+    if parameter.ds_status.name != "AVAILABLE" or gathered.shape != parameter.ds_shape:
+        return False
+    if hasattr(parameter, "comm_dtype"):  # torch_autocast: gathered in fewer bits
+        return False
+    there = gathered.reshape(-1)[begin : begin + mine.numel()]
+    return there.dtype == mine.dtype and not torch.equal(raw(there), raw(mine.to(there.device)))
 
 
 def facts(parameter: Any) -> tuple[Any, ...]:
     """What a shard depends on beside the partition's address, shape and dtype."""
-    partition = parameter.ds_tensor
-    return id(parameter), parameter.ds_shape, partition.ds_numel, partition.status.name, id(parameter.ds_process_group)
+    partition, version = parameter.ds_tensor, None if parameter.is_inference() else parameter._version
+    cut = parameter.ds_shape, partition.ds_numel, partition.status.name, id(parameter.ds_process_group)
+    return id(parameter), version, *cut
 
 
 def group(parameters: Sequence[Any]) -> Any:
@@ -133,8 +166,8 @@ def release(parameters: Iterable[Any], modules: Sequence[nn.Module]) -> None:
             held += bool(getattr(parameter, _DEPTH, 0))
             parameter.ds_active_sub_modules.clear()
             parameter.partition()
-        if parameter.ds_secondary_tensor is not None:  # hpZ gathers from these, and makes them anew where there is none
-            parameter.ds_secondary_tensor = None
+        if getattr(parameter, "ds_secondary_tensor", None) is not None:
+            parameter.ds_secondary_tensor = None  # hpZ gathers from this, and makes it anew where there is none
     if held:
         raise InvalidInput(
             "deepspeed.zero.GatheredParameters was entered inside of merged() and not left before it: the "
