@@ -308,7 +308,7 @@ def refused(rank: int) -> None:
     weight, alone = inner.narrow.base_layer.weight, dist.new_group([rank], use_local_synchronization=True)
     cases: dict[str, tuple[Any, str, Any]] = {
         r"narrow.*: DeepSpeed \(ZeRO\+\+\)": (weight.ds_tensor, "ds_quant_scale", torch.ones(1)),
-        r"narrow.*: DeepSpeed \(ZeRO\+\+\) quantises": (_init_of(weight), "quantized_weights", True),
+        r"wide: DeepSpeed \(ZeRO\+\+\) quantises": (_init_of(weight), "quantized_weights", True),
         r"narrow.*: DeepSpeed MiCS": (weight, "comm", object()),
         r"narrow.*: DeepSpeed keeps .* on a disk": (
             weight.ds_tensor,
