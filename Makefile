@@ -25,7 +25,8 @@ test: $(VENV)/installed
 # The tests that start vLLM: about 3 GB of packages. One of them trains with megatron-core, one with DeepSpeed.
 test-vllm: $(VLLM)/installed $(VENV)/megatron/done $(VENV)/libraries/done
 	PYTHONPATH=$(VENV)/megatron $(VLLM)/bin/python -m pytest $(ARGS) tests/test_vllm_*.py
-	PYTHONPATH=$(VENV)/libraries TORCH_EXTENSIONS_DIR=$(EXTENSIONS) $(VLLM)/bin/python -m pytest $(ARGS) tests/test_libraries_vllm.py
+	PYTHONPATH=$(VENV)/libraries TORCH_EXTENSIONS_DIR=$(EXTENSIONS)/vllm $(VLLM)/bin/python -m pytest $(ARGS) \
+		tests/test_libraries_vllm.py
 
 # The tests that use PEFT, once more with the oldest release that is supported.
 test-peft: $(VENV)/installed $(VENV)/peft-oldest/done
@@ -52,7 +53,7 @@ test-trainers: $(foreach trainer,$(TRAINERS),test-$(trainer))
 test-verl: $(VENV)/megatron/done
 test-trl test-swift: $(VENV)/libraries/done
 test-%: $(VLLM)/%/done
-	PYTHONPATH=$(CURDIR)/$(VLLM)/$* $(VLLM)/bin/python -m pytest $(ARGS) tests/test_trainer_$**.py
+	PYTHONPATH=$(CURDIR)/$(VLLM)/$* TORCH_EXTENSIONS_DIR=$(EXTENSIONS)/vllm $(VLLM)/bin/python -m pytest $(ARGS) tests/test_trainer_$**.py
 
 # Which packages are installed is known the next time, too: make takes what a pattern rule makes on its way for scratch.
 .PRECIOUS: $(VLLM)/%/done
