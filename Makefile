@@ -11,6 +11,9 @@ SOURCES := pyproject.toml setup.py $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/*)
 # Real vLLM engines on the CPU, with pins that hold together, in an environment of their own.
 VLLM := .venv-vllm
 
+# Where DeepSpeed builds what it compiles when it is first used.
+EXTENSIONS := $(CURDIR)/build/extensions
+
 .PHONY: bench test test-all test-vllm test-peft test-megatron test-libraries test-trainers lint cuda wheel test-wheel clean
 
 bench: $(VENV)/installed
@@ -22,9 +25,11 @@ test: $(VENV)/installed
 # Every test that needs no GPU. `.ci/run` leaves those of tests/whole.txt out.
 test-all: test test-peft test-vllm test-megatron test-libraries test-trainers
 
-# The tests that start vLLM: about 3 GB of packages. One of them trains with megatron-core.
-test-vllm: $(VLLM)/installed $(VENV)/megatron/done
+# The tests that start vLLM: about 3 GB of packages. One of them trains with megatron-core, one with DeepSpeed.
+test-vllm: $(VLLM)/installed $(VENV)/megatron/done $(VENV)/libraries/done
 	PYTHONPATH=$(VENV)/megatron $(VLLM)/bin/python -m pytest $(ARGS) tests/test_vllm_*.py
+	PYTHONPATH=$(VENV)/libraries TORCH_EXTENSIONS_DIR=$(EXTENSIONS)/vllm $(VLLM)/bin/python -m pytest $(ARGS) \
+		tests/test_libraries_vllm.py
 
 # The tests that use PEFT, once more with the oldest release that is supported.
 test-peft: $(VENV)/installed $(VENV)/peft-oldest/done
@@ -42,14 +47,16 @@ lint: $(VENV)/installed
 
 # The tests with libraries that trainers bring: DeepSpeed, bitsandbytes.
 test-libraries: $(VENV)/installed $(VENV)/libraries/done
-	PYTHONPATH=$(VENV)/libraries TORCH_EXTENSIONS_DIR=$(CURDIR)/build/extensions $(PY) -m pytest $(ARGS) tests/test_libraries.py
+	PYTHONPATH=$(VENV)/libraries TORCH_EXTENSIONS_DIR=$(EXTENSIONS) $(PY) -m pytest $(ARGS) \
+		tests/test_libraries.py tests/test_libraries_zero3.py
 
 # Real trainers with real vLLM engines. They exclude each other, so each has packages of its own beside vLLM's.
 TRAINERS := plain trl swift verl
 test-trainers: $(foreach trainer,$(TRAINERS),test-$(trainer))
 test-verl: $(VENV)/megatron/done
+test-trl test-swift: $(VENV)/libraries/done
 test-%: $(VLLM)/%/done
-	PYTHONPATH=$(CURDIR)/$(VLLM)/$* $(VLLM)/bin/python -m pytest $(ARGS) tests/test_trainer_$**.py
+	PYTHONPATH=$(CURDIR)/$(VLLM)/$* TORCH_EXTENSIONS_DIR=$(EXTENSIONS)/vllm $(VLLM)/bin/python -m pytest $(ARGS) tests/test_trainer_$**.py
 
 # Which packages are installed is known the next time, too: make takes what a pattern rule makes on its way for scratch.
 .PRECIOUS: $(VLLM)/%/done

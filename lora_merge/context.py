@@ -72,9 +72,11 @@ def merged(model: Model, *, restore: str = "exact", strategy: str | None = None)
     inside, on the model and on its parts (`state_dict()` is not: it holds merged values under the adapted model's
     names). Ctrl-C on the way out is raised when all is back.
 
-    FSDP2 and FSDP1: collective over the ranks that hold the model. Each rank merges what it holds; only the halves of
-    adapters that do not line up with it are gathered. Units that are gathered at the moment (the root after a forward,
-    `reshard_after_forward=False`) are brought back to their shards first, at both ends.
+    FSDP2, FSDP1 and DeepSpeed's ZeRO-3: collective over the ranks that hold the model. Each rank merges what it holds;
+    only the halves of adapters that do not line up with it are gathered. Units, and adapted weights under ZeRO-3, that
+    are gathered at the moment (the root after a forward, `reshard_after_forward=False`, small parameters that persist)
+    are brought back to their shards first, at both ends: what is gathered inside is merged, and what is gathered after
+    it is the base.
 
     Memory, on their device: while inside, 2 bits for each element of the adapted weights that are here, 1/64 of
     their bytes and what rounding moved further than a step (together 0.15 of a bf16 weight, 0.08 of a float32 one, for
@@ -123,13 +125,14 @@ def merged(model: Model, *, restore: str = "exact", strategy: str | None = None)
                 if not isinstance(deltas, LazyList):  # else they are what was merged before
                     _check(weights, deltas)
                 undo.enter_context(merging(layers, weights, left))
-            undo.callback(found.reshard)
             for _ in range(2):  # An interrupt may come where the stack has let go of a step but not yet begun it.
                 undo.callback(to_the_end, found.on)
             way_back = _Restore(found, weights)
             undo.push(way_back)
             undo.enter_context(way_back)
             jobs = undo.enter_context(found.jobs(deltas, way_back.copy))
+        undo.callback(found.reshard)
+        found.reshard()  # here, where every rank does: what some have gathered and others not, no forward gathers
         way_back.merges = _merges_for(found, bool(layers), deltas, jobs, strategy)
         errors: list[Exception] = []
         with torch.inference_mode():

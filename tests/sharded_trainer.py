@@ -30,6 +30,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 from lora_merge import LoraMergeError, PushFailed, VllmSync
+from lora_merge.shards import here
 from lora_merge.stream.filler import Filler
 
 LORA = {"enable_lora": True, "max_lora_rank": 8}
@@ -40,7 +41,7 @@ def train_alike(model: nn.Module) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
-                parameter.mul_(-1.25)
+                here(parameter).mul_(-1.25)
 
 
 class Told:

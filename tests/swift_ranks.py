@@ -20,6 +20,7 @@ push = Colocated.push
 
 def kept(self: Colocated, model: Any) -> Any:
     report = push(self, model)
+    print("partitioned:", all(hasattr(parameter, "ds_id") for parameter in model.parameters()), flush=True)
     weights = {name: tensor.clone() for name, tensor in swift_runs.engine_weights(self._engine.inner_model).items()}
     where = Path(os.environ["SWIFT_KEPT"])
     torch.save(weights, where / f"{os.environ['RANK']}-{report.version}.pt")

@@ -1,8 +1,7 @@
-"""Models in the hands of libraries that trainers bring: DeepSpeed, bitsandbytes, torchao (`make test-libraries`)."""
+"""Models in the hands of libraries that trainers bring: bitsandbytes, torchao (`make test-libraries`)."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,92 +9,12 @@ from typing import Any
 import models
 import pytest
 import torch
-from helpers import assert_same_bits
 from peft import LoraConfig, get_peft_model
-from processes import spawn
 from torch import nn
 
 from lora_merge import InvalidInput, MergedWeights, UnsupportedAdapter, merged, read_deltas
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-os.environ["DS_ACCELERATOR"] = "cpu"
-
-# ---- DeepSpeed -------------------------------------------------------------------------------------------------------
-
-
-def engine(rank: int, model: nn.Module, stage: int) -> Any:
-    import deepspeed
-
-    os.environ["LOCAL_RANK"] = str(rank)
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "zero_allow_untested_optimizer": True,
-        "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
-    }
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return deepspeed.initialize(model=model, model_parameters=trained, config=config)[0]
-
-
-def zero(rank: int) -> None:
-    """What is partitioned is refused by name; what is gathered streams as the plain model does."""
-    import deepspeed
-
-    plain = models.with_lora(models.qwen2)
-    wanted = dict(MergedWeights(plain))
-    three = engine(rank, models.with_lora(models.qwen2), 3)
-    peft_model = three.module
-    attempts: list[Callable[[], Any]] = [
-        lambda: read_deltas(three),
-        lambda: merged(three).__enter__(),
-        lambda: list(MergedWeights(three)),
-        lambda: MergedWeights(three).metadata(),
-        lambda: list(MergedWeights(peft_model, adapters=False)),
-        lambda: list(MergedWeights(peft_model.get_base_model().model.norm)),  # no adapter in it
-    ]
-    for attempt in attempts:
-        with pytest.raises(InvalidInput, match=r"DeepSpeed ZeRO-3 has partitioned.*zero.GatheredParameters"):
-            attempt()
-    everything = list(three.parameters())
-    some = [p for name, p in three.named_parameters() if "layers.1" not in name]
-    with deepspeed.zero.GatheredParameters(some), pytest.raises(InvalidInput, match=r"layers.1.*partitioned"):
-        list(MergedWeights(three))
-    with deepspeed.zero.GatheredParameters(everything):
-        streamed = dict(MergedWeights(three))
-        # Its forward gathers every weight anew, and would free the merged one.
-        with pytest.raises(InvalidInput, match="ZeRO-3 gathers this parameter anew"), merged(three):
-            pass
-    assert streamed.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        assert_same_bits(streamed[name], tensor, name)
-    with pytest.raises(InvalidInput, match="partitioned"):
-        list(MergedWeights(three))
-
-
-def zero_one(rank: int) -> None:
-    """Stage 1 keeps parameters whole: the engine is a wrapper like others."""
-    plain = models.with_lora(models.qwen2)
-    wanted, outputs = dict(MergedWeights(plain)), models.outputs(plain)
-    one = engine(rank, models.with_lora(models.qwen2), 1)
-    streamed = dict(MergedWeights(one))
-    assert streamed.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        assert_same_bits(streamed[name], tensor, name)
-    with merged(one):
-        torch.testing.assert_close(models.outputs(one), outputs)
-
-
-def both_stages(rank: int) -> None:
-    zero(rank)
-    zero_one(rank)
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_deepspeed(world: int) -> None:
-    spawn(world, both_stages)
-
-
-# ---- quantised bases -------------------------------------------------------------------------------------------------
 
 
 def bitsandbytes(folder: Path, **options: Any) -> nn.Module:

@@ -84,21 +84,20 @@ def test_adapters_that_vllm_cannot_serve(flags: dict[str, Any], base: Path, tmp_
         fails("grpo", base, tmp_path, vllm_enable_lora="true", **flags)
 
 
-PLAIN = {"use_vllm": True, "vllm_mode": "colocate", "vllm_enable_lora": False, "tuner_type": "lora", "deepspeed": None}
+PLAIN = {"use_vllm": True, "vllm_mode": "colocate", "vllm_enable_lora": False, "tuner_type": "lora"}
 WHOLE = SimpleNamespace(quant_method=None, quant_bits=None)
 
 
 @pytest.mark.parametrize(("info", "args", "options", "message"), [
     ({"quant_method": "bnb", "quant_bits": 4}, {}, {}, r"bnb, 4 bits.*--quant_method and --quant_bits"),
     ({"quant_method": "gptq", "quant_bits": 8}, {}, {}, r"gptq, 8 bits"),
-    ({}, {"deepspeed": {"zero_optimization": {"stage": 3}}}, {}, "--deepspeed zero3 .*use zero2"),
     ({}, {"vllm_mode": "server"}, {"verify": True}, "LORA_MERGE_VERIFY"),
     ({}, {"vllm_mode": "server", "vllm_enable_lora": True}, {"mode": "adapter"}, "--vllm_mode colocate"),
 ])  # fmt: skip
 def test_what_needs_other_libraries(
     info: dict[str, Any], args: dict[str, Any], options: dict[str, Any], message: str
 ) -> None:
-    """Arguments as swift makes them of --quant_bits, --deepspeed and --vllm_mode server."""
+    """Arguments as swift makes them of --quant_bits and --vllm_mode server."""
     model = SimpleNamespace(model_info=SimpleNamespace(**vars(WHOLE) | info))
     with pytest.raises(TrainerRefused, match=message) as refused:
         refuse(model, SimpleNamespace(**PLAIN | args), Options(**options))

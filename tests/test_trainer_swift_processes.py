@@ -157,21 +157,40 @@ def test_the_command_line(base: Path, tmp_path: Path) -> None:
     assert all(abs(step[f"lora_merge/ratio_{kind}"] - 1) < EXACT for step in steps for kind in ("min", "max"))
 
 
-def test_two_ranks(base: Path, tmp_path: Path) -> None:
-    """torchrun, gloo, DDP, an engine in each rank's process: both hold what the files of the first step's checkpoint
-    make in float64, and answer as the policy. (accelerate shards nothing on CPUs; FSDP2 with an engine in each rank is
-    in test_vllm_launcher.py.)"""
+ZERO3 = {
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "zero_optimization": {
+        "stage": 3,
+        "stage3_param_persistence_threshold": 1100,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+    "zero_allow_untested_optimizer": True,
+}
+
+
+@pytest.mark.parametrize("kind", ["ddp", "zero3"])
+def test_two_ranks(kind: str, base: Path, tmp_path: Path) -> None:
+    """torchrun, gloo, DDP or ZeRO-3, an engine in each rank's process: both hold what the files of the first step's
+    checkpoint make in float64, and answer as the policy. (accelerate knows no FSDP on CPUs; FSDP2 with an engine a rank
+    is in test_vllm_launcher.py.)"""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
     flags = {"per_device_train_batch_size": "2", "save_strategy": "steps", "save_steps": "1",
              "external_plugins": [swift_runs.REWARDS, str(HERE / "swift_ranks.py"), str(PLUGIN)]}  # fmt: skip
+    more = {}
+    if kind == "zero3":
+        flags["deepspeed"] = json.dumps(ZERO3)
+        libraries = str(HERE.parent / ".venv" / "libraries")  # where `make` puts DeepSpeed
+        more = {"DS_ACCELERATOR": "cpu", "PYTHONPATH": os.pathsep.join([environment()["PYTHONPATH"], libraries])}
     line = arguments("grpo", base, tmp_path, **flags)
     told = swift(
         "rlhf", *line, NPROC_PER_NODE="2", MASTER_PORT=swift_runs.port(), LORA_MERGE_CHECK="1",
-        VLLM_ENABLE_V1_MULTIPROCESSING="0", SWIFT_KEPT=str(tmp_path),
+        VLLM_ENABLE_V1_MULTIPROCESSING="0", SWIFT_KEPT=str(tmp_path), **more,
     )  # fmt: skip
     assert told.count("lora_merge takes over GRPOTrainer._move_model_to_vllm") == 1
+    assert f"partitioned: {kind == 'zero3'}" in told
     steps = logged(tmp_path)
     assert [step["lora_merge/version"] for step in steps] == [1, 2]
     ratios = [step[f"lora_merge/ratio_{kind}"] for step in steps for kind in ("min", "max")]
@@ -181,7 +200,9 @@ def test_two_ranks(base: Path, tmp_path: Path) -> None:
     for rank in range(2):
         kept = torch.load(tmp_path / f"{rank}-2.pt")
         worst = swift_runs.assert_is(kept, wanted)
-    print(f"two ranks: ratios {min(ratios):.7f} to {max(ratios):.7f}, engine: {worst:.2f} of what rounding allows")
+    print(
+        f"two ranks, {kind}: ratios {min(ratios):.7f} to {max(ratios):.7f}, engine: {worst:.2f} of what rounding allows"
+    )
 
 
 def streams(rank: int) -> None:

@@ -148,7 +148,7 @@ def checkpoint_merge(base: Path, adapter: Path) -> dict[str, torch.Tensor]:
     return {name: parameter.detach() for name, parameter in merged.named_parameters()}
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "zero3"])
 def test_two_ranks(kind: str, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """trl_ranks.py compares each rank's engine with the policy in float64."""
     (tmp_path / "base").symlink_to(base)
@@ -157,7 +157,8 @@ def test_two_ranks(kind: str, base: Path, tmp_path: Path, capsys: pytest.Capture
         seen = json.loads((tmp_path / f"{kind}.{rank}.json").read_text())
         assert seen["changed"] == 0
         assert seen["trained"] > 0
-        assert seen["wrapped"] == {"ddp": "DistributedDataParallel", "fsdp2": "FSDPPeftModel"}[kind]
+        wrapped = {"ddp": "DistributedDataParallel", "fsdp2": "FSDPPeftModel", "zero3": "DeepSpeedEngine"}
+        assert seen["wrapped"] == wrapped[kind]
         if rank == 0:  # which logs
             history = [entry for entry in seen["history"] if "lora_merge/version" in entry]
             assert [entry["lora_merge/version"] for entry in history] == [1, 2, 3]

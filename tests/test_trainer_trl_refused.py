@@ -123,12 +123,6 @@ def test_quantised(trainer_of: TrainerOf) -> None:
     assert_refused(trainer_of(quantization=four), InvalidInput, "the base is quantised (4-bit", "--load_in_4bit")
 
 
-def test_zero3(trainer_of: TrainerOf) -> None:
-    trainer = trainer_of()
-    trainer.vllm_generation._dist.zero_stage = 3
-    assert_refused(trainer, TrainerRefused, "ZeRO-3", '"stage": 2', "--deepspeed", "LORA_MERGE=0")
-
-
 def test_one_trainer_for_each_engine(trainer_of: TrainerOf) -> None:
     first, second = trainer_of(), trainer_of()
     rollout = lm.attach(first)

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 tests/trl_ranks.py KIND FOLDER
 
-KIND is ddp, fsdp2 or fsdp1; FOLDER holds `base`. What was seen goes to FOLDER/KIND.rank.json.
+KIND is ddp, fsdp2, fsdp1 or zero3; FOLDER holds `base`. What was seen goes to FOLDER/KIND.rank.json.
 """
 
 from __future__ import annotations
@@ -13,22 +13,34 @@ import sys
 from pathlib import Path
 from typing import Any
 
+if sys.argv[1] == "zero3":
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    sys.path.append(str(Path(__file__).parents[1] / ".venv" / "libraries"))  # where `make` puts DeepSpeed
+
 import engines
 import pytest
 import torch.distributed as dist
 import trl_training
 from engines import ask, assert_answers
 from torch import Tensor, nn
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from trl import GRPOTrainer
 
 import lora_merge.integrations.trl as lm
 from lora_merge import PushFailed
 from lora_merge.engine.vllm.loader import Loader
 
+ZERO3 = {
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 1100},
+    "zero_allow_untested_optimizer": True,
+}
 SHARDED = {
     "ddp": {},
     "fsdp2": {"fsdp": True, "fsdp_config": {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}},
     "fsdp1": {"fsdp": True, "fsdp_config": {"version": 1, "use_orig_params": True}},
+    "zero3": {"deepspeed": ZERO3},
 }
 
 
@@ -65,6 +77,7 @@ def main(kind: str, folder: Path) -> None:
     after = whole(trainer.model)
     frozen = [name for name in before if "lora_" not in name]
     assert frozen
+    unset_hf_deepspeed_config()  # what is built from here on is whole
     rollout, wanted = trainer.vllm_generation, trl_training.policy(folder / "base", after, trl_training.lora())
     rollout.sync_weights()
     assert_answers(ask(rollout.llm), wanted)
@@ -94,6 +107,11 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
     """The state of a model, sharded or not, on every rank, by the names of the plain one."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
+    if "deepspeed" in sys.modules:
+        from deepspeed.runtime.zero import GatheredParameters
+
+        with GatheredParameters(list(model.parameters())):
+            return {name: tensor.clone() for name, tensor in model.state_dict().items()}
     state: dict[str, Any] = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     box = [{name.removeprefix("module."): tensor.clone() for name, tensor in state.items()}]
     if dist.is_initialized():

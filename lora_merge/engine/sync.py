@@ -43,7 +43,8 @@ class VllmSync:
     rank on its GPU, or from rank 0.
 
     Args:
-        model: what is trained: a PEFT model, or any module; sharded by FSDP2 or FSDP1, or whole. Or Megatron's chunks.
+        model: what is trained: a PEFT model, or any module; sharded by FSDP2, FSDP1 or ZeRO-3, or whole. Or Megatron's
+            chunks.
         engine: a `vllm.LLM`, an `LLMEngine`, an `AsyncLLM`, a Ray actor around one, the URL of an api_server, or a list
             of these (replicas). Engines are best started with
             `weight_transfer_config=WeightTransferConfig(backend="lora_merge")`; one that was started without is taken

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import AlreadyMerged, InvalidInput
-from ..shards import Address
+from ..shards import Address, here
 
 _lock = threading.Lock()
 _merged: dict[object, tuple[Iterable[object], Mapping[Address, Tensor]]] = {}
@@ -134,7 +134,7 @@ def _meet(held: Sequence[torch.UntypedStorage], weights: Iterable[Tensor]) -> bo
 
 
 def _memory(weights: Iterable[Tensor]) -> set[int]:
-    return {getattr(weight, "_local_tensor", weight).untyped_storage().data_ptr() for weight in weights} - {0}
+    return {here(weight).untyped_storage().data_ptr() for weight in weights} - {0}
 
 
 def _lies_in(held: Sequence[torch.UntypedStorage], memory: AbstractSet[int]) -> bool:

@@ -1,7 +1,7 @@
 """Live models as merging sees them: what their adapters add, which tensors they stream, who holds them together.
 
-Everything that depends on the trainer is behind `Live`: PEFT's models, plain or under FSDP, are in `peft/live.py`,
-Megatron's chunks in `megatron/live.py`.
+Everything that depends on the trainer is behind `Live`: PEFT's models, plain, under FSDP or ZeRO-3, are in
+`peft/live.py`, Megatron's chunks in `megatron/live.py`.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Live(Protocol):
         """As they were before `off`, where it was called. May be called again."""
 
     def reshard(self) -> None:
-        """Bring what a forward has left gathered back to its shards."""
+        """Give back what is gathered of what `jobs` merges: on every rank that holds the model, or on none."""
 
 
 def live(model: Any) -> Live:

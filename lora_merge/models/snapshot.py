@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ..names import Trail, choices, column, trail, wrapped, wrappers
-from ..shards import Address
+from ..shards import Address, here
 from ..shards.layout import Layout
 from .guards import savers
 from .peft.facts import AdapterFacts, adapter_facts
@@ -42,8 +42,8 @@ class Snapshot(NamedTuple):
               class, the names of its children and of its parameters, and which of them are None; of wrappers, which
               module inside is used;
             - of every parameter and persistent buffer: its class, address, shape, strides, dtype and device; of a
-              DTensor those of the local part, and which DTensor it is and its spec (mesh, placements, shape); what
-              FSDP1 holds of each parameter;
+              DTensor those of the local part, and which DTensor it is and its spec (mesh, placements, shape); of a
+              parameter of ZeRO-3 those of the partition, and `zero3.facts`; what FSDP1 holds of each parameter;
             - of the adapters: `adapter_facts`.
             An `id` may come back for another object after the first one is gone. It then stands for an object of the
             same class at the same place with the same parameters, of which a reading would tell the same.
@@ -146,8 +146,7 @@ def note(
 
 def layouts(weights: Iterable[Tensor]) -> list[Layed]:
     """Shapes, strides and dtypes of what is here of some weights."""
-    here = (getattr(weight, "_local_tensor", weight) for weight in weights)
-    return [(weight.shape, weight.stride(), weight.dtype) for weight in here]
+    return [(weight.shape, weight.stride(), weight.dtype) for weight in map(here, weights)]
 
 
 def owners(snapshot: Snapshot, weights: Iterable[Tensor], indices: Indices | None = None) -> Owners:

@@ -1,6 +1,6 @@
 """Shard: which boxes of a tensor this rank holds, and where.
 
-A layout (FSDP2, FSDP1, Megatron) is a file that says so for its tensors; everything behind it works on boxes.
+A layout (FSDP2, FSDP1, ZeRO-3, Megatron) is a file that says so for its tensors; everything behind it works on boxes.
 """
 
 from __future__ import annotations
@@ -18,9 +18,18 @@ Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 Address: TypeAlias = tuple[int, torch.device]
 
 
+def here(t: Any) -> Any:
+    """What lies on this rank of a tensor: of a DTensor its part, of a parameter of ZeRO-3 its partition."""
+    local = getattr(t, "_local_tensor", None)
+    if local is None:
+        local = getattr(t, "ds_tensor", None)
+    return t if local is None else local
+
+
 def address(t: Tensor) -> Address:
-    """Where a tensor begins; of a DTensor, where this rank's part does. Tensors that share memory have one address."""
-    return getattr(t, "_local_tensor", t).data_ptr(), t.device
+    """Where what is here of a tensor begins. Tensors that share memory have one address."""
+    local = here(t)
+    return local.data_ptr(), local.device
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -162,6 +171,12 @@ def flat_boxes(shape: Sequence[int], begin: int, end: int) -> Iterator[tuple[Box
         yield ((first, *(0 for _ in shape[1:])), (last - first, *shape[1:])), first * step
     if last * step < end:
         yield from _inside(shape, last, 0, end - last * step, last * step)
+
+
+def flat_pieces(shape: Sequence[int], begin: int, flat: Tensor) -> Iterator[Piece]:
+    """The pieces of a tensor whose elements (row-major), from number `begin` on, lie one after another in `flat`."""
+    for (start, size), number in flat_boxes(shape, begin, begin + flat.numel()):
+        yield Piece(start, flat[number - begin : number - begin + prod(size)].view(size))
 
 
 def _inside(shape: Sequence[int], row: int, begin: int, end: int, number: int) -> Iterator[tuple[Box, int]]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..errors import InvalidInput, NotRestored
 from ..names import lineage
-from . import Piece, Shard, flat_boxes, whole
+from . import Piece, Shard, flat_pieces, whole
 
 _UNIT = "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel"
 
@@ -69,7 +69,7 @@ def shards(units: Sequence[nn.Module]) -> dict[tuple[int, str], Shard]:
             if part.in_shard:
                 begin = part.intra_param_start_idx
                 view = local[part.offset_in_shard : part.offset_in_shard + part.numel_in_shard]
-                pieces = tuple(_pieces(tuple(shape), begin, view))
+                pieces = tuple(flat_pieces(shape, begin, view))
             found[id(info.module), info.param_name] = Shard(
                 tuple(shape), flat.dtype, local.device, pieces, sum(p.tensor.numel() for p in pieces) == prod(shape)
             )
@@ -94,11 +94,6 @@ def _check_order(kind: str, flat: Any) -> None:
                 f"{name} of an FSDP1 unit ({kind}) is a DTensor (tensor parallelism), of which FSDP1 knows the local "
                 "part only: use FSDP2"
             )
-
-
-def _pieces(shape: tuple[int, ...], begin: int, view: Tensor) -> Iterator[Piece]:
-    for (start, size), number in flat_boxes(shape, begin, begin + view.numel()):
-        yield Piece(start, view[number - begin : number - begin + prod(size)].view(size))
 
 
 def group(units: Sequence[nn.Module]) -> Any | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import chain
 from operator import attrgetter, methodcaller
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import InvalidInput
 from ..names import own_parameters
-from . import Shard, address, fsdp1, fsdp2, whole, zero
+from . import Shard, address, fsdp1, fsdp2, here, whole, zero3
 from .ranks import Ranks
 
 _CHILDREN, _VALUES = attrgetter("_modules"), methodcaller("values")
@@ -41,32 +41,36 @@ class Layout:
     can agree on an error. They come out the same everywhere for models that are sharded alike.
 
     Args:
-        model: plain, FSDP2 or FSDP1.
+        model: plain, FSDP2, FSDP1 or ZeRO-3.
         known: what all that will be asked for lies in. If nothing of it is sharded, the model is not looked through.
 
     Raises:
-        InvalidInput: FSDP units without torch.distributed; from the methods: units that are in use or were written to
-            while gathered, or that cannot be mapped; shards over groups that do not fit together.
+        InvalidInput: FSDP units or ZeRO-3 without torch.distributed; parameters that ZeRO-3 partitions over several
+            groups; from the methods: units that are in use or were written to while gathered, or that cannot be mapped;
+            shards over groups that do not fit together.
     """
 
     def __init__(self, model: nn.Module, known: Known | None = None) -> None:
         there = dist.is_available() and dist.is_initialized()
-        if known is None or _any_unit(known.kinds) or (there and fsdp2.meshes([], known.modules)):
+        if known is None or _any_unit(known.kinds) or _any_cut(known.modules, there):
             modules = _modules(model)
             known = Known(modules, set(map(type, modules)))
         self._modules = known.modules
+        self._zero3 = zero3.managed(known.modules)
         units = [module for module in self._modules if _units[type(module)]] if _any_unit(known.kinds) else []
         self._one: list[Any] = [unit for unit in units if _units[type(unit)] == 1]
         self._two: list[Any] = [unit for unit in units if _units[type(unit)] == 2]
         self._meshes: dict[tuple[Any, tuple[int, ...]], None] = {}
         self._taken: dict[int, list[str]] = {}
-        self._fsdp1: Any = None
+        self._flat_group: Any = None
+        if self._zero3:
+            self._flat_group = zero3.group(self._zero3)
         if not there:
             if self._one or self._two:
                 raise InvalidInput("the model is under FSDP, but torch.distributed is not initialised (any more)")
             return
         self._meshes = fsdp2.meshes(self._two, self._modules)
-        self._fsdp1 = fsdp1.group(self._one)
+        self._flat_group = self._flat_group or fsdp1.group(self._one)
 
     @cached_property
     def _flat(self) -> dict[tuple[int, str], Shard]:
@@ -88,6 +92,18 @@ class Layout:
         fsdp2.reshard(self._two)
         fsdp1.reshard(self._one)
 
+    def check_free(self, parameters: Iterable[Tensor], name: Callable[[Tensor], str]) -> None:
+        """Raise `InvalidInput`, with its name, where something uses what ZeRO-3 has gathered of a parameter."""
+        for parameter in parameters if self._zero3 else ():
+            why = zero3.busy(parameter, self._modules) if zero3.is_managed(parameter) else None
+            if why is not None:
+                raise InvalidInput(f"{name(parameter)}: {why}")
+
+    def release(self, parameters: Iterable[Tensor]) -> None:
+        """Let ZeRO-3 gather parameters anew when it next uses them; on every rank, or on none."""
+        if self._zero3:
+            zero3.release(filter(zero3.is_managed, parameters), self._modules)
+
     def of(self, name: str, owner: nn.Module, attribute: str) -> Shard | None:
         """What this rank holds of `owner.attribute`; None where there is no such parameter."""
         if self._flat and (found := self._flat.get((id(owner), attribute))) is not None:
@@ -101,9 +117,10 @@ class Layout:
         """What this rank holds of a tensor that FSDP1 does not manage.
 
         Raises:
-            InvalidInput: ZeRO-3 has partitioned it, or its memory was freed.
+            InvalidInput: ZeRO-3 keeps it in a way that is not read, or its memory was freed.
         """
-        zero.check_gathered(name, tensor)
+        if self._zero3 and zero3.is_managed(tensor):
+            return zero3.shard_of(name, tensor)
         _check_held(name, getattr(tensor, "_local_tensor", tensor))
         return fsdp2.shard_of(name, tensor) if hasattr(tensor, "_local_tensor") else whole(tensor)
 
@@ -120,22 +137,24 @@ class Layout:
         flat = self._flat.get((id(owner), attribute)) if self._flat else None
         if flat is not None:
             return id(flat)
-        return id(tensor) if self._meshes and fsdp2.is_dtensor(tensor) else address(tensor)
+        return id(tensor) if not self.plain and here(tensor) is not tensor else address(tensor)
 
     def local(self, tensors: list[Tensor]) -> tuple[list[Tensor], list[Any]]:
-        """What is here of tensors, and what else their shards depend on: which DTensors they are, and how they are
-        cut; what FSDP1 holds of the parameters that it manages."""
+        """What is here of tensors, and what else their shards depend on: which DTensors and parameters of ZeRO-3 they
+        are, and how they are cut; what FSDP1 holds of the parameters that it manages."""
         facts: list[Any] = [(key, shard.key()) for key, shard in self._flat.items()]
-        if not self._meshes:
+        if not self._meshes and not self._zero3:
             return tensors, facts
-        local = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
+        local = list(map(here, tensors))
         cut: list[Any] = [whole for whole, part in zip(tensors, local, strict=True) if whole is not part]
+        if self._zero3:
+            return local, [*facts, *map(zero3.facts, cut)]
         return local, [*facts, *map(id, cut), *(dtensor._spec for dtensor in cut)]
 
     @property
     def plain(self) -> bool:
         """Whether every tensor is here as it is."""
-        return not (self._one or self._two or self._meshes)
+        return not (self._one or self._two or self._meshes or self._zero3)
 
     @property
     def flat(self) -> bool:
@@ -145,12 +164,12 @@ class Layout:
     @property
     def sharded(self) -> bool:
         """Whether what lies here is other tensors than the parameters: of DTensors that every rank holds whole too."""
-        return fsdp1.manages(self._one) or bool(self._meshes)
+        return fsdp1.manages(self._one) or bool(self._meshes) or bool(self._zero3)
 
     def ranks(self) -> Ranks:
         """The ranks that hold the model together."""
-        if self._fsdp1 is not None:
-            return Ranks(self._fsdp1)
+        if self._flat_group is not None:
+            return Ranks(self._flat_group)
         cut = {(mesh, dims) for mesh, dims in self._meshes if dims}
         if not cut:
             return Ranks()
@@ -162,6 +181,8 @@ class Layout:
 
     def device(self) -> torch.device | None:
         """Where a sharded model computes, if its weights may lie elsewhere (CPU offloading)."""
+        if self._zero3:
+            return self._zero3[0].device
         return next((fsdp2.device_of(mesh) for mesh, _ in self._meshes), None)
 
 
@@ -170,6 +191,15 @@ def _any_unit(kinds: set[type]) -> bool:
     for kind in kinds - _units.keys():
         _units[kind] = 1 if fsdp1.is_unit(kind) else 2 if fsdp2.is_unit(kind) else 0
     return any(map(_units.__getitem__, kinds))
+
+
+def _any_cut(modules: Sequence[nn.Module], there: bool) -> bool:
+    """Whether some parameter of modules says of itself that it is sharded.
+
+    Args:
+        there: whether torch.distributed is initialised.
+    """
+    return bool((there and fsdp2.meshes([], modules)) or zero3.managed(modules))
 
 
 def _check_held(name: str, tensor: Tensor) -> None:

@@ -41,8 +41,8 @@ class MergedWeights:
     `merged` refuses the model while a pass is under way, and a pass is refused inside `merged`. An iteration that will
     not be finished ends with its `close()`, or when nobody holds it any more.
 
-    A sharded model (FSDP2, FSDP1) streams on every rank, and every rank sees every tensor whole: each merges what it
-    holds, and merged shards are gathered, bucket by bucket. All ranks iterate, and to the end: every method here is
+    A sharded model (FSDP2, FSDP1, ZeRO-3) streams on every rank, and every rank sees every tensor whole: each merges
+    what it holds, and merged shards are gathered, bucket by bucket. All ranks iterate, and to the end: every method is
     collective over them. The order of the stream is then that in which tensors become whole.
 
     Args:

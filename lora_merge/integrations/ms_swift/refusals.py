@@ -21,8 +21,6 @@ def refuse(model: Any, args: Any, options: Options) -> None:
         TrainerRefused: names the flag.
     """
     _refuse_any(model.model_info, args, options)
-    if _zero_stage(args) == 3:
-        raise _refused("--deepspeed zero3 leaves no weights to read between steps: use zero2, or --fsdp fsdp2")
 
 
 def refuse_megatron(args: Any, options: Options) -> None:
@@ -127,8 +125,3 @@ def _refuse_filters(args: Any, more: list[str]) -> None:
 
 def _refused(why: str) -> TrainerRefused:
     return TrainerRefused(f"{why}. {off('ms-swift')}")
-
-
-def _zero_stage(args: Any) -> int:
-    config = args.deepspeed
-    return int(config.get("zero_optimization", {}).get("stage", 0)) if isinstance(config, dict) else 0

@@ -52,7 +52,7 @@ def attach(
     generation = generation_of(trainer)
     engine = getattr(generation, "llm", generation)
     _check_alone(trainer, engine)
-    _check_model(trainer, generation)
+    _check_model(trainer)
     rollout = (Colocated if generation.mode == "colocate" else Server)(trainer, generation, options)
     rollout.check()
     if options.check is not None:
@@ -107,12 +107,7 @@ def _check_alone(trainer: Any, engine: Any) -> None:
     )
 
 
-def _check_model(trainer: Any, generation: Any) -> None:
-    if generation._dist.is_zero3:
-        raise TrainerRefused(
-            'DeepSpeed\'s ZeRO-3 keeps no whole weights to merge: choose "zero_optimization": {"stage": 2} or less in '
-            f"the file that --deepspeed names, or FSDP (--fsdp full_shard). {OFF}"
-        )
+def _check_model(trainer: Any) -> None:
     try:
         check_plain(walk(trainer.model), named_tensors(trainer.model))
     except InvalidInput as error:

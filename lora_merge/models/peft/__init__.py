@@ -1,1 +1,1 @@
-"""Models with PEFT's adapters, plain or under FSDP."""
+"""Models with PEFT's adapters, plain, under FSDP or ZeRO-3."""

@@ -1,4 +1,4 @@
-"""PEFT's models, or models with no adapters, plain or under FSDP, as `Live` models."""
+"""PEFT's models, or models with no adapters, plain, under FSDP or ZeRO-3, as `Live` models."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from ...errors import UnsupportedAdapter
 from ...kernels.checks import overlapping
 from ...names import NamedTensor, named_tensors, walk
-from ...shards import Address, address
+from ...shards import Address, address, here
 from ...shards.layout import Known, Layout
-from ...shards.zero import check_unmanaged
 from ..claims import to_the_end
 from ..conversion import Conversion, read_conversion, saved_name, tied_keys
 from ..delta import Delta, Job, LazyList, in_place, whole_job
@@ -29,7 +28,7 @@ from .read import Adapters, PeftLayer, read_adapters
 
 
 class Peft:
-    """A `Live` model with PEFT's adapters (or with none), plain or under FSDP."""
+    """A `Live` model with PEFT's adapters (or with none), plain, under FSDP or ZeRO-3."""
 
     def __init__(self, model: nn.Module) -> None:
         self.key = model
@@ -45,15 +44,17 @@ class Peft:
         self._indices: Indices | None = None
         self._off = Replaced()
         self._resharded = False
+        self._written: Sequence[Tensor] = ()
 
     def reshard(self) -> None:
         self._layout.reshard()
+        self._layout.release(self._written)
 
     def _open(self) -> Layout:
         """The layout, of units that are on their shards. May fail on one rank alone."""
         if not self._resharded:
             self._layout.check_idle()
-            self.reshard()
+            self._layout.reshard()
             self._resharded = True
         return self._layout
 
@@ -144,14 +145,23 @@ class Peft:
     # ---- in place ----------------------------------------------------------------------------------------------------
 
     def weights(self, deltas: Sequence[Delta]) -> dict[Address, Tensor]:
-        """Parameters (whose data may be moved inside the block), or what FSDP holds of them."""
-        snapshot, indices = self.snapshot(), self._indices
-        if indices is not None:
-            tensors = snapshot.tensors if self.sharded else snapshot.parameters
-            return dict(zip(indices.addresses, some(tensors, indices.weights), strict=True))
-        if self.sharded:
+        """Parameters (whose data may be moved inside the block), or what is here of them where they are sharded."""
+        if self._layout.flat:
             return {address(piece.tensor): piece.tensor for delta in deltas for piece in delta.weight.pieces}
-        return {address(parameter): parameter for delta in deltas for parameter in [_parameter(delta)]}
+        parameters, indices = self._adapted(deltas), self._indices
+        tensors = map(here, parameters) if self.sharded else parameters
+        addresses = map(address, parameters) if indices is None else indices.addresses
+        return dict(zip(addresses, tensors, strict=True))
+
+    def _adapted(self, deltas: Sequence[Delta]) -> Sequence[Tensor]:
+        """The parameters that deltas, all that `adapters` told, change, and of which something is here."""
+        if self._indices is not None:
+            return some(self.snapshot().parameters, self._indices.weights)
+        return [parameter for parameter in map(_parameter, deltas) if here(parameter).numel()]
+
+    def _name(self, parameter: Tensor) -> str:
+        """Of a parameter that a delta changes."""
+        return next(delta.name for delta in self._read().deltas if _parameter(delta) is parameter)
 
     def layouts(self, weights: Mapping[Address, Tensor]) -> Sequence[Layed]:
         return layouts(weights.values()) if self._indices is None else self._indices.layouts
@@ -163,18 +173,19 @@ class Peft:
         """Keep where things are; not of what FSDP1 manages, which modules need not hold."""
         if not self._layout.flat:
             read = self._read()
-            parameters = [_parameter(delta) for delta in read.deltas if delta.weight.pieces]
+            parameters = self._adapted(read.deltas)
             note(self.key, self.snapshot(), read.layers, {address(parameter): parameter for parameter in parameters})
 
     @contextmanager
     def jobs(self, deltas: Sequence[Delta], copy: Callable[[Address], Tensor]) -> Iterator[Sequence[Job]]:
         """The first adapted user of a tied weight merges in place; its other users get a parameter of their own, which
         is the copy, or a merged tensor if they have an adapter too."""
+        if not self._layout.flat:
+            self._written = self._adapted(deltas)
+            self._layout.check_free(self._written, self._name)
         if self._indices is not None:
             yield LazyList(lambda: [job for delta in deltas for job in in_place(delta)])
             return
-        for delta in () if self.sharded else deltas:  # FSDP1 takes parameters out of their modules
-            check_unmanaged(delta.name, _parameter(delta))
         self._check_apart(deltas)
         if self.sharded:
             jobs = self._sharded_jobs(deltas)
@@ -238,14 +249,14 @@ class Peft:
         _apart[self.key] = facts
 
     def _sharded_jobs(self, deltas: Sequence[Delta]) -> list[Job]:
-        """What FSDP holds cannot be held apart: a tied weight must not have an adapter."""
+        """What is sharded cannot be held apart: a tied weight must not have an adapter."""
         places = {(id(owner), key): users for users in self._read().users.values() for owner, key in users}
         for delta in deltas:
             users = places[id(delta.owner), delta.attribute]
             if len(users) > 1:
                 names = ", ".join(f"{type(owner).__name__}.{key}" for owner, key in users)
                 raise UnsupportedAdapter(
-                    f"{delta.name}: an adapter on a tied weight ({names}) that FSDP has sharded: its users would need "
+                    f"{delta.name}: an adapter on a tied weight ({names}) that is sharded: its users would need "
                     "weights of their own; untie them, or sync with MergedWeights, which streams them apart"
                 )
         return [job for delta in deltas for job in in_place(delta)]
