@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import partial
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -23,11 +22,12 @@ from ..replica import ONE_ENGINE
 from ..state import State
 from ..transport import Received, introduction
 from ..waiting import told
-from . import internals
+from . import internals, own
 from .adapter import ADAPTER_ID, load_adapter, remove_adapter, unserved_modules
 from .backend import LoraMergeWeightTransferEngine
 from .loader import Examination
-from .merger import Described, Merger, Update, problems
+from .merger import Described, Update, problems
+from .own import new_merger
 from .side import Coming, Side, asleep, side_of
 
 _log = logging.getLogger(__name__)
@@ -282,23 +282,13 @@ def _start(
     side.merger = None
     examination, brought = side.loader.examine(digest, side.tables[digest]), State(**state)
     side.loader.begin(examination)
-    merger = None
-    if changed is not None:
-        table = side.tables[digest]
-        merger = Merger(side.loader, examination, table, brought.base, frozenset(changed), _asleep_with_weights(worker))
+    merger = None if changed is None else new_merger(worker, side, digest, brought.base, frozenset(changed))
     side.coming = Coming(examination, digest, brought, merger)
     if not sent:
         side.came()
     if worker.device.type == "cuda":  # nothing here reads the weights any more
         torch.cuda.synchronize(worker.device)
     return {}
-
-
-def _asleep_with_weights(worker: Any) -> Callable[[], AbstractContextManager[object]]:
-    """A context in which GPU memory is taken that sleeps and wakes with the weights."""
-    if worker.device.type != "cuda" or not worker.model_config.enable_sleep_mode:
-        return nullcontext
-    return partial(internals.CuMemAllocator.get_instance().use_memory_pool, tag="weights")
 
 
 def _receive(
@@ -349,7 +339,8 @@ def _update(worker: Any, side: Side, digest: str, scalings: list[list[float]], v
 
     def keep(slots: Sequence[Slot], received: Received) -> None:
         assert received.data is not None
-        update.data.append(received.data[: extent(slots)].clone())
+        # A trainer in this process may be on another device.
+        update.data.append(received.data[: extent(slots)].to(side.device, copy=True))
 
     side.take(update.said.table, keep, verify)
     side.update = update
@@ -466,6 +457,7 @@ _OPS: dict[str, Callable[..., dict[str, Any]]] = {
     "receive": _receive,
     "update": _update,
     "merge": _merge,
+    **own.OPS,
     "adapter": _adapter,
     "commit": _commit,
     "verified": _verified,
