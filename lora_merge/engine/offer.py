@@ -79,10 +79,11 @@ class UpdateOffer:
 
     Args:
         weights: the stream of the model.
+        trains: as of `Updates`.
     """
 
-    def __init__(self, trainer: Trainer, weights: MergedWeights) -> None:
-        self._trainer, self._updates = trainer, Updates(weights)
+    def __init__(self, trainer: Trainer, weights: MergedWeights, *, trains: bool = True) -> None:
+        self._trainer, self._updates = trainer, Updates(weights, trains=trains)
         self._last = ""
 
     def known(self) -> list[str]:
@@ -127,7 +128,7 @@ class UpdateOffer:
             if found := [problem for answer in answers for problem in answer["problems"]]:
                 raise PushRefused(
                     f"engine {replica.index} cannot merge by itself: {found[0]}"
-                    f'{f" (and {len(found) - 1} more)" if len(found) > 1 else ""}; pass merge="trainer"'
+                    f"{f' (and {len(found) - 1} more)' if len(found) > 1 else ''}; {self._updates.instead}"
                 )
             ready[replica.index] = [answer["ready"] for answer in answers]
 

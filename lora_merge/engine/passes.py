@@ -3,11 +3,13 @@ training has changed, which the engine merges by itself."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from ..errors import PushRefused
+from ..stream.buckets import Table
 from ..stream.filler import Filler
 from ..stream.weights import MergedWeights
 from .fit import Fit
@@ -24,6 +26,21 @@ MERGES = ("auto", "trainer", "engine")
 
 
 @dataclass(frozen=True, slots=True)
+class Told:
+    """What workers do by themselves, without a transfer.
+
+    Args:
+        op, message: the call.
+        writes: whether weights change in it.
+    """
+
+    op: str
+    message: Mapping[str, Any]
+    writes: bool
+    table: Table = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Pass:
     """One source on its way to some replicas.
 
@@ -32,13 +49,15 @@ class Pass:
         route: to engines in other processes.
         changed: of a base: names of the tensors that updates will change, which the engines merge onto it; None where
             none will come.
+        merges: whether workers merge at the end what has come.
     """
 
     state: State
-    source: Filler | AdapterSource | Update
+    source: Filler | AdapterSource | Update | Told
     replicas: Sequence[Replica]
     route: Route
     changed: frozenset[str] | None = None
+    merges: bool = False
 
 
 class Passes:
@@ -155,7 +174,7 @@ class Passes:
             State(kind, report.version, fingerprint, trainer=self._trainer.name)
             for kind in ("base", "merged" if adapter is None else "adapter")
         )
-        passes = [Pass(after, source, replicas, Route.of_buckets(source))]
+        passes = [Pass(after, source, replicas, Route.of_buckets(source), merges=adapter is None)]
         return [await self._full(bare, base, without, report, verify, changed), *passes] if without else passes
 
     async def _same(self, fingerprint: Callable[[], str]) -> str:

@@ -25,7 +25,7 @@ class SyncReport:
 
     Args:
         version: number of the push; engines count it.
-        mode: "merged" or "adapter".
+        mode: "merged" or "adapter"; "base" when an adapter that was loaded from a folder went.
         nbytes: bytes that crossed, to one replica.
         tensors: how many.
         seconds: by phase: check, pause, transfer (merge, send and load; caches are reset beside it), finish, resume.
@@ -76,8 +76,9 @@ class SyncReport:
         out = self.left_out
         why = f"; through buckets: {self.buckets}" if self.buckets else ""
         note = f" ({len(out)} left out, which the engine has no part for: {out[0]} to {out[-1]})" if out else ""
+        over = f" over {'+'.join(self.transports)}" if self.transports else ""
         return (
-            f"{self.mode}@{self.version}{by}{base} over {'+'.join(self.transports)}: {self.tensors} tensors{note}, "
+            f"{self.mode}@{self.version}{by}{base}{over}: {self.tensors} tensors{note}, "
             f"{self.nbytes / 1e6:.1f} MB, {self.gb_s:.1f} GB/s; ms: {phases}{why}"
         )
 
@@ -214,16 +215,19 @@ def fail_together(replicas: Sequence[Replica]) -> None:
             replica.error = replica.error or error
 
 
-def failure(replicas: Sequence[Replica]) -> PushFailed | PushRefused:
-    """The error of a push that broke off in some engines: names these, and says of each engine what it holds now."""
+def failure(replicas: Sequence[Replica], healing: str = "the next push heals it") -> PushFailed | PushRefused:
+    """The error of a push that broke off in some engines: names these, and says of each engine what it holds now.
+
+    Args:
+        healing: what becomes of dirty ones.
+    """
     dirty = [f"engine {r.index} is dirty: {r.error}" for r in replicas if r.error and r.begun]
     as_before = [f"engine {r.index} holds what it held before: {r.error}" for r in replicas if r.error and not r.begun]
     valid = [f"engine {r.index} is valid" for r in replicas if not r.error]
     text = "; ".join(dirty + as_before + valid)
     if not dirty and not valid:
         return PushRefused(f"{text}. Nothing was sent; push again")
-    healing = "What is dirty stays paused; the next push heals it" if dirty else "Push again"
-    return PushFailed(f"{text}. {healing}")
+    return PushFailed(f"{text}. {f'What is dirty stays paused; {healing}' if dirty else 'Push again'}")
 
 
 def check_handle(index: int, control: Control) -> None:

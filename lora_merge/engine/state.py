@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+OWN = "the engine's own checkpoint"
+"""In the place of a base's fingerprint: the weights that the engine loaded when it started."""
+
 
 @dataclass(frozen=True, slots=True)
 class State:
@@ -14,9 +17,10 @@ class State:
         kind: "nothing" (what the engine started with), "base", "adapter" (base + adapter@version), "merged"
             (merged@version) or "dirty".
         version: number of the push that brought it, counted by the engine; 0 before the first.
-        base: fingerprint of the base weights, for "base" and "adapter".
+        base: fingerprint of the base weights, for "base" and "adapter"; `OWN` for those that the engine started with.
         reason: why it is dirty.
         trainer: name of the `VllmSync` that pushed it: engines count versions for all of them.
+        adapter: name of the one that was loaded from a folder, for "merged".
     """
 
     kind: str = "nothing"
@@ -24,12 +28,14 @@ class State:
     base: str = ""
     reason: str = ""
     trainer: str = ""
+    adapter: str = ""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     def __str__(self) -> str:
-        return f"dirty ({self.reason})" if self.kind == "dirty" else f"{self.kind}@{self.version}"
+        adapter = f" (adapter {self.adapter})" if self.adapter else ""
+        return f"dirty ({self.reason})" if self.kind == "dirty" else f"{self.kind}@{self.version}{adapter}"
 
 
 WEIGHTS = frozenset({"base", "adapter", "merged"})

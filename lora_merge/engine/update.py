@@ -37,8 +37,10 @@ class Update:
         adapted: the stream of the model with its adapters; its settings are those of `base`.
         whole: the stream of the tensors that go whole; None where there are none.
         base: the stream of the base, as it fits the engines.
+        instead: what to do where only the trainer can merge it, in words.
 
     Attributes:
+        device: on which buckets are filled; may be set to another one than the model's.
         said: what workers have to know to merge it, as JSON values, but for the scalings.
         digest: of `said`.
         changed: names of the tensors that it changes.
@@ -48,12 +50,12 @@ class Update:
         PushRefused: only the trainer can merge this; says why.
     """
 
-    def __init__(self, adapted: Filler, whole: Filler | None, base: Filler, bucket_bytes: int) -> None:
+    def __init__(self, adapted: Filler, whole: Filler | None, base: Filler, bucket_bytes: int, instead: str) -> None:
         self.device, self._adapted, self.whole = adapted.device, adapted, whole
         self.collective = self.shared = not adapted.source.ranks.alone
         parts = adapted.source.parts
         straight = {name: entry for name, entry in adapted.entries.items() if _by_factors(entry, parts)}
-        _check(straight, parts)
+        _check(straight, parts, instead)
         numbers: dict[int, int] = {}
         deltas: list[Delta] = []
         for entry in straight.values():
@@ -106,7 +108,10 @@ class Update:
             self._operands.refresh()
         if index >= self._count:
             assert self.whole is not None
-            self.whole.fill(index - self._count, buffer, run)
+            here = buffer.to(self.whole.device)  # the buffer itself, unless `device` was set to another one
+            self.whole.fill(index - self._count, here, run)
+            if here is not buffer:
+                buffer.copy_(here)
             return
         at, plan = self._plans.get(index, (0, None))
         if plan is None or at != buffer.data_ptr():
@@ -138,19 +143,30 @@ class Update:
                 self._operands.release()
 
 
+def converted(adapted: Filler) -> list[str]:
+    """Names of the tensors that adapters change and that go whole, as only a conversion makes them: of the base's
+    values."""
+    parts = adapted.source.parts
+    return [
+        name
+        for name, entry in adapted.entries.items()
+        if not _by_factors(entry, parts) and any(parts[source].delta for source in entry.sources)
+    ]
+
+
 def _by_factors(entry: Entry, parts: Mapping[str, Part]) -> bool:
     """Whether a tensor of the stream is a box of one parameter that an adapter changes."""
     return entry.window is not None and parts[entry.sources[0]].delta is not None
 
 
-def _check(straight: Mapping[str, Entry], parts: Mapping[str, Part]) -> None:
+def _check(straight: Mapping[str, Entry], parts: Mapping[str, Part], instead: str) -> None:
     """Raise `PushRefused` where a merge in the engine would not have the bits of one in the trainer."""
     for name, entry in straight.items():
         dtype = parts[entry.sources[0]].shard.dtype
         if dtype != entry.meta.dtype:
             raise PushRefused(
                 f"{name} is {dtype} here and {entry.meta.dtype} in the engine: merged there it would be rounded twice; "
-                'start the engine with the dtype of the base, or merge here (merge="trainer")'
+                f"start the engine with the dtype of the base, or {instead}"
             )
 
 
@@ -177,9 +193,12 @@ class Updates:
 
     Args:
         weights: the stream of the model.
+        trains: whether the model trains, so that buffers move. Else it is an adapter from a folder.
     """
 
-    def __init__(self, weights: MergedWeights) -> None:
+    def __init__(self, weights: MergedWeights, *, trains: bool = True) -> None:
+        self._trains = trains
+        self.instead = 'merge here (merge="trainer")' if trains else "merge it with PEFT, and start an engine on that"
         self._adapted = MergedWeights(weights.model, bucket_bytes=weights.bucket_bytes)
         self._whole = MergedWeights(weights.model, bucket_bytes=weights.bucket_bytes)
         self._flags: tuple[list[nn.Parameter], list[bool]] = ([], [])
@@ -217,24 +236,22 @@ class Updates:
     def _made(self, adapted: Filler, base: Filler) -> Update:
         parts = adapted.source.parts
         if not any(part.delta is not None for part in parts.values()):
-            raise PushRefused(
-                'the model has no active adapter, so there is nothing to merge; push with merge="trainer"'
-            )
+            raise PushRefused(f"the model has no active adapter, so there is nothing to merge; {self.instead}")
         if others := adapted.entries.keys() ^ base.entries.keys():
             raise PushRefused(
                 f"an adapter changes only one of two tied tensors ({', '.join(sorted(others))}), and the base that an "
-                'engine holds has but one: merge here (merge="trainer")'
+                f"engine holds has but one: {self.instead}"
             )
         for name, entry in adapted.entries.items():
             if entry.meta != (bare := base.entries[name].meta):
                 raise PushRefused(
                     f"{name}: {entry.meta.dtype} {list(entry.meta.shape)} with adapters, {bare.dtype} "
-                    f'{list(bare.shape)} without: merge here (merge="trainer")'
+                    f"{list(bare.shape)} without: {self.instead}"
                 )
         modules = [module for _, module in live(self._adapted.model).modules()]
         own = {id(p): p for module in modules for p in module._parameters.values() if p is not None}
         self._flags = list(own.values()), [p.requires_grad for p in own.values()]
-        learning = _learning(parts, [p for p in own.values() if p.requires_grad])
+        learning = _learning(parts, [p for p in own.values() if p.requires_grad], buffers=self._trains)
         learning = frozenset().union(*adapted.ranks.gather(learning))
         whole = frozenset(
             name
@@ -243,10 +260,11 @@ class Updates:
             and (not learning.isdisjoint(entry.sources) or any(parts[source].delta for source in entry.sources))
         )
         self._whole.left_out = frozenset(adapted.entries) - whole | self._adapted.left_out
-        return Update(adapted, self._whole.filler() if whole else None, base, self._adapted.bucket_bytes)
+        whole_filler = self._whole.filler() if whole else None
+        return Update(adapted, whole_filler, base, self._adapted.bucket_bytes, self.instead)
 
 
-def _learning(parts: Mapping[str, Part], trained: Sequence[Tensor]) -> frozenset[str]:
+def _learning(parts: Mapping[str, Part], trained: Sequence[Tensor], buffers: bool) -> frozenset[str]:
     """Names of the parts that training changes by itself: those in the memory of a parameter that requires a gradient,
     and buffers."""
     local = [getattr(parameter, "_local_tensor", parameter) for parameter in trained]
@@ -261,5 +279,5 @@ def _learning(parts: Mapping[str, Part], trained: Sequence[Tensor]) -> frozenset
         name
         for name, part in parts.items()
         if part.delta is None
-        and (not part.trained or any(inside(p.tensor) for p in part.shard.pieces if p.tensor.numel()))
+        and ((buffers and not part.trained) or any(inside(p.tensor) for p in part.shard.pieces if p.tensor.numel()))
     )

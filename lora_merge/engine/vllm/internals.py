@@ -21,6 +21,7 @@ _WHERE = {
     "get_layer_params_buffers": "vllm.model_executor.model_loader.reload.utils",
     "get_layer_tensors": "vllm.model_executor.model_loader.reload.utils",
     "LayerReloadingInfo": "vllm.model_executor.model_loader.reload.types",
+    "get_model_loader": "vllm.model_executor.model_loader",
     "Attention": "vllm.model_executor.layers.attention",
     "MLAAttention": "vllm.model_executor.layers.attention",
     "MMEncoderAttention": "vllm.model_executor.layers.attention",

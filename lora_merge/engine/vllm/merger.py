@@ -3,7 +3,8 @@ takes it off again, exactly, before the next one.
 
 Parameters that keep the layout in which they are loaded are merged where they lie, tracked (kernels/tracked.py): 2 bits
 an element bring the base back. Layers that are laid out anew after loading are made again from a copy of their base, as
-loading takes it, which is kept here.
+loading takes it, which is kept here. Where the base is the engine's own checkpoint, what is kept is what lies in its
+files, and tensors that come whole are kept, too: so an update can be followed by any other one, or by none.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from ...models.delta import Delta, Factors, Job, in_place
 from ...models.operands import Operands, Turn
 from ...shards import Piece, Shard, cut, whole
 from ...shards.ranks import Ranks
-from ...stream.buckets import Slot, Table, contents_of, dtype_of, extent, from_json
+from ...stream.buckets import Meta, Slot, Table, contents_of, dtype_of, extent, from_json, lay_out
 from ...stream.window import Window
 from ..sampler import facts
+from ..state import OWN
 from .loader import Examination, Loader, pairs
 
 
@@ -94,8 +96,8 @@ class Merger:
         loader: into the model.
         examination: of the base's table.
         table: the base's.
-        base: fingerprint of the base.
-        changed: names of the tensors that updates will change.
+        base: fingerprint of the base, or `OWN`.
+        changed: names of the tensors that updates will change; of the engine's own base `adopt` is told.
     """
 
     def __init__(
@@ -107,7 +109,7 @@ class Merger:
         changed: frozenset[str],
     ) -> None:
         self._loader, self._examination = loader, examination
-        self.base, self._contents = base, contents_of(table)
+        self.base, self.own, self._contents = base, base == OWN, contents_of(table)
         self._needed = self._layers_of(changed)
         self._kept: dict[str, Tensor] = {}
         self._plan: _Products | None = None
@@ -119,18 +121,38 @@ class Merger:
         if name in self._needed:
             self._kept[name] = tensor.clone()
 
+    def adopt(self, tensors: Mapping[str, Tensor]) -> None:
+        """Tensors of the engine's own checkpoint, as `wanted` says."""
+        self._kept.update(tensors)
+
+    def wanted(self, said: Described) -> frozenset[str]:
+        """Names of the tensors of the base that have to be kept here for an update and what follows it, and are not."""
+        return self._needs(said).difference(self._kept)
+
+    def _needs(self, said: Described) -> frozenset[str]:
+        layers = self._layers_of(self._touched(said))
+        return layers | said.whole if self.own else layers - said.whole
+
+    def holds(self, contents: str) -> bool:
+        """Whether the base is here still, where it was, with these contents."""
+        return contents == self._contents and self._facts == facts(self._loader.tensors())
+
+    def nothing(self) -> Update:
+        """What brings the base back."""
+        return Update(Described(self._contents, (), 0, (), {}), [])
+
     def settle(self) -> None:
         """All of the base, or of an update, is there: note where."""
         self._facts = facts(self._loader.tensors())
 
     def lacks(self, said: Described) -> bool:
         """Whether this update cannot be merged onto what is kept here: the base has to come again."""
-        if said.base != self._contents or self._facts != facts(self._loader.tensors()):
+        if not self.holds(said.base):
             return True
         before = self._before
-        if before is not None and not before.whole <= said.whole:
+        if not self.own and before is not None and not before.whole <= said.whole:
             return True  # their base was overwritten
-        return not self._layers_of(self._touched(said)) <= self._kept.keys() | said.whole
+        return bool(self.wanted(said))
 
     def _touched(self, said: Described) -> frozenset[str]:
         """Names of the tensors that are not what they were, when this update follows the one before."""
@@ -155,20 +177,26 @@ class Merger:
             plan.merge(coming)
         else:
             plan = None  # its memory is free before the next one's is taken
-            plan = _Products(coming, self._examination)
-            plan.merge(coming)
+            if coming.said.tensors:
+                plan = _Products(coming, self._examination)
+                plan.merge(coming)
+        gone = frozenset() if self._before is None else self._before.whole - coming.said.whole
         self._plan, self._before = plan, coming.said
-        self._write_whole(coming)
+        self._write_whole(coming, gone)
         self._make_layers(coming, plan, touched)
         self._loader.finish()
 
-    def _write_whole(self, coming: Update) -> None:
-        """What goes straight of the tensors that came whole."""
+    def _write_whole(self, coming: Update, gone: frozenset[str]) -> None:
+        """What goes straight of the tensors that came whole, and the base of those that came before and do not now."""
         moved = [pair for slot, data in coming.whole() for pair in pairs(self._examination, slot, data)]
+        for name in gone.intersection(self._examination.copies):
+            base = self._kept[name].to(self._loader.device).contiguous()
+            (slots,) = lay_out([Meta(name, base.dtype, tuple(base.shape))], 1 << 62)
+            moved += pairs(self._examination, slots[0], base.view(-1).view(torch.uint8))
         if moved:
             Plan([segment for source, to in moved for segment in copies("engine", source, to)]).run()
 
-    def _make_layers(self, coming: Update, plan: _Products, touched: frozenset[str]) -> None:
+    def _make_layers(self, coming: Update, plan: _Products | None, touched: frozenset[str]) -> None:
         """Layers that are laid out anew, of their base and what has changed."""
         layers = [(layer, names) for layer, names in self._examination.layers if names & touched]
         staged = self._layers_of(touched)
@@ -182,9 +210,9 @@ class Merger:
         def tensor(name: str) -> Tensor:
             if name in came:
                 return came[name]
-            if name in coming.said.tensors:
-                return plan.merged(name, self._kept[name])
-            return self._kept[name].clone()
+            if plan is not None and name in coming.said.tensors:
+                return plan.merged(name, self._kept[name].to(self._loader.device))
+            return self._kept[name].to(self._loader.device, copy=True)
 
         if layers:
             self._loader.load_layers(self._examination, layers, tensor)

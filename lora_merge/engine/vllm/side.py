@@ -89,18 +89,20 @@ class Side:
 
     def state(self) -> State:
         """What the weights are; "dirty" if they changed since this package wrote them."""
-        if self.held.kind not in WEIGHTS or asleep():
+        if (self.held.kind not in WEIGHTS and self.merger is None) or asleep():
             return self.held
         kernels = self.modules.kernels()
         same = len(kernels) == len(self._kernels) and all(a is b for a, b in zip(kernels, self._kernels, strict=True))
         if not same or self._sampler(self.modules.tensors()) != self._sample:
             reason = "its weights were changed by something else: a sleep, a reload, an update"
-            self.held, self.merger = change(self.held, "overwrite", reason=reason), None
+            self.merger = None
+            if self.held.kind in WEIGHTS:
+                self.held = change(self.held, "overwrite", reason=reason)
         return self.held
 
     def ready(self, digest: str) -> bool:
         """Whether an update that was told under this digest can be merged onto what lies here."""
-        if self.merger is None or self.held.kind not in WEIGHTS:
+        if self.merger is None or self.held.kind == "dirty":
             return False
         return digest in self.updates and not self.merger.lacks(self.updates[digest])
 
@@ -121,6 +123,16 @@ class Side:
         if self.merger is not None:
             self.merger.settle()
         self.coming = self.pending = self.update = None
+        self._note()
+
+    def own(self, merger: Merger) -> None:
+        """The weights are what the engine started with, and updates can be merged onto them."""
+        merger.settle()
+        self.merger = merger
+        self._note()
+
+    def _note(self) -> None:
+        """What the weights look like."""
         self._sample = self._sampler(self.modules.tensors())
         self._kernels = self.modules.kernels()
 

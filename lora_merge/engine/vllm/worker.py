@@ -22,11 +22,12 @@ from ..replica import ONE_ENGINE
 from ..state import State
 from ..transport import Received, introduction
 from ..waiting import told
-from . import internals
+from . import internals, own
 from .adapter import ADAPTER_ID, load_adapter, remove_adapter, unserved_modules
 from .backend import LoraMergeWeightTransferEngine
 from .loader import Examination
-from .merger import Described, Merger, Update, problems
+from .merger import Described, Update, problems
+from .own import new_merger
 from .side import Coming, Side, asleep, side_of
 
 _log = logging.getLogger(__name__)
@@ -281,9 +282,7 @@ def _start(
     side.merger = None
     examination, brought = side.loader.examine(digest, side.tables[digest]), State(**state)
     side.loader.begin(examination)
-    merger = None
-    if changed is not None:
-        merger = Merger(side.loader, examination, side.tables[digest], brought.base, frozenset(changed))
+    merger = None if changed is None else new_merger(worker, side, digest, brought.base, frozenset(changed))
     side.coming = Coming(examination, digest, brought, merger)
     if not sent:
         side.came()
@@ -340,7 +339,8 @@ def _update(worker: Any, side: Side, digest: str, scalings: list[list[float]], v
 
     def keep(slots: Sequence[Slot], received: Received) -> None:
         assert received.data is not None
-        update.data.append(received.data[: extent(slots)].clone())
+        # A trainer in this process may be on another device.
+        update.data.append(received.data[: extent(slots)].to(side.device, copy=True))
 
     side.take(update.said.table, keep, verify)
     side.update = update
@@ -457,6 +457,7 @@ _OPS: dict[str, Callable[..., dict[str, Any]]] = {
     "receive": _receive,
     "update": _update,
     "merge": _merge,
+    **own.OPS,
     "adapter": _adapter,
     "commit": _commit,
     "verified": _verified,

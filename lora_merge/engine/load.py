@@ -1,0 +1,232 @@
+"""An adapter from a folder into running engines, onto the checkpoint that they were started from, and off it again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import InvalidInput, PushRefused
+from ..models.peft.folder import needs_values, read_folder
+from ..shards.ranks import Ranks
+from ..stream.buckets import dtype_of
+from ..stream.filler import Filler
+from ..stream.weights import MergedWeights
+from .fit import Fit
+from .offer import UpdateOffer
+from .passes import Pass, Told
+from .push import Pushes
+from .replica import Replica, SyncReport, check_handle
+from .state import OWN, State
+from .trainer import Trainer
+from .transport import Route
+from .update import Update, converted
+from .vllm.control import control_of
+
+_HEALING = "load it again, which reads the engine's own checkpoint again; where that is refused, start the engine anew"
+_NOWHERE = Route(frozenset(), ())
+
+
+class Loads:
+    """Plans the passes of a load.
+
+    Args:
+        trainer: this process, with the engines.
+        folder, base: as of `read_folder`.
+        name: under which the engine serves it.
+        device: on which buckets are filled.
+    """
+
+    def __init__(
+        self, trainer: Trainer, folder: Path, base: str | Path | None, name: str, device: torch.device
+    ) -> None:
+        self._trainer, self._folder, self._base, self._name, self._device = trainer, folder, base, name, device
+        self._streams: list[MergedWeights | UpdateOffer] = []
+
+    def stream(self, mode: str) -> None:
+        """Nothing is read before the engine has said its dtype."""
+
+    def known(self, mode: str) -> tuple[list[str], list[str]]:
+        return [], []
+
+    def broke(self, error: BaseException) -> None:
+        """It is made once."""
+
+    def release(self) -> None:
+        for stream in self._streams:
+            stream.release()
+
+    async def __call__(
+        self, replicas: Sequence[Replica], report: SyncReport, verify: bool, read: Filler | None
+    ) -> list[Pass]:
+        """As of `Planner`."""
+        for replica in replicas:
+            if replica.state.kind not in ("nothing", "dirty") and replica.state.base != OWN:
+                raise PushRefused(
+                    f"engine {replica.index} holds {replica.state}, which a trainer pushed over the checkpoint that it "
+                    "was started from, and an adapter is loaded onto that: push it from a trainer, or start the engine "
+                    "anew"
+                )
+        dtypes = {worker["dtype"] for replica in replicas for worker in replica.workers}
+        if len(dtypes) > 1:
+            raise PushRefused(
+                f"the engines compute in {' and '.join(sorted(dtypes))}: load the adapter into each by itself"
+            )
+        model = await self._trainer.blocking(lambda: _read(self._folder, self._base, dtype_of(dtypes.pop())))
+        weights, bare = MergedWeights(model), MergedWeights(model, adapters=False)
+        offer = UpdateOffer(self._trainer, weights, trains=False)
+        self._streams = [weights, bare, offer]
+        try:
+            base = await Fit(self._trainer)(bare, replicas)
+        except PushRefused as error:
+            raise PushRefused(
+                f"{self._folder}: the adapter's base is another model than the engine serves, or the engine cannot be "
+                f"pushed to: {error}"
+            ) from error
+        update = await offer(bare, base, replicas)
+        update.device = self._device
+        report.merge = "engine"
+        report.left_out = tuple(sorted(bare.left_out))
+        lost = [replica for replica in replicas if await self._lost(replica, base, update)]
+        before, after = (
+            State(kind, report.version, OWN, trainer=self._trainer.name, adapter=name)
+            for kind, name in (("base", ""), ("merged", self._name))
+        )
+        message = {"digest": base.digest, "update": update.digest, "state": before.to_json()}
+        passes = [Pass(after, update, replicas, Route.of_buckets(update), merges=True)]
+        return [Pass(before, Told("reread", message, writes=True), lost, _NOWHERE), *passes] if lost else passes
+
+    async def _lost(self, replica: Replica, base: Filler, update: Update) -> bool:
+        """Whether the engine's checkpoint has to be read again; if not, workers now have what merging takes of it."""
+        if replica.state.kind == "dirty":
+            return True
+        if all(worker["base"] == OWN and update.digest in worker["ready"] for worker in replica.workers):
+            return False
+        lost = False
+
+        async def own(one: Replica) -> None:
+            nonlocal lost
+            answers = await one.handle.rpc("own", trainer=self._trainer.name, digest=base.digest, update=update.digest)
+            lost = any(answer["lost"] for answer in answers)
+
+        await self._trainer.all_own([replica], own)
+        return lost
+
+
+class Unloads:
+    """Plans the pass of an unload.
+
+    Args:
+        trainer: this process, with the engines.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def stream(self, mode: str) -> None:
+        """There is none."""
+
+    def known(self, mode: str) -> tuple[list[str], list[str]]:
+        return [], []
+
+    def broke(self, error: BaseException) -> None:
+        """It is made once."""
+
+    def release(self) -> None:
+        """Nothing is read."""
+
+    async def __call__(
+        self, replicas: Sequence[Replica], report: SyncReport, verify: bool, read: Filler | None
+    ) -> list[Pass]:
+        """As of `Planner`."""
+        for replica in replicas:
+            if why := _not_unloadable(replica):
+                raise PushRefused(f"engine {replica.index} holds {replica.state}{why}")
+        report.merge = "engine"
+        state = State("base", report.version, OWN, trainer=self._trainer.name)
+        return [Pass(state, Told("unload", {}, writes=False), replicas, _NOWHERE, merges=True)]
+
+
+def _not_unloadable(replica: Replica) -> str:
+    """Why nothing can be unloaded from an engine, and what to do; "" where it can."""
+    state = replica.state
+    if state.kind == "dirty":
+        return ": load an adapter, which reads the engine's own checkpoint again, or start the engine anew"
+    if state.kind == "nothing" or (state.kind == "base" and state.base == OWN):
+        return ": no adapter is loaded, there is nothing to unload"
+    if state.base != OWN:
+        return (
+            ", which a trainer pushed over the checkpoint that it was started from: push from there without the "
+            "adapter (model.disable_adapter()), or start the engine anew"
+        )
+    if any(worker["base"] != OWN for worker in replica.workers):
+        return ", and cannot take it off any more: load the adapter again, which reads its checkpoint, and unload then"
+    return ""
+
+
+def _read(folder: Path, base: str | Path | None, dtype: torch.dtype) -> nn.Module:
+    """The adapter; with the values of its base where what it adds depends on them."""
+    if not needs_values(folder):
+        model = read_folder(folder, base, dtype)
+        if not converted(MergedWeights(model).filler()):
+            return model
+    return read_folder(folder, base, dtype, values=True)
+
+
+def _trainer_of(engine: Any) -> Trainer:
+    """This process alone as the one that pushes, whatever other ranks there are."""
+    engines = engine if isinstance(engine, list | tuple) else [engine]
+    if not engines:
+        raise InvalidInput("engine must be a handle or a list of them, got none")
+    controls = [control_of(one) for one in engines]
+    for index, control in enumerate(controls):
+        check_handle(index, control)
+    return Trainer(controls, Ranks())
+
+
+async def load(
+    engine: Any,
+    folder: str | Path,
+    *,
+    base: str | Path | None,
+    name: str | None,
+    device: str | torch.device,
+    pause: str,
+    verify: bool,
+) -> SyncReport:
+    """As `serve.load_adapter`."""
+    trainer, folder = _trainer_of(engine), Path(folder)
+    name = folder.resolve().name if name is None else name
+    return await _push(
+        Pushes(
+            trainer,
+            Loads(trainer, folder, base, name, torch.device(device)),
+            pause=pause,
+            mode="merged",
+            healing=_HEALING,
+        ),
+        verify,
+    )
+
+
+async def unload(engine: Any, *, pause: str) -> SyncReport:
+    """As `serve.unload_adapter`."""
+    trainer = _trainer_of(engine)
+    return await _push(Pushes(trainer, Unloads(trainer), pause=pause, mode="base", healing=_HEALING), False)
+
+
+async def _push(pushes: Pushes, verify: bool) -> SyncReport:
+    try:
+        return await pushes._push(None, verify)
+    finally:
+        await pushes.aclose()
+
+
+def check_blocking(engine: Any) -> None:
+    """Raise `InvalidInput` for an engine whose calls have to be awaited."""
+    engines = engine if isinstance(engine, list | tuple) else [engine]
+    if any(control_of(one).suspends for one in engines):
+        raise InvalidInput("an AsyncLLM has to be awaited: use aload_adapter() and aunload_adapter() in its event loop")

@@ -1,0 +1,408 @@
+"""One push: who is asked, what stands still meanwhile, what is sent, and what becomes of engines in which it fails."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol, TypeAlias
+
+import torch
+
+from ..errors import InvalidInput, PushFailed, PushRefused
+from ..stream.buckets import metas, to_json
+from ..stream.filler import Filler, Sent
+from ..stream.weights import MergedWeights
+from .passes import Pass, Told
+from .replica import Replica, SyncReport, check_whole, failure
+from .sources import Verified
+from .state import State
+from .trainer import Trainer
+from .transport import Route
+from .update import Update
+from .vllm.adapter import AdapterSource
+from .vllm.control import bind, drive, side_by_side, together
+from .waiting import host_id
+
+_Step: TypeAlias = Callable[[Replica], Coroutine[Any, Any, None]]
+PAUSES = ("keep", "wait", "abort")
+
+
+class Planner(Protocol):
+    """Says what a push sends to whom."""
+
+    def stream(self, mode: str) -> MergedWeights | None:
+        """The stream that a push most likely begins with: it is read while engines say who they are."""
+
+    def known(self, mode: str) -> tuple[list[str], list[str]]:
+        """Digests of the tables of that stream, and of updates, that engines are asked for when they introduce
+        themselves."""
+
+    async def __call__(
+        self, replicas: Sequence[Replica], report: SyncReport, verify: bool, read: Filler | None
+    ) -> list[Pass]:
+        """What has to be sent to whom; everything that can be checked is checked then.
+
+        Args:
+            report: says the mode and the version; is told what is left out, and who merges.
+            verify: everything goes in buckets, too.
+            read: `stream`, where it was read in this push already.
+
+        Raises:
+            PushRefused: something does not fit; every engine is as before.
+        """
+
+    def broke(self, error: BaseException) -> None:
+        """A push has failed in some engine."""
+
+    def release(self) -> None:
+        """As `MergedWeights.release`, of all streams."""
+
+
+class Pushes:
+    """Pushes to some engines, one after another.
+
+    Args:
+        trainer: the ranks that push, with their engines.
+        passes: what is sent.
+        pause: what becomes of requests in flight; one of `PAUSES`.
+        mode: of the first push, unless it says another.
+        rounding: of merged weights.
+        healing: of dirty engines, in words.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        passes: Planner,
+        *,
+        pause: str,
+        mode: str,
+        rounding: str = "nearest",
+        healing: str = "the next push heals it",
+    ) -> None:
+        self._trainer, self._passes, self._pause = trainer, passes, check_pause(pause)
+        self._mode, self._rounding, self._healing = mode, rounding, healing
+        self._closed = False
+        self._pushed: State | None = None
+        self._lock = threading.Lock()
+
+    def states(self) -> list[State]:
+        """What each engine whose handle this rank holds has now, as its workers say."""
+        return drive(self.astates())
+
+    async def astates(self) -> list[State]:
+        """As `states`, for an `AsyncLLM`."""
+        introduced = await self._hello()
+        return [Replica(index, None, workers).state for index, workers in enumerate(introduced)]
+
+    def close(self) -> None:
+        """Give buffers and handles back: workers let go first. It cannot push any more. Of an `AsyncLLM`, await
+        `aclose`."""
+        drive(self.aclose())
+
+    async def aclose(self) -> None:
+        """As `close`, in the event loop of an `AsyncLLM`."""
+        self._closed = True
+        await self._trainer.close()
+
+    async def _push(self, mode: str | None, verify: bool) -> SyncReport:
+        if self._closed:
+            raise InvalidInput("this VllmSync was closed: make a new one, VllmSync(model, engine)")
+        if not self._lock.acquire(blocking=False):
+            raise PushRefused("another push is under way; two at the same time cannot both win")
+        try:
+            return await self._locked_push(self._mode if mode is None else mode, verify)
+        except BaseException:
+            await self._let_go()
+            raise
+        finally:
+            self._passes.release()  # read, perhaps, but not sent: a refusal, an adapter alone
+            self._lock.release()
+
+    async def _let_go(self) -> None:
+        """Other trainers may push to the engines again."""
+        controls = self._trainer.controls
+        # An engine that is gone is nobody's.
+        await side_by_side(controls, lambda control: control.rpc("end", owner=self._trainer.name), controls)
+
+    async def _locked_push(self, mode: str, verify: bool) -> SyncReport:
+        trainer, report = self._trainer, SyncReport(0, mode)
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.current_stream().synchronize()
+        with report.timed("check"):
+            read: list[Filler] = []
+            weights, known = self._passes.stream(mode), self._passes.known(mode)
+
+            def beside() -> None:  # while engines elsewhere answer, as the push before left its settings
+                if weights is not None:
+                    read.append(weights.filler())
+
+            replicas = await self._introduce(*known, beside)
+            report.version = max(replica.state.version for replica in replicas) + 1
+            slept = {replica.index: replica.asleep for replica in replicas if replica.asleep or replica.waking}
+            try:
+                if slept:
+                    # Map the weights of sleeping engines; the KV cache follows after the push.
+                    await trainer.everywhere(trainer.all_own(replicas, self._wake))
+                    replicas = await self._introduce()
+                passes = await self._passes(replicas, report, verify, read[0] if read else None)
+                sources = [one.source for one in passes if not isinstance(one.source, Told)]
+                if sources:
+                    nbytes, device = max(source.capacity for source in sources), sources[0].device
+                    await trainer.connect(replicas, nbytes, device, any(one.route.sent for one in passes))
+            except BaseException:
+                await self._sleep_again(replicas, slept)
+                raise
+        # Requests that are made from here on wait for what this push brings.
+        self._mode = mode
+        with report.timed("pause"):
+            await trainer.each(replicas, self._pause_one)
+        for one in passes:
+            await self._pass(one, report, verify, last=one is passes[-1])
+        await trainer.share(replicas)
+        with report.timed("resume"):
+            await trainer.each(replicas, partial(self._resume, slept=slept), failed=True)
+            await trainer.share(replicas)
+        if any(replica.error for replica in replicas):
+            await trainer.close()
+            error = failure(replicas, self._healing)
+            self._passes.broke(error)
+            raise error
+        self._pushed, table = passes[-1].state, passes[-1].source.table
+        report.nbytes = sum(slot.nbytes for slots in table for slot in slots)
+        report.tensors = len(metas(table))
+        report.transports = tuple(sorted({kind for one in passes for kind in trainer.kinds(one.route)}))
+        shares = [replica.coverage for replica in replicas]
+        report.coverage = None if None in shares else min(share or 0.0 for share in shares)
+        return report
+
+    async def _hello(self, beside: Callable[[], None] | None = None, **message: Any) -> list[list[dict[str, Any]]]:
+        """Ask the engines whose handles are here who they are.
+
+        Args:
+            beside: work of this rank's own; it is done in any case.
+        """
+        introduced: dict[int, list[dict[str, Any]]] = {}
+
+        async def hello(index: int) -> None:
+            control = self._trainer.controls[index]
+            try:
+                workers = await control.rpc("hello", **message)
+            except Exception as error:
+                raise PushRefused(
+                    f"engine {index} does not answer as one of lora_merge's: {error}. If it does not know the method, "
+                    "is lora-merge installed where its workers run, and does VLLM_PLUGINS allow it?"
+                ) from error
+            elsewhere = (worker["pid"] for worker in workers if worker["host"] == host_id())
+            control.workers = [pid for pid in elsewhere if pid != os.getpid()]
+            introduced[index] = [worker | {"no_adapters": control.adapters} for worker in workers]
+
+        controls = self._trainer.controls
+        failure: BaseException | None = None
+        if beside is not None and all(control.elsewhere for control in controls):
+            errors, failure = await together(controls, [bind(hello, index) for index in range(len(controls))], beside)
+        else:
+            errors = await side_by_side(controls, hello, range(len(controls)))
+            if beside is not None:
+                await self._trainer.blocking(beside)
+        for error in (*errors, failure):
+            if error is not None:
+                raise error
+        return [introduced[index] for index in range(len(controls))]
+
+    async def _introduce(
+        self,
+        streams: Sequence[str] = (),
+        updates: Sequence[str] = (),
+        beside: Callable[[], None] | None = None,
+    ) -> list[Replica]:
+        """Every engine of every rank, which from now on is in the middle of this push.
+
+        Args:
+            streams, updates: digests of tables, and of updates, that engines say at once what they know of.
+            beside: as of `_hello`.
+        """
+        replicas: list[Replica] = []
+        claim = {"owner": self._trainer.name, "host": host_id(), "pid": os.getpid()}
+        hello = self._hello(beside, claim=claim, streams=streams, updates=updates)
+        for rank, introduced in enumerate(await self._trainer.everywhere(hello)):
+            mine = rank == self._trainer.world.rank
+            for index, workers in enumerate(introduced):
+                control = self._trainer.controls[index] if mine else None
+                replicas.append(Replica(len(replicas), control, workers))
+        for replica in replicas:
+            replica.check()
+        check_whole(replicas)
+        return replicas
+
+    async def _wake(self, replica: Replica) -> None:
+        if replica.asleep:
+            await replica.handle.wake("weights")
+
+    async def _sleep_again(self, replicas: Sequence[Replica], slept: Mapping[int, int]) -> None:
+        """After a refusal: engines that were asleep are so again, at their level; the others were left alone."""
+
+        async def again(replica: Replica) -> None:
+            await replica.handle.sleep(slept[replica.index])
+            # vLLM 0.26 takes one whose KV cache sleeps for asleep, and leaves its weights where they are: then the next
+            # push has the KV cache alone to wake.
+            if not any(worker["asleep"] for worker in await replica.handle.rpc("hello")):
+                await self._tell(replica, "note_pause", waking=True)
+
+        await self._trainer.each([r for r in replicas if slept.get(r.index)], again, failed=True)
+
+    async def _tell(self, replica: Replica, op: str, **message: Any) -> list[dict[str, Any]]:
+        """A call of a push to all workers of an engine, which refuse it if another trainer's turn has come."""
+        return await replica.handle.rpc(op, trainer=self._trainer.name, **message)
+
+    async def _pause_one(self, replica: Replica) -> None:
+        # A push that failed, or whose trainer died, left the engine paused; it said so there.
+        left = any(worker["paused"] for worker in replica.workers)
+        if not left and await replica.handle.paused():
+            return  # the user's; it stays
+        replica.paused_by_us = True
+        if not left:  # said before: a call that ends here, in a timeout, takes effect there
+            await self._tell(replica, "note_pause", paused=True)
+        # A request keeps the adapter, or none, that it began with, and the other mode has other weights for it.
+        switches = {replica.state.kind, self._mode} == {"merged", "adapter"}
+        await replica.handle.pause("wait" if switches and self._pause == "keep" else self._pause)
+
+    async def _pass(self, one: Pass, report: SyncReport, verify: bool, last: bool) -> None:
+        """Send one source to its replicas, or tell them what to do by themselves. Errors are noted in them.
+
+        Args:
+            last: of the push: caches of the old weights are reset meanwhile.
+        """
+        source, sent = one.source, None
+        replicas = [replica for replica in one.replicas if not replica.error]
+
+        async def settle(replica: Replica) -> None:
+            if last:
+                await self._reset_caches(replica)
+                await replica.handle.label(one.state.adapter or f"{report.mode}@{report.version}")
+
+        with report.timed("transfer"):
+            if isinstance(source, Told):
+                await self._trainer.each(replicas, partial(self._do, told=source, settle=settle))
+            else:
+                sent = Verified(source) if verify else source
+                with source.passing():
+                    await self._send(one, source, sent, replicas, settle)
+        with report.timed("finish"):
+            await self._trainer.each(replicas, partial(self._commit, one=one, sent=sent))
+
+    async def _do(self, replica: Replica, told: Told, settle: _Step) -> None:
+        replica.begun = replica.begun or told.writes
+        await self._tell(replica, told.op, **told.message)
+        await settle(replica)
+
+    async def _send(
+        self,
+        one: Pass,
+        source: Filler | AdapterSource | Update,
+        sent: Sent,
+        replicas: Sequence[Replica],
+        settle: _Step,
+    ) -> None:
+        """The transfer of a pass.
+
+        Args:
+            source: of the pass.
+            sent: it, with checksums where these are asked for.
+            settle: what comes after it in each replica, beside the others'.
+        """
+        state, verify = one.state, sent is not source
+        run: dict[str, Any] = {"rounding": self._rounding if state.kind == "merged" else "nearest"}
+        if run["rounding"] == "stochastic":
+            run["seed"] = state.version
+
+        async def prepare(replica: Replica, route: Route) -> None:
+            if isinstance(source, Update):
+                return  # nothing changes before all workers have it
+            replica.begun = True
+            if isinstance(source, Filler):
+                changed = None if one.changed is None else sorted(one.changed)
+                message = {"digest": source.digest, "state": state.to_json(), "sent": bool(route.sent)}
+                await self._tell(replica, "start", changed=changed, **message)
+
+        async def receive(replica: Replica, route: Route) -> None:
+            message: dict[str, Any] = {"sessions": self._trainer.sessions, "verify": verify}
+            if isinstance(source, AdapterSource):
+                table = to_json(source.table)
+                await self._tell(replica, "adapter", table=table, rank=source.rank, state=state.to_json(), **message)
+            elif isinstance(source, Update):
+                await self._tell(replica, "update", digest=source.digest, scalings=source.scalings, **message)
+            elif route.sent:
+                placed = sorted(route.placed.intersection(route.sent))
+                await self._tell(replica, "receive", sent=route.sent, placed=placed, **message)
+            await settle(replica)
+
+        await self._trainer.transfer(sent, run, replicas, one.route, prepare, receive)
+
+    async def _commit(self, replica: Replica, one: Pass, sent: Sent | None) -> None:
+        """Make sure that every worker holds the new state, and the right bytes."""
+        state = one.state
+        if one.merges:
+            replica.begun = True
+            answers = await self._tell(replica, "merge", state=state.to_json())
+        else:
+            answers = await self._tell(replica, "commit", full=state.kind != "adapter")
+        held = {answer["rank"]: answer["state"] for answer in answers}
+        replica.workers = [worker | {"state": held[worker["rank"]]} for worker in replica.workers]
+        shares = [written / elements if elements else None for written, elements in (a["elements"] for a in answers)]
+        replica.coverage = None if None in shares else min(share or 0.0 for share in shares)
+        if replica.state != state:
+            raise PushFailed(f"the engine holds {replica.state}, not {state}")
+        if isinstance(sent, Verified):
+            for answer in await self._tell(replica, "verified"):
+                wrong = [name for name, value in sent.checksums.items() if answer["checksums"].get(name) != value]
+                wrong += answer["damaged"]
+                if wrong:
+                    raise PushFailed(f"these tensors did not arrive as they were sent: {', '.join(sorted(set(wrong)))}")
+
+    async def _reset_caches(self, replica: Replica) -> None:
+        """Nothing computed with the old weights may be used again."""
+        info, control = replica.workers[0], replica.handle
+        # Nothing runs before `_resume`. Requests that were kept, by us or by a user's own pause, hold blocks of them.
+        running = self._pause == "keep" or not replica.paused_by_us
+        if not await control.reset_prefix_cache(running, info["connector"]):
+            raise PushFailed("the prefix cache could not be reset: requests hold blocks of the old weights")
+        if info["multimodal"]:
+            await control.reset_media_caches()
+
+    async def _resume(self, replica: Replica, slept: Mapping[int, int]) -> None:
+        """Put a failed engine into a defined state; another one wakes and resumes, if this push woke and paused it.
+
+        A dirty engine serves nothing: it stays paused, or without its KV cache, until a push has healed it. One to
+        which nothing was written goes back to where it was.
+
+        Args:
+            slept: engines that this push woke -> the level at which their weights slept (0: the KV cache alone did).
+        """
+        control, asleep = replica.handle, replica.index in slept
+        notes: dict[str, bool] = {}
+        if replica.error and replica.begun:
+            await self._tell(replica, "abort", reason=f"a push failed: {replica.error}")
+        if (replica.error and replica.begun) or replica.state.kind == "dirty":
+            if asleep:
+                notes["waking"] = True
+        else:
+            if asleep and replica.error:
+                await self._sleep_again([replica], slept)
+            elif asleep:
+                await control.wake("kv_cache")
+                notes["waking"] = False
+            if replica.paused_by_us:
+                await control.resume()
+                # A pause that timed out may take effect yet: the next push then knows that it is none of the user's.
+                notes["paused"] = bool(replica.error)
+        await control.rpc("end", owner=self._trainer.name, **notes)
+
+
+def check_pause(pause: str) -> str:
+    """Raise `InvalidInput` unless this may become of requests in flight."""
+    if pause not in PAUSES:
+        raise InvalidInput(f"pause must be one of {', '.join(PAUSES)}, got {pause!r}")
+    return pause
