@@ -1,6 +1,6 @@
 """lora_merge: add LoRA adapters to base weights where they lie, at copy speed, and get them into a rollout engine."""
 
-from . import megatron, restore, verify
+from . import megatron, restore, serve, verify
 from .context import merged
 from .engine import SyncReport, VllmSync
 from .errors import (
@@ -46,6 +46,7 @@ __all__ = [
     "read_deltas",
     "restore",
     "run_segments",
+    "serve",
     "unmerge_",
     "verify",
 ]

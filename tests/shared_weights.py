@@ -13,6 +13,7 @@ from faulty import Faulty
 from torch import Tensor, nn
 from vllm.model_executor.layers import utils
 
+from lora_merge.engine.state import State
 from lora_merge.engine.vllm.loader import Loader
 
 
@@ -51,6 +52,14 @@ class Shared(Faulty):
         for parameter in self._parameters():
             parameter.data.mul_(1.5)
         return len(self._parameters())
+
+    def forget(self) -> int:
+        """What the engine's workers know of updates and their base, and of tables."""
+        side = self.get_model().__dict__.get("_lora_merge")  # type: ignore[attr-defined]
+        side.updates.clear()
+        side.tables.clear()
+        side.merger, side.held = None, State()
+        return 0
 
     def resident(self) -> int:
         """Bytes of memory that this process has in use."""

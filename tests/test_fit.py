@@ -29,6 +29,7 @@ def found(dtype: str = "bfloat16", taken: str = "abc", **more: Any) -> dict[str,
         "ignored": [name for name in STREAM if name not in taken],
         "absent": [],
         "missing": [],
+        "partial": {},
         "dtypes": dict.fromkeys(taken, dtype),
     } | more
 
@@ -39,6 +40,12 @@ CASES: dict[str, tuple[Mapping[str, Sequence[Mapping[str, Any]]], list[str], set
     "stages share a model": ({"engine 0": [found(taken="ab"), found(taken="c")]}, [], set(), {BF16}),
     "refused": ({"engine 3": [found(refused={"a": "too wide"})]}, ["engine 3: a is refused: too wide"], set(), {BF16}),
     "said by both workers": ({"engine 0": [found(missing=["x"])] * 2}, ["engine 0: nothing would fill"], set(), {BF16}),
+    "halves": ({"engine 0": [found(partial={"a": 2})] * 2}, [], set(), {BF16}),
+    "halves of a smaller one": (
+        {"engine 0": [found(partial={"a": 1})] * 2}, ["engine 0: the model is of another size: "], set(), {BF16},
+    ),
+    "a stage and two halves": ({"engine 0": [found(taken="bc"), *[found(partial={"a": 2})] * 2]}, [], set(), {BF16}),
+    "one that takes all": ({"engine 0": [found(), found(partial={"a": 1})]}, [], set(), {BF16}),
     "surplus": ({"engine 0": [found(taken="ab")] * 2}, ["engine 0: c is surplus"], set(), {BF16}),
     "no such part in any": ({"engine 0": [found(taken="ab", absent=["c"])]}, [], {"c"}, {BF16}),
     "no such part in one": (

@@ -118,6 +118,7 @@ class Server:
     Args:
         elsewhere: the command that runs it on another host.
         host: address at which it listens.
+        load_format: vLLM's.
     """
 
     def __init__(
@@ -128,6 +129,7 @@ class Server:
         tokenizer: bool = False,
         elsewhere: Sequence[str] = (),
         host: str = "127.0.0.1",
+        load_format: str = "dummy",
     ) -> None:
         self.reserved = socket.socket()  # stays bound, so that nobody else is given the port; vLLM shares it
         self.reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -137,7 +139,7 @@ class Server:
         command = [*elsewhere, sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
         command += ["--port", str(self.port), "--host", host, "--enforce-eager", *flags]
         command += [] if tokenizer else ["--skip-tokenizer-init"]
-        command += ["--load-format", "dummy", "--max-model-len", "64", "--dtype", "float32", "--enable-scale-out"]
+        command += ["--load-format", load_format, "--max-model-len", "64", "--dtype", "float32", "--enable-scale-out"]
         command += ["--weight-transfer-config", json.dumps({"backend": "lora_merge"}), "--max-num-seqs", "8"]
         environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
         self.log = log.open("w")

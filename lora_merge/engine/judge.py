@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -48,12 +49,13 @@ def judge(stream: Mapping[str, Meta], found: Mapping[str, Found], ties: Mapping[
         found: for each engine what its workers found in it.
         ties: as of `fit`.
     """
+    elements = {name: prod(meta.shape) for name, meta in stream.items()}
     problems: list[str] = []
     held: dict[str, dict[torch.dtype, str]] = {}
     absent: list[set[str]] = []
     for engine, workers in found.items():
         fitted = fit(workers, ties)
-        problems += [f"{engine}: {problem}" for problem in fitted.problems]
+        problems += [f"{engine}: {problem}" for problem in [*fitted.problems, *_left(workers, elements)]]
         absent.append(fitted.absent)
         for name, dtype in ((name, dtype_of(dtype)) for worker in workers for name, dtype in worker["dtypes"].items()):
             if dtype in FLOATS and name in stream and stream[name].dtype in FLOATS:
@@ -100,14 +102,38 @@ def fit(found: Found, ties: Mapping[str, str]) -> Fit:
     spare = {name for names in groups.values() if names - untaken - refused for name in names & untaken}
     absent = spare | ignored.intersection(name for worker in found for name in worker["absent"])
     reasons = {name: why for worker in found for name, why in worker["refused"].items() if name not in spare}
-    sizes = {name: why for name, why in reasons.items() if why.startswith(ANOTHER_SIZE)}
-    problems = [f"{name} is refused: {why}" for name, why in reasons.items() if name not in sizes]
-    if sizes:
-        problems.insert(0, _sizes(sizes))
+    other = {name: why for name, why in reasons.items() if why.startswith(ANOTHER_SIZE)}
+    problems = [f"{name} is refused: {why}" for name, why in reasons.items() if name not in other]
+    if other:
+        problems.insert(0, _sizes(other))
     else:  # what nothing would fill otherwise is what is of another size
         problems += [f"nothing would fill {what}" for worker in found for what in worker["missing"]]
     problems += [f"{name} is surplus: the engine has no place for it" for name in sorted(ignored - absent)]
     return Fit(list(dict.fromkeys(problems)), absent)
+
+
+def _left(found: Found, sizes: Mapping[str, int]) -> list[str]:
+    """Tensors of which several workers take parts that are not all of it: vLLM cuts a part out of a tensor that is too
+    large, without a word. (Where one worker has everything, its loader compares sizes.)
+
+    Args:
+        found: of each worker `partial` (name -> elements that it takes, of tensors of which it leaves some) and
+            `dtypes` (of those that it takes).
+        sizes: elements of each tensor.
+    """
+    split = set[str]().union(*(worker["partial"] for worker in found)) if len(found) > 1 else set[str]()
+    taken = {
+        name: sum(worker["partial"].get(name, sizes[name] if name in worker["dtypes"] else 0) for worker in found)
+        for name in split
+    }
+    left = sorted(name for name, count in taken.items() if count < sizes[name])
+    if not left:
+        return []
+    others = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
+    return [
+        f"the model is of another size: the engine's workers take {taken[left[0]]} of the {sizes[left[0]]} elements of "
+        f"{left[0]}{others}"
+    ]
 
 
 def _sizes(sizes: Mapping[str, str]) -> str:

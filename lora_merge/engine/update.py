@@ -54,7 +54,12 @@ class Update:
         self.device, self._adapted, self.whole = adapted.device, adapted, whole
         self.collective = self.shared = not adapted.source.ranks.alone
         parts = adapted.source.parts
-        straight = {name: entry for name, entry in adapted.entries.items() if _by_factors(entry, parts)}
+        self.whole_names = frozenset(() if whole is None else whole.entries)
+        straight = {
+            name: entry
+            for name, entry in adapted.entries.items()
+            if name not in self.whole_names and _by_factors(entry, parts)
+        }
         _check(straight, parts, instead)
         numbers: dict[int, int] = {}
         deltas: list[Delta] = []
@@ -76,7 +81,6 @@ class Update:
         self._count = len(factors)
         self.table: Table = (*factors, *(() if whole is None else whole.table))
         self.capacity = max([extent(slots) for slots in factors] + [0 if whole is None else whole.capacity])
-        self.whole_names = frozenset(() if whole is None else whole.entries)
         self.changed = self.whole_names.union(straight)
         self.said: dict[str, Any] = {
             "base": contents_of(base.table),
@@ -256,8 +260,8 @@ class Updates:
         whole = frozenset(
             name
             for name, entry in adapted.entries.items()
-            if not _by_factors(entry, parts)
-            and (not learning.isdisjoint(entry.sources) or any(parts[source].delta for source in entry.sources))
+            if not learning.isdisjoint(entry.sources)
+            or (not _by_factors(entry, parts) and any(parts[source].delta for source in entry.sources))
         )
         self._whole.left_out = frozenset(adapted.entries) - whole | self._adapted.left_out
         whole_filler = self._whole.filler() if whole else None
@@ -278,6 +282,5 @@ def _learning(parts: Mapping[str, Part], trained: Sequence[Tensor], buffers: boo
     return frozenset(
         name
         for name, part in parts.items()
-        if part.delta is None
-        and ((buffers and not part.trained) or any(inside(p.tensor) for p in part.shard.pieces if p.tensor.numel()))
+        if (buffers and not part.trained) or any(inside(p.tensor) for p in part.shard.pieces if p.tensor.numel())
     )

@@ -11,7 +11,7 @@ launch a bucket. The others (prepacked on CPUs, shuffled experts) go through `lo
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -21,13 +21,13 @@ from torch import Tensor, nn
 
 from ...kernels.plan import Plan
 from ...kernels.segments import copies
-from ...shards import cut, overlap
+from ...shards import Box, cut, numel, overlap
 from ...stream.buckets import Slot, Table, dtype_name, metas
 from ...stream.filler import Places
 from ..mapped import Exports
 from ..sampler import facts
 from . import internals
-from .capture import Capture, Copy, coverage, feed, torn
+from .capture import Capture, Copy, Record, coverage, feed, torn
 from .modules import Modules, ties_of, unwrapped
 from .reload import Reload, on_meta, same_layout, unchanged
 
@@ -69,6 +69,7 @@ class Examination:
         ignored: names that filled nothing here.
         absent: those among them that would fill a part which the engine was started without (a vision tower).
         missing: parameters and persistent buffers that stay unfilled, in words.
+        partial: name -> elements that are taken here, of tensors of which others are left.
         elements: elements filled and elements there are.
         dtypes: name -> dtype that the engine holds it in.
         layers: that are laid out anew after loading, each with the names that it is made of.
@@ -83,6 +84,7 @@ class Examination:
     ignored: list[str] = field(default_factory=list)
     absent: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
+    partial: dict[str, int] = field(default_factory=dict)
     elements: tuple[int, int] = (0, 0)
     dtypes: dict[str, str] = field(default_factory=dict)
     layers: list[tuple[nn.Module, frozenset[str]]] = field(default_factory=list)
@@ -100,7 +102,8 @@ class Examination:
     @cached_property
     def digest(self) -> str:
         """Equal for two examinations of which the trainer would hear the same."""
-        said = (self.refused, self.ignored, self.absent, self.missing, self.elements, sorted(self.dtypes.items()))
+        sorts = sorted(self.partial.items()), sorted(self.dtypes.items())
+        said = (self.refused, self.ignored, self.absent, self.missing, self.elements, *sorts)
         return hashlib.blake2b(repr(said).encode(), digest_size=16).hexdigest()
 
 
@@ -310,6 +313,7 @@ class Loader:
             list(ignored),
             self._absent(list(ignored.items())),
             missing,
+            _partial(capture.records, dict(fed)),
             elements,
             {r.name: dtype_name(r.dtype) for r in capture.records},
             [(root, frozenset(names[id(root)])) for root in roots],
@@ -366,6 +370,16 @@ class Loader:
                 tied.append(module)
             seen |= own
         return tied
+
+
+def _partial(records: Sequence[Record], fed: Mapping[str, Tensor]) -> dict[str, int]:
+    """Of tensors of which some elements are taken: how many."""
+    boxes: dict[str, set[Box]] = {}
+    for record in records:
+        whole = ((0,) * fed[record.name].dim(), tuple(fed[record.name].shape))
+        boxes.setdefault(record.name, set()).add(whole if record.copy is None else record.copy.window.box)
+    taken = {name: numel(list(some)) for name, some in boxes.items()}
+    return {name: count for name, count in taken.items() if count < fed[name].numel()}
 
 
 def _as_loaded(method: Any) -> bool:

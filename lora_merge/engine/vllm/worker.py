@@ -219,6 +219,7 @@ def _examine(worker: Any, side: Side, digest: str, table: Any = None, known: Seq
         "ignored": found.ignored,
         "absent": found.absent,
         "missing": found.missing,
+        "partial": found.partial,
         "dtypes": found.dtypes,
         "elements": found.elements,
         "straight": len(found.copies),

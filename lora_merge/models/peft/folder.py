@@ -92,8 +92,9 @@ def _mark_whole(folder: Path, model: nn.Module, saved: set[str]) -> None:
     there = [(t.name, t.tensor) for t in named_tensors(model, own_parameters)]
     if surplus := sorted(saved - {name for name, _ in there}):
         raise InvalidInput(f"{folder}: {surplus[0]} is in the adapter's file, and its base has no such parameter")
+    held = {id(tensor) for name, tensor in there if name in saved}  # tied ones have several names
     for name, tensor in there:
-        if name in saved:
+        if id(tensor) in held:
             tensor.requires_grad_()
         elif tensor.requires_grad:
             raise InvalidInput(
@@ -119,6 +120,12 @@ def _check_config(folder: Path, config: Any) -> None:
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     if kind != "LORA":
         raise UnsupportedAdapter(f"{folder}: an adapter of type {kind}; only LoRA adapters can be merged here")
+    said = json.loads((folder / CONFIG).read_text())
+    if unknown := sorted(key for key, value in said.items() if value is True and not hasattr(config, key)):
+        raise UnsupportedAdapter(
+            f"{folder}: {CONFIG} says {unknown[0]}=True, which the PEFT here does not know: install the one that saved "
+            "it"
+        )
     begun = config.init_lora_weights
     if begun not in _BASE_AS_IT_IS:
         raise UnsupportedAdapter(

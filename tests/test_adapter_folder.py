@@ -1,0 +1,161 @@
+"""A saved adapter, read by PEFT onto a base without values, is what it was."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+from torch import nn
+
+from lora_merge import InvalidInput, MissingExtra, UnsupportedAdapter, cli, read_deltas
+from lora_merge.models.peft.folder import needs_values, read_folder
+from lora_merge.stream.weights import MergedWeights
+
+EXPERTS = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "plain": (models.qwen2, {}),
+    "tied": (lambda: models.qwen2(tied=True), {"use_rslora": True}),
+    "patterns": (models.qwen2, {"rank_pattern": {"q_proj": 7}, "alpha_pattern": {"up_proj": 32}}),
+    "fan_in_fan_out": (models.gpt2, {"target_modules": ["c_attn"], "fan_in_fan_out": True}),
+    "bf16": (models.qwen2, {"dtype": torch.bfloat16, "adapter_dtype": torch.bfloat16}),
+    "mixtral": (models.mixtral, EXPERTS),
+    "gpt_oss": (models.gpt_oss, EXPERTS),
+    "whole": (models.qwen2, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"], "bias": "all"}),
+}
+
+
+def saved(kind: str, folder: Path) -> Any:
+    build, options = KINDS[kind]
+    model = models.with_lora(build, **options)
+    base = model.get_base_model()
+    base.config.architectures = [type(base).__name__]
+    base.config.save_pretrained(folder / "base")
+    model.peft_config["default"].base_model_name_or_path = str(folder / "base")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter))
+    model.save_pretrained(folder / "adapter", save_embedding_layers=False)
+    return model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_reads_as_it_was(kind: str, tmp_path: Path) -> None:
+    model = saved(kind, tmp_path)
+    dtype = next(model.get_base_model().parameters()).dtype
+    read: Any = read_folder(tmp_path / "adapter", None, dtype)
+    wanted, got = read_deltas(model), read_deltas(read)
+    assert [delta.name for delta in got] == [delta.name for delta in wanted]
+    for a, b in zip(got, wanted, strict=True):
+        assert (a.shape, a.experts, a.transposed, a.weight.dtype) == (b.shape, b.experts, b.transposed, b.weight.dtype)
+        for mine, theirs in zip(a.factors, b.factors, strict=True):
+            assert mine.scaling == theirs.scaling
+            for one, other in ((mine.lora_A, theirs.lora_A), (mine.lora_B, theirs.lora_B)):
+                assert torch.equal(one.pieces[0].tensor.float(), other.pieces[0].tensor.float())
+    assert MergedWeights(read, adapters=False).metadata() == MergedWeights(model, adapters=False).metadata()
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    here = {n: p for n, p in read.named_parameters() if p.requires_grad}
+    assert here.keys() == trained.keys()
+    for name, parameter in here.items():
+        assert torch.equal(parameter.float(), trained[name].float()), name
+
+
+def test_the_base_takes_no_memory(tmp_path: Path) -> None:
+    """A base of 30 GB, in a process that may not have them."""
+    from transformers import LlamaConfig
+
+    sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 9, "num_attention_heads": 64}
+    LlamaConfig(**sizes, num_key_value_heads=8, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path / "base")
+    script = f"""
+import resource, torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, LlamaForCausalLM
+with torch.device("meta"):
+    model = LlamaForCausalLM(AutoConfig.from_pretrained({str(tmp_path / "base")!r}))
+from lora_merge.models.peft.folder import _placed
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+model = get_peft_model(_placed(model), LoraConfig(target_modules=["q_proj"], r=2))
+model.save_pretrained({str(tmp_path / "adapter")!r}, save_embedding_layers=False)
+from lora_merge.models.peft.folder import read_folder
+from lora_merge.stream.weights import MergedWeights
+read = read_folder({str(tmp_path / "adapter")!r}, {str(tmp_path / "base")!r}, torch.bfloat16)
+filler = MergedWeights(read, adapters=False).filler()
+assert filler.nbytes > 15e9, filler.nbytes
+assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300_000
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def rewrite(folder: Path, **changes: Any) -> None:
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def test_what_does_not_belong_together(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    saved("plain", tmp_path)
+    folder = tmp_path / "adapter"
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    first = next(iter(tensors))
+    for changed, match in [
+        ({k: t for k, t in tensors.items() if k != first}, "1 of its tensors are not in the file"),
+        (tensors | {first.replace("layers.0", "layers.9"): tensors[first].clone()}, "1 of the file's have no place"),
+        (tensors | {first: torch.zeros(3, 5)}, "size mismatch"),
+        (tensors | {"base_model.model.model.strange.weight": torch.zeros(3)}, r"no place|no such parameter"),
+    ]:
+        save_file(changed, file, {"format": "pt"})
+        with pytest.raises(InvalidInput, match=match):
+            read_folder(folder, None, torch.float32)
+    save_file(tensors, file, {"format": "pt"})
+    read_folder(folder, None, torch.float32)
+    rewrite(folder, bias="all")
+    with pytest.raises(InvalidInput, match=r"says that .*bias was trained, and its file does not hold it"):
+        read_folder(folder, None, torch.float32)
+    rewrite(folder, bias="none", init_lora_weights="olora")
+    with pytest.raises(UnsupportedAdapter, match="changes the base that the adapter belongs to"):
+        read_folder(folder, None, torch.float32)
+    rewrite(folder, init_lora_weights=True, use_what_is_new=True, of_no_use=None)
+    with pytest.raises(UnsupportedAdapter, match="use_what_is_new=True, which the PEFT here does not know"):
+        read_folder(folder, None, torch.float32)
+    rewrite(folder, use_what_is_new=False, peft_type="LOHA")
+    with pytest.raises((UnsupportedAdapter, InvalidInput)):
+        read_folder(folder, None, torch.float32)
+
+
+def test_dora_takes_values(tmp_path: Path) -> None:
+    model = models.with_lora(models.qwen2, use_dora=True)
+    base: nn.Module = model.get_base_model()
+    base.config.architectures = [type(base).__name__]  # type: ignore[union-attr]
+    model.save_pretrained(tmp_path / "adapter")
+    assert needs_values(tmp_path / "adapter")
+    plain = models.qwen2()
+    plain.config.architectures = ["Qwen2ForCausalLM"]  # type: ignore[union-attr]
+    plain.save_pretrained(tmp_path / "base")  # type: ignore[operator]
+    read = read_folder(tmp_path / "adapter", tmp_path / "base", torch.float32, values=True)
+    weight = read.get_base_model().model.layers[0].mlp.up_proj.base_layer.weight  # type: ignore[operator, union-attr]
+    assert torch.equal(weight, plain.model.layers[0].mlp.up_proj.weight)  # type: ignore[union-attr]
+
+
+def test_without_peft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(MissingExtra, match=r"pip install lora-merge\[peft\]"):
+        read_folder(tmp_path, None, torch.float32)
+
+
+def test_the_command_without_a_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["load", "http://127.0.0.1:9", str(tmp_path)]) == cli.REFUSED
+    assert "does not answer as one of lora_merge's" in capsys.readouterr().err
+    assert cli.main(["unload", "nowhere", "--json"]) == cli.REFUSED
+    assert "must be a URL" in json.loads(capsys.readouterr().out)["error"]
+    with pytest.raises(SystemExit) as raised:
+        cli.main(["load", "http://127.0.0.1:9"])
+    assert raised.value.code == 2
