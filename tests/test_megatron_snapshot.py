@@ -20,7 +20,7 @@ from test_megatron_read import Case
 from torch import Tensor, nn
 
 import lora_merge.models.megatron.live
-from lora_merge import LoraMergeError, MergedWeights, NotRestored, context, merged
+from lora_merge import LoraMergeError, MergedWeights, NotRestored, UnsupportedAdapter, context, merged
 from lora_merge.kernels.segments import raw
 from lora_merge.megatron import Chunks
 from lora_merge.models import snapshot
@@ -150,7 +150,9 @@ def see(change: str) -> bool:
     assert facts != facts_of(model)
     after = outcome(lambda: weights), outcome(lambda: bare)
     assert after[0] == outcome(lambda: MergedWeights(model))
-    assert after[1] == outcome(lambda: MergedWeights(model, adapters=False))
+    fresh = outcome(lambda: MergedWeights(model, adapters=False))
+    # A new stream of the base reads the adapters, too, and refuses what it does not know; one that has run need not.
+    assert after[1] == fresh or (after[1] == before[1] and fresh[0] is UnsupportedAdapter)
     assert outcome(lambda: inside(model)) == anew(model)
     return after != before
 
