@@ -6,6 +6,9 @@ nor a GPU is needed to build.
 ("8.0;9.0+PTX", "Hopper") names GPU architectures: default, those of the GPUs in this machine, or all of `DEFAULT` where
 there are none; `LORA_MERGE_GLIBC=2.28` (needs ziglang) makes what runs on systems as old as that. `MAX_JOBS` compilers
 run at a time: default, as many as there are cores.
+
+`CXX` is the C++ compiler; one for another machine, aarch64-linux-gnu-g++, builds for that one. CUDA kernels then need
+that machine's libcudart_static.a: nvcc's own, or the one in the folder `LORA_MERGE_CUDART`.
 """
 
 import os
@@ -30,7 +33,7 @@ CXX += ["-Wno-maybe-uninitialized", "-Wno-unknown-warning-option", "-DNDEBUG"]
 NVCC = ["-std=c++17", "-O3", "-lineinfo", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
 # None of the names of C++'s library, which is inside, is seen outside: that of torch may be another.
 LINK = [f"-Wl,--version-script={ROOT / 'csrc/exports.map'}", "-Wl,--gc-sections", "-s"]
-MACHINE = platform.machine()
+COMPILER = os.environ.get("CXX", "c++")
 GLIBC = os.environ.get("LORA_MERGE_GLIBC", "")
 DEFAULT = ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0+PTX")
 """Where no GPU is visible. Code for the last is kept as PTX, too, which later GPUs compile for themselves."""
@@ -122,6 +125,24 @@ def gpus() -> list[tuple[int, int]]:
     return [(int(major), int(minor)) for major, minor in re.findall(r"^(\d+)\.(\d)$", listed, re.MULTILINE)]
 
 
+HOST = {"arm64": "aarch64", "AMD64": "x86_64"}.get(platform.machine(), platform.machine())
+
+
+def machine() -> str:
+    """What the compiler compiles for."""
+    asked = [*COMPILER.split(), "-dM", "-E", "-x", "c++", os.devnull]
+    try:
+        defined = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return HOST  # a compiler that does not work says so itself, where it is needed
+    names = [name for name in ("x86_64", "aarch64") if f"#define __{name}__ 1\n" in defined]
+    return names[0] if names else HOST
+
+
+MACHINE = machine()
+CROSS = MACHINE != HOST
+
+
 def toolkit() -> Path | None:
     """The folder of CUDA, whose bin has nvcc; None where there is none, or LORA_MERGE_CUDA=0 leaves it out."""
     if os.environ.get("LORA_MERGE_CUDA") == "0":
@@ -140,20 +161,21 @@ class Build(build_ext):
     """Compiles by ninja, which does again only what changed; nothing of torch is needed."""
 
     def build_extension(self, ext: Extension) -> None:
-        compiler = os.environ.get("CXX", "c++")
-        if shutil.which(compiler.split()[0]) is None:
-            raise SystemExit(f"no C++ compiler: {compiler!r} is not on the PATH; install g++ or set CXX; {HINT}")
-        folder, target = Path(self.build_temp).resolve(), Path(self.get_ext_fullpath(ext.name)).resolve()
+        if shutil.which(COMPILER.split()[0]) is None:
+            raise SystemExit(f"no C++ compiler: {COMPILER!r} is not on the PATH; install g++ or set CXX; {HINT}")
+        folder = Path(self.build_temp).resolve() / MACHINE
+        made, target = folder / "_C.so", Path(self.get_ext_fullpath(ext.name)).resolve()
         for old in (ROOT / "lora_merge").glob("_C.cpython-*"):
             old.unlink()  # of the time when each Python had a module of its own, which would be imported first
         folder.mkdir(parents=True, exist_ok=True)
         target.parent.mkdir(parents=True, exist_ok=True)
-        (folder / "build.ninja").write_text(recipe(compiler, toolkit(), target))
+        (folder / "build.ninja").write_text(recipe(toolkit(), made))
         try:
             jobs = os.environ.get("MAX_JOBS")
             subprocess.run([*ninja(), "-C", str(folder), *(["-j", jobs] if jobs else [])], check=True)
         except subprocess.CalledProcessError as error:
             raise SystemExit(f"lora_merge._C did not compile (see above); {HINT}") from error
+        shutil.copy(made, target)  # not linked there: the next machine's module goes to the same place
 
 
 def ninja() -> list[str]:
@@ -168,16 +190,16 @@ def ninja() -> list[str]:
         return ["ninja"]
 
 
-def linking(compiler: str) -> tuple[str, list[str]]:
+def linking() -> tuple[str, list[str]]:
     """The linker and its options.
 
     With LORA_MERGE_GLIBC=2.28 what the compiler made is linked against that release of glibc, which systems of that age
     and all later ones have: zig's linker brings the names and versions of each of them.
     """
     if not GLIBC:
-        return compiler, ["-static-libstdc++", "-static-libgcc", *LINK]
+        return COMPILER, ["-static-libstdc++", "-static-libgcc", *LINK]
     linker = f"{sys.executable} -m ziglang c++ -target {MACHINE}-linux-gnu.{GLIBC} -nostdlib++"
-    ask = [*compiler.split(), "-print-file-name="]
+    ask = [*COMPILER.split(), "-print-file-name="]
     inside = [
         subprocess.run([*ask[:-1], ask[-1] + name], capture_output=True, text=True, check=True).stdout.strip()
         for name in ("libstdc++.a", "libgcc_s.so.1")
@@ -185,17 +207,35 @@ def linking(compiler: str) -> tuple[str, list[str]]:
     return linker, [*inside, *LINK]
 
 
-def recipe(compiler: str, cuda: Path | None, target: Path) -> str:
+def cudart(cuda: Path) -> list[str]:
+    """Where the linker finds CUDA's runtime for the machine that is compiled for, beside its own places.
+
+    Raises:
+        SystemExit: there is none for another machine.
+    """
+    target = {"aarch64": "sbsa"}.get(MACHINE, MACHINE)  # NVIDIA's name of servers
+    given = os.environ.get("LORA_MERGE_CUDART")
+    own = [] if CROSS else [cuda / "lib64", cuda / "lib"]
+    folders = [Path(given).resolve()] if given else [*own, cuda / "targets" / f"{target}-linux" / "lib"]
+    if CROSS and not any((folder / "libcudart_static.a").exists() for folder in folders):
+        raise SystemExit(
+            f"no libcudart_static.a for {MACHINE} in {', '.join(map(str, folders))}: name its folder with "
+            "LORA_MERGE_CUDART (pip's package nvidia-cuda-runtime has it), or leave the CUDA kernels out with "
+            f"LORA_MERGE_CUDA=0; {HINT}"
+        )
+    return [f"-L{folder}" for folder in folders if folder.exists()]
+
+
+def recipe(cuda: Path | None, target: Path) -> str:
     """The text of build.ninja.
 
     Args:
-        compiler: of C++.
         cuda: the toolkit's folder; None builds for CPUs alone.
         target: the module.
     """
     sources = [ROOT / "csrc/module.cpp", ROOT / "csrc/watch.cpp", *sorted((ROOT / "csrc/cpu").glob("*.cpp"))]
     macros, nvcc = [], ""
-    linker, link = linking(compiler)
+    linker, link = linking()
     if GLIBC:
         sources.append(ROOT / "csrc/old_glibc.cpp")
     if cuda is not None:
@@ -205,19 +245,20 @@ def recipe(compiler: str, cuda: Path | None, target: Path) -> str:
         sources += [ROOT / "csrc/module_cuda.cpp", *sorted((ROOT / "csrc/cuda").glob("*.cu"))]
         macros = [f"-DLORA_MERGE_CUDA_ARCHITECTURES='\"{','.join(built)}\"'"]
         # The runtime inside: which one torch has does not matter.
-        folders = [cuda / "lib64", cuda / "lib", cuda / "targets" / f"{MACHINE}-linux" / "lib"]
-        link += [f"-L{folder}" for folder in folders if folder.exists()] + ["-lcudart_static", "-ldl", "-lrt"]
+        link += [*cudart(cuda), "-lcudart_static", "-ldl", "-lrt"]
     else:
         say("no nvcc: kernels for CPUs alone")
     objects = [f"{source.relative_to(ROOT / 'csrc')}.o".replace("/", "-") for source in sources]
     include = sysconfig.get_path("include")
+    # Headers of the machine where it is compiled, which are the same.
+    beside = ["-ccbin", COMPILER.split()[0], "-target-dir", f"{HOST}-linux"] if CROSS else []
     lines = [
         "ninja_required_version = 1.8",
-        f"cxx = {compiler}",
+        f"cxx = {COMPILER}",
         f"linker = {linker}",
         f"nvcc = {nvcc}",
         f"cxxflags = {' '.join([*CXX, *macros, f'-isystem {include}'])}",
-        f"nvccflags = {' '.join([*NVCC, *(flags(built) if cuda is not None else [])])}",
+        f"nvccflags = {' '.join([*NVCC, *beside, *(flags(built) if cuda is not None else [])])}",
         f"link = {' '.join(link)}",
         "rule cxx",
         "  command = $cxx $cxxflags -MMD -MF $out.d -c $in -o $out",
@@ -248,6 +289,8 @@ def extension() -> dict[str, Any]:
     options = {"bdist_wheel": {"py_limited_api": "cp311"}}
     if GLIBC:
         options["bdist_wheel"]["plat_name"] = f"manylinux_{GLIBC.replace('.', '_')}_{MACHINE}"
+    elif CROSS:
+        options["bdist_wheel"]["plat_name"] = f"linux_{MACHINE}"
     return {"ext_modules": [module], "cmdclass": {"build_ext": Build}, "options": options}
 
 

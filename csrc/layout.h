@@ -8,6 +8,7 @@
 namespace lora_merge {
 
 enum Dtype : int { kBFloat16 = 0, kFloat16 = 1, kFloat32 = 2, kRaw1 = 3, kRaw2 = 4, kRaw4 = 5, kRaw8 = 6 };
+enum Format : int { kPlain = 0, kCodes4 = 1, kInt8 = 2 };
 
 struct Segment {
   int64_t source;  // addresses
@@ -23,17 +24,26 @@ struct Segment {
   int64_t lora_A_stride[2];  // per rank, per column
   int64_t lora_B_stride[2];  // per row, per rank
   double scaling;
-  int64_t dtypes;  // source | destination << 8 | lora_A << 16 | lora_B << 24
+  int64_t dtypes;  // source | destination << 8 | lora_A << 16 | lora_B << 24 | format of the source << 32
   uint64_t key;  // hash of the weight's name: stochastic rounding
   int64_t first;  // index in the whole weight of element (0, 0)
   int64_t pitch[2];  // what a row and a column add to that index
+  int64_t place;  // of a packed source: number among the weight's codes of element (0, 0); `source` is where 0 lies
+  int64_t code;  // float32 [16]: what codes of 4 bits stand for
+  int64_t absmax;  // float32, or bytes where absmax_code is not 0: one a block
+  int64_t block;  // codes that share one
+  int64_t absmax_code;  // float32 [256]: what a byte of absmax stands for, ...
+  int64_t absmax_scale;  // ... float32: times this, one for each ...
+  int64_t absmax_block;  // ... so many bytes, ...
+  int64_t absmax_offset;  // ... plus this float32
   int64_t unit_begin;  // first work unit of this segment within its launch (set by the backend)
   int64_t units_across;  // work units side by side in a row of units (set by the backend)
 };
-static_assert(sizeof(Segment) == 24 * 8, "a segment is 24 words");
+static_assert(sizeof(Segment) == 32 * 8, "a segment is 32 words");
 
 constexpr int kMaxRank = 512;
 constexpr int kMaxSide = 2147479552;
+constexpr int kPackedSource = 256;
 constexpr int kChunk = 32;
 constexpr int kInlineSegments = 8;
 constexpr int kWarps = 8;
@@ -49,6 +59,10 @@ constexpr int kMapBytes = 512;
 constexpr int kUnitElements = 1024;
 constexpr int kRecordBytes = 16;
 constexpr int kCodeBytes = 256;
+constexpr int kTrackMerge = 0;
+constexpr int kTrackUnmerge = 1;
+constexpr int kTrackRemerge = 2;
+constexpr int64_t kSecondArena = 4611686018427387904;
 constexpr int kWatchAdd = 4;
 constexpr int kWatchTensors = 2;
 constexpr int kWatchGive = 1;
@@ -63,9 +77,10 @@ void use_threads(void* parallel_for, void* num_threads);
 void launch_cpu(const Segment* table, int64_t segments, bool stochastic, int64_t seed);
 void row_norms_cpu(const Segment* table, int64_t segments, double* out, int64_t n_out);
 int64_t tracked_sizes_cpu(const Segment* table, int64_t segments, int64_t* first_unit);
-void track_cpu(const Segment* table, int64_t segments, uint8_t* codes, int64_t n_codes, int64_t* records, int64_t n_records, uint8_t* arena, int64_t room, int64_t* counter);
-void untrack_cpu(const Segment* table, int64_t segments, uint8_t* codes, int64_t n_codes, int64_t* records, int64_t n_records, uint8_t* arena, int64_t room, int64_t* counter);
-std::vector<int64_t> merge_shape(int64_t max_rank, bool wide, int64_t element_bytes, int64_t widest, int64_t per_block, int64_t per_processor);
+void track_cpu(const Segment* table, int64_t segments, uint8_t* codes, int64_t n_codes, int64_t* records, int64_t n_records, uint8_t* arena, int64_t room, int64_t mark, int64_t* asked);
+void untrack_cpu(const Segment* table, int64_t segments, uint8_t* codes, int64_t n_codes, int64_t* records, int64_t n_records, uint8_t* arena, int64_t room, int64_t mark, int64_t* asked);
+void retrack_cpu(const Segment* table, int64_t segments, const Segment* table_before, int64_t segments_before, uint8_t* codes, int64_t n_codes, int64_t* records, int64_t n_records, uint8_t* arena, int64_t room, int64_t mark, int64_t* asked, uint8_t* before);
+std::vector<int64_t> merge_shape(int64_t max_rank, bool wide, int64_t element_bytes, int64_t narrowest, int64_t widest, int64_t per_block, int64_t per_processor);
 bool accepts_shape(int64_t col_warps, int64_t stages, bool staged_B, int64_t pad, int64_t max_rank, bool wide, int64_t element_bytes, int64_t per_block);
 std::vector<int64_t> hopper_tiles(int64_t max_rank, bool wide, int64_t beside, int64_t per_block);
 bool accepts_tiles(int64_t strip_cols, int64_t held, int64_t stages, int64_t max_rank, bool wide, int64_t beside, int64_t per_block);
@@ -74,12 +89,12 @@ void launch_cuda(const Segment* table, int64_t segments, bool on_device, const i
 void launch_hopper(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment, int64_t n_unit_segment, int32_t* counter, int64_t dtype, int64_t adapters, int64_t n_units, int64_t n_raw_units, int64_t rows_per_unit, const uint8_t* maps, int64_t strip_cols, int64_t held, int64_t stages, int64_t max_rank, bool stochastic, int64_t seed, int64_t device, void* stream);
 void tensor_maps(const Segment* table, int64_t segments, bool wide, uint8_t* maps);
 void row_norms_cuda(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment, int64_t n_unit_segment, int64_t source_dtype, int64_t n_units, int64_t max_rank, double* out, int64_t device, void* stream);
-void track_cuda(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment, int64_t n_unit_segment, int32_t* counter, int64_t dtype, int64_t adapters, int64_t n_units, int64_t n_raw_units, int64_t rows_per_unit, int64_t col_warps, int64_t stages, bool staged_B, int64_t pad, int64_t max_rank, bool undo, uint8_t* codes, int64_t n_codes, int64_t* records, int64_t n_records, uint8_t* arena, int64_t room, int64_t chunk, int64_t* asked, int64_t device, void* stream);
-void track_hopper(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment, int64_t n_unit_segment, int32_t* counter, int64_t dtype, int64_t adapters, int64_t n_units, int64_t n_raw_units, int64_t rows_per_unit, const uint8_t* maps, int64_t strip_cols, int64_t held, int64_t stages, int64_t max_rank, bool undo, uint8_t* codes, int64_t n_codes, int64_t* records, int64_t n_records, uint8_t* arena, int64_t room, int64_t chunk, int64_t* asked, int64_t device, void* stream);
+void track_cuda(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment, int64_t n_unit_segment, int32_t* counter, int64_t dtype, int64_t adapters, int64_t n_units, int64_t n_raw_units, int64_t rows_per_unit, int64_t col_warps, int64_t stages, bool staged_B, int64_t pad, int64_t max_rank, int64_t way, uint8_t* codes, int64_t n_codes, int64_t* records, int64_t n_records, uint8_t* arena, int64_t room, int64_t mark, int64_t* asked, int64_t chunk, uint8_t* before, int64_t room_before, int64_t device, void* stream);
+void track_hopper(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment, int64_t n_unit_segment, int32_t* counter, int64_t dtype, int64_t adapters, int64_t n_units, int64_t n_raw_units, int64_t rows_per_unit, const uint8_t* maps, int64_t strip_cols, int64_t held, int64_t stages, int64_t max_rank, int64_t way, uint8_t* codes, int64_t n_codes, int64_t* records, int64_t n_records, uint8_t* arena, int64_t room, int64_t mark, int64_t* asked, int64_t chunk, uint8_t* before, int64_t room_before, int64_t device, void* stream);
 }  // namespace operators
-#define LORA_MERGE_OPERATORS(X) X(layout_hash) X(cuda_architectures) X(cpu_isas) X(use_threads) X(launch_cpu) X(row_norms_cpu) X(tracked_sizes_cpu) X(track_cpu) X(untrack_cpu) X(merge_shape) X(accepts_shape) X(hopper_tiles) X(accepts_tiles)
+#define LORA_MERGE_OPERATORS(X) X(layout_hash) X(cuda_architectures) X(cpu_isas) X(use_threads) X(launch_cpu) X(row_norms_cpu) X(tracked_sizes_cpu) X(track_cpu) X(untrack_cpu) X(retrack_cpu) X(merge_shape) X(accepts_shape) X(hopper_tiles) X(accepts_tiles)
 #define LORA_MERGE_CUDA_OPERATORS(X) X(cuda_problem) X(launch_cuda) X(launch_hopper) X(tensor_maps) X(row_norms_cuda) X(track_cuda) X(track_hopper)
 
-constexpr const char* kLayoutHash = "d195d4ea7b696e5f";
+constexpr const char* kLayoutHash = "f1e02b7f1f98cf90";
 
 }  // namespace lora_merge

@@ -66,33 +66,42 @@ int64_t tracked_sizes_cpu(const Segment* table, int64_t segments, int64_t* first
 namespace {
 
 cpu::Journal journal(const Segment* table, int64_t segments, uint8_t* codes, int64_t n_codes, int64_t* records,
-                     int64_t n_records, uint8_t* arena, int64_t room, int64_t* counter) {
+                     int64_t n_records, uint8_t* arena, int64_t room, int64_t mark, int64_t* asked) {
   std::vector<int64_t> first_unit(segments + 1);
   const int64_t bytes = tracked_sizes_cpu(table, segments, first_unit.data());
   check(n_codes >= bytes, "codes must have ", bytes, " elements or more, got ", n_codes);
   check(n_records >= 2 * first_unit[segments], "records must have ", 2 * first_unit[segments],
         " elements or more, got ", n_records);
-  return {codes, reinterpret_cast<cpu::Record*>(records), arena, room, counter};
+  return {codes, reinterpret_cast<cpu::Record*>(records), arena, room, mark, asked};
 }
 
 }  // namespace
 
 void track_cpu(const Segment* table, int64_t segments, uint8_t* codes, int64_t n_codes, int64_t* records,
-               int64_t n_records, uint8_t* arena, int64_t room, int64_t* counter) {
-  cpu::track(table, segments, journal(table, segments, codes, n_codes, records, n_records, arena, room, counter));
+               int64_t n_records, uint8_t* arena, int64_t room, int64_t mark, int64_t* asked) {
+  cpu::track(table, segments, journal(table, segments, codes, n_codes, records, n_records, arena, room, mark, asked));
 }
 
 void untrack_cpu(const Segment* table, int64_t segments, uint8_t* codes, int64_t n_codes, int64_t* records,
-                 int64_t n_records, uint8_t* arena, int64_t room, int64_t* counter) {
-  cpu::untrack(table, segments, journal(table, segments, codes, n_codes, records, n_records, arena, room, counter));
+                 int64_t n_records, uint8_t* arena, int64_t room, int64_t mark, int64_t* asked) {
+  cpu::untrack(table, segments, journal(table, segments, codes, n_codes, records, n_records, arena, room, mark, asked));
+}
+
+void retrack_cpu(const Segment* table, int64_t segments, const Segment* table_before, int64_t segments_before,
+                 uint8_t* codes, int64_t n_codes, int64_t* records, int64_t n_records, uint8_t* arena, int64_t room,
+                 int64_t mark, int64_t* asked, uint8_t* before) {
+  check_words(table_before, segments_before);
+  check(segments == segments_before, "a merge of ", segments, " segments cannot follow one of ", segments_before);
+  cpu::retrack(table, segments, journal(table, segments, codes, n_codes, records, n_records, arena, room, mark, asked),
+               table_before, before);
 }
 
 // ---- shapes of launches on a GPU, which any machine can ask for
 // ------------------------------------------------------
 
-std::vector<int64_t> merge_shape(int64_t max_rank, bool wide, int64_t element_bytes, int64_t widest, int64_t per_block,
-                                 int64_t per_processor) {
-  const auto s = choose_shape(max_rank, wide, element_bytes, widest, per_block, per_processor);
+std::vector<int64_t> merge_shape(int64_t max_rank, bool wide, int64_t element_bytes, int64_t narrowest, int64_t widest,
+                                 int64_t per_block, int64_t per_processor) {
+  const auto s = choose_shape(max_rank, wide, element_bytes, narrowest, widest, per_block, per_processor);
   if (!s) return {};
   return {s->col_warps, s->stages, s->staged_B, s->pad};
 }

@@ -29,6 +29,9 @@ int dtype_code(int64_t dtype) {
   return static_cast<int>(dtype);
 }
 
+// Of what a launch reads: elements, or codes that stand for them.
+int source_code(int64_t dtype) { return dtype_code(dtype & ~int64_t{kPackedSource}) | (dtype & kPackedSource); }
+
 // A table on the device has `unit_segment` beside it; one on the CPU is small enough to travel as an argument.
 template <typename AnyLaunch>
 AnyLaunch make_launch(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment,
@@ -80,15 +83,19 @@ void set_tiles(HopperLaunch& launch, const uint8_t* maps, int64_t strip_cols, in
 }
 
 // What else launches have in these is for `CudaTracked` to know.
-TrackedJournal make_journal(int64_t n_units, uint8_t* codes, int64_t n_codes, int64_t* records, int64_t n_records,
-                            uint8_t* arena, int64_t room, int64_t chunk, int64_t* asked) {
+TrackedJournal make_journal(int64_t n_units, int64_t way, uint8_t* codes, int64_t n_codes, int64_t* records,
+                            int64_t n_records, uint8_t* arena, int64_t room, int64_t mark, int64_t* asked,
+                            int64_t chunk, uint8_t* before, int64_t room_before) {
   check(n_codes >= n_units * kCodeBytes, "codes must have ", n_units * kCodeBytes, " elements or more, got ", n_codes);
   check(n_records >= n_units * kRecordBytes / 8, "records must have ", n_units * kRecordBytes / 8,
         " elements or more, got ", n_records);
+  check(way >= kTrackMerge && way <= kTrackRemerge, "unknown way ", way);
+  const TrackedArena to{reinterpret_cast<char*>(arena), room, mark};
+  const TrackedArena other{reinterpret_cast<char*>(before), room_before, kSecondArena - mark};
   return {reinterpret_cast<uint32_t*>(codes),
           reinterpret_cast<TrackedRecord*>(records),
-          reinterpret_cast<char*>(arena),
-          room,
+          way == kTrackRemerge ? other : to,
+          to,
           reinterpret_cast<unsigned long long*>(asked),
           static_cast<int32_t>(chunk)};
 }
@@ -110,7 +117,7 @@ void launch_cuda(const Segment* table, int64_t segments, bool on_device, const i
   launch.stochastic = stochastic;
   launch.seed = static_cast<uint64_t>(seed);
   const OnDevice here(device);
-  must(launch_merge(dtype_code(source_dtype), dtype_code(destination_dtype), dtype_code(adapters), launch, stream));
+  must(launch_merge(source_code(source_dtype), dtype_code(destination_dtype), dtype_code(adapters), launch, stream));
 }
 
 void launch_hopper(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment,
@@ -140,35 +147,37 @@ void row_norms_cuda(const Segment* table, int64_t segments, bool on_device, cons
   const Launch launch = make_launch<Launch>(table, segments, on_device, unit_segment, n_unit_segment, nullptr, n_units,
                                             0, 0, 0, max_rank);
   const OnDevice here(device);
-  must(launch_row_norms(dtype_code(source_dtype), launch, out, stream));
+  must(launch_row_norms(source_code(source_dtype), launch, out, stream));
 }
 
 void track_cuda(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment,
                 int64_t n_unit_segment, int32_t* counter, int64_t dtype, int64_t adapters, int64_t n_units,
                 int64_t n_raw_units, int64_t rows_per_unit, int64_t col_warps, int64_t stages, bool staged_B,
-                int64_t pad, int64_t max_rank, bool undo, uint8_t* codes, int64_t n_codes, int64_t* records,
-                int64_t n_records, uint8_t* arena, int64_t room, int64_t chunk, int64_t* asked, int64_t device,
-                void* stream) {
+                int64_t pad, int64_t max_rank, int64_t way, uint8_t* codes, int64_t n_codes, int64_t* records,
+                int64_t n_records, uint8_t* arena, int64_t room, int64_t mark, int64_t* asked, int64_t chunk,
+                uint8_t* before, int64_t room_before, int64_t device, void* stream) {
   Launch launch = make_launch<Launch>(table, segments, on_device, unit_segment, n_unit_segment, counter, n_units,
                                       n_raw_units, rows_per_unit, stages, max_rank);
   set_shape(launch, col_warps, staged_B, pad);
-  const TrackedJournal journal = make_journal(n_units, codes, n_codes, records, n_records, arena, room, chunk, asked);
+  const TrackedJournal journal = make_journal(n_units, way, codes, n_codes, records, n_records, arena, room, mark,
+                                              asked, chunk, before, room_before);
   const OnDevice here(device);
-  must(launch_tracked(dtype_code(dtype), dtype_code(adapters), undo, launch, journal, stream));
+  must(launch_tracked(dtype_code(dtype), dtype_code(adapters), static_cast<int>(way), launch, journal, stream));
 }
 
 void track_hopper(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment,
                   int64_t n_unit_segment, int32_t* counter, int64_t dtype, int64_t adapters, int64_t n_units,
                   int64_t n_raw_units, int64_t rows_per_unit, const uint8_t* maps, int64_t strip_cols, int64_t held,
-                  int64_t stages, int64_t max_rank, bool undo, uint8_t* codes, int64_t n_codes, int64_t* records,
-                  int64_t n_records, uint8_t* arena, int64_t room, int64_t chunk, int64_t* asked, int64_t device,
-                  void* stream) {
+                  int64_t stages, int64_t max_rank, int64_t way, uint8_t* codes, int64_t n_codes, int64_t* records,
+                  int64_t n_records, uint8_t* arena, int64_t room, int64_t mark, int64_t* asked, int64_t chunk,
+                  uint8_t* before, int64_t room_before, int64_t device, void* stream) {
   HopperLaunch launch = make_launch<HopperLaunch>(table, segments, on_device, unit_segment, n_unit_segment, counter,
                                                   n_units, n_raw_units, rows_per_unit, stages, max_rank);
   set_tiles(launch, maps, strip_cols, held);
-  const TrackedJournal journal = make_journal(n_units, codes, n_codes, records, n_records, arena, room, chunk, asked);
+  const TrackedJournal journal = make_journal(n_units, way, codes, n_codes, records, n_records, arena, room, mark,
+                                              asked, chunk, before, room_before);
   const OnDevice here(device);
-  must(launch_hopper_tracked(dtype_code(dtype), dtype_code(adapters), undo, launch, journal, stream));
+  must(launch_hopper_tracked(dtype_code(dtype), dtype_code(adapters), static_cast<int>(way), launch, journal, stream));
 }
 
 }  // namespace operators

@@ -18,6 +18,8 @@ namespace lora_merge {
 #define LORA_MERGE_HD inline
 #endif
 
+constexpr float kInt8Step = 7.874015718698502e-3;  // what int8 codes are multiplied with: 1 / 127
+
 // Whether columns of the whole weight are rows here, and lora_A and lora_B in each other's place. Products of their
 // parts are then summed in the order in which they are otherwise: where a weight lies does not show in its bits.
 LORA_MERGE_HD bool turned(const Segment& s) {

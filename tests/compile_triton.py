@@ -1,7 +1,9 @@
-"""Compiles the Triton kernels for Hopper without a GPU, as real tables need them; run by test_triton.py."""
+"""Compiles the Triton kernels without a GPU, as real tables need them: for Hopper, or for AMD's GPUs with a name of
+theirs, `compile_triton.py gfx942`. Run by test_triton.py."""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -11,26 +13,39 @@ from helpers import make_segment, pairwise
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lora_merge import Segment
-from lora_merge.kernels import triton as backend
-from lora_merge.kernels import triton_device, triton_tracked_device
-from lora_merge.kernels.triton_tracked import TritonTracked
+AMD = sys.argv[1] if len(sys.argv) > 1 else None
+if AMD is not None:
+    torch.version.hip = "6.4"  # type: ignore[assignment]  # before the kernels are imported
+
+from lora_merge import Segment  # noqa: E402
+from lora_merge.kernels import triton as backend  # noqa: E402
+from lora_merge.kernels import triton_device, triton_tracked_device  # noqa: E402
+from lora_merge.kernels.triton_tracked import TritonTracked  # noqa: E402
 
 CPU = torch.device("cpu")
 F, H, B = torch.float32, torch.float16, torch.bfloat16
+TARGET = GPUTarget("cuda", 90, 32) if AMD is None else GPUTarget("hip", AMD, 32 if AMD.startswith("gfx1") else 64)
+MATRIX = ("mma",) if AMD is None else ("mfma", "wmma")
+"""What names of instructions of the matrix unit have."""
+AMD_SHARED = 64 << 10
+"""Bytes of a block, of all of its GPUs that are compiled for."""
 
 
 def assembly(kernel: Any, options: dict[str, Any], **types: str) -> str:
-    """PTX of a kernel, after ptxas took it too."""
+    """PTX of a kernel, after ptxas took it too; or what AMD's assembler took."""
     names = kernel.arg_names
     types |= {"table": "*i64", "unit_segment": "*i32", "units": "i64" if "codes" in names else "i32"}
     signature = {name: types.get(name, "constexpr") for name in names}
     constants = {(names.index(name),): value for name, value in options.items() if name in names}
     compiler_options = {name: value for name, value in options.items() if name not in names}
     source = ASTSource(kernel, signature, constants, {})
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=compiler_options).asm
-    assert made["cubin"]
-    return made["ptx"]
+    made = triton.compile(source, target=TARGET, options=compiler_options)
+    if AMD is None:
+        assert made.asm["cubin"]
+        return str(made.asm["ptx"])
+    assert made.asm["hsaco"]
+    assert made.metadata.shared <= AMD_SHARED, f"{made.metadata.shared} bytes are shared by a block"
+    return str(made.asm["amdgcn"])
 
 
 def tracked_assembly(segments: list[Segment]) -> list[tuple[dict[str, Any], str]]:
@@ -47,6 +62,9 @@ def tracked_assembly(segments: list[Segment]) -> list[tuple[dict[str, Any], str]
 
 def check_weights(ptx: str) -> None:
     """They go by 16 bytes at a time."""
+    if AMD is not None:
+        assert "load_b128" in ptx or "load_dwordx4" in ptx, "not 16 bytes at a time"
+        return
     weights = [line for line in ptx.splitlines() if "evict_first" in line and ".global" in line]
     assert weights, "no access to weights found"
     assert all(".v4.b32" in line for line in weights), f"not 16 bytes at a time: {weights}"
@@ -62,14 +80,16 @@ def main() -> None:
     for number, variant in enumerate(backend.prepare(aligned, CPU).variants):
         ptx = assembly(triton_device.run_table, {**variant.options, "STOCHASTIC": number % 2 == 0}, seed="i64")
         check_weights(ptx)
-        assert ("mma" in ptx) == (variant.options["RANK_BLOCKS"] > 0), "the products do not use the matrix unit"
+        used = any(name in ptx for name in MATRIX)
+        assert used == (variant.options["RANK_BLOCKS"] > 0), "the products do not use the matrix unit"
     ragged = [make_segment("ragged", 9, 37, 5, pairwise(index), CPU) for index in (1, 5)]
     ragged.append(Segment("strided copy", torch.zeros(9, 8)[:, ::2], torch.zeros(9, 4)))
     for number, variant in enumerate(backend.prepare(ragged, CPU).variants):
         assembly(triton_device.run_table, {**variant.options, "STOCHASTIC": number % 2 == 0}, seed="i64")
     for options, ptx in tracked_assembly([s for s in aligned if s.rank and s.source.dtype == s.destination.dtype]):
         check_weights(ptx)
-        assert all(part in ptx for part in ("mma", "prefetch.global.L2")), options
+        assert any(name in ptx for name in MATRIX), options
+        assert ("prefetch.global.L2" in ptx) == (AMD is None), options
     tracked_assembly([make_segment(str(t), 9, 37, 5, (t, t, t, t), CPU) for t in (B, H, F)])
     s = aligned[1]
     dora = Segment(s.name, s.source, s.destination, s.lora_A, s.lora_B, 1.0, torch.ones(64))

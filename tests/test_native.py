@@ -43,7 +43,7 @@ def test_the_header_is_what_the_description_says() -> None:
 
 def test_words_and_codes() -> None:
     names = [f.name for f in layout.SEGMENT for _ in range(f.words)]
-    assert len(names) == segments.WORDS == 24
+    assert len(names) == segments.WORDS == 32
     assert all(names.index(name) == offset for name, offset in layout.OFFSET.items())
     assert [segments.BF16, segments.FP16, segments.FP32] == [0, 1, 2]
     assert segments.RAW == {1: 3, 2: 4, 4: 5, 8: 6}
@@ -51,7 +51,7 @@ def test_words_and_codes() -> None:
 
 def test_no_constant_has_a_second_home() -> None:
     """C++ takes these from the generated header alone."""
-    names = re.findall(r"^constexpr int (k\w+) =", (ROOT / "csrc" / "layout.h").read_text(), re.MULTILINE)
+    names = re.findall(r"^constexpr (?:int|int64_t) (k\w+) =", (ROOT / "csrc" / "layout.h").read_text(), re.MULTILINE)
     assert len(names) == len(layout._CONSTANTS)
     for path in [*(ROOT / "csrc" / "cuda").iterdir(), *(ROOT / "csrc").glob("*.*")]:
         if path.name != "layout.h":
@@ -69,9 +69,9 @@ def test_the_module_offers_what_is_described() -> None:
         with pytest.raises(TypeError, match=f"{name} takes {count} arguments, got {count + 1}"):
             getattr(NATIVE, name)(*[0] * (count + 1))
     with pytest.raises(TypeError):
-        NATIVE.merge_shape("x", False, 2, 1, 1 << 16, 1 << 17)
+        NATIVE.merge_shape("x", False, 2, 1, 1, 1 << 16, 1 << 17)
     with pytest.raises(OverflowError):
-        NATIVE.merge_shape(1 << 70, False, 2, 1, 1 << 16, 1 << 17)
+        NATIVE.merge_shape(1 << 70, False, 2, 1, 1, 1 << 16, 1 << 17)
 
 
 # ---- what operators refuse -------------------------------------------------------------------------------------------
@@ -90,10 +90,22 @@ BAD: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
     "int32 words": (lambda: table().int(), "must be contiguous int64"),
     "strided": (lambda: table().repeat(2, 2)[:, ::2], "must be contiguous int64"),
     "one dimension": (lambda: table().view(-1), "must be contiguous int64"),
-    "23 words": (lambda: table()[:, :23].contiguous(), r"must be contiguous int64 \[segments, 24\]"),
+    "31 words": (lambda: table()[:, :31].contiguous(), r"must be contiguous int64 \[segments, 32\]"),
     "unknown source dtype": (lambda: words(dtypes=FP32 + 5), "segment 0: unknown dtypes"),
     "unknown lora_A dtype": (lambda: words(dtypes=FP32 + (7 << 16)), "segment 0: unknown dtypes"),
     "bits beyond the codes": (lambda: words(dtypes=FP32 | 1 << 40), "segment 0: unknown dtypes"),
+    "unknown format": (lambda: words(dtypes=FP32 | 3 << 32), "segment 0: unknown dtypes"),
+    "codes of bytes": (lambda: words(dtypes=3 | 3 << 8 | 1 << 32), "segment 0: unknown dtypes"),
+    "codes without scales": (lambda: words(dtypes=FP32 | 2 << 32), "what its codes stand for is missing"),
+    "codes without values": (
+        lambda: words(dtypes=FP32 | 1 << 32, absmax=64, block=64),
+        "what its codes stand for is missing",
+    ),
+    "blocks of nothing": (lambda: words(dtypes=FP32 | 2 << 32, absmax=64), "what its codes stand for is missing"),
+    "scales without values": (
+        lambda: words(dtypes=FP32 | 2 << 32, absmax=64, block=64, absmax_code=64),
+        "what its absmax stands for is missing",
+    ),
     "raw source, float result": (lambda: words(dtypes=3 | 2 << 8), "segment 0: unknown dtypes"),
     "raw with a rank": (lambda: words(dtypes=3 | 3 << 8), "rank must be between 0 and 512, got 3"),
     "negative rank": (lambda: words(rank=-1), "rank must be between 0 and 512, got -1"),
@@ -137,12 +149,20 @@ def test_operators_refuse_other_tensors() -> None:
         "arena": (good["arena"][::2], good["arena"].int()),
         "counter": (good["counter"][:2], good["counter"].int()),
     }
-    for run in (operators.track_cpu, operators.untrack_cpu):
+
+    def retrack_cpu(t: torch.Tensor, codes: Any, records: Any, arena: Any, mark: int, asked: Any) -> None:
+        operators.retrack_cpu(t, t, codes, records, arena, layout.SECOND_ARENA - mark, asked, good["arena"])
+
+    for run in (operators.track_cpu, retrack_cpu, operators.untrack_cpu):
         for name, wrong in bad.items():
             for tensor in wrong:
+                *memory, asked = {**good, name: tensor}.values()
                 with pytest.raises(RuntimeError, match=f"lora_merge: {name} must"):
-                    run(t, *{**good, name: tensor}.values())
-        run(t, *good.values())
+                    run(t, *memory, 0, asked)
+        *memory, asked = good.values()
+        run(t, *memory, 0, asked)
+    with pytest.raises(RuntimeError, match="a merge of 1 segments cannot follow one of 2"):
+        operators.retrack_cpu(t, torch.cat([t, t]), *memory, 0, asked, good["arena"])
 
 
 # ---- calls of functions that only a GPU runs -------------------------------------------------------------------------
@@ -179,6 +199,7 @@ def test_gpu_functions_get_what_they_are_declared_with(monkeypatch: pytest.Monke
         "records": torch.zeros(5, dtype=torch.int64),
         "arena": torch.zeros(7, dtype=torch.uint8),
         "asked": torch.zeros(3, dtype=torch.int64),
+        "before": torch.zeros(9, dtype=torch.uint8),
     }
     fields = {
         "launch_cuda": cuda_launch.Variant._fields,
@@ -188,7 +209,7 @@ def test_gpu_functions_get_what_they_are_declared_with(monkeypatch: pytest.Monke
         "track_hopper": cuda_tracked._HopperGroup._fields,
     }
     later = {"launch_cuda": ("stochastic", "seed"), "launch_hopper": ("stochastic", "seed"), "row_norms_cuda": ("out",)}
-    journal = ("undo", "codes", "records", "arena", "chunk", "asked")
+    journal = ("way", "codes", "records", "arena", "mark", "asked", "chunk", "before")
     for name, first in fields.items():
         given: dict[str, Any] = {}
         for number, field in enumerate((*first, *later.get(name, journal)), start=100):
@@ -204,7 +225,7 @@ def test_gpu_functions_get_what_they_are_declared_with(monkeypatch: pytest.Monke
             wanted = value.data_ptr() if isinstance(value, torch.Tensor) else value
             if field not in ("device", "unit_segment"):  # there is none beside a table on the CPU
                 assert got[field] == wanted, (name, field)
-        sizes = {"n_codes": 3, "n_records": 5, "room": 7, "n_unit_segment": 0, "on_device": False}
+        sizes = {"n_codes": 3, "n_records": 5, "room": 7, "room_before": 9, "n_unit_segment": 0, "on_device": False}
         assert all(got[size] == count for size, count in sizes.items() if size in got), name
 
 

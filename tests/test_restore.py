@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -240,3 +240,244 @@ def test_denormals_come_back_whatever_a_thread_does_with_them(
         torch.set_flush_denormal(False)
     assert_same_bits(s.source, before)
     assert flushes is not merging, "the thread's own setting is another one now"
+
+
+# ---- one update after another: TrackedPlan.remerge -------------------------------------------------------------------
+
+
+def other_update(s: Segment, seed: int) -> Segment:
+    """The same weight with an adapter of the same shapes, dtypes and layouts, another scaling and other row scales."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def like(t: torch.Tensor) -> torch.Tensor:
+        other = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
+        size = t.float().std(correction=0).nan_to_num().cpu()
+        return other.copy_((torch.randn(t.shape, generator=generator) * size).to(t.dtype))
+
+    assert s.lora_A is not None
+    assert s.lora_B is not None
+    scale = None if s.row_scale is None else torch.rand(s.row_scale.shape, generator=generator).to(s.row_scale)
+    return dataclasses.replace(
+        s, lora_A=like(s.lora_A), lora_B=like(s.lora_B), scaling=s.scaling * (0.5 + seed), row_scale=scale
+    )
+
+
+def fresh(base: Sequence[torch.Tensor], segments: Sequence[Segment]) -> list[torch.Tensor]:
+    """What `Plan.run` makes of these bases, stored as the weights are."""
+    made = []
+    for old, s in zip(base, segments, strict=True):
+        weight = torch.empty_strided(s.source.shape, s.source.stride(), dtype=old.dtype, device=old.device)
+        weight.copy_(old)
+        made.append(dataclasses.replace(s, source=weight, destination=weight))
+    Plan(made).run()
+    return [s.source for s in made]
+
+
+def take_turns(segments: list[Segment], turns: int = 3) -> None:
+    """Updates follow one another on the same weights, by two plans; each is what a merge of the base is, and the base
+    comes back after the last."""
+    base = [s.source.clone() for s in segments]
+    updates = [segments, *([other_update(s, seed) for s in segments] for seed in range(turns))]
+    plans = [TrackedPlan(update, keep=True) for update in updates]
+    for number, plan in enumerate(plans):
+        before = plans[number - 1]
+        plan.remerge(before) if number else plan.merge()
+        assert plan.merged
+        assert not number or not before.merged
+        for s, wanted in zip(segments, fresh(base, updates[number]), strict=True):
+            assert_same_bits(s.source, wanted, f"{s.name}, update {number}")
+    plans[-1].unmerge()
+    for s, old in zip(segments, base, strict=True):
+        assert_same_bits(s.source, old, f"{s.name}, restored")
+
+
+@pytest.mark.parametrize("adapters", FLOATS)
+@pytest.mark.parametrize("base", FLOATS)
+def test_remerge_any_values_in_any_layout(backend: Backend, base: torch.dtype, adapters: torch.dtype) -> None:
+    segments = []
+    ranks = (5,) if backend.interpreted else (5, 40)
+    for index, (layout, rank) in enumerate((layout, rank) for layout in LAYOUTS for rank in ranks):
+        for update in (1.0,) if backend.interpreted else (0.001, 1.0):
+            dtypes = (base, base, adapters, adapters)
+            s = make_segment(
+                layout, 37, 71, rank, dtypes, backend.device, layouts=(layout,) * 4, update=update, seed=index
+            )
+            segments.append(in_place(with_special_values(s)))
+    take_turns(segments, 1 if backend.interpreted else 2)
+
+
+@given(data=st.data())
+def test_remerge_any_size_and_cut(backend: Backend, data: st.DataObject) -> None:
+    most = 40 if backend.interpreted else 200
+    rows, cols = data.draw(st.integers(1, most), "rows"), data.draw(st.integers(1, most), "columns")
+    rank = data.draw(st.sampled_from((1, 8, 16, 32, 33, 64)), "rank")
+    base = data.draw(st.sampled_from(FLOATS), "base")
+    adapters = data.draw(st.sampled_from(FLOATS), "adapters")
+    layout = data.draw(st.sampled_from(LAYOUTS), "layout")
+    update = data.draw(st.sampled_from((0.01, 1.0, 1e3)), "update")
+    s = in_place(
+        make_segment("w", rows, cols, rank, (base, base, adapters, adapters), backend.device, layouts=(layout,) * 4,
+                     update=update)
+    )  # fmt: skip
+    if data.draw(st.booleans(), "row scale"):
+        s = dataclasses.replace(s, row_scale=torch.linspace(0.0, 2.0, rows, device=backend.device))
+    pieces = data.draw(cuts(rows, cols), "cuts")
+    before, other = s.source.clone(), other_update(s, 3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused, "FIRST_ROOM", data.draw(st.sampled_from((1, 64, 10**9)), "room"))
+        plans = [TrackedPlan(cut(update, pieces), keep=True) for update in (s, other)]
+        plans[0].merge()
+        for number in (1,) if backend.interpreted else (1, 0, 1):
+            plans[number].remerge(plans[1 - number])
+            assert_same_bits(s.source, *fresh([before], [(s, other)[number]]), f"update {number}")
+        plans[1].unmerge()
+        assert_same_bits(s.source, before, "restored")
+
+
+def test_remerge_is_one_pass_in_one_memory(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the backend has a kernel for it; and what is held is codes and records once, and a second arena."""
+    shape = (64, 256) if backend.interpreted else (512, 1024)
+    segments = [in_place(make_segment("w", *shape, 16, (torch.bfloat16,) * 4, backend.device, update=0.01))]
+    one, two = TrackedPlan(segments, keep=True), TrackedPlan([other_update(s, 1) for s in segments], keep=True)
+    one.merge()
+    held, size = one.nbytes, segments[0].source.nbytes
+    if backend.name in ("cuda", "cpu"):
+        for plan in (one, two):
+            assert plan._tracked is not None
+            monkeypatch.setattr(plan._tracked, "unmerge", lambda *_: pytest.fail("taken off in a pass of its own"))
+    two.remerge(one)
+    one.remerge(two)
+    assert one.nbytes + two.nbytes <= held + size // fused.FIRST_ROOM + 4
+
+
+def test_remerge_where_plans_differ(backend: Backend) -> None:
+    """Other ranks, dtypes, orders, weights, no adapter at all, and a plan that is not merged: right all the same."""
+    dtypes = (torch.bfloat16,) * 4
+    a, b = (in_place(make_segment(name, 40, 70, 8, dtypes, backend.device)) for name in "ab")
+    base = [a.source.clone(), b.source.clone()]
+
+    def adapter(s: Segment, rank: int, dtype: torch.dtype) -> Segment:
+        other = make_segment("other", 40, 70, rank, (torch.bfloat16, torch.bfloat16, dtype, dtype), backend.device)
+        return dataclasses.replace(s, lora_A=other.lora_A, lora_B=other.lora_B)
+
+    scale = torch.linspace(0.5, 2.0, 40, device=backend.device)
+    sets: list[list[Segment]] = [
+        [a, b], [adapter(a, 16, torch.bfloat16), b], [b, a], [adapter(a, 8, torch.float32), b], [a],
+        [dataclasses.replace(a, row_scale=scale), b], [], [a, b],
+    ]  # fmt: skip
+    plans = [TrackedPlan(segments) for segments in sets]
+    for number, (plan, segments) in enumerate(zip(plans, sets, strict=True)):
+        plan.remerge(plans[number - 1])
+        merged = {s.name: w for s, w in zip(segments, fresh([base["ab".index(s.name)] for s in segments], segments),
+                                            strict=True)}  # fmt: skip
+        for s, old in zip((a, b), base, strict=True):
+            assert_same_bits(s.source, merged.get(s.name, old), f"{s.name}, {number}")
+    with pytest.raises(AlreadyMerged):
+        plans[-1].remerge(plans[0])
+    plans[-1].unmerge()
+    for s, old in zip((a, b), base, strict=True):
+        assert_same_bits(s.source, old, "restored")
+
+
+@pytest.mark.parametrize("what", ["the lowest bit of the first element", "all signs"])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_written_before_a_remerge(backend: Backend, dtype: torch.dtype, what: str) -> None:
+    """What others wrote is named and left, all else is the base again, and neither plan is merged."""
+    rows, cols = (40, 70) if backend.interpreted else (250, 1500)
+    segments = [
+        in_place(make_segment(name, rows, cols, 8, (dtype,) * 4, backend.device, update=1e-3)) for name in "abc"
+    ]
+    before = [s.source.clone() for s in segments]
+    one, two = TrackedPlan(segments, keep=True), TrackedPlan([other_update(s, 1) for s in segments], keep=True)
+    one.merge()
+    weight = segments[1].source
+    DAMAGE[what](weight)
+    left = bits(weight.clone())
+    with pytest.raises(NotRestored, match=r"^b: written while merged"):
+        two.remerge(one)
+    assert not one.merged
+    assert not two.merged
+    for s, old in zip(segments, before, strict=True):
+        if s.name != "b":
+            assert_same_bits(s.source, old, f"{s.name}, restored")
+    assert ((bits(weight) == left) | (bits(weight) == bits(before[1]))).all()
+    assert (bits(weight) == left).any()
+    weight.copy_(before[1])
+    two.merge()
+    one.remerge(two)
+    one.unmerge()
+    for s, old in zip(segments, before, strict=True):
+        assert_same_bits(s.source, old, f"{s.name}, restored")
+
+
+@pytest.mark.parametrize("fails_at", [1, 2, 3])
+def test_a_remerge_without_memory(backend: Backend, monkeypatch: pytest.MonkeyPatch, fails_at: int) -> None:
+    """It goes on in two passes, or raises with every bit of the base in place; then the plans still work."""
+    monkeypatch.setattr(composed, "BLOCK", 2000)
+    monkeypatch.setattr(fused, "FIRST_ROOM", 64)
+    s = in_place(make_segment("w", 60, 100, 4, (torch.bfloat16,) * 4, backend.device, update=1e-3))
+    large = dataclasses.replace(other_update(s, 1), scaling=1e5)  # escapes more than there is room for
+    before, calls, empty = s.source.clone(), [], torch.empty
+
+    def failing(*args: object, **kwargs: object) -> torch.Tensor:
+        calls.append(None)
+        if len(calls) == fails_at:
+            raise torch.OutOfMemoryError("no room")
+        return empty(*args, **kwargs)
+
+    one, two = TrackedPlan([s], keep=True), TrackedPlan([large], keep=True)
+    one.merge()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", failing)
+        try:
+            two.remerge(one)
+        except torch.OutOfMemoryError:
+            assert not two.merged
+            assert not one.merged or backend.name == "reference"  # whose way back takes memory
+        else:
+            assert not one.merged
+            assert_same_bits(s.source, *fresh([before], [large]))
+    one.unmerge()
+    two.unmerge()
+    assert_same_bits(s.source, before)
+    one.merge()
+    two.remerge(one)
+    two.unmerge()
+    assert_same_bits(s.source, before)
+
+
+@pytest.mark.parametrize("when", ["before", "after", "meanwhile"])
+def test_a_remerge_that_is_interrupted(backend: Backend, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    """Whichever plan a unit of work is merged by then, it is brought back by that one."""
+    segments = [in_place(make_segment(name, 60, 100, 4, (torch.bfloat16,) * 4, backend.device)) for name in "ab"]
+    before = [s.source.clone() for s in segments]
+    one, two = TrackedPlan(segments, keep=True), TrackedPlan([other_update(s, 1) for s in segments], keep=True)
+    one.merge()
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    kernels = getattr(two._tracked, "_kernels", None)
+    if when != "meanwhile" and kernels is None:
+        pytest.skip("no kernel of its own")
+    with monkeypatch.context() as patch:
+        if kernels is not None and when != "meanwhile":
+            launch = kernels.retrack if backend.name in ("cuda", "cpu") else kernels.track
+
+            def broken(*args: object) -> None:
+                if when == "after":
+                    launch(*args)
+                interrupt()
+
+            patch.setattr(kernels, launch.__name__, broken)
+        with pytest.raises(KeyboardInterrupt):
+            two.remerge(one, interrupt if when == "meanwhile" else lambda: None)
+    assert not one.merged
+    assert not two.merged
+    for s, old in zip(segments, before, strict=True):
+        assert_same_bits(s.source, old, s.name)
+    two.merge()
+    one.remerge(two)
+    one.unmerge()
+    for s, old in zip(segments, before, strict=True):
+        assert_same_bits(s.source, old, s.name)

@@ -17,6 +17,7 @@ namespace {
 constexpr int kTileRows = 16;
 
 #include "avx512.h"
+#include "broadcast.h"
 #include "fused.h"
 #include "rounding.h"
 #include "tiled.h"

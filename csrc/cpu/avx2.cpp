@@ -125,6 +125,7 @@ inline void stream(void* to, const void* from) {
 inline void drain() { _mm_sfence(); }
 inline void prefetch(const void* p) { _mm_prefetch(p, _MM_HINT_T0); }
 
+#include "broadcast.h"
 #include "fused.h"
 
 using Products = Fused;

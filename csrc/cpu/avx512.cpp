@@ -28,6 +28,7 @@ inline bool any_special(const F (&t)[kTileRows][2]) {
 
 constexpr bool kPlainDiffers = false;
 
+#include "broadcast.h"
 #include "fused.h"
 
 using Products = Fused;

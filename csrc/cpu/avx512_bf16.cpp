@@ -18,6 +18,7 @@ namespace {
 constexpr int kTileRows = 12;
 
 #include "avx512.h"
+#include "broadcast.h"
 #include "fused.h"
 #include "paired.h"
 #include "rounding.h"

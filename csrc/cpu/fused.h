@@ -1,6 +1,6 @@
 // lora_B lora_A by fused multiply-adds in float32; included by a translation unit before merge.h, which says what that
-// must define. The rank is summed in order within blocks of kRankBlock, then block by block: the same bits with every
-// instruction set.
+// must define, after `multiply` (broadcast.h has one). The rank is summed in order within blocks of kRankBlock, then
+// block by block: the same bits with every instruction set.
 
 constexpr int64_t kPanel = 2 * kLanes;
 
@@ -64,23 +64,6 @@ void pack_a(const Segment& s, int64_t col, int64_t n, float* to) {
     case kBFloat16: return pack_a<BFloat16>(s, col, n, to);
     case kFloat16: return pack_a<Float16>(s, col, n, to);
     default: return pack_a<float>(s, col, n, to);
-  }
-}
-
-// One rank block of a tile of kTileRows x kPanel sums, in registers: B block x A panel, on top of `start`.
-__attribute__((always_inline)) inline void multiply(const float* a, const float* b, int64_t depth, float start,
-                                                    F (&t)[kTileRows][2]) {
-#pragma GCC unroll 16
-  for (int i = 0; i < kTileRows; ++i) t[i][0] = t[i][1] = set(start);
-#pragma GCC unroll 2
-  for (int64_t k = 0; k < depth; ++k) {
-    const F a0 = load(a + k * kPanel), a1 = load(a + k * kPanel + kLanes);
-#pragma GCC unroll 16
-    for (int i = 0; i < kTileRows; ++i) {
-      const F x = set(b[i * kRankBlock + k]);
-      t[i][0] = fma(x, a0, t[i][0]);
-      t[i][1] = fma(x, a1, t[i][1]);
-    }
   }
 }
 

@@ -125,6 +125,7 @@ inline void stream(void* to, const void* from) { std::memcpy(to, from, kLine); }
 inline void drain() {}
 inline void prefetch(const void* p) { __builtin_prefetch(p); }
 
+#include "broadcast.h"
 #include "fused.h"
 
 using Products = Fused;

@@ -45,6 +45,7 @@ struct alignas(64) Scratch {
   alignas(64) uint16_t tiles_a[kTiledA];
   alignas(64) uint16_t tiles_b[kMaxParts * kMaxTileRows * kMaxRank];
   alignas(64) float odd[kMaxTileRows * kMaxPanel];
+  alignas(64) float decoded[kMaxTileRows * kMaxPanel];
 };
 
 // Rows of a unit that is tracked (tracked.h) and bytes of one: few, so that its result can wait in the L2 cache until
@@ -78,6 +79,9 @@ extern const Kernels kAvx2;
 extern const Kernels kAvx512;
 // Beside AVX-512, where the processor has bf16: null where its products are not those of the others, bit by bit.
 const Kernels* avx512_bf16();
+#endif
+#if defined(__aarch64__)
+extern const Kernels kNeon;
 #endif
 // Beside AVX-512: whether the processor has it; and the kernels, where this process may use it, which it asks for, else
 // null.

@@ -25,6 +25,8 @@ std::vector<const Kernels*> vectors() {
   if (const Kernels* pairs = found.bf16 ? avx512_bf16() : nullptr) all.push_back(pairs);
   if (found.avx512) all.push_back(&kAvx512);
   if (found.avx2) all.push_back(&kAvx2);
+#elif defined(__aarch64__)
+  all.push_back(&kNeon);
 #endif
   all.push_back(&kGeneric);
   return all;

@@ -26,6 +26,7 @@ struct Journal {
   Record* records;
   uint8_t* arena;    // raw bits of escaped elements
   int64_t room;      // bytes of the arena
+  int64_t mark;      // 0 or kSecondArena: added to places in this arena
   int64_t* counter;  // bytes of the arena asked for, those that units lack, units found changed
 };
 constexpr int64_t kArenaStep = 4;  // bytes; a unit's escaped elements begin at a multiple
@@ -37,12 +38,18 @@ int64_t tracked_sizes(const Segment* segments, int64_t count, int64_t* first_uni
 // Merges in place every unit that is not merged and finds room in the arena; the others stay as they are.
 void track(const Segment* segments, int64_t count, const Journal& journal);
 
-// Puts back every bit of the units that are merged; but one that does not hold what was written stays as it is.
+// Puts back every bit of the units that have a place in this arena; but one that does not hold what was written stays
+// as it is.
 void untrack(const Segment* segments, int64_t count, const Journal& journal);
 
-// The instruction sets that this machine can run, of "amx", "avx512_bf16", "avx512", "avx2" and "generic". The first
-// one is used, or the one that LORA_MERGE_CPU_ISA names (read at the first launch), and the next one where Linux lets a
-// process not use "amx". All but "amx" compute the same bits.
+// `untrack` of another table of the same weights, with its arena (the other one), and `track` of what it put back,
+// while that is in the caches. The two share codes and records.
+void retrack(const Segment* segments, int64_t count, const Journal& journal, const Segment* before,
+             const uint8_t* arena_before);
+
+// The instruction sets that this machine can run, of "amx", "avx512_bf16", "avx512", "avx2", "neon" and "generic". The
+// first one is used, or the one that LORA_MERGE_CPU_ISA names (read at the first launch), and the next one where Linux
+// lets a process not use "amx". All but "amx" compute the same bits.
 std::vector<std::string> isas();
 
 }  // namespace lora_merge::cpu

@@ -18,6 +18,7 @@
 //     quiet(F)                       every NaN replaced by the one with bits 7fc00000
 //     any_special(t)                 whether a tile F t[kTileRows][2] holds a NaN, or what else store_plain stores wrongly
 //     kPlainDiffers                  whether there is a store_plain(p, F, F): as store, of what is not special
+//     multiply(a, b, n, start, t)    what Fused sums n <= kRankBlock ranks of a tile by: that of broadcast.h, or another
 //     Products                       what sums lora_B lora_A: Fused of fused.h, or Tiled of tiled.h
 //
 // and includes this file there. It has no #include, so that no inline function of a library is compiled for an
@@ -43,6 +44,8 @@ struct View {
 
   T* at(int64_t i, int64_t j) const { return corner + i * step[0] + j * step[1]; }
 };
+
+#include "packed.h"
 
 // Goes over a unit: `sink.take(i, j, rows, cols, products)` gets the tile at (i, j), counted from the unit's corner, of
 // which rows x cols are inside; `sink.end(i, j, rows, cols)` follows a row of tiles. The source, `sink.w`, is asked for
@@ -145,17 +148,23 @@ inline void store_rounded(Out* to, F x, Words random) {
   __builtin_memcpy(to, &half, sizeof half);
 }
 
+constexpr int64_t kCoded = 0x100;  // beside the dtype codes
+
+inline bool is_coded(const Segment& s) { return s.dtypes >> 32 != kPlain; }
+
 inline float scaling_of(const Segment& s) { return s.rank > 0 ? static_cast<float>(s.scaling) : 1; }
 
 
 // Writes round(scale * (w + scaling * sums)).
-template <class W, class Out, bool kStochastic>
+template <class Source, class Out, bool kStochastic>
 struct Merge {
-  View<const W> w;
+  using W = typename Source::Element;
+
+  Source w;
   View<Out> to;
   const float* row_scale;
   F scaling;
-  bool adjacent;  // elements of a row, in source and destination
+  bool adjacent;  // elements of a row, in tiles of the source and in the destination
   float* sums;    // of a tile that does not lie inside
   Out* stripe;    // where rows of tiles wait for whole cache lines; null: they go straight to `to`
   uint64_t key, first, pitch[2];
@@ -169,11 +178,11 @@ struct Merge {
   }
 
   Merge(const Segment& s, const Unit& unit, uint64_t seed, Scratch& m)
-      : w(s.source, s.source_stride, unit),
+      : w(unit, m),
         to(s.destination, s.destination_stride, unit),
         row_scale(s.row_scale ? reinterpret_cast<const float*>(s.row_scale) + unit.row : nullptr),
         scaling(set(scaling_of(s))),
-        adjacent(w.step[1] == 1 && to.step[1] == 1),
+        adjacent(w.adjacent() && to.step[1] == 1),
         sums(m.sums),
         stripe(streams(unit) ? reinterpret_cast<Out*>(m.stripe) : nullptr),
         key(s.key ^ seed),
@@ -182,23 +191,22 @@ struct Merge {
         offsets(pitch[1]) {}
 
   void take(int64_t i, int64_t j, int64_t rows, int64_t cols, Products& products) const {
-    const W* from = w.at(i, j);
+    const Tile<W> tile = w.tile(i, j, rows, cols);
     Out* here = stripe ? stripe + j : to.at(i, j);
     const int64_t step = stripe ? kStripe : to.step[0];
     const float* scale = row_scale ? row_scale + i : nullptr;
     const uint64_t index = first + i * pitch[0] + j * pitch[1];
     if (adjacent && rows == kTileRows && cols == kPanel) {
-      finish_tile(products, j, from, here, step, scale, index);
+      finish_tile(products, j, tile.from, tile.step[0], here, step, scale, index);
     } else {
       products.sum(j, sums);
-      finish_part(from, here, step, rows, cols, scale, index);
+      finish_part(tile, here, step, rows, cols, scale, index);
     }
   }
 
   // A tile that lies inside, from registers to memory.
-  __attribute__((noinline)) void finish_tile(Products& products, int64_t j, const W* from, Out* here,
+  __attribute__((noinline)) void finish_tile(Products& products, int64_t j, const W* from, int64_t w_step, Out* here,
                                              int64_t step, const float* scale, uint64_t index) const {
-    const int64_t w_step = w.step[0];
     const F scaling = this->scaling;
     F t[kTileRows][2];
     products.sum(j, t);
@@ -256,14 +264,15 @@ struct Merge {
     else store_plain(here, x[0], x[1]);
   }
 
-  __attribute__((noinline)) void finish_part(const W* from, Out* here, int64_t step, int64_t rows, int64_t cols,
+  __attribute__((noinline)) void finish_part(Tile<W> tile, Out* here, int64_t step, int64_t rows, int64_t cols,
                                            const float* scale, uint64_t index) const {
     const float* sums = this->sums;
-    for (int64_t l = 0; l < rows; ++l, from += w.step[0], here += step, sums += kPanel, index += pitch[0]) {
+    const W* from = tile.from;
+    for (int64_t l = 0; l < rows; ++l, from += tile.step[0], here += step, sums += kPanel, index += pitch[0]) {
       const F factor = set(scale ? scale[l] : 1);
       W some[kPanel];
       Out done[kPanel];
-      gather(from, w.step[1], cols, some);
+      gather(from, tile.step[1], cols, some);
       const F x[2] = {quiet(mul(fma(scaling, load(sums), load(some)), factor)),
                       quiet(mul(fma(scaling, load(sums + kLanes), load(some + kLanes)), factor))};
       put(done, x, index);
@@ -272,28 +281,29 @@ struct Merge {
   }
 };
 
-template <class W, class Out>
+template <class Source, class Out>
 void merge_as(const Unit& unit, bool stochastic, uint64_t seed, Scratch& scratch) {
   if constexpr (sizeof(Out) == 2) {  // a float32 output drops nothing
-    if (stochastic) return sweep(unit, scratch, Merge<W, Out, true>(*unit.segment, unit, seed, scratch));
+    if (stochastic) return sweep(unit, scratch, Merge<Source, Out, true>(*unit.segment, unit, seed, scratch));
   }
-  sweep(unit, scratch, Merge<W, Out, false>(*unit.segment, unit, seed, scratch));
+  sweep(unit, scratch, Merge<Source, Out, false>(*unit.segment, unit, seed, scratch));
 }
 
-template <class W>
+template <class Source>
 void merge_from(const Unit& unit, bool stochastic, uint64_t seed, Scratch& scratch) {
   switch (unit.segment->dtypes >> 8 & 0xff) {
-    case kBFloat16: return merge_as<W, BFloat16>(unit, stochastic, seed, scratch);
-    case kFloat16: return merge_as<W, Float16>(unit, stochastic, seed, scratch);
-    default: return merge_as<W, float>(unit, stochastic, seed, scratch);
+    case kBFloat16: return merge_as<Source, BFloat16>(unit, stochastic, seed, scratch);
+    case kFloat16: return merge_as<Source, Float16>(unit, stochastic, seed, scratch);
+    default: return merge_as<Source, float>(unit, stochastic, seed, scratch);
   }
 }
 
 void merge(const Unit& unit, bool stochastic, uint64_t seed, Scratch& scratch) {
-  switch (unit.segment->dtypes & 0xff) {
-    case kBFloat16: merge_from<BFloat16>(unit, stochastic, seed, scratch); break;
-    case kFloat16: merge_from<Float16>(unit, stochastic, seed, scratch); break;
-    default: merge_from<float>(unit, stochastic, seed, scratch);
+  switch (is_coded(*unit.segment) ? kCoded : unit.segment->dtypes & 0xff) {
+    case kCoded: merge_from<Coded>(unit, stochastic, seed, scratch); break;
+    case kBFloat16: merge_from<Plain<BFloat16>>(unit, stochastic, seed, scratch); break;
+    case kFloat16: merge_from<Plain<Float16>>(unit, stochastic, seed, scratch); break;
+    default: merge_from<Plain<float>>(unit, stochastic, seed, scratch);
   }
   if (unit.streamed) drain();
 }
@@ -312,9 +322,11 @@ inline void add_squares(const float* values, double* to) {
 
 // Squared norms of rows: kNormLanes float64 sums a row, each of the columns equal mod kNormLanes, added in order at
 // the end. The square of a float32 is exact in float64, so it makes no difference whether it is fused with the sum.
-template <class W>
+template <class Source>
 struct Norms {
-  View<const W> w;
+  using W = typename Source::Element;
+
+  Source w;
   F scaling;
   float* sums;
   double (*partial)[kNormLanes];
@@ -324,10 +336,11 @@ struct Norms {
   void take(int64_t i, int64_t j, int64_t rows, int64_t cols, Products& products) const {
     products.sum(j, this->sums);
     const float* sums = this->sums;
+    const Tile<W> tile = w.tile(i, j, rows, cols);
     for (int64_t l = 0; l < rows; ++l, sums += kPanel) {
       W some[kPanel];
       float values[kPanel];
-      gather(w.at(i + l, j), w.step[1], cols, some);
+      gather(tile.from + l * tile.step[0], tile.step[1], cols, some);
       store(values, fma(scaling, load(sums), load(some)), fma(scaling, load(sums + kLanes), load(some + kLanes)));
       for (int64_t e = cols; e < kPanel; ++e) values[e] = 0;
       for (int64_t h = 0; h < kPanel; h += kLanes) add_squares(values + h, partial[i + l] + (j + h) % kNormLanes);
@@ -335,13 +348,13 @@ struct Norms {
   }
 };
 
-template <class W>
+template <class Source>
 void row_norms_from(const Unit& unit, double* out, Scratch& scratch) {
   const Segment& s = *unit.segment;
   for (int64_t i = 0; i < unit.rows; ++i) {
     for (double& x : scratch.norms[i]) x = 0;
   }
-  sweep(unit, scratch, Norms<W>{{s.source, s.source_stride, unit}, set(scaling_of(s)), scratch.sums, scratch.norms});
+  sweep(unit, scratch, Norms<Source>{Source(unit, scratch), set(scaling_of(s)), scratch.sums, scratch.norms});
   for (int64_t i = 0; i < unit.rows; ++i) {
     out[i] = 0;
     for (const double x : scratch.norms[i]) out[i] += x;
@@ -349,9 +362,10 @@ void row_norms_from(const Unit& unit, double* out, Scratch& scratch) {
 }
 
 void row_norms(const Unit& unit, double* out, Scratch& scratch) {
-  switch (unit.segment->dtypes & 0xff) {
-    case kBFloat16: return row_norms_from<BFloat16>(unit, out, scratch);
-    case kFloat16: return row_norms_from<Float16>(unit, out, scratch);
-    default: return row_norms_from<float>(unit, out, scratch);
+  switch (is_coded(*unit.segment) ? kCoded : unit.segment->dtypes & 0xff) {
+    case kCoded: return row_norms_from<Coded>(unit, out, scratch);
+    case kBFloat16: return row_norms_from<Plain<BFloat16>>(unit, out, scratch);
+    case kFloat16: return row_norms_from<Plain<Float16>>(unit, out, scratch);
+    default: return row_norms_from<Plain<float>>(unit, out, scratch);
   }
 }

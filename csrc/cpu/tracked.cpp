@@ -34,41 +34,89 @@ int64_t tracked_sizes(const Segment* segments, int64_t count, int64_t* first_uni
   return code_begin(segments, count)[count];
 }
 
-void track(const Segment* segments, int64_t count, const Journal& journal) {
-  const Kernels& k = kernels();
-  const std::vector<int64_t> begin = code_begin(segments, count);
-  std::atomic<int64_t> taken(journal.counter[0]), lacking(journal.counter[1]);
-  for_units<TrackScratch>(segments, count, track_cut, [&](int64_t at, int64_t i, const Unit& unit, TrackScratch& scratch) {
-    Record& record = journal.records[at];
-    if (record.place >= 0) return;
-    const int64_t bytes = k.track(unit, journal.codes + begin[i] + codes_before(unit), scratch);
-    const int64_t reserved = round_up(bytes, kArenaStep), place = taken.fetch_add(reserved);
-    if (place + reserved > journal.room) {
-      lacking += reserved;
+namespace {
+
+// The work on one unit; threads share the counts.
+class Tracker {
+ public:
+  Tracker(const Segment* segments, int64_t count, const Journal& journal)
+      : begin_(code_begin(segments, count)),
+        journal_(journal),
+        taken_(journal.counter[0]),
+        lacking_(journal.counter[1]) {}
+
+  // Merges unit `at`, of segment i, where there is room for what escapes.
+  void merge(int64_t at, int64_t i, const Unit& unit, TrackScratch& scratch) {
+    const int64_t bytes = kernels_.track(unit, codes(i, unit), scratch);
+    const int64_t reserved = round_up(bytes, kArenaStep), place = taken_.fetch_add(reserved);
+    if (place + reserved > journal_.room) {
+      lacking_ += reserved;
       return;
     }
-    std::memcpy(journal.arena + place, scratch.escaped, bytes);
-    record = {place, k.write(unit, scratch)};
-  });
-  journal.counter[0] = taken;
-  journal.counter[1] = lacking;
+    std::memcpy(journal_.arena + place, scratch.escaped, bytes);
+    journal_.records[at] = {place + journal_.mark, kernels_.write(unit, scratch)};
+  }
+
+  // Brings it back, if it has a place in this arena and holds what was written. Returns whether it did.
+  bool unmerge(int64_t at, int64_t i, const Unit& unit, const uint8_t* arena, int64_t mark, TrackScratch& scratch) {
+    Record& record = journal_.records[at];
+    if (record.place < 0 || (record.place & kSecondArena) != mark) return false;
+    if (kernels_.checksum(unit) != record.checksum) {
+      ++changed_;
+      return false;
+    }
+    kernels_.untrack(unit, codes(i, unit), arena + (record.place - mark), scratch);
+    record.place = -1;
+    return true;
+  }
+
+  // What was counted.
+  void close() const {
+    journal_.counter[0] = taken_;
+    journal_.counter[1] = lacking_;
+    journal_.counter[2] = changed_;
+  }
+
+ private:
+  uint8_t* codes(int64_t i, const Unit& unit) const { return journal_.codes + begin_[i] + codes_before(unit); }
+
+  const Kernels& kernels_ = kernels();
+  const std::vector<int64_t> begin_;
+  const Journal& journal_;
+  std::atomic<int64_t> taken_, lacking_, changed_{0};
+};
+
+}  // namespace
+
+void track(const Segment* segments, int64_t count, const Journal& journal) {
+  Tracker tracker(segments, count, journal);
+  const auto work = [&](int64_t at, int64_t i, const Unit& unit, TrackScratch& scratch) {
+    if (journal.records[at].place < 0) tracker.merge(at, i, unit, scratch);
+  };
+  for_units<TrackScratch>(segments, count, track_cut, work);
+  tracker.close();
 }
 
 void untrack(const Segment* segments, int64_t count, const Journal& journal) {
-  const Kernels& k = kernels();
-  const std::vector<int64_t> begin = code_begin(segments, count);
-  std::atomic<int64_t> changed(0);
-  for_units<TrackScratch>(segments, count, track_cut, [&](int64_t at, int64_t i, const Unit& unit, TrackScratch& scratch) {
-    Record& record = journal.records[at];
-    if (record.place < 0) return;
-    if (k.checksum(unit) != record.checksum) {
-      ++changed;
-      return;
-    }
-    k.untrack(unit, journal.codes + begin[i] + codes_before(unit), journal.arena + record.place, scratch);
-    record.place = -1;
-  });
-  journal.counter[2] = changed;
+  Tracker tracker(segments, count, journal);
+  const auto work = [&](int64_t at, int64_t i, const Unit& unit, TrackScratch& scratch) {
+    tracker.unmerge(at, i, unit, journal.arena, journal.mark, scratch);
+  };
+  for_units<TrackScratch>(segments, count, track_cut, work);
+  tracker.close();
+}
+
+void retrack(const Segment* segments, int64_t count, const Journal& journal, const Segment* before,
+             const uint8_t* arena_before) {
+  Tracker tracker(segments, count, journal);
+  const auto work = [&](int64_t at, int64_t i, const Unit& unit, TrackScratch& scratch) {
+    Unit old = unit;
+    old.segment = before + i;
+    if (tracker.unmerge(at, i, old, arena_before, kSecondArena - journal.mark, scratch))
+      tracker.merge(at, i, unit, scratch);
+  };
+  for_units<TrackScratch>(segments, count, track_cut, work);
+  tracker.close();
 }
 
 }  // namespace lora_merge::cpu

@@ -29,6 +29,7 @@ int encode(Encode encode_tiled, TensorMap* out, CUtensorMapDataType type, int si
 struct Merge {
   static constexpr int kBesideBox = 0;
   static constexpr bool kCopies = true, kMany = false;
+  static constexpr int kProducts = 1;
   __device__ __forceinline__ int64_t number(const Segment&, int, int) const { return 0; }
   __device__ __forceinline__ int bytes(int) const { return 0; }
   __device__ __forceinline__ void load(uint32_t, int64_t, int, uint32_t) const {}

@@ -17,11 +17,14 @@
 //
 //   kCopies          whether raw bits may ride along
 //   kMany            whether it waits for latencies more than for memory
+//   kProducts        1; or 2, of adapters of one rank: the table then has its segments twice, and the adapters of those
+//                    behind come first
 //   kBesideBox       bytes of a stage for each box, beside W and lora_B
 //   number(s, r, c)  what the way calls the tile at row r and column c of segment s
 //   bytes(boxes)     that `load(to, number, boxes, barrier)` copies there
 //   Hand<T>          of a lane that multiplies: `read(box)` before the products, `meanwhile(box, read)` while the
-//                    first of them are under way, `finish(box, read, sum)` after them
+//                    first of them are under way, `finish(box, read, sum)` after them; of two products,
+//                    `begin(box, read, sum)` after the first and `finish` after the second
 //
 // Ranks are permuted as in merge.cuh, so that a lane reads eight adjacent ranks of lora_B, and the sums are those of
 // merge.cuh, bit for bit: which of the two kernels runs a segment is free. Odd starts, strides and dtypes are left to
@@ -39,7 +42,7 @@ constexpr int kSlots = 8;  // of units: more than tiles in flight can belong to,
 constexpr int kStoreWarps = 2;
 
 // Warpgroups that multiply: two, or three for a way that waits for latencies more than for memory. With three, a box
-// must take one turn, or a group without a box at the end would keep its turn: up to kManyRank.
+// must take one turn, or a group without a box at the end would keep its turn: up to kManyRank (of all products).
 constexpr int kManyRank = kChunksOfTurn<3> * kChunk;
 template <int Groups>
 constexpr int kWarpsOfGroups = 4 * Groups;
@@ -61,6 +64,12 @@ struct Tile {
   int64_t number;  // the way's
 };
 
+// And where it has two products, of the first one.
+struct Before {
+  const Segment* segment;
+  float scaling;
+};
+
 // A unit: where it lies in its segment.
 struct Slot {
   Segment segment;
@@ -75,6 +84,7 @@ struct Shared {
   uint64_t given[kSlots];
   Tile tiles[kMaxStages];
   Slot slots[kSlots];
+  Before before[kMaxStages];
 };
 
 static_assert(sizeof(Shared) <= kOwn);
@@ -189,11 +199,21 @@ __device__ __forceinline__ void ask_for_tiles(const Block& b, const Way& way) {
     const bool raw = unit >= launch.n_units;
     const int col = slot.col, row_end = slot.row_end;
     const int boxes = (min(layout.cols, static_cast<int>(s.cols) - col) + kBoxCols - 1) / kBoxCols;
+    constexpr int kProducts = Way::kProducts;
     const int chunks = (static_cast<int>(s.rank) + kChunk - 1) / kChunk;
-    const int bytes = boxes * kBoxBytes + chunks * box_bytes_of_B<kWide<Adapter>>();
+    const int bytes = boxes * kBoxBytes + kProducts * chunks * box_bytes_of_B<kWide<Adapter>>();
+    const TensorMap* lora_B[kProducts];
+#pragma unroll
+    for (int p = 0; p < kProducts; ++p) lora_B[p] = &b.maps_of(row_of<kProducts>(launch, slot.number, p)).lora_B;
+    Before before{};
+    if constexpr (kProducts == 2) {
+      before.segment = segments_of(launch) + row_of<kProducts>(launch, slot.number, 0);
+      before.scaling = static_cast<float>(before.segment->scaling);
+    }
     if (lane == 0 && !raw && launch.maps != nullptr && slot.number != acquired) {
       acquire_map(&maps.source);
-      acquire_map(&maps.lora_B);
+#pragma unroll
+      for (int p = 0; p < kProducts; ++p) acquire_map(lora_B[p]);
       acquire_map(&maps.destination);
       acquired = slot.number;
     }
@@ -222,6 +242,7 @@ __device__ __forceinline__ void ask_for_tiles(const Block& b, const Way& way) {
                                           raw ? kRaw : kMerge,
                                           static_cast<float>(s.scaling),
                                           number};
+        if constexpr (kProducts == 2) b.shared.before[ring.stage] = before;
         // racecheck: end
         const uint32_t barrier = b.full(ring.stage);
         if (raw) {
@@ -230,8 +251,10 @@ __device__ __forceinline__ void ask_for_tiles(const Block& b, const Way& way) {
           barrier_arrive_expect(barrier, bytes + way.bytes(boxes));
           const uint32_t to = shared_address(b.stage(ring.stage)), to_B = shared_address(b.stage_B(ring.stage));
           for (int i = 0; i < boxes; ++i) load_box(to + i * kBoxBytes, &maps.source, col + i * kBoxCols, row, barrier);
-          for (int i = 0; i < chunks; ++i)
-            load_box(to_B + i * box_bytes_of_B<kWide<Adapter>>(), &maps.lora_B, i * kChunk, row, barrier);
+#pragma unroll
+          for (int p = 0; p < kProducts; ++p)
+            for (int i = 0; i < chunks; ++i)
+              load_box(to_B + (p * chunks + i) * box_bytes_of_B<kWide<Adapter>>(), lora_B[p], i * kChunk, row, barrier);
           way.load(shared_address(b.stage_beside(ring.stage)), number, boxes, barrier);
         }
         if (!last) bring_near(slot, row + kTileRows, layout.cols);
@@ -261,7 +284,7 @@ __device__ __forceinline__ void ask_for_tiles(const Block& b, const Way& way) {
 // Another warp asks for lora_A, box by box, as soon as a unit is given and there is room. Boxes follow each other round
 // the ring: a group that waits for one has had its turn after that box was used which lay there before, or it would
 // take the one for the other. float32 ones are split in front of the turns, so there each group has a ring of its own.
-template <int Groups, typename Adapter>
+template <int Groups, typename Adapter, int Products>
 __device__ __forceinline__ void ask_for_A(const Block& b) {
   if (threadIdx.x % 32 != 0) return;
   Ring rings[Groups];
@@ -271,9 +294,12 @@ __device__ __forceinline__ void ask_for_A(const Block& b) {
     const Slot& slot = b.shared.slots[n % kSlots];
     if (slot.unit >= b.launch.n_units) break;  // copies come last
     const Segment& s = slot.segment;
-    const Maps& maps = b.maps_of(slot.number);
+    const TensorMap* lora_A[Products];
+#pragma unroll
+    for (int p = 0; p < Products; ++p) lora_A[p] = &b.maps_of(row_of<Products>(b.launch, slot.number, p)).lora_A;
     if (b.launch.maps != nullptr && slot.number != acquired) {
-      acquire_map(&maps.lora_A);
+#pragma unroll
+      for (int p = 0; p < Products; ++p) acquire_map(lora_A[p]);
       acquired = slot.number;
     }
     const int chunks = (static_cast<int>(s.rank) + kChunk - 1) / kChunk;
@@ -284,19 +310,23 @@ __device__ __forceinline__ void ask_for_A(const Block& b) {
         const int col = slot.col + (i + g) * kBoxCols;
         if constexpr (kWide<Adapter>) {
           const int own = b.layout.held / Groups;
-          for (int c = 0; c < chunks; ++c, rings[g].advance(own)) {
-            const int at = g * own + rings[g].stage;
-            barrier_wait(b.empty_A(at), rings[g].parity ^ 1);
-            barrier_arrive_expect(b.full_A(at), b.layout.bytes_of_A);
-            load_box(shared_address(b.lora_A(at)), &maps.lora_A, col, c * kChunk, b.full_A(at));
-          }
+#pragma unroll
+          for (int p = 0; p < Products; ++p)
+            for (int c = 0; c < chunks; ++c, rings[g].advance(own)) {
+              const int at = g * own + rings[g].stage;
+              barrier_wait(b.empty_A(at), rings[g].parity ^ 1);
+              barrier_arrive_expect(b.full_A(at), b.layout.bytes_of_A);
+              load_box(shared_address(b.lora_A(at)), lora_A[p], col, c * kChunk, b.full_A(at));
+            }
         } else {
           const int at = rings[0].stage;
           barrier_wait(b.empty_A(at), rings[0].parity ^ 1);
-          barrier_arrive_expect(b.full_A(at), chunks * box_bytes_of_A<kWide<Adapter>>());
-          for (int c = 0; c < chunks; ++c)
-            load_ranks(shared_address(b.lora_A(at)) + c * box_bytes_of_A<kWide<Adapter>>(), &maps.lora_A, col,
-                       c * kChunk, b.full_A(at));
+          barrier_arrive_expect(b.full_A(at), Products * chunks * box_bytes_of_A<kWide<Adapter>>());
+#pragma unroll
+          for (int p = 0; p < Products; ++p)
+            for (int c = 0; c < chunks; ++c)
+              load_ranks(shared_address(b.lora_A(at)) + (p * chunks + c) * box_bytes_of_A<kWide<Adapter>>(), lora_A[p],
+                         col, c * kChunk, b.full_A(at));
           rings[0].advance(b.layout.held);
         }
       }
@@ -336,6 +366,7 @@ struct Box {
   const HopperLaunch& launch;
   const Segment& s;
   const Tile& tile;
+  const Before& before;
   char* const W;       // in shared memory
   const char* beside;  // of the tile
   int number, row;     // of the box in its strip; of the tile
@@ -369,8 +400,8 @@ __device__ __forceinline__ float product_of(const float (&sum)[32], int i, int k
 
 // The parts of a box of float32 lora_A, by the group that has this box.
 template <int Groups>
-__device__ __forceinline__ void split_box(const Block& b, Ring& ring, int box, int rank) {
-  const int own = b.layout.held / Groups, chunks = up_to_chunk(rank) / kChunk;
+__device__ __forceinline__ void split_box(const Block& b, Ring& ring, int box, int chunks) {
+  const int own = b.layout.held / Groups;
   group_meets();  // the last unit's are no longer read
 #pragma unroll 1
   for (int c = 0; c < chunks; ++c, ring.advance(own)) {
@@ -404,7 +435,7 @@ __device__ __forceinline__ void merge_tiles(const Block& b, const Way& way) {
     const int kind = tile.kind;
     if (kind == kMerge) {
       const Segment& s = b.shared.slots[tile.slot].segment;
-      const int rank = uniform(s.rank);
+      const int rank = uniform(s.rank), chunks = up_to_chunk(rank) / kChunk;
       const bool special = launch.stochastic || s.row_scale != 0;
       Operand<Adapter> first_B;
       if (kWide<Adapter>) first_B.load(b.stage_B(ring.stage), 0, row);
@@ -413,7 +444,7 @@ __device__ __forceinline__ void merge_tiles(const Block& b, const Way& way) {
         Ring at = ring_A;
         const char* lora_A = nullptr;
         if constexpr (kWide<Adapter>) {
-          if (tile.first) split_box<Groups>(b, ring_A, next, rank);
+          if (tile.first) split_box<Groups>(b, ring_A, next, Way::kProducts * chunks);
           lora_A = b.parts_of_A(next);
         } else {
           at.advance(layout.held, next);
@@ -421,16 +452,32 @@ __device__ __forceinline__ void merge_tiles(const Block& b, const Way& way) {
           lora_A = b.lora_A(at.stage);
         }
         char* const W = b.stage(ring.stage) + next * kBoxBytes;
-        const Box box{launch, s, tile, W, b.stage_beside(ring.stage), next, row, fragment, special};
+        const Box box{launch, s,        tile,   b.shared.before[ring.stage], W, b.stage_beside(ring.stage), next,
+                      row,    fragment, special};
         auto read = hand.read(box);
-        float sum[32];
-        multiply<Groups, Adapter>(sum, first_B, b.stage_B(ring.stage), row, MatrixA(shared_address(lora_A), rank), rank,
-                                  [&] { hand.meanwhile(box, read); });
-        if (!kWide<Adapter> && tile.last) {
-          __syncwarp();
-          if (lane == 0) barrier_arrive(b.empty_A(at.stage));
+        const auto meanwhile = [&] { hand.meanwhile(box, read); };
+        const MatrixA a(shared_address(lora_A), Way::kProducts * chunks);
+        const char* const from_B = b.stage_B(ring.stage);
+        if constexpr (kWide<Adapter>) {
+          float sum[32];
+          multiply_all_wide<Groups>(sum, first_B, from_B, row, a, 0, rank, meanwhile);
+          if constexpr (Way::kProducts == 2) {
+            hand.begin(box, read, sum);
+            Operand<Adapter> second_B;
+            second_B.load(from_B, chunks, row);
+            multiply_all_wide<Groups>(sum, second_B, from_B, row, a, chunks, rank, [] {});
+          }
+          hand.finish(box, read, sum);
+        } else {
+          float sum[Way::kProducts][32];
+          multiply_all_narrow<Groups, Adapter>(sum, from_B, row, a, chunks, meanwhile);
+          if (tile.last) {
+            __syncwarp();
+            if (lane == 0) barrier_arrive(b.empty_A(at.stage));
+          }
+          if constexpr (Way::kProducts == 2) hand.begin(box, read, sum[0]);
+          hand.finish(box, read, sum[Way::kProducts - 1]);
         }
-        hand.finish(box, read, sum);
       }
       next -= boxes;
       if (!kWide<Adapter> && tile.last) ring_A.advance(layout.held, boxes);
@@ -475,7 +522,7 @@ __global__ void __launch_bounds__(kBlock<Groups>, 1)
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Groups == 2 ? 88 : 56));
     if (warp == kWarps) ask_for_tiles<Adapter>(b, way);
     else if (warp <= kWarps + kStoreWarps) store_tiles(b, warp - kWarps - 1);
-    else ask_for_A<Groups, Adapter>(b);
+    else ask_for_A<Groups, Adapter, Way::kProducts>(b);
   }
 #else
   __trap();  // never launched: kernels/cuda.py asks for compute capability 9.0

@@ -95,7 +95,8 @@ __device__ __forceinline__ void pass_turn() {
 // values are those of the whole warpgroup; the compiler must know, or it moves them for each product.
 struct MatrixA {
   uint32_t begin, plane;  // in units of 16 bytes
-  __device__ __forceinline__ MatrixA(uint32_t address, int rank) : begin(address / 16), plane(up_to_chunk(rank) * 8) {}
+  __device__ __forceinline__ MatrixA(uint32_t address, int chunks)
+      : begin(address / 16), plane(chunks * (kPartBytes / 16)) {}
   __device__ __forceinline__ uint32_t operator()(int c, int h, int p = 0) const {
     return begin + ((2 * c + h) * (kPartBytes / 32) + p * plane);
   }
@@ -105,32 +106,55 @@ struct MatrixA {
 template <int Groups>
 constexpr int kChunksOfTurn = Groups == 2 ? 8 : 2;
 
-// A turn: the products of the next `count` chunks from c on, of Most of them at the most. They are added to the sum in
-// the matrix unit; chunk 0 begins it. `meanwhile()` is called while the matrix unit works.
-template <int Groups, typename Adapter, int Most, typename Meanwhile>
-__device__ __forceinline__ void multiply_narrow(float (&sum)[32], const char* from_B, int row, const MatrixA& a, int c,
-                                                int count, const Meanwhile& meanwhile) {
+// A turn: of each product the next `count` chunks from c on, of Most of them at the most. They are added to its sum in
+// the matrix unit; its chunk 0 begins it. A product has `chunks`, and those of the next one follow. `meanwhile()` is
+// called while the matrix unit works.
+template <int Groups, typename Adapter, int Most, int Products, typename Meanwhile>
+__device__ __forceinline__ void multiply_narrow(float (&sum)[Products][32], const char* from_B, int row,
+                                                const MatrixA& a, int chunks, int c, int count,
+                                                const Meanwhile& meanwhile) {
   if constexpr (Most > 1)
-    if (count < Most) return multiply_narrow<Groups, Adapter, Most - 1>(sum, from_B, row, a, c, count, meanwhile);
-  Operand<Adapter> b[Most];
+    if (count < Most)
+      return multiply_narrow<Groups, Adapter, Most - 1>(sum, from_B, row, a, chunks, c, count, meanwhile);
+  Operand<Adapter> b[Products][Most];
 #pragma unroll
-  for (int i = 0; i < Most; ++i) b[i].load(from_B, c + i, row);
+  for (int p = 0; p < Products; ++p)
+#pragma unroll
+    for (int i = 0; i < Most; ++i) b[p][i].load(from_B, p * chunks + c + i, row);
   await_turn();
 #pragma unroll
-  for (int i = 0; i < Most; ++i) b[i].settle();
+  for (int p = 0; p < Products; ++p)
+#pragma unroll
+    for (int i = 0; i < Most; ++i) b[p][i].settle();
   wgmma_begin();
 #pragma unroll
-  for (int i = 0; i < Most; ++i) {
-    b[i].multiply(sum, 0, 0, a(c + i, 0), c + i > 0);
-    b[i].multiply(sum, 0, 1, a(c + i, 1), 1);
-  }
+  for (int p = 0; p < Products; ++p)
+#pragma unroll
+    for (int i = 0; i < Most; ++i) {
+      b[p][i].multiply(sum[p], 0, 0, a(p * chunks + c + i, 0), c + i > 0);
+      b[p][i].multiply(sum[p], 0, 1, a(p * chunks + c + i, 1), 1);
+    }
   wgmma_commit();
   pass_turn<Groups>();
   meanwhile();
   wgmma_wait();
-  settle(sum);
 #pragma unroll
-  for (int i = 0; i < Most; ++i) b[i].settle();
+  for (int p = 0; p < Products; ++p) settle(sum[p]);
+#pragma unroll
+  for (int p = 0; p < Products; ++p)
+#pragma unroll
+    for (int i = 0; i < Most; ++i) b[p][i].settle();
+}
+
+// All turns of narrow products, each with a sum of its own.
+template <int Groups, typename Adapter, int Products, typename Meanwhile>
+__device__ __forceinline__ void multiply_all_narrow(float (&sum)[Products][32], const char* from_B, int row,
+                                                    const MatrixA& a, int chunks, const Meanwhile& meanwhile) {
+  constexpr int kMost = kChunksOfTurn<Groups> / Products;
+  multiply_narrow<Groups, Adapter, kMost>(sum, from_B, row, a, chunks, 0, chunks, meanwhile);
+#pragma unroll 1
+  for (int c = kMost; c < chunks; c += kMost)
+    multiply_narrow<Groups, Adapter, kMost>(sum, from_B, row, a, chunks, c, chunks - c, [] {});
 }
 
 template <int Groups, bool First, int Steps = 2, typename Meanwhile>
@@ -162,29 +186,20 @@ __device__ __forceinline__ void multiply_wide(float (&sum)[32], Operand<float>& 
   for (int i = 0; i < 32; ++i) sum[i] = First ? large[i] + small[i] : sum[i] + (large[i] + small[i]);
 }
 
-// Sums over the ranks for the tile's rows and 64 columns. `first`: of float32 ones the operand of the first chunk,
-// which all boxes of a tile share, as splitting takes long.
-template <int Groups, typename Adapter, typename Meanwhile>
-__device__ __forceinline__ void multiply(float (&sum)[32], Operand<Adapter>& first, const char* from_B, int row,
-                                         const MatrixA& a, int rank, const Meanwhile& meanwhile) {
-  const int chunks = (rank + kChunk - 1) / kChunk;
-  const auto nothing = [] {};
-  if constexpr (kWide<Adapter>) {
-    // The second step has no rank below 4, see `rank_at`.
-    if (rank <= 4) return multiply_wide<Groups, true, 1>(sum, first, a, 0, meanwhile);
-    multiply_wide<Groups, true>(sum, first, a, 0, meanwhile);
+// Sums of float32 adapters over a rank, from chunk `begin` on. `first`: the operand of this one, as splitting takes
+// long.
+template <int Groups, typename Meanwhile>
+__device__ __forceinline__ void multiply_all_wide(float (&sum)[32], Operand<float>& first, const char* from_B, int row,
+                                                  const MatrixA& a, int begin, int rank, const Meanwhile& meanwhile) {
+  const int end = begin + (rank + kChunk - 1) / kChunk;
+  // The second step has no rank below 4, see `rank_at`.
+  if (rank <= 4) return multiply_wide<Groups, true, 1>(sum, first, a, begin, meanwhile);
+  multiply_wide<Groups, true>(sum, first, a, begin, meanwhile);
 #pragma unroll 1
-    for (int c = 1; c < chunks; ++c) {
-      Operand<float> b;
-      b.load(from_B, c, row);
-      multiply_wide<Groups, false>(sum, b, a, c, nothing);
-    }
-  } else {
-    constexpr int kMost = kChunksOfTurn<Groups>;
-    multiply_narrow<Groups, Adapter, kMost>(sum, from_B, row, a, 0, chunks, meanwhile);
-#pragma unroll 1
-    for (int c = kMost; c < chunks; c += kMost)
-      multiply_narrow<Groups, Adapter, kMost>(sum, from_B, row, a, c, chunks - c, nothing);
+  for (int c = begin + 1; c < end; ++c) {
+    Operand<float> b;
+    b.load(from_B, c, row);
+    multiply_wide<Groups, false>(sum, b, a, c, [] {});
   }
 }
 

@@ -11,14 +11,25 @@ int launch_from_bf16(int, int, const Launch&, void*);
 int launch_from_fp16(int, int, const Launch&, void*);
 int launch_from_fp32(int, int, const Launch&, void*);
 
+int launch_packed_bf16(int, int, const Launch&, void*);
+int launch_packed_fp16(int, int, const Launch&, void*);
+int launch_packed_fp32(int, int, const Launch&, void*);
+
 int row_norms_from_bf16(const Launch&, double*, void*);
 int row_norms_from_fp16(const Launch&, double*, void*);
 int row_norms_from_fp32(const Launch&, double*, void*);
+
+int row_norms_packed_bf16(const Launch&, double*, void*);
+int row_norms_packed_fp16(const Launch&, double*, void*);
+int row_norms_packed_fp32(const Launch&, double*, void*);
 
 int launch_merge(int source_dtype, int destination_dtype, int adapters, const Launch& launch, void* stream) {
   switch (source_dtype) {
     case kBFloat16: return launch_from_bf16(destination_dtype, adapters, launch, stream);
     case kFloat16: return launch_from_fp16(destination_dtype, adapters, launch, stream);
+    case kPackedSource | kBFloat16: return launch_packed_bf16(destination_dtype, adapters, launch, stream);
+    case kPackedSource | kFloat16: return launch_packed_fp16(destination_dtype, adapters, launch, stream);
+    case kPackedSource | kFloat32: return launch_packed_fp32(destination_dtype, adapters, launch, stream);
     default: return launch_from_fp32(destination_dtype, adapters, launch, stream);
   }
 }
@@ -27,6 +38,9 @@ int launch_row_norms(int source_dtype, const Launch& launch, double* out, void* 
   switch (source_dtype) {
     case kBFloat16: return row_norms_from_bf16(launch, out, stream);
     case kFloat16: return row_norms_from_fp16(launch, out, stream);
+    case kPackedSource | kBFloat16: return row_norms_packed_bf16(launch, out, stream);
+    case kPackedSource | kFloat16: return row_norms_packed_fp16(launch, out, stream);
+    case kPackedSource | kFloat32: return row_norms_packed_fp32(launch, out, stream);
     default: return row_norms_from_fp32(launch, out, stream);
   }
 }

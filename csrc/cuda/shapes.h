@@ -51,19 +51,19 @@ constexpr bool two_share(const Shape& s, int max_rank, bool wide, int element_by
 
 // The wider the strip (up to `widest` warps), the more warps share rows of B; the more stages, the more of memory's
 // latency is hidden; and two blocks on a multiprocessor hide each other's pauses. Tried in this order of merit; none
-// where the rank leaves no room.
-inline std::optional<Shape> choose_shape(int max_rank, bool wide, int element_bytes, int widest, int per_block,
-                                         int per_processor) {
+// where the rank leaves no room (for `narrowest` warps).
+inline std::optional<Shape> choose_shape(int max_rank, bool wide, int element_bytes, int narrowest, int widest,
+                                         int per_block, int per_processor) {
   const auto fits = [&](const Shape& s) { return accepts(s, max_rank, wide, element_bytes, per_block); };
   for (const bool shared : {true, false})
     for (const int stages : {4, 2})
       for (const int col_warps : {4, 2, 1}) {
         const Shape s{col_warps, stages, true, 8};
-        if (col_warps > widest || !fits(s)) continue;
+        if (col_warps < narrowest || col_warps > widest || !fits(s)) continue;
         if (!shared || two_share(s, max_rank, wide, element_bytes, per_processor)) return s;
       }
   for (const int pad : {8, 0})
-    if (const Shape s{1, 2, false, pad}; fits(s)) return s;
+    if (const Shape s{1, 2, false, pad}; narrowest == 1 && fits(s)) return s;
   return std::nullopt;
 }
 
@@ -72,7 +72,7 @@ inline std::optional<Shape> choose_shape(int max_rank, bool wide, int element_by
 namespace hopper {
 
 constexpr int kBoxBytes = kTileRows * kBoxCols * 2;
-constexpr int kMaxStages = 6, kMaxHeld = 16;
+constexpr int kMaxStages = 6, kMaxHeld = 12;
 constexpr int kOwn = 3072;  // shared memory of barriers, tiles and segments
 
 struct Tiles {

@@ -6,12 +6,13 @@
 namespace lora_merge {
 
 // The steps that a warp has in a unit, as its lanes load them. Full ones of aligned segments are staged.
+template <int Products>
 struct Feed {
   int n, steps_left, staged_left;  // in this block's n-th unit
   int ranks_B;                     // of B to stage; 0 where B is not staged
   const char* from_W;
-  const char* from_B;
-  int pitch_W, advance_W, advance_B;  // bytes to the next row, and to the next step
+  const char* from_B[Products];
+  int pitch_W, advance_W, advance_B[Products];  // bytes to the next row, and to the next step
 };
 
 template <typename Source, typename Destination>
@@ -21,27 +22,42 @@ __device__ __forceinline__ int staged_steps(const Segment& s, const Walk& walk) 
   return aligned ? walk.full_steps : 0;
 }
 
+// Whether B of a segment, or of both of it, is staged.
+template <typename Adapter, int Products>
+__device__ __forceinline__ bool stages_B(const Launch& launch, int segment) {
+  bool all = launch.staged_B;
+#pragma unroll
+  for (int p = 0; p < Products; ++p)
+    all = all && vector_B<Adapter>(segments_of(launch)[row_of<Products>(launch, segment, p)]);
+  return all;
+}
+
 // The n-th unit of this block. A call: it is rare, and takes registers.
-template <typename Source, typename Destination, typename Adapter>
-__device__ __noinline__ Feed open_unit(const Launch& launch, int n, int unit) {
-  Feed feed{};
+template <typename Source, typename Destination, typename Adapter, int Products>
+__device__ __noinline__ Feed<Products> open_unit(const Launch& launch, int n, int unit) {
+  Feed<Products> feed{};
   feed.n = n;
   if (unit < launch.n_units) {
-    const Segment& s = segments_of(launch)[segment_of(launch, unit)];
+    const int segment = segment_of(launch, unit);
+    const Segment& s = segments_of(launch)[segment];
     const Walk walk(launch, s, unit);
     const int lane = threadIdx.x % 32, stride = Walk::row_stride(launch), first_col = walk.col - lane / 4 * 8;
     feed.steps_left = walk.steps;
     feed.staged_left = staged_steps<Source, Destination>(s, walk);
-    feed.ranks_B = launch.staged_B && vector_B<Adapter>(s) ? s.rank : 0;
+    feed.ranks_B = stages_B<Adapter, Products>(launch, segment) ? s.rank : 0;
     const int64_t pitch_W = s.source_stride[0] * static_cast<int64_t>(sizeof(Source));
     feed.pitch_W = pitch_W;
     feed.advance_W = stride * pitch_W;
     feed.from_W = reinterpret_cast<const char*>(s.source) + (walk.first_row + lane / Stage<Source>::kAcross) * pitch_W +
                   first_col * static_cast<int64_t>(sizeof(Source)) + lane % Stage<Source>::kAcross * 16;
-    const int64_t pitch_B = s.lora_B_stride[0] * (kWide<Adapter> ? 4 : 2);
-    feed.advance_B = stride * pitch_B;
-    feed.from_B = reinterpret_cast<const char*>(s.lora_B) + (walk.first_row + lane / 4) * pitch_B +
-                  lane % 4 * (kWide<Adapter> ? 32 : 16);
+#pragma unroll
+    for (int p = 0; p < Products; ++p) {
+      const Segment& of = segments_of(launch)[row_of<Products>(launch, segment, p)];
+      const int64_t pitch_B = of.lora_B_stride[0] * (kWide<Adapter> ? 4 : 2);
+      feed.advance_B[p] = stride * pitch_B;
+      feed.from_B[p] = reinterpret_cast<const char*>(of.lora_B) + (walk.first_row + lane / 4) * pitch_B +
+                       lane % 4 * (kWide<Adapter> ? 32 : 16);
+    }
   }
   return feed;
 }
@@ -65,7 +81,7 @@ __device__ __forceinline__ int stages_of(const Launch& launch) {
 }
 
 // W and B on their way to shared memory: one step after the other, across units, `stages` steps ahead of their use.
-template <typename Source, typename Destination, typename Adapter, bool OneChunk>
+template <typename Source, typename Destination, typename Adapter, bool OneChunk, int Products = 1>
 struct Stream {
   using S = Stage<Source>;
   const Launch& launch;
@@ -73,14 +89,14 @@ struct Stream {
   const uint32_t pieces, slot_bytes;  // this lane's pieces in slot 0
   uint32_t vectors[S::kLaneVectors];  // where this lane's vectors of W go in slot 0
   uint32_t slot = 0;
-  Feed feed;
+  Feed<Products> feed;
 
   __device__ __forceinline__ Stream(const Launch& l, const Units& u, const void* memory)
       : launch(l),
         units(u),
         pieces(shared_address(memory) + kWarps * kStageBytes<Source, Destination> + threadIdx.x * 16),
         slot_bytes(slot_bytes_of<Source, Destination, Adapter>(l)),
-        feed(open_unit<Source, Destination, Adapter>(l, 0, u[0])) {
+        feed(open_unit<Source, Destination, Adapter, Products>(l, 0, u[0])) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < S::kLaneVectors; ++i)
@@ -98,21 +114,27 @@ struct Stream {
         copy_async16(vectors[i] + slot, feed.from_W + i * S::kRowStep * feed.pitch_W);
       const int k = threadIdx.x % 4 * 8;
       if constexpr (OneChunk) {
-        if (k < feed.ranks_B) copy_async16_shared(pieces + slot, feed.from_B);
+        if (k < feed.ranks_B) copy_async16_shared(pieces + slot, feed.from_B[0]);
       } else {
-        uint32_t to = pieces + slot;
-        for (int c = 0; k + c < feed.ranks_B; c += kChunk)
+        constexpr int kPieces = kWide<Adapter> ? 2 : 1;
 #pragma unroll
-          for (int i = 0; i < (kWide<Adapter> ? 2 : 1); ++i, to += kVector)
-            copy_async16_shared(to, feed.from_B + c * (kWide<Adapter> ? 4 : 2) + i * 16);
+        for (int p = 0; p < Products; ++p) {
+          uint32_t to = pieces + slot + p * (up_to_chunk(feed.ranks_B) / kChunk * kPieces * kVector);
+          for (int c = 0; k + c < feed.ranks_B; c += kChunk)
+#pragma unroll
+            for (int i = 0; i < kPieces; ++i, to += kVector)
+              copy_async16_shared(to, feed.from_B[p] + c * (kWide<Adapter> ? 4 : 2) + i * 16);
+        }
       }
     }
     commit_async();
     feed.from_W += feed.advance_W;
-    feed.from_B += feed.advance_B;
+#pragma unroll
+    for (int p = 0; p < Products; ++p) feed.from_B[p] += feed.advance_B[p];
     slot = slot + slot_bytes == stages_of<OneChunk>(launch) * slot_bytes ? 0 : slot + slot_bytes;
     --feed.staged_left;
-    if (--feed.steps_left == 0) feed = open_unit<Source, Destination, Adapter>(launch, feed.n + 1, units[feed.n + 1]);
+    if (--feed.steps_left == 0)
+      feed = open_unit<Source, Destination, Adapter, Products>(launch, feed.n + 1, units[feed.n + 1]);
   }
 };
 

@@ -80,9 +80,12 @@ __device__ __noinline__ void store_half(char* stage, const Segment& s, int row, 
             *reinterpret_cast<const Raw<T>*>(stage_byte<T>(stage, e, i * sizeof(T)));
 }
 
-template <typename T, typename Adapter, bool Undo>
+// Turn: kTrackMerge, kTrackUnmerge, or both at once.
+template <typename T, typename Adapter, int Turn>
 __global__ void __launch_bounds__(kThreads, 2)
     tracked_kernel(const __grid_constant__ Launch launch, const __grid_constant__ TrackedJournal journal) {
+  constexpr bool kThere = Turn != kTrackUnmerge, kBack = Turn != kTrackMerge;
+  constexpr int kProducts = kThere && kBack ? 2 : 1;
   using S = Stage<T>;
   extern __shared__ __align__(128) char memory[];
   const uint32_t slot_bytes = slot_bytes_of<T, T, Adapter>(launch), ring_bytes = launch.stages * slot_bytes;
@@ -97,23 +100,25 @@ __global__ void __launch_bounds__(kThreads, 2)
   const Units units{launch, unit_ring};
   if (threadIdx.x == 0) units.fetch(0);
   __syncthreads();
-  Stream<T, T, Adapter, false> stream(launch, units, memory);
+  Stream<T, T, Adapter, false, kProducts> stream(launch, units, memory);
   Room room{journal};
   uint32_t slot = 0;
   const auto after = [&](uint32_t at) { return at + slot_bytes == ring_bytes ? 0 : at + slot_bytes; };
 
   int n = 0;
   for (int unit = units[0]; unit < launch.n_units; unit = units[++n]) {
-    const Segment& s = segments_of(launch)[segment_of(launch, unit)];
+    const int number = segment_of(launch, unit);
+    const auto adapter = [&](int p) -> const Segment& {
+      return segments_of(launch)[row_of<kProducts>(launch, number, p)];
+    };
+    const Segment& s = adapter(kProducts - 1);
     __syncthreads();  // the last unit's A is no longer read
     if (threadIdx.x == 0) units.fetch(n + 1);
     const Walk walk(launch, s, unit);
     const int rank = s.rank, chunks = (rank + kChunk - 1) / kChunk;
     const int staged = staged_steps<T, T>(s, walk);
-    const bool staged_B = launch.staged_B && vector_B<Adapter>(s);
+    const bool staged_B = stages_B<Adapter, kProducts>(launch, number);
     const bool over = turned(s);
-    const float scaling = static_cast<float>(s.scaling);
-    const float* const row_scale = reinterpret_cast<const float*>(s.row_scale);
     const int row_bytes = s.source_stride[0] * sizeof(T);
     char* to = reinterpret_cast<char*>(s.source) +
                (walk.first_row + lane / S::kAcross) * s.source_stride[0] * static_cast<int64_t>(sizeof(T)) +
@@ -128,76 +133,89 @@ __global__ void __launch_bounds__(kThreads, 2)
     const auto ask = [&](int64_t at, int step) {
       if (walk.first_row + step * stride >= walk.row_end) return;
       next_record = load_record(journal.records + at);
-      if (Undo) next_code = __ldcs(reinterpret_cast<const uint2*>(journal.codes) + at * 32 + lane);
+      if (kBack) next_code = __ldcs(reinterpret_cast<const uint2*>(journal.codes) + at * 32 + lane);
     };
     ask(at, 0);
-    if (rank > 0) load_A<Adapter>(shared_A, s, walk.strip, width, pitch);
+    const int plane_bytes = up_to_chunk(rank) * pitch * 2, product_bytes = kPlanes<Adapter> * plane_bytes;
+    if (rank > 0) {
+#pragma unroll
+      for (int p = 0; p < kProducts; ++p)
+        load_A<Adapter>(shared_A + p * (product_bytes / 2), adapter(p), walk.strip, width, pitch);
+    }
     __syncthreads();
-    const int plane_bytes = up_to_chunk(rank) * pitch * 2;
 
-    // Brings a unit there or back; nothing, if it stays as it is.
+    // Brings a unit back, or there, or both; nothing, if it stays as it is.
     const auto run = [&](int step, int64_t at, const TrackedRecord& record, uint2 codes, bool whole,
                          char* const(&stage)[kHalves]) {
       const int first_row = walk.first_row + step * stride, row = first_row + 2 * quad;
-      if (first_row >= walk.row_end || (record.place >= 0) != Undo) return;
+      if (first_row >= walk.row_end || !(kBack ? in_arena(journal.from, record.place) : record.place < 0)) return;
+      const int64_t from = offset_in(journal.from, record.place);
       Raw<T> early{};  // escape number `lane`, asked for before it is known whether there is one
-      if (Undo && record.place + (lane + 1) * static_cast<int>(sizeof(T)) <= journal.room)
-        early = __ldcs(reinterpret_cast<const Raw<T>*>(journal.arena + record.place) + lane);
+      if (kBack && from + (lane + 1) * static_cast<int>(sizeof(T)) <= journal.from.room)
+        early = __ldcs(reinterpret_cast<const Raw<T>*>(journal.from.begin + from) + lane);
       if (!whole) {
 #pragma unroll
         for (int j = 0; j < kHalves; ++j) load_half<T>(stage[j], s, row + j * stride, walk.col);
       }
 
-      float sum[kHalves][4][4] = {};
-      const auto multiply = [&](auto first, int c) {
-        uint32_t b[kHalves][kPlanes<Adapter>][4], from = slot;
+      float sum[kHalves][4][4];
+      // The sums of product p.
+      const auto multiply = [&](int p) {
 #pragma unroll
-        for (int j = 0; j < kHalves; ++j, from = after(from)) {
-          Piece<Adapter> piece{};
-          if (!whole || !staged_B) piece = fetch_B<Adapter>(s, first_row + j * stride + group, c * kChunk + quad * 8);
-          else if (c * kChunk + quad * 8 < rank)
-            piece = staged_piece<Adapter>(pieces + from + c * (kWide<Adapter> ? 2 : 1) * kVector);
-          operand_B<Adapter>(b[j], piece);
-        }
-        multiply_chunk<Adapter, kRoundedSums<T, T, Adapter>, kHalves, decltype(first)::value>(
-            sum, a_address + c * kChunk * pitch * 2, pitch, plane_bytes, b, over);
-      };
-      if (rank > 0) multiply(std::true_type{}, 0);
+        for (int j = 0; j < kHalves; ++j)
+#pragma unroll
+          for (int t = 0; t < 4; ++t)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) sum[j][t][e] = 0;
+        const auto chunk = [&](auto first, int c) {
+          uint32_t b[kHalves][kPlanes<Adapter>][4], from = slot;
+#pragma unroll
+          for (int j = 0; j < kHalves; ++j, from = after(from)) {
+            Piece<Adapter> piece{};
+            if (!whole || !staged_B)
+              piece = fetch_B<Adapter>(adapter(p), first_row + j * stride + group, c * kChunk + quad * 8);
+            else if (c * kChunk + quad * 8 < rank)
+              piece = staged_piece<Adapter>(pieces + from + (p * chunks + c) * (kWide<Adapter> ? 2 : 1) * kVector);
+            operand_B<Adapter>(b[j], piece);
+          }
+          multiply_chunk<Adapter, kRoundedSums<T, T, Adapter>, kHalves, decltype(first)::value>(
+              sum, a_address + p * product_bytes + c * kChunk * pitch * 2, pitch, plane_bytes, b, over);
+        };
+        if (rank > 0) chunk(std::true_type{}, 0);
 #pragma unroll 1
-      for (int c = 1; c < chunks; ++c) multiply(std::false_type{}, c);
-
-      Coded<T> half[kHalves];
-      uint32_t checksum = 0;
-#pragma unroll
-      for (int j = 0; j < kHalves; ++j) {
-        half[j] = {read_half<T>(stage[j]), j == 0 ? codes.x : codes.y};
-        if (Undo) add_to(checksum, half[j].half, j);
+        for (int c = 1; c < chunks; ++c) chunk(std::false_type{}, c);
+      };
+      // A half of a unit is converted, by product p.
+      const auto convert_half = [&](auto undo, int p, Coded<T>& x, int j) {
+        const Segment& of = adapter(p);
+        const float* const row_scale = reinterpret_cast<const float*>(of.row_scale);
         const auto factor = [&](int e) {
           return row + j * stride + e < s.rows ? __ldg(row_scale + row + j * stride + e) : 1.0f;
         };
-        convert<T, Undo>(
-            half[j], [&](int e, int i) { return sum[j][i / 2][i % 2 * 2 + e]; }, scaling, rank > 0,
+        convert<T, decltype(undo)::value>(
+            x, [&](int e, int i) { return sum[j][i / 2][i % 2 * 2 + e]; }, static_cast<float>(of.scaling), rank > 0,
             row_scale != nullptr, factor);
-        if (!Undo && !whole) {
-          const auto there = [&](int e) {
-            return row + j * stride + e < s.rows ? static_cast<int>(s.cols) - walk.col : 0;
-          };
-          half[j] = cut(half[j], there(0), there(1), kPerWord<T>);
-        }
-        if (!Undo) add_to(checksum, half[j].half, j);
-      }
-      checksum = checksum_of(checksum);
-      const uint32_t escapes = escapes_of(half[0].code, half[1].code);
-      const Escapes found(escapes);
+      };
 
-      if constexpr (Undo) {
-        if (checksum != record.checksum) {  // others wrote it
+      Coded<T> half[kHalves];
+      if constexpr (kBack) {
+        multiply(0);
+        uint32_t checksum = 0;
+#pragma unroll
+        for (int j = 0; j < kHalves; ++j) {
+          half[j] = {read_half<T>(stage[j]), j == 0 ? codes.x : codes.y};
+          add_to(checksum, half[j].half, j);
+          convert_half(std::true_type{}, 0, half[j], j);
+        }
+        const uint32_t escapes = escapes_of(half[0].code, half[1].code);
+        const Escapes found(escapes);
+        if (checksum_of(checksum) != static_cast<uint32_t>(record.checksum)) {  // others wrote it
           if (lane == 0) atomicAdd(journal.counter + 2, 1ull);
           return;
         }
 #pragma unroll
         for (int j = 0; j < kHalves; ++j) write_half(stage[j], half[j].half);
-        const Raw<T>* const escaped = reinterpret_cast<const Raw<T>*>(journal.arena + record.place);
+        const Raw<T>* const escaped = reinterpret_cast<const Raw<T>*>(journal.from.begin + from);
         Raw<T> raw{};
         const auto fetch = [&](int place) {
           raw = static_cast<Raw<T>>(__shfl_sync(~0u, static_cast<uint32_t>(early), place & 31));
@@ -207,19 +225,40 @@ __global__ void __launch_bounds__(kThreads, 2)
                     number < 32 ? raw : __ldcs(escaped + number));
         });
         if (lane == 0) journal.records[at].place = -1;
-      } else {
-        const int64_t place = room.take(found.count * static_cast<int>(sizeof(T)));
-        if (place < 0) return;
-        Raw<T>* const escaped = reinterpret_cast<Raw<T>*>(journal.arena + place);
-        for_escapes(
-            escapes, found.before, [](int) {},
-            [&](int j, int at, int number) {
-              escaped[number] = *reinterpret_cast<const Raw<T>*>(stage_element<T>(j ? stage[1] : stage[0], at));
-            });
+      }
+      if constexpr (kThere) {
+        multiply(kProducts - 1);
+        uint32_t checksum = 0;
 #pragma unroll
-        for (int j = 0; j < kHalves; ++j) write_half(stage[j], half[j].half);
-        __stcs(reinterpret_cast<uint2*>(journal.codes) + at * 32 + lane, make_uint2(half[0].code, half[1].code));
-        if (lane == 0) store_record(journal.records + at, {place, checksum});
+        for (int j = 0; j < kHalves; ++j) {
+          half[j] = {read_half<T>(stage[j]), 0};
+          convert_half(std::false_type{}, kProducts - 1, half[j], j);
+          if (!whole) {
+            const auto there = [&](int e) {
+              return row + j * stride + e < s.rows ? static_cast<int>(s.cols) - walk.col : 0;
+            };
+            half[j] = cut(half[j], there(0), there(1), kPerWord<T>);
+          }
+          add_to(checksum, half[j].half, j);
+        }
+        checksum = checksum_of(checksum);
+        const uint32_t escapes = escapes_of(half[0].code, half[1].code);
+        const Escapes found(escapes);
+        const int64_t place = room.take(found.count * static_cast<int>(sizeof(T)));
+        if (place >= 0) {
+          Raw<T>* const escaped = reinterpret_cast<Raw<T>*>(journal.to.begin + place);
+          for_escapes(
+              escapes, found.before, [](int) {},
+              [&](int j, int at, int number) {
+                escaped[number] = *reinterpret_cast<const Raw<T>*>(stage_element<T>(j ? stage[1] : stage[0], at));
+              });
+#pragma unroll
+          for (int j = 0; j < kHalves; ++j) write_half(stage[j], half[j].half);
+          __stcs(reinterpret_cast<uint2*>(journal.codes) + at * 32 + lane, make_uint2(half[0].code, half[1].code));
+          if (lane == 0) store_record(journal.records + at, {place + journal.to.mark, checksum});
+        } else if (!kBack) {
+          return;
+        }
       }
 
       __syncwarp();
@@ -260,17 +299,17 @@ __global__ void __launch_bounds__(kThreads, 2)
       }
     }
   }
-  if (!Undo && lane == 0 && room.missing > 0)
+  if (kThere && lane == 0 && room.missing > 0)
     atomicAdd(journal.counter + 1, static_cast<unsigned long long>(room.missing));
   units.close();
 }
 
-template <typename T, typename Adapter, bool Undo>
+template <typename T, typename Adapter, int Turn>
 cudaError_t launch_typed(const Launch& launch, const TrackedJournal& journal, cudaStream_t stream) {
   int device = 0, processors = 0, per_block = 0, resident = 0;
   const Shape shape = shape_of(launch);
   const int shared = static_cast<int>(shared_bytes(shape, launch.max_rank, kWide<Adapter>, sizeof(T)));
-  const auto kernel = tracked_kernel<T, Adapter, Undo>;
+  const auto kernel = tracked_kernel<T, Adapter, Turn>;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
@@ -286,29 +325,32 @@ cudaError_t launch_typed(const Launch& launch, const TrackedJournal& journal, cu
 }
 
 template <typename T, typename Adapter>
-cudaError_t launch_way(bool undo, const Launch& launch, const TrackedJournal& journal, cudaStream_t stream) {
-  return undo ? launch_typed<T, Adapter, true>(launch, journal, stream)
-              : launch_typed<T, Adapter, false>(launch, journal, stream);
+cudaError_t launch_way(int way, const Launch& launch, const TrackedJournal& journal, cudaStream_t stream) {
+  switch (way) {
+    case kTrackMerge: return launch_typed<T, Adapter, kTrackMerge>(launch, journal, stream);
+    case kTrackUnmerge: return launch_typed<T, Adapter, kTrackUnmerge>(launch, journal, stream);
+    default: return launch_typed<T, Adapter, kTrackRemerge>(launch, journal, stream);
+  }
 }
 
 template <typename T>
-cudaError_t launch_dtype(int adapters, bool undo, const Launch& launch, const TrackedJournal& journal,
+cudaError_t launch_dtype(int adapters, int way, const Launch& launch, const TrackedJournal& journal,
                          cudaStream_t stream) {
-  if (adapters == kFloat32) return launch_way<T, float>(undo, launch, journal, stream);
-  if (adapters == kBFloat16) return launch_way<T, bf16>(undo, launch, journal, stream);
-  if constexpr (std::is_same_v<T, __half>) return launch_way<T, __half>(undo, launch, journal, stream);
+  if (adapters == kFloat32) return launch_way<T, float>(way, launch, journal, stream);
+  if (adapters == kBFloat16) return launch_way<T, bf16>(way, launch, journal, stream);
+  if constexpr (std::is_same_v<T, __half>) return launch_way<T, __half>(way, launch, journal, stream);
   return cudaErrorInvalidConfiguration;
 }
 
 }  // namespace
 
-int launch_tracked(int dtype, int adapters, bool undo, const Launch& launch, const TrackedJournal& journal,
+int launch_tracked(int dtype, int adapters, int way, const Launch& launch, const TrackedJournal& journal,
                    void* stream) {
   const cudaStream_t on = static_cast<cudaStream_t>(stream);
   switch (dtype) {
-    case kBFloat16: return launch_dtype<bf16>(adapters, undo, launch, journal, on);
-    case kFloat16: return launch_dtype<__half>(adapters, undo, launch, journal, on);
-    default: return launch_dtype<float>(adapters, undo, launch, journal, on);
+    case kBFloat16: return launch_dtype<bf16>(adapters, way, launch, journal, on);
+    case kFloat16: return launch_dtype<__half>(adapters, way, launch, journal, on);
+    default: return launch_dtype<float>(adapters, way, launch, journal, on);
   }
 }
 

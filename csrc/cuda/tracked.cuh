@@ -246,6 +246,12 @@ __device__ __forceinline__ void for_escapes(uint32_t left, int place, const Ahea
   }
 }
 
+// Whether a place is one in this arena; then where.
+__device__ __forceinline__ bool in_arena(const TrackedArena& arena, int64_t place) {
+  return static_cast<uint64_t>(place ^ arena.mark) < static_cast<uint64_t>(kSecondArena);
+}
+__device__ __forceinline__ int64_t offset_in(const TrackedArena& arena, int64_t place) { return place ^ arena.mark; }
+
 // Records in one access.
 __device__ __forceinline__ TrackedRecord load_record(const TrackedRecord* from) {
   const longlong2 both = __ldcs(reinterpret_cast<const longlong2*>(from));
@@ -263,7 +269,7 @@ struct Room {
   bool closed = false;   // the arena had no more
   uint32_t missing = 0;  // bytes for which there was no room
 
-  // Where a unit may write; negative: nowhere.
+  // Where a unit may write in the arena; negative: nowhere.
   __device__ __forceinline__ int64_t take(int bytes) {
     if (bytes > left) return ask(bytes);
     const int64_t from = next;
@@ -280,9 +286,9 @@ struct Room {
       if (threadIdx.x % 32 == 0)
         from = static_cast<int64_t>(atomicAdd(journal.counter, static_cast<unsigned long long>(size)));
       from = __shfl_sync(~0u, from, 0);
-      closed = from + need > journal.room;
+      closed = from + need > journal.to.room;
       if (!closed) {
-        if (!alone) next = from + bytes, left = static_cast<int>(min(from + size, journal.room) - next);
+        if (!alone) next = from + bytes, left = static_cast<int>(min(from + size, journal.to.room) - next);
         return from;
       }
     }

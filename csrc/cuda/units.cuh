@@ -20,6 +20,13 @@ __device__ __forceinline__ const Segment* segments_of(const Launch& launch) {
   return launch.segments != nullptr ? launch.segments : launch.inline_segments;
 }
 
+// Where the table has the adapter of a product of a segment. Of two products it has all segments twice: those behind
+// have the adapters of the first one.
+template <int Products>
+__device__ __forceinline__ int row_of(const Launch& launch, int segment, int product) {
+  return product + 1 == Products ? segment : segment + launch.n_segments / 2;
+}
+
 // Whether rows of a view can be touched 16 bytes at a time (edges aside), and a step of rows fits into 32 bits.
 __device__ __forceinline__ bool aligned16(int64_t address, const int64_t (&stride)[2], int size) {
   const int64_t bytes = stride[0] * size;

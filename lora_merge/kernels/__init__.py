@@ -68,6 +68,19 @@ class Tracked(Protocol):
             meanwhile: called once the device has its work, before it is waited for.
         """
 
+    def remerge(self, before: Tracked, meanwhile: Callable[[], object]) -> set[str]:
+        """What `before.unmerge()` and then `merge()` do, in one pass where the backend can.
+
+        Where units are found changed, or something raises, both are unmerged after it.
+
+        Args:
+            before: is merged, and this is not.
+            meanwhile: as for `merge`; not called where units are found changed before it is due.
+
+        Returns:
+            the names of weights that were written meanwhile, as `unmerge` does; where there are any, nothing is merged.
+        """
+
     def unmerge(self, meanwhile: Callable[[], object]) -> set[str]:
         """Bring all back; after an error, calling again goes on.
 
@@ -81,6 +94,14 @@ class Tracked(Protocol):
 
 def idle() -> None:
     """Nothing to do meanwhile."""
+
+
+def in_two_passes(tracked: Tracked, before: Tracked, meanwhile: Callable[[], object]) -> set[str]:
+    """`Tracked.remerge`, as it is defined."""
+    changed = before.unmerge(idle)
+    if not changed:
+        tracked.merge(meanwhile)
+    return changed
 
 
 class Backend(Protocol):

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ..errors import InvalidInput
 from .layout import MAX_RANK, MAX_SIDE
-from .segments import FLOATS, RAW, Segment, folded
+from .packed import Packed, memory
+from .segments import FLOATS, RAW, Segment, folded, moves_bits
 
 
 def check_segments(given: object) -> tuple[Segment, ...]:
@@ -50,6 +51,8 @@ def check_segment(s: Segment) -> None:
             raise InvalidInput(
                 f"{s.name}: {label} is on {tensor.device}, the weight on {s.source.device}; move it there first"
             )
+        if isinstance(tensor, Packed) and label != "source" and not only_norms(s):
+            raise InvalidInput(f"{s.name}: {label} must be a plain tensor, got a quantised one")
         if tensor.numel() and tensor.data_ptr() == 0:
             raise InvalidInput(
                 f"{s.name}: {label} has no memory: its storage was freed (as FSDP does), or it wraps other tensors "
@@ -94,8 +97,16 @@ def check_segment(s: Segment) -> None:
         raise InvalidInput(f"{s.name}: scaling must be finite in float32, got {s.scaling}")
 
 
+def only_norms(s: Segment) -> bool:
+    """Whether a segment is of a quantised weight in place: it cannot be written, and norms of its rows can be taken."""
+    source, destination = s.source, s.destination
+    if not isinstance(source, Packed) or not isinstance(destination, Packed) or s.row_scale is None:
+        return False
+    return _same_view(source, destination) and source.place == destination.place
+
+
 def _check_copy(s: Segment) -> None:
-    if s.source.dtype == s.destination.dtype and s.row_scale is None:
+    if moves_bits(s):
         contiguous = s.source.shape[1] <= 1 or (s.source.stride(1) == 1 and s.destination.stride(1) == 1)
         if not contiguous and s.source.element_size() not in RAW:
             raise InvalidInput(f"{s.name}: cannot copy {s.source.dtype} with a stride between elements")
@@ -128,12 +139,14 @@ def check_overlaps(segments: Sequence[Segment]) -> None:
     for index, s in enumerate(segments):
         if s.destination.numel() == 0:
             continue
-        spans.add(index, s.destination, write=True)
-        if not _same_view(s.source, s.destination):
-            spans.add(index, s.source, write=False)
-        for tensor in (s.lora_A, s.lora_B, s.row_scale):
-            if tensor is not None:
+        if not isinstance(s.destination, Packed):
+            spans.add(index, s.destination, write=True)
+        if isinstance(s.source, Packed) or not _same_view(s.source, s.destination):
+            for tensor in memory(s.source):
                 spans.add(index, tensor, write=False)
+        for factor in (s.lora_A, s.lora_B, s.row_scale):
+            if factor is not None:
+                spans.add(index, factor, write=False)
     clash = spans.clash()
     if clash is not None:
         (one, one_writes), (other, other_writes) = clash

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from . import Launch, idle
+from . import Launch, Tracked, idle, in_two_passes
 from .segments import FLOATS, Segment, raw
 
 BLOCK = 1 << 23
@@ -70,6 +70,9 @@ class Composed:
         except BaseException:
             self.unmerge()
             raise
+
+    def remerge(self, before: Tracked, meanwhile: Callable[[], object] = idle) -> set[str]:
+        return in_two_passes(self, before, meanwhile)
 
     @keeping_denormals()
     def unmerge(self, meanwhile: Callable[[], object] = idle) -> set[str]:

@@ -1,4 +1,4 @@
-"""The compiled CPU kernels (`csrc/cpu`): multi-threaded; AVX2, AVX-512 or AMX chosen at run time."""
+"""The compiled CPU kernels (`csrc/cpu`): multi-threaded; AVX2, AVX-512, AMX or NEON chosen at run time."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from . import native, operators
-from .fused import Fused, Journal
-from .segments import Segment, pack
+from .fused import Fused, Journal, Kernels
+from .segments import Segment, pack, same_weights
 
 
 def unavailable(device: torch.device) -> str | None:
@@ -46,10 +46,17 @@ class _Tracked:
         self.base_bytes = sum(s.source.nbytes for s in segments)
 
     def track(self, j: Journal) -> None:
-        operators.track_cpu(self.table, j.codes, j.records, j.arena, j.counter)
+        operators.track_cpu(self.table, j.codes, j.records, j.arena, j.mark, j.counter)
 
     def untrack(self, j: Journal) -> None:
-        operators.untrack_cpu(self.table, j.codes, j.records, j.arena, j.counter)
+        operators.untrack_cpu(self.table, j.codes, j.records, j.arena, j.mark, j.counter)
+
+    def follows(self, before: Kernels) -> bool:
+        return isinstance(before, _Tracked) and same_weights(self.table.numpy(), before.table.numpy())
+
+    def retrack(self, before: Kernels, old: Journal, j: Journal) -> None:
+        assert isinstance(before, _Tracked)
+        operators.retrack_cpu(self.table, before.table, j.codes, j.records, j.arena, j.mark, j.counter, old.arena)
 
     def names(self, units: Tensor) -> set[str]:
         return {self._names[i] for i in torch.searchsorted(self._first, units, right=True) - 1}

@@ -13,11 +13,11 @@ from torch import Tensor
 from . import Launch, Tracked, native, next_after, operators
 from .cuda_launch import variants
 from .cuda_repack import repack
-from .cuda_table import ceil, has_room, no_room, place
+from .cuda_table import ceil, has_room, no_room, place, sources
 from .cuda_tracked import CudaTracked
 from .fused import Fused
 from .layout import INLINE_SEGMENTS, NORM_ROWS
-from .segments import DTYPES, RANK, ROWS, UNIT_BEGIN, UNITS_ACROSS, Segment, pack
+from .segments import RANK, ROWS, UNIT_BEGIN, UNITS_ACROSS, Segment, pack
 from .streams import Streams
 from .together import Together
 
@@ -26,6 +26,8 @@ def unavailable(device: torch.device) -> str | None:
     """Why the CUDA kernels cannot run on `device`; None if they can."""
     if device.type != "cuda":
         return "it needs CUDA tensors"
+    if torch.version.hip is not None:  # whose numbers of compute capability mean other GPUs
+        return "it is for NVIDIA GPUs, and this torch for AMD's, where Triton's kernels compile but have not run yet"
     if native.load_error() is not None:
         return native.load_error()
     if not native.has_cuda():
@@ -78,7 +80,7 @@ class _Launch:
 
     @cached_property
     def _norm_tables(self) -> tuple[list[_NormTable], Streams]:
-        source = self.table[:, DTYPES] & 0xFF
+        source = sources(self.table)
         first_row = np.cumsum(self.table[:, ROWS]) - self.table[:, ROWS]
         tables = []
         for dtype in np.unique(source):

@@ -23,6 +23,7 @@ from .segments import (
     DESTINATION,
     DESTINATION_STRIDE,
     DTYPES,
+    FORMATS,
     FP16,
     FP32,
     LORA_A,
@@ -72,7 +73,7 @@ def could_serve(table: np.ndarray, device: torch.device, beside: int = 0) -> np.
     """Which segments it would serve if their adapters lay as it reads them."""
     dtype, rank, wide = table[:, DTYPES] & 0xFF, table[:, RANK], products(table) == FP32
     fits = (dtype == table[:, DTYPES] >> 8 & 0xFF) & ((dtype == BF16) | (dtype == FP16)) & (rank > 0)
-    fits &= table[:, COLS] <= HOPPER_COLS
+    fits &= (table[:, COLS] <= HOPPER_COLS) & (table[:, DTYPES] >> 32 == FORMATS["Plain"])
     for address, stride in ((SOURCE, SOURCE_STRIDE), (DESTINATION, DESTINATION_STRIDE)):
         fits &= _rows_of_vectors(table, address, stride, 2, table[:, ROWS])
     fits &= ~(wide & _turned(table))  # parts of float32 adapters are summed in one order here
@@ -112,9 +113,14 @@ class Tiles(NamedTuple):
 
 def tiles(max_rank: int, wide: bool, device: torch.device, beside: int = 0) -> Tiles:
     """Of a launch that `serves` chose."""
-    found = _tiles(max_rank, wide, beside, memory(device).per_block)
+    found = room_for(max_rank, wide, device, beside)
     assert found is not None, (max_rank, wide, beside)
     return found
+
+
+def room_for(max_rank: int, wide: bool, device: torch.device, beside: int = 0) -> Tiles | None:
+    """Of a launch with so many ranks, of all its adapters; None where they leave no room."""
+    return None if max_rank > MAX_RANK else _tiles(max_rank, wide, beside, memory(device).per_block)
 
 
 def unit_rows(max_rank: int, wide: bool, large: bool) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 from . import cuda_hopper as hopper
 from . import operators
 from .cuda_hopper import HopperVariant
-from .cuda_table import BLOCKS, MAX_UNIT_ROWS, block_shape, cut, products
+from .cuda_table import BLOCKS, MAX_UNIT_ROWS, block_shape, cut, products, sources
 from .layout import WARP_COLS
 from .segments import BF16, COLS, DTYPES, FP32, RANK, RAW, ROWS
 
@@ -43,7 +43,7 @@ class Variant(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """What segments of one launch have in common: which kernel runs them, dtype codes of their weights, results and
+    """What segments of one launch have in common: which kernel runs them, `sources`, dtype codes of their results and
     products."""
 
     hopper: bool
@@ -54,8 +54,8 @@ class _Kind(NamedTuple):
 
 def variants(table: np.ndarray, device: torch.device) -> list[Variant | HopperVariant]:
     """A launch for each kind of segment, the largest first; raw copies ride along with it."""
-    source, destination = table[:, DTYPES] & 0xFF, table[:, DTYPES] >> 8 & 0xFF
-    raw = source >= FIRST_RAW
+    source, destination = sources(table), table[:, DTYPES] >> 8 & 0xFF
+    raw = table[:, DTYPES] & 0xFF >= FIRST_RAW
     merges, copies = table[~raw], table[raw]
     kinds = np.stack([hopper.serves(table, device), source, destination, products(table)], axis=1)[~raw]
     found, kind_of = np.unique(kinds, axis=0, return_inverse=True)
@@ -82,7 +82,7 @@ def _variant(merges: np.ndarray, copies: np.ndarray, kind: _Kind, device: torch.
             made.table, made.unit_segment, maps, made.counter, made.device, kind.source, kind.adapters, made.n_units,
             made.n_raw_units, made.rows_per_unit, *tiles, max_rank,
         )  # fmt: skip
-    shape = block_shape(max_rank, wide, 4 if FP32 in (kind.source, kind.destination) else 2, merges, device)
+    shape = block_shape(max_rank, wide, 4 if FP32 in (kind.source & 0xFF, kind.destination) else 2, merges, device)
     made = cut(merges, copies, WARP_COLS * shape.col_warps, MAX_UNIT_ROWS, BLOCKS * processors, device)
     return Variant(
         made.table, made.unit_segment, made.counter, made.device, kind.source, kind.destination, kind.adapters,

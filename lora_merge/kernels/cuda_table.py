@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from . import native
-from .layout import CHUNK, INLINE_SEGMENTS, MAX_RANK, RAW_COLS, RAW_COLS_1, RAW_ROWS, WARP_COLS
-from .segments import BF16, COLS, DTYPES, FLOATS, FP16, FP32, RANK, ROWS, UNIT_BEGIN, UNITS_ACROSS, Segment
+from .layout import CHUNK, INLINE_SEGMENTS, MAX_RANK, PACKED_SOURCE, RAW_COLS, RAW_COLS_1, RAW_ROWS, WARP_COLS
+from .segments import BF16, COLS, DTYPES, FLOATS, FORMATS, FP16, FP32, RANK, ROWS, UNIT_BEGIN, UNITS_ACROSS, Segment
 
 MAX_UNIT_ROWS = 512
 UNITS_DEALT = 1024
@@ -49,17 +49,27 @@ class Cut(NamedTuple):
 
 
 def cut(
-    merges: np.ndarray, copies: np.ndarray, strip: int, most: int, blocks: int, device: torch.device, rows: int = 64
+    merges: np.ndarray,
+    copies: np.ndarray,
+    strip: int,
+    most: int,
+    blocks: int,
+    device: torch.device,
+    rows: int = 64,
+    behind: np.ndarray | None = None,
 ) -> Cut:
-    """Units of `strip` columns and up to `most` rows, a multiple of `rows`, for so many blocks at a time."""
+    """Units of `strip` columns and up to `most` rows, a multiple of `rows`, for so many blocks at a time. Segments
+    `behind` the others have no units."""
     rows_per_unit = ceil(_rows_per_unit(merges, strip, most, blocks), rows) * rows
     merge_across = ceil(merges[:, COLS], strip)
     copy_across = ceil(copies[:, COLS], np.where(copies[:, ROWS] == 1, RAW_COLS_1, RAW_COLS))
     merge_units = merge_across * ceil(merges[:, ROWS], rows_per_unit)
     copy_units = copy_across * ceil(copies[:, ROWS], RAW_ROWS)
-    table, units = np.concatenate([merges, copies]), np.concatenate([merge_units, copy_units])
+    behind = copies[:0] if behind is None else behind
+    table, none = np.concatenate([merges, copies, behind]), np.zeros(len(behind), dtype=np.int64)
+    units = np.concatenate([merge_units, copy_units, none])
     table[:, UNIT_BEGIN] = np.cumsum(units) - units
-    table[:, UNITS_ACROSS] = np.concatenate([merge_across, copy_across])
+    table[:, UNITS_ACROSS] = np.concatenate([merge_across, copy_across, none])
     counted = len(table) > INLINE_SEGMENTS or units.sum() > UNITS_DEALT
     counter = torch.zeros(2 if counted else 0, dtype=torch.int32, device=device if counted else "cpu")
     number = torch.cuda.current_device() if device.index is None else device.index
@@ -92,9 +102,16 @@ def memory(device: torch.device) -> Memory:
 
 def block_shape(max_rank: int, wide: bool, element_bytes: int, merges: np.ndarray, device: torch.device) -> BlockShape:
     """The best one for segments that `has_room` of; `element_bytes`: of the larger one of W and the result."""
-    found = _shape(max_rank, wide, element_bytes, _widest(merges), memory(device))
+    found = _shape(max_rank, wide, element_bytes, 1, _widest(merges), memory(device))
     assert found is not None, (max_rank, wide, element_bytes)
     return found
+
+
+def shape_as_wide(
+    col_warps: int, max_rank: int, wide: bool, element_bytes: int, device: torch.device
+) -> BlockShape | None:
+    """The best one of so many warps side by side; None where there is no room for so many ranks."""
+    return None if max_rank > MAX_RANK else _shape(max_rank, wide, element_bytes, col_warps, col_warps, memory(device))
 
 
 def has_room(s: Segment, device: torch.device) -> bool:
@@ -115,6 +132,12 @@ def no_room(rest: Sequence[Segment], device: torch.device) -> str:
     )
 
 
+def sources(table: np.ndarray) -> np.ndarray:
+    """What each segment reads, `[segments]`: a dtype code, with PACKED_SOURCE beside it where that is what codes stand
+    for."""
+    return (table[:, DTYPES] & 0xFF) | np.where(table[:, DTYPES] >> 32 != FORMATS["Plain"], PACKED_SOURCE, 0)
+
+
 def products(table: np.ndarray) -> np.ndarray:
     """What the products of each segment are made of, as dtype codes `[segments]`: BF16 where both halves of the adapter
     are, FP16 where all is fp16, FP32 (three bf16 parts) for other adapters, and BF16 where there is none."""
@@ -133,16 +156,18 @@ def ceil(x: Whole, y: Whole | int) -> Whole:
 
 
 @cache
-def _shape(max_rank: int, wide: bool, element_bytes: int, widest: int, room: Memory) -> BlockShape | None:
+def _shape(
+    max_rank: int, wide: bool, element_bytes: int, narrowest: int, widest: int, room: Memory
+) -> BlockShape | None:
     """Chosen where launches check it: csrc/cuda/shapes.h. None if the rank leaves no room."""
-    numbers = native.compiled.merge_shape(max_rank, wide, element_bytes, widest, *room)
+    numbers = native.compiled.merge_shape(max_rank, wide, element_bytes, narrowest, widest, *room)
     return BlockShape(numbers[0], numbers[1], bool(numbers[2]), numbers[3]) if numbers else None
 
 
 @cache
 def _most_rank(wide: bool, element_bytes: int, room: Memory) -> int:
     ranks = range(CHUNK, MAX_RANK + 1, CHUNK)
-    return max((r for r in ranks if _shape(r, wide, element_bytes, 1, room) is not None), default=0)
+    return max((r for r in ranks if _shape(r, wide, element_bytes, 1, 1, room) is not None), default=0)
 
 
 def _widest(merges: np.ndarray) -> int:

@@ -35,10 +35,20 @@ SEGMENT = (
     Field("lora_A_stride", 2, "per rank, per column"),
     Field("lora_B_stride", 2, "per row, per rank"),
     Field("scaling", 1, "", "double"),
-    Field("dtypes", 1, "source | destination << 8 | lora_A << 16 | lora_B << 24"),
+    Field("dtypes", 1, "source | destination << 8 | lora_A << 16 | lora_B << 24 | format of the source << 32"),
     Field("key", 1, "hash of the weight's name: stochastic rounding", "uint64_t"),
     Field("first", 1, "index in the whole weight of element (0, 0)"),
     Field("pitch", 2, "what a row and a column add to that index"),
+    Field(
+        "place", 1, "of a packed source: number among the weight's codes of element (0, 0); `source` is where 0 lies"
+    ),
+    Field("code", 1, "float32 [16]: what codes of 4 bits stand for"),
+    Field("absmax", 1, "float32, or bytes where absmax_code is not 0: one a block"),
+    Field("block", 1, "codes that share one"),
+    Field("absmax_code", 1, "float32 [256]: what a byte of absmax stands for, ..."),
+    Field("absmax_scale", 1, "... float32: times this, one for each ..."),
+    Field("absmax_block", 1, "... so many bytes, ..."),
+    Field("absmax_offset", 1, "... plus this float32"),
     Field("unit_begin", 1, "first work unit of this segment within its launch (set by the backend)"),
     Field("units_across", 1, "work units side by side in a row of units (set by the backend)"),
 )
@@ -48,10 +58,15 @@ OFFSET = {field.name: sum(f.words for f in SEGMENT[:i]) for i, field in enumerat
 
 DTYPES = {"BFloat16": 0, "Float16": 1, "Float32": 2, "Raw1": 3, "Raw2": 4, "Raw4": 5, "Raw8": 6}
 """dtype codes; Raw<n> moves bits of n bytes an element."""
+FORMATS = {"Plain": 0, "Codes4": 1, "Int8": 2}
+"""What lies at a source: elements of its dtype, two codes a byte, or int8 codes, which stand for such elements
+(packed.py)."""
 
 MAX_RANK = 512
 MAX_SIDE = 2**31 - 2**12
 """Rows and columns of one rectangle that is computed, so that kernels count them in 32 bits; elements are unlimited."""
+PACKED_SOURCE = 0x100
+"""Beside a dtype code: a launch reads codes that stand for such elements."""
 CHUNK = 32
 """Ranks that a kernel takes at a time."""
 
@@ -80,6 +95,10 @@ UNIT_ELEMENTS = 1024
 """Of a unit of the journal, which is a warp's: a tile has a unit of each warp of a block, a box four of them."""
 RECORD_BYTES, CODE_BYTES = 16, UNIT_ELEMENTS // 4
 """Of such a unit: its place and checksum, and its codes."""
+TRACK_MERGE, TRACK_UNMERGE, TRACK_REMERGE = 0, 1, 2
+"""What a launch does."""
+SECOND_ARENA = 2**62
+"""Added to places in every other arena, so that those of a plan and of the one that follows it are told apart."""
 
 # The type Watch, which notes what a reading of a live model saw.
 WATCH_ADD, WATCH_TENSORS, WATCH_GIVE, WATCH_DONE, WATCH_AGAIN = 4, 2, 1, 0, 1
@@ -88,6 +107,7 @@ WATCH_ADD, WATCH_TENSORS, WATCH_GIVE, WATCH_DONE, WATCH_AGAIN = 4, 2, 1, 0, 1
 _CONSTANTS = [
     "MAX_RANK",
     "MAX_SIDE",
+    "PACKED_SOURCE",
     "CHUNK",
     "INLINE_SEGMENTS",
     "WARPS",
@@ -103,6 +123,10 @@ _CONSTANTS = [
     "UNIT_ELEMENTS",
     "RECORD_BYTES",
     "CODE_BYTES",
+    "TRACK_MERGE",
+    "TRACK_UNMERGE",
+    "TRACK_REMERGE",
+    "SECOND_ARENA",
     "WATCH_ADD",
     "WATCH_TENSORS",
     "WATCH_GIVE",
@@ -111,8 +135,8 @@ _CONSTANTS = [
 ]
 
 _TABLE = "const Segment* table, int64_t segments"
-_JOURNAL_CPU = "uint8_t* codes, int64_t n_codes, int64_t* records, int64_t n_records, uint8_t* arena, int64_t room, "
-_JOURNAL_CPU += "int64_t* counter"
+_JOURNAL = "uint8_t* codes, int64_t n_codes, int64_t* records, int64_t n_records, uint8_t* arena, int64_t room, "
+_JOURNAL += "int64_t mark, int64_t* asked"
 _MEMORY = "int64_t per_block, int64_t per_processor"
 _PLACED = f"{_TABLE}, bool on_device, const int32_t* unit_segment, int64_t n_unit_segment"
 _KIND = f"{_PLACED}, int32_t* counter, int64_t dtype, int64_t adapters"
@@ -120,8 +144,7 @@ _UNITS = "int64_t n_units, int64_t n_raw_units, int64_t rows_per_unit"
 _SHAPE = "int64_t col_warps, int64_t stages, bool staged_B, int64_t pad, int64_t max_rank"
 _TILES = "const uint8_t* maps, int64_t strip_cols, int64_t held, int64_t stages, int64_t max_rank"
 _RANDOM = "bool stochastic, int64_t seed"
-_JOURNAL = "bool undo, uint8_t* codes, int64_t n_codes, int64_t* records, int64_t n_records, uint8_t* arena, "
-_JOURNAL += "int64_t room, int64_t chunk, int64_t* asked"
+_TRACK = f"int64_t way, {_JOURNAL}, int64_t chunk, uint8_t* before, int64_t room_before"
 _WHERE = "int64_t device, void* stream"
 OPERATORS = {
     "layout_hash": ("std::string", ""),
@@ -131,10 +154,14 @@ OPERATORS = {
     "launch_cpu": ("void", f"{_TABLE}, {_RANDOM}"),
     "row_norms_cpu": ("void", f"{_TABLE}, double* out, int64_t n_out"),
     "tracked_sizes_cpu": ("int64_t", f"{_TABLE}, int64_t* first_unit"),
-    "track_cpu": ("void", f"{_TABLE}, {_JOURNAL_CPU}"),
-    "untrack_cpu": ("void", f"{_TABLE}, {_JOURNAL_CPU}"),
+    "track_cpu": ("void", f"{_TABLE}, {_JOURNAL}"),
+    "untrack_cpu": ("void", f"{_TABLE}, {_JOURNAL}"),
+    "retrack_cpu": (
+        "void", f"{_TABLE}, const Segment* table_before, int64_t segments_before, {_JOURNAL}, uint8_t* before",
+    ),
     "merge_shape": (
-        "std::vector<int64_t>", f"int64_t max_rank, bool wide, int64_t element_bytes, int64_t widest, {_MEMORY}",
+        "std::vector<int64_t>", "int64_t max_rank, bool wide, int64_t element_bytes, int64_t narrowest, "
+        f"int64_t widest, {_MEMORY}",
     ),
     "accepts_shape": (
         "bool",
@@ -163,10 +190,10 @@ CUDA_OPERATORS = {
         "void", f"{_PLACED}, int64_t source_dtype, int64_t n_units, int64_t max_rank, double* out, {_WHERE}",
     ),
     "track_cuda": (
-        "void", f"{_KIND}, {_UNITS}, {_SHAPE}, {_JOURNAL}, {_WHERE}",
+        "void", f"{_KIND}, {_UNITS}, {_SHAPE}, {_TRACK}, {_WHERE}",
     ),
     "track_hopper": (
-        "void", f"{_KIND}, {_UNITS}, {_TILES}, {_JOURNAL}, {_WHERE}",
+        "void", f"{_KIND}, {_UNITS}, {_TILES}, {_TRACK}, {_WHERE}",
     ),
 }  # fmt: skip
 """What the compiled module offers, as C++ declares it: functions of numbers and addresses. `operators.py` calls them,
@@ -177,22 +204,28 @@ def _camel(name: str) -> str:
     return "k" + name.title().replace("_", "")
 
 
+def _type(name: str) -> str:
+    return "int" if globals()[name] < 2**31 else "int64_t"
+
+
 def _body() -> str:
     fields = [
         f"  {f.type} {f.name}{f'[{f.words}]' if f.words > 1 else ''};{f'  // {f.comment}' if f.comment else ''}"
         for f in SEGMENT
     ]
     dtypes = ", ".join(f"k{name} = {code}" for name, code in DTYPES.items())
+    formats = ", ".join(f"k{name} = {code}" for name, code in FORMATS.items())
     return "\n".join(
         [
             f"enum Dtype : int {{ {dtypes} }};",
+            f"enum Format : int {{ {formats} }};",
             "",
             "struct Segment {",
             *fields,
             "};",
             f'static_assert(sizeof(Segment) == {WORDS} * 8, "a segment is {WORDS} words");',
             "",
-            *(f"constexpr int {_camel(name)} = {globals()[name]};" for name in _CONSTANTS),
+            *(f"constexpr {_type(name)} {_camel(name)} = {globals()[name]};" for name in _CONSTANTS),
             "",
             "namespace operators {",
             *(f"{result} {name}({taken});" for name, (result, taken) in (OPERATORS | CUDA_OPERATORS).items()),

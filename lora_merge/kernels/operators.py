@@ -49,8 +49,9 @@ def _words(table: Tensor, device: int) -> tuple[int, int]:
     return table.data_ptr(), table.shape[0]
 
 
-def _journal(device: int, codes: Tensor, records: Tensor, arena: Tensor, asked: Tensor) -> tuple[tuple[int, ...], int]:
-    """What brings weights back: addresses and sizes of its memory, and the counters of what was asked for."""
+def _journal(device: int, codes: Tensor, records: Tensor, arena: Tensor, mark: int, asked: Tensor) -> tuple[int, ...]:
+    """What brings weights back: addresses and sizes of its memory, what places in its arena have added, and the
+    counters of what was asked for."""
     a, b, c, d = _addresses(
         device,
         (codes, "codes", torch.uint8, 0),
@@ -58,7 +59,7 @@ def _journal(device: int, codes: Tensor, records: Tensor, arena: Tensor, asked: 
         (arena, "arena", torch.uint8, 0),
         (asked, "counter", torch.int64, 3),
     )
-    return (a, codes.numel(), b, records.numel(), c, arena.numel()), d
+    return a, codes.numel(), b, records.numel(), c, arena.numel(), mark, d
 
 
 def _named(device: int) -> str:
@@ -86,16 +87,27 @@ def tracked_sizes_cpu(table: Tensor) -> tuple[Tensor, int]:
     return first, native.compiled.tracked_sizes_cpu(*words, first.data_ptr())
 
 
-def track_cpu(table: Tensor, codes: Tensor, records: Tensor, arena: Tensor, counter: Tensor) -> None:
+def track_cpu(table: Tensor, codes: Tensor, records: Tensor, arena: Tensor, mark: int, asked: Tensor) -> None:
     """Merge in place every unit that is not merged and finds room in the arena."""
-    memory, asked = _journal(CPU, codes, records, arena, counter)
-    native.compiled.track_cpu(*_words(table, CPU), *memory, asked)
+    native.compiled.track_cpu(*_words(table, CPU), *_journal(CPU, codes, records, arena, mark, asked))
 
 
-def untrack_cpu(table: Tensor, codes: Tensor, records: Tensor, arena: Tensor, counter: Tensor) -> None:
-    """Put back every bit of the units that are merged."""
-    memory, asked = _journal(CPU, codes, records, arena, counter)
-    native.compiled.untrack_cpu(*_words(table, CPU), *memory, asked)
+def untrack_cpu(table: Tensor, codes: Tensor, records: Tensor, arena: Tensor, mark: int, asked: Tensor) -> None:
+    """Put back every bit of the units whose place is in this arena."""
+    native.compiled.untrack_cpu(*_words(table, CPU), *_journal(CPU, codes, records, arena, mark, asked))
+
+
+def retrack_cpu(
+    table: Tensor, table_before: Tensor, codes: Tensor, records: Tensor, arena: Tensor, mark: int, asked: Tensor,
+    before: Tensor,
+) -> None:  # fmt: skip
+    """Put back the units that a table before merged, whose places are in the arena before, and merge them as this one
+    says where they find room."""
+    (arena_before,) = _addresses(CPU, (before, "the arena before", torch.uint8, 0))
+    native.compiled.retrack_cpu(
+        *_words(table, CPU), *_words(table_before, CPU), *_journal(CPU, codes, records, arena, mark, asked),
+        arena_before,
+    )  # fmt: skip
 
 
 # ---- GPU -------------------------------------------------------------------------------------------------------------
@@ -172,24 +184,29 @@ def row_norms_cuda(
 def track_cuda(
     table: Tensor, unit_segment: Tensor, counter: Tensor, device: int, dtype: int, adapters: int, n_units: int,
     rows_per_unit: int, col_warps: int, stages: int, staged_B: bool, pad: int, max_rank: int,
-    undo: bool, codes: Tensor, records: Tensor, arena: Tensor, chunk: int, asked: Tensor,
+    way: int, codes: Tensor, records: Tensor, arena: Tensor, mark: int, asked: Tensor, chunk: int, before: Tensor,
 ) -> None:  # fmt: skip
-    """A tracked merge, or its way back (`undo`), by the kernel for any GPU."""
-    memory, counters = _journal(device, codes, records, arena, asked)
+    """A tracked merge, its way back, or both at once (`layout.TRACK_MERGE` and what follows it), by the kernel for any
+    GPU. For both at once a table has its segments twice, as they are merged and as they were; `before` is the arena of
+    what was."""
+    memory = _journal(device, codes, records, arena, mark, asked)
+    (arena_before,) = _addresses(device, (before, "the arena before", torch.uint8, 0))
     native.compiled.track_cuda(
         *_placed(table, unit_segment, device), _counter(counter, device), dtype, adapters, n_units, 0, rows_per_unit,
-        col_warps, stages, staged_B, pad, max_rank, undo, *memory, chunk, counters, *_where(device),
+        col_warps, stages, staged_B, pad, max_rank, way, *memory, chunk, arena_before, before.numel(), *_where(device),
     )  # fmt: skip
 
 
 def track_hopper(
     table: Tensor, unit_segment: Tensor, maps: Tensor, counter: Tensor, device: int, dtype: int, adapters: int,
-    n_units: int, rows_per_unit: int, strip_cols: int, held: int, stages: int, max_rank: int, undo: bool,
-    codes: Tensor, records: Tensor, arena: Tensor, chunk: int, asked: Tensor,
+    n_units: int, rows_per_unit: int, strip_cols: int, held: int, stages: int, max_rank: int, way: int,
+    codes: Tensor, records: Tensor, arena: Tensor, mark: int, asked: Tensor, chunk: int, before: Tensor,
 ) -> None:  # fmt: skip
     """The same by the kernel for compute capability 9."""
-    memory, counters = _journal(device, codes, records, arena, asked)
+    memory = _journal(device, codes, records, arena, mark, asked)
+    (arena_before,) = _addresses(device, (before, "the arena before", torch.uint8, 0))
     native.compiled.track_hopper(
         *_placed(table, unit_segment, device), _counter(counter, device), dtype, adapters, n_units, 0, rows_per_unit,
-        _maps(maps, table), strip_cols, held, stages, max_rank, undo, *memory, chunk, counters, *_where(device),
+        _maps(maps, table), strip_cols, held, stages, max_rank, way, *memory, chunk, arena_before, before.numel(),
+        *_where(device),
     )  # fmt: skip

@@ -37,9 +37,12 @@ _LIBRARY.define(
 
 
 def merge_(weight: Tensor, lora_A: Tensor, lora_B: Tensor, scaling: float) -> Tensor:
-    """Add an adapter to a weight in place: `weight = round(weight + scaling * lora_B @ lora_A)`; returns weight.
+    """Add an adapter to a weight in place: `weight = round(weight + scaling * lora_B @ lora_A)`; returns the weight.
 
-    One pass: products accumulate in float32, the sum is rounded once (nearest, ties to even). No temporary.
+        lora_merge.merge_(layer.weight, lora_A, lora_B, alpha / r)
+
+    One pass: products accumulate in float32, the sum is rounded once (to nearest, ties to even). No temporary tensor.
+    Formula: Hu et al., LoRA, arXiv 2106.09685, section 4.1.
 
     Args:
         weight: `[out, in]`, bf16, fp16 or fp32, any strides.
@@ -56,12 +59,19 @@ def merge_(weight: Tensor, lora_A: Tensor, lora_B: Tensor, scaling: float) -> Te
 
 
 def unmerge_(weight: Tensor, lora_A: Tensor, lora_B: Tensor, scaling: float) -> Tensor:
-    """Subtract an adapter in place: `weight = round(weight - scaling * lora_B @ lora_A)`; returns weight.
+    """Subtract an adapter in place: `weight = round(weight - scaling * lora_B @ lora_A)`; returns the weight.
 
-    The arithmetic inverse of `merge_`. It is **not exact**: rounding at the merge lost bits that a subtraction
-    cannot bring back. `merged(model)` restores weights bit for bit.
+    The arithmetic inverse of `merge_`. It is **not exact**: rounding at the merge lost bits that a subtraction cannot
+    bring back. `merged(model)` and `TrackedPlan` restore weights bit for bit.
 
-    Arguments and errors as in `merge_`.
+    Args:
+        weight: as in `merge_`.
+        lora_A: as in `merge_`.
+        lora_B: as in `merge_`.
+        scaling: as in `merge_`.
+
+    Raises:
+        InvalidInput: something does not fit; nothing was written.
     """
     _check_arguments(scaling, weight=weight, lora_A=lora_A, lora_B=lora_B)
     return merge_(weight, lora_A, lora_B, -float(scaling))
@@ -78,14 +88,19 @@ def merge(
     rounding: str = "nearest",
     seed: int | None = None,
 ) -> Tensor:
-    """`round(weight + scaling * lora_B @ lora_A)` in one pass, the weight untouched.
+    """Return `round(weight + scaling * lora_B @ lora_A)`, computed in one pass; the weight is only read.
+
+        rollout = lora_merge.merge(weight, lora_A, lora_B, 2.0, dtype=torch.bfloat16)
 
     Args:
-        weight, lora_A, lora_B, scaling: as in `merge_`.
+        weight: `[out, in]`, bf16, fp16 or fp32, any strides.
+        lora_A: `[r, in]`, any of the three dtypes, 1 <= r <= 512.
+        lora_B: `[out, r]`, any of the three dtypes.
+        scaling: finite factor (`alpha / r` in PEFT).
         out: `[out, in]` tensor to write, any strides; apart from `weight`, or `weight` itself.
-        dtype: of the result where `out` is not given; default the weight's.
+        dtype: of the result where `out` is not given; default: the weight's.
         rounding: "nearest" (ties to even), or "stochastic", whose mean is the unrounded value.
-        seed: of stochastic rounding; the same seed draws the same bits.
+        seed: of stochastic rounding, needed there and only there; the same seed draws the same bits.
 
     Returns:
         `out`, or a new contiguous tensor.
@@ -119,19 +134,22 @@ def run_segments(
     rounding: str = "nearest",
     seed: int | None = None,
 ) -> None:
-    """Many rectangles in one launch: `destinations[i] = round(sources[i] + scaling[i] * lora_B[i] @ lora_A[i])`.
+    """Merge many rectangles in one launch: `destinations[i] = round(sources[i] + scaling[i] * lora_B[i] @ lora_A[i])`.
 
-    The operator form of a `Plan`, for graphs; who runs the same segments every step keeps a `Plan` instead. Captured in
-    a CUDA graph, it is a launch for every 8 segments: their table travels as an argument, which the graph keeps.
+    The operator form of a `Plan`, for graphs that are traced. Code that runs the same segments every step is better
+    served by a `Plan`. Captured in a CUDA graph it is one launch for every 8 segments.
 
     Args:
-        destinations: `[rows, cols]` views that are written; no two may meet.
-        sources: views of the bases; None merges in place.
-        lora_A, lora_B: `[r, cols]` and `[rows, r]` views; None copies.
-        scaling: a factor each.
-        names: names of the whole weights (messages, random bits).
-        first, pitch: where each rectangle lies in its whole weight, see `Segment`; default: it is the whole.
-        rounding, seed: as in `merge`.
+        destinations: `[rows, cols]` views that are written; no two may overlap.
+        sources: views of the bases, of the same shapes; None merges in place.
+        lora_A: `[r, cols]` views; None copies.
+        lora_B: `[rows, r]` views; None copies.
+        scaling: a finite factor each.
+        names: names of the whole weights, for messages and for the bits of stochastic rounding.
+        first: index of each rectangle's first element in its whole weight; default 0. See `Segment`.
+        pitch: what a row and a column add to that index; default: the rectangle is the whole weight.
+        rounding: as in `merge`.
+        seed: as in `merge`.
 
     Raises:
         InvalidInput: lists differ in length, or a segment does not fit; nothing was written.

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from .. import kernels
 from ..errors import InvalidInput
-from .checks import check_overlaps, check_segment, check_segments
+from .checks import check_overlaps, check_segment, check_segments, only_norms
+from .packed import read_bytes
 from .segments import Segment, seed_key
 
 ROUNDINGS = ("nearest", "stochastic")
@@ -38,17 +39,20 @@ def untraced(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 class Plan:
-    """Segments that run in one launch (one for each combination of dtypes on the GPU).
+    """Segments that were checked and laid out once, to be run every step in one launch.
 
-    The plan holds views of every tensor that it reads and writes, so its addresses stay valid as long as it lives,
-    or until `release`. Whoever hands in parameters that may be replaced compares addresses before a run and builds a
-    new plan (`merged` and `MergedWeights` do).
+        plan = lora_merge.Plan([lora_merge.Segment("q_proj.weight", weight, slot, lora_A, lora_B, 2.0)])
+        plan.run()
+
+    On a GPU it is one launch for each combination of dtypes. The plan reads whatever its tensors hold at the time of
+    `run`. It holds views of all of them, so addresses stay valid as long as it lives, or until `release`; if a
+    parameter is replaced by another tensor, build a new plan (`merged` and `MergedWeights` do so by themselves).
 
     Args:
-        segments: the work; all tensors on one device.
+        segments: the work; all tensors on one device, no two destinations overlapping.
 
     Raises:
-        InvalidInput: a segment does not fit, or two of them meet; nothing was written.
+        InvalidInput: a segment does not fit, or two of them overlap; nothing was written.
         BackendUnavailable: no backend runs on that device.
     """
 
@@ -63,16 +67,17 @@ class Plan:
         self.device = devices.pop() if devices else torch.device("cpu")
         work = [s for s in self.segments if s.source.numel()]
         self._launch = kernels.pick(self.device).prepare(work, self.device) if work else None
-        self.bytes_moved = sum(s.source.nbytes + s.destination.nbytes for s in self.segments)
+        self.bytes_moved = sum(read_bytes(s.source) + s.destination.nbytes for s in self.segments)
         """Bytes of bases read and of outputs written in one run; the adapters come on top."""
         self._rows = [(s.source.shape[0], s.source.numel() > 0) for s in self.segments]
+        self._unwritten = next((s.name for s in self.segments if only_norms(s)), None)
         self._unscaled = next((s.name for s in self.segments if s.row_scale is None), None)
 
     def release(self) -> None:
-        """Let go of the tensors and keep their addresses: the plan then holds no memory that its owner wants freed.
+        """Drop the references to the tensors and keep their addresses, so that the plan keeps no memory alive.
 
-        For an owner that compares the plan's addresses with those of live tensors before every run. (The reference
-        backend has no table of addresses and goes on holding them.)
+        Only for an owner that compares the plan's addresses with those of live tensors before every run. (The reference
+        backend has no table of addresses and goes on holding the tensors.)
         """
         self.segments = ()
 
@@ -90,14 +95,20 @@ class Plan:
             seed: of stochastic rounding; needed there, and only there.
         """
         check_rounding(rounding, seed)
+        if self._unwritten is not None:
+            raise InvalidInput(f"{self._unwritten}: a quantised weight cannot be written; pass another destination")
         if self._launch is not None:
             self._launch(rounding == "stochastic", seed_key(seed or 0))
 
     @untraced
     def row_norms(self) -> list[Tensor]:
-        """Squared norm of each row of `source + scaling * B A`, before any `row_scale`: float64 `[rows]` a segment.
+        """Squared norms of the rows of `source + scaling * lora_B @ lora_A`, before any `row_scale`.
 
-        Every segment must carry a `row_scale`: it marks rectangles whose rows are kept as rows (see `segments.pack`).
+        Returns:
+            float64 `[rows]` for each segment.
+
+        Raises:
+            InvalidInput: a segment without a `row_scale`.
         """
         if self._unscaled is not None:
             raise InvalidInput(f"{self._unscaled}: row_norms needs segments with a row_scale")

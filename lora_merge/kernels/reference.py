@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .composed import Composed
-from .segments import Segment, name_key
+from .segments import Segment, moves_bits, name_key
 
 BLOCK = 1 << 18
 """Elements worked on at a time: a few MiB of float64, whatever the size of the weight."""
@@ -54,7 +54,7 @@ def _row_blocks(s: Segment) -> list[slice]:
 
 
 def _merge_block(s: Segment, rows: slice, stochastic: bool, seed: int) -> None:
-    if s.rank == 0 and s.row_scale is None and s.source.dtype == s.destination.dtype:
+    if moves_bits(s):
         s.destination[rows].copy_(s.source[rows])
         return
     total = unrounded(s, rows)

@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 
 from . import layout
+from .packed import Packed
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 """dtypes of bases, outputs and adapters; a word's dtype code is the index in this tuple."""
 BF16, FP16, FP32 = (layout.DTYPES[name] for name in ("BFloat16", "Float16", "Float32"))
+FORMATS = layout.FORMATS
 RAW = {size: layout.DTYPES[f"Raw{size}"] for size in (1, 2, 4, 8)}
 """dtype codes of copies that move bits: bytes an element -> code."""
 WORDS = layout.WORDS
@@ -34,17 +36,20 @@ SOURCE_STRIDE, DESTINATION_STRIDE = layout.OFFSET["source_stride"], layout.OFFSE
 LORA_A_STRIDE, LORA_B_STRIDE = layout.OFFSET["lora_A_stride"], layout.OFFSET["lora_B_stride"]
 SCALING, DTYPES, KEY = layout.OFFSET["scaling"], layout.OFFSET["dtypes"], layout.OFFSET["key"]
 FIRST, PITCH = layout.OFFSET["first"], layout.OFFSET["pitch"]
+PLACE, CODE, ABSMAX, BLOCK = (layout.OFFSET[name] for name in ("place", "code", "absmax", "block"))
+ABSMAX_CODE, ABSMAX_SCALE = layout.OFFSET["absmax_code"], layout.OFFSET["absmax_scale"]
+ABSMAX_BLOCK, ABSMAX_OFFSET = layout.OFFSET["absmax_block"], layout.OFFSET["absmax_offset"]
 UNIT_BEGIN, UNITS_ACROSS = layout.OFFSET["unit_begin"], layout.OFFSET["units_across"]
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One rectangle of work.
+    """One rectangle of work: `destination = round(row_scale * (source + scaling * lora_B @ lora_A))`.
 
     Args:
-        name: name of the whole weight, for error messages and for the random bits of stochastic rounding.
+        name: of the whole weight, for error messages and for the random bits of stochastic rounding.
         source: `[rows, cols]` view of the base, any strides; bf16, fp16 or fp32 (any dtype where rank is 0 and the
-            destination has the same one).
+            destination has the same one); or a `Packed` one, which is decoded.
         destination: `[rows, cols]` view that is written; `source` itself merges in place.
         lora_A: `[r, cols]` view, or None for a copy.
         lora_B: `[rows, r]` view, or None for a copy.
@@ -67,6 +72,16 @@ class Segment:
     @property
     def rank(self) -> int:
         return 0 if self.lora_A is None else self.lora_A.shape[0]
+
+
+def same_weights(table: np.ndarray, other: np.ndarray) -> bool:
+    """Whether two packed tables name the same rectangles of the same weights in the same order; adapters are free."""
+    words = [SOURCE, ROWS, COLS, SOURCE_STRIDE, SOURCE_STRIDE + 1]
+    return (
+        table.shape == other.shape
+        and bool((table[:, words] == other[:, words]).all())
+        and bool((table[:, DTYPES] & 0xFF == other[:, DTYPES] & 0xFF).all())
+    )
 
 
 def copies(name: str, source: Tensor, destination: Tensor) -> list[Segment]:
@@ -118,7 +133,7 @@ def folded(s: Segment) -> list[Segment]:
     """A conversion of a long contiguous run, folded into rows (and the rest of it), so that it fills tiles."""
     n, width = s.source.numel(), 4096
     flat = s.source.is_contiguous() and s.destination.is_contiguous() and s.pitch in (None, (s.source.shape[1], 1))
-    if s.rank or s.row_scale is not None or s.source.dtype == s.destination.dtype or not flat or n < 2 * width:
+    if s.rank or s.row_scale is not None or moves_bits(s) or not flat or n < 2 * width:
         return [s]
     source, destination, rest = s.source.view(-1), s.destination.view(-1), n % width
     body = replace(s, source=source[: n - rest].view(-1, width), destination=destination[: n - rest].view(-1, width))
@@ -137,7 +152,7 @@ def _words(s: Segment) -> list[int]:
         if a is not None and b is not None:
             a, b = b.t(), a.t()
     (m, n), source_stride, destination_stride = source.shape, source.stride(), destination.stride()
-    if a is None and source.dtype == destination.dtype and s.row_scale is None:
+    if moves_bits(s):
         m, n, source_stride, destination_stride, code = _copy_layout(source, destination)
         dtypes = code | code << 8
     else:
@@ -146,6 +161,10 @@ def _words(s: Segment) -> list[int]:
     if a is not None and b is not None:
         dtypes |= FLOATS.index(a.dtype) << 16 | FLOATS.index(b.dtype) << 24
         lora = [*a.stride(), *b.stride()]
+    packed = [0] * 8
+    if isinstance(source, Packed):
+        dtypes |= FORMATS["Int8" if source.codes.code is None else "Codes4"] << 32
+        packed = _packed_words(source)
     return [
         source.data_ptr(),
         destination.data_ptr(),
@@ -163,9 +182,26 @@ def _words(s: Segment) -> list[int]:
         name_key(s.name),
         s.first,
         *pitch,
+        *packed,
         0,
         0,
     ]
+
+
+def _packed_words(source: Packed) -> list[int]:
+    codes = source.codes
+    nested = [0, 0, 0, 0]
+    if codes.nested is not None:
+        n = codes.nested
+        nested = [n.code.data_ptr(), n.absmax.data_ptr(), n.block, n.offset.data_ptr()]
+    code = 0 if codes.code is None else codes.code.data_ptr()
+    return [source.place, code, codes.absmax.data_ptr(), codes.block, *nested]
+
+
+def moves_bits(s: Segment) -> bool:
+    """Whether a segment copies elements as they are."""
+    plain = s.rank == 0 and s.row_scale is None and s.source.dtype == s.destination.dtype
+    return plain and not isinstance(s.source, Packed)
 
 
 def _by_columns(destination: Tensor, source: Tensor) -> bool:

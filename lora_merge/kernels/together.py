@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
-from . import Tracked, idle
+from . import Tracked, idle, in_two_passes
 
 
 class Together:
@@ -38,6 +38,9 @@ class Together:
                 part.merge(meanwhile if part is self._parts[-1] else idle)
                 back.callback(part.unmerge, idle)  # where a later one fails
             back.pop_all()
+
+    def remerge(self, before: Tracked, meanwhile: Callable[[], object] = idle) -> set[str]:
+        return in_two_passes(self, before, meanwhile)
 
     def unmerge(self, meanwhile: Callable[[], object] = idle) -> set[str]:
         for part in self._parts:

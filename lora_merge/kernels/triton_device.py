@@ -16,13 +16,16 @@ is summed small ones first.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
-from . import segments
+from . import packed, segments
 
 INTERPRETED = tl.constexpr(not isinstance(tl.sum, triton.JITFunction))
 """Whether TRITON_INTERPRET=1 was set when triton was imported."""
+PTX = tl.constexpr(torch.version.hip is None)
+"""Whether inline assembly can be NVIDIA's: not with a torch for AMD's GPUs."""
 
 WORDS = tl.constexpr(segments.WORDS)
 SOURCE, DESTINATION = tl.constexpr(segments.SOURCE), tl.constexpr(segments.DESTINATION)
@@ -33,6 +36,12 @@ SOURCE_STRIDE = tl.constexpr(segments.SOURCE_STRIDE)
 DESTINATION_STRIDE = tl.constexpr(segments.DESTINATION_STRIDE)
 LORA_A_STRIDE, LORA_B_STRIDE = tl.constexpr(segments.LORA_A_STRIDE), tl.constexpr(segments.LORA_B_STRIDE)
 KEY, FIRST, PITCH = tl.constexpr(segments.KEY), tl.constexpr(segments.FIRST), tl.constexpr(segments.PITCH)
+PLACE, CODE = tl.constexpr(segments.PLACE), tl.constexpr(segments.CODE)
+ABSMAX, BLOCK = tl.constexpr(segments.ABSMAX), tl.constexpr(segments.BLOCK)
+ABSMAX_CODE, ABSMAX_SCALE = tl.constexpr(segments.ABSMAX_CODE), tl.constexpr(segments.ABSMAX_SCALE)
+ABSMAX_BLOCK, ABSMAX_OFFSET = tl.constexpr(segments.ABSMAX_BLOCK), tl.constexpr(segments.ABSMAX_OFFSET)
+CODES4, INT8 = tl.constexpr(segments.FORMATS["Codes4"]), tl.constexpr(segments.FORMATS["Int8"])
+INT8_STEP = tl.constexpr(packed.INT8_STEP)
 UNIT_BEGIN, UNITS_ACROSS = tl.constexpr(segments.UNIT_BEGIN), tl.constexpr(segments.UNITS_ACROSS)
 
 
@@ -51,6 +60,9 @@ def run_table(
     RANK_BLOCKS: tl.constexpr,
     SCALED: tl.constexpr,
     STOCHASTIC: tl.constexpr,
+    FORMAT: tl.constexpr,
+    NESTED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -59,7 +71,7 @@ def run_table(
     """Tiles of segments, one after the other.
 
     Args:
-        table: int64 `[S, 24]`.
+        table: int64 `[S, WORDS]`.
         unit_segment: int32, the segment of each of so many `units`, which are tiles.
         seed: word of `segments.seed_key`.
         *_T: the dtypes; an integer for copies that move bits.
@@ -67,6 +79,7 @@ def run_table(
             row strides and columns that are multiples of it. LORA_ALIGN: likewise for the adapters.
         RANK_BLOCKS: blocks of BLOCK_K that hold the rank of every segment; 0 where none has an adapter.
         SCALED: whether every segment has a row scale; else none has.
+        FORMAT, NESTED, BLOCK_SIZE: see `weights`.
         TILE_M, TILE_N: rows and columns of a tile.
         AHEAD: of the next tile every so many bytes are asked for while this one is computed; 0: nothing is.
     """
@@ -75,9 +88,8 @@ def run_table(
         segment, row, column = corner(table, unit_segment, unit, TILE_M, TILE_N)
         i, j = row.to(tl.int64) + tl.arange(0, TILE_M), column.to(tl.int64) + tl.arange(0, TILE_N)
         mask = (i < tl.load(segment + ROWS))[:, None] & (j < extent(segment + COLS, ALIGN))[None, :]
-        source = pointers(segment + SOURCE, segment + SOURCE_STRIDE, i, j, SOURCE_T, ALIGN)
         destination = pointers(segment + DESTINATION, segment + DESTINATION_STRIDE, i, j, DESTINATION_T, ALIGN)
-        weight = tl.load(source, mask, other=0, eviction_policy="evict_first")
+        weight = weights(segment, i, j, mask, SOURCE_T, ALIGN, FORMAT, NESTED, BLOCK_SIZE)
         if SOURCE_T.is_int():
             out = weight
         else:
@@ -108,6 +120,9 @@ def row_norms(
     ALIGN: tl.constexpr,
     LORA_ALIGN: tl.constexpr,
     RANK_BLOCKS: tl.constexpr,
+    FORMAT: tl.constexpr,
+    NESTED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -121,14 +136,66 @@ def row_norms(
     begin = tl.zeros([], tl.int64)
     while begin < cols:
         j = begin + tl.arange(0, TILE_N)
-        source = pointers(segment + SOURCE, segment + SOURCE_STRIDE, i, j, SOURCE_T, ALIGN)
-        total = float32(tl.load(source, (i < rows)[:, None] & (j < cols)[None, :], other=0))
+        mask = (i < rows)[:, None] & (j < cols)[None, :]
+        total = float32(weights(segment, i, j, mask, SOURCE_T, ALIGN, FORMAT, NESTED, BLOCK_SIZE))
         if RANK_BLOCKS > 0:
             product = products(segment, i, j, LORA_A_T, LORA_B_T, LORA_ALIGN, RANK_BLOCKS, TILE_M, TILE_N, BLOCK_K)
             total = tl.fma(product, scaling_of(segment), total)
         norms += tl.sum(total.to(tl.float64) * total.to(tl.float64), axis=1)
         begin += TILE_N
     tl.store(out + tl.load(segment + UNITS_ACROSS) + i, norms, i < rows)
+
+
+# ---- the base -------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def weights(
+    segment,
+    i,
+    j,
+    mask,
+    SOURCE_T: tl.constexpr,
+    ALIGN: tl.constexpr,
+    FORMAT: tl.constexpr,
+    NESTED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """Elements (i, j) of the source, or what its codes stand for (packed.py); zeros outside of the mask.
+
+    Args:
+        FORMAT: code of the source's format, as in `layout.FORMATS`.
+        NESTED: whether absmax is bytes that stand for others.
+        BLOCK_SIZE: codes that share an absmax; 0: the segment says how many; -1: those of a row.
+    """
+    if FORMAT == 0:
+        source = pointers(segment + SOURCE, segment + SOURCE_STRIDE, i, j, SOURCE_T, ALIGN)
+        return tl.load(source, mask, other=0, eviction_policy="evict_first")
+    else:
+        first, stride = tl.load(segment + PLACE), segment + SOURCE_STRIDE
+        place = first + i[:, None] * tl.load(stride) + j[None, :] * tl.load(stride + 1)
+        if BLOCK_SIZE > 0:
+            block = place // BLOCK_SIZE
+        elif BLOCK_SIZE < 0:
+            block = first // tl.load(segment + BLOCK) + i[:, None] + j[None, :] * 0
+        else:
+            block = place // tl.load(segment + BLOCK)
+        if NESTED:
+            byte = tl.load(tl.load(segment + ABSMAX).to(tl.pointer_type(tl.uint8)) + block, mask, other=0)
+            scale = tl.load(tl.load(segment + ABSMAX_CODE).to(tl.pointer_type(tl.float32)) + byte.to(tl.int32))
+            outer = block // tl.load(segment + ABSMAX_BLOCK)
+            scale *= tl.load(tl.load(segment + ABSMAX_SCALE).to(tl.pointer_type(tl.float32)) + outer, mask, other=0)
+            scale += tl.load(tl.load(segment + ABSMAX_OFFSET).to(tl.pointer_type(tl.float32)))
+        else:
+            scale = tl.load(tl.load(segment + ABSMAX).to(tl.pointer_type(tl.float32)) + block, mask, other=0)
+        if FORMAT == INT8:
+            codes = tl.load(tl.load(segment + SOURCE).to(tl.pointer_type(tl.int8)) + place, mask, other=0)
+            value = codes.to(tl.float32) * scale * INT8_STEP
+        else:
+            byte = tl.load(tl.load(segment + SOURCE).to(tl.pointer_type(tl.uint8)) + (place >> 1), mask, other=0)
+            codes = (byte.to(tl.int32) >> ((place & 1) ^ 1).to(tl.int32) * 4) & 15
+            value = tl.load(tl.load(segment + CODE).to(tl.pointer_type(tl.float32)) + codes) * scale
+        return nearest(tl.where(mask, value, 0.0), SOURCE_T)
 
 
 # ---- addresses -------------------------------------------------------------------------------------------------------
@@ -156,7 +223,7 @@ def ahead(
     AHEAD: tl.constexpr,
 ):
     """Ask for a tile's weights, if there is such a unit: they come into the L2 cache, and take no register."""
-    if AHEAD > 0 and ALIGN > 1 and not INTERPRETED:  # noqa: SIM102  the compiler knows this, and the GPU the next
+    if AHEAD > 0 and ALIGN > 1 and PTX and not INTERPRETED:  # noqa: SIM102  the compiler knows this, and the GPU the next
         if unit < units:
             segment, row, column = corner(table, unit_segment, unit, TILE_M, TILE_N)
             STEP: tl.constexpr = AHEAD * 8 // DTYPE.primitive_bitwidth

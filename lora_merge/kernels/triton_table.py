@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 
 from .segments import (
+    ABSMAX_CODE,
+    BLOCK,
     COLS,
     DESTINATION,
     DESTINATION_STRIDE,
     DTYPES,
+    FORMATS,
     LORA_A,
     LORA_A_STRIDE,
     LORA_B,
@@ -99,10 +102,11 @@ def groups(table: np.ndarray) -> list[tuple[np.ndarray, dict[str, Any]]]:
     table[one_row, SOURCE_STRIDE] = table[one_row, DESTINATION_STRIDE] = 0  # unused: then they are aligned
     blocks = _ceil(table[:, RANK], RANK_BLOCK)
     align, lora_align = _alignment(table)
-    words = np.stack([table[:, DTYPES], blocks, align, lora_align, table[:, ROW_SCALE] != 0])
+    scaled, nested = table[:, ROW_SCALE] != 0, table[:, ABSMAX_CODE] != 0
+    words = np.stack([table[:, DTYPES], blocks, align, lora_align, scaled, nested, _block_size(table)])
     keys, group_of = np.unique(words, axis=1, return_inverse=True)
     found = []
-    for group, (codes, rank_blocks, a, b, scaled) in enumerate(keys.T.tolist()):
+    for group, (codes, rank_blocks, a, b, scaled, nested, block) in enumerate(keys.T.tolist()):
         labels = ("SOURCE_T", "DESTINATION_T", "LORA_A_T", "LORA_B_T")
         constants = {
             **{label: dtypes[codes >> 8 * i & 0xFF] for i, label in enumerate(labels)},
@@ -111,9 +115,20 @@ def groups(table: np.ndarray) -> list[tuple[np.ndarray, dict[str, Any]]]:
             "RANK_BLOCKS": rank_blocks,
             "BLOCK_K": RANK_BLOCK,
             "SCALED": bool(scaled),
+            "FORMAT": codes >> 32,
+            "NESTED": bool(nested),
+            "BLOCK_SIZE": block,
         }
         found.append((table[group_of.reshape(-1) == group], constants))
     return found
+
+
+def _block_size(table: np.ndarray) -> np.ndarray:
+    """See `weights` in `triton_device.py`."""
+    block = table[:, BLOCK]
+    by_row = (table[:, SOURCE_STRIDE] == block) & (table[:, SOURCE_STRIDE + 1] == 1) & (table[:, ROWS] > 1)
+    size = np.where(by_row, -1, np.where(block & (block - 1) == 0, block, 0))
+    return np.where(table[:, DTYPES] >> 32 == FORMATS["Plain"], 0, size)
 
 
 def _alignment(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -128,7 +143,8 @@ def _alignment(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     raw = (table[:, DTYPES] & 0xFF) >= min(RAW.values())
     elements = np.where(raw, 16, 8)
     cols = table[:, COLS] % elements == 0
-    weights = cols & fits(SOURCE, SOURCE_STRIDE) & fits(DESTINATION, DESTINATION_STRIDE)
+    packed = table[:, DTYPES] >> 32 != FORMATS["Plain"]
+    weights = cols & (packed | fits(SOURCE, SOURCE_STRIDE)) & fits(DESTINATION, DESTINATION_STRIDE)
     ranks = (table[:, RANK] > 0) & (table[:, RANK] % elements == 0)
     adapters = cols & ranks & fits(LORA_A, LORA_A_STRIDE) & fits(LORA_B, LORA_B_STRIDE)
     return np.where(weights, elements, 1), np.where(adapters, elements, 1)
@@ -137,12 +153,14 @@ def _alignment(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def merge_variant(table: np.ndarray, constants: dict[str, Any], device: torch.device) -> Variant:
     """A launch over all tiles of a table, those of a row of tiles one after the other."""
     bytewise = (int(table[0, DTYPES]) & 0xFF) == RAW[1]
-    merges = MERGE_LONG if _wide(constants) or constants["RANK_BLOCKS"] > 1 else MERGE
+    long = _wide(constants) or constants["RANK_BLOCKS"] > 1 or constants["FORMAT"]
+    merges = MERGE_LONG if long else MERGE
     return _tiled(table, constants, COPY if bytewise else merges, device)
 
 
 def tracked_variant(table: np.ndarray, constants: dict[str, Any], device: torch.device) -> Variant:
     """The same for a tracked merge."""
+    constants = {name: value for name, value in constants.items() if name not in ("FORMAT", "NESTED", "BLOCK_SIZE")}
     return _tiled(table, constants, TRACKED_WIDE if _wide(constants) else TRACKED, device)
 
 

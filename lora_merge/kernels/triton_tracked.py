@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .composed import keeping_denormals
-from .fused import Journal
+from .fused import Journal, Kernels
 from .segments import DTYPES, FLOATS, KEY, UNIT_BEGIN, Segment, name_key, pack
 from .triton_table import Variant, groups, streams_of, tracked_code_bytes, tracked_variant
 
@@ -69,6 +69,12 @@ class TritonTracked:
         from .triton_tracked_device import untrack
 
         self._run(untrack, journal)
+
+    def follows(self, before: Kernels) -> bool:
+        return False  # in two passes
+
+    def retrack(self, before: Kernels, old: Journal, journal: Journal) -> None:
+        raise NotImplementedError
 
     def names(self, units: Tensor) -> set[str]:
         return {self._names[i] for i in np.searchsorted(np.concatenate(self._first), units.numpy(), side="right") - 1}
