@@ -1,8 +1,7 @@
-"""Adapters from folders in running engines: merged onto what the engine was started from, at base-model speed, and off
-again, exactly.
+"""Merge a saved adapter into a running engine, and take it off again exactly. No trainer is needed.
 
-No trainer is needed: the engine's workers add lora_B @ lora_A to the weights that they have, and keep what brings these
-back bit for bit. One adapter is served at a time; requests carry no LoRA.
+The engine's workers add lora_B @ lora_A to the weights that they have, and keep what brings these back bit for bit. One
+adapter is served at a time, at base-model speed; requests carry no LoRA.
 """
 
 from __future__ import annotations
@@ -12,9 +11,9 @@ from typing import Any
 
 import torch
 
+from .engine.calls import drive
 from .engine.load import check_blocking, load, unload
 from .engine.replica import SyncReport
-from .engine.vllm.control import drive
 
 __all__ = ["aload_adapter", "aunload_adapter", "load_adapter", "unload_adapter"]
 
@@ -29,31 +28,35 @@ def load_adapter(
     pause: str = "keep",
     verify: bool = False,
 ) -> SyncReport:
-    """Serve an adapter that PEFT has saved. One that was loaded before goes, in the same step.
+    """Merge an adapter that PEFT has saved into a running engine.
 
-    Everything that can be checked is checked before the first byte is written, and requests go on meanwhile; all
-    workers have the adapter before any of them changes a weight.
+        print(load_adapter("http://localhost:8000", "checkpoints/step-400"))
+
+    One that was loaded before is taken off in the same step. Everything that can be checked is checked before the first
+    byte is written, and requests go on meanwhile; all workers have the adapter before any of them changes a weight.
 
     Args:
         engine: a running `vllm.LLM`, `LLMEngine`, Ray actor around one, or the URL of a `vllm serve` that was started
-            with `VLLM_SERVER_DEV_MODE=1`; or a list of these. lora-merge is installed where its workers run. Of an
-            `AsyncLLM`, await `aload_adapter`.
+            with `VLLM_SERVER_DEV_MODE=1`; or a list of these. lora-merge has to be installed where its workers run. For
+            an `AsyncLLM` await `aload_adapter`.
         folder: as `save_pretrained` of a `PeftModel` wrote it: adapter_config.json and the tensors beside it.
         base: folder or name of the model that the adapter was trained on, of which the configuration is read (of
             DoRA, its weights, too); default: what adapter_config.json names. That it is the engine's own model is your
             word: names, shapes and dtypes are checked.
-        name: that the engine tells with its answers and states; default: the folder's.
-        device: on which the adapter is laid out for its way. "cuda" goes over CUDA IPC or NCCL.
-        pause: as of `VllmSync`.
-        verify: compare checksums of what came.
+        name: under which the engine names the adapter in its answers and states; default: the folder's name.
+        device: on which the adapter is laid out to be sent. "cuda" goes over CUDA IPC or NCCL.
+        pause: what becomes of requests in flight: "keep", "wait" or "abort", as for `VllmSync`.
+        verify: compare checksums on both sides.
 
     Returns:
-        what it did.
+        what was done.
 
     Raises:
-        PushRefused, InvalidInput, UnsupportedAdapter: it does not fit; every engine is as before.
-        PushFailed: it broke off half-way in some engines, which are dirty; names them. Loading again heals them where
-            vLLM can read their checkpoint again.
+        PushRefused: it does not fit the engine; every engine is as before.
+        InvalidInput: an argument or the folder does not fit; as above.
+        UnsupportedAdapter: the adapter has no exact merge; as above.
+        PushFailed: it broke off half-way in some engines, which are dirty; names them. Loading again heals them if vLLM
+            can read their checkpoint again.
         MissingExtra: peft or transformers is not installed.
     """
     check_blocking(engine)
@@ -70,18 +73,22 @@ async def aload_adapter(
     pause: str = "keep",
     verify: bool = False,
 ) -> SyncReport:
-    """As `load_adapter`, in the event loop of an `AsyncLLM`."""
+    """As `load_adapter`, to be awaited in the event loop of an `AsyncLLM`."""
     return await load(engine, folder, base=base, name=name, device=device, pause=pause, verify=verify)
 
 
 def unload_adapter(engine: Any, *, pause: str = "keep") -> SyncReport:
-    """Take the adapter off that `load_adapter` brought: every bit is what the engine was started with.
+    """Take off the adapter that `load_adapter` merged: every bit is then what the engine was started with.
 
     Args:
-        engine, pause: as of `load_adapter`.
+        engine: as for `load_adapter`.
+        pause: as for `load_adapter`.
+
+    Returns:
+        what was done.
 
     Raises:
-        PushRefused: there is none, or a trainer has pushed over it; every engine is as before.
+        PushRefused: there is no such adapter, or a trainer has pushed over it; every engine is as before.
         PushFailed: it broke off half-way in some engines, which are dirty; names them.
     """
     check_blocking(engine)
@@ -89,5 +96,5 @@ def unload_adapter(engine: Any, *, pause: str = "keep") -> SyncReport:
 
 
 async def aunload_adapter(engine: Any, *, pause: str = "keep") -> SyncReport:
-    """As `unload_adapter`, in the event loop of an `AsyncLLM`."""
+    """As `unload_adapter`, to be awaited in the event loop of an `AsyncLLM`."""
     return await unload(engine, pause=pause)

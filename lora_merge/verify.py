@@ -1,10 +1,11 @@
-"""Did it arrive? What rounding loses, whether an engine is covered, and how far rollout and trainer lie apart."""
+"""Checks: what rounding loses, whether a push wrote all of an engine, how far log-probs of both sides differ."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import pairwise
+from operator import add
 from typing import Any
 
 import torch
@@ -25,7 +26,8 @@ class Coverage:
     """What the last full push wrote in one worker.
 
     Args:
-        written, elements: elements of parameters and persistent buffers that it wrote, and that there are.
+        written: elements of parameters and persistent buffers that it wrote.
+        elements: how many there are.
         state: what the worker holds ("merged@3").
     """
 
@@ -35,24 +37,28 @@ class Coverage:
 
     @property
     def complete(self) -> bool:
+        """Whether every element was written."""
         return 0 < self.elements == self.written
 
 
 def coverage(engine: Any) -> list[Coverage]:
-    """Whether every element of every parameter and persistent buffer was written by the last full push, by worker.
+    """Ask each worker how much of its parameters and persistent buffers the last full push wrote.
 
     Args:
-        engine: as for `VllmSync`; of an `AsyncLLM` use `acoverage`.
+        engine: one handle, as for `VllmSync`, or an `sglang.Engine`. For an `AsyncLLM` await `acoverage`.
+
+    Returns:
+        one entry a worker; `complete` says whether it is all.
     """
-    from .engine.vllm.control import drive
+    from .engine.calls import drive
 
     return drive(acoverage(engine))
 
 
 async def acoverage(engine: Any) -> list[Coverage]:
-    """As `coverage`, in an `AsyncLLM`'s event loop."""
+    """As `coverage`, to be awaited in the event loop of an `AsyncLLM`."""
+    from .engine.handles import control_of
     from .engine.state import State
-    from .engine.vllm.control import control_of
 
     answers = await control_of(engine).rpc("coverage")
     found = []
@@ -63,7 +69,7 @@ async def acoverage(engine: Any) -> list[Coverage]:
 
 
 def checksums(weights: MergedWeights) -> dict[str, int]:
-    """Checksum of every tensor of a stream, by name; `VllmSync.push(verify=True)` compares the same ones."""
+    """A checksum of every tensor of a stream, by name: the same that `VllmSync.push(verify=True)` compares."""
     return {name: checksum(tensor) for name, tensor in weights}
 
 
@@ -85,48 +91,90 @@ class RoundingLoss:
 def rounding_loss(
     model: nn.Module, dtype: torch.dtype = torch.bfloat16, *, rounding: str = "nearest", seed: int | None = None
 ) -> list[RoundingLoss]:
-    """How much of each adapter's update is lost when merged weights are rounded to the rollout dtype.
+    """Measure how much of each adapter's update is lost when merged weights are rounded to the rollout's dtype.
 
     Args:
-        model: a PEFT model.
+        model: a PEFT model, whole on one device.
         dtype: of the rollout.
-        rounding, seed: as in `merge`; stochastic rounding loses more in each draw, and nothing on average.
+        rounding: as in `merge`; stochastic rounding loses more in each draw, and nothing on average.
+        seed: as in `merge`.
 
     Returns:
-        One entry for each adapted parameter; parameters whose update is zero have loss 0 and cosine 1.
+        one entry for each adapted parameter; parameters whose update is zero have loss 0 and cosine 1.
+
+    Raises:
+        InvalidInput: a dtype that is none of the three, or a sharded model.
     """
     if dtype not in FLOATS:
         raise InvalidInput(f"dtype must be bfloat16, float16 or float32, got {dtype}")
-    return [_rounding_loss(delta, dtype, rounding, seed) for delta in read_deltas(model)]
+    changes = ((delta.name, change_of(delta, dtype, rounding, seed)) for delta in read_deltas(model))
+    return [RoundingLoss(name, change.loss, change.cosine) for name, change in changes]
 
 
-def _rounding_loss(delta: Delta, dtype: torch.dtype, rounding: str, seed: int | None) -> RoundingLoss:
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What an adapter changes of one parameter, and what rounding leaves of that; sums of squares over all elements, W
+    the weight, D the update, R the rounded result.
+
+    Args:
+        weight, update: of W and of D.
+        lost: of R - (W + D).
+        arrived: of R - W.
+        kept: sum of (R - W) * D.
+    """
+
+    weight: float = 0.0
+    update: float = 0.0
+    lost: float = 0.0
+    arrived: float = 0.0
+    kept: float = 0.0
+
+    def __add__(self, other: Change) -> Change:
+        return Change(*map(add, astuple(self), astuple(other)))
+
+    @property
+    def loss(self) -> float:
+        """As of `RoundingLoss`."""
+        return (self.lost / self.update) ** 0.5 if self.update else 0.0
+
+    @property
+    def cosine(self) -> float:
+        """As of `RoundingLoss`."""
+        if not self.update:
+            return 1.0
+        return self.kept / (self.update * self.arrived) ** 0.5 if self.arrived else float("nan")
+
+
+def change_of(delta: Delta, dtype: torch.dtype, rounding: str = "nearest", seed: int | None = None) -> Change:
+    """What a delta changes of its weight, which is whole and has values, in float64, a block of rows at a time."""
     if not delta.weight.whole:
         raise InvalidInput(f"{delta.name} is sharded: measure the rounding loss on a model that is whole on one device")
     weight = delta.weight.pieces[0].tensor
     rounded = torch.empty(weight.shape, dtype=dtype, device=weight.device)
-    operands = Operands([Turn([delta])], Ranks(), weight.device)
+    operands = Operands([Turn([delta], everything={delta.name})], Ranks(), weight.device)
     operands.refresh()
     MergePlan([whole_job(delta, weight, rounded)], operands).run(rounding=rounding, seed=seed)
-    lost = kept = update = arrived = 0.0
     lora_A, lora_B, scaling = operands.factors(delta)
+    magnitude = None if delta.magnitude is None else operands.whole(delta.magnitude).flatten().double()
+    found = Change()
     for e, (w, r) in enumerate(zip(delta.matrices(weight), delta.matrices(rounded), strict=True)):
-        base = w.double()
-        exact = base + scaling * (lora_B[:, :, e].double() @ lora_A[e].double())
-        if delta.magnitude is not None:
-            norms = torch.linalg.vector_norm(exact, dim=1)
-            magnitude = operands.whole(delta.magnitude)
-            exact *= (magnitude.flatten().double() / norms).unsqueeze(1)
-        change, there = exact - base, r.double() - base
-        lost += float((r.double() - exact).square().sum())
-        update += float(change.square().sum())
-        arrived += float(there.square().sum())
-        kept += float((there * change).sum())
-    if update == 0:
-        return RoundingLoss(delta.name, 0.0, 1.0)
-    return RoundingLoss(
-        delta.name, (lost / update) ** 0.5, kept / (update * arrived) ** 0.5 if arrived else float("nan")
-    )
+        a, b = lora_A[e].double(), lora_B[:, :, e].double()
+        step = max(_BLOCK // max(w.shape[1], 1), 1)
+        for begin in range(0, w.shape[0], step):
+            rows = slice(begin, begin + step)
+            base = w[rows].double()
+            exact = base + scaling * (b[rows] @ a)
+            if magnitude is not None:
+                exact *= (magnitude[rows] / torch.linalg.vector_norm(exact, dim=1)).unsqueeze(1)
+            change, there = exact - base, r[rows].double() - base
+            lost = r[rows].double() - exact
+            w2, d2, l2, a2 = (float(t.square().sum()) for t in (base, change, lost, there))
+            found += Change(w2, d2, l2, a2, float((there * change).sum()))
+    return found
+
+
+_BLOCK = 1 << 22
+"""Elements of which float64 copies are made at a time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -134,7 +182,8 @@ class LogprobGap:
     """How far the rollout's log-probs lie from the trainer's, over response tokens.
 
     Args:
-        maximum, mean: of `|trainer - rollout|`.
+        maximum: of `|trainer - rollout|`, in nats.
+        mean: of the same.
         ratios: importance ratio `exp(trainer - rollout)` of each token, one float32 tensor a response.
     """
 
@@ -144,15 +193,17 @@ class LogprobGap:
 
     @property
     def tokens(self) -> int:
+        """How many response tokens were compared."""
         return sum(r.numel() for r in self.ratios)
 
     @property
     def ratio_mean(self) -> float:
+        """Mean importance ratio."""
         return float(torch.cat(self.ratios).mean())
 
     @property
     def ratio_range(self) -> tuple[float, float]:
-        """Smallest and largest."""
+        """Smallest and largest importance ratio."""
         flat = torch.cat(self.ratios)
         return float(flat.min()), float(flat.max())
 
@@ -174,9 +225,10 @@ def logprob_gap(
     prompt_width: int | None = None,
     cu_seqlens: Sequence[int] | Tensor | None = None,
 ) -> LogprobGap:
-    """The rollout's log-probs of its own tokens against the trainer's, lined up response token by response token.
+    """Compare the rollout's log-probs of its own tokens with the trainer's, response token by response token.
 
-    The trainer's come in one of three layouts:
+    If both compute with the same weights, all importance ratios are 1 up to rounding. The trainer's log-probs come in
+    one of three layouts:
 
     - padded `[N, P + R]`, prompts left-padded to P, responses right-padded to R; needs `prompt_width` = P and
       `response_lengths`;

@@ -23,52 +23,30 @@ import first_calls  # noqa: F401 - this process computes cosines too, and makes 
 import models
 import pytest
 import torch
+from policies import (  # noqa: F401 - tests find them here, too
+    EXPERTS,
+    LINEARS,
+    MOE,
+    SIZES,
+    gemma2,
+    llama,
+    prompts,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    save_base,
+    train,
+)
 from processes import leaving_nothing
 from torch import Tensor, nn
 from vllm import LLM, SamplingParams
 from vllm.config import WeightTransferConfig
-
-# vLLM wants head dimensions of 32 and more in float32.
-SIZES = models._SIZES | {
-    "vocab_size": 256,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "max_position_embeddings": 256,
-}
-MOE = {"head_dim": 32, "num_experts_per_tok": 2}
-EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-
-
-def qwen2(tied: bool = True) -> nn.Module:
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    return Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=tied))
-
-
-def llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(LlamaConfig(**SIZES))
-
-
-def qwen3() -> nn.Module:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    return Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=32))
 
 
 def mixtral() -> nn.Module:
     from transformers import MixtralConfig, MixtralForCausalLM
 
     return models.eager(MixtralForCausalLM(MixtralConfig(**SIZES | {"num_hidden_layers": 1}, num_local_experts=4)))
-
-
-def qwen3_moe() -> nn.Module:
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    sizes = SIZES | MOE | {"num_hidden_layers": 1}
-    return models.eager(Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, num_experts=4, moe_intermediate_size=64)))
 
 
 def gemma4() -> nn.Module:
@@ -80,15 +58,6 @@ def gemma4() -> nn.Module:
         if name.endswith("layer_scalar"):
             buffer.fill_(0.75)
     return model
-
-
-def gemma2() -> nn.Module:
-    """A tied head, of which vLLM's class knows nothing."""
-    from transformers import Gemma2Config, Gemma2ForCausalLM
-
-    # Other attention of transformers leaves the soft cap of its logits out.
-    sizes = SIZES | {"head_dim": 32, "query_pre_attn_scalar": 32, "attn_implementation": "eager"}
-    return Gemma2ForCausalLM(Gemma2Config(**sizes))
 
 
 def cohere() -> nn.Module:
@@ -176,15 +145,6 @@ def qwen2_5_vl_processor() -> Any:
     return Qwen2_5_VLProcessor(Qwen2VLImageProcessor(), tokenizer, Qwen2VLVideoProcessor(), chat_template="")
 
 
-def train(model: nn.Module, seed: int = 1, size: float = 0.05) -> None:
-    """Move the adapter as a step of an optimizer would."""
-    g = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.add_((torch.randn(parameter.shape, generator=g) * size).to(parameter))
-
-
 CLIENT_THREADS = ("EngineCoreOutputQueueThread", "MPClientEngineMonitor")
 """Of vLLM's client of an engine in another process: those that use its sockets."""
 
@@ -203,7 +163,12 @@ def engine(model: nn.Module, folder: Path, *, processes: bool = False, **options
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     before = set(threading.enumerate())
-    llm = LLM(str(folder), **engine_options(model) | options)
+    options = engine_options(model) | options
+    try:
+        llm = LLM(str(folder), **options)
+    except BaseException:
+        _no_longer_extended(options["worker_extension_cls"])
+        raise
     threads = [t for t in threading.enumerate() if t not in before and t.name in CLIENT_THREADS]
     try:
         yield llm
@@ -215,10 +180,24 @@ def engine(model: nn.Module, folder: Path, *, processes: bool = False, **options
             _end(context, threads)
         del llm, core
         gc.collect()
+        _no_longer_extended(options["worker_extension_cls"])
         if not processes:
             from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
             cleanup_dist_env_and_memory()
+
+
+def _no_longer_extended(extension: str) -> None:
+    """Take an extension out of vLLM's worker class, which in this process keeps it after its engine: the next engine's
+    may be a subclass of it, and Python allows no base in front of its own subclass."""
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    extended, classes = resolve_obj_by_qualname(extension), [WorkerBase]
+    for worker in classes:
+        classes.extend(worker.__subclasses__())
+        if extended in worker.__bases__:
+            worker.__bases__ = tuple(base for base in worker.__bases__ if base is not extended)
 
 
 def _end(context: Any, threads: Sequence[threading.Thread]) -> None:
@@ -245,24 +224,6 @@ def engine_options(model: nn.Module) -> dict[str, Any]:
         "weight_transfer_config": WeightTransferConfig(backend="lora_merge"),
         "worker_extension_cls": "first_calls.Settled",
     }
-
-
-def save_base(base: nn.Module, folder: Path) -> None:
-    """The base in HF format, without what PEFT injected into it."""
-    from safetensors.torch import save_file
-
-    import lora_merge.stream.weights
-
-    folder.mkdir(parents=True)
-    base.config.architectures = [type(base).__name__]
-    base.config.save_pretrained(folder)
-    stream = lora_merge.stream.weights.MergedWeights(base, adapters=False)
-    save_file({name: t.contiguous().clone() for name, t in stream}, folder / "model.safetensors", {"format": "pt"})
-
-
-def prompts(count: int = 4, seed: int = 3) -> list[list[int]]:
-    g = torch.Generator().manual_seed(seed)
-    return [torch.randint(3, 256, (12,), generator=g).tolist() for _ in range(count)]
 
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10, logprobs=1, detokenize=False, ignore_eos=True)

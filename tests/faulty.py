@@ -8,9 +8,10 @@ from typing import Any
 
 import first_calls
 
+from lora_merge.engine.merger import _Products
+from lora_merge.engine.side import Side
 from lora_merge.engine.vllm import worker as ours
 from lora_merge.engine.vllm.loader import Loader
-from lora_merge.engine.vllm.side import Side
 from lora_merge.kernels.tracked import TrackedPlan
 
 _WHERE: dict[str, tuple[Any, str]] = {
@@ -19,7 +20,8 @@ _WHERE: dict[str, tuple[Any, str]] = {
     "checksums": (Loader, "arrived"),
     "connect": (Side, "connect"),
     "unmerge": (TrackedPlan, "unmerge"),
-    "products": (TrackedPlan, "merge"),
+    "remerge": (TrackedPlan, "remerge"),
+    "products": (_Products, "merge"),
 }
 
 

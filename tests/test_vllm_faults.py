@@ -18,7 +18,9 @@ import torch
 from engines import ask, assert_answers, engine, train
 
 from lora_merge import LoraMergeError, PushFailed, PushRefused, VllmSync
-from lora_merge.engine.vllm.control import Control, OutOfStep, WorkerFailed, drive
+from lora_merge.engine.calls import drive
+from lora_merge.engine.control import OutOfStep, WorkerFailed
+from lora_merge.engine.vllm.control import LlmControl
 from lora_merge.stream.filler import Filler
 from lora_merge.verify import coverage
 
@@ -189,7 +191,7 @@ def test_answers_to_an_earlier_call_are_not_taken_for_those_of_this_one(
     wide: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a user's own failing `collective_rpc` does to an engine of several workers shows, and is named."""
-    control, late = Control(wide), []
+    control, late = LlmControl(wide), []
     works = control._ask
 
     async def one_late(request: str) -> Any:
@@ -207,7 +209,7 @@ def test_an_unknown_call_is_an_answer(wide: Any) -> None:
         answers = wide.collective_rpc("lora_merge", args=(request,))
         assert all('"error"' in answer for answer in answers), answers
     with pytest.raises(WorkerFailed, match=r"worker 0: .*worker 1: "):
-        drive(Control(wide).rpc("format"))
+        drive(LlmControl(wide).rpc("format"))
     assert wide.collective_rpc("mend") == ["well"] * 2
 
 

@@ -5,12 +5,15 @@ A peer's rollout broke from the second batch on, and after a resume: so every st
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import math
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import engines
 import models
@@ -70,6 +73,33 @@ def test_every_token_of_every_step_comes_from_the_policy(mode: str, base: Path, 
     assert steps[3]["reward"] == pytest.approx(lost["reward"], abs=0.05)
     kept = torch.load(tmp_path / "checkpoint-000006" / "trainer.pt", weights_only=True)
     assert kept["step"] == 6
+
+
+def test_an_engine_that_quantises_and_truncated_importance_sampling(base: Path, tmp_path: Path) -> None:
+    """Ratios leave the band of 0.02, which ends no run in bf16, and are weighed."""
+    if base.exists():
+        shutil.copytree(base, tmp_path / "base")
+    options = ("--dtype", "bfloat16", "--quantization", "fp8_per_channel", "--truncated-importance-sampling", "2")
+    grpo(tmp_path, *options, "--pretrain", "40", "--steps", "2")
+    for step in records(tmp_path):
+        assert step["ratio_off"] > 0.02, step
+        assert abs(step["ratio_mean"] - 1) < 0.1, "it is the policy that is trained, a little off"
+
+
+def test_tokens_weigh_what_the_engine_undersampled() -> None:
+    spec = importlib.util.spec_from_file_location("grpo", ROOT / "examples" / "grpo.py")
+    assert spec is not None
+    assert spec.loader is not None
+    example: Any = importlib.util.module_from_spec(spec)
+    sys.modules["grpo"] = example  # dataclasses look there
+    spec.loader.exec_module(example)
+    own, theirs = torch.tensor([[-1.0, -1.0, -1.0]]), torch.tensor([[-1.0, -1.5, -3.0]])
+    before, weights = example.correction(own, theirs, None)
+    assert torch.equal(before, theirs)
+    assert torch.equal(weights, torch.ones(1, 3))
+    before, weights = example.correction(own, theirs, 2.0)
+    assert torch.equal(before, own)
+    assert torch.allclose(weights, torch.tensor([[1.0, math.exp(0.5), 2.0]]))
 
 
 def records(out: Path) -> list[dict[str, float]]:

@@ -23,10 +23,10 @@ from test_vllm_processes import Server, greedy, push_and_die
 
 from lora_merge import LoraMergeError, PushFailed, PushRefused, VllmSync
 from lora_merge.engine import links
+from lora_merge.engine.calls import drive
 from lora_merge.engine.claim import SILENT_S
 from lora_merge.engine.sender import Sender
 from lora_merge.engine.update import Update
-from lora_merge.engine.vllm.control import drive
 from lora_merge.engine.waiting import host_id
 from lora_merge.stream.filler import Filler
 

@@ -239,13 +239,13 @@ def test_one_replica_fails_and_the_other_is_valid(servers: list[Server], monkeyp
 
 def test_a_users_pause_stays(servers: list[Server]) -> None:
     sync = VllmSync(engines.qwen2(), servers[0].url)
-    control = sync._trainer.controls[0]
-    control._post("pause", mode="keep")  # type: ignore[attr-defined]
+    server = sync._trainer.controls[0]._server  # type: ignore[attr-defined]
+    server.post("pause", mode="keep")
     sync.push()
-    assert control._get("is_paused")["is_paused"], "the user paused and did not ask to go on"  # type: ignore[attr-defined]
-    control._post("resume")  # type: ignore[attr-defined]
+    assert server.get("is_paused")["is_paused"], "the user paused and did not ask to go on"
+    server.post("resume")
     sync.push()
-    assert not control._get("is_paused")["is_paused"]  # type: ignore[attr-defined]
+    assert not server.get("is_paused")["is_paused"]
 
 
 def push_and_die(url: str) -> None:

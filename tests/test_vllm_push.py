@@ -196,7 +196,7 @@ def test_a_dirty_engine_generates_nothing_until_a_push_has_healed_it(
         train(model)
         with monkeypatch.context() as patched:
             patched.setattr(Filler, "fill", in_the_middle(breaks))
-            with pytest.raises(PushFailed, match=r"engine 0 is dirty: .*injected.*stays paused"):
+            with pytest.raises(PushFailed, match=r"engine 0 is dirty: .*injected.*stay paused"):
                 await sync.apush()
         late = asyncio.create_task(running.request(1, 10))
         await asyncio.sleep(0.3)

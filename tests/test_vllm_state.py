@@ -22,7 +22,6 @@ from vllm import LLM
 
 import lora_merge.engine.sync
 import lora_merge.engine.vllm.side
-import lora_merge.engine.vllm.worker
 from lora_merge import MergedWeights, PushFailed, PushRefused, UnsupportedAdapter, VllmSync
 from lora_merge.engine.passes import Passes
 from lora_merge.engine.vllm.loader import Loader
@@ -344,7 +343,7 @@ def test_what_slept_wakes_wholly_when_a_push_has_healed_it(llm: LLM, monkeypatch
     def breaks(*args: Any) -> None:
         raise RuntimeError("injected")
 
-    monkeypatch.setattr(lora_merge.engine.vllm.worker, "asleep", lambda: sleeping[0])
+    monkeypatch.setattr(lora_merge.engine.vllm.side, "asleep", lambda: sleeping[0])
     monkeypatch.setattr(sync._trainer.controls[0], "wake", wake)
     with monkeypatch.context() as patched:
         patched.setattr(Filler, "fill", breaks)
@@ -588,8 +587,7 @@ def pretend_sleep(
         calls.append(to)
         level[0] = level[0] if deaf else to
 
-    for module in (lora_merge.engine.vllm.worker, lora_merge.engine.vllm.side):
-        monkeypatch.setattr(module, "asleep", lambda: level[0])
+    monkeypatch.setattr(lora_merge.engine.vllm.side, "asleep", lambda: level[0])
     monkeypatch.setattr(sync._trainer.controls[0], "wake", wake)
     monkeypatch.setattr(sync._trainer.controls[0], "sleep", sleep)
     return level, calls

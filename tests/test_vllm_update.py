@@ -277,7 +277,7 @@ PHASES = {
     "hello": (0, False),
     "note_pause": (0, False),
     "update": (0, False),
-    "unmerge": (0, True),
+    "remerge": (0, True),
     "products": (0, True),
     "finish": (0, True),
     "merge": (0, False),

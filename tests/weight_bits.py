@@ -14,7 +14,7 @@ class Bits(first_calls.Settled):
     def bits(self) -> dict[str, str]:
         """A digest of each parameter's bits."""
         named = self.get_model().named_parameters()  # type: ignore[attr-defined]
-        raw = ((name, p.detach().contiguous().view(torch.uint8).cpu().numpy()) for name, p in named)
+        raw = ((name, p.detach().reshape(-1).view(torch.uint8).cpu().numpy()) for name, p in named)
         return {name: hashlib.blake2b(bits.tobytes(), digest_size=8).hexdigest() for name, bits in raw}
 
     def allocated(self) -> int:

@@ -1,6 +1,8 @@
-"""Merged weights and adapters into engines: what all share. `vllm/` runs in vLLM's workers, or calls its API."""
+"""Merged weights and adapters into engines: what all share. `vllm/` and `sglang/` run in these engines' workers, or
+call their API."""
 
 from .replica import SyncReport
-from .sync import VllmSync
+from .sglang.sync import SglangSync
+from .vllm.sync import VllmSync
 
-__all__ = ["SyncReport", "VllmSync"]
+__all__ = ["SglangSync", "SyncReport", "VllmSync"]

@@ -82,9 +82,7 @@ class Fit:
                 return filler
             weights.left_out |= choice.left_out
             weights.dtypes = choice.dtypes
-        raise PushRefused(
-            "the engines take another stream at every try; push to them apart, with a VllmSync for each one"
-        )
+        raise PushRefused("the engines take another stream at every try; push to them apart, each by itself")
 
     async def _ask(
         self, weights: MergedWeights, replicas: Sequence[Replica], read: Filler | None

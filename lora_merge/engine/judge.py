@@ -78,7 +78,7 @@ def _differing(held: Mapping[str, Mapping[torch.dtype, str]]) -> list[str]:
     others = f" (and {len(apart) - 1} more)" if len(apart) > 1 else ""
     return [
         f"{told} hold {name}{others}: tensors are rounded once, to what an engine holds; start the engines with one "
-        "dtype, or push to them apart, with a VllmSync for each one"
+        "dtype, or push to them apart, each by itself"
     ]
 
 

@@ -11,10 +11,10 @@ from ..errors import PushRefused
 from ..stream.buckets import dtype_of
 from ..stream.filler import Filler
 from ..stream.weights import MergedWeights
+from .adapter import AdapterSource, filler_of
 from .replica import Replica
 from .trainer import Trainer
 from .update import Update, Updates
-from .vllm.adapter import AdapterSource, filler_of
 
 _INSTEAD = '; push with mode="merged" instead'
 
@@ -69,7 +69,7 @@ class Offer:
             answers = await replica.handle.rpc("adapter_modules", modules=source.modules)
             unserved = sorted({name for answer in answers for name in answer["unserved"]})
             if unserved:
-                raise PushRefused(f"vLLM has no LoRA layer for {', '.join(unserved)}{_INSTEAD}")
+                raise PushRefused(f"{replica.handle.name} has no LoRA layer for {', '.join(unserved)}{_INSTEAD}")
 
         await self._trainer.all_own(replicas, ask)
 

@@ -12,6 +12,7 @@ from ..errors import PushRefused
 from ..stream.buckets import Table
 from ..stream.filler import Filler
 from ..stream.weights import MergedWeights
+from .adapter import AdapterSource
 from .fit import Fit
 from .offer import Offer, UpdateOffer
 from .replica import Replica, SyncReport, engines_of
@@ -20,7 +21,6 @@ from .state import State
 from .trainer import Trainer
 from .transport import Route
 from .update import Update
-from .vllm.adapter import AdapterSource
 
 MERGES = ("auto", "trainer", "engine")
 

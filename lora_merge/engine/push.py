@@ -14,6 +14,8 @@ from ..errors import InvalidInput, PushFailed, PushRefused
 from ..stream.buckets import metas, to_json
 from ..stream.filler import Filler, Sent
 from ..stream.weights import MergedWeights
+from .adapter import AdapterSource
+from .calls import bind, drive, side_by_side, together
 from .passes import Pass, Told
 from .replica import Replica, SyncReport, check_whole, failure
 from .sources import Verified
@@ -21,8 +23,6 @@ from .state import State
 from .trainer import Trainer
 from .transport import Route
 from .update import Update
-from .vllm.adapter import AdapterSource
-from .vllm.control import bind, drive, side_by_side, together
 from .waiting import host_id
 
 _Step: TypeAlias = Callable[[Replica], Coroutine[Any, Any, None]]
@@ -80,7 +80,7 @@ class Pushes:
         pause: str,
         mode: str,
         rounding: str = "nearest",
-        healing: str = "the next push heals it",
+        healing: str = "the next push heals them",
     ) -> None:
         self._trainer, self._passes, self._pause = trainer, passes, check_pause(pause)
         self._mode, self._rounding, self._healing = mode, rounding, healing
@@ -89,17 +89,17 @@ class Pushes:
         self._lock = threading.Lock()
 
     def states(self) -> list[State]:
-        """What each engine whose handle this rank holds has now, as its workers say."""
+        """What each engine whose handle this rank holds has now: its `State`, as its workers say it."""
         return drive(self.astates())
 
     async def astates(self) -> list[State]:
-        """As `states`, for an `AsyncLLM`."""
+        """As `states`, to be awaited in the event loop of an `AsyncLLM`."""
         introduced = await self._hello()
         return [Replica(index, None, workers).state for index, workers in enumerate(introduced)]
 
     def close(self) -> None:
-        """Give buffers and handles back: workers let go first. It cannot push any more. Of an `AsyncLLM`, await
-        `aclose`."""
+        """Free buffers and mapped memory, the workers' first; it cannot push any more. Collective. For an `AsyncLLM`
+        await `aclose`."""
         drive(self.aclose())
 
     async def aclose(self) -> None:
@@ -109,7 +109,8 @@ class Pushes:
 
     async def _push(self, mode: str | None, verify: bool) -> SyncReport:
         if self._closed:
-            raise InvalidInput("this VllmSync was closed: make a new one, VllmSync(model, engine)")
+            name = type(self).__name__
+            raise InvalidInput(f"this {name} was closed: make a new one, {name}(model, engine)")
         if not self._lock.acquire(blocking=False):
             raise PushRefused("another push is under way; two at the same time cannot both win")
         try:
@@ -193,7 +194,7 @@ class Pushes:
             except Exception as error:
                 raise PushRefused(
                     f"engine {index} does not answer as one of lora_merge's: {error}. If it does not know the method, "
-                    "is lora-merge installed where its workers run, and does VLLM_PLUGINS allow it?"
+                    f"is lora-merge installed where its workers run, and does {control.plugins} allow it?"
                 ) from error
             elsewhere = (worker["pid"] for worker in workers if worker["host"] == host_id())
             control.workers = [pid for pid in elsewhere if pid != os.getpid()]
@@ -282,6 +283,7 @@ class Pushes:
             if last:
                 await self._reset_caches(replica)
                 await replica.handle.label(one.state.adapter or f"{report.mode}@{report.version}")
+                await replica.handle.name_adapter(one.state.kind == "adapter")
 
         with report.timed("transfer"):
             if isinstance(source, Told):

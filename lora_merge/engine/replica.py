@@ -9,36 +9,34 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import PushFailed, PushRefused
+from .control import Control
 from .state import State, change
-from .vllm.control import Control
-from .vllm.plugin import BACKEND, registered
 
 ONE_ENGINE = (
-    "several data-parallel engines behind one handle, of which only the first one's answers come back: give VllmSync a "
+    "several data-parallel engines behind one handle, of which only the first one's answers come back: give a "
     "list of handles, one for each data-parallel rank"
 )
 
 
 @dataclass(slots=True)
 class SyncReport:
-    """What one push did.
+    """What one push did; `print` it for a line.
 
     Args:
-        version: number of the push; engines count it.
-        mode: "merged" or "adapter"; "base" when an adapter that was loaded from a folder went.
+        version: number of the push, counted by the engine.
+        mode: "merged" or "adapter"; "base" after an adapter from a folder was taken off.
         nbytes: bytes that crossed, to one replica.
-        tensors: how many.
+        tensors: how many tensors these were.
         seconds: by phase: check, pause, transfer (merge, send and load; caches are reset beside it), finish, resume.
         base_sent: whether an adapter push had to bring the base first.
         merge: who added the adapters to the base: "trainer" or "engine"; "" in adapter mode.
         merge_why: why the trainer did, where engines might have.
-        transports: how the weights travelled.
-        buckets: why they went to engines in other processes through buckets, and not straight; "" where they went
-            straight.
-        left_out: names of tensors that were not sent, because every engine was started without the part of the model
-            that they belong to (`limit_mm_per_prompt` of 0: no vision tower).
-        coverage: share of all elements of the engines' parameters and persistent buffers that the last full push wrote
-            (the least of all workers); None where something else than `VllmSync` brought them.
+        transports: how bytes reached the workers (docs/vllm.md, Transports).
+        buckets: why bytes went to engines in other processes in buckets and not straight; "" where they went straight.
+        left_out: names that were not sent because every engine was started without that part of the model
+            (`limit_mm_per_prompt` of 0: no vision tower).
+        coverage: share of the elements of the engines' parameters and persistent buffers that the last full push wrote,
+            the least of all workers; 1.0 is all. None where something else than a push brought the weights.
     """
 
     version: int
@@ -138,48 +136,12 @@ class Replica:
                     f"engine {self.index} is in the middle of another trainer's push ({worker['busy']}); two at the "
                     "same time cannot both win: push again when that one has ended"
                 )
-            if worker["lacks"]:
-                raise PushRefused(
-                    f"engine {self.index} runs vLLM {worker['version']}, which does not offer "
-                    f"{', '.join(worker['lacks'])}; 0.26 and 0.32 are supported"
-                )
-            if worker["backend"] not in ("", BACKEND):
-                raise PushRefused(
-                    f"engine {self.index} was started for vLLM's weight-transfer backend {worker['backend']!r}: pass "
-                    f'weight_transfer_config=WeightTransferConfig(backend="{BACKEND}"), or none'
-                )
-            if worker["barred"]:
-                raise PushRefused(
-                    f"engine {self.index} chose a layout for {worker['barred']} that cannot be loaded again, which "
-                    "vLLM avoids in engines that are started for weight transfer: pass "
-                    f'weight_transfer_config=WeightTransferConfig(backend="{BACKEND}")'
-                )
-            if worker["updating"]:
-                raise PushRefused(
-                    f"engine {self.index} is in the middle of a weight update of vLLM's own: finish it first "
-                    "(finish_weight_update)"
-                )
-            if worker["draft"]:
-                raise PushRefused(
-                    f"engine {self.index} drafts tokens with a model ({worker['draft']}), which would keep the weights "
-                    "that it started with, and no push reaches it: start the engine without speculative_config, or "
-                    'with a method that has no weights ("ngram", "suffix")'
-                )
-            if worker["quantized"]:
-                raise PushRefused(
-                    f"engine {self.index} holds {worker['quantized']} weights; only unquantised ones can be pushed to"
-                )
-            if worker["engines"] > 1:
-                raise PushRefused(f"engine {self.index} is {ONE_ENGINE}")
+            if worker["unfit"]:
+                raise PushRefused(f"engine {self.index} {worker['unfit']}")
             if worker["world"] != len(self.workers) and not worker["launcher"]:
                 raise PushRefused(
-                    f"engine {self.index} has {worker['world']} workers, of which {len(self.workers)} answer; give "
-                    "VllmSync a handle that reaches all of them"
-                )
-            if worker["eplb"]:
-                raise PushRefused(
-                    f"engine {self.index} moves its experts about (enable_eplb), and a push would put them where they "
-                    "were at first: start it with enable_eplb=False"
+                    f"engine {self.index} has {worker['world']} workers, of which {len(self.workers)} answer; give a "
+                    "handle that reaches all of them"
                 )
 
 
@@ -203,7 +165,7 @@ def check_whole(replicas: Sequence[Replica]) -> None:
         if len(there) != world and lacking:
             raise PushRefused(
                 f"engine {engine[0].index} has {world} workers, one on each of {world} ranks, and those of ranks "
-                f"{', '.join(map(str, sorted(lacking)))} are missing: give VllmSync the LLM of every rank, on that rank"
+                f"{', '.join(map(str, sorted(lacking)))} are missing: give the LLM of every rank, on that rank"
             )
 
 
@@ -215,7 +177,7 @@ def fail_together(replicas: Sequence[Replica]) -> None:
             replica.error = replica.error or error
 
 
-def failure(replicas: Sequence[Replica], healing: str = "the next push heals it") -> PushFailed | PushRefused:
+def failure(replicas: Sequence[Replica], healing: str = "the next push heals them") -> PushFailed | PushRefused:
     """The error of a push that broke off in some engines: names these, and says of each engine what it holds now.
 
     Args:
@@ -227,22 +189,10 @@ def failure(replicas: Sequence[Replica], healing: str = "the next push heals it"
     text = "; ".join(dirty + as_before + valid)
     if not dirty and not valid:
         return PushRefused(f"{text}. Nothing was sent; push again")
-    return PushFailed(f"{text}. {f'What is dirty stays paused; {healing}' if dirty else 'Push again'}")
+    return PushFailed(f"{text}. {f'Dirty engines stay paused; {healing}' if dirty else 'Push again'}")
 
 
 def check_handle(index: int, control: Control) -> None:
     """Raise `PushRefused` where this process knows already that no push can reach an engine."""
-    config = control.config()
-    if config is None:  # behind a URL, in an actor: the first push hears it
-        return
-    if not registered():
-        raise PushRefused(
-            f"engine {index} was started without lora_merge's plugin for vLLM: is lora-merge installed where its "
-            "workers run, and does VLLM_PLUGINS allow it?"
-        )
-    transfer = getattr(config, "weight_transfer_config", None)
-    if transfer is not None and transfer.backend != BACKEND:
-        raise PushRefused(
-            f"engine {index} was started for vLLM's weight-transfer backend {transfer.backend!r}: pass "
-            f'weight_transfer_config=WeightTransferConfig(backend="{BACKEND}"), or none'
-        )
+    if unfit := control.unfit():
+        raise PushRefused(f"engine {index} {unfit}")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels.packed import memory
 from ..stream.buckets import Slot, checksum, combined
 from ..stream.filler import Filler, Places, Sent
 from .sampler import Sampler
@@ -62,7 +63,8 @@ class Fingerprint:
         if without:
             entries = [entry for name, entry in filler.entries.items() if name not in without]
             parts = dict.fromkeys(source for entry in entries for source in entry.sources)
-            tensors = [piece.tensor for name in parts for piece in filler.source.parts[name].shard.pieces]
+            pieces = [piece for name in parts for piece in filler.source.parts[name].shard.pieces]
+            tensors = [tensor for piece in pieces for tensor in memory(piece.tensor)]
         by_device: defaultdict[torch.device, list[Tensor]] = defaultdict(list)  # offloaded weights, buffers on a GPU
         for tensor in tensors:
             by_device[tensor.device].append(tensor)

@@ -19,7 +19,7 @@ class State:
         version: number of the push that brought it, counted by the engine; 0 before the first.
         base: fingerprint of the base weights, for "base" and "adapter"; `OWN` for those that the engine started with.
         reason: why it is dirty.
-        trainer: name of the `VllmSync` that pushed it: engines count versions for all of them.
+        trainer: name of the trainer (`VllmSync`, `SglangSync`) that pushed it: engines count versions for all of them.
         adapter: name of the one that was loaded from a folder, for "merged".
     """
 

@@ -14,12 +14,13 @@ import torch.distributed as dist
 from ..errors import LoraMergeError, PushRefused
 from ..shards.ranks import Ranks
 from ..stream.filler import Filler, Places, Sent
+from .calls import bind, on_this_device, side_by_side, to_its_end, together
+from .control import Control
 from .mapped import Direct, Mapped, direct, united
 from .replica import Replica, fail_together
 from .sender import Sender
 from .store import interface
 from .transport import Route, WorkerId, assign, introduction
-from .vllm.control import Control, bind, on_this_device, side_by_side, to_its_end, together
 from .waiting import host_id, told
 
 _T = TypeVar("_T")
@@ -73,7 +74,6 @@ class Trainer:
 
     def __init__(self, controls: Sequence[Control], world: Ranks) -> None:
         self.controls, self.world = list(controls), world
-        self._suspends = any(control.suspends for control in controls)
         self._rounds: list[tuple[Sender, frozenset[int]]] = []
         self._sessions: dict[WorkerId, str] = {}
         self._places: dict[WorkerId, tuple[int, str]] = {}
@@ -91,7 +91,7 @@ class Trainer:
 
     async def blocking(self, work: Callable[[], _T]) -> _T:
         """Run something that may wait for other ranks, without holding up an event loop that an engine lives in."""
-        if not self._suspends:
+        if not any(control.suspends for control in self.controls):
             return work()
         return await to_its_end(asyncio.ensure_future(asyncio.to_thread(on_this_device(work))))
 
@@ -431,7 +431,7 @@ class Trainer:
             return ""
 
         def serve() -> None:
-            # Who serves nobody fills only what needs all ranks.
+            # A rank that serves no worker fills only buckets that all ranks take part in.
             if sender.kinds or source.collective:
                 try:
                     sender.serve(source, run, ended, route)

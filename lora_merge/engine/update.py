@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from bisect import bisect_right
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -24,7 +23,7 @@ from ..kernels.segments import copies
 from ..models.delta import Delta
 from ..models.live import live
 from ..models.operands import Operands, Turn
-from ..models.part import Part
+from ..models.part import Part, learning_of
 from ..stream.buckets import ALIGNMENT, Meta, Table, contents_of, dtype_name, extent, lay_out, to_json
 from ..stream.filler import Entry, Filler, Places
 from ..stream.weights import MergedWeights
@@ -255,7 +254,7 @@ class Updates:
         modules = [module for _, module in live(self._adapted.model).modules()]
         own = {id(p): p for module in modules for p in module._parameters.values() if p is not None}
         self._flags = list(own.values()), [p.requires_grad for p in own.values()]
-        learning = _learning(parts, [p for p in own.values() if p.requires_grad], buffers=self._trains)
+        learning = learning_of(parts, [p for p in own.values() if p.requires_grad], buffers=self._trains)
         learning = frozenset().union(*adapted.ranks.gather(learning))
         whole = frozenset(
             name
@@ -266,21 +265,3 @@ class Updates:
         self._whole.left_out = frozenset(adapted.entries) - whole | self._adapted.left_out
         whole_filler = self._whole.filler() if whole else None
         return Update(adapted, whole_filler, base, self._adapted.bucket_bytes, self.instead)
-
-
-def _learning(parts: Mapping[str, Part], trained: Sequence[Tensor], buffers: bool) -> frozenset[str]:
-    """Names of the parts that training changes by itself: those in the memory of a parameter that requires a gradient,
-    and buffers."""
-    local = [getattr(parameter, "_local_tensor", parameter) for parameter in trained]
-    ranges = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in local if t.numel())
-    begins = [begin for begin, _ in ranges]
-
-    def inside(tensor: Tensor) -> bool:
-        at = bisect_right(begins, tensor.data_ptr()) - 1
-        return at >= 0 and tensor.data_ptr() < ranges[at][1]
-
-    return frozenset(
-        name
-        for name, part in parts.items()
-        if (buffers and not part.trained) or any(inside(p.tensor) for p in part.shard.pieces if p.tensor.numel())
-    )

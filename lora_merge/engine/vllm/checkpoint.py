@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ...shards import cut
 from ...stream.buckets import Meta, Slot, Table, extent, lay_out, metas
+from ..loader import Examination, Loader
 from . import internals
-from .loader import Examination, Loader
 
 _SMALL = 1 << 16
 """Elements of a tensor of which all are compared."""

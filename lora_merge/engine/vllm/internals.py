@@ -33,6 +33,7 @@ _WHERE = {
     "NCCLLibrary": "vllm.distributed.device_communicators.pynccl_wrapper",
     "StatelessProcessGroup": "vllm.distributed.utils",
     "get_ip": "vllm.utils.network_utils",
+    "get_tp_group": "vllm.distributed.parallel_state",
 }
 _LATER = {
     "is_deferred_attention_layer": "vllm.model_executor.layers.attention",

@@ -7,17 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from ...stream.buckets import metas
+from ..side import Coming, Side
 from ..state import OWN, WEIGHTS, State
 from .checkpoint import Checkpoint, load_again
-from .merger import Merger
-from .side import Coming, Side
-
-
-def new_merger(worker: Any, side: Side, digest: str, base: str, changed: frozenset[str] = frozenset()) -> Merger:
-    """A `Merger` onto the base of an examined table."""
-    table = side.tables[digest]
-    examination = side.loader.examine(digest, table)
-    return Merger(side.loader, examination, table, base, changed)
 
 
 def _own(worker: Any, side: Side, digest: str, update: str) -> dict[str, Any]:
@@ -32,7 +24,7 @@ def _own(worker: Any, side: Side, digest: str, update: str) -> dict[str, Any]:
     if merger is None or not merger.own or not merger.holds(said.base):
         if held.kind != "nothing":
             return {"lost": True}
-        merger = new_merger(worker, side, digest, OWN)
+        merger = side.new_merger(digest, OWN)
     checkpoint = _checkpoint(worker, side)
     if wanted := merger.wanted(said):
         if merger is not side.merger:
@@ -55,7 +47,7 @@ def _reread(worker: Any, side: Side, digest: str, update: str, state: dict[str, 
     tensors = _checkpoint(worker, side).read(metas(table))
     side.begin("its checkpoint is being read again")
     side.loader.begin(examination)
-    side.coming = Coming(examination, digest, State(**state), merger := new_merger(worker, side, digest, OWN))
+    side.coming = Coming(examination, digest, State(**state), merger := side.new_merger(digest, OWN))
     load_again(side.loader, examination, table, tensors)
     merger.adopt({name: tensors[name] for name in merger.wanted(side.updates[update])})
     side.came()
@@ -72,7 +64,7 @@ def _unload(worker: Any, side: Side) -> dict[str, Any]:
 
 
 def _checkpoint(worker: Any, side: Side) -> Checkpoint:
-    return Checkpoint(worker.vllm_config.load_config, worker.model_config, side.modules.model)
+    return Checkpoint(worker.raw.vllm_config.load_config, worker.raw.model_config, side.modules.model)
 
 
 OPS: dict[str, Callable[..., dict[str, Any]]] = {"own": _own, "reread": _reread, "unload": _unload}

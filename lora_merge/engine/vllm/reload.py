@@ -7,14 +7,14 @@ it; so here a layer has real memory while its tensors are loaded, and vLLM's own
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 
 from . import internals
+from .formats import Together, quantises
 
 
 class Reload:
@@ -24,12 +24,17 @@ class Reload:
         layers: outermost layers, each with the names of the stream that it is made of.
         touched: modules in them that get something of the stream, by `id`; the others stay as they are.
         device: type of the worker's.
+        together: the workers that quantise with this one.
     """
 
     def __init__(
-        self, layers: Sequence[tuple[nn.Module, frozenset[str]]], touched: frozenset[int], device: str
+        self,
+        layers: Sequence[tuple[nn.Module, frozenset[str]]],
+        touched: frozenset[int],
+        device: str,
+        together: Together,
     ) -> None:
-        self._touched, self._device = touched, device
+        self._touched, self._device, self._together = touched, device, together
         self._waiting = [(layer, set(names)) for layer, names in layers if names]
         self._of: dict[str, list[tuple[Any, set[str]]]] = {}
         for entry in self._waiting:
@@ -84,6 +89,8 @@ class Reload:
             for name, parameter in layer._parameters.items():
                 if parameter is not None and name not in info.kernel_tensors[0] | info.restore_metadata[0]:
                     info.kernel_tensors[0][name] = parameter  # made while loading: the bias of a head
+            if quantises(layer):
+                self._together.go_on()
             internals._layerwise_process(layer, info)
         del self._open[id(root)]
 
@@ -100,33 +107,6 @@ def on_meta(roots: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for layer, info in opened:
             _put_back(layer, info)
-
-
-@contextmanager
-def unchanged(modules: Sequence[nn.Module]) -> Iterator[Callable[[], list[tuple[int, str, torch.Tensor]]]]:
-    """What is registered in these modules inside goes again, after.
-
-    Yields:
-        tells the parameters that have come since, or in another's place, each with its module's number and its name.
-    """
-    before = [(dict(module._parameters), dict(module._buffers)) for module in modules]
-
-    def new() -> list[tuple[int, str, torch.Tensor]]:
-        return [
-            (number, name, parameter)
-            for number, (module, (parameters, _)) in enumerate(zip(modules, before, strict=True))
-            for name, parameter in module._parameters.items()
-            if parameter is not None and parameters.get(name) is not parameter
-        ]
-
-    try:
-        yield new
-    finally:
-        for module, (parameters, buffers) in zip(modules, before, strict=True):
-            module._parameters.clear()
-            module._parameters.update(parameters)
-            module._buffers.clear()
-            module._buffers.update(buffers)
 
 
 def same_layout(module: nn.Module) -> bool:

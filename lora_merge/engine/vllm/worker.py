@@ -1,4 +1,4 @@
-"""The worker method `lora_merge`, through which everything of a push reaches an engine: JSON in, JSON out.
+"""The worker method `lora_merge`, through which everything of a push reaches a vLLM engine.
 
 It does not raise. vLLM's `collective_rpc` reads the workers' answers in turn and stops at the first error, so that the
 answers behind it would be taken for those of the next call, and every later one for one that is past.
@@ -6,10 +6,8 @@ answers behind it would be taken for those of the next call, and every later one
 
 from __future__ import annotations
 
-import json
-import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,25 +15,26 @@ from torch import Tensor
 from vllm import envs
 from vllm.config import set_current_vllm_config
 
-from ...stream.buckets import Slot, extent, from_json
 from ..replica import ONE_ENGINE
+from ..side import Side
 from ..state import State
-from ..transport import Received, introduction
-from ..waiting import told
+from ..worker import OPS, respond
 from . import internals, own
 from .adapter import ADAPTER_ID, load_adapter, remove_adapter, unserved_modules
 from .backend import LoraMergeWeightTransferEngine
-from .loader import Examination
-from .merger import Described, Update, problems
-from .own import new_merger
-from .side import Coming, Side, asleep, side_of
+from .control import other_backend
+from .formats import refusal, stale_scales
+from .plugin import BACKEND
+from .side import side_of
 
-_log = logging.getLogger(__name__)
 _WITHOUT_WEIGHTS = {"ngram", "ngram_gpu", "suffix"}
 """Methods of speculative decoding that draft without a model."""
 _BARRED = "flashinfer_moe_ep"
 """Where vLLM has experts whose layout cannot be loaded again; it does not choose them for an engine that was started
 for weight transfer (0.32)."""
+_OPS = {**OPS, **own.OPS}
+_LOADING = {"receive", "merge", "reread"}
+"""Operations in which layers are laid out anew, on all workers of an engine at once."""
 
 
 class NotFirst(RuntimeError):
@@ -43,103 +42,115 @@ class NotFirst(RuntimeError):
 
 
 def lora_merge(worker: Any, request: str) -> str:
-    """The worker method.
-
-    Args:
-        request: `{"op": ..., "call": ..., "trainer": ..., "sessions": ..., **arguments}`; `trainer` where it is a call
-            of a push, and `sessions` where buckets come in it: those of the channels through which they come.
-
-    Returns:
-        `{"rank": ..., "call": ..., **answer}`; `call` is the request's, so that an answer to another one shows. An
-        error is the answer `{"error": ...}`.
-    """
-    call, rank = None, -1
+    """The worker method; see `respond`."""
     try:
-        rank = worker.parallel_config.rank
-        message = json.loads(request)
-        call = message.pop("call", None)
-        side = side_of(worker.get_model(), worker.model_config, worker.device)
-        op, sessions = message.pop("op"), message.pop("sessions", None) if "trainer" in message else None
-        with set_current_vllm_config(worker.vllm_config), nullcontext() if sessions is None else side.taking(sessions):
-            if "trainer" in message:
-                side.claim.check(message.pop("trainer"))
-            answer = _OPS[op](worker, side, **message)
-        return json.dumps({"rank": rank, "call": call, **answer})
+        return respond(VllmWorker(worker), _OPS, request, (NotFirst,))
     except NotFirst:
         # The caller reads the answers of the first engine alone; this is how it hears of others. Only the last worker
         # raises: all other answers have been read by then.
-        if rank == worker.parallel_config.world_size - 1:
+        if worker.parallel_config.rank == worker.parallel_config.world_size - 1:
             raise
         return "{}"
-    except Exception as error:
-        _log.exception("lora_merge")
-        return json.dumps({"rank": rank, "call": call, "error": told(error)})
 
 
-# ---- before a push ---------------------------------------------------------------------------------------------------
-
-
-def _hello(
-    worker: Any,
-    side: Side,
-    claim: Mapping[str, Any] | None = None,
-    streams: Sequence[str] = (),
-    updates: Sequence[str] = (),
-) -> dict[str, Any]:
-    """Who this worker is, what it holds, what it can serve. With a claim a push begins, which `end` ends.
+class VllmWorker:
+    """A worker of vLLM's in a push: a `Worker`.
 
     Args:
-        streams: digests of tables: what `examine` says of them in brief, where they are known here.
-        updates: digests of updates: which of them can be merged onto what lies here.
+        raw: vLLM's own.
+    """
+
+    def __init__(self, raw: Any) -> None:
+        self.raw = raw
+
+    @property
+    def rank(self) -> int:
+        return self.raw.parallel_config.rank
+
+    @property
+    def device(self) -> torch.device:
+        return self.raw.device
+
+    def side(self) -> Side:
+        return side_of(self.raw.get_model(), self.raw.model_config, self.raw.device)
+
+    @contextmanager
+    def working(self, op: str) -> Iterator[None]:
+        with set_current_vllm_config(self.raw.vllm_config):
+            if op in _LOADING:
+                loader: Any = self.side().loader
+                with loader.together.at_work():
+                    yield
+            else:
+                yield
+
+    def about(self, side: Side) -> dict[str, Any]:
+        config, parallel = self.raw.vllm_config, self.raw.parallel_config
+        lora = config.lora_config
+        return {
+            "world": parallel.world_size,
+            "launcher": parallel.distributed_executor_backend == "external_launcher",
+            "unfit": _unfit(self.raw, side),
+            "dtype": str(self.raw.model_config.dtype).removeprefix("torch."),
+            "lora": None if lora is None else {"max_rank": lora.max_lora_rank, "dtype": _lora_dtype(lora)},
+            "connector": config.kv_transfer_config is not None,
+            "multimodal": bool(self.raw.model_config.is_multimodal_model),
+        }
+
+    def served(self, side: Side, state: State) -> State:
+        if state.kind == "adapter" and ADAPTER_ID not in self.raw.list_loras():
+            side.evicted()
+            return side.held
+        return state
+
+    def settle(self, side: Side, weights: bool) -> None:
+        if weights and hasattr(self.raw.model_runner, "reset_lora_state"):  # vLLM 0.32 on
+            self.raw.model_runner.reset_lora_state()
+        if self.raw.vllm_config.lora_config is not None and side.held.kind != "adapter":
+            remove_adapter(self.raw.model_runner.lora_manager)
+
+    def unserved(self, modules: Sequence[str]) -> list[str]:
+        return unserved_modules(self.raw.model_runner.lora_manager, modules)
+
+    def load_adapter(self, tensors: Mapping[str, Tensor], rank: int) -> None:
+        load_adapter(self.raw.model_runner.lora_manager, tensors, rank)
+
+
+def _unfit(worker: Any, side: Side) -> str:
+    """Why no push can reach this engine, in words that follow its name; "" where one can.
+
+    Raises:
+        NotFirst: as of `_engines`.
     """
     import vllm
 
-    config, parallel = worker.vllm_config, worker.parallel_config
-    lora = config.lora_config
-    return {
-        **introduction(worker.device),
-        "world": parallel.world_size,
-        "launcher": parallel.distributed_executor_backend == "external_launcher",
-        "engines": _engines(parallel),
-        "eplb": bool(parallel.enable_eplb),
-        "version": vllm.__version__,
-        "backend": _backend(worker),
-        "barred": _barred(worker, side),
-        "draft": _draft(config.speculative_config),
-        "updating": bool(getattr(worker, "_weight_update_active", False)),
-        "quantized": worker.model_config.quantization,
-        "dtype": str(worker.model_config.dtype).removeprefix("torch."),
-        "tied": side.loader.ties,
-        "lora": None if lora is None else {"max_rank": lora.max_lora_rank, "dtype": _lora_dtype(lora)},
-        "busy": "" if claim is None else side.claim.take(**claim),
-        "asleep": asleep(),
-        "paused": side.paused,
-        "waking": side.waking,
-        "session": None if side.receiver is None else side.receiver.session,
-        "connector": config.kv_transfer_config is not None,
-        "multimodal": bool(worker.model_config.is_multimodal_model),
-        "lacks": internals.lacks(worker),
-        "state": _served(worker, side, side.state()),
-        "fits": _fits(side, streams),
-        "base": "" if side.merger is None else side.merger.base,
-        "ready": [digest for digest in updates if side.ready(digest)],
-    }
-
-
-def _fits(side: Side, streams: Sequence[str]) -> dict[str, dict[str, str]]:
-    """What is known of streams; nothing of one that cannot be looked at now (`examine` says why)."""
-    fits = {}
-    with suppress(Exception):
-        for digest in () if asleep() else side.tables.keys() & set(streams):
-            side.keep_table(digest)
-            fits[digest] = _brief(side, digest)
-    return fits
-
-
-def _brief(side: Side, digest: str) -> dict[str, str]:
-    """What was found in a table, by its digest, and where the engine has what it fills."""
-    found = side.loader.examine(digest, side.tables[digest])
-    return {"same": found.digest, "at": found.exports.digest}
+    if lacks := internals.lacks(worker):
+        return f"runs vLLM {vllm.__version__}, which does not offer {', '.join(lacks)}; 0.26 and 0.32 are supported"
+    if (backend := _backend(worker)) not in ("", BACKEND):
+        return other_backend(backend)
+    if barred := _barred(worker, side):
+        return (
+            f"chose a layout for {barred} that cannot be loaded again, which vLLM avoids in engines that are started "
+            f'for weight transfer: pass weight_transfer_config=WeightTransferConfig(backend="{BACKEND}")'
+        )
+    if getattr(worker, "_weight_update_active", False):
+        return "is in the middle of a weight update of vLLM's own: finish it first (finish_weight_update)"
+    if draft := _draft(worker.vllm_config.speculative_config):
+        return (
+            f"drafts tokens with a model ({draft}), which would keep the weights that it started with, and no push "
+            "reaches it: start the engine without speculative_config, or with a method that has no weights "
+            '("ngram", "suffix")'
+        )
+    if refused := side.modules.kept(refusal) or stale_scales(worker.cache_config):
+        return refused
+    if _engines(worker.parallel_config) > 1:
+        return f"is {ONE_ENGINE}"
+    if worker.parallel_config.enable_eplb:
+        return (
+            "moves its experts about (enable_eplb), and a push would put them where they were at first: start it with "
+            "enable_eplb=False"
+        )
+    return ""
 
 
 def _engines(parallel: Any) -> int:
@@ -187,284 +198,5 @@ def _draft(speculative: Any) -> str:
     return "" if method in _WITHOUT_WEIGHTS else method
 
 
-def _served(worker: Any, side: Side, state: State) -> dict[str, Any]:
-    """The state of the weights; an adapter may have been evicted since."""
-    if state.kind == "adapter" and ADAPTER_ID not in worker.list_loras():
-        side.evicted()
-        state = side.held
-    return state.to_json()
-
-
 def _lora_dtype(lora: Any) -> str:
     return str(lora.lora_dtype).removeprefix("torch.")
-
-
-def _examine(worker: Any, side: Side, digest: str, table: Any = None, known: Sequence[str] = ()) -> dict[str, Any]:
-    """Dry run of a table; without one, of the table that was sent before under this digest.
-
-    Args:
-        known: digests of findings that the trainer has: these are not sent again.
-    """
-    if table is not None:
-        side.keep_table(digest, from_json(table))
-    if digest not in side.tables:
-        return {"unknown": True}
-    brief = _brief(side, digest)
-    found: Examination = side.loader.examine(digest, side.tables[digest])
-    if found.digest in known:
-        return brief
-    return {
-        **brief,
-        "refused": found.refused,
-        "ignored": found.ignored,
-        "absent": found.absent,
-        "missing": found.missing,
-        "partial": found.partial,
-        "dtypes": found.dtypes,
-        "elements": found.elements,
-        "straight": len(found.copies),
-        "reloaded": len(found.staged),
-    }
-
-
-def _examine_update(worker: Any, side: Side, digest: str, base: str, said: Any = None) -> dict[str, Any]:
-    """Whether updates like this one can be merged here.
-
-    Args:
-        digest: of `said`.
-        base: digest of the table of the base, which was examined.
-        said: `Update.said`; without it, what was told before under this digest.
-    """
-    if said is not None:
-        side.keep_update(digest, Described.read(said))
-    if digest not in side.updates:
-        return {"unknown": True}
-    found = side.loader.examine(base, side.tables[base])
-    return {"problems": problems(side.updates[digest], found), "ready": side.ready(digest)}
-
-
-def _exports(worker: Any, side: Side, digest: str) -> dict[str, Any]:
-    """How a trainer in another process of this host maps what an examined table fills."""
-    return side.loader.examine(digest, side.tables[digest]).exports.description
-
-
-def _adapter_modules(worker: Any, side: Side, modules: list[str]) -> dict[str, Any]:
-    """Modules that this engine cannot adapt."""
-    return {"unserved": unserved_modules(worker.model_runner.lora_manager, modules)}
-
-
-def _connect(worker: Any, side: Side, channels: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """Open this worker's channel to a trainer.
-
-    Args:
-        channels: for each worker of the engine its `Sender.channel`, by rank.
-    """
-    side.connect(channels[str(worker.parallel_config.rank)])
-    return {}
-
-
-# ---- a push ----------------------------------------------------------------------------------------------------------
-
-
-def _start(
-    worker: Any, side: Side, digest: str, state: dict[str, Any], sent: bool, changed: Sequence[str] | None = None
-) -> dict[str, Any]:
-    """Begin a full push; what a broken one left open is closed. From the answer on the trainer may write to the places.
-
-    Args:
-        digest: of an examined table.
-        state: that the push brings.
-        sent: whether buckets follow; else the trainer writes everything by itself.
-        changed: names of the tensors that updates will change, which are merged here onto what this push brings; None
-            where none will come.
-    """
-    side.abort(None)
-    side.begin("a push is under way or did not end")
-    side.merger = None
-    examination, brought = side.loader.examine(digest, side.tables[digest]), State(**state)
-    side.loader.begin(examination)
-    merger = None if changed is None else new_merger(worker, side, digest, brought.base, frozenset(changed))
-    side.coming = Coming(examination, digest, brought, merger)
-    if not sent:
-        side.came()
-    if worker.device.type == "cuda":  # nothing here reads the weights any more
-        torch.cuda.synchronize(worker.device)
-    return {}
-
-
-def _receive(
-    worker: Any, side: Side, verify: bool, sent: Sequence[int] | None = None, placed: Sequence[int] = ()
-) -> dict[str, Any]:
-    """Take the buckets of a full push into the model.
-
-    Args:
-        verify: note checksums.
-        sent: which buckets come; None for all.
-        placed: which of these the trainer writes to their places by itself.
-    """
-    if side.coming is None:
-        raise RuntimeError("a push has to begin before its buckets come")
-    examination, table = side.coming.examination, side.tables[side.coming.digest]
-    keep = _nothing if side.coming.merger is None else side.coming.merger.keep
-
-    def load(slots: Sequence[Slot], received: Received) -> None:
-        if received.data is None:
-            return
-        if not received.placed:
-            side.loader.load(examination, received.index, slots, received.data, keep)
-        seen = side.loader.arrived(examination, slots, received.data) if verify else {}
-        for name, same in seen.items():
-            side.arrived[name] = side.arrived.get(name, True) and same
-
-    side.take(table, load, verify, examination.places, sent, placed)
-    if worker.device.type == "cuda":
-        torch.cuda.current_stream(worker.device).synchronize()
-    side.came()
-    return {}
-
-
-def _nothing(name: str, tensor: Tensor) -> None:
-    """No base is kept."""
-
-
-def _update(worker: Any, side: Side, digest: str, scalings: list[list[float]], verify: bool) -> dict[str, Any]:
-    """Receive an update; nothing of the engine changes before `merge`.
-
-    Args:
-        digest: under which it was told.
-        scalings: of each adapter of each delta.
-    """
-    if not side.ready(digest):
-        raise RuntimeError("this worker does not hold the base that the update belongs to (any more); push again")
-    update = Update(side.updates[digest], scalings)
-
-    def keep(slots: Sequence[Slot], received: Received) -> None:
-        assert received.data is not None
-        # A trainer in this process may be on another device.
-        update.data.append(received.data[: extent(slots)].to(side.device, copy=True))
-
-    side.take(update.said.table, keep, verify)
-    side.update = update
-    return {}
-
-
-def _merge(worker: Any, side: Side, state: dict[str, Any]) -> dict[str, Any]:
-    """Merge the update that has come."""
-    update, side.update = side.update, None
-    before = side.state()
-    if update is None or side.merger is None or side.merger.base != state["base"]:
-        raise RuntimeError(f"an update needs its base, and has to come before it is merged; this engine holds {before}")
-    side.begin("an update is being merged")
-    try:
-        side.merger.merge(update)
-    except BaseException as error:
-        side.abort(told(error))
-        raise
-    side.end(State(**state))
-    return _settled(worker, side, weights=True)
-
-
-def _adapter(worker: Any, side: Side, table: Any, rank: int, state: dict[str, Any], verify: bool) -> dict[str, Any]:
-    """Receive an adapter and load it in the place of the one before."""
-    before = side.state()
-    if before.kind not in ("base", "adapter") or before.base != state["base"]:
-        raise RuntimeError(f"an adapter needs the base that it was trained on; this engine holds {before}")
-    side.begin("an adapter push is under way or did not end")
-    tensors: dict[str, Tensor] = {}
-
-    def keep(slots: Sequence[Slot], received: Received) -> None:
-        assert received.data is not None
-        tensors.update({slot.name: slot.view(received.data).clone() for slot in slots})
-
-    side.take(from_json(table), keep, verify)
-    load_adapter(worker.model_runner.lora_manager, tensors, rank)
-    side.end(State(**state))
-    return {}
-
-
-def _commit(worker: Any, side: Side, full: bool) -> dict[str, Any]:
-    """End a push; an adapter that does not belong to the weights any more goes."""
-    if full:
-        if side.pending is None:
-            raise RuntimeError("a push cannot end before all of its buckets came")
-        side.loader.finish()
-        side.end(side.pending)
-    return _settled(worker, side, weights=full)
-
-
-def _settled(worker: Any, side: Side, weights: bool) -> dict[str, Any]:
-    """What the engine holds after a push; adapters are settled with it.
-
-    Args:
-        weights: whether it brought weights.
-    """
-    if weights and hasattr(worker.model_runner, "reset_lora_state"):  # vLLM 0.32 on
-        worker.model_runner.reset_lora_state()
-    if worker.vllm_config.lora_config is not None and side.held.kind != "adapter":
-        remove_adapter(worker.model_runner.lora_manager)
-    return {"state": _served(worker, side, side.held), "elements": side.coverage}
-
-
-def _verified(worker: Any, side: Side) -> dict[str, Any]:
-    """Checksums of what came in the last push, and whether what lies in the parameters equals it."""
-    return {"checksums": side.checksums, "damaged": [name for name, same in side.arrived.items() if not same]}
-
-
-def _abort(worker: Any, side: Side, reason: str | None = None) -> dict[str, Any]:
-    """Close what a broken push left open; with a reason, the engine is dirty."""
-    side.abort(reason)
-    return {}
-
-
-# ---- around it -------------------------------------------------------------------------------------------------------
-
-
-def _coverage(worker: Any, side: Side) -> dict[str, Any]:
-    """Elements that the last full push wrote, and elements there are."""
-    return {"elements": side.coverage, "state": side.state().to_json()}
-
-
-def _note_pause(worker: Any, side: Side, paused: bool | None = None, waking: bool | None = None) -> dict[str, Any]:
-    """That generation stands still because of a push, or the KV cache sleeps: if that push fails, or its trainer dies,
-    the next one lets it go on."""
-    side.paused = side.paused if paused is None else paused
-    side.waking = side.waking if waking is None else waking
-    return {}
-
-
-def _end(worker: Any, side: Side, owner: str, **notes: bool) -> dict[str, Any]:
-    """A push is over, however it went; `notes` as in `note_pause`."""
-    if side.claim.end(owner):
-        side.update = None
-        _note_pause(worker, side, **notes)
-    return {}
-
-
-def _disconnect(worker: Any, side: Side, sessions: list[str]) -> dict[str, Any]:
-    """Let go of a trainer's memory, before the trainer frees it."""
-    if side.receiver is not None and side.receiver.session in sessions:
-        side.disconnect()
-    return {}
-
-
-_OPS: dict[str, Callable[..., dict[str, Any]]] = {
-    "hello": _hello,
-    "examine": _examine,
-    "examine_update": _examine_update,
-    "exports": _exports,
-    "adapter_modules": _adapter_modules,
-    "connect": _connect,
-    "start": _start,
-    "receive": _receive,
-    "update": _update,
-    "merge": _merge,
-    **own.OPS,
-    "adapter": _adapter,
-    "commit": _commit,
-    "verified": _verified,
-    "abort": _abort,
-    "coverage": _coverage,
-    "note_pause": _note_pause,
-    "end": _end,
-    "disconnect": _disconnect,
-}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from operator import attrgetter
@@ -10,8 +10,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-
-from . import internals
 
 _T = TypeVar("_T")
 _MODULES, _PARAMETERS = attrgetter("_modules"), attrgetter("_parameters")
@@ -22,7 +20,7 @@ class Modules:
     nobody changes modules but this package; after `doubt` whoever asks first sees whether somebody did.
 
     Args:
-        model: the live vLLM model, LoRA wrappers and all.
+        model: the live model, LoRA wrappers and all.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -90,10 +88,6 @@ class Modules:
         with torch._C.DisableTorchFunctionSubclass():
             return [t for t in found.values() if t is not None and t.numel()]
 
-    def kernels(self) -> list[Any]:
-        """What vLLM's CPU layers compute with instead of their parameters; made anew whenever weights are processed."""
-        return [module.__dict__["cpu_linear"] for module in self if "cpu_linear" in module.__dict__]
-
 
 def ties_of(modules: Modules) -> dict[str, str]:
     """Path of a tied parameter -> path under which it comes first."""
@@ -112,9 +106,39 @@ def ties_of(modules: Modules) -> dict[str, str]:
     return ties
 
 
-def _wrapped(modules: Modules) -> list[tuple[nn.Module, str, Any]]:
-    """Where vLLM's LoRA wrappers are: parent, name, wrapper."""
-    wrapper = internals.BaseLayerWithLoRA
+@contextmanager
+def unchanged(modules: Sequence[nn.Module]) -> Iterator[Callable[[], list[tuple[int, str, Tensor]]]]:
+    """What is registered in these modules inside goes again, after.
+
+    Yields:
+        tells the parameters that have come since, or in another's place, each with its module's number and its name.
+    """
+    before = [(dict(module._parameters), dict(module._buffers)) for module in modules]
+
+    def new() -> list[tuple[int, str, Tensor]]:
+        return [
+            (number, name, parameter)
+            for number, (module, (parameters, _)) in enumerate(zip(modules, before, strict=True))
+            for name, parameter in module._parameters.items()
+            if parameter is not None and parameters.get(name) is not parameter
+        ]
+
+    try:
+        yield new
+    finally:
+        for module, (parameters, buffers) in zip(modules, before, strict=True):
+            module._parameters.clear()
+            module._parameters.update(parameters)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+
+
+def wrapped(modules: Modules, wrapper: type) -> list[tuple[nn.Module, str, Any]]:
+    """Where an engine's LoRA wrappers are: parent, name, wrapper.
+
+    Args:
+        wrapper: their class; each has the layer itself as `base_layer`.
+    """
     return [
         (parent, key, child)
         for parent in modules
@@ -124,22 +148,26 @@ def _wrapped(modules: Modules) -> list[tuple[nn.Module, str, Any]]:
 
 
 @contextmanager
-def unwrapped(modules: Modules) -> Iterator[None]:
-    """The model without vLLM's LoRA wrappers, whose names `load_weights` does not know."""
-    if not modules.kept(_wrapped):
+def unwrapped(modules: Modules, find: Callable[[Modules], list[tuple[nn.Module, str, Any]]]) -> Iterator[None]:
+    """The model without an engine's LoRA wrappers, whose names `load_weights` does not know.
+
+    Args:
+        find: as `wrapped`; the same function each time, as `Modules.kept` asks.
+    """
+    if not modules.kept(find):
         yield
         return
     swapped: list[tuple[Any, str, Any]] = []
     prefixes: list[tuple[Any, str]] = []
     module: Any
     try:
-        while found := modules.kept(_wrapped):
+        while found := modules.kept(find):
             for parent, key, wrapper in found:
                 parent._modules[key] = wrapper.base_layer
                 swapped.append((parent, key, wrapper))
             modules.forget()
         for module in modules:
-            prefix = getattr(module, "lora_base_layer_prefix", "")
+            prefix = getattr(module, "lora_base_layer_prefix", "")  # of some of vLLM's
             if prefix:
                 prefixes.append((module, prefix))
                 module.lora_base_layer_prefix = ""

@@ -16,9 +16,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ...kernels.segments import FLOATS
-from ...stream.window import Window, window_of
-from ..judge import ANOTHER_SIZE
+from ..kernels.segments import FLOATS
+from ..stream.window import Window, window_of
+from .judge import ANOTHER_SIZE
 
 _TO_COPY = torch.ops.aten._to_copy.default
 
@@ -143,7 +143,9 @@ class Capture(TorchDispatchMode):
         fed = None if source is None else self._fed.get(_storage(source))
         if path is None or source is None or fed is None or fed[0] in self.read:
             # Something computed: the tensor that is being fed goes through load_weights for real.
-            made_of = self._names((args, kwargs)) or ([] if self.current is None else [self.current])
+            made_of = (
+                self._names((args, kwargs)) or self._came(args) or ([] if self.current is None else [self.current])
+            )
             where = path or self._live[_storage(tensor)]
             self.records += [Record(name, where, view.dtype, None) for name in made_of]
             return
@@ -153,6 +155,11 @@ class Capture(TorchDispatchMode):
         plain = window is not None and source.shape == view.shape and converts
         copy = Copy(view, window, offset, stride) if window is not None and plain else None
         self.records.append(Record(fed[0], path, view.dtype, copy))
+
+    def _came(self, things: Any) -> frozenset[str]:
+        """What of the stream has come to the engine's own tensors that something is computed of."""
+        read = {path for tensor in _tensors(things) if (path := self._owner(tensor)) is not None}
+        return frozenset(record.name for record in self.records if record.path in read)
 
     def _owner(self, tensor: Tensor) -> str | None:
         owners = self._owners.get(_storage(tensor))

@@ -2,9 +2,11 @@
 takes it off again, exactly, before the next one.
 
 Parameters that keep the layout in which they are loaded are merged where they lie, tracked (kernels/tracked.py): 2 bits
-an element bring the base back. Layers that are laid out anew after loading are made again from a copy of their base, as
-loading takes it, which is kept here. Where the base is the engine's own checkpoint, what is kept is what lies in its
-files, and tensors that come whole are kept, too: so an update can be followed by any other one, or by none.
+an element bring the base back. Updates that follow one another come to lie in two memories in turn, so that one takes
+the place of the other in one pass (`TrackedPlan.remerge`). Layers that are laid out anew after loading are made again
+from a copy of their base, as loading takes it, which is kept here. Where the base is the engine's own checkpoint, what
+is kept is what lies in its files, and tensors that come whole are kept, too: so an update can be followed by any other
+one, or by none.
 """
 
 from __future__ import annotations
@@ -16,18 +18,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...kernels.plan import Plan
-from ...kernels.segments import Segment, copies
-from ...kernels.tracked import TrackedPlan
-from ...models.delta import Delta, Factors, Job, in_place
-from ...models.operands import Operands, Turn
-from ...shards import Piece, Shard, cut, whole
-from ...shards.ranks import Ranks
-from ...stream.buckets import Meta, Slot, Table, contents_of, dtype_of, extent, from_json, lay_out
-from ...stream.window import Window
-from ..sampler import facts
-from ..state import OWN
+from ..kernels.plan import Plan
+from ..kernels.segments import Segment, copies
+from ..kernels.tracked import TrackedPlan
+from ..models.delta import Delta, Factors, Job, in_place
+from ..models.operands import Operands, Turn
+from ..shards import Piece, Shard, cut, whole
+from ..shards.ranks import Ranks
+from ..stream.buckets import Meta, Slot, Table, contents_of, dtype_of, extent, from_json, lay_out
+from ..stream.window import Window
 from .loader import Examination, Loader, pairs
+from .sampler import facts
+from .state import OWN
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,6 +115,7 @@ class Merger:
         self._needed = self._layers_of(changed)
         self._kept: dict[str, Tensor] = {}
         self._plan: _Products | None = None
+        self._spare: _Products | None = None  # of the update before: the next one's may come to lie there
         self._before: Described | None = None
         self._facts: list[Any] = []
 
@@ -170,21 +173,29 @@ class Merger:
             torch.OutOfMemoryError: no memory for the way back.
             After either, the weights are neither the base nor anything else.
         """
-        plan, self._plan, touched = self._plan, None, self._touched(coming.said)
-        if plan is not None:
-            plan.tracked.unmerge()
-        if plan is not None and plan.serves(coming):
-            plan.merge(coming)
-        else:
-            plan = None  # its memory is free before the next one's is taken
-            if coming.said.tensors:
-                plan = _Products(coming, self._examination)
-                plan.merge(coming)
+        touched = self._touched(coming.said)
+        plan = self._merge_products(coming)
         gone = frozenset() if self._before is None else self._before.whole - coming.said.whole
         self._plan, self._before = plan, coming.said
         self._write_whole(coming, gone)
         self._make_layers(coming, plan, touched)
         self._loader.finish()
+
+    def _merge_products(self, coming: Update) -> _Products | None:
+        """Merge what an update adds where parameters lie, in the place of what the one before added."""
+        before, self._plan = self._plan, None
+        plan, self._spare = self._spare, None
+        if before is not None and not before.is_like(coming):
+            before.tracked.unmerge()
+            plan = before = None  # their memory is free before the next one's is taken
+        if not coming.said.tensors:
+            return None
+        if plan is None or not plan.serves(coming):
+            plan = None
+            plan = _Products(coming, self._examination)
+        plan.merge(coming, before)
+        self._spare = before
+        return plan
 
     def _write_whole(self, coming: Update, gone: frozenset[str]) -> None:
         """What goes straight of the tensors that came whole, and the base of those that came before and do not now."""
@@ -258,9 +269,13 @@ class _Products:
             keep=True,
         )
 
+    def is_like(self, coming: Update) -> bool:
+        """Whether another update has the same tensors."""
+        return coming.said is self._said
+
     def serves(self, coming: Update) -> bool:
-        """Whether another update goes the same way."""
-        return coming.said is self._said and coming.scalings == self._scalings
+        """Whether it goes the same way: scalings are the plan's."""
+        return self.is_like(coming) and coming.scalings == self._scalings
 
     def _delta(self, number: int, pieces: Sequence[Piece], device: torch.device) -> Delta:
         said = self._said.deltas[number]
@@ -278,12 +293,16 @@ class _Products:
         scale = self._tensors[f"{number}.row_scale"] if self._said.deltas[number]["row_scale"] else None
         return self._operands.scaled_segments(job, 0, scale)
 
-    def merge(self, coming: Update) -> None:
-        """Merge the products of an update. They come to lie here: taking them off needs them again."""
+    def merge(self, coming: Update, before: _Products | None) -> None:
+        """Merge the products of an update in the place of those before. They come to lie here: taking them off needs
+        them again."""
         for to, data in zip(self._memory, coming.data, strict=False):
             to.copy_(data)
         self._operands.refresh()
-        self.tracked.merge()
+        if before is None:
+            self.tracked.merge()
+        else:
+            self.tracked.remerge(before.tracked)
 
     def merged(self, name: str, base: Tensor) -> Tensor:
         """A tensor of the stream with its product, in memory of its own."""
@@ -302,4 +321,7 @@ def problems(said: Described, examination: Examination) -> list[str]:
         held = {copy.destination.dtype for copy in examination.copies.get(name, ())}
         if held - {wanted}:
             found.append(f"{name}: {wanted} in the trainer, {held.pop()} in the engine")
+    anew = frozenset[str]().union(*(names for _, names in examination.layers))
+    for name in sorted(said.changed & examination.staged - anew):
+        found.append(f"{name}: loading makes something else of it in the engine, which a merge there would not")
     return found

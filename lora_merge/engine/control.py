@@ -1,0 +1,119 @@
+"""Control planes: how an engine is told what to do. One interface; each engine's folder has a thin class for each kind
+of handle."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+TIMEOUT_S = 600
+"""Seconds that a control call over HTTP may take."""
+
+
+class WorkerFailed(RuntimeError):
+    """Workers of an engine report an error; the others have done what they were asked for."""
+
+
+class OutOfStep(RuntimeError):
+    """An engine hands on answers to calls that are past: somebody's call has failed in one of several workers, after
+    which it cannot be asked anything any more."""
+
+
+class Control:
+    """What is asked of an engine. Every method is a coroutine function; those of synchronous handles never suspend.
+
+    Attributes:
+        handle: what the user gave.
+        engine: what is called.
+        workers: process ids of its workers on this host, other processes than this one. A call that is under way when
+            the engine dies is left without an answer for ever.
+    """
+
+    adapters: str | None = None
+    """Why adapters cannot be served over this handle."""
+    name: ClassVar[str] = ""
+    """Of this kind of engines."""
+    plugins: ClassVar[str] = ""
+    """The environment variable that says which plugins the engine loads."""
+
+    def __init__(self, handle: Any) -> None:
+        self.handle = self.engine = handle
+        self.workers: list[int] = []
+
+    @property
+    def suspends(self) -> bool:
+        """Whether calls have to be awaited in the handle's own event loop."""
+        return False
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether other processes do all the work of its calls, as far as is known."""
+        return bool(self.workers)
+
+    def unfit(self) -> str:
+        """Why no push can reach this engine, as far as this process knows already, in words that follow its name;
+        "" where nothing is known."""
+        return ""
+
+    async def rpc(self, op: str, **message: Any) -> list[dict[str, Any]]:
+        """Call an operation of engine/worker.py, or one of the engine's own, in every worker.
+
+        Returns:
+            their answers, in rank order.
+
+        Raises:
+            WorkerFailed: one or several report an error; names them.
+            OutOfStep: the answers are not to this call.
+        """
+        call = secrets.token_hex(8)
+        request = json.dumps({"op": op, "call": call, **message})
+        answers = [json.loads(answer) for answer in await self._ask(request)]
+        if any(answer.get("call") != call for answer in answers):
+            raise OutOfStep(
+                "its workers' answers belong to an earlier call, which was left unread when one worker failed in it: "
+                "start this engine anew"
+            )
+        errors = [f"worker {answer['rank']}: {answer['error']}" for answer in answers if "error" in answer]
+        if errors:
+            raise WorkerFailed("; ".join(errors) if len(answers) > 1 else answers[0]["error"])
+        return sorted(answers, key=lambda answer: answer["rank"])
+
+    async def _ask(self, request: str) -> Sequence[str]:
+        """What each worker answers to a request."""
+        raise NotImplementedError
+
+    async def paused(self) -> bool:
+        """Whether generation stands still already."""
+        raise NotImplementedError
+
+    async def pause(self, mode: str) -> None:
+        """Stop generation; `mode` is one of `PAUSES`."""
+        raise NotImplementedError
+
+    async def resume(self) -> None:
+        raise NotImplementedError
+
+    async def sleep(self, level: int) -> None:
+        """Unmap the weights and the KV cache again, where a push has woken them for nothing."""
+        raise NotImplementedError
+
+    async def wake(self, tag: str) -> None:
+        """Map the memory of a sleeping engine again: "weights" or "kv_cache"."""
+        raise NotImplementedError
+
+    async def label(self, version: str) -> None:
+        """Tell the engine what its weights are called."""
+        raise NotImplementedError
+
+    async def name_adapter(self, there: bool) -> None:
+        """Requests may name the adapter that workers have loaded from here on, or none any more."""
+
+    async def reset_prefix_cache(self, running: bool, connector: bool) -> bool:
+        """Forget cached blocks; `running`: those that requests hold, too, who compute them anew. Whether it worked."""
+        raise NotImplementedError
+
+    async def reset_media_caches(self) -> None:
+        """Forget cached encoder outputs and multimodal inputs."""
+        raise NotImplementedError

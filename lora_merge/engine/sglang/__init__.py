@@ -1,0 +1,1 @@
+"""SGLang: what runs in its schedulers, and what calls its API."""

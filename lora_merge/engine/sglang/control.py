@@ -1,0 +1,213 @@
+"""SGLang's control planes: a thin class for each kind of handle."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Coroutine, Sequence
+from functools import partial
+from typing import Any
+
+from ...errors import InvalidInput
+from ..adapter import ADAPTER_NAME
+from ..calls import watched, while_alive
+from ..control import Control
+from ..web import Server
+from .adapter import reference
+from .plugin import PREFIX
+
+LOOK_S = 0.02
+"""Seconds between two looks at whether requests have ended."""
+
+
+class SglangControl(Control):
+    """What all handles share."""
+
+    name = "SGLang"
+    plugins = "SGLANG_PLUGINS"
+
+    async def _ask(self, request: str) -> Sequence[str]:
+        message = await self._checked(PREFIX + request)
+        try:
+            # Of several data-parallel engines the first one's: the others refuse a push in the same words.
+            answers, _ = json.JSONDecoder().raw_decode(message)
+        except json.JSONDecodeError as error:
+            raise RuntimeError(f"SGLang itself answers: {message}") from error
+        return [json.dumps(answer) for answer in answers]
+
+    async def _checked(self, action: str) -> str:
+        """What `check_weights` says."""
+        raise NotImplementedError
+
+    async def pause(self, mode: str) -> None:
+        if mode == "wait":
+            await self._ended()
+        elif mode == "abort":
+            await self._pause("abort")
+        # Running requests go back to the queue with the tokens that they have; no memory is theirs until they go on.
+        await self._pause("retract")
+
+    async def _pause(self, mode: str) -> None:
+        raise NotImplementedError
+
+    async def _ended(self) -> None:
+        """Wait for the requests that are in flight now."""
+        begun: set[str] | None = None
+        while begun is None or begun:
+            found = {rid for answer in await self.rpc("requests") for rid in answer["requests"]}
+            begun = found if begun is None else begun & found
+            if begun:
+                await self._rest()
+
+    async def _rest(self) -> None:
+        time.sleep(LOOK_S)
+
+    async def sleep(self, level: int) -> None:
+        await self.rpc("unmap")
+
+    async def wake(self, tag: str) -> None:
+        await self.rpc("map", weights=tag == "weights")
+
+    async def reset_prefix_cache(self, running: bool, connector: bool) -> bool:
+        return all(answer["forgotten"] for answer in await self.rpc("forget"))
+
+    async def reset_media_caches(self) -> None:
+        """Engines that have any are refused."""
+
+
+class EngineControl(SglangControl):
+    """A `sglang.Engine`. Its calls are run in its event loop, or awaited there, where it is in use."""
+
+    def __init__(self, handle: Any) -> None:
+        super().__init__(handle)
+        self.engine = handle.tokenizer_manager
+        self._turn, self._ours = threading.Lock(), False
+
+    @property
+    def _loop(self) -> asyncio.AbstractEventLoop:
+        return self.engine.event_loop or self.handle.loop
+
+    @property
+    def suspends(self) -> bool:
+        return self._loop.is_running() and not self._ours
+
+    async def _checked(self, action: str) -> str:
+        from sglang.srt.managers.io_struct import CheckWeightsReqInput
+
+        _, message, *_ = await self._run(self.engine.check_weights(CheckWeightsReqInput(action=action)))
+        return str(message)
+
+    async def paused(self) -> bool:
+        return bool(self.engine.is_pause)
+
+    async def pause(self, mode: str) -> None:
+        if mode == "wait":
+            await self._run(self._hold())
+        await super().pause(mode)
+
+    async def _hold(self) -> None:
+        """Requests that come from here on wait until generation goes on."""
+        async with self.engine.is_pause_cond:
+            self.engine.is_pause = True
+
+    async def _pause(self, mode: str) -> None:
+        from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+        await self._run(self.engine.pause_generation(PauseGenerationReqInput(mode=mode)))
+
+    async def _rest(self) -> None:
+        await asyncio.sleep(LOOK_S) if self.suspends else await super()._rest()
+
+    async def resume(self) -> None:
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+        await self._run(self.engine.continue_generation(ContinueGenerationReqInput()))
+
+    async def label(self, version: str) -> None:
+        if not hasattr(self.engine, "update_weight_version"):  # SGLang 0.5.17
+            self.engine._update_weight_version_if_provided(version)
+            return
+        from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
+
+        told = UpdateWeightVersionReqInput(new_version=version, abort_all_requests=False)
+        await self._run(self.engine.update_weight_version(told))
+
+    async def name_adapter(self, there: bool) -> None:
+        registry = getattr(self.engine, "lora_registry", None)
+        if registry is not None:
+            await self._run(_named(registry, there))
+
+    async def _run(self, call: Coroutine[Any, Any, Any]) -> Any:
+        if not self.suspends:
+            return while_alive(partial(self._alone, call), self.workers)
+        try:
+            here = asyncio.get_running_loop()
+        except RuntimeError:
+            here = None
+        if here is not self._loop:
+            call.close()
+            raise InvalidInput("the engine is in use in another thread, or event loop: await apush() there")
+        return await watched(call, self.workers)
+
+    def _alone(self, call: Coroutine[Any, Any, Any]) -> Any:
+        """Run a call in the engine's loop, which stands still otherwise; after one that was left behind (Ctrl-C)."""
+        with self._turn:
+            self._ours = True
+            try:
+                return self._loop.run_until_complete(call)
+            finally:
+                self._ours = False
+
+
+async def _named(registry: Any, there: bool) -> None:
+    """Have the adapter in, or not in, the registry that requests are looked up in."""
+    lacks = bool(await registry.get_unregistered_loras({ADAPTER_NAME}))
+    if there and lacks:
+        await registry.register(reference())
+    elif not there and not lacks:
+        await registry.unregister(ADAPTER_NAME)
+
+
+class HttpControl(SglangControl):
+    """A running `sglang.launch_server`, by its URL. JSON goes in and out."""
+
+    adapters = "its server does not know adapters that a scheduler loaded by itself"
+
+    def __init__(self, handle: str) -> None:
+        super().__init__(handle)
+        self._server = Server(handle, "is this the URL of an SGLang server?")
+
+    async def _checked(self, action: str) -> str:
+        return str(self._server.post("weights_checker", body={"action": action})["message"])
+
+    async def paused(self) -> bool:
+        return any(answer["paused"] for answer in await self.rpc("requests"))
+
+    async def _pause(self, mode: str) -> None:
+        self._server.post("pause_generation", body={"mode": mode})
+
+    async def resume(self) -> None:
+        self._server.post("continue_generation", body={})
+
+    async def label(self, version: str) -> None:
+        self._server.post("update_weight_version", body={"new_version": version, "abort_all_requests": False})
+
+
+def control_of(engine: Any) -> Control:
+    """The control plane of a handle: an `sglang.Engine`, or a server's URL. One that is a control plane already is
+    taken as it is.
+
+    Raises:
+        InvalidInput: it is none of them.
+    """
+    if isinstance(engine, Control):
+        return engine
+    if isinstance(engine, str):
+        if not engine.startswith(("http://", "https://")):
+            raise InvalidInput(f"engine must be a URL like http://host:30000, got {engine!r}")
+        return HttpControl(engine)
+    if hasattr(getattr(engine, "tokenizer_manager", None), "check_weights"):
+        return EngineControl(engine)
+    raise InvalidInput(f"engine must be an sglang.Engine or a URL, got {type(engine).__name__}")

@@ -1,0 +1,27 @@
+"""What SGLang loads through its entry-point group `sglang.srt.plugins`, in the process that starts an engine and in
+each of its schedulers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+PREFIX = "lora_merge:"
+"""How an action of `check_weights` begins that is a request of this package; JSON follows."""
+HOOKED = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.check_weights"
+"""Of a scheduler. It takes a string and gives one back, on every rank, also while generation stands still."""
+
+
+def register() -> None:
+    """Have requests of this package answered by `check_weights`."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(HOOKED, check_weights, HookType.AROUND)
+
+
+def check_weights(original: Any, manager: Any, request: Any) -> Any:
+    """In the place of SGLang's own `check_weights`, which gets what is not for this package."""
+    if not request.action.startswith(PREFIX):
+        return original(manager, request)
+    from .worker import lora_merge
+
+    return lora_merge(manager, request.action.removeprefix(PREFIX))

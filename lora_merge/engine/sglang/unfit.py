@@ -1,0 +1,79 @@
+"""Which of SGLang's engines no push can reach, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..replica import ONE_ENGINE
+from . import internals
+
+_WITHOUT_WEIGHTS = {"NGRAM"}
+"""Algorithms of speculative decoding that draft without a model."""
+
+
+def unfit(manager: Any) -> str:
+    """Why no push can reach the engine of a scheduler, in words that follow its name; "" where one can.
+
+    Args:
+        manager: SGLang's `SchedulerWeightUpdaterManager`.
+    """
+    import sglang
+
+    if lacks := internals.lacks(manager):
+        return (
+            f"runs SGLang {sglang.__version__}, which does not offer {', '.join(lacks)}; {internals.SUPPORTED} are "
+            "supported"
+        )
+    scheduler = manager.scheduler
+    arguments, config = scheduler.server_args, scheduler.model_config
+    if quantized := config.quantization or getattr(arguments, "torchao_config", ""):  # SGLang 0.5.17 has it
+        return f"holds {quantized} weights; only unquantised ones can be pushed to"
+    for applies, why in _REFUSED:
+        if applies(arguments):
+            return why
+    if getattr(manager, "_session", None) is not None:  # SGLang 0.5.21 on
+        return "is in the middle of a weight update of SGLang's own: finish it first (end_weight_update)"
+    algorithm = str(arguments.speculative_algorithm or "")
+    if manager.draft_worker is not None and algorithm.upper() not in _WITHOUT_WEIGHTS:
+        return (
+            f"drafts tokens with a model ({algorithm}), which would keep the weights that it started with, and no push "
+            "reaches it: start the engine without speculative_algorithm, or with NGRAM, which has no weights"
+        )
+    if config.is_multimodal:
+        return (
+            "serves a multimodal model, whose encoder's caches are not reset by a push: start it with "
+            "enable_multimodal=False, or on a model of text alone"
+        )
+    return ""
+
+
+_REFUSED: tuple[tuple[Callable[[Any], bool], str], ...] = (
+    (lambda a: a.enable_dp_attention, "runs attention data-parallel (enable_dp_attention): start it without"),
+    (lambda a: a.dp_size > 1, f"is {ONE_ENGINE}"),
+    (lambda a: a.pp_size > 1, "is cut into stages (pp_size): start it with pp_size=1 and tensor parallelism"),
+    (
+        lambda a: a.enable_eplb or a.ep_num_redundant_experts > 0 or a.init_expert_location != "trivial",
+        "moves its experts about or doubles some (enable_eplb, ep_num_redundant_experts, init_expert_location), and a "
+        "push would put them where they were at first: start it without these",
+    ),
+    (
+        lambda a: a.disaggregation_mode != "null",
+        "serves prefill and decode apart (disaggregation_mode), where cached blocks of the old weights lie in other "
+        "engines, too: start it without",
+    ),
+    (
+        lambda a: a.enable_hierarchical_cache or a.enable_lmcache,
+        "keeps cached blocks outside of the GPU, too (enable_hierarchical_cache, enable_lmcache), which a push does "
+        "not reach: start it without",
+    ),
+    (
+        lambda a: a.cpu_offload_gb > 0 or a.offload_group_size > 0,
+        "keeps weights in the host's memory (cpu_offload_gb, offload_group_size): start it without",
+    ),
+    (
+        lambda a: a.weight_cache_mode != "off",
+        "shares its weights with other engines (weight_cache_mode), which a push to one of them would change: start it "
+        'with weight_cache_mode="off"',
+    ),
+)

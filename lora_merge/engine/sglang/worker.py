@@ -1,0 +1,168 @@
+"""What reaches the schedulers of an SGLang engine: requests of this package, answered on every rank, in step with each
+other. Nothing raises here: an error in a scheduler ends the whole engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...stream.buckets import dtype_name
+from ..modules import Modules
+from ..side import Side, side_of
+from ..state import State
+from ..worker import OPS, Op, respond
+from .adapter import ADAPTER_ID, load_adapter, remove_adapter, unserved_modules
+from .loader import Loader
+from .unfit import unfit
+
+_WEIGHTS = "weights"
+"""The tag under which SGLang's memory saver knows the weights."""
+
+
+def lora_merge(manager: Any, request: str) -> Any:
+    """Answer a request on this rank; the first rank's output has the answers of all, as a JSON array.
+
+    Args:
+        manager: SGLang's `SchedulerWeightUpdaterManager`.
+    """
+    from sglang.srt.managers.io_struct import CheckWeightsReqOutput
+
+    answers = _gathered(respond(SglangWorker(manager), _OPS, request), manager.tp_cpu_group)
+    return CheckWeightsReqOutput(success=True, message=f"[{', '.join(answers)}]")
+
+
+def _gathered(text: str, group: Any) -> list[str]:
+    """The texts of all ranks, on every rank."""
+    world = dist.get_world_size(group)
+    if world == 1:
+        return [text]
+    data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
+    dist.all_gather(sizes, torch.tensor([len(data)]), group=group)
+    longest = max(int(size) for size in sizes)
+    texts = [torch.empty(longest, dtype=torch.uint8) for _ in range(world)]
+    dist.all_gather(texts, torch.nn.functional.pad(data, (0, longest - len(data))), group=group)
+    return [bytes(t[: int(size)].tolist()).decode() for t, size in zip(texts, sizes, strict=True)]
+
+
+class SglangWorker:
+    """A scheduler in a push: a `Worker`.
+
+    Args:
+        manager: as of `lora_merge`.
+    """
+
+    def __init__(self, manager: Any) -> None:
+        self.manager, self.scheduler = manager, manager.scheduler
+        self.model = manager.tp_worker.model_runner.model
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank(self.manager.tp_cpu_group)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def side(self) -> Side:
+        manager = self.manager
+        return side_of(self.model, lambda: Side(Loader(Modules(self.model), self.device), lambda: asleep(manager)))
+
+    def working(self, op: str) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def about(self, side: Side) -> dict[str, Any]:
+        lora = self._lora
+        return {
+            "world": dist.get_world_size(self.manager.tp_cpu_group),
+            "launcher": False,
+            "unfit": unfit(self.manager),
+            "dtype": str(next(self.model.parameters()).dtype).removeprefix("torch."),
+            "lora": lora and {"max_rank": lora.max_lora_rank, "dtype": dtype_name(lora.dtype)},
+            "connector": False,
+            "multimodal": False,
+        }
+
+    @property
+    def _lora(self) -> Any:
+        """SGLang's `LoRAManager`; None where the engine serves no adapters."""
+        runner = self.manager.tp_worker.model_runner
+        return runner.lora_manager if self.scheduler.server_args.enable_lora else None
+
+    def served(self, side: Side, state: State) -> State:
+        if state.kind == "adapter" and (self._lora is None or ADAPTER_ID not in self._lora.loras):
+            side.evicted()
+            return side.held
+        return state
+
+    def settle(self, side: Side, weights: bool) -> None:
+        if self._lora is not None and side.held.kind != "adapter":
+            remove_adapter(self._lora)
+
+    def unserved(self, modules: Sequence[str]) -> list[str]:
+        return unserved_modules(self._lora, modules)
+
+    def load_adapter(self, tensors: Mapping[str, Tensor], rank: int) -> None:
+        load_adapter(self._lora, tensors, rank)
+
+
+def asleep(manager: Any) -> int:
+    """As of `Side`: whether the memory saver has unmapped the weights."""
+    if _WEIGHTS not in manager.offload_tags:
+        return 0
+    return 1 if manager.scheduler.server_args.enable_weights_cpu_backup else 2
+
+
+def _requests(worker: SglangWorker, side: Side) -> dict[str, Any]:
+    """Which requests the scheduler has, and whether it stands still."""
+    return {"requests": sorted(_in_flight(worker.scheduler)), "paused": bool(worker.scheduler._engine_paused)}
+
+
+def _in_flight(scheduler: Any) -> Iterator[str]:
+    batches = (scheduler.running_batch, scheduler.last_batch)
+    found = [*scheduler.waiting_queue, *scheduler.grammar_manager.grammar_queue, scheduler.chunked_req]
+    found += [request for batch in batches if batch is not None for request in batch.reqs]
+    yield from {request.rid for request in found if request is not None and not request.finished()}
+
+
+def _forget(worker: SglangWorker, side: Side) -> dict[str, Any]:
+    """Forget all cached blocks. Requests that hold some go back to the queue, and are computed anew when generation
+    goes on; those that wait hold none, and need not be in the way (SGLang's own `flush_cache` takes them for a reason
+    not to)."""
+    from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+    scheduler = worker.scheduler
+    scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
+    grammars = scheduler.grammar_manager
+    waiting, scheduler.waiting_queue = scheduler.waiting_queue, []
+    compiling, grammars.grammar_queue = grammars.grammar_queue, []
+    try:
+        return {"forgotten": bool(scheduler.flush_cache(empty_cache=False))}
+    finally:
+        scheduler.waiting_queue, grammars.grammar_queue = waiting, compiling
+
+
+def _map(worker: SglangWorker, side: Side, weights: bool) -> dict[str, Any]:
+    """Map memory again that the memory saver has unmapped: the weights, or all else."""
+    from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
+
+    gone = worker.manager.offload_tags
+    if tags := sorted(gone & {_WEIGHTS} if weights else gone - {_WEIGHTS}):
+        worker.manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags))
+    return {}
+
+
+def _unmap(worker: SglangWorker, side: Side) -> dict[str, Any]:
+    """Unmap the weights again."""
+    from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
+
+    worker.manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=[_WEIGHTS]))
+    return {}
+
+
+_OPS: dict[str, Op] = {**OPS, "requests": _requests, "forget": _forget, "map": _map, "unmap": _unmap}

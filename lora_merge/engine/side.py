@@ -1,0 +1,229 @@
+"""What this package keeps in a worker, beside the model's weights, between the calls of a push."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from ..stream.buckets import Slot, Table, extent
+from ..stream.filler import Places
+from .claim import Claim
+from .loader import Examination, Loader
+from .merger import Described, Merger, Update
+from .receiver import Receiver
+from .sampler import Sampler
+from .sources import add_checksums
+from .state import WEIGHTS, State, change
+from .transport import Received
+
+_SIDE = "_lora_merge"
+_TABLES = 8
+"""Tables that are kept: those of a few streams, each as a push may change it until it fits."""
+_UPDATES = 2
+"""Descriptions of updates that are kept."""
+
+
+class Coming(NamedTuple):
+    """A full push that has begun.
+
+    Args:
+        examination: of its table.
+        digest: of the table.
+        state: that it brings.
+        merger: keeps what merging updates onto it takes; None where none will come.
+    """
+
+    examination: Examination
+    digest: str
+    state: State
+    merger: Merger | None = None
+
+
+class Side:
+    """The worker's side of all pushes.
+
+    Args:
+        loader: into the model.
+        asleep: the level at which the weights sleep at the moment, so that they must not be read: 1 (kept elsewhere) or
+            2 (thrown away); 0 if they are awake.
+
+    Attributes:
+        claim: whose push the engine is in the middle of.
+        tables: what was examined last, by digest; a trainer may come back to one in the same push.
+        held: what the weights were when this package last looked.
+        coming: a full push that has begun, until it ends or is aborted.
+        pending: what it has brought, from its last bucket to its commit.
+        merger: merges updates onto the base that was brought last; None where none could be.
+        updates: what was told of updates last, by digest.
+        update: one that has come, until it is merged.
+        began: whether a push has begun that neither ended nor was aborted.
+        paused, waking: whether generation stands still because of a push, and whether the KV cache still sleeps.
+        checksums, arrived: of a verified transfer: checksums by name, and whether the parameters hold these bits.
+        coverage: elements that the last full push wrote, and elements there are.
+    """
+
+    def __init__(self, loader: Loader, asleep: Callable[[], int]) -> None:
+        self.device, self.modules, self.loader, self.asleep = loader.device, loader.modules, loader, asleep
+        self.receiver: Receiver | None = None
+        self.tables: dict[str, Table] = {}
+        self.claim = Claim()
+        self.held, self.coming, self.pending, self.began = State(), None, None, False
+        self.merger: Merger | None = None
+        self.updates: dict[str, Described] = {}
+        self.update: Update | None = None
+        self.paused, self.waking = False, False
+        self.checksums: dict[str, int] = {}
+        self.arrived: dict[str, bool] = {}
+        self.coverage: tuple[int, int] = (0, 0)
+        self._sampler = Sampler()
+        self._sample = ""
+        self._kernels: list[Any] = []
+
+    coming: Coming | None
+    pending: State | None
+
+    # What the engine holds
+
+    def state(self) -> State:
+        """What the weights are; "dirty" if they changed since this package wrote them."""
+        if (self.held.kind not in WEIGHTS and self.merger is None) or self.asleep():
+            return self.held
+        kernels = self.loader.kernels()
+        same = len(kernels) == len(self._kernels) and all(a is b for a, b in zip(kernels, self._kernels, strict=True))
+        if not same or self._sampler(self.modules.tensors()) != self._sample:
+            reason = "its weights were changed by something else: a sleep, a reload, an update"
+            self.merger = None
+            if self.held.kind in WEIGHTS:
+                self.held = change(self.held, "overwrite", reason=reason)
+        return self.held
+
+    def ready(self, digest: str) -> bool:
+        """Whether an update that was told under this digest can be merged onto what lies here."""
+        if self.merger is None or self.held.kind == "dirty":
+            return False
+        return digest in self.updates and not self.merger.lacks(self.updates[digest])
+
+    def begin(self, reason: str) -> None:
+        """A push begins to write; `reason` is why the engine is dirty until it ends."""
+        self.held, self.began = change(self.held, "begin", reason=reason), True
+
+    def came(self) -> None:
+        """Nothing more comes of a full push."""
+        assert self.coming is not None
+        self.pending, self.coverage = self.coming.state, self.coming.examination.elements
+
+    def end(self, brought: State) -> None:
+        """All of a push is there: note what the weights look like."""
+        self.held, self.began = change(self.held, "end", brought=brought), False
+        if self.coming is not None:
+            self.merger = self.coming.merger
+        if self.merger is not None:
+            self.merger.settle()
+        self.coming = self.pending = self.update = None
+        self._note()
+
+    def own(self, merger: Merger) -> None:
+        """The weights are what the engine started with, and updates can be merged onto them."""
+        merger.settle()
+        self.merger = merger
+        self._note()
+
+    def new_merger(self, digest: str, base: str, changed: frozenset[str] = frozenset()) -> Merger:
+        """A `Merger` onto the base of an examined table."""
+        table = self.tables[digest]
+        return Merger(self.loader, self.loader.examine(digest, table), table, base, changed)
+
+    def _note(self) -> None:
+        """What the weights look like."""
+        self._sample = self._sampler(self.modules.tensors())
+        self._kernels = self.loader.kernels()
+
+    def abort(self, reason: str | None) -> None:
+        """Close what a broken push left open. The engine is dirty if that push had begun, or if there is a reason."""
+        self.loader.abort()
+        if self.began or reason is not None:
+            self.held = change(self.held, "break", reason=reason or "a push broke off in the middle")
+            self.merger = None
+        self.coming, self.pending, self.update, self.began = None, None, None, False
+
+    def evicted(self) -> None:
+        """The adapter is gone, the base is still what it was."""
+        self.held = change(self.held, "evict")
+
+    def keep_table(self, digest: str, table: Table | None = None) -> None:
+        """A table is in use again, or new: it is the last one to be forgotten."""
+        self.tables[digest] = self.tables.pop(digest) if table is None else table
+        for old in list(self.tables)[:-_TABLES]:
+            del self.tables[old]
+
+    def keep_update(self, digest: str, said: Described) -> None:
+        """What was told of an update."""
+        self.updates[digest] = said
+        for old in list(self.updates)[:-_UPDATES]:
+            del self.updates[old]
+
+    # A transfer
+
+    def connect(self, channel: dict[str, Any]) -> None:
+        """Open a channel to a trainer; the one before is closed."""
+        self.disconnect()
+        self.receiver = Receiver(channel, self.device)
+
+    def disconnect(self) -> None:
+        """Let go of the trainer's memory, plans that read it too."""
+        self.loader.let_go()
+        if self.receiver is not None:
+            self.receiver.close()
+            self.receiver = None
+
+    @contextmanager
+    def taking(self, sessions: Sequence[str]) -> Iterator[None]:
+        """A transfer: if it fails here, also before the first bucket, the trainer does not wait for this worker, and
+        no layer stays open (the trainer may be dead, and the next one looks at the layers first).
+
+        Args:
+            sessions: of the channels of this transfer: another trainer may have connected meanwhile.
+        """
+        try:
+            yield
+        except BaseException:
+            self.loader.abort()
+            if self.receiver is not None and self.receiver.session in sessions:
+                self.receiver.left()
+            raise
+
+    def take(
+        self,
+        table: Table,
+        use: Callable[[Sequence[Slot], Received], None],
+        verify: bool,
+        places: Places | None = None,
+        sent: Sequence[int] | None = None,
+        placed: Sequence[int] = (),
+    ) -> None:
+        """Receive the buckets of a table, as `Receiver.receive`, and hand each to `use` with its slots.
+
+        Args:
+            sent: which of them come; None for all.
+        """
+        if self.receiver is None:
+            raise RuntimeError("no trainer is connected")
+        self.checksums, self.arrived = {}, {}
+        sizes = {index: extent(table[index]) for index in (range(len(table)) if sent is None else sent)}
+        with closing(self.receiver.receive(sizes, frozenset(placed), places, verify)) as buckets:
+            for received in buckets:
+                if verify and received.data is not None:
+                    add_checksums(self.checksums, table[received.index], received.data)
+                use(table[received.index], received)
+
+
+def side_of(model: nn.Module, make: Callable[[], Side]) -> Side:
+    """The `Side` of a model, made at first use, for one call to a worker."""
+    if _SIDE not in model.__dict__:
+        model.__dict__[_SIDE] = make()
+    side: Side = model.__dict__[_SIDE]
+    side.modules.doubt()
+    return side

@@ -1,0 +1,138 @@
+"""Engines whose weights are quantised: which layers vLLM quantises as it loads them, so that a push can load them
+again, and what is refused.
+
+A layer that quantises takes plain weights and computes with values of a few bits and their scales (`uses_meta_device`
+of vLLM's methods). It is one more layer that is laid out anew after loading (reload.py): vLLM's own code makes of a
+push what it makes of a checkpoint, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ...kernels.segments import FLOATS
+from ..modules import Modules
+from . import internals
+
+_PLAIN = "Unquantized"
+"""How the names of vLLM's methods begin that compute with weights as they were loaded."""
+_INSTEAD = (
+    "start the engine on the unquantised checkpoint and let vLLM quantise it as it loads "
+    '(quantization="fp8_per_block", "fp8_per_channel" and their like), or without quantization'
+)
+
+
+def refusal(modules: Modules) -> str:
+    """Why merged weights cannot be loaded into a model, in words that follow the engine's name: "" where they can."""
+    for path, layer in modules.paths():
+        method = getattr(layer, "quant_method", None)
+        if method is None or type(method).__name__.startswith(_PLAIN) or _has_scales_alone(layer):
+            continue
+        kind = type(getattr(layer, "scheme", method)).__name__
+        loaded, _ = internals.get_layerwise_info(layer).restore_metadata
+        other = next(((name, t.dtype) for name, t in loaded.items() if t.dtype not in FLOATS), None)
+        if other is not None:
+            return (
+                f"was started on a checkpoint that is quantised: {path}.{other[0]} is loaded as {other[1]} ({kind}), "
+                f"and merged weights are not quantised; {_INSTEAD}"
+            )
+        if not quantises(layer):
+            return (
+                f"makes something of {path} ({kind}) after loading that is not known to be made again when weights "
+                f"come; {_INSTEAD}"
+            )
+        if _shared_with_other_engines(method):
+            return (
+                f"quantises {path} together with other data-parallel engines, and a push to this one would wait for "
+                "them: start it with enable_expert_parallel=True"
+            )
+    return ""
+
+
+def stale_scales(cache_config: Any) -> str:
+    """Why scales of the KV cache would not be those of what a push brings, in words as of `refusal`."""
+    if not getattr(cache_config, "calculate_kv_scales", False):  # vLLM 0.26
+        return ""
+    return (
+        "computes the scales of its KV cache from the first request that it gets (calculate_kv_scales), and keeps them "
+        "whatever weights come: start it without calculate_kv_scales"
+    )
+
+
+def quantises(layer: Any) -> bool:
+    """Whether vLLM quantises this layer as it loads it."""
+    return bool(getattr(getattr(layer, "quant_method", None), "uses_meta_device", False))
+
+
+def _has_scales_alone(layer: nn.Module) -> bool:
+    """Whether what a method quantises here is the cache of an attention layer, whose scales are no weights."""
+    return hasattr(layer, "kv_cache_dtype")
+
+
+def _shared_with_other_engines(method: Any) -> bool:
+    """Whether scales of experts are agreed on by more workers than those of this engine."""
+    parts = getattr(getattr(method, "moe", None), "tp_size", 1)
+    return bool(parts > internals.get_tp_group().world_size)
+
+
+class Together:
+    """The workers that quantise a layer together: of a matrix that is cut, each scale is of the whole, and vLLM (0.32)
+    takes the largest element over all of them. Who failed does not come, and the others would wait for ever; so before
+    each of these layers everybody says that he is there, and who fails says so instead.
+
+    Args:
+        modules: of the worker's model.
+    """
+
+    def __init__(self, modules: Modules) -> None:
+        self._modules = modules
+        self._group: Any = None
+        self._last: Any = None
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """One operation of the worker method, on all workers of the engine. If it fails on one, it fails on all of them
+        that share scales."""
+        self._group = self._modules.kept(_sharing)
+        try:
+            yield
+            self.go_on()
+        except BaseException:
+            self._leave()
+            raise
+        finally:
+            self._group = None
+
+    def go_on(self) -> None:
+        """Before a layer that is quantised together.
+
+        Raises:
+            RuntimeError: another worker has failed.
+        """
+        if self._group is None:
+            return
+        failed = torch.zeros(1, dtype=torch.int32)
+        dist.all_reduce(failed, dist.ReduceOp.MAX, group=self._group)
+        if failed.item():
+            self._group = None
+            raise RuntimeError("another worker of this engine failed, with which this one quantises its weights")
+
+    def _leave(self) -> None:
+        """Tell those who wait, or will. Nobody is waited for: the others may be where they wait for this process."""
+        if self._group is not None:
+            failed = torch.ones(1, dtype=torch.int32)
+            with suppress(RuntimeError):  # they are gone
+                self._last = dist.all_reduce(failed, dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+
+def _sharing(modules: Modules) -> Any:
+    """The process group of the workers over which matrices are cut, where some layer quantises; else None."""
+    if not any(map(quantises, modules)) or (group := internals.get_tp_group()).world_size == 1:
+        return None
+    return group.cpu_group

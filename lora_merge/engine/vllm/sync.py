@@ -1,0 +1,95 @@
+"""VllmSync: one call brings what is being trained into the vLLM engines that roll it out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ...errors import InvalidInput, MissingExtra
+from ..adapter import ADAPTER_NAME
+from ..control import Control
+from ..sync import EngineSync
+from .adapter import ADAPTER_ID
+from .control import LlmControl, control_of
+from .decorated import complaint
+
+
+class VllmSync(EngineSync):
+    """Keeps vLLM engines at the policy that is being trained: `push()` brings the model as it is now into each of them.
+
+        llm = LLM("base", weight_transfer_config=WeightTransferConfig(backend="lora_merge"))
+        sync = lora_merge.VllmSync(model, llm)
+        print(sync.push())
+        outputs = sync.generate(prompts, sampling)
+
+    lora_merge has to be installed where vLLM's workers run; vLLM finds it through its entry point.
+
+    Several trainer ranks (torch.distributed is initialised): make one on every rank, of its model, and call `push` and
+    `close` on every rank. Usually rank 0 has all handles and the others pass None; or each rank has an `LLM` of its
+    own.
+
+    Args:
+        model: a PEFT model or any module; whole, or sharded by FSDP2, FSDP1 or ZeRO-3; or Megatron's list of chunks.
+        engine: a `vllm.LLM`, an `LLMEngine`, an `AsyncLLM`, a Ray actor around one, the URL of a server, or a list of
+            these (replicas); None on ranks without a handle. An engine that was started without
+            `weight_transfer_config` is taken unless vLLM chose a layout for it that cannot be loaded again.
+        mode: "merged": the engine holds merged weights. "adapter": it holds the base, and the adapter beside it in
+            vLLM's own LoRA path.
+        merge: in merged mode, who adds the adapters to the base. "trainer": merged weights cross; they are written
+            straight into engines of the same host. "engine": the base crosses once, then adapters alone, and the
+            engine's workers merge them into their own slices and take them off again exactly before the next ones; the
+            bits are those of a merge in the trainer, and the engine keeps 2 bits for each adapted element and the
+            adapters. "auto": the engine if some worker runs on another host than every rank of the trainer, else the
+            trainer; `SyncReport.merge` says who did.
+        rounding: of merged weights: "nearest" or "stochastic" (seeded by the version).
+        pause: what becomes of requests in flight: "keep" lets them go on with the new weights, "wait" lets them end
+            first, "abort" ends them. A push that changes the mode waits where others keep.
+        bucket_bytes: size in bytes of each of two buckets, where buckets are needed; larger tensors are cut.
+        strategy: as of `MergedWeights`.
+
+    Raises:
+        InvalidInput: an argument that does not fit.
+        PushRefused: an engine that no push can reach, as far as that is known before the first push.
+        MissingExtra: vLLM is not installed.
+    """
+
+    awaited = "an AsyncLLM"
+
+    @staticmethod
+    def _control_of(engine: Any) -> Control:
+        return control_of(engine)
+
+    def _require(self) -> None:
+        try:
+            import vllm  # noqa: F401
+        except ImportError as error:
+            raise MissingExtra("VllmSync needs vLLM: pip install lora-merge[vllm]") from error
+
+    def _complaint(self, model: nn.Module) -> str:
+        return complaint(model)
+
+    def lora_request(self) -> Any:
+        """What requests carry as `lora_request`: a constant `LoRARequest` in adapter mode, None in merged mode."""
+        if self._mode == "merged":
+            return None
+        from vllm.lora.request import LoRARequest
+
+        return LoRARequest(ADAPTER_NAME, ADAPTER_ID, f"/{ADAPTER_NAME}/in-memory")
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Check that the engine holds what was pushed last, then call `generate` of the in-process `LLM`.
+
+        Args:
+            args: as for `LLM.generate`.
+            kwargs: as for `LLM.generate`; `lora_request` is set here.
+
+        Raises:
+            InvalidInput: there is not exactly one engine, or it is not an `LLM` in this process.
+            PushRefused: the engine holds something else; see `check`.
+        """
+        controls = self._trainer.controls
+        if len(controls) != 1 or type(controls[0]) is not LlmControl or not hasattr(controls[0].handle, "generate"):
+            raise InvalidInput("generate() is for one in-process LLM; pass lora_request() to other engines yourself")
+        self.check()
+        return controls[0].handle.generate(*args, lora_request=self.lora_request(), **kwargs)

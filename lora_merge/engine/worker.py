@@ -1,0 +1,417 @@
+"""What workers do in a push: named operations, JSON in, JSON out. How a request reaches a worker, and what only its
+engine knows, is in the engine's folder (`Worker`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ..stream.buckets import Slot, extent, from_json
+from .loader import Examination
+from .merger import Described, Update, problems
+from .side import Coming, Side
+from .state import State
+from .transport import Received, introduction
+from .waiting import told
+
+_log = logging.getLogger(__name__)
+
+
+class Worker(Protocol):
+    """What only its engine knows of a worker.
+
+    Attributes:
+        rank: among the workers of its engine.
+        device: on which its weights are.
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def side(self) -> Side:
+        """What is kept here between calls."""
+
+    def working(self, op: str) -> AbstractContextManager[Any]:
+        """What an operation runs in."""
+
+    def about(self, side: Side) -> dict[str, Any]:
+        """What it says of itself in `hello`: `rank`, `world` (workers of the engine), `launcher` (whether each has a
+        handle of its own), `unfit` (why no push can reach the engine, in words that follow its name; "" where one can),
+        `dtype` (of its model), `lora` (`max_rank` and `dtype` of its adapters, None where it serves none), `connector`
+        (whether cached blocks lie outside of the engine, too) and `multimodal`."""
+
+    def served(self, side: Side, state: State) -> State:
+        """What it holds, where the weights are in `state`: an adapter may have gone since."""
+
+    def settle(self, side: Side, weights: bool) -> None:
+        """A push is over: adapters that do not belong to the weights any more go.
+
+        Args:
+            weights: whether it brought weights.
+        """
+
+    def unserved(self, modules: Sequence[str]) -> list[str]:
+        """Those modules (HF names) that it cannot adapt."""
+
+    def load_adapter(self, tensors: Mapping[str, Tensor], rank: int) -> None:
+        """Put an adapter in the place of the one before; scalings are in lora_B."""
+
+
+Op: TypeAlias = Callable[..., dict[str, Any]]
+
+
+def respond(worker: Worker, ops: Mapping[str, Op], request: str, raised: tuple[type[Exception], ...] = ()) -> str:
+    """Do what a request asks for.
+
+    Args:
+        ops: the operations of this engine, by name.
+        request: `{"op": ..., "call": ..., "trainer": ..., "sessions": ..., **arguments}`; `trainer` where it is a call
+            of a push, and `sessions` where buckets come in it: those of the channels through which they come.
+        raised: errors that are no answer.
+
+    Returns:
+        `{"rank": ..., "call": ..., **answer}`; `call` is the request's, so that an answer to another one shows. An
+        error is the answer `{"error": ...}`.
+    """
+    call, rank = None, -1
+    try:
+        rank = worker.rank
+        message = json.loads(request)
+        call = message.pop("call", None)
+        side = worker.side()
+        op, sessions = message.pop("op"), message.pop("sessions", None) if "trainer" in message else None
+        with worker.working(op), nullcontext() if sessions is None else side.taking(sessions):
+            if "trainer" in message:
+                side.claim.check(message.pop("trainer"))
+            answer = ops[op](worker, side, **message)
+        return json.dumps({"rank": rank, "call": call, **answer})
+    except raised:
+        raise
+    except Exception as error:
+        _log.exception("lora_merge")
+        return json.dumps({"rank": rank, "call": call, "error": told(error)})
+
+
+# ---- before a push ---------------------------------------------------------------------------------------------------
+
+
+def _hello(
+    worker: Worker,
+    side: Side,
+    claim: Mapping[str, Any] | None = None,
+    streams: Sequence[str] = (),
+    updates: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Who this worker is, what it holds, what it can serve. With a claim a push begins, which `end` ends.
+
+    Args:
+        streams: digests of tables: what `examine` says of them in brief, where they are known here.
+        updates: digests of updates: which of them can be merged onto what lies here.
+    """
+    return {
+        **introduction(worker.device),
+        **worker.about(side),
+        "tied": side.loader.ties,
+        "busy": "" if claim is None else side.claim.take(**claim),
+        "asleep": side.asleep(),
+        "paused": side.paused,
+        "waking": side.waking,
+        "session": None if side.receiver is None else side.receiver.session,
+        "state": worker.served(side, side.state()).to_json(),
+        "fits": _fits(side, streams),
+        "base": "" if side.merger is None else side.merger.base,
+        "ready": [digest for digest in updates if side.ready(digest)],
+    }
+
+
+def _fits(side: Side, streams: Sequence[str]) -> dict[str, dict[str, str]]:
+    """What is known of streams; nothing of one that cannot be looked at now (`examine` says why)."""
+    fits = {}
+    with suppress(Exception):
+        for digest in () if side.asleep() else side.tables.keys() & set(streams):
+            side.keep_table(digest)
+            fits[digest] = _brief(side, digest)
+    return fits
+
+
+def _brief(side: Side, digest: str) -> dict[str, str]:
+    """What was found in a table, by its digest, and where the engine has what it fills."""
+    found = side.loader.examine(digest, side.tables[digest])
+    return {"same": found.digest, "at": found.exports.digest}
+
+
+def _examine(worker: Worker, side: Side, digest: str, table: Any = None, known: Sequence[str] = ()) -> dict[str, Any]:
+    """Dry run of a table; without one, of the table that was sent before under this digest.
+
+    Args:
+        known: digests of findings that the trainer has: these are not sent again.
+    """
+    if table is not None:
+        side.keep_table(digest, from_json(table))
+    if digest not in side.tables:
+        return {"unknown": True}
+    brief = _brief(side, digest)
+    found: Examination = side.loader.examine(digest, side.tables[digest])
+    if found.digest in known:
+        return brief
+    return {
+        **brief,
+        "refused": found.refused,
+        "ignored": found.ignored,
+        "absent": found.absent,
+        "missing": found.missing,
+        "partial": found.partial,
+        "dtypes": found.dtypes,
+        "elements": found.elements,
+        "straight": len(found.copies),
+        "reloaded": len(found.staged),
+    }
+
+
+def _examine_update(worker: Worker, side: Side, digest: str, base: str, said: Any = None) -> dict[str, Any]:
+    """Whether updates like this one can be merged here.
+
+    Args:
+        digest: of `said`.
+        base: digest of the table of the base, which was examined.
+        said: `Update.said`; without it, what was told before under this digest.
+    """
+    if said is not None:
+        side.keep_update(digest, Described.read(said))
+    if digest not in side.updates:
+        return {"unknown": True}
+    found = side.loader.examine(base, side.tables[base])
+    return {"problems": problems(side.updates[digest], found), "ready": side.ready(digest)}
+
+
+def _exports(worker: Worker, side: Side, digest: str) -> dict[str, Any]:
+    """How a trainer in another process of this host maps what an examined table fills."""
+    return side.loader.examine(digest, side.tables[digest]).exports.description
+
+
+def _adapter_modules(worker: Worker, side: Side, modules: list[str]) -> dict[str, Any]:
+    """Modules that this engine cannot adapt."""
+    return {"unserved": worker.unserved(modules)}
+
+
+def _connect(worker: Worker, side: Side, channels: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """Open this worker's channel to a trainer.
+
+    Args:
+        channels: for each worker of the engine its `Sender.channel`, by rank.
+    """
+    side.connect(channels[str(worker.rank)])
+    return {}
+
+
+# ---- a push ----------------------------------------------------------------------------------------------------------
+
+
+def _start(
+    worker: Worker, side: Side, digest: str, state: dict[str, Any], sent: bool, changed: Sequence[str] | None = None
+) -> dict[str, Any]:
+    """Begin a full push; what a broken one left open is closed. From the answer on the trainer may write to the places.
+
+    Args:
+        digest: of an examined table.
+        state: that the push brings.
+        sent: whether buckets follow; else the trainer writes everything by itself.
+        changed: names of the tensors that updates will change, which are merged here onto what this push brings; None
+            where none will come.
+    """
+    side.abort(None)
+    side.begin("a push is under way or did not end")
+    side.merger = None
+    examination, brought = side.loader.examine(digest, side.tables[digest]), State(**state)
+    side.loader.begin(examination)
+    merger = None if changed is None else side.new_merger(digest, brought.base, frozenset(changed))
+    side.coming = Coming(examination, digest, brought, merger)
+    if not sent:
+        side.came()
+    if worker.device.type == "cuda":  # nothing here reads the weights any more
+        torch.cuda.synchronize(worker.device)
+    return {}
+
+
+def _receive(
+    worker: Worker, side: Side, verify: bool, sent: Sequence[int] | None = None, placed: Sequence[int] = ()
+) -> dict[str, Any]:
+    """Take the buckets of a full push into the model.
+
+    Args:
+        verify: note checksums.
+        sent: which buckets come; None for all.
+        placed: which of these the trainer writes to their places by itself.
+    """
+    if side.coming is None:
+        raise RuntimeError("a push has to begin before its buckets come")
+    examination, table = side.coming.examination, side.tables[side.coming.digest]
+    keep = _nothing if side.coming.merger is None else side.coming.merger.keep
+
+    def load(slots: Sequence[Slot], received: Received) -> None:
+        if received.data is None:
+            return
+        if not received.placed:
+            side.loader.load(examination, received.index, slots, received.data, keep)
+        seen = side.loader.arrived(examination, slots, received.data) if verify else {}
+        for name, same in seen.items():
+            side.arrived[name] = side.arrived.get(name, True) and same
+
+    side.take(table, load, verify, examination.places, sent, placed)
+    if worker.device.type == "cuda":
+        torch.cuda.current_stream(worker.device).synchronize()
+    side.came()
+    return {}
+
+
+def _nothing(name: str, tensor: Tensor) -> None:
+    """No base is kept."""
+
+
+def _update(worker: Worker, side: Side, digest: str, scalings: list[list[float]], verify: bool) -> dict[str, Any]:
+    """Receive an update; nothing of the engine changes before `merge`.
+
+    Args:
+        digest: under which it was told.
+        scalings: of each adapter of each delta.
+    """
+    if not side.ready(digest):
+        raise RuntimeError("this worker does not hold the base that the update belongs to (any more); push again")
+    update = Update(side.updates[digest], scalings)
+
+    def keep(slots: Sequence[Slot], received: Received) -> None:
+        assert received.data is not None
+        # A trainer in this process may be on another device.
+        update.data.append(received.data[: extent(slots)].to(side.device, copy=True))
+
+    side.take(update.said.table, keep, verify)
+    side.update = update
+    return {}
+
+
+def _merge(worker: Worker, side: Side, state: dict[str, Any]) -> dict[str, Any]:
+    """Merge the update that has come."""
+    update, side.update = side.update, None
+    before = side.state()
+    if update is None or side.merger is None or side.merger.base != state["base"]:
+        raise RuntimeError(f"an update needs its base, and has to come before it is merged; this engine holds {before}")
+    side.begin("an update is being merged")
+    try:
+        side.merger.merge(update)
+    except BaseException as error:
+        side.abort(told(error))
+        raise
+    side.end(State(**state))
+    return _settled(worker, side, weights=True)
+
+
+def _adapter(worker: Worker, side: Side, table: Any, rank: int, state: dict[str, Any], verify: bool) -> dict[str, Any]:
+    """Receive an adapter and load it in the place of the one before."""
+    before = side.state()
+    if before.kind not in ("base", "adapter") or before.base != state["base"]:
+        raise RuntimeError(f"an adapter needs the base that it was trained on; this engine holds {before}")
+    side.begin("an adapter push is under way or did not end")
+    tensors: dict[str, Tensor] = {}
+
+    def keep(slots: Sequence[Slot], received: Received) -> None:
+        assert received.data is not None
+        tensors.update({slot.name: slot.view(received.data).clone() for slot in slots})
+
+    side.take(from_json(table), keep, verify)
+    worker.load_adapter(tensors, rank)
+    side.end(State(**state))
+    return {}
+
+
+def _commit(worker: Worker, side: Side, full: bool) -> dict[str, Any]:
+    """End a push; an adapter that does not belong to the weights any more goes."""
+    if full:
+        if side.pending is None:
+            raise RuntimeError("a push cannot end before all of its buckets came")
+        side.loader.finish()
+        side.end(side.pending)
+    return _settled(worker, side, weights=full)
+
+
+def _settled(worker: Worker, side: Side, weights: bool) -> dict[str, Any]:
+    """What the engine holds after a push; adapters are settled with it.
+
+    Args:
+        weights: whether it brought weights.
+    """
+    worker.settle(side, weights)
+    return {"state": worker.served(side, side.held).to_json(), "elements": side.coverage}
+
+
+def _verified(worker: Worker, side: Side) -> dict[str, Any]:
+    """Checksums of what came in the last push, and whether what lies in the parameters equals it."""
+    return {"checksums": side.checksums, "damaged": [name for name, same in side.arrived.items() if not same]}
+
+
+def _abort(worker: Worker, side: Side, reason: str | None = None) -> dict[str, Any]:
+    """Close what a broken push left open; with a reason, the engine is dirty."""
+    side.abort(reason)
+    return {}
+
+
+# ---- around it -------------------------------------------------------------------------------------------------------
+
+
+def _coverage(worker: Worker, side: Side) -> dict[str, Any]:
+    """Elements that the last full push wrote, and elements there are."""
+    return {"elements": side.coverage, "state": side.state().to_json()}
+
+
+def _note_pause(worker: Worker, side: Side, paused: bool | None = None, waking: bool | None = None) -> dict[str, Any]:
+    """That generation stands still because of a push, or the KV cache sleeps: if that push fails, or its trainer dies,
+    the next one lets it go on."""
+    side.paused = side.paused if paused is None else paused
+    side.waking = side.waking if waking is None else waking
+    return {}
+
+
+def _end(worker: Worker, side: Side, owner: str, **notes: bool) -> dict[str, Any]:
+    """A push is over, however it went; `notes` as in `note_pause`."""
+    if side.claim.end(owner):
+        side.update = None
+        _note_pause(worker, side, **notes)
+    return {}
+
+
+def _disconnect(worker: Worker, side: Side, sessions: list[str]) -> dict[str, Any]:
+    """Let go of a trainer's memory, before the trainer frees it."""
+    if side.receiver is not None and side.receiver.session in sessions:
+        side.disconnect()
+    return {}
+
+
+OPS: dict[str, Op] = {
+    "hello": _hello,
+    "examine": _examine,
+    "examine_update": _examine_update,
+    "exports": _exports,
+    "adapter_modules": _adapter_modules,
+    "connect": _connect,
+    "start": _start,
+    "receive": _receive,
+    "update": _update,
+    "merge": _merge,
+    "adapter": _adapter,
+    "commit": _commit,
+    "verified": _verified,
+    "abort": _abort,
+    "coverage": _coverage,
+    "note_pause": _note_pause,
+    "end": _end,
+    "disconnect": _disconnect,
+}

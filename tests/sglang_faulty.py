@@ -1,0 +1,149 @@
+"""Faults in SGLang's schedulers, and what there is to see in them: actions of `check_weights` for tests alone."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+PREFIX = "test:"
+_MENDED: list[Callable[[], object]] = []
+
+
+def register() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from lora_merge.engine.sglang.plugin import HOOKED
+
+    HookRegistry.register(HOOKED, _check_weights, HookType.AROUND)
+
+
+def _check_weights(original: Any, manager: Any, request: Any) -> Any:
+    if not request.action.startswith(PREFIX):
+        return original(manager, request)
+    from sglang.srt.managers.io_struct import CheckWeightsReqOutput
+
+    name, *given = json.loads(request.action.removeprefix(PREFIX))
+    return CheckWeightsReqOutput(success=True, message=json.dumps(_ACTIONS[name](manager, *given)))
+
+
+def _fail(manager: Any, where: str, ranks: list[int], after: int = 0) -> str:
+    """From now on `where` raises on these ranks, after it has worked `after` times: an operation of a worker, or one of
+    `_where`."""
+    from lora_merge.engine.sglang import worker
+
+    _mend(manager)
+    if worker.SglangWorker(manager).rank not in ranks:
+        return "well"
+    count = itertools.count()
+
+    def broken(works: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if next(count) >= after:
+                raise MemoryError(f"injected into {where}")
+            return works(*args, **kwargs)
+
+        return call
+
+    if where in worker._OPS:
+        works = worker._OPS[where]
+        _MENDED.append(lambda: worker._OPS.update({where: works}))
+        worker._OPS[where] = broken(works)
+    else:
+        owner, name = _where(where)
+        works = getattr(owner, name)
+        _MENDED.append(lambda: setattr(owner, name, works))
+        setattr(owner, name, broken(works))
+    return "broken"
+
+
+def _where(name: str) -> tuple[Any, str]:
+    from lora_merge.engine.loader import Loader
+    from lora_merge.engine.merger import _Products
+    from lora_merge.engine.side import Side
+
+    return {
+        "bucket": (Loader, "load"),
+        "finish": (Loader, "finish"),
+        "checksums": (Loader, "arrived"),
+        "connect": (Side, "connect"),
+        "products": (_Products, "merge"),
+    }[name]
+
+
+def _mend(manager: Any) -> str:
+    while _MENDED:
+        _MENDED.pop()()
+    return "well"
+
+
+class _Overlaid:
+    """Something with some other attributes."""
+
+    def __init__(self, of: Any, **others: Any) -> None:
+        self._of = of
+        self.__dict__.update(others)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._of, name)
+
+
+def _pretend(manager: Any, name: str, value: Any) -> str:
+    """From now on the engine is judged as if it had another setting: an argument, or `model_config.NAME`."""
+    from lora_merge.engine.sglang import worker
+
+    _mend(manager)
+    works = worker.unfit
+    owner, _, name = name.rpartition(".")
+    owner = owner or "server_args"
+
+    def instead(manager: Any) -> str:
+        settings = _Overlaid(getattr(manager.scheduler, owner), **{name: value})
+        return works(_Overlaid(manager, scheduler=_Overlaid(manager.scheduler, **{owner: settings})))
+
+    _MENDED.append(lambda: setattr(worker, "unfit", works))
+    worker.unfit = instead
+    return "pretends"
+
+
+def _slow(manager: Any, seconds: float) -> str:
+    """From now on every step takes that much longer."""
+    scheduler = manager.scheduler
+    vars(scheduler).pop("run_batch", None)
+    run_batch = scheduler.run_batch
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(seconds)
+        return run_batch(*args, **kwargs)
+
+    if seconds:
+        scheduler.run_batch = late
+    return "slow"
+
+
+def _digest(manager: Any) -> str:
+    """Of the bits of all parameters."""
+    import torch
+
+    found = hashlib.sha256()
+    for _, parameter in sorted(manager.tp_worker.model_runner.model.named_parameters()):
+        found.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def _process(manager: Any) -> int:
+    return os.getpid()
+
+
+_ACTIONS: dict[str, Callable[..., Any]] = {
+    "fail": _fail,
+    "mend": _mend,
+    "pretend": _pretend,
+    "slow": _slow,
+    "process": _process,
+    "digest": _digest,
+}

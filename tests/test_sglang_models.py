@@ -1,0 +1,161 @@
+"""Each architecture in a real SGLang engine of its own: merged pushes, greedy tokens and log-probs as the trainer's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import models
+import policies
+import pytest
+import sglang_engines
+from sglang_engines import ask, assert_answers, do, engine
+from torch import nn
+
+from lora_merge import PushFailed, PushRefused, SglangSync
+
+DENSE = {"target_modules": policies.LINEARS}
+MOE = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], "target_parameters": policies.EXPERTS}
+no_leftovers = sglang_engines.no_leftovers
+
+
+def push_and_ask(model: Any, started: Any, **options: Any) -> None:
+    """Twice, after training and by each who can merge."""
+    for merge in ("trainer", "engine"):
+        sync = SglangSync(model, started, merge=merge, **options)
+        for seed in range(2):
+            report = sync.push(verify=seed == 0)
+            assert report.coverage == 1
+            assert_answers(ask(started), model)
+            policies.train(model, seed)
+        sync.close()
+
+
+def test_an_untied_head(tmp_path: Path) -> None:
+    model = models.with_lora(lambda: policies.qwen2(tied=False), **DENSE)
+    with engine(model, tmp_path / "base") as started:
+        push_and_ask(model, started)
+
+
+def test_experts(tmp_path: Path) -> None:
+    model = models.with_lora(policies.qwen3_moe, **MOE)
+    with engine(model, tmp_path / "base") as started:
+        push_and_ask(model, started)
+        sync = SglangSync(model, started)
+        sync.push()
+        held, bad = sync.states(), policies.qwen3_moe()
+        experts = bad.model.layers[0].mlp.experts
+        experts.down_proj = nn.Parameter(experts.down_proj[:3].detach())
+        with pytest.raises(PushRefused):
+            SglangSync(bad, started).push()
+        assert sync.states() == held
+        assert_answers(ask(started), model)
+        sync.close()
+
+
+# Adapters beside their base
+
+
+LORA = {
+    "enable_lora": True,
+    "max_lora_rank": 8,
+    "max_loras_per_batch": 2,
+    "lora_target_modules": policies.LINEARS,
+    "lora_backend": "torch_native",
+}
+
+
+def test_adapters(tmp_path: Path) -> None:
+    """The base once, then adapters with the live scaling; back and forth; faults; what SGLang would pass over."""
+    model = models.with_lora(lambda: policies.qwen2(tied=False), **DENSE)
+    with engine(model, tmp_path / "base", **LORA) as started:
+        sync = SglangSync(model, started, mode="adapter")
+        assert sync.push(verify=True).base_sent
+        for seed in range(3):
+            assert_answers(ask(started, lora_path=sync.lora_path()), model)
+            policies.train(model, seed)
+            for layer in model.modules():
+                if hasattr(layer, "lora_A"):
+                    layer.scaling["default"] *= 1.25
+            assert not sync.push().base_sent
+        assert_answers(ask(started, lora_path=sync.lora_path()), model)
+        with model.disable_adapter():
+            assert_answers(ask(started), model)
+        # Back and forth
+        sync.push(mode="merged")
+        assert sync.lora_path() is None
+        assert_answers(ask(started), model)
+        with pytest.raises(ValueError, match="loaded"):
+            ask(started, lora_path="lora_merge")
+        sync.push(mode="adapter")
+        assert_answers(ask(started, lora_path=sync.lora_path()), model)
+        # A fault
+        policies.train(model)
+        do(started, "fail", "adapter", [0])
+        with pytest.raises(PushFailed, match="injected"):
+            sync.push()
+        do(started, "mend")
+        sync.push()
+        assert_answers(ask(started, lora_path=sync.lora_path()), model)
+        # What SGLang would pass over
+        held = sync.states()
+        for modules in (["v_proj"], ["q_proj", "k_proj", "v_proj", "up_proj"]):
+            part = models.with_lora(lambda: policies.qwen2(tied=False), target_modules=modules)
+            with pytest.raises(PushRefused, match=rf"no LoRA layer for .*{modules[-1]}"):
+                SglangSync(part, started, mode="adapter").push()
+        big = models.with_lora(lambda: policies.qwen2(tied=False), r=16, **DENSE)
+        with pytest.raises(PushRefused, match="max_lora_rank 8"):
+            SglangSync(big, started, mode="adapter").push()
+        assert sync.states() == held
+        assert_answers(ask(started, lora_path=sync.lora_path()), model)
+        sync.close()
+
+
+# Two schedulers. They come last: `Engine.shutdown` of another engine would end every process that this one has started.
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    model = models.with_lora(policies.llama, **DENSE)
+    with engine(model, tmp_path_factory.mktemp("wide") / "base", tp_size=2) as one:
+        yield one
+
+
+def test_tensor_parallel(wide: Any) -> None:
+    push_and_ask(models.with_lora(policies.llama, **DENSE), wide, bucket_bytes=1 << 17)
+
+
+@pytest.mark.parametrize("ranks", [[0], [1], [0, 1]])
+@pytest.mark.parametrize("where", ["hello", "start", "bucket", "finish", "commit"])
+def test_one_or_all_schedulers_fail(wide: Any, where: str, ranks: list[int]) -> None:
+    model = models.with_lora(policies.llama, **DENSE)
+    sync = SglangSync(model, wide, bucket_bytes=1 << 16)
+    sync.push()
+    before = copy.deepcopy(model)
+    policies.train(model)
+    do(wide, "fail", where, ranks, 1 if where == "bucket" else 0)
+    with pytest.raises((PushFailed, PushRefused), match="injected"):
+        sync.push()
+    do(wide, "mend")
+    if where == "hello":
+        assert_answers(ask(wide), before)
+    else:
+        assert sync.states()[0].kind == "dirty"
+    sync.push(verify=True)
+    assert_answers(ask(wide), model)
+    sync.close()
+
+
+def test_a_model_of_another_size_is_refused(wide: Any) -> None:
+    """Of a larger one each of two schedulers would cut its part out."""
+    model = models.with_lora(policies.llama, **DENSE)
+    sync = SglangSync(model, wide)
+    sync.push()
+    bad = policies.llama()
+    bad.model.layers[0].mlp.gate_proj = nn.Linear(128, 512, bias=False)
+    with pytest.raises(PushRefused):
+        SglangSync(bad, wide).push()
+    assert_answers(ask(wide), model)
+    sync.close()

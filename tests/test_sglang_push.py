@@ -1,0 +1,479 @@
+"""Pushes into one real SGLang engine: what arrives, what is refused, requests in flight, who merges."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import models
+import policies
+import pytest
+import sglang_engines
+import torch
+from sglang_engines import ado, ask, assert_answers, do, engine
+from torch import nn
+
+import lora_merge.engine.sglang.control
+import lora_merge.verify
+from lora_merge import InvalidInput, MergedWeights, PushFailed, PushRefused, SglangSync
+from lora_merge.stream.filler import Filler
+
+DENSE = {"target_modules": policies.LINEARS}
+BUCKET = 1 << 16
+"""Small buckets: there is a middle of a push."""
+no_leftovers = sglang_engines.no_leftovers
+
+
+def policy(seed: int = 0) -> Any:
+    return models.with_lora(policies.qwen2, seed=seed, **DENSE)
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    with engine(policy(), tmp_path_factory.mktemp("sglang") / "base") as one:
+        yield one
+
+
+@pytest.fixture(autouse=True)
+def mended(started: Any) -> Iterator[None]:
+    """The next test finds the engine well."""
+    yield
+    do(started, "mend")
+    do(started, "slow", 0)
+    if any(answer.kind == "dirty" for answer in SglangSync(policy(), started).states()):
+        SglangSync(policy(), started).push()
+
+
+def test_the_engine_answers_as_the_trainer_does(started: Any) -> None:
+    model = policy()
+    sync = SglangSync(model, started)
+    report = sync.push(verify=True)
+    assert report.transports == ("shm",)
+    assert report.coverage == 1
+    assert [found.complete for found in lora_merge.verify.coverage(started)] == [True]
+    assert sync.states()[0].kind == "merged"
+    assert_answers(ask(started), model)
+    for _ in range(2):
+        policies.train(model)
+        report = sync.push()
+        outputs = sync.generate(
+            input_ids=policies.prompts(), sampling_params=sglang_engines.GREEDY, return_logprob=True
+        )
+        assert_answers(outputs, model)
+        assert {output["meta_info"]["weight_version"] for output in outputs} == {f"merged@{report.version}"}
+    sync.close()
+    with pytest.raises(InvalidInput, match="closed"):
+        sync.push()
+
+
+def test_nothing_cached_is_used_again(started: Any) -> None:
+    """The prompts of the last answers are in the radix cache."""
+    model = policy()
+    sync = SglangSync(model, started)
+    for seed in range(3):
+        sync.push()
+        assert_answers(ask(started), model)
+        policies.train(model, seed, size=0.2)
+    sync.close()
+
+
+def wrong_shape(model: Any) -> None:
+    model.model.layers[1].self_attn.q_proj = nn.Linear(128, 64)
+
+
+def missing_k(model: Any) -> None:
+    del model.model.layers[1].self_attn.k_proj
+
+
+def unknown(model: Any) -> None:
+    model.model.layers[0].mlp.extra = nn.Linear(8, 8)
+
+
+def another_depth(model: Any) -> None:
+    del model.model.layers[1]
+
+
+MISFITS = {
+    wrong_shape: r"layers\.1\.self_attn\.q_proj",
+    missing_k: r"nothing would fill model\.layers\.1\.self_attn\.qkv_proj",
+    unknown: r"mlp\.extra\.\w+ is surplus|mlp\.extra",
+    another_depth: r"nothing would fill model\.layers\.1\.",
+}
+
+
+@pytest.mark.parametrize("spoil", MISFITS)
+def test_what_does_not_fit_is_refused_and_changes_nothing(started: Any, spoil: Any) -> None:
+    """SGLang itself ends with the first, serves the second, and passes over the third."""
+    good = policy()
+    sync = SglangSync(good, started)
+    sync.push()
+    held, bad = sync.states(), policies.qwen2()
+    spoil(bad)
+    with pytest.raises(PushRefused, match=MISFITS[spoil]):
+        SglangSync(bad, started).push()
+    assert sync.states() == held
+    assert_answers(ask(started), good)
+    sync.close()
+
+
+FAULTS = ["hello", "examine", "connect", "start", "receive", "bucket", "finish", "commit", "forget", "checksums"]
+BEFORE = {"hello", "examine", "connect"}
+"""Phases in which nothing has been written yet."""
+
+
+@pytest.mark.parametrize("where", FAULTS)
+def test_a_scheduler_fails_in_each_phase(started: Any, where: str) -> None:
+    """It lives on; the engine is what it was, or dirty and still, and the next push heals it."""
+    model = policy()
+    sync = SglangSync(model, started, bucket_bytes=BUCKET)
+    sync.push()
+    process, before = do(started, "process"), copy.deepcopy(model)
+    policies.train(model)
+    if where in ("examine", "connect"):  # which are known by now
+        sync.close()
+        sync = SglangSync(model, started, bucket_bytes=BUCKET * 2)
+    do(started, "fail", where, [0])
+    with pytest.raises(PushRefused if where in BEFORE else PushFailed, match="injected"):
+        sync.push(verify=True)
+    do(started, "mend")
+    (state,) = sync.states()
+    if where in BEFORE:
+        assert state.kind == "merged"
+        assert_answers(ask(started), before)
+    else:
+        assert state.kind == "dirty"
+        assert started.tokenizer_manager.is_pause
+        with pytest.raises(PushRefused, match="push"):
+            sync.generate(input_ids=policies.prompts(), sampling_params=sglang_engines.GREEDY)
+    sync.push(verify=True)
+    assert not started.tokenizer_manager.is_pause
+    assert_answers(ask(started), model)
+    assert do(started, "process") == process
+    sync.close()
+
+
+@pytest.mark.parametrize("at", [0, 3])
+def test_the_trainer_fails_in_the_middle(started: Any, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = policy()
+    sync = SglangSync(model, started, bucket_bytes=BUCKET)
+    sync.push()
+    policies.train(model)
+    fill = Filler.fill
+
+    def breaks(self: Filler, index: int, *args: Any) -> None:
+        if index == at:
+            raise MemoryError("injected")
+        fill(self, index, *args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Filler, "fill", breaks)
+        with pytest.raises(PushFailed, match="injected"):
+            sync.push()
+    assert sync.states()[0].kind == "dirty"
+    sync.push()
+    assert_answers(ask(started), model)
+    sync.close()
+
+
+def push_and_wait(sync: SglangSync) -> None:
+    sync.push()
+    time.sleep(5)  # the push was through before the signal came
+
+
+def test_ctrl_c_in_the_middle(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal while buckets are filled, and one while the trainer waits for the scheduler."""
+    model = policy()
+    sync = SglangSync(model, started, bucket_bytes=BUCKET)
+    sync.push()
+    fill = Filler.fill
+    for number in (0, 2, len(sync._weights.filler().table) - 1):
+
+        def interrupted(self: Filler, index: int, *args: Any, number: int = number) -> None:
+            fill(self, index, *args)
+            if index == number:
+                threading.Timer(0.002, os.kill, (os.getpid(), signal.SIGINT)).start()
+                time.sleep(0.01 if number != 2 else 0)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Filler, "fill", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                push_and_wait(sync)
+        assert sync.states()[0].kind in ("dirty", "merged")
+        policies.train(model)
+        sync.push()
+        assert_answers(ask(started), model)
+    sync.close()
+
+
+def own_update(started: Any, tensors: Any, **options: Any) -> None:
+    """An update of SGLang's own; from 0.5.21 on it has a beginning and an end."""
+    later = hasattr(started, "begin_weight_update")
+    if later:
+        started.begin_weight_update()
+        with pytest.raises(PushRefused, match="end_weight_update"):
+            SglangSync(policy(), started).push()
+    started.update_weights_from_tensor(tensors, **options)
+    if later:
+        started.end_weight_update()
+
+
+def test_a_stream_as_sglangs_own_bucket(started: Any) -> None:
+    """How verl and slime send what `MergedWeights` yields."""
+    from sglang.srt.utils import MultiprocessingSerializer
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+    model = policy()
+    bucket = FlattenedTensorBucket(named_tensors=[(name, tensor.clone()) for name, tensor in MergedWeights(model)])
+    told = {"flattened_tensor": bucket.get_flattened_tensor(), "metadata": bucket.get_metadata()}
+    own_update(started, [MultiprocessingSerializer.serialize(told)], load_format="flattened_bucket")
+    assert_answers(ask(started), model)
+    other = policy(1)
+    sync = SglangSync(other, started)
+    sync.push()
+    assert_answers(ask(started), other)
+    sync.close()
+
+
+def test_sglangs_own_update_is_noticed(started: Any) -> None:
+    model, other = policy(), policies.llama()
+    sync = SglangSync(model, started)
+    sync.push()
+    name = "model.layers.0.mlp.down_proj.weight"
+    own_update(started, [(name, other.state_dict()[name])])
+    assert sync.states()[0].kind == "dirty"
+    with pytest.raises(PushRefused, match="changed by something else"):
+        sync.check()
+    sync.push()
+    assert_answers(ask(started), model)
+    sync.close()
+
+
+def test_an_engine_without_the_plugin(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's own `check_weights` answers."""
+    monkeypatch.setattr(lora_merge.engine.sglang.control, "PREFIX", "nobody:")
+    with pytest.raises(PushRefused, match=r"is lora-merge installed .*SGLANG_PLUGINS"):
+        SglangSync(policy(), started).push()
+    monkeypatch.undo()
+    model = policy()
+    SglangSync(model, started).push()
+    assert_answers(ask(started), model)
+
+
+UNFIT = {
+    "enable_dp_attention": (True, "enable_dp_attention"),
+    "dp_size": (2, "a list of handles"),
+    "pp_size": (2, "pp_size"),
+    "enable_eplb": (True, "moves its experts"),
+    "ep_num_redundant_experts": (2, "moves its experts"),
+    "disaggregation_mode": ("prefill", "disaggregation_mode"),
+    "enable_hierarchical_cache": (True, "enable_hierarchical_cache"),
+    "cpu_offload_gb": (1, "cpu_offload_gb"),
+    "weight_cache_mode": ("daemon", "weight_cache_mode"),
+    "model_config.quantization": ("fp8", "holds fp8 weights"),
+    "model_config.is_multimodal": (True, "multimodal"),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_engines_that_no_push_reaches(started: Any, name: str) -> None:
+    """(Pretended: what such an engine says of itself.)"""
+    value, word = UNFIT[name]
+    model = policy()
+    sync = SglangSync(model, started)
+    sync.push()
+    held = sync.states()
+    do(started, "pretend", name, value)
+    with pytest.raises(PushRefused, match=word):
+        sync.push()
+    do(started, "mend")
+    assert sync.states() == held
+    assert_answers(ask(started), model)
+    sync.close()
+
+
+def test_who_pushed_last_is_known(started: Any) -> None:
+    model = policy()
+    sync, other = SglangSync(model, started), SglangSync(policy(1), started)
+    sync.push()
+    assert other.states() == sync.states()
+    other.push()
+    with pytest.raises(PushRefused, match="of another trainer"):
+        sync.check()
+    sync.push()
+    assert_answers(ask(started), model)
+    sync.close()
+    other.close()
+
+
+def test_memory_that_was_released(started: Any) -> None:
+    """Weights are known to be gone, and a push maps them first. (Without the memory saver's library nothing goes.)"""
+    model = policy()
+    sync = SglangSync(model, started)
+    sync.push()
+    started.release_memory_occupation()
+    policies.train(model)
+    sync.push()
+    assert_answers(ask(started), model)
+    started.release_memory_occupation(["weights"])
+    bad = policies.qwen2()
+    unknown(bad)
+    with pytest.raises(PushRefused):
+        SglangSync(bad, started).push()
+    assert sync.states()[0].kind == "merged"
+    started.resume_memory_occupation(["weights"])  # which were gone again: else SGLang would end
+    assert_answers(ask(started), model)
+    sync.close()
+
+
+# Who merges
+
+
+def test_the_engine_merges(started: Any) -> None:
+    """The base once, then adapters alone; the bits are those of a merge in the trainer."""
+    model = policy()
+    by_engine, by_trainer = SglangSync(model, started, merge="engine"), SglangSync(model, started, merge="trainer")
+    report = by_engine.push(verify=True)
+    assert report.base_sent
+    assert report.merge == "engine"
+    assert_answers(ask(started), model)
+    for seed in range(3):
+        policies.train(model, seed)
+        report = by_engine.push()
+        assert not report.base_sent
+        assert_answers(ask(started), model)
+    merged = do(started, "digest")
+    by_trainer.push()
+    assert do(started, "digest") == merged
+    assert by_engine.push().base_sent, "the trainer has overwritten the base"
+    assert do(started, "digest") == merged
+    by_engine.close()
+    by_trainer.close()
+
+
+@pytest.mark.parametrize("where", ["update", "merge", "products"])
+def test_a_scheduler_fails_as_it_merges(started: Any, where: str) -> None:
+    model = policy()
+    sync = SglangSync(model, started, merge="engine")
+    sync.push()
+    before = copy.deepcopy(model)
+    policies.train(model)
+    do(started, "fail", where, [0])
+    with pytest.raises((PushFailed, PushRefused), match="injected"):
+        sync.push()
+    do(started, "mend")
+    if where == "update":
+        assert_answers(ask(started), before)
+    sync.push()
+    assert_answers(ask(started), model)
+    sync.close()
+
+
+# Requests in flight
+
+
+async def flying(started: Any, tokens: int, count: int = 3) -> list[asyncio.Task[Any]]:
+    """Requests, each of which has said something."""
+    sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+    begun = [asyncio.Event() for _ in range(count)]
+
+    async def request(number: int) -> Any:
+        stream = await started.async_generate(
+            input_ids=policies.prompts()[number], sampling_params=sampling, stream=True, return_logprob=True
+        )
+        async for output in stream:
+            last = output
+            begun[number].set()
+        return last
+
+    await ado(started, "slow", 0.03)
+    tasks = [asyncio.ensure_future(request(number)) for number in range(count)]
+    await asyncio.gather(*(event.wait() for event in begun))
+    assert not any(task.done() for task in tasks), "the scenario has requests in flight"
+    return tasks
+
+
+def spans(output: Any, prompt: list[int], old: nn.Module, new: nn.Module) -> int:
+    """How many of the tokens are the old policy's; all after them are the new one's, of everything before them."""
+    answer = list(output["output_ids"])
+    ids = torch.tensor([[*prompt, *answer]])
+    with torch.no_grad():
+        said = [model(ids).logits[0, len(prompt) - 1 : -1].argmax(-1) for model in (old, new)]
+    by_old, by_new = ([bool(a == b) for a, b in zip(answer, tokens.tolist(), strict=True)] for tokens in said)
+    fits = [n for n in range(len(answer) + 1) if all(by_old[:n]) and all(by_new[n:])]
+    assert fits, (by_old, by_new)
+    return fits[0]
+
+
+@pytest.mark.parametrize("pause", ["keep", "wait", "abort"])
+def test_requests_in_flight(started: Any, pause: str) -> None:
+    model = policy()
+    sync = SglangSync(model, started, pause=pause)
+    sync.push()
+    old = copy.deepcopy(model)
+    policies.train(model, size=0.2)
+    tokens = 60
+
+    async def scenario() -> list[Any]:
+        tasks = await flying(started, tokens)
+        with pytest.raises(InvalidInput, match="apush"):
+            sync.push()
+        await sync.apush()
+        await ado(started, "slow", 0)
+        return await asyncio.gather(*tasks)
+
+    outputs = started.loop.run_until_complete(asyncio.wait_for(scenario(), 120))
+    for prompt, output in zip(policies.prompts(), outputs, strict=False):
+        if pause == "abort":
+            assert output["meta_info"]["finish_reason"]["type"] == "abort"
+            continue
+        assert len(output["output_ids"]) == tokens
+        mine = spans(output, prompt, old, model)
+        assert mine == tokens if pause == "wait" else mine < tokens
+    assert_answers(ask(started), model)
+    sync.close()
+
+
+def test_a_push_that_fails_with_requests_in_flight(started: Any) -> None:
+    """They wait, and go on when the next push has healed the engine."""
+    model = policy()
+    sync = SglangSync(model, started, bucket_bytes=BUCKET)
+    sync.push()
+    old = copy.deepcopy(model)
+    policies.train(model, size=0.2)
+
+    async def scenario() -> list[Any]:
+        tasks = await flying(started, 60)
+        await ado(started, "fail", "bucket", [0], 2)
+        with pytest.raises(PushFailed, match="injected"):
+            await sync.apush()
+        await ado(started, "mend")
+        await asyncio.sleep(0.5)
+        assert not any(task.done() for task in tasks)
+        await sync.apush()
+        await ado(started, "slow", 0)
+        return await asyncio.gather(*tasks)
+
+    outputs = started.loop.run_until_complete(asyncio.wait_for(scenario(), 120))
+    for prompt, output in zip(policies.prompts(), outputs, strict=False):
+        assert spans(output, prompt, old, model) < 60
+    assert_answers(ask(started), model)
+    sync.close()
+
+
+def test_a_users_own_pause_stays(started: Any) -> None:
+    from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
+
+    model, manager = policy(), started.tokenizer_manager
+    started.loop.run_until_complete(manager.pause_generation(PauseGenerationReqInput(mode="in_place")))
+    sync = SglangSync(model, started)
+    sync.push()
+    assert manager.is_pause
+    started.loop.run_until_complete(manager.continue_generation(ContinueGenerationReqInput()))
+    assert_answers(ask(started), model)
+    sync.close()

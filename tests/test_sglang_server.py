@@ -1,0 +1,150 @@
+"""A real SGLang server over HTTP, trainers that come and go, and replicas."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import models
+import policies
+import pytest
+import sglang_engines
+from sglang_engines import ask, assert_answers, engine
+
+from lora_merge import PushRefused, SglangSync
+
+DENSE = {"target_modules": policies.LINEARS}
+START_S = 240
+no_leftovers = sglang_engines.no_leftovers
+
+
+def policy(seed: int = 0) -> Any:
+    return models.with_lora(policies.qwen3, seed=seed, **DENSE)
+
+
+def post(url: str, route: str, body: Any) -> Any:
+    request = urllib.request.Request(f"{url}/{route}", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=120) as response:
+        return json.loads(response.read())
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Its URL."""
+    folder = tmp_path_factory.mktemp("server") / "base"
+    policies.save_base(policy().get_base_model(), folder)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    flags: list[str] = []
+    for name, value in sglang_engines.arguments(policy(), folder).items():
+        flags += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
+    os.environ.pop("SGLANG_CPU_OMP_THREADS_BIND", None)
+    command = [sys.executable, "-m", "sglang.launch_server", "--skip-server-warmup", "--port", str(port), *flags]
+    process = subprocess.Popen(command, start_new_session=True)
+    url, end = f"http://127.0.0.1:{port}", time.monotonic() + START_S
+    try:
+        while True:
+            assert process.poll() is None, "the server did not start"
+            assert time.monotonic() < end, "the server does not answer"
+            try:
+                urllib.request.urlopen(f"{url}/health", timeout=5).close()
+                break
+            except OSError:
+                time.sleep(0.5)
+        yield url
+    finally:
+        from sglang.srt.utils import kill_process_tree
+
+        kill_process_tree(process.pid)
+        process.wait(60)
+
+
+def answers(url: str) -> Any:
+    sampling = sglang_engines.GREEDY
+    return post(url, "generate", {"input_ids": policies.prompts(), "sampling_params": sampling, "return_logprob": True})
+
+
+def trainer(url: str, seed: int, merge: str, told: Any) -> None:
+    """A trainer's process: pushes once, and ends."""
+    model = policy()
+    policies.train(model, seed)
+    sync = SglangSync(model, url, merge=merge)
+    before = [str(state) for state in sync.states()]
+    report = sync.push(verify=True)
+    told.put((before, report.version, report.base_sent))
+
+
+def run_trainer(url: str, seed: int, merge: str) -> tuple[list[str], int, bool]:
+    context = multiprocessing.get_context("spawn")
+    told = context.Queue()
+    process = context.Process(target=trainer, args=(url, seed, merge, told))
+    process.start()
+    found = told.get(timeout=120)
+    process.join(60)
+    assert process.exitcode == 0
+    return found
+
+
+def test_trainers_that_come_and_go(server: str) -> None:
+    """The state is the engine's: a second trainer's process finds the base there, and pushes its adapter alone."""
+    before, version, base_sent = run_trainer(server, 1, "engine")
+    assert before == ["nothing@0"]
+    assert (version, base_sent) == (1, True)
+    model = policy()
+    policies.train(model, 1)
+    assert_answers(answers(server), model)
+    assert run_trainer(server, 2, "engine") == (["merged@1"], 2, False)
+    model = policy()
+    policies.train(model, 2)
+    outputs = answers(server)
+    assert_answers(outputs, model)
+    assert outputs[0]["meta_info"]["weight_version"] == "merged@2"
+    assert run_trainer(server, 3, "trainer")[:2] == (["merged@2"], 3)
+
+
+def test_over_http(server: str) -> None:
+    model = policy()
+    sync = SglangSync(model, server)
+    for pause in ("keep", "wait", "abort"):
+        sync = SglangSync(model, server, pause=pause)
+        sync.push()
+        assert_answers(answers(server), model)
+        policies.train(model)
+        sync.close()
+    bad = policies.qwen3()
+    del bad.model.layers[1].self_attn.k_proj
+    sync = SglangSync(model, server)
+    sync.push()
+    with pytest.raises(PushRefused, match="nothing would fill"):
+        SglangSync(bad, server).push()
+    assert_answers(answers(server), model)
+    sync.close()
+
+
+def test_a_server_of_something_else() -> None:
+    with pytest.raises(PushRefused, match="does not answer as one of"):
+        SglangSync(policy(), "http://127.0.0.1:9").push()
+
+
+def test_two_replicas(server: str, tmp_path: Path) -> None:
+    """One over HTTP, one in this process."""
+    model = policy()
+    with engine(model, tmp_path / "base") as started:
+        sync = SglangSync(model, [server, started])
+        for _ in range(2):
+            sync.push(verify=True)
+            assert_answers(answers(server), model)
+            assert_answers(ask(started), model)
+            policies.train(model)
+        sync.close()

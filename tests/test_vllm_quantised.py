@@ -1,0 +1,479 @@
+"""Pushes into engines that quantise what they load: what vLLM itself makes of the merged checkpoint, bit for bit.
+
+On a CPU vLLM has kernels for FP8 by channels, and for checkpoints in INT8 and FP8, which are refused; the other formats
+are in test_vllm_quantised_gpu.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import engines
+import models
+import pytest
+import quantised
+import torch
+from engines import ask, engine, train
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from lora_merge import LoraMergeError, PushFailed, PushRefused, VllmSync
+from lora_merge.engine.modules import Modules
+from lora_merge.engine.vllm.formats import refusal, stale_scales
+from lora_merge.serve import load_adapter, unload_adapter
+from lora_merge.verify import coverage
+
+DENSE = {"target_modules": engines.LINEARS}
+MOE = {"target_modules": engines.LINEARS[:4], "target_parameters": engines.EXPERTS}
+BUCKET = 1 << 17
+CHANNELS = {"quantization": "fp8_per_channel", "worker_extension_cls": "quantised.Watched"}
+READ = {"load_format": "auto"}
+pytestmark = pytest.mark.usefixtures("no_leftovers")
+no_leftovers = engines.no_leftovers
+
+
+def policy(seed: int = 0, build: Any = engines.qwen2, **options: Any) -> Any:
+    return models.with_lora(build, dtype=torch.bfloat16, seed=seed, **DENSE | options)
+
+
+def untied() -> nn.Module:
+    return engines.qwen2(tied=False)
+
+
+def bits(llm: Any) -> list[dict[str, str]]:
+    return llm.collective_rpc("bits")
+
+
+def mean_gap(outputs: Any, model: Any) -> float:
+    return float(engines.log_prob_errors(outputs, model).mean())
+
+
+def assert_close(llm: Any, model: Any, lora: Any = None) -> None:
+    """Log-probs are the trainer's as far as FP8 goes: 0.04 off in the mean of nine policies that were measured, and
+    0.54 without the adapter."""
+    outputs = ask(llm, lora)
+    assert mean_gap(outputs, model) < 0.08
+    with model.disable_adapter():
+        assert mean_gap(outputs, model) > 0.3
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any, list[dict[str, str]]]]:
+    """An engine in this process that was started on a merged checkpoint, the policy that was merged, and the bits that
+    vLLM made of it."""
+    model, folder = policy(), tmp_path_factory.mktemp("one")
+    train(model)
+    merged = quantised.save_merged(model, folder / "merged")
+    with engine(model, merged, **CHANNELS | READ | {"enable_lora": True, "max_lora_rank": 8}) as llm:
+        yield llm, model, bits(llm)
+
+
+@pytest.mark.parametrize("merge", ["trainer", "engine"])
+def test_the_bits_are_those_of_a_fresh_engine_on_the_merged_checkpoint(one: Any, merge: str) -> None:
+    """After other policies were there, too; in either place of merging, and checked on the way."""
+    llm, model, fresh = one
+    other = policy(seed=1)
+    train(other, 5)
+    with closing(VllmSync(other, llm, bucket_bytes=BUCKET)) as sync:
+        sync.push()
+        assert bits(llm) != fresh
+    with closing(VllmSync(model, llm, merge=merge, bucket_bytes=BUCKET)) as sync:
+        start = {name: p.detach().clone() for name, p in model.named_parameters()}
+        for step in range(2):
+            train(model, step)
+            sync.push(verify=step == 0)
+            assert_close(llm, model)
+        model.load_state_dict(start, strict=False)
+        assert sync.push().merge == merge
+        assert bits(llm) == fresh
+        (covered,) = coverage(llm)
+        assert covered.complete, covered
+        assert [state.kind for state in sync.states()] == ["merged"]
+
+
+def test_what_lies_there_is_the_merge_to_a_rounding_of_the_format(one: Any) -> None:
+    """And what is computed is what these roundings make."""
+    llm, model, _ = one
+    with closing(VllmSync(model, llm, bucket_bytes=BUCKET)) as sync:
+        sync.push()
+    assert quantised.assert_rounded_once(model, quantised.served(llm)) == 8
+    outputs = ask(llm)
+    with quantised.computing_alike(model, quantised.served(llm)) as alike:
+        assert mean_gap(outputs, alike) < 0.035  # bf16 activations, some of which round to the other of two FP8 values
+
+
+def test_an_adapter_beside_the_quantised_base(one: Any) -> None:
+    """vLLM's own LoRA: only the adapter crosses, the base keeps its bits, and merged mode is the way back."""
+    llm, model, _ = one
+    with closing(VllmSync(model, llm, mode="adapter", bucket_bytes=BUCKET)) as sync:
+        assert sync.push().base_sent
+        base = bits(llm)
+        assert_close(llm, model, sync.lora_request())
+        for step in range(2):
+            train(model, step + 3)
+            assert not sync.push().base_sent
+            assert bits(llm) == base
+            assert_close(llm, model, sync.lora_request())
+        sync.push(mode="merged")
+        assert_close(llm, model)
+        assert sync.push(mode="adapter").base_sent
+        assert bits(llm) == base
+
+
+def test_a_push_that_breaks_off_in_the_middle_of_a_layer(one: Any) -> None:
+    """The layer is closed again, the engine dirty, and the next push heals it."""
+    llm, model, _ = one
+    with closing(VllmSync(model, llm, bucket_bytes=BUCKET)) as sync:
+        sync.push()
+        wanted = bits(llm)
+        for where, after in (("bucket", 0), ("bucket", 3), ("finish", 0), ("receive", 0)):
+            llm.collective_rpc("fail", args=(where, [0], after))
+            with pytest.raises(PushFailed, match=f"injected into {where}"):
+                sync.push()
+            llm.collective_rpc("mend")
+            assert [state.kind for state in sync.states()] == ["dirty"]
+            assert not any(p.is_meta for p in quantised.served(llm).parameters())
+            sync.push()
+            assert bits(llm) == wanted, where
+
+
+def test_what_was_changed_behind_our_back_shows(one: Any) -> None:
+    """The fingerprint reads FP8 values and scales."""
+    llm, model, _ = one
+    for name in ("weight", "weight_scale"):
+        with closing(VllmSync(model, llm, bucket_bytes=BUCKET)) as sync:
+            sync.push()
+            assert [state.kind for state in sync.states()] == ["merged"]
+            layer = quantised.served(llm).get_submodule("model.layers.1.mlp.down_proj")
+            layer = getattr(layer, "base_layer", layer)
+            getattr(layer, name).view(torch.uint8).bitwise_xor_(1)
+            assert [state.kind for state in sync.states()] == ["dirty"]
+
+
+def hostile() -> nn.Module:
+    """Rows of zeros, a row with the largest value that there is, infinities, NaN."""
+    model = untied()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for weight in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight, layer.mlp.up_proj.weight):
+                weight[:4] = 0
+                weight[8, 3], weight[9, 5], weight[10, 7] = 3.3e38, torch.inf, torch.nan
+                weight[11] = 1e-40
+    return model
+
+
+def test_values_that_have_no_scale_become_what_vllm_makes_of_them(tmp_path: Path) -> None:
+    model = models.with_lora(hostile, dtype=torch.bfloat16, target_modules=["q_proj", "gate_proj"])
+    merged = quantised.save_merged(model, tmp_path / "merged")
+    with engine(model, merged, **CHANNELS | READ) as llm:
+        fresh = bits(llm)
+        for merge in ("trainer", "engine"):
+            with closing(VllmSync(policy(2, untied), llm, bucket_bytes=BUCKET)) as sync:
+                sync.push()
+                assert bits(llm) != fresh
+            with closing(VllmSync(model, llm, merge=merge, bucket_bytes=BUCKET)) as sync:
+                sync.push()
+                assert bits(llm) == fresh
+
+
+def test_formats_that_are_mixed_in_one_model(tmp_path: Path) -> None:
+    """FP8 linear layers, but for one, and plain experts (vLLM's CPU experts have no FP8)."""
+    model = models.with_lora(engines.qwen3_moe, dtype=torch.bfloat16, **MOE)
+    train(model)
+    merged = quantised.save_merged(model, tmp_path / "merged")
+    mixed = {"linear": "fp8_per_channel", "ignore": ["model.layers.0.self_attn.o_proj"]}
+    options = CHANNELS | READ | {"quantization": "online", "quantization_config": mixed}
+    with engine(model, merged, **options) as llm:
+        kinds = {p.dtype for p in quantised.served(llm).parameters()}
+        assert kinds == {torch.float8_e4m3fn, torch.bfloat16, torch.float32}
+        fresh = bits(llm)
+        for merge in ("trainer", "engine"):
+            with closing(VllmSync(model, llm, merge=merge, bucket_bytes=BUCKET)) as sync:
+                start = {name: p.detach().clone() for name, p in model.named_parameters()}
+                train(model, 4)
+                sync.push()
+                assert bits(llm) != fresh
+                model.load_state_dict(start, strict=False)
+                sync.push()
+                assert bits(llm) == fresh
+
+
+def test_adapters_from_folders(tmp_path: Path) -> None:
+    """Onto what the engine was started from, and off again."""
+    model = policy()
+    train(model)
+    engines.save_base(model.get_base_model(), base := tmp_path / "base")
+    model.peft_config["default"].base_model_name_or_path = str(base)
+    model.save_pretrained(tmp_path / "adapter")
+    with engine(model, base, **CHANNELS | READ) as llm:
+        before = bits(llm)
+        load_adapter(llm, tmp_path / "adapter")
+        loaded = bits(llm)
+        assert_close(llm, model)
+        unload_adapter(llm)
+        assert bits(llm) == before
+        with closing(VllmSync(model, llm, bucket_bytes=BUCKET)) as sync:
+            sync.push()
+        assert bits(llm) == loaded
+
+
+MODELS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    "a head without a name": (engines.gemma2, DENSE, {}),
+    "experts that pass by their loaders": (engines.gpt_oss, MOE, {}),
+    "latent attention": (
+        engines.deepseek_v3,
+        {"target_modules": ["q_proj", "kv_b_proj", "o_proj"]},
+        {"attention_backend": "CPU_MLA"},
+    ),
+    "a vision tower": (
+        engines.idefics3,
+        {"target_modules": ["q_proj", "v_proj", "o_proj", "fc1"]},
+        {"limit_mm_per_prompt": {"image": 0}},
+    ),
+    "a bias that loading makes": (engines.phi, {"target_modules": ["q_proj", "v_proj", "fc1"]}, {"processes": True}),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name: str, tmp_path: Path) -> None:
+    build, adapter, options = MODELS[name]
+    model, other = (models.with_lora(build, dtype=torch.bfloat16, seed=seed, **adapter) for seed in range(2))
+    merged = quantised.save_merged(model, tmp_path / "merged")
+    linear = {"quantization": "online", "quantization_config": {"linear": "fp8_per_channel"}}
+    with engine(model, merged, **CHANNELS | READ | linear | options) as llm:
+        fresh = bits(llm)
+        for merge in ("trainer", "engine"):
+            for policy, same in ((other, False), (model, True)):
+                with closing(VllmSync(policy, llm, merge=merge, bucket_bytes=BUCKET)) as sync:
+                    sync.push()
+                    assert (bits(llm) == fresh) == same, merge
+
+
+def test_a_float32_trainer_is_rounded_once_before_it_is_quantised(tmp_path: Path) -> None:
+    """Engines that merge would round the base before they add to it, and are refused."""
+    model = models.with_lora(engines.qwen2, **DENSE)
+    merged = quantised.save_merged(model, tmp_path / "merged")
+    with engine(model, merged, **CHANNELS | READ | {"dtype": "bfloat16"}) as llm:
+        fresh = bits(llm)
+        with closing(VllmSync(policy(), llm, bucket_bytes=BUCKET)) as sync:
+            sync.push()
+            assert bits(llm) != fresh
+        with closing(VllmSync(model, llm, bucket_bytes=BUCKET)) as sync:
+            sync.push()
+            assert bits(llm) == fresh
+        with (
+            closing(VllmSync(model, llm, merge="engine")) as sync,
+            pytest.raises(PushRefused, match="it would be rounded twice"),
+        ):
+            sync.push()
+        assert bits(llm) == fresh
+
+
+# Engines of several workers, which take scales of the whole of a matrix that is cut
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any, list[dict[str, str]]]]:
+    """As `one`, on two tensor-parallel workers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+        model, folder = policy(), tmp_path_factory.mktemp("wide")
+        train(model)
+        merged = quantised.save_merged(model, folder / "merged")
+        with engine(model, merged, processes=True, tensor_parallel_size=2, **CHANNELS | READ) as llm:
+            yield llm, model, bits(llm)
+
+
+@pytest.mark.parametrize("merge", ["trainer", "engine"])
+def test_matrices_that_are_cut_have_scales_of_the_whole(wide: Any, merge: str) -> None:
+    llm, model, fresh = wide
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with closing(VllmSync(model, llm, merge=merge, bucket_bytes=BUCKET)) as sync:
+        train(model, 1)
+        sync.push()
+        assert bits(llm) != fresh
+        assert_close(llm, model)
+        model.load_state_dict(start, strict=False)
+        sync.push(verify=merge == "trainer")
+        assert bits(llm) == fresh
+
+
+@pytest.mark.parametrize("ranks", [[0], [1], [0, 1]], ids=str)
+def test_nobody_waits_for_a_worker_that_failed(wide: Any, ranks: list[int]) -> None:
+    """The other one stood in a collective for a scale, for ever."""
+    llm, model, _ = wide
+    for merge, phases in (
+        ("trainer", ["start", "receive", "bucket", "bucket 3", "finish", "commit"]),
+        ("engine", ["merge", "products", "unmerge", "receive"]),
+    ):
+        with closing(VllmSync(model, llm, merge=merge, bucket_bytes=BUCKET)) as sync:
+            sync.push()
+            train(model, 1, 0.01)
+            sync.push()
+            wanted = bits(llm)
+            for phase in phases:
+                name, _, after = phase.partition(" ")
+                if merge == "engine" and name == "receive":
+                    with closing(VllmSync(policy(3), llm, bucket_bytes=BUCKET)) as another:
+                        another.push()  # so that the base has to come again
+                llm.collective_rpc("fail", args=(name, ranks, int(after or 0)))
+                with pytest.raises(LoraMergeError, match=f"injected into {name}"):
+                    sync.push()
+                assert llm.collective_rpc("mend") == ["well"] * 2, "answers are to this call"
+                assert [state.kind for state in sync.states()] == ["dirty"]
+                sync.push()
+                assert bits(llm) == wanted, phase
+
+
+def test_the_trainer_fails_while_scales_are_agreed_on(wide: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lora_merge.stream.filler import Filler
+
+    llm, model, _ = wide
+    fill = Filler.fill
+    with closing(VllmSync(model, llm, bucket_bytes=BUCKET)) as sync:
+        sync.push()
+        for at in (0, 2, len(sync._weights.filler().table) - 1):
+
+            def broken(self: Filler, number: int, *args: Any, at: int = at) -> None:
+                if number == at:
+                    raise RuntimeError("injected")
+                fill(self, number, *args)
+
+            with monkeypatch.context() as patched:
+                patched.setattr(Filler, "fill", broken)
+                with pytest.raises(PushFailed, match="injected"):
+                    sync.push()
+            assert [state.kind for state in sync.states()] == ["dirty"]
+            sync.push()
+            assert_close(llm, model)
+
+
+def test_replicas_in_different_formats_and_one_that_comes_back_in_another(wide: Any, tmp_path: Path) -> None:
+    """One stream serves a bf16 engine and an FP8 one: each gets it as it loads it. Behind a handle another engine may
+    answer one day, in another format, as a server's URL does when it is started anew."""
+    llm, model, _ = wide
+    with (
+        engine(model, tmp_path / "base") as plain,
+        closing(VllmSync(model, [plain, llm], bucket_bytes=BUCKET)) as sync,
+    ):
+        for step in range(2):
+            train(model, step, 0.01)
+            sync.push(verify=step == 0)
+            assert_close(llm, model)
+            assert mean_gap(ask(plain), model) < 0.02
+        wanted = bits(llm)
+        for first, second in ((llm, plain), (plain, llm)):
+            sync._trainer.controls[0].engine, sync._trainer.controls[1].engine = first.llm_engine, second.llm_engine
+            train(model, 5, 0.01)
+            sync.push()
+            assert bits(llm) != wanted
+            wanted = bits(llm)
+            assert_close(llm, model)
+            assert mean_gap(ask(plain), model) < 0.02
+
+
+# Checkpoints that are quantised already
+
+
+def compress(folder: Path, dtype: torch.dtype) -> Path:
+    """Quantise the linear layers of a checkpoint by channels, in the format of compressed-tensors."""
+    tensors: dict[str, Tensor] = load_file(folder / "model.safetensors")
+    largest = float(torch.iinfo(dtype).max if dtype == torch.int8 else torch.finfo(dtype).max)
+    for name in [name for name in tensors if "_proj.weight" in name]:
+        weight = tensors[name].float()
+        scale = weight.abs().amax(1, keepdim=True) / largest
+        values = weight / scale
+        tensors[name] = (values.round() if dtype == torch.int8 else values).to(dtype)
+        tensors[f"{name}_scale"] = scale
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    kind = "int" if dtype == torch.int8 else "float"
+    numbers = {"num_bits": 8, "type": kind, "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": numbers | {"strategy": "channel", "dynamic": False},
+        "input_activations": numbers | {"strategy": "token", "dynamic": True},
+    }
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": f"{kind}-quantized",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": group},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [(torch.int8, "W8A8Int8"), (torch.float8_e4m3fn, "W8A8Fp8")], ids=str)
+def test_a_checkpoint_that_is_quantised_is_refused_by_name(dtype: torch.dtype, kind: str, tmp_path: Path) -> None:
+    """Nothing of the engine changes, and it goes on."""
+    model = policy()
+    engines.save_base(model.get_base_model(), tmp_path / "base")
+    with engine(model, compress(tmp_path / "base", dtype), worker_extension_cls="quantised.Watched", **READ) as llm:
+        before, answers = bits(llm), [o.outputs[0].token_ids for o in ask(llm)]
+        for mode, merge in (("merged", "trainer"), ("merged", "engine")):
+            with (
+                closing(VllmSync(model, llm, mode=mode, merge=merge)) as sync,
+                pytest.raises(PushRefused) as refused,
+            ):
+                sync.push()
+            said = str(refused.value)
+            assert f"model.layers.0.self_attn.qkv_proj.weight is loaded as {dtype} (CompressedTensors{kind})" in said
+            assert 'quantization="fp8_per_block"' in said
+        with closing(VllmSync(model, llm)) as sync:
+            assert [state.kind for state in sync.states()] == ["nothing"]
+        assert bits(llm) == before
+        assert [o.outputs[0].token_ids for o in ask(llm)] == answers
+
+
+class Method:
+    """A way to compute with weights that is not vLLM's plain one."""
+
+
+class UnquantizedAnything(Method):
+    pass
+
+
+class Online(Method):
+    uses_meta_device = True
+
+
+class Experts(Online):
+    moe = SimpleNamespace(tp_size=4)
+
+
+@pytest.mark.parametrize(
+    ("method", "dtype", "said"),
+    [
+        (UnquantizedAnything, torch.bfloat16, ""),
+        (Online, torch.bfloat16, ""),
+        (Online, torch.float8_e4m3fn, "layer.weight is loaded as torch.float8_e4m3fn (Online)"),  # made anew of FP8
+        (Method, torch.uint8, "layer.weight is loaded as torch.uint8 (Method)"),  # MXFP4, GPTQ, AWQ, GGUF
+        (Method, torch.bfloat16, "layer (Method) after loading that is not known to be made again"),  # torchao
+        (Experts, torch.bfloat16, "together with other data-parallel engines"),
+    ],
+)
+def test_what_is_refused(method: Any, dtype: torch.dtype, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.distributed import parallel_state
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+
+    monkeypatch.setattr(parallel_state, "get_tp_group", lambda: SimpleNamespace(world_size=2))
+    model = nn.ModuleDict({"layer": nn.Module(), "attention": nn.Module()})
+    model["layer"].weight = nn.Parameter(torch.empty(4, 4).to(dtype), requires_grad=False)
+    model["layer"].quant_method = method()
+    model["attention"].quant_method, model["attention"].kv_cache_dtype = Method(), "fp8"  # scales, and no weights
+    record_metadata_for_reloading(model)
+    refused = refusal(Modules(model))
+    assert said in refused
+    assert bool(said) == bool(refused)
+
+
+def test_scales_that_are_computed_once_are_refused() -> None:
+    assert "calculate_kv_scales" in stale_scales(SimpleNamespace(calculate_kv_scales=True))
+    assert not stale_scales(SimpleNamespace(calculate_kv_scales=False))
+    assert not stale_scales(SimpleNamespace())
