@@ -1,8 +1,17 @@
-"""lora_merge: add LoRA adapters to base weights where they lie, at copy speed, and get them into a rollout engine."""
+"""Merge LoRA adapters into base weights at the speed of a copy, and get the result into a rollout engine.
+
+- `merged(model)`: the base weights hold the adapters for the time of a `with` block, and come back bit for bit.
+- `MergedWeights(model)`: the merged checkpoint as a stream of `(name, tensor)`; the model is only read.
+- `VllmSync(model, engine).push()`: the merged weights, or the adapter, into running vLLM engines.
+- `merge_`, `merge`, `unmerge_`, `run_segments`, `Plan`: the same on plain tensors.
+- `serve`, `verify`, `restore`, `megatron`: adapters from folders, checks, exact restore, Megatron models.
+
+Every error is a `LoraMergeError`.
+"""
 
 from . import megatron, restore, serve, verify
 from .context import merged
-from .engine import SyncReport, VllmSync
+from .engine import SglangSync, SyncReport, VllmSync
 from .errors import (
     AlreadyMerged,
     BackendUnavailable,
@@ -19,6 +28,7 @@ from .kernels.plan import Plan
 from .kernels.segments import Segment
 from .models.delta import Delta
 from .models.peft.read import read_deltas
+from .saving import Saved, merge_checkpoint, save_merged
 from .stream.weights import MergedWeights
 
 __version__ = "0.1.0"
@@ -35,17 +45,21 @@ __all__ = [
     "Plan",
     "PushFailed",
     "PushRefused",
+    "Saved",
     "Segment",
+    "SglangSync",
     "SyncReport",
     "UnsupportedAdapter",
     "VllmSync",
     "megatron",
     "merge",
     "merge_",
+    "merge_checkpoint",
     "merged",
     "read_deltas",
     "restore",
     "run_segments",
+    "save_merged",
     "serve",
     "unmerge_",
     "verify",

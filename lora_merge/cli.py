@@ -3,108 +3,65 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
-from .errors import LoraMergeError, PushFailed
+from .commands import DIRTY, REFUSED, bench, doctor, inspect, merge, serving
+from .commands.output import Command, run
 
-if TYPE_CHECKING:
-    from .engine.replica import SyncReport
+__all__ = ["DIRTY", "REFUSED", "main", "parser"]
 
-REFUSED, DIRTY = 1, 3
-"""Exit statuses: the engine is as before; it broke off half-way. (argparse takes 2.)"""
+
+class _Named(NamedTuple):
+    add: Callable[[argparse.ArgumentParser], None]
+    run: Command
+    help: str
+    epilog: str = "Exit status 0: done; 1: refused, and nothing was changed."
+
+
+_SERVER = "Exit status 0: {}; 1: refused, the server is as before; 3: it broke off half-way."
+COMMANDS = {
+    "merge": _Named(
+        merge.add,
+        merge.merge,
+        "merge adapters into a base on disk, and write the result as a checkpoint",
+        "Exit status 0: it is written; 1: refused, and nothing is left there.",
+    ),
+    "inspect": _Named(
+        inspect.add, inspect.inspect, "what an adapter is; with a BASE, how much it changes, and whether it fits"
+    ),
+    "load": _Named(
+        serving.add_load,
+        serving.load,
+        "serve an adapter folder from a running vllm serve, at base-model speed; one loaded before goes",
+        _SERVER.format("it is served"),
+    ),
+    "unload": _Named(
+        serving.add_unload,
+        serving.unload,
+        "take the adapter off again: every bit is what the server was started with",
+        _SERVER.format("it is gone"),
+    ),
+    "bench": _Named(bench.add, bench.bench, "time ways to merge on this machine: lora_merge, PEFT, addmm_"),
+    "doctor": _Named(
+        doctor.add,
+        doctor.doctor,
+        "what runs here, why nothing faster, and what to do",
+        "Exit status 0: nothing to do; 1: there is something to do.",
+    ),
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    """All commands and their options."""
+    parser = argparse.ArgumentParser(prog="lora-merge", description="LoRA adapters into base weights, at copy speed.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, command in COMMANDS.items():
+        command.add(commands.add_parser(name, help=command.help, description=command.help, epilog=command.epilog))
+    return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
-    options = _parser().parse_args(arguments)
-    if options.command == "doctor":
-        return _doctor()
-    return _pushed(options, _load if options.command == "load" else _unload)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="lora-merge", description="LoRA adapters into base weights, at copy speed.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser(
-        "doctor", help="what runs here, why nothing faster, and what to do; exit status 1 if there is something to do"
-    )
-    load = commands.add_parser(
-        "load",
-        help="serve an adapter folder from a running vllm serve, at base-model speed; one loaded before goes",
-        epilog="Exit status 0: it is served; 1: refused, the server is as before; 3: it broke off half-way.",
-    )
-    unload = commands.add_parser(
-        "unload",
-        help="take the adapter off again: every bit is what the server was started with",
-        epilog="Exit status 0: it is gone; 1: refused, the server is as before; 3: it broke off half-way.",
-    )
-    for command in (load, unload):
-        command.add_argument(
-            "url", metavar="URL", help="of the server, http://host:8000, started with VLLM_SERVER_DEV_MODE=1"
-        )
-    load.add_argument("adapter", metavar="ADAPTER", help="a folder that PEFT has saved: adapter_config.json, ...")
-    load.add_argument("--base", help="folder or name of the adapter's base model; default: as adapter_config.json says")
-    load.add_argument("--name", help="that the server tells with its answers; default: the folder's")
-    load.add_argument("--device", default="cpu", help="on which the adapter is laid out for its way (default: cpu)")
-    load.add_argument("--verify", action="store_true", help="compare checksums of what came")
-    for command in (load, unload):
-        command.add_argument(
-            "--pause", default="keep", choices=("keep", "wait", "abort"), help="requests in flight (default: keep)"
-        )
-        command.add_argument("--json", action="store_true", help="print one JSON object")
-    return parser
-
-
-def _doctor() -> int:
-    from .doctor import examine
-
-    found = examine()
-    sys.stdout.write(f"{found}\n")
-    return REFUSED if found.todo else 0
-
-
-def _load(options: argparse.Namespace) -> tuple[SyncReport, str]:
-    from .serve import load_adapter
-
-    report = load_adapter(
-        options.url,
-        options.adapter,
-        base=options.base,
-        name=options.name,
-        device=options.device,
-        pause=options.pause,
-        verify=options.verify,
-    )
-    return report, f"{options.url} serves {options.name or options.adapter}"
-
-
-def _unload(options: argparse.Namespace) -> tuple[SyncReport, str]:
-    from .serve import unload_adapter
-
-    return unload_adapter(options.url, pause=options.pause), f"{options.url} serves its base"
-
-
-def _pushed(options: argparse.Namespace, push: Callable[[argparse.Namespace], tuple[SyncReport, str]]) -> int:
-    """Load or unload, and say what happened."""
-    try:
-        report, told = push(options)
-    except LoraMergeError as error:
-        if options.json:
-            sys.stdout.write(json.dumps({"error": str(error), "kind": type(error).__name__}) + "\n")
-        else:
-            sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        return DIRTY if isinstance(error, PushFailed) else REFUSED
-    seconds = sum(report.seconds.values())
-    if options.json:
-        sys.stdout.write(json.dumps(asdict(report)) + "\n")
-    else:
-        still = seconds - report.seconds.get("check", 0.0)
-        crossed = f"{report.nbytes / 1e6:.1f} MB, " if report.nbytes else ""
-        sys.stdout.write(
-            f"{told} ({report.mode}@{report.version}): {crossed}{seconds:.2f} s, {still:.2f} of which requests waited\n"
-        )
-    return 0
+    options = parser().parse_args(arguments)
+    return run(COMMANDS[options.command].run, options)

@@ -22,6 +22,7 @@ from .models.claims import Look, merging, to_the_end
 from .models.delta import Delta, Job, LazyList, whole_job
 from .models.live import Live, live
 from .models.operands import MergePlan, Operands, Turn
+from .models.peft.chosen import check_names, chosen
 from .models.snapshot import Layed, Owners
 from .shards import Address, cut
 from .shards.exchange import Exchange, check_strategy
@@ -58,66 +59,72 @@ class _Known(NamedTuple):
 
 
 @contextmanager
-def merged(model: Model, *, restore: str = "exact", strategy: str | None = None) -> Iterator[Model]:
-    """Inside the block, the base weights hold the merged values and the adapters add nothing on top.
+def merged(
+    model: Model,
+    *,
+    adapter_names: Sequence[str] | None = None,
+    restore: str = "exact",
+    strategy: str | None = None,
+) -> Iterator[Model]:
+    """Merge the active adapters into the base weights for the time of a `with` block, and restore every bit after it.
 
         with lora_merge.merged(model):
-            model.generate(...)
+            model.generate(input_ids=prompt, max_new_tokens=16)
 
-    The active adapters are merged as they stand: scaling, several of them (rounded once), DoRA, `lora_bias`, fused
-    experts. Weights are merged where they lie, so addresses stay what they are (CUDA graphs, compiled modules). After
-    the block, also when it raises, every parameter and buffer is bit for bit what it was; `requires_grad`, gradients,
-    optimizer state and PEFT's flags are not touched. Train outside of the block: a backward pass that crosses its
-    border is refused by autograd, as for any weight changed in place. `save_pretrained` and the like are refused
-    inside, on the model and on its parts (`state_dict()` is not: it holds merged values under the adapted model's
-    names). Ctrl-C on the way out is raised when all is back.
+    Inside the block the base weights hold `round(W + scaling * lora_B @ lora_A)` and the adapters add nothing on top.
+    After the block, also when it raises, every parameter and buffer is bit for bit what it was. Adapters are merged as
+    they stand: live scalings, several at once (rounded once), DoRA, `lora_bias`, fused experts. Weights stay at their
+    addresses, so CUDA graphs and compiled modules stay valid. `requires_grad`, gradients, optimizer state and PEFT's
+    flags are not touched.
 
-    FSDP2, FSDP1 and DeepSpeed's ZeRO-3: collective over the ranks that hold the model. Each rank merges what it holds;
-    only the halves of adapters that do not line up with it are gathered. Units, and adapted weights under ZeRO-3, that
-    are gathered at the moment (the root after a forward, `reshard_after_forward=False`, small parameters that persist)
-    are brought back to their shards first, at both ends: what is gathered inside is merged, and what is gathered after
-    it is the base.
+    Train outside of the block, or keep forward and backward both inside: autograd refuses a backward pass that crosses
+    the border. `save_pretrained` and the like are refused inside, on the model and on its parts; `state_dict()` is not,
+    and holds merged values under the adapted model's names.
 
-    Memory, on their device: while inside, 2 bits for each element of the adapted weights that are here, 1/64 of
-    their bytes and what rounding moved further than a step (together 0.15 of a bf16 weight, 0.08 of a float32 one, for
-    updates up to a tenth of the weights; 0.25 for updates of their size; at most 1.14). From the first entry on, a copy
-    of the adapters, which is what the way back reads: they may be changed, rescaled or loaded anew inside. A tied
-    weight is held apart inside; it takes one more copy of itself if another of its users has no adapter, two if that
-    one has an adapter too. `strategy="unshard"` keeps a copy of the weights instead.
+    Sharded models (FSDP2, FSDP1, DeepSpeed ZeRO-3, Megatron): call it on every rank. Each rank merges what it holds,
+    and only parts of adapters cross between ranks. Units that are gathered at the moment are resharded at entry and
+    exit.
 
-    The merged weights must not be written inside: the way back begins at their bits. Bits that were written, by
-    whatever means, are found by a checksum on the way out; see `NotRestored`. A parameter that was moved
-    (`parameter.data = ...`) gets the base where it is now; the memory that it left is held until then.
+    Time: a merge at entry and one at exit; each waits once for the device. Memory while inside: 2 bits for each element
+    of the adapted weights, and what rounding moved further than one step; together 0.15 of the bytes of a bf16 weight
+    and 0.08 of a float32 one for updates up to a tenth of the weights, 0.25 of a bf16 one for updates of their size, at
+    most 1.14. From the first entry on also a copy of the adapters, so that they may be trained or replaced inside. A
+    tied weight takes one or two copies of itself. How it works: docs/restore.md.
 
-    Work on the merged weights by other streams must be waited for before leaving, as before freeing a tensor. Entry and
-    exit each wait for the device once, and cost a merge each.
+    Do not write to merged weights inside. Such a write is found by a checksum at exit (`NotRestored`). A parameter that
+    was moved (`parameter.data = ...`) gets the base where it is now. Work on merged weights by other CUDA streams must
+    be waited for before the block ends.
 
     Args:
-        model: a `PeftModel`, or any module that holds PEFT's LoRA layers. Or the chunks of a megatron-core model, as
-            they are or in `lora_merge.megatron.Chunks`.
+        model: a `PeftModel`, any module that holds PEFT's LoRA layers, a `DeepSpeedEngine`, or the list of chunks of a
+            megatron-core model (or `lora_merge.megatron.Chunks`).
+        adapter_names: of PEFT's adapters: exactly these are merged, and the others do not act inside. Default: those
+            that act (`set_adapter`).
         restore: "exact", the only way.
-        strategy: None: weights are merged where they lie. "unshard": sharded weights are gathered, merged whole and
-            cut again, bucket by bucket; it gives the same bits and costs their bytes over the network.
+        strategy: None merges weights where they lie. "unshard" gathers sharded weights, merges them whole and cuts them
+            again, bucket by bucket: the same bits, for their bytes over the network; and it keeps a plain copy of the
+            weights instead of 2 bits an element.
 
     Yields:
         `model`.
 
     Raises:
-        InvalidInput: an unknown option; no LoRA layers in the model; a weight that does not fit; ranks that disagree; a
-            stream (`MergedWeights`, `VllmSync`) of these weights is under way.
-        UnsupportedAdapter: an adapter without an exact merge; names the module and the reason.
-        AlreadyMerged: the weights hold adapters already, or the model is inside `merged` now.
-
-        All of them on every rank, and before anything is written. So is running out of memory on the way in.
-        NotRestored: on the way out, on the rank that finds it: merged weights were written inside, their memory was
-            given back, or another Parameter took the place of theirs. Names them; all others are restored.
+        InvalidInput: an unknown option or adapter, no LoRA layers, a weight that does not fit, ranks that disagree, or
+            a stream (`MergedWeights`, `VllmSync`) of these weights that is under way. On every rank, before anything is
+            written.
+        UnsupportedAdapter: an adapter without an exact merge; names the module and the reason. As above.
+        AlreadyMerged: the weights hold adapters already, or the model is inside `merged` now. As above.
+        NotRestored: at exit, on the rank that finds it: merged weights were written inside, their memory was given
+            back, or another Parameter took their place. Names them; all others are restored.
     """
     if restore != "exact":
         raise InvalidInput(f"restore must be 'exact', got {restore!r}")
     check_strategy(strategy)
-    found = live(model)
+    names = check_names(adapter_names)
     undo = ExitStack()
     try:
+        undo.enter_context(chosen(model, names))
+        found = live(model)
         with found.ranks.vote("merged"):
             with Look() as left:
                 layers, deltas = found.adapters()

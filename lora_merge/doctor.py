@@ -83,11 +83,17 @@ def _backends(found: Findings) -> None:
         return
     for index in range(torch.cuda.device_count()):
         device = torch.device("cuda", index)
-        major, minor = torch.cuda.get_device_capability(device)
-        named = f"{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
+        named = f"{torch.cuda.get_device_name(device)}, {_architecture(device)}"
         found.rows.append((f"GPU {index}", f"{named}: {_first(device, ('cuda', 'triton', 'reference'), found)}"))
         if cuda.unavailable(device) is None:
             found.rows += [(f"  {kind}", kernel) for kind, kernel in _kinds(device)]
+
+
+def _architecture(device: torch.device) -> str:
+    if torch.version.hip is not None:
+        return str(torch.cuda.get_device_properties(device).gcnArchName)
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"compute capability {major}.{minor}"
 
 
 def _first(device: torch.device, names: Sequence[str], found: Findings) -> str:
@@ -104,7 +110,8 @@ def _first(device: torch.device, names: Sequence[str], found: Findings) -> str:
     before = "; ".join(passed[: names.index(chosen)])
     if not before:
         return chosen
-    found.todo.append(f"for {device}: {before}")
+    if device.type == "cpu" or torch.version.hip is None:  # AMD's GPUs have nothing faster
+        found.todo.append(f"for {device}: {before}")
     return f"{chosen}, as {before}"
 
 

@@ -1,5 +1,4 @@
-"""The exceptions of the package. All but `NotRestored` and `PushFailed` are raised before the first byte
-is written."""
+"""The exceptions of the package. All but `NotRestored` and `PushFailed` are raised before the first byte is written."""
 
 
 class LoraMergeError(Exception):
@@ -7,19 +6,19 @@ class LoraMergeError(Exception):
 
 
 class InvalidInput(LoraMergeError, ValueError):
-    """A tensor, a shape, a dtype, a device, a scaling or a table that cannot be merged; names the tensor."""
+    """An argument, tensor, shape, dtype, device or scaling does not fit; names it, what was expected and what came."""
 
 
 class UnsupportedAdapter(LoraMergeError, NotImplementedError):
-    """An adapter that has no exact merge here; names the module and the reason."""
+    """The adapter has no exact merge; names the module and the reason."""
 
 
 class AlreadyMerged(LoraMergeError, RuntimeError):
-    """The model already holds merged weights; says how to go on."""
+    """The weights hold an adapter already; says how to go on."""
 
 
 class NotRestored(LoraMergeError, RuntimeError):
-    """Merged weights were written meanwhile, so that their base cannot be brought back; names them."""
+    """Weights were written while they were merged, and their base cannot be restored; names them. Others are back."""
 
 
 class BackendUnavailable(LoraMergeError, RuntimeError):
@@ -31,8 +30,8 @@ class MissingExtra(LoraMergeError, ImportError):
 
 
 class PushRefused(LoraMergeError, RuntimeError):
-    """Something does not fit between a model and an engine; nothing was sent, the engine is as before."""
+    """A model and an engine do not fit, or the engine cannot be pushed to; nothing was written, it is as before."""
 
 
 class PushFailed(LoraMergeError, RuntimeError):
-    """A push broke off half-way; says which engines are dirty and which are valid. The next push heals them."""
+    """A push broke off half-way; says which engines are dirty and which are valid. The next push heals dirty ones."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from importlib.util import find_spec
 from pathlib import Path
 
 # Read when torch loads: OpenMP threads that wait do not burn the core that another process needs.
@@ -16,6 +17,10 @@ import torch
 from hypothesis import HealthCheck, settings
 
 GPU = torch.cuda.is_available()
+if not GPU and find_spec("sglang") is not None:
+    import sglang_cpu  # before transformers imports torchvision
+
+    sglang_cpu.operators()
 if not GPU:
     # Read when triton is imported, which nothing has done so far: the Triton kernels then run on CPU tensors.
     os.environ["TRITON_INTERPRET"] = "1"

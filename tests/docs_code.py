@@ -15,7 +15,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = (ROOT / "README.md", *sorted(DOCS.glob("*.md")))
+ROOT_PAGES = tuple(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md"))
+PAGES = (*ROOT_PAGES, *sorted(DOCS.glob("*.md")))
 OURS = re.compile(r"\blora_merge\.|from lora_merge|\b(VllmSync|MergedWeights|Chunks)\(")
 
 
@@ -52,6 +53,21 @@ def named_files(text: str) -> set[str]:
     return set(re.findall(folder + r"[\w./*-]+\.(?:md|json|png|py|sh)\b", text))
 
 
+def links_of(text: str) -> Iterator[tuple[str, str]]:
+    """(file, heading) of each link and picture of a page that leads to no other host; code does not link."""
+    text = re.sub(r"^```.*?^```|`[^`\n]*`", "", text, flags=re.DOTALL | re.MULTILINE)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if not re.match(r"[a-z]+:", target):
+            file, _, anchor = target.partition("#")
+            yield file, anchor
+
+
+def anchors_of(text: str) -> set[str]:
+    """The names under which a page's headings can be linked to, as GitHub and the site make them."""
+    headings = re.findall(r"^#+ +(.+)$", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
 def resolve(dotted: str) -> Any:
     """What a reader gets who writes `import lora_merge` and then this; integrations are imported by name."""
     found: Any = importlib.import_module("lora_merge")
@@ -85,7 +101,7 @@ def module(name: str) -> Any:
 def _is_module(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # inside of a module
+    except ImportError:  # inside of a module, or of one whose trainer is not installed
         return False
 
 
@@ -157,3 +173,15 @@ def uses(text: str) -> Iterator[tuple[str, list[str]]]:
         before = len(found.calls)
         found.visit(ast.parse(block))
         yield block, found.calls[before:]
+
+
+def messages_of(folder: Path) -> list[str]:
+    """Every string in the sources of a package, adjacent ones joined; what is filled in is `{}`."""
+    found: list[str] = []
+    for file in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+            elif isinstance(node, ast.JoinedStr):
+                found.append("".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values))
+    return found

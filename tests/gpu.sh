@@ -54,7 +54,13 @@ for step in $steps; do
       bench restore-h200 restore --device cuda $small --ranks 32 --updates 0.001 0.01 0.1 1
       bench restore-h200-ranks restore --device cuda $small --ranks 8 64 128 256 --bases bf16 --updates 0.01
       bench restore-h200-fp32-adapters restore --device cuda $small --ranks 32 --bases bf16 --adapters fp32 \
-        --updates 0.01 ;;
+        --updates 0.01
+      bench variants/restore-h200-remerge-7b restore --device cuda $large --ranks 32 --bases bf16 --adapters bf16 fp32 \
+        --updates 0.01 0.1
+      bench variants/restore-h200-remerge restore --device cuda $small --ranks 8 32 64 128 --bases bf16 --adapters bf16 fp32 \
+        --updates 0.01
+      bench variants/restore-h200-remerge-dtypes restore --device cuda $small --ranks 32 --bases fp16 fp32 \
+        --adapters bf16 fp32 --updates 0.01 ;;
     peers) bench peers-h200 peers --shape qwen2.5-7b --device cuda --adapter-dtype bf16 --plot "$out/peers-h200.png" ;;
     ranks) bench ranks-h200 ranks --shape qwen2.5-7b --device cuda --plot "$out/ranks-h200.png" ;;
     sweep) bench sweep-h200 sweep --device cuda --plot "$out/sweep-h200.png" ;;

@@ -22,9 +22,9 @@ def _plain(layer: nn.Module, remove_weight: bool) -> None:
 
 
 utils.dispatch_cpu_unquantized_gemm = _plain
-_staged = Loader._staged_layers
-Loader._staged_layers = lambda self: [  # type: ignore[method-assign]
-    layer for layer in _staged(self) if type(layer.quant_method).__name__ == "UnquantizedFusedMoEMethod"
+_anew = Loader._laid_anew
+Loader._laid_anew = lambda self: [  # type: ignore[method-assign]
+    layer for layer in _anew(self) if type(layer.quant_method).__name__ == "UnquantizedFusedMoEMethod"
 ]
 
 

@@ -4,6 +4,9 @@ other pages take from the package is there, under the names and keywords that th
 from __future__ import annotations
 
 import asyncio
+import re
+import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,19 @@ from typing import Any
 import models
 import pytest
 import torch
-from docs_code import PAGES, ROOT, named_files, named_in, names_of, resolve, uses
+from docs_code import (
+    DOCS,
+    PAGES,
+    ROOT,
+    anchors_of,
+    links_of,
+    messages_of,
+    named_files,
+    named_in,
+    names_of,
+    resolve,
+    uses,
+)
 from torch import Tensor, nn
 
 import lora_merge
@@ -142,6 +157,73 @@ def test_the_check_of_names_and_keywords() -> None:
     for wrong in ("lora_merge.merge_(w, a, b, scale=2)", "lora_merge.absent(1)", "from lora_merge import absent"):
         with pytest.raises((TypeError, AttributeError)):
             list(uses(f"```python\n{wrong}\n```\n"))
+
+
+def test_links() -> None:
+    """Links and pictures of pages lead to files that are there, and to headings that they have."""
+    for page in PAGES:
+        for target, anchor in links_of(page.read_text()):
+            file = page.parent / target if target else page
+            assert file.exists(), f"{page.name}: {target}"
+            assert not anchor or anchor in anchors_of(file.read_text()), f"{page.name}: {target}#{anchor}"
+
+
+def test_the_check_of_links() -> None:
+    assert list(links_of("[a](b.md#c) ![d](e.png) [f](https://g) `[h](i)`")) == [("b.md", "c"), ("e.png", "")]
+    assert anchors_of("# What it *is*, in `code`\n## Two") == {"what-it-is-in-code", "two"}
+
+
+def test_figures_of_readme() -> None:
+    """README's table says what the records say."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "pictures.py"), "--check"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_pictures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each picture is drawn from the records, and shown by a page."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    pictures = __import__("pictures")
+    text = "".join(page.read_text() for page in PAGES)
+    assert {file.name for file in pictures.IMAGES.glob("*.png")} == pictures.PICTURES.keys()
+    for name, draw in pictures.PICTURES.items():
+        assert f"images/{name})" in text, f"no page shows {name}"
+        draw(tmp_path / name)
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def test_reference_has_every_public_name() -> None:
+    text = (DOCS / "api.md").read_text()
+    modules, errors = {"megatron", "restore", "serve", "verify"}, vars(lora_merge.errors).keys()
+    for name in set(lora_merge.__all__) - modules - errors:
+        assert f"::: lora_merge.{name}\n" in text, f"docs/api.md lacks ::: lora_merge.{name}"
+    for owner in ("restore", "serve", "megatron"):
+        for name in getattr(lora_merge, owner).__all__:
+            assert f"lora_merge.{owner}.{name}" in text, f"{owner}.{name}"
+
+
+def test_environment_has_every_variable() -> None:
+    """Variables that the package or its build reads are on the page, and no others."""
+    sources = [*(ROOT / "lora_merge").rglob("*.py"), *(ROOT / "csrc" / "cpu").glob("*.cpp"), ROOT / "setup.py"]
+    text = "".join(source.read_text() for source in sources)
+    read = set(re.findall(r'(?:environ|getenv|ENVIRONMENT|within)\W.{0,12}"(LORA_MERGE_\w+)"', text))
+    read |= {f"LORA_MERGE_{name}" for name in re.findall(r"\{SWITCH\}_([A-Z]+)\b", text)}
+    listed = set(re.findall(r"^\| `(LORA_MERGE_\w+)`", (DOCS / "environment.md").read_text(), flags=re.MULTILINE))
+    assert read == listed, f"docs/environment.md: {sorted(read ^ listed)}"
+
+
+def test_messages_of_troubleshooting() -> None:
+    """What the page tells a reader to search for is what the package says."""
+    said = messages_of(ROOT / "lora_merge")
+    rows = re.findall(r"^\| (.+?) \| .+ \| .+ \|$", (DOCS / "troubleshooting.md").read_text(), flags=re.MULTILINE)
+    for row in rows:
+        if "(torch's)" in row:
+            continue
+        for quoted in re.findall(r"`([^`]+)`", row):
+            for part in filter(None, (part.strip(" :;") for part in quoted.split("..."))):
+                assert part in vars(lora_merge.errors) or any(part in text for text in said), part
 
 
 def test_pages_and_records_are_there() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lora_merge import cli, doctor, kernels
-from lora_merge.kernels import cuda, cuda_hopper, native
+from lora_merge.kernels import cuda, cuda_hopper, native, triton_device
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +69,25 @@ def test_a_gpu_that_no_code_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     found = doctor.examine()
     assert "triton, as cuda: the compiled extension was built for 80, 90a" in dict(found.rows)["GPU 0"]
     assert any("12.0" in one for one in found.todo)
+
+
+def test_a_gpu_of_amd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told from NVIDIA's by torch, whatever numbers it gives it: a MI250 has compute capability 9.0 there."""
+    picked = kernels.pick
+    gpu(monkeypatch, (9, 0), ("80", "90a"))
+    monkeypatch.setattr(kernels, "pick", picked)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName="gfx90a"))
+    monkeypatch.setattr(triton_device, "INTERPRETED", SimpleNamespace(value=False))
+    with pytest.warns(RuntimeWarning, match="slower triton backend for cuda tensors: cuda: it is for NVIDIA GPUs"):
+        found = doctor.examine()
+    told = dict(found.rows)
+    assert told["torch"].endswith("ROCm 6.4")
+    assert told["GPU 0"].startswith("a GPU, gfx90a: triton, as cuda: it is for NVIDIA GPUs")
+    assert "have not run yet" in told["GPU 0"]
+    assert "  16-bit weights" not in told
+    assert not [one for one in found.todo if "cuda" in one]
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from test_steady import python_calls
 from torch import Tensor, nn
 
 from lora_merge.engine.claim import SILENT_S, Claim
+from lora_merge.engine.modules import Modules
 from lora_merge.engine.sampler import Sampler
-from lora_merge.engine.vllm.modules import Modules
 from lora_merge.engine.waiting import host_id
 
 

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from lora_merge.bench import shapes
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -130,7 +132,7 @@ def test_latency(
 
 
 def test_entry(load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    entry, shapes = load("entry"), load("shapes")
+    entry = load("entry")
     data = tmp_path / "entry.json"
     monkeypatch.setattr(entry, "SHAPES", {"tiny": shapes.SHAPES["tiny"]})
     monkeypatch.setattr(sys, "argv", ["entry.py", "--repeat", "2", "--json", str(data)])

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from lora_merge import PushFailed, PushRefused
+from lora_merge.engine.calls import drive, side_by_side
+from lora_merge.engine.control import Control
 from lora_merge.engine.judge import judge
 from lora_merge.engine.replica import Replica, check_whole, engines_of, fail_together, failure
 from lora_merge.engine.state import State, change
 from lora_merge.engine.trainer import Trainer
-from lora_merge.engine.vllm.control import Control, drive, side_by_side
 from lora_merge.shards.ranks import Ranks
 from lora_merge.stream.buckets import Meta
 

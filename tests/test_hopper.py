@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ import torch
 from helpers import LAYOUTS, make_segment
 
 from lora_merge import kernels
-from lora_merge.kernels import cuda, cuda_hopper, cuda_repack, cuda_tracked, fused, native, operators
+from lora_merge.kernels import cuda, cuda_hopper, cuda_repack, cuda_tracked, fused, idle, native, operators
 from lora_merge.kernels.segments import COLS, DTYPES, LORA_A, LORA_B, RANK, ROWS, Segment, pack
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -306,6 +307,31 @@ def test_tracked_there_and_back(base: torch.dtype, adapters: torch.dtype, monkey
             assert tracked.unmerge() == set()
             for s, old in zip(segments, before, strict=True):
                 assert torch.equal(s.source.view(torch.int16), old.view(torch.int16)), f"restored, {what}"
+        others, after = [], []
+        for s, old in zip(segments, before, strict=True):
+            assert s.lora_A is not None
+            a, factors = s.lora_A.flip(0, 1).contiguous(), None if s.row_scale is None else s.row_scale.flip(0)
+            others.append(dataclasses.replace(s, lora_A=a, scaling=-0.75 * s.scaling, row_scale=factors))
+            merged = old.clone()
+            after.append(dataclasses.replace(others[-1], source=merged, destination=merged))
+        cuda.prepare(after, device)(False, 0)
+        other = cuda.prepare_tracked(others, device)
+        fits = max(ranks) <= 256 and other._kernels.follows(tracked._kernels)  # type: ignore[attr-defined]
+        assert fits or max(ranks) > 64, "one pass"
+        tracked.merge()
+        for now, then, bits in ((other, tracked, after), (tracked, other, wanted), (other, tracked, after)):
+            assert now.remerge(then, idle) == set()
+            for s, w in zip(segments, bits, strict=True):
+                assert torch.equal(s.source.view(torch.int16), w.source.view(torch.int16)), f"merged anew, {what}"
+        segments[-1].source[-1, -1] = 3.0
+        segments[0].source[0, 1] = 5.0
+        assert tracked.remerge(other, idle) == {segments[0].name, segments[-1].name}, f"written meanwhile, {what}"
+        assert not tracked.merged
+        assert not other.merged
+        for s, old in zip(segments[1:-1], before[1:-1], strict=True):
+            assert torch.equal(s.source.view(torch.int16), old.view(torch.int16)), f"restored, {what}"
+        for s, old in zip(segments, before, strict=True):
+            s.source.copy_(old)
         tracked.merge()
         segments[-1].source[-1, -1] = 3.0
         segments[0].source[0, 1] = 5.0

@@ -46,7 +46,7 @@ def bytes_of(shape: Sequence[int], rank: int, wide: bool, element_bytes: int) ->
 @pytest.mark.parametrize("kib", GPUS)
 def test_every_choice_is_accepted(kib: int) -> None:
     for wide, element_bytes, widest, rank in product((False, True), (2, 4), (1, 2, 4), range(513)):
-        shape = NATIVE.merge_shape(rank, wide, element_bytes, widest, block(kib), kib * KIB)
+        shape = NATIVE.merge_shape(rank, wide, element_bytes, 1, widest, block(kib), kib * KIB)
         what = (wide, element_bytes, widest, rank, shape)
         if not shape:
             assert wide, what
@@ -55,6 +55,21 @@ def test_every_choice_is_accepted(kib: int) -> None:
         assert NATIVE.accepts_shape(*shape, rank, wide, element_bytes, block(kib)), what
         assert bytes_of(shape, rank, wide, element_bytes) + 128 <= block(kib), what
         assert shape[0] <= widest, what
+
+
+@pytest.mark.parametrize("kib", GPUS)
+def test_two_adapters_as_wide_as_one(kib: int) -> None:
+    """A launch that takes one adapter's merge off and adds another's numbers its units as the launch of one does: so
+    many warps side by side, with room for both up to rank 32 but for one case."""
+    for wide, element_bytes, widest, rank in product((False, True), (2, 4), (1, 2, 4), (32, 64, 96, 128, 256)):
+        one = NATIVE.merge_shape(rank, wide, element_bytes, 1, widest, block(kib), kib * KIB)
+        both = one and NATIVE.merge_shape(2 * rank, wide, element_bytes, one[0], one[0], block(kib), kib * KIB)
+        if both:
+            assert both[0] == one[0]
+            assert NATIVE.accepts_shape(*both, 2 * rank, wide, element_bytes, block(kib))
+        else:
+            small = kib == 100 and wide and element_bytes == 4  # in two passes
+            assert rank > 32 or small, (wide, element_bytes, widest, rank)
 
 
 def test_what_a_launch_refuses() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -12,13 +13,23 @@ import models
 import pytest
 import torch
 import torch.distributed as dist
+from checkpoints import tensors
 from helpers import assert_same_bits
 from processes import spawn
 from test_shards_errors import FAULTS, assert_refused, enter
 from test_shards_merge import MODELS, Odd, check, local_bits, odd
 from torch import Tensor, nn
 
-from lora_merge import AlreadyMerged, InvalidInput, LoraMergeError, MergedWeights, NotRestored, merged, read_deltas
+from lora_merge import (
+    AlreadyMerged,
+    InvalidInput,
+    LoraMergeError,
+    MergedWeights,
+    NotRestored,
+    merged,
+    read_deltas,
+    save_merged,
+)
 from lora_merge.shards.zero3 import _init_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -416,3 +427,21 @@ def test_one_rank() -> None:
 
 def test_two_ranks() -> None:
     spawn(2, every_case, ON_TWO)
+
+
+def saved(rank: int, folder: Path) -> None:
+    """A checkpoint out of partitions: written by one rank, with the bits of the whole model's stream."""
+    wanted = {name: t.clone() for name, t in MergedWeights(MODELS["qwen2 float32"]())}
+    model = engine(MODELS["qwen2 float32"](), **CONFIGS["some persist"])
+    told = save_merged(model, folder / "out", max_shard_size="20KB", bucket_bytes=10_000)
+    assert (told is not None) == (rank == 0)
+    dist.barrier()
+    got = tensors(folder / "out")
+    assert got.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert_same_bits(got[name], tensor, name)
+    assert (folder / "out" / "config.json").exists()
+
+
+def test_a_checkpoint_is_saved(tmp_path: Path) -> None:
+    spawn(2, saved, tmp_path)

@@ -1,11 +1,13 @@
-"""Which GPU architectures the extension is built for."""
+"""Which machine and GPU architectures the extension is built for."""
 
 from __future__ import annotations
 
 import importlib.util
+import platform
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -19,6 +21,10 @@ KNOWN = {"75", "80", "86", "87", "88", "89", "90", "100", "103", "110", "120", "
 
 @pytest.fixture(scope="module")
 def setup() -> ModuleType:
+    return load()
+
+
+def load() -> ModuleType:
     spec = importlib.util.spec_from_file_location("lora_merge_setup", ROOT / "setup.py")
     assert spec is not None
     assert spec.loader is not None
@@ -84,3 +90,29 @@ def test_the_default_on_this_nvcc(setup: ModuleType, tmp_path: Path) -> None:
         assert any(native.runs(name, capability) for name in built)
     if "120+PTX" in built:
         assert all(any(native.runs(name, c) for name in built) for c in ((10, 0), (10, 3), (12, 0), (12, 1), (13, 0)))
+
+
+def test_another_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The compiler says which one; CUDA's runtime has to be that machine's."""
+    pytest.importorskip("ziglang", reason="a compiler for another machine")
+    other = "x86_64" if platform.machine() in ("aarch64", "arm64") else "aarch64"
+    monkeypatch.setenv("CXX", f"{sys.executable} -m ziglang c++ -target {other}-linux-gnu.2.28")
+    module = load()
+    machine = module.MACHINE
+    assert machine == other
+    assert module.CROSS
+    assert module.extension()["options"]["bdist_wheel"]["plat_name"] == f"linux_{other}"
+    for folder in ("", "lib"):
+        if folder:
+            monkeypatch.setenv("LORA_MERGE_CUDART", str(tmp_path / folder))
+        with pytest.raises(SystemExit, match=f"no libcudart_static.a for {other} in .*{folder}.*LORA_MERGE_CUDART"):
+            module.cudart(tmp_path)
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib/libcudart_static.a").touch()
+    assert module.cudart(tmp_path) == [f"-L{tmp_path / 'lib'}"]
+
+
+def test_this_machine(setup: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not setup.CROSS
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert not load().CROSS, "that there is none is said when it is needed"

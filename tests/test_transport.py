@@ -26,6 +26,7 @@ from torch.distributed import DistNetworkError, TCPStore
 
 from lora_merge import InvalidInput
 from lora_merge.engine import nccl
+from lora_merge.engine.control import Control
 from lora_merge.engine.memory import CudaMemory
 from lora_merge.engine.receiver import Receiver
 from lora_merge.engine.replica import Replica
@@ -33,7 +34,6 @@ from lora_merge.engine.sender import Sender
 from lora_merge.engine.store import interface, reach_store, serve_store
 from lora_merge.engine.trainer import Trainer
 from lora_merge.engine.transport import Route, assign
-from lora_merge.engine.vllm.control import Control
 from lora_merge.engine.waiting import TransferAborted, host_id
 from lora_merge.shards.ranks import Ranks
 from lora_merge.stream.buckets import Meta, Table, extent, lay_out

@@ -21,7 +21,7 @@ except ImportError as error:
 
     raise MissingExtra("this integration needs Lightning: pip install lightning") from error
 
-from ..engine.sync import VllmSync
+from ..engine.vllm.sync import VllmSync
 from .options import Options
 from .pushing import Pusher
 from .telling import metrics
@@ -34,9 +34,10 @@ class PushCallback(Callback):
 
     Args:
         engine: as for `VllmSync`; None on the ranks that hold no handle.
-        model: from the LightningModule to what the engine serves, a PEFT model or any other of transformers.
+        model: a function from the LightningModule to the part that the engine serves: a PEFT model or any other of
+            transformers.
         every: optimizer steps between two pushes.
-        options: default: as the environment says.
+        options: mode, rounding, check, verify; default: from the environment variables.
 
     Raises:
         InvalidInput: an argument that does not fit.

@@ -31,12 +31,14 @@ _NAMES = {
 
 
 def bind(bridge: _Bridge, *, dtype: torch.dtype | None = None, rounding: str = "nearest") -> _Bridge:
-    """Replace `export_hf_weights` of this bridge; of other bridges nothing changes. `del bridge.export_hf_weights`
-    takes it back.
+    """Make one bridge's `export_hf_weights` yield the merged stream; other bridges stay as they are.
+
+    `del bridge.export_hf_weights` takes it back.
 
     Args:
         bridge: a `megatron.bridge.AutoBridge`.
-        dtype, rounding: as for `MergedWeights`.
+        dtype: as for `MergedWeights`.
+        rounding: as for `MergedWeights`.
 
     Returns:
         the bridge.

@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from ..engine.replica import SyncReport
-from ..engine.sync import VllmSync
+from ..engine.vllm.sync import VllmSync
 from ..errors import InvalidInput
 from .options import Options
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
-from ..engine.sync import VllmSync
+from ..engine.vllm.sync import VllmSync
 from ..errors import InvalidInput
 from .options import Options
 from .pushing import Pusher
@@ -60,10 +60,10 @@ def attach(trainer: Trainer, engine: Any, *, every: int = 1, options: Options | 
     at the end. Reports are logged where the trainer logs, as `lora_merge/...`.
 
     Args:
-        trainer: before `train()`; plain, or with FSDP, DDP or gradient accumulation as it likes.
+        trainer: before `train()`; with or without FSDP, DDP and gradient accumulation.
         engine: as for `VllmSync`; None on the ranks that hold no handle.
         every: optimizer steps between two pushes.
-        options: default: as the environment says.
+        options: mode, rounding, check, verify; default: from the environment variables.
 
     Returns:
         The callback, whose `sync` can generate once training has begun.

@@ -90,6 +90,27 @@ class Conversion:
         return outside | {self._prefix + name: _single(t) for name, t in converted.items()}
 
 
+class _Decoded:
+    """A model whose quantised weights count as what they stand for: those of its conversions are left out that read
+    codes and scales out of a checkpoint, which none undoes."""
+
+    def __init__(self, root: Any, conversions: Sequence[Any]) -> None:
+        self._root, self._weight_conversions = root, conversions
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._root, name)
+
+
+def _decoded(root: Any) -> Any:
+    known = getattr(root, "_weight_conversions", None) or []
+    kept = [c for c in known if not any(map(_reads_codes, getattr(c, "operations", ())))]
+    return root if len(kept) == len(known) else _Decoded(root, kept)
+
+
+def _reads_codes(operation: Any) -> bool:
+    return type(operation).__module__ == "transformers.integrations.bitsandbytes"
+
+
 class _ViewsOnly(TorchFunctionMode):
     """Leaves out the copies that only change the layout, so that chunks of a tensor stay views of it."""
 
@@ -107,7 +128,7 @@ def read_conversion(model: nn.Module) -> Conversion:
                 from transformers.core_model_loading import revert_weight_conversion  # noqa: F401
             except ImportError:  # transformers 4 converts nothing
                 break
-            return Conversion(module, f"{name}." if name else "")
+            return Conversion(_decoded(module), f"{name}." if name else "")
     return Conversion(None, "")
 
 

@@ -50,7 +50,8 @@ class Delta:
             number of matrices along the parameter's first dimension.
         transposed: a matrix is stored `[in, out]` (`fan_in_fan_out`, Embedding, transposed experts).
         magnitude: DoRA's magnitude vector, any shape with `out` elements; rows are scaled to that norm.
-        owner, attribute: the module that holds the live parameter, and under which name.
+        owner: the module that holds the live parameter.
+        attribute: the parameter's name in that module.
     """
 
     name: str

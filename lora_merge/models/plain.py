@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..errors import InvalidInput, UnsupportedAdapter
 from ..names import NamedTensor, lineage
+from ..shards.bitsandbytes import bits
 from ..shards.fsdp2 import is_dtensor_kind
 
 _PACKED_CLASSES = {
@@ -32,16 +33,20 @@ _FACTORS = {"lora_A", "lora_B", "lora_a", "lora_b", "lora_embedding_A", "lora_em
 REMEDY = "load the base in bfloat16, float16 or float32, or dequantise it first (transformers: model.dequantize())"
 
 
-def check_plain(modules: Iterable[tuple[str, nn.Module]], tensors: Iterable[NamedTensor]) -> None:
+def check_plain(
+    modules: Iterable[tuple[str, nn.Module]], tensors: Iterable[NamedTensor], *, packed: bool = True
+) -> None:
     """Raise `InvalidInput`, naming the first tensor or module of a model whose elements are no weights, or
     `UnsupportedAdapter`, naming the first LoRA layer of a library that is not known.
 
     Args:
         modules: of the model, with their names; each may come several times.
         tensors: its parameters and buffers.
+        packed: let those pass of which kernels read what they stand for (`shards/bitsandbytes.py`).
     """
     for t in tensors:
-        _check_tensor(t)
+        if not (packed and t.attribute == "weight" and bits(t.owner) is not None):
+            _check_tensor(t)
         _check_no_factor(t)
     for name, module in modules:
         hidden = next((path for path in lineage(type(module)) if path.startswith(_HIDDEN)), None)
@@ -51,9 +56,9 @@ def check_plain(modules: Iterable[tuple[str, nn.Module]], tensors: Iterable[Name
         if quantizer is not None:  # of a kind that was not known above
             config: Any = getattr(quantizer, "quantization_config", None)
             method = getattr(config, "quant_method", type(quantizer).__name__)
-            raise InvalidInput(
-                f"{name or 'the model'}: the base is quantised ({getattr(method, 'value', method)}); {REMEDY}"
-            )
+            method = getattr(method, "value", method)
+            if not (packed and method == "bitsandbytes"):
+                raise InvalidInput(f"{name or 'the model'}: the base is quantised ({method}); {REMEDY}")
 
 
 def _check_tensor(t: NamedTensor) -> None:

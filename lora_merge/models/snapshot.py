@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ..names import Trail, choices, column, trail, wrapped, wrappers
-from ..shards import Address, here
+from ..shards import Address, bitsandbytes, here
 from ..shards.layout import Layout
 from .guards import savers
 from .peft.facts import AdapterFacts, adapter_facts
@@ -49,7 +49,7 @@ class Snapshot(NamedTuple):
             same class at the same place with the same parameters, of which a reading would tell the same.
         modules: live, in an order that is the same for equal facts. So are the following:
         parameters: parameters and persistent buffers.
-        tensors: what is here of each of them.
+        tensors: what is here of each of them; and what scales quantised ones.
         kinds: classes of the modules, and of those that these are in.
     """
 
@@ -245,6 +245,7 @@ class Taking:
         key = f"{of}, inference" if torch.is_inference_mode_enabled() else of  # the guards tell these apart
         self._compared = _compared.setdefault(model, {}).setdefault(key, {})
         self._steps = 0
+        self._scales: list[Tensor] = []
         self.taken = Snapshot([], [], [], [], set())
 
     def add(self, seen: Trail, adapters: AdapterFacts | None = None) -> None:
@@ -261,6 +262,9 @@ class Taking:
         modules, insides = [*seen.modules, *parts], [*seen.insides, *within]
         facts += map(id, modules)
         self.taken.modules.extend(modules)
+        packed, scales = bitsandbytes.facts(seen.modules, seen.kinds)
+        facts += packed
+        self._scales += scales
         parameters = column("_parameters", insides, modules)
         facts += map(len, parameters)
         facts += chain.from_iterable(parameters)
@@ -280,6 +284,9 @@ class Taking:
             here, shards = self._layout.local(self.taken.parameters)
             self.taken.facts.extend(shards)
             self._here(here)
+        if self._scales:
+            self._watch = None
+            self._here(self._scales)
         return self.taken
 
     def _look(self, watch: Watch, seen: Trail, adapters: AdapterFacts | None, parts: Look) -> None:

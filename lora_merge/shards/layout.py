@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import InvalidInput
 from ..names import own_parameters
-from . import Shard, address, fsdp1, fsdp2, here, whole, zero3
+from . import Shard, address, bitsandbytes, fsdp1, fsdp2, here, whole, zero3
 from .ranks import Ranks
 
 _CHILDREN, _VALUES = attrgetter("_modules"), methodcaller("values")
@@ -107,10 +107,14 @@ class Layout:
     def of(self, name: str, owner: nn.Module, attribute: str) -> Shard | None:
         """What this rank holds of `owner.attribute`; None where there is no such parameter."""
         if self._flat and (found := self._flat.get((id(owner), attribute))) is not None:
+            if attribute == "weight":
+                bitsandbytes.check_flat(name, owner)
             return found
         tensor = owner._parameters.get(attribute)
         if tensor is None:
             return None
+        if attribute == "weight" and bitsandbytes.bits(owner) is not None:
+            return bitsandbytes.shard_of(name, owner, tensor)
         return self.shard(name, tensor)
 
     def shard(self, name: str, tensor: Tensor) -> Shard:

@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.dlpack import from_dlpack
 
+from ..errors import InvalidInput
+from ..kernels.packed import Packed
 from ..kernels.segments import Segment, copies, name_key
 from ..models.claims import reading
 from ..models.conversion import Conversion
@@ -258,6 +260,12 @@ class Filler:
         """Bytes of offloaded weights that the largest bucket of this rank is made of."""
         if all(part.shard.device == self.device for part in self.source.parts.values()):
             return 0
+        for part in self.source.parts.values():
+            if part.shard.device != self.device and any(isinstance(p.tensor, Packed) for p in part.shard.pieces):
+                raise InvalidInput(
+                    f"{part.name}: a quantised weight that is offloaded to {part.shard.device} cannot be merged on "
+                    f"{self.device}; keep it there"
+                )
         own = ([slot for slot in self.mine(index) if slot.name not in self._wholly] for index in range(len(self.table)))
         views = ([v for slot in slots for _, _, v in self._held(self.entries[slot.name], slot.box)] for slots in own)
         return max((sum(needed(v) for v in some if v.device != self.device) for some in views), default=0)

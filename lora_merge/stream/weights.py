@@ -5,7 +5,7 @@ The training weights are read and never written. One launch fills a bucket, merg
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -20,6 +20,7 @@ from ..models.claims import Look, check_base, check_readable
 from ..models.conversion import Conversion
 from ..models.live import Live, check_model, live
 from ..models.part import Part
+from ..models.peft.chosen import check_names, chosen
 from ..models.snapshot import Snapshot
 from ..shards import Shard, cut
 from ..shards.exchange import check_strategy
@@ -30,40 +31,48 @@ from .window import window_of
 
 
 class MergedWeights:
-    """Re-iterable stream of `(name, tensor)`: every parameter and persistent buffer in HF checkpoint names and
-    layouts, adapters merged, each element rounded once.
+    """The merged checkpoint as a stream of `(name, tensor)`, bucket by bucket; the model is only read.
 
-    It is what vLLM's trainer engines take as their `WeightSource`. A tensor that is yielded stays valid as long as
-    somebody holds it: a buffer whose tensors are still held is not written again, and another one takes its place;
-    who holds the last tensor only needs two. Consumers on a stream of their own hold the tensors until that
-    stream is done with them. Models without adapters stream their weights as they are.
+        for name, tensor in lora_merge.MergedWeights(model):
+            send(name, tensor)
 
-    `merged` refuses the model while a pass is under way, and a pass is refused inside `merged`. An iteration that will
-    not be finished ends with its `close()`, or when nobody holds it any more.
+    It yields every parameter and persistent buffer under its HF checkpoint name and in the checkpoint's layout,
+    adapters merged, each element rounded once: `round(W + scaling * lora_B @ lora_A)`. It can be iterated again and
+    again; plans are kept from pass to pass. Models without adapters stream their weights as they are. vLLM's trainer
+    engines take it as their `WeightSource`.
 
-    A sharded model (FSDP2, FSDP1, ZeRO-3) streams on every rank, and every rank sees every tensor whole: each merges
-    what it holds, and merged shards are gathered, bucket by bucket. All ranks iterate, and to the end: every method is
-    collective over them. The order of the stream is then that in which tensors become whole.
+    A tensor that was yielded stays valid as long as somebody holds it. A buffer whose tensors are still held is not
+    written again: another one takes its place. So a plain loop needs two buffers, and `dict(MergedWeights(model))`
+    needs memory for the whole model. A consumer that works on a CUDA stream of its own holds tensors until it is done.
+
+    `merged` refuses the model while a pass is under way, and a pass is refused inside `merged`. To end a pass early,
+    `close()` the iterator or drop it.
+
+    Sharded models (FSDP2, FSDP1, ZeRO-3, Megatron): iterate on every rank, to the end; every method is collective. Each
+    rank merges what it holds, and sees every tensor whole. Tensors come in the order in which they become whole.
 
     Args:
-        model: any module, with or without PEFT adapters and wrappers; all weights on one device. Or the chunks of a
-            megatron-core model, as they are or in `lora_merge.megatron.Chunks`.
-        bucket_bytes: size of a bucket. Two of them are in use. A tensor that is larger gets a bucket of its own, and
-            both buffers are then as large as it is (`VllmSync` cuts it instead). Beside them lie, during a pass, the
-            offloaded weights of one bucket, where weights are offloaded; and, twice, what one bucket needs of sharded
-            adapters; `describe` says how much that is.
-        dtype: of floating-point parameters as they go out; default: as they are. Buffers keep their dtype.
-        rounding: "nearest" or "stochastic"; the n-th pass then draws with seed n, unless `buckets` is told otherwise.
-        adapters: False streams the base weights without what the adapters add.
-        strategy: None: each rank merges what it holds, and only what no shard can express is gathered first (see
-            `describe`). "unshard": every parameter is gathered and merged whole; the same bits, for more bytes.
+        model: any module, with or without PEFT adapters and wrappers, all weights on one device; or the list of chunks
+            of a megatron-core model (or `lora_merge.megatron.Chunks`).
+        bucket_bytes: size of a bucket in bytes; two are in use. Both grow to the largest tensor. Beside them a pass
+            holds offloaded weights of one bucket, and twice what one bucket needs of sharded adapters (`describe` says
+            how much).
+        dtype: of floating-point parameters as they go out: bfloat16, float16 or float32; default: as they are. Buffers
+            keep their dtype.
+        rounding: "nearest" (ties to even) or "stochastic"; pass n then draws with seed n, unless `buckets` is
+            told another.
+        adapters: False streams the base without what the adapters add.
+        adapter_names: of PEFT's adapters: exactly these are merged. Default: those that act (`set_adapter`). PEFT is
+            told while the model is read, at the beginning of a pass: no forward of it may run just then.
+        strategy: None: each rank merges what it holds, and only what no shard can express is gathered first. "unshard":
+            every parameter is gathered and merged whole: the same bits, for more bytes over the network.
 
     Raises:
-        InvalidInput: an argument that does not fit (at once); weights on several devices, quantised, sparse or without
-            values, ranks that disagree on the model (when it is read).
-        UnsupportedAdapter, AlreadyMerged: as `read_deltas`; AlreadyMerged with `adapters=False`, too.
-        On a sharded model an error of one rank is raised there after the last bucket, as `InvalidInput` on the others:
-        the tensors of that pass must not be used.
+        InvalidInput: an argument that does not fit (at once). When the model is read: weights on several devices,
+            quantised, sparse or without values; ranks that disagree. An error on one rank of a sharded model is raised
+            on the others as `InvalidInput` after the last bucket; the tensors of that pass must not be used.
+        UnsupportedAdapter: an adapter without an exact merge; names the module and the reason.
+        AlreadyMerged: the weights hold adapters already; also with `adapters=False`.
     """
 
     def __init__(
@@ -74,6 +83,7 @@ class MergedWeights:
         dtype: torch.dtype | None = None,
         rounding: str = "nearest",
         adapters: bool = True,
+        adapter_names: Sequence[str] | None = None,
         strategy: str | None = None,
     ) -> None:
         if rounding not in ROUNDINGS:
@@ -82,6 +92,9 @@ class MergedWeights:
             raise InvalidInput(f"dtype must be bfloat16, float16 or float32, got {dtype}")
         if not isinstance(adapters, bool):
             raise InvalidInput(f"adapters must be True or False, got {adapters!r}; set_adapter chooses which ones act")
+        self.adapter_names = check_names(adapter_names)
+        if self.adapter_names is not None and not adapters:
+            raise InvalidInput(f"adapter_names={list(self.adapter_names)} with adapters=False, which merges none")
         check_strategy(strategy)
         check_bucket_bytes(bucket_bytes)
         check_model(model)
@@ -99,12 +112,20 @@ class MergedWeights:
         """The key of the last reading, and what is kept of it."""
 
     def metadata(self) -> list[Meta]:
-        """`(name, dtype, shape)` of what iteration yields, in its order; computes nothing."""
+        """`(name, dtype, shape)` of every tensor that iteration yields, in its order; merges nothing."""
         filler = self.filler(whole=True)
         with filler.passing():
             if filler.ranks.alone:
                 return [entry.meta for entry in filler.entries.values()]
             return [Meta(slot.name, slot.dtype, slot.whole) for slots in _completed(filler.table) for slot in slots]
+
+    def __len__(self) -> int:
+        """How many tensors iteration yields: the total of a progress bar. Collective, as iteration is."""
+        return len(self.metadata())
+
+    def __bool__(self) -> bool:
+        """A stream is one whatever is in it: nothing is read to say so."""
+        return True
 
     def filler(self, *, whole: bool = False) -> Filler:
         """The stream as it stands now: laid out, with plans that are kept as long as the model's tensors stay.
@@ -112,7 +133,8 @@ class MergedWeights:
         Args:
             whole: no tensor is cut, where the model is not sharded.
         """
-        model = live(self.model)
+        with chosen(self.model, self.adapter_names):
+            model = live(self.model)  # which looks at it already
         with model.ranks.vote("MergedWeights"):
             source, key = self._read(model)
         whole = whole and model.ranks.alone
@@ -133,10 +155,11 @@ class MergedWeights:
         return known
 
     def buckets(self, *, seed: int | None = None) -> Iterator[Bucket]:
-        """The stream as filled buckets of whole tensors.
+        """The stream as filled buckets of whole tensors, for a sender that ships buckets.
 
-        A bucket may be read until the next one is asked for; work on the current stream that was enqueued by then
-        counts as done. Stopping early is fine (on all ranks of a sharded model, or on none).
+        A `Bucket` has `slots` (name, dtype, shape, offset and bytes of each tensor) and `data` (uint8, on the model's
+        device). It may be read until the next one is asked for, also by work that was enqueued on the current CUDA
+        stream by then. Stopping early is fine: on all ranks of a sharded model, or on none.
 
         Args:
             seed: of stochastic rounding; default: the number of the pass.
@@ -167,12 +190,12 @@ class MergedWeights:
                     del data
 
     def release(self) -> None:
-        """Let go of what `filler` has read of the model, unless a pass is under way; a pass does so by itself."""
+        """Free what is kept of the model between passes, unless one is under way."""
         for filler in self._fillers.values():
             filler.release()
 
     def describe(self) -> str:
-        """Which way every tensor goes, and what a pass costs, in words."""
+        """A text: which way every tensor goes, and what a pass holds and sends between ranks."""
         filler = self.filler()
         with filler.passing():
             return filler.describe()
@@ -186,7 +209,7 @@ class MergedWeights:
     def _read(self, model: Live) -> tuple[Source, Any]:
         """What the stream is made from, and a key that changes whenever a plan made from it would be wrong: all that
         reading depends on. So the parts are read for a new key, and then for whoever asks for them."""
-        with Look() as left:
+        with chosen(self.model, self.adapter_names), Look() as left:
             snapshot = model.snapshot(adapters=self.adapters)
             key = (snapshot.facts, self.keep_tied, tuple(self.dtypes.items()), self.left_out)
             held = [tensor.untyped_storage() for tensor in snapshot.tensors]
@@ -214,8 +237,8 @@ class MergedWeights:
         return Source(parts, snapshot.tensors, held, model.ranks, model.merging, device, conversion), key
 
     def _read_again(self, snapshot: Snapshot) -> Mapping[str, Part]:
-        model = live(self.model)
-        with Look() as left:
+        with chosen(self.model, self.adapter_names), Look() as left:
+            model = live(self.model)
             now = model.snapshot(adapters=self.adapters)
             if now.facts != snapshot.facts:
                 raise InvalidInput("the model was changed while it was being streamed: finish the pass first")
@@ -232,7 +255,7 @@ class MergedWeights:
             if made.name in self.left_out:
                 continue
             first = parts[made.sources[0]]
-            dtype = first.shard.dtype
+            dtype = first.dtype or first.shard.dtype
             if dtype in FLOATS:
                 dtype = self.dtypes.get(made.name) or (self.dtype if first.trained else None) or dtype
             meta, like = Meta(made.name, dtype, tuple(made.shape)), shapes[first.name]

@@ -26,10 +26,12 @@ def attach(
     check: float | bool | None = None,
     verify: bool | None = None,
 ) -> Rollout | None:
-    """Make each sync of a TRL trainer's vLLM engine a push: the base is never written, and the engine answers with
-    nothing but what was pushed last.
+    """Make each weight sync of a TRL trainer a push by `VllmSync`.
 
-    Call it on every rank after the trainer is made, before `train`. What is None is taken from the environment.
+    The base is never written, and the engine answers only with what was pushed last.
+
+    Call it on every rank after the trainer is made, before `train`. Arguments that are None are taken from the
+    environment variables in brackets.
 
     Args:
         trainer: a GRPO, RLOO, Distillation, SDPO, GOLD, IW-OPD or SDFT trainer with `use_vllm=True`, or one that is
@@ -40,11 +42,12 @@ def attach(
         verify: whether each push compares checksums on both sides (LORA_MERGE_VERIFY).
 
     Returns:
-        What stands in for TRL's own sync: `report` of the last one, `detach()`. None where LORA_MERGE=0 leaves TRL be.
+        the object that replaces TRL's own sync: `report` of the last push, and `detach()`, which gives the trainer
+        back. None where LORA_MERGE=0 leaves TRL's own way in place.
 
     Raises:
         TrainerRefused: names what to change; the trainer is as before.
-        InvalidInput: an argument that is none of these, or a quantised model.
+        InvalidInput: an argument that does not fit, or a quantised model.
     """
     if switched_off():
         return None
@@ -109,6 +112,6 @@ def _check_alone(trainer: Any, engine: Any) -> None:
 
 def _check_model(trainer: Any) -> None:
     try:
-        check_plain(walk(trainer.model), named_tensors(trainer.model))
+        check_plain(walk(trainer.model), named_tensors(trainer.model), packed=False)
     except InvalidInput as error:
         raise InvalidInput(f"{error}. In TRL: without --load_in_4bit and --load_in_8bit. {OFF}") from error

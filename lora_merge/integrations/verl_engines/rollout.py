@@ -14,9 +14,10 @@ from typing import Any
 
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
-from ...engine.sync import VllmSync
-from ...engine.vllm.control import AsyncControl, while_alive
+from ...engine.calls import while_alive
+from ...engine.vllm.control import AsyncControl
 from ...engine.vllm.plugin import BACKEND
+from ...engine.vllm.sync import VllmSync
 from ..pushing import KeptSync
 from ..takeover import TrainerRefused
 from .stream import CONFIGURED, FLAG, Pass

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ...engine.replica import SyncReport
-from ...engine.sync import VllmSync
 from ...engine.vllm.plugin import BACKEND
+from ...engine.vllm.sync import VllmSync
 from ...errors import InvalidInput, LoraMergeError
 from ...stream.buckets import dtype_of
 from ...stream.weights import MergedWeights

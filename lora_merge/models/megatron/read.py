@@ -53,11 +53,12 @@ _VOCABULARY = {f"{at}.{kind}" for at in ("embedding.word_embeddings", "output_la
 
 @dataclass(frozen=True, eq=False)
 class Chunks:
-    """A Megatron model with what has to be said about it: wherever a model is asked for, pass this instead.
+    """A Megatron model with what its configuration does not say: pass it wherever a model is asked for.
 
     Args:
         list: the GPTModel of every virtual stage of this rank, in any of Megatron's and PEFT's wrappers.
-        vocab_size, names: see `read`.
+        vocab_size: rows of the checkpoint's embedding; see `read`.
+        names: from names of Megatron's to HF names; see `read`.
     """
 
     list: Sequence[nn.Module]
@@ -111,7 +112,8 @@ def read(
 
     Raises:
         InvalidInput: a parameter that has no HF name, or that does not fit the configuration; names it and the rank.
-        UnsupportedAdapter, AlreadyMerged: an adapter that cannot be merged exactly; names its module and the rank.
+        UnsupportedAdapter: an adapter that cannot be merged exactly; names its module and the rank.
+        AlreadyMerged: the weights hold an adapter already; names its module and the rank.
     """
     chunks = [chunks] if isinstance(chunks, nn.Module) else list(chunks)
     if not chunks or not all(is_megatron(chunk) for chunk in chunks):

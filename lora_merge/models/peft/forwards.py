@@ -22,6 +22,11 @@ _LINEAR = {
     *(f"{_CONV}Conv{n}d.{method}" for n in (1, 2, 3) for method in ("forward", "_conv_forward")),
     "transformers.pytorch_utils.Conv1D.forward",
     "transformers.models.falcon.modeling_falcon.FalconLinear.forward",
+    # By what the codes of the weight stand for.
+    *(
+        f"bitsandbytes.nn.modules.{kind}.forward"
+        for kind in ("Linear4bit", "Linear8bitLt", "Embedding4bit", "Embedding8bit")
+    ),
     # What they have beside the weight is for other outputs and other rows.
     _IDEFICS + "Linear.forward",
     _IDEFICS + "Embedding.forward",

@@ -13,8 +13,11 @@ from torch import Tensor, nn
 
 from ...errors import UnsupportedAdapter
 from ...kernels.checks import overlapping
+from ...kernels.packed import memory
+from ...kernels.segments import FLOATS
 from ...names import NamedTensor, named_tensors, walk
 from ...shards import Address, address, here
+from ...shards.bitsandbytes import bits, dtypeless
 from ...shards.layout import Known, Layout
 from ..claims import to_the_end
 from ..conversion import Conversion, read_conversion, saved_name, tied_keys
@@ -103,14 +106,19 @@ class Peft:
         check_plain(self.modules(), tensors)
         named = [(t, deltas.get((id(t.owner), t.attribute))) for t in tensors]
         tied = self._tied(named)
-        return {t.name: self._part(t, d, tied.get(t.name, "")) for t, d in named if keep_tied or t.name not in tied}
+        dtype = _plain_dtype(tensors)
+        return {
+            t.name: self._part(t, d, tied.get(t.name, ""), dtype) for t, d in named if keep_tied or t.name not in tied
+        }
 
-    def _part(self, t: NamedTensor, delta: Delta | None, tied: str = "") -> Part:
+    def _part(self, t: NamedTensor, delta: Delta | None, tied: str = "", plain: torch.dtype | None = None) -> Part:
+        """`plain`: of the model's weights that are not quantised."""
+        dtype = plain if t.attribute == "weight" and dtypeless(t.owner) else None
         if delta is not None:
-            return Part(t.name, delta.weight, delta, True, tied)
+            return Part(t.name, delta.weight, delta, True, tied, dtype)
         trained = isinstance(t.tensor, nn.Parameter) or t.attribute not in t.owner._buffers
         shard = self._layout.of(t.name, t.owner, t.attribute) if trained else None
-        return Part(t.name, shard or self._layout.shard(t.name, t.tensor), None, trained, tied)
+        return Part(t.name, shard or self._layout.shard(t.name, t.tensor), None, trained, tied, dtype)
 
     def _tied(self, tensors: Sequence[tuple[NamedTensor, Delta | None]]) -> dict[str, str]:
         """Names of tied weights whose adapters do not differ -> the name of the same weight in checkpoints."""
@@ -146,6 +154,14 @@ class Peft:
 
     def weights(self, deltas: Sequence[Delta]) -> dict[Address, Tensor]:
         """Parameters (whose data may be moved inside the block), or what is here of them where they are sharded."""
+        for delta in deltas if self._indices is None else ():
+            if delta.owner is not None and bits(delta.owner) is not None and delta.attribute == "weight":
+                raise UnsupportedAdapter(
+                    f"{delta.name}: the base is quantised ({bits(delta.owner)}-bit, bitsandbytes): merged in place it "
+                    "would be quantised again, to another policy than the one that trains. MergedWeights streams the "
+                    "merged weights, VllmSync pushes them; or dequantise the base first (transformers: "
+                    "model.dequantize())"
+                )
         if self._layout.flat:
             return {address(piece.tensor): piece.tensor for delta in deltas for piece in delta.weight.pieces}
         parameters, indices = self._adapted(deltas), self._indices
@@ -236,7 +252,12 @@ class Peft:
             key = t.name if t.attribute in t.owner._buffers else self._view(t)
             first, merged = held.get(key, (t, False))
             held[key] = first, merged or (id(t.owner), t.attribute) in adapted
-        pieces = [(t, p.tensor, merged) for t, merged in held.values() for p in self._part(t, None).shard.pieces]
+        pieces = [
+            (t, tensor, merged)
+            for t, merged in held.values()
+            for piece in self._part(t, None).shard.pieces
+            for tensor in memory(piece.tensor)
+        ]
         for device in {tensor.device for _, tensor, merged in pieces if merged}:
             here = [(t, tensor, merged) for t, tensor, merged in pieces if tensor.device == device]
             clash = overlapping([tensor for _, tensor, _ in here], [merged for _, _, merged in here])
@@ -276,6 +297,12 @@ class Peft:
 
 _apart: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
 """The facts of the snapshot for which a model's adapted weights were last found to have their memory to themselves."""
+
+
+def _plain_dtype(tensors: Sequence[NamedTensor]) -> torch.dtype:
+    """Of the first weight of a model that is not quantised, its embeddings mostly; float16 is what LLM.int8 is for."""
+    plain = (t.tensor.dtype for t in tensors if bits(t.owner) is None and t.tensor.dtype in FLOATS)
+    return next(plain, torch.float16)
 
 
 def _told(tensor: Tensor) -> str:

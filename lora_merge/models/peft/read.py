@@ -21,6 +21,7 @@ from ...errors import AlreadyMerged, InvalidInput, LoraMergeError, UnsupportedAd
 from ...kernels.segments import FLOATS
 from ...names import check_module, innermost, lineage, walk
 from ...shards import Shard, whole
+from ...shards.bitsandbytes import bits, turned
 from ...shards.layout import Layout
 from ..delta import Delta, Factors
 from ..plain import REMEDY
@@ -46,6 +47,7 @@ _REASONS = {
     _VARIANTS + "MontecloraLinearVariant": "its adapter is sampled anew in every training step",
 }
 
+_BNB = tuple(f"peft.tuners.lora.bnb.{name}" for name in ("Linear4bit", "Linear8bitLt"))
 _LINEAR, _EMBEDDING, _PARAMETER = _LAYERS + "Linear", _LAYERS + "Embedding", _LAYERS + "ParamWrapper"
 _BACKEND = "quantization_backend"
 _QUANTISED_KINDS = ("aqlm", "awq", "bnb", "eetq", "gptq", "hqq", "inc", "torchao")
@@ -75,13 +77,16 @@ class Adapters:
 
 
 def read_deltas(model: nn.Module) -> list[Delta]:
-    """What the active adapters of a live model add to its parameters, in the order of the modules.
+    """List what the active adapters of a live model add to its parameters, one `Delta` a parameter, in module order.
 
-    Works on a `PeftModel`, on what `inject_adapter_in_model` returned, and on any module around or inside one.
-    Scalings are the live ones. Disabled and inactive adapters contribute nothing.
+    Works on a `PeftModel`, on what `inject_adapter_in_model` returned, and on any module around or inside one. Scalings
+    are the live ones. Disabled and inactive adapters contribute nothing. Reads only; nothing is computed.
+
+    Args:
+        model: a module with PEFT's LoRA layers.
 
     Raises:
-        UnsupportedAdapter: an active adapter that has no exact merge here; names the module and the reason.
+        UnsupportedAdapter: an active adapter that has no exact merge; names the module and the reason.
         AlreadyMerged: the base weights hold an adapter already.
         InvalidInput: a scaling that is not finite.
     """
@@ -246,6 +251,7 @@ class _Reading(NamedTuple):
     ) -> Delta:
         weight = self.shard(self.base, attribute)
         name = f"{self.name}.{attribute}"
+        transposed ^= attribute == "weight" and turned(self.base)
         return Delta(name, weight, factors, experts, transposed, None, self.base, attribute)
 
     def factors(self) -> tuple[Factors, ...]:
@@ -363,7 +369,8 @@ def _check(delta: Delta) -> None:
     assert delta.owner is not None
     parameter = delta.owner._parameters.get(delta.attribute)
     kind = "Tensor" if parameter is None else type(parameter.data).__name__
-    if weight.dtype not in FLOATS or kind not in ("Tensor", "DTensor"):
+    packed = bits(delta.owner) is not None and delta.attribute == "weight"
+    if weight.dtype not in FLOATS or (not packed and kind not in ("Tensor", "DTensor")):
         raise UnsupportedAdapter(
             f"{delta.name}: the base is a {kind} of {weight.dtype}; only plain bfloat16, float16 and float32 weights "
             f"can be merged here. If it is quantised, {REMEDY}"
@@ -405,6 +412,7 @@ _READERS: dict[str, Callable[[_Reading], list[Delta]]] = {
     _LAYERS + "Conv2d": _read_conv,
     _LAYERS + "Conv3d": _read_conv,
     _PARAMETER: _read_parameter,
+    **dict.fromkeys(_BNB, _read_linear),
 }
 _LAYER_REASONS = {
     _LAYERS + "MultiheadAttention": ": its forward replaces the base's parameters by new ones at every call",

@@ -1,0 +1,40 @@
+"""`lora-merge bench`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ..bench import check_extra
+from ..bench.options import add_options, cache
+from ..errors import InvalidInput
+from .output import add_json, tell
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """The options."""
+    add_options(parser, cache())
+    parser.add_argument("--save", type=Path, metavar="FILE", dest="json_file", help="write all figures here, as JSON")
+    add_json(parser)
+
+
+def bench(options: argparse.Namespace) -> int:
+    """Run it."""
+    if (options.model is None) != (options.adapter is None):
+        raise InvalidInput("--model and --adapter come together")
+    if options.device.type == "cuda":
+        _check_cuda()
+    check_extra(options.plot is not None)
+    from ..bench.job import run
+
+    record = run(options, quiet=options.json)
+    if options.json:
+        tell(options, "", record)
+    return 0
+
+
+def _check_cuda() -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise InvalidInput("--device cuda: torch sees no GPU here; lora-merge doctor says more")

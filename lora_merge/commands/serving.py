@@ -1,0 +1,73 @@
+"""`lora-merge load` and `lora-merge unload`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from .output import add_json, tell
+
+if TYPE_CHECKING:
+    from ..engine.replica import SyncReport
+
+
+def add_load(parser: argparse.ArgumentParser) -> None:
+    """The options of `load`."""
+    _add_url(parser)
+    parser.add_argument("adapter", metavar="ADAPTER", help="a folder that PEFT has saved: adapter_config.json, ...")
+    parser.add_argument("--base", help="folder or name of the adapter's base; default: as adapter_config.json says")
+    parser.add_argument("--name", help="that the server tells with its answers; default: the folder's")
+    parser.add_argument("--device", default="cpu", help="on which the adapter is laid out for its way (default: cpu)")
+    parser.add_argument("--verify", action="store_true", help="compare checksums of what came")
+    _add_pause(parser)
+
+
+def add_unload(parser: argparse.ArgumentParser) -> None:
+    """The options of `unload`."""
+    _add_url(parser)
+    _add_pause(parser)
+
+
+def _add_url(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "url", metavar="URL", help="of the server, http://host:8000, started with VLLM_SERVER_DEV_MODE=1"
+    )
+
+
+def _add_pause(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--pause", default="keep", choices=("keep", "wait", "abort"), help="requests in flight (default: keep)"
+    )
+    add_json(parser)
+
+
+def load(options: argparse.Namespace) -> int:
+    """Run it."""
+    from ..serve import load_adapter
+
+    report = load_adapter(
+        options.url,
+        options.adapter,
+        base=options.base,
+        name=options.name,
+        device=options.device,
+        pause=options.pause,
+        verify=options.verify,
+    )
+    return _told(options, report, f"{options.url} serves {options.name or options.adapter}")
+
+
+def unload(options: argparse.Namespace) -> int:
+    """Run it."""
+    from ..serve import unload_adapter
+
+    return _told(options, unload_adapter(options.url, pause=options.pause), f"{options.url} serves its base")
+
+
+def _told(options: argparse.Namespace, report: SyncReport, words: str) -> int:
+    seconds = sum(report.seconds.values())
+    still = seconds - report.seconds.get("check", 0.0)
+    crossed = f"{report.nbytes / 1e6:.1f} MB, " if report.nbytes else ""
+    waited = f"{crossed}{seconds:.2f} s, {still:.2f} of which requests waited"
+    tell(options, f"{words} ({report.mode}@{report.version}): {waited}", report)
+    return 0

@@ -1,0 +1,83 @@
+"""Other adapters of PEFT's act for a while than those that `set_adapter` chose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from ...errors import InvalidInput
+from ...names import lineage
+from ..claims import to_the_end
+from ..guards import Replaced
+from .read import _PEFT_MODEL, _TUNER_LAYER
+
+_TUNER = "peft.tuners.tuners_utils.BaseTuner"
+_WRAPPER = "peft.utils.other.ModulesToSaveWrapper"
+
+
+def check_names(names: Any) -> tuple[str, ...] | None:
+    """Names of adapters as an argument; None for those that act.
+
+    Raises:
+        InvalidInput: it is no list of different names.
+    """
+    if names is None:
+        return None
+    if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(n, str) for n in names):
+        raise InvalidInput(f"adapter_names must be a list of names of adapters, got {names!r}")
+    if not names or len(set(names)) < len(names):
+        raise InvalidInput(f"adapter_names must be at least one name, each once, got {list(names)}")
+    return tuple(names)
+
+
+@contextmanager
+def chosen(model: Any, names: Sequence[str] | None) -> Iterator[None]:
+    """Inside, exactly these adapters act in a model's forward, in this order, as after `set_adapter`, but without its
+    effect on `requires_grad`. After it, those that did before.
+
+    Args:
+        model: whatever holds PEFT's layers.
+        names: None changes nothing.
+
+    Raises:
+        InvalidInput: an adapter is not there; the model has none of PEFT's; several have a copy of one module
+            (`modules_to_save`).
+    """
+    if names is None:
+        yield
+        return
+    replaced = Replaced()
+    try:
+        replaced.put(_changes(model, list(names)))
+        yield
+    finally:
+        to_the_end(replaced.back)
+
+
+def _changes(model: Any, names: list[str]) -> list[tuple[Sequence[nn.Module], dict[str, Any]]]:
+    modules = list(model.modules()) if isinstance(model, nn.Module) else []
+    layers: list[Any] = [m for m in modules if _TUNER_LAYER in lineage(type(m))]
+    wrappers: list[Any] = [m for m in modules if _WRAPPER in lineage(type(m))]
+    there = {name for layer in layers for name in layer._get_available_adapters()}
+    there |= {name for wrapper in wrappers for name in wrapper.modules_to_save}
+    if not there:
+        raise InvalidInput("adapter_names: the model holds no adapters of PEFT's, which are what has names here")
+    if unknown := [name for name in names if name not in there]:
+        raise InvalidInput(f"adapter_names: there is no adapter {unknown[0]!r}; there are {', '.join(sorted(there))}")
+    changes: list[tuple[Sequence[nn.Module], dict[str, Any]]] = [
+        (layers, {"_active_adapter": names, "_disable_adapters": False})
+    ]
+    for wrapper in wrappers:
+        own = [name for name in names if name in wrapper.modules_to_save]
+        if len(own) > 1:
+            raise InvalidInput(
+                f"adapter_names: {own[0]} and {own[1]} each have a copy of one module (modules_to_save), and there is "
+                "no sum of these"
+            )
+        changes.append(([wrapper], {"_active_adapter": own, "_disable_adapters": False}))
+    changes.append(([m for m in modules if _TUNER in lineage(type(m))], {"active_adapter": names}))
+    changes.append(([m for m in modules if _PEFT_MODEL in lineage(type(m))], {"active_adapter": names[0]}))
+    return changes

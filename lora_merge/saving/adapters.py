@@ -1,0 +1,336 @@
+"""What adapters from folders add to a base on disk: deltas by parameter, and which tensor of the checkpoint is which
+part of which parameter. No value of the base is read.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import InvalidInput, UnsupportedAdapter
+from ..models.conversion import Conversion, read_conversion
+from ..models.delta import Delta
+from ..models.part import Part, learning_of
+from ..models.peft.folder import read_folder
+from ..names import named_tensors
+from ..shards import cut
+from ..stream.filler import Entry
+from ..stream.weights import MergedWeights
+from .checkpoint import Checkpoint
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """One adapter, read.
+
+    Args:
+        name: of its folder.
+        model: that it was read onto; its base holds no values.
+        parts: what the model streams, by parameter's name, those of tied weights under each name.
+        entries: the checkpoint's tensors, by name; those of tied weights under each name.
+        ties: name of a tied tensor -> the name under which checkpoints hold it.
+        whole: names of the parameters that the adapter brings whole.
+        scale: factor of what it adds.
+    """
+
+    name: str
+    model: nn.Module
+    parts: Mapping[str, Part]
+    entries: Mapping[str, Entry]
+    ties: Mapping[str, str]
+    whole: frozenset[str]
+    scale: float = 1.0
+
+    def delta(self, parameter: str) -> Delta | None:
+        """What it adds to a parameter."""
+        delta = self.parts[parameter].delta
+        if delta is None or self.scale == 1.0:
+            return delta
+        if delta.magnitude is not None:
+            raise UnsupportedAdapter(
+                f"{self.name}: a scale of {self.scale} on a DoRA adapter: its rows keep the norms that were "
+                "trained, so that this is no smaller step; merge it with scale 1"
+            )
+        factors = tuple(replace(f, scaling=f.scaling * self.scale) for f in delta.factors)
+        return replace(delta, factors=factors)
+
+
+def read_adapter(name: str, folder: Path, base: Checkpoint, dtype: torch.dtype, scale: float = 1.0) -> Adapter:
+    """The adapter in a folder, on a base.
+
+    Args:
+        dtype: in which tensors are held that the adapter brings whole.
+
+    Raises:
+        InvalidInput, UnsupportedAdapter, MissingExtra: as `read_folder`; names the folder.
+    """
+    model = read_folder(folder, base.folder, dtype)
+    weights, bare = MergedWeights(model), MergedWeights(model, adapters=False)
+    weights.keep_tied = bare.keep_tied = True
+    filler, plain = weights.filler(), bare.filler()
+    parts = dict(filler.source.parts)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    whole = learning_of(parts, trained, buffers=False)
+    adapter = Adapter(name, model, parts, dict(filler.entries), dict(plain.ties), whole, scale)
+    for stream in (weights, bare):
+        stream.release()
+    if not whole and not any(part.delta for part in parts.values()):
+        raise InvalidInput(f"{folder}: the adapter changes nothing of its base: expected lora_A and lora_B in its file")
+    return adapter
+
+
+@dataclass(frozen=True, eq=False)
+class Sum:
+    """Adapters that are added up in one output.
+
+    Args:
+        adapters: at least one, of one base.
+    """
+
+    adapters: Sequence[Adapter]
+
+    @property
+    def name(self) -> str:
+        return " + ".join(a.name if a.scale == 1.0 else f"{a.scale:g} {a.name}" for a in self.adapters)
+
+    @property
+    def entries(self) -> Mapping[str, Entry]:
+        """As of `Adapter`."""
+        return self.adapters[0].entries
+
+    @property
+    def conversion(self) -> Conversion:
+        return read_conversion(self.adapters[0].model)
+
+    def part(self, parameter: str) -> Part:
+        """A parameter as the base has it."""
+        return self.adapters[0].parts[parameter]
+
+    def delta(self, parameter: str) -> Delta | None:
+        """What they add to a parameter together; rounded once when it is merged."""
+        found = [d for a in self.adapters if (d := a.delta(parameter)) is not None]
+        if not found:
+            return None
+        return found[0] if len(found) == 1 else replace(found[0], factors=tuple(f for d in found for f in d.factors))
+
+    def whole(self, parameter: str) -> Tensor | None:
+        """The values of a parameter that one of them brings whole; None where the base's are taken."""
+        for adapter in self.adapters:
+            if parameter in adapter.whole:
+                return adapter.parts[parameter].shard.pieces[0].tensor
+        return None
+
+    def changes(self, parameter: str) -> bool:
+        return any(parameter in a.whole or a.parts[parameter].delta is not None for a in self.adapters)
+
+    def check(self) -> None:
+        """Raise `UnsupportedAdapter` where their sum is not defined."""
+        for parameter in self.adapters[0].parts:
+            found = [(a, d) for a in self.adapters if (d := a.delta(parameter)) is not None]
+            wholes = [a for a in self.adapters if parameter in a.whole]
+            others = [a for a, _ in found if a not in wholes[:1]] + wholes[1:]
+            if wholes and others:
+                raise UnsupportedAdapter(
+                    f"{parameter}: {wholes[0].name} brings it whole (modules_to_save, or trained biases), and "
+                    f"{others[0].name} changes it too: there is no sum of these; merge them apart (--each)"
+                )
+            dora = next((a for a, d in found if d.magnitude is not None), None)
+            if dora is not None and len(found) > 1:
+                raise UnsupportedAdapter(
+                    f"{parameter}: DoRA adapter {dora.name} beside others: their result depends on the order; merge "
+                    "them apart (--each), or one after another"
+                )
+
+    def apart(self) -> dict[str, str]:
+        """Names of tied tensors that differ once merged -> the names under which the base has them."""
+        found = {}
+        for name, kept in self.adapters[0].ties.items():
+            one, other = (self.entries[n].sources[0] for n in (name, kept))
+            keys = [
+                [None if (d := a.parts[n].delta) is None else d.key()[1:] for a in self.adapters] for n in (one, other)
+            ]
+            wholes = [[_place(a.parts[n]) if n in a.whole else None for a in self.adapters] for n in (one, other)]
+            if keys[0] != keys[1] or wholes[0] != wholes[1]:
+                found[name] = kept
+        return found
+
+
+def _place(part: Part) -> int:
+    return part.shard.pieces[0].tensor.data_ptr()
+
+
+def names_in(base: Checkpoint, adapters: Sum) -> dict[str, Entry]:
+    """The base's tensors, by their names in its files -> what transformers makes of them. Tensors that the model's
+    class does not know are left out: they are copied.
+
+    Raises:
+        InvalidInput: an adapter changes a tensor that the base does not hold, or holds in another shape.
+    """
+    entries, found = adapters.entries, dict[str, Entry]()
+    renamed = _renamer(adapters.adapters[0].model)
+    by_source = {entry.sources[0]: entry for entry in entries.values() if len(entry.sources) == 1}
+    for name in base.tensors:
+        entry = entries.get(name)
+        if entry is None:
+            entry = by_source.get(renamed(name))
+            # Only a parameter that is one tensor of the checkpoint can be told by its name alone.
+            if entry is not None and (entry.meta.name in base.tensors or _count(entries, entry.sources) > 1):
+                entry = None
+        if entry is not None:
+            found[name] = entry
+    there = {entry.meta.name for entry in found.values()}
+    ties = adapters.adapters[0].ties
+    for name, entry in entries.items():
+        changed = [source for source in entry.sources if adapters.changes(source)]
+        if changed and name not in there and ties.get(name, name) not in there and not _tied_there(name, ties, there):
+            raise InvalidInput(
+                f"{base.folder} holds no {name}, which {adapters.name} changes: it is another model than the adapter "
+                "was trained on, or its tensors have other names than transformers writes; save it anew with "
+                "transformers' save_pretrained"
+            )
+    for name, entry in found.items():
+        stored = base.tensors[name]
+        if stored.shape != entry.meta.shape:
+            raise InvalidInput(
+                f"{base.folder}: {name} is {list(stored.shape)} in {stored.file.name}, and {list(entry.meta.shape)} by "
+                "its config.json: they do not belong together; fetch the base again"
+            )
+        if any(adapters.changes(s) for s in entry.sources) and stored.dtype not in _FLOATS:
+            raise InvalidInput(
+                f"{base.folder}: {name} is {stored.dtype}, and {adapters.name} changes it: expected bfloat16, float16 "
+                "or float32"
+            )
+    return found
+
+
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _tied_there(name: str, ties: Mapping[str, str], there: set[str]) -> bool:
+    """Whether the tensor is there under another name that it is tied to."""
+    kept = ties.get(name, name)
+    return any(other in there for other, one in ties.items() if one == kept)
+
+
+def _count(entries: Mapping[str, Entry], sources: tuple[str, ...]) -> int:
+    return sum(entry.sources == sources for entry in entries.values())
+
+
+def _renamer(model: Any) -> Any:
+    """From a name in a file to that of the parameter, as transformers has it when it loads."""
+    base = model.get_base_model()
+    prefix = getattr(base, "base_model_prefix", "") or None
+    names = {t.name: True for t in named_tensors(model)}
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+        renamings = [t for t in get_model_conversion_mapping(base) if isinstance(t, WeightRenaming)]
+        return lambda name: rename_source_key(name, renamings, [], prefix, names)[0]
+    except ImportError:  # transformers 4
+
+        def renamed(name: str) -> str:
+            if prefix is None or name in names:
+                return name
+            inner = name.removeprefix(f"{prefix}.")
+            return inner if inner != name and inner in names else f"{prefix}.{name}"
+
+        return renamed
+
+
+def untied(base: Checkpoint, adapters: Sum, names: Mapping[str, str]) -> dict[str, Any]:
+    """The base's config for tied tensors that differ once merged: it says that they are two.
+
+    Raises:
+        UnsupportedAdapter: the model's class ties them whatever the config says.
+    """
+    model: Any = adapters.adapters[0].model
+    plain = model.get_base_model()
+    pairs = {_source(adapters, name): _source(adapters, kept) for name, kept in names.items()}
+    if holds_apart(type(plain), plain.config, pairs) is None:
+        name, kept = next(iter(names.items()))
+        raise UnsupportedAdapter(
+            f"{name} is tied to {kept}, {adapters.name} changes only one of the two, and a {type(plain).__name__} "
+            "cannot hold them apart: train an adapter on both (ensure_weight_tying=True)"
+        )
+    config = copy.deepcopy(dict(base.config))
+    for said in (config, config.get("text_config")):
+        if isinstance(said, dict) and (said is config or "tie_word_embeddings" in said):
+            said["tie_word_embeddings"] = False
+    return config
+
+
+def holds_apart(cls: type, config: Any, pairs: Mapping[str, str]) -> Any:
+    """A config of transformers' under which tensors that are tied otherwise are two; None where the class ties them
+    whatever it says.
+
+    Args:
+        cls: of the model.
+        pairs: names of parameters.
+    """
+    config = copy.deepcopy(config)
+    for part in (config, getattr(config, "text_config", None)):
+        if part is not None:
+            part.tie_word_embeddings = False
+    try:
+        with torch.device("meta"):
+            there = {t.name: t.tensor for t in named_tensors(cls(config))}
+        return None if any(there[a] is there[b] for a, b in pairs.items()) else config
+    except Exception:  # a class of its own, with arguments of its own
+        return None
+
+
+def _source(adapters: Sum, name: str) -> str:
+    return adapters.entries[name].sources[0]
+
+
+def assembled(
+    base: Checkpoint, adapters: Sum, sources: Sequence[str], entries: Mapping[str, Entry]
+) -> dict[str, Tensor]:
+    """Whole parameters of the base, out of the tensors of its files that are made of them.
+
+    Args:
+        sources: names of the parameters.
+        entries: all tensors that are made of these, by their names in the files.
+
+    Raises:
+        InvalidInput: transformers' conversion does more than move elements about.
+    """
+    parts = {source: adapters.part(source).shard for source in sources}
+    dtypes = {base.tensors[name].dtype for name in entries}
+    if len(dtypes) > 1:
+        told = ", ".join(sorted(map(str, dtypes)))
+        raise InvalidInput(f"{sources[0]}: its tensors in {base.folder} are {told}; expected one dtype")
+    dtype = dtypes.pop()
+    sizes = [prod(part.shape) for part in parts.values()]
+    flat = torch.empty(sum(sizes), dtype=dtype)
+    found = {s: t.view(p.shape) for (s, p), t in zip(parts.items(), flat.split(sizes), strict=True)}
+    seen = torch.zeros(sum(sizes) if any(e.window is None for e in entries.values()) else 0, dtype=torch.bool)
+    numbers: dict[str, Tensor] = {}
+    if seen.numel():  # which element of which parameter comes where: told by sending their numbers through
+        every = torch.arange(sum(sizes)).split(sizes)
+        numbers = {s: n.view(p.shape) for (s, p), n in zip(parts.items(), every, strict=True)}
+    placed = 0
+    for name, entry in entries.items():
+        values = torch.empty(base.tensors[name].shape, dtype=dtype)
+        base.read(name, 0, values)
+        placed += values.numel()
+        if entry.window is not None:
+            cut(found[entry.sources[0]], entry.window.box).copy_(entry.window.unfold(values))
+            continue
+        at = adapters.conversion.compute(numbers, entry.meta.name).reshape(-1)
+        flat[at] = values.reshape(-1)
+        seen[at] = True
+    if placed != sum(sizes) or not bool(seen.all()):
+        raise InvalidInput(
+            f"{sources[0]}: the tensors of {base.folder} do not hold each of its {sum(sizes)} elements once: what "
+            "transformers makes of them is more than another order; load the model, and use lora_merge.save_merged"
+        )
+    return found

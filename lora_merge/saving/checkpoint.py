@@ -1,0 +1,273 @@
+"""A base on disk: which files hold which of its tensors, what lies beside them, and whether it can be merged into."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..errors import InvalidInput, MissingExtra
+from ..models.plain import REMEDY
+from .format import Stored, as_bytes, read_header, read_into
+
+CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_PICKLED, _PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".ot", ".onnx", ".ckpt", ".npz")
+"""Endings of files that hold weights, or what a trainer keeps; they are not taken along."""
+_NOT_ALONG = ("README.md", "trainer_state.json", "adapter_config.json")
+_FOLDERS_ALONG = ("additional_chat_templates",)
+_PACKED = ("qweight", "qzeros", "weight_packed")
+_WANTED = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.tiktoken", "LICENSE*"]
+_WANTED += ["NOTICE*", "adapter_model.bin"]
+
+
+class Readable(Protocol):
+    """Bytes of one tensor that can be read from any of them on."""
+
+    def read(self, begin: int, into: Tensor) -> None:
+        """Fill a contiguous CPU tensor with the bytes from number `begin` on."""
+
+
+@dataclass(eq=False)
+class Checkpoint:
+    """A base in Hugging Face's layout.
+
+    Args:
+        folder: of its files.
+        tensors: by name.
+        files: for each of its weight files, under the name that a safetensors file has for it, the names of its
+            tensors, in order.
+        metadata: of the safetensors files.
+        index: what its index says beside the map of names; None where there is no index.
+        config: config.json.
+    """
+
+    folder: Path
+    tensors: Mapping[str, Stored]
+    files: Mapping[str, tuple[str, ...]]
+    metadata: Mapping[str, str]
+    index: Mapping[str, Any] | None
+    config: Mapping[str, Any]
+    _pickled: Mapping[str, Tensor] = field(default_factory=dict)
+    _open: dict[Path, int] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(stored.nbytes for stored in self.tensors.values())
+
+    def read(self, name: str, begin: int, into: Tensor) -> None:
+        """Fill a contiguous tensor on the CPU with the bytes of one of the base's tensors from number `begin` on."""
+        stored = self.tensors[name]
+        if name in self._pickled:
+            flat = self._pickled[name].detach().reshape(-1).view(torch.uint8)
+            there = into.view(-1).view(torch.uint8)
+            there.copy_(flat[begin : begin + there.numel()])
+            return
+        if stored.file not in self._open:
+            self._open[stored.file] = os.open(stored.file, os.O_RDONLY)
+        read_into(self._open[stored.file], stored.begin + begin, as_bytes(into), f"{stored.file}: {name}")
+
+    def close(self) -> None:
+        """Close its files."""
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+    def along(self) -> Iterator[Path]:
+        """Files that go with the weights, relative to the folder: tokenizer, generation config, templates, code,
+        licence; not the weights, config.json, the index, README and what a trainer keeps."""
+        for path in sorted(self.folder.iterdir()):
+            if path.name.startswith(".") or path.name in _NOT_ALONG or path.name == CONFIG:
+                continue
+            if path.is_file() and not path.name.endswith((*_WEIGHTS, ".index.json")):
+                yield Path(path.name)
+            elif path.is_dir() and path.name in _FOLDERS_ALONG:
+                yield from (Path(path.name, inner.name) for inner in sorted(path.iterdir()) if inner.is_file())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which its floating-point tensors can all be held."""
+        floats = {s.dtype for s in self.tensors.values() if s.dtype in (torch.bfloat16, torch.float16, torch.float32)}
+        return floats.pop() if len(floats) == 1 else torch.float32
+
+
+def find(named: str | Path, what: str) -> Path:
+    """The folder of a model or adapter: a folder, or the name of a repository, which is fetched, or found in the cache.
+
+    Args:
+        named: as the user says it.
+        what: the argument, for errors.
+
+    Raises:
+        InvalidInput: it is neither, or cannot be fetched.
+        MissingExtra: huggingface_hub is not installed, and it is no folder.
+    """
+    folder = Path(named).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise InvalidInput(f"{what} {str(named)!r} is a file; expected a folder, or the name of a repository")
+    name = str(named)
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or not all(name.split("/")):
+        raise InvalidInput(
+            f"{what} {name!r}: there is no such folder here, and it is no name of a repository (owner/name)"
+        )
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise MissingExtra(
+            f"{what} {name!r} is no folder here; to fetch a repository takes huggingface_hub: pip install "
+            "lora-merge[peft]"
+        ) from error
+    try:
+        return Path(snapshot_download(name, allow_patterns=_WANTED))
+    except Exception as error:
+        told = str(error).strip().splitlines()
+        off = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+        raise InvalidInput(
+            f"{what} {name!r}: there is no such folder here, and the repository cannot be fetched "
+            f"({'HF_HUB_OFFLINE is set, and it is not in the cache' if off else type(error).__name__}"
+            f"{'' if off or not told else ': ' + told[0]}); pass a folder, or fetch it where there is a network"
+        ) from error
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """Look at a base: names, dtypes, shapes and places of its tensors; no tensor is read.
+
+    Raises:
+        InvalidInput: it has no weights or no config.json, a file is missing or cut short, its index names tensors that
+            are not there, or it is quantised; says which.
+    """
+    config = _json(folder / CONFIG, "as every model of transformers has")
+    _check_not_quantised(folder, config)
+    if (folder / SINGLE).is_file():
+        found = _files(folder, [SINGLE], None)
+    elif (folder / INDEX).is_file():
+        told = _json(folder / INDEX, "")
+        found = _files(folder, list(dict.fromkeys(told["weight_map"].values())), told)
+    elif (folder / _PICKLED).is_file():
+        found = _pickles(folder, [_PICKLED], None)
+    elif (folder / _PICKLED_INDEX).is_file():
+        told = _json(folder / _PICKLED_INDEX, "")
+        found = _pickles(folder, list(dict.fromkeys(told["weight_map"].values())), told)
+    else:
+        raise InvalidInput(
+            f"{folder} holds no weights: expected {SINGLE}, {INDEX} with its shards, or {_PICKLED} there"
+            f"{_told_adapter(folder)}"
+        )
+    checkpoint = Checkpoint(folder=folder, config=config, **found)
+    packed = next((n for n in checkpoint.tensors if n.rpartition(".")[2] in _PACKED), None)
+    if packed is not None:
+        raise InvalidInput(f"{folder}: the base is quantised ({packed} holds packed integers); {REMEDY}")
+    small = next((s for s in checkpoint.tensors.values() if s.dtype.is_floating_point and s.dtype.itemsize == 1), None)
+    if small is not None:
+        raise InvalidInput(f"{folder}: the base is quantised ({small.name} is {small.dtype}); {REMEDY}")
+    return checkpoint
+
+
+def _told_adapter(folder: Path) -> str:
+    if (folder / "adapter_config.json").is_file():
+        return "; it holds an adapter: the base comes first, then the adapters"
+    return ""
+
+
+def _json(file: Path, why: str) -> Any:
+    if not file.is_file():
+        raise InvalidInput(f"{file.parent} holds no {file.name}{f', {why}' if why else ''}{_told_adapter(file.parent)}")
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise InvalidInput(f"{file} cannot be read: {error}") from error
+
+
+def _check_not_quantised(folder: Path, config: Mapping[str, Any]) -> None:
+    for where, said in [("", config), *((f"{k}.", v) for k, v in config.items() if isinstance(v, dict))]:
+        method = said.get("quantization_config") or said.get("compression_config")
+        if method:
+            kind = method.get("quant_method", "of an unknown method") if isinstance(method, dict) else method
+            raise InvalidInput(
+                f"{folder}: the base is quantised ({CONFIG} says {where}quantization_config: {kind}); {REMEDY}"
+            )
+
+
+def _there(folder: Path, names: list[str], index: Mapping[str, Any] | None) -> None:
+    """Raise unless the files of a checkpoint are all there."""
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise InvalidInput(
+            f"{folder}: {missing[0]} is missing ({len(missing)} of {len(names)} files), which the index says holds "
+            f"{sum(file in missing for file in (index or {}).get('weight_map', {}).values())} tensors; fetch the base "
+            "again"
+        )
+
+
+def _absent(folder: Path, there: Mapping[str, Any], index: Mapping[str, Any] | None) -> None:
+    """Raise where an index names tensors that no file holds."""
+    names = (index or {}).get("weight_map", {})
+    absent = sorted(set(names) - set(there))
+    if absent:
+        raise InvalidInput(
+            f"{folder}: the index says that {absent[0]} is in {names[absent[0]]}, which does not hold it ("
+            f"{len(absent)} such tensors); fetch the base again"
+        )
+
+
+def _beside(index: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    return None if index is None else {key: value for key, value in index.items() if key != "weight_map"}
+
+
+def _files(folder: Path, names: list[str], index: Mapping[str, Any] | None) -> dict[str, Any]:
+    _there(folder, names, index)
+    tensors: dict[str, Stored] = {}
+    files: dict[str, tuple[str, ...]] = {}
+    metadata: dict[str, str] = {}
+    for file in names:
+        header = read_header(folder / file)
+        for stored in header.tensors:
+            if stored.name in tensors:
+                raise InvalidInput(f"{folder}: {stored.name} is in {tensors[stored.name].file.name} and in {file}")
+            tensors[stored.name] = stored
+        files[file] = tuple(stored.name for stored in header.tensors)
+        metadata |= header.metadata
+    _absent(folder, tensors, index)
+    return {"tensors": tensors, "files": files, "metadata": metadata or {"format": "pt"}, "index": _beside(index)}
+
+
+def _pickles(folder: Path, names: list[str], index: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Files of `torch.save`, mapped: no code in them is run, and what is not read takes no memory."""
+    _there(folder, names, index)
+    tensors: dict[str, Stored] = {}
+    held: dict[str, Tensor] = {}
+    files: dict[str, tuple[str, ...]] = {}
+    for file in names:
+        try:
+            loaded = torch.load(folder / file, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:
+            told = str(error).strip().splitlines()
+            raise InvalidInput(
+                f"{folder / file} cannot be read as plain tensors ({type(error).__name__}: {told[0] if told else ''}); "
+                "convert the base to safetensors with transformers' save_pretrained"
+            ) from error
+        inside = {name: value for name, value in loaded.items() if isinstance(value, Tensor)}
+        for name, value in inside.items():
+            held[name] = value.contiguous()
+            tensors[name] = Stored(name, value.dtype, tuple(value.shape), folder / file, 0)
+        # transformers' own names for the same shards in the other format.
+        renamed = file.replace("pytorch_model", "model", 1).removesuffix(".bin") + ".safetensors"
+        files[renamed] = tuple(inside)
+    _absent(folder, tensors, index)
+    return {
+        "tensors": tensors,
+        "files": files,
+        "metadata": {"format": "pt"},
+        "index": _beside(index),
+        "_pickled": held,
+    }

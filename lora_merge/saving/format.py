@@ -1,0 +1,174 @@
+"""The safetensors format: eight bytes with the length of a header, the header in JSON, and the tensors' bytes.
+
+Read and written here by position, a chunk at a time, so that neither takes memory for a file or for a whole tensor.
+(https://github.com/huggingface/safetensors#format)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import InvalidInput
+
+DTYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+}
+"""Code in a header -> torch's dtype."""
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+_LENGTH = 8
+_LONGEST = 100_000_000
+"""Bytes of a header that the safetensors library accepts."""
+_ALIGNED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One tensor of a file.
+
+    Args:
+        name: its name.
+        dtype, shape: of its values.
+        file: that holds it.
+        begin: first byte in the file.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    file: Path
+    begin: int
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a file says of itself.
+
+    Args:
+        tensors: in the order of their bytes.
+        metadata: texts by name, mostly `{"format": "pt"}`.
+    """
+
+    tensors: tuple[Stored, ...]
+    metadata: Mapping[str, str]
+
+
+def read_header(file: Path) -> Header:
+    """The header of a safetensors file.
+
+    Raises:
+        InvalidInput: it is no such file, it is cut short, or it holds a dtype that torch does not have; says which.
+    """
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(_LENGTH), "little")
+        if size < _LENGTH or not 2 <= length <= min(_LONGEST, size - _LENGTH):
+            raise InvalidInput(
+                f"{file}: expected a safetensors file, whose first {_LENGTH} bytes are the length of its header; got "
+                f"{length} in a file of {size} bytes: it is cut short or something else (a Git LFS pointer?); fetch "
+                "it again"
+            )
+        try:
+            told = json.loads(opened.read(length))
+        except ValueError as error:
+            raise InvalidInput(f"{file}: its header is no JSON ({error}); fetch the file again") from None
+    metadata = told.pop("__metadata__", {})
+    found = [_stored(file, name, said, _LENGTH + length) for name, said in told.items()]
+    found.sort(key=lambda stored: (stored.begin, stored.nbytes))
+    if found and found[-1].begin + found[-1].nbytes > size:
+        last = found[-1]
+        raise InvalidInput(
+            f"{file} is cut short: {last.name} should end at byte {last.begin + last.nbytes}, and the file has {size} "
+            "bytes; fetch it again"
+        )
+    return Header(tuple(found), metadata)
+
+
+def _stored(file: Path, name: str, said: Mapping[str, object], data: int) -> Stored:
+    code, shape, offsets = said["dtype"], said["shape"], said["data_offsets"]
+    if code not in DTYPES:
+        raise InvalidInput(f"{file}: {name} is of dtype {code}, which torch does not have: it cannot be copied")
+    assert isinstance(shape, list)
+    assert isinstance(offsets, list)
+    stored = Stored(name, DTYPES[str(code)], tuple(shape), file, data + int(offsets[0]))
+    if stored.nbytes != offsets[1] - offsets[0]:
+        raise InvalidInput(
+            f"{file}: {name}: {stored.dtype} {list(shape)} takes {stored.nbytes} bytes, its header gives it "
+            f"{offsets[1] - offsets[0]}; fetch the file again"
+        )
+    return stored
+
+
+def make_header(
+    file: Path, tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> tuple[bytes, list[Stored]]:
+    """The first bytes of a file of these tensors, in this order; and where each will lie."""
+    said: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    end, begins = 0, []
+    for name, dtype, shape in tensors:
+        nbytes = prod(shape) * dtype.itemsize
+        said[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [end, end + nbytes]}
+        begins.append(end)
+        end += nbytes
+    text = json.dumps(said, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGNED)
+    first = _LENGTH + len(text)
+    places = [
+        Stored(name, dtype, tuple(shape), file, first + begin)
+        for (name, dtype, shape), begin in zip(tensors, begins, strict=True)
+    ]
+    return len(text).to_bytes(_LENGTH, "little") + text, places
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU, of which they are a view."""
+    flat: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(flat)
+
+
+def read_into(descriptor: int, begin: int, buffer: memoryview, what: str) -> None:
+    """Fill a buffer with the bytes of a file from `begin` on.
+
+    Raises:
+        InvalidInput: the file ends before that.
+    """
+    done = 0
+    while done < len(buffer):
+        got = os.preadv(descriptor, [buffer[done:]], begin + done)
+        if got == 0:
+            raise InvalidInput(f"{what} ended {len(buffer) - done} bytes early while it was read: was it changed?")
+        done += got
+
+
+def write_from(descriptor: int, begin: int, buffer: memoryview) -> None:
+    """Write a buffer to a file from byte `begin` on."""
+    done = 0
+    while done < len(buffer):
+        done += os.pwrite(descriptor, buffer[done:], begin + done)

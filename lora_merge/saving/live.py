@@ -1,0 +1,243 @@
+"""A live model -> a merged checkpoint on disk, bucket by bucket."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..errors import InvalidInput, UnsupportedAdapter
+from ..models.live import live
+from ..names import lineage, walk
+from ..shards.ranks import noted
+from ..stream.weights import MergedWeights
+from .adapters import holds_apart
+from .checkpoint import CONFIG, Checkpoint, find
+from .format import as_bytes
+from .merge import Saved
+from .writer import SHARD_SIZE, Wanted, Writer, shards_of, size_of
+
+_BUCKET = 64 << 20
+_NO_TOKENIZER = "no tokenizer was saved: pass tokenizer=, or base=, the folder of the base"
+_PRETRAINED = "transformers.modeling_utils.PreTrainedModel"
+
+
+def save_merged(
+    model: Any,
+    out: str | Path,
+    *,
+    max_shard_size: int | str = SHARD_SIZE,
+    dtype: torch.dtype | None = None,
+    rounding: str = "nearest",
+    seed: int | None = None,
+    adapter_names: Sequence[str] | None = None,
+    tokenizer: Any = None,
+    base: str | Path | None = None,
+    force: bool = False,
+    verify: bool = False,
+    write: bool | None = None,
+    bucket_bytes: int = _BUCKET,
+) -> Saved | None:
+    """Write what `MergedWeights` streams as a checkpoint that `from_pretrained` loads.
+
+        lora_merge.save_merged(model, "merged", tokenizer=tokenizer)
+
+    The model is only read, and takes two buckets of memory, or two of its largest tensor. A sharded model (FSDP2,
+    FSDP1, ZeRO-3, Megatron) is saved on all ranks together; one of them writes. The folder is there whole or not.
+
+    Args:
+        model: as of `MergedWeights`.
+        out: folder that is to be made.
+        max_shard_size: bytes of a weight file, or "5GB".
+        dtype: of floating-point parameters; default: as they are.
+        rounding, seed: as of `merge`.
+        adapter_names: as of `MergedWeights`.
+        tokenizer: anything with `save_pretrained`; default: the tokenizer's files in `base`.
+        base: folder (or repository in the cache) whose tokenizer, templates and code go along, and, for a model without
+            a config of transformers' (Megatron's), config.json; default: the model's `name_or_path`, where that is a
+            folder.
+        force: replace what is in `out`.
+        verify: read everything back and compare checksums.
+        write: whether this rank writes; default: the one with rank 0 in the world does. Name another one where that one
+            does not hold the model.
+        bucket_bytes: as of `MergedWeights`.
+
+    Returns:
+        What was written; None on ranks that did not write.
+
+    Raises:
+        InvalidInput: `out` cannot be written (it is not empty, no room, no permission), or an argument does not fit.
+            Nothing is left there. On all ranks.
+        UnsupportedAdapter, AlreadyMerged: as `MergedWeights`; and where an adapter changes only one of two tied tensors
+            that the model's class cannot hold apart.
+    """
+    begin = time.perf_counter()
+    size = size_of(max_shard_size)
+    if rounding == "stochastic" and seed is None:
+        raise InvalidInput("rounding='stochastic' got seed=None: pass seed=, a whole number that draws the bits")
+    if rounding != "stochastic" and seed is not None:
+        raise InvalidInput(f"rounding={rounding!r} got seed={seed}: a seed belongs to rounding='stochastic' only")
+    weights = MergedWeights(
+        model, bucket_bytes=bucket_bytes, dtype=dtype, rounding=rounding, adapter_names=adapter_names
+    )
+    ranks = live(model).ranks
+    mine = _writes() if write is None else write
+    if not ranks.any(mine):
+        return None
+    tensors = [Wanted(meta.name, meta.dtype, tuple(meta.shape)) for meta in weights.metadata()]
+    changed = _changed(weights)
+    apart = _apart(model, weights, {wanted.name for wanted in tensors})
+    errors: list[Exception] = []
+    saved: Saved | None = None
+    with ExitStack() as stack:
+        with ranks.vote("save_merged"):
+            writer: Writer | None = None
+            if mine:
+                along = stack.enter_context(_beside(model, tokenizer, base, apart, tensors))
+                config = along.pop(Path(CONFIG), None)
+                writer = Writer(
+                    out,
+                    shards := shards_of(tensors, size),
+                    metadata={"format": "pt"},
+                    index={} if len(shards) > 1 else None,
+                    config=None if config is None else json.loads(config.read_text(encoding="utf-8")),
+                    along=along,
+                    force=force,
+                    check=verify,
+                )
+                stack.enter_context(_left(writer, errors))
+        for bucket in weights.buckets(seed=seed):
+            for name, tensor in bucket.tensors():
+                if writer is not None and not errors:
+                    with noted(errors):
+                        writer.write(name, 0, as_bytes(tensor.detach().cpu().contiguous()))
+                        continue
+                if errors and ranks.alone:
+                    raise errors[0]
+        with ranks.vote("save_merged"):
+            if errors:
+                raise errors[0]
+            if writer is not None:
+                compared = writer.verify() if verify else None
+                stack.close()
+                saved = Saved(
+                    folder=writer.out,
+                    adapters=" + ".join(adapter_names or ["the model's adapters"]),
+                    tensors=len(tensors),
+                    changed=changed,
+                    nbytes=writer.nbytes,
+                    files=len(shards),
+                    seconds=time.perf_counter() - begin,
+                    verified=compared,
+                    notes=() if any("tokeniz" in path.name for path in along) else (_NO_TOKENIZER,),
+                )
+    return saved
+
+
+def _writes() -> bool:
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+
+
+@contextmanager
+def _left(writer: Writer, errors: list[Exception]) -> Iterator[None]:
+    """The writer's block, which counts as broken off after an error that was noted."""
+    with writer:
+        yield
+        if errors:
+            raise errors[0]
+
+
+def _changed(weights: MergedWeights) -> int:
+    """How many tensors of a stream have an adapter."""
+    filler = weights.filler(whole=True)
+    with filler.passing():
+        parts = filler.source.parts
+        return sum(any(parts[s].delta is not None for s in entry.sources) for entry in filler.entries.values())
+
+
+def _apart(model: Any, weights: MergedWeights, names: set[str]) -> dict[str, str]:
+    """Tied tensors of which an adapter changes only one -> the names under which a checkpoint of the base has them."""
+    bare = MergedWeights(model, adapters=False, bucket_bytes=weights.bucket_bytes)
+    bare.keep_tied = True
+    ties = dict(bare.filler().ties)
+    bare.release()
+    return {name: kept for name, kept in ties.items() if name in names and kept in names}
+
+
+def _pretrained(model: Any) -> Any:
+    """The model of transformers in a model; None where there is none."""
+    if isinstance(model, nn.Module):
+        for _, module in walk(model):
+            if _PRETRAINED in lineage(type(module)):
+                return module
+    return None
+
+
+def class_of(model: nn.Module) -> type:
+    """The class under the one that FSDP2 made of it."""
+    return next(cls for cls in type(model).__mro__ if not cls.__module__.startswith("torch.distributed"))
+
+
+@contextmanager
+def _beside(
+    model: Any, tokenizer: Any, base: str | Path | None, apart: Mapping[str, str], tensors: list[Wanted]
+) -> Iterator[dict[Path, Path]]:
+    """What goes with the weights: where it is to lie, and where it lies now."""
+    inside = _pretrained(model)
+    named = base if base is not None else getattr(getattr(inside, "config", None), "_name_or_path", "")
+    folder = (
+        find(named, "base") if base is not None else Path(str(named)) if named and Path(str(named)).is_dir() else None
+    )
+    with tempfile.TemporaryDirectory() as made:
+        found: dict[Path, Path] = {}
+        if folder is not None:
+            beside = Checkpoint(folder, {}, {}, {}, None, {})
+            found |= {path: folder / path for path in beside.along()}
+            if (folder / CONFIG).is_file():
+                found[Path(CONFIG)] = folder / CONFIG
+        if inside is not None:
+            (Path(made) / CONFIG).write_text(json.dumps(_config(inside, apart, tensors)), encoding="utf-8")
+            found[Path(CONFIG)] = Path(made) / CONFIG
+            generation = getattr(inside, "generation_config", None)
+            if generation is not None and getattr(inside, "can_generate", lambda: False)():
+                file = Path(made) / "generation_config.json"
+                file.write_text(generation.to_json_string(), encoding="utf-8")
+                found[Path(file.name)] = file
+        if tokenizer is not None:
+            to = Path(made) / "tokenizer"
+            tokenizer.save_pretrained(str(to))
+            found |= {file.relative_to(to): file for file in sorted(to.rglob("*")) if file.is_file()}
+        yield found
+
+
+def _config(inside: Any, apart: Mapping[str, str], tensors: list[Wanted]) -> dict[str, Any]:
+    """config.json of a model of transformers' as it is saved."""
+    cls, config = class_of(inside), inside.config
+    if apart:
+        config = holds_apart(cls, config, apart)
+        if config is None:
+            name, kept = next(iter(apart.items()))
+            raise UnsupportedAdapter(
+                f"{name} is tied to {kept}, an adapter changes only one of the two, and a {cls.__name__} cannot hold "
+                "them apart: train an adapter on both (ensure_weight_tying=True)"
+            )
+    said: dict[str, Any] = json.loads(config.to_json_string())
+    said["architectures"] = [cls.__name__]
+    said.pop("quantization_config", None)  # what is streamed of a quantised base are plain weights
+    floats: dict[torch.dtype, int] = {}
+    for wanted in tensors:
+        if wanted.dtype.is_floating_point:
+            numel = torch.Size(wanted.shape).numel()
+            floats[wanted.dtype] = floats.get(wanted.dtype, 0) + numel
+    if floats:
+        key = "torch_dtype" if "torch_dtype" in said else "dtype"
+        said[key] = str(max(floats, key=lambda d: floats[d])).removeprefix("torch.")
+    return said

@@ -1,0 +1,471 @@
+"""A base and adapters on disk -> merged checkpoints on disk, the base read once, a chunk at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import InvalidInput
+from ..kernels.plan import Plan, check_rounding
+from ..kernels.segments import FLOATS, Segment, copies
+from ..models.delta import Delta, Factors, Job, whole_job
+from ..models.operands import MergePlan, Operands, Turn
+from ..shards import Shard, cut, whole
+from ..shards.ranks import Ranks
+from ..stream.filler import Entry
+from .adapters import Adapter, Sum, assembled, names_in, read_adapter, untied
+from .checkpoint import Checkpoint, find, open_checkpoint
+from .chunks import Ahead, Behind, Buffer, Buffers, Rows, rows_of
+from .format import as_bytes
+from .writer import Wanted, Writer, absolute, check_target, shards_of, size_of, together
+
+Told = Callable[[int, int], None]
+"""Is told the bytes that were written so far, and those of all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint that was written.
+
+    Args:
+        folder: where it is.
+        adapters: what was merged, in words.
+        tensors, changed: how many tensors it has, and how many of them are not the base's.
+        nbytes: of all tensors.
+        files: weight files.
+        seconds: that the pass took, which several outputs share.
+        verified: bytes that were read back and compared; None where that was not asked for.
+        notes: what may be worth a look.
+    """
+
+    folder: Path
+    adapters: str
+    tensors: int
+    changed: int
+    nbytes: int
+    files: int
+    seconds: float
+    verified: int | None = None
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        read_back = "" if self.verified is None else ", read back and compared"
+        return (
+            f"{self.folder}: {self.adapters} merged into {self.changed} of {self.tensors} tensors, "
+            f"{self.nbytes / 1e9:.2f} GB in {self.files} file{'s' * (self.files != 1)}, {self.seconds:.1f} s{read_back}"
+        )
+
+
+def merge_checkpoint(
+    base: str | Path,
+    adapters: Sequence[str | Path],
+    out: str | Path,
+    *,
+    each: bool = False,
+    scales: Mapping[str, float] | None = None,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | None = None,
+    rounding: str = "nearest",
+    seed: int | None = None,
+    shard_size: int | str | None = None,
+    force: bool = False,
+    verify: bool = False,
+    progress: Told | None = None,
+) -> list[Saved]:
+    """Merge adapters that PEFT has saved into a base on disk, and write the result as a checkpoint of its own.
+
+    No model is loaded: the base's files are read a chunk at a time, merged with one rounding, and written. What is
+    written has the base's names, files, config and tokenizer. It is there whole or not at all.
+
+    Args:
+        base: folder of a model in Hugging Face's layout, or the name of a repository (owner/name).
+        adapters: folders, or names of repositories; one, or several whose sum is merged.
+        out: folder that is to be made.
+        each: one output for each adapter, in `out`/<name of its folder>, instead of their sum.
+        scales: name of an adapter's folder -> factor of what it adds.
+        device: on which chunks are merged.
+        dtype: of floating-point parameters; default: as the base has them.
+        rounding, seed: as of `merge`.
+        shard_size: bytes of a weight file, or "5GB"; default: the base's files.
+        force: replace what is in `out`.
+        verify: read everything back and compare checksums.
+        progress: is told how far it is.
+
+    Raises:
+        InvalidInput: something is missing, broken, does not fit, or cannot be written; nothing is left of the output.
+        UnsupportedAdapter: an adapter has no exact merge; names the layer and the reason.
+        MissingExtra: peft or transformers is not installed.
+    """
+    check_rounding(rounding, seed)
+    if dtype is not None and dtype not in FLOATS:
+        raise InvalidInput(f"dtype must be bfloat16, float16 or float32, got {dtype}")
+    device = torch.device(device)
+    size = None if shard_size is None else size_of(shard_size)
+    if not adapters:
+        raise InvalidInput("adapters: expected at least one folder, got none")
+    begin = time.perf_counter()
+    folders = [find(adapter, "adapter") for adapter in adapters]
+    names = _names(folders, adapters)
+    factors = _scales(scales or {}, names)
+    where = absolute(out)
+    outs = [where / name for name in names] if each else [where]
+    home = find(base, "base")
+    for one in outs:
+        check_target(one, force)
+        _check_apart(one, [home, *folders])
+    checkpoint = open_checkpoint(home)
+    try:
+        held = checkpoint.dtype if dtype in (None, checkpoint.dtype) else torch.float32
+        read = [
+            read_adapter(name, folder, checkpoint, held, factors[name])
+            for name, folder in zip(names, folders, strict=True)
+        ]
+        sums = [Sum([adapter]) for adapter in read] if each else [Sum(read)]
+        run = {"rounding": rounding} if seed is None else {"rounding": rounding, "seed": seed}
+        outputs = [
+            _Output(checkpoint, adapters_, one, dtype, device, run, size, force, verify)
+            for adapters_, one in zip(sums, outs, strict=True)
+        ]
+        together(output.writer for output in outputs)
+        return _pass(checkpoint, outputs, read, begin, verify, progress or (lambda done, of: None))
+    finally:
+        checkpoint.close()
+
+
+def _names(folders: Sequence[Path], given: Sequence[str | Path]) -> list[str]:
+    """What adapters are called: by the last part of what was given (a folder of a hub's cache has a hash's name)."""
+    names = [absolute(one).name if Path(one).expanduser().is_dir() else Path(one).name for one in given]
+    for number, name in enumerate(names):
+        if name in names[:number]:
+            raise InvalidInput(
+                f"adapters: {given[names.index(name)]} and {given[number]} are both called {name!r}; names of their "
+                "folders must differ"
+            )
+    return names
+
+
+def _scales(scales: Mapping[str, float], names: Sequence[str]) -> dict[str, float]:
+    for name, scale in scales.items():
+        if name not in names:
+            raise InvalidInput(f"scale: there is no adapter {name!r}; there are {', '.join(names)}")
+        if not isinstance(scale, int | float) or not abs(scale) < float("inf"):
+            raise InvalidInput(f"scale of {name}: expected a finite number, got {scale!r}")
+    return {name: float(scales.get(name, 1.0)) for name in names}
+
+
+def _check_apart(out: Path, sources: Sequence[Path]) -> None:
+    """Raise where the output would replace what it is made of."""
+    for source in map(Path.resolve, sources):
+        if out.resolve() == source or out.resolve() in source.parents or source in out.resolve().parents:
+            raise InvalidInput(f"out: {out} holds, is or lies in {source}, which is read: name another folder")
+
+
+class _Target(NamedTuple):
+    """A tensor of an output that is made of one of the base's.
+
+    Args:
+        name: of the output's tensor.
+        entry: what transformers makes of it; None for one that it does not know.
+    """
+
+    name: str
+    entry: Entry | None
+
+
+class _Output:
+    """One checkpoint that is made: which tensor of the base becomes which tensors of it, and how."""
+
+    def __init__(
+        self,
+        base: Checkpoint,
+        adapters: Sum,
+        out: Path,
+        dtype: torch.dtype | None,
+        device: torch.device,
+        run: Mapping[str, Any],
+        shard_size: int | None,
+        force: bool,
+        verify: bool,
+    ) -> None:
+        adapters.check()
+        self.base, self.adapters, self.device, self.run = base, adapters, device, dict(run)
+        self._dtype = dtype
+        found = names_in(base, adapters)
+        self._names = {entry.meta.name: name for name, entry in found.items()}
+        self.targets = {name: [_Target(name, found.get(name))] for name in base.tensors}
+        config = self._add_apart(adapters.apart())
+        if dtype is not None:
+            config = {**config, ("torch_dtype" if "torch_dtype" in config else "dtype"): str(dtype)[len("torch.") :]}
+        self._deltas = {
+            source: _on(delta, device)
+            for targets in self.targets.values()
+            for target in targets
+            for source in (target.entry.sources if target.entry is not None else ())
+            if (delta := adapters.delta(source)) is not None
+        }
+        plain = [delta for delta in self._deltas.values() if delta.magnitude is None]
+        self._operands = Operands([Turn(plain, everything={d.name for d in plain})], Ranks(), device)
+        self._operands.refresh()
+        self.changed = sum(self.changes(t) for targets in self.targets.values() for t in targets)
+        files = {
+            file: [self._wanted(base_name, target) for base_name in names for target in self.targets[base_name]]
+            for file, names in base.files.items()
+        }
+        if shard_size is not None:
+            files = shards_of([wanted for group in files.values() for wanted in group], shard_size)
+        several = len(files) > 1 or base.index is not None
+        self.writer = Writer(
+            out,
+            files,
+            metadata=base.metadata,
+            index=(base.index or {}) if (several and shard_size is None) or len(files) > 1 else None,
+            config=config,
+            along={path: base.folder / path for path in base.along()},
+            force=force,
+            check=verify,
+        )
+
+    def _add_apart(self, apart: Mapping[str, str]) -> dict[str, Any]:
+        """Tied tensors that are two once merged, where the base holds one; returns the config."""
+        if not apart:
+            return dict(self.base.config)
+        for name, kept in apart.items():
+            for there, absent in ((kept, name), (name, kept)):
+                if there in self._names and absent not in self._names:
+                    self.targets[self._names[there]].append(_Target(absent, self.adapters.entries[absent]))
+        return untied(self.base, self.adapters, apart)
+
+    def _wanted(self, base_name: str, target: _Target) -> Wanted:
+        stored = self.base.tensors[base_name]
+        return Wanted(target.name, self.dtype_of(target, stored.dtype), stored.shape)
+
+    def dtype_of(self, target: _Target, stored: torch.dtype) -> torch.dtype:
+        """Of a tensor of the output."""
+        trained = target.entry is not None and self.adapters.part(target.entry.sources[0]).trained
+        return self._dtype if self._dtype is not None and trained and stored in FLOATS else stored
+
+    def changes(self, target: _Target) -> bool:
+        return target.entry is not None and any(self.adapters.changes(source) for source in target.entry.sources)
+
+    def reads(self, target: _Target) -> bool:
+        """Whether the base's values are needed for it."""
+        return target.entry is None or any(self.adapters.whole(s) is None for s in target.entry.sources)
+
+    def wholly(self, target: _Target) -> bool:
+        """Whether it is made of whole parameters: of DoRA, whose rows have norms, or computed by a conversion."""
+        if target.entry is None or not self.changes(target):
+            return False
+        deltas = [self._deltas.get(source) for source in target.entry.sources]
+        return target.entry.window is None or any(d is not None and d.magnitude is not None for d in deltas)
+
+    def make(self, target: _Target, rows: Rows, chunk: Tensor | None, out: Tensor) -> None:
+        """Rows of a tensor.
+
+        Args:
+            chunk: the same rows of the base's tensor; None where they were not read.
+            out: where they go, on the CPU.
+        """
+        source = chunk
+        entry = target.entry
+        delta = None
+        if entry is not None and self.changes(target):
+            assert entry.window is not None
+            delta = self._deltas.get(entry.sources[0])
+            values = self.adapters.whole(entry.sources[0])
+            if values is not None:
+                source = entry.window.fold(cut(values, entry.window.box))
+                source = (source[rows.begin : rows.end] if source.dim() else source).contiguous()
+        assert source is not None
+        there = out if self.device.type == "cpu" else torch.empty_like(out, device=self.device)
+        source = source.to(self.device)
+        if delta is None or entry is None or entry.window is None:
+            self._copy(target.name, source, there, rows)
+        else:
+            shape = tuple(source.shape)
+            start, _ = entry.window.outer(((rows.begin, *(0 for _ in shape[1:])), shape))
+            job = Job(delta, start, entry.window.unfold(source), entry.window.unfold(there))
+            MergePlan([job], self._operands).run(**self.run)
+        if there is not out:
+            out.copy_(there)
+
+    def _copy(self, name: str, source: Tensor, out: Tensor, rows: Rows) -> None:
+        if source.dtype == out.dtype or source.dtype not in FLOATS:
+            out.copy_(source)
+            return
+        first = rows.begin * (source.numel() // max(source.shape[0], 1)) if source.dim() else 0
+        flat = Segment(name, source.reshape(1, -1), out.view(1, -1), first=first, pitch=(source.numel(), 1))
+        Plan([flat]).run(**self.run)
+
+    def make_wholly(self, targets: Mapping[str, tuple[str, _Target]]) -> Iterator[tuple[str, Tensor]]:
+        """Tensors that share their parameters, each whole.
+
+        Args:
+            targets: name -> the base's tensor, and the target; all tensors of these parameters.
+        """
+        entries = {name: target.entry for name, (_, target) in targets.items()}
+        sources = next(e.sources for e in entries.values() if e is not None)
+        base_name, first = next(iter(targets.values()))
+        dtype = self.dtype_of(first, self.base.tensors[base_name].dtype)
+        merged: dict[str, Tensor] = {}
+        stored = {base_name: entry_ for base_name, target in targets.values() if (entry_ := target.entry) is not None}
+        for source, values in assembled(self.base, self.adapters, sources, stored).items():
+            mine = self.adapters.whole(source)
+            values = (values if mine is None else mine).to(self.device)
+            out = torch.empty(values.shape, dtype=dtype, device=self.device)
+            delta = self._deltas.get(source)
+            if delta is None:
+                segments = copies(source, values, out)
+                Plan(segments).run(**self.run)
+            else:
+                here = replace(delta, weight=whole(values))
+                operands = Operands([Turn([here], everything={here.name})], Ranks(), self.device)
+                operands.refresh()
+                MergePlan([whole_job(here, values, out)], operands).run(**self.run)
+            merged[source] = out
+        for name, entry in entries.items():
+            assert entry is not None
+            if entry.window is None:
+                made = self.adapters.conversion.compute(merged, entry.meta.name)
+            else:
+                made = entry.window.fold(cut(merged[entry.sources[0]], entry.window.box))
+            yield name, made.cpu().contiguous()
+
+
+def _on(delta: Delta, device: torch.device) -> Delta:
+    """A delta whose factors are read on a device."""
+
+    def there(shard: Shard) -> Shard:
+        return whole(shard.pieces[0].tensor.to(device))
+
+    factors = tuple(Factors(there(f.lora_A), there(f.lora_B), f.scaling) for f in delta.factors)
+    magnitude = None if delta.magnitude is None else there(delta.magnitude)
+    return replace(delta, factors=factors, magnitude=magnitude)
+
+
+@dataclass(eq=False)
+class _Work:
+    """Rows of one of the base's tensors, and what is made of them."""
+
+    name: str
+    rows: Rows
+    targets: list[tuple[_Output, _Target]] = field(default_factory=list)
+
+
+def _pass(
+    base: Checkpoint,
+    outputs: Sequence[_Output],
+    adapters: Sequence[Adapter],
+    begin: float,
+    verify: bool,
+    progress: Told,
+) -> list[Saved]:
+    """Read the base once, and write every output."""
+    total = sum(output.writer.nbytes for output in outputs)
+    done = 0
+    incoming, outgoing = Buffers(4), Buffers(3)
+    behind = Behind()
+
+    def read(work: _Work) -> Buffer | None:
+        if not any(output.reads(target) for output, target in work.targets):
+            return None
+        stored = base.tensors[work.name]
+        shape = (work.rows.end - work.rows.begin, *stored.shape[1:]) if stored.shape else ()
+        buffer = incoming.take(shape, stored.dtype)
+        each = stored.nbytes // stored.shape[0] if stored.shape else 0
+        base.read(work.name, work.rows.begin * each, buffer.tensor)
+        return buffer
+
+    def written(output: _Output, name: str, at: int, buffer: Buffer) -> Callable[[], None]:
+        def write() -> None:
+            nonlocal done
+            try:
+                output.writer.write(name, at, as_bytes(buffer.tensor))
+                done += buffer.tensor.nbytes
+            finally:
+                buffer.release()
+            progress(done, total)
+
+        return write
+
+    with ExitStack() as stack:
+        for output in outputs:
+            stack.enter_context(output.writer)
+        stack.callback(behind.stop)  # before the writers close their files
+        ahead = Ahead(read)
+        stack.callback(ahead.stop)
+        stack.callback(incoming.stop)  # for which it may wait
+        for output, name, tensor in _wholes(base, outputs):
+            behind.put(written(output, name, 0, Buffer(tensor, lambda: None)), most=1)
+        for work, chunk in ahead.over(_works(base, outputs)):
+            for output, target in work.targets:
+                place = output.writer.places[target.name]
+                at = work.rows.begin * (place.nbytes // place.shape[0] if place.shape else 0)
+                same = chunk is not None and place.dtype == chunk.tensor.dtype and not output.changes(target)
+                if same and chunk is not None:
+                    behind.put(written(output, target.name, at, chunk.share()))
+                    continue
+                shape = (work.rows.end - work.rows.begin, *place.shape[1:]) if place.shape else ()
+                out = outgoing.take(shape, place.dtype)
+                output.make(target, work.rows, None if chunk is None else chunk.tensor, out.tensor)
+                behind.put(written(output, target.name, at, out))
+            if chunk is not None:
+                chunk.release()
+        behind.end()
+        compared = [output.writer.verify() if verify else None for output in outputs]
+    seconds = time.perf_counter() - begin
+    return [
+        Saved(
+            folder=output.writer.out,
+            adapters=output.adapters.name,
+            tensors=len(output.writer.places),
+            changed=output.changed,
+            nbytes=output.writer.nbytes,
+            files=len({place.file for place in output.writer.places.values()}),
+            seconds=seconds,
+            verified=bytes_,
+            notes=_notes(base, output.adapters),
+        )
+        for output, bytes_ in zip(outputs, compared, strict=True)
+    ]
+
+
+def _works(base: Checkpoint, outputs: Sequence[_Output]) -> Iterator[_Work]:
+    """The base's tensors, in the order of its files, in chunks."""
+    for names in base.files.values():
+        for name in names:
+            stored = base.tensors[name]
+            targets = [(o, t) for o in outputs for t in o.targets[name] if not o.wholly(t)]
+            for rows in rows_of(stored.shape, stored.dtype.itemsize) if targets else ():
+                yield _Work(name, rows, targets)
+
+
+def _wholes(base: Checkpoint, outputs: Sequence[_Output]) -> Iterator[tuple[_Output, str, Tensor]]:
+    """The tensors that are made of whole parameters."""
+    for output in outputs:
+        groups: dict[tuple[str, ...], dict[str, tuple[str, _Target]]] = {}
+        for name, targets in output.targets.items():
+            for target in targets:
+                if output.wholly(target):
+                    assert target.entry is not None
+                    groups.setdefault(target.entry.sources, {})[target.name] = name, target
+        for group in groups.values():
+            for name, tensor in output.make_wholly(group):
+                yield output, name, tensor
+
+
+def _notes(base: Checkpoint, adapters: Sum) -> tuple[str, ...]:
+    """An adapter that says it was trained on another model may have the same shapes."""
+    found = []
+    for adapter in adapters.adapters:
+        configs: Any = getattr(adapter.model, "peft_config", {})
+        said = str(getattr(configs.get("default"), "base_model_name_or_path", None) or "")
+        if said and Path(said).name not in base.folder.resolve().as_posix() and not Path(said).is_dir():
+            found.append(f"{adapter.name} says that it was trained on {said}; merged into {base.folder}")
+    return tuple(found)

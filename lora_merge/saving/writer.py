@@ -1,0 +1,390 @@
+"""Writes a checkpoint so that it is there whole or not at all.
+
+Everything goes into a hidden folder beside the target, is brought to the disk, and is renamed at the end. config.json
+and the index come last, so that not even what a killed run leaves there can be loaded. The next run to the same target
+removes it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import torch
+
+from ..errors import InvalidInput, LoraMergeError
+from .checkpoint import CONFIG, INDEX, SINGLE
+from .format import Stored, make_header, read_header, read_into, write_from
+
+try:
+    import fcntl
+except ImportError:  # Windows: leftovers stay
+    fcntl = None  # type: ignore[assignment]
+
+_MINE = ".lora-merge-"
+_LOCK = ".lora-merge-lock"
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+SHARD_SIZE = 5 * 10**9
+"""Bytes of a shard where no base says how it is cut; as transformers."""
+_READ = 1 << 24
+_HERE, _EXCHANGE = -100, 2
+"""AT_FDCWD and RENAME_EXCHANGE."""
+_FLUSHED = 1 << 28
+"""Bytes after which what was written is brought to the disk: so that this goes on beside the work, not after it."""
+
+
+class Wanted(NamedTuple):
+    """One tensor of a checkpoint that is to be written."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def absolute(path: str | Path) -> Path:
+    """A path from the root, without `..`; links stay."""
+    return Path(os.path.normpath(Path(path).expanduser().absolute()))
+
+
+def size_of(text: str | int) -> int:
+    """Bytes, of a number or of "5GB", "500MB", "2GiB"."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B|B?)\s*", str(text), flags=re.IGNORECASE)
+    unit = "" if found is None else found[2].upper().removesuffix("B") and found[2].upper()
+    if found is None or unit not in _UNITS or float(found[1]) * _UNITS[unit] < 1:
+        raise InvalidInput(f"a shard's size must be a number of bytes, or like 5GB or 500MiB; got {text!r}")
+    return int(float(found[1]) * _UNITS[unit])
+
+
+def shards_of(tensors: Sequence[Wanted], size: int) -> dict[str, list[Wanted]]:
+    """Tensors in files of up to `size` bytes (or one tensor), named as transformers names them."""
+    groups: list[list[Wanted]] = []
+    room = 0
+    for tensor in tensors:
+        nbytes = torch.Size(tensor.shape).numel() * tensor.dtype.itemsize
+        if not groups or (nbytes > room and groups[-1]):
+            groups.append([])
+            room = size
+        groups[-1].append(tensor)
+        room -= nbytes
+    if len(groups) <= 1:
+        return {SINGLE: groups[0] if groups else []}
+    return {f"model-{n:05d}-of-{len(groups):05d}.safetensors": group for n, group in enumerate(groups, start=1)}
+
+
+class Writer:
+    """One checkpoint that is being written. `with Writer(...) as writer`: it is there after the block, or, if the block
+    raised, nothing is.
+
+    Args:
+        out: the folder that is to be there at the end.
+        files: its weight files, and the tensors of each, in order.
+        metadata: of the files.
+        index: further entries of the index; None where a single file needs none.
+        config: of config.json; None for none.
+        along: files to be copied: where each goes, relative to the folder, and where it comes from.
+        force: replace what is in `out`.
+        check: keep checksums of what is written, for `verify`.
+
+    Raises:
+        InvalidInput: `out` holds something and `force` is not set, it cannot be written to, or the disk has no room.
+            Nothing was written then.
+    """
+
+    def __init__(
+        self,
+        out: str | Path,
+        files: Mapping[str, Sequence[Wanted]],
+        *,
+        metadata: Mapping[str, str],
+        index: Mapping[str, Any] | None = None,
+        config: Mapping[str, Any] | None = None,
+        along: Mapping[Path, Path] | None = None,
+        force: bool = False,
+        check: bool = False,
+    ) -> None:
+        self.out = absolute(out)
+        self._metadata, self._index, self._config = metadata, index, config
+        self._along, self._force, self._check = along or {}, force, check
+        self._made = {name: make_header(Path(name), tensors, metadata) for name, tensors in files.items()}
+        self.places: dict[str, Stored] = {}
+        for name, (_, places) in self._made.items():
+            for place in places:
+                if place.name in self.places:
+                    raise InvalidInput(f"{place.name} would be in {self.places[place.name].file} and in {name}")
+                self.places[place.name] = place
+        self.nbytes = sum(place.nbytes for place in self.places.values())
+        self._sums: dict[str, int] = {}
+        self._left = {name: place.nbytes for name, place in self.places.items()}
+        self._open: dict[Path, IO[bytes]] = {}
+        self._unflushed: dict[Path, int] = {}
+        self._folder: Path | None = None
+        self._lock: IO[bytes] | None = None
+        self._parents: list[Path] = []
+        check_target(self.out, force)
+
+    @property
+    def folder(self) -> Path:
+        """Where the files are now."""
+        assert self._folder is not None, "with Writer(...)"
+        return self._folder
+
+    def __enter__(self) -> Writer:
+        try:
+            self._begin()
+        except BaseException:
+            self.__exit__(*sys.exc_info())
+            raise
+        return self
+
+    def _begin(self) -> None:
+        with _told(self.out):
+            self._parents = [path for path in self.out.parents if not path.exists()]
+            self.out.parent.mkdir(parents=True, exist_ok=True)
+            _remove_leftovers(self.out)
+            self._check_room()
+            self._folder = Path(tempfile.mkdtemp(prefix=f".{self.out.name}{_MINE}", dir=self.out.parent))
+            self._lock = _locked(self._folder / _LOCK)
+            self._folder.chmod(0o777 & ~_umask())
+            for name, (first, places) in self._made.items():
+                opened = self._open[Path(name)] = (self._folder / name).open("wb", buffering=0)
+                opened.write(first)
+                opened.truncate(places[-1].begin + places[-1].nbytes if places else len(first))
+
+    def _check_room(self) -> None:
+        sizes = (source.stat().st_size for source in self._along.values())
+        needed = self.nbytes + sum(len(first) for first, _ in self._made.values()) + sum(sizes)
+        free = shutil.disk_usage(self.out.parent).free
+        if free < needed:
+            raise InvalidInput(
+                f"{self.out.parent} has {free / 1e9:.2f} GB free, and {self.out.name} takes {needed / 1e9:.2f} GB: "
+                "make room, or write elsewhere"
+            )
+
+    def write(self, name: str, begin: int, data: memoryview) -> None:
+        """Bytes of a tensor from its byte `begin` on. Each byte is written once, those of a tensor in order."""
+        place = self.places[name]
+        assert begin == place.nbytes - self._left[name], f"{name}: byte {begin} out of order"
+        opened = self._open[place.file]
+        with _told(self.out):
+            write_from(opened.fileno(), place.begin + begin, data)
+            if self._check:
+                self._sums[name] = zlib.crc32(data, self._sums.get(name, 0))
+            self._left[name] -= len(data)
+            self._unflushed[place.file] = self._unflushed.get(place.file, 0) + len(data)
+            if self._unflushed[place.file] >= _FLUSHED:
+                os.fdatasync(opened.fileno()) if hasattr(os, "fdatasync") else os.fsync(opened.fileno())
+                self._unflushed[place.file] = 0
+
+    def verify(self) -> int:
+        """Read all tensors back, from the disk where the system lets go of what it has in memory; returns the number of
+        bytes that were compared.
+
+        Raises:
+            LoraMergeError: some are not what was written; names the first.
+        """
+        assert self._check
+        compared = 0
+        self._flush()
+        buffer = memoryview(bytearray(_READ))
+        for name, (_, places) in self._made.items():
+            file = self.folder / name
+            header = {stored.name: stored for stored in read_header(file).tensors}
+            descriptor = os.open(file, os.O_RDONLY)
+            try:
+                if hasattr(os, "posix_fadvise"):
+                    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+                for place in places:
+                    there, got = header.get(place.name), 0
+                    if there is None or (there.dtype, there.shape) != (place.dtype, place.shape):
+                        raise LoraMergeError(f"{file}: its header says of {place.name} {there}, expected {place}")
+                    for begin in range(0, place.nbytes, _READ):
+                        part = buffer[: min(_READ, place.nbytes - begin)]
+                        read_into(descriptor, there.begin + begin, part, f"{file}: {place.name}")
+                        got = zlib.crc32(part, got)
+                    if got != self._sums.get(place.name, 0):
+                        raise LoraMergeError(
+                            f"{place.name} reads back with checksum {got:08x}, and {self._sums.get(place.name, 0):08x} "
+                            f"was written: the disk of {self.out.parent} does not keep what it is given; nothing is "
+                            "left there"
+                        )
+                    compared += place.nbytes
+            finally:
+                os.close(descriptor)
+        return compared
+
+    def _flush(self) -> None:
+        with _told(self.out):
+            for opened in self._open.values():
+                os.fsync(opened.fileno())
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        try:
+            if kind is None:
+                self._complete()
+        finally:
+            for opened in self._open.values():
+                opened.close()
+            if self._lock is not None:
+                self._lock.close()
+            self._remove()
+
+    def _remove(self) -> None:
+        """What is not finished, and folders that were made for it."""
+        if self._folder is not None and self._folder.exists():
+            shutil.rmtree(self._folder, ignore_errors=True)
+        for path in self._parents:
+            with suppress(OSError):  # something is in it
+                path.rmdir()
+
+    def _complete(self) -> None:
+        """Everything that is missing, then the folder's name."""
+        short = [name for name, left in self._left.items() if left]
+        assert not short, f"{short[0]} was not written whole"
+        self._flush()
+        with _told(self.out):
+            for to, source in self._along.items():
+                (self.folder / to).parent.mkdir(exist_ok=True)
+                shutil.copyfile(source, self.folder / to)  # what a link leads to; not its permissions
+                _sync(self.folder / to)
+            if self._index is not None:
+                names = {place.name: str(place.file) for place in self.places.values()}
+                said = dict(self._index)
+                said["metadata"] = {**said.get("metadata", {}), "total_size": self.nbytes}
+                said["weight_map"] = dict(sorted(names.items()))
+                _write_json(self.folder / INDEX, said)
+            if self._config is not None:
+                _write_json(self.folder / CONFIG, self._config)
+            (self.folder / _LOCK).unlink()
+            _sync(self.folder)
+            check_target(self.out, self._force)  # somebody may have been faster
+            self._put()
+            _sync(self.out.parent)
+
+    def _put(self) -> None:
+        """The finished folder to where it belongs."""
+        if not self.out.exists() or not any(self.out.iterdir()):
+            self.folder.rename(self.out)  # over an empty folder, too
+        elif _exchange(self.folder, self.out):
+            shutil.rmtree(self.folder, ignore_errors=True)
+        else:
+            before = Path(tempfile.mkdtemp(prefix=f".{self.out.name}{_MINE}", dir=self.out.parent))
+            self.out.rename(before)
+            try:
+                self.folder.rename(self.out)
+            except BaseException:
+                before.rename(self.out)
+                raise
+            shutil.rmtree(before, ignore_errors=True)
+
+
+def check_target(out: Path, force: bool) -> None:
+    """Raise `InvalidInput` unless a checkpoint may be put there."""
+    if out.is_symlink() and not out.exists():
+        raise InvalidInput(f"{out} is a link that leads nowhere: remove it")
+    if out.exists() and not out.is_dir():
+        raise InvalidInput(f"{out} is a file, expected a folder that is to be made")
+    if out.is_symlink():
+        raise InvalidInput(f"{out} is a link to {out.resolve()}: name that folder itself")
+    if out.exists() and any(out.iterdir()) and not force:
+        raise InvalidInput(
+            f"{out} is there and not empty: name another folder, or replace it with force=True (--force)"
+        )
+
+
+def _remove_leftovers(out: Path) -> None:
+    """What runs to the same target left that were killed: their locks are free."""
+    for path in out.parent.glob(f".{_escaped(out.name)}{_MINE}*"):
+        with suppress(OSError):
+            if fcntl is None or not (path / _LOCK).is_file():
+                continue
+            with (path / _LOCK).open("wb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _escaped(name: str) -> str:
+    return re.sub(r"([*?[])", r"[\1]", name)
+
+
+def _locked(file: Path) -> IO[bytes]:
+    """A lock that is held from the moment on at which it is there."""
+    made = file.with_name(f"{file.name}-made")
+    opened = made.open("wb")
+    if fcntl is not None:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    made.rename(file)
+    return opened
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange two folders in one step; False where the system cannot (renameat2(2) is Linux's)."""
+    call = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform == "linux" else None
+    return call is not None and call(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE) == 0
+
+
+@contextmanager
+def _told(out: Path) -> Any:
+    """What the system says of a disk is an error that says where, and what to do."""
+    try:
+        yield
+    except OSError as error:
+        what = {
+            errno.ENOSPC: "the disk is full: make room, or write elsewhere",
+            errno.EDQUOT: "your quota is used up: make room, or write elsewhere",
+            errno.EACCES: "you may not write there: choose another folder, or change its permissions",
+            errno.EPERM: "you may not write there: choose another folder, or change its permissions",
+            errno.EROFS: "the file system is read-only: choose another folder",
+        }.get(error.errno or 0, "")
+        raise InvalidInput(
+            f"{out} cannot be written ({error}){f': {what}' if what else ''}; nothing is left there"
+        ) from error
+
+
+def _umask() -> int:
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
+
+
+def _sync(path: Path) -> None:
+    if os.name == "nt" and path.is_dir():
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_json(file: Path, said: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(said, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    _sync(file)
+
+
+def together(writers: Iterable[Writer]) -> None:
+    """Raise `InvalidInput` unless the disks have room for all of these at once."""
+    needed: dict[int, tuple[int, Writer]] = {}
+    for writer in writers:
+        there = next(p for p in (writer.out.parent, *writer.out.parent.parents) if p.exists())
+        device = there.stat().st_dev
+        total, _ = needed.get(device, (0, writer))
+        needed[device] = total + writer.nbytes, writer
+    for total, writer in needed.values():
+        there = next(p for p in (writer.out.parent, *writer.out.parent.parents) if p.exists())
+        if shutil.disk_usage(there).free < total:
+            raise InvalidInput(
+                f"{there} has {shutil.disk_usage(there).free / 1e9:.2f} GB free, and all outputs take "
+                f"{total / 1e9:.2f} GB: make room, or write elsewhere"
+            )
