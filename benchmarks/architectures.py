@@ -26,8 +26,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import report
 import torch
+
+from lora_merge.bench import report
 
 HERE = Path(__file__).resolve()
 SIZES: dict[str, Any] = {

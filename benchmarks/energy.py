@@ -18,12 +18,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import report
-import shapes
 import torch
-from merge import DTYPES
 
 from lora_merge import Plan
+from lora_merge.bench import report, shapes
+from lora_merge.bench.job import DTYPES
 
 
 class Meter:

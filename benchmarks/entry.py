@@ -14,11 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import report
-import shapes
 import torch
 
 from lora_merge import merged
+from lora_merge.bench import report, shapes
 from lora_merge.kernels import cpu
 
 SHAPES = {

@@ -15,12 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import report
-import shapes
 import torch
-from timing import milliseconds
 
 from lora_merge import Plan
+from lora_merge.bench import report, shapes
+from lora_merge.bench.timing import milliseconds
 
 LAYERS = (6, 24, 96)
 IN_A_ROW = 50

@@ -13,16 +13,14 @@ import argparse
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
-import merge
-import report
-import shapes
 import torch
-from merge import Matrix, Method
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from torch import Tensor
 
 import lora_merge
+from lora_merge.bench import job, report, shapes
+from lora_merge.bench.job import Matrix, Method
 
 BUCKET_BYTES = 512 << 20
 COLUMNS = ("ms", "back\nms", "x copy", "extra\nMiB", "host\nMiB", "launch-\nes", "mis-\nrounded", "x round-\ning",
@@ -52,7 +50,7 @@ def buckets(model: PeftModel, matrices: Sequence[Matrix]) -> Method:
 
 def peft(model: PeftModel, matrices: Sequence[Matrix]) -> Method:
     """PEFT's merge_adapter and unmerge_adapter around a push, as TRL does."""
-    method = merge.peft(model, matrices)
+    method = job.peft(model, matrices)
     method.round_trip = True
     return method
 
@@ -163,15 +161,15 @@ def baddbmm(model: PeftModel, matrices: Sequence[Matrix]) -> Method:
 
 
 METHODS: dict[str, Callable[[PeftModel, Sequence[Matrix]], Method]] = {
-    "lora_merge in place": merge.in_place,
+    "lora_merge in place": job.in_place,
     "lora_merge buckets": buckets,
-    "merged(), there and back": merge.merged,
+    "merged(), there and back": job.merged,
     "PEFT, there and back": peft,
     "verl, there and back": verl,
     "ms-swift": swift,
     "NeMo-RL": nemo,
     "Megatron-Bridge": bridge,
-    "addmm_": merge.addmm_,
+    "addmm_": job.addmm_,
     "torch.compile": compiled,
     "baddbmm_": baddbmm,
 }
@@ -182,8 +180,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--shape", choices=shapes.SHAPES, default="small", help="default %(default)s")
     parser.add_argument("--rank", type=int, default=32, help="default %(default)s")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="NAME")
-    parser.add_argument("--dtype", choices=merge.DTYPES, default="bf16", help="of the weights (default %(default)s)")
-    parser.add_argument("--adapter-dtype", choices=merge.DTYPES, default="fp32", help="default %(default)s, as PEFT's")
+    parser.add_argument("--dtype", choices=job.DTYPES, default="bf16", help="of the weights (default %(default)s)")
+    parser.add_argument("--adapter-dtype", choices=job.DTYPES, default="fp32", help="default %(default)s, as PEFT's")
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="default %(default)s")
     report.add_arguments(parser, repeat=9)
     return parser.parse_args()
@@ -195,9 +193,9 @@ def main() -> None:
     chosen = {name: make for name, make in METHODS.items() if name in args.methods}
     with report.Progress(steps=len(chosen)) as progress:
         progress.say(f"drawing weights of {args.shape}")
-        dtype, adapter_dtype = merge.DTYPES[args.dtype], merge.DTYPES[args.adapter_dtype]
+        dtype, adapter_dtype = job.DTYPES[args.dtype], job.DTYPES[args.adapter_dtype]
         model, base = shapes.random_model(shapes.SHAPES[args.shape], args.rank, dtype, adapter_dtype, args.device)
-        record = merge.compare_methods(chosen, model, merge.matrices_of(model, base), args, progress)
+        record = job.compare_methods(chosen, model, job.matrices_of(model, base), args, progress)
     record["shape"] = args.shape
     report.publish(record, args.json, args.plot, COLUMNS)
 

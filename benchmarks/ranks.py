@@ -15,13 +15,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import report
-import shapes
-import timing
 import torch
 from torch import Tensor
 
 from lora_merge import Plan, Segment
+from lora_merge.bench import report, shapes, timing
 from lora_merge.restore import TrackedPlan
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -4,7 +4,8 @@
     python benchmarks/regress.py new.json
 
 Compared is with the runs of the same script (merge.py, peers.py or restore.py) in benchmarks/results, of the same
-device, shape, rank and dtypes (not in its folder variants: other builds and backends). For lora_merge's own methods
+device, shape, rank and dtypes (not in its folder variants: other builds and backends, and re-merges beside the tracked
+merges that other records have). For lora_merge's own methods
 `x_copy` and memory may exceed the record by the slack; launches, results beyond the error bound and bits that are no
 longer restored may not. Exit status: 0 as fast, 1 slower, 2 nothing to compare with.
 """
@@ -18,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import report
+from lora_merge.bench import report
 
 RESULTS = Path(__file__).resolve().parent / "results"
 JOB = ("device_name", "shape", "rank", "dtype", "adapter_dtype")
@@ -41,7 +42,7 @@ def jobs(record: dict[str, Any]) -> Iterator[tuple[tuple[Any, ...], Figures]]:
         yield (script, *(record[key] for key in JOB)), ours
     for run in record.get("runs", ()) if script == "restore.py" else ():
         job = (script, *(record[key] for key in RESTORE_JOB), *(run[key] for key in RESTORE_RUN))
-        ways = ("merge", "unmerge")
+        ways = [way for way in ("merge", "unmerge", "remerge") if f"x_copy_{way}" in run]
         yield job, {f"tracked {way}": {"x_copy": run[f"x_copy_{way}"], "held": run["held"]} for way in ways}
 
 

@@ -32,9 +32,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import report
-import shapes
-from shapes import Shape
+from lora_merge.bench import report, shapes
+from lora_merge.bench.shapes import Shape
 
 RESULTS = Path(__file__).resolve().parent / "results"
 GB = 1e9

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from timing import copies, launches, milliseconds
 
+from lora_merge.bench.timing import copies, launches, milliseconds
 from lora_merge.models.live import Live
 from lora_merge.models.operands import MergePlan, Operands, Turn
 

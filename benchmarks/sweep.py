@@ -2,7 +2,7 @@
 
     python benchmarks/sweep.py
     python benchmarks/sweep.py --device cuda --json sweep.json --plot sweep.png
-    python benchmarks/sweep.py --draw benchmarks/results/sweep-h200.json --plot docs/images/sweep-h200.png
+    python benchmarks/sweep.py --draw benchmarks/results/sweep-h200.json --plot sweep.png
 
 The grid of a GPU takes some minutes on an H200, that of a CPU is small. Values are checked by merge.py, not here.
 How fast a copy is depends on where its buffers happen to lie: of all copies of the same bytes the fastest counts, and
@@ -19,15 +19,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import merge
-import report
-import shapes
-import timing
 import torch
-from merge import Matrix, Method
 from peft import PeftModel
 
 from lora_merge import Segment
+from lora_merge.bench import job, report, shapes, timing
+from lora_merge.bench.job import Matrix, Method
 from lora_merge.restore import TrackedPlan
 
 
@@ -78,12 +75,12 @@ def tracked(model: PeftModel, matrices: Sequence[Matrix]) -> Method:
 
 
 METHODS: dict[str, Callable[[PeftModel, Sequence[Matrix]], Method]] = {
-    "lora_merge in place": merge.in_place,
-    "lora_merge out of place": merge.out_of_place,
+    "lora_merge in place": job.in_place,
+    "lora_merge out of place": job.out_of_place,
     "lora_merge tracked, there and back": tracked,
-    "merged() enter+exit": merge.merged,
-    "peft": merge.peft,
-    "addmm_": merge.addmm_,
+    "merged() enter+exit": job.merged,
+    "peft": job.peft,
+    "addmm_": job.addmm_,
 }
 STYLES = {
     "lora_merge in place": ("#1f6feb", "o", "lora_merge in place, one way"),
@@ -122,10 +119,10 @@ def compare(points: Sequence[dict[str, Any]]) -> None:
 
 def point(shape: shapes.Shape, rank: int, args: argparse.Namespace) -> dict[str, Any]:
     """Every method on one job, with both limits of the machine taken beside it."""
-    dtype, adapter_dtype = merge.DTYPES[args.dtype], merge.DTYPES[args.adapter_dtype]
+    dtype, adapter_dtype = job.DTYPES[args.dtype], job.DTYPES[args.adapter_dtype]
     with torch.enable_grad():
         model, base = shapes.random_model(shape, rank, dtype, adapter_dtype, args.device)
-    matrices = merge.matrices_of(model, base)
+    matrices = job.matrices_of(model, base)
     elements, nbytes = sum(m.weight.numel() for m in matrices), sum(m.weight.nbytes for m in matrices)
     copies = timing.copies(nbytes, args.device, args.repeat)
     operations = timing.operations(args.device, args.repeat)
@@ -137,7 +134,7 @@ def point(shape: shapes.Shape, rank: int, args: argparse.Namespace) -> dict[str,
         except torch.OutOfMemoryError as error:
             skipped[name] = str(error).splitlines()[0]
     copies += timing.copies(nbytes, args.device, args.repeat)
-    parts = merge.product_parts(args.device, adapter_dtype)
+    parts = job.product_parts(args.device, adapter_dtype)
     return {
         "rank": rank,
         "matrices": len(matrices),
@@ -256,8 +253,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="default %(default)s")
     parser.add_argument("--grid", choices=GRIDS, help="default: that of the device")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="NAME")
-    parser.add_argument("--dtype", choices=merge.DTYPES, default="bf16", help="of the weights (default %(default)s)")
-    parser.add_argument("--adapter-dtype", choices=merge.DTYPES, default="bf16", help="default %(default)s")
+    parser.add_argument("--dtype", choices=job.DTYPES, default="bf16", help="of the weights (default %(default)s)")
+    parser.add_argument("--adapter-dtype", choices=job.DTYPES, default="bf16", help="default %(default)s")
     parser.add_argument("--draw", type=Path, metavar="FILE", help="take the figures from here, measure nothing")
     report.add_arguments(parser, repeat=5)
     return parser.parse_args()

@@ -27,9 +27,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import report
 import torch
 from torch import Tensor, nn
+
+from lora_merge.bench import report
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen2.5-7b": {

@@ -22,9 +22,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from shapes import SHAPES, Shape
 from sharded import clocked, merge_on_shards, tell
 from torch import Tensor, nn
+
+from lora_merge.bench.shapes import SHAPES, Shape
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
@@ -171,7 +172,8 @@ def measure(chunks: list[Any], args: argparse.Namespace, device: torch.device) -
 
 def publish(record: dict[str, Any], args: argparse.Namespace) -> None:
     import megatron.core
-    import report
+
+    from lora_merge.bench import report
 
     head = {name: getattr(args, name) for name in ("shape", "layers", "gpus", "style", "rank", "bucket_bytes")}
     head["layers"] = args.layers or SHAPES[args.shape].layers

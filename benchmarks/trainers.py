@@ -37,12 +37,12 @@ os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-import report
 import sync
-import timing
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+from lora_merge.bench import report, timing
 
 Record = dict[str, Any]
 

@@ -4,6 +4,8 @@
     python examples/grpo.py --out runs/grpo --steps 80 --resume
     python examples/grpo.py --out runs/adapter --mode adapter
     python examples/grpo.py --out runs/gpu --device cuda --dtype bfloat16
+    python examples/grpo.py --out runs/fp8 --dtype bfloat16 --quantization fp8_per_channel \
+        --truncated-importance-sampling 2
     torchrun --nproc-per-node 2 examples/grpo.py --out runs/sharded
 
 With several processes the model is sharded by FSDP2; the engine is process 0's, and every push takes all of them.
@@ -19,7 +21,9 @@ keeps it in `--out`. GRPO then teaches a LoRA adapter, and nothing else, to put 
 Each step: push the policy, sample groups of answers, advantages relative to the group, a few clipped (PPO) updates
 against the log-probs that the engine gave. `logprob_gap` lines those up with the trainer's own before the first update:
 the importance ratio of every token is 1, but for rounding, if and only if the engine serves the policy being trained.
-In float32 a ratio outside of 1 +- 0.02 ends the run.
+In float32 a ratio outside of 1 +- 0.02 ends the run. An engine that quantises (`--quantization`) samples from a policy
+that is a little different, and the ratios say by how much; `--truncated-importance-sampling C` weighs each token by it,
+at most C, so that the gradient is the trained policy's.
 """
 
 from __future__ import annotations
@@ -121,12 +125,19 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16"], default="float32", help="of the base and the engine"
     )
+    parser.add_argument("--quantization", metavar="FORMAT", help="that vLLM makes of what is pushed; needs bfloat16")
     parser.add_argument("--steps", type=int, default=60, help="in all, those before a resume included")
     parser.add_argument("--prompts", type=int, default=32, help="groups a step")
     parser.add_argument("--group", type=int, default=8, help="answers to each prompt")
     parser.add_argument("--updates", type=int, default=2, help="optimizer steps on each rollout")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--clip", type=float, default=0.2, help="importance ratios are clipped to 1 +- this")
+    parser.add_argument(
+        "--truncated-importance-sampling",
+        type=float,
+        metavar="C",
+        help="weigh tokens by how much more probable the trainer finds them than the engine did, at most C",
+    )
     parser.add_argument("--rank", type=int, default=16, help="of the adapter")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--pretrain", type=int, default=400, metavar="STEPS", help="of the base, in the first run")
@@ -136,6 +147,8 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.prompts * args.group % int(os.environ.get("WORLD_SIZE", "1")):
         parser.error("--prompts times --group must be a multiple of the number of processes")
+    if args.quantization and args.dtype != "bfloat16":
+        parser.error("--quantization needs --dtype bfloat16")
     if args.plot and not find_spec("matplotlib"):
         raise MissingExtra("--plot needs matplotlib: pip install lora-merge[bench]")
     args.out.mkdir(parents=True, exist_ok=True)
@@ -230,6 +243,8 @@ def rollout_engine(args: argparse.Namespace) -> Iterator[Any]:
     from vllm.config import WeightTransferConfig
 
     options: dict[str, Any] = {"enable_lora": True, "max_lora_rank": args.rank} if args.mode == "adapter" else {}
+    if args.quantization:
+        options["quantization"] = args.quantization
     if args.device == "cuda":
         options["gpu_memory_utilization"] = 0.3
     llm = LLM(
@@ -336,9 +351,11 @@ def update(
         logps = token_logps(model, batch.tokens)
         if not figures:
             figures = compare(logps.detach(), batch)
-        ratio = (logps[:, PROMPT - 1 : -1] - batch.logps).exp()
+            own = logps[:, PROMPT - 1 : -1].detach()
+            before, weights = correction(own, batch.logps, args.truncated_importance_sampling)
+        ratio = (logps[:, PROMPT - 1 : -1] - before).exp()
         advantages = batch.advantages[:, None]
-        gain = torch.minimum(ratio * advantages, ratio.clamp(1 - args.clip, 1 + args.clip) * advantages)
+        gain = weights * torch.minimum(ratio * advantages, ratio.clamp(1 - args.clip, 1 + args.clip) * advantages)
         # The mean over the tokens of all processes; FSDP averages gradients over them.
         loss = -(gain * mask).sum() / tokens * dist.get_world_size()
         optimizer.zero_grad()
@@ -349,6 +366,20 @@ def update(
     figures["reward"] = summed(batch.rewards.sum()) / answers
     figures["right"] = summed((batch.rewards == 1).float().sum()) / answers
     return figures
+
+
+def correction(own: Tensor, engine: Tensor, most: float | None) -> tuple[Tensor, Tensor]:
+    """The log-probs before the update against which ratios are taken, and a weight for each token.
+
+    They are the engine's, as if it were the policy; with truncated importance sampling the trainer's own, and a token
+    weighs min(own probability / engine's probability, `most`), for it was the engine's that it was drawn from.
+
+    Args:
+        own, engine: `[N, R]`, log-probs.
+    """
+    if most is None:
+        return engine, torch.ones_like(engine)
+    return own, (own - engine).exp().clamp(max=most)
 
 
 def compare(logps: Tensor, batch: Batch) -> dict[str, float]:

@@ -1,0 +1,359 @@
+"""README's table of figures and the pictures of the documentation, from the records in `results/`.
+
+    python benchmarks/pictures.py            # draws docs/images/*.png and writes the table into README.md
+    python benchmarks/pictures.py --check    # exit status 1 where README's table is not what the records say
+
+Nothing is measured here. A new record is copied to `results/`, then this is run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import diagrams
+
+Record = dict[str, Any]
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS, IMAGES, README = ROOT / "benchmarks" / "results", ROOT / "docs" / "images", ROOT / "README.md"
+BLUE, GREY, RED, INK = "#1f6feb", "#aab2bf", "#d1242f", "#1f2328"
+MARK = re.compile(r"(<!-- figures:[^\n]*-->\n).*?(<!-- end of figures -->)", flags=re.DOTALL)
+
+
+def read(name: str) -> Record:
+    """The record `results/<name>.json`."""
+    found: Record = json.loads((RESULTS / f"{name}.json").read_text())
+    return found
+
+
+TRAINERS = (
+    ("TRL", "trainers-trl-h200", "TRL's own", "lora_merge"),
+    ("ms-swift", "trainers-swift-h200", "swift's own", "lora_merge"),
+    ("verl", "trainers-verl-h200", "verl's own", "lora_merge, pushed"),
+)
+"""Trainer, record, its own way there, and ours."""
+
+
+# The table
+
+
+def ms(value: float) -> str:
+    """Milliseconds with the digits that mean something."""
+    return f"{value:,.0f} ms" if value >= 30 else f"{value:.1f} ms"
+
+
+def _copies(record: Record, method: str, *, back: bool = False) -> str:
+    """Time of a method, and in copies of the same bytes; with its way back where that is a call of its own."""
+    found = record["methods"][method]
+    total = found["ms"] + (found["back_ms"] if back else 0)
+    return f"{ms(total)} = {total / record['copy_ms']:.2f} copies"
+
+
+def _gigabytes(n: int) -> str:
+    return "0" if n == 0 else f"{n / 1e9:.1f} GB" if n >= 1e9 else f"{n / 1e6:.0f} MB"
+
+
+def rows() -> Iterator[tuple[str, str, str]]:
+    """What, the usual way, lora_merge."""
+    full, half = read("merge-qwen2.5-7b-fp32-adapters"), read("merge-qwen2.5-7b")
+    experts, cpu = read("merge-qwen3-30b-a3b-8layers"), read("merge-cpu-bf16-rank32")
+    ours, round_trip = "lora_merge in place", "merged() enter+exit"
+    yield (
+        "**Merge**, 7B linears, float32 adapters (PEFT's default)",
+        f"PEFT {_copies(full, 'peft')}",
+        f"**{_copies(full, ours)}**",
+    )
+    yield "the same, bf16 adapters", f"PEFT {_copies(half, 'peft')}", f"**{_copies(half, ours)}**"
+    yield (
+        "3072 expert matrices (8 layers of Qwen3-30B-A3B), bf16 adapters",
+        f"PEFT {_copies(experts, 'peft')}",
+        f"**{_copies(experts, ours)}**",
+    )
+    yield (
+        "**Merge and back**, 7B linears, float32 adapters",
+        f"PEFT {_copies(full, 'peft', back=True)}; the base has changed",
+        f"`merged()` **{_copies(full, round_trip)}**; every bit is back",
+    )
+    yield (
+        "extra memory of these merges",
+        _gigabytes(full["methods"]["peft"]["extra_bytes"]),
+        f"**{_gigabytes(full['methods'][ours]['extra_bytes'])}**; `merged()` "
+        f"{_gigabytes(full['methods'][round_trip]['extra_bytes'])}",
+    )
+    yield (
+        "elements that are not the correctly rounded sum, bf16 adapters",
+        f"PEFT {100 * half['methods']['peft']['misrounded']:.1f} %",
+        f"**{100 * half['methods'][ours]['misrounded']:.3f} %**",
+    )
+    for trainer, name, theirs, mine in TRAINERS:
+        ways = read(name)["ways"]
+        changed = ways[theirs]["drift"]
+        yield (
+            f"**Update a vLLM engine** (15.2 GB) from {trainer}",
+            ms(ways[theirs]["ms"])
+            + (f"; after six, {100 * changed:.1f} % of the adapted base changed" * (changed > 0)),
+            f"**{ms(ways[mine]['ms'])}**" + ("; the base is never written" if changed else ""),
+        )
+    yield (
+        f"**On 2 CPU cores** without AVX-512: merge {cpu['bytes'] / 1e6:.0f} MB of bf16 weights, float32 adapters",
+        f"PEFT {ms(cpu['methods']['peft']['ms'])}",
+        f"**{ms(cpu['methods'][ours]['ms'])}**",
+    )
+
+
+def table() -> str:
+    """README's table of figures, as Markdown."""
+    lines = ["| | the usual way | lora_merge |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in rows())]
+    return "\n".join(lines) + "\n"
+
+
+def with_table(text: str) -> str:
+    """README with the table of now."""
+    found, times = MARK.subn(lambda match: match[1] + "\n" + table() + "\n" + match[2], text)
+    if times != 1:
+        raise SystemExit("README.md has no place for the figures: <!-- figures: ... --> and <!-- end of figures -->")
+    return found
+
+
+# The pictures
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One bar: its name on the left, its length, what stands at its end, and whether it is this package's."""
+
+    name: str
+    value: float
+    label: str
+    ours: bool = False
+
+
+@contextmanager
+def figure(file: Path, height: float) -> Iterator[Any]:
+    """The axes of a picture that a phone shows whole, written to `file` at the end."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    with plt.rc_context({"font.size": 12, "text.color": INK, "axes.labelcolor": INK, "xtick.color": INK}):
+        fig, ax = plt.subplots(figsize=(6.4, height), layout="constrained")
+        ax.spines[["top", "right"]].set_visible(False)
+        yield ax
+        fig.savefig(file, dpi=150, facecolor="white")
+        plt.close(fig)
+
+
+def bars(
+    file: Path,
+    title: str,
+    groups: Sequence[Sequence[Bar]],
+    *,
+    limit: tuple[float, str],
+    start: float,
+    end: float,
+    log: bool = False,
+    note: str = "",
+) -> None:
+    """Groups of bars with their labels, and the limit as a dashed line; the axis has no numbers, the bars have."""
+    count = sum(map(len, groups)) + 0.6 * (len(groups) - 1)
+    with figure(file, 1.3 + 0.42 * count + 0.24 * (note.count("\n") + bool(note))) as ax:
+        place, ticks, names = 0.0, [], []
+        for group in groups:
+            for bar in group:
+                ax.barh(place, bar.value - start, left=start, height=0.76, color=BLUE if bar.ours else GREY)
+                weight = "bold" if bar.ours else "normal"
+                spot = {"textcoords": "offset points", "xytext": (6, 0), "va": "center", "fontweight": weight}
+                ax.annotate(bar.label, (bar.value, place), **spot)
+                ticks.append(place)
+                names.append(bar.name)
+                place += 1
+            place += 0.6
+        if log:
+            ax.set_xscale("log")
+        ax.set_xlim(start, end)
+        ax.set_ylim(place - 1.0, -1.35)
+        ax.set_yticks(ticks, names)
+        ax.set_xticks([])
+        ax.minorticks_off()
+        ax.tick_params(axis="y", length=0)
+        ax.spines["bottom"].set_visible(False)
+        ax.axvline(limit[0], color=RED, linewidth=1.6, linestyle=(0, (4, 2)), zorder=3)
+        ax.annotate(
+            limit[1], (limit[0], -1.0), textcoords="offset points", xytext=(5, 0), color=RED, va="center", fontsize=11
+        )
+        ax.figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
+        if note:
+            ax.figure.supxlabel(note, x=0.01, ha="left", fontsize=10, color="#57606a")
+
+
+def sync_picture(file: Path) -> None:
+    """Updating a vLLM engine from each trainer, its own way and ours."""
+    groups, copies = [], []
+    for trainer, name, theirs, mine in TRAINERS:
+        record = read(name)
+        ways = record["ways"]
+        copies.append(record["copy_ms"])
+        star = " *" if trainer == "verl" else ""
+        groups.append(
+            [
+                Bar(f"{trainer}'s own way", ways[theirs]["ms"], f"{ways[theirs]['ms']:,.0f} ms{star}"),
+                Bar("with lora_merge", ways[mine]["ms"], f"{ways[mine]['ms']:.0f} ms", ours=True),
+            ]
+        )
+    one = sorted(copies)[len(copies) // 2]
+    bars(
+        file,
+        "Updating a vLLM engine with a 7B LoRA policy, one H200",
+        groups,
+        limit=(one, f"one copy of its 15.2 GB: {one:.1f} ms"),
+        start=1,
+        end=160_000,
+        log=True,
+        note=(
+            "Logarithmic. vLLM 0.26, rank 32, one run each. TRL and ms-swift: engine in their process.\n"
+            "* verl clones every base parameter to the host, merges with PEFT, gathers parameter\n"
+            "  by parameter, sends, and copies the base back; its engine is in another process."
+        ),
+    )
+
+
+def round_trip_picture(file: Path) -> None:
+    """float32 adapters on a bf16 base: there and back in each way."""
+    record = read("merge-qwen2.5-7b-fp32-adapters")
+    one, methods = record["copy_ms"], record["methods"]
+
+    def back(name: str) -> float:
+        return float((methods[name]["ms"] + methods[name]["back_ms"]) / one)
+
+    peft, addmm = back("peft"), back("addmm_")
+    ours, apart = methods["merged() enter+exit"]["x_copy"], methods["lora_merge out of place"]["x_copy"]
+    wrong = 100 * methods["addmm_"]["misrounded"]
+    bars(
+        file,
+        "Merge and back: 7B linears in bf16, float32 adapters",
+        [
+            [
+                Bar("PEFT merge, unmerge", peft, f"{peft:.1f} copies, base changed"),
+                Bar("torch addmm_, twice", addmm, f"{addmm:.1f}, base changed, {wrong:.0f} % misrounded"),
+            ],
+            [
+                Bar("lora_merge.merged()", ours, f"{ours:.1f}, every bit is back", ours=True),
+                Bar("lora_merge, out of place", apart, f"{apart:.2f}, the base is never written", ours=True),
+            ],
+        ],
+        limit=(1, f"one copy of the weights: {one:.1f} ms"),
+        start=0,
+        end=36,
+        note="Qwen2.5-7B, rank 32 (PEFT keeps adapters in float32 by default), one H200.",
+    )
+
+
+def peers_picture(file: Path) -> None:
+    """The same tensors in every way that trainers have, one way and round trips apart."""
+    record = read("peers-h200")
+    one, methods = record["copy_ms"], record["methods"]
+    both = {name: m for name, m in methods.items() if name.endswith("there and back")}
+    groups = []
+    for group in ({n: m for n, m in methods.items() if n not in both}, both):
+        found = sorted(group.items(), key=lambda pair: -pair[1]["x_copy"])
+        groups.append(
+            [
+                Bar(
+                    name,
+                    m["x_copy"],
+                    f"{m['x_copy']:.2f}" if m["x_copy"] < 100 else f"{m['x_copy']:,.0f}",
+                    ours=name.startswith(("lora_merge", "merged()")),
+                )
+                for name, m in found
+            ]
+        )
+    bars(
+        file,
+        "7B linears, bf16 adapters of rank 32, in copies",
+        groups,
+        limit=(1, f"one copy of the weights: {one:.1f} ms"),
+        start=0.5,
+        end=12_000,
+        log=True,
+        note=f"Logarithmic. One H200, one run of {record['commit']}; each way is written after its trainer's source.",
+    )
+
+
+def rank_picture(file: Path) -> None:
+    """Copies against the rank, in place."""
+    record = read("ranks-h200")
+    lines = lines_of(record)
+    with figure(file, 4.0) as ax:
+        for (name, points), colour, style in zip(lines.items(), (BLUE, BLUE, GREY), ("-", ":", "-"), strict=True):
+            ranks, values = [rank for rank, _ in points], [value for _, value in points]
+            ax.plot(ranks, values, style, color=colour, linewidth=2.4, marker="o", markersize=4)
+            ax.annotate(name, (ranks[-1], values[-1]), textcoords="offset points", xytext=(8, 0), va="center")
+        ax.set_xscale("log", base=2)
+        ax.set_yscale("log", base=2)
+        shown = [1, 2, 4, 8, 16, 32, 64, 128, 256]
+        ax.set_xticks(shown, [str(rank) for rank in shown])
+        ax.set_yticks([1, 2, 4, 8, 16, 32], ["1", "2", "4", "8", "16", "32"])
+        ax.minorticks_off()
+        ax.set_xlim(0.9, 3600)
+        ax.set_ylim(0.8, 45)
+        ax.axhline(1, color=RED, linewidth=1.6, linestyle=(0, (4, 2)))
+        ax.annotate("one copy of the weights", (1, 0.9), color=RED, va="center", fontsize=11)
+        title = "Merging 7B linears in place, in copies, by rank"
+        ax.figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
+        ax.set_xlabel("rank", loc="left")
+
+
+def lines_of(record: Record) -> dict[str, list[tuple[int, float]]]:
+    """(rank, copies) of three ways, by name."""
+    wanted = {
+        "lora_merge, bf16 adapters": ("bf16", "in place"),
+        "lora_merge, float32 adapters": ("bf16, fp32 adapters", "in place"),
+        "addmm_, bf16 adapters": ("bf16", "addmm_"),
+    }
+    points = record["points"]
+    return {
+        name: [(p["rank"], p["x_copy"][way]) for p in points if p["kind"] == kind]
+        for name, (kind, way) in wanted.items()
+    }
+
+
+PICTURES: dict[str, Callable[[Path], None]] = {
+    "sync.png": sync_picture,
+    "round-trip.png": round_trip_picture,
+    "peers.png": peers_picture,
+    "ranks.png": rank_picture,
+    "merge.png": diagrams.merge_diagram,
+    "push.png": diagrams.push_diagram,
+    "states.png": diagrams.state_diagram,
+}
+
+
+def main() -> None:
+    """Draw all, and write the table; or hold the table against the records."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 where README is behind")
+    options = parser.parse_args()
+    text = README.read_text()
+    new = with_table(text)
+    if options.check:
+        if new != text:
+            raise SystemExit("README's figures are not those of the records: run python benchmarks/pictures.py")
+        return
+    README.write_text(new)
+    IMAGES.mkdir(exist_ok=True)
+    for name, draw in PICTURES.items():
+        draw(IMAGES / name)
+        sys.stdout.write(f"docs/images/{name}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""How far the log-probs of engines that quantise what they load lie from the trainer's, and how long a push takes.
+
+    python benchmarks/quantised_engines.py --json benchmarks/results/quantised-cpu.json
+    python benchmarks/quantised_engines.py --device cuda --models grpo qwen2.5-0.5b --time qwen2.5-7b --json FILE
+
+For each model and each format an engine starts in this process with random weights, gets the merged weights of one
+policy by a push, and samples at temperature 1; `verify.logprob_gap` lines its log-probs up with the trainer's. The
+policies, in bfloat16: `grpo` is the base that examples/grpo.py teaches, with a random adapter; the others have random
+weights of a shape of sync.py, whose answers are nearly uniform. A format that vLLM has no kernel for here is recorded
+with its reason. `--time` takes the times of pushes, too. The JSON is written after every engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import sync
+import torch
+from torch import Tensor, nn
+
+from lora_merge.bench import report
+
+FORMATS = ["none", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "mxfp8"]
+BAND = 0.02
+"""How far an importance ratio may be from 1 before a correction is worth having."""
+PROMPTS, PROMPT, RESPONSE = 64, 16, 32
+
+
+def main() -> None:
+    args = arguments()
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    sync.quiet()
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_USE_DEEP_GEMM", "0")
+    import vllm
+
+    record = report.provenance(torch.device(args.device)) | {"rank": args.rank, "band": BAND, "gaps": [], "pushes": []}
+    record["versions"]["vllm"] = vllm.__version__
+    for name in args.models:
+        with tempfile.TemporaryDirectory() as folder:
+            model, prompts, response = policy(name, args, Path(folder))
+            for quantization in args.formats:
+                found = guarded(gap_of, model, prompts, response, Path(folder), quantization, args)
+                record["gaps"].append({"model": name, "format": quantization} | found)
+                tell(record["gaps"][-1], record, args)
+            del model
+            free()
+    if args.time:
+        args.shape = args.time
+        model = sync.build_policy(args.time, args.rank, args.device)
+        for quantization in args.formats:
+            found = guarded(times_of, model, quantization, args)
+            record["pushes"].append({"model": args.time, "format": quantization} | found)
+            tell(record["pushes"][-1], record, args)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--models", nargs="*", default=["grpo"], help="grpo, or shapes of sync.py")
+    parser.add_argument("--formats", nargs="+", default=FORMATS, help="vLLM's `quantization`, and none")
+    parser.add_argument("--time", choices=list(sync.SHAPES), help="take the times of pushes of this shape")
+    parser.add_argument("--rank", type=int, default=32, help="of the adapters")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--gpu-memory", type=float, default=0.4, help="share of the GPU that an engine may take")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    return parser.parse_args()
+
+
+def tell(found: dict[str, Any], record: dict[str, Any], args: argparse.Namespace) -> None:
+    print(json.dumps(found), flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def guarded(run: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
+    """What a run finds, or why vLLM cannot do it here."""
+    try:
+        return run(*args)
+    except Exception as error:
+        return {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
+    finally:
+        free()
+
+
+def free() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+# Policies
+
+
+def policy(name: str, args: argparse.Namespace, folder: Path) -> tuple[nn.Module, list[list[int]], int]:
+    """A PEFT model in bf16 (its base's config lies in a folder), prompts, and how many tokens it answers with."""
+    g = torch.Generator().manual_seed(0)
+    if name == "grpo":
+        return grpo(args, folder, g)
+    model = sync.build_policy(name, args.rank, args.device)
+    sync.config_of(name).save_pretrained(folder / "base")
+    size = sync.SHAPES[name]["vocab_size"]
+    return model, torch.randint(10, size, (PROMPTS, PROMPT), generator=g).tolist(), RESPONSE
+
+
+def grpo(args: argparse.Namespace, folder: Path, g: torch.Generator) -> tuple[nn.Module, list[list[int]], int]:
+    """The policy of examples/grpo.py, its base taught, its adapter random."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+    example: Any = import_module("grpo")
+    example.pretrain(folder / "base", torch.device(args.device), 400)
+    base = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.bfloat16).to(args.device)
+    torch.manual_seed(0)
+    lora = LoraConfig(r=args.rank, target_modules=sync.LINEARS, init_lora_weights=False)
+    model = get_peft_model(base, lora).eval()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if "lora_B" in parameter_name:
+                parameter.mul_(0.1)
+    return model, example.draw_prompts(4 * PROMPTS, g).tolist(), example.RESPONSE
+
+
+# Engines
+
+
+@contextmanager
+def engine(folder: Path, quantization: str, args: argparse.Namespace) -> Iterator[Any]:
+    from vllm import LLM
+    from vllm.config import WeightTransferConfig
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    options: dict[str, Any] = {} if quantization == "none" else {"quantization": quantization}
+    if args.device == "cuda":
+        options |= {"gpu_memory_utilization": args.gpu_memory, "kv_cache_memory_bytes": 1 << 30}
+    llm = LLM(
+        str(folder), load_format="dummy", dtype="bfloat16", enforce_eager=True, skip_tokenizer_init=True,
+        max_model_len=64, max_num_seqs=64, weight_transfer_config=WeightTransferConfig(backend="lora_merge"), **options,
+    )  # fmt: skip
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        free()
+        cleanup_dist_env_and_memory()
+
+
+def gap_of(
+    model: nn.Module, prompts: list[list[int]], response: int, folder: Path, quantization: str, args: argparse.Namespace
+) -> dict[str, Any]:
+    """Log-probs of sampled answers, in an engine and in the trainer."""
+    from vllm import SamplingParams
+
+    from lora_merge import VllmSync
+    from lora_merge.verify import logprob_gap
+
+    sampling = SamplingParams(max_tokens=response, logprobs=0, ignore_eos=True, detokenize=False, seed=0)
+    with engine(folder / "base", quantization, args) as llm, closing(VllmSync(model, llm)) as pushing:
+        pushing.push()
+        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+        answers = [output.outputs[0] for output in llm.generate(asked, sampling, use_tqdm=False)]
+    rollout = [
+        [step[token].logprob for step, token in zip(answer.logprobs, answer.token_ids, strict=True)]
+        for answer in answers
+    ]
+    tokens = torch.tensor([[*prompt, *answer.token_ids] for prompt, answer in zip(prompts, answers, strict=True)])
+    gap = logprob_gap(
+        log_probs(model, tokens, args.device), rollout, shifted=True, prompt_width=len(prompts[0]),
+        response_lengths=[response] * len(prompts),
+    )  # fmt: skip
+    ratios = torch.cat(gap.ratios).cpu()
+    low, middle, high = (float(ratios.quantile(q)) for q in (0.01, 0.5, 0.99))
+    return {
+        "tokens": gap.tokens,
+        "gap_max": gap.maximum,
+        "gap_mean": gap.mean,
+        "ratio_range": gap.ratio_range,
+        "ratio_mean": gap.ratio_mean,
+        "ratio_quantiles": {"0.01": low, "0.5": middle, "0.99": high},
+        "outside_band": float(((ratios - 1).abs() > BAND).float().mean()),
+    }
+
+
+def log_probs(model: nn.Module, tokens: Tensor, device: str) -> Tensor:
+    """`[N, T]`, float32: entry t is the trainer's log-prob of token t + 1."""
+    found = []
+    for rows in tokens.split(16):
+        with torch.no_grad():
+            logps = model(input_ids=rows.to(device), use_cache=False).logits[:, :-1].float().log_softmax(-1)
+        found.append(logps.gather(-1, rows[:, 1:, None].to(device)).squeeze(-1).cpu())
+    return nn.functional.pad(torch.cat(found), (0, 1))
+
+
+def times_of(model: nn.Module, quantization: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Pushes into an engine in this process, beside one large copy of the bytes that cross."""
+    from lora_merge import VllmSync
+
+    with tempfile.TemporaryDirectory() as folder:
+        sync.config_of(args.time).save_pretrained(folder)
+        with engine(Path(folder), quantization, args) as llm, closing(VllmSync(model, llm)) as pushing:
+            return sync.beside_a_copy(sync.pushes(pushing, args.repeats, "merged"), args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""How long a push into a real SGLang engine takes, beside SGLang's own weight updates.
+
+    python benchmarks/sync_sglang.py --json benchmarks/results/sync-sglang.json       # GPU: Qwen2.5-7B shape, rank 32
+    python benchmarks/sync_sglang.py --device cpu --shape tiny                        # a smoke test
+
+The engine starts with `load_format="dummy"` in processes of its own on the same device, the trainer with random weights
+of the same shape. Each part runs in a process of its own: `merged` (the trainer merges; and SGLang's
+`update_weights_from_tensor` on weights that are merged already, tensor by tensor and as one flattened bucket), `engine`
+(adapters alone cross, and the engine merges), `adapter` (base and adapter apart), `memory` (weights that the memory
+saver has released). Times are medians over `--repeats` pushes; the first push of each part compares all bits on both
+sides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from sync import LINEARS, SHAPES, beside_a_copy, build_policy, config_of, pushes, timed
+
+from lora_merge.bench import report
+
+PROMPT = list(range(5, 37))
+
+
+@contextmanager
+def start_engine(args: argparse.Namespace, folder: Path, **options: Any) -> Iterator[Any]:
+    import sglang
+
+    config_of(args.shape).save_pretrained(folder)
+    cpu = args.device == "cpu"
+    options |= {"max_total_tokens": 2048} if cpu else {"mem_fraction_static": args.gpu_memory}
+    engine = sglang.Engine(
+        model_path=str(folder), load_format="dummy", dtype="bfloat16", skip_tokenizer_init=True, device=args.device,
+        attention_backend="torch_native" if cpu else "triton", sampling_backend="pytorch", disable_cuda_graph=True,
+        max_running_requests=8, log_level="warning", **options,
+    )  # fmt: skip
+    try:
+        yield engine
+    finally:
+        engine.shutdown()
+
+
+def answers(engine: Any, **more: Any) -> list[int]:
+    sampling = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+    return engine.generate(input_ids=[PROMPT], sampling_params=sampling, **more)[0]["output_ids"]
+
+
+def part_merged(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    from lora_merge import MergedWeights, SglangSync
+
+    model = build_policy(args.shape, args.rank, args.device)
+    with start_engine(args, folder) as engine:
+        sync = SglangSync(model, engine, bucket_bytes=args.bucket_bytes)
+        verified = sync.push(verify=True)
+        result = beside_a_copy(pushes(sync, args.repeats, "merged"), args)
+        result |= {"buckets": verified.buckets, "coverage": verified.coverage, "answer": answers(engine)}
+        sync.close()
+        if args.peers:
+            merged = [(name, tensor.clone()) for name, tensor in MergedWeights(model)]
+            for name, update in (("update_weights_from_tensor", named), ("flattened_bucket", flattened)):
+                try:
+                    result[f"{name}_ms"] = timed(partial(update, engine, merged), args.device, args.repeats)
+                    result[f"{name}_answer"] = answers(engine)
+                except Exception as error:
+                    result[f"{name}_error"] = str(error)
+    return result
+
+
+def named(engine: Any, merged: list[tuple[str, torch.Tensor]]) -> None:
+    """Tensor by tensor."""
+    engine.update_weights_from_tensor(merged)
+
+
+def flattened(engine: Any, merged: list[tuple[str, torch.Tensor]]) -> None:
+    """As verl and slime send it, all in one bucket."""
+    from sglang.srt.utils import MultiprocessingSerializer
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+    bucket = FlattenedTensorBucket(named_tensors=merged)
+    told = {"flattened_tensor": bucket.get_flattened_tensor(), "metadata": bucket.get_metadata()}
+    engine.update_weights_from_tensor([MultiprocessingSerializer.serialize(told)], load_format="flattened_bucket")
+
+
+def part_engine(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    from lora_merge import SglangSync
+
+    model = build_policy(args.shape, args.rank, args.device)
+    with start_engine(args, folder) as engine:
+        sync = SglangSync(model, engine, merge="engine", bucket_bytes=args.bucket_bytes)
+        sync.push(verify=True)
+        result = pushes(sync, args.repeats, "merged") | {"answer": answers(engine)}
+        sync.close()
+    return result
+
+
+def part_adapter(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    from lora_merge import SglangSync
+
+    model = build_policy(args.shape, args.rank, args.device)
+    lora = {
+        "enable_lora": True,
+        "max_lora_rank": max(args.rank, 8),
+        "max_loras_per_batch": 2,
+        "lora_target_modules": LINEARS,
+        "lora_backend": "torch_native" if args.device == "cpu" else "triton",
+    }
+    with start_engine(args, folder, **lora) as engine:
+        sync = SglangSync(model, engine, mode="adapter", bucket_bytes=args.bucket_bytes)
+        sync.push(verify=True)
+        result = pushes(sync, args.repeats, "adapter") | {"answer": answers(engine, lora_path=sync.lora_path())}
+        sync.close()
+    return result
+
+
+def part_memory(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    from lora_merge import SglangSync
+
+    model = build_policy(args.shape, args.rank, args.device)
+    with start_engine(args, folder, enable_memory_saver=True) as engine:
+        sync = SglangSync(model, engine, bucket_bytes=args.bucket_bytes)
+        sync.push(verify=True)
+        before = answers(engine)
+        engine.release_memory_occupation()
+        woken = sync.push(verify=True)
+        after = answers(engine)
+        sync.close()
+    return {"same_answer": before == after, "transports": list(woken.transports), "buckets": woken.buckets}
+
+
+PARTS = {"merged": part_merged, "engine": part_engine, "adapter": part_adapter, "memory": part_memory}
+
+
+def run_part(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """One part in a process of its own."""
+    with tempfile.NamedTemporaryFile("r", suffix=".json") as out:
+        command = [sys.executable, __file__, *sys.argv[1:], "--part", name, "--json", out.name]
+        done = subprocess.run(command, check=False, timeout=args.limit)
+        text = out.read()
+    return json.loads(text) if text else {"error": f"part {name} ended with {done.returncode}"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-7b")
+    parser.add_argument("--rank", type=int, default=32)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--bucket-bytes", type=int, default=512 << 20)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--gpu-memory", type=float, default=0.4, help="the engine's share of the GPU")
+    parser.add_argument("--limit", type=float, default=600, help="seconds that a part may take")
+    parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if args.part:
+        assert args.json is not None
+        with tempfile.TemporaryDirectory() as folder:
+            args.json.write_text(json.dumps(PARTS[args.part](args, Path(folder))))
+        sys.stdout.flush()
+        os._exit(0)  # engines leave threads behind
+    import sglang
+
+    record = report.provenance(torch.device(args.device))
+    record["versions"]["sglang"] = sglang.__version__
+    record |= {"shape": args.shape, "rank": args.rank, "bucket_bytes": args.bucket_bytes}
+    for name in args.parts:
+        try:
+            record[name] = run_part(name, args)
+        except subprocess.TimeoutExpired:
+            record[name] = {"error": f"part {name} took more than {args.limit} s"}
+        report.save(record, args.json)
+    print(json.dumps(record, indent=1))
+
+
+if __name__ == "__main__":
+    main()
