@@ -279,10 +279,11 @@ def test_a_float32_trainer_is_rounded_once_before_it_is_quantised(tmp_path: Path
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any, list[dict[str, str]]]]:
-    """As `one`, on two tensor-parallel workers."""
+    """As `one`, on two tensor-parallel workers, of a model without biases: on a CPU with AMX an engine that is not
+    quantised keeps them in float32, and would be no replica of one that is."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-        model, folder = policy(), tmp_path_factory.mktemp("wide")
+        model, folder = policy(build=engines.llama), tmp_path_factory.mktemp("wide")
         train(model)
         merged = quantised.save_merged(model, folder / "merged")
         with engine(model, merged, processes=True, tensor_parallel_size=2, **CHANNELS | READ) as llm:
@@ -319,7 +320,7 @@ def test_nobody_waits_for_a_worker_that_failed(wide: Any, ranks: list[int]) -> N
             for phase in phases:
                 name, _, after = phase.partition(" ")
                 if merge == "engine" and name == "receive":
-                    with closing(VllmSync(policy(3), llm, bucket_bytes=BUCKET)) as another:
+                    with closing(VllmSync(policy(3, engines.llama), llm, bucket_bytes=BUCKET)) as another:
                         another.push()  # so that the base has to come again
                 llm.collective_rpc("fail", args=(name, ranks, int(after or 0)))
                 with pytest.raises(LoraMergeError, match=f"injected into {name}"):
