@@ -167,7 +167,8 @@ def engine(model: nn.Module, folder: Path, *, processes: bool = False, **options
     try:
         llm = LLM(str(folder), **options)
     except BaseException:
-        _no_longer_extended(options["worker_extension_cls"])
+        if not processes:
+            _no_longer_extended(options["worker_extension_cls"])
         raise
     threads = [t for t in threading.enumerate() if t not in before and t.name in CLIENT_THREADS]
     try:
@@ -180,8 +181,8 @@ def engine(model: nn.Module, folder: Path, *, processes: bool = False, **options
             _end(context, threads)
         del llm, core
         gc.collect()
-        _no_longer_extended(options["worker_extension_cls"])
         if not processes:
+            _no_longer_extended(options["worker_extension_cls"])
             from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
             cleanup_dist_env_and_memory()
