@@ -32,7 +32,7 @@ for step in $steps; do
   section "$step"
   case $step in
     build) # the extension for the visible GPU; torch and nvcc are there, no registry is
-      try python3 setup.py -q build_ext --inplace ;;
+      NVCC_APPEND_FLAGS=-lineinfo try python3 setup.py -q build_ext --inplace ;;
     tests)
       python3 -m pytest -m gpu -q -n 6 --timeout=300 -p no:cacheprovider "${TESTS:-tests}" 2>&1 | tail -n 60
       [ "${PIPESTATUS[0]}" = 0 ] || status=1 ;;
