@@ -30,7 +30,7 @@ HINT = "LORA_MERGE_BUILD=0 installs lora_merge without its compiled kernels"
 # AVX-512 header.
 CXX = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wno-uninitialized"]
 CXX += ["-Wno-maybe-uninitialized", "-Wno-unknown-warning-option", "-DNDEBUG"]
-# Without line numbers, which are two thirds of a wheel: profilers and compute-sanitizer want NVCC_APPEND_FLAGS=-lineinfo.
+# Line numbers, two thirds of a wheel, are left out: profilers and compute-sanitizer want NVCC_APPEND_FLAGS=-lineinfo.
 NVCC = ["-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
 # None of the names of C++'s library, which is inside, is seen outside: that of torch may be another.
 LINK = [f"-Wl,--version-script={ROOT / 'csrc/exports.map'}", "-Wl,--gc-sections", "-s"]
