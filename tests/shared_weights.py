@@ -58,8 +58,14 @@ class Shared(Faulty):
         side = self.get_model().__dict__.get("_lora_merge")  # type: ignore[attr-defined]
         side.updates.clear()
         side.tables.clear()
+        side.drop_pulls()
         side.merger, side.held = None, State()
         return 0
+
+    def mapped(self, pid: int) -> int:
+        """How much of a process's shared memory this one has mapped: files."""
+        theirs = {line.split()[4] for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "/torch_" in line}
+        return len({line.split()[4] for line in Path("/proc/self/maps").read_text().splitlines()} & theirs - {"0"})
 
     def resident(self) -> int:
         """Bytes of memory that this process has in use."""

@@ -253,7 +253,7 @@ def test_what_leads_out_of_a_worker_s_memory_is_not_mapped(wide: Any, monkeypatc
         return workers
 
     model = policy()
-    for number, (forge, why) in enumerate([(forged, "is not inside of"), (elsewhere, "is not memory of worker")]):
+    for number, (forge, why) in enumerate([(forged, "is not inside of"), (elsewhere, "is not shared memory of")]):
         with monkeypatch.context() as patch:
             patch.setattr(trainer.Trainer, "_exports", forge)
             sync = VllmSync(model, wide, bucket_bytes=1 << 17)

@@ -17,6 +17,11 @@ class Claim:
         self._owner, self._host, self._pid = "", "", 0
         self._heard = 0.0
 
+    @property
+    def owner(self) -> str:
+        """Name of the trainer; "" where no push is under way."""
+        return self._owner
+
     def take(self, owner: str, host: str, pid: int) -> str:
         """A push begins.
 

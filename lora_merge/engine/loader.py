@@ -11,7 +11,7 @@ computes something of. What is different from engine to engine is in the methods
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -94,7 +94,7 @@ class Loader:
         self.model: Any = modules.model
         self.modules, self.device = modules, device
         self._examined: tuple[Any, Examination] | None = None
-        self._plans: dict[int, tuple[int, Plan]] = {}
+        self._plans: dict[Hashable, tuple[int, Plan]] = {}
         self._begun: dict[str, tuple[Tensor, int]] = {}
 
     @property
@@ -120,7 +120,7 @@ class Loader:
     def load(
         self,
         examination: Examination,
-        index: int,
+        index: Hashable,
         slots: Sequence[Slot],
         data: Tensor,
         keep: Callable[[str, Tensor], object],
@@ -128,6 +128,7 @@ class Loader:
         """Write one bucket into the engine, on the current stream; `data` may be reused after that work.
 
         Args:
+            index: which bucket it is, of all that are loaded after one another.
             keep: told of every whole tensor that goes through `load_weights`, before it does.
         """
         at, plan = self._plans.get(index, (0, None))

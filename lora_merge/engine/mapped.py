@@ -1,4 +1,5 @@
 """An engine's own tensors, mapped into the trainer's process: the trainer merges straight into them, with no bucket.
+Or the other way round: a trainer's weights, mapped into an engine's worker (pull.py).
 
 On GPUs over CUDA IPC, also from one GPU to another; on CPUs where the tensors lie in shared memory. What cannot be
 exported (the memory of vLLM's sleep mode, expandable segments) is reached by buckets.
@@ -10,6 +11,7 @@ import base64
 import hashlib
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -18,18 +20,20 @@ from torch import Tensor
 from ..shards import Box
 from ..stream.buckets import dtype_name, dtype_of
 from ..stream.filler import Places
-from .memory import CudaMemory, NotExported, SharedFiles, allocations, exported
+from .memory import SHARED, CudaMemory, NotExported, SharedFiles, allocations, exported
 
 Found: TypeAlias = Mapping[str, Any]
 """A worker's `Exports.description`."""
 
 
 class Exports:
-    """What other processes of this host need to map an engine's tensors, as these lie at the moment.
+    """What other processes of this host need to map tensors of this one, as these lie at the moment.
 
     Args:
-        places: of the tensors of a stream.
+        places: of an engine's tensors, boxes of tensors of a stream; of a trainer's, boxes of parameters, by the name
+            of the tensor of the stream that they go to.
         blocked: names of tensors of the stream of which the engine takes a part another way.
+        whose: in words.
 
     Attributes:
         description: JSON values: `why` it cannot be mapped, or `memory` and, by name, `views` of it and names that are
@@ -37,9 +41,10 @@ class Exports:
         digest: equal as long as a mapping stays good; "" where nothing can be mapped.
     """
 
-    def __init__(self, places: Places, blocked: Collection[str]) -> None:
+    def __init__(self, places: Places, blocked: Collection[str], whose: str = "the engine's") -> None:
         storages = (view.untyped_storage() for found in places.views.values() for _, view in found)
         self._storages = list({storage.data_ptr(): storage for storage in storages}.values())
+        self._at = [storage.data_ptr() for storage in self._storages]
         self._marks = _marks(self._storages)
         try:
             memory, views = self._describe(places)
@@ -47,11 +52,22 @@ class Exports:
             said = repr((self._marks, self.description))
             self.digest = hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
         except NotExported as error:
-            self.description, self.digest = {"why": f"the engine's weights cannot be mapped: {error}"}, ""
+            self.description, self.digest = {"why": f"{whose} weights cannot be mapped: {error}"}, ""
 
-    def hold(self) -> bool:
-        """Whether the tensors, which lie at the same addresses, lie in the same memory still."""
-        return self._marks == _marks(self._storages)
+    def hold(self, held: Mapping[int, torch.UntypedStorage] | None = None) -> bool:
+        """Whether the tensors, which lie at the same addresses, lie in the same memory still.
+
+        Args:
+            held: after `release`, the storages there are now, by address.
+        """
+        if held is None:
+            return self._marks == _marks(self._storages)
+        found = [held[at] for at in self._at if at in held]
+        return len(found) == len(self._at) and self._marks == _marks(found)
+
+    def release(self) -> None:
+        """Hold no tensor any more."""
+        self._storages = []
 
     def _describe(self, places: Places) -> tuple[list[dict[str, Any]], dict[str, list[Any]]]:
         files = SharedFiles() if any(storage.device.type == "cpu" for storage in self._storages) else None
@@ -90,12 +106,12 @@ def _marks(storages: Sequence[torch.UntypedStorage]) -> list[int]:
 
 
 class Mapped:
-    """The tensors of one worker in this process. Closed, or given up, it is unmapped; no view may be used after that.
+    """The tensors of another process in this one. Closed, or given up, it is unmapped; no view may be used after that.
 
     Args:
-        found: what the worker exports.
-        device: from which they are written: a GPU that reaches the worker's, or the CPU.
-        pid: of the worker.
+        found: what it exports.
+        device: from which they are reached: a GPU that reaches the other one's, or the CPU.
+        pid: of the other process.
 
     Raises:
         RuntimeError, OSError: this process cannot map them.
@@ -114,8 +130,9 @@ class Mapped:
 
     def _map(self, told: Found, device: torch.device, pid: int) -> Tensor:
         if device.type == "cpu":
-            if not re.fullmatch(rf"/proc/{pid}/fd/\d+", told["path"]):
-                raise RuntimeError(f"{told['path']!r} is not memory of worker {pid}")
+            path = told["path"]
+            if not re.fullmatch(rf"/proc/{pid}/fd/\d+", path) or SHARED not in Path(path).readlink().parents:
+                raise RuntimeError(f"{path!r} is not shared memory of process {pid}")
             return torch.from_file(told["path"], shared=True, size=told["nbytes"], dtype=torch.uint8)
         self._memory.append(CudaMemory(told["nbytes"], device, base64.b64decode(told["handle"])))
         return self._memory[-1].tensor

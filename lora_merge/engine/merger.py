@@ -11,84 +11,22 @@ one, or by none.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..kernels.plan import Plan
-from ..kernels.segments import Segment, copies
+from ..kernels.segments import copies
 from ..kernels.tracked import TrackedPlan
-from ..models.delta import Delta, Factors, Job, in_place
-from ..models.operands import Operands, Turn
-from ..shards import Piece, Shard, cut, whole
-from ..shards.ranks import Ranks
-from ..stream.buckets import Meta, Slot, Table, contents_of, dtype_of, extent, from_json, lay_out
-from ..stream.window import Window
+from ..models.delta import Job, in_place
+from ..shards import Piece, cut
+from ..stream.buckets import Meta, Table, contents_of, dtype_of, lay_out
 from .loader import Examination, Loader, pairs
+from .products import Described, Factored, Update
 from .sampler import facts
 from .state import OWN
-
-
-@dataclass(frozen=True, eq=False)
-class Described:
-    """An update as `Update.said` tells it.
-
-    Args:
-        base: digest of what is in the table of the base (`contents_of`).
-        table: of its buckets.
-        factors: how many of them hold factors; the others hold whole tensors.
-        deltas: of each what a `Delta` has beside its tensors.
-        tensors: of each tensor of the stream that a product is added to: which delta's, and its window there.
-    """
-
-    base: str
-    table: Table
-    factors: int
-    deltas: Sequence[Mapping[str, Any]]
-    tensors: Mapping[str, tuple[int, Window]]
-
-    @classmethod
-    def read(cls, said: Mapping[str, Any]) -> Described:
-        """Off the wire."""
-        tensors = {
-            name: (number, Window(tuple(start), tuple(size), tuple(dims)))
-            for name, number, start, size, dims, _ in said["tensors"]
-        }
-        return cls(said["base"], from_json(said["slots"]), said["factors"], said["deltas"], tensors)
-
-    @property
-    def whole(self) -> frozenset[str]:
-        """Names of the tensors that come whole."""
-        return frozenset(slot.name for slots in self.table[self.factors :] for slot in slots)
-
-    @property
-    def changed(self) -> frozenset[str]:
-        """Names of all tensors that it changes."""
-        return self.whole.union(self.tensors)
-
-
-@dataclass(eq=False)
-class Update:
-    """An update that comes, and is merged when all workers of the engine have it.
-
-    Args:
-        scalings: of each adapter of each delta.
-        data: its buckets.
-    """
-
-    said: Described
-    scalings: list[list[float]]
-    data: list[Tensor] = field(default_factory=list)
-
-    def whole(self) -> Iterator[tuple[Slot, Tensor]]:
-        """The slots of tensors that came whole, each with its bucket."""
-        first = self.said.factors
-        for slots, data in zip(self.said.table[first:], self.data[first:], strict=True):
-            for slot in slots:
-                yield slot, data
 
 
 class Merger:
@@ -142,7 +80,7 @@ class Merger:
 
     def nothing(self) -> Update:
         """What brings the base back."""
-        return Update(Described(self._contents, (), 0, (), {}), [])
+        return Update(Described(self._contents, (), 0, (), {}, {}), [])
 
     def settle(self) -> None:
         """All of the base, or of an update, is there: note where."""
@@ -229,7 +167,7 @@ class Merger:
             self._loader.load_layers(self._examination, layers, tensor)
 
 
-class _Products:
+class _Products(Factored):
     """The products of one update on their way into a worker's tensors, and back.
 
     Args:
@@ -238,67 +176,26 @@ class _Products:
     """
 
     def __init__(self, coming: Update, examination: Examination) -> None:
-        said = coming.said
-        self._said, self._scalings = said, coming.scalings
-        device = coming.data[0].device if coming.data else torch.device("cpu")
-        self._memory = [
-            torch.empty(extent(slots), dtype=torch.uint8, device=device) for slots in said.table[: said.factors]
-        ]
-        self._tensors = {
-            slot.name: slot.view(data)
-            for slots, data in zip(said.table[: said.factors], self._memory, strict=True)
-            for slot in slots
-        }
         places: dict[int, list[Piece]] = {}
-        for name, (number, window) in said.tensors.items():
+        for name, (number, window) in coming.said.tensors.items():
             for copy in examination.copies.get(name, ()):
                 start, _ = window.outer(copy.window.box)
                 places.setdefault(number, []).append(Piece(start, window.unfold(copy.window.unfold(copy.destination))))
-        self._deltas = [self._delta(number, places.get(number, []), device) for number in range(len(said.deltas))]
-        # Operands leave out what nobody holds; what has no place here may be part of a layer that is laid out anew.
-        here = (Piece((), torch.empty(0)),)
-        held = [replace(delta, weight=replace(delta.weight, pieces=here)) for delta in self._deltas]
-        self._operands = Operands([Turn(held)], Ranks(), device)
+        super().__init__(coming, places)
         self.tracked = TrackedPlan(
             [
                 segment
-                for number, delta in enumerate(self._deltas)
+                for number, delta in enumerate(self.deltas)
                 for job in in_place(delta)
-                for segment in self._segments(number, job)
+                for segment in self.segments(number, job)
             ],
             keep=True,
         )
 
-    def is_like(self, coming: Update) -> bool:
-        """Whether another update has the same tensors."""
-        return coming.said is self._said
-
-    def serves(self, coming: Update) -> bool:
-        """Whether it goes the same way: scalings are the plan's."""
-        return self.is_like(coming) and coming.scalings == self._scalings
-
-    def _delta(self, number: int, pieces: Sequence[Piece], device: torch.device) -> Delta:
-        said = self._said.deltas[number]
-        shape, dtype = tuple(said["shape"]), dtype_of(said["dtype"])
-        factors = tuple(
-            Factors(
-                whole(self._tensors[f"{number}.{which}.lora_A"]), whole(self._tensors[f"{number}.{which}.lora_B"]), by
-            )
-            for which, by in enumerate(self._scalings[number])
-        )
-        held = Shard(shape, dtype, device, tuple(pieces))
-        return Delta(said["name"], held, factors, said["experts"], said["transposed"])
-
-    def _segments(self, number: int, job: Job) -> list[Segment]:
-        scale = self._tensors[f"{number}.row_scale"] if self._said.deltas[number]["row_scale"] else None
-        return self._operands.scaled_segments(job, 0, scale)
-
     def merge(self, coming: Update, before: _Products | None) -> None:
         """Merge the products of an update in the place of those before. They come to lie here: taking them off needs
         them again."""
-        for to, data in zip(self._memory, coming.data, strict=False):
-            to.copy_(data)
-        self._operands.refresh()
+        self.take(coming)
         if before is None:
             self.tracked.merge()
         else:
@@ -308,8 +205,8 @@ class _Products:
         """A tensor of the stream with its product, in memory of its own."""
         number, window = self._said.tensors[name]
         out = torch.empty_like(base)
-        job = Job(self._deltas[number], window.start, window.unfold(base), window.unfold(out))
-        Plan(self._segments(number, job)).run()
+        job = Job(self.deltas[number], window.start, window.unfold(base), window.unfold(out))
+        Plan(self.segments(number, job)).run()
         return out
 
 

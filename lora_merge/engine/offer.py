@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -12,8 +13,10 @@ from ..stream.buckets import dtype_of
 from ..stream.filler import Filler
 from ..stream.weights import MergedWeights
 from .adapter import AdapterSource, filler_of
+from .pull import Pull, Pulls, readable, unreadable
 from .replica import Replica
 from .trainer import Trainer
+from .transport import introduction
 from .update import Update, Updates
 
 _INSTEAD = '; push with mode="merged" instead'
@@ -134,3 +137,100 @@ class UpdateOffer:
 
         await self._trainer.all_own(replicas, ask)
         return ready
+
+
+class PullOffer:
+    """Makes a stream something that workers on this host can read where the trainer has it.
+
+    Args:
+        weights: the stream.
+    """
+
+    def __init__(self, trainer: Trainer, weights: MergedWeights) -> None:
+        self._trainer, self._pulls = trainer, Pulls(weights)
+        self._last: Pull | None = None
+
+    def known(self) -> list[str]:
+        """Under which workers know the last one, if there was one."""
+        return [self._last.offered] if self._last is not None else []
+
+    def release(self) -> None:
+        """As `MergedWeights.release`."""
+        self._pulls.release()
+
+    async def __call__(self, stream: Filler, replicas: Sequence[Replica]) -> tuple[Pull | None, str]:
+        """The stream; None where some worker cannot read it, and why, in words. Collective.
+
+        Args:
+            stream: as it fits the engines, which know its table.
+        """
+        trainer, last = self._trainer, self._last
+        workers = [worker for replica in replicas for worker in replica.workers]
+        same = last is not None and last.stream is stream and last.stays()
+        if all(
+            await trainer.gather(
+                same and last is not None and all(last.offered in worker["ready"] for worker in workers)
+            )
+        ):
+            return last, ""
+        self._last = None
+        told = await trainer.gather((unreadable(stream), introduction(stream.device)))
+        ranks = [rank for _, rank in told]
+        why = next((why for why, _ in told if why), "") or readable(workers, ranks)
+        if not why and stream.collective and stream.ranks.size != trainer.world.size:
+            why = "several groups of ranks hold the model"
+        if why:
+            return None, why
+        blocked = frozenset(await self._blocked(stream, replicas))
+        (pull, *_), exported = await self._made(stream, blocked)
+        sources = [found | {"pid": rank["pid"]} for found, rank in zip(exported, ranks, strict=True)]
+        sources = sources if stream.collective else sources[:1]  # else each rank has all of it
+        why = next((found["why"] for found in sources if found["why"]), "") or await self._map(pull, sources, replicas)
+        if why:
+            return None, why
+        self._last = pull
+        return pull, ""
+
+    async def _made(self, stream: Filler, blocked: frozenset[str]) -> tuple[list[Pull], list[dict[str, Any]]]:
+        """This rank's, and what all ranks export."""
+        made: list[Pull] = []
+
+        async def make() -> dict[str, Any]:
+            made.append(await self._trainer.blocking(lambda: self._pulls(stream, blocked)))
+            return made[0].exports.description
+
+        return made, await self._trainer.everywhere(make())
+
+    async def _blocked(self, stream: Filler, replicas: Sequence[Replica]) -> set[str]:
+        """Names of the tensors that some worker does not take as a box of a parameter, in their dtype."""
+        mine: set[str] = set()
+
+        async def ask(replica: Replica) -> None:
+            for answer in await replica.handle.rpc("blocked", digest=stream.digest):
+                mine.update(answer["blocked"])
+
+        async def asked() -> set[str]:
+            await self._trainer.all_own(replicas, ask)
+            return mine
+
+        return set().union(*await self._trainer.everywhere(asked()))
+
+    async def _map(self, pull: Pull, sources: Sequence[dict[str, Any]], replicas: Sequence[Replica]) -> str:
+        """Why some worker cannot map what the ranks export, in words; "" where all have."""
+        message = pull.told(sources)
+        found: list[str] = []
+
+        async def ask(replica: Replica) -> None:
+            call = partial(replica.handle.rpc, "offer", trainer=self._trainer.name, **message)
+            answers = await call()
+            if any("unknown" in answer for answer in answers):
+                answers = await call(said=pull.said)
+            found.extend(f"engine {replica.index}: {answer['why']}" for answer in answers if answer["why"])
+
+        async def asked() -> list[str]:
+            await self._trainer.all_own(replicas, ask)
+            return found
+
+        failures = [why for some in await self._trainer.everywhere(asked()) for why in some]
+        pull.offered = message["digest"]
+        return failures[0] if failures else ""

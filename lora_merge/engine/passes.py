@@ -14,7 +14,8 @@ from ..stream.filler import Filler
 from ..stream.weights import MergedWeights
 from .adapter import AdapterSource
 from .fit import Fit
-from .offer import Offer, UpdateOffer
+from .offer import Offer, PullOffer, UpdateOffer
+from .pull import Pull
 from .replica import Replica, SyncReport, engines_of
 from .sources import Fingerprint
 from .state import State
@@ -53,7 +54,7 @@ class Pass:
     """
 
     state: State
-    source: Filler | AdapterSource | Update | Told
+    source: Filler | Pull | AdapterSource | Update | Told
     replicas: Sequence[Replica]
     route: Route
     changed: frozenset[str] | None = None
@@ -76,6 +77,7 @@ class Passes:
         self._fit = Fit(trainer)
         self._fingerprint, self._frozen = Fingerprint(), Fingerprint()
         self._adapter, self._update = Offer(trainer, weights), UpdateOffer(trainer, weights)
+        self._pulls = {stream: PullOffer(trainer, stream) for stream in (weights, base)}
         self._who = "trainer" if merge == "auto" else merge
         self._why = ""
 
@@ -86,7 +88,8 @@ class Passes:
     def known(self, mode: str) -> tuple[list[str], list[str]]:
         """Digests of the tables of that stream, and of updates, that engines are asked for when they introduce
         themselves."""
-        return self._fit.known(self.stream(mode)), self._update.known()
+        stream = self.stream(mode)
+        return self._fit.known(stream), [*self._update.known(), *self._pulls[stream].known()]
 
     def broke(self, error: BaseException) -> None:
         """A push that engines merge has failed: under "auto" the trainer merges from here on."""
@@ -95,8 +98,9 @@ class Passes:
 
     def release(self) -> None:
         """As `MergedWeights.release`, of all streams."""
-        for weights in (self._weights, self._base, self._update):
-            weights.release()
+        streams: list[MergedWeights | UpdateOffer | PullOffer] = [self._weights, self._base, self._update]
+        for stream in (*streams, *self._pulls.values()):
+            stream.release()
 
     async def __call__(
         self, replicas: Sequence[Replica], report: SyncReport, verify: bool, read: Filler | None
@@ -129,7 +133,7 @@ class Passes:
         filler = await self._fit(self._weights, replicas, read if begun is self._weights else None)
         report.left_out = tuple(sorted(self._weights.left_out))
         state = State("merged", report.version, trainer=self._trainer.name)
-        return [await self._full(state, filler, replicas, report, verify)]
+        return [await self._full(state, self._weights, filler, replicas, report, verify)]
 
     def _in_engine(self, replicas: Sequence[Replica]) -> bool:
         """Whether the engines are to merge; the same on every rank."""
@@ -175,7 +179,9 @@ class Passes:
             for kind in ("base", "merged" if adapter is None else "adapter")
         )
         passes = [Pass(after, source, replicas, Route.of_buckets(source), merges=adapter is None)]
-        return [await self._full(bare, base, without, report, verify, changed), *passes] if without else passes
+        return (
+            [await self._full(bare, self._base, base, without, report, verify, changed), *passes] if without else passes
+        )
 
     async def _same(self, fingerprint: Callable[[], str]) -> str:
         """The fingerprint of the base, which is the same on every rank."""
@@ -187,15 +193,23 @@ class Passes:
     async def _full(
         self,
         state: State,
+        weights: MergedWeights,
         filler: Filler,
         replicas: Sequence[Replica],
         report: SyncReport,
         verify: bool,
         changed: frozenset[str] | None = None,
     ) -> Pass:
-        """A pass of all weights: straight into the engines, where these can be mapped."""
+        """A pass of all weights: straight into the engines, where these can be mapped; else read by them, where the
+        trainer's can."""
         found = await self._trainer.map(filler, replicas, self._fit.at)
         report.buckets = found.why
+        if found.why:
+            pull, why = await self._pulls[weights](filler, replicas)
+            if pull is not None:
+                report.buckets = ""
+                return Pass(state, pull, replicas, Route.of_buckets(pull), changed)
+            report.buckets = f"{found.why}; and {why}"
         return Pass(state, filler, replicas, self._trainer.route(filler, filler.digest, verify), changed)
 
 

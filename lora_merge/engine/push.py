@@ -17,6 +17,7 @@ from ..stream.weights import MergedWeights
 from .adapter import AdapterSource
 from .calls import bind, drive, side_by_side, together
 from .passes import Pass, Told
+from .pull import Pull
 from .replica import Replica, SyncReport, check_whole, failure
 from .sources import Verified
 from .state import State
@@ -151,8 +152,10 @@ class Pushes:
                 passes = await self._passes(replicas, report, verify, read[0] if read else None)
                 sources = [one.source for one in passes if not isinstance(one.source, Told)]
                 if sources:
-                    nbytes, device = max(source.capacity for source in sources), sources[0].device
-                    await trainer.connect(replicas, nbytes, device, any(one.route.sent for one in passes))
+                    # What was pulled is compared with buckets of it.
+                    compared = [source.stream for source in sources if isinstance(source, Pull) and verify]
+                    nbytes, device = max(source.capacity for source in (*sources, *compared)), sources[0].device
+                    await trainer.connect(replicas, nbytes, device, verify or any(one.route.sent for one in passes))
             except BaseException:
                 await self._sleep_again(replicas, slept)
                 raise
@@ -171,10 +174,13 @@ class Pushes:
             error = failure(replicas, self._healing)
             self._passes.broke(error)
             raise error
-        self._pushed, table = passes[-1].state, passes[-1].source.table
+        self._pushed, last = passes[-1].state, passes[-1].source
+        table = last.stream.table if isinstance(last, Pull) else last.table
         report.nbytes = sum(slot.nbytes for slots in table for slot in slots)
         report.tensors = len(metas(table))
-        report.transports = tuple(sorted({kind for one in passes for kind in trainer.kinds(one.route)}))
+        kinds = {kind for one in passes for kind in trainer.kinds(one.route)}
+        pulled = any(isinstance(one.source, Pull) for one in passes)
+        report.transports = tuple(sorted(kinds | {"pull"} if pulled else kinds))
         shares = [replica.coverage for replica in replicas]
         report.coverage = None if None in shares else min(share or 0.0 for share in shares)
         return report
@@ -289,7 +295,7 @@ class Pushes:
             if isinstance(source, Told):
                 await self._trainer.each(replicas, partial(self._do, told=source, settle=settle))
             else:
-                sent = Verified(source) if verify else source
+                sent = Verified(source.stream if isinstance(source, Pull) else source) if verify else source
                 with source.passing():
                     await self._send(one, source, sent, replicas, settle)
         with report.timed("finish"):
@@ -303,7 +309,7 @@ class Pushes:
     async def _send(
         self,
         one: Pass,
-        source: Filler | AdapterSource | Update,
+        source: Filler | Pull | AdapterSource | Update,
         sent: Sent,
         replicas: Sequence[Replica],
         settle: _Step,
@@ -324,14 +330,19 @@ class Pushes:
             if isinstance(source, Update):
                 return  # nothing changes before all workers have it
             replica.begun = True
-            if isinstance(source, Filler):
+            if isinstance(source, Filler | Pull):
+                pulls = isinstance(source, Pull)
+                stream = source.stream if isinstance(source, Pull) else source
                 changed = None if one.changed is None else sorted(one.changed)
-                message = {"digest": source.digest, "state": state.to_json(), "sent": bool(route.sent)}
+                message = {"digest": stream.digest, "state": state.to_json(), "sent": pulls or bool(route.sent)}
                 await self._tell(replica, "start", changed=changed, **message)
 
         async def receive(replica: Replica, route: Route) -> None:
             message: dict[str, Any] = {"sessions": self._trainer.sessions, "verify": verify}
-            if isinstance(source, AdapterSource):
+            if isinstance(source, Pull):
+                message = {"sessions": self._trainer.sessions, "scalings": source.scalings, "run": run}
+                await self._tell(replica, "pull", digest=source.offered, **message)
+            elif isinstance(source, AdapterSource):
                 table = to_json(source.table)
                 await self._tell(replica, "adapter", table=table, rank=source.rank, state=state.to_json(), **message)
             elif isinstance(source, Update):
@@ -341,7 +352,26 @@ class Pushes:
                 await self._tell(replica, "receive", sent=route.sent, placed=placed, **message)
             await settle(replica)
 
-        await self._trainer.transfer(sent, run, replicas, one.route, prepare, receive)
+        if not isinstance(source, Pull):
+            await self._trainer.transfer(sent, run, replicas, one.route, prepare, receive)
+            return
+        await self._trainer.transfer(source, run, replicas, one.route, prepare, receive)
+        if verify:
+            await self._compare(source, sent, run, replicas)
+
+    async def _compare(self, source: Pull, sent: Sent, run: Mapping[str, Any], replicas: Sequence[Replica]) -> None:
+        """Hand over what was pulled in buckets, too, which workers only look at."""
+        pulled = source.stream.straight(source.straight_names)
+
+        async def prepare(replica: Replica, route: Route) -> None:
+            """Everything is there."""
+
+        async def receive(replica: Replica, route: Route) -> None:
+            message = {"sessions": self._trainer.sessions, "verify": True, "sent": route.sent, "placed": route.sent}
+            await self._tell(replica, "receive", **message)
+
+        left = [replica for replica in replicas if not replica.error]
+        await self._trainer.transfer(sent, run, left, Route(pulled, tuple(sorted(pulled))), prepare, receive)
 
     async def _commit(self, replica: Replica, one: Pass, sent: Sent | None) -> None:
         """Make sure that every worker holds the new state, and the right bytes."""

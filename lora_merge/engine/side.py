@@ -12,7 +12,9 @@ from ..stream.buckets import Slot, Table, extent
 from ..stream.filler import Places
 from .claim import Claim
 from .loader import Examination, Loader
-from .merger import Described, Merger, Update
+from .merger import Merger
+from .products import Described, Update
+from .pulled import Pulled
 from .receiver import Receiver
 from .sampler import Sampler
 from .sources import add_checksums
@@ -23,7 +25,7 @@ _SIDE = "_lora_merge"
 _TABLES = 8
 """Tables that are kept: those of a few streams, each as a push may change it until it fits."""
 _UPDATES = 2
-"""Descriptions of updates that are kept."""
+"""Descriptions of updates that are kept, and streams that are pulled."""
 
 
 class Coming(NamedTuple):
@@ -59,6 +61,7 @@ class Side:
         merger: merges updates onto the base that was brought last; None where none could be.
         updates: what was told of updates last, by digest.
         update: one that has come, until it is merged.
+        pulls: what one trainer exports, by the digest under which it was offered.
         began: whether a push has begun that neither ended nor was aborted.
         paused, waking: whether generation stands still because of a push, and whether the KV cache still sleeps.
         checksums, arrived: of a verified transfer: checksums by name, and whether the parameters hold these bits.
@@ -74,6 +77,8 @@ class Side:
         self.merger: Merger | None = None
         self.updates: dict[str, Described] = {}
         self.update: Update | None = None
+        self.pulls: dict[str, Pulled] = {}
+        self._puller = ""
         self.paused, self.waking = False, False
         self.checksums: dict[str, int] = {}
         self.arrived: dict[str, bool] = {}
@@ -101,7 +106,12 @@ class Side:
         return self.held
 
     def ready(self, digest: str) -> bool:
-        """Whether an update that was told under this digest can be merged onto what lies here."""
+        """Whether an update that was told under this digest can be merged onto what lies here, or a stream that was
+        offered under it can be pulled to where it was to go."""
+        if digest in self.pulls:
+            pulled = self.pulls[digest]
+            table = None if self.asleep() else self.tables.get(pulled.table)
+            return table is not None and self.loader.examine(pulled.table, table) is pulled.examination
         if self.merger is None or self.held.kind == "dirty":
             return False
         return digest in self.updates and not self.merger.lacks(self.updates[digest])
@@ -164,6 +174,17 @@ class Side:
         self.updates[digest] = said
         for old in list(self.updates)[:-_UPDATES]:
             del self.updates[old]
+
+    def keep_pull(self, digest: str, pulled: Pulled) -> None:
+        """What a trainer exports, which is in the middle of a push."""
+        kept = list(self.pulls)[-_UPDATES + 1 :] if self._puller == self.claim.owner else []
+        self.drop_pulls(kept)
+        self.pulls[digest], self._puller = pulled, self.claim.owner
+
+    def drop_pulls(self, kept: Sequence[str] = ()) -> None:
+        """Unmap what trainers export, but for these."""
+        for digest in self.pulls.keys() - set(kept):
+            self.pulls.pop(digest).close()
 
     # A transfer
 

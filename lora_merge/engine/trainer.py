@@ -349,15 +349,17 @@ class Trainer:
         """Give buffers and handles back, and the engines' tensors. Collective."""
         for digest in list(self._mapped):
             await self.unmap(digest)
-        await self.close_channels()
+        await self.close_channels(weights=True)
 
-    async def close_channels(self) -> None:
-        """Give buffers and handles back: workers let go first. Collective."""
-        sessions = self.sessions
-        if sessions:  # an engine that is gone has let go already
-            await side_by_side(
-                self.controls, lambda control: control.rpc("disconnect", sessions=sessions), self.controls
-            )
+    async def close_channels(self, *, weights: bool = False) -> None:
+        """Give buffers and handles back: workers let go first. Collective.
+
+        Args:
+            weights: they let go of the trainer's weights, too.
+        """
+        message = {"sessions": self.sessions, "weights": weights}
+        if self.sessions:  # an engine that is gone has let go already
+            await side_by_side(self.controls, lambda control: control.rpc("disconnect", **message), self.controls)
         await self.gather(None)
         for sender, _ in self._rounds:
             sender.close()

@@ -29,14 +29,14 @@ from ..stream.filler import Entry, Filler, Places
 from ..stream.weights import MergedWeights
 
 
-class Update:
-    """What training has changed since the base, as buckets: the factors first, then whole tensors.
+class Beside:
+    """What workers need beside a base that they can read, as buckets: adapters' factors first, then whole tensors.
 
     Args:
-        adapted: the stream of the model with its adapters; its settings are those of `base`.
+        adapted: the stream of the model with its adapters; its settings are those that fit the engines.
         whole: the stream of the tensors that go whole; None where there are none.
-        base: the stream of the base, as it fits the engines.
-        instead: what to do where only the trainer can merge it, in words.
+        base: digest of what is in the table of the base (`contents_of`); "" where the base is read with it.
+        straight: of the adapted stream, by name, what the engine makes of boxes of parameters and factors.
 
     Attributes:
         device: on which buckets are filled; may be set to another one than the model's.
@@ -45,26 +45,19 @@ class Update:
         changed: names of the tensors that it changes.
         whole_names: those of them that go whole.
 
-    Raises:
-        PushRefused: only the trainer can merge this; says why.
     """
 
-    def __init__(self, adapted: Filler, whole: Filler | None, base: Filler, bucket_bytes: int, instead: str) -> None:
+    def __init__(
+        self, adapted: Filler, whole: Filler | None, base: str, straight: Mapping[str, Entry], bucket_bytes: int
+    ) -> None:
         self.device, self._adapted, self.whole = adapted.device, adapted, whole
         self.collective = self.shared = not adapted.source.ranks.alone
         parts = adapted.source.parts
         self.whole_names = frozenset(() if whole is None else whole.entries)
-        straight = {
-            name: entry
-            for name, entry in adapted.entries.items()
-            if name not in self.whole_names and _by_factors(entry, parts)
-        }
-        _check(straight, parts, instead)
         numbers: dict[int, int] = {}
         deltas: list[Delta] = []
-        for entry in straight.values():
-            delta = parts[entry.sources[0]].delta
-            assert delta is not None
+        merged = {name: delta for name, e in straight.items() if (delta := parts[e.sources[0]].delta) is not None}
+        for delta in merged.values():
             if numbers.setdefault(id(delta), len(deltas)) == len(deltas):
                 deltas.append(delta)
         self._deltas = deltas
@@ -82,13 +75,12 @@ class Update:
         self.capacity = max([extent(slots) for slots in factors] + [0 if whole is None else whole.capacity])
         self.changed = self.whole_names.union(straight)
         self.said: dict[str, Any] = {
-            "base": contents_of(base.table),
+            "base": base,
             "slots": to_json(self.table),
             "factors": self._count,
             "deltas": [_described(delta, self._operands) for delta in deltas],
-            "tensors": [
-                [name, numbers[id(parts[entry.sources[0]].delta)], *_window(entry)] for name, entry in straight.items()
-            ],
+            "tensors": [[name, numbers[id(delta)]] for name, delta in merged.items()],
+            "windows": [[name, *_window(entry)] for name, entry in straight.items()],
         }
         self.digest = hashlib.blake2b(json.dumps(self.said).encode(), digest_size=16).hexdigest()
 
@@ -146,6 +138,10 @@ class Update:
                 self._operands.release()
 
 
+class Update(Beside):
+    """What training has changed since the base that an engine holds."""
+
+
 def converted(adapted: Filler) -> list[str]:
     """Names of the tensors that adapters change and that go whole, as only a conversion makes them: of the base's
     values."""
@@ -175,7 +171,7 @@ def _check(straight: Mapping[str, Entry], parts: Mapping[str, Part], instead: st
 
 def _window(entry: Entry) -> list[Any]:
     assert entry.window is not None
-    return [list(entry.window.start), list(entry.window.size), list(entry.window.dims), list(entry.meta.shape)]
+    return [list(entry.window.start), list(entry.window.size), list(entry.window.dims)]
 
 
 def _described(delta: Delta, operands: Operands) -> dict[str, Any]:
@@ -264,4 +260,8 @@ class Updates:
         )
         self._whole.left_out = frozenset(adapted.entries) - whole | self._adapted.left_out
         whole_filler = self._whole.filler() if whole else None
-        return Update(adapted, whole_filler, base, self._adapted.bucket_bytes, self.instead)
+        straight = {
+            name: entry for name, entry in adapted.entries.items() if name not in whole and _by_factors(entry, parts)
+        }
+        _check(straight, parts, self.instead)
+        return Update(adapted, whole_filler, contents_of(base.table), straight, self._adapted.bucket_bytes)

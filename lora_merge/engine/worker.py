@@ -15,7 +15,9 @@ from torch import Tensor
 
 from ..stream.buckets import Slot, extent, from_json
 from .loader import Examination
-from .merger import Described, Update, problems
+from .merger import problems
+from .products import Described, Update
+from .pulled import Pulled
 from .side import Coming, Side
 from .state import State
 from .transport import Received, introduction
@@ -199,6 +201,45 @@ def _exports(worker: Worker, side: Side, digest: str) -> dict[str, Any]:
     return side.loader.examine(digest, side.tables[digest]).exports.description
 
 
+def _blocked(worker: Worker, side: Side, digest: str) -> dict[str, Any]:
+    """Names of the tensors of an examined table that are more here than boxes of parameters in their dtype."""
+    found = side.loader.examine(digest, side.tables[digest])
+    return {"blocked": sorted(found.staged.union(found.copies).difference(found.places.views))}
+
+
+def _offer(
+    worker: Worker,
+    side: Side,
+    digest: str,
+    update: str,
+    table: str,
+    sources: Sequence[Mapping[str, Any]],
+    said: Any = None,
+) -> dict[str, Any]:
+    """Map what a trainer exports, to be pulled from.
+
+    Args:
+        digest: of all of this.
+        update: digest of `said`.
+        table: digest of the table of the stream, which was examined.
+        sources: what each rank exports.
+        said: as of `_examine_update`.
+    """
+    if said is not None:
+        side.keep_update(update, Described.read(said))
+    if update not in side.updates:
+        return {"unknown": True}
+    if side.ready(digest):
+        return {"why": ""}
+    examination = side.loader.examine(table, side.tables[table])
+    try:
+        pulled = Pulled(side.updates[update], table, examination, sources, worker.device)
+    except (RuntimeError, OSError) as error:
+        return {"why": f"the trainer's memory cannot be mapped there: {told(error)}"}
+    side.keep_pull(digest, pulled)
+    return {"why": ""}
+
+
 def _adapter_modules(worker: Worker, side: Side, modules: list[str]) -> dict[str, Any]:
     """Modules that this engine cannot adapt."""
     return {"unserved": worker.unserved(modules)}
@@ -269,6 +310,38 @@ def _receive(
 
     side.take(table, load, verify, examination.places, sent, placed)
     if worker.device.type == "cuda":
+        torch.cuda.current_stream(worker.device).synchronize()
+    side.came()
+    return {}
+
+
+def _pull(
+    worker: Worker, side: Side, digest: str, scalings: list[list[float]], run: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Take what comes in buckets, and read the rest where the trainer has it.
+
+    Args:
+        digest: under which it was offered.
+        scalings: of each adapter of each delta.
+        run: arguments of `Plan.run`.
+    """
+    pulled = side.pulls.get(digest)
+    if side.coming is None or pulled is None or pulled.examination is not side.coming.examination:
+        raise RuntimeError("a push has to begin, and to have been offered, before it is pulled; push again")
+    said, update = pulled.said, Update(pulled.said, scalings)
+    keep = _nothing if side.coming.merger is None else side.coming.merger.keep
+
+    def take(slots: Sequence[Slot], received: Received) -> None:
+        assert received.data is not None
+        if received.index < said.factors:
+            update.data.append(received.data[: extent(slots)].to(side.device, copy=True))
+        else:
+            side.loader.load(pulled.examination, (digest, received.index), slots, received.data, keep)
+
+    if said.table:
+        side.take(said.table, take, verify=False)
+    pulled.merge(update, run)
+    if worker.device.type == "cuda":  # from the answer on the trainer may write to its weights
         torch.cuda.current_stream(worker.device).synchronize()
     side.came()
     return {}
@@ -388,10 +461,16 @@ def _end(worker: Worker, side: Side, owner: str, **notes: bool) -> dict[str, Any
     return {}
 
 
-def _disconnect(worker: Worker, side: Side, sessions: list[str]) -> dict[str, Any]:
-    """Let go of a trainer's memory, before the trainer frees it."""
+def _disconnect(worker: Worker, side: Side, sessions: list[str], weights: bool) -> dict[str, Any]:
+    """Let go of a trainer's buffers, before the trainer frees them.
+
+    Args:
+        weights: and of its weights.
+    """
     if side.receiver is not None and side.receiver.session in sessions:
         side.disconnect()
+        if weights:
+            side.drop_pulls()
     return {}
 
 
@@ -400,10 +479,13 @@ OPS: dict[str, Op] = {
     "examine": _examine,
     "examine_update": _examine_update,
     "exports": _exports,
+    "blocked": _blocked,
+    "offer": _offer,
     "adapter_modules": _adapter_modules,
     "connect": _connect,
     "start": _start,
     "receive": _receive,
+    "pull": _pull,
     "update": _update,
     "merge": _merge,
     "adapter": _adapter,

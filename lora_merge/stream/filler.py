@@ -270,6 +270,14 @@ class Filler:
         views = ([v for slot in slots for _, _, v in self._held(self.entries[slot.name], slot.box)] for slots in own)
         return max((sum(needed(v) for v in some if v.device != self.device) for some in views), default=0)
 
+    def held(self, name: str, box: Box) -> list[tuple[tuple[int, ...], Tensor]]:
+        """The live parameter's views that make up a box of a tensor, each with its start in the whole parameter."""
+        return [(start, view) for start, _, view in self._held(self.entries[name], box)]
+
+    def windows(self) -> list[str]:
+        """Names of the tensors of which each rank sends boxes of parameters, as it holds them."""
+        return [name for name in self.entries if name not in self._wholly]
+
     def _held(self, entry: Entry, box: Box) -> list[tuple[tuple[int, ...], Box, Tensor]]:
         """The live parameter's views that make up a box of a tensor; see `Shard.views`."""
         assert entry.window is not None

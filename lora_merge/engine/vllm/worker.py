@@ -33,7 +33,7 @@ _BARRED = "flashinfer_moe_ep"
 """Where vLLM has experts whose layout cannot be loaded again; it does not choose them for an engine that was started
 for weight transfer (0.32)."""
 _OPS = {**OPS, **own.OPS}
-_LOADING = {"receive", "merge", "reread"}
+_LOADING = {"receive", "pull", "merge", "reread"}
 """Operations in which layers are laid out anew, on all workers of an engine at once."""
 
 
