@@ -20,7 +20,8 @@ from torch import Tensor
 from ..shards import Box
 from ..stream.buckets import dtype_name, dtype_of
 from ..stream.filler import Places
-from .memory import SHARED, CudaMemory, NotExported, SharedFiles, allocations, exported
+from .memory import CudaMemory, NotExported, SharedFiles, allocations, exported
+from .waiting import SHARED
 
 Found: TypeAlias = Mapping[str, Any]
 """A worker's `Exports.description`."""

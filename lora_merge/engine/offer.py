@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -149,6 +149,7 @@ class PullOffer:
     def __init__(self, trainer: Trainer, weights: MergedWeights) -> None:
         self._trainer, self._pulls = trainer, Pulls(weights)
         self._last: Pull | None = None
+        self._refused: tuple[Any, ...] = (None, (), "")
 
     def known(self) -> list[str]:
         """Under which workers know the last one, if there was one."""
@@ -159,13 +160,26 @@ class PullOffer:
         self._pulls.release()
 
     async def __call__(self, stream: Filler, replicas: Sequence[Replica]) -> tuple[Pull | None, str]:
-        """The stream; None where some worker cannot read it, and why, in words. Collective.
+        """The stream; None where some worker cannot read it, and why, in words; "" where that goes without saying.
+        Collective.
 
         Args:
             stream: as it fits the engines, which know its table.
         """
-        trainer, last = self._trainer, self._last
         workers = [worker for replica in replicas for worker in replica.workers]
+        who = [(worker["host"], worker["pid"], worker["device"]) for worker in workers]
+        if self._refused[:2] == (stream, who):  # a model whose memory is elsewhere is another stream
+            return None, self._refused[2]
+        pull, why = await self._offered(stream, replicas, workers)
+        self._refused = (stream, who, why) if pull is None else (None, (), "")
+        return pull, why
+
+    async def _offered(
+        self, stream: Filler, replicas: Sequence[Replica], workers: Sequence[Mapping[str, Any]]
+    ) -> tuple[Pull | None, str]:
+        trainer, last = self._trainer, self._last
+        if any(worker["device"] != "cpu" for worker in workers):
+            return None, ""  # it was run on no GPU so far
         same = last is not None and last.stream is stream and last.stays()
         if all(
             await trainer.gather(

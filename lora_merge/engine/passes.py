@@ -209,7 +209,7 @@ class Passes:
             if pull is not None:
                 report.buckets = ""
                 return Pass(state, pull, replicas, Route.of_buckets(pull), changed)
-            report.buckets = f"{found.why}; and {why}"
+            report.buckets = f"{found.why}; and {why}" if why else found.why
         return Pass(state, filler, replicas, self._trainer.route(filler, filler.digest, verify), changed)
 
 

@@ -75,7 +75,7 @@ def _boxes(stream: Filler, names: Container[str]) -> Places:
 def unreadable(stream: Filler) -> str:
     """Why other processes cannot read what this rank holds of a stream, in words; "" where they can."""
     if stream.device.type != "cpu":
-        return "the trainer's weights are read by workers on CPUs alone so far"  # measured on no GPU
+        return "the trainer's weights lie on another device than the workers'"
     for part in stream.source.parts.values():
         if any(isinstance(piece.tensor, Packed) for piece in part.shard.pieces):
             return f"{part.name} is quantised"

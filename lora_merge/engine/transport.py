@@ -4,7 +4,7 @@
 |---|---|---|
 | local | same process | merged straight into the engine's tensors; buckets that the worker pulls for the rest |
 | write | same host, where the engine's memory can be mapped | merged straight into the engine's tensors (mapped.py) |
-| pull | same host, where the trainer's memory can be mapped and the engine's cannot | workers read and merge (pull.py) |
+| pull | same host, where the trainer's memory can be mapped, the engine's not | workers read and merge (pull.py) |
 | shm | CPU, same host | two buffers in POSIX shared memory |
 | ipc | same GPU, other process | two buffers of a cudaMalloc of their own, opened by the worker |
 | nccl | other GPUs | one broadcast a bucket, from trainer rank 0 to the workers of a replica |
