@@ -83,6 +83,22 @@ def test_nothing_cached_is_used_again(started: Any) -> None:
     sync.close()
 
 
+def test_schedulers_read_the_trainer_s_weights_where_they_lie(started: Any) -> None:
+    """Where these are in shared memory; what has moved since is not read."""
+    model = policy()
+    sync = SglangSync(model, started, bucket_bytes=BUCKET)
+    for step, share in enumerate([True, True, False, True]):
+        for parameter in model.parameters():
+            moved = parameter.detach().clone()
+            parameter.data = moved.share_memory_() if share else moved
+        report = sync.push(verify=step == 1)
+        assert report.transports == (("pull", "shm") if share else ("shm",)), step
+        assert report.coverage == 1
+        assert_answers(ask(started), model)
+        policies.train(model, step)
+    sync.close()
+
+
 def wrong_shape(model: Any) -> None:
     model.model.layers[1].self_attn.q_proj = nn.Linear(128, 64)
 
