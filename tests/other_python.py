@@ -12,6 +12,7 @@ import _C
 
 ROWS, COLS, RANK, SCALING = 3, 5, 2, 0.5
 FLOAT32 = 2
+WORDS = 32  # of a segment: csrc/layout.h
 source = (ctypes.c_float * (ROWS * COLS))(*range(ROWS * COLS))
 out = (ctypes.c_float * (ROWS * COLS))()
 lora_A = (ctypes.c_float * (RANK * COLS))(*(i + 1 for i in range(RANK * COLS)))
@@ -19,7 +20,8 @@ lora_B = (ctypes.c_float * (ROWS * RANK))(*(2 * i - 3 for i in range(ROWS * RANK
 words = [ctypes.addressof(t) for t in (source, out, lora_A, lora_B)] + [0, ROWS, COLS, RANK]
 words += [COLS, 1, COLS, 1, COLS, 1, RANK, 1]  # strides
 words += [struct.unpack("q", struct.pack("d", SCALING))[0]]
-words += [FLOAT32 | FLOAT32 << 8 | FLOAT32 << 16 | FLOAT32 << 24, 7, 0, COLS, 1, 0, 0]
+words += [FLOAT32 | FLOAT32 << 8 | FLOAT32 << 16 | FLOAT32 << 24, 7, 0, COLS, 1]
+words += [0] * (WORDS - len(words))  # nothing is packed; the backend sets the last two
 table = (ctypes.c_int64 * len(words))(*words)
 _C.launch_cpu(ctypes.addressof(table), 1, False, 0)
 for i in range(ROWS):
