@@ -26,18 +26,18 @@ _SIZES = {
 _EXPERTS = {"num_experts_per_tok": 2, "head_dim": 8, "num_hidden_layers": 1}
 
 
-def qwen2(tied: bool = False) -> nn.Module:
+def qwen2(tied: bool = False, **sizes: int) -> nn.Module:
     """Biases on q, k and v; an untied or tied head."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    return Qwen2ForCausalLM(Qwen2Config(**_SIZES, tie_word_embeddings=tied))
+    return Qwen2ForCausalLM(Qwen2Config(**(_SIZES | sizes), tie_word_embeddings=tied))
 
 
-def gpt2() -> nn.Module:
+def gpt2(width: int = 32) -> nn.Module:
     """Conv1D weights, stored `[in, out]`; a tied head."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    sizes = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    sizes = {"vocab_size": VOCABULARY, "n_embd": width, "n_layer": 2, "n_head": 4, "n_positions": 64}
     return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=2))
 
 

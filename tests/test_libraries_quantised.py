@@ -33,7 +33,7 @@ from lora_merge import (
 )
 from lora_merge.kernels.packed import Packed
 from lora_merge.kernels.reference import round_once
-from lora_merge.shards.bitsandbytes import bits, shard_of
+from lora_merge.shards.bitsandbytes import _decodes_rows, bits, shard_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -44,6 +44,14 @@ FOUR: dict[str, dict[str, Any]] = {
     "fp4 in bfloat16": {"quant_type": "fp4", "compress_statistics": False, "quant_storage": torch.bfloat16},
     "nf4 in float32": {"quant_type": "nf4", "quant_storage": torch.float32},
 }
+
+
+# Whole blocks in each row: over the ends of rows bitsandbytes' own kernel for AVX-512 takes other blocks' scales.
+ROW, WIDE = 64, 128
+
+
+def qwen2(tied: bool = False) -> nn.Module:
+    return models.qwen2(tied, hidden_size=ROW, intermediate_size=WIDE)
 
 
 def four_bits(layer: nn.Linear, **options: Any) -> nn.Linear:
@@ -93,9 +101,11 @@ def with_lora(build: Callable[[], nn.Module], **config: Any) -> PeftModel:
 
 
 def base_of(module: Any) -> Tensor:
-    """What bitsandbytes itself makes of a layer's weight."""
+    """What bitsandbytes itself makes of a layer's weight: as one row, of which its kernels are right everywhere."""
     if bits(module) == 4:
-        return F.dequantize_4bit(module.weight.data, module.weight.quant_state)
+        state = copy.copy(module.weight.quant_state)
+        shape, state.shape = state.shape, torch.Size((1, state.shape.numel()))
+        return F.dequantize_4bit(module.weight.data, state).view(shape)
     if bits(module) == 8:
         SCB = module.weight.SCB if module.weight.SCB is not None else module.state.SCB
         return F.int8_vectorwise_dequant(module.weight.data, SCB)
@@ -147,8 +157,9 @@ def assert_streams(
 
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
 @pytest.mark.parametrize("double", [False, True])
-def test_decoded_bits(backend: Backend, quant_type: str, double: bool) -> None:
+def test_decoded_bits(backend: Backend, quant_type: str, double: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of bitsandbytes, every code, dtype and block size, ragged and odd shapes."""
+    monkeypatch.setattr("lora_merge.shards.bitsandbytes._decodes_rows", lambda *sizes: True)
     shapes = [(64, 128), (7, 130), (3, 100)] if backend.compiled else [(7, 130)]
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for blocksize in (32, 64, 128, 512, 4096):
@@ -183,10 +194,10 @@ def test_decoded_bits_of_int8(backend: Backend) -> None:
 @pytest.mark.parametrize("case", FOUR)
 def test_qlora(case: str) -> None:
     """Of PEFT's own layers; the merged checkpoint's names; and the policy is that of the merged weights."""
-    model = with_lora(lambda: quantised(models.qwen2().bfloat16(), **FOUR[case]))
+    model = with_lora(lambda: quantised(qwen2().bfloat16(), **FOUR[case]))
     assert type(model.get_base_model().model.layers[0].self_attn.q_proj).__module__ == "peft.tuners.lora.bnb"
     got = assert_streams(model)
-    plain = models.qwen2().bfloat16()
+    plain = qwen2().bfloat16()
     assert set(got) == set(plain.state_dict())
     plain.load_state_dict(got)
     with torch.no_grad():
@@ -207,7 +218,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("make", [four_bits, eight_bits])
 @pytest.mark.parametrize("case", ADAPTERS)
 def test_adapters(case: str, make: Callable[..., nn.Linear]) -> None:
-    model = with_lora(lambda: quantised(models.qwen2().bfloat16(), make), **ADAPTERS[case])
+    model = with_lora(lambda: quantised(qwen2().bfloat16(), make), **ADAPTERS[case])
     if case == "trained whole":
         head = model.get_base_model().lm_head.modules_to_save["default"]
         head.weight.data.normal_()
@@ -218,7 +229,7 @@ def test_adapters(case: str, make: Callable[..., nn.Linear]) -> None:
 
 
 def test_lora_bias() -> None:
-    model = with_lora(lambda: quantised(models.qwen2().bfloat16()), target_modules=["q_proj"], lora_bias=True)
+    model = with_lora(lambda: quantised(qwen2().bfloat16()), target_modules=["q_proj"], lora_bias=True)
     got, layer = dict(MergedWeights(model)), model.get_base_model().model.layers[1].self_attn.q_proj
     wanted = layer.base_layer.bias.double() + layer.scaling["default"] * layer.lora_B["default"].bias.double()
     assert_same_bits(got["model.layers.1.self_attn.q_proj.bias"], round_once(wanted, torch.bfloat16))
@@ -228,12 +239,12 @@ def test_lora_bias() -> None:
 @pytest.mark.parametrize("base", [torch.float16, torch.float32])
 def test_dtypes(base: torch.dtype, dtype: torch.dtype | None) -> None:
     """The stream has the dtype of the state that was quantised, or what is asked for."""
-    model = with_lora(lambda: quantised(models.qwen2().to(base), quant_type="nf4"))
+    model = with_lora(lambda: quantised(qwen2().to(base), quant_type="nf4"))
     assert_streams(model, dtype or base, MergedWeights(model, dtype=dtype))
 
 
 def test_stochastic() -> None:
-    model = with_lora(lambda: quantised(models.qwen2().bfloat16(), quant_type="nf4"))
+    model = with_lora(lambda: quantised(qwen2().bfloat16(), quant_type="nf4"))
     right = exact(model)
     for name, tensor in MergedWeights(model, rounding="stochastic"):
         if name in right:
@@ -243,12 +254,12 @@ def test_stochastic() -> None:
 
 def test_tied_and_embeddings() -> None:
     """A tied head beside quantised layers; embeddings that are quantised themselves."""
-    tied = with_lora(lambda: quantised(models.qwen2(tied=True).bfloat16()), target_modules=["q_proj"])
+    tied = with_lora(lambda: quantised(qwen2(tied=True).bfloat16()), target_modules=["q_proj"])
     assert "lm_head.weight" not in dict(MergedWeights(tied))
-    model = quantised(models.qwen2().bfloat16())
+    model = quantised(qwen2().bfloat16())
     for make in (bnb.nn.EmbeddingNF4, bnb.nn.Embedding8bit):
-        embedding = make(models.VOCABULARY, 32, dtype=torch.bfloat16)
-        embedding.load_state_dict(models.qwen2().bfloat16().model.embed_tokens.state_dict())
+        embedding = make(models.VOCABULARY, ROW, dtype=torch.bfloat16)
+        embedding.load_state_dict(qwen2().bfloat16().model.embed_tokens.state_dict())
         model.model.embed_tokens = embedding.to("cpu")
         got = dict(MergedWeights(model))["model.embed_tokens.weight"]
         rows = embedding(torch.arange(models.VOCABULARY))
@@ -262,7 +273,7 @@ def test_mixed_formats() -> None:
     """NF4, FP4, int8 and plain layers in one model, as llm_int8_skip_modules and hands leave it."""
 
     def build() -> nn.Module:
-        model = quantised(models.qwen2().bfloat16(), skip=("lm_head", "v_proj", "k_proj", "o_proj"), quant_type="nf4")
+        model = quantised(qwen2().bfloat16(), skip=("lm_head", "v_proj", "k_proj", "o_proj"), quant_type="nf4")
         attention = model.model.layers[0].self_attn
         attention.k_proj = four_bits(attention.k_proj, quant_type="fp4")
         attention.o_proj = eight_bits(attention.o_proj)
@@ -275,7 +286,7 @@ def test_transformers(tmp_path: Path) -> None:
     """A model as transformers loads it, and as it saves and loads it quantised."""
     from transformers import BitsAndBytesConfig, Qwen2ForCausalLM
 
-    models.qwen2().bfloat16().save_pretrained(tmp_path / "plain")
+    qwen2().bfloat16().save_pretrained(tmp_path / "plain")
     for number, options in enumerate((
         {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
         {"load_in_4bit": True, "bnb_4bit_quant_storage": torch.bfloat16, "llm_int8_skip_modules": ["v_proj"]},
@@ -298,7 +309,7 @@ def test_conv1d(bits: int, tmp_path: Path) -> None:
     """transformers quantises GPT-2's weights, `[in, out]` in checkpoints, as those of linear layers."""
     from transformers import BitsAndBytesConfig, GPT2LMHeadModel
 
-    models.gpt2().bfloat16().save_pretrained(tmp_path)
+    models.gpt2(ROW).bfloat16().save_pretrained(tmp_path)
     config = BitsAndBytesConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8)
     base = GPT2LMHeadModel.from_pretrained(tmp_path, quantization_config=config, device_map="cpu", dtype=torch.bfloat16)
     model = with_lora(lambda: base, target_modules=["c_attn", "c_proj"])
@@ -311,7 +322,7 @@ def test_conv1d(bits: int, tmp_path: Path) -> None:
 
 def test_steps() -> None:
     """Adapters that train are followed; a layer that is quantised anew, or moved, is read anew."""
-    model = with_lora(lambda: quantised(models.qwen2().bfloat16(), quant_type="nf4"), target_modules=["q_proj"])
+    model = with_lora(lambda: quantised(qwen2().bfloat16(), quant_type="nf4"), target_modules=["q_proj"])
     stream = MergedWeights(model)
 
     def check() -> None:
@@ -330,7 +341,7 @@ def test_steps() -> None:
     state = layer.base_layer.weight.quant_state
     state.absmax = state.absmax.flip(0).clone()
     check()
-    layer.base_layer = four_bits(nn.Linear(32, 32).bfloat16(), quant_type="fp4")
+    layer.base_layer = four_bits(nn.Linear(ROW, ROW).bfloat16(), quant_type="fp4")
     check()
     with torch.no_grad():
         model(models.tokens())
@@ -339,7 +350,7 @@ def test_steps() -> None:
 
 def test_int8_before_and_after_a_forward() -> None:
     """Which moves codes and statistics from the parameter to the layer's state."""
-    model = with_lora(lambda: quantised(models.qwen2().bfloat16(), eight_bits))
+    model = with_lora(lambda: quantised(qwen2().bfloat16(), eight_bits))
     stream = MergedWeights(model)
     before = {name: tensor.clone() for name, tensor in stream}
     model.train()(models.tokens())
@@ -349,13 +360,13 @@ def test_int8_before_and_after_a_forward() -> None:
 
 
 def test_nothing_is_decoded_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = with_lora(lambda: quantised(models.qwen2().bfloat16(), quant_type="nf4"), use_dora=True)
+    model = with_lora(lambda: quantised(qwen2().bfloat16(), quant_type="nf4"), use_dora=True)
 
     def refuse(self: Packed) -> Tensor:
         raise AssertionError(f"decoded {self}")
 
     monkeypatch.setattr(Packed, "decoded", refuse)
-    assert len(dict(MergedWeights(model))) == len(models.qwen2().state_dict())
+    assert len(dict(MergedWeights(model))) == len(qwen2().state_dict())
 
 
 # ---- refused ---------------------------------------------------------------------------------------------------------
@@ -363,7 +374,7 @@ def test_nothing_is_decoded_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_in_place_is_refused() -> None:
     for make in (four_bits, eight_bits):
-        model = with_lora(lambda make=make: quantised(models.qwen2().bfloat16(), make))
+        model = with_lora(lambda make=make: quantised(qwen2().bfloat16(), make))
         with (
             pytest.raises(UnsupportedAdapter, match=r"q_proj.weight: the base is quantised .*MergedWeights"),
             merged(model),
@@ -374,7 +385,7 @@ def test_in_place_is_refused() -> None:
 
 def bare(change: Callable[[Any], object]) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
-        model = quantised(models.qwen2().bfloat16(), quant_type="nf4")
+        model = quantised(qwen2().bfloat16(), quant_type="nf4")
         change(model.model.layers[1].mlp.up_proj)
         return model
 
@@ -417,15 +428,45 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         r"up_proj.weight: state2.absmax .*float32 of .*got torch.float16.*do not convert it",
     ),
     "turned over": (
-        bare(lambda layer: setattr(layer.weight.quant_state, "shape", torch.Size((32, 48)))),
-        r"up_proj.weight: quantised from a weight of shape .*32, 48.*in a layer of .48, 32",
+        bare(lambda layer: setattr(layer.weight.quant_state, "shape", torch.Size((ROW, WIDE)))),
+        r"up_proj.weight: quantised from a weight of shape .*64, 128.*in a layer of .128, 64",
     ),
     "moved": (lambda: nn.Sequential(moved()), r"0.weight: .*other codes than those of its weight .64, 64.*anew"),
     "too few codes": (
         bare(lambda layer: setattr(layer.weight, "data", layer.weight.data[:100])),
-        "up_proj.weight: 100 bytes hold no 1536",
+        "up_proj.weight: 100 bytes hold no 8192",
     ),
 }  # fmt: skip
+
+
+def by_rows(codes: Tensor, absmax: Tensor, blocksize: int, quant_type: str, shape: tuple[int, ...]) -> Tensor:
+    """What bitsandbytes 0.50's kernel for AVX-512 computes, wherever this runs."""
+    code = F.get_4bit_type(quant_type, device="cpu", blocksize=64)
+    rows, cols = shape
+    found = code[torch.stack((codes >> 4, codes & 15), -1).flatten().long()].view(rows, cols)
+    if cols % 16 or blocksize >= 2048:
+        return (found.flatten() * absmax.repeat_interleave(blocksize)[: found.numel()]).view(rows, cols)
+    block = torch.arange(rows)[:, None] * (cols // blocksize) + torch.arange(cols) // blocksize
+    return found * absmax[block]
+
+
+@pytest.mark.parametrize("cols", [32, 48, 80, 96])
+def test_what_bitsandbytes_decodes_with_other_scales_is_refused(cols: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the name of the weight, on a CPU where it does; nowhere else, and no weight whose blocks end with its rows."""
+    module = "lora_merge.shards.bitsandbytes"
+    layer = nn.Sequential(four_bits(nn.Linear(cols, 40).bfloat16(), quant_type="nf4"))
+    monkeypatch.setattr(f"{module}._decodes_rows", _decodes_rows.__wrapped__)  # without what it keeps
+    monkeypatch.setattr(f"{module}._decode", by_rows)
+    with pytest.raises(
+        InvalidInput, match=rf"0.weight: .*rows of {cols} codes in blocks of 64.*move the model to a GPU"
+    ):
+        dict(MergedWeights(layer))
+    for blocksize in (32, 4096) if cols % 32 == 0 else (4096,):
+        weight = bnb.nn.Params4bit(torch.randn(40, cols), blocksize=blocksize, module=layer[0])
+        layer[0].weight = weight.to("cpu")
+        dict(MergedWeights(layer))
+    monkeypatch.undo()
+    assert _decodes_rows(30, 64, "nf4")  # not by that kernel
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -437,7 +478,7 @@ def test_refused(case: str) -> None:
 
 def test_a_forward_on_the_cpu_may_pack_anew() -> None:
     """Where bitsandbytes has AVX-512 with bf16 a forward in eval mode changes the weights; in train mode none does."""
-    model = with_lora(lambda: quantised(models.qwen2().bfloat16(), quant_type="nf4"))
+    model = with_lora(lambda: quantised(qwen2().bfloat16(), quant_type="nf4"))
     before = {name: tensor.clone() for name, tensor in MergedWeights(model)}
     model.train()(models.tokens())
     for name, tensor in MergedWeights(model):
@@ -451,7 +492,7 @@ def sharded(rank: int, storage: torch.dtype, strategy: str | None) -> None:
     """Each rank reads its own codes, wherever blocks end, and the stream is that of the whole model."""
 
     def build() -> PeftModel:
-        model = with_lora(lambda: quantised(models.qwen2().bfloat16(), quant_type="nf4", quant_storage=storage))
+        model = with_lora(lambda: quantised(qwen2().bfloat16(), quant_type="nf4", quant_storage=storage))
         return model.bfloat16() if storage == torch.bfloat16 else model
 
     torch.manual_seed(1)
@@ -484,7 +525,7 @@ def test_a_saved_checkpoint_is_plain(tmp_path: Path) -> None:
     """save_merged of a QLoRA model: merged weights in bfloat16, and a config that does not call them quantised."""
     from transformers import BitsAndBytesConfig, Qwen2ForCausalLM
 
-    models.qwen2().bfloat16().save_pretrained(tmp_path / "plain")
+    qwen2().bfloat16().save_pretrained(tmp_path / "plain")
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
     base = Qwen2ForCausalLM.from_pretrained(
         tmp_path / "plain", quantization_config=config, device_map="cpu", dtype=torch.bfloat16
@@ -499,7 +540,7 @@ def test_a_saved_checkpoint_is_plain(tmp_path: Path) -> None:
 
 
 def flat(rank: int) -> None:
-    model = with_lora(lambda: quantised(models.qwen2().bfloat16(), quant_storage=torch.bfloat16)).bfloat16()
+    model = with_lora(lambda: quantised(qwen2().bfloat16(), quant_storage=torch.bfloat16)).bfloat16()
     wrapped = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
     with pytest.raises(LoraMergeError, match=r"q_proj: .*flat parameter of FSDP1.*use FSDP2"):
         list(MergedWeights(wrapped))

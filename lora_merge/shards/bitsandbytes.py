@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -81,6 +82,13 @@ def _shard_of(name: str, owner: Any, tensor: Any) -> Shard:
         return whole(_int8(name, owner, tensor).tensor(tuple(tensor.shape)))
     state = _state(name, owner, tensor)
     shape, count = tuple(state.shape), prod(state.shape)
+    if tensor.device.type == "cpu" and not _decodes_rows(shape[-1], state.blocksize, state.quant_type):
+        raise InvalidInput(
+            f"{name}: bitsandbytes decodes rows of {shape[-1]} codes in blocks of {state.blocksize} with the scales of "
+            "other blocks on this CPU (its kernel for AVX-512 wants blocks that divide a row), so that the policy "
+            "multiplies with other weights than these codes stand for; quantise it with a blocksize that divides its "
+            "rows, or move the model to a GPU"
+        )
     stored = fsdp2.shard_of(name, tensor) if hasattr(tensor, "_local_tensor") else None
     if stored is None:
         packed = _codes4(name, state, _plain(tensor), 0)
@@ -177,6 +185,29 @@ def _state(name: str, owner: Any, weight: Any) -> Any:
             f"twice; make it of {state.dtype}"
         )
     return state
+
+
+@cache
+def _decodes_rows(cols: int, blocksize: int, quant_type: str) -> bool:
+    """Whether bitsandbytes itself decodes a weight of rows of `cols` codes with the right scales on this CPU.
+
+    Its kernel for AVX-512 counts `cols // blocksize` blocks in each row, also where blocks reach over the end of a row
+    (`dequantizeBlockwise4bitCpu`, releases up to 0.50). Tried on a small weight, whose scales are all different.
+    """
+    if cols % blocksize == 0:
+        return True
+    rows = 2 * (blocksize // cols + 2)  # more than two blocks, of an even number of codes
+    scales = torch.arange(1.0, -(-rows * cols // blocksize) + 1)
+    got = _decode(
+        torch.full((rows * cols // 2, 1), 0xFF, dtype=torch.uint8), scales, blocksize, quant_type, (rows, cols)
+    )
+    wanted = got.flatten()[0] * scales.repeat_interleave(blocksize)[: rows * cols]  # one code, times each scale
+    return torch.equal(got.flatten(), wanted)
+
+
+def _decode(codes: Tensor, absmax: Tensor, blocksize: int, quant_type: str, shape: tuple[int, ...]) -> Tensor:
+    """By bitsandbytes itself, to float32."""
+    return torch.ops.bitsandbytes.dequantize_4bit(codes, absmax, blocksize, quant_type, shape, torch.float32)
 
 
 def _codes4(name: str, state: Any, stored: Tensor, begin: int) -> Codes:
