@@ -20,7 +20,7 @@ def bitsandbytes(folder: Path, **options: Any) -> nn.Module:
     from transformers import BitsAndBytesConfig, Qwen2ForCausalLM
 
     config = BitsAndBytesConfig(**options)
-    models.qwen2().save_pretrained(folder)
+    models.qwen2(hidden_size=64, intermediate_size=128).save_pretrained(folder)  # whole blocks in each row
     return Qwen2ForCausalLM.from_pretrained(folder, quantization_config=config, device_map="cpu", dtype=torch.bfloat16)
 
 
