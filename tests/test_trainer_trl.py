@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import bitsandbytes as bnb
 import engines
 import pytest
 import torch
@@ -16,7 +17,7 @@ from engines import ask, assert_answers
 from peft import PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTuner
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from trl import GRPOTrainer
 from trl_training import (
     arguments,
@@ -50,13 +51,14 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trainer_of(base: Path, tmp_path: Path) -> Iterator[TrainerOf]:
     with trl_training.letting_go() as note:
 
-        def make(model: Any = None, peft: Any = None, **changes: Any) -> GRPOTrainer:
+        def make(model: Any = None, peft: Any = None, quantization: Any = None, **changes: Any) -> GRPOTrainer:
             trainer = GRPOTrainer(
                 model=str(base) if model is None else model,
                 reward_funcs=vowels,
                 args=arguments(tmp_path, **changes),
                 train_dataset=prompts(),
                 peft_config=peft,
+                quantization_config=quantization,
             )
             return note(trainer)
 
@@ -133,6 +135,38 @@ def test_policies(kind: str, base: Path, trainer_of: TrainerOf) -> None:
     else:
         wanted = policy(base, trainer.model.state_dict(), *([config] if config is not None else []))
     assert_answers(ask(kept[0]), wanted)
+
+
+def dequantised(model: nn.Module, base: Path) -> nn.Module:
+    """A QLoRA policy in float64: what bitsandbytes makes of its codes, and PEFT's adapters beside it."""
+    plain = get_peft_model(AutoModelForCausalLM.from_pretrained(base), lora())
+    state = model.state_dict()
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            if isinstance(module, bnb.nn.Linear4bit):
+                decoded = bnb.functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
+                plain.get_submodule(name).weight.copy_(decoded)
+        for name, parameter in plain.named_parameters():
+            if "base_layer.weight" not in name:
+                parameter.copy_(state[name])
+    return plain.double().eval()
+
+
+@pytest.mark.parametrize("mode", ["merged", "adapter"])
+def test_qlora(mode: str, base: Path, trainer_of: TrainerOf) -> None:
+    """A base of 4-bit codes, which are never written; the engine answers as what they stand for, and the adapters."""
+    codes = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    trainer = trainer_of(peft=lora(), quantization=codes, learning_rate=1e-3)
+    before = base_weights(trainer.model)
+    assert any(isinstance(module, bnb.nn.Linear4bit) for module in trainer.model.modules())
+    # TRL makes adapters bf16, in which PEFT multiplies beside float32 codes: products are cut to 2^-9, weights are not.
+    rollout = lm.attach(trainer, mode=mode, check=0.1, verify=True)
+    assert rollout is not None
+    trainer.train()
+    assert changed(trainer.model, before) == 0
+    assert logged(trainer, "lora_merge/coverage") == 3 * [1.0]
+    rollout.sync_weights()
+    assert_answers(ask(kept[0]), dequantised(trainer.model, base))
 
 
 def test_resume(base: Path, trainer_of: TrainerOf) -> None:

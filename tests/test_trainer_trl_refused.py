@@ -9,12 +9,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import bitsandbytes as bnb
 import engines
 import pytest
 import torch
+import trl.generation.vllm_generation
 import trl_training
 from engines import ask, assert_answers
-from transformers import BitsAndBytesConfig
 from trl import GRPOConfig, GRPOTrainer
 from trl.experimental.async_grpo import AsyncGRPOTrainer
 from trl.experimental.online_dpo import OnlineDPOTrainer
@@ -27,7 +28,7 @@ from lora_merge.engine.vllm import plugin
 from lora_merge.engine.vllm.loader import Loader
 from lora_merge.integrations.takeover import TrainerRefused
 from lora_merge.integrations.telling import PolicyGap
-from lora_merge.integrations.trl.switch import _attached_first, max_lora_rank
+from lora_merge.integrations.trl.switch import _attached_first, _prepare_engine, max_lora_rank
 
 pytestmark = pytest.mark.usefixtures("no_leftovers")
 no_leftovers = engines.no_leftovers
@@ -44,14 +45,13 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trainer_of(base: Path, out: Path) -> Iterator[TrainerOf]:
     with trl_training.letting_go() as note:
 
-        def make(model: Path = base, quantization: Any = None, peft: Any = None, **changes: Any) -> GRPOTrainer:
+        def make(model: Path = base, peft: Any = None, **changes: Any) -> GRPOTrainer:
             trainer = GRPOTrainer(
                 model=str(model),
                 reward_funcs=vowels,
                 args=arguments(out, **changes),
                 train_dataset=prompts(),
                 peft_config=lora() if peft is None else peft,
-                quantization_config=quantization,
             )
             return note(trainer)
 
@@ -117,10 +117,37 @@ def test_switched_off(trainer_of: TrainerOf, monkeypatch: pytest.MonkeyPatch) ->
     assert rollout.report.mode == "adapter"
 
 
-def test_quantised(trainer_of: TrainerOf) -> None:
-    """Real 4-bit weights of bitsandbytes."""
-    four = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
-    assert_refused(trainer_of(quantization=four), InvalidInput, "the base is quantised (4-bit", "--load_in_4bit")
+def test_quantised(trainer_of: TrainerOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A base in codes that are not read; an engine that holds codes."""
+    trainer = trainer_of()
+    with monkeypatch.context() as patch:
+        patch.setattr(kept[0].model_config, "quantization", "bitsandbytes")
+        words = ("quantises its weights by bitsandbytes", "LORA_MERGE=1", "engine_options(quantization=None)")
+        assert_refused(trainer, TrainerRefused, *words)
+    layer = trainer.model.get_base_model().model.layers[1].mlp.up_proj.base_layer
+    layer.weight = torch.nn.Parameter(layer.weight.detach().to(torch.int8), requires_grad=False)
+    assert_refused(trainer, InvalidInput, "up_proj", "the base is quantised", "--load_in_4bit")
+
+
+def test_the_engine_of_a_quantised_policy(trainer_of: TrainerOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LORA_MERGE=1 starts it unquantised, where TRL would have bitsandbytes quantise it; others as TRL does."""
+
+    class Generation:
+        mode = "colocate"
+
+        def __init__(self, model: Any) -> None:
+            self.model = model
+
+        def _init_vllm(self) -> None:
+            self.llm = trl.generation.vllm_generation.LLM(quantization="bitsandbytes", seed=3)
+
+    monkeypatch.setattr(trl.generation.vllm_generation, "LLM", lambda **options: options)
+    _prepare_engine(Generation)
+    codes = torch.nn.Sequential(bnb.nn.Linear4bit(64, 64))
+    for model, wanted in ((codes, None), (torch.nn.Linear(1, 1), "bitsandbytes")):
+        generation = Generation(model)
+        generation._init_vllm()
+        assert generation.llm == {"quantization": wanted, "seed": 3}
 
 
 def test_one_trainer_for_each_engine(trainer_of: TrainerOf) -> None:

@@ -47,7 +47,7 @@ def attach(
 
     Raises:
         TrainerRefused: names what to change; the trainer is as before.
-        InvalidInput: an argument that does not fit, or a quantised model.
+        InvalidInput: an argument that does not fit, or a model whose weights cannot be read (bitsandbytes' can).
     """
     if switched_off():
         return None
@@ -112,6 +112,6 @@ def _check_alone(trainer: Any, engine: Any) -> None:
 
 def _check_model(trainer: Any) -> None:
     try:
-        check_plain(walk(trainer.model), named_tensors(trainer.model), packed=False)
+        check_plain(walk(trainer.model), named_tensors(trainer.model))
     except InvalidInput as error:
-        raise InvalidInput(f"{error}. In TRL: without --load_in_4bit and --load_in_8bit. {OFF}") from error
+        raise InvalidInput(f"{error}. In TRL: a checkpoint of plain weights, and --load_in_4bit. {OFF}") from error

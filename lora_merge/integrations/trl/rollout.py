@@ -21,6 +21,9 @@ from ..telling import Counted, metrics
 from ..tied import check_tied
 from .release import GENERATION, OFF
 
+QUANTISED = "bitsandbytes"
+"""What vLLM calls engines that hold their weights in its codes."""
+
 
 class Rollout:
     """A trainer's way to its engine, taken over.
@@ -101,6 +104,13 @@ class Colocated(Rollout):
         return dtype
 
     def check(self) -> None:
+        if self.generation.llm.model_config.quantization == QUANTISED:
+            raise TrainerRefused(
+                f"the engine quantises its weights by {QUANTISED}, as TRL starts it where the trainer's base is, and "
+                "merged weights cannot be loaded into it: start with LORA_MERGE=1 in the environment, or make the "
+                "trainer inside of `with lora_merge.integrations.trl.engine_options(quantization=None):`, both on a "
+                f"checkpoint of plain weights. {OFF}"
+            )
         if self.options.mode == "adapter" and self.generation.llm.llm_engine.vllm_config.lora_config is None:
             raise TrainerRefused(
                 "mode='adapter' needs an engine that was started with enable_lora=True, for which TRL has no flag: "

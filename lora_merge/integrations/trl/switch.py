@@ -8,6 +8,7 @@ from functools import wraps
 from importlib import import_module
 from typing import Any, get_args
 
+from ...shards.bitsandbytes import bits
 from ..options import Options
 from ..takeover import TrainerRefused
 from .attach import attach, attached
@@ -19,7 +20,7 @@ _INSTALLED = "_lora_merge_attaches"
 
 def install() -> None:
     """From here on each trainer of TRL that rolls out by vLLM is attached when it starts; in adapter mode its engine is
-    started with `enable_lora`. Harmless when called twice."""
+    started with `enable_lora`, and for a QLoRA policy unquantised. Harmless when called twice."""
     from transformers import Trainer
 
     if not hasattr(Trainer, _INSTALLED):
@@ -58,7 +59,8 @@ def _then_prepare(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def _prepare_engine(kind: Any) -> None:
-    """Start engines with `enable_lora` where the mode is "adapter". TRL has no flag for it."""
+    """Start engines with `enable_lora` where the mode is "adapter", and without bitsandbytes where the trainer's base
+    is quantised by it: what is pushed is what the codes stand for, and the adapters. TRL has no flags for these."""
     if _INSTALLED in vars(kind):
         return
     setattr(kind, _INSTALLED, True)
@@ -66,10 +68,12 @@ def _prepare_engine(kind: Any) -> None:
 
     @wraps(start)
     def started(self: Any) -> None:
-        if Options.from_environment().mode != "adapter" or self.mode != "colocate":
-            start(self)
-            return
-        with engine_options(enable_lora=True, max_lora_rank=max_lora_rank(self.model)):
+        options: dict[str, Any] = {}
+        if self.mode == "colocate" and any(bits(module) for module in self.model.modules()):
+            options["quantization"] = None
+        if self.mode == "colocate" and Options.from_environment().mode == "adapter":
+            options |= {"enable_lora": True, "max_lora_rank": max_lora_rank(self.model)}
+        with engine_options(**options):
             start(self)
 
     kind._init_vllm = started
