@@ -240,12 +240,22 @@ class Exact:
         return self.value.abs() * (step + scale) + self.terms * (2 * self.rank) * 2.0**-24
 
 
+def decoded(parameter: nn.Parameter) -> Tensor:
+    """What a parameter stands for: of codes of 4 bits, what bitsandbytes itself makes of them."""
+    state = getattr(parameter, "quant_state", None)
+    if state is None:
+        return parameter.detach()
+    from bitsandbytes.functional import dequantize_4bit
+
+    return dequantize_4bit(parameter.data, state)
+
+
 @torch.no_grad()
 def policy(model: nn.Module) -> dict[str, Exact]:
     """What a PEFT model computes with, by HF names, without any code of this package."""
     base, found = model.get_base_model(), {}
     for name, parameter in base.named_parameters():
-        value = parameter.double()
+        value = decoded(parameter).double()
         if "lora_" in name or ".original_module." in name:
             continue
         if ".base_layer." not in name:

@@ -107,6 +107,29 @@ def test_each_answer_comes_from_the_policy(
     assert len(re.findall(r"lora_merge: merged@[123] over local", said.text)) == 3
 
 
+def test_qlora(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A base in codes of 4 bits: the engine holds what they stand for and the adapters, and the codes stay."""
+    monkeypatch.setenv("LORA_MERGE_VERIFY", "1")
+    flags = {"quant_method": "bnb", "quant_bits": "4", "bnb_4bit_compute_dtype": "float32"}
+    looks: list[float] = []
+    codes: dict[str, torch.Tensor] = {}
+
+    def look(trainer: Any) -> None:
+        looks.append(assert_is(engine_weights(trainer.engine.inner_model), policy(trainer.model)))
+
+    def watch(trainer: Any) -> None:
+        found = {name: p for name, p in trainer.model.named_parameters() if p.dtype == torch.uint8}
+        codes.update({name: p.detach().clone() for name, p in found.items()})
+        before_answers(trainer, look)
+
+    with training(arguments("grpo", folder / "untied", tmp_path, max_steps="2", **flags), watch) as trainer:
+        assert len(looks) == 2
+        assert len(codes) == 2 * 7
+        now = dict(trainer.model.named_parameters())
+        assert all(torch.equal(now[name], before) for name, before in codes.items())
+        assert history(trainer, "lora_merge/coverage") == [1, 1]
+
+
 def test_an_adapter_beside_its_base(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With --vllm_enable_lora swift merges and unmerges all the same; here the adapter goes alone."""
     monkeypatch.setenv("LORA_MERGE_CHECK", "1")

@@ -89,15 +89,21 @@ WHOLE = SimpleNamespace(quant_method=None, quant_bits=None)
 
 
 @pytest.mark.parametrize(("info", "args", "options", "message"), [
-    ({"quant_method": "bnb", "quant_bits": 4}, {}, {}, r"bnb, 4 bits.*--quant_method and --quant_bits"),
+    ({"quant_method": "bnb", "quant_bits": 4, "model_dir": "codes"}, {}, {}, r"bnb, 4 bits.*plain weights, with --q"),
     ({"quant_method": "gptq", "quant_bits": 8}, {}, {}, r"gptq, 8 bits"),
+    ({"quant_method": "hqq", "quant_bits": 4}, {}, {}, r"hqq, 4 bits.*--quant_method bnb"),
     ({}, {"vllm_mode": "server"}, {"verify": True}, "LORA_MERGE_VERIFY"),
     ({}, {"vllm_mode": "server", "vllm_enable_lora": True}, {"mode": "adapter"}, "--vllm_mode colocate"),
 ])  # fmt: skip
 def test_what_needs_other_libraries(
-    info: dict[str, Any], args: dict[str, Any], options: dict[str, Any], message: str
-) -> None:
+    info: dict[str, Any], args: dict[str, Any], options: dict[str, Any], message: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """Arguments as swift makes them of --quant_bits and --vllm_mode server."""
+    monkeypatch.chdir(tmp_path)
+    Path("codes").mkdir()
+    codes = {"quant_method": "bitsandbytes", "_load_in_4bit": True, "load_in_4bit": True}
+    Path("codes", "config.json").write_text(json.dumps({"model_type": "qwen2", "quantization_config": codes}))
     model = SimpleNamespace(model_info=SimpleNamespace(**vars(WHOLE) | info))
     with pytest.raises(TrainerRefused, match=message) as refused:
         refuse(model, SimpleNamespace(**PLAIN | args), Options(**options))

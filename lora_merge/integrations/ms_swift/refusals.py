@@ -20,7 +20,10 @@ def refuse(model: Any, args: Any, options: Options) -> None:
     Raises:
         TrainerRefused: names the flag.
     """
-    _refuse_any(model.model_info, args, options)
+    _refuse_any(args, options)
+    info = model.model_info
+    if info.quant_method and (info.quant_method != "bnb" or _quantised_on_disk(info.model_dir)):
+        raise _quantised(info, "on a checkpoint of plain weights, with --quant_method bnb (QLoRA) or without it")
 
 
 def refuse_megatron(args: Any, options: Options) -> None:
@@ -29,7 +32,9 @@ def refuse_megatron(args: Any, options: Options) -> None:
     Raises:
         TrainerRefused: names the flag.
     """
-    _refuse_any(args.model_info, args, options)
+    _refuse_any(args, options)
+    if args.model_info.quant_method:
+        raise _quantised(args.model_info, "on one that is not, without --quant_method and --quant_bits")
     if args.rlhf_type == "gkd" and args.lmbda == 0:
         raise _refused("--lmbda 0 trains on no answers of an engine: there is nothing to push to")
     if args.use_megatron_fsdp:
@@ -48,14 +53,9 @@ def refuse_megatron(args: Any, options: Options) -> None:
         _refuse_filters(args, [])
 
 
-def _refuse_any(info: Any, args: Any, options: Options) -> None:
+def _refuse_any(args: Any, options: Options) -> None:
     if not args.use_vllm:
         raise _refused("there is no engine to push to: pass --use_vllm true --vllm_mode colocate (or server)")
-    if info.quant_method:
-        raise _refused(
-            f"the base is quantised ({info.quant_method}, {info.quant_bits} bits), and merged weights are not: train "
-            "on one that is not, without --quant_method and --quant_bits"
-        )
     adapters = args.tuner_type == "lora" and args.vllm_enable_lora
     if options.mode == "adapter" and not (adapters and args.vllm_mode == "colocate"):
         raise _refused(
@@ -67,6 +67,19 @@ def _refuse_any(info: Any, args: Any, options: Options) -> None:
             f"swift's server tells no checksums of what it holds: leave {SWITCH}_VERIFY out, or pass --vllm_mode "
             "colocate"
         )
+
+
+def _quantised(info: Any, instead: str) -> TrainerRefused:
+    how = f"{info.quant_method}, {info.quant_bits} bits"
+    return _refused(f"the base is quantised ({how}), and merged weights are not: train {instead}")
+
+
+def _quantised_on_disk(folder: str) -> bool:
+    """Whether an engine that is started on a checkpoint holds quantised weights, too."""
+    from swift.utils.hf_config import HfConfigFactory
+    from transformers import PretrainedConfig
+
+    return bool(HfConfigFactory.get_quant_info(PretrainedConfig.get_config_dict(folder)[0]))
 
 
 def refuse_server(takes_adapters: bool) -> None:

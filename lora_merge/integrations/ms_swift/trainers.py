@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ _USED = {
         "_move_full_model_to_vllm",
         "_move_adapter_to_vllm",
         "_load_state_dict_to_vllm",
+        "_prepare_vllm_engine",
         "_engine_infer",
         "_prepare_batch_inputs",
     ),
@@ -49,6 +51,19 @@ class Pushing(Pushes):
     def _exact(self) -> bool:
         trainer: Any = self
         return both_float32(trainer.model.model_info.torch_dtype) and not (trainer.args.bf16 or trainer.args.fp16)
+
+    def _prepare_vllm_engine(self) -> Any:
+        """Of a QLoRA policy unquantised, from the same checkpoint: what is pushed is what the codes stand for, and the
+        adapters. swift would have vLLM quantise the base."""
+        trainer: Any = self
+        model = trainer.model
+        known = model.model_info
+        model.model_info = plain = copy.copy(known)
+        plain.quant_method = plain.quant_bits = None
+        try:
+            return super()._prepare_vllm_engine()  # type: ignore[misc]
+        finally:
+            model.model_info = known
 
     def _engine_infer(self, *args: Any, **kwargs: Any) -> Any:
         self._lora_merge.check()
