@@ -108,6 +108,17 @@ def test_command_line(script: str, mode: str, base: Path, tmp_path: Path) -> Non
         assert all(abs(entry["lora_merge/ratio_mean"] - 1) < 0.02 for entry in history)
 
 
+def test_qlora(base: Path, tmp_path: Path) -> None:
+    """TRL would have vLLM quantise the weights of the engine, too, and nothing could be pushed to it."""
+    flags = ("--vllm_mode", "colocate", "--load_in_4bit", "--disable_dropout")
+    printed, history = command_line("grpo", base, tmp_path, *flags, LORA_MERGE_CHECK="0.1")
+    assert (
+        printed.count("lora_merge takes over VLLMGeneration.sync_weights: merged pushes into the colocated engine") == 1
+    )
+    assert [entry["lora_merge/version"] for entry in history] == [1, 2]
+    assert [entry["lora_merge/coverage"] for entry in history] == [1, 1]
+
+
 def test_server(base: Path, tmp_path: Path) -> None:
     """TRL's script on two ranks, and a real server, which answers TRL's own client; trl_rewards.py replaces NCCL."""
     from test_vllm_processes import Server
