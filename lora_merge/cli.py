@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from . import __version__
 from .commands import DIRTY, REFUSED, bench, doctor, inspect, merge, serving
 from .commands.output import Command, run
 
@@ -55,6 +56,7 @@ COMMANDS = {
 def parser() -> argparse.ArgumentParser:
     """All commands and their options."""
     parser = argparse.ArgumentParser(prog="lora-merge", description="LoRA adapters into base weights, at copy speed.")
+    parser.add_argument("--version", action="version", version=f"lora-merge {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, command in COMMANDS.items():
         command.add(commands.add_parser(name, help=command.help, description=command.help, epilog=command.epilog))

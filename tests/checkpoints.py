@@ -38,6 +38,11 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "embeddings": (models.qwen2, {"target_modules": ["q_proj", "embed_tokens", "lm_head"]}),
     "embedding of a tied model": (tied, {"target_modules": ["q_proj", "embed_tokens"]}),
     "head of a tied model": (tied, {"target_modules": ["q_proj", "lm_head"]}),
+    "copy of the embedding of a tied model": (
+        tied,
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+    ),
+    "copy of the head of a tied model": (tied, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
     "both of a tied model": (tied, {"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True}),
 }
 

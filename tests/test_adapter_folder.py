@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import checkpoints
 import models
 import pytest
 import torch
@@ -129,6 +130,71 @@ def test_what_does_not_belong_together(tmp_path: Path) -> None:
     rewrite(folder, use_what_is_new=False, peft_type="LOHA")
     with pytest.raises((UnsupportedAdapter, InvalidInput)):
         read_folder(folder, None, torch.float32)
+
+
+def test_what_is_said_of_it(tmp_path: Path) -> None:
+    """What the configuration says is refused for what it is, before PEFT reads it: loftq's takes scipy."""
+    saved("plain", tmp_path)
+    folder = tmp_path / "adapter"
+    told = (folder / "adapter_config.json").read_text()
+    for changes, kind, match in [
+        ({"trainable_token_indices": [1, 5]}, UnsupportedAdapter, "trainable_token_indices: .* replaces rows"),
+        ({"layer_replication": [[0, 2], [1, 2]]}, UnsupportedAdapter, "layer_replication: .* more layers"),
+        ({"init_lora_weights": "loftq"}, UnsupportedAdapter, "init_lora_weights='loftq' changes the base"),
+        ({"peft_type": None}, UnsupportedAdapter, "an adapter of type None"),
+        ({"r": "four"}, InvalidInput, "cannot be read by the PEFT here|does not fit"),
+        ({"task_type": "SEQ_CLS", "r": 9}, InvalidInput, "trained for SEQ_CLS, .* Qwen2ForCausalLM: .*SequenceClass"),
+    ]:
+        rewrite(folder, **changes)
+        with pytest.raises(kind, match=match):
+            read_folder(folder, None, torch.float32)
+        (folder / "adapter_config.json").write_text(told)
+    for text, match in (("{", "cannot be read"), ("[]", "must hold a JSON object, got a list")):
+        (folder / "adapter_config.json").write_text(text)
+        with pytest.raises(InvalidInput, match=match):
+            read_folder(folder, None, torch.float32)
+
+
+def test_after_the_embeddings_were_resized(tmp_path: Path) -> None:
+    """PEFT saves them along, in another size than the base's; what the error says to do works."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    from lora_merge import save_merged
+
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    checkpoints.write_base(base, models.qwen2, torch.float32)
+
+    def resized() -> Any:
+        model = AutoModelForCausalLM.from_pretrained(base)
+        model.resize_token_embeddings(110)
+        return model
+
+    trained = models.with_lora(resized, target_modules=["q_proj"])
+    trained.save_pretrained(adapter)
+    with pytest.raises(
+        InvalidInput, match=r"as \[110, 32\], and the base has \[101, 32\].*resize_token_embeddings\(110\)"
+    ):
+        read_folder(adapter, base, torch.float32)
+    save_merged(PeftModel.from_pretrained(resized(), adapter), tmp_path / "out")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert (models.outputs(merged) - models.outputs(trained)).abs().max() < 1e-5
+
+
+def test_a_mica_adapter(tmp_path: Path) -> None:
+    """Its values come from the file: the base, which is not there, is not taken apart for them."""
+    pytest.importorskip("peft.tuners.lora.variants")
+    from peft.tuners.lora import variants
+
+    if not hasattr(variants, "MiCALinearVariant"):
+        pytest.skip("a PEFT without MiCA")
+    checkpoints.write_base(tmp_path / "base", models.qwen2, torch.float32)
+    options = {"target_modules": ["q_proj"], "init_lora_weights": "mica"}
+    model = checkpoints.write_adapter(tmp_path / "adapter", tmp_path / "base", models.qwen2, **options)
+    read = read_folder(tmp_path / "adapter", None, torch.float32)
+    for mine, theirs in zip(read_deltas(read), read_deltas(model), strict=True):
+        for a, b in zip(mine.shards(), theirs.shards(), strict=True):
+            assert torch.equal(a.pieces[0].tensor, b.pieces[0].tensor)
 
 
 def test_dora_takes_values(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from docs_code import names_of
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
+import lora_merge
 from lora_merge import LoraMergeError, MergedWeights, cli, verify
 from lora_merge.commands import output
 from lora_merge.saving.inspect import inspect_adapter
@@ -83,7 +84,18 @@ def test_merge_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     status, told = as_json(capsys, "merge", tmp_path / "nowhere", adapter, "--out", tmp_path / "out")
     assert (status, told["kind"]) == (cli.REFUSED, "InvalidInput")
     assert "base" in told["error"]
-    for line in (["merge", str(base), "--out", "x"], ["merge", str(base), str(adapter)], ["nothing"], []):
+    long = tmp_path / ("x" * 300)
+    for line in (["merge", base, adapter, "--out", long], ["merge", long, adapter, "--out", "x"], ["inspect", long]):
+        status, told = as_json(capsys, *line)
+        assert (status, told["kind"]) == (cli.REFUSED, "InvalidInput"), line
+        assert "File name too long" in told["error"]
+    for line in (
+        ["merge", str(base), "--out", "x"],
+        ["merge", str(base), str(adapter)],
+        ["nothing"],
+        ["bench", "--device", "grafics"],
+        [],
+    ):
         with pytest.raises(SystemExit) as raised:
             cli.main(line)
         assert raised.value.code == 2
@@ -249,8 +261,10 @@ def test_interrupted(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
         raise KeyboardInterrupt
 
     monkeypatch.setattr("lora_merge.saving.merge_checkpoint", interrupted)
-    assert cli.main(["merge", "base", "adapter", "--out", str(tmp_path / "out")]) == 130
+    line = ["merge", "base", "adapter", "--out", str(tmp_path / "out")]
+    assert cli.main(line) == 130
     assert "interrupted" in capsys.readouterr().err
+    assert as_json(capsys, *line) == (130, {"error": "interrupted", "kind": "KeyboardInterrupt"})
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -274,7 +288,14 @@ def test_importing_takes_little() -> None:
     assert float(done.stdout) < 1
 
 
-def test_errors_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        cli.main(["--version"])
+    assert raised.value.code == 0
+    assert capsys.readouterr().out == f"lora-merge {lora_merge.__version__}\n"
+
+
+def test_errors_are_not_hidden(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """What this package does not raise on purpose is a bug, and shows where."""
 
     def broken(*_: Any, **__: Any) -> Any:
@@ -284,6 +305,9 @@ def test_errors_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not issubclass(RuntimeError, LoraMergeError)
     with pytest.raises(RuntimeError, match="a bug"):
         cli.main(["doctor"])
+    with pytest.raises(RuntimeError, match="a bug"):
+        cli.main(["doctor", "--json"])
+    assert json.loads(capsys.readouterr().out) == {"error": "a bug", "kind": "RuntimeError"}
 
 
 def test_the_page_says_what_there_is() -> None:

@@ -179,6 +179,10 @@ def test_what_a_checkpoint_may_hold_besides(tmp_path: Path) -> None:
     (base / "additional_chat_templates").mkdir()
     (base / "additional_chat_templates" / "tool.jinja").write_text("tools")
     (base / "modeling_own.py").write_text("pass")
+    (base / "modules.json").write_text(json.dumps([{"path": ""}, {"path": "1_Pooling"}, {"path": "2_Dense"}]))
+    for part, file in (("1_Pooling", "config.json"), ("2_Dense", "model.safetensors")):
+        (base / part).mkdir()
+        (base / part / file).write_text("of sentence-transformers")
     for name in (
         "optimizer.pt",
         "pytorch_model.bin",
@@ -211,6 +215,9 @@ def test_what_a_checkpoint_may_hold_besides(tmp_path: Path) -> None:
         "chat_template.jinja",
         "additional_chat_templates/tool.jinja",
         "modeling_own.py",
+        "modules.json",
+        "1_Pooling/config.json",
+        "2_Dense/model.safetensors",
     }
     from safetensors import safe_open
 
@@ -354,6 +361,21 @@ def test_a_conversion_that_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert_same(tensors(tmp_path / "out"), wanted)
 
 
+def test_what_must_not_be_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--out "$UNSET" --force` means where one is; nor one's home, nor what holds either."""
+    base, adapter = pair("qwen2", tmp_path / "models")
+    (tmp_path / "mine" / "work").mkdir(parents=True)
+    (tmp_path / "mine" / "work" / "thesis").write_text("kept")
+    monkeypatch.chdir(tmp_path / "mine" / "work")
+    for out in ("", ".", ".."):
+        with checkpoints.nothing_left(tmp_path), pytest.raises(InvalidInput, match="the folder that you are in"):
+            merge_checkpoint(base, [adapter], out, force=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "mine"))
+    with checkpoints.nothing_left(tmp_path), pytest.raises(InvalidInput, match="is or holds your home"):
+        merge_checkpoint(base, [adapter], "~", force=True)
+
+
 def test_arguments(tmp_path: Path) -> None:
     base, adapter = pair("qwen2", tmp_path)
     for options, match in [
@@ -362,6 +384,9 @@ def test_arguments(tmp_path: Path) -> None:
         ({"rounding": "stochastic"}, "pass seed="),
         ({"shard_size": "five"}, "like 5GB"),
         ({"shard_size": "0GB"}, "like 5GB"),
+        ({"device": "grafics"}, "device 'grafics' cannot be used here"),
+        ({"device": "meta"}, "device 'meta' cannot be used here"),
+        ({"device": "cuda:99"}, "device 'cuda:99' cannot be used here .*lora-merge doctor"),
         ({"scales": {"none": 2.0}}, "there is no adapter 'none'; there are adapter"),
         ({"scales": {"adapter": float("nan")}}, "finite"),
     ]:

@@ -95,7 +95,49 @@ def _adapter_keys(change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Te
     return do
 
 
+def _elsewhere(base: Path, adapter: Path) -> None:
+    """Files with the base's names are written: not outside of the output."""
+    index = _index(base)
+    moved = index["weight_map"]["lm_head.weight"]
+    (base / moved).rename(base.parent / moved)
+    index["weight_map"] = {n: f"../{file}" if file == moved else file for n, file in index["weight_map"].items()}
+    (base / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _header(said: Any) -> Any:
+    def do(base: Path, adapter: Path) -> None:
+        text = json.dumps(said).encode()
+        (base / "model-00002-of-00005.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + b"0" * 8)
+
+    return do
+
+
 BROKEN: dict[str, tuple[Any, str]] = {
+    "the index has no map": (
+        lambda b, a: (b / "model.safetensors.index.json").write_text("{}"),
+        r"index\.json has no weight_map",
+    ),
+    "the index is a list": (
+        lambda b, a: (b / "model.safetensors.index.json").write_text("[]"),
+        r"index\.json must hold a JSON object, got a list",
+    ),
+    "the index leads elsewhere": (_elsewhere, r"weights are in '\.\./model-.*: expected names of files beside it"),
+    "the config is a list": (
+        lambda b, a: (b / "config.json").write_text("[]"),
+        r"config\.json must hold a JSON object",
+    ),
+    "a header is a list": (_header([]), "its header is a list"),
+    "a tensor without a shape": (_header({"x": {"dtype": "F32"}}), "its header says of x .*expected dtype, shape and"),
+    "a tensor before the first byte": (
+        _header({"x": {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]}}),
+        "its header says of x ",
+    ),
+    "a model with code of its own": (
+        lambda b, a: _rewrite(
+            b / "config.json", model_type="own", architectures=["Own"], auto_map={"AutoConfig": "own.OwnConfig"}
+        ),
+        "cannot be read as a model of transformers .*code of its own: load it, .*save_merged",
+    ),
     "no config": (lambda b, a: (b / "config.json").unlink(), r"holds no config\.json"),
     "no weights": (
         lambda b, a: [f.unlink() for f in b.glob("model*")],

@@ -26,10 +26,17 @@ def add_options(parser: argparse.ArgumentParser, work: Path) -> None:
     parser.add_argument("--rank", type=int, default=32, help="of an adapter that is made here (default %(default)s)")
     parser.add_argument("--dtype", choices=NAMES, default="bf16", help="of the weights (default %(default)s)")
     parser.add_argument("--adapter-dtype", choices=NAMES, default="fp32", help="default %(default)s, as PEFT's")
-    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="default %(default)s")
+    parser.add_argument("--device", type=_device, default=torch.device("cpu"), help="default %(default)s")
     parser.add_argument("--work", type=Path, default=work, metavar="DIR", help="what is made lies there (%(default)s)")
     parser.add_argument("--repeat", type=int, default=9, help="timed runs (default %(default)s)")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the figures here, as PNG")
+
+
+def _device(said: str) -> torch.device:
+    try:
+        return torch.device(said)
+    except RuntimeError:
+        raise argparse.ArgumentTypeError(f"expected cpu or cuda, got {said!r}") from None
 
 
 def cache() -> Path:

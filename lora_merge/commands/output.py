@@ -52,13 +52,24 @@ def run(command: Command, options: argparse.Namespace) -> int:
         return command(options)
     except LoraMergeError as error:
         if options.json:
-            sys.stdout.write(json.dumps({"error": str(error), "kind": type(error).__name__}) + "\n")
+            _tell_error(str(error), type(error).__name__)
         else:
             sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return DIRTY if isinstance(error, PushFailed) else REFUSED
     except KeyboardInterrupt:
+        if options.json:
+            _tell_error("interrupted", "KeyboardInterrupt")
         sys.stderr.write("interrupted; nothing is left of what was being written\n")
         return INTERRUPTED
+    except Exception as error:  # a bug, whose trace says where
+        if options.json:
+            _tell_error(str(error), type(error).__name__)
+        raise
+
+
+def _tell_error(error: str, kind: str) -> None:
+    sys.stdout.write(json.dumps({"error": error, "kind": kind}) + "\n")
+    sys.stdout.flush()
 
 
 @contextmanager

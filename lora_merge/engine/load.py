@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..errors import InvalidInput, PushRefused
+from ..kernels.checks import check_device
 from ..models.peft.folder import needs_values, read_folder
 from ..shards.ranks import Ranks
 from ..stream.buckets import dtype_of
@@ -203,7 +204,7 @@ async def load(
     return await _push(
         Pushes(
             trainer,
-            Loads(trainer, folder, base, name, torch.device(device)),
+            Loads(trainer, folder, base, name, check_device(device)),
             pause=pause,
             mode="merged",
             healing=_HEALING,

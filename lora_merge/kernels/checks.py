@@ -14,6 +14,22 @@ from .packed import Packed, memory
 from .segments import FLOATS, RAW, Segment, folded, moves_bits
 
 
+def check_device(device: str | torch.device) -> torch.device:
+    """A device by its name; raises `InvalidInput` unless tensors can be there."""
+    try:
+        found = torch.device(device)
+        if found.type == "meta":
+            raise ValueError("tensors on meta hold no values")
+        torch.empty(1, device=found)
+    except Exception as error:
+        told = str(error).strip().partition("\n")[0]
+        raise InvalidInput(
+            f"device {str(device)!r} cannot be used here ({told}): expected cpu, or cuda where torch sees a GPU; "
+            "lora-merge doctor says more"
+        ) from error
+    return found
+
+
 def check_segments(given: object) -> tuple[Segment, ...]:
     """The segments of a plan; raise `InvalidInput` unless they are segments whose tensors are tensors."""
     segments = tuple(given) if isinstance(given, Iterable) else (given,)

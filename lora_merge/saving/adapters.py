@@ -18,6 +18,7 @@ from ..errors import InvalidInput, UnsupportedAdapter
 from ..models.conversion import Conversion, read_conversion
 from ..models.delta import Delta
 from ..models.part import Part, learning_of
+from ..models.peft.chosen import originals
 from ..models.peft.folder import read_folder
 from ..names import named_tensors
 from ..shards import cut
@@ -74,7 +75,9 @@ def read_adapter(name: str, folder: Path, base: Checkpoint, dtype: torch.dtype, 
     model = read_folder(folder, base.folder, dtype)
     weights, bare = MergedWeights(model), MergedWeights(model, adapters=False)
     weights.keep_tied = bare.keep_tied = True
-    filler, plain = weights.filler(), bare.filler()
+    filler = weights.filler()
+    with originals(model):
+        plain = bare.filler()
     parts = dict(filler.source.parts)
     trained = [p for p in model.parameters() if p.requires_grad]
     whole = learning_of(parts, trained, buffers=False)
@@ -192,8 +195,8 @@ def names_in(base: Checkpoint, adapters: Sum) -> dict[str, Entry]:
         if changed and name not in there and ties.get(name, name) not in there and not _tied_there(name, ties, there):
             raise InvalidInput(
                 f"{base.folder} holds no {name}, which {adapters.name} changes: it is another model than the adapter "
-                "was trained on, or its tensors have other names than transformers writes; save it anew with "
-                "transformers' save_pretrained"
+                "was trained on, or its tensors have other names than transformers writes; then load the model, put "
+                "the adapter on with PeftModel.from_pretrained, and use lora_merge.save_merged"
             )
     for name, entry in found.items():
         stored = base.tensors[name]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,6 +25,7 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", "
 """Endings of files that hold weights, or what a trainer keeps; they are not taken along."""
 _NOT_ALONG = ("README.md", "trainer_state.json", "adapter_config.json")
 _FOLDERS_ALONG = ("additional_chat_templates",)
+_PARTS = "modules.json"
 _PACKED = ("qweight", "qzeros", "weight_packed")
 _WANTED = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.tiktoken", "LICENSE*"]
 _WANTED += ["NOTICE*", "adapter_model.bin"]
@@ -72,9 +74,10 @@ class Checkpoint:
             there = into.view(-1).view(torch.uint8)
             there.copy_(flat[begin : begin + there.numel()])
             return
-        if stored.file not in self._open:
-            self._open[stored.file] = os.open(stored.file, os.O_RDONLY)
-        read_into(self._open[stored.file], stored.begin + begin, as_bytes(into), f"{stored.file}: {name}")
+        with readable(stored.file):
+            if stored.file not in self._open:
+                self._open[stored.file] = os.open(stored.file, os.O_RDONLY)
+            read_into(self._open[stored.file], stored.begin + begin, as_bytes(into), f"{stored.file}: {name}")
 
     def close(self) -> None:
         """Close its files."""
@@ -83,13 +86,15 @@ class Checkpoint:
 
     def along(self) -> Iterator[Path]:
         """Files that go with the weights, relative to the folder: tokenizer, generation config, templates, code,
-        licence; not the weights, config.json, the index, README and what a trainer keeps."""
+        licence, what sentence-transformers keeps in folders; not the weights, config.json, the index, README and what
+        a trainer keeps."""
+        parts = _parts(self.folder / _PARTS)
         for path in sorted(self.folder.iterdir()):
             if path.name.startswith(".") or path.name in _NOT_ALONG or path.name == CONFIG:
                 continue
             if path.is_file() and not path.name.endswith((*_WEIGHTS, ".index.json")):
                 yield Path(path.name)
-            elif path.is_dir() and path.name in _FOLDERS_ALONG:
+            elif path.is_dir() and (path.name in _FOLDERS_ALONG or path.name in parts):
                 yield from (Path(path.name, inner.name) for inner in sorted(path.iterdir()) if inner.is_file())
 
     @property
@@ -97,6 +102,15 @@ class Checkpoint:
         """In which its floating-point tensors can all be held."""
         floats = {s.dtype for s in self.tensors.values() if s.dtype in (torch.bfloat16, torch.float16, torch.float32)}
         return floats.pop() if len(floats) == 1 else torch.float32
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """What the system says of a file that is read is an error that names it."""
+    try:
+        yield
+    except OSError as error:
+        raise InvalidInput(f"{path} cannot be read: {error}") from error
 
 
 def find(named: str | Path, what: str) -> Path:
@@ -111,9 +125,11 @@ def find(named: str | Path, what: str) -> Path:
         MissingExtra: huggingface_hub is not installed, and it is no folder.
     """
     folder = Path(named).expanduser()
-    if folder.is_dir():
+    with readable(folder):
+        there, taken = folder.is_dir(), folder.exists()
+    if there:
         return folder
-    if folder.exists():
+    if taken:
         raise InvalidInput(f"{what} {str(named)!r} is a file; expected a folder, or the name of a repository")
     name = str(named)
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or not all(name.split("/")):
@@ -146,18 +162,18 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         InvalidInput: it has no weights or no config.json, a file is missing or cut short, its index names tensors that
             are not there, or it is quantised; says which.
     """
-    config = _json(folder / CONFIG, "as every model of transformers has")
+    config = json_of(folder / CONFIG, "as every model of transformers has")
     _check_not_quantised(folder, config)
     if (folder / SINGLE).is_file():
         found = _files(folder, [SINGLE], None)
     elif (folder / INDEX).is_file():
-        told = _json(folder / INDEX, "")
-        found = _files(folder, list(dict.fromkeys(told["weight_map"].values())), told)
+        told = json_of(folder / INDEX)
+        found = _files(folder, _named(folder / INDEX, told), told)
     elif (folder / _PICKLED).is_file():
         found = _pickles(folder, [_PICKLED], None)
     elif (folder / _PICKLED_INDEX).is_file():
-        told = _json(folder / _PICKLED_INDEX, "")
-        found = _pickles(folder, list(dict.fromkeys(told["weight_map"].values())), told)
+        told = json_of(folder / _PICKLED_INDEX)
+        found = _pickles(folder, _named(folder / _PICKLED_INDEX, told), told)
     else:
         raise InvalidInput(
             f"{folder} holds no weights: expected {SINGLE}, {INDEX} with its shards, or {_PICKLED} there"
@@ -173,19 +189,51 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     return checkpoint
 
 
+def _parts(file: Path) -> set[str]:
+    """The folders of what a model of sentence-transformers computes after its transformer: pooling, dense layers."""
+    try:
+        return {str(part["path"]) for part in json.loads(file.read_text(encoding="utf-8"))}
+    except (OSError, ValueError, TypeError, KeyError):  # there is none
+        return set()
+
+
 def _told_adapter(folder: Path) -> str:
     if (folder / "adapter_config.json").is_file():
         return "; it holds an adapter: the base comes first, then the adapters"
     return ""
 
 
-def _json(file: Path, why: str) -> Any:
+def json_of(file: Path, why: str = "") -> dict[str, Any]:
+    """What a file of JSON says.
+
+    Args:
+        why: it is expected, for errors.
+
+    Raises:
+        InvalidInput: it is not there, or no object of JSON.
+    """
     if not file.is_file():
         raise InvalidInput(f"{file.parent} holds no {file.name}{f', {why}' if why else ''}{_told_adapter(file.parent)}")
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        said = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
         raise InvalidInput(f"{file} cannot be read: {error}") from error
+    if not isinstance(said, dict):
+        raise InvalidInput(f"{file} must hold a JSON object, got a {type(said).__name__}")
+    return said
+
+
+def _named(file: Path, index: Mapping[str, Any]) -> list[str]:
+    """The files that an index names. They lie beside it: a name that leads elsewhere would have the result, which has
+    the same names, written there too."""
+    names = index.get("weight_map")
+    if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
+        raise InvalidInput(f"{file} has no weight_map, the file of each tensor by its name; fetch the base again")
+    found = list(dict.fromkeys(names.values()))
+    strange = next((name for name in found if Path(name).name != name or name.startswith(".")), None)
+    if strange is not None:
+        raise InvalidInput(f"{file} says that weights are in {strange!r}: expected names of files beside it, no paths")
+    return found
 
 
 def _check_not_quantised(folder: Path, config: Mapping[str, Any]) -> None:
@@ -230,7 +278,8 @@ def _files(folder: Path, names: list[str], index: Mapping[str, Any] | None) -> d
     files: dict[str, tuple[str, ...]] = {}
     metadata: dict[str, str] = {}
     for file in names:
-        header = read_header(folder / file)
+        with readable(folder / file):
+            header = read_header(folder / file)
         for stored in header.tensors:
             if stored.name in tensors:
                 raise InvalidInput(f"{folder}: {stored.name} is in {tensors[stored.name].file.name} and in {file}")

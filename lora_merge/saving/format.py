@@ -99,7 +99,11 @@ def read_header(file: Path) -> Header:
             told = json.loads(opened.read(length))
         except ValueError as error:
             raise InvalidInput(f"{file}: its header is no JSON ({error}); fetch the file again") from None
+    if not isinstance(told, dict):
+        raise InvalidInput(f"{file}: its header is a {type(told).__name__}, expected an object; fetch the file again")
     metadata = told.pop("__metadata__", {})
+    if not isinstance(metadata, dict):
+        raise InvalidInput(f"{file}: __metadata__ of its header is {metadata!r}, expected texts by name")
     found = [_stored(file, name, said, _LENGTH + length) for name, said in told.items()]
     found.sort(key=lambda stored: (stored.begin, stored.nbytes))
     if found and found[-1].begin + found[-1].nbytes > size:
@@ -111,13 +115,20 @@ def read_header(file: Path) -> Header:
     return Header(tuple(found), metadata)
 
 
-def _stored(file: Path, name: str, said: Mapping[str, object], data: int) -> Stored:
-    code, shape, offsets = said["dtype"], said["shape"], said["data_offsets"]
+def _stored(file: Path, name: str, said: Any, data: int) -> Stored:
+    try:
+        code, shape, offsets = str(said["dtype"]), said["shape"], said["data_offsets"]
+        numbers = [*shape, *offsets]
+        whole = len(offsets) == 2 and all(isinstance(n, int) and n >= 0 for n in numbers)
+    except (KeyError, TypeError):
+        whole = False
+    if not whole:
+        raise InvalidInput(
+            f"{file}: its header says of {name} {said!r}, expected dtype, shape and data_offsets; fetch the file again"
+        )
     if code not in DTYPES:
         raise InvalidInput(f"{file}: {name} is of dtype {code}, which torch does not have: it cannot be copied")
-    assert isinstance(shape, list)
-    assert isinstance(offsets, list)
-    stored = Stored(name, DTYPES[str(code)], tuple(shape), file, data + int(offsets[0]))
+    stored = Stored(name, DTYPES[code], tuple(shape), file, data + offsets[0])
     if stored.nbytes != offsets[1] - offsets[0]:
         raise InvalidInput(
             f"{file}: {name}: {stored.dtype} {list(shape)} takes {stored.nbytes} bytes, its header gives it "

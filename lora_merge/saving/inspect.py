@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ from ..shards import whole
 from ..stream.filler import Entry
 from ..verify import Change, change_of
 from .adapters import Sum, assembled, names_in, read_adapter
-from .checkpoint import Checkpoint, find, open_checkpoint
+from .checkpoint import Checkpoint, find, json_of, open_checkpoint, readable
 from .format import read_header
 
 _FILE, _PICKLED = "adapter_model.safetensors", "adapter_model.bin"
@@ -142,10 +141,7 @@ def inspect_adapter(adapter: str | Path, base: str | Path | None = None) -> Insp
 def _alone(folder: Path) -> Inspected:
     if not (folder / CONFIG).is_file():
         raise InvalidInput(f"{folder} holds no adapter of PEFT's: expected {CONFIG}, as save_pretrained writes it")
-    try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InvalidInput(f"{folder / CONFIG} is no JSON: {error}") from None
+    config = json_of(folder / CONFIG)
     tensors = _tensors(folder)
     grouped: dict[str, dict[str, tuple[int, ...]]] = {}
     wholes = []
@@ -177,7 +173,8 @@ def _alone(folder: Path) -> Inspected:
 
 def _tensors(folder: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     if (folder / _FILE).is_file():
-        return {stored.name: (stored.dtype, stored.shape) for stored in read_header(folder / _FILE).tensors}
+        with readable(folder / _FILE):
+            return {stored.name: (stored.dtype, stored.shape) for stored in read_header(folder / _FILE).tensors}
     if (folder / _PICKLED).is_file():
         try:
             loaded = torch.load(folder / _PICKLED, map_location="cpu", weights_only=True, mmap=True)

@@ -16,6 +16,7 @@ from torch import nn
 
 from ..errors import InvalidInput, UnsupportedAdapter
 from ..models.live import live
+from ..models.peft.chosen import originals
 from ..names import lineage, walk
 from ..shards.ranks import noted
 from ..stream.weights import MergedWeights
@@ -167,7 +168,8 @@ def _apart(model: Any, weights: MergedWeights, names: set[str]) -> dict[str, str
     """Tied tensors of which an adapter changes only one -> the names under which a checkpoint of the base has them."""
     bare = MergedWeights(model, adapters=False, bucket_bytes=weights.bucket_bytes)
     bare.keep_tied = True
-    ties = dict(bare.filler().ties)
+    with originals(model):
+        ties = dict(bare.filler().ties)
     bare.release()
     return {name: kept for name, kept in ties.items() if name in names and kept in names}
 

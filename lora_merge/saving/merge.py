@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidInput
+from ..kernels.checks import check_device
 from ..kernels.plan import Plan, check_rounding
 from ..kernels.segments import FLOATS, Segment, copies
 from ..models.delta import Delta, Factors, Job, whole_job
@@ -106,7 +107,7 @@ def merge_checkpoint(
     check_rounding(rounding, seed)
     if dtype is not None and dtype not in FLOATS:
         raise InvalidInput(f"dtype must be bfloat16, float16 or float32, got {dtype}")
-    device = torch.device(device)
+    device = check_device(device)
     size = None if shard_size is None else size_of(shard_size)
     if not adapters:
         raise InvalidInput("adapters: expected at least one folder, got none")

@@ -290,16 +290,23 @@ class Writer:
 
 def check_target(out: Path, force: bool) -> None:
     """Raise `InvalidInput` unless a checkpoint may be put there."""
+    with _told(out):
+        out.exists()  # may not be asked of a name that is too long, or below what may not be looked into
     if out.is_symlink() and not out.exists():
         raise InvalidInput(f"{out} is a link that leads nowhere: remove it")
     if out.exists() and not out.is_dir():
         raise InvalidInput(f"{out} is a file, expected a folder that is to be made")
     if out.is_symlink():
         raise InvalidInput(f"{out} is a link to {out.resolve()}: name that folder itself")
-    if out.exists() and any(out.iterdir()) and not force:
+    if not out.exists() or not any(out.iterdir()):
+        return
+    if not force:
         raise InvalidInput(
             f"{out} is there and not empty: name another folder, or replace it with force=True (--force)"
         )
+    for where, what in ((Path.cwd(), "the folder that you are in"), (Path.home(), "your home")):
+        if out.resolve() in (where.resolve(), *where.resolve().parents):
+            raise InvalidInput(f"{out} is or holds {what}, which would be replaced: name a folder of its own")
 
 
 def _remove_leftovers(out: Path) -> None:

@@ -57,6 +57,19 @@ def chosen(model: Any, names: Sequence[str] | None) -> Iterator[None]:
         to_the_end(replaced.back)
 
 
+@contextmanager
+def originals(model: Any) -> Iterator[None]:
+    """Inside, a model's modules are the base's own, also those of which adapters have a copy (`modules_to_save`): what
+    the base ties is seen tied."""
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    replaced = Replaced()
+    try:
+        replaced.put([([m for m in modules if _WRAPPER in lineage(type(m))], {"_disable_adapters": True})])
+        yield
+    finally:
+        to_the_end(replaced.back)
+
+
 def _changes(model: Any, names: list[str]) -> list[tuple[Sequence[nn.Module], dict[str, Any]]]:
     modules = list(model.modules()) if isinstance(model, nn.Module) else []
     layers: list[Any] = [m for m in modules if _TUNER_LAYER in lineage(type(m))]

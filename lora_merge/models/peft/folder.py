@@ -11,6 +11,7 @@ import json
 import mmap
 import sys
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,15 @@ _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
 """MAP_NORESERVE, which Python names only from 3.13 on."""
 _FACTORS = "lora_"
 """What names of an adapter's own tensors contain, magnitudes among them."""
-_BASE_AS_IT_IS = (True, False, None, "gaussian", "eva", "orthogonal")
+_BASE_AS_IT_IS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 """What `init_lora_weights` says of adapters that are trained on the base as it is; others begin with another one."""
+_CLASSES = {
+    "SEQ_CLS": "AutoModelForSequenceClassification",
+    "TOKEN_CLS": "AutoModelForTokenClassification",
+    "QUESTION_ANS": "AutoModelForQuestionAnswering",
+    "FEATURE_EXTRACTION": "AutoModel",
+}
+"""Task of an adapter -> the class of transformers' that it is trained on, whatever wrote the base."""
 
 
 def read_folder(folder: str | Path, base: str | Path | None, dtype: torch.dtype, *, values: bool = False) -> nn.Module:
@@ -51,36 +59,73 @@ def read_folder(folder: str | Path, base: str | Path | None, dtype: torch.dtype,
     except ImportError as error:
         raise MissingExtra("reading an adapter takes PEFT and transformers: pip install lora-merge[peft]") from error
     folder = Path(folder)
-    _check_folder(folder)
-    config: Any = PeftConfig.from_pretrained(str(folder))
-    _check_config(folder, config)
+    said = _said(folder)
+    _check_kind(folder, said)
+    try:
+        config: Any = PeftConfig.from_pretrained(str(folder))
+    except Exception as error:
+        raise InvalidInput(
+            f"{folder / CONFIG} cannot be read by the PEFT here ({type(error).__name__}: {error}); save the "
+            "adapter again"
+        ) from error
+    _check_known(folder, said, config)
     named = base if base is not None else config.base_model_name_or_path
     if not named:
         raise InvalidInput(f"{folder / CONFIG} names no base model: pass base=, the engine's model")
     model = _base(str(named), dtype, values, given=base is not None)
+    other = _other_class(said, model, base is not None)
+    config.init_lora_weights = True  # all values come from the file; MiCA's would be taken off the base's
     config.inference_mode = False  # then what it trains requires a gradient, as in training
     problems: Any = None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what PEFT warns of is an error below
+            held = load_peft_weights(str(folder), device="cpu")
+            _check_sizes(folder, model, held)
             adapted = PeftModel(model, config)
             problems = adapted.load_adapter(str(folder), "default", is_trainable=True, torch_device="cpu")
-            keys = list(load_peft_weights(str(folder), device="cpu"))
+    except InvalidInput:
+        raise
     except Exception as error:
         first = str(error).strip().splitlines()
         told = "; ".join(line.strip() for line in first[:3])
         raise InvalidInput(
-            f"{folder}: the adapter does not fit the base {named} ({type(error).__name__}: {told}); pass base= if it "
-            "was trained on another one"
+            f"{folder}: the adapter does not fit the base {named} ({type(error).__name__}: {told}); {other}"
         ) from error
     if lacking := [*problems.missing_keys, *problems.unexpected_keys]:
         raise InvalidInput(
             f"{folder}: the adapter does not fit the base {named}: {len(problems.missing_keys)} of its tensors are not "
-            f"in the file, {len(problems.unexpected_keys)} of the file's have no place, {lacking[0]} for one; pass "
-            "base= if it was trained on another one"
+            f"in the file, {len(problems.unexpected_keys)} of the file's have no place, {lacking[0]} for one; {other}"
         )
-    _mark_whole(folder, adapted, {hf_name(key) for key in keys if _FACTORS not in key})
+    _mark_whole(folder, adapted, {hf_name(key) for key in held if _FACTORS not in key})
     return adapted.eval()
+
+
+def _check_sizes(folder: Path, model: nn.Module, held: Mapping[str, Tensor]) -> None:
+    """Raise where an adapter brings a tensor whole in another size than the base has it: after
+    `resize_token_embeddings` PEFT saves the embeddings along."""
+    there = {t.name: t.tensor for t in named_tensors(model, own_parameters)}
+    for key, tensor in held.items():
+        mine = there.get(hf_name(key)) if _FACTORS not in key else None
+        if mine is not None and mine.shape != tensor.shape:
+            raise InvalidInput(
+                f"{folder}: the adapter brings {hf_name(key)} as {list(tensor.shape)}, and the base has "
+                f"{list(mine.shape)}: it was trained after resize_token_embeddings, or on another base. Load the base, "
+                f"call model.resize_token_embeddings({tensor.shape[0]}), put the adapter on with "
+                "PeftModel.from_pretrained, and use lora_merge.save_merged"
+            )
+
+
+def _other_class(said: Mapping[str, Any], model: nn.Module, given: bool) -> str:
+    """What to do about an adapter that does not fit its base."""
+    cls = _CLASSES.get(str(said.get("task_type")))
+    if cls is not None:
+        return (
+            f"it was trained for {said['task_type']}, and the base here is a {type(model).__name__}: load the base "
+            f"with transformers.{cls}, put the adapter on with PeftModel.from_pretrained, and use "
+            "lora_merge.save_merged"
+        )
+    return "name the base that it was trained on" if given else "pass base= if it was trained on another one"
 
 
 def _mark_whole(folder: Path, model: nn.Module, saved: set[str]) -> None:
@@ -105,28 +150,48 @@ def _mark_whole(folder: Path, model: nn.Module, saved: set[str]) -> None:
 
 def needs_values(folder: str | Path) -> bool:
     """Whether what the adapter adds depends on the base's weights: DoRA's factors of rows do."""
-    _check_folder(Path(folder))
-    return bool(json.loads((Path(folder) / CONFIG).read_text()).get("use_dora"))
+    return bool(_said(Path(folder)).get("use_dora"))
 
 
-def _check_folder(folder: Path) -> None:
+def _said(folder: Path) -> dict[str, Any]:
+    """What an adapter's configuration says."""
     if not (folder / CONFIG).is_file():
         raise InvalidInput(
             f"{folder} holds no adapter of PEFT's: expected {CONFIG} there, as save_pretrained writes it"
         )
+    try:
+        said = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidInput(f"{folder / CONFIG} cannot be read: {error}; save the adapter again") from error
+    if not isinstance(said, dict):
+        raise InvalidInput(f"{folder / CONFIG} must hold a JSON object, got a {type(said).__name__}")
+    return said
 
 
-def _check_config(folder: Path, config: Any) -> None:
-    kind = str(getattr(config.peft_type, "value", config.peft_type))
-    if kind != "LORA":
-        raise UnsupportedAdapter(f"{folder}: an adapter of type {kind}; only LoRA adapters can be merged here")
-    said = json.loads((folder / CONFIG).read_text())
+def _check_known(folder: Path, said: Mapping[str, Any], config: Any) -> None:
     if unknown := sorted(key for key, value in said.items() if value is True and not hasattr(config, key)):
         raise UnsupportedAdapter(
             f"{folder}: {CONFIG} says {unknown[0]}=True, which the PEFT here does not know: install the one that saved "
             "it"
         )
-    begun = config.init_lora_weights
+
+
+def _check_kind(folder: Path, said: Mapping[str, Any]) -> None:
+    """Refuse, by what its configuration says, what no weight of its base can express."""
+    kind = str(said.get("peft_type"))
+    if kind != "LORA":
+        raise UnsupportedAdapter(f"{folder}: an adapter of type {kind}; only LoRA adapters can be merged here")
+    if said.get("trainable_token_indices"):
+        raise UnsupportedAdapter(
+            f"{folder}: trainable_token_indices: the adapter replaces rows of the embedding, which is no sum that can "
+            "be merged here; PEFT's merge_and_unload does it"
+        )
+    if said.get("layer_replication"):
+        raise UnsupportedAdapter(
+            f"{folder}: layer_replication: the adapter belongs to a model of more layers than its base has; PEFT's "
+            "merge_and_unload makes that model"
+        )
+    begun = said.get("init_lora_weights", True)
     if begun not in _BASE_AS_IT_IS:
         raise UnsupportedAdapter(
             f"{folder}: init_lora_weights={begun!r} changes the base that the adapter belongs to, and the engine has "
@@ -139,19 +204,26 @@ def _base(name: str, dtype: torch.dtype, values: bool, given: bool) -> nn.Module
     import transformers
 
     try:
-        config = transformers.AutoConfig.from_pretrained(name)
+        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)  # which does not ask
         written = next(iter(getattr(config, "architectures", None) or ()), "")
         cls = getattr(transformers, written, None)
         if values:
-            return (cls or transformers.AutoModelForCausalLM).from_pretrained(name, dtype=dtype)
+            found = cls or transformers.AutoModelForCausalLM
+            return found.from_pretrained(name, dtype=dtype, trust_remote_code=False)
         with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(config) if cls is None else cls(config)
+            model = (
+                transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+                if cls is None
+                else cls(config)
+            )
     except Exception as error:
         told = str(error).strip().splitlines()
         whose = "base" if given else "the adapter's base_model_name_or_path"
         raise InvalidInput(
             f"{whose}: {name!r} cannot be read as a model of transformers ({type(error).__name__}: "
-            f"{told[0] if told else ''}); pass base=, a folder or name of the model that the engine serves"
+            f"{told[0] if told else ''}); pass base=, the base's folder or name. A model "
+            "with code of its own: load it, put the adapter on with PeftModel.from_pretrained, and use "
+            "lora_merge.save_merged"
         ) from error
     return _placed(model.to(dtype))
 
