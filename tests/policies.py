@@ -18,6 +18,8 @@ SIZES = models._SIZES | {
 MOE = {"head_dim": 32, "num_experts_per_tok": 2}
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+FUSED = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
+"""Of Phi-3, whose checkpoints hold q, k and v in one tensor, gate and up in another."""
 
 
 def qwen2(tied: bool = True) -> nn.Module:
@@ -45,13 +47,26 @@ def qwen3_moe() -> nn.Module:
     return models.eager(Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, num_experts=4, moe_intermediate_size=64)))
 
 
-def gemma2() -> nn.Module:
-    """A tied head, of which the engine's class knows nothing."""
+def gemma2(capped: bool = True) -> nn.Module:
+    """A tied head, of which the engine's class knows nothing.
+
+    Args:
+        capped: whether logits have their soft caps, which SGLang without compiled kernels does not compute.
+    """
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
     # Other attention of transformers leaves the soft cap of its logits out.
     sizes = SIZES | {"head_dim": 32, "query_pre_attn_scalar": 32, "attn_implementation": "eager"}
+    sizes |= {"hidden_act": "gelu_pytorch_tanh"}  # in the published checkpoints, and asked for by SGLang
+    if not capped:
+        sizes |= {"attn_logit_softcapping": None, "final_logit_softcapping": None}
     return Gemma2ForCausalLM(Gemma2Config(**sizes))
+
+
+def phi3() -> nn.Module:
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    return Phi3ForCausalLM(Phi3Config(**SIZES))
 
 
 def train(model: nn.Module, seed: int = 1, size: float = 0.05) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import tempfile
@@ -100,6 +101,39 @@ def assert_answers(
         wanted = logp.gather(-1, torch.tensor(answer)[:, None]).squeeze(-1)
         assert logp.argmax(-1).tolist() == answer, f"greedy tokens differ for the prompt {prompt}"
         assert (got - wanted).abs().max() < tolerance, (got, wanted)
+
+
+async def flying(started: Any, tokens: int, count: int = 3) -> list[asyncio.Task[Any]]:
+    """Requests, each of which has said something."""
+    sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+    begun = [asyncio.Event() for _ in range(count)]
+
+    async def request(number: int) -> Any:
+        stream = await started.async_generate(
+            input_ids=policies.prompts()[number], sampling_params=sampling, stream=True, return_logprob=True
+        )
+        async for output in stream:
+            last = output
+            begun[number].set()
+        return last
+
+    await ado(started, "slow", 0.03)
+    tasks = [asyncio.ensure_future(request(number)) for number in range(count)]
+    await asyncio.gather(*(event.wait() for event in begun))
+    assert not any(task.done() for task in tasks), "the scenario has requests in flight"
+    return tasks
+
+
+def spans(output: Any, prompt: list[int], old: nn.Module, new: nn.Module) -> int:
+    """How many of the tokens are the old policy's; all after them are the new one's, of everything before them."""
+    answer = list(output["output_ids"])
+    ids = torch.tensor([[*prompt, *answer]])
+    with torch.no_grad():
+        said = [model(ids).logits[0, len(prompt) - 1 : -1].argmax(-1) for model in (old, new)]
+    by_old, by_new = ([bool(a == b) for a, b in zip(answer, tokens.tolist(), strict=True)] for tokens in said)
+    fits = [n for n in range(len(answer) + 1) if all(by_old[:n]) and all(by_new[n:])]
+    assert fits, (by_old, by_new)
+    return fits[0]
 
 
 @pytest.fixture(autouse=True)

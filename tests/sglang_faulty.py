@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json
 import os
+import signal
 import time
 from collections.abc import Callable
 from typing import Any
@@ -31,9 +32,9 @@ def _check_weights(original: Any, manager: Any, request: Any) -> Any:
     return CheckWeightsReqOutput(success=True, message=json.dumps(_ACTIONS[name](manager, *given)))
 
 
-def _fail(manager: Any, where: str, ranks: list[int], after: int = 0) -> str:
+def _fail(manager: Any, where: str, ranks: list[int], after: int = 0, dies: bool = False) -> str:
     """From now on `where` raises on these ranks, after it has worked `after` times: an operation of a worker, or one of
-    `_where`."""
+    `_where`. Or the scheduler `dies` there."""
     from lora_merge.engine.sglang import worker
 
     _mend(manager)
@@ -44,6 +45,8 @@ def _fail(manager: Any, where: str, ranks: list[int], after: int = 0) -> str:
     def broken(works: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             if next(count) >= after:
+                if dies:
+                    os.kill(os.getpid(), signal.SIGKILL)
                 raise MemoryError(f"injected into {where}")
             return works(*args, **kwargs)
 
@@ -82,13 +85,15 @@ def _mend(manager: Any) -> str:
 
 
 class _Overlaid:
-    """Something with some other attributes."""
+    """Something with some other attributes, and without some."""
 
-    def __init__(self, of: Any, **others: Any) -> None:
-        self._of = of
+    def __init__(self, of: Any, lacking: tuple[str, ...] = (), **others: Any) -> None:
+        self._of, self._lacking = of, lacking
         self.__dict__.update(others)
 
     def __getattr__(self, name: str) -> Any:
+        if name in self._lacking:
+            raise AttributeError(name)
         return getattr(self._of, name)
 
 
@@ -107,6 +112,17 @@ def _pretend(manager: Any, name: str, value: Any) -> str:
 
     _MENDED.append(lambda: setattr(worker, "unfit", works))
     worker.unfit = instead
+    return "pretends"
+
+
+def _lack(manager: Any, *names: str) -> str:
+    """From now on the engine is judged as if its SGLang did not have these attributes of the manager."""
+    from lora_merge.engine.sglang import worker
+
+    _mend(manager)
+    works = worker.unfit
+    _MENDED.append(lambda: setattr(worker, "unfit", works))
+    worker.unfit = lambda manager: works(_Overlaid(manager, lacking=names))
     return "pretends"
 
 
@@ -143,6 +159,7 @@ _ACTIONS: dict[str, Callable[..., Any]] = {
     "fail": _fail,
     "mend": _mend,
     "pretend": _pretend,
+    "lack": _lack,
     "slow": _slow,
     "process": _process,
     "digest": _digest,

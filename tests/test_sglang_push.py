@@ -15,8 +15,7 @@ import models
 import policies
 import pytest
 import sglang_engines
-import torch
-from sglang_engines import ado, ask, assert_answers, do, engine
+from sglang_engines import ado, ask, assert_answers, do, engine, flying, spans
 from torch import nn
 
 import lora_merge.engine.sglang.control
@@ -391,39 +390,6 @@ def test_a_scheduler_fails_as_it_merges(started: Any, where: str) -> None:
 
 
 # Requests in flight
-
-
-async def flying(started: Any, tokens: int, count: int = 3) -> list[asyncio.Task[Any]]:
-    """Requests, each of which has said something."""
-    sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-    begun = [asyncio.Event() for _ in range(count)]
-
-    async def request(number: int) -> Any:
-        stream = await started.async_generate(
-            input_ids=policies.prompts()[number], sampling_params=sampling, stream=True, return_logprob=True
-        )
-        async for output in stream:
-            last = output
-            begun[number].set()
-        return last
-
-    await ado(started, "slow", 0.03)
-    tasks = [asyncio.ensure_future(request(number)) for number in range(count)]
-    await asyncio.gather(*(event.wait() for event in begun))
-    assert not any(task.done() for task in tasks), "the scenario has requests in flight"
-    return tasks
-
-
-def spans(output: Any, prompt: list[int], old: nn.Module, new: nn.Module) -> int:
-    """How many of the tokens are the old policy's; all after them are the new one's, of everything before them."""
-    answer = list(output["output_ids"])
-    ids = torch.tensor([[*prompt, *answer]])
-    with torch.no_grad():
-        said = [model(ids).logits[0, len(prompt) - 1 : -1].argmax(-1) for model in (old, new)]
-    by_old, by_new = ([bool(a == b) for a, b in zip(answer, tokens.tolist(), strict=True)] for tokens in said)
-    fits = [n for n in range(len(answer) + 1) if all(by_old[:n]) and all(by_new[n:])]
-    assert fits, (by_old, by_new)
-    return fits[0]
 
 
 @pytest.mark.parametrize("pause", ["keep", "wait", "abort"])

@@ -15,6 +15,7 @@ from ..adapter import ADAPTER_NAME
 from ..calls import watched, while_alive
 from ..control import Control
 from ..web import Server
+from . import internals
 from .adapter import reference
 from .plugin import PREFIX
 
@@ -53,10 +54,14 @@ class SglangControl(Control):
         raise NotImplementedError
 
     async def _ended(self) -> None:
-        """Wait for the requests that are in flight now."""
+        """Wait for the requests that are in flight now. Where generation stands still (a push has failed) none would
+        end: these are kept."""
         begun: set[str] | None = None
         while begun is None or begun:
-            found = {rid for answer in await self.rpc("requests") for rid in answer["requests"]}
+            answers = await self.rpc("requests")
+            if any(answer["paused"] for answer in answers):
+                return
+            found = {rid for answer in answers for rid in answer["requests"]}
             begun = found if begun is None else begun & found
             if begun:
                 await self._rest()
@@ -84,6 +89,9 @@ class EngineControl(SglangControl):
         super().__init__(handle)
         self.engine = handle.tokenizer_manager
         self._turn, self._ours = threading.Lock(), False
+
+    def unfit(self) -> str:
+        return internals.unknown_release(internals.handle_lacks(self.handle))
 
     @property
     def _loop(self) -> asyncio.AbstractEventLoop:
@@ -208,6 +216,6 @@ def control_of(engine: Any) -> Control:
         if not engine.startswith(("http://", "https://")):
             raise InvalidInput(f"engine must be a URL like http://host:30000, got {engine!r}")
         return HttpControl(engine)
-    if hasattr(getattr(engine, "tokenizer_manager", None), "check_weights"):
+    if hasattr(engine, "tokenizer_manager"):
         return EngineControl(engine)
     raise InvalidInput(f"engine must be an sglang.Engine or a URL, got {type(engine).__name__}")

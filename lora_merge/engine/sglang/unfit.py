@@ -18,13 +18,8 @@ def unfit(manager: Any) -> str:
     Args:
         manager: SGLang's `SchedulerWeightUpdaterManager`.
     """
-    import sglang
-
-    if lacks := internals.lacks(manager):
-        return (
-            f"runs SGLang {sglang.__version__}, which does not offer {', '.join(lacks)}; {internals.SUPPORTED} are "
-            "supported"
-        )
+    if unknown := internals.unknown_release(internals.lacks(manager)):
+        return unknown
     scheduler = manager.scheduler
     arguments, config = scheduler.server_args, scheduler.model_config
     if quantized := config.quantization or getattr(arguments, "torchao_config", ""):  # SGLang 0.5.17 has it
