@@ -12,19 +12,19 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import diagrams
+from bars import BLUE, GREY, RED, Bar, bars, figure
 
 Record = dict[str, Any]
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, IMAGES, README = ROOT / "benchmarks" / "results", ROOT / "docs" / "images", ROOT / "README.md"
-BLUE, GREY, RED, INK = "#1f6feb", "#aab2bf", "#d1242f", "#1f2328"
 MARK = re.compile(r"(<!-- figures:[^\n]*-->\n).*?(<!-- end of figures -->)", flags=re.DOTALL)
 
 
@@ -124,75 +124,6 @@ def with_table(text: str) -> str:
 
 
 # The pictures
-
-
-@dataclass(frozen=True)
-class Bar:
-    """One bar: its name on the left, its length, what stands at its end, and whether it is this package's."""
-
-    name: str
-    value: float
-    label: str
-    ours: bool = False
-
-
-@contextmanager
-def figure(file: Path, height: float) -> Iterator[Any]:
-    """The axes of a picture that a phone shows whole, written to `file` at the end."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    with plt.rc_context({"font.size": 12, "text.color": INK, "axes.labelcolor": INK, "xtick.color": INK}):
-        fig, ax = plt.subplots(figsize=(6.4, height), layout="constrained")
-        ax.spines[["top", "right"]].set_visible(False)
-        yield ax
-        fig.savefig(file, dpi=150, facecolor="white")
-        plt.close(fig)
-
-
-def bars(
-    file: Path,
-    title: str,
-    groups: Sequence[Sequence[Bar]],
-    *,
-    limit: tuple[float, str],
-    start: float,
-    end: float,
-    log: bool = False,
-    note: str = "",
-) -> None:
-    """Groups of bars with their labels, and the limit as a dashed line; the axis has no numbers, the bars have."""
-    count = sum(map(len, groups)) + 0.6 * (len(groups) - 1)
-    with figure(file, 1.3 + 0.42 * count + 0.24 * (note.count("\n") + bool(note))) as ax:
-        place, ticks, names = 0.0, [], []
-        for group in groups:
-            for bar in group:
-                ax.barh(place, bar.value - start, left=start, height=0.76, color=BLUE if bar.ours else GREY)
-                weight = "bold" if bar.ours else "normal"
-                spot = {"textcoords": "offset points", "xytext": (6, 0), "va": "center", "fontweight": weight}
-                ax.annotate(bar.label, (bar.value, place), **spot)
-                ticks.append(place)
-                names.append(bar.name)
-                place += 1
-            place += 0.6
-        if log:
-            ax.set_xscale("log")
-        ax.set_xlim(start, end)
-        ax.set_ylim(place - 1.0, -1.35)
-        ax.set_yticks(ticks, names)
-        ax.set_xticks([])
-        ax.minorticks_off()
-        ax.tick_params(axis="y", length=0)
-        ax.spines["bottom"].set_visible(False)
-        ax.axvline(limit[0], color=RED, linewidth=1.6, linestyle=(0, (4, 2)), zorder=3)
-        ax.annotate(
-            limit[1], (limit[0], -1.0), textcoords="offset points", xytext=(5, 0), color=RED, va="center", fontsize=11
-        )
-        ax.figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
-        if note:
-            ax.figure.supxlabel(note, x=0.01, ha="left", fontsize=10, color="#57606a")
 
 
 def sync_picture(file: Path) -> None:
@@ -326,6 +257,25 @@ def lines_of(record: Record) -> dict[str, list[tuple[int, float]]]:
     }
 
 
+WAITING = {
+    "rollout.png": ("rollout", "rollout-h200"),
+    "rollout-experts.png": ("rollout", "rollout-experts-h200"),
+    "step.png": ("step", "step-h200"),
+    "step-x2.png": ("step", "step-h200-x2"),
+}
+"""Picture -> the benchmark that draws it, and its record; where the record is not there, neither is the picture."""
+
+
+def recorded(folder: Path) -> dict[str, Callable[[Path], None]]:
+    """Those of `WAITING` whose record lies in a folder."""
+
+    def draw(benchmark: str, record: Path, file: Path) -> None:
+        import_module(benchmark).draw(json.loads(record.read_text()), file)
+
+    found = {name: (benchmark, folder / f"{record}.json") for name, (benchmark, record) in WAITING.items()}
+    return {name: partial(draw, *made) for name, made in found.items() if made[1].exists()}
+
+
 PICTURES: dict[str, Callable[[Path], None]] = {
     "sync.png": sync_picture,
     "round-trip.png": round_trip_picture,
@@ -334,7 +284,7 @@ PICTURES: dict[str, Callable[[Path], None]] = {
     "merge.png": diagrams.merge_diagram,
     "push.png": diagrams.push_diagram,
     "states.png": diagrams.state_diagram,
-}
+} | recorded(RESULTS)
 
 
 def main() -> None:

@@ -22,10 +22,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -50,38 +50,76 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128, "moe_intermediate_size": 768,
         "num_experts_per_tok": 8, "tie_word_embeddings": False,
     },
+    "tiny-moe": {
+        "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 32,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4, "moe_intermediate_size": 64,
+        "num_experts_per_tok": 2, "tie_word_embeddings": False,
+    },
     "tiny": {
         "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False,
     },
 }  # fmt: skip
+SHAPES["qwen3-30b-a3b"] = SHAPES["qwen3-30b-a3b-8"] | {"num_hidden_layers": 48}
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-def config_of(shape: str) -> Any:
+def config_of(shape: str, layers: int | None = None) -> Any:
+    """Of transformers, in bf16.
+
+    Args:
+        shape: one of `SHAPES`.
+        layers: how many of its layers; default: all.
+    """
     from transformers import Qwen2Config, Qwen3MoeConfig
 
     sizes = SHAPES[shape] | {"max_position_embeddings": 4096, "dtype": "bfloat16"}
+    if layers is not None:
+        sizes["num_hidden_layers"] = layers
     config = Qwen3MoeConfig(**sizes) if "num_experts" in sizes else Qwen2Config(**sizes)
     config.architectures = ["Qwen3MoeForCausalLM" if "num_experts" in sizes else "Qwen2ForCausalLM"]
     return config
 
 
-def build_policy(shape: str, rank: int, device: str) -> nn.Module:
-    """Random weights of the shape with a LoRA on every linear layer, experts included."""
-    from peft import LoraConfig, get_peft_model
+def name_of(record: dict[str, Any]) -> str:
+    """The shape of a record, and how many of its layers there were where it was not all of them."""
+    whole = SHAPES[record["shape"]]["num_hidden_layers"]
+    return record["shape"] + ("" if record["layers"] == whole else f" ({record['layers']} of {whole} layers)")
+
+
+def build_base(shape: str, device: str, layers: int | None = None) -> nn.Module:
+    """Random weights of the shape, the same ones each time."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config_of(shape), dtype=torch.bfloat16)
-        moe = "num_experts" in SHAPES[shape]
-        experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-        lora = LoraConfig(
-            r=rank, target_modules=LINEARS[:4] if moe else LINEARS, target_parameters=experts if moe else None,
-            init_lora_weights=False,
-        )  # fmt: skip
-        return get_peft_model(model, lora).eval()
+        return AutoModelForCausalLM.from_config(config_of(shape, layers), dtype=torch.bfloat16).eval()
+
+
+def build_policy(
+    shape: str, rank: int, device: str, layers: int | None = None, *, experts: bool = True, **options: Any
+) -> nn.Module:
+    """The same with a LoRA on every linear layer.
+
+    Args:
+        shape: one of `SHAPES`.
+        rank: of the adapter.
+        device: where the model is made.
+        layers: as of `config_of`.
+        experts: whether experts have adapters, too, where the shape has any.
+        options: of `LoraConfig`, instead of the ones here.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    base = build_base(shape, device, layers)
+    moe = "num_experts" in SHAPES[shape]
+    fused = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    config = {
+        "r": rank, "target_modules": LINEARS[:4] if moe else LINEARS,
+        "target_parameters": fused if moe and experts else None, "init_lora_weights": False,
+    }  # fmt: skip
+    with torch.device(device):
+        return get_peft_model(base, LoraConfig(**config | options)).eval()
 
 
 def quiet() -> None:
@@ -93,20 +131,27 @@ def quiet() -> None:
 
 @contextmanager
 def start_engine(
-    args: argparse.Namespace, folder: Path, *, tp: int = 1, lora: bool = False, **options: Any
+    args: argparse.Namespace,
+    folder: Path,
+    *,
+    tp: int = 1,
+    lora: bool = False,
+    layers: int | None = None,
+    **options: Any,
 ) -> Iterator[Any]:
+    """An engine with dummy weights of `args.shape`; `options` of `vllm.LLM` count before the ones here."""
     from vllm import LLM
     from vllm.config import WeightTransferConfig
 
-    config_of(args.shape).save_pretrained(folder)
-    options |= {"enable_lora": True, "max_lora_rank": max(args.rank, 8)} if lora else {}
-    if args.device == "cuda":
-        options["gpu_memory_utilization"] = args.gpu_memory
-    llm = LLM(
-        str(folder), load_format="dummy", dtype="bfloat16", enforce_eager=True, skip_tokenizer_init=True,
-        max_model_len=1024, max_num_seqs=16, tensor_parallel_size=tp,
-        weight_transfer_config=WeightTransferConfig(backend="lora_merge"), **options,
-    )  # fmt: skip
+    config_of(args.shape, layers).save_pretrained(folder)
+    chosen = {
+        "load_format": "dummy", "dtype": "bfloat16", "enforce_eager": True, "skip_tokenizer_init": True,
+        "max_model_len": 1024, "max_num_seqs": 16, "tensor_parallel_size": tp,
+        "weight_transfer_config": WeightTransferConfig(backend="lora_merge"),
+    }  # fmt: skip
+    chosen |= {"enable_lora": True, "max_lora_rank": max(args.rank, 8)} if lora else {}
+    chosen |= {"gpu_memory_utilization": args.gpu_memory} if args.device == "cuda" else {}
+    llm = LLM(str(folder), **chosen | options)
     try:
         yield llm
     finally:
@@ -367,16 +412,36 @@ PARTS = {
 IN_PROCESS = ("same", "adapter", "engine")
 
 
-def run_part(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """One part in a process of its own."""
+def run_part(
+    name: str, in_process: bool, script: str = __file__, launcher: Sequence[str] = (sys.executable,)
+) -> dict[str, Any]:
+    """One part in a process of its own, with the options of this one.
+
+    Args:
+        name: what it is given as `--part`.
+        in_process: whether vLLM's engine runs in the part's process.
+        script: the benchmark; it ends with `end_part`.
+        launcher: what starts it.
+
+    Returns:
+        what it wrote, or `{"error": ...}`.
+    """
     with tempfile.NamedTemporaryFile("r", suffix=".json") as out:
-        command = [sys.executable, __file__, *sys.argv[1:], "--part", name, "--json", out.name]
-        environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0" if name in IN_PROCESS else "1"}
+        command = [*launcher, script, *sys.argv[1:], "--part", name, "--json", out.name]
+        environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(not in_process))}
         done = subprocess.run(command, env=environment, check=False)
         text = out.read()
     if done.returncode or not text:
         return {"error": f"part {name} ended with {done.returncode}"}
     return json.loads(text)
+
+
+def end_part(result: dict[str, Any], file: Path) -> NoReturn:
+    """Write what a part found, and end its process."""
+    file.write_text(json.dumps(result))
+    sys.stdout.flush()
+    gc.collect()
+    os._exit(0)  # engines leave threads behind
 
 
 def main() -> None:
@@ -397,17 +462,14 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             result = PARTS[args.part](args, Path(folder))
         assert args.json is not None
-        args.json.write_text(json.dumps(result))
-        sys.stdout.flush()
-        gc.collect()
-        os._exit(0)  # engines leave threads behind
+        end_part(result, args.json)
     import vllm
 
     record = report.provenance(torch.device(args.device))
     record["versions"]["vllm"] = vllm.__version__
     record |= {"shape": args.shape, "rank": args.rank, "bucket_bytes": args.bucket_bytes}
     for name in args.parts:
-        record[name] = part = run_part(name, args)
+        record[name] = part = run_part(name, name in IN_PROCESS)
         if "as_verl_ms" in part:
             ours = part["merge_and_load_ms"]
             part["times_faster"] = {"verl": part["as_verl_ms"]["total"] / ours, "ms-swift": part["as_swift_ms"] / ours}

@@ -25,7 +25,7 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -91,26 +91,44 @@ def readable() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def trl(args: argparse.Namespace, folder: Path) -> Iterator[Trainer]:
-    """TRL's `GRPOTrainer`, engine in its process."""
+def grpo(args: argparse.Namespace, folder: Path, prompts: Sequence[str], reward: Any, **options: Any) -> Any:
+    """TRL's `GRPOTrainer` of a random policy, engine in its process, on a CPU without CUDA's settings.
+
+    Args:
+        args: `shape`, `rank`, `device` and `gpu_memory` count; `layers` where there is one.
+        folder: for the configuration, the tokenizer and what TRL writes.
+        prompts: of the data.
+        reward: as TRL takes it.
+        options: of `GRPOConfig`, beside the ones here.
+    """
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
-    from lora_merge.integrations.trl import attach, engine_options
-
-    model: Any = sync.build_policy(args.shape, args.rank, args.device)
+    model: Any = sync.build_policy(args.shape, args.rank, args.device, getattr(args, "layers", None))
     model.get_base_model().config.save_pretrained(folder)
     model.get_base_model().config._name_or_path = model.name_or_path = str(folder)
     config = GRPOConfig(
         output_dir=str(folder / "out"), use_cpu=args.device == "cpu", bf16=args.device == "cuda", report_to="none",
-        per_device_train_batch_size=2, num_generations=2, max_completion_length=8, use_vllm=True,
-        vllm_mode="colocate", vllm_max_model_length=64, vllm_gpu_memory_utilization=args.gpu_memory,
+        use_vllm=True, vllm_mode="colocate", vllm_gpu_memory_utilization=args.gpu_memory, **options,
     )  # fmt: skip
+    return GRPOTrainer(
+        model=model, reward_funcs=reward, args=config, processing_class=tokenizer(folder),
+        train_dataset=Dataset.from_dict({"prompt": list(prompts)}),
+    )  # fmt: skip
+
+
+@contextmanager
+def trl(args: argparse.Namespace, folder: Path) -> Iterator[Trainer]:
+    """TRL's `GRPOTrainer`, engine in its process."""
+    from lora_merge.integrations.trl import attach, engine_options
+
+    def nothing(completions: list[str], **kwargs: Any) -> list[float]:
+        return [0.0] * len(completions)
+
     with readable(), engine_options(load_format="dummy", dtype="bfloat16", enforce_eager=True):
-        trainer = GRPOTrainer(
-            model=model, reward_funcs=lambda completions, **_: [0.0] * len(completions), args=config,
-            processing_class=tokenizer(folder), train_dataset=Dataset.from_dict({"prompt": ["a", "b"]}),
+        trainer = grpo(
+            args, folder, ["a", "b"], nothing, per_device_train_batch_size=2, num_generations=2,
+            max_completion_length=8, vllm_max_model_length=64,
         )  # fmt: skip
         rollout: list[Any] = []
 

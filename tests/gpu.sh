@@ -2,11 +2,13 @@
 # Everything that needs a GPU, in one go: build, tests, compute-sanitizer, benchmarks. Results go to the folder given,
 # as they lie in benchmarks/results; those of other builds and backends to its folder variants.
 #
-#     bash tests/gpu.sh OUT [STEP ...]        (default: all of them, one after the other)
+#     bash tests/gpu.sh OUT [STEP ...]        (default: all but those that need vLLM, one after the other)
 #
 # Where there are several GPUs, build once, and then run steps side by side, each on one: CUDA_VISIBLE_DEVICES=1 bash
 # tests/gpu.sh OUT figures. The machine needs torch, nvcc, pytest with xdist, hypothesis, peft and transformers; it
-# reaches no registry.
+# reaches no registry. rollout and rollout-experts need vLLM (0.26 for torch 2.11), step and step-x2 TRL, too: an engine for
+# each of three ways, and as many starts, which take most of the time. Each step should stay below ten minutes (estimated);
+# its record is written after every way.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 mkdir -p "${1:?folder for results}"
@@ -66,6 +68,11 @@ for step in $steps; do
     sweep) bench sweep-h200 sweep --device cuda --plot "$out/sweep-h200.png" ;;
     latency) bench latency-h200 latency ;;
     energy) bench energy-h200 energy ;;
+    rollout) bench rollout-h200 rollout --shape qwen2.5-7b --plot "$out/rollout-h200.png" ;;
+    rollout-experts) # half of the 48 layers: trainer and engine hold 31 GB each
+      bench rollout-experts-h200 rollout --shape qwen3-30b-a3b --layers 24 --plot "$out/rollout-experts-h200.png" ;;
+    step) bench step-h200 step --shape qwen2.5-7b --plot "$out/step-h200.png" ;;
+    step-x2) bench step-h200-x2 step --shape qwen2.5-7b --ranks 2 --plot "$out/step-h200-x2.png" ;;
     triton)
       LORA_MERGE_BACKEND=triton bench variants/ranks-h200-triton ranks --shape qwen2.5-7b --device cuda --ranks 8 32 64 \
         --kinds bf16 "bf16, fp32 adapters" --methods "in place" "out of place" "there and back" ;;

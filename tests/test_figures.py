@@ -240,3 +240,72 @@ class TestRegress:
     def test_another_build_is_found(self, status: Any) -> None:
         """The kernels for any GPU are slower than the slack allows."""
         assert status(self.read("variants/merge-qwen2.5-7b-sm80"))[0] == 1
+
+
+PROVENANCE = {"versions": {"vllm": "0.26.0", "trl": "1.16.0"}, "device_name": "a GPU", "cuda_graphs": True}
+ROLLOUT = PROVENANCE | {
+    "shape": "qwen3-30b-a3b", "layers": 24, "rank": 32, "targets": "all", "prompt_tokens": 128, "new_tokens": 256,
+    "requests": [1, 64],
+    "ways": {
+        "base": {"tokens_s": [200.0, 10000.0]}, "merged": {"tokens_s": [198.0, 10000.0]},
+        "adapter": {"refused": "PushRefused: no LoRA for experts"},
+    },
+}  # fmt: skip
+STEP = PROVENANCE | {
+    "shape": "qwen2.5-7b", "layers": 28, "rank": 32, "ranks": 2, "completions": 64, "new_tokens": 512,
+    "ways": {
+        "trl": {"seconds": {"rollout": 3.0, "sync": 0.5, "update": 4.5}, "drift": 0.1},
+        "adapter": {"error": "part adapter ended with 1"},
+        "merged": {"seconds": {"rollout": 3.0, "sync": 0.02, "update": 4.5}, "drift": 0.0},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "record"), [("rollout", ROLLOUT), ("step", STEP)])
+def test_rollouts_and_steps_are_shown(
+    name: str, record: dict, load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Table and picture of a record in which a way is missing; pictures.py draws it where the record lies."""
+    benchmark, pictures = load(name), load("pictures")
+    benchmark.show(record)
+    printed = " ".join(capsys.readouterr().out.split())
+    wanted = {
+        "rollout": [
+            "(24 of 48 layers)",
+            "198 (99%)",
+            "10,000 (100%)",
+            "vLLM's LoRA path: refused, PushRefused: no LoRA",
+        ],
+        "step": ["2 x a GPU", "7.520 (94%)", "LoRA path: part adapter ended with 1"],
+    }
+    assert all(text in printed for text in wanted[name]), printed
+    assert not pictures.recorded(tmp_path)
+    data, picture = tmp_path / f"{name}-h200.json", tmp_path / "deeper" / "out.png"
+    data.write_text(json.dumps(record))
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--draw", str(data), "--plot", str(picture)])
+    benchmark.main()
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    [(file, draw)] = pictures.recorded(tmp_path).items()
+    draw(tmp_path / file)
+    assert (tmp_path / file).read_bytes() == picture.read_bytes()
+
+
+def test_experts_are_shown_apart(load: Any) -> None:
+    """A model without the LoRA path's figures has a bar for each number of requests; a record of no pair has none."""
+    rollout = load("rollout")
+    assert rollout.share(ROLLOUT, "merged", 0) == pytest.approx(0.99)
+    assert rollout.share(ROLLOUT, "adapter", 0) is None
+    with pytest.raises(SystemExit, match="--ways"):
+        rollout.draw(ROLLOUT | {"ways": {"base": {"tokens_s": [1.0, 2.0]}}}, Path("none.png"))
+
+
+@pytest.mark.parametrize(("option", "text"), [("--batch=3", "multiple of --batch 3"), ("--group=3", "--group 3")])
+def test_steps_of_no_whole_batches(
+    option: str, text: str, load: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = load("step")
+    monkeypatch.setattr(sys, "argv", ["step.py", "--device", "cpu", option])
+    with pytest.raises(SystemExit):
+        step.parse()
+    assert text in capsys.readouterr().err
