@@ -241,6 +241,9 @@ else:
         merge_checkpoint(adapter, [base], tmp_path / "out")
     with pytest.raises(InvalidInput, match=r"expected adapter_config\.json"):
         merge_checkpoint(base, [base], tmp_path / "out")
+    shutil.copytree(adapter, tmp_path / "step-3" / "style")  # as PEFT saves one that is not called "default"
+    with pytest.raises(InvalidInput, match=r"; there is one in .*step-3/style$"):
+        merge_checkpoint(base, [tmp_path / "step-3"], tmp_path / "out")
 
 
 def test_without_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,6 +158,7 @@ def _said(folder: Path) -> dict[str, Any]:
     if not (folder / CONFIG).is_file():
         raise InvalidInput(
             f"{folder} holds no adapter of PEFT's: expected {CONFIG} there, as save_pretrained writes it"
+            f"{elsewhere(folder)}"
         )
     try:
         said = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
@@ -166,6 +167,12 @@ def _said(folder: Path) -> dict[str, Any]:
     if not isinstance(said, dict):
         raise InvalidInput(f"{folder / CONFIG} must hold a JSON object, got a {type(said).__name__}")
     return said
+
+
+def elsewhere(folder: Path) -> str:
+    """Where a folder that holds no adapter has one: PEFT saves those of another name than "default" one folder down."""
+    found = sorted(path.parent.name for path in folder.glob(f"*/{CONFIG}"))
+    return f"; there is one in {folder / found[0]}" if found else ""
 
 
 def _check_known(folder: Path, said: Mapping[str, Any], config: Any) -> None:
