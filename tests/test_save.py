@@ -132,6 +132,26 @@ def test_several_adapters_have_one_sum(tmp_path: Path) -> None:
     assert one.adapters == "style"
 
 
+def test_embeddings_that_were_saved_along(tmp_path: Path) -> None:
+    """PEFT saves embeddings which an adapter targets beside it: they are the base's, and no reason to refuse a sum."""
+    from transformers import AutoModelForCausalLM
+
+    write_base(tmp_path / "base", checkpoints.tied, torch.float32)
+
+    def build() -> Any:
+        return AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for seed, folder in enumerate(folders):
+        model = models.with_lora(build, seed=seed, target_modules=["q_proj", "embed_tokens"])
+        model.save_pretrained(folder)
+        assert any(
+            "embed_tokens" in name and "lora" not in name for name in load_file(folder / "adapter_model.safetensors")
+        )
+    merge_checkpoint(tmp_path / "base", folders, tmp_path / "out")
+    assert_same(tensors(tmp_path / "out"), streamed(load(tmp_path / "base", *folders)))
+
+
 def test_each_adapter_by_itself(tmp_path: Path) -> None:
     """Several outputs, and the base is read once."""
     build = models.qwen2
