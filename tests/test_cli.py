@@ -22,6 +22,7 @@ from tqdm import tqdm
 import lora_merge
 from lora_merge import LoraMergeError, MergedWeights, cli, verify
 from lora_merge.commands import output
+from lora_merge.commands.inspect import _targets
 from lora_merge.saving.inspect import inspect_adapter
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -202,6 +203,13 @@ def test_inspect_what_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture
         status, told = as_json(capsys, "inspect", folder)
         assert status == cli.REFUSED
         assert match in told["error"]
+
+
+def test_targets_of_all_linear_layers() -> None:
+    """Of a 7B model PEFT saves 196 names."""
+    names = [f"model.layers.{layer}.{name}" for layer in range(28) for name in ("mlp.up_proj", "self_attn.q_proj")]
+    assert _targets(names) == ["q_proj", "up_proj"]
+    assert _targets(["v_proj", "q_proj"]) == ["q_proj", "v_proj"]
 
 
 def test_inspect_takes_no_library(tmp_path: Path) -> None:

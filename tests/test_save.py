@@ -128,6 +128,28 @@ def test_several_adapters_have_one_sum(tmp_path: Path) -> None:
             if isinstance(getattr(module, "scaling", None), dict):
                 module.scaling[f"n{number}"] *= scale
     assert_same(tensors(tmp_path / "scaled"), streamed(model, dtype=dtype))
+    (one,) = merge_checkpoint(tmp_path / "base", folders[0], tmp_path / "one")  # by itself, in no list
+    assert one.adapters == "style"
+
+
+def test_embeddings_that_were_saved_along(tmp_path: Path) -> None:
+    """PEFT saves embeddings which an adapter targets beside it: they are the base's, and no reason to refuse a sum."""
+    from transformers import AutoModelForCausalLM
+
+    write_base(tmp_path / "base", checkpoints.tied, torch.float32)
+
+    def build() -> Any:
+        return AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for seed, folder in enumerate(folders):
+        model = models.with_lora(build, seed=seed, target_modules=["q_proj", "embed_tokens"])
+        model.save_pretrained(folder)
+        assert any(
+            "embed_tokens" in name and "lora" not in name for name in load_file(folder / "adapter_model.safetensors")
+        )
+    merge_checkpoint(tmp_path / "base", folders, tmp_path / "out")
+    assert_same(tensors(tmp_path / "out"), streamed(load(tmp_path / "base", *folders)))
 
 
 def test_each_adapter_by_itself(tmp_path: Path) -> None:
@@ -327,6 +349,8 @@ def test_sums_that_are_not_defined(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedAdapter, match=r"a scale of 0\.5 on a DoRA adapter"):
         merge_checkpoint(tmp_path / "base", [tmp_path / "dora"], tmp_path / "out", scales={"dora": 0.5})
     merge_checkpoint(tmp_path / "base", [tmp_path / "head", tmp_path / "other"], tmp_path / "out")
+    (saved,) = merge_checkpoint(tmp_path / "base", [tmp_path / "head"], tmp_path / "half", scales={"head": 0.5})
+    assert "scale 0.5 of head is not that of tensors which it brings whole: lm_head.weight" in saved.notes[0]
     got = tensors(tmp_path / "out")
     head, other = (tensors_of(tmp_path, name) for name in ("head", "other"))
     wanted = head | {n: t for n, t in other.items() if "k_proj" in n}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -86,3 +87,10 @@ def test_architectures(build: Callable[[], nn.Module], options: dict[str, Any], 
     assert saved.changed
     assert tensors(out).keys() == tensors(base).keys()
     cls.from_pretrained(out)
+    if build is llava:
+        config = json.loads((base / "config.json").read_text())
+        config["text_config"]["torch_dtype"] = "float32"
+        (base / "config.json").write_text(json.dumps(config))
+        merge_checkpoint(base, [adapter], tmp_path / "half", dtype=torch.bfloat16)
+        config = json.loads((tmp_path / "half" / "config.json").read_text())
+        assert {config["dtype"], config["text_config"]["torch_dtype"]} == {"bfloat16"}

@@ -188,6 +188,18 @@ BROKEN: dict[str, tuple[Any, str]] = {
         _adapter_keys(lambda t: dict(list(t.items())[1:])),
         "1 of its tensors are not in the file",
     ),
+    "an adapter without its tensors": (
+        lambda b, a: (a / "adapter_model.safetensors").unlink(),
+        r"holds no adapter_model\.safetensors",
+    ),
+    "an adapter that is a pointer of Git LFS": (
+        lambda b, a: (a / "adapter_model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n"),
+        "its tensors cannot be read .*Git LFS pointer",
+    ),
+    "an adapter whose training has diverged": (
+        _adapter_keys(lambda t: {n: s.clone().fill_(float("nan")) if "k_proj" in n else s for n, s in t.items()}),
+        "k_proj.* holds NaN or infinity",
+    ),
     "an adapter of another size": (
         _adapter_keys(lambda t: {n: torch.ones(s.shape[0] + 1, s.shape[1]) for n, s in t.items()}),
         "does not fit the base .*size mismatch",
@@ -241,6 +253,9 @@ else:
         merge_checkpoint(adapter, [base], tmp_path / "out")
     with pytest.raises(InvalidInput, match=r"expected adapter_config\.json"):
         merge_checkpoint(base, [base], tmp_path / "out")
+    shutil.copytree(adapter, tmp_path / "step-3" / "style")  # as PEFT saves one that is not called "default"
+    with pytest.raises(InvalidInput, match=r"; there is one in .*step-3/style$"):
+        merge_checkpoint(base, [tmp_path / "step-3"], tmp_path / "out")
 
 
 def test_without_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

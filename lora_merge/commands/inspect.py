@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from .output import REFUSED, add_json, tell
 
+_MANY = 12
 if TYPE_CHECKING:
     from ..saving.inspect import Inspected
 
@@ -30,7 +31,7 @@ def inspect(options: argparse.Namespace) -> int:
 
 def _words(found: Inspected) -> str:
     ranks = f"{found.ranks[0]} to {found.ranks[-1]}" if len(found.ranks) > 1 else str(found.rank)
-    targets = ", ".join(sorted(found.targets)) if isinstance(found.targets, list) else str(found.targets)
+    targets = ", ".join(_targets(found.targets)) if isinstance(found.targets, list) else str(found.targets)
     rows = [
         ("adapter", f"{found.folder}, {found.kind}"),
         ("trained on", found.trained_on or "it does not say"),
@@ -48,6 +49,11 @@ def _words(found: Inspected) -> str:
     if found.problems:
         lines += ["", f"it does not fit {found.base}:", *(f"  {problem}" for problem in found.problems)]
     return "\n".join(lines)
+
+
+def _targets(names: list[str]) -> list[str]:
+    """PEFT saves "all-linear" as the name of each module: of many, the last parts of their names."""
+    return sorted(names if len(names) <= _MANY else {name.rpartition(".")[2] for name in names})
 
 
 def _table(found: Inspected) -> list[str]:

@@ -25,6 +25,7 @@ from ..shards import cut
 from ..stream.filler import Entry
 from ..stream.weights import MergedWeights
 from .checkpoint import Checkpoint
+from .chunks import rows_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,6 +82,9 @@ def read_adapter(name: str, folder: Path, base: Checkpoint, dtype: torch.dtype, 
     parts = dict(filler.source.parts)
     trained = [p for p in model.parameters() if p.requires_grad]
     whole = learning_of(parts, trained, buffers=False)
+    # PEFT saves embeddings along that an adapter targets: they are the base's own, and those of every such adapter.
+    same = {_place(parts[n]) for n in whole if _is_the_bases(base, n, parts[n].shard.pieces[0].tensor)}
+    whole = frozenset(n for n in whole if _place(parts[n]) not in same)
     adapter = Adapter(name, model, parts, dict(filler.entries), dict(plain.ties), whole, scale)
     for stream in (weights, bare):
         stream.release()
@@ -163,6 +167,20 @@ class Sum:
             if keys[0] != keys[1] or wholes[0] != wholes[1]:
                 found[name] = kept
         return found
+
+
+def _is_the_bases(base: Checkpoint, name: str, tensor: Tensor) -> bool:
+    """Whether a tensor has the values that the base has under this name; read a chunk at a time."""
+    stored = base.tensors.get(name)
+    if stored is None or stored.shape != tuple(tensor.shape):
+        return False
+    each = stored.nbytes // max(stored.shape[0], 1) if stored.shape else 0
+    for rows in rows_of(stored.shape, stored.dtype.itemsize):
+        chunk = torch.empty((rows.end - rows.begin, *stored.shape[1:]) if stored.shape else (), dtype=stored.dtype)
+        base.read(name, rows.begin * each, chunk)
+        if not torch.equal(chunk.to(tensor.dtype), tensor[rows.begin : rows.end] if tensor.dim() else tensor):
+            return False
+    return True
 
 
 def _place(part: Part) -> int:

@@ -203,6 +203,15 @@ def _told_adapter(folder: Path) -> str:
     return ""
 
 
+def with_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """A config that says of another dtype, also of the model's parts (text_config) where it does."""
+    said = {**config, "torch_dtype" if "torch_dtype" in config else "dtype": str(dtype).removeprefix("torch.")}
+    for key, part in said.items():
+        if isinstance(part, dict) and ("dtype" in part or "torch_dtype" in part):
+            said[key] = with_dtype(part, dtype)
+    return said
+
+
 def json_of(file: Path, why: str = "") -> dict[str, Any]:
     """What a file of JSON says.
 

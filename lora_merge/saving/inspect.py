@@ -15,7 +15,7 @@ from torch import Tensor
 from ..errors import InvalidInput, UnsupportedAdapter
 from ..kernels.segments import FLOATS
 from ..models.delta import Delta
-from ..models.peft.folder import CONFIG
+from ..models.peft.folder import CONFIG, elsewhere
 from ..names import hf_name
 from ..shards import whole
 from ..stream.filler import Entry
@@ -140,7 +140,9 @@ def inspect_adapter(adapter: str | Path, base: str | Path | None = None) -> Insp
 
 def _alone(folder: Path) -> Inspected:
     if not (folder / CONFIG).is_file():
-        raise InvalidInput(f"{folder} holds no adapter of PEFT's: expected {CONFIG}, as save_pretrained writes it")
+        raise InvalidInput(
+            f"{folder} holds no adapter of PEFT's: expected {CONFIG}, as save_pretrained writes it{elsewhere(folder)}"
+        )
     config = json_of(folder / CONFIG)
     tensors = _tensors(folder)
     grouped: dict[str, dict[str, tuple[int, ...]]] = {}

@@ -22,7 +22,7 @@ from ..shards import Shard, cut, whole
 from ..shards.ranks import Ranks
 from ..stream.filler import Entry
 from .adapters import Adapter, Sum, assembled, names_in, read_adapter, untied
-from .checkpoint import Checkpoint, find, open_checkpoint
+from .checkpoint import Checkpoint, find, open_checkpoint, with_dtype
 from .chunks import Ahead, Behind, Buffer, Buffers, Rows, rows_of
 from .format import as_bytes
 from .writer import Wanted, Writer, absolute, check_target, shards_of, size_of, together
@@ -60,13 +60,18 @@ class Saved:
         read_back = "" if self.verified is None else ", read back and compared"
         return (
             f"{self.folder}: {self.adapters} merged into {self.changed} of {self.tensors} tensors, "
-            f"{self.nbytes / 1e9:.2f} GB in {self.files} file{'s' * (self.files != 1)}, {self.seconds:.1f} s{read_back}"
+            f"{bytes_told(self.nbytes)} in {self.files} file{'s' * (self.files != 1)}, {self.seconds:.1f} s{read_back}"
         )
+
+
+def bytes_told(nbytes: int) -> str:
+    """A number of bytes in words."""
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.2f} MB"
 
 
 def merge_checkpoint(
     base: str | Path,
-    adapters: Sequence[str | Path],
+    adapters: str | Path | Sequence[str | Path],
     out: str | Path,
     *,
     each: bool = False,
@@ -109,6 +114,7 @@ def merge_checkpoint(
         raise InvalidInput(f"dtype must be bfloat16, float16 or float32, got {dtype}")
     device = check_device(device)
     size = None if shard_size is None else size_of(shard_size)
+    adapters = [adapters] if isinstance(adapters, str | Path) else adapters
     if not adapters:
         raise InvalidInput("adapters: expected at least one folder, got none")
     begin = time.perf_counter()
@@ -203,7 +209,7 @@ class _Output:
         self.targets = {name: [_Target(name, found.get(name))] for name in base.tensors}
         config = self._add_apart(adapters.apart())
         if dtype is not None:
-            config = {**config, ("torch_dtype" if "torch_dtype" in config else "dtype"): str(dtype)[len("torch.") :]}
+            config = with_dtype(config, dtype)
         self._deltas = {
             source: _on(delta, device)
             for targets in self.targets.values()
@@ -462,11 +468,16 @@ def _wholes(base: Checkpoint, outputs: Sequence[_Output]) -> Iterator[tuple[_Out
 
 
 def _notes(base: Checkpoint, adapters: Sum) -> tuple[str, ...]:
-    """An adapter that says it was trained on another model may have the same shapes."""
+    """An adapter that says it was trained on another model may have the same shapes; and what a scale does not do."""
     found = []
     for adapter in adapters.adapters:
         configs: Any = getattr(adapter.model, "peft_config", {})
         said = str(getattr(configs.get("default"), "base_model_name_or_path", None) or "")
+        if adapter.scale != 1.0 and adapter.whole:
+            found.append(
+                f"the scale {adapter.scale:g} of {adapter.name} is not that of tensors which it brings whole: "
+                f"{min(adapter.whole)} and {len(adapter.whole) - 1} more"
+            )
         if said and Path(said).name not in base.folder.resolve().as_posix() and not Path(said).is_dir():
             found.append(f"{adapter.name} says that it was trained on {said}; merged into {base.folder}")
     return tuple(found)

@@ -22,6 +22,7 @@ from ...errors import InvalidInput, MissingExtra, UnsupportedAdapter
 from ...names import hf_name, named_tensors, own_parameters
 
 CONFIG = "adapter_config.json"
+_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 _ALIGNED = 64
 _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
 """MAP_NORESERVE, which Python names only from 3.13 on."""
@@ -61,6 +62,8 @@ def read_folder(folder: str | Path, base: str | Path | None, dtype: torch.dtype,
     folder = Path(folder)
     said = _said(folder)
     _check_kind(folder, said)
+    if not any((folder / name).is_file() for name in _FILES):
+        raise InvalidInput(f"{folder} holds no {_FILES[0]}, which the adapter's tensors are in; save or fetch it again")
     try:
         config: Any = PeftConfig.from_pretrained(str(folder))
     except Exception as error:
@@ -72,6 +75,15 @@ def read_folder(folder: str | Path, base: str | Path | None, dtype: torch.dtype,
     named = base if base is not None else config.base_model_name_or_path
     if not named:
         raise InvalidInput(f"{folder / CONFIG} names no base model: pass base=, the engine's model")
+    try:
+        held = load_peft_weights(str(folder), device="cpu")
+    except Exception as error:
+        told = str(error).strip().partition("\n")[0]
+        raise InvalidInput(
+            f"{folder}: its tensors cannot be read ({type(error).__name__}: {told}): "
+            "the file is cut short, or something else (a Git LFS pointer?); save or fetch the adapter again"
+        ) from error
+    _check_finite(folder, held)
     model = _base(str(named), dtype, values, given=base is not None)
     other = _other_class(said, model, base is not None)
     config.init_lora_weights = True  # all values come from the file; MiCA's would be taken off the base's
@@ -80,7 +92,6 @@ def read_folder(folder: str | Path, base: str | Path | None, dtype: torch.dtype,
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what PEFT warns of is an error below
-            held = load_peft_weights(str(folder), device="cpu")
             _check_sizes(folder, model, held)
             adapted = PeftModel(model, config)
             problems = adapted.load_adapter(str(folder), "default", is_trainable=True, torch_device="cpu")
@@ -99,6 +110,16 @@ def read_folder(folder: str | Path, base: str | Path | None, dtype: torch.dtype,
         )
     _mark_whole(folder, adapted, {hf_name(key) for key in held if _FACTORS not in key})
     return adapted.eval()
+
+
+def _check_finite(folder: Path, held: Mapping[str, Tensor]) -> None:
+    """Raise where an adapter has numbers that no merged weight should have: its training has diverged."""
+    for key, tensor in held.items():
+        if tensor.itemsize > 1 and not bool(torch.isfinite(tensor).all()):
+            raise InvalidInput(
+                f"{folder}: {key} holds NaN or infinity, which would be in every weight that it is merged into: take "
+                "an earlier step of its training"
+            )
 
 
 def _check_sizes(folder: Path, model: nn.Module, held: Mapping[str, Tensor]) -> None:
@@ -158,6 +179,7 @@ def _said(folder: Path) -> dict[str, Any]:
     if not (folder / CONFIG).is_file():
         raise InvalidInput(
             f"{folder} holds no adapter of PEFT's: expected {CONFIG} there, as save_pretrained writes it"
+            f"{elsewhere(folder)}"
         )
     try:
         said = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
@@ -166,6 +188,12 @@ def _said(folder: Path) -> dict[str, Any]:
     if not isinstance(said, dict):
         raise InvalidInput(f"{folder / CONFIG} must hold a JSON object, got a {type(said).__name__}")
     return said
+
+
+def elsewhere(folder: Path) -> str:
+    """Where a folder that holds no adapter has one: PEFT saves those of another name than "default" one folder down."""
+    found = sorted(path.parent.name for path in folder.glob(f"*/{CONFIG}"))
+    return f"; there is one in {folder / found[0]}" if found else ""
 
 
 def _check_known(folder: Path, said: Mapping[str, Any], config: Any) -> None:
