@@ -197,6 +197,8 @@ def main() -> None:
     parser.add_argument("--part", choices=WAYS, help=argparse.SUPPRESS)
     parser.add_argument("--draw", type=Path, metavar="FILE", help="measure nothing: --plot what --json wrote")
     args = parser.parse_args()
+    if args.draw and not args.plot:
+        parser.error("--draw needs --plot, where the picture goes")
     if args.plot:
         check_extra(plot=True)
     if args.draw:

@@ -245,6 +245,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--draw", type=Path, metavar="FILE", help="measure nothing: --plot what --json wrote")
     parser.add_argument("--part", choices=WAYS, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.draw and not args.plot:
+        parser.error("--draw needs --plot, where the picture goes")
     sizes = {
         "completions": (64, 4),
         "group": (8, 2),

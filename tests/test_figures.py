@@ -309,3 +309,14 @@ def test_steps_of_no_whole_batches(
     with pytest.raises(SystemExit):
         step.parse()
     assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["rollout", "step"])
+def test_a_picture_of_no_file(
+    name: str, load: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    benchmark = load(name)
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--draw", "record.json"])
+    with pytest.raises(SystemExit):
+        benchmark.main()
+    assert "--draw needs --plot" in capsys.readouterr().err
