@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..shards import Box
 from ..stream.buckets import dtype_name, dtype_of
@@ -46,6 +47,8 @@ class Exports:
         storages = (view.untyped_storage() for found in places.views.values() for _, view in found)
         self._storages = list({storage.data_ptr(): storage for storage in storages}.values())
         self._at = [storage.data_ptr() for storage in self._storages]
+        # Where one goes, another file may be mapped next; that of a GPU has a number of its own (`_marks`).
+        self._living = [StorageWeakRef(storage) for storage in self._storages if storage.device.type == "cpu"]
         self._marks = _marks(self._storages)
         try:
             memory, views = self._describe(places)
@@ -63,6 +66,8 @@ class Exports:
         """
         if held is None:
             return self._marks == _marks(self._storages)
+        if any(storage.expired() for storage in self._living):
+            return False
         found = [held[at] for at in self._at if at in held]
         return len(found) == len(self._at) and self._marks == _marks(found)
 
