@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import models
+import pytest
 import torch
 from torch import Tensor
 
 from lora_merge import MergedWeights
-from lora_merge.engine.mapped import Exports
+from lora_merge.engine.mapped import Exports, Mapped
 from lora_merge.engine.pull import Pull, Pulls
 from lora_merge.stream.filler import Places
 
@@ -51,13 +53,33 @@ def test_what_goes_beside_it_fills_another_buffer_at_each_pass() -> None:
                 parameter.mul_(1.25)
 
 
+def exported(weight: Tensor) -> Exports:
+    exports = Exports(Places({"w": [(((0, 0), (4, 8)), weight)]}), (), "the trainer's")
+    exports.release()
+    return exports
+
+
 def test_other_memory_at_the_same_address_is_other_memory() -> None:
     """Workers have the file mapped that lay there before, and would go on reading that."""
     weight = torch.ones(4, 8).share_memory_()
-    exports = Exports(Places({"w": [(((0, 0), (4, 8)), weight)]}), (), "the trainer's")
-    exports.release()
+    exports = exported(weight)
     address = weight.data_ptr()
     assert exports.hold({address: weight.untyped_storage()})
     del weight
     other = torch.ones(4, 8).share_memory_()  # as if it were mapped there
     assert not exports.hold({address: other.untyped_storage()})
+
+
+def test_another_file_under_the_same_path_is_another_file() -> None:
+    """A descriptor that was closed is the next one's number."""
+    weight = torch.ones(4, 8).share_memory_()
+    exports = exported(weight)
+    assert torch.equal(Mapped(exports.description, torch.device("cpu"), os.getpid()).views["w"][0][1], weight)
+    path = exports.description["memory"][0]["path"]
+    del weight
+    other = torch.full((4, 8), 2.0).share_memory_()
+    again = exported(other)
+    assert again.description["memory"][0]["path"] == path
+    assert again.digest != exports.digest
+    with pytest.raises(RuntimeError, match="another file by now"):
+        Mapped(exports.description, torch.device("cpu"), os.getpid())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -98,8 +99,8 @@ class Exports:
 def _export(storage: torch.UntypedStorage, files: SharedFiles | None) -> tuple[dict[str, Any], int]:
     """How a storage is mapped, and where it begins in what is mapped."""
     if files is not None:
-        path, nbytes, offset = files.exported(storage)
-        return {"path": path, "nbytes": nbytes}, offset
+        path, file, nbytes, offset = files.exported(storage)
+        return {"path": path, "file": file, "nbytes": nbytes}, offset
     handle, nbytes, offset = exported(storage)
     return {"handle": base64.b64encode(handle).decode(), "nbytes": nbytes}, offset
 
@@ -139,7 +140,7 @@ class Mapped:
             path = told["path"]
             if not re.fullmatch(rf"/proc/{pid}/fd/\d+", path) or SHARED not in Path(path).readlink().parents:
                 raise RuntimeError(f"{path!r} is not shared memory of process {pid}")
-            return torch.from_file(told["path"], shared=True, size=told["nbytes"], dtype=torch.uint8)
+            return _opened(path, told["file"], told["nbytes"])
         self._memory.append(CudaMemory(told["nbytes"], device, base64.b64decode(told["handle"])))
         return self._memory[-1].tensor
 
@@ -149,6 +150,18 @@ class Mapped:
         for memory in self._memory:
             memory.close()
         self._memory = []
+
+
+def _opened(path: str, file: int, nbytes: int) -> Tensor:
+    """A file of another process, as bytes."""
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        found = os.fstat(descriptor)
+        if found.st_ino != file or found.st_size < nbytes:
+            raise RuntimeError(f"{path} is another file by now: the memory behind it was given back")
+        return torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=nbytes, dtype=torch.uint8)
+    finally:
+        os.close(descriptor)
 
 
 def _view(told: Sequence[Any], memory: Sequence[Tensor]) -> tuple[Box, Tensor]:
