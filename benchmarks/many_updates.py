@@ -3,10 +3,10 @@
     python benchmarks/many_updates.py --json benchmarks/results/many-updates-cpu.json          # 10,000 pushes, one core
     python benchmarks/many_updates.py --pushes 300
 
-A tiny policy in bf16 and a real vLLM engine in this process, on a CPU, with layers as they were loaded. The base crosses
-once; then every push sends an adapter that has changed, and every tenth another one, of another rank, acts, or two at a
-time. Nothing is ever loaded anew, so what each update leaves behind would add up. Every `--every` pushes each parameter
-of the engine is compared (torch.equal) with what merging in the trainer gives.
+A tiny policy in bf16 and a real vLLM engine in this process, on a CPU, with layers as they were loaded. The base
+crosses once; then every push sends an adapter that has changed, and every tenth another one, of another rank, acts, or
+two at a time. Nothing is ever loaded anew, so what each update leaves behind would add up. Every `--every` pushes each
+parameter of the engine is compared (torch.equal) with what merging in the trainer gives.
 """
 
 from __future__ import annotations

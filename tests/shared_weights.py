@@ -62,6 +62,10 @@ class Shared(Faulty):
         side.merger, side.held = None, State()
         return 0
 
+    def plans(self) -> int:
+        """How many plans are kept that load buckets."""
+        return len(self.get_model().__dict__["_lora_merge"].loader._plans)  # type: ignore[attr-defined]
+
     def mapped(self, pid: int) -> int:
         """How much of a process's shared memory this one has mapped: files."""
         theirs = {line.split()[4] for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "/torch_" in line}

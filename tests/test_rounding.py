@@ -10,9 +10,10 @@ import torch
 from conftest import Backend
 from helpers import LAYOUTS, SUM_ERROR, assert_same_bits, empty, exact, run, ulp
 
-from lora_merge import Segment
+from lora_merge import Plan, Segment
 from lora_merge.kernels import reference
-from lora_merge.kernels.segments import FLOATS, name_key, seed_key
+from lora_merge.kernels.segments import FLOATS, copies, name_key, seed_key
+from lora_merge.shards import cut
 
 SHORT = (torch.bfloat16, torch.float16)
 
@@ -233,3 +234,29 @@ def test_seeds_and_names_draw_apart(backend: Backend) -> None:
         # 2048 fair coins: Hoeffding, once in 10^9.
         assert abs(same - 0.5) < math.sqrt(math.log(2 / 1e-9) / (2 * 2048)), f"{same:.1%} equal"
     assert_same_bits(draw("a", 1, torch.float32), source)
+
+
+def test_stochastic_copies_do_not_show_how_they_were_cut() -> None:
+    """Of a tensor without an adapter each part draws what it draws in the whole, whatever its layout."""
+    g = torch.Generator().manual_seed(0)
+    source = torch.randn(6, 10, 7, generator=g)
+    whole, seed = torch.empty_like(source, dtype=torch.bfloat16), 5
+    Plan(copies("w", source, whole)).run(rounding="stochastic", seed=seed)
+    turned = source.permute(2, 1, 0).contiguous().permute(2, 1, 0)
+    boxes = [((0, 0, 0), (4, 10, 7)), ((4, 0, 0), (2, 3, 7)), ((4, 3, 0), (2, 7, 2)), ((4, 3, 2), (2, 7, 5))]
+    for like in (source, turned):
+        found = torch.empty_like(whole)
+        for start, size in boxes:
+            part = cut(like, (start, size))
+            for held in (part, part.contiguous()):
+                out = torch.empty_like(held, dtype=torch.bfloat16)
+                Plan(copies("w", held, out, start, source.shape)).run(rounding="stochastic", seed=seed)
+                cut(found, (start, size)).copy_(out)
+                assert_same_bits(out.contiguous(), cut(whole, (start, size)).contiguous())
+        assert_same_bits(found, whole)
+    rows = torch.randn(30, generator=g)
+    whole = torch.empty(30, dtype=torch.float16)
+    Plan(copies("b", rows, whole)).run(rounding="stochastic", seed=seed)
+    out = torch.empty(11, dtype=torch.float16)
+    Plan(copies("b", rows[19:], out, (19,), (30,))).run(rounding="stochastic", seed=seed)
+    assert_same_bits(out, whole[19:])

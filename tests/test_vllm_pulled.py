@@ -25,8 +25,9 @@ from sharded_trainer import check_answers, train_alike
 from test_shards_merge import fsdp2, fsdp2_columns
 from torch import nn
 
-from lora_merge import LoraMergeError, PushFailed, VllmSync
+from lora_merge import LoraMergeError, MergedWeights, PushFailed, VllmSync
 from lora_merge.engine.pull import Pull
+from lora_merge.engine.push import Pushes
 from lora_merge.engine.replica import SyncReport
 from lora_merge.shards import here
 from lora_merge.verify import coverage
@@ -124,16 +125,37 @@ def test_adapters_of_many_kinds(tmp_path: Path) -> None:
         sync.close()
 
 
-def test_experts_come_in_buckets_and_what_lies_beside_them_is_read(tmp_path: Path) -> None:
-    """vLLM lays experts out anew on a CPU."""
+def test_experts_come_in_buckets_and_what_lies_beside_them_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM lays experts out anew on a CPU. Weights that move leave nothing behind of what was made for them."""
     experts = {"target_modules": engines.LINEARS[:4], "target_parameters": engines.EXPERTS}
     model = shared(models.with_lora(engines.qwen3_moe, **experts))
+    sums: list[set[str]] = []
+    check = Pushes._check_arrived
+
+    async def checked(self: Pushes, replica: Any, sent: Any) -> None:
+        sums.append(set(sent.checksums))
+        await check(self, replica, sent)
+
+    monkeypatch.setattr(Pushes, "_check_arrived", checked)
     with engine(model, tmp_path / "base", processes=True, **EXTENDED) as llm:
         sync = VllmSync(model, llm, bucket_bytes=1 << 16)
-        for step in range(3):
+        plans = []
+        for step in range(5):
             pulled(sync.push(verify=step == 1))
             assert_answers(ask(llm), model)
             train(model, step)
+            plans += llm.collective_rpc("plans")
+            for parameter in model.parameters() if step > 1 else ():
+                parameter.data = parameter.detach().clone().share_memory_()
+        names = {name for name, _ in MergedWeights(model)}
+        experts_alone = {name for name in names if ".experts." in name}
+        assert len(sums) == 2, "of what came in buckets, and of everything"
+        assert experts_alone <= sums[0]
+        assert names <= sums[1] | {"lm_head.weight"}
+        assert plans[0] > 0
+        assert plans[1:] == plans[:1] * 4
         sync.close()
 
 
@@ -151,6 +173,34 @@ def test_weights_that_move_are_mapped_anew(wide: Any) -> None:
         train(model, step)
     sync.close()
     assert sum(wide.collective_rpc("mapped", args=(os.getpid(),))) == 0, "unmapped"
+
+
+def test_weights_that_lie_elsewhere_at_the_same_address(wide: Any) -> None:
+    """Another file is mapped there, and the workers still have the one before."""
+    model = shared(policy())
+    parameter = model.get_base_model().model.norm.weight
+    with closing(VllmSync(model, wide, bucket_bytes=1 << 17)) as sync:
+        for _ in range(4):
+            pulled(sync.push())
+            values = parameter.detach() * 1.5
+            parameter.data = torch.empty(0)
+            parameter.data = values.share_memory_()
+            pulled(sync.push())
+            assert_answers(ask(wide), model)
+
+
+def test_the_weights_of_a_trainer_that_is_gone_are_let_go_of(wide: Any) -> None:
+    gone, model = shared(policy(seed=3)), policy()
+    left = VllmSync(gone, wide, bucket_bytes=1 << 17)
+    pulled(left.push())  # and no close(), as of a process that was killed
+    assert all(wide.collective_rpc("mapped", args=(os.getpid(),)))
+    with closing(VllmSync(model, wide, bucket_bytes=1 << 17)) as sync:
+        assert sync.push().transports == ("shm",)
+        assert not any(wide.collective_rpc("mapped", args=(os.getpid(),)))
+        assert_answers(ask(wide), model)
+    pulled(left.push())  # it lives, after all
+    assert_answers(ask(wide), gone)
+    left.close()
 
 
 def test_an_adapter_follows_a_base_that_was_read(wide: Any) -> None:
@@ -175,9 +225,12 @@ def test_the_engine_merges_onto_a_base_that_was_read(wide: Any) -> None:
             train(model, step)
 
 
-def test_stochastic_rounding_has_the_same_bits_both_ways(tmp_path: Path) -> None:
+def test_stochastic_rounding_has_the_same_bits_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of tensors without an adapter, of which each worker reads a part."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     model = shared(policy())
-    with engine(model, tmp_path / "base", processes=True, **EXTENDED | {"dtype": "bfloat16"}) as llm:
+    options = EXTENDED | {"dtype": "bfloat16", "tensor_parallel_size": 2}
+    with engine(model, tmp_path / "base", processes=True, **options) as llm:
         sync = VllmSync(model, llm, rounding="stochastic", bucket_bytes=1 << 17)
         pulled(sync.push(verify=True))  # compared bit for bit in the worker
         train(model)

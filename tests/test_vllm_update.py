@@ -120,7 +120,9 @@ def test_the_bits_are_those_of_a_merge_in_the_trainer(kind: str, tmp_path: Path)
         there.close()
 
 
-def test_many_pushes_leave_no_trace(wide: Any) -> None:
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("pushes", [300, 10_000])
+def test_many_pushes_leave_no_trace(wide: Any, pushes: int) -> None:
     """After hundreds of updates the bits are those of a fresh merge, and the workers' memory is what it was."""
     model = policy()
     with (
@@ -129,7 +131,7 @@ def test_many_pushes_leave_no_trace(wide: Any) -> None:
     ):
         there.push()
         used: list[list[int]] = []
-        for step in range(1, 301):
+        for step in range(1, pushes + 1):
             train(model, step, size=0.2)
             adapters_alone(there.push())
             if step % 100 == 0:
@@ -139,7 +141,7 @@ def test_many_pushes_leave_no_trace(wide: Any) -> None:
                 assert wide.collective_rpc("bits") == bits, step
                 adapters_alone(there.push(), base=True)
                 assert wide.collective_rpc("bits") == bits, step
-        for first, last in zip(used[0], used[-1], strict=True):
+        for first, last in zip(used[len(used) // 10], used[-1], strict=True):
             assert last - first < 8 << 20, used
     assert_answers(ask(wide), model)
 

@@ -22,9 +22,10 @@ from torch import Tensor, nn
 
 from ..kernels.plan import Plan
 from ..kernels.segments import copies
-from ..shards import Box, cut, numel, overlap
+from ..shards import Box, Piece, cut, numel, overlap
 from ..stream.buckets import Slot, Table, dtype_name, metas
 from ..stream.filler import Places
+from ..stream.window import Window
 from .capture import Capture, Copy, Record, coverage, feed, torn
 from .mapped import Exports
 from .modules import Modules, ties_of, unchanged
@@ -74,6 +75,12 @@ class Examination:
             self._exports = Exports(self.places, blocked)
         return self._exports
 
+    def pieces(self, name: str, window: Window) -> Iterator[Piece]:
+        """Where the engine has a tensor that goes straight, as boxes of the parameter that it is a window of."""
+        for copy in self.copies.get(name, ()):
+            start, _ = window.outer(copy.window.box)
+            yield Piece(start, window.unfold(copy.window.unfold(copy.destination)))
+
     @cached_property
     def digest(self) -> str:
         """Equal for two examinations of which the trainer would hear the same."""
@@ -94,7 +101,7 @@ class Loader:
         self.model: Any = modules.model
         self.modules, self.device = modules, device
         self._examined: tuple[Any, Examination] | None = None
-        self._plans: dict[Hashable, tuple[int, Plan]] = {}
+        self._plans: dict[Hashable, tuple[int, Sequence[Slot], Plan]] = {}
         self._begun: dict[str, tuple[Tensor, int]] = {}
 
     @property
@@ -128,14 +135,14 @@ class Loader:
         """Write one bucket into the engine, on the current stream; `data` may be reused after that work.
 
         Args:
-            index: which bucket it is, of all that are loaded after one another.
+            index: under which its plan is kept, for slots that are the same object the next time.
             keep: told of every whole tensor that goes through `load_weights`, before it does.
         """
-        at, plan = self._plans.get(index, (0, None))
-        if plan is None or at != data.data_ptr():
+        at, known, plan = self._plans.get(index, (0, (), None))
+        if plan is None or at != data.data_ptr() or known is not slots:
             found = [pair for slot in slots for pair in pairs(examination, slot, data)]
             plan = Plan([segment for source, to in found for segment in copies("engine", source, to)])
-            self._plans[index] = (data.data_ptr(), plan)
+            self._plans[index] = (data.data_ptr(), slots, plan)
         plan.run()
         tensors = [whole for slot in slots if slot.name in examination.staged for whole in self._staged(slot, data)]
         if tensors:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..shards import Box
 from ..stream.buckets import dtype_name, dtype_of
@@ -46,6 +48,8 @@ class Exports:
         storages = (view.untyped_storage() for found in places.views.values() for _, view in found)
         self._storages = list({storage.data_ptr(): storage for storage in storages}.values())
         self._at = [storage.data_ptr() for storage in self._storages]
+        # Where one goes, another file may be mapped next; that of a GPU has a number of its own (`_marks`).
+        self._living = [StorageWeakRef(storage) for storage in self._storages if storage.device.type == "cpu"]
         self._marks = _marks(self._storages)
         try:
             memory, views = self._describe(places)
@@ -63,6 +67,8 @@ class Exports:
         """
         if held is None:
             return self._marks == _marks(self._storages)
+        if any(storage.expired() for storage in self._living):
+            return False
         found = [held[at] for at in self._at if at in held]
         return len(found) == len(self._at) and self._marks == _marks(found)
 
@@ -93,8 +99,8 @@ class Exports:
 def _export(storage: torch.UntypedStorage, files: SharedFiles | None) -> tuple[dict[str, Any], int]:
     """How a storage is mapped, and where it begins in what is mapped."""
     if files is not None:
-        path, nbytes, offset = files.exported(storage)
-        return {"path": path, "nbytes": nbytes}, offset
+        path, file, nbytes, offset = files.exported(storage)
+        return {"path": path, "file": file, "nbytes": nbytes}, offset
     handle, nbytes, offset = exported(storage)
     return {"handle": base64.b64encode(handle).decode(), "nbytes": nbytes}, offset
 
@@ -134,7 +140,7 @@ class Mapped:
             path = told["path"]
             if not re.fullmatch(rf"/proc/{pid}/fd/\d+", path) or SHARED not in Path(path).readlink().parents:
                 raise RuntimeError(f"{path!r} is not shared memory of process {pid}")
-            return torch.from_file(told["path"], shared=True, size=told["nbytes"], dtype=torch.uint8)
+            return _opened(path, told["file"], told["nbytes"])
         self._memory.append(CudaMemory(told["nbytes"], device, base64.b64decode(told["handle"])))
         return self._memory[-1].tensor
 
@@ -144,6 +150,18 @@ class Mapped:
         for memory in self._memory:
             memory.close()
         self._memory = []
+
+
+def _opened(path: str, file: int, nbytes: int) -> Tensor:
+    """A file of another process, as bytes."""
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        found = os.fstat(descriptor)
+        if found.st_ino != file or found.st_size < nbytes:
+            raise RuntimeError(f"{path} is another file by now: the memory behind it was given back")
+        return torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=nbytes, dtype=torch.uint8)
+    finally:
+        os.close(descriptor)
 
 
 def _view(told: Sequence[Any], memory: Sequence[Tensor]) -> tuple[Box, Tensor]:

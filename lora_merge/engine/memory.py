@@ -167,8 +167,9 @@ class SharedFiles:
                 major, minor = (int(number, 16) for number in device.split(":"))
                 self._mapped.append((begin, end, int(offset, 16), (os.makedev(major, minor), int(inode))))
 
-    def exported(self, storage: torch.UntypedStorage) -> tuple[str, int, int]:
-        """How other processes of this user map a storage: a path, the bytes of that file, and where it begins in it.
+    def exported(self, storage: torch.UntypedStorage) -> tuple[str, int, int, int]:
+        """How other processes of this user map a storage: a path, the file's number (a path may be another file's
+        later) and bytes, and where the storage begins in it.
 
         Raises:
             NotExported: it lies in this process's own memory.
@@ -176,7 +177,7 @@ class SharedFiles:
         at = storage.data_ptr()
         for begin, end, offset, file in self._mapped:
             if begin <= at < end and file in self._open:
-                return self._open[file], Path(self._open[file]).stat().st_size, at - begin + offset
+                return self._open[file], file[1], Path(self._open[file]).stat().st_size, at - begin + offset
         raise NotExported("it lies in memory of its own process")
 
 

@@ -178,9 +178,7 @@ class _Products(Factored):
     def __init__(self, coming: Update, examination: Examination) -> None:
         places: dict[int, list[Piece]] = {}
         for name, (number, window) in coming.said.tensors.items():
-            for copy in examination.copies.get(name, ()):
-                start, _ = window.outer(copy.window.box)
-                places.setdefault(number, []).append(Piece(start, window.unfold(copy.window.unfold(copy.destination))))
+            places.setdefault(number, []).extend(examination.pieces(name, window))
         super().__init__(coming, places)
         self.tracked = TrackedPlan(
             [

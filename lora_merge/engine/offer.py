@@ -180,10 +180,12 @@ class PullOffer:
         trainer, last = self._trainer, self._last
         if any(worker["device"] != "cpu" for worker in workers):
             return None, ""  # it was run on no GPU so far
-        same = last is not None and last.stream is stream and last.stays()
+        stands = last is not None and last.stream is stream  # on all ranks or on none
+        if last is not None and stands:
+            stands = await trainer.blocking(partial(self._pulls.stands, last))
         if all(
             await trainer.gather(
-                same and last is not None and all(last.offered in worker["ready"] for worker in workers)
+                stands and last is not None and all(last.offered in worker["ready"] for worker in workers)
             )
         ):
             return last, ""

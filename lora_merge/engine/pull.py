@@ -103,12 +103,17 @@ class Pulls:
             blocked: names of the tensors that some engine takes another way, or holds in another dtype.
         """
         known = self._known
-        same = known is not None and known[0] is stream and known[1] == blocked
-        if stream.ranks.any(not (same and known is not None and known[2].stays())):
+        if stream.ranks.any(known is None or known[:2] != (stream, blocked)):
+            known = None
+        if known is None or not self.stands(known[2]):
             self._known = None
             self._known = known = stream, blocked, self._made(stream, blocked)
-        assert known is not None
         return known[2]
+
+    def stands(self, pull: Pull) -> bool:
+        """Whether what was made last is what it would be made of now: it serves another pass. Collective."""
+        whole = None if pull.whole is None else self._whole.filler()
+        return not pull.stream.ranks.any(whole is not pull.whole or not pull.stays())
 
     def _made(self, stream: Filler, blocked: frozenset[str]) -> Pull:
         names = frozenset(name for name in stream.windows() if name not in blocked)

@@ -63,15 +63,13 @@ class Pulled:
         """Each place of a tensor in this engine, and what of it comes from where: the start of a box in the whole
         parameter, its source, and its destination."""
         window = self.said.tensors[name][1] if name in self.said.tensors else self.said.copied[name]
-        for copy in self.examination.copies.get(name, ()):
-            view = window.unfold(copy.window.unfold(copy.destination))
-            place: Box = window.outer(copy.window.box)[0], tuple(view.shape)
+        for piece in self.examination.pieces(name, window):
             boxes = []
             for box, source in self._views.get(name, ()):
-                met = overlap(box, place)
+                met = overlap(box, piece.box)
                 if met is not None:
-                    boxes.append((met[0], cut(source, _inside(met, box)), cut(view, _inside(met, place))))
-            yield view, boxes
+                    boxes.append((met[0], cut(source, _inside(met, box)), cut(piece.tensor, _inside(met, piece.box))))
+            yield piece.tensor, boxes
 
     def merge(self, coming: Update, run: Mapping[str, Any]) -> None:
         """Merge what came beside it with what lies there, into the engine's tensors.
@@ -92,10 +90,12 @@ class Pulled:
             for _, boxes in self._places(name):
                 for start, source, destination in boxes:
                     yield from factored.segments(number, Job(factored.deltas[number], start, source, destination))
-        for name in self.said.copied:
+        for name, window in self.said.copied.items():
+            _, shape = window.inner(window.box)
             for _, boxes in self._places(name):
-                for _, source, destination in boxes:
-                    yield from copies(name, source, destination)
+                for start, source, destination in boxes:
+                    begin, _ = window.inner((start, tuple(source.shape)))
+                    yield from copies(name, window.fold(source), window.fold(destination), begin, shape)
 
     def close(self) -> None:
         """Unmap the trainer's memory."""

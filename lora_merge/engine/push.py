@@ -341,7 +341,7 @@ class Pushes:
             message: dict[str, Any] = {"sessions": self._trainer.sessions, "verify": verify}
             if isinstance(source, Pull):
                 message = {"sessions": self._trainer.sessions, "scalings": source.scalings, "run": run}
-                await self._tell(replica, "pull", digest=source.offered, **message)
+                await self._tell(replica, "pull", digest=source.offered, verify=verify, **message)
             elif isinstance(source, AdapterSource):
                 table = to_json(source.table)
                 await self._tell(replica, "adapter", table=table, rank=source.rank, state=state.to_json(), **message)
@@ -355,23 +355,30 @@ class Pushes:
         if not isinstance(source, Pull):
             await self._trainer.transfer(sent, run, replicas, one.route, prepare, receive)
             return
-        await self._trainer.transfer(source, run, replicas, one.route, prepare, receive)
-        if verify:
-            await self._compare(source, sent, run, replicas)
+        beside = Verified(source) if verify else source
+        await self._trainer.transfer(beside, run, replicas, one.route, prepare, receive)
+        if isinstance(beside, Verified):
+            await self._compare(source.stream, beside, sent, run, replicas)
 
-    async def _compare(self, source: Pull, sent: Sent, run: Mapping[str, Any], replicas: Sequence[Replica]) -> None:
-        """Hand over what was pulled in buckets, too, which workers only look at."""
-        pulled = source.stream.straight(source.straight_names)
+    async def _compare(
+        self, stream: Filler, beside: Verified, sent: Sent, run: Mapping[str, Any], replicas: Sequence[Replica]
+    ) -> None:
+        """Hand over what was pulled, and all else, in buckets, too, which workers only look at.
+
+        Args:
+            beside: what came in buckets.
+            sent: the stream.
+        """
 
         async def prepare(replica: Replica, route: Route) -> None:
-            """Everything is there."""
+            await self._check_arrived(replica, beside)
 
         async def receive(replica: Replica, route: Route) -> None:
             message = {"sessions": self._trainer.sessions, "verify": True, "sent": route.sent, "placed": route.sent}
             await self._tell(replica, "receive", **message)
 
-        left = [replica for replica in replicas if not replica.error]
-        await self._trainer.transfer(sent, run, left, Route(pulled, tuple(sorted(pulled))), prepare, receive)
+        left, every = [replica for replica in replicas if not replica.error], range(len(stream.table))
+        await self._trainer.transfer(sent, run, left, Route(frozenset(every), tuple(every)), prepare, receive)
 
     async def _commit(self, replica: Replica, one: Pass, sent: Sent | None) -> None:
         """Make sure that every worker holds the new state, and the right bytes."""
@@ -388,11 +395,15 @@ class Pushes:
         if replica.state != state:
             raise PushFailed(f"the engine holds {replica.state}, not {state}")
         if isinstance(sent, Verified):
-            for answer in await self._tell(replica, "verified"):
-                wrong = [name for name, value in sent.checksums.items() if answer["checksums"].get(name) != value]
-                wrong += answer["damaged"]
-                if wrong:
-                    raise PushFailed(f"these tensors did not arrive as they were sent: {', '.join(sorted(set(wrong)))}")
+            await self._check_arrived(replica, sent)
+
+    async def _check_arrived(self, replica: Replica, sent: Verified) -> None:
+        """Raise `PushFailed` unless what came last is what was sent."""
+        for answer in await self._tell(replica, "verified"):
+            wrong = [name for name, value in sent.checksums.items() if answer["checksums"].get(name) != value]
+            wrong += answer["damaged"]
+            if wrong:
+                raise PushFailed(f"these tensors did not arrive as they were sent: {', '.join(sorted(set(wrong)))}")
 
     async def _reset_caches(self, replica: Replica) -> None:
         """Nothing computed with the old weights may be used again."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..stream.buckets import Slot, Table, extent
 from ..stream.filler import Places
@@ -189,8 +189,11 @@ class Side:
     # A transfer
 
     def connect(self, channel: dict[str, Any]) -> None:
-        """Open a channel to a trainer; the one before is closed."""
+        """Open a channel to a trainer; the one before is closed. Weights of another trainer, which may be dead, are let
+        go of."""
         self.disconnect()
+        if self._puller != self.claim.owner:
+            self.drop_pulls()
         self.receiver = Receiver(channel, self.device)
 
     def disconnect(self) -> None:
@@ -239,6 +242,11 @@ class Side:
                 if verify and received.data is not None:
                     add_checksums(self.checksums, table[received.index], received.data)
                 use(table[received.index], received)
+
+    def look(self, examination: Examination, slots: Sequence[Slot], data: Tensor) -> None:
+        """Note whether the parameters hold what came in a bucket."""
+        for name, same in self.loader.arrived(examination, slots, data).items():
+            self.arrived[name] = self.arrived.get(name, True) and same
 
 
 def side_of(model: nn.Module, make: Callable[[], Side]) -> Side:

@@ -304,9 +304,8 @@ def _receive(
             return
         if not received.placed:
             side.loader.load(examination, received.index, slots, received.data, keep)
-        seen = side.loader.arrived(examination, slots, received.data) if verify else {}
-        for name, same in seen.items():
-            side.arrived[name] = side.arrived.get(name, True) and same
+        if verify:
+            side.look(examination, slots, received.data)
 
     side.take(table, load, verify, examination.places, sent, placed)
     if worker.device.type == "cuda":
@@ -316,7 +315,7 @@ def _receive(
 
 
 def _pull(
-    worker: Worker, side: Side, digest: str, scalings: list[list[float]], run: Mapping[str, Any]
+    worker: Worker, side: Side, digest: str, scalings: list[list[float]], run: Mapping[str, Any], verify: bool
 ) -> dict[str, Any]:
     """Take what comes in buckets, and read the rest where the trainer has it.
 
@@ -324,6 +323,7 @@ def _pull(
         digest: under which it was offered.
         scalings: of each adapter of each delta.
         run: arguments of `Plan.run`.
+        verify: note checksums of what comes in buckets.
     """
     pulled = side.pulls.get(digest)
     if side.coming is None or pulled is None or pulled.examination is not side.coming.examination:
@@ -336,10 +336,12 @@ def _pull(
         if received.index < said.factors:
             update.data.append(received.data[: extent(slots)].to(side.device, copy=True))
         else:
-            side.loader.load(pulled.examination, (digest, received.index), slots, received.data, keep)
+            side.loader.load(pulled.examination, ("pulled", received.index), slots, received.data, keep)
+            if verify:
+                side.look(pulled.examination, slots, received.data)
 
     if said.table:
-        side.take(said.table, take, verify=False)
+        side.take(said.table, take, verify)
     pulled.merge(update, run)
     if worker.device.type == "cuda":  # from the answer on the trainer may write to its weights
         torch.cuda.current_stream(worker.device).synchronize()

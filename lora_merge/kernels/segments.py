@@ -11,6 +11,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
+from operator import mul
 
 import numpy as np
 import torch
@@ -84,15 +86,40 @@ def same_weights(table: np.ndarray, other: np.ndarray) -> bool:
     )
 
 
-def copies(name: str, source: Tensor, destination: Tensor) -> list[Segment]:
-    """Segments that copy one tensor into another of the same shape, any strides; floats are converted."""
-    if source.is_contiguous() and destination.is_contiguous():
-        return [Segment(name, source.view(1, -1), destination.view(1, -1))]
+def copies(
+    name: str, source: Tensor, destination: Tensor, start: Sequence[int] = (), shape: Sequence[int] = ()
+) -> list[Segment]:
+    """Segments that copy one tensor into another of the same shape, any strides; floats are converted.
+
+    Args:
+        start, shape: the two are a box of a tensor of this shape, and where it begins there: stochastic rounding draws
+            for an element what it draws in a copy of all of it. Default: they are the whole.
+    """
+    sizes = shape or source.shape
+    steps = [prod(sizes[d + 1 :]) for d in range(len(sizes))]
+    return _copies(name, source, destination, sum(map(mul, start, steps)), steps)
+
+
+def _copies(name: str, source: Tensor, destination: Tensor, first: int, steps: Sequence[int]) -> list[Segment]:
+    """As `copies`, where element (0, ...) has the number `first`, and each dimension adds its step."""
+    if source.is_contiguous() and destination.is_contiguous() and _adjacent(source.shape, steps):
+        return [Segment(name, source.view(1, -1), destination.view(1, -1), first=first)]
     if source.dim() == 1:
-        return [Segment(name, source.unsqueeze(0), destination.unsqueeze(0))]
+        return [Segment(name, source.unsqueeze(0), destination.unsqueeze(0), first=first)]
     if source.dim() == 2:
-        return [Segment(name, source, destination)]
-    return [part for s, d in zip(source, destination, strict=True) for part in copies(name, s, d)]
+        return [Segment(name, source, destination, first=first, pitch=(steps[0], 1))]
+    pairs = enumerate(zip(source, destination, strict=True))
+    return [part for i, (s, d) in pairs for part in _copies(name, s, d, first + i * steps[0], steps[1:])]
+
+
+def _adjacent(shape: Sequence[int], steps: Sequence[int]) -> bool:
+    """Whether elements of this shape that follow each other have numbers that do."""
+    expected = 1
+    for n, step in zip(reversed(shape), reversed(steps), strict=True):
+        if n > 1 and step != expected:
+            return False
+        expected *= n
+    return True
 
 
 def raw(t: Tensor) -> Tensor:

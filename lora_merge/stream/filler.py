@@ -476,7 +476,10 @@ class Filler:
         for name, delta, start, view, out in boxes:
             source = view if view.device == self.device else next(sources)
             if delta is None:
-                segments += copies(name, source, out)
+                window, meta = self.entries[name].window, self.entries[name].meta
+                assert window is not None
+                begin, _ = window.inner((start, tuple(view.shape)))
+                segments += copies(name, window.fold(source), window.fold(out), begin, meta.shape)
             else:
                 jobs.append(Job(delta, start, source, out))
         copied = Copies(list(zip(staged, away, strict=True)))
