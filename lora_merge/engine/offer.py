@@ -180,9 +180,7 @@ class PullOffer:
         trainer, last = self._trainer, self._last
         if any(worker["device"] != "cpu" for worker in workers):
             return None, ""  # it was run on no GPU so far
-        stands = last is not None and last.stream is stream  # on all ranks or on none
-        if last is not None and stands:
-            stands = await trainer.blocking(partial(self._pulls.stands, last))
+        stands = await trainer.blocking(partial(self._pulls.stands, stream, last))
         if all(
             await trainer.gather(
                 stands and last is not None and all(last.offered in worker["ready"] for worker in workers)

@@ -94,7 +94,7 @@ class Pulls:
     def __init__(self, weights: MergedWeights) -> None:
         self._weights = weights
         self._whole = MergedWeights(weights.model, bucket_bytes=weights.bucket_bytes, adapters=weights.adapters)
-        self._known: tuple[Filler, frozenset[str], Pull] | None = None
+        self._known: tuple[frozenset[str], Pull] | None = None
 
     def __call__(self, stream: Filler, blocked: frozenset[str]) -> Pull:
         """The stream. Collective over the ranks of the model.
@@ -102,18 +102,22 @@ class Pulls:
         Args:
             blocked: names of the tensors that some engine takes another way, or holds in another dtype.
         """
-        known = self._known
-        if stream.ranks.any(known is None or known[:2] != (stream, blocked)):
-            known = None
-        if known is None or not self.stands(known[2]):
+        known = self._known[1] if self._known is not None and self._known[0] == blocked else None
+        if not self.stands(stream, known):
             self._known = None
-            self._known = known = stream, blocked, self._made(stream, blocked)
-        return known[2]
+            known = self._made(stream, blocked)
+            self._known = blocked, known
+        assert known is not None
+        return known
 
-    def stands(self, pull: Pull) -> bool:
-        """Whether what was made last is what it would be made of now: it serves another pass. Collective."""
+    def stands(self, stream: Filler, pull: Pull | None) -> bool:
+        """Whether what was made last is what would be made of the stream now: then it serves another pass. Collective,
+        and the same on every rank."""
+        if stream.ranks.any(pull is None or pull.stream is not stream):
+            return False
+        assert pull is not None
         whole = None if pull.whole is None else self._whole.filler()
-        return not pull.stream.ranks.any(whole is not pull.whole or not pull.stays())
+        return not stream.ranks.any(whole is not pull.whole or not pull.stays())
 
     def _made(self, stream: Filler, blocked: frozenset[str]) -> Pull:
         names = frozenset(name for name in stream.windows() if name not in blocked)
