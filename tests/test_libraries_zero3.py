@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -441,6 +442,18 @@ def saved(rank: int, folder: Path) -> None:
     for name, tensor in wanted.items():
         assert_same_bits(got[name], tensor, name)
     assert (folder / "out" / "config.json").exists()
+    options = {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}  # a copy of one of two tied weights
+    wanted = {
+        name: t.clone() for name, t in MergedWeights(models.with_lora(lambda: models.qwen2(tied=True), **options))
+    }
+    model = engine(models.with_lora(lambda: models.qwen2(tied=True), **options), **CONFIGS["some persist"])
+    save_merged(model, folder / "apart")
+    dist.barrier()
+    got = tensors(folder / "apart")
+    assert got.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert_same_bits(got[name], tensor, name)
+    assert json.loads((folder / "apart" / "config.json").read_text())["tie_word_embeddings"] is False
 
 
 def test_a_checkpoint_is_saved(tmp_path: Path) -> None:
