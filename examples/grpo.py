@@ -1,14 +1,17 @@
-"""GRPO with LoRA: PyTorch trains, a real vLLM engine rolls out, `VllmSync` keeps the two at the same policy.
+"""GRPO with LoRA: PyTorch trains, a real engine rolls out, `VllmSync` or `SglangSync` keeps the two at the same policy.
 
     python examples/grpo.py --out runs/grpo --plot runs/grpo.png
+    python examples/grpo.py --out runs/sglang --engine sglang
     python examples/grpo.py --out runs/grpo --steps 80 --resume
     python examples/grpo.py --out runs/adapter --mode adapter
+    python examples/grpo.py --out runs/engine --merge engine
     python examples/grpo.py --out runs/gpu --device cuda --dtype bfloat16
     python examples/grpo.py --out runs/fp8 --dtype bfloat16 --quantization fp8_per_channel \
         --truncated-importance-sampling 2
     torchrun --nproc-per-node 2 examples/grpo.py --out runs/sharded
 
-With several processes the model is sharded by FSDP2; the engine is process 0's, and every push takes all of them.
+With several processes the model is sharded by FSDP2; the engine is process 0's, and every push takes all of them. What
+is one engine's own (starting it, asking it) lies in grpo_engines.py.
 
 The task is to sort. A prompt is `BOS d1 .. d6 SEP` with random digits, the right answer is the sorted digits and `EOS`.
 Everything is a token id, so there is no tokenizer. The reward can be verified: the share of positions that hold what
@@ -47,6 +50,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")  # threads that wait leave the core
 
 import torch
 import torch.distributed as dist
+from grpo_engines import ENGINES, LINEARS
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 from torch import Tensor, nn
@@ -59,7 +63,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
-from lora_merge import MissingExtra, VllmSync
+from lora_merge import MissingExtra
 from lora_merge.verify import logprob_gap
 
 DIGITS = 6
@@ -70,7 +74,6 @@ POLICY = {
     "num_key_value_heads": 1, "max_position_embeddings": 64, "tie_word_embeddings": True, "bos_token_id": BOS,
     "eos_token_id": EOS, "pad_token_id": PAD,
 }  # fmt: skip
-LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 RATIO_BOUND = 0.02
 
 
@@ -90,8 +93,10 @@ def main() -> None:
     first = load_checkpoint(checkpoint, model, optimizer, prompts_rng) if checkpoint else 0
     log = open_log(args.out / "log.jsonl", first) if rank == 0 else None
 
-    with rollout_engine(args) if rank == 0 else no_engine() as engine:
-        sync = VllmSync(model, engine, mode=args.mode)
+    rollouts = ENGINES[args.engine]
+    start = rollouts.start(args.out / "base", POLICY["max_position_embeddings"], args) if rank == 0 else no_engine()
+    with start as engine:
+        sync = rollouts.sync(model, engine, args)
         with progress_bar(console, args.steps, first, shown=rank == 0) as advance:
             for step in range(first, args.steps):
                 begin = time.perf_counter()
@@ -120,7 +125,14 @@ def main() -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="base, checkpoints and log.jsonl")
+    parser.add_argument("--engine", choices=list(ENGINES), default="vllm", help="that rolls out")
     parser.add_argument("--mode", choices=["merged", "adapter"], default="merged", help="what the engine serves")
+    parser.add_argument(
+        "--merge",
+        choices=["auto", "trainer", "engine"],
+        default="auto",
+        help="who adds the adapter to the base: the trainer, or the engine, which then gets adapters alone",
+    )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16"], default="float32", help="of the base and the engine"
@@ -149,6 +161,8 @@ def arguments() -> argparse.Namespace:
         parser.error("--prompts times --group must be a multiple of the number of processes")
     if args.quantization and args.dtype != "bfloat16":
         parser.error("--quantization needs --dtype bfloat16")
+    if args.quantization and args.engine != "vllm":
+        parser.error("--quantization is for --engine vllm: pushes into quantised SGLang engines are refused")
     if args.plot and not find_spec("matplotlib"):
         raise MissingExtra("--plot needs matplotlib: pip install lora-merge[bench]")
     args.out.mkdir(parents=True, exist_ok=True)
@@ -227,43 +241,6 @@ def token_logps(model: nn.Module, tokens: Tensor) -> Tensor:
     return F.pad(logps.gather(-1, tokens[:, 1:, None]).squeeze(-1), (0, 1))
 
 
-# The engine
-
-
-@contextmanager
-def rollout_engine(args: argparse.Namespace) -> Iterator[Any]:
-    """vLLM in a process of its own, with random weights: what it serves is what was pushed."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    if args.device == "cpu":
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    from vllm import LLM
-    from vllm.config import WeightTransferConfig
-
-    options: dict[str, Any] = {"enable_lora": True, "max_lora_rank": args.rank} if args.mode == "adapter" else {}
-    if args.quantization:
-        options["quantization"] = args.quantization
-    if args.device == "cuda":
-        options["gpu_memory_utilization"] = 0.3
-    llm = LLM(
-        str(args.out / "base"),
-        dtype=args.dtype,
-        load_format="dummy",
-        weight_transfer_config=WeightTransferConfig(backend="lora_merge"),
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        max_model_len=POLICY["max_position_embeddings"],
-        max_num_seqs=256,
-        **options,
-    )
-    try:
-        yield llm
-    finally:
-        llm.llm_engine.engine_core.shutdown()
-
-
 @contextmanager
 def no_engine() -> Iterator[None]:
     """The other processes only train; they take part in every push."""
@@ -297,26 +274,18 @@ def draw_prompts(count: int, g: torch.Generator) -> Tensor:
     return F.pad(F.pad(digits, (1, 0), value=BOS), (0, 1), value=SEP)
 
 
-def rollout(engine: Any, sync: VllmSync, g: torch.Generator, args: argparse.Namespace) -> Batch:
+def rollout(engine: Any, sync: Any, g: torch.Generator, args: argparse.Namespace) -> Batch:
     """Groups of answers to fresh prompts, sampled by the engine, with rewards and group-relative advantages."""
-    from vllm import SamplingParams
-
     prompts = draw_prompts(args.prompts, g).tolist()
     seeds = torch.randint(0, 1 << 31, (args.prompts,), generator=g).tolist()
-    common = {"n": args.group, "max_tokens": RESPONSE, "logprobs": 0, "stop_token_ids": [EOS], "detokenize": False}
-    sampling = [SamplingParams(seed=seed, **common) for seed in seeds]
-    requests = [{"prompt_token_ids": prompt} for prompt in prompts]
-    outputs = engine.generate(requests, sampling, lora_request=sync.lora_request(), use_tqdm=False)
+    asked = ENGINES[args.engine].ask(engine, sync, prompts, seeds, group=args.group, tokens=RESPONSE, stop=EOS)
     rows, lengths, logps, rewards = [], [], [], []
-    for prompt, output in zip(prompts, outputs, strict=True):
-        for answer in output.outputs:
-            ids = list(answer.token_ids)
+    for prompt, answers in zip(prompts, asked, strict=True):
+        for ids, own in answers:
             blank = RESPONSE - len(ids)
             rows.append(prompt + ids + [PAD] * blank)
             lengths.append(len(ids))
-            logps.append(
-                [step[token].logprob for step, token in zip(answer.logprobs, ids, strict=True)] + [0.0] * blank
-            )
+            logps.append(own + [0.0] * blank)
             rewards.append(reward(prompt, ids))
     worth = torch.tensor(rewards)
     groups = worth.view(args.prompts, args.group)
@@ -475,11 +444,12 @@ def read_log(file: Path) -> list[dict[str, Any]]:
 
 
 def summary(step: int, figures: dict[str, float], report: Any) -> str:
+    by = f" by the {report.merge}" if report.merge else ""
     return (
         f"step {step}: reward {figures['reward']:.3f}, right {100 * figures['right']:.0f} %; "
         f"gap max {figures['gap_max']:.1e} mean {figures['gap_mean']:.1e}, "
         f"ratio off by {figures['ratio_off']:.1e} at most, mean {figures['ratio_mean']:.6f}; "
-        f"{report.mode}@{report.version} pushed in {1e3 * figures['push_s']:.0f} ms, "
+        f"{report.mode}@{report.version}{by} pushed in {1e3 * figures['push_s']:.0f} ms, "
         f"rollout {figures['rollout_s']:.2f} s, training {figures['train_s']:.2f} s"
     )
 

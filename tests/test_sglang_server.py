@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import json
 import multiprocessing
 import os
@@ -12,6 +14,8 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +23,10 @@ import models
 import policies
 import pytest
 import sglang_engines
-from sglang_engines import ask, assert_answers, engine
+import sglang_faulty
+from sglang_engines import ask, assert_answers, do, engine, spans
 
-from lora_merge import PushRefused, SglangSync
+from lora_merge import PushFailed, PushRefused, SglangSync
 
 DENSE = {"target_modules": policies.LINEARS}
 START_S = 240
@@ -41,8 +46,15 @@ def post(url: str, route: str, body: Any) -> Any:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Its URL."""
-    folder = tmp_path_factory.mktemp("server") / "base"
-    policies.save_base(policy().get_base_model(), folder)
+    with serving(tmp_path_factory.mktemp("server") / "base") as url:
+        yield url
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[str]:
+    """A server of its own for a checkpoint; where there is none, a policy's base is saved there. Its URL."""
+    if not folder.exists():
+        policies.save_base(policy().get_base_model(), folder)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -73,6 +85,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def answers(url: str) -> Any:
     sampling = sglang_engines.GREEDY
     return post(url, "generate", {"input_ids": policies.prompts(), "sampling_params": sampling, "return_logprob": True})
+
+
+def act(url: str, name: str, *given: Any) -> None:
+    """An action of sglang_faulty.py in the server's scheduler."""
+    post(url, "weights_checker", {"action": sglang_faulty.PREFIX + json.dumps([name, *given])})
 
 
 def trainer(url: str, seed: int, merge: str, told: Any) -> None:
@@ -135,6 +152,75 @@ def test_over_http(server: str) -> None:
 def test_a_server_of_something_else() -> None:
     with pytest.raises(PushRefused, match="does not answer as one of"):
         SglangSync(policy(), "http://127.0.0.1:9").push()
+
+
+@pytest.mark.parametrize("pause", ["keep", "wait", "abort"])
+def test_requests_in_flight(server: str, pause: str) -> None:
+    model = policy()
+    sync = SglangSync(model, server, pause=pause)
+    sync.push()
+    old = copy.deepcopy(model)
+    policies.train(model, size=0.2)
+    act(server, "slow", 0.03)
+    sampling = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}
+    asked = {"input_ids": policies.prompts(), "sampling_params": sampling, "return_logprob": True}
+    with ThreadPoolExecutor(1) as pool:
+        flying = pool.submit(post, server, "generate", asked)
+        time.sleep(0.6)
+        assert not flying.done(), "the scenario has requests in flight"
+        sync.push()
+        act(server, "slow", 0)
+        outputs = flying.result(60)
+    for prompt, output in zip(policies.prompts(), outputs, strict=True):
+        if pause == "abort":
+            assert output["meta_info"]["finish_reason"]["type"] == "abort"
+        else:
+            mine = spans(output, prompt, old, model)
+            assert mine == 40 if pause == "wait" else mine < 40
+    assert_answers(answers(server), model)
+    sync.close()
+
+
+def test_a_scheduler_that_dies_in_the_middle(tmp_path: Path) -> None:
+    """And the server with it: the trainer hears of it soon, and leaves nothing behind."""
+    model = policy()
+    with serving(tmp_path / "base") as url:
+        sync = SglangSync(model, url, bucket_bytes=1 << 16)
+        sync.push()
+        act(url, "fail", "bucket", [0], 2, True)
+        began = time.monotonic()
+        with pytest.raises(PushFailed, match="engine 0 is dirty"):
+            sync.push()
+        with pytest.raises(PushRefused, match="does not answer"):
+            sync.push()
+        assert time.monotonic() - began < 60
+        sync.close()
+
+
+def with_an_engine(folder: Path, told: Any) -> None:
+    """A trainer's process that has started an engine, whose scheduler dies in the middle of a push."""
+    os.setsid()
+    model = policy()
+    with engine(model, folder) as started:
+        sync = SglangSync(model, started, bucket_bytes=1 << 16)
+        sync.push()
+        do(started, "fail", "bucket", [0], 2, True)
+        told.put("begins")
+        with contextlib.suppress(Exception):
+            sync.push()
+        time.sleep(60)
+        told.put("lives")
+
+
+def test_a_process_whose_scheduler_dies_in_the_middle(tmp_path: Path) -> None:
+    """SGLang ends the process that started the engine; nothing of it stays in shared memory."""
+    context = multiprocessing.get_context("spawn")
+    told = context.Queue()
+    process = context.Process(target=with_an_engine, args=(tmp_path / "base", told))
+    process.start()
+    assert told.get(timeout=START_S) == "begins"
+    process.join(40)
+    assert process.exitcode not in (0, None)
 
 
 def test_two_replicas(server: str, tmp_path: Path) -> None:

@@ -6,11 +6,8 @@ A peer's rollout broke from the second batch on, and after a resume: so every st
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,24 +18,13 @@ import pytest
 import torch
 from docs_code import names_of
 from engines import GREEDY, assert_answers, train
+from grpo_runs import ROOT, break_off_and_go_on, grpo, records
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
-ROOT = Path(__file__).parents[1]
-PROCESSES = 2
-
-
-def grpo(out: Path, *options: str) -> str:
-    """Run the example; returns what it printed."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    command += [str(PROCESSES), str(ROOT / "examples" / "grpo.py"), "--out", str(out), "--prompts", "8", *options]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
-    environment |= {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-    }
-    done = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=280)
-    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
-    return done.stdout
+WHO_MERGES = {
+    "merged": (["--merge", "engine"], ["--merge", "trainer"]),
+    "adapter": ([], []),
+}
 
 
 @pytest.fixture(scope="module")
@@ -47,32 +33,14 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("grpo") / "base"
 
 
-@pytest.mark.parametrize("mode", ["merged", "adapter"])
+@pytest.mark.parametrize("mode", WHO_MERGES)
 def test_every_token_of_every_step_comes_from_the_policy(mode: str, base: Path, tmp_path: Path) -> None:
     if base.exists():
         shutil.copytree(base, tmp_path / "base")
-    options = ("--mode", mode, "--pretrain", "40", "--save-every", "3")
-    # Four steps, a checkpoint after three: what the fourth did is lost, as in a crash, and done again.
-    printed = grpo(tmp_path, *options, "--steps", "4")
-    shutil.rmtree(tmp_path / "checkpoint-000004")
-    lost = records(tmp_path)[3]
-    printed += grpo(tmp_path, *options, "--steps", "6", "--resume")
+    before, after = WHO_MERGES[mode]
+    break_off_and_go_on(tmp_path, ["--mode", mode], before, after, seeded=True)
     if not base.exists():
         shutil.copytree(tmp_path / "base", base)
-    steps = records(tmp_path)
-    assert [step["step"] for step in steps] == list(range(6))
-    assert [step["resumed"] for step in steps] == [False, False, False, True, False, False]
-    for step in steps:
-        # In float32 a log-prob of a few units carries some ten roundings of 2^-24 on either side; 1e-4 is far below the
-        # 0.02 that training needs, and far below what a missing or doubled adapter does.
-        assert step["ratio_off"] < 1e-4, f"step {step['step']}: {step}"
-        assert step["tokens"] >= 64, "one token an answer at least"
-    assert printed.count("gap max") == 7, "the gap of every step is printed"
-    assert printed.count(f"{mode}@") == 7
-    # The same prompts, seeds and weights: the resumed run does what the lost step did.
-    assert steps[3]["reward"] == pytest.approx(lost["reward"], abs=0.05)
-    kept = torch.load(tmp_path / "checkpoint-000006" / "trainer.pt", weights_only=True)
-    assert kept["step"] == 6
 
 
 def test_an_engine_that_quantises_and_truncated_importance_sampling(base: Path, tmp_path: Path) -> None:
@@ -86,7 +54,8 @@ def test_an_engine_that_quantises_and_truncated_importance_sampling(base: Path, 
         assert abs(step["ratio_mean"] - 1) < 0.1, "it is the policy that is trained, a little off"
 
 
-def test_tokens_weigh_what_the_engine_undersampled() -> None:
+def test_tokens_weigh_what_the_engine_undersampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
     spec = importlib.util.spec_from_file_location("grpo", ROOT / "examples" / "grpo.py")
     assert spec is not None
     assert spec.loader is not None
@@ -100,10 +69,6 @@ def test_tokens_weigh_what_the_engine_undersampled() -> None:
     before, weights = example.correction(own, theirs, 2.0)
     assert torch.equal(before, own)
     assert torch.allclose(weights, torch.tensor([[1.0, math.exp(0.5), 2.0]]))
-
-
-def records(out: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
 
 
 def test_trl_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
