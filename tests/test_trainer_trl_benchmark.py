@@ -33,9 +33,3 @@ def test_whole_steps_in_all_ways(tmp_path: Path) -> None:
     assert drift.pop("trl") > 0.1
     assert not any(drift.values()), drift
     assert printed.count("%)") == 2, "both are compared with TRL's own way"
-
-
-def test_whole_steps_on_two_ranks(tmp_path: Path) -> None:
-    options = ("--shape", "tiny", "--device", "cpu", "--steps", "1", "--ranks", "2", "--ways", "merged")
-    record, _ = ran("step", tmp_path, *options)
-    assert record["ways"]["merged"]["drift"] == 0
