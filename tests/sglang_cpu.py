@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 _LIBRARY: list[Any] = []
-_SITE = """import sys
+_SITE = """import os, sys
 if any("spawn_main" in argument or "sglang" in argument for argument in sys.orig_argv):
     import sglang_cpu
+    os.environ.pop("SGLANG_USE_CPU_ENGINE", None)
     sglang_cpu.operators()
 """
 

@@ -16,58 +16,18 @@ from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel, _init_utils
 from torch.distributed.tensor import DTensor
 from verl.checkpoint_engine.base import merge_weight_chunks, split_weight_chunks
-from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
 from verl.utils.dataset.dataset_utils import DatasetPadMode
-from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, QATEngineConfig
-from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
+from verl.workers.config import QATEngineConfig
+from verl.workers.engine import FSDPEngineWithLMHead
 from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.rollout.sglang_rollout.utils import get_named_tensor_buckets
+from verl_engines import engine_of
 
 from lora_merge.errors import InvalidInput, LoraMergeError
 from lora_merge.integrations.takeover import TrainerRefused
 from lora_merge.integrations.telling import PolicyGap
 from lora_merge.integrations.verl_engines.rollout import LoraMergeServerAdapter
-
-FLOAT32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
-
-
-def engine_of(folder: Path, **changes: Any) -> Any:
-    """verl's engine for language models, whoever registered it, of strategy fsdp2 unless said otherwise; initialised.
-
-    Args:
-        changes: fields of its configurations.
-    """
-    model = {
-        "path": str(folder),
-        "lora_rank": 8,
-        "lora_alpha": 32,
-        "lora": {"merge": True},
-        "use_remove_padding": False,
-        "enable_gradient_checkpointing": False,
-        "override_config": {"attn_implementation": "eager"},
-    }
-    engine = {
-        "strategy": "fsdp2",
-        "use_torch_compile": False,
-        "use_dynamic_bsz": False,
-        "micro_batch_size_per_gpu": 2,
-        "use_remove_padding": False,
-        "mixed_precision": FLOAT32,
-    }
-    optimizer = {"lr": 1e-2, "total_training_steps": 10}
-    model |= {name: value for name, value in changes.items() if name in HFModelConfig.__dataclass_fields__}
-    engine |= {name: value for name, value in changes.items() if name in FSDPEngineConfig.__dataclass_fields__}
-    made = EngineRegistry.new(
-        model_type="language_model",
-        backend=engine["strategy"],
-        model_config=HFModelConfig(**model),
-        engine_config=FSDPEngineConfig(**engine),
-        optimizer_config=FSDPOptimizerConfig(**optimizer),
-        checkpoint_config=CheckpointConfig(),
-    )
-    made.initialize()
-    return made
 
 
 def batch(rank: int, seed: int, **fields: Tensor) -> Any:
