@@ -47,7 +47,7 @@ def run(command: Sequence[str], folder: Path, **environment: str) -> str:
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        timeout=280,
+        timeout=500,
     )
     assert done.returncode == 0, done.stdout[-6000:]
     return done.stdout
