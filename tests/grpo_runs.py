@@ -25,7 +25,7 @@ def grpo(out: Path, *options: str) -> str:
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
-    done = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=280)
+    done = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=500)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
     return done.stdout
 

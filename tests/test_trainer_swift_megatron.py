@@ -60,7 +60,7 @@ def trained(kind: str, world: int, base: Path, out: Path, flags: dict[str, str],
             )
         )  # fmt: skip
     try:
-        said = [rank.communicate(timeout=240)[0] for rank in ranks]
+        said = [rank.communicate(timeout=400)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

@@ -52,7 +52,7 @@ def swift(*line: str, **more: str) -> str:
     """Run a command line of swift's to its end; what it said."""
     done = subprocess.run(
         [sys.executable, "-m", "swift.cli.main", *line], env=environment(**more), text=True, capture_output=True,
-        timeout=280, cwd=more.get("PWD"),
+        timeout=500, cwd=more.get("PWD"),
     )  # fmt: skip
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
     return done.stdout + done.stderr

@@ -148,7 +148,7 @@ def faults(other: Other, folder: Path) -> None:
 
         trainer = multiprocessing.get_context("spawn").Process(target=push_and_die, args=(server.url,))
         trainer.start()
-        trainer.join(240)
+        trainer.join(400)
         assert trainer.exitcode == -signal.SIGKILL
         began = time.monotonic()
         while (state := sync.states()[0]).kind != "dirty" and time.monotonic() - began < SOON_S:

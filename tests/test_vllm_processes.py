@@ -148,7 +148,7 @@ class Server:
         )
 
     def wait(self) -> None:
-        end = time.monotonic() + 240
+        end = time.monotonic() + 400
         while time.monotonic() < end and self.process.poll() is None:
             try:
                 urllib.request.urlopen(f"{self.url}/health", timeout=2)
@@ -268,7 +268,7 @@ def test_a_trainer_killed_in_the_middle_of_a_push(servers: list[Server]) -> None
     version = sync.push().version
     trainer = multiprocessing.get_context("spawn").Process(target=push_and_die, args=(servers[0].url,))
     trainer.start()
-    trainer.join(240)
+    trainer.join(400)
     assert trainer.exitcode == -signal.SIGKILL
     end = time.monotonic() + 60
     while (state := sync.states()[0]).kind != "dirty" and time.monotonic() < end:
