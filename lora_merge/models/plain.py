@@ -33,19 +33,17 @@ _FACTORS = {"lora_A", "lora_B", "lora_a", "lora_b", "lora_embedding_A", "lora_em
 REMEDY = "load the base in bfloat16, float16 or float32, or dequantise it first (transformers: model.dequantize())"
 
 
-def check_plain(
-    modules: Iterable[tuple[str, nn.Module]], tensors: Iterable[NamedTensor], *, packed: bool = True
-) -> None:
+def check_plain(modules: Iterable[tuple[str, nn.Module]], tensors: Iterable[NamedTensor]) -> None:
     """Raise `InvalidInput`, naming the first tensor or module of a model whose elements are no weights, or
-    `UnsupportedAdapter`, naming the first LoRA layer of a library that is not known.
+    `UnsupportedAdapter`, naming the first LoRA layer of a library that is not known. Codes pass of which kernels read
+    what they stand for (`shards/bitsandbytes.py`).
 
     Args:
         modules: of the model, with their names; each may come several times.
         tensors: its parameters and buffers.
-        packed: let those pass of which kernels read what they stand for (`shards/bitsandbytes.py`).
     """
     for t in tensors:
-        if not (packed and t.attribute == "weight" and bits(t.owner) is not None):
+        if not (t.attribute == "weight" and bits(t.owner) is not None):
             _check_tensor(t)
         _check_no_factor(t)
     for name, module in modules:
@@ -57,7 +55,7 @@ def check_plain(
             config: Any = getattr(quantizer, "quantization_config", None)
             method = getattr(config, "quant_method", type(quantizer).__name__)
             method = getattr(method, "value", method)
-            if not (packed and method == "bitsandbytes"):
+            if method != "bitsandbytes":
                 raise InvalidInput(f"{name or 'the model'}: the base is quantised ({method}); {REMEDY}")
 
 

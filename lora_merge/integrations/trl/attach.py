@@ -114,4 +114,6 @@ def _check_model(trainer: Any) -> None:
     try:
         check_plain(walk(trainer.model), named_tensors(trainer.model))
     except InvalidInput as error:
-        raise InvalidInput(f"{error}. In TRL: a checkpoint of plain weights, and --load_in_4bit. {OFF}") from error
+        raise InvalidInput(
+            f"{error}. In TRL: name a checkpoint of plain weights, with --load_in_4bit for QLoRA. {OFF}"
+        ) from error
