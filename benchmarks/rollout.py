@@ -4,19 +4,21 @@
     python benchmarks/rollout.py --shape qwen3-30b-a3b --layers 24                   # experts; half of the layers
     python benchmarks/rollout.py --device cpu --shape tiny                           # a smoke test
 
-Each way has an engine in a process of its own, started with dummy weights and the same options, with CUDA graphs on a
-GPU:
+Two engines, each in a process of its own, started with dummy weights and the same options, with CUDA graphs on a GPU.
+In the first the LoRA path is off:
 
-- `base`: a push of the model without adapters. The LoRA path of the engine is off.
-- `merged`: a push of merged weights. The LoRA path is off, too.
-- `adapter`: a push with `mode="adapter"`: the base, and one adapter beside it, which every request carries. The engine
-  has room for one adapter of this rank, the least that vLLM can be told.
+- `base`: a push of the model without adapters.
+- `merged`: a push of merged weights.
+
+The second has room for one adapter of this rank, the least that vLLM can be told:
+
+- `adapter`: a push with `mode="adapter"`: the base, and one adapter beside it, which every request carries.
 
 All three hold the same random base weights, so that experts are chosen alike. A call of `generate` has `--requests`
 requests of `--prompt-tokens` random tokens, each of which gets exactly `--new-tokens`, sampled at temperature 1; the
 figure is the new tokens over the median time of `--repeats` calls after a warm-up, prompts included. Prefixes are not
 cached. What an engine cannot serve as an adapter (experts, in many versions and on CPUs) is named in the table. The
-JSON is written after every way, so that a time limit loses one way only.
+JSON is written after either engine, so that a time limit loses one only.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import argparse
 import json
 import random
 import tempfile
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +41,11 @@ Record = dict[str, Any]
 
 WAYS = {"base": "base alone", "merged": "merged (lora_merge)", "adapter": "vLLM's LoRA path"}
 """The option -> what tables and pictures call it."""
+ENGINES = {"merged": ("base", "merged"), "adapter": ("adapter",)}
+"""An engine -> the ways that it serves, one after the other."""
 
 
-def measure(llm: Any, request: Any, args: argparse.Namespace) -> list[float]:
+def measure(name: str, llm: Any, request: Any, args: argparse.Namespace) -> list[float]:
     """New tokens a second for each of `--requests`, in their order."""
     from vllm import SamplingParams
 
@@ -61,34 +66,39 @@ def measure(llm: Any, request: Any, args: argparse.Namespace) -> list[float]:
 
         ms = sync.timed(answer, args.device, args.repeats)
         found.append(1e3 * count * args.new_tokens / ms)
-        print(f"{WAYS[args.part]}, {count} requests: {found[-1]:,.0f} tokens/s", flush=True)
+        print(f"{WAYS[name]}, {count} requests: {found[-1]:,.0f} tokens/s", flush=True)
     return found
 
 
 def way(args: argparse.Namespace, folder: Path) -> Record:
-    """An engine, a push, and what it then generates."""
-    from lora_merge import VllmSync
-
+    """An engine, and of each of its ways a push, and what it then generates."""
     lora, most = args.part == "adapter", max(args.requests)
     with sync.start_engine(
         args, folder, lora=lora, layers=args.layers, enforce_eager=args.device == "cpu", max_num_seqs=most,
         max_model_len=args.prompt_tokens + args.new_tokens, enable_prefix_caching=False,
     ) as llm:  # fmt: skip
-        if args.part == "base":
-            model = sync.build_base(args.shape, args.device, args.layers)
-        else:
-            experts = args.targets == "all"
-            model = sync.build_policy(args.shape, args.rank, args.device, args.layers, experts=experts)
-        pusher = VllmSync(model, llm, mode="adapter" if lora else "merged")
-        pushed = pusher.push()
-        print(pushed, flush=True)
-        tokens_s = measure(llm, pusher.lora_request(), args)
+        return {name: pushed(name, llm, args) for name in ENGINES[args.part] if name in args.ways}
+
+
+def pushed(name: str, llm: Any, args: argparse.Namespace) -> Record:
+    """One way."""
+    from lora_merge import VllmSync
+
+    if name == "base":
+        model = sync.build_base(args.shape, args.device, args.layers)
+    else:
+        experts = args.targets == "all"
+        model = sync.build_policy(args.shape, args.rank, args.device, args.layers, experts=experts)
+    with closing(VllmSync(model, llm, mode="adapter" if name == "adapter" else "merged")) as pusher:
+        done = pusher.push()
+        print(done, flush=True)
+        tokens_s = measure(name, llm, pusher.lora_request(), args)
         pusher.check()  # the engine still holds what was measured
-        return {"tokens_s": tokens_s, "push": str(pushed)}
+    return {"tokens_s": tokens_s, "push": str(done)}
 
 
 def part(args: argparse.Namespace) -> Record:
-    """A way, in this process. Of the adapter's way a refusal is a result."""
+    """The ways of one engine, in this process. Of the adapter's way a refusal is a result."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             return way(args, Path(folder))
@@ -96,11 +106,11 @@ def part(args: argparse.Namespace) -> Record:
             if args.part != "adapter":
                 raise
             lines = str(error).splitlines() or [""]
-            return {"refused": f"{type(error).__name__}: {lines[0]}"}
+            return {"adapter": {"refused": f"{type(error).__name__}: {lines[0]}"}}
 
 
 def run(args: argparse.Namespace) -> Record:
-    """Every way, one after the other."""
+    """Every engine, one after the other."""
     import vllm
 
     record = report.provenance(torch.device(args.device))
@@ -109,10 +119,12 @@ def run(args: argparse.Namespace) -> Record:
     record |= {name: getattr(args, name) for name in names}
     record |= {"layers": args.layers or sync.SHAPES[args.shape]["num_hidden_layers"]}
     record |= {"cuda_graphs": args.device == "cuda", "ways": {}}
-    for name in args.ways:
-        # As users have it: on a GPU vLLM starts its engine in a process of its own.
-        record["ways"][name] = sync.run_part(name, args.device == "cpu", __file__)
-        report.save(record, args.json)
+    for name, ways in ENGINES.items():
+        if asked := [way for way in ways if way in args.ways]:
+            # As users have it: on a GPU vLLM starts its engine in a process of its own.
+            found = sync.run_part(name, args.device == "cpu", __file__)
+            record["ways"] |= dict.fromkeys(asked, found) if "error" in found else found
+            report.save(record, args.json)
     return record
 
 
@@ -194,7 +206,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them here, as PNG")
-    parser.add_argument("--part", choices=WAYS, help=argparse.SUPPRESS)
+    parser.add_argument("--part", choices=ENGINES, help=argparse.SUPPRESS)
     parser.add_argument("--draw", type=Path, metavar="FILE", help="measure nothing: --plot what --json wrote")
     args = parser.parse_args()
     if args.draw and not args.plot:
