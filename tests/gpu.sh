@@ -34,7 +34,9 @@ for step in $steps; do
   section "$step"
   case $step in
     build) # the extension for the visible GPU; torch and nvcc are there, no registry is
-      NVCC_APPEND_FLAGS=-lineinfo try python3 setup.py -q build_ext --inplace ;;
+      # egg_info: engines find the plugin by its entry points, which a folder on PYTHONPATH has only then
+      NVCC_APPEND_FLAGS=-lineinfo try python3 setup.py -q egg_info build_ext --inplace
+      try python3 -m lora_merge doctor ;;
     tests)
       python3 -m pytest -m gpu -q -n 6 --timeout=300 -p no:cacheprovider "${TESTS:-tests}" 2>&1 | tail -n 60
       [ "${PIPESTATUS[0]}" = 0 ] || status=1 ;;
