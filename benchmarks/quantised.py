@@ -1,8 +1,8 @@
 """Merging into a base that bitsandbytes quantised: what PEFT's own merge loses, which quantises the sum again, and how
-long it takes beside decoding first.
+long it takes beside a copy of as many bytes, and beside decoding first.
 
     python benchmarks/quantised.py --json FILE
-    python benchmarks/quantised.py --device cuda --shape qwen2.5-7b --layers 4
+    python benchmarks/quantised.py --device cuda --shape qwen2.5-7b --layers 28
 
 Weights are normal, of standard deviation 0.02, and an adapter's update is `--update` of their RMS. Errors are of
 weights, against float64 `dequantised(W) + scaling * lora_B @ lora_A`: relative to its RMS, and to the update's.
@@ -30,6 +30,7 @@ from lora_merge.shards.bitsandbytes import shard_of
 FORMATS: dict[str, dict[str, Any]] = {
     "nf4": {"quant_type": "nf4", "compress_statistics": False},
     "nf4 double": {"quant_type": "nf4", "compress_statistics": True},
+    "fp4": {"quant_type": "fp4", "compress_statistics": False},
     "fp4 double": {"quant_type": "fp4", "compress_statistics": True},
     "int8": {},
 }
@@ -110,10 +111,18 @@ def speed(some: list[Matrix], args: argparse.Namespace) -> dict[str, float]:
     """Milliseconds of all matrices together."""
     out = [torch.empty(m.source.shape, dtype=torch.bfloat16, device=args.device) for m in some]
     plain = [m.source.bfloat16() if m.source.dtype != torch.bfloat16 else m.source.contiguous() for m in some]
-    packed = Plan([Segment(m.name, m.source, o, m.lora_A, m.lora_B, m.scaling) for m, o in zip(some, out, strict=True)])
-    whole = Plan(
-        [Segment(m.name, w, o, m.lora_A, m.lora_B, m.scaling) for m, w, o in zip(some, plain, out, strict=True)]
-    )
+
+    def plan(sources: list[Tensor], dtype: torch.dtype) -> Plan:
+        return Plan(
+            [
+                Segment(m.name, source, o, m.lora_A.to(dtype), m.lora_B.to(dtype), m.scaling)
+                for m, source, o in zip(some, sources, out, strict=True)
+            ]
+        )
+
+    def decode() -> None:
+        for m in some:
+            m.decoded()
 
     def decode_first() -> None:
         for m, to in zip(some, out, strict=True):
@@ -121,9 +130,13 @@ def speed(some: list[Matrix], args: argparse.Namespace) -> dict[str, float]:
 
     moved = sum(read_bytes(m.source) + o.nbytes for m, o in zip(some, out, strict=True))
     buffers = torch.ones(2, moved // 2, dtype=torch.uint8, device=args.device)
+    codes = [m.source for m in some]
     ways: dict[str, Callable[[], object]] = {
-        "lora_merge": packed.run,
-        "lora_merge, bf16 base": whole.run,
+        "lora_merge": plan(codes, torch.bfloat16).run,
+        "lora_merge, float32 adapters": plan(codes, torch.float32).run,
+        "lora_merge, bf16 base": plan(plain, torch.bfloat16).run,
+        "lora_merge, bf16 base, float32 adapters": plan(plain, torch.float32).run,
+        "dequantize": decode,
         "dequantize, addmm": decode_first,
         "copy of as many bytes": lambda: buffers[0].copy_(buffers[1]),
     }
@@ -141,6 +154,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=1, help="default %(default)s")
     parser.add_argument("--rank", type=int, default=32, help="default %(default)s")
     parser.add_argument("--update", type=float, default=0.01, help="RMS of the weights (default %(default)s)")
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), help="default: all")
     parser.add_argument("--repeat", type=int, default=10, help="timed runs (default %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
     args = parser.parse_args()
@@ -148,10 +162,12 @@ def main() -> None:
         "shape": args.shape, "layers": args.layers, "rank": args.rank, "update": args.update, "formats": {},
     }  # fmt: skip
     record["versions"]["bitsandbytes"] = bnb.__version__
-    for name, options in FORMATS.items():
+    for name in args.formats:
+        options = FORMATS[name]
         some = list(matrices(args, options))
         layers = {m.name: fidelity(m, options) for m in some[: len(some) // args.layers]}
         record["formats"][name] = {"layers": layers, "ms": speed(some, args)}
+        report.save(record, args.json)
     for table in (fidelity_table(record), speed_table(record)):
         report.console().print(table)
     report.save(record, args.json)
@@ -171,13 +187,17 @@ def fidelity_table(record: dict[str, Any]) -> Table:
 
 
 def speed_table(record: dict[str, Any]) -> Table:
-    table = Table("base", "bytes an\nelement", "lora_merge\nms", "x copy", "of a bf16\nbase", "dequantize,\naddmm")
+    table = Table(
+        "base", "bytes an\nelement", "lora_merge\nms", "x copy", "float32\nadapters", "x copy", "of a bf16\nbase",
+        "dequantize", "and\naddmm",
+    )  # fmt: skip
     for name, found in record["formats"].items():
         ms = found["ms"]
         table.add_row(
             name, f"{ms['bytes an element']:.3f}", f"{ms['lora_merge']:.3f}",
-            f"{ms['lora_merge'] / ms['copy of as many bytes']:.2f}", f"{ms['lora_merge, bf16 base']:.3f}",
-            f"{ms['dequantize, addmm']:.3f}",
+            f"{ms['lora_merge'] / ms['copy of as many bytes']:.2f}", f"{ms['lora_merge, float32 adapters']:.3f}",
+            f"{ms['lora_merge, float32 adapters'] / ms['copy of as many bytes']:.2f}",
+            f"{ms['lora_merge, bf16 base']:.3f}", f"{ms['dequantize']:.3f}", f"{ms['dequantize, addmm']:.3f}",
         )  # fmt: skip
     return table
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,7 +20,7 @@ from checkpoints import tensors
 from helpers import assert_same_bits
 from processes import spawn
 from test_shards_errors import FAULTS, assert_refused, enter
-from test_shards_merge import MODELS, Odd, check, local_bits, odd
+from test_shards_merge import MODELS, Odd, check, device, local_bits, odd
 from torch import Tensor, nn
 
 from lora_merge import (
@@ -34,8 +36,9 @@ from lora_merge import (
 from lora_merge.shards.zero3 import _init_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-os.environ["DS_ACCELERATOR"] = "cpu"
+os.environ["DS_ACCELERATOR"] = "cpu"  # test_zero3_gpu.py, whose cases these are, too, says otherwise
 
+ROOT = Path(__file__).resolve().parent.parent
 CONFIGS: dict[str, dict[str, Any]] = {
     "partitioned": {"stage3_param_persistence_threshold": 0},
     "some persist": {"stage3_param_persistence_threshold": 1100},
@@ -58,6 +61,10 @@ def engine(model: nn.Module, *, stage: int = 3, lr: float = 1e-2, bf16: bool = F
     }
     trained = [p for p in model.parameters() if p.requires_grad]
     return deepspeed.initialize(model=model, model_parameters=trained, config=config)[0]
+
+
+def build(name: str) -> nn.Module:
+    return MODELS[name]().to(device())
 
 
 def wrap_of(name: str, **options: Any) -> Callable[[Any], nn.Module]:
@@ -92,7 +99,7 @@ def in_bf16(rank: int) -> None:
 
 
 def loss_of(model: Any, rank: int, step: int) -> Tensor:
-    tokens = models.tokens(seed=10 * step + rank)
+    tokens = models.tokens(seed=10 * step + rank).to(device())
     return model(input_ids=tokens, labels=tokens).loss
 
 
@@ -138,7 +145,7 @@ def gathered(rank: int) -> None:
     """What is gathered when merging begins, and what is gathered inside."""
     from deepspeed.runtime.zero import GatheredParameters
 
-    plain, model = MODELS["qwen2 float32"](), engine(MODELS["qwen2 float32"](), **CONFIGS["some persist"])
+    plain, model = build("qwen2 float32"), engine(build("qwen2 float32"), **CONFIGS["some persist"])
     wanted, before = dict(MergedWeights(plain)), local_bits(model)
     base = {delta.name: delta.weight.pieces[0].tensor.clone() for delta in read_deltas(plain)}
     parameters = {delta.name: parameter for delta, parameter in zip(read_deltas(model), bases(model), strict=True)}
@@ -178,7 +185,7 @@ def written_while_gathered(rank: int) -> None:
     from deepspeed.runtime.zero import GatheredParameters
 
     model = engine(odd(), lr=0.0)
-    x = torch.randn(4, 20, generator=torch.Generator().manual_seed(rank))
+    x = torch.randn(4, 20, generator=torch.Generator().manual_seed(rank)).to(device())
     weights = MergedWeights(model, bucket_bytes=512)
     for _ in range(2):
         model(x)  # gathers what persists
@@ -247,10 +254,10 @@ def in_a_forward(rank: int) -> None:
     hook = model.module.base_model.model.wide.base_layer.register_forward_pre_hook(
         lambda *_: assert_refused(model, r"wide\.weight: DeepSpeed is using it in a forward", (enter,))
     )
-    model(torch.randn(4, 20))
+    model(torch.randn(4, 20, device=device()))
     hook.remove()
     with merged(model):
-        model(torch.randn(4, 20))
+        model(torch.randn(4, 20, device=device()))
 
 
 def moved(rank: int) -> None:
@@ -283,7 +290,7 @@ def before_the_engine(rank: int) -> None:
     import deepspeed
 
     os.environ["LOCAL_RANK"] = str(rank)
-    wanted, model = dict(MergedWeights(MODELS["qwen2 float32"]())), MODELS["qwen2 float32"]()
+    wanted, model = dict(MergedWeights(build("qwen2 float32"))), build("qwen2 float32")
     for parameter in model.parameters():
         if not parameter.requires_grad:
             deepspeed.zero.Init()._convert_to_zero_parameters([parameter])
@@ -296,7 +303,7 @@ def before_the_engine(rank: int) -> None:
 
 def parts(rank: int) -> None:
     """Of the model, with its adapters and without."""
-    plain = MODELS["qwen2 float32"]()
+    plain = build("qwen2 float32")
     model = engine(MODELS["qwen2 float32"](), **CONFIGS["some persist"])
     inner, base = model.module.get_base_model().model, plain.get_base_model().model
     pairs = [
@@ -347,10 +354,11 @@ def refused(rank: int) -> None:
 def tied(rank: int) -> None:
     """In place an adapter on one of two tied weights is refused; the stream holds the two apart."""
 
-    def build() -> nn.Module:
-        return models.with_lora(lambda: models.qwen2(tied=True), target_modules=["lm_head", "q_proj"])
+    def both() -> nn.Module:
+        made = models.with_lora(lambda: models.qwen2(tied=True), target_modules=["lm_head", "q_proj"])
+        return made.to(device())
 
-    model, wanted = engine(build(), **CONFIGS["partitioned"]), dict(MergedWeights(build()))
+    model, wanted = engine(both(), **CONFIGS["partitioned"]), dict(MergedWeights(both()))
     assert_refused(model, "tied weight", (enter,))
     got = dict(MergedWeights(model))
     assert got.keys() == wanted.keys()
@@ -367,7 +375,7 @@ def fails_on_one_rank(rank: int) -> None:
     faults = [*FAULTS, ("lora_merge.models.peft.live.Peft.weights", enter, {})]
     for number, (where, use, options) in enumerate(faults):
         model = engine(odd(("one", "two")), **CONFIGS[("partitioned", "all persist")[number % 2]])
-        x = torch.randn(4, 20, generator=torch.Generator().manual_seed(rank))
+        x = torch.randn(4, 20, generator=torch.Generator().manual_seed(rank)).to(device())
         before, wanted = local_bits(model), model(x).detach().clone()
         with (
             mock.patch(where, out_of_memory) if rank == 1 else nullcontext(),
@@ -458,3 +466,27 @@ def saved(rank: int, folder: Path) -> None:
 
 def test_a_checkpoint_is_saved(tmp_path: Path) -> None:
     spawn(2, saved, tmp_path)
+
+
+def test_benchmark(tmp_path: Path) -> None:
+    """`benchmarks/zero3.py` on two ranks: all ways see all bytes of the base."""
+    data = tmp_path / "zero3.json"
+    options = ["--device", "cpu", "--shape", "tiny", "--bucket-bytes", "200000", "--repeats", "1", "--json", str(data)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "benchmarks/zero3.py", *options]
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    record = json.loads(data.read_text())
+    ways = record["ways"]
+    assert list(ways) == ["buckets", "stream", "in place", "gather all", "gather layers"]
+    assert {ways[name]["bytes"] for name in ways if name != "in place"} == {ways["stream"]["bytes"]}
+    assert all(way["ms"] > 0 and way["first_ms"] > 0 for way in ways.values())
+    assert {"deepspeed", "torch", "peft"} <= record["versions"].keys()

@@ -117,6 +117,70 @@ def test_merges_are_those_of_the_decoded_weight(backend: Backend, data: st.DataO
         assert_same_bits(norms, right, "norms")
 
 
+@settings(max_examples=60)
+@given(data=st.data())
+def test_whole_rows_of_blocks(backend: Backend, data: st.DataObject) -> None:
+    """Likewise where rows are whole blocks, which is what kernels are fast for: several steps and units, strips that
+    end early, rows left over, boxes that begin at a block or amid one, and steps in which only some warps have work."""
+    small = not backend.compiled or backend.device.type == "cpu"
+    rows = data.draw(st.integers(1, 40 if small else 1100), "rows")
+    block = data.draw(st.sampled_from([8, 16, 64, 128]), "block")
+    cols = block * data.draw(st.integers(1, max(1, (128 if small else 1024) // block)), "blocks a row")
+    kind = data.draw(st.sampled_from(["4 bits", "4 bits, nested", "int8", "int8, nested"]), "kind")
+    block = cols if kind == "int8" else block
+    nested = data.draw(st.sampled_from([1, 3, 256]), "nested") if "nested" in kind else 0
+    dtypes = [data.draw(st.sampled_from(FLOATS), "dtype") for _ in range(2)]
+    dtypes += [data.draw(st.sampled_from(FLOATS), "adapters")] * 2
+    rank = data.draw(st.sampled_from([0, 4, 8, 32, 64, 72]), "rank")
+    top = data.draw(st.sampled_from([0, 1, rows // 2]), "top")
+    left = data.draw(st.sampled_from([0, 8, 24, 4]), "left") % cols
+    end = data.draw(st.sampled_from([0, 8, 3]), "end")
+    turned, scaled = data.draw(st.integers(0, 3), "turned") == 0, data.draw(st.integers(0, 3), "scaled") == 0
+    seed = data.draw(st.sampled_from([None, None, 5]), "seed")
+    codes = codes_of(
+        rows * cols, dtypes[0], backend.device, block, int8="int8" in kind, nested=nested, seed=rows + cols
+    )
+    source = codes.tensor((rows, cols))[top:, left : max(cols - end, left + 1)]
+    source = source.t() if turned else source
+    s = dataclasses.replace(make_segment("w", *source.shape, rank, dtypes, backend.device), source=source)
+    if scaled:
+        s = dataclasses.replace(s, row_scale=torch.rand(source.shape[0], device=backend.device) + 0.5)
+    like = dataclasses.replace(s, source=source.decoded(), destination=torch.empty_like(s.destination))
+    rounding = "nearest" if seed is None else "stochastic"
+    for segment in (s, like):
+        Plan([segment]).run(rounding=rounding, seed=seed)
+    assert_same_bits(s.destination, like.destination)
+    assert_accurate(like, s.destination, stochastic=seed is not None)
+
+
+def test_a_table_of_many(backend: Backend) -> None:
+    """One launch of weights of all kinds and sizes: each unit finds its own codes, tables and scales; and again."""
+    segments, likes = [], []
+    sizes = (
+        [(8, 64), (600, 256), (33, 192), (128, 1024), (7, 24), (513, 128)] if backend.compiled else [(8, 64), (9, 24)]
+    )
+    for number, (rows, cols) in enumerate(sizes * 3):
+        int8, nested = number % 3 == 2, (0, 2, 256)[number % 3 if number % 2 else 0]
+        codes = codes_of(
+            rows * cols, torch.bfloat16, backend.device, cols if int8 else 8, int8=int8, nested=nested, seed=number
+        )
+        if codes.code is not None:
+            codes.code.mul_(1 + number)  # no two weights have one table
+        dtypes = [torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.bfloat16]
+        s = make_segment(f"w{number}", rows, cols, (32, 8, 64, 0)[number % 4], dtypes, backend.device)
+        source = codes.tensor((rows, cols))
+        segments.append(dataclasses.replace(s, source=source))
+        likes.append(dataclasses.replace(s, source=source.decoded(), destination=torch.empty_like(s.destination)))
+    plan, plain = Plan(segments), Plan(likes)
+    plain.run()
+    for _ in range(2):
+        for s in segments:
+            s.destination.zero_()
+        plan.run()
+        for s, like in zip(segments, likes, strict=True):
+            assert_same_bits(s.destination, like.destination, s.name)
+
+
 def test_shards_of_codes(backend: Backend) -> None:
     """A rank's codes begin anywhere at a whole byte: blocks that it shares with others are no matter."""
     codes = codes_of(40 * 24, torch.bfloat16, backend.device, 64, nested=4)
