@@ -200,6 +200,35 @@ def test_special_values(backend: Backend) -> None:
         assert_same_bits(got.nan_to_num(7.0), right.nan_to_num(7.0), str(dtype))
 
 
+@pytest.mark.parametrize("kind", ["4 bits", "4 bits, nested", "int8"])
+def test_special_values_of_whole_rows(backend: Backend, kind: str) -> None:
+    """Likewise under an adapter, in rows of whole blocks, which kernels are fast for; what has no value in one block
+    stays there. A quantised absmax overflows, and is infinite, by its own scale and offset."""
+    rows, cols = (48, 128) if backend.compiled else (8, 64)
+    special = torch.tensor([0.0, float("inf"), float("nan"), 3e38, -1.0, 1e-41])
+    for dtype in FLOATS:
+        codes = codes_of(
+            rows * cols,
+            dtype,
+            backend.device,
+            cols if kind == "int8" else 64,
+            int8=kind == "int8",
+            nested=2 if "nested" in kind else 0,
+        )
+        scales = codes.absmax if codes.nested is None else codes.nested.absmax
+        scales.copy_(special.repeat(-(-scales.numel() // len(special)))[: scales.numel()])
+        s = make_segment("w", rows, cols, 8, [dtype] * 4, backend.device)
+        s = dataclasses.replace(s, source=codes.tensor((rows, cols)))
+        like = dataclasses.replace(s, source=s.source.decoded(), destination=torch.empty_like(s.destination))
+        Plan([s]).run()
+        Plan([like]).run()
+        got, right = s.destination.cpu(), like.destination.cpu()
+        assert right.isnan().any()
+        assert right.isfinite().any()
+        assert torch.equal(got.isnan(), right.isnan())
+        assert_same_bits(got.nan_to_num(7.0), right.nan_to_num(7.0), str(dtype))
+
+
 def test_what_a_packed_tensor_is() -> None:
     codes = codes_of(12 * 10, torch.bfloat16, torch.device("cpu"), 8)
     packed, plain = codes.tensor((12, 10)), wanted(codes, 120).view(12, 10)
