@@ -6,8 +6,8 @@
 #
 # Where there are several GPUs, build once, and then run steps side by side, each on one: CUDA_VISIBLE_DEVICES=1 bash
 # tests/gpu.sh OUT figures. The machine needs torch, nvcc, pytest with xdist, hypothesis, peft and transformers; it
-# reaches no registry. rollout and rollout-experts need vLLM (0.26 for torch 2.11), step and step-x2 TRL, too: an engine for
-# each of three ways, and as many starts, which take most of the time. Each step should stay below ten minutes (estimated);
+# reaches no registry. quantised needs bitsandbytes, zero3 DeepSpeed and two GPUs; rollout and rollout-experts need vLLM
+# (0.26 for torch 2.11), step and step-x2 TRL, too: an engine for each of three ways, and as many starts, which take most of the time. Each step should stay below ten minutes (estimated);
 # its record is written after every way.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -75,6 +75,9 @@ for step in $steps; do
       bench rollout-experts-h200 rollout --shape qwen3-30b-a3b --layers 24 --plot "$out/rollout-experts-h200.png" ;;
     step) bench step-h200 step --shape qwen2.5-7b --plot "$out/step-h200.png" ;;
     step-x2) bench step-h200-x2 step --shape qwen2.5-7b --ranks 2 --plot "$out/step-h200-x2.png" ;;
+    quantised) bench quantised-base-h200 quantised --device cuda --shape qwen2.5-7b --layers 28 --repeat 20 ;;
+    zero3)
+      try python3 -m torch.distributed.run --nproc-per-node 2 benchmarks/zero3.py --json "$out/zero3-qwen2.5-7b-x2.json" ;;
     triton)
       LORA_MERGE_BACKEND=triton bench variants/ranks-h200-triton ranks --shape qwen2.5-7b --device cuda --ranks 8 32 64 \
         --kinds bf16 "bf16, fp32 adapters" --methods "in place" "out of place" "there and back" ;;

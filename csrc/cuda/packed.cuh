@@ -1,11 +1,11 @@
-// Merging quantised bases: a second walk over units, whose source is codes (codes.cuh). Bits are those of the merge kernel
-// on the decoded weight.
+// Merging quantised bases: a second walk over units, whose source is codes (codes.cuh). Bits are those of the merge
+// kernel on the decoded weight.
 //
-// It works as merge.cuh does, but without stages: codes are a quarter of what is moved, or less. What a lane needs of the
-// next steps it asks for one turn ahead and keeps in registers: its eight columns of a row, one word of codes of 4 bits
-// or two of int8, what scales them, and its piece of B. Values come out of a table of 16 in shared memory, where no two
-// of them share a bank; eight results leave as whole vectors. Instructions are what this kernel is short of: in its loop
-// nothing is read of the segment, and places are a multiplication away.
+// It works as merge.cuh does, but without stages: codes are a quarter of what is moved, or less. What a lane needs of
+// the next steps it asks for one turn ahead and keeps in registers: its eight columns of a row, one word of codes of 4
+// bits or two of int8, what scales them, and its piece of B. Values come out of a table of 16 in shared memory, where
+// no two of them share a bank; eight results leave as whole vectors. Instructions are what this kernel is short of: in
+// its loop nothing is read of the segment, and places are a multiplication away.
 #pragma once
 #include "codes.cuh"
 #include "merge.cuh"
@@ -116,8 +116,8 @@ struct PackedUnit {
     if (!Usual && !vector) return fetch_B<Adapter>(s, walk.first_row + step * stride + group, k + quad * 8);
     Piece<Adapter> piece{};
     if (k + quad * 8 < rank) {
-      const uint4* from =
-          reinterpret_cast<const uint4*>(piece_B + (static_cast<uint32_t>(step) * step_B + static_cast<uint32_t>(k * kSize)));
+      const uint4* from = reinterpret_cast<const uint4*>(
+          piece_B + (static_cast<uint32_t>(step) * step_B + static_cast<uint32_t>(k * kSize)));
 #pragma unroll
       for (int i = 0; i < kSize / 2; ++i) {
         const uint4 v = __ldg(from + i);
@@ -167,7 +167,8 @@ struct PackedUnit {
   __device__ __forceinline__ int run_words(Asked next, int outer_shift) const {
     const int steps = walk.full_steps;
     const float offset = Nested ? __ldg(reinterpret_cast<const float*>(s.absmax_offset)) : 0.0f;
-    const uint32_t row_bytes = static_cast<uint32_t>(s.destination_stride[0] * static_cast<int64_t>(sizeof(Destination))),
+    const uint32_t row_bytes =
+                       static_cast<uint32_t>(s.destination_stride[0] * static_cast<int64_t>(sizeof(Destination))),
                    step_bytes = row_bytes * stride;
     char* const to = reinterpret_cast<char*>(s.destination) + row_of(0, 0) * static_cast<int64_t>(row_bytes) +
                      walk.col * static_cast<int64_t>(sizeof(Destination));
@@ -232,10 +233,10 @@ struct PackedUnit {
         uint32_t b[kGroup][kPlanes<Adapter>][4];
 #pragma unroll
         for (int j = 0; j < kGroup; ++j)
-          operand_B<Adapter>(
-              b[j], fetch_B<Adapter>(s, walk.first_row + (step + j) * stride + group, c * kChunk + quad * 8));
-        multiply_chunk<Adapter, kRoundedSums<T, Destination, Adapter>, kGroup>(
-            sum, a_address + c * kChunk * pitch * 2, pitch, plane_bytes, b, over);
+          operand_B<Adapter>(b[j],
+                             fetch_B<Adapter>(s, walk.first_row + (step + j) * stride + group, c * kChunk + quad * 8));
+        multiply_chunk<Adapter, kRoundedSums<T, Destination, Adapter>, kGroup>(sum, a_address + c * kChunk * pitch * 2,
+                                                                               pitch, plane_bytes, b, over);
       }
 #pragma unroll
       for (int j = 0; j < kGroup; ++j)
