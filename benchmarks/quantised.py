@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from lora_merge import Plan, Segment
 from lora_merge.bench import accuracy, report, shapes
 from lora_merge.bench.timing import milliseconds, typical
-from lora_merge.kernels.packed import read_bytes
+from lora_merge.kernels.packed import Packed, read_bytes
 from lora_merge.shards.bitsandbytes import shard_of
 
 FORMATS: dict[str, dict[str, Any]] = {
@@ -47,9 +47,11 @@ class Matrix(NamedTuple):
     scaling: float
 
     @property
-    def source(self) -> Tensor:
-        """Its weight, packed."""
-        return shard_of(self.name, self.layer, self.layer.weight).pieces[0].tensor
+    def source(self) -> Packed:
+        """Its weight."""
+        packed = shard_of(self.name, self.layer, self.layer.weight).pieces[0].tensor
+        assert isinstance(packed, Packed)
+        return packed
 
     def decoded(self) -> Tensor:
         """By bitsandbytes."""
@@ -110,9 +112,9 @@ def fidelity(m: Matrix, options: dict[str, Any]) -> dict[str, float]:
 def speed(some: list[Matrix], args: argparse.Namespace) -> dict[str, float]:
     """Milliseconds of all matrices together."""
     out = [torch.empty(m.source.shape, dtype=torch.bfloat16, device=args.device) for m in some]
-    plain = [m.source.bfloat16() if m.source.dtype != torch.bfloat16 else m.source.contiguous() for m in some]
+    plain = [m.source.decoded().bfloat16() for m in some]
 
-    def plan(sources: list[Tensor], dtype: torch.dtype) -> Plan:
+    def plan(sources: Sequence[Tensor], dtype: torch.dtype) -> Plan:
         return Plan(
             [
                 Segment(m.name, source, o, m.lora_A.to(dtype), m.lora_B.to(dtype), m.scaling)

@@ -7,8 +7,8 @@
 # Where there are several GPUs, build once, and then run steps side by side, each on one: CUDA_VISIBLE_DEVICES=1 bash
 # tests/gpu.sh OUT figures. The machine needs torch, nvcc, pytest with xdist, hypothesis, peft and transformers; it
 # reaches no registry. quantised needs bitsandbytes, zero3 DeepSpeed and two GPUs; rollout and rollout-experts need vLLM
-# (0.26 for torch 2.11), step and step-x2 TRL, too: an engine for each of three ways, and as many starts, which take most of the time. Each step should stay below ten minutes (estimated);
-# its record is written after every way.
+# (0.26 for torch 2.11), step and step-x2 TRL, too: an engine for each of three ways, and as many starts, which take most
+# of the time. Each step should stay below ten minutes (estimated); its record is written after every way.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 mkdir -p "${1:?folder for results}"
