@@ -56,7 +56,8 @@ class MergedWeights:
             of a megatron-core model (or `lora_merge.megatron.Chunks`).
         bucket_bytes: size of a bucket in bytes; two are in use. Both grow to the largest tensor. Beside them a pass
             holds offloaded weights of one bucket, and twice what one bucket needs of sharded adapters (`describe` says
-            how much).
+            how much). A loop over a sharded model's whole tensors puts them together in memory beside that: as much as
+            both buckets take.
         dtype: of floating-point parameters as they go out: bfloat16, float16 or float32; default: as they are. Buffers
             keep their dtype.
         rounding: "nearest" (ties to even) or "stochastic"; pass n then draws with seed n, unless `buckets` is
