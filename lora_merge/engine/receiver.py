@@ -27,6 +27,9 @@ class Receiver:
         channel: this worker's `Sender.channel`.
         device: of the worker.
 
+    Attributes:
+        over: whether no other transfer can follow: over a network who leaves one has left the channel.
+
     Raises:
         TransferAborted: another worker of the engine, or the trainer, failed at the same time.
         InvalidInput: the channel is not one of ours.
@@ -35,6 +38,7 @@ class Receiver:
     def __init__(self, channel: Mapping[str, Any], device: torch.device) -> None:
         self.session, self.kind = channel["session"], channel["kind"]
         self._nbytes, self._device = channel["nbytes"], device
+        self.over = False
         self._group: Group | None = None
         self._inbox: Inbox | None = None
         self._memory: CudaMemory | None = None
@@ -99,6 +103,7 @@ class Receiver:
 
     def left(self) -> None:
         """This worker failed, during the transfer or before it: nobody waits for it any more."""
+        self.over = self._group is not None or self._inbox is not None
         if self._box is not None:
             self._box[self._at + LEFT] = 1
         if self._group is not None:

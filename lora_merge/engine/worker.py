@@ -128,7 +128,7 @@ def _hello(
         "asleep": side.asleep(),
         "paused": side.paused,
         "waking": side.waking,
-        "session": None if side.receiver is None else side.receiver.session,
+        "session": None if side.receiver is None or side.receiver.over else side.receiver.session,
         "state": worker.served(side, side.state()).to_json(),
         "fits": _fits(side, streams),
         "base": "" if side.merger is None else side.merger.base,
