@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import itertools
 import multiprocessing
@@ -11,7 +12,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
@@ -59,12 +60,17 @@ class Counting:
         at: int = -1,
         then: Callable[[], None] = lambda: None,
         collective: bool = False,
+        takers: Mapping[int, frozenset[tuple[int, int]]] | None = None,
     ) -> None:
+        self.takers = takers or {}
         self.table: Table = lay_out([Meta(str(i), torch.uint8, (1000,)) for i in range(BUCKETS)], NBYTES)
         self.device, self.capacity, self.collective, self.shared = device, NBYTES, collective, collective
         self._at, self._then = at, then
         self.filled: list[int] = []
         self.placed: list[int] = []
+
+    def alone(self, index: int) -> bool:
+        return index > 0
 
     def fill(self, index: int, buffer: Tensor, run: Mapping[str, Any]) -> None:
         if index == self._at:
@@ -117,15 +123,39 @@ class Gloo:
         options.rootRank = 0
         return self.Pending(self._group.broadcast([data], options))
 
+    def send(self, data: Tensor, ranks: Sequence[int]) -> Gloo.Pending:
+        return self.Pending(*(self.Waited(self._group.send([data.clone()], rank, 0)) for rank in ranks))
+
+    def receive(self, data: Tensor) -> Gloo.Pending:
+        return self.Pending(self.Waited(self._group.recv([data], 0, 0)))
+
     def abort(self) -> None:
         self.aborted.append(self._group)
 
-    class Pending:
+    class Waited:
+        """What gloo sends to one is only ever said to be complete to whoever waits for it."""
+
         def __init__(self, work: Any) -> None:
-            self._work = work
+            self._done, self._work = False, work
+            threading.Thread(target=self._wait, daemon=True).start()
+
+        def _wait(self) -> None:
+            with contextlib.suppress(RuntimeError):  # aborted
+                self._work.wait()
+                self._done = True
+
+        def is_completed(self) -> bool:
+            return self._done
+
+        def exception(self) -> None:
+            """It is not complete then."""
+
+    class Pending:
+        def __init__(self, *works: Any) -> None:
+            self._works = works
 
         def query(self) -> bool:
-            return self._work.is_completed() and self._work.exception() is None
+            return all(work.is_completed() and work.exception() is None for work in self._works)
 
 
 def use_gloo() -> None:
@@ -173,11 +203,12 @@ def work(channel: dict[str, Any], device: str, transfers: int, at: int, how: str
         receiver = Receiver(channel, torch.device(device))
         for _ in range(transfers):
             tell.send("open")
-            tell.recv()
+            sliced = tell.recv()
             if at < 0 and how:
                 {"breaks": receiver.left, "dies": die}[how]()
                 raise RuntimeError("consumer")
-            with closing(receiver.receive(SIZES)) as buckets:
+            sizes = SIZES if sliced is None else {index: SIZES[index] for index in sliced["sent"]}
+            with closing(receiver.receive(sizes, apart=() if sliced is None else sliced["apart"])) as buckets:
                 for received in buckets:
                     index, data = received.index, received.data
                     if how and index == at:
@@ -201,7 +232,9 @@ class Workers:
         wrong: tuple[int, int] | None = None,
         at: int = 0,
         how: str = "",
+        told: Mapping[tuple[int, int], Any] | None = None,
     ) -> None:
+        self._told = told or {}
         self.pipes: dict[tuple[int, int], Any] = {}
         self.said: dict[tuple[int, int], Any] = dict.fromkeys(ours.kinds, "busy")
         self._lock = threading.Lock()
@@ -211,13 +244,13 @@ class Workers:
             processes.Process(target=work, args=args, daemon=True).start()
             theirs.close()
 
-    def call(self, replicas: set[int]) -> None:
-        """A control call to some replicas."""
+    def call(self, replicas: set[int], sliced: bool = False, told: Mapping[tuple[int, int], Any] | None = None) -> None:
+        """A control call to some replicas; `sliced`: each is told what comes to it."""
         self.wait()
         for place in (place for place in self.pipes if place[0] in replicas):
             assert self.said[place] == "open"
             self.said[place] = "busy"
-            self.pipes[place].send("go")
+            self.pipes[place].send((told or self._told)[place] if sliced else None)
 
     def gone(self) -> set[int]:
         """A call ends when one of its workers is dead, or none is busy."""
@@ -268,6 +301,144 @@ def test_buckets_arrive_transfer_after_transfer(kind: tuple[str, str, str]) -> N
         assert source.filled == ALL
         ours.opened()
     assert workers.wait() == dict.fromkeys(ours.kinds, ALL * 2)
+    ours.close()
+
+
+def shares(places: Sequence[tuple[int, int]]) -> dict[int, frozenset[tuple[int, int]]]:
+    """Of seven buckets: the first is one worker's, one is another's, two go to the second replica, one is nobody's; all
+    take the others."""
+    first, last = frozenset([min(places)]), frozenset([max(places)])
+    return {0: first, 2: last, 4: frozenset(), 5: last}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("hosts", ["one", "each"])
+@pytest.mark.parametrize("collective", [False, True])
+def test_each_worker_gets_what_it_takes(kind: tuple[str, str, str], hosts: str, collective: bool) -> None:
+    """Transfer after transfer, also when all take everything in between."""
+    name, here, there = kind
+    places = channels(name, there)
+    on = {place: "there" if hosts == "one" else str(place) for place in places}
+    ours = Sender(places, NBYTES, torch.device(here), hosts=on)
+    takers = shares(list(places))
+    served = dict.fromkeys(places, (0, name))
+    source = Counting(torch.device(here), collective=collective, takers=takers)
+    told = {place: Route.of_buckets(source).told(place, served, on) for place in places}
+    for place, what in told.items():
+        assert what["own"] == [index for index in ALL if place in takers.get(index, places)]
+        assert set(what["own"]) <= set(what["sent"])
+        if name == "nccl" or (name == "tcp" and hosts == "each"):
+            assert what["own"] == what["sent"], "nothing of the others'"
+    workers = Workers(ours, there, transfers=3, told=told)
+    ours.connect()
+    for taking in (source, Counting(torch.device(here)), source):
+        workers.wait()
+        before = 0 if ours.outbox is None else ours.outbox.nbytes
+        ours.begin(taking)
+        workers.call({r for r, _ in places}, sliced=taking is source)
+        ours.serve(taking, {}, workers.gone)
+        if ours.outbox is not None and hosts == "each":
+            many = sum(len(what["own"]) for what in told.values()) if taking is source else len(ALL) * len(places)
+            workers.wait()
+            assert ours.outbox.nbytes - before == many * SIZES[0]
+    # Nobody here takes the fifth bucket; filling the first one takes all ranks.
+    assert source.filled == [index for index in ALL if takers.get(index, places)] * 2
+    assert workers.wait() == {place: told[place]["sent"] + ALL + told[place]["sent"] for place in places}
+    ours.close()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if str(kind.id).startswith("nccl")])
+def test_sends_and_broadcasts_in_one_group(kind: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a group is too small for a bucket that not all of it take: every other one is sent by itself."""
+    name, here, there = kind
+    ours = sender(name, here, there)
+    hand, turns = nccl.Group.hand, dict.fromkeys(ours._groups.values(), 0)
+
+    def handing(self: nccl.Group, data: Tensor, ranks: Sequence[int]) -> Any:
+        turns[self] += 1
+        return hand(self, data, ranks) if turns[self] % 2 else self._enqueue(lambda nccl: nccl.send(data, ranks))
+
+    monkeypatch.setattr(nccl.Group, "hand", handing)
+    told = {place: {"sent": ALL, "apart": ALL[1::2]} for place in ours.kinds}
+    workers = Workers(ours, there, told=told)
+    ours.connect()
+    ours.begin(source := Counting(torch.device(here)))
+    workers.call({r for r, _ in ours.kinds}, sliced=True)
+    ours.serve(source, {}, workers.gone)
+    assert workers.wait() == dict.fromkeys(ours.kinds, ALL)
+    ours.close()
+
+
+def test_a_rank_fills_what_the_others_need_of_it() -> None:
+    """None of its workers takes the first bucket, which all ranks fill together, nor the third, which each fills."""
+    ours = Sender({(0, 1): "shm"}, NBYTES, CPU)
+    takers = {index: frozenset([(0, 0)]) for index in (0, 2)}
+    route = Route.of_buckets(source := Counting(collective=True, takers=takers))
+    told = {(0, 1): route.told((0, 1), {(0, 0): (1, "shm"), (0, 1): (0, "shm")}, {})}
+    assert told[0, 1]["sent"] == told[0, 1]["own"] == [1, 3, 4, 5, 6]
+    workers = Workers(ours, "cpu", told=told)
+    ours.begin(source)
+    workers.call({0}, sliced=True)
+    ours.serve(source, {}, workers.gone, route)
+    assert source.filled == [0, 1, 3, 4, 5, 6]
+    assert workers.wait() == {(0, 1): [1, 3, 4, 5, 6]}
+    ours.close()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.id in ("shm", "tcp", "nccl, gloo in its place")])
+@pytest.mark.parametrize("takes", [[], [6]], ids=["nothing", "the last one"])
+def test_workers_that_take_little_of_a_transfer(kind: tuple[str, str, str], takes: list[int]) -> None:
+    """One gets nothing at all, or the last bucket alone, while others get all; then nobody here gets anything."""
+    name, here, there = kind
+    places = channels(name, there)
+    few = min(places)
+    takers = {index: frozenset(set(places) - {few}) for index in ALL if index not in takes}
+    on = {place: str(place) for place in places}
+    ours = Sender(places, NBYTES, torch.device(here), hosts=on)
+    nobody = {index: frozenset([(7, 7)]) for index in ALL}
+    served = dict.fromkeys(places, (0, name))
+    for turn, who in enumerate((takers, nobody)):
+        source = Counting(takers=who)
+        told = {place: Route.of_buckets(source).told(place, served, on) for place in places}
+        if not turn:
+            workers = Workers(ours, there, transfers=2, told=told)
+            ours.connect()
+        workers.wait()
+        ours.begin(source)
+        workers.call({r for r, _ in places}, sliced=True, told=told)
+        ours.serve(source, {}, workers.gone)
+        if not turn:
+            first = {place: what["sent"] for place, what in told.items()}
+            assert first[few] == (takes if name != "shm" else ALL)
+    assert source.filled == []
+    assert workers.wait() == first
+    ours.close()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.id in ("shm", "tcp", "nccl, gloo in its place")])
+@pytest.mark.parametrize("how", ["breaks", "dies"])
+@pytest.mark.parametrize("at", [-1, 2], ids=["before", "at its own bucket"])
+def test_a_worker_that_fails_at_a_bucket_of_its_own(kind: tuple[str, str, str], how: str, at: int) -> None:
+    """Nobody waits for who is left of it, and the trainer is through with all buckets."""
+    name, here, there = kind
+    places = channels(name, there)
+    takers = {2: frozenset([(0, 1)]), 3: frozenset([(0, 0)]), 5: frozenset([(0, 0), (1, 0)])}
+    on = {place: str(place) for place in places}
+    ours = Sender(places, NBYTES, torch.device(here), hosts=on)
+    source = Counting(takers=takers)
+    served = dict.fromkeys(places, (0, name))
+    told = {place: Route.of_buckets(source).told(place, served, on) for place in places}
+    workers = Workers(ours, there, wrong=(0, 1), at=at, how=how, told=told)
+    ours.connect()
+    ours.begin(source)
+    workers.call({0, 1}, sliced=True)
+    begin = time.monotonic()
+    ours.serve(source, {}, workers.gone)
+    assert time.monotonic() - begin < nccl.GRACE_S + SOON_S
+    assert source.filled == ALL
+    found = workers.wait()
+    assert found[0, 1] == "dead" if how == "dies" else found[0, 1][-1].startswith("RuntimeError")
+    assert found[1, 0] == told[1, 0]["sent"]
     ours.close()
 
 
@@ -539,7 +710,7 @@ def test_a_group_outlives_its_control_call_where_nothing_waits_in_it(
     group = nccl.Group(serve_store("127.0.0.1"), "0", 0, 1, CPU)
     group.open()
     group.watch(lambda: True)
-    group.broadcast(torch.empty(1))
+    group.hand(torch.empty(1), [])
     end = time.monotonic() + (0.5 if through else SOON_S)
     while not group.lost and time.monotonic() < end:
         time.sleep(0.01)
@@ -834,7 +1005,6 @@ CPUS = [at("a", 1, "cpu"), at("a", 2, "cpu"), at("b", 1, "cpu")]
         (TRAINERS, at("a", 7, "gpu-2"), (1, "ipc")),
         (TRAINERS, at("b", 2, "gpu-3"), (2, "ipc")),
         (TRAINERS, at("a", 7, "gpu-4"), (0, "nccl")),
-        (TRAINERS, at("c", 1, "gpu-5"), (0, "nccl")),
         (TRAINERS, at("a", 3, "gpu-3"), (0, "nccl")),  # rank 2's GPU, out of reach of its memory
         (CPUS, at("a", 2, "cpu"), (1, "local")),
         (CPUS, at("a", 7, "cpu"), (0, "shm")),
@@ -862,7 +1032,14 @@ def test_ends_are_matched_by_host_process_and_uuid(
         # One GPU in two containers: an NCCL group takes each GPU once.
         (TRAINERS, [[], [at("a2", 7, "gpu-1")]], [[], [(0, "tcp")]]),
         (TRAINERS, [[at("c", 7, "gpu-5"), at("c", 8, "gpu-5")]], [[(0, "nccl"), (0, "tcp")]]),
-        (TRAINERS, [[at("c", 7, "gpu-5")], [at("c", 8, "gpu-5")]], [[(0, "nccl")], [(0, "nccl")]]),
+        # Engines on other hosts: one rank of each trainer host after the other, one for all workers of an engine there.
+        (TRAINERS, [[at("c", 7, "gpu-5")], [at("c", 8, "gpu-5")]], [[(0, "nccl")], [(2, "nccl")]]),
+        (CPUS, [[at("c", 7, "cpu"), at("c", 8, "cpu"), at("d", 7, "cpu")]], [[(0, "tcp"), (0, "tcp"), (2, "tcp")]]),
+        (
+            TRAINERS,
+            [[at(host, 1, f"{host}-1"), at(host, 2, f"{host}-2")] for host in "cdefg"],
+            [[(rank, "nccl")] * 2 for rank in (0, 2, 1, 0, 2)],
+        ),
     ],
 )
 def test_what_shares_neither_memory_nor_a_group_is_reached_over_a_socket(
@@ -870,6 +1047,17 @@ def test_what_shares_neither_memory_nor_a_group_is_reached_over_a_socket(
 ) -> None:
     found = assign(trainers, workers)
     assert found == {(r, w): place for r, replica in enumerate(wanted) for w, place in enumerate(replica)}
+
+
+def test_workers_that_take_most_by_themselves_are_served_by_a_rank_each() -> None:
+    """On GPUs of other hosts; where one worker takes for its host, or memory is shared, nothing changes."""
+    engine = [at("c", 1, "gpu-5"), at("c", 2, "gpu-6"), at("d", 1, "gpu-7"), at("d", 2, "gpu-8")]
+    near = [at("b", 7, "gpu-9"), at("b", 8, "gpu-3")]
+    by = assign(TRAINERS, [engine, [*engine[:1], *near], [at("c", 8, "cpu"), at("c", 9, "cpu")]], apart=True)
+    assert [by[0, w] for w in range(4)] == [(0, "nccl"), (2, "nccl"), (1, "nccl"), (0, "nccl")]
+    assert [by[1, w] for w in range(3)] == [(2, "nccl"), (2, "nccl"), (2, "ipc")]
+    assert [by[2, w] for w in range(2)] == [(1, "tcp"), (1, "tcp")]
+    assert [place for place, _ in assign(TRAINERS, [engine]).values()] == [0, 0, 2, 2]
 
 
 def test_only_buffers_of_ours_are_opened() -> None:

@@ -41,6 +41,12 @@ def test_pushes_to_another_host(workers: int, tmp_path: Path) -> None:
     run_on_two(two_workers if workers == 2 else one_worker, tmp_path, 400)
 
 
+def test_experts_cross_to_the_hosts_that_hold_them(tmp_path: Path) -> None:
+    """Of two workers there, each with half of the experts, that take what they need as if on a host each: the cable
+    carries the adapters of each half once."""
+    run_on_two(halves_of_experts, tmp_path, 540)
+
+
 def test_faults_between_hosts(tmp_path: Path) -> None:
     """A cable that is pulled in the middle of a push, a trainer and a server that are killed there: the push fails,
     nothing hangs, and the next one heals what is left."""
@@ -81,6 +87,37 @@ def pushes(server: Server, count: int, beside: Callable[[], Any]) -> None:
     assert len(workers) == count
     assert not {worker["host"] for worker in workers} & {host_id()}
     sync.close()
+
+
+def halves_of_experts(other: Other, folder: Path) -> None:
+    os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "CLAIMED_HOSTS": "one,other"}
+    flags = [
+        "--tensor-parallel-size",
+        "2",
+        "--enable-expert-parallel",
+        "--worker-extension-cls",
+        "sliced_weights.Sliced",
+    ]
+    experts = {"target_modules": engines.LINEARS[:4], "target_parameters": engines.EXPERTS, "r": 64}
+    model = models.with_lora(engines.qwen3_moe, **experts)
+    with serving(other, folder, *flags, build=engines.qwen3_moe) as server:
+        sync = VllmSync(model, server.url, bucket_bytes=1 << 17)
+        assert sync.push().base_sent
+        for step in range(2):
+            train(model, step, size=0.02)
+            before = hosts.sent()
+            report = sync.push(verify=step == 1)
+            went = hosts.sent() - before
+            assert (report.merge, report.base_sent, report.transports) == ("engine", False, ("tcp",)), report
+            update = sync._passes._update._updates._known[-1]  # type: ignore[index]
+            sizes = [sum(slot.nbytes for slot in slots) for slots in update.table]
+            assert {len(who) for who in update.takers.values()} == {1}
+            common = sum(size for index, size in enumerate(sizes) if index not in update.takers)
+            own = sum(sizes) - common
+            assert own > common > 0
+            assert 2 * common + own < went < 1.1 * (2 * common + own) + 100_000, (went, common, own)
+            assert went < 1.8 * (common + own), "what both took would have crossed twice"
+        sync.close()
 
 
 @contextlib.contextmanager
@@ -233,8 +270,8 @@ class Stopped:
 
 
 @contextlib.contextmanager
-def serving(other: Other, folder: Path, *flags: str) -> Iterator[Server]:
-    engines.save_base(engines.qwen2(), folder / "base")
+def serving(other: Other, folder: Path, *flags: str, build: Callable[[], Any] = engines.qwen2) -> Iterator[Server]:
+    engines.save_base(build(), folder / "base")
     server = Server(folder / "base", folder / "server.log", *flags, elsewhere=other.command, host=hosts.THEIRS)
     try:
         server.wait()

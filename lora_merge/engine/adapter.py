@@ -54,6 +54,7 @@ class AdapterSource:
         _check_model(live(weights.model))
         self.device = filler.device
         self.collective = self.shared = not filler.source.ranks.alone
+        self.takers: Mapping[int, frozenset[tuple[int, int]]] = {}
         parts = filler.source.parts
         adapted = {
             name: delta
@@ -78,6 +79,10 @@ class AdapterSource:
             self._scaling.append(scaling)
         self.table: Table = lay_out(metas, sum(m.nbytes + ALIGNMENT for m in metas) + ALIGNMENT)
         self.capacity = extent(self.table[0]) if self.table else 0
+
+    def alone(self, index: int) -> bool:
+        """As of `Sent`."""
+        return not self.collective
 
     def fill(self, index: int, buffer: Tensor, run: Mapping[str, Any]) -> None:
         """Lay the adapters as they are now into the bucket; an adapter is rounded to nearest whatever `run` says."""

@@ -16,6 +16,7 @@ from ..stream.filler import Filler
 from ..stream.weights import MergedWeights
 from .judge import judge
 from .replica import Replica, engines_of
+from .shares import Takers
 from .trainer import Trainer
 
 
@@ -40,12 +41,21 @@ class Fit:
         """What workers found, by its digest; known to every rank."""
         self._fitted: dict[MergedWeights, Answers] = {}
         """What the engines said of each stream when it fitted last."""
+        self._found: dict[int, list[str]] = {}
+        """Of each replica that was asked last, digests of what its workers found."""
         self.at: dict[int, list[str]] = {}
         """Of each replica that was asked last, where its workers have what the stream fills: see `Exports.digest`."""
 
     def known(self, weights: MergedWeights) -> list[str]:
         """The digest of the stream as it fitted last, if it ever did."""
         return [self._fitted[weights].stream] if weights in self._fitted else []
+
+    def takers(self) -> Takers:
+        """Which workers take which tensors of the stream that was fitted last."""
+        return Takers(
+            {(index, w): digest for index, workers in self._found.items() for w, digest in enumerate(workers)},
+            {digest: found["ignored"] for digest, found in self._said.items()},
+        )
 
     async def __call__(self, weights: MergedWeights, replicas: Sequence[Replica], read: Filler | None = None) -> Filler:
         """The stream that fits every engine; its settings in `weights` are kept for the next push.
@@ -104,6 +114,7 @@ class Fit:
                 for digest in heard[index]:
                     if digest not in self._said:
                         self._said[digest] = await trainer.spread(fresh.get(digest), rank)
+        self._found = heard
         used = {digest for workers in heard.values() for digest in workers}
         self._said = {digest: found for digest, found in self._said.items() if digest in used}
         by_engine = (

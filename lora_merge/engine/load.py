@@ -81,13 +81,14 @@ class Loads:
         offer = UpdateOffer(self._trainer, weights, trains=False)
         self._streams = [weights, bare, offer]
         try:
-            base = await Fit(self._trainer)(bare, replicas)
+            fit = Fit(self._trainer)
+            base = await fit(bare, replicas)
         except PushRefused as error:
             raise PushRefused(
                 f"{self._folder}: the adapter's base is another model than the engine serves, or the engine cannot be "
                 f"pushed to: {error}"
             ) from error
-        update = await offer(bare, base, replicas)
+        update = await offer(bare, base, replicas, fit.takers())
         update.device = self._device
         report.merge = "engine"
         report.left_out = tuple(sorted(bare.left_out))

@@ -80,7 +80,7 @@ class Merger:
 
     def nothing(self) -> Update:
         """What brings the base back."""
-        return Update(Described(self._contents, (), 0, (), {}, {}), [])
+        return Update(Described(self._contents, (), 0, (), (), {}, {}), [])
 
     def settle(self) -> None:
         """All of the base, or of an update, is there: note where."""

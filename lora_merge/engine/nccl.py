@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -37,7 +37,7 @@ class Done(Protocol):
 
 
 class Nccl:
-    """vLLM's communicator; broadcasts from rank 0 on a stream of its own."""
+    """vLLM's communicator; what rank 0 sends to all or some, on a stream of its own."""
 
     def __init__(self, store: Store, rank: int, world: int, device: torch.device) -> None:
         class Members(internals.StatelessProcessGroup):
@@ -75,8 +75,27 @@ class Nccl:
             raise RuntimeError(_UNUSABLE) from error
 
     def broadcast(self, data: Tensor) -> Done:
+        return self._after(lambda: self._communicator.broadcast(data, 0, stream=self._stream))
+
+    def send(self, data: Tensor, ranks: Sequence[int]) -> Done:
+        """To some members, at the same time."""
+
+        def send() -> None:
+            self._communicator.group_start()
+            for rank in ranks:
+                self._communicator.send(data, rank, stream=self._stream)
+            self._communicator.group_end()
+
+        return self._after(send)
+
+    def receive(self, data: Tensor) -> Done:
+        """What rank 0 sends to this one."""
+        return self._after(lambda: self._communicator.recv(data, 0, stream=self._stream))
+
+    def _after(self, enqueue: Callable[[], object]) -> Done:
+        """Enqueue something after the current stream's work so far."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        self._communicator.broadcast(data, 0, stream=self._stream)
+        enqueue()
         return self._stream.record_event()
 
     def abort(self) -> None:
@@ -225,12 +244,26 @@ class Group:
         if self._over is not None:
             self._over.set()
 
-    def broadcast(self, data: Tensor) -> Done | None:
-        """Enqueue a broadcast from rank 0, after the current stream's work so far; None if the group is lost."""
+    def hand(self, data: Tensor, ranks: Sequence[int]) -> Done | None:
+        """Rank 0 enqueues a bucket for some members, after the current stream's work so far; None if the group is lost,
+        or nobody takes it."""
+        if len(ranks) == self._world - 1:
+            return self._enqueue(lambda nccl: nccl.broadcast(data))
+        return self._enqueue(lambda nccl: nccl.send(data, ranks)) if ranks else None
+
+    def take(self, data: Tensor, apart: bool = False) -> Done | None:
+        """A worker enqueues what it takes of rank 0, as `hand`.
+
+        Args:
+            apart: some members do not take it.
+        """
+        return self._enqueue(lambda nccl: nccl.receive(data) if apart else nccl.broadcast(data))
+
+    def _enqueue(self, start: Callable[[Nccl], Done]) -> Done | None:
         with self._lock:
             if self.lost or self._nccl is None:
                 return None
-            self._last = self._nccl.broadcast(data)
+            self._last = start(self._nccl)
             return self._last
 
     def wait(self, done: Done | None) -> bool:

@@ -15,6 +15,7 @@ from ..stream.weights import MergedWeights
 from .adapter import AdapterSource, filler_of
 from .pull import Pull, Pulls, readable, unreadable
 from .replica import Replica
+from .shares import Takers
 from .trainer import Trainer
 from .transport import introduction
 from .update import Update, Updates
@@ -97,17 +98,19 @@ class UpdateOffer:
         """As `MergedWeights.release`."""
         self._updates.release()
 
-    async def __call__(self, weights: MergedWeights, base: Filler, replicas: Sequence[Replica]) -> Update:
+    async def __call__(
+        self, weights: MergedWeights, base: Filler, replicas: Sequence[Replica], takers: Takers
+    ) -> Update:
         """The update; what the workers of `replicas` are ready for is noted in them.
 
         Args:
-            weights, base: as of `Updates`.
+            weights, base, takers: as of `Updates`.
 
         Raises:
             PushRefused: some engine cannot merge it, or nobody but the trainer; says why.
         """
         made: list[Update] = []
-        for answers in await self._trainer.everywhere(self._try(weights, base, made, replicas)):
+        for answers in await self._trainer.everywhere(self._try(weights, base, made, replicas, takers)):
             for replica in replicas:
                 for worker, ready in zip(replica.workers, answers.get(replica.index, ()), strict=False):
                     worker["ready"] = [made[0].digest] if ready else []
@@ -115,9 +118,14 @@ class UpdateOffer:
         return made[0]
 
     async def _try(
-        self, weights: MergedWeights, base: Filler, made: list[Update], replicas: Sequence[Replica]
+        self,
+        weights: MergedWeights,
+        base: Filler,
+        made: list[Update],
+        replicas: Sequence[Replica],
+        takers: Takers,
     ) -> dict[int, list[bool]]:
-        update = await self._trainer.blocking(lambda: self._updates(weights, base))
+        update = await self._trainer.blocking(lambda: self._updates(weights, base, takers))
         made.append(update)
         ready: dict[int, list[bool]] = {}
 

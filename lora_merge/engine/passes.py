@@ -163,7 +163,7 @@ class Passes:
             )
         base = await self._fit(self._base, replicas, read)
         if adapter is None:
-            update = await self._update(self._base, base, replicas)
+            update = await self._update(self._base, base, replicas, self._fit.takers())
             fingerprint = await self._same(lambda: self._frozen(base, update.whole_names))
             lacks = partial(_lacks_update, fingerprint=fingerprint, digest=update.digest)
             source: AdapterSource | Update = update

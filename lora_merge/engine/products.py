@@ -27,6 +27,7 @@ class Described:
         table: of its buckets.
         factors: how many of them hold factors; the others hold whole tensors.
         deltas: of each what a `Delta` has beside its tensors.
+        shares: number of a delta, its first expert there and how many (0 and 1 of one matrix), of all shares.
         tensors: of each tensor of the stream that a product is added to: which delta's, and its window there.
         copied: of tensors that the worker reads where the trainer has them, with no product: the window.
     """
@@ -35,6 +36,7 @@ class Described:
     table: Table
     factors: int
     deltas: Sequence[Mapping[str, Any]]
+    shares: Sequence[tuple[int, int, int]]
     tensors: Mapping[str, tuple[int, Window]]
     copied: Mapping[str, Window]
 
@@ -43,7 +45,9 @@ class Described:
         """Off the wire."""
         windows = {name: Window(tuple(start), tuple(size), tuple(dims)) for name, start, size, dims in said["windows"]}
         tensors = {name: (number, windows.pop(name)) for name, number in said["tensors"]}
-        return cls(said["base"], from_json(said["slots"]), said["factors"], said["deltas"], tensors, windows)
+        shares = [(number, first, many) for number, first, many in said["shares"]]
+        table = from_json(said["slots"])
+        return cls(said["base"], table, said["factors"], said["deltas"], shares, tensors, windows)
 
     @property
     def whole(self) -> frozenset[str]:
@@ -62,19 +66,18 @@ class Update:
 
     Args:
         scalings: of each adapter of each delta.
-        data: its buckets.
+        data: its buckets, by number: those that this worker takes.
     """
 
     said: Described
     scalings: list[list[float]]
-    data: list[Tensor] = field(default_factory=list)
+    data: dict[int, Tensor] = field(default_factory=dict)
 
     def whole(self) -> Iterator[tuple[Slot, Tensor]]:
         """The slots of tensors that came whole, each with its bucket."""
-        first = self.said.factors
-        for slots, data in zip(self.said.table[first:], self.data[first:], strict=True):
-            for slot in slots:
-                yield slot, data
+        for index in range(self.said.factors, len(self.said.table)):
+            for slot in self.said.table[index]:
+                yield slot, self.data[index]
 
 
 class Factored:
@@ -87,49 +90,86 @@ class Factored:
 
     def __init__(self, coming: Update, pieces: Mapping[int, Sequence[Piece]]) -> None:
         said = coming.said
-        self._said, self._scalings = said, coming.scalings
-        device = coming.data[0].device if coming.data else torch.device("cpu")
-        self.memory = [
-            torch.empty(extent(slots), dtype=torch.uint8, device=device) for slots in said.table[: said.factors]
-        ]
-        self._tensors = {
-            slot.name: slot.view(data)
-            for slots, data in zip(said.table[: said.factors], self.memory, strict=True)
-            for slot in slots
+        self._said, self._scalings, self._came = said, coming.scalings, frozenset(coming.data)
+        device = next((data.device for data in coming.data.values()), torch.device("cpu"))
+        self.memory = {
+            index: torch.empty(extent(said.table[index]), dtype=torch.uint8, device=device)
+            for index in coming.data
+            if index < said.factors
         }
-        self.deltas = [self._delta(number, pieces.get(number, ()), device) for number in range(len(said.deltas))]
-        # Operands leave out what nobody holds; what has no place here may be part of a layer that is laid out anew.
-        here = (Piece((), torch.empty(0)),)
-        held = [replace(delta, weight=replace(delta.weight, pieces=here)) for delta in self.deltas]
+        self._tensors = {
+            slot.name: slot.view(data) for index, data in self.memory.items() for slot in said.table[index]
+        }
+        self.deltas = [
+            _delta(told, told["shape"], [], pieces.get(number, ()), device) for number, told in enumerate(said.deltas)
+        ]
+        self._shares: dict[int, list[tuple[int, int, Delta]]] = {}
+        for number, first, many in said.shares:
+            if f"{number}.{first}.0.lora_A" in self._tensors:
+                self._shares.setdefault(number, []).append((first, many, self._share(number, first, many, device)))
+        held = [delta for shares in self._shares.values() for _, _, delta in shares]
         self._operands = Operands([Turn(held)], Ranks(), device)
 
     def is_like(self, coming: Update) -> bool:
         """Whether another update has the same tensors."""
-        return coming.said is self._said
+        return coming.said is self._said and coming.data.keys() == self._came
 
     def serves(self, coming: Update) -> bool:
         """Whether it goes the same way: scalings are the plan's."""
         return self.is_like(coming) and coming.scalings == self._scalings
 
     def segments(self, number: int, job: Job) -> list[Segment]:
-        """Of a job of a delta."""
-        scale = self._tensors[f"{number}.row_scale"] if self._said.deltas[number]["row_scale"] else None
-        return self._operands.scaled_segments(job, 0, scale)
+        """Of a job of a delta.
+
+        Raises:
+            RuntimeError: a factor that it takes has not come to this worker.
+        """
+        told = self._said.deltas[number]
+        scale = self._tensors.get(f"{number}.row_scale")
+        shares = self._shares.get(number, [])
+        if told["experts"] is None:
+            found = [self._operands.scaled_segments(job._replace(delta=delta), 0, scale) for _, _, delta in shares]
+            there = bool(found)
+        else:
+            begin, found, missing = job.start[0], [], job.source.shape[0]
+            for first, many, delta in shares:
+                at, to = max(begin, first), min(begin + job.source.shape[0], first + many)
+                if at < to:
+                    source, destination = (t[at - begin : to - begin] for t in (job.source, job.destination))
+                    part = Job(delta, (at - first, *job.start[1:]), source, destination)
+                    found.append(self._operands.scaled_segments(part, 0, scale))
+                    missing -= to - at
+            there = not missing
+        if not there or (scale is None and told["row_scale"]):
+            raise RuntimeError(f"{told['name']} lies in this worker, and its adapter was not sent here: push again")
+        return [segment for some in found for segment in some]
 
     def take(self, coming: Update) -> None:
         """The factors of an update come to lie here."""
-        for to, data in zip(self.memory, coming.data, strict=False):
-            to.copy_(data)
+        for index, to in self.memory.items():
+            to.copy_(coming.data[index])
         self._operands.refresh()
 
-    def _delta(self, number: int, pieces: Sequence[Piece], device: torch.device) -> Delta:
-        said = self._said.deltas[number]
-        shape, dtype = tuple(said["shape"]), dtype_of(said["dtype"])
-        factors = tuple(
-            Factors(
-                whole(self._tensors[f"{number}.{which}.lora_A"]), whole(self._tensors[f"{number}.{which}.lora_B"]), by
-            )
-            for which, by in enumerate(self._scalings[number])
-        )
-        held = Shard(shape, dtype, device, tuple(pieces))
-        return Delta(said["name"], held, factors, said["experts"], said["transposed"])
+    def _share(self, number: int, first: int, many: int, device: torch.device) -> Delta:
+        told = self._said.deltas[number]
+        factors = []
+        for which, scaling in enumerate(self._scalings[number]):
+            lora_A, lora_B = (self._tensors[f"{number}.{first}.{which}.lora_{half}"] for half in "AB")
+            factors.append(Factors(whole(lora_A), whole(lora_B), scaling))
+        shape = told["shape"] if told["experts"] is None else [many, *told["shape"][1:]]
+        # Operands leave out what nobody holds; what has no place here may be part of a layer that is laid out anew.
+        delta = _delta(told, shape, factors, (Piece((), torch.empty(0)),), device)
+        if delta.experts is None:
+            return delta
+        return replace(delta, experts=many, name=f"{delta.name}[{first}:]" if first else delta.name)
+
+
+def _delta(
+    told: Mapping[str, Any],
+    shape: Sequence[int],
+    factors: Sequence[Factors],
+    pieces: Sequence[Piece],
+    device: torch.device,
+) -> Delta:
+    held = Shard(tuple(shape), dtype_of(told["dtype"]), device, tuple(pieces))
+    return Delta(told["name"], held, tuple(factors), told["experts"], told["transposed"])

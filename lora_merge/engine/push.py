@@ -155,7 +155,9 @@ class Pushes:
                     # What was pulled is compared with buckets of it.
                     compared = [source.stream for source in sources if isinstance(source, Pull) and verify]
                     nbytes, device = max(source.capacity for source in (*sources, *compared)), sources[0].device
-                    await trainer.connect(replicas, nbytes, device, verify or any(one.route.sent for one in passes))
+                    apart = any(isinstance(source, Update) and source.apart for source in sources)
+                    sent = verify or any(one.route.sent for one in passes)
+                    await trainer.connect(replicas, nbytes, device, sent, apart)
             except BaseException:
                 await self._sleep_again(replicas, slept)
                 raise
@@ -346,7 +348,8 @@ class Pushes:
                 table = to_json(source.table)
                 await self._tell(replica, "adapter", table=table, rank=source.rank, state=state.to_json(), **message)
             elif isinstance(source, Update):
-                await self._tell(replica, "update", digest=source.digest, scalings=source.scalings, **message)
+                message |= {"scalings": source.scalings, "comes": self._trainer.told(replica, route)}
+                await self._tell(replica, "update", digest=source.digest, **message)
             elif route.sent:
                 placed = sorted(route.placed.intersection(route.sent))
                 await self._tell(replica, "receive", sent=route.sent, placed=placed, **message)
@@ -399,8 +402,10 @@ class Pushes:
 
     async def _check_arrived(self, replica: Replica, sent: Verified) -> None:
         """Raise `PushFailed` unless what came last is what was sent."""
-        for answer in await self._tell(replica, "verified"):
-            wrong = [name for name, value in sent.checksums.items() if answer["checksums"].get(name) != value]
+        route = Route.of_buckets(sent)
+        for at, answer in enumerate(await self._tell(replica, "verified")):
+            taken = {slot.name for index in route.by({(replica.index, at)}) for slot in sent.table[index]}
+            wrong = [name for name in taken if answer["checksums"].get(name) != sent.checksums[name]]
             wrong += answer["damaged"]
             if wrong:
                 raise PushFailed(f"these tensors did not arrive as they were sent: {', '.join(sorted(set(wrong)))}")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..stream.filler import Places
 from .memory import CudaMemory, SharedMemory
-from .nccl import Group
+from .nccl import Done, Group
 from .sender import SENDERS
 from .sockets import Inbox
 from .store import reach_store
@@ -27,6 +27,9 @@ class Receiver:
         channel: this worker's `Sender.channel`.
         device: of the worker.
 
+    Attributes:
+        over: whether no other transfer can follow: over a network who leaves one has left the channel.
+
     Raises:
         TransferAborted: another worker of the engine, or the trainer, failed at the same time.
         InvalidInput: the channel is not one of ours.
@@ -35,6 +38,7 @@ class Receiver:
     def __init__(self, channel: Mapping[str, Any], device: torch.device) -> None:
         self.session, self.kind = channel["session"], channel["kind"]
         self._nbytes, self._device = channel["nbytes"], device
+        self.over = False
         self._group: Group | None = None
         self._inbox: Inbox | None = None
         self._memory: CudaMemory | None = None
@@ -67,6 +71,7 @@ class Receiver:
         placed: Container[int] = (),
         places: Places | None = None,
         compare: bool = False,
+        apart: Container[int] = (),
     ) -> Generator[Received, None, None]:
         """Buckets. One may be read until the next one is asked for; work on the current stream counts.
 
@@ -75,6 +80,7 @@ class Receiver:
             placed: those of them that the trainer writes to their places by itself.
             places: of this worker's tensors, for a trainer in this process, which decides what it places.
             compare: get the bucket of what was placed, too.
+            apart: those of them that not all workers of an NCCL group take.
 
         Raises:
             TransferAborted: the trainer gave up, or is gone.
@@ -89,8 +95,10 @@ class Receiver:
                 every = list(sizes.values())
                 if self._inbox is not None:
                     came = self._inbox.take(every)
+                elif self._group is not None:
+                    came = self._broadcast(self._group, [(size, index in apart) for index, size in sizes.items()])
                 else:
-                    came = self._mapped(len(every)) if self._group is None else self._broadcast(self._group, every)
+                    came = self._mapped(len(every))
                 for index, data in zip(sizes, came, strict=True):
                     yield Received(index, data, index in placed)
         except BaseException:
@@ -99,6 +107,7 @@ class Receiver:
 
     def left(self) -> None:
         """This worker failed, during the transfer or before it: nobody waits for it any more."""
+        self.over = self._group is not None or self._inbox is not None
         if self._box is not None:
             self._box[self._at + LEFT] = 1
         if self._group is not None:
@@ -123,15 +132,21 @@ class Receiver:
                     torch.cuda.current_stream(self._device).synchronize()
                 box[self._at + DONE] = index + 1
 
-    def _broadcast(self, group: Group, sizes: Sequence[int]) -> Iterator[Tensor]:
+    def _broadcast(self, group: Group, due: Sequence[tuple[int, bool]]) -> Iterator[Tensor]:
+        """Buckets of these sizes, and whether each comes apart."""
         group.join()
         group.watch()
+
+        def take(index: int) -> Done | None:
+            size, apart = due[index]
+            return group.take(self._buffers[index % 2][:size], apart)
+
         try:
             # One bucket comes in while the one before is loaded.
-            sent = [group.broadcast(self._buffers[0][:size]) for size in sizes[:1]]
-            for index in range(len(sizes)):
-                if index + 1 < len(sizes):
-                    sent.append(group.broadcast(self._buffers[(index + 1) % 2][: sizes[index + 1]]))
+            sent = [take(0)] if due else []
+            for index in range(len(due)):
+                if index + 1 < len(due):
+                    sent.append(take(index + 1))
                 if not group.wait(sent[index]):
                     raise TransferAborted(group.lost)
                 yield self._buffers[index % 2]

@@ -7,9 +7,9 @@ import contextlib
 import os
 import secrets
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from functools import partial
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any
 
 import torch
@@ -283,18 +283,21 @@ class Sender:
         """Make every bucket and hand it over, one ahead of whoever pulls here."""
         self._sent, self._begun, self._stopped = {}, 0, False
         route, count = self._route or Route.of_buckets(source), len(source.table)
-        turns = {index: turn for turn, index in enumerate(route.sent)}
+        turns = {index: turn for turn, index in enumerate(route.by(self.kinds.keys()))}
+        # A bucket that nobody takes from here is filled for the other ranks, where the next one that is taken goes.
+        at = dict(zip(range(count), accumulate((index in turns for index in range(count)), initial=0), strict=False))
+        others = {index for index in route.sent if index not in turns and source.collective and not source.alone(index)}
 
         def free(index: int) -> None:
-            if index in turns:
-                self._reclaim(turns[index] - 2, gone)
+            if index in turns or index in others:
+                self._reclaim(at[index] - 2, gone)
 
         def steps(index: int) -> Iterator[Callable[[], None]]:
             """What makes a bucket. Each may take all ranks."""
             if index in route.placed and not self._drained and route.places is not None:
                 yield partial(source.place, index, route.places, run)
-            if index in turns:
-                yield lambda: source.fill(index, self._buffer(turns[index]), run)
+            if index in turns or index in others:
+                yield lambda: source.fill(index, self._buffer(at[index]), run)
 
         def make(index: int) -> Received:
             if self._stopped:
@@ -305,13 +308,17 @@ class Sender:
             placed = index in route.placed and not self._drained
             if index not in turns:
                 return Received(index, None, placed)
-            self._hand_over(source, index, turns[index], len(turns), gone)
+            if turns[index] == 0:
+                self._decide(gone)
+            self._hand_over(source, index, turns[index], len(turns), route.takers.get(index, self.kinds.keys()))
             return Received(index, self._buffer(turns[index]), placed)
 
         try:
             yield from self._ahead(free, make, count)
+            if route.takers and not turns:
+                self._decide(gone)  # workers that take nothing ask, too
             for replica, sent in self._sent.items():
-                self._groups[replica].wait(sent[-1])
+                self._groups[replica].wait(next((done for done in reversed(sent) if done is not None), None))
             if self.outbox is not None and turns:
                 self.outbox.wait(len(turns) - 1, gone, lambda: self._stopped)
         except BaseException:
@@ -326,15 +333,18 @@ class Sender:
             for group in self._groups.values():
                 group.rest()
 
-    def _hand_over(self, source: Sent, index: int, turn: int, count: int, gone: Callable[[], set[int]]) -> None:
-        """A bucket is filled: `turn` of the `count` that are handed over."""
-        if turn == 0:
-            self._decide(gone)
+    def _hand_over(self, source: Sent, index: int, turn: int, count: int, takers: Collection[WorkerId]) -> None:
+        """A bucket is filled: `turn` of the `count` that are handed over.
+
+        Args:
+            takers: who takes it.
+        """
+        data = self._buffer(turn)[: extent(source.table[index])]
         for replica, sent in self._sent.items():
-            data = self._buffer(turn)[: extent(source.table[index])]
-            sent.append(self._groups[replica].broadcast(data))
+            ranks = [rank for place, rank in self._nccl_ranks.items() if place[0] == replica and place in takers]
+            sent.append(self._groups[replica].hand(data, ranks))
         if self.outbox is not None:
-            self.outbox.hand(turn, self._buffer(turn)[: extent(source.table[index])])
+            self.outbox.hand(turn, data, takers)
         if self._box is not None and hands_over(turn, self._together, count):
             if self._ahead.stream is not None:
                 self._ahead.stream.synchronize()

@@ -227,6 +227,7 @@ class Side:
         places: Places | None = None,
         sent: Sequence[int] | None = None,
         placed: Sequence[int] = (),
+        apart: Sequence[int] = (),
     ) -> None:
         """Receive the buckets of a table, as `Receiver.receive`, and hand each to `use` with its slots.
 
@@ -237,7 +238,7 @@ class Side:
             raise RuntimeError("no trainer is connected")
         self.checksums, self.arrived = {}, {}
         sizes = {index: extent(table[index]) for index in (range(len(table)) if sent is None else sent)}
-        with closing(self.receiver.receive(sizes, frozenset(placed), places, verify)) as buckets:
+        with closing(self.receiver.receive(sizes, frozenset(placed), places, verify, frozenset(apart))) as buckets:
             for received in buckets:
                 if verify and received.data is not None:
                     add_checksums(self.checksums, table[received.index], received.data)

@@ -17,10 +17,10 @@ import os
 import socket
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -61,12 +61,14 @@ class _Member:
     Args:
         leader: who takes the buckets for its host.
         link: once it has come.
-        sent: buckets of this transfer.
+        due: buckets of this transfer that it takes, of those that were handed over so far.
+        sent: how many of these have gone out.
     """
 
     leader: WorkerId
     link: Link | None = None
     lost: bool = False
+    due: list[int] = field(default_factory=list)
     sent: int = 0
 
 
@@ -142,15 +144,19 @@ class Outbox:
             self._number, self._aborted = self._number + 1, False
             self._filled, self._past = {}, 0
             for member in self._members.values():
-                member.sent = 0
+                member.due, member.sent = [], 0
 
-    def hand(self, turn: int, data: Tensor) -> None:
+    def hand(self, turn: int, data: Tensor, takers: Container[WorkerId]) -> None:
         """A bucket can be sent.
 
         Args:
             turn: its number in this transfer.
             data: uint8; stays as it is until `wait` has returned for it. Work on the current stream counts.
+            takers: workers that take it: it goes to each host that has one.
         """
+        leaders = {member.leader for place, member in self._members.items() if place in takers}
+        if not leaders:
+            return
         ready: Callable[[], object] = _at_once
         if self._pinned:
             data = self._pinned[turn % 2][: data.numel()].copy_(data, non_blocking=True)
@@ -158,10 +164,12 @@ class Outbox:
         view = _bytes(data)
         with self._changed:
             self._filled[turn] = _Filled(view, ready, digest(view, ready))
+            for leader in leaders:
+                self._members[leader].due.append(turn)
             self._changed.notify_all()
 
     def wait(self, turn: int, gone: Callable[[], set[int]], stopped: Callable[[], bool]) -> None:
-        """Wait until everybody who is still there has a bucket.
+        """Wait until everybody who is still there has the buckets up to this one.
 
         Args:
             gone: replicas whose control call has ended, or that have none.
@@ -173,7 +181,7 @@ class Outbox:
                 waiting = [
                     place
                     for place, member in self._members.items()
-                    if member.leader == place and not member.lost and place[0] not in left and member.sent <= turn
+                    if not member.lost and place[0] not in left and any(t <= turn for t in member.due[member.sent :])
                 ]
                 if not waiting:
                     break
@@ -270,13 +278,15 @@ class Outbox:
 
         def over() -> bool:
             # What is past was not waited for on behalf of an engine whose control call has ended.
-            return self._aborted or self._number != asked.transfer or asked.bucket < self._past
+            if self._aborted or self._number != asked.transfer:
+                return True
+            return asked.bucket < len(member.due) and member.due[asked.bucket] < self._past
 
         if not over() and asked.bucket != member.sent:
             raise TransferAborted("a worker asks for a bucket whose turn it is not")
-        self._until(lambda: over() or asked.bucket in self._filled, link)
+        self._until(lambda: over() or asked.bucket < len(member.due), link)
         with self._changed:
-            bucket = None if over() else self._filled.get(asked.bucket)
+            bucket = None if over() else self._filled.get(member.due[asked.bucket])
         if bucket is None:
             link.send(asked._replace(kind=Kind.ABORT))
             return

@@ -27,9 +27,13 @@ class Verified:
 
     def __init__(self, inner: Sent) -> None:
         self.inner, self.table, self.device, self.capacity = inner, inner.table, inner.device, inner.capacity
-        self.shared = inner.shared
+        self.shared, self.takers = inner.shared, inner.takers
         self.collective = True  # checksums are of what was filled on this rank
         self.checksums: dict[str, int] = {}
+
+    def alone(self, index: int) -> bool:
+        """As of `Sent`: each rank makes all checksums."""
+        return False
 
     def fill(self, index: int, buffer: Tensor, run: Mapping[str, Any]) -> None:
         self.inner.fill(index, buffer, run)

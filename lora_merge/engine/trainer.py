@@ -77,7 +77,8 @@ class Trainer:
         self._rounds: list[tuple[Sender, frozenset[int]]] = []
         self._sessions: dict[WorkerId, str] = {}
         self._places: dict[WorkerId, tuple[int, str]] = {}
-        self._nbytes = 0
+        self._hosts: dict[WorkerId, str] = {}
+        self._nbytes, self._apart = 0, False
         self._mapped: dict[str, _Mapping] = {}
         self._transfers = 0
         self.name = world.gather(secrets.token_hex(8))[0]  # the store is shared with other pushers of these ranks
@@ -270,23 +271,27 @@ class Trainer:
                 return route._replace(places=united(left))
         return route
 
-    async def connect(self, replicas: Sequence[Replica], nbytes: int, device: torch.device, sent: bool) -> None:
+    async def connect(
+        self, replicas: Sequence[Replica], nbytes: int, device: torch.device, sent: bool, apart: bool
+    ) -> None:
         """Channels to all workers, with two buffers of at least `nbytes`; kept from push to push.
 
         Args:
             sent: whether buckets go to workers in other processes at all.
+            apart: as of `assign`.
 
         Raises:
             PushRefused: some engine cannot be reached; no channel is left open.
         """
         open_ = {(r.index, w): worker["session"] for r in replicas for w, worker in enumerate(r.workers)}
+        apart = apart and sent
         enough = not sent or (self._nbytes >= nbytes and all(kind != "write" for _, kind in self._places.values()))
-        if open_ == self._sessions and enough:
+        if open_ == self._sessions and enough and apart == self._apart:
             return
         await self.close_channels()
         size = max(nbytes, 1)
         trainers = await self.gather(introduction(device))
-        places = assign(trainers, [r.workers for r in replicas])
+        places = assign(trainers, [r.workers for r in replicas], apart)
         if not sent:
             places = {at: (rank, kind if kind == "local" else "write") for at, (rank, kind) in places.items()}
         try:
@@ -325,7 +330,7 @@ class Trainer:
         for sender, _ in self._rounds:
             sender.opened()
         self._sessions = {place: channel["session"] for place, channel in channels.items()}
-        self._places, self._nbytes = places, size
+        self._places, self._hosts, self._nbytes, self._apart = places, hosts, size, apart
 
     async def _make_senders(
         self,
@@ -363,9 +368,16 @@ class Trainer:
         await self.gather(None)
         for sender, _ in self._rounds:
             sender.close()
-        self._rounds, self._sessions, self._places, self._nbytes = [], {}, {}, 0
+        self._rounds, self._sessions, self._places, self._hosts, self._nbytes = [], {}, {}, {}, 0
 
     # One transfer
+
+    def told(self, replica: Replica, route: Route) -> dict[str, dict[str, list[int]]] | None:
+        """`Route.told` of every worker of a replica, by its rank; None where all workers take everything."""
+        if not route.takers:
+            return None
+        ranked = ((str(worker["rank"]), (replica.index, at)) for at, worker in enumerate(replica.workers))
+        return {rank: route.told(place, self._places, self._hosts) for rank, place in ranked}
 
     def kinds(self, route: Route) -> tuple[str, ...]:
         """Names of the transports that a transfer takes."""

@@ -7,8 +7,12 @@
 | pull | same host, where the trainer's memory can be mapped, the engine's not | workers read and merge (pull.py) |
 | shm | CPU, same host | two buffers in POSIX shared memory |
 | ipc | same GPU, other process | two buffers of a cudaMalloc of their own, opened by the worker |
-| nccl | other GPUs | one broadcast a bucket, from trainer rank 0 to the workers of a replica |
+| nccl | other GPUs | one broadcast a bucket, from a trainer rank to its workers of a replica, or sends to some |
 | tcp | all else | over a socket to one worker a host, from there in shared memory to the others (sockets.py) |
+
+Engines on hosts without a trainer rank are served by all trainer ranks side by side, over the network cards of all of
+them: an engine's workers on a host by the same rank, so that what all take crosses to a host once; or GPUs by a rank
+each, where most of what they take is their own.
 
 Every trainer rank fills every bucket (that may take all of them) and hands it to the workers assigned to it; it fills a
 buffer while workers load the other one. Who may touch which is settled in a mailbox, a small piece of shared memory:
@@ -24,6 +28,8 @@ from __future__ import annotations
 import os
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -62,16 +68,42 @@ class Route(NamedTuple):
         placed: those that the trainer merges straight into the engines' tensors.
         sent: those that are handed over, in order. One may be both, to be compared.
         places: the tensors that this rank writes to.
+        takers: of those that not all workers take: who does.
     """
 
     placed: frozenset[int]
     sent: tuple[int, ...]
     places: Places | None = None
+    takers: Mapping[int, frozenset[WorkerId]] = MappingProxyType({})
 
     @classmethod
     def of_buckets(cls, source: Sent) -> Route:
         """All are handed over."""
-        return cls(frozenset(), tuple(range(len(source.table))))
+        return cls(frozenset(), tuple(range(len(source.table))), None, source.takers)
+
+    def by(self, places: Container[WorkerId]) -> list[int]:
+        """Those that some of these workers take, or all workers."""
+        return [i for i in self.sent if i not in self.takers or any(place in places for place in self.takers[i])]
+
+    def told(
+        self, place: WorkerId, served: Mapping[WorkerId, tuple[int, str]], hosts: Mapping[WorkerId, str]
+    ) -> dict[str, list[int]]:
+        """What comes to a worker where not all take everything: `sent` to it, `own` of these, and which come `apart`.
+
+        Args:
+            served: every worker's trainer rank, and transport.
+            hosts: of workers that are reached over a network.
+        """
+        rank, kind = served[place]
+        beside = {at for at, (by, how) in served.items() if by == rank and (how == "local") == (kind == "local")}
+        own = self.by({place})
+        if kind == "nccl":
+            group = {at for at in beside if at[0] == place[0] and served[at][1] == kind}
+            apart = [i for i in own if i in self.takers and not group <= self.takers[i]]
+            return {"sent": own, "own": own, "apart": apart}
+        if kind == "tcp":  # a bucket comes to a host once
+            beside = {at for at in beside if (at[0], hosts.get(at)) == (place[0], hosts.get(place))}
+        return {"sent": self.by(beside), "own": own, "apart": []}
 
     @classmethod
     def to(cls, source: Sent, names: Container[str], places: Places, compare: bool) -> Route:
@@ -83,7 +115,7 @@ class Route(NamedTuple):
         """
         placed = source.straight(names)
         sent = (index for index in range(len(source.table)) if compare or index not in placed)
-        return cls(placed, tuple(sent), places)
+        return cls(placed, tuple(sent), places, source.takers)
 
 
 def nobody() -> set[int]:
@@ -103,40 +135,55 @@ def introduction(device: torch.device) -> dict[str, Any]:
 
 
 def assign(
-    trainers: Sequence[Mapping[str, Any]], workers: Sequence[Sequence[Mapping[str, Any]]]
+    trainers: Sequence[Mapping[str, Any]], workers: Sequence[Sequence[Mapping[str, Any]]], apart: bool = False
 ) -> dict[WorkerId, tuple[int, str]]:
     """For every worker the trainer rank that serves it, and over which transport. Ranks of neither side are compared.
 
     Args:
         trainers: the `introduction` of every trainer rank.
         workers: for each replica those of its workers, in rank order.
+        apart: most of what comes goes to one worker alone, so that each GPU on another host gets it over a card of its
+            own.
     """
-    places = {
-        (r, w): _serving(trainers, worker) for r, replica in enumerate(workers) for w, worker in enumerate(replica)
-    }
+    places: dict[WorkerId, tuple[int, str]] = {}
+    turns = cycle(_side_by_side(trainers))
+    away: dict[tuple[int, str | int], int] = {}  # which rank serves an engine, or one worker, on a host that has none
     for r, replica in enumerate(workers):
-        # NCCL takes every GPU once in a group: whoever shares one, and no memory with its process, is left out of it.
-        members = {trainers[0]["device"]}
+        members: dict[int, set[str]] = {}
         for w, worker in enumerate(replica):
-            if places[r, w][1] == "nccl" and worker["device"] in members:
-                places[r, w] = _nearest(trainers, worker), "tcp"
-            elif places[r, w][1] == "nccl":
-                members.add(worker["device"])
+            near = [(rank, trainer) for rank, trainer in enumerate(trainers) if trainer["host"] == worker["host"]]
+            place = _in_memory(near, worker)
+            if place is None:
+                unit = (r, w if apart and "cpu" not in (trainers[0]["device"], worker["device"]) else worker["host"])
+                rank = near[0][0] if near else away.get(unit, -1)
+                if rank < 0:
+                    rank = away[unit] = next(turns)
+                # NCCL takes every GPU once in a group: whoever shares one, and no memory with its process, is left out.
+                group = members.setdefault(rank, {trainers[rank]["device"]})
+                unfit = worker["device"] in group or "cpu" in (trainers[rank]["device"], worker["device"])
+                group.add(worker["device"])
+                place = rank, "tcp" if unfit else "nccl"
+            places[r, w] = place
     return places
 
 
-def _serving(trainers: Sequence[Mapping[str, Any]], worker: Mapping[str, Any]) -> tuple[int, str]:
-    near = [(rank, trainer) for rank, trainer in enumerate(trainers) if trainer["host"] == worker["host"]]
+def _in_memory(near: Sequence[tuple[int, Mapping[str, Any]]], worker: Mapping[str, Any]) -> tuple[int, str] | None:
+    """Which rank of a worker's host shares memory with it, and how; None where none does."""
     for rank, trainer in near:
         if trainer["pid"] == worker["pid"]:
             return rank, "local"
     for rank, trainer in near:
         if trainer["device"] == worker["device"]:
             return rank, "shm" if worker["device"] == "cpu" else "ipc"
-    if "cpu" in (trainers[0]["device"], worker["device"]):
-        return _nearest(trainers, worker), "tcp"
-    return 0, "nccl"
+    return None
 
 
-def _nearest(trainers: Sequence[Mapping[str, Any]], worker: Mapping[str, Any]) -> int:
-    return next((rank for rank, trainer in enumerate(trainers) if trainer["host"] == worker["host"]), 0)
+def _side_by_side(trainers: Sequence[Mapping[str, Any]]) -> list[int]:
+    """All ranks, in the order in which they begin to serve other hosts: first one of each host, as each has a network
+    card of its own."""
+    before: dict[str, int] = {}
+    order = []
+    for rank, trainer in enumerate(trainers):
+        before[trainer["host"]] = before.get(trainer["host"], -1) + 1
+        order.append((before[trainer["host"]], rank))
+    return [rank for _, rank in sorted(order)]

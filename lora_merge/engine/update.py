@@ -13,6 +13,7 @@ import hashlib
 import json
 from collections.abc import Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,6 +28,9 @@ from ..models.part import Part, learning_of
 from ..stream.buckets import ALIGNMENT, Meta, Table, contents_of, dtype_name, extent, lay_out, to_json
 from ..stream.filler import Entry, Filler, Places
 from ..stream.weights import MergedWeights
+from ..stream.window import Window
+from .shares import Share, Takers, shares_of
+from .transport import WorkerId
 
 
 class Beside:
@@ -37,8 +41,10 @@ class Beside:
         whole: the stream of the tensors that go whole; None where there are none.
         base: digest of what is in the table of the base (`contents_of`); "" where the base is read with it.
         straight: of the adapted stream, by name, what the engine makes of boxes of parameters and factors.
+        takers: which workers take which tensors; None where all take all.
 
     Attributes:
+        takers: of buckets that not all workers take: who does.
         device: on which buckets are filled; may be set to another one than the model's.
         said: what workers have to know to merge it, as JSON values, but for the scalings.
         digest: of `said`.
@@ -48,7 +54,13 @@ class Beside:
     """
 
     def __init__(
-        self, adapted: Filler, whole: Filler | None, base: str, straight: Mapping[str, Entry], bucket_bytes: int
+        self,
+        adapted: Filler,
+        whole: Filler | None,
+        base: str,
+        straight: Mapping[str, Entry],
+        bucket_bytes: int,
+        takers: Takers | None = None,
     ) -> None:
         self.device, self._adapted, self.whole = adapted.device, adapted, whole
         self.collective = self.shared = not adapted.source.ranks.alone
@@ -60,16 +72,30 @@ class Beside:
         for delta in merged.values():
             if numbers.setdefault(id(delta), len(deltas)) == len(deltas):
                 deltas.append(delta)
-        self._deltas = deltas
+        self._deltas, self._fresh = deltas, False
         # Of tied names, or of several parts, each delta is read once.
         self._operands = Operands(
             [Turn(deltas, everything={delta.name for delta in deltas})], adapted.source.ranks, self.device
         )
-        named = [slot for number, delta in enumerate(deltas) for slot in self._factors(number, delta)]
-        metas = [Meta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in named]
-        self._tensors = dict(named)
+        windows = ((name, numbers[id(delta)], _box(straight[name])) for name, delta in merged.items())
+        shares = shares_of(deltas, windows, takers)
+        self._tensors: dict[str, Tensor] = {}
+        groups: dict[frozenset[WorkerId] | None, list[Meta]] = {}
+        for share in shares:
+            for name, source, shape in self._factors(share):
+                self._tensors[name] = source
+                groups.setdefault(share.takers, []).append(Meta(name, source.dtype, shape))
+        for number, delta in enumerate(deltas):
+            if (scale := self._operands.row_scale(delta)) is not None:
+                them = {share.takers for share in shares if share.number == number}
+                together = None if None in them else frozenset().union(*(some for some in them if some is not None))
+                self._tensors[name := f"{number}.row_scale"] = scale
+                groups.setdefault(together, []).append(Meta(name, scale.dtype, tuple(scale.shape)))
         self._plans: dict[int, tuple[int, Plan]] = {}
-        factors = lay_out(metas, max(bucket_bytes, ALIGNMENT)) if metas else ()
+        laid = {them: lay_out(metas, max(bucket_bytes, ALIGNMENT)) for them, metas in groups.items()}
+        factors = tuple(slots for table in laid.values() for slots in table)
+        who = [them for them, table in laid.items() for _ in table]
+        self.takers = {index: them for index, them in enumerate(who) if them is not None}
         self._count = len(factors)
         self.table: Table = (*factors, *(() if whole is None else whole.table))
         self.capacity = max([extent(slots) for slots in factors] + [0 if whole is None else whole.capacity])
@@ -79,6 +105,7 @@ class Beside:
             "slots": to_json(self.table),
             "factors": self._count,
             "deltas": [_described(delta, self._operands) for delta in deltas],
+            "shares": [[share.number, share.first, share.many] for share in shares],
             "tensors": [[name, numbers[id(delta)]] for name, delta in merged.items()],
             "windows": [[name, *_window(entry)] for name, entry in straight.items()],
         }
@@ -89,18 +116,36 @@ class Beside:
         """Of each adapter of each delta."""
         return [[f.scaling for f in delta.factors] for delta in self._deltas]
 
-    def _factors(self, number: int, delta: Delta) -> Iterator[tuple[str, Tensor]]:
+    def _factors(self, share: Share) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
+        """What of a delta's factors goes in a share: names, where each lies, and the shape in which it goes."""
+        number, first, many, _ = share
+        delta = self._deltas[number]
+        (out, cols), experts = delta.shape, delta.experts or 1
         for which, f in enumerate(delta.factors):
-            yield f"{number}.{which}.lora_A", self._operands.whole(f.lora_A)
-            yield f"{number}.{which}.lora_B", self._operands.whole(f.lora_B)
-        scale = self._operands.row_scale(delta)
-        if scale is not None:
-            yield f"{number}.row_scale", scale
+            lora_A, lora_B = self._operands.whole(f.lora_A), self._operands.whole(f.lora_B)
+            if many < experts:
+                lora_A = lora_A.view(experts, -1, cols)[first : first + many]
+                lora_B = lora_B.view(out, -1, experts)[:, :, first : first + many]
+                rows = lora_A.shape[0] * lora_A.shape[1]
+                yield f"{number}.{first}.{which}.lora_A", lora_A, (rows, cols)
+                if lora_B.stride(0) == lora_B.shape[1] * lora_B.stride(1):  # one copy, not one for each row
+                    lora_B = lora_B.view(-1, many)
+                yield f"{number}.{first}.{which}.lora_B", lora_B, (out, lora_B.numel() // out)
+            else:
+                yield f"{number}.{first}.{which}.lora_A", lora_A, tuple(lora_A.shape)
+                yield f"{number}.{first}.{which}.lora_B", lora_B, tuple(lora_B.shape)
+
+    def alone(self, index: int) -> bool:
+        """As of `Sent`: the factors are gathered with the first bucket."""
+        return not self.collective or 0 < index < self._count
 
     def fill(self, index: int, buffer: Tensor, run: Mapping[str, Any]) -> None:
         """As `Sent.fill`."""
-        if index == 0:
+        # Ranks that share a model do so together, with the first bucket, which all of them fill. Another one may begin
+        # with any: nobody whom it serves takes those before.
+        if index == 0 or (not self.collective and not self._fresh):
             self._operands.refresh()
+            self._fresh = True
         if index >= self._count:
             assert self.whole is not None
             here = buffer.to(self.whole.device)  # the buffer itself, unless `device` was set to another one
@@ -110,10 +155,8 @@ class Beside:
             return
         at, plan = self._plans.get(index, (0, None))
         if plan is None or at != buffer.data_ptr():
-            slots = self.table[index]
-            plan = Plan(
-                [part for slot in slots for part in copies(slot.name, self._tensors[slot.name], slot.view(buffer))]
-            )
+            sources = [(slot, self._tensors[slot.name]) for slot in self.table[index]]
+            plan = Plan([part for slot, s in sources for part in copies(slot.name, s, slot.view(buffer).view(s.shape))])
             plan.release()  # the buffer is its owner's; that it is where it was is looked at
             self._plans[index] = buffer.data_ptr(), plan
         plan.run()
@@ -128,6 +171,7 @@ class Beside:
     @contextmanager
     def passing(self) -> Iterator[None]:
         """As `Filler.passing`."""
+        self._fresh = False
         with ExitStack() as stack:
             for filler in (self._adapted, self.whole):
                 if filler is not None:
@@ -140,6 +184,14 @@ class Beside:
 
 class Update(Beside):
     """What training has changed since the base that an engine holds."""
+
+    @cached_property
+    def apart(self) -> bool:
+        """Whether workers take more by themselves than it costs to send each of them what all take."""
+        sizes = [sum(slot.nbytes for slot in slots) for slots in self.table]
+        own = sum(size * len(self.takers[index]) for index, size in enumerate(sizes) if index in self.takers)
+        workers = frozenset().union(*self.takers.values())
+        return own > len(workers) * sum(size for index, size in enumerate(sizes) if index not in self.takers)
 
 
 def converted(adapted: Filler) -> list[str]:
@@ -158,6 +210,12 @@ def _by_factors(entry: Entry, parts: Mapping[str, Part]) -> bool:
     return entry.window is not None and parts[entry.sources[0]].delta is not None
 
 
+def _box(entry: Entry) -> Window:
+    """Which box of its parameter a tensor is."""
+    assert entry.window is not None
+    return entry.window
+
+
 def _check(straight: Mapping[str, Entry], parts: Mapping[str, Part], instead: str) -> None:
     """Raise `PushRefused` where a merge in the engine would not have the bits of one in the trainer."""
     for name, entry in straight.items():
@@ -170,8 +228,8 @@ def _check(straight: Mapping[str, Entry], parts: Mapping[str, Part], instead: st
 
 
 def _window(entry: Entry) -> list[Any]:
-    assert entry.window is not None
-    return [list(entry.window.start), list(entry.window.size), list(entry.window.dims)]
+    window = _box(entry)
+    return [list(window.start), list(window.size), list(window.dims)]
 
 
 def _described(delta: Delta, operands: Operands) -> dict[str, Any]:
@@ -201,14 +259,15 @@ class Updates:
         self._adapted = MergedWeights(weights.model, bucket_bytes=weights.bucket_bytes)
         self._whole = MergedWeights(weights.model, bucket_bytes=weights.bucket_bytes)
         self._flags: tuple[list[nn.Parameter], list[bool]] = ([], [])
-        self._known: tuple[Filler, str, Update] | None = None
+        self._known: tuple[Filler, Any, Update] | None = None
 
-    def __call__(self, weights: MergedWeights, base: Filler) -> Update:
+    def __call__(self, weights: MergedWeights, base: Filler, takers: Takers) -> Update:
         """The update of the model as it is now. Collective over the ranks of the model.
 
         Args:
             weights: the stream of the base, with the settings with which it fits the engines.
             base: that stream.
+            takers: which workers take which tensors of it.
 
         Raises:
             PushRefused: only the trainer can merge this; says why.
@@ -219,11 +278,11 @@ class Updates:
         adapted = self._adapted.filler()
         parameters, flags = self._flags
         moved = [p.requires_grad for p in parameters] != flags
-        known = self._known
+        known, key = self._known, (base.digest, takers.key)
         whole = None if known is None or known[2].whole is None else self._whole.filler()
-        fresh = known is None or known[0] is not adapted or known[1] != base.digest or known[2].whole is not whole
+        fresh = known is None or known[0] is not adapted or known[1] != key or known[2].whole is not whole
         if adapted.ranks.any(fresh or moved):
-            known = self._known = adapted, base.digest, self._made(adapted, base)
+            known = self._known = adapted, key, self._made(adapted, base, takers)
         assert known is not None
         return known[2]
 
@@ -232,7 +291,7 @@ class Updates:
         for stream in (self._adapted, self._whole):
             stream.release()
 
-    def _made(self, adapted: Filler, base: Filler) -> Update:
+    def _made(self, adapted: Filler, base: Filler, takers: Takers) -> Update:
         parts = adapted.source.parts
         if not any(part.delta is not None for part in parts.values()):
             raise PushRefused(f"the model has no active adapter, so there is nothing to merge; {self.instead}")
@@ -264,4 +323,5 @@ class Updates:
             name: entry for name, entry in adapted.entries.items() if name not in whole and _by_factors(entry, parts)
         }
         _check(straight, parts, self.instead)
-        return Update(adapted, whole_filler, contents_of(base.table), straight, self._adapted.bucket_bytes)
+        contents = contents_of(base.table)
+        return Update(adapted, whole_filler, contents, straight, self._adapted.bucket_bytes, takers)

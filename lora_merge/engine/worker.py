@@ -128,7 +128,7 @@ def _hello(
         "asleep": side.asleep(),
         "paused": side.paused,
         "waking": side.waking,
-        "session": None if side.receiver is None else side.receiver.session,
+        "session": None if side.receiver is None or side.receiver.over else side.receiver.session,
         "state": worker.served(side, side.state()).to_json(),
         "fits": _fits(side, streams),
         "base": "" if side.merger is None else side.merger.base,
@@ -334,7 +334,7 @@ def _pull(
     def take(slots: Sequence[Slot], received: Received) -> None:
         assert received.data is not None
         if received.index < said.factors:
-            update.data.append(received.data[: extent(slots)].to(side.device, copy=True))
+            update.data[received.index] = received.data[: extent(slots)].to(side.device, copy=True)
         else:
             side.loader.load(pulled.examination, ("pulled", received.index), slots, received.data, keep)
             if verify:
@@ -353,23 +353,35 @@ def _nothing(name: str, tensor: Tensor) -> None:
     """No base is kept."""
 
 
-def _update(worker: Worker, side: Side, digest: str, scalings: list[list[float]], verify: bool) -> dict[str, Any]:
+def _update(
+    worker: Worker,
+    side: Side,
+    digest: str,
+    scalings: list[list[float]],
+    verify: bool,
+    comes: Mapping[str, Mapping[str, Sequence[int]]] | None = None,
+) -> dict[str, Any]:
     """Receive an update; nothing of the engine changes before `merge`.
 
     Args:
         digest: under which it was told.
         scalings: of each adapter of each delta.
+        comes: `Route.told` of each worker, by rank; None where every worker gets all buckets.
     """
     if not side.ready(digest):
         raise RuntimeError("this worker does not hold the base that the update belongs to (any more); push again")
     update = Update(side.updates[digest], scalings)
+    every = range(len(update.said.table))
+    told = {"sent": every, "own": every, "apart": ()} if comes is None else comes[str(worker.rank)]
+    own = frozenset(told["own"])
 
     def keep(slots: Sequence[Slot], received: Received) -> None:
         assert received.data is not None
-        # A trainer in this process may be on another device.
-        update.data.append(received.data[: extent(slots)].to(side.device, copy=True))
+        if received.index in own:  # another worker of this host takes the others
+            # A trainer in this process may be on another device.
+            update.data[received.index] = received.data[: extent(slots)].to(side.device, copy=True)
 
-    side.take(update.said.table, keep, verify)
+    side.take(update.said.table, keep, verify, sent=told["sent"], apart=told["apart"])
     side.update = update
     return {}
 

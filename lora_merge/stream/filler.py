@@ -136,6 +136,13 @@ class Sent(Protocol):
     shared: bool
     """Whether several ranks hold what is sent, so that one of them alone cannot place it."""
 
+    @property
+    def takers(self) -> Mapping[int, frozenset[tuple[int, int]]]:
+        """Of the buckets that not all workers take: which ones do, by replica, and by position in it."""
+
+    def alone(self, index: int) -> bool:
+        """Whether a rank can fill this bucket without the others, those before being filled."""
+
     def fill(self, index: int, buffer: Tensor, run: Mapping[str, Any]) -> None:
         """Write bucket `index` into `buffer`, on the current stream. `run` are arguments of `Plan.run`."""
 
@@ -192,6 +199,7 @@ class Filler:
         self.digest = digest_of(self.table)
         """Under which name an engine knows the table."""
         self.collective = self.shared = not self.ranks.alone
+        self.takers: Mapping[int, frozenset[tuple[int, int]]] = {}
         with self.ranks.vote("MergedWeights"):
             turns = self._turns()
         ranks = self.ranks if any(turn.everything for turn in turns) else source.merging
@@ -231,6 +239,10 @@ class Filler:
     def nbytes(self) -> int:
         """Bytes of all tensors of the stream."""
         return sum(entry.meta.nbytes for entry in self.entries.values())
+
+    def alone(self, index: int) -> bool:
+        """As of `Sent`."""
+        return not self.collective
 
     def mine(self, index: int) -> list[Slot]:
         """The slots of a bucket that this rank fills."""

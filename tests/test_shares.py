@@ -1,0 +1,126 @@
+"""Who takes what of an update, without an engine."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import models
+import policies
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lora_merge import MergedWeights
+from lora_merge.engine.shares import Takers, shares_of
+from lora_merge.engine.transport import Route
+from lora_merge.engine.update import Updates
+from lora_merge.stream.window import Window
+
+WORKERS = [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def delta(experts: int | None) -> Any:
+    return SimpleNamespace(experts=experts)
+
+
+def expert(number: int, many: int = 1) -> Window:
+    return Window((number, 0, 0), (many, 8, 4), (None, 1, 2) if many == 1 else (0, 1, 2))
+
+
+def plain() -> Window:
+    return Window((0, 0), (8, 4), (0, 1))
+
+
+def test_nothing_is_cut_where_all_take_all() -> None:
+    deltas = [delta(None), delta(4)]
+    tensors = [("plain", 0, plain()), *((f"expert {e}", 1, expert(e)) for e in range(4))]
+    everybody = Takers(dict.fromkeys(WORKERS, "same"), {"same": []})
+    for takers in (None, everybody):
+        assert shares_of(deltas, tensors, takers) == [(0, 0, 1, None), (1, 0, 4, None)]
+
+
+@pytest.mark.parametrize("owner", [lambda e: e // 2, lambda e: e % 2], ids=["runs", "in turns"])
+def test_experts_of_two_workers(owner: Any) -> None:
+    """Each engine has one worker for each half; several tensors are made of the same expert."""
+    names = {e: [f"gate {e}", f"up {e}"] for e in range(4)}
+    ignored = {str(w): [name for e in range(4) if owner(e) != w for name in names[e]] for w in range(2)}
+    takers = Takers({place: str(place[1]) for place in WORKERS}, ignored)
+    tensors = [("plain", 0, plain()), *((name, 1, expert(e)) for e in range(4) for name in names[e])]
+    first, *found = shares_of([delta(None), delta(4)], tensors, takers)
+    assert first == (0, 0, 1, None)
+    whose = [w for e in range(4) for w in [owner(e)]]
+    halves = [frozenset(place for place in WORKERS if place[1] == w) for w in range(2)]
+    assert [s.takers for s in found for _ in range(s.many)] == [halves[w] for w in whose]
+    assert [s.first for s in found] == ([0, 2] if whose == [0, 0, 1, 1] else [0, 1, 2, 3])
+
+
+def test_a_tensor_of_all_experts_goes_to_all() -> None:
+    """Of a checkpoint that holds them in one tensor: who ignores its neighbour takes it all the same."""
+    takers = Takers({(0, 0): "a", (0, 1): "b"}, {"a": ["bias 1"], "b": ["bias 0"]})
+    tensors = [("experts", 0, expert(0, 4)), *((f"bias {e}", 0, expert(e)) for e in range(2))]
+    assert shares_of([delta(4)], tensors, takers) == [(0, 0, 4, None)]
+
+
+def test_what_nobody_takes_goes_to_nobody() -> None:
+    takers = Takers({(0, 0): "a", (0, 1): "b"}, {"a": ["x", "y"], "b": ["y"]})
+    tensors = [("x", 0, plain()), ("y", 1, plain())]
+    assert shares_of([delta(None), delta(None)], tensors, takers) == [
+        (0, 0, 1, frozenset([(0, 1)])),
+        (1, 0, 1, frozenset()),
+    ]
+
+
+def test_a_rank_that_begins_with_any_bucket_sends_what_the_adapters_are_now() -> None:
+    """DoRA's row factors are taken, and several adapters laid side by side, before the first bucket of a pass."""
+    options: dict[str, Any] = {"target_modules": policies.LINEARS, "use_dora": True}
+    model = models.with_lora(policies.qwen2, **options)
+    base = MergedWeights(model, adapters=False)
+    names = list(base.filler().entries)
+    ignored = {str(layer): [name for name in names if f"layers.{layer}." in name] for layer in range(2)}
+    takers = Takers({(0, 0): "1", (0, 1): "0"}, ignored)
+    updates = Updates(MergedWeights(model, bucket_bytes=1 << 14))
+    update = updates(base, base.filler(), takers)
+    assert set(update.takers.values()) == {frozenset([(0, 0)]), frozenset([(0, 1)])}
+    factors = [i for i, slots in enumerate(update.table) if i in update.takers]
+    assert sum("row_scale" in slot.name for i in factors for slot in update.table[i]) == 14
+
+    def filled(indices: list[int]) -> list[Tensor]:
+        buffers = []
+        with update.passing():
+            for index in indices:
+                buffers.append(torch.zeros(update.capacity, dtype=torch.uint8))
+                update.fill(index, buffers[-1], {})
+        return buffers
+
+    for at in factors:
+        policies.train(model, at)
+        assert updates(base, base.filler(), takers) is update
+        (alone,) = filled([at])
+        assert torch.equal(alone, filled(list(range(at + 1)))[-1]), at
+
+
+@given(data=st.data())
+def test_each_worker_hears_of_its_buckets_and_no_host_of_the_others(data: Any) -> None:
+    kinds = st.sampled_from(["nccl", "tcp", "shm", "ipc", "local"])
+    served = {place: (data.draw(st.integers(0, 1)), data.draw(kinds)) for place in WORKERS}
+    hosts = {place: data.draw(st.sampled_from("ab")) for place in WORKERS}
+    takers = data.draw(st.dictionaries(st.integers(0, 5), st.frozensets(st.sampled_from(WORKERS))))
+    route = Route(frozenset(), tuple(range(6)), None, takers)
+    told = {place: route.told(place, served, hosts) for place in WORKERS}
+    for place, what in told.items():
+        assert what["own"] == [i for i in range(6) if place in takers.get(i, WORKERS)]
+        assert set(what["own"]) <= set(what["sent"])
+        rank, kind = served[place]
+        beside = [at for at in WORKERS if served[at][0] == rank and (served[at][1] == "local") == (kind == "local")]
+        if kind in ("shm", "ipc"):
+            assert what["sent"] == route.by(beside), "all that its rank hands over"
+        if kind == "tcp":
+            host = [at for at in beside if (at[0], hosts[at]) == (place[0], hosts[place])]
+            assert all(set(takers.get(i, WORKERS)) & set(host) for i in what["sent"])
+        if kind == "nccl":
+            assert what["sent"] == what["own"]
+            group = {at for at in beside if at[0] == place[0] and served[at][1] == "nccl"}
+            assert what["apart"] == [i for i in what["own"] if not group <= set(takers.get(i, WORKERS))]
