@@ -7,8 +7,8 @@
 # Where there are several GPUs, build once, and then run steps side by side, each on one: CUDA_VISIBLE_DEVICES=1 bash
 # tests/gpu.sh OUT figures. The machine needs torch, nvcc, pytest with xdist, hypothesis, peft and transformers; it
 # reaches no registry. rollout and rollout-experts need vLLM (0.26 for torch 2.11), step and step-x2 TRL, too: an engine for
-# each of three ways, and as many starts, which take most of the time. Each step should stay below ten minutes (estimated);
-# its record is written after every way.
+# each of three ways, and as many starts, which take most of the time; sglang needs SGLang (0.5.17 for
+# torch 2.11; FlashInfer is not needed). Each step should stay below ten minutes (estimated); its record is written after every way.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 mkdir -p "${1:?folder for results}"
@@ -28,6 +28,24 @@ merge() { # NAME OPTIONS...
   local name=$1
   shift
   bench "$name" merge --device cuda --repeat 7 --plot "$out/$name.png" "$@"
+}
+
+beside() { # TESTS: each in a process of its own, side by side, as most of their time is the start of an engine
+  local log pids=() logs=() failed=0
+  for tests in "$@"; do
+    log=$(mktemp)
+    python3 -m pytest -m gpu -q --tb=short -p no:cacheprovider $tests > "$log" 2>&1 &
+    pids+=($!) logs+=("$log")
+  done
+  for number in "${!pids[@]}"; do
+    wait "${pids[number]}" || failed=1
+    tail -n 40 "${logs[number]}"
+  done
+  return $failed
+}
+sglang() { # what its processes want of the environment
+  export SGLANG_IS_FLASHINFER_AVAILABLE=0 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=2
+  export CUDA_HOME=${CUDA_HOME:-$(dirname "$(dirname "$(readlink -f "$(command -v nvcc)")")")}
 }
 
 for step in $steps; do
@@ -75,6 +93,12 @@ for step in $steps; do
       bench rollout-experts-h200 rollout --shape qwen3-30b-a3b --layers 24 --plot "$out/rollout-experts-h200.png" ;;
     step) bench step-h200 step --shape qwen2.5-7b --plot "$out/step-h200.png" ;;
     step-x2) bench step-h200-x2 step --shape qwen2.5-7b --ranks 2 --plot "$out/step-h200-x2.png" ;;
+    sglang)
+      sglang
+      t=tests/test_sglang_gpu.py
+      try beside "$t::TestDense" "$t::test_the_memory_saver $t::test_adapters" \
+        "$t::test_experts $t::test_a_scheduler_that_dies_while_the_trainer_writes_to_it"
+      bench sync-sglang sync_sglang --repeats 7 ;;
     triton)
       LORA_MERGE_BACKEND=triton bench variants/ranks-h200-triton ranks --shape qwen2.5-7b --device cuda --ranks 8 32 64 \
         --kinds bf16 "bf16, fp32 adapters" --methods "in place" "out of place" "there and back" ;;
