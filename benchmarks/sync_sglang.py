@@ -4,11 +4,11 @@
     python benchmarks/sync_sglang.py --device cpu --shape tiny                        # a smoke test
 
 The engine starts with `load_format="dummy"` in processes of its own on the same device, the trainer with random weights
-of the same shape. Each part runs in a process of its own: `merged` (the trainer merges; and SGLang's
-`update_weights_from_tensor` on weights that are merged already, tensor by tensor and as one flattened bucket), `engine`
-(adapters alone cross, and the engine merges), `adapter` (base and adapter apart), `memory` (weights that the memory
-saver has released). Times are medians over `--repeats` pushes; the first push of each part compares all bits on both
-sides.
+of the same shape. An engine a part, each in a process of its own: `pushes` (the trainer merges; the engine does, which
+gets adapters alone; and SGLang's `update_weights_from_tensor` on weights that are merged already, tensor by tensor and
+as one flattened bucket), `adapter` (base and adapter apart), `memory` (an engine with the memory saver, which buckets
+reach; and its weights when they have been released). Times are medians over `--repeats` pushes; the first push of each
+part compares all bits on both sides. Steps of requests are captured as CUDA graphs unless `--no-graphs` is given.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -39,12 +40,17 @@ def start_engine(args: argparse.Namespace, folder: Path, **options: Any) -> Iter
 
     config_of(args.shape).save_pretrained(folder)
     cpu = args.device == "cpu"
-    options |= {"max_total_tokens": 2048} if cpu else {"mem_fraction_static": args.gpu_memory}
+    options |= {"max_total_tokens": 2048 if cpu else 65536, "disable_cuda_graph": cpu or not args.graphs}
+    if not cpu:
+        options |= {"mem_fraction_static": args.gpu_memory, "cuda_graph_bs_decode": [1, 2, 4, 8]}
+        options |= {"disable_prefill_cuda_graph": True}
+    began = time.perf_counter()
     engine = sglang.Engine(
         model_path=str(folder), load_format="dummy", dtype="bfloat16", skip_tokenizer_init=True, device=args.device,
-        attention_backend="torch_native" if cpu else "triton", sampling_backend="pytorch", disable_cuda_graph=True,
-        max_running_requests=8, log_level="warning", **options,
+        attention_backend="torch_native" if cpu else "triton", sampling_backend="pytorch", max_running_requests=8,
+        log_level="warning", **options,
     )  # fmt: skip
+    print(f"the engine started in {time.perf_counter() - began:.0f} s", flush=True)
     try:
         yield engine
     finally:
@@ -56,24 +62,41 @@ def answers(engine: Any, **more: Any) -> list[int]:
     return engine.generate(input_ids=[PROMPT], sampling_params=sampling, **more)[0]["output_ids"]
 
 
-def part_merged(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def free_bytes(device: str) -> int:
+    """Of the GPU."""
+    return torch.cuda.mem_get_info()[0] if device == "cuda" else 0
+
+
+def part_pushes(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     from lora_merge import MergedWeights, SglangSync
 
-    model = build_policy(args.shape, args.rank, args.device)
+    model, result = build_policy(args.shape, args.rank, args.device), dict[str, Any]()
     with start_engine(args, folder) as engine:
-        sync = SglangSync(model, engine, bucket_bytes=args.bucket_bytes)
-        verified = sync.push(verify=True)
-        result = beside_a_copy(pushes(sync, args.repeats, "merged"), args)
-        result |= {"buckets": verified.buckets, "coverage": verified.coverage, "answer": answers(engine)}
-        sync.close()
+        for name in ("trainer", "engine"):
+            sync = SglangSync(model, engine, merge=name, bucket_bytes=args.bucket_bytes)
+            before = free_bytes(args.device)
+            measured = pushes(sync, args.repeats, "merged")
+            measured["memory_bytes"] = before - free_bytes(args.device)
+            verified = sync.push(verify=True)
+            measured |= {"check_of_all_bytes": str(verified), "buckets": verified.buckets}
+            measured |= {"coverage": verified.coverage, "answer": answers(engine)}
+            result["merged" if name == "trainer" else "engine"] = measured
+            sync.close()
+        result["merged"] = beside_a_copy(result["merged"], args)
         if args.peers:
-            merged = [(name, tensor.clone()) for name, tensor in MergedWeights(model)]
-            for name, update in (("update_weights_from_tensor", named), ("flattened_bucket", flattened)):
-                try:
-                    result[f"{name}_ms"] = timed(partial(update, engine, merged), args.device, args.repeats)
-                    result[f"{name}_answer"] = answers(engine)
-                except Exception as error:
-                    result[f"{name}_error"] = str(error)
+            result["peers"] = peers(engine, [(name, t.clone()) for name, t in MergedWeights(model)], args)
+    return result
+
+
+def peers(engine: Any, merged: list[tuple[str, torch.Tensor]], args: argparse.Namespace) -> dict[str, Any]:
+    """SGLang's own updates with weights that are merged already."""
+    result: dict[str, Any] = {}
+    for name, update in (("update_weights_from_tensor", named), ("flattened_bucket", flattened)):
+        try:
+            result[f"{name}_ms"] = timed(partial(update, engine, merged), args.device, args.repeats)
+            result[f"{name}_answer"] = answers(engine)
+        except Exception as error:
+            result[f"{name}_error"] = str(error)
     return result
 
 
@@ -92,18 +115,6 @@ def flattened(engine: Any, merged: list[tuple[str, torch.Tensor]]) -> None:
     engine.update_weights_from_tensor([MultiprocessingSerializer.serialize(told)], load_format="flattened_bucket")
 
 
-def part_engine(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    from lora_merge import SglangSync
-
-    model = build_policy(args.shape, args.rank, args.device)
-    with start_engine(args, folder) as engine:
-        sync = SglangSync(model, engine, merge="engine", bucket_bytes=args.bucket_bytes)
-        sync.push(verify=True)
-        result = pushes(sync, args.repeats, "merged") | {"answer": answers(engine)}
-        sync.close()
-    return result
-
-
 def part_adapter(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     from lora_merge import SglangSync
 
@@ -120,7 +131,7 @@ def part_adapter(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         sync.push(verify=True)
         result = pushes(sync, args.repeats, "adapter") | {"answer": answers(engine, lora_path=sync.lora_path())}
         sync.close()
-    return result
+    return {"adapter": result}
 
 
 def part_memory(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -128,17 +139,19 @@ def part_memory(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
     model = build_policy(args.shape, args.rank, args.device)
     with start_engine(args, folder, enable_memory_saver=True) as engine:
-        sync = SglangSync(model, engine, bucket_bytes=args.bucket_bytes)
+        sync = SglangSync(model, engine, merge="trainer", bucket_bytes=args.bucket_bytes)
         sync.push(verify=True)
-        before = answers(engine)
+        result = pushes(sync, args.repeats, "merged")
+        before, free = answers(engine), free_bytes(args.device)
         engine.release_memory_occupation()
+        result |= {"released_bytes": free_bytes(args.device) - free, "state_then": str(sync.states()[0])}
         woken = sync.push(verify=True)
-        after = answers(engine)
+        result |= {"woken": str(woken), "buckets": woken.buckets, "same_answer": before == answers(engine)}
         sync.close()
-    return {"same_answer": before == after, "transports": list(woken.transports), "buckets": woken.buckets}
+    return {"memory": result}
 
 
-PARTS = {"merged": part_merged, "engine": part_engine, "adapter": part_adapter, "memory": part_memory}
+PARTS = {"pushes": part_pushes, "adapter": part_adapter, "memory": part_memory}
 
 
 def run_part(name: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -147,7 +160,7 @@ def run_part(name: str, args: argparse.Namespace) -> dict[str, Any]:
         command = [sys.executable, __file__, *sys.argv[1:], "--part", name, "--json", out.name]
         done = subprocess.run(command, check=False, timeout=args.limit)
         text = out.read()
-    return json.loads(text) if text else {"error": f"part {name} ended with {done.returncode}"}
+    return json.loads(text) if text else {f"{name}_error": f"ended with {done.returncode}"}
 
 
 def main() -> None:
@@ -159,6 +172,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--gpu-memory", type=float, default=0.4, help="the engine's share of the GPU")
     parser.add_argument("--limit", type=float, default=600, help="seconds that a part may take")
+    parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--json", type=Path)
@@ -175,12 +189,12 @@ def main() -> None:
 
     record = report.provenance(torch.device(args.device))
     record["versions"]["sglang"] = sglang.__version__
-    record |= {"shape": args.shape, "rank": args.rank, "bucket_bytes": args.bucket_bytes}
+    record |= {"shape": args.shape, "rank": args.rank, "bucket_bytes": args.bucket_bytes, "graphs": args.graphs}
     for name in args.parts:
         try:
-            record[name] = run_part(name, args)
+            record |= run_part(name, args)
         except subprocess.TimeoutExpired:
-            record[name] = {"error": f"part {name} took more than {args.limit} s"}
+            record[f"{name}_error"] = f"took more than {args.limit} s"
         report.save(record, args.json)
     print(json.dumps(record, indent=1))
 

@@ -8,7 +8,8 @@
 # tests/gpu.sh OUT figures. The machine needs torch, nvcc, pytest with xdist, hypothesis, peft and transformers; it
 # reaches no registry. quantised needs bitsandbytes, zero3 DeepSpeed and two GPUs; rollout and rollout-experts need vLLM
 # (0.26 for torch 2.11), step and step-x2 TRL, too: an engine for each of three ways, and as many starts, which take most
-# of the time. Each step should stay below ten minutes (estimated); its record is written after every way.
+# of the time; sglang needs SGLang (0.5.17 for torch 2.11; FlashInfer is not needed). Each step should stay below ten
+# minutes (estimated); its record is written after every way.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 mkdir -p "${1:?folder for results}"
@@ -28,6 +29,24 @@ merge() { # NAME OPTIONS...
   local name=$1
   shift
   bench "$name" merge --device cuda --repeat 7 --plot "$out/$name.png" "$@"
+}
+
+beside() { # TESTS: each in a process of its own, side by side, as most of their time is the start of an engine
+  local log pids=() logs=() failed=0
+  for tests in "$@"; do
+    log=$(mktemp)
+    python3 -m pytest -m gpu -q --tb=short -p no:cacheprovider $tests > "$log" 2>&1 &
+    pids+=($!) logs+=("$log")
+  done
+  for number in "${!pids[@]}"; do
+    wait "${pids[number]}" || failed=1
+    tail -n 40 "${logs[number]}"
+  done
+  return $failed
+}
+sglang() { # what its processes want of the environment
+  export SGLANG_IS_FLASHINFER_AVAILABLE=0 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=2
+  export CUDA_HOME=${CUDA_HOME:-$(dirname "$(dirname "$(readlink -f "$(command -v nvcc)")")")}
 }
 
 for step in $steps; do
@@ -78,6 +97,12 @@ for step in $steps; do
     quantised) bench quantised-base-h200 quantised --device cuda --shape qwen2.5-7b --layers 28 --repeat 20 ;;
     zero3)
       try python3 -m torch.distributed.run --nproc-per-node 2 benchmarks/zero3.py --json "$out/zero3-qwen2.5-7b-x2.json" ;;
+    sglang)
+      sglang
+      t=tests/test_sglang_gpu.py
+      try beside "$t::TestDense" "$t::test_the_memory_saver $t::test_adapters" \
+        "$t::test_experts $t::test_a_scheduler_that_dies_while_the_trainer_writes_to_it"
+      bench sync-sglang sync_sglang --repeats 7 ;;
     triton)
       LORA_MERGE_BACKEND=triton bench variants/ranks-h200-triton ranks --shape qwen2.5-7b --device cuda --ranks 8 32 64 \
         --kinds bf16 "bf16, fp32 adapters" --methods "in place" "out of place" "there and back" ;;

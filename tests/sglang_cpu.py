@@ -1,4 +1,5 @@
-"""SGLang on a CPU without compiled kernels: a plugin of SGLang's own, and a `sitecustomize` for each of its processes.
+"""SGLang for tests: a plugin of SGLang's own; and SGLang on a CPU without compiled kernels, where there is no GPU: what
+that takes in the plugin, and a `sitecustomize` for each of its processes.
 
 SGLang 0.5.17 from an index expects CUDA's wheels beside it. Without them it runs on a CPU, if torchvision's operators
 are declared (the wheel for CUDA brings none that a torch for CPUs could load), its rotary embedding knows that it is on
@@ -43,11 +44,12 @@ def folder(path: Path) -> None:
     found.mkdir(parents=True)
     (found / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang-cpu\nVersion: 0.1\n")
     (found / "entry_points.txt").write_text("[sglang.srt.plugins]\ncpu = sglang_cpu:register\n")
-    (path / "sitecustomize.py").write_text(_SITE)
+    if not torch.cuda.is_available():
+        (path / "sitecustomize.py").write_text(_SITE)
+        operators()
     paths = [str(path), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     sys.path.insert(0, str(path))
-    operators()
 
 
 def register() -> None:
@@ -56,6 +58,8 @@ def register() -> None:
     import sglang_faulty
 
     sglang_faulty.register()
+    if torch.cuda.is_available():
+        return
     import sglang.srt.layers.rotary_embedding.base as rotary
 
     rotary._is_cpu = True

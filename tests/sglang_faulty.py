@@ -115,6 +115,55 @@ def _pretend(manager: Any, name: str, value: Any) -> str:
     return "pretends"
 
 
+def _draft(manager: Any, algorithm: str) -> str:
+    """From now on the engine is judged as if it drafted tokens."""
+    from lora_merge.engine.sglang import worker
+
+    _mend(manager)
+    works = worker.unfit
+
+    def instead(manager: Any) -> str:
+        settings = _Overlaid(manager.scheduler.server_args, speculative_algorithm=algorithm)
+        return works(
+            _Overlaid(manager, draft_worker=object(), scheduler=_Overlaid(manager.scheduler, server_args=settings))
+        )
+
+    _MENDED.append(lambda: setattr(worker, "unfit", works))
+    worker.unfit = instead
+    return "pretends"
+
+
+def _lay_anew(manager: Any, kind: str, where: str, name: str) -> str:
+    """From now on layers have an attribute by which SGLang says that it laid their weights anew.
+
+    Args:
+        kind: of the layers' `quant_method`.
+        where: "layer" or "method": which of the two has it.
+        name: of the attribute.
+    """
+    found = 0
+    for module in manager.tp_worker.model_runner.model.modules():
+        method = getattr(module, "quant_method", None)
+        if type(method).__name__ == kind:
+            owner = module if where == "layer" else method
+            had = getattr(owner, name, None)
+            setattr(owner, name, True)
+            _MENDED.append(lambda owner=owner, had=had: setattr(owner, name, had))
+            found += 1
+    return f"{found} layers"
+
+
+def _update(manager: Any, name: str) -> str:
+    """From now on the engine is judged as if an update of its own were under way, which it knows by this attribute."""
+    from lora_merge.engine.sglang import worker
+
+    _mend(manager)
+    works = worker.unfit
+    _MENDED.append(lambda: setattr(worker, "unfit", works))
+    worker.unfit = lambda manager: works(_Overlaid(manager, **{name: True}))
+    return "pretends"
+
+
 def _lack(manager: Any, *names: str) -> str:
     """From now on the engine is judged as if its SGLang did not have these attributes of the manager."""
     from lora_merge.engine.sglang import worker
@@ -151,6 +200,21 @@ def _digest(manager: Any) -> str:
     return found.hexdigest()
 
 
+def _save(manager: Any, path: str) -> str:
+    """All parameters, to a file."""
+    import torch
+
+    parameters = manager.tp_worker.model_runner.model.named_parameters()
+    torch.save({name: parameter.detach().cpu() for name, parameter in parameters}, path)
+    return "saved"
+
+
+def _captured(manager: Any) -> list[int]:
+    """Batch sizes of which the steps of requests are captured as CUDA graphs."""
+    runner = manager.tp_worker.model_runner.decode_cuda_graph_runner
+    return [int(size) for size in getattr(runner, "capture_bs", ())]
+
+
 def _process(manager: Any) -> int:
     return os.getpid()
 
@@ -159,8 +223,13 @@ _ACTIONS: dict[str, Callable[..., Any]] = {
     "fail": _fail,
     "mend": _mend,
     "pretend": _pretend,
+    "draft": _draft,
+    "update": _update,
+    "lay anew": _lay_anew,
     "lack": _lack,
     "slow": _slow,
     "process": _process,
+    "save": _save,
+    "captured": _captured,
     "digest": _digest,
 }

@@ -65,6 +65,24 @@ def test_experts(tmp_path: Path) -> None:
         assert sync.states() == held
         assert_answers(ask(started), model)
         sync.close()
+        for number, (anew, words) in enumerate(LAID_ANEW.items()):
+            assert do(started, "lay anew", *anew) != "0 layers"
+            other = SglangSync(model, started, bucket_bytes=(number + 1) << 16)  # what is known is not looked at again
+            with pytest.raises(PushRefused, match=rf"in another layout than it loads it in \({words}"):
+                other.push()
+            do(started, "mend")
+            assert other.states() == held
+            assert_answers(ask(started), model)
+            other.close()
+
+
+LAID_ANEW = {
+    ("UnquantizedFusedMoEMethod", "method", "use_flashinfer_trtllm_moe"): (
+        r'moe_runner_backend="flashinfer_trtllm": start the engine with moe_runner_backend="triton"'
+    ),
+    ("UnquantizedLinearMethod", "layer", "use_intel_amx_backend"): "packed for AMX",
+}
+"""What SGLang may have made of weights by itself: FlashInfer's experts, AMX. (Pretended.)"""
 
 
 # Adapters beside their base

@@ -15,6 +15,7 @@ import models
 import policies
 import pytest
 import sglang_engines
+import torch
 from sglang_engines import ado, ask, assert_answers, do, engine, flying, spans
 from torch import nn
 
@@ -238,15 +239,23 @@ def own_update(started: Any, tensors: Any, **options: Any) -> None:
         started.end_weight_update()
 
 
-def test_a_stream_as_sglangs_own_bucket(started: Any) -> None:
+@pytest.mark.parametrize("nbytes", [1 << 30, 1 << 17], ids=["one bucket", "several"])
+def test_a_stream_as_sglangs_own_buckets(started: Any, nbytes: int) -> None:
     """How verl and slime send what `MergedWeights` yields."""
     from sglang.srt.utils import MultiprocessingSerializer
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
-    model = policy()
-    bucket = FlattenedTensorBucket(named_tensors=[(name, tensor.clone()) for name, tensor in MergedWeights(model)])
-    told = {"flattened_tensor": bucket.get_flattened_tensor(), "metadata": bucket.get_metadata()}
-    own_update(started, [MultiprocessingSerializer.serialize(told)], load_format="flattened_bucket")
+    model, together = policy(), list[tuple[str, torch.Tensor]]()
+    whole = [(name, tensor.clone()) for name, tensor in MergedWeights(model)]
+    for number, (name, tensor) in enumerate(whole):
+        together.append((name, tensor))
+        last = number + 1 == len(whole)
+        if last or sum(t.nbytes for _, t in together) > nbytes:
+            bucket = FlattenedTensorBucket(named_tensors=together)
+            told = {"flattened_tensor": bucket.get_flattened_tensor(), "metadata": bucket.get_metadata()}
+            sent = [MultiprocessingSerializer.serialize(told)]
+            own_update(started, sent, load_format="flattened_bucket", flush_cache=last)
+            together = []
     assert_answers(ask(started), model)
     other = policy(1)
     sync = SglangSync(other, started)
@@ -286,11 +295,13 @@ UNFIT = {
     "pp_size": (2, "pp_size"),
     "enable_eplb": (True, "moves its experts"),
     "ep_num_redundant_experts": (2, "moves its experts"),
+    "init_expert_location": ("experts.json", "moves its experts"),
     "disaggregation_mode": ("prefill", "disaggregation_mode"),
     "enable_hierarchical_cache": (True, "enable_hierarchical_cache"),
     "cpu_offload_gb": (1, "cpu_offload_gb"),
     "weight_cache_mode": ("daemon", "weight_cache_mode"),
     "model_config.quantization": ("fp8", "holds fp8 weights"),
+    "torchao_config": ("int4wo-128", "holds int4wo-128 weights"),
     "model_config.is_multimodal": (True, "multimodal"),
 }
 
@@ -309,6 +320,42 @@ def test_engines_that_no_push_reaches(started: Any, name: str) -> None:
     do(started, "mend")
     assert sync.states() == held
     assert_answers(ask(started), model)
+    sync.close()
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "STANDALONE", "NGRAM"])
+def test_engines_that_draft_tokens(started: Any, algorithm: str) -> None:
+    """With a model, which no push reaches; NGRAM has no weights. (Pretended.)"""
+    model = policy()
+    sync = SglangSync(model, started)
+    sync.push()
+    held = sync.states()
+    policies.train(model)
+    do(started, "draft", algorithm)
+    if algorithm == "NGRAM":
+        sync.push()
+    else:
+        with pytest.raises(PushRefused, match=rf"drafts tokens with a model \({algorithm}\).*speculative_algorithm"):
+            sync.push()
+        assert sync.states() == held
+        do(started, "mend")
+        sync.push()
+    assert_answers(ask(started), model)
+    sync.close()
+
+
+@pytest.mark.parametrize("name", ["_session", "_weight_update_in_progress"])
+def test_an_update_of_sglangs_own_is_under_way(started: Any, name: str) -> None:
+    """(Pretended: from 0.5.21 on.)"""
+    model = policy()
+    sync = SglangSync(model, started)
+    sync.push()
+    held = sync.states()
+    do(started, "update", name)
+    with pytest.raises(PushRefused, match="end_weight_update"):
+        sync.push()
+    do(started, "mend")
+    assert sync.states() == held
     sync.close()
 
 

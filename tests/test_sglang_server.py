@@ -13,7 +13,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,7 +29,7 @@ from sglang_engines import ask, assert_answers, do, engine, spans
 from lora_merge import PushFailed, PushRefused, SglangSync
 
 DENSE = {"target_modules": policies.LINEARS}
-START_S = 240
+START_S = 400
 no_leftovers = sglang_engines.no_leftovers
 
 
@@ -51,20 +51,30 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @contextmanager
-def serving(folder: Path) -> Iterator[str]:
-    """A server of its own for a checkpoint; where there is none, a policy's base is saved there. Its URL."""
+def serving(
+    folder: Path, model: Any = None, *, elsewhere: Sequence[str] = (), host: str = "127.0.0.1", **options: Any
+) -> Iterator[str]:
+    """A server of its own for a checkpoint; where there is none, a policy's base is saved there. Its URL.
+
+    Args:
+        elsewhere: the command that runs it on another host.
+        host: address at which it listens.
+        options: its arguments, beside those of every engine here.
+    """
+    model = policy() if model is None else model
     if not folder.exists():
-        policies.save_base(policy().get_base_model(), folder)
+        policies.save_base(model.get_base_model(), folder)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     flags: list[str] = []
-    for name, value in sglang_engines.arguments(policy(), folder).items():
+    for name, value in (sglang_engines.arguments(model, folder) | options).items():
         flags += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
-    os.environ.pop("SGLANG_CPU_OMP_THREADS_BIND", None)
-    command = [sys.executable, "-m", "sglang.launch_server", "--skip-server-warmup", "--port", str(port), *flags]
+    sglang_engines.bind(options.get("tp_size", 1))
+    command = [*elsewhere, sys.executable, "-m", "sglang.launch_server", "--skip-server-warmup"]
+    command += ["--host", host, "--port", str(port), *flags]
     process = subprocess.Popen(command, start_new_session=True)
-    url, end = f"http://127.0.0.1:{port}", time.monotonic() + START_S
+    url, end = f"http://{host}:{port}", time.monotonic() + START_S
     try:
         while True:
             assert process.poll() is None, "the server did not start"
@@ -87,9 +97,10 @@ def answers(url: str) -> Any:
     return post(url, "generate", {"input_ids": policies.prompts(), "sampling_params": sampling, "return_logprob": True})
 
 
-def act(url: str, name: str, *given: Any) -> None:
-    """An action of sglang_faulty.py in the server's scheduler."""
-    post(url, "weights_checker", {"action": sglang_faulty.PREFIX + json.dumps([name, *given])})
+def act(url: str, name: str, *given: Any) -> Any:
+    """An action of sglang_faulty.py in the server's scheduler; its answer."""
+    answer = post(url, "weights_checker", {"action": sglang_faulty.PREFIX + json.dumps([name, *given])})
+    return json.loads(answer["message"])
 
 
 def trainer(url: str, seed: int, merge: str, told: Any) -> None:

@@ -275,7 +275,7 @@ def test_nobody_listens_there() -> None:
     ours = one()
     channel = ours.channel(0, 0)
     ours.close()
-    assert "Set VLLM_HOST_IP where the trainer runs" in Taking(channel).end()
+    assert "Set VLLM_HOST_IP (or SGLANG_HOST_IP) where the trainer runs" in Taking(channel).end()
 
 
 def test_it_listens_at_one_interface_alone() -> None:

@@ -152,7 +152,7 @@ def faults(other: Other, folder: Path) -> None:
         sync = VllmSync(model, server.url, merge="trainer", bucket_bytes=1 << 17)
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("VLLM_HOST_IP", "127.0.0.1")  # where the engine reaches itself
-            with pytest.raises(PushRefused, match="Set VLLM_HOST_IP where the trainer runs"):
+            with pytest.raises(PushRefused, match=r"Set VLLM_HOST_IP \(or SGLANG_HOST_IP\) where the trainer runs"):
                 sync.push()
         assert sync.states()[0].kind == "nothing"
         sync.push()

@@ -258,8 +258,8 @@ def reach(address: str, port: int, secret: bytes, place: tuple[int, int]) -> Lin
     except OSError as error:
         raise TransferAborted(
             f"the trainer is not reached at {address}, port {port}, from {socket.gethostname()}: {error}. Set "
-            "VLLM_HOST_IP where the trainer runs to the address of the interface that this host reaches, and let "
-            "firewalls pass connections to any port of it"
+            "VLLM_HOST_IP (or SGLANG_HOST_IP) where the trainer runs to the address of the interface that this host "
+            "reaches, and let firewalls pass connections to any port of it"
         ) from error
     try:
         with _greeting(connection):

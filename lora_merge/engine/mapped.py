@@ -2,7 +2,7 @@
 Or the other way round: a trainer's weights, mapped into an engine's worker (pull.py).
 
 On GPUs over CUDA IPC, also from one GPU to another; on CPUs where the tensors lie in shared memory. What cannot be
-exported (the memory of vLLM's sleep mode, expandable segments) is reached by buckets.
+exported (the memory of vLLM's sleep mode and SGLang's memory saver, expandable segments) is reached by buckets.
 """
 
 from __future__ import annotations

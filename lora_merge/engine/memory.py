@@ -110,7 +110,7 @@ def exported(storage: torch.UntypedStorage) -> tuple[bytes, int, int]:
     of that, and where the storage begins in it.
 
     Raises:
-        NotExported: the memory of vLLM's sleep mode, expandable segments.
+        NotExported: the memory of vLLM's sleep mode and SGLang's memory saver, expandable segments.
     """
     runtime, handle = _cuda_runtime(), _IpcHandle()
     base, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
@@ -121,7 +121,7 @@ def exported(storage: torch.UntypedStorage) -> tuple[bytes, int, int]:
         if found or runtime.cudaIpcGetMemHandle(ctypes.byref(handle), ctypes.c_void_p(base.value)):
             runtime.cudaGetLastError()  # else the next kernel's check would find it
             raise NotExported(
-                "an allocator made it whose memory CUDA does not export (sleep mode, expandable segments)"
+                "an allocator made it whose memory CUDA does not export (sleep mode, memory saver, expandable segments)"
             )
     return bytes(handle), nbytes.value, storage.data_ptr() - base.value
 

@@ -99,10 +99,7 @@ class Side:
         kernels = self.loader.kernels()
         same = len(kernels) == len(self._kernels) and all(a is b for a, b in zip(kernels, self._kernels, strict=True))
         if not same or self._sampler(self.modules.tensors()) != self._sample:
-            reason = "its weights were changed by something else: a sleep, a reload, an update"
-            self.merger = None
-            if self.held.kind in WEIGHTS:
-                self.held = change(self.held, "overwrite", reason=reason)
+            self.gone("its weights were changed by something else: a sleep, a reload, an update")
         return self.held
 
     def ready(self, digest: str) -> bool:
@@ -158,6 +155,12 @@ class Side:
             self.held = change(self.held, "break", reason=reason or "a push broke off in the middle")
             self.merger = None
         self.coming, self.pending, self.update, self.began = None, None, None, False
+
+    def gone(self, reason: str) -> None:
+        """What the weights' memory held is lost; `reason` is how."""
+        self.merger = None
+        if self.held.kind in WEIGHTS:
+            self.held = change(self.held, "overwrite", reason=reason)
 
     def evicted(self) -> None:
         """The adapter is gone, the base is still what it was."""

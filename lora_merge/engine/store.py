@@ -9,20 +9,23 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 import secrets
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from ..errors import InvalidInput
-from .vllm import internals
 from .waiting import host_id
 
 TIMEOUT = timedelta(seconds=60)
 """A store that does not answer for so long is gone."""
+_ADDRESSES = ("VLLM_HOST_IP", "SGLANG_HOST_IP")
+"""Variables that vLLM and SGLang read this machine's address from; the first that is set counts."""
 _SIGNATURE = hashlib.sha256().digest_size
 
 
@@ -95,8 +98,8 @@ def listen(address: str) -> socket.socket:
     except OSError as error:
         listening.close()
         raise InvalidInput(
-            f"the trainer cannot listen at {address}, where vLLM says that this machine is reached: {error}. Set "
-            "VLLM_HOST_IP to the address of the interface that the engine's workers reach"
+            f"the trainer cannot listen at {address}, as this machine's own address: {error}. Set VLLM_HOST_IP (or "
+            "SGLANG_HOST_IP) to the address of the interface that the engine's workers reach"
         ) from error
     listening.listen(1024)
     return listening
@@ -128,7 +131,21 @@ def reach_store(channel: dict[str, Any]) -> Store:
 
 def interface(hosts: Sequence[str]) -> str:
     """The address at which this process listens for members on these hosts (`host_id`): this machine's own, unless
-    some are elsewhere."""
+    some are elsewhere.
+
+    Raises:
+        InvalidInput: some are, and this machine has no address that they could reach.
+    """
     if set(hosts) <= {host_id()}:
         return "127.0.0.1"
-    return str(internals.get_ip())
+    for name in _ADDRESSES:
+        if given := os.environ.get(name):
+            return given
+    for family, anybody in ((socket.AF_INET, "8.8.8.8"), (socket.AF_INET6, "2001:4860:4860::8888")):
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as asked:
+            asked.connect((anybody, 80))  # nothing is sent: which interface it would be
+            return str(asked.getsockname()[0])
+    raise InvalidInput(
+        "some of the engine's workers are on other hosts, and this machine has no address that they could reach: set "
+        f"{' or '.join(_ADDRESSES)} to that of the interface that they reach"
+    )

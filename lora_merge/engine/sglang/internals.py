@@ -9,7 +9,15 @@ from __future__ import annotations
 from typing import Any
 
 SUPPORTED = "0.5.17 and 0.5.23"
-_OF_MANAGERS = ("scheduler", "tp_worker", "draft_worker", "tp_cpu_group", "offload_tags", "is_fully_idle")
+_OF_MANAGERS = (
+    "scheduler",
+    "tp_worker",
+    "draft_worker",
+    "tp_cpu_group",
+    "offload_tags",
+    "is_fully_idle",
+    "memory_saver_adapter",
+)
 _OF_SCHEDULERS = (
     "pause_generation",
     "flush_cache",

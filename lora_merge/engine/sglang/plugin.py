@@ -7,15 +7,19 @@ from typing import Any
 
 PREFIX = "lora_merge:"
 """How an action of `check_weights` begins that is a request of this package; JSON follows."""
-HOOKED = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.check_weights"
+_MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+HOOKED = f"{_MANAGER}.check_weights"
 """Of a scheduler. It takes a string and gives one back, on every rank, also while generation stands still."""
+RELEASES = f"{_MANAGER}.release_memory_occupation"
+"""Of a scheduler: unmaps what its memory saver has made."""
 
 
 def register() -> None:
-    """Have requests of this package answered by `check_weights`."""
+    """Have requests of this package answered by `check_weights`, and hear of weights that go."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(HOOKED, check_weights, HookType.AROUND)
+    HookRegistry.register(RELEASES, release_memory_occupation, HookType.AROUND)
 
 
 def check_weights(original: Any, manager: Any, request: Any) -> Any:
@@ -25,3 +29,13 @@ def check_weights(original: Any, manager: Any, request: Any) -> Any:
     from .worker import lora_merge
 
     return lora_merge(manager, request.action.removeprefix(PREFIX))
+
+
+def release_memory_occupation(original: Any, manager: Any, request: Any) -> Any:
+    """SGLang's own; then what the weights were is forgotten, where they went. What is mapped again in their place may
+    look like them here and there."""
+    answer = original(manager, request)
+    from .worker import released
+
+    released(manager)
+    return answer

@@ -10,6 +10,8 @@ from . import internals
 
 _WITHOUT_WEIGHTS = {"NGRAM"}
 """Algorithms of speculative decoding that draft without a model."""
+_UPDATING = ("_session", "_weight_update_in_progress")
+"""By which SGLang knows, from 0.5.21 on, that an update of its own has begun and not ended."""
 
 
 def unfit(manager: Any) -> str:
@@ -27,7 +29,7 @@ def unfit(manager: Any) -> str:
     for applies, why in _REFUSED:
         if applies(arguments):
             return why
-    if getattr(manager, "_session", None) is not None:  # SGLang 0.5.21 on
+    if any(getattr(manager, name, None) for name in _UPDATING):
         return "is in the middle of a weight update of SGLang's own: finish it first (end_weight_update)"
     algorithm = str(arguments.speculative_algorithm or "")
     if manager.draft_worker is not None and algorithm.upper() not in _WITHOUT_WEIGHTS:

@@ -3,6 +3,7 @@ other. Nothing raises here: an error in a scheduler ends the whole engine."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -20,6 +21,7 @@ from .adapter import ADAPTER_ID, load_adapter, remove_adapter, unserved_modules
 from .loader import Loader
 from .unfit import unfit
 
+_log = logging.getLogger(__name__)
 _WEIGHTS = "weights"
 """The tag under which SGLang's memory saver knows the weights."""
 
@@ -116,6 +118,16 @@ def asleep(manager: Any) -> int:
     if _WEIGHTS not in manager.offload_tags:
         return 0
     return 1 if manager.scheduler.server_args.enable_weights_cpu_backup else 2
+
+
+def released(manager: Any) -> None:
+    """Memory has been unmapped: weights of which no copy is kept are gone. An error stays here: it would end the
+    engine, and what a push notes of the weights still shows that they are others."""
+    try:
+        if asleep(manager) == 2 and manager.memory_saver_adapter.enabled:
+            SglangWorker(manager).side().gone("its weights were thrown away: release_memory_occupation")
+    except Exception:
+        _log.exception("lora_merge")
 
 
 def _requests(worker: SglangWorker, side: Side) -> dict[str, Any]:

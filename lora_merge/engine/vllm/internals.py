@@ -32,7 +32,6 @@ _WHERE = {
     "PyNcclCommunicator": "vllm.distributed.device_communicators.pynccl",
     "NCCLLibrary": "vllm.distributed.device_communicators.pynccl_wrapper",
     "StatelessProcessGroup": "vllm.distributed.utils",
-    "get_ip": "vllm.utils.network_utils",
     "get_tp_group": "vllm.distributed.parallel_state",
 }
 _LATER = {
