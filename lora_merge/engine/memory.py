@@ -18,8 +18,8 @@ from ..errors import InvalidInput
 from .waiting import SHARED, TransferAborted
 
 _PREFIX = "lora_merge-"
-_BUFFER_ID = 7
-"""CU_POINTER_ATTRIBUTE_BUFFER_ID"""
+_BUFFER_ID, _IS_MANAGED, _MEMPOOL_HANDLE = 7, 8, 17
+"""CU_POINTER_ATTRIBUTE_*"""
 
 
 class SharedMemory:
@@ -110,7 +110,7 @@ def exported(storage: torch.UntypedStorage) -> tuple[bytes, int, int]:
     of that, and where the storage begins in it.
 
     Raises:
-        NotExported: the memory of vLLM's sleep mode, expandable segments.
+        NotExported: managed memory, the memory of vLLM's sleep mode, expandable segments; says which where CUDA does.
     """
     runtime, handle = _cuda_runtime(), _IpcHandle()
     base, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
@@ -120,10 +120,23 @@ def exported(storage: torch.UntypedStorage) -> tuple[bytes, int, int]:
         )
         if found or runtime.cudaIpcGetMemHandle(ctypes.byref(handle), ctypes.c_void_p(base.value)):
             runtime.cudaGetLastError()  # else the next kernel's check would find it
-            raise NotExported(
-                "an allocator made it whose memory CUDA does not export (sleep mode, expandable segments)"
-            )
+            raise NotExported(_maker(storage.data_ptr()))
     return bytes(handle), nbytes.value, storage.data_ptr() - base.value
+
+
+def _maker(address: int) -> str:
+    """Why CUDA does not export memory, in words."""
+    if _attribute(address, _IS_MANAGED, ctypes.c_int()):
+        return "it is managed memory (cudaMallocManaged), which CUDA does not export"
+    if _attribute(address, _MEMPOOL_HANDLE, ctypes.c_void_p()):
+        return "it is of a pool of cudaMallocAsync, which CUDA does not export so (PYTORCH_CUDA_ALLOC_CONF)"
+    return "an allocator made it whose memory CUDA does not export (sleep mode, expandable segments)"
+
+
+def _attribute(address: int, attribute: int, found: Any) -> Any:
+    """An attribute of memory on a GPU; None where CUDA does not know."""
+    wrong = _driver().cuPointerGetAttribute(ctypes.byref(found), ctypes.c_int(attribute), ctypes.c_uint64(address))
+    return None if wrong else found.value
 
 
 def allocations(storages: Sequence[torch.UntypedStorage]) -> list[int]:

@@ -27,6 +27,7 @@ class Described:
         table: of its buckets.
         factors: how many of them hold factors; the others hold whole tensors.
         deltas: of each what a `Delta` has beside its tensors.
+        there: names of the factors that the worker reads where the trainer has them.
         tensors: of each tensor of the stream that a product is added to: which delta's, and its window there.
         copied: of tensors that the worker reads where the trainer has them, with no product: the window.
     """
@@ -35,6 +36,7 @@ class Described:
     table: Table
     factors: int
     deltas: Sequence[Mapping[str, Any]]
+    there: Sequence[str]
     tensors: Mapping[str, tuple[int, Window]]
     copied: Mapping[str, Window]
 
@@ -43,7 +45,8 @@ class Described:
         """Off the wire."""
         windows = {name: Window(tuple(start), tuple(size), tuple(dims)) for name, start, size, dims in said["windows"]}
         tensors = {name: (number, windows.pop(name)) for name, number in said["tensors"]}
-        return cls(said["base"], from_json(said["slots"]), said["factors"], said["deltas"], tensors, windows)
+        table = from_json(said["slots"])
+        return cls(said["base"], table, said["factors"], said["deltas"], said["there"], tensors, windows)
 
     @property
     def whole(self) -> frozenset[str]:
@@ -83,12 +86,21 @@ class Factored:
     Args:
         coming: an update like it.
         pieces: of each delta, by number, what lies here of its weight; none where it is left out.
+        device: of the worker.
+        read: the factors that come in no bucket, by name; read where they are.
+        far: of such factors, each time copied to here.
     """
 
-    def __init__(self, coming: Update, pieces: Mapping[int, Sequence[Piece]]) -> None:
+    def __init__(
+        self,
+        coming: Update,
+        pieces: Mapping[int, Sequence[Piece]],
+        device: torch.device,
+        read: Mapping[str, Tensor] = {},
+        far: Mapping[str, Tensor] = {},
+    ) -> None:
         said = coming.said
         self._said, self._scalings = said, coming.scalings
-        device = coming.data[0].device if coming.data else torch.device("cpu")
         self.memory = [
             torch.empty(extent(slots), dtype=torch.uint8, device=device) for slots in said.table[: said.factors]
         ]
@@ -97,6 +109,9 @@ class Factored:
             for slots, data in zip(said.table[: said.factors], self.memory, strict=True)
             for slot in slots
         }
+        self._far = [(torch.empty_like(there), there) for there in far.values()]
+        self._tensors |= read
+        self._tensors |= {name: here for name, (here, _) in zip(far, self._far, strict=True)}
         self.deltas = [self._delta(number, pieces.get(number, ()), device) for number in range(len(said.deltas))]
         # Operands leave out what nobody holds; what has no place here may be part of a layer that is laid out anew.
         here = (Piece((), torch.empty(0)),)
@@ -120,6 +135,8 @@ class Factored:
         """The factors of an update come to lie here."""
         for to, data in zip(self.memory, coming.data, strict=False):
             to.copy_(data)
+        for here, there in self._far:
+            here.copy_(there)
         self._operands.refresh()
 
     def _delta(self, number: int, pieces: Sequence[Piece], device: torch.device) -> Delta:

@@ -24,7 +24,7 @@ from .state import State
 from .trainer import Trainer
 from .transport import Route
 from .update import Update
-from .waiting import host_id
+from .waiting import host_id, told
 
 _Step: TypeAlias = Callable[[Replica], Coroutine[Any, Any, None]]
 PAUSES = ("keep", "wait", "abort")
@@ -148,7 +148,7 @@ class Pushes:
                 if slept:
                     # Map the weights of sleeping engines; the KV cache follows after the push.
                     await trainer.everywhere(trainer.all_own(replicas, self._wake))
-                    replicas = await self._introduce()
+                    replicas = await self._introduce(*known)
                 passes = await self._passes(replicas, report, verify, read[0] if read else None)
                 sources = [one.source for one in passes if not isinstance(one.source, Told)]
                 if sources:
@@ -355,7 +355,13 @@ class Pushes:
         if not isinstance(source, Pull):
             await self._trainer.transfer(sent, run, replicas, one.route, prepare, receive)
             return
-        beside = Verified(source) if verify else source
+        beside, failed = Verified(source) if verify else source, ""
+        try:
+            await self._trainer.blocking(source.settle)
+        except Exception as error:
+            failed = told(error)
+        if await self._trainer.share(replicas, failed):  # every rank is ready before a worker reads
+            return
         await self._trainer.transfer(beside, run, replicas, one.route, prepare, receive)
         if isinstance(beside, Verified):
             await self._compare(source.stream, beside, sent, run, replicas)

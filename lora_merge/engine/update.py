@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -37,6 +37,8 @@ class Beside:
         whole: the stream of the tensors that go whole; None where there are none.
         base: digest of what is in the table of the base (`contents_of`); "" where the base is read with it.
         straight: of the adapted stream, by name, what the engine makes of boxes of parameters and factors.
+        read: of factors, by name: which of them workers read where they lie; they go in no bucket. The same on every
+            rank.
 
     Attributes:
         device: on which buckets are filled; may be set to another one than the model's.
@@ -48,7 +50,13 @@ class Beside:
     """
 
     def __init__(
-        self, adapted: Filler, whole: Filler | None, base: str, straight: Mapping[str, Entry], bucket_bytes: int
+        self,
+        adapted: Filler,
+        whole: Filler | None,
+        base: str,
+        straight: Mapping[str, Entry],
+        bucket_bytes: int,
+        read: Callable[[Mapping[str, Tensor]], Container[str]] = lambda factors: (),
     ) -> None:
         self.device, self._adapted, self.whole = adapted.device, adapted, whole
         self.collective = self.shared = not adapted.source.ranks.alone
@@ -65,9 +73,10 @@ class Beside:
         self._operands = Operands(
             [Turn(deltas, everything={delta.name for delta in deltas})], adapted.source.ranks, self.device
         )
-        named = [slot for number, delta in enumerate(deltas) for slot in self._factors(number, delta)]
+        self._tensors = dict(slot for number, delta in enumerate(deltas) for slot in self._factors(number, delta))
+        there = read(self._tensors)
+        named = [(name, tensor) for name, tensor in self._tensors.items() if name not in there]
         metas = [Meta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in named]
-        self._tensors = dict(named)
         self._plans: dict[int, tuple[int, Plan]] = {}
         factors = lay_out(metas, max(bucket_bytes, ALIGNMENT)) if metas else ()
         self._count = len(factors)
@@ -78,6 +87,7 @@ class Beside:
             "base": base,
             "slots": to_json(self.table),
             "factors": self._count,
+            "there": [name for name in self._tensors if name in there],
             "deltas": [_described(delta, self._operands) for delta in deltas],
             "tensors": [[name, numbers[id(delta)]] for name, delta in merged.items()],
             "windows": [[name, *_window(entry)] for name, entry in straight.items()],
@@ -100,7 +110,7 @@ class Beside:
     def fill(self, index: int, buffer: Tensor, run: Mapping[str, Any]) -> None:
         """As `Sent.fill`."""
         if index == 0:
-            self._operands.refresh()
+            self._refresh()
         if index >= self._count:
             assert self.whole is not None
             here = buffer.to(self.whole.device)  # the buffer itself, unless `device` was set to another one
@@ -117,6 +127,10 @@ class Beside:
             plan.release()  # the buffer is its owner's; that it is where it was is looked at
             self._plans[index] = buffer.data_ptr(), plan
         plan.run()
+
+    def _refresh(self) -> None:
+        """The factors as the live adapters have them now."""
+        self._operands.refresh()
 
     def straight(self, names: Container[str]) -> frozenset[int]:
         """None: workers merge what they got."""
