@@ -8,8 +8,8 @@ of its own: `same` (trainer and engine in one process), `other` (engine in anoth
 `adapter`, `tp2` (two GPUs, asked for with --parts), `engine` and `engine-other` (adapters alone cross, and the engine
 merges), `pull` (an engine in sleep mode in another process, which reads the trainer's weights) and `pull-tp2` (two of
 its workers, on two GPUs). Times are medians over `--repeats` pushes after a warm-up. Each part measures one large copy
-of the same bytes; `tp2` measures NCCL's broadcast of a bucket, too. The JSON is written after every part, so that a time
-limit loses one part only.
+of the same bytes; `tp2` measures NCCL's broadcast of a bucket, too. The JSON is written after every part, so that a
+time limit loses one part only.
 """
 
 from __future__ import annotations

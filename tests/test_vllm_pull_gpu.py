@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import time
@@ -85,11 +86,10 @@ def used() -> int:
     return total - free
 
 
-@pytest.mark.parametrize("rank", [8, 32], ids="rank {}".format)
-def test_an_engine_that_sleeps(rank: int, tmp_path: Path) -> None:
-    """Bits, 20 pushes with flat memory, both levels of sleep, captured graphs, other adapters, weights that move."""
-    model = policy(larger, **DENSE, r=rank, lora_alpha=2 * rank)
-    options = SLEEPY | {"enforce_eager": rank == 32, "enable_lora": True, "max_lora_rank": 32}
+def test_an_engine_that_sleeps(tmp_path: Path) -> None:
+    """Bits, 20 pushes with flat memory, both levels of sleep, other adapters, weights that move."""
+    model = policy(larger, **DENSE, r=32, lora_alpha=64)
+    options = SLEEPY | {"enable_lora": True, "max_lora_rank": 32}
     with engine(model, tmp_path / "base", processes=True, **options) as llm:
         sync = begun(VllmSync(model, llm))
         pulled(sync.push())
@@ -104,7 +104,8 @@ def test_an_engine_that_sleeps(rank: int, tmp_path: Path) -> None:
             pulled(sync.push())
             memory.append((torch.cuda.memory_allocated(), *llm.collective_rpc("allocated")))
             everybody.append(used())
-        assert memory[1:] == memory[1:2] * 19, memory
+        for of_one in zip(*memory, strict=True):
+            assert max(of_one[10:]) <= max(of_one[2:10]) + 4096, memory
         assert everybody[-1] <= everybody[1] + (1 << 22), everybody
         assert_answers(ask(llm), model)
 
@@ -220,9 +221,11 @@ def test_a_worker_that_is_killed_when_it_is_to_read(tmp_path: Path) -> None:
 
 def test_a_trainer_of_expandable_segments(tmp_path: Path) -> None:
     """Nothing of it can be exported either: buckets, and the report says why."""
+    gc.collect()
+    torch.cuda.empty_cache()
     torch.cuda.memory._set_allocator_settings("expandable_segments:True")
     try:
-        model = policy(engines.qwen2, **DENSE)
+        model = policy(larger, **DENSE)
         with engine(model, tmp_path / "base", processes=True, **SLEEPY) as llm:
             sync = begun(VllmSync(model, llm))
             for step in range(2):
@@ -234,6 +237,21 @@ def test_a_trainer_of_expandable_segments(tmp_path: Path) -> None:
             sync.close()
     finally:
         torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+
+
+def test_captured_graphs(tmp_path: Path) -> None:
+    """What was captured before a push reads the addresses that workers merge to; after a sleep, too."""
+    model = policy(engines.qwen2, **DENSE, r=8)
+    with engine(model, tmp_path / "base", processes=True, **SLEEPY | {"enforce_eager": False}) as llm:
+        sync = begun(VllmSync(model, llm))
+        for step in range(3):
+            train(model, step)
+            pulled(sync.push(verify=step == 1))
+            assert_answers(ask(llm), model)
+            llm.sleep(level=1 + step % 2)
+        pulled(sync.push())
+        assert_answers(ask(llm), model)
+        sync.close()
 
 
 @needs(2)
