@@ -6,8 +6,10 @@ import ctypes
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 from weakref import ref
@@ -208,14 +210,7 @@ def test_who_made_what_cuda_does_not_export(attribute: int | None, why: str, mon
     runtime = SimpleNamespace(cudaIpcGetMemHandle=lambda *args: 1, cudaGetLastError=lambda: 1)
     monkeypatch.setattr(memory, "_driver", lambda: ranged)
     monkeypatch.setattr(memory, "_cuda_runtime", lambda: runtime)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: SimpleNamespace(__enter__=None, __exit__=None))
-
-    class Device:
-        def __init__(self, device: Any) -> None: ...
-        def __enter__(self) -> None: ...
-        def __exit__(self, *error: object) -> None: ...
-
-    monkeypatch.setattr(torch.cuda, "device", Device)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     with pytest.raises(NotExported, match=why):
         memory.exported(torch.ones(4).untyped_storage())
 
@@ -296,8 +291,7 @@ def test_what_two_ranks_hold_is_merged_in_a_worker(adapters: bool, share: float,
 
 def test_only_what_a_worker_holds_is_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of ranks that all have everything, the nearest one's; of what it exports, what comes here."""
-    model = shared()
-    made, found, said = offered(model)
+    _, found, said = offered(shared())
     opened: list[str] = []
     open_ = mapped._opened
     monkeypatch.setattr(mapped, "_opened", lambda path, *args: opened.append(path) or open_(path, *args))
@@ -348,7 +342,7 @@ def test_memory_of_a_trainer_that_died_is_let_go_of(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(side, "_WATCH_S", 0.01)
     here: Any = Side.__new__(Side)
     here.pulls, here.claim, here._puller = {}, SimpleNamespace(owner="x"), ""
-    here.pulling = __import__("threading").RLock()
+    here.pulling = threading.RLock()
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         pulled: Any = Pulled.__new__(Pulled)
         pulled._made, pulled._views, pulled._read, pulled._mapped = None, {}, {}, []
