@@ -270,7 +270,6 @@ def test_stochastic_rounding_has_the_same_bits_both_ways(tmp_path: Path, monkeyp
 PHASES = {
     "blocked": (0, False),
     "offer": (0, False),
-    "start": (0, True),
     "pull": (0, True),
     "finish": (0, True),
     "commit": (0, True),

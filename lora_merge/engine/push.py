@@ -326,22 +326,21 @@ class Pushes:
         if run["rounding"] == "stochastic":
             run["seed"] = state.version
 
+        changed = None if one.changed is None else sorted(one.changed)
+        begin = {"state": state.to_json(), "changed": changed}
+
         async def prepare(replica: Replica, route: Route) -> None:
             if isinstance(source, Update):
                 return  # nothing changes before all workers have it
             replica.begun = True
-            if isinstance(source, Filler | Pull):
-                pulls = isinstance(source, Pull)
-                stream = source.stream if isinstance(source, Pull) else source
-                changed = None if one.changed is None else sorted(one.changed)
-                message = {"digest": stream.digest, "state": state.to_json(), "sent": pulls or bool(route.sent)}
-                await self._tell(replica, "start", changed=changed, **message)
+            if isinstance(source, Filler):
+                await self._tell(replica, "start", digest=source.digest, sent=bool(route.sent), **begin)
 
         async def receive(replica: Replica, route: Route) -> None:
             message: dict[str, Any] = {"sessions": self._trainer.sessions, "verify": verify}
             if isinstance(source, Pull):
-                message = {"sessions": self._trainer.sessions, "scalings": source.scalings, "run": run}
-                await self._tell(replica, "pull", digest=source.offered, verify=verify, **message)
+                message |= {"scalings": source.scalings, "run": run}
+                await self._tell(replica, "pull", digest=source.offered, **begin, **message)
             elif isinstance(source, AdapterSource):
                 table = to_json(source.table)
                 await self._tell(replica, "adapter", table=table, rank=source.rank, state=state.to_json(), **message)

@@ -325,20 +325,30 @@ def _receive(
 
 
 def _pull(
-    worker: Worker, side: Side, digest: str, scalings: list[list[float]], run: Mapping[str, Any], verify: bool
+    worker: Worker,
+    side: Side,
+    digest: str,
+    state: dict[str, Any],
+    changed: Sequence[str] | None,
+    scalings: list[list[float]],
+    run: Mapping[str, Any],
+    verify: bool,
 ) -> dict[str, Any]:
-    """Take what comes in buckets, and read the rest where the trainer has it.
+    """Begin a full push, take what comes of it in buckets, and read the rest where the trainer has it.
 
     Args:
         digest: under which it was offered.
+        state, changed: as of `_start`.
         scalings: of each adapter of each delta.
         run: arguments of `Plan.run`.
         verify: note checksums of what comes in buckets.
     """
     with side.pulling:
         pulled = side.pulls.get(digest)
-        if side.coming is None or pulled is None or pulled.examination is not side.coming.examination:
-            raise RuntimeError("a push has to begin, and to have been offered, before it is pulled; push again")
+        if pulled is None or not side.ready(digest):
+            raise RuntimeError("a push has to be offered before it is pulled; push again")
+        _start(worker, side, pulled.table, state, True, changed)
+        assert side.coming is not None
         said, update = pulled.said, Update(pulled.said, scalings)
         keep = _nothing if side.coming.merger is None else side.coming.merger.keep
 
