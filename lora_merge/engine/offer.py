@@ -189,11 +189,8 @@ class PullOffer:
     ) -> tuple[Pull | None, str]:
         trainer, last = self._trainer, self._last
         stands = await trainer.blocking(partial(self._pulls.stands, stream, last))
-        if all(
-            await trainer.gather(
-                stands and last is not None and all(last.offered in worker["ready"] for worker in workers)
-            )
-        ):
+        ready = stands and last is not None and all(last.offered in worker["ready"] for worker in workers)
+        if not await trainer.blocking(lambda: trainer.world.any(not ready)):
             return last, ""
         told = await trainer.gather((unreadable(stream), introduction(stream.device), self._stayed(stream)))
         ranks = [rank for _, rank, _ in told]

@@ -163,7 +163,7 @@ class Pulls:
             blocked: names of the tensors that some engine takes another way, or holds in another dtype.
         """
         known = self._known[1] if self._known is not None and self._known[0] == blocked else None
-        if not self.stands(stream, known):
+        if stream.ranks.any(not self.stands(stream, known)):
             self._known = None
             known = self._made(stream, blocked)
             self._known = blocked, known
@@ -171,13 +171,12 @@ class Pulls:
         return known
 
     def stands(self, stream: Filler, pull: Pull | None) -> bool:
-        """Whether what was made last is what would be made of the stream now: then it serves another pass. Collective,
-        and the same on every rank."""
-        if stream.ranks.any(pull is None or pull.stream is not stream):
+        """Whether what was made last is what would be made of the stream now, as far as this rank can say: then it
+        serves another pass. Collective, as making streams is."""
+        if pull is None or pull.stream is not stream:
             return False
-        assert pull is not None
         whole = None if pull.whole is None else self._whole.filler()
-        return not stream.ranks.any(whole is not pull.whole or not pull.stays())
+        return whole is pull.whole and pull.stays()
 
     def _made(self, stream: Filler, blocked: frozenset[str]) -> Pull:
         names = frozenset(name for name in stream.windows() if name not in blocked)

@@ -24,7 +24,7 @@ from .state import State
 from .trainer import Trainer
 from .transport import Route
 from .update import Update
-from .waiting import host_id, told
+from .waiting import host_id
 
 _Step: TypeAlias = Callable[[Replica], Coroutine[Any, Any, None]]
 PAUSES = ("keep", "wait", "abort")
@@ -330,8 +330,8 @@ class Pushes:
         begin = {"state": state.to_json(), "changed": changed}
 
         async def prepare(replica: Replica, route: Route) -> None:
-            if isinstance(source, Update):
-                return  # nothing changes before all workers have it
+            if isinstance(source, Update | Pull):
+                return  # nothing changes before all workers have it, or are told to read
             replica.begun = True
             if isinstance(source, Filler):
                 await self._tell(replica, "start", digest=source.digest, sent=bool(route.sent), **begin)
@@ -339,6 +339,7 @@ class Pushes:
         async def receive(replica: Replica, route: Route) -> None:
             message: dict[str, Any] = {"sessions": self._trainer.sessions, "verify": verify}
             if isinstance(source, Pull):
+                replica.begun = True
                 message |= {"scalings": source.scalings, "run": run}
                 await self._tell(replica, "pull", digest=source.offered, **begin, **message)
             elif isinstance(source, AdapterSource):
@@ -354,14 +355,8 @@ class Pushes:
         if not isinstance(source, Pull):
             await self._trainer.transfer(sent, run, replicas, one.route, prepare, receive)
             return
-        beside, failed = Verified(source) if verify else source, ""
-        try:
-            await self._trainer.blocking(source.settle)
-        except Exception as error:
-            failed = told(error)
-        if await self._trainer.share(replicas, failed):  # every rank is ready before a worker reads
-            return
-        await self._trainer.transfer(beside, run, replicas, one.route, prepare, receive)
+        beside = Verified(source) if verify else source
+        await self._trainer.transfer(beside, run, replicas, one.route, prepare, receive, source.settle)
         if isinstance(beside, Verified):
             await self._compare(source.stream, beside, sent, run, replicas)
 
