@@ -108,7 +108,9 @@ def test_another_allocation_with_the_same_handle_is_another_one(monkeypatch: pyt
     """CUDA may give memory that comes to lie at the same address the handle of what lay there before."""
     marks = [7]
     monkeypatch.setattr(mapped, "_marks", lambda storages: marks * len(list(storages)))
-    monkeypatch.setattr(mapped, "_export", lambda storage, files, mark: ({"handle": "h", "nbytes": 1, "mark": mark}, 0))
+    monkeypatch.setattr(
+        mapped._Exporter, "__call__", lambda self, storage, mark: ({"handle": "h", "nbytes": 1, "mark": mark}, 0)
+    )
     model = shared()
     stream = MergedWeights(model).filler()
     first = Pulls(MergedWeights(model))(stream, frozenset())
@@ -212,7 +214,7 @@ def test_who_made_what_cuda_does_not_export(attribute: int | None, why: str, mon
     monkeypatch.setattr(memory, "_cuda_runtime", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     with pytest.raises(NotExported, match=why):
-        memory.exported(torch.ones(4).untyped_storage())
+        memory.exported(torch.ones(4).untyped_storage(), {})
 
 
 class Engine:

@@ -95,13 +95,13 @@ class Exports:
         self._storages = []
 
     def _describe(self, places: Places) -> tuple[list[dict[str, Any]], dict[str, list[Any]]]:
-        files = SharedFiles() if any(storage.device.type == "cpu" for storage in self._storages) else None
+        export = _Exporter()
         memory: dict[str, dict[str, Any]] = {}
         where: dict[int, tuple[int, int]] = {}
         names = {view.untyped_storage().data_ptr(): name for name, some in places.views.items() for _, view in some}
         for storage, mark in zip(self._storages, self.lies.marks, strict=True):
             try:
-                told, offset = _export(storage, files if storage.device.type == "cpu" else None, mark)
+                told, offset = export(storage, mark)
             except NotExported as error:
                 raise NotExported(f"{error}; {names[storage.data_ptr()]} is one") from error
             key = told.get("handle") or told["path"]
@@ -118,26 +118,36 @@ class Exports:
         return list(memory.values()), views
 
 
-def _export(storage: torch.UntypedStorage, files: SharedFiles | None, mark: int) -> tuple[dict[str, Any], int]:
-    """How a storage is mapped, and where it begins in what is mapped.
+class _Exporter:
+    """What it takes to export several storages of this process, as it is now."""
 
-    Args:
-        mark: of its allocation: CUDA may give the next one at the same address the same handle.
-    """
-    if files is not None:
-        path, file, nbytes, offset = files.exported(storage)
+    def __init__(self) -> None:
+        self._files: SharedFiles | None = None
+        self._handles: dict[int, bytes] = {}
+
+    def __call__(self, storage: torch.UntypedStorage, mark: int) -> tuple[dict[str, Any], int]:
+        """How a storage is mapped, and where it begins in what is mapped.
+
+        Args:
+            mark: of its allocation: nothing says that the next one at the same address has another handle.
+
+        Raises:
+            NotExported: it cannot be.
+        """
+        if storage.device.type == "cuda":
+            handle, nbytes, offset = exported(storage, self._handles)
+            return {"handle": base64.b64encode(handle).decode(), "nbytes": nbytes, "mark": mark}, offset
+        self._files = self._files or SharedFiles()
+        path, file, nbytes, offset = self._files.exported(storage)
         return {"path": path, "file": file, "nbytes": nbytes}, offset
-    handle, nbytes, offset = exported(storage)
-    return {"handle": base64.b64encode(handle).decode(), "nbytes": nbytes, "mark": mark}, offset
 
 
 def exportable(tensors: Mapping[str, Tensor]) -> set[str]:
     """Names of those tensors that other processes can map where they lie."""
-    files = SharedFiles() if any(tensor.device.type == "cpu" for tensor in tensors.values()) else None
-    found = set()
+    export, found = _Exporter(), set()
     for name, tensor in tensors.items():
         with suppress(NotExported):
-            _export(tensor.untyped_storage(), files if tensor.device.type == "cpu" else None, 0)
+            export(tensor.untyped_storage(), 0)
             found.add(name)
     return found
 
