@@ -377,7 +377,8 @@ def part_pull(args: argparse.Namespace, folder: Path, tp: int = 1) -> dict[str, 
     from lora_merge import VllmSync
 
     cuda = args.device == "cuda"
-    with start_engine(args, folder, tp=tp, **({"enable_sleep_mode": True} if cuda else {})) as llm:
+    options: dict[str, Any] = {"worker_extension_cls": "pull_worker.Timed"}
+    with start_engine(args, folder, tp=tp, **options | ({"enable_sleep_mode": True} if cuda else {})) as llm:
         model = build_policy(args.shape, args.rank, args.device)
         if not cuda:
             model.share_memory()
@@ -386,10 +387,13 @@ def part_pull(args: argparse.Namespace, folder: Path, tp: int = 1) -> dict[str, 
         buckets, mapping = sync.push(), sync.push()
         result = pushes(sync, args.repeats, "merged")
         result |= {"buckets_ms": 1e3 * sum(buckets.seconds.values()), "map_ms": 1e3 * sum(mapping.seconds.values())}
+        between = [torch.cuda.mem_get_info(gpu)[0] for gpu in range(tp)] if cuda else []
         for _ in range(args.pushes):
             sync.push()
         after = [torch.cuda.mem_get_info(gpu)[0] for gpu in range(tp)] if cuda else []
         result["extra_bytes"] = [free - left for free, left in zip(before, after, strict=True)]
+        result["memory_growth_bytes"] = [free - left for free, left in zip(between, after, strict=True)]
+        result["merge_in_worker_ms"] = llm.collective_rpc("pull_ms", args=(args.repeats,))
         result["check_of_all_bytes"] = str(sync.push(verify=True))
         result = beside_a_copy(result, args)
         result["transfer_x_copy"] = result["phases_ms"]["transfer"] / result["copy_ms"]
