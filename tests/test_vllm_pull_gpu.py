@@ -132,7 +132,7 @@ def weights_that_move(model: Any, llm: Any, sync: VllmSync) -> None:
         model.cpu()
         torch.cuda.empty_cache()
         freed = before - used()
-        assert step == 0 or freed > sum(p.nbytes for p in model.parameters()) * 0.9, (step, freed)
+        assert step == 0 or freed > sum(p.nbytes for p in model.parameters()) / 2, (step, freed)
         model.cuda()
         report = sync.push()
         assert report.transports == ("ipc",)
