@@ -61,9 +61,8 @@ class Pull(Beside):
         self.factors = Exports(_wholes({name: self._tensors[name] for name in self.said["there"]}), (), "the trainer's")
 
     def stays(self) -> bool:
-        """Whether what this rank exports lies in the same memory still."""
-        held = {storage.data_ptr(): storage for storage in self.stream.source.held}
-        return self.exports.hold(held) and self.factors.hold()
+        """Whether what this rank exports lies in the same memory still. (Adapters do: they are held.)"""
+        return self.exports.hold({storage.data_ptr(): storage for storage in self.stream.source.held})
 
     def settle(self) -> None:
         """Read the adapters, and wait until the device has done all that it was told: from here on workers may read.
