@@ -79,6 +79,7 @@ def rollout(args: argparse.Namespace, folder: Path) -> Iterator[Any]:
             options: Record = {"worker_extension_cls": "verl_peer.Receiver"}
             if args.device == "cuda":
                 options |= {"kv_cache_memory_bytes": 1 << 29}  # whatever share of the GPU is free
+                options |= {"enable_sleep_mode": True} if args.sleep_mode else {}
             engine = stack.enter_context(sync.start_engine(args, folder, tp=args.tp, **options))
             os.environ.update(ours)
             tell("the engine runs")
@@ -192,6 +193,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--bucket-bytes", type=int, default=512 << 20)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--sleep-mode", action="store_true", help="of the engine, whose workers then read the ranks'")
     parser.add_argument("--gpu-memory", type=float, default=0.05, help="what the engine insists on finding free")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
     return parser.parse_args()
@@ -208,7 +210,7 @@ def main() -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(minutes=10))
     args.tp = args.tp or dist.get_world_size()
     first = dist.get_rank() == 0
-    named = ("shape", "rank", "adapter_dtype", "tp", "bucket_bytes", "repeats")
+    named = ("shape", "rank", "adapter_dtype", "tp", "bucket_bytes", "repeats", "sleep_mode")
     record: Record = report.provenance(device) | {"gpus": dist.get_world_size()}
     record |= {name: getattr(args, name) for name in named}
 

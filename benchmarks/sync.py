@@ -6,9 +6,10 @@
 Engines start with `load_format="dummy"`, the trainer with random weights of the same shape. Each part runs in a process
 of its own: `same` (trainer and engine in one process), `other` (engine in another process on the same device),
 `adapter`, `tp2` (two GPUs, asked for with --parts), `engine` and `engine-other` (adapters alone cross, and the engine
-merges). Times are medians over `--repeats` pushes after a warm-up. Each part measures one large copy of the same bytes;
-`tp2` measures NCCL's broadcast of a bucket, too. The JSON is written after every part, so that a time limit loses one
-part only.
+merges), `pull` (an engine in sleep mode in another process, which reads the trainer's weights) and `pull-tp2` (two of
+its workers, on two GPUs). Times are medians over `--repeats` pushes after a warm-up. Each part measures one large copy
+of the same bytes; `tp2` measures NCCL's broadcast of a bucket, too. The JSON is written after every part, so that a
+time limit loses one part only.
 """
 
 from __future__ import annotations
@@ -370,6 +371,40 @@ def part_tp2(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         return beside_a_copy(result, args)
 
 
+def part_pull(args: argparse.Namespace, folder: Path, tp: int = 1) -> dict[str, Any]:
+    """An engine whose memory cannot be mapped: its workers read the trainer's. The first push, in buckets, shows where
+    that lies; in the second it is mapped."""
+    from lora_merge import VllmSync
+
+    cuda = args.device == "cuda"
+    options: dict[str, Any] = {"worker_extension_cls": "pull_worker.Timed"}
+    with start_engine(args, folder, tp=tp, **options | ({"enable_sleep_mode": True} if cuda else {})) as llm:
+        model = build_policy(args.shape, args.rank, args.device)
+        if not cuda:
+            model.share_memory()
+        before = [torch.cuda.mem_get_info(gpu)[0] for gpu in range(tp)] if cuda else []
+        sync = VllmSync(model, llm, bucket_bytes=args.bucket_bytes)
+        buckets, mapping = sync.push(), sync.push()
+        result = pushes(sync, args.repeats, "merged")
+        result |= {"buckets_ms": 1e3 * sum(buckets.seconds.values()), "map_ms": 1e3 * sum(mapping.seconds.values())}
+        between = [torch.cuda.mem_get_info(gpu)[0] for gpu in range(tp)] if cuda else []
+        for _ in range(args.pushes):
+            sync.push()
+        after = [torch.cuda.mem_get_info(gpu)[0] for gpu in range(tp)] if cuda else []
+        result["extra_bytes"] = [free - left for free, left in zip(before, after, strict=True)]
+        result["memory_growth_bytes"] = [free - left for free, left in zip(between, after, strict=True)]
+        result["merge_in_worker_ms"] = llm.collective_rpc("pull_ms", args=(args.repeats,))
+        result["check_of_all_bytes"] = str(sync.push(verify=True))
+        result = beside_a_copy(result, args)
+        result["transfer_x_copy"] = result["phases_ms"]["transfer"] / result["copy_ms"]
+        return result | {"total_x_copy": result["total_ms"] / result["copy_ms"]}
+
+
+def part_pull_tp2(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Trainer on GPU 0, workers on GPUs 0 and 1: the second one reads over NVLink."""
+    return part_pull(args, folder, tp=2)
+
+
 def broadcast_speed(args: argparse.Namespace) -> float:
     """Bytes per second of NCCL's broadcast of a bucket from GPU 0 to GPU 1: the fastest of some in a row."""
     context = torch.multiprocessing.get_context("spawn")
@@ -408,6 +443,8 @@ PARTS = {
     "tp2": part_tp2,
     "engine": part_engine,
     "engine-other": part_engine,
+    "pull": part_pull,
+    "pull-tp2": part_pull_tp2,
 }
 IN_PROCESS = ("same", "adapter", "engine")
 

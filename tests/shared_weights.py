@@ -66,8 +66,14 @@ class Shared(Faulty):
         """How many plans are kept that load buckets."""
         return len(self.get_model().__dict__["_lora_merge"].loader._plans)  # type: ignore[attr-defined]
 
-    def mapped(self, pid: int) -> int:
-        """How much of a process's shared memory this one has mapped: files."""
+    def mapped(self, pid: int, offered: bool = False) -> int:
+        """How much of a process's shared memory this one has mapped: files.
+
+        Args:
+            offered: instead, what was offered to be pulled, as this package counts it.
+        """
+        if offered:
+            return len(self.get_model().__dict__["_lora_merge"].pulls)  # type: ignore[attr-defined]
         theirs = {line.split()[4] for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "/torch_" in line}
         return len({line.split()[4] for line in Path("/proc/self/maps").read_text().splitlines()} & theirs - {"0"})
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +15,7 @@ from helpers import LAYOUTS, make_segment
 
 from lora_merge import kernels
 from lora_merge.kernels import cuda, cuda_hopper, cuda_repack, cuda_tracked, fused, idle, native, operators
-from lora_merge.kernels.segments import COLS, DTYPES, LORA_A, LORA_B, RANK, ROWS, Segment, pack
+from lora_merge.kernels.segments import COLS, DTYPES, LORA_A, LORA_B, RANK, ROWS, SOURCE, Segment, pack
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -204,6 +205,53 @@ def test_units_of_the_journal(monkeypatch: pytest.MonkeyPatch) -> None:
         rows, cols = kinds[int(name[1:])][:2]
         assert end - first[name] >= -(-rows // 64) * -(-cols // 64) * 4, name
         assert tracked.names(torch.tensor([first[name], end - 1])) == {name}
+
+
+def of_peers(device: torch.device, every: bool) -> list[Segment]:
+    """Merges, copies that move bits and such that convert, of which every second one, or all, are of a peer's."""
+    torch.manual_seed(0)
+    segments = []
+    for i, (rank, adapters) in enumerate([(32, BF16), (12, BF16), (32, FP32), (8, FP32)] * 2):
+        s = make_segment(f"w{i}", 200 + i, 1000, rank, (BF16, BF16, adapters, adapters), device, seed=i)
+        segments.append(dataclasses.replace(s, peer=every or i % 2 == 1))
+    raw, long = torch.arange(70_001, device=device), torch.randn(9000, device=device)
+    segments.append(Segment("raw", raw[None], torch.zeros_like(raw)[None], peer=True))
+    segments.append(Segment("long", long[None], torch.zeros(1, 9000, dtype=BF16, device=device), peer=True))
+    return segments
+
+
+@pytest.mark.parametrize("every", [False, True])
+def test_a_peers_memory_is_not_read_by_tensor_maps(every: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """6 GB/s, where plain loads read it at the speed of the link. Nothing else of the plan goes another way."""
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(cuda_hopper, "_available", lambda device: True)
+    monkeypatch.setattr(cuda_hopper, "maps", lambda *args: torch.zeros(1))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: H200)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    segments = of_peers(cpu, every)
+    launch = cuda.prepare(segments, cpu)
+    by_map = [v.table for v in launch.variants if isinstance(v, cuda_hopper.HopperVariant)]
+    plainly = [v.table for v in launch.variants if not isinstance(v, cuda_hopper.HopperVariant)]
+    mapped = {address for table in by_map for address in table[:, SOURCE].tolist()}
+    assert not mapped & {s.source.data_ptr() for s in segments if s.peer}
+    assert mapped >= {s.source.data_ptr() for s in segments if not s.peer}
+    assert {s.source.data_ptr() for s in segments if s.peer} <= {a for t in plainly for a in t[:, SOURCE].tolist()}
+    assert bool(by_map) == (not every)
+    again = cuda.prepare([dataclasses.replace(s, peer=False) for s in segments], cpu)
+    assert any(isinstance(v, cuda_hopper.HopperVariant) for v in again.variants)
+
+
+@on_hopper
+def test_the_bits_of_what_is_read_from_a_peer() -> None:
+    device = torch.device("cuda", 0)
+    near, far = of_peers(device, False), of_peers(device, True)
+    cuda.prepare([dataclasses.replace(s, peer=False) for s in near], device)(False, 0)
+    for segments in (far, of_peers(device, False)):
+        cuda.prepare(segments, device)(False, 0)
+        for one, other in zip(near, segments, strict=True):
+            assert torch.equal(one.destination, other.destination), one.name
 
 
 KINDS = [

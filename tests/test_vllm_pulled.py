@@ -25,8 +25,8 @@ from sharded_trainer import check_answers, train_alike
 from test_shards_merge import fsdp2, fsdp2_columns
 from torch import nn
 
-from lora_merge import LoraMergeError, MergedWeights, PushFailed, VllmSync
-from lora_merge.engine.pull import Pull
+from lora_merge import LoraMergeError, MergedWeights, PushFailed, PushRefused, VllmSync
+from lora_merge.engine.pull import MOVED, Pull
 from lora_merge.engine.push import Pushes
 from lora_merge.engine.replica import SyncReport
 from lora_merge.shards import here
@@ -42,11 +42,22 @@ def policy(seed: int = 0, build: Any = engines.qwen2, **options: Any) -> Any:
     return models.with_lora(build, seed=seed, **DENSE | options)
 
 
-def shared(model: nn.Module) -> Any:
-    """A model whose weights other processes can map."""
-    for parameter in model.parameters():
-        here(parameter).share_memory_()
+def shared(model: nn.Module, *, adapters: bool = True) -> Any:
+    """A model whose weights other processes can map.
+
+    Args:
+        adapters: and its adapters, which otherwise go in buckets.
+    """
+    for name, parameter in model.named_parameters():
+        if adapters or "lora_" not in name:
+            here(parameter).share_memory_()
     return model
+
+
+def begun(sync: VllmSync) -> VllmSync:
+    """After a first push, which shows where the weights lie."""
+    assert MOVED in sync.push().buckets
+    return sync
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +72,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 def pulled(report: SyncReport, *others: str) -> None:
-    assert report.transports == tuple(sorted({"pull", *(others or ("shm",))})), report
+    assert report.transports == tuple(sorted({"pull", *others})), report
     assert not report.buckets
     assert report.coverage == 1.0
 
@@ -74,7 +85,10 @@ def digests(llm: Any, model: Any, **options: Any) -> Any:
         report = sync.push()
         assert report.transports == ("shm",)
         assert "the engine's weights cannot be mapped: it lies in memory of its own process" in report.buckets
-        assert "the trainer's weights cannot be mapped: it lies in memory of its own process" in report.buckets
+        assert MOVED in report.buckets
+        report = sync.push()
+        assert report.transports == ("shm",)
+        assert "the trainer's weights cannot be mapped: it lies in memory of its own process; model." in report.buckets
     return llm.collective_rpc("bits")
 
 
@@ -85,7 +99,7 @@ def test_what_lies_there_is_what_comes_by_buckets(kind: str, dtype: torch.dtype,
     model = shared(policy(build=getattr(engines, kind)))
     options = EXTENDED | {"dtype": str(dtype).removeprefix("torch.")}
     with engine(model, tmp_path / "base", processes=True, **options) as llm:
-        sync = VllmSync(model, llm, bucket_bytes=1 << 17)
+        sync = begun(VllmSync(model, llm, bucket_bytes=1 << 17))
         for step in range(2):
             pulled(sync.push())
             bits = llm.collective_rpc("bits")
@@ -112,11 +126,13 @@ def test_adapters_of_many_kinds(tmp_path: Path) -> None:
             nn.init.normal_(parameter, std=0.05)
     shared(model)
     with engine(model, tmp_path / "base", processes=True, **EXTENDED) as llm:
-        sync = VllmSync(model, llm, bucket_bytes=1 << 17)
+        sync = begun(VllmSync(model, llm, bucket_bytes=1 << 17))
         for step, active in enumerate([["default"], ["second", "third"], ["third"], ["default"]]):
             model.base_model.set_adapter(active)
+            if step in (1, 3):
+                begun(sync)  # another copy of the head than at the push before
             report = sync.push(verify=step == 1)
-            pulled(report)
+            pulled(report, *(("shm",) if active == ["default"] else ()))  # what DoRA scales rows by lies in no file
             assert_answers(ask(llm), model)
             with torch.no_grad():
                 for name, parameter in model.named_parameters():
@@ -140,15 +156,17 @@ def test_experts_come_in_buckets_and_what_lies_beside_them_is_read(
 
     monkeypatch.setattr(Pushes, "_check_arrived", checked)
     with engine(model, tmp_path / "base", processes=True, **EXTENDED) as llm:
-        sync = VllmSync(model, llm, bucket_bytes=1 << 16)
+        sync = begun(VllmSync(model, llm, bucket_bytes=1 << 16))
         plans = []
         for step in range(5):
-            pulled(sync.push(verify=step == 1))
+            pulled(sync.push(verify=step == 1), "shm")
             assert_answers(ask(llm), model)
             train(model, step)
             plans += llm.collective_rpc("plans")
             for parameter in model.parameters() if step > 1 else ():
                 parameter.data = parameter.detach().clone().share_memory_()
+            if step > 1:
+                begun(sync)
         names = {name for name, _ in MergedWeights(model)}
         experts_alone = {name for name in names if ".experts." in name}
         assert len(sums) == 2, "of what came in buckets, and of everything"
@@ -160,15 +178,20 @@ def test_experts_come_in_buckets_and_what_lies_beside_them_is_read(
 
 
 def test_weights_that_move_are_mapped_anew(wide: Any) -> None:
-    """Offloaded and brought back, say; or to memory that cannot be mapped. What the worker read before is let go of."""
+    """Offloaded and brought back, say; or to memory that cannot be mapped. What the worker read before is let go of at
+    once, and nothing is mapped of weights that move each time."""
     model = policy()
     sync = VllmSync(model, wide, bucket_bytes=1 << 17)
-    for step, share in enumerate([True, True, False, True]):
-        for parameter in model.parameters():
+    for step, share in enumerate([True, True, None, None, False, None, None, True, None]):
+        for parameter in model.parameters() if share is not None else ():
             moved = parameter.detach().clone()
             parameter.data = moved.share_memory_() if share else moved
         report = sync.push()
-        assert report.transports == (("pull", "shm") if share else ("shm",)), step
+        pulls = step in (2, 3, 8)
+        assert report.transports == (("pull",) if pulls else ("shm",)), step
+        assert (MOVED in report.buckets) == (step in (0, 1, 4, 7)), step
+        assert all(wide.collective_rpc("mapped", args=(os.getpid(), True))) == pulls, step
+        assert any(wide.collective_rpc("mapped", args=(os.getpid(), True))) == pulls, step
         assert_answers(ask(wide), model)
         train(model, step)
     sync.close()
@@ -180,18 +203,22 @@ def test_weights_that_lie_elsewhere_at_the_same_address(wide: Any) -> None:
     model = shared(policy())
     parameter = model.get_base_model().model.norm.weight
     with closing(VllmSync(model, wide, bucket_bytes=1 << 17)) as sync:
+        begun(sync)
         for _ in range(4):
             pulled(sync.push())
             values = parameter.detach() * 1.5
             parameter.data = torch.empty(0)
             parameter.data = values.share_memory_()
+            begun(sync)
+            assert_answers(ask(wide), model)
+            parameter.data.mul_(1.5)
             pulled(sync.push())
             assert_answers(ask(wide), model)
 
 
 def test_the_weights_of_a_trainer_that_is_gone_are_let_go_of(wide: Any) -> None:
     gone, model = shared(policy(seed=3)), policy()
-    left = VllmSync(gone, wide, bucket_bytes=1 << 17)
+    left = begun(VllmSync(gone, wide, bucket_bytes=1 << 17))
     pulled(left.push())  # and no close(), as of a process that was killed
     assert all(wide.collective_rpc("mapped", args=(os.getpid(),)))
     with closing(VllmSync(model, wide, bucket_bytes=1 << 17)) as sync:
@@ -205,9 +232,9 @@ def test_the_weights_of_a_trainer_that_is_gone_are_let_go_of(wide: Any) -> None:
 
 def test_an_adapter_follows_a_base_that_was_read(wide: Any) -> None:
     model = shared(policy())
-    sync = VllmSync(model, wide, bucket_bytes=1 << 17)
+    sync = begun(VllmSync(model, wide, bucket_bytes=1 << 17))
     for step, (mode, transports) in enumerate(
-        [("merged", ("pull", "shm")), ("adapter", ("pull", "shm")), ("adapter", ("shm",)), ("merged", ("pull", "shm"))]
+        [("merged", ("pull",)), ("adapter", ("pull", "shm")), ("adapter", ("shm",)), ("merged", ("pull",))]
     ):
         assert sync.push(mode=mode).transports == transports
         assert_answers(ask(wide, sync.lora_request()), model)
@@ -218,9 +245,12 @@ def test_an_adapter_follows_a_base_that_was_read(wide: Any) -> None:
 def test_the_engine_merges_onto_a_base_that_was_read(wide: Any) -> None:
     model = shared(policy())
     with closing(VllmSync(model, wide, merge="engine", bucket_bytes=1 << 17)) as sync:
-        for step in range(3):
+        for step in range(4):
+            if step == 1:
+                wide.collective_rpc("forget")
             report = sync.push()
-            assert report.transports == (("pull", "shm") if step == 0 else ("shm",))
+            assert report.transports == (("pull", "shm") if step == 1 else ("shm",))
+            assert report.base_sent == (step < 2)
             assert_answers(ask(wide), model)
             train(model, step)
 
@@ -231,7 +261,7 @@ def test_stochastic_rounding_has_the_same_bits_both_ways(tmp_path: Path, monkeyp
     model = shared(policy())
     options = EXTENDED | {"dtype": "bfloat16", "tensor_parallel_size": 2}
     with engine(model, tmp_path / "base", processes=True, **options) as llm:
-        sync = VllmSync(model, llm, rounding="stochastic", bucket_bytes=1 << 17)
+        sync = begun(VllmSync(model, llm, rounding="stochastic", bucket_bytes=1 << 17))
         pulled(sync.push(verify=True))  # compared bit for bit in the worker
         train(model)
         pulled(sync.push(verify=True))
@@ -242,7 +272,6 @@ def test_stochastic_rounding_has_the_same_bits_both_ways(tmp_path: Path, monkeyp
 PHASES = {
     "blocked": (0, False),
     "offer": (0, False),
-    "start": (0, True),
     "pull": (0, True),
     "finish": (0, True),
     "commit": (0, True),
@@ -253,7 +282,7 @@ PHASES = {
 def test_one_or_all_workers_fail_in_each_phase(wide: Any, ranks: list[int]) -> None:
     model = shared(policy())
     for where, (after, dirty) in PHASES.items():
-        sync = VllmSync(model, wide, bucket_bytes=1 << 17)  # nothing is mapped yet
+        sync = begun(VllmSync(model, wide, bucket_bytes=1 << 17))  # nothing is mapped yet
         before = sync.states()
         wide.collective_rpc("fail", args=(where, ranks, after))
         with pytest.raises(LoraMergeError, match=f"injected into {where}"):
@@ -269,9 +298,9 @@ def test_one_or_all_workers_fail_in_each_phase(wide: Any, ranks: list[int]) -> N
 
 
 def test_a_trainer_that_breaks_while_adapters_come(wide: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = shared(policy())
-    sync = VllmSync(model, wide, bucket_bytes=1 << 17)
-    pulled(sync.push())
+    model = shared(policy(), adapters=False)
+    sync = begun(VllmSync(model, wide, bucket_bytes=1 << 17))
+    pulled(sync.push(), "shm")
     train(model)
 
     def broken(*args: Any) -> None:
@@ -282,14 +311,22 @@ def test_a_trainer_that_breaks_while_adapters_come(wide: Any, monkeypatch: pytes
         with pytest.raises(PushFailed, match="injected"):
             sync.push()
     assert sync.states()[0].kind == "dirty"
-    pulled(sync.push())
+    pulled(sync.push(), "shm")
+    assert_answers(ask(wide), model)
+    before = sync.states()
+    with monkeypatch.context() as patch:
+        patch.setattr(Pull, "settle", broken)
+        with pytest.raises(PushRefused, match="injected"):
+            sync.push()
+    assert sync.states() == before
+    pulled(sync.push(), "shm")
     assert_answers(ask(wide), model)
     sync.close()
 
 
 def test_an_interrupt_while_adapters_come(wide: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = shared(policy())
-    sync = VllmSync(model, wide, bucket_bytes=1 << 17)
+    model = shared(policy(), adapters=False)
+    sync = begun(VllmSync(model, wide, bucket_bytes=1 << 17))
     fill = Pull.fill
 
     def slow(self: Pull, index: int, *args: Any) -> None:
@@ -303,7 +340,7 @@ def test_an_interrupt_while_adapters_come(wide: Any, monkeypatch: pytest.MonkeyP
             sync.push()
     assert sync.states()[0].kind == "dirty"
     train(model)
-    pulled(sync.push())
+    pulled(sync.push(), "shm")
     assert_answers(ask(wide), model)
     sync.close()
 
@@ -311,9 +348,9 @@ def test_an_interrupt_while_adapters_come(wide: Any, monkeypatch: pytest.MonkeyP
 def test_workers_that_forgot_are_told_again(wide: Any) -> None:
     """Another trainer came between, or an engine was started anew: then nothing is dirty, and nothing stale is read."""
     model, other = shared(policy()), shared(policy(seed=3))
-    with closing(VllmSync(model, wide, bucket_bytes=1 << 17)) as sync:
+    with closing(begun(VllmSync(model, wide, bucket_bytes=1 << 17))) as sync:
         pulled(sync.push())
-        with closing(VllmSync(other, wide, bucket_bytes=1 << 17)) as theirs:
+        with closing(begun(VllmSync(other, wide, bucket_bytes=1 << 17))) as theirs:
             pulled(theirs.push())
             assert_answers(ask(wide), other)
             train(model)
@@ -352,7 +389,7 @@ def test_what_is_no_shared_memory_is_not_mapped(wide: Any, monkeypatch: pytest.M
     for number, (forge, reason) in enumerate(why.items()):
         with monkeypatch.context() as patch:
             patch.setattr(Pull, "told", forge)
-            sync = VllmSync(model, wide, bucket_bytes=1 << 17)
+            sync = begun(VllmSync(model, wide, bucket_bytes=1 << 17))
             report = sync.push()
         assert report.transports == ("shm",)
         assert reason in report.buckets
@@ -376,11 +413,11 @@ def shards(rank: int, folder: Path) -> None:
         for wrap in (fsdp2, fsdp2_columns):
             model = shared(wrap(models.with_lora(engines.qwen2, **build)))
             again = models.with_lora(engines.qwen2, **build)
-            sync = VllmSync(model, llms or None, bucket_bytes=1 << 17)
+            sync = begun(VllmSync(model, llms or None, bucket_bytes=1 << 17))
             for step in range(2):
                 train_alike(model)
                 train_alike(again)
-                pulled(sync.push(verify=step == 1))
+                pulled(sync.push(verify=step == 1), "shm")
                 for llm in llms:
                     check_answers(llm, sync, again, 12e-6, True)
 
@@ -395,7 +432,7 @@ def shards(rank: int, folder: Path) -> None:
             assert [state.kind for state in sync.states()] == ["dirty"] * len(llms)
             train_alike(model)
             train_alike(again)
-            pulled(sync.push())
+            pulled(sync.push(), "shm")
             for llm in llms:
                 check_answers(llm, sync, again, 12e-6, True)
             sync.close()

@@ -6,6 +6,13 @@ import hashlib
 
 import first_calls
 import torch
+from torch import Tensor
+
+
+def bits_of(tensor: Tensor) -> str:
+    """A digest of its bits."""
+    raw = tensor.detach().reshape(-1).view(torch.uint8).cpu().numpy()
+    return hashlib.blake2b(raw.tobytes(), digest_size=8).hexdigest()
 
 
 class Bits(first_calls.Settled):
@@ -14,8 +21,7 @@ class Bits(first_calls.Settled):
     def bits(self) -> dict[str, str]:
         """A digest of each parameter's bits."""
         named = self.get_model().named_parameters()  # type: ignore[attr-defined]
-        raw = ((name, p.detach().reshape(-1).view(torch.uint8).cpu().numpy()) for name, p in named)
-        return {name: hashlib.blake2b(bits.tobytes(), digest_size=8).hexdigest() for name, bits in raw}
+        return {name: bits_of(parameter) for name, parameter in named}
 
     def allocated(self) -> int:
         """Bytes of tensors on this worker's GPU."""

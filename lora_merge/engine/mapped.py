@@ -12,6 +12,7 @@ import hashlib
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -29,6 +30,28 @@ Found: TypeAlias = Mapping[str, Any]
 """A worker's `Exports.description`."""
 
 
+class Memory:
+    """Which memory storages lie in, told apart from what lies at the same addresses later. Holds none of it."""
+
+    def __init__(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        storages = list(storages)
+        self._at = [storage.data_ptr() for storage in storages]
+        # Where one goes, another file may be mapped next; that of a GPU has a number of its own (`_marks`).
+        self._living = [StorageWeakRef(storage) for storage in storages if storage.device.type == "cpu"]
+        self.marks = _marks(storages)
+
+    def same_as(self, other: Memory) -> bool:
+        """Whether both are of as much."""
+        return sorted(self._at) == sorted(other._at)
+
+    def same(self, held: Mapping[int, torch.UntypedStorage]) -> bool:
+        """Whether the storages there are now, by address, have all of it among them."""
+        if any(storage.expired() for storage in self._living):
+            return False
+        found = [held[at] for at in self._at if at in held]
+        return len(found) == len(self._at) and self.marks == _marks(found)
+
+
 class Exports:
     """What other processes of this host need to map tensors of this one, as these lie at the moment.
 
@@ -39,6 +62,7 @@ class Exports:
         whose: in words.
 
     Attributes:
+        lies: which memory they lie in.
         description: JSON values: `why` it cannot be mapped, or `memory` and, by name, `views` of it and names that are
             `blocked`.
         digest: equal as long as a mapping stays good; "" where nothing can be mapped.
@@ -47,14 +71,11 @@ class Exports:
     def __init__(self, places: Places, blocked: Collection[str], whose: str = "the engine's") -> None:
         storages = (view.untyped_storage() for found in places.views.values() for _, view in found)
         self._storages = list({storage.data_ptr(): storage for storage in storages}.values())
-        self._at = [storage.data_ptr() for storage in self._storages]
-        # Where one goes, another file may be mapped next; that of a GPU has a number of its own (`_marks`).
-        self._living = [StorageWeakRef(storage) for storage in self._storages if storage.device.type == "cpu"]
-        self._marks = _marks(self._storages)
+        self.lies = Memory(self._storages)
         try:
             memory, views = self._describe(places)
             self.description: dict[str, Any] = {"why": "", "memory": memory, "views": views, "blocked": sorted(blocked)}
-            said = repr((self._marks, self.description))
+            said = repr((self.lies.marks, self.description))
             self.digest = hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
         except NotExported as error:
             self.description, self.digest = {"why": f"{whose} weights cannot be mapped: {error}"}, ""
@@ -66,22 +87,23 @@ class Exports:
             held: after `release`, the storages there are now, by address.
         """
         if held is None:
-            return self._marks == _marks(self._storages)
-        if any(storage.expired() for storage in self._living):
-            return False
-        found = [held[at] for at in self._at if at in held]
-        return len(found) == len(self._at) and self._marks == _marks(found)
+            return self.lies.marks == _marks(self._storages)
+        return self.lies.same(held)
 
     def release(self) -> None:
         """Hold no tensor any more."""
         self._storages = []
 
     def _describe(self, places: Places) -> tuple[list[dict[str, Any]], dict[str, list[Any]]]:
-        files = SharedFiles() if any(storage.device.type == "cpu" for storage in self._storages) else None
+        export = _Exporter()
         memory: dict[str, dict[str, Any]] = {}
         where: dict[int, tuple[int, int]] = {}
-        for storage in self._storages:
-            told, offset = _export(storage, files)
+        names = {view.untyped_storage().data_ptr(): name for name, some in places.views.items() for _, view in some}
+        for storage, mark in zip(self._storages, self.lies.marks, strict=True):
+            try:
+                told, offset = export(storage, mark)
+            except NotExported as error:
+                raise NotExported(f"{error}; {names[storage.data_ptr()]} is one") from error
             key = told.get("handle") or told["path"]
             memory.setdefault(key, told)
             where[storage.data_ptr()] = list(memory).index(key), offset
@@ -96,27 +118,51 @@ class Exports:
         return list(memory.values()), views
 
 
-def _export(storage: torch.UntypedStorage, files: SharedFiles | None) -> tuple[dict[str, Any], int]:
-    """How a storage is mapped, and where it begins in what is mapped."""
-    if files is not None:
-        path, file, nbytes, offset = files.exported(storage)
+class _Exporter:
+    """What it takes to export several storages of this process, as it is now."""
+
+    def __init__(self) -> None:
+        self._files: SharedFiles | None = None
+        self._handles: dict[int, bytes] = {}
+
+    def __call__(self, storage: torch.UntypedStorage, mark: int) -> tuple[dict[str, Any], int]:
+        """How a storage is mapped, and where it begins in what is mapped.
+
+        Args:
+            mark: of its allocation: nothing says that the next one at the same address has another handle.
+
+        Raises:
+            NotExported: it cannot be.
+        """
+        if storage.device.type == "cuda":
+            handle, nbytes, offset = exported(storage, self._handles)
+            return {"handle": base64.b64encode(handle).decode(), "nbytes": nbytes, "mark": mark}, offset
+        self._files = self._files or SharedFiles()
+        path, file, nbytes, offset = self._files.exported(storage)
         return {"path": path, "file": file, "nbytes": nbytes}, offset
-    handle, nbytes, offset = exported(storage)
-    return {"handle": base64.b64encode(handle).decode(), "nbytes": nbytes}, offset
+
+
+def exportable(tensors: Mapping[str, Tensor]) -> set[str]:
+    """Names of those tensors that other processes can map where they lie."""
+    export, found = _Exporter(), set()
+    for name, tensor in tensors.items():
+        with suppress(NotExported):
+            export(tensor.untyped_storage(), 0)
+            found.add(name)
+    return found
 
 
 def _marks(storages: Sequence[torch.UntypedStorage]) -> list[int]:
-    """Which allocations these lie in."""
-    if any(storage.device.type == "cpu" for storage in storages):
-        return [storage.nbytes() for storage in storages]
-    return allocations(storages)
+    """Which allocations these lie in; of the CPU's, their bytes."""
+    numbers = iter(allocations([storage for storage in storages if storage.device.type == "cuda"]))
+    return [next(numbers) if storage.device.type == "cuda" else storage.nbytes() for storage in storages]
 
 
 class Mapped:
     """The tensors of another process in this one. Closed, or given up, it is unmapped; no view may be used after that.
 
     Args:
-        found: what it exports.
+        found: what it exports; memory that no view lies in is not mapped.
         device: from which they are reached: a GPU that reaches the other one's, or the CPU.
         pid: of the other process.
 
@@ -128,7 +174,8 @@ class Mapped:
         self._memory: list[CudaMemory] = []
         self.views: dict[str, list[tuple[Box, Tensor]]] = {}
         try:
-            memory = [self._map(told, device, pid) for told in found["memory"]]
+            used = {view[2] for views in found["views"].values() for view in views}
+            memory = {number: self._map(found["memory"][number], device, pid) for number in sorted(used)}
             for name, views in found["views"].items():
                 self.views[name] = [_view(told, memory) for told in views]
         except BaseException:
@@ -164,7 +211,7 @@ def _opened(path: str, file: int, nbytes: int) -> Tensor:
         os.close(descriptor)
 
 
-def _view(told: Sequence[Any], memory: Sequence[Tensor]) -> tuple[Box, Tensor]:
+def _view(told: Sequence[Any], memory: Mapping[int, Tensor]) -> tuple[Box, Tensor]:
     """A box of a tensor of the stream, and where it is.
 
     Raises:

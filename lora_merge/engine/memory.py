@@ -18,8 +18,8 @@ from ..errors import InvalidInput
 from .waiting import SHARED, TransferAborted
 
 _PREFIX = "lora_merge-"
-_BUFFER_ID = 7
-"""CU_POINTER_ATTRIBUTE_BUFFER_ID"""
+_BUFFER_ID, _IS_MANAGED, _MEMPOOL_HANDLE = 7, 8, 17
+"""CU_POINTER_ATTRIBUTE_*"""
 
 
 class SharedMemory:
@@ -105,12 +105,16 @@ def _give_back(free: Any, pointer: ctypes.c_void_p, device: torch.device) -> Non
         free(pointer)
 
 
-def exported(storage: torch.UntypedStorage) -> tuple[bytes, int, int]:
+def exported(storage: torch.UntypedStorage, handles: dict[int, bytes]) -> tuple[bytes, int, int]:
     """How other processes map memory of this one's GPU: the handle of the allocation in which a storage lies, the bytes
     of that, and where the storage begins in it.
 
+    Args:
+        handles: those that were asked for before, by where allocations begin: CUDA takes half a millisecond for each.
+
     Raises:
-        NotExported: the memory of vLLM's sleep mode and SGLang's memory saver, expandable segments.
+        NotExported: managed memory, the memory of vLLM's sleep mode and SGLang's memory saver, expandable segments;
+            says which where CUDA does.
     """
     runtime, handle = _cuda_runtime(), _IpcHandle()
     base, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
@@ -118,12 +122,28 @@ def exported(storage: torch.UntypedStorage) -> tuple[bytes, int, int]:
         found = _driver().cuMemGetAddressRange_v2(
             ctypes.byref(base), ctypes.byref(nbytes), ctypes.c_uint64(storage.data_ptr())
         )
+        if not found and base.value in handles:
+            return handles[base.value], nbytes.value, storage.data_ptr() - base.value
         if found or runtime.cudaIpcGetMemHandle(ctypes.byref(handle), ctypes.c_void_p(base.value)):
             runtime.cudaGetLastError()  # else the next kernel's check would find it
-            raise NotExported(
-                "an allocator made it whose memory CUDA does not export (sleep mode, memory saver, expandable segments)"
-            )
+            raise NotExported(_maker(storage.data_ptr()))
+    handles[base.value] = bytes(handle)
     return bytes(handle), nbytes.value, storage.data_ptr() - base.value
+
+
+def _maker(address: int) -> str:
+    """Why CUDA does not export memory, in words."""
+    if _attribute(address, _IS_MANAGED, ctypes.c_int()):
+        return "it is managed memory (cudaMallocManaged), which CUDA does not export"
+    if _attribute(address, _MEMPOOL_HANDLE, ctypes.c_void_p()):
+        return "it is of a pool of cudaMallocAsync, which CUDA does not export so (PYTORCH_CUDA_ALLOC_CONF)"
+    return "an allocator made it whose memory CUDA does not export (sleep mode, expandable segments)"
+
+
+def _attribute(address: int, attribute: int, found: Any) -> Any:
+    """An attribute of memory on a GPU; None where CUDA does not know."""
+    wrong = _driver().cuPointerGetAttribute(ctypes.byref(found), ctypes.c_int(attribute), ctypes.c_uint64(address))
+    return None if wrong else found.value
 
 
 def allocations(storages: Sequence[torch.UntypedStorage]) -> list[int]:

@@ -80,7 +80,7 @@ class Merger:
 
     def nothing(self) -> Update:
         """What brings the base back."""
-        return Update(Described(self._contents, (), 0, (), (), {}, {}), [])
+        return Update(Described(self._contents, (), 0, (), (), (), {}, {}), [])
 
     def settle(self) -> None:
         """All of the base, or of an update, is there: note where."""
@@ -179,7 +179,7 @@ class _Products(Factored):
         places: dict[int, list[Piece]] = {}
         for name, (number, window) in coming.said.tensors.items():
             places.setdefault(number, []).extend(examination.pieces(name, window))
-        super().__init__(coming, places)
+        super().__init__(coming, places, next((data.device for data in coming.data.values()), torch.device("cpu")))
         self.tracked = TrackedPlan(
             [
                 segment

@@ -13,7 +13,7 @@ from ..stream.buckets import dtype_of
 from ..stream.filler import Filler
 from ..stream.weights import MergedWeights
 from .adapter import AdapterSource, filler_of
-from .pull import Pull, Pulls, readable, unreadable
+from .pull import MOVED, Pull, Pulls, Stayed, readable, unreadable
 from .replica import Replica
 from .shares import Takers
 from .trainer import Trainer
@@ -152,10 +152,11 @@ class PullOffer:
 
     Args:
         weights: the stream.
+        stayed: whether the model's weights lie where they lay, for all streams of it.
     """
 
-    def __init__(self, trainer: Trainer, weights: MergedWeights) -> None:
-        self._trainer, self._pulls = trainer, Pulls(weights)
+    def __init__(self, trainer: Trainer, weights: MergedWeights, stayed: Stayed) -> None:
+        self._trainer, self._pulls, self._stayed = trainer, Pulls(weights), stayed
         self._last: Pull | None = None
         self._refused: tuple[Any, ...] = (None, (), "")
 
@@ -168,8 +169,7 @@ class PullOffer:
         self._pulls.release()
 
     async def __call__(self, stream: Filler, replicas: Sequence[Replica]) -> tuple[Pull | None, str]:
-        """The stream; None where some worker cannot read it, and why, in words; "" where that goes without saying.
-        Collective.
+        """The stream; None where some worker cannot read it, and why, in words. Collective.
 
         Args:
             stream: as it fits the engines, which know its table.
@@ -179,38 +179,43 @@ class PullOffer:
         if self._refused[:2] == (stream, who):  # a model whose memory is elsewhere is another stream
             return None, self._refused[2]
         pull, why = await self._offered(stream, replicas, workers)
-        self._refused = (stream, who, why) if pull is None else (None, (), "")
+        self._refused = (None, (), "") if pull is not None or why == MOVED else (stream, who, why)
+        self._last = pull
+        if pull is None:
+            self._pulls.forget()
+            await self._let_go(replicas)
         return pull, why
+
+    async def _let_go(self, replicas: Sequence[Replica]) -> None:
+        """Workers unmap what was offered; the same on every rank."""
+        if self._stayed.mapped:
+            self._stayed.mapped = False
+            await self._trainer.all_own(replicas, lambda r: r.handle.rpc("let_go", trainer=self._trainer.name))
 
     async def _offered(
         self, stream: Filler, replicas: Sequence[Replica], workers: Sequence[Mapping[str, Any]]
     ) -> tuple[Pull | None, str]:
         trainer, last = self._trainer, self._last
-        if any(worker["device"] != "cpu" for worker in workers):
-            return None, ""  # it was run on no GPU so far
         stands = await trainer.blocking(partial(self._pulls.stands, stream, last))
-        if all(
-            await trainer.gather(
-                stands and last is not None and all(last.offered in worker["ready"] for worker in workers)
-            )
-        ):
+        ready = stands and last is not None and all(last.offered in worker["ready"] for worker in workers)
+        if not await trainer.blocking(lambda: trainer.world.any(not ready)):
             return last, ""
-        self._last = None
-        told = await trainer.gather((unreadable(stream), introduction(stream.device)))
-        ranks = [rank for _, rank in told]
-        why = next((why for why, _ in told if why), "") or readable(workers, ranks)
+        told = await trainer.gather((unreadable(stream), introduction(stream.device), self._stayed(stream)))
+        ranks = [rank for _, rank, _ in told]
+        why = next((why for why, *_ in told if why), "") or readable(workers, ranks, stream.collective)
         if not why and stream.collective and stream.ranks.size != trainer.world.size:
             why = "several groups of ranks hold the model"
+        if not why and not all(stayed for *_, stayed in told):
+            why = MOVED
         if why:
             return None, why
         blocked = frozenset(await self._blocked(stream, replicas))
         (pull, *_), exported = await self._made(stream, blocked)
-        sources = [found | {"pid": rank["pid"]} for found, rank in zip(exported, ranks, strict=True)]
-        sources = sources if stream.collective else sources[:1]  # else each rank has all of it
+        sources = [found | rank for found, rank in zip(exported, ranks, strict=True)]
         why = next((found["why"] for found in sources if found["why"]), "") or await self._map(pull, sources, replicas)
         if why:
             return None, why
-        self._last = pull
+        await trainer.close_channels()  # those of a push before have room for all that is read from now on
         return pull, ""
 
     async def _made(self, stream: Filler, blocked: frozenset[str]) -> tuple[list[Pull], list[dict[str, Any]]]:
@@ -219,7 +224,7 @@ class PullOffer:
 
         async def make() -> dict[str, Any]:
             made.append(await self._trainer.blocking(lambda: self._pulls(stream, blocked)))
-            return made[0].exports.description
+            return made[0].exported()
 
         return made, await self._trainer.everywhere(make())
 
@@ -240,6 +245,7 @@ class PullOffer:
     async def _map(self, pull: Pull, sources: Sequence[dict[str, Any]], replicas: Sequence[Replica]) -> str:
         """Why some worker cannot map what the ranks export, in words; "" where all have."""
         message = pull.told(sources)
+        self._stayed.mapped = True
         found: list[str] = []
 
         async def ask(replica: Replica) -> None:

@@ -15,7 +15,7 @@ from ..stream.weights import MergedWeights
 from .adapter import AdapterSource
 from .fit import Fit
 from .offer import Offer, PullOffer, UpdateOffer
-from .pull import Pull
+from .pull import Pull, Stayed
 from .replica import Replica, SyncReport, engines_of
 from .sources import Fingerprint
 from .state import State
@@ -77,7 +77,8 @@ class Passes:
         self._fit = Fit(trainer)
         self._fingerprint, self._frozen = Fingerprint(), Fingerprint()
         self._adapter, self._update = Offer(trainer, weights), UpdateOffer(trainer, weights)
-        self._pulls = {stream: PullOffer(trainer, stream) for stream in (weights, base)}
+        stayed = Stayed()
+        self._pulls = {stream: PullOffer(trainer, stream, stayed) for stream in (weights, base)}
         self._who = "trainer" if merge == "auto" else merge
         self._why = ""
 
@@ -209,7 +210,7 @@ class Passes:
             if pull is not None:
                 report.buckets = ""
                 return Pass(state, pull, replicas, Route.of_buckets(pull), changed)
-            report.buckets = f"{found.why}; and {why}" if why else found.why
+            report.buckets = f"{found.why}; and {why}"
         return Pass(state, filler, replicas, self._trainer.route(filler, filler.digest, verify), changed)
 
 

@@ -28,6 +28,7 @@ class Described:
         factors: how many of them hold factors; the others hold whole tensors.
         deltas: of each what a `Delta` has beside its tensors.
         shares: number of a delta, its first expert there and how many (0 and 1 of one matrix), of all shares.
+        there: names of the factors that the worker reads where the trainer has them.
         tensors: of each tensor of the stream that a product is added to: which delta's, and its window there.
         copied: of tensors that the worker reads where the trainer has them, with no product: the window.
     """
@@ -37,6 +38,7 @@ class Described:
     factors: int
     deltas: Sequence[Mapping[str, Any]]
     shares: Sequence[tuple[int, int, int]]
+    there: Sequence[str]
     tensors: Mapping[str, tuple[int, Window]]
     copied: Mapping[str, Window]
 
@@ -47,7 +49,7 @@ class Described:
         tensors = {name: (number, windows.pop(name)) for name, number in said["tensors"]}
         shares = [(number, first, many) for number, first, many in said["shares"]]
         table = from_json(said["slots"])
-        return cls(said["base"], table, said["factors"], said["deltas"], shares, tensors, windows)
+        return cls(said["base"], table, said["factors"], said["deltas"], shares, said["there"], tensors, windows)
 
     @property
     def whole(self) -> frozenset[str]:
@@ -86,12 +88,21 @@ class Factored:
     Args:
         coming: an update like it.
         pieces: of each delta, by number, what lies here of its weight; none where it is left out.
+        device: of the worker.
+        read: the factors that come in no bucket, by name; read where they are.
+        far: of such factors, each time copied to here.
     """
 
-    def __init__(self, coming: Update, pieces: Mapping[int, Sequence[Piece]]) -> None:
+    def __init__(
+        self,
+        coming: Update,
+        pieces: Mapping[int, Sequence[Piece]],
+        device: torch.device,
+        read: Mapping[str, Tensor] = {},
+        far: Mapping[str, Tensor] = {},
+    ) -> None:
         said = coming.said
         self._said, self._scalings, self._came = said, coming.scalings, frozenset(coming.data)
-        device = next((data.device for data in coming.data.values()), torch.device("cpu"))
         self.memory = {
             index: torch.empty(extent(said.table[index]), dtype=torch.uint8, device=device)
             for index in coming.data
@@ -100,6 +111,9 @@ class Factored:
         self._tensors = {
             slot.name: slot.view(data) for index, data in self.memory.items() for slot in said.table[index]
         }
+        self._far = [(torch.empty_like(there), there) for there in far.values()]
+        self._tensors |= read
+        self._tensors |= {name: here for name, (here, _) in zip(far, self._far, strict=True)}
         self.deltas = [
             _delta(told, told["shape"], [], pieces.get(number, ()), device) for number, told in enumerate(said.deltas)
         ]
@@ -148,6 +162,8 @@ class Factored:
         """The factors of an update come to lie here."""
         for index, to in self.memory.items():
             to.copy_(coming.data[index])
+        for here, there in self._far:
+            here.copy_(there)
         self._operands.refresh()
 
     def _share(self, number: int, first: int, many: int, device: torch.device) -> Delta:

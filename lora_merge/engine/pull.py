@@ -1,10 +1,15 @@
 """Weights that workers of other processes read where the trainer has them, and merge into their own tensors.
 
 The other way round (mapped.py) takes an engine whose memory can be exported, which the memory of sleep mode and of
-expandable segments cannot. The trainer then exports the memory that its parameters lie in; adapters, and tensors that
-are no boxes of parameters, come in buckets beside it, as for an engine that merges by itself (update.py). Each worker
-reads what it needs of every rank's boxes, adds the products with the trainer's kernels, and writes its own slices: the
-bits are those of a merge in the trainer.
+expandable segments cannot. The trainer then exports the memory that its parameters lie in, and its adapters, where they
+can be exported as the kernels read them; all else comes in buckets beside it, as for an engine that merges by itself
+(update.py). Each worker reads what it needs of every rank's boxes, adds the products with the trainer's kernels, and
+writes its own slices: the bits are those of a merge in the trainer.
+
+On GPUs over CUDA IPC. A worker on another GPU than a rank reads its weights by plain loads, over NVLink.
+
+What other processes have mapped is not free when its owner frees it. So only weights that lie where they lay at the
+push before are exported: those of a trainer that offloads them between pushes never are.
 """
 
 from __future__ import annotations
@@ -14,14 +19,20 @@ import json
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..kernels.packed import Packed
 from ..shards import Box
 from ..stream.filler import Filler, Places
 from ..stream.weights import MergedWeights
-from .mapped import Exports
+from .mapped import Exports, Memory, exportable
 from .update import Beside
+
+MOVED = (
+    "the trainer's weights do not lie where they lay at the push before, and are mapped once they stay (what workers "
+    "have mapped, an offload would not free)"
+)
 
 
 class Pull(Beside):
@@ -35,6 +46,7 @@ class Pull(Beside):
 
     Attributes:
         exports: the memory that this rank's part lies in; it is not held.
+        factors: the memory of the adapters that workers read, each whole on every rank.
         offered: under which workers know it, with what all ranks export.
     """
 
@@ -42,22 +54,41 @@ class Pull(Beside):
 
     def __init__(self, stream: Filler, whole: Filler | None, names: Container[str], bucket_bytes: int) -> None:
         straight = {name: entry for name, entry in stream.entries.items() if name in names}
-        super().__init__(stream, whole, "", straight, bucket_bytes)
+        super().__init__(stream, whole, "", straight, bucket_bytes, read=lambda factors: _readable(factors, stream))
         self.stream, self.straight_names = stream, frozenset(straight)
         self.exports = Exports(_boxes(stream, straight), (), "the trainer's")
         self.exports.release()
+        self.factors = Exports(_wholes({name: self._tensors[name] for name in self.said["there"]}), (), "the trainer's")
 
     def stays(self) -> bool:
-        """Whether what this rank exports lies in the same memory still."""
+        """Whether what this rank exports lies in the same memory still. (Adapters do: they are held.)"""
         return self.exports.hold({storage.data_ptr(): storage for storage in self.stream.source.held})
+
+    def settle(self) -> None:
+        """Read the adapters, and wait until the device has done all that it was told: from here on workers may read.
+        Collective over the ranks of the model; an error of this rank is raised after the collectives."""
+        self._operands.refresh()
+        if self.stream.device.type == "cuda":
+            torch.cuda.synchronize(self.stream.device)
+
+    def _refresh(self) -> None:
+        """`settle` did."""
+
+    def exported(self) -> dict[str, Any]:
+        """What this rank exports: JSON values."""
+        why = self.exports.description["why"] or self.factors.description["why"]
+        factors = {"memory": [], "views": {}, **self.factors.description}
+        return {**self.exports.description, "why": why, "factors": factors}
 
     def told(self, sources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """What a worker has to know, beside `said`: JSON values.
 
         Args:
-            sources: what each rank exports, with its `pid`.
+            sources: what each rank has `exported`, with its `introduction`. Each has a part of what the model is, or
+                each has everything.
         """
-        told = {"update": self.digest, "table": self.stream.digest, "sources": list(sources)}
+        told: dict[str, Any] = {"update": self.digest, "table": self.stream.digest, "sources": [*sources]}
+        told["parts"] = self.stream.collective
         return {"digest": hashlib.blake2b(json.dumps(told).encode(), digest_size=16).hexdigest(), **told}
 
 
@@ -72,16 +103,44 @@ def _boxes(stream: Filler, names: Container[str]) -> Places:
     return Places(views)
 
 
+def _wholes(tensors: Mapping[str, Tensor]) -> Places:
+    return Places({name: [(((0,) * t.dim(), tuple(t.shape)), t)] for name, t in tensors.items()})
+
+
+def _readable(factors: Mapping[str, Tensor], stream: Filler) -> set[str]:
+    """Names of the factors that workers can read where every rank has them. Collective over the ranks of the model."""
+    here = {n: t for n, t in factors.items() if t.device == stream.device and t.is_contiguous() and t.numel()}
+    return set[str].intersection(*stream.ranks.gather(exportable(here)))
+
+
 def unreadable(stream: Filler) -> str:
-    """Why other processes cannot read what this rank holds of a stream, in words; "" where they can."""
-    if stream.device.type != "cpu":
-        return "the trainer's weights lie on another device than the workers'"
+    """Why other processes cannot read what this rank holds of a stream, in words; "" where they can, as far as that can
+    be said without asking CUDA."""
     for part in stream.source.parts.values():
         if any(isinstance(piece.tensor, Packed) for piece in part.shard.pieces):
             return f"{part.name} is quantised"
         if part.shard.pieces and part.shard.device != stream.device:
             return f"{part.name} is offloaded to {part.shard.device}"
     return ""
+
+
+class Stayed:
+    """Whether a model's weights lie where they lay when this was asked before.
+
+    Attributes:
+        mapped: whether some worker may have memory of them mapped.
+    """
+
+    def __init__(self) -> None:
+        self._memory: Memory | None = None
+        self.mapped = False
+
+    def __call__(self, stream: Filler) -> bool:
+        """Of what this rank holds of a stream."""
+        pieces = (piece.tensor for part in stream.source.parts.values() for piece in part.shard.pieces)
+        found = {s.data_ptr(): s for s in (piece.untyped_storage() for piece in pieces)}
+        before, self._memory = self._memory, Memory(found.values())
+        return before is not None and before.same(found) and self._memory.same_as(before)
 
 
 class Pulls:
@@ -103,7 +162,7 @@ class Pulls:
             blocked: names of the tensors that some engine takes another way, or holds in another dtype.
         """
         known = self._known[1] if self._known is not None and self._known[0] == blocked else None
-        if not self.stands(stream, known):
+        if stream.ranks.any(not self.stands(stream, known)):
             self._known = None
             known = self._made(stream, blocked)
             self._known = blocked, known
@@ -111,13 +170,12 @@ class Pulls:
         return known
 
     def stands(self, stream: Filler, pull: Pull | None) -> bool:
-        """Whether what was made last is what would be made of the stream now: then it serves another pass. Collective,
-        and the same on every rank."""
-        if stream.ranks.any(pull is None or pull.stream is not stream):
+        """Whether what was made last is what would be made of the stream now, as far as this rank can say: then it
+        serves another pass. Collective, as making streams is."""
+        if pull is None or pull.stream is not stream:
             return False
-        assert pull is not None
         whole = None if pull.whole is None else self._whole.filler()
-        return not stream.ranks.any(whole is not pull.whole or not pull.stays())
+        return whole is pull.whole and pull.stays()
 
     def _made(self, stream: Filler, blocked: frozenset[str]) -> Pull:
         names = frozenset(name for name in stream.windows() if name not in blocked)
@@ -127,21 +185,32 @@ class Pulls:
         whole = self._whole.filler() if names != frozenset(stream.entries) else None
         return Pull(stream, whole, names, self._weights.bucket_bytes)
 
+    def forget(self) -> None:
+        """Nobody pulls: hold no adapters any more."""
+        self._known = None
+
     def release(self) -> None:
         """As `MergedWeights.release`."""
         self._whole.release()
 
 
-def readable(workers: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str, Any]]) -> str:
-    """Why some worker cannot read the memory of some rank, in words; "" where all can.
+def readable(workers: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str, Any]], parts: bool) -> str:
+    """Why some worker cannot read the memory of the ranks, in words; "" where all can, if CUDA lets them.
 
     Args:
         workers, ranks: as they introduce themselves.
+        parts: each rank holds a part of the model, so that workers read all of them; else each has all of it.
     """
     for worker in workers:
-        for rank in ranks:
-            if worker["pid"] == rank["pid"] and worker["host"] == rank["host"]:
-                return "an engine runs in the trainer's process"
-            if worker["host"] != rank["host"] or worker["device"] != rank["device"]:
-                return f"a worker on {worker['device']} shares no memory with a rank on {rank['device']}"
+        if any((worker["pid"], worker["host"]) == (rank["pid"], rank["host"]) for rank in ranks):
+            return "an engine runs in the trainer's process"
+        found = [_together(worker, rank) for rank in ranks]
+        if not (all(found) if parts else any(found)):
+            rank = ranks[found.index(False)]
+            return f"a worker on {worker['device']} shares no memory with a rank on {rank['device']}"
     return ""
+
+
+def _together(worker: Mapping[str, Any], rank: Mapping[str, Any]) -> bool:
+    """Whether two processes may share memory: on one host, both on CPUs, or both on GPUs."""
+    return worker["host"] == rank["host"] and (worker["device"] == "cpu") == (rank["device"] == "cpu")

@@ -148,7 +148,7 @@ class Pushes:
                 if slept:
                     # Map the weights of sleeping engines; the KV cache follows after the push.
                     await trainer.everywhere(trainer.all_own(replicas, self._wake))
-                    replicas = await self._introduce()
+                    replicas = await self._introduce(*known)
                 passes = await self._passes(replicas, report, verify, read[0] if read else None)
                 sources = [one.source for one in passes if not isinstance(one.source, Told)]
                 if sources:
@@ -328,22 +328,22 @@ class Pushes:
         if run["rounding"] == "stochastic":
             run["seed"] = state.version
 
+        changed = None if one.changed is None else sorted(one.changed)
+        begin = {"state": state.to_json(), "changed": changed}
+
         async def prepare(replica: Replica, route: Route) -> None:
-            if isinstance(source, Update):
-                return  # nothing changes before all workers have it
+            if isinstance(source, Update | Pull):
+                return  # nothing changes before all workers have it, or are told to read
             replica.begun = True
-            if isinstance(source, Filler | Pull):
-                pulls = isinstance(source, Pull)
-                stream = source.stream if isinstance(source, Pull) else source
-                changed = None if one.changed is None else sorted(one.changed)
-                message = {"digest": stream.digest, "state": state.to_json(), "sent": pulls or bool(route.sent)}
-                await self._tell(replica, "start", changed=changed, **message)
+            if isinstance(source, Filler):
+                await self._tell(replica, "start", digest=source.digest, sent=bool(route.sent), **begin)
 
         async def receive(replica: Replica, route: Route) -> None:
             message: dict[str, Any] = {"sessions": self._trainer.sessions, "verify": verify}
             if isinstance(source, Pull):
-                message = {"sessions": self._trainer.sessions, "scalings": source.scalings, "run": run}
-                await self._tell(replica, "pull", digest=source.offered, verify=verify, **message)
+                replica.begun = True
+                message |= {"scalings": source.scalings, "run": run}
+                await self._tell(replica, "pull", digest=source.offered, **begin, **message)
             elif isinstance(source, AdapterSource):
                 table = to_json(source.table)
                 await self._tell(replica, "adapter", table=table, rank=source.rank, state=state.to_json(), **message)
@@ -359,7 +359,7 @@ class Pushes:
             await self._trainer.transfer(sent, run, replicas, one.route, prepare, receive)
             return
         beside = Verified(source) if verify else source
-        await self._trainer.transfer(beside, run, replicas, one.route, prepare, receive)
+        await self._trainer.transfer(beside, run, replicas, one.route, prepare, receive, source.settle)
         if isinstance(beside, Verified):
             await self._compare(source.stream, beside, sent, run, replicas)
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import Any, NamedTuple
+from weakref import ref
 
 from torch import Tensor, nn
 
@@ -20,12 +23,15 @@ from .sampler import Sampler
 from .sources import add_checksums
 from .state import WEIGHTS, State, change
 from .transport import Received
+from .waiting import alive
 
 _SIDE = "_lora_merge"
 _TABLES = 8
 """Tables that are kept: those of a few streams, each as a push may change it until it fits."""
+_WATCH_S = 2.0
+"""Seconds between two looks at whether a trainer lives whose memory is mapped here."""
 _UPDATES = 2
-"""Descriptions of updates that are kept, and streams that are pulled."""
+"""Descriptions of updates that are kept."""
 
 
 class Coming(NamedTuple):
@@ -61,7 +67,8 @@ class Side:
         merger: merges updates onto the base that was brought last; None where none could be.
         updates: what was told of updates last, by digest.
         update: one that has come, until it is merged.
-        pulls: what one trainer exports, by the digest under which it was offered.
+        pulling: held while something reads from there, or lets go of it.
+        pulls: what one trainer exports, by the digest under which it was offered; one at the most.
         began: whether a push has begun that neither ended nor was aborted.
         paused, waking: whether generation stands still because of a push, and whether the KV cache still sleeps.
         checksums, arrived: of a verified transfer: checksums by name, and whether the parameters hold these bits.
@@ -78,6 +85,7 @@ class Side:
         self.updates: dict[str, Described] = {}
         self.update: Update | None = None
         self.pulls: dict[str, Pulled] = {}
+        self.pulling = threading.RLock()
         self._puller = ""
         self.paused, self.waking = False, False
         self.checksums: dict[str, int] = {}
@@ -179,15 +187,20 @@ class Side:
             del self.updates[old]
 
     def keep_pull(self, digest: str, pulled: Pulled) -> None:
-        """What a trainer exports, which is in the middle of a push."""
-        kept = list(self.pulls)[-_UPDATES + 1 :] if self._puller == self.claim.owner else []
-        self.drop_pulls(kept)
+        """What a trainer exports, which is in the middle of a push; unmapped when that has died."""
+        self.drop_pulls()
         self.pulls[digest], self._puller = pulled, self.claim.owner
+        threading.Thread(target=_watch, args=(ref(self), ref(pulled)), daemon=True, name="lora_merge").start()
 
-    def drop_pulls(self, kept: Sequence[str] = ()) -> None:
-        """Unmap what trainers export, but for these."""
-        for digest in self.pulls.keys() - set(kept):
-            self.pulls.pop(digest).close()
+    def drop_pulls(self, only: Pulled | None = None) -> None:
+        """Unmap what a trainer exports.
+
+        Args:
+            only: if it is this.
+        """
+        with self.pulling:
+            while self.pulls and only in (None, *self.pulls.values()):
+                self.pulls.popitem()[1].close()
 
     # A transfer
 
@@ -251,6 +264,19 @@ class Side:
         """Note whether the parameters hold what came in a bucket."""
         for name, same in self.loader.arrived(examination, slots, data).items():
             self.arrived[name] = self.arrived.get(name, True) and same
+
+
+def _watch(side: ref[Side], pulled: ref[Pulled]) -> None:
+    """A trainer whose memory is mapped here may die, and nobody push any more: its memory is free when this lets go."""
+    while True:
+        time.sleep(_WATCH_S)
+        here, what = side(), pulled()
+        if here is None or what is None or what.closed:
+            return
+        if not all(map(alive, what.pids)):
+            here.drop_pulls(what)
+            return
+        del here, what
 
 
 def side_of(model: nn.Module, make: Callable[[], Side]) -> Side:

@@ -393,6 +393,7 @@ class Trainer:
         route: Route,
         prepare: Callable[[Replica, Route], Coroutine[Any, Any, Any]],
         receive: Callable[[Replica, Route], Coroutine[Any, Any, Any]],
+        settle: Callable[[], object] = lambda: None,
     ) -> None:
         """Send one source to some replicas. Errors are noted in the replicas, on every rank.
 
@@ -401,6 +402,7 @@ class Trainer:
             route: to engines in other processes.
             prepare: what comes before, of each replica whose handle is here.
             receive: the control calls beside, in which its workers take the buckets.
+            settle: what every rank has done before any of these calls.
         """
         for sender, indices in self._rounds:
             ended = self._ended(replicas)
@@ -409,6 +411,7 @@ class Trainer:
             await self.each(group, _along(how, prepare))
             failure = ""
             try:
+                await self.blocking(settle)
                 sender.begin(source, bool(how.sent))
             except Exception as error:
                 failure = told(error)

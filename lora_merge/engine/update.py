@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from typing import Any
@@ -42,6 +42,8 @@ class Beside:
         base: digest of what is in the table of the base (`contents_of`); "" where the base is read with it.
         straight: of the adapted stream, by name, what the engine makes of boxes of parameters and factors.
         takers: which workers take which tensors; None where all take all.
+        read: of factors, by name: which of them workers read where they lie; they go in no bucket. The same on every
+            rank.
 
     Attributes:
         takers: of buckets that not all workers take: who does.
@@ -61,6 +63,7 @@ class Beside:
         straight: Mapping[str, Entry],
         bucket_bytes: int,
         takers: Takers | None = None,
+        read: Callable[[Mapping[str, Tensor]], Container[str]] = lambda factors: (),
     ) -> None:
         self.device, self._adapted, self.whole = adapted.device, adapted, whole
         self.collective = self.shared = not adapted.source.ranks.alone
@@ -80,17 +83,22 @@ class Beside:
         windows = ((name, numbers[id(delta)], _box(straight[name])) for name, delta in merged.items())
         shares = shares_of(deltas, windows, takers)
         self._tensors: dict[str, Tensor] = {}
-        groups: dict[frozenset[WorkerId] | None, list[Meta]] = {}
+        metas: list[tuple[frozenset[WorkerId] | None, Meta]] = []
         for share in shares:
             for name, source, shape in self._factors(share):
                 self._tensors[name] = source
-                groups.setdefault(share.takers, []).append(Meta(name, source.dtype, shape))
+                metas.append((share.takers, Meta(name, source.dtype, shape)))
         for number, delta in enumerate(deltas):
             if (scale := self._operands.row_scale(delta)) is not None:
                 them = {share.takers for share in shares if share.number == number}
                 together = None if None in them else frozenset().union(*(some for some in them if some is not None))
                 self._tensors[name := f"{number}.row_scale"] = scale
-                groups.setdefault(together, []).append(Meta(name, scale.dtype, tuple(scale.shape)))
+                metas.append((together, Meta(name, scale.dtype, tuple(scale.shape))))
+        there = read(self._tensors)
+        groups: dict[frozenset[WorkerId] | None, list[Meta]] = {}
+        for takes, meta in metas:
+            if meta.name not in there:
+                groups.setdefault(takes, []).append(meta)
         self._plans: dict[int, tuple[int, Plan]] = {}
         laid = {them: lay_out(metas, max(bucket_bytes, ALIGNMENT)) for them, metas in groups.items()}
         factors = tuple(slots for table in laid.values() for slots in table)
@@ -104,6 +112,7 @@ class Beside:
             "base": base,
             "slots": to_json(self.table),
             "factors": self._count,
+            "there": [name for name in self._tensors if name in there],
             "deltas": [_described(delta, self._operands) for delta in deltas],
             "shares": [[share.number, share.first, share.many] for share in shares],
             "tensors": [[name, numbers[id(delta)]] for name, delta in merged.items()],
@@ -144,7 +153,7 @@ class Beside:
         # Ranks that share a model do so together, with the first bucket, which all of them fill. Another one may begin
         # with any: nobody whom it serves takes those before.
         if index == 0 or (not self.collective and not self._fresh):
-            self._operands.refresh()
+            self._refresh()
             self._fresh = True
         if index >= self._count:
             assert self.whole is not None
@@ -160,6 +169,10 @@ class Beside:
             plan.release()  # the buffer is its owner's; that it is where it was is looked at
             self._plans[index] = buffer.data_ptr(), plan
         plan.run()
+
+    def _refresh(self) -> None:
+        """The factors as the live adapters have them now."""
+        self._operands.refresh()
 
     def straight(self, names: Container[str]) -> frozenset[int]:
         """None: workers merge what they got."""

@@ -214,15 +214,18 @@ def _offer(
     update: str,
     table: str,
     sources: Sequence[Mapping[str, Any]],
+    parts: bool,
     said: Any = None,
 ) -> dict[str, Any]:
-    """Map what a trainer exports, to be pulled from.
+    """Map what a trainer exports, to be pulled from. What was mapped before is let go of first: memory that lies at the
+    same address since may have the same handle.
 
     Args:
         digest: of all of this.
         update: digest of `said`.
         table: digest of the table of the stream, which was examined.
         sources: what each rank exports.
+        parts: as of `Pulled`.
         said: as of `_examine_update`.
     """
     if said is not None:
@@ -231,13 +234,20 @@ def _offer(
         return {"unknown": True}
     if side.ready(digest):
         return {"why": ""}
-    examination = side.loader.examine(table, side.tables[table])
+    side.drop_pulls()
+    examination, here = side.loader.examine(table, side.tables[table]), introduction(worker.device)
     try:
-        pulled = Pulled(side.updates[update], table, examination, sources, worker.device)
+        pulled = Pulled(side.updates[update], table, examination, sources, parts, here, worker.device)
     except (RuntimeError, OSError) as error:
         return {"why": f"the trainer's memory cannot be mapped there: {told(error)}"}
     side.keep_pull(digest, pulled)
     return {"why": ""}
+
+
+def _let_go(worker: Worker, side: Side) -> dict[str, Any]:
+    """Unmap what a trainer exports."""
+    side.drop_pulls()
+    return {}
 
 
 def _adapter_modules(worker: Worker, side: Side, modules: list[str]) -> dict[str, Any]:
@@ -315,36 +325,48 @@ def _receive(
 
 
 def _pull(
-    worker: Worker, side: Side, digest: str, scalings: list[list[float]], run: Mapping[str, Any], verify: bool
+    worker: Worker,
+    side: Side,
+    digest: str,
+    state: dict[str, Any],
+    changed: Sequence[str] | None,
+    scalings: list[list[float]],
+    run: Mapping[str, Any],
+    verify: bool,
 ) -> dict[str, Any]:
-    """Take what comes in buckets, and read the rest where the trainer has it.
+    """Begin a full push, take what comes of it in buckets, and read the rest where the trainer has it.
 
     Args:
         digest: under which it was offered.
+        state, changed: as of `_start`.
         scalings: of each adapter of each delta.
         run: arguments of `Plan.run`.
         verify: note checksums of what comes in buckets.
     """
-    pulled = side.pulls.get(digest)
-    if side.coming is None or pulled is None or pulled.examination is not side.coming.examination:
-        raise RuntimeError("a push has to begin, and to have been offered, before it is pulled; push again")
-    said, update = pulled.said, Update(pulled.said, scalings)
-    keep = _nothing if side.coming.merger is None else side.coming.merger.keep
+    with side.pulling:
+        pulled = side.pulls.get(digest)
+        if pulled is None or not side.ready(digest):
+            raise RuntimeError("a push has to be offered before it is pulled; push again")
+        _start(worker, side, pulled.table, state, True, changed)
+        assert side.coming is not None
+        said, update = pulled.said, Update(pulled.said, scalings)
+        keep = _nothing if side.coming.merger is None else side.coming.merger.keep
 
-    def take(slots: Sequence[Slot], received: Received) -> None:
-        assert received.data is not None
-        if received.index < said.factors:
-            update.data[received.index] = received.data[: extent(slots)].to(side.device, copy=True)
-        else:
-            side.loader.load(pulled.examination, ("pulled", received.index), slots, received.data, keep)
-            if verify:
-                side.look(pulled.examination, slots, received.data)
+        def take(slots: Sequence[Slot], received: Received) -> None:
+            assert received.data is not None
+            if received.index < said.factors:
+                update.data[received.index] = received.data[: extent(slots)].to(side.device, copy=True)
+            else:
+                side.loader.load(pulled.examination, ("pulled", received.index), slots, received.data, keep)
+                if verify:
+                    side.look(pulled.examination, slots, received.data)
 
-    if said.table:
-        side.take(said.table, take, verify)
-    pulled.merge(update, run)
-    if worker.device.type == "cuda":  # from the answer on the trainer may write to its weights
-        torch.cuda.current_stream(worker.device).synchronize()
+        side.checksums, side.arrived = {}, {}
+        if said.table:
+            side.take(said.table, take, verify)
+        pulled.merge(update, run)
+        if worker.device.type == "cuda":  # from the answer on the trainer may write to its weights
+            torch.cuda.current_stream(worker.device).synchronize()
     side.came()
     return {}
 
@@ -495,6 +517,7 @@ OPS: dict[str, Op] = {
     "exports": _exports,
     "blocked": _blocked,
     "offer": _offer,
+    "let_go": _let_go,
     "adapter_modules": _adapter_modules,
     "connect": _connect,
     "start": _start,

@@ -52,13 +52,16 @@ class _Launch:
     def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:
         self.table, self.device = pack(segments), device
         rest = [s for s in segments if not has_room(s, device)]
-        here = pack([s for s in segments if has_room(s, device)]) if rest else self.table
+        here = [s for s in segments if has_room(s, device)] if rest else segments
+        peers = pack([s for s in here if s.peer])
+        near = pack([s for s in here if not s.peer]) if rest or len(peers) else self.table
         with torch.cuda.device(device):
             # A replay would copy a table from memory of the host that is gone by then; a graph keeps arguments.
-            most = INLINE_SEGMENTS if torch.cuda.is_current_stream_capturing() else max(len(here), 1)
-        made = repack(here, device)
-        pieces = [t[begin : begin + most] for t in (made.copies, made.table) for begin in range(0, len(t), most)]
-        self.variants = [variant for piece in pieces for variant in variants(piece, device)]
+            most = INLINE_SEGMENTS if torch.cuda.is_current_stream_capturing() else max(len(near), len(peers), 1)
+        made = repack(near, device)
+        tables = [(made.copies, False), (made.table, False), (peers, True)]
+        pieces = [(t[begin : begin + most], peer) for t, peer in tables for begin in range(0, len(t), most)]
+        self.variants = [variant for piece, peer in pieces for variant in variants(piece, device, peer=peer)]
         self._streams = Streams(device, [made.memory, *(t for v in self.variants for t in v if isinstance(t, Tensor))])
         self._elsewhere: Launch | None = None
         if rest:

@@ -52,12 +52,17 @@ class _Kind(NamedTuple):
     adapters: int
 
 
-def variants(table: np.ndarray, device: torch.device) -> list[Variant | HopperVariant]:
-    """A launch for each kind of segment, the largest first; raw copies ride along with it."""
+def variants(table: np.ndarray, device: torch.device, *, peer: bool = False) -> list[Variant | HopperVariant]:
+    """A launch for each kind of segment, the largest first; raw copies ride along with it.
+
+    Args:
+        peer: sources lie in the memory of another GPU, which only the kernel for any GPU reads.
+    """
     source, destination = sources(table), table[:, DTYPES] >> 8 & 0xFF
     raw = table[:, DTYPES] & 0xFF >= FIRST_RAW
     merges, copies = table[~raw], table[raw]
-    kinds = np.stack([hopper.serves(table, device), source, destination, products(table)], axis=1)[~raw]
+    serves = np.zeros(len(table), dtype=bool) if peer else hopper.serves(table, device)
+    kinds = np.stack([serves, source, destination, products(table)], axis=1)[~raw]
     found, kind_of = np.unique(kinds, axis=0, return_inverse=True)
     size = np.bincount(kind_of.reshape(-1), weights=merges[:, ROWS] * merges[:, COLS], minlength=len(found))
     made: list[Variant | HopperVariant] = []
