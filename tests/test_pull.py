@@ -251,7 +251,7 @@ def bucketed(made: Pull, said: Described) -> Update:
         for index in range(said.factors):
             buffer = torch.empty(made.capacity, dtype=torch.uint8)
             made.fill(index, buffer, NEAREST)
-            update.data.append(buffer[: extent(said.table[index])])
+            update.data[index] = buffer[: extent(said.table[index])]
     return update
 
 
