@@ -164,7 +164,7 @@ def arguments() -> argparse.Namespace:
     if args.quantization and args.engine != "vllm":
         parser.error("--quantization is for --engine vllm: pushes into quantised SGLang engines are refused")
     if args.plot and not find_spec("matplotlib"):
-        raise MissingExtra("--plot needs matplotlib: pip install lora-merge[bench]")
+        raise MissingExtra("--plot needs matplotlib: pip install 'lora-merge[bench]'")
     args.out.mkdir(parents=True, exist_ok=True)
     return args
 

@@ -259,7 +259,7 @@ def test_bench_without_its_extra(capsys: pytest.CaptureFixture[str], monkeypatch
     monkeypatch.setattr(bench, "find_spec", lambda name: None if name in ("rich", "matplotlib") else there(name))
     status, told = as_json(capsys, "bench", "--shape", "tiny")
     assert (status, told["kind"]) == (cli.REFUSED, "MissingExtra")
-    assert told["error"] == "bench takes rich: pip install lora-merge[bench]"
+    assert told["error"] == "bench takes rich: pip install 'lora-merge[bench]'"
     _, told = as_json(capsys, "bench", "--shape", "tiny", "--plot", "x.png")
     assert "rich, matplotlib" in told["error"]
 

@@ -18,4 +18,4 @@ def check_extra(plot: bool) -> None:
     """
     missing = [name for name in (*_NEEDED, *(("matplotlib",) if plot else ())) if find_spec(name) is None]
     if missing:
-        raise MissingExtra(f"bench takes {', '.join(missing)}: pip install lora-merge[bench]")
+        raise MissingExtra(f"bench takes {', '.join(missing)}: pip install 'lora-merge[bench]'")

@@ -141,7 +141,7 @@ def find(named: str | Path, what: str) -> Path:
     except ImportError as error:
         raise MissingExtra(
             f"{what} {name!r} is no folder here; to fetch a repository takes huggingface_hub: pip install "
-            "lora-merge[peft]"
+            "'lora-merge[peft]'"
         ) from error
     try:
         return Path(snapshot_download(name, allow_patterns=_WANTED))

@@ -64,7 +64,7 @@ class VllmSync(EngineSync):
         try:
             import vllm  # noqa: F401
         except ImportError as error:
-            raise MissingExtra("VllmSync needs vLLM: pip install lora-merge[vllm]") from error
+            raise MissingExtra("VllmSync needs vLLM: pip install 'lora-merge[vllm]'") from error
 
     def _complaint(self, model: nn.Module) -> str:
         return complaint(model)

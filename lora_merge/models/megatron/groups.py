@@ -66,7 +66,7 @@ def groups_of(model: Any) -> tuple[Groups, ProcessGroups]:
             from megatron.core import parallel_state
             from megatron.core.process_groups_config import ProcessGroupCollection
         except ImportError as error:
-            raise MissingExtra(f"pip install lora-merge[megatron]: {error}") from None
+            raise MissingExtra(f"pip install 'lora-merge[megatron]': {error}") from None
         if not parallel_state.model_parallel_is_initialized():
             raise InvalidInput("the parallel groups of Megatron are not initialised: initialize_model_parallel first")
         pg = ProcessGroupCollection.use_mpu_process_groups()

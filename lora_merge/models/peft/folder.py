@@ -58,7 +58,7 @@ def read_folder(folder: str | Path, base: str | Path | None, dtype: torch.dtype,
         import transformers  # noqa: F401
         from peft import PeftConfig, PeftModel, load_peft_weights
     except ImportError as error:
-        raise MissingExtra("reading an adapter takes PEFT and transformers: pip install lora-merge[peft]") from error
+        raise MissingExtra("reading an adapter takes PEFT and transformers: pip install 'lora-merge[peft]'") from error
     folder = Path(folder)
     said = _said(folder)
     _check_kind(folder, said)
