@@ -213,7 +213,7 @@ def test_dora_takes_values(tmp_path: Path) -> None:
 
 def test_without_peft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(MissingExtra, match=r"pip install lora-merge\[peft\]"):
+    with pytest.raises(MissingExtra, match=r"pip install 'lora-merge\[peft\]'"):
         read_folder(tmp_path, None, torch.float32)
 
 

@@ -261,7 +261,7 @@ else:
 def test_without_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base, adapter = pair("qwen2", tmp_path)
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(MissingExtra, match=r"pip install lora-merge\[peft\]"):
+    with pytest.raises(MissingExtra, match=r"pip install 'lora-merge\[peft\]'"):
         merge_checkpoint(base, [adapter], tmp_path / "out")
 
 
