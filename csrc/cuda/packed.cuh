@@ -159,24 +159,28 @@ namespace lora_merge {
 // Eight ranks of a row of B, straight from memory.
 template <typename Adapter>
 __device__ __forceinline__ Piece<Adapter> piece_of_B(const Segment& s, int row, int k, bool vector) {
-  if (!vector) return fetch_B<Adapter>(s, row, k);
-  Piece<Adapter> piece{};
-  if (k < s.rank && row < s.rows) {
-    const int64_t at = row * s.lora_B_stride[0] + k;
-    const uint4* from = reinterpret_cast<const uint4*>(s.lora_B + at * (kWide<Adapter> ? 4 : 2));
+  if constexpr (kPaired<Adapter>) {
+    return pairs_of_B(s, row, k);
+  } else {
+    if (!vector) return fetch_B<Adapter>(s, row, k);
+    Piece<Adapter> piece{};
+    if (k < s.rank && row < s.rows) {
+      const int64_t at = row * s.lora_B_stride[0] + k;
+      const uint4* from = reinterpret_cast<const uint4*>(s.lora_B + at * (kWide<Adapter> ? 4 : 2));
 #pragma unroll
-    for (int i = 0; i < (kWide<Adapter> ? 2 : 1); ++i) {
-      const uint4 v = __ldg(from + i);
-      piece.word[4 * i] = v.x, piece.word[4 * i + 1] = v.y, piece.word[4 * i + 2] = v.z, piece.word[4 * i + 3] = v.w;
+      for (int i = 0; i < kPieces<Adapter>; ++i) {
+        const uint4 v = __ldg(from + i);
+        piece.word[4 * i] = v.x, piece.word[4 * i + 1] = v.y, piece.word[4 * i + 2] = v.z, piece.word[4 * i + 3] = v.w;
+      }
     }
+    return piece;
   }
-  return piece;
 }
 
 // A warp's part of a unit.
 template <typename T, typename Destination, typename Adapter>
 struct PackedUnit {
-  static constexpr int kGroup = kWide<Adapter> ? 1 : 2;  // steps that share a load of A
+  static constexpr int kGroup = kPlanes<Adapter> > 1 ? 1 : 2;  // steps that share a load of A
 
   const Launch& launch;
   const Segment& s;
@@ -188,6 +192,7 @@ struct PackedUnit {
   const int quad, group, stride, chunks, plane_bytes;
   const bool over, vector, special;
   const float scaling;
+  [[maybe_unused]] ColumnFactors columns;  // of pairs
 
   __device__ __forceinline__ PackedUnit(const Launch& l, const Segment& of, const Walk& w, const float* values,
                                         uint32_t address, int a_pitch)
@@ -205,7 +210,9 @@ struct PackedUnit {
         over(turned(of)),
         vector(vector_B<Adapter>(of)),
         special(l.stochastic || of.row_scale != 0),
-        scaling(static_cast<float>(of.scaling)) {}
+        scaling(static_cast<float>(of.scaling)) {
+    if constexpr (kPaired<Adapter>) columns = column_factors(s, walk.col);
+  }
 
   __device__ __forceinline__ int row_of(int step, int e) const { return walk.first_row + step * stride + 2 * quad + e; }
 
@@ -219,6 +226,11 @@ struct PackedUnit {
             b[j], piece_of_B<Adapter>(s, walk.first_row + (step + j) * stride + group, c * kChunk + quad * 8, vector));
       multiply_chunk<Adapter, kRoundedSums<T, Destination, Adapter>, kGroup>(
           sum, a_address + c * kChunk * pitch * 2, pitch, plane_bytes, b, over);
+    }
+    if constexpr (kPaired<Adapter>) {
+#pragma unroll
+      for (int j = 0; j < kGroup; ++j)
+        if (s.rank > 0) unscale(sum[j], s, columns, row_of(step + j, 0), walk.col);
     }
   }
 
@@ -342,7 +354,7 @@ int launch_packed(const Launch& launch, cudaStream_t stream) {
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   if (error != cudaSuccess) return error;
-  const int64_t ranks = int64_t{chunks_of(launch.max_rank)} * kChunk * (kWide<Adapter> ? 3 : 1);
+  const int64_t ranks = int64_t{chunks_of(launch.max_rank)} * kChunk * kPlanes<Adapter>;
   const int64_t shared = ranks * (kWarpCols * launch.col_warps + launch.pad) * 2;
   if (shared + kStatic > per_block) return cudaErrorInvalidConfiguration;
   const auto kernel = packed_kernel<T, Destination, Adapter>;
@@ -359,7 +371,9 @@ int launch_packed(const Launch& launch, cudaStream_t stream) {
 
 template <typename T, typename Destination>
 int launch_packed_to(int adapters, const Launch& launch, cudaStream_t stream) {
-  if (adapters == kFloat32) return launch_packed<T, Destination, float>(launch, stream);
+  constexpr bool k16Bits = sizeof(T) == 2 && sizeof(Destination) == 2;
+  if (adapters == (k16Bits ? kPairs : static_cast<int>(kFloat32)))
+    return launch_packed<T, Destination, std::conditional_t<k16Bits, Pair, float>>(launch, stream);
   if (adapters == kBFloat16) return launch_packed<T, Destination, bf16>(launch, stream);
   if constexpr (std::is_same_v<T, __half> && std::is_same_v<Destination, __half>)
     return launch_packed<T, Destination, __half>(launch, stream);
