@@ -52,12 +52,16 @@ constexpr int kWarpsOfGroups = 4 * Groups;
 template <int Groups>
 constexpr int kBlock = 128 * (Groups + 1);
 
+// Of a segment, what this kernel reads: all but what is of packed sources.
+constexpr int kSlotWords = offsetof(Segment, place) / 8;
+
 // A unit: where it lies in its segment.
 struct Slot {
-  Segment segment;
+  int64_t word[kSlotWords];
   int64_t unit;
   int number;  // of the segment
   int row, row_end, col;
+  __device__ __forceinline__ const Segment& segment() const { return *reinterpret_cast<const Segment*>(word); }
 };
 
 struct Shared {
@@ -120,11 +124,10 @@ struct Ring {
 // racecheck: begin words of a segment
 // By a warp, a word a lane: tiles are asked for as late as this takes, and through one lane it takes some percent of a
 // merge.
-__device__ __forceinline__ void copy_words(Segment& to, const Segment& from) {
-  constexpr int kWords = offsetof(Segment, place) / 8;  // those that follow are of packed sources
-  static_assert(kWords <= 32);
+__device__ __forceinline__ void copy_words(Slot& to, const Segment& from) {
+  static_assert(kSlotWords <= 32);
   const int lane = threadIdx.x % 32;
-  if (lane < kWords) reinterpret_cast<int64_t*>(&to)[lane] = reinterpret_cast<const int64_t*>(&from)[lane];
+  if (lane < kSlotWords) to.word[lane] = reinterpret_cast<const int64_t*>(&from)[lane];
   __syncwarp();
 }
 // racecheck: end
@@ -132,7 +135,7 @@ __device__ __forceinline__ void copy_words(Segment& to, const Segment& from) {
 // Whole rows come faster than strips of them: the blocks that share the rows of the next tiles each bring a run of
 // these to the L2 cache.
 __device__ __forceinline__ void bring_near(const Slot& slot, int row, int strip_cols) {
-  const Segment& s = slot.segment;
+  const Segment& s = slot.segment();
   if (s.source_stride[0] != s.cols || s.cols % 8 != 0) return;
   const int rows = min(kTileRows, static_cast<int>(s.rows) - row), cols = static_cast<int>(s.cols);
   static_assert(static_cast<int64_t>(kTileRows) * kHopperCols <= int64_t{1} << 31, "`begin` is an int");
@@ -152,12 +155,12 @@ __device__ __forceinline__ void ask_for_tiles(const Block& b, const Way& way) {
   const auto take = [&](int n, int unit) {
     Slot& slot = b.shared.slots[n % kSlots];
     if (unit < segment_end) {
-      copy_words(slot.segment, b.shared.slots[(n - 1) % kSlots].segment);
+      copy_words(slot, b.shared.slots[(n - 1) % kSlots].segment());
     } else {
       segment = unit < total ? segment_of(launch, unit) : 0;
-      copy_words(slot.segment, segments_of(launch)[segment]);
+      copy_words(slot, segments_of(launch)[segment]);
     }
-    const Segment& s = slot.segment;
+    const Segment& s = slot.segment();
     const uint32_t local = static_cast<uint32_t>(unit - s.unit_begin), across = static_cast<uint32_t>(s.units_across);
     const int rows = static_cast<int>(s.rows), down = local / across, row = down * launch.rows_per_unit;
     const bool raw = unit >= launch.n_units;
@@ -181,7 +184,7 @@ __device__ __forceinline__ void ask_for_tiles(const Block& b, const Way& way) {
   for (int n = 0; unit < total; ++n) {
     const Slot& slot = b.shared.slots[n % kSlots];
     const Slot& next = b.shared.slots[(n + 1) % kSlots];
-    const Segment& s = slot.segment;
+    const Segment& s = slot.segment();
     const Maps& maps = b.maps_of(slot.number);
     const bool raw = unit >= launch.n_units;
     const int col = slot.col, row_end = slot.row_end;
@@ -291,7 +294,7 @@ __device__ __forceinline__ void ask_for_A(const Block& b) {
     barrier_wait(b.given(n % kSlots), n / kSlots % 2);
     const Slot& slot = b.shared.slots[n % kSlots];
     if (slot.unit >= b.launch.n_units) break;  // copies come last
-    const Segment& s = slot.segment;
+    const Segment& s = slot.segment();
     const TensorMap* lora_A[Products];
     [[maybe_unused]] const uint32_t* factors[Products];
 #pragma unroll
@@ -370,7 +373,7 @@ __device__ __forceinline__ void merge_tiles(const Block& b, const Way& way) {
     const Tile& tile = b.shared.tiles[ring.stage];
     const int kind = tile.kind;
     if (kind == kMerge) {
-      const Segment& s = b.shared.slots[tile.slot].segment;
+      const Segment& s = b.shared.slots[tile.slot].segment();
       const int rank = uniform(s.rank), chunks = up_to_chunk(rank) / kChunk;
       const bool special = launch.stochastic || s.row_scale != 0;
 #pragma unroll 1
@@ -425,7 +428,7 @@ __device__ __forceinline__ void merge_tiles(const Block& b, const Way& way) {
       if (tile.last) ring_A.advance(layout.held, boxes);
     } else if (Way::kCopies && kind == kRaw) {
       const Slot& slot = b.shared.slots[tile.slot];
-      if (threadIdx.x < kThreads) copy_unit(slot.segment, static_cast<int>(slot.unit));
+      if (threadIdx.x < kThreads) copy_unit(slot.segment(), static_cast<int>(slot.unit));
     }
     __syncwarp();
     if (lane == 0) barrier_arrive(b.done(ring.stage));

@@ -75,7 +75,7 @@ namespace hopper {
 
 constexpr int kBoxBytes = kTileRows * kBoxCols * 2;
 constexpr int kMaxStages = 6, kMaxHeld = 12;
-constexpr int kOwn = 3328;  // shared memory of barriers, tiles and segments
+constexpr int kOwn = 3072;  // shared memory of barriers, tiles and segments
 
 struct Tiles {
   int strip_cols, held, stages;  // see HopperLaunch
