@@ -140,10 +140,10 @@ void launch_hopper(const Segment* table, int64_t segments, bool on_device, const
 }
 
 // The driver wants maps where they are aligned, which the memory that Python has for them need not be.
-void tensor_maps(const Segment* table, int64_t segments, bool pairs, uint8_t* maps) {
+void tensor_maps(const Segment* table, int64_t segments, int64_t adapters, uint8_t* maps) {
   check_words(table, segments);
   std::vector<Maps> encoded(segments);
-  must(encode_maps(table, static_cast<int>(segments), pairs, encoded.data()));
+  must(encode_maps(table, static_cast<int>(segments), products_code(adapters), encoded.data()));
   std::memcpy(maps, encoded.data(), encoded.size() * sizeof(Maps));
 }
 

@@ -81,7 +81,8 @@ def test_what_a_launch_refuses() -> None:
     assert not NATIVE.accepts_shape(*good, 32, 1, 2, bytes_of(good, 32, 1, 2))  # without the kernel's own
     for bad in ([192, 4, 2], [256, 4, 1], [256, 4, 7], [256, 3, 2], [256, 17, 2]):
         assert not NATIVE.accepts_tiles(*bad, 32, 1, 0, block(228)), bad
-    for planes in (0, 3):
+    assert not NATIVE.accepts_tiles(256, 5, 2, 32, 3, 0, block(228))
+    for planes in (0, 4):
         assert not NATIVE.accepts_tiles(256, 4, 2, 32, planes, 0, block(228))
         assert NATIVE.accepts_tiles(256, 4, 2, 32, 2, 0, block(228))
 
@@ -89,7 +90,7 @@ def test_what_a_launch_refuses() -> None:
 @pytest.mark.parametrize("kib", GPUS)
 @pytest.mark.parametrize("beside", [0, 1088], ids=["merge", "tracked"])
 def test_every_choice_of_tiles_is_accepted(kib: int, beside: int) -> None:
-    for planes, rank in product((1, 2), range(1, 513)):
+    for planes, rank in product((1, 2, 3), range(1, 513)):
         tiles = NATIVE.hopper_tiles(rank, planes, beside, block(kib))
         if tiles:
             assert NATIVE.accepts_tiles(*tiles, rank, planes, beside, block(kib)), (planes, rank, tiles)

@@ -12,8 +12,9 @@ namespace lora_merge {
 
 using bf16 = __nv_bfloat16;
 
-// What products are made of: bf16 or fp16, as both halves of an adapter are; for any others, where weights and results
-// have 16 bits, pairs of fp16 that were made of them before (parts.h); else float32, split here into three bf16 parts.
+// What products are made of: bf16 or fp16, as both halves of an adapter are; for any others float32, which is split here
+// into three bf16 parts, or, where weights and results have 16 bits, pairs of fp16 that were made of them before
+// (parts.h).
 struct Pair {};
 template <typename Adapter>
 constexpr bool kWide = std::is_same_v<Adapter, float>;

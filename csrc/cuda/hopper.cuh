@@ -7,10 +7,11 @@
 //   W       global -> a stage in shared memory, several stages ahead, across units: boxes of 64 rows x 128 bytes, whose
 //           16-byte vectors are swizzled (vector v of row r at v ^ r % 8).
 //   lora_B  64 rows, all ranks, beside W in the stage: a box a chunk of 32 ranks.
-//   lora_A  the strip's columns, all ranks, once a unit, ahead of it as W is: boxes of 64 columns.
+//   lora_A  the strip's columns, all ranks, once a unit, ahead of it as W is: boxes of 64 columns. float32 ones are
+//           split into three bf16 parts when their unit begins; pairs (parts.h) come with their factors.
 //   wgmma   64 rows x 64 columns x 16 ranks; lora_B from registers, lora_A from shared memory. All ranks are summed in
-//           the matrix unit; of float32 adapters, which come as pairs of fp16 with factors (parts.h), 32 of them, which
-//           are then added to the rest (round to nearest).
+//           the matrix unit; of float32 adapters, also as pairs, 32 of them, which are then added to the rest (round to
+//           nearest).
 //   out     the result takes W's place in the stage and goes out box by box.
 //
 // What becomes of a box once its products are there is a way's, the kernel's last argument:
@@ -87,6 +88,9 @@ struct Block {
   __device__ __forceinline__ char* stage_beside(int i) const { return stage_B(i) + layout.bytes_of_B; }
   __device__ __forceinline__ char* lora_A(int i) const {
     return memory + layout.stages * layout.stage_bytes + i * layout.bytes_of_A;
+  }
+  __device__ __forceinline__ char* parts_of_A(int box) const {
+    return memory + layout.before_parts() + box * layout.bytes_of_parts;
   }
   // Of product p.
   __device__ __forceinline__ uint32_t* factors_of_A(int i, int p) const {
@@ -189,10 +193,10 @@ __device__ __forceinline__ void ask_for_tiles(const Block& b, const Way& way) {
     const bool raw = unit >= launch.n_units;
     const int col = slot.col, row_end = slot.row_end;
     const int boxes = (min(layout.cols, static_cast<int>(s.cols) - col) + kBoxCols - 1) / kBoxCols;
-    constexpr int kProducts = Way::kProducts;
+    constexpr int kProducts = Way::kProducts, kChunkBytes = chunk_bytes(kPlanes<Adapter>);
     const int chunks = (static_cast<int>(s.rank) + kChunk - 1) / kChunk;
     const int bytes =
-        boxes * kBoxBytes + kProducts * (chunks * kPlanes<Adapter> * kPartBytes + (kPaired<Adapter> ? kFactorBytes : 0));
+        boxes * kBoxBytes + kProducts * (chunks * kChunkBytes + (kPaired<Adapter> ? kFactorBytes : 0));
     const TensorMap* lora_B[kProducts];
     [[maybe_unused]] const uint32_t* factors[kProducts];
     Before before{};
@@ -248,7 +252,7 @@ __device__ __forceinline__ void ask_for_tiles(const Block& b, const Way& way) {
 #pragma unroll
           for (int p = 0; p < kProducts; ++p) {
             for (int i = 0; i < chunks; ++i) {
-              const uint32_t at = to_B + (p * chunks + i) * kPlanes<Adapter> * kPartBytes;
+              const uint32_t at = to_B + (p * chunks + i) * kChunkBytes;
               if constexpr (kPaired<Adapter>) load_pairs(at, lora_B[p], i * kChunk, row, barrier);
               else load_box(at, lora_B[p], i * kChunk, row, barrier);
             }
@@ -284,11 +288,11 @@ __device__ __forceinline__ void ask_for_tiles(const Block& b, const Way& way) {
 
 // Another warp asks for lora_A, box by box, as soon as a unit is given and there is room. Boxes follow each other round
 // the ring: a group that waits for one has had its turn after that box was used which lay there before, or it would
-// take the one for the other.
-template <typename Adapter, int Products>
+// take the one for the other. float32 ones are split in front of the turns, so there each group has a ring of its own.
+template <int Groups, typename Adapter, int Products>
 __device__ __forceinline__ void ask_for_A(const Block& b) {
   if (threadIdx.x % 32 != 0) return;
-  Ring ring;
+  Ring rings[Groups];
   int acquired = -1;
   for (int n = 0;; ++n) {
     barrier_wait(b.given(n % kSlots), n / kSlots % 2);
@@ -310,7 +314,26 @@ __device__ __forceinline__ void ask_for_A(const Block& b) {
       acquired = slot.number;
     }
     const int chunks = (static_cast<int>(s.rank) + kChunk - 1) / kChunk;
-    constexpr int kChunkBytes = kPlanes<Adapter> * kPartBytes;
+    constexpr int kChunkBytes = chunk_bytes(kPlanes<Adapter>);
+    if constexpr (kWide<Adapter>) {
+      const int own = b.layout.held / Groups;
+      for (int i = 0; i < b.layout.cols / kBoxCols; i += Groups)
+#pragma unroll
+        for (int g = 0; g < Groups; ++g) {
+          if (i + g >= b.layout.cols / kBoxCols) break;
+          const int col = slot.col + (i + g) * kBoxCols;
+#pragma unroll
+          for (int p = 0; p < Products; ++p)
+            for (int c = 0; c < chunks; ++c, rings[g].advance(own)) {
+              const int at = g * own + rings[g].stage;
+              barrier_wait(b.empty_A(at), rings[g].parity ^ 1);
+              barrier_arrive_expect(b.full_A(at), kChunkBytes);
+              load_box(shared_address(b.lora_A(at)), lora_A[p], col, c * kChunk, b.full_A(at));
+            }
+        }
+      continue;
+    }
+    Ring& ring = rings[0];
     for (int i = 0; i < b.layout.cols / kBoxCols; ++i, ring.advance(b.layout.held)) {
       const int col = slot.col + i * kBoxCols, at = ring.stage;
       const bool there = kPaired<Adapter> && col < s.cols;  // factors of these columns
@@ -354,6 +377,23 @@ __device__ __forceinline__ void store_tiles(const Block& b, int which) {
 
 // ---- multiplying ---------------------------------------------------------------------------------------------------
 
+// The parts of a box of float32 lora_A, by the group that has this box.
+template <int Groups>
+__device__ __forceinline__ void split_box(const Block& b, Ring& ring, int box, int chunks) {
+  const int own = b.layout.held / Groups;
+  group_meets();  // the last unit's are no longer read
+#pragma unroll 1
+  for (int c = 0; c < chunks; ++c, ring.advance(own)) {
+    const int at = group_number() * own + ring.stage;
+    barrier_wait(b.full_A(at), ring.parity);
+    split_A(b.parts_of_A(box) + c * 3 * kPartBytes, b.lora_A(at));
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(b.empty_A(at));
+  }
+  fence_async();
+  group_meets();
+}
+
 // The warpgroups that multiply, and finish their share of a tile's boxes in this way.
 template <typename T, int Groups, typename Adapter, typename Way>
 __device__ __forceinline__ void merge_tiles(const Block& b, const Way& way) {
@@ -376,39 +416,54 @@ __device__ __forceinline__ void merge_tiles(const Block& b, const Way& way) {
       const Segment& s = b.shared.slots[tile.slot].segment();
       const int rank = uniform(s.rank), chunks = up_to_chunk(rank) / kChunk;
       const bool special = launch.stochastic || s.row_scale != 0;
+      [[maybe_unused]] Operand<Adapter> first_B;
+      if constexpr (kPlanes<Adapter> > 1) first_B.load(b.stage_B(ring.stage), 0, row);
 #pragma unroll 1
       for (; next < boxes; next += Groups) {  // those without columns too: turns go round
         Ring at = ring_A;
-        at.advance(layout.held, next);
-        if (tile.first) barrier_wait(b.full_A(at.stage), at.parity);
+        const char* lora_A = nullptr;
+        if constexpr (kWide<Adapter>) {
+          if (tile.first) split_box<Groups>(b, ring_A, next, Way::kProducts * chunks);
+          lora_A = b.parts_of_A(next);
+        } else {
+          at.advance(layout.held, next);
+          if (tile.first) barrier_wait(b.full_A(at.stage), at.parity);
+          lora_A = b.lora_A(at.stage);
+        }
         char* const W = b.stage(ring.stage) + next * kBoxBytes;
         Box box{launch, s,   tile,     b.shared.before[ring.stage], W, b.stage_beside(ring.stage), next,
                 row,    fragment, special, tile.scaling};
         auto read = hand.read(box);
         const auto meanwhile = [&] { hand.meanwhile(box, read); };
-        const MatrixA<Adapter> a(shared_address(b.lora_A(at.stage)));
+        const MatrixA<Adapter> a(shared_address(lora_A));
         const char* const from_B = b.stage_B(ring.stage);
         const auto leave_A = [&] {
-          if (!tile.last) return;
+          if (kWide<Adapter> || !tile.last) return;
           __syncwarp();
           if (lane == 0) barrier_arrive(b.empty_A(at.stage));
         };
-        if constexpr (kPaired<Adapter>) {
+        if constexpr (kPlanes<Adapter> > 1) {
           float sum[32];
-          // The products of adapter p; the box's scaling is then theirs.
-          const auto multiply = [&](int p, const Segment& of, float scaling, const auto& work) {
-            multiply_all_pairs<Groups>(sum, from_B, row, a, p * chunks, rank, work);
-            const uint32_t *const rows = b.factors_of_B(ring.stage, p), *const cols = b.factors_of_A(at.stage, p);
-            const float factor = common_factor(rows, cols, scaling);
-            if (factor == 0) unscale(sum, box, of, rows, cols);
-            box.scaling = factor == 0 ? scaling : scaling * factor;
+          // Of product p; the box's scaling is then that of its sums.
+          const auto multiply = [&](int p, Operand<Adapter>& first, const Segment& of, float scaling,
+                                    const auto& work) {
+            multiply_all_parts<Groups>(sum, first, from_B, row, a, p * chunks, rank, work);
+            box.scaling = scaling;
+            if constexpr (kPaired<Adapter>) {
+              const uint32_t *const rows = b.factors_of_B(ring.stage, p), *const cols = b.factors_of_A(at.stage, p);
+              const float factor = common_factor(rows, cols, scaling);
+              if (factor == 0) unscale(sum, box, of, rows, cols);
+              else box.scaling = scaling * factor;
+            }
           };
           if constexpr (Way::kProducts == 2) {
-            multiply(0, *box.before.segment, box.before.scaling, meanwhile);
+            multiply(0, first_B, *box.before.segment, box.before.scaling, meanwhile);
             hand.begin(box, read, sum);
-            multiply(1, s, tile.scaling, [] {});
+            Operand<Adapter> second_B;
+            second_B.load(from_B, chunks, row);
+            multiply(1, second_B, s, tile.scaling, [] {});
           } else {
-            multiply(0, s, tile.scaling, meanwhile);
+            multiply(0, first_B, s, tile.scaling, meanwhile);
           }
           leave_A();
           hand.finish(box, read, sum);
@@ -425,7 +480,7 @@ __device__ __forceinline__ void merge_tiles(const Block& b, const Way& way) {
         }
       }
       next -= boxes;
-      if (tile.last) ring_A.advance(layout.held, boxes);
+      if (!kWide<Adapter> && tile.last) ring_A.advance(layout.held, boxes);
     } else if (Way::kCopies && kind == kRaw) {
       const Slot& slot = b.shared.slots[tile.slot];
       if (threadIdx.x < kThreads) copy_unit(slot.segment(), static_cast<int>(slot.unit));
@@ -467,7 +522,7 @@ __global__ void __launch_bounds__(kBlock<Groups>, 1)
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Groups == 2 ? 88 : 56));
     if (warp == kWarps) ask_for_tiles<Adapter>(b, way);
     else if (warp <= kWarps + kStoreWarps) store_tiles(b, warp - kWarps - 1);
-    else ask_for_A<Adapter, Way::kProducts>(b);
+    else ask_for_A<Groups, Adapter, Way::kProducts>(b);
   }
 #else
   __trap();  // never launched: kernels/cuda.py asks for compute capability 9.0
@@ -476,6 +531,7 @@ __global__ void __launch_bounds__(kBlock<Groups>, 1)
 
 template <typename T, int Groups, typename Adapter, typename Way>
 int launch_groups(const Way& way, const HopperLaunch& launch, cudaStream_t stream) {
+  static_assert(!kWide<Adapter> || Groups == 2, "`accepts` shares out held boxes of float32 lora_A to two groups");
   int device = 0, processors = 0, per_block = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
@@ -496,7 +552,7 @@ int launch_groups(const Way& way, const HopperLaunch& launch, cudaStream_t strea
 
 template <typename T, typename Adapter, typename Way>
 int launch_adapters(const Way& way, const HopperLaunch& launch, cudaStream_t stream) {
-  if constexpr (Way::kMany && !kPaired<Adapter>)
+  if constexpr (Way::kMany && kPlanes<Adapter> == 1)
     if (launch.max_rank <= kManyRank) return launch_groups<T, 3, Adapter>(way, launch, stream);
   return launch_groups<T, 2, Adapter>(way, launch, stream);
 }
@@ -504,6 +560,7 @@ int launch_adapters(const Way& way, const HopperLaunch& launch, cudaStream_t str
 template <typename T, typename Way>
 int launch_dtype(const Way& way, int adapters, const HopperLaunch& launch, cudaStream_t stream) {
   if (adapters == kPairs) return launch_adapters<T, Pair>(way, launch, stream);
+  if (adapters == kFloat32) return launch_adapters<T, float>(way, launch, stream);
   if (adapters == kBFloat16) return launch_adapters<T, bf16>(way, launch, stream);
   if constexpr (std::is_same_v<T, __half>) return launch_adapters<T, __half>(way, launch, stream);
   return cudaErrorInvalidConfiguration;

@@ -11,21 +11,50 @@ __device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, valu
 
 // ---- lora_A in shared memory ----------------------------------------------------------------------------------------
 
-// Of a box, for each chunk and plane: 32 ranks of 64 columns. Place 16h + 8u + 2q + e holds rank 8q + 4h + 2u + e: a
-// lane reads eight adjacent ranks of lora_B. A rank is 128 bytes, whose 16-byte vectors are swizzled as W's are:
-// `kPartBytes` a plane.
+// Of a box, for each chunk and plane: 32 ranks, in the order of `rank_at`, of 64 columns. A rank is 128 bytes, whose
+// 16-byte vectors are swizzled as W's are: `kPartBytes` a plane.
+
+// Place 16h + 8u + 2q + e of a chunk holds rank 8q + 4h + 2u + e: a lane reads eight adjacent ranks of lora_B.
+__device__ __forceinline__ int rank_at(int place) {
+  return place % 8 / 2 * 8 + place / 16 * 4 + place / 8 % 2 * 2 + place % 2;
+}
+
+// A chunk of float32 lora_A, 32 ranks of 64 columns in their own order, becomes three planes. By a group of warps.
+__device__ __forceinline__ void split_A(char* to, const char* from) {
+  const int v = threadIdx.x % 8;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int place = threadIdx.x % 128 / 8 + i * 16;
+    const float4* const rank = reinterpret_cast<const float4*>(from + rank_at(place) * 256) + 2 * v;
+    const float4 x = rank[0], y = rank[1];
+    uint32_t part[4][3];
+    split3(x.x, x.y, part[0]);
+    split3(x.z, x.w, part[1]);
+    split3(y.x, y.y, part[2]);
+    split3(y.z, y.w, part[3]);
+#pragma unroll
+    for (int p = 0; p < 3; ++p)
+      *reinterpret_cast<uint4*>(to + p * kPartBytes + place * 128 + (v ^ (place % 8)) * 16) =
+          make_uint4(part[0][p], part[1][p], part[2][p], part[3][p]);
+  }
+}
 
 // ---- lora_B, from shared memory to registers ------------------------------------------------------------------------
 
 // This lane's eight ranks of chunk `c` of a row of lora_B, `row` of the tile: operand words [plane][pair of ranks].
 template <typename Adapter>
 __device__ __forceinline__ void piece_of_B(uint32_t (&b)[kPlanes<Adapter>][4], const char* from, int c, int row) {
+  const int quad = threadIdx.x % 4;
+  const char* const chunk = from + c * chunk_bytes(kPlanes<Adapter>);
+  Piece<Adapter> piece;
 #pragma unroll
-  for (int p = 0; p < kPlanes<Adapter>; ++p) {
-    const char* const at = from + (c * kPlanes<Adapter> + p) * kPartBytes + row * 64 + threadIdx.x % 4 * 16;
+  for (int i = 0; i < kPieces<Adapter>; ++i) {
+    const char* const at = kWide<Adapter> ? chunk + row * 128 + ((2 * quad + i) ^ (row % 8)) * 16
+                                          : chunk + i * kPartBytes + row * 64 + quad * 16;
     const uint4 v = *reinterpret_cast<const uint4*>(at);
-    b[p][0] = v.x, b[p][1] = v.y, b[p][2] = v.z, b[p][3] = v.w;
+    piece.word[4 * i] = v.x, piece.word[4 * i + 1] = v.y, piece.word[4 * i + 2] = v.z, piece.word[4 * i + 3] = v.w;
   }
+  operand_B<Adapter>(b, piece);
 }
 
 // lora_B of a chunk, for rows `row` and `row + 8` of the tile.
@@ -49,9 +78,12 @@ struct Operand {
 
 // The matrix units multiply for one warpgroup at a time, while the others add, round and load: left alone, all would
 // multiply together, and then leave the matrix units idle together. A group has a barrier of the hardware for its
-// turns.
-constexpr int kFirstTurn = 1;
+// turns, and one for itself.
+constexpr int kFirstTurn = 1, kFirstGroup = 4;
 __device__ __forceinline__ int group_number() { return static_cast<int>(threadIdx.x) / 128; }
+__device__ __forceinline__ void group_meets() {
+  asm volatile("bar.sync %0, 128;" ::"r"(kFirstGroup + group_number()) : "memory");
+}
 __device__ __forceinline__ void await_turn() {
   asm volatile("bar.sync %0, 256;" ::"r"(kFirstTurn + group_number()) : "memory");
 }
@@ -126,13 +158,11 @@ __device__ __forceinline__ void multiply_all_narrow(float (&sum)[Products][32], 
     multiply_narrow<Groups, Adapter, kMost>(sum, from_B, row, a, chunks, c, chunks - c, [] {});
 }
 
-// A turn of pairs: a chunk. The small products on their own: the matrix unit cuts what it adds, and would cut the large
-// sum for each. Steps: 1 where the second one has no rank.
-template <int Groups, bool First, int Steps, typename Meanwhile>
-__device__ __forceinline__ void multiply_pairs(float (&sum)[32], const char* from_B, int row, const MatrixA<Pair>& a,
-                                               int c, const Meanwhile& meanwhile) {
-  Operand<Pair> b;
-  b.load(from_B, c, row);
+// A turn of parts, of float32 adapters: a chunk. The small products on their own: the matrix unit cuts what it adds, and
+// would cut the large sum for each. Steps: 1 where the second one has no rank.
+template <int Groups, typename Adapter, bool First, int Steps, typename Meanwhile>
+__device__ __forceinline__ void multiply_parts(float (&sum)[32], Operand<Adapter>& b, const MatrixA<Adapter>& a, int c,
+                                               const Meanwhile& meanwhile) {
   float small[32], large[32];
   await_turn();
   b.settle();
@@ -140,8 +170,8 @@ __device__ __forceinline__ void multiply_pairs(float (&sum)[32], const char* fro
 #pragma unroll
   for (int h = 0; h < Steps; ++h) {
 #pragma unroll
-    for (int i = 0; i < kSmallProducts<Pair>; ++i) {
-      const SmallProduct p = small_product<Pair>(i);
+    for (int i = 0; i < kSmallProducts<Adapter>; ++i) {
+      const SmallProduct p = small_product<Adapter>(i);
       if (p.straight) b.multiply(small, p.b, h, a(c, h, p.a), h + i > 0);
     }
   }
@@ -156,22 +186,27 @@ __device__ __forceinline__ void multiply_pairs(float (&sum)[32], const char* fro
   b.settle();
 #pragma unroll
   for (int i = 0; i < 32; ++i) {
-    const float chunk = together<Pair>(large[i], small[i]);
+    const float chunk = together<Adapter>(large[i], small[i]);
     sum[i] = First ? chunk : sum[i] + chunk;
   }
 }
 
-// All turns of pairs: their sums over a rank, from chunk `begin` on.
-template <int Groups, typename Meanwhile>
-__device__ __forceinline__ void multiply_all_pairs(float (&sum)[32], const char* from_B, int row,
-                                                   const MatrixA<Pair>& a, int begin, int rank,
+// All turns of parts: their sums over a rank, from chunk `begin` on. `first`: the operand of this one, which all boxes
+// of a tile share, as splitting float32 takes long.
+template <int Groups, typename Adapter, typename Meanwhile>
+__device__ __forceinline__ void multiply_all_parts(float (&sum)[32], Operand<Adapter>& first, const char* from_B,
+                                                   int row, const MatrixA<Adapter>& a, int begin, int rank,
                                                    const Meanwhile& meanwhile) {
   const int end = begin + (rank + kChunk - 1) / kChunk;
-  // The second step has no rank below 4, see above.
-  if (rank <= 4) return multiply_pairs<Groups, true, 1>(sum, from_B, row, a, begin, meanwhile);
-  multiply_pairs<Groups, true, 2>(sum, from_B, row, a, begin, meanwhile);
+  // The second step has no rank below 4, see `rank_at`.
+  if (rank <= 4) return multiply_parts<Groups, Adapter, true, 1>(sum, first, a, begin, meanwhile);
+  multiply_parts<Groups, Adapter, true, 2>(sum, first, a, begin, meanwhile);
 #pragma unroll 1
-  for (int c = begin + 1; c < end; ++c) multiply_pairs<Groups, false, 2>(sum, from_B, row, a, c, [] {});
+  for (int c = begin + 1; c < end; ++c) {
+    Operand<Adapter> b;
+    b.load(from_B, c, row);
+    multiply_parts<Groups, Adapter, false, 2>(sum, b, a, c, [] {});
+  }
 }
 
 }  // namespace hopper

@@ -17,9 +17,9 @@
 // Bits of an element depend on its row of B, its column of A, the rank and W alone: units, edges and alignment choose
 // only how data is loaded and stored.
 //
-// bf16 adapters are multiplied as they are, and fp16 ones of fp16 weights. All others keep float32 accuracy. For
-// weights and results of 16 bits they are pairs of fp16 (parts.h), of which three products are summed, large and small
-// ones apart; else each number is split into three bf16 parts, and the six products above 2^-26 are.
+// bf16 adapters are multiplied as they are, and fp16 ones of fp16 weights. All others keep float32 accuracy: each number
+// is split into three bf16 parts, and the six products above 2^-26 are summed, large and small ones apart; or they come
+// as pairs of fp16 (parts.h; lora_merge/kernels/cuda_table.py says which do), of which three products are.
 #pragma once
 #include "copies.cuh"
 #include "norms.cuh"
@@ -244,9 +244,9 @@ cudaError_t launch_adapters(const Launch& launch, cudaStream_t stream) {
 // fp16 products are for what is fp16 throughout.
 template <typename Source, typename Destination>
 cudaError_t launch_to(int adapters, const Launch& launch, cudaStream_t stream) {
-  constexpr bool k16Bits = sizeof(Source) == 2 && sizeof(Destination) == 2;
-  if (adapters == (k16Bits ? kPairs : static_cast<int>(kFloat32)))
-    return launch_adapters<Source, Destination, std::conditional_t<k16Bits, Pair, float>>(launch, stream);
+  if constexpr (sizeof(Source) == 2 && sizeof(Destination) == 2)
+    if (adapters == kPairs) return launch_adapters<Source, Destination, Pair>(launch, stream);
+  if (adapters == kFloat32) return launch_adapters<Source, Destination, float>(launch, stream);
   if (adapters == kBFloat16) return launch_adapters<Source, Destination, bf16>(launch, stream);
   if constexpr (std::is_same_v<Source, __half> && std::is_same_v<Destination, __half>)
     return launch_adapters<Source, Destination, __half>(launch, stream);

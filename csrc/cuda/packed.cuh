@@ -371,9 +371,9 @@ int launch_packed(const Launch& launch, cudaStream_t stream) {
 
 template <typename T, typename Destination>
 int launch_packed_to(int adapters, const Launch& launch, cudaStream_t stream) {
-  constexpr bool k16Bits = sizeof(T) == 2 && sizeof(Destination) == 2;
-  if (adapters == (k16Bits ? kPairs : static_cast<int>(kFloat32)))
-    return launch_packed<T, Destination, std::conditional_t<k16Bits, Pair, float>>(launch, stream);
+  if constexpr (sizeof(T) == 2 && sizeof(Destination) == 2)
+    if (adapters == kPairs) return launch_packed<T, Destination, Pair>(launch, stream);
+  if (adapters == kFloat32) return launch_packed<T, Destination, float>(launch, stream);
   if (adapters == kBFloat16) return launch_packed<T, Destination, bf16>(launch, stream);
   if constexpr (std::is_same_v<T, __half> && std::is_same_v<Destination, __half>)
     return launch_packed<T, Destination, __half>(launch, stream);

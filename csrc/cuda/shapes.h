@@ -81,39 +81,47 @@ struct Tiles {
   int strip_cols, held, stages;  // see HopperLaunch
 };
 
-// Of 32 ranks, a plane: rows of lora_B, columns of a box of lora_A.
+// Of 32 ranks, a plane as the matrix unit reads it: rows of lora_B, columns of a box of lora_A.
 constexpr int kPartBytes = 64 * kChunk * 2;
 static_assert(kTileRows == 64 && kBoxCols == 64);
+// Of 32 ranks, as they come from memory: 16 bits, pairs of them, or float32.
+LORA_MERGE_HD constexpr int chunk_bytes(int planes) { return kPartBytes * (planes > 1 ? 2 : 1); }
 // Factors of 64 rows, or columns, of pairs. There is room for those of two products.
 constexpr int kFactorBytes = 4 * kFactorWords;
 static_assert(kFactorsAtOnce == 64);
 
-// Shared memory: the stages, boxes of lora_A, their factors, the kernel's own. A stage: W, lora_B with its factors,
-// what the way wants beside them.
+// Shared memory: the stages, boxes of lora_A, those of the strip split into parts, the factors of boxes of pairs, the
+// kernel's own. A stage: W, lora_B with its factors, what the way wants beside them.
 struct Layout {
-  int cols, stage_bytes, stages, bytes_of_A, held, bytes_of_factors, bytes_of_B;
-  LORA_MERGE_HD constexpr int before_factors() const { return stages * stage_bytes + held * bytes_of_A; }
+  int cols, stage_bytes, stages, bytes_of_A, held, bytes_of_parts, bytes_of_factors, bytes_of_B;
+  LORA_MERGE_HD constexpr int before_parts() const { return stages * stage_bytes + held * bytes_of_A; }
+  LORA_MERGE_HD constexpr int before_factors() const { return before_parts() + cols / kBoxCols * bytes_of_parts; }
   LORA_MERGE_HD constexpr int before_own() const { return before_factors() + held * bytes_of_factors; }
   LORA_MERGE_HD constexpr int total() const { return before_own() + kOwn; }
 };
 
-// `beside`: bytes for each box of W.
+// Of float32 lora_A (three planes) a box is held chunk by chunk; `beside`: bytes for each box of W.
 constexpr Layout layout_of(const Tiles& tiles, int max_rank, int planes, int beside) {
-  const int factors = planes > 1 ? 2 * kFactorBytes : 0, boxes = tiles.strip_cols / kBoxCols;
-  const int parts = chunks_of(max_rank) * planes * kPartBytes;
-  return {tiles.strip_cols, (boxes * (kBoxBytes + beside) + parts + factors + 1023) & -1024,
-          tiles.stages,     parts,
-          tiles.held,       factors,
-          parts + factors};
+  const int chunks = chunks_of(max_rank), factors = planes == 2 ? 2 * kFactorBytes : 0;
+  const int of_B = chunks * chunk_bytes(planes) + factors;
+  return {tiles.strip_cols,
+          (tiles.strip_cols / kBoxCols * (kBoxBytes + beside) + of_B + 1023) & -1024,
+          tiles.stages,
+          chunk_bytes(planes) * (planes == 3 ? 1 : chunks),
+          tiles.held,
+          planes == 3 ? 3 * chunks * kPartBytes : 0,
+          factors,
+          of_B};
 }
 
-// Whether a launch takes them, where a block may have `per_block` bytes of shared memory. A strip's boxes of lora_A are
-// there at once.
+// Whether a launch takes them, where a block may have `per_block` bytes of shared memory. Held boxes of float32 lora_A
+// are shared out to two groups; of others a strip's are there at once.
 constexpr bool accepts(const Tiles& t, int max_rank, int planes, int beside, int per_block) {
   const bool known = (t.strip_cols == 256 || t.strip_cols == 128) && t.stages >= 2 && t.stages <= kMaxStages &&
-                     t.held >= t.strip_cols / kBoxCols && t.held <= kMaxHeld && max_rank >= 0 && max_rank <= kMaxRank &&
-                     (planes == 1 || planes == 2);
-  return known && layout_of(t, max_rank, planes, beside).total() <= per_block;
+                     t.held > 0 && t.held <= kMaxHeld && max_rank >= 0 && max_rank <= kMaxRank && planes >= 1 &&
+                     planes <= 3;
+  const bool held = planes == 3 ? t.held % 2 == 0 : t.held >= t.strip_cols / kBoxCols;
+  return known && held && layout_of(t, max_rank, planes, beside).total() <= per_block;
 }
 
 // Wide strips read lora_B less often; stages hide the latency of memory. None where the rank leaves no room.
@@ -123,12 +131,18 @@ inline std::optional<Tiles> choose_tiles(int max_rank, int planes, int beside, i
     while (stages > 0 && !accepts({strip_cols, held, stages}, max_rank, planes, beside, per_block)) --stages;
     return stages;
   };
-  for (const int boxes : {4, 2}) {
-    Tiles tiles{boxes * kBoxCols, boxes, most_stages(boxes * kBoxCols, boxes)};
+  struct Try {
+    int strip_cols, held;
+    bool all;  // whether not only float32 adapters try it
+  };
+  for (const Try& t : {Try{256, 4, true}, Try{128, 4, false}, Try{128, 2, true}}) {
+    if (planes != 3 && !t.all) continue;
+    Tiles tiles{t.strip_cols, t.held, most_stages(t.strip_cols, t.held)};
     if (tiles.stages == 0) continue;
     // What is left is for the next unit's lora_A where that takes long to bring; else blocks that wait for it stay side
     // by side.
-    while (max_rank * planes > 96 && most_stages(tiles.strip_cols, tiles.held + 1) == tiles.stages) ++tiles.held;
+    while (planes != 3 && max_rank * planes > 96 && most_stages(tiles.strip_cols, tiles.held + 1) == tiles.stages)
+      ++tiles.held;
     return tiles;
   }
   return std::nullopt;

@@ -346,9 +346,9 @@ cudaError_t launch_way(int way, const Launch& launch, const TrackedJournal& jour
 template <typename T>
 cudaError_t launch_dtype(int adapters, int way, const Launch& launch, const TrackedJournal& journal,
                          cudaStream_t stream) {
-  constexpr bool k16Bits = sizeof(T) == 2;
-  if (adapters == (k16Bits ? kPairs : static_cast<int>(kFloat32)))
-    return launch_way<T, std::conditional_t<k16Bits, Pair, float>>(way, launch, journal, stream);
+  if constexpr (sizeof(T) == 2)
+    if (adapters == kPairs) return launch_way<T, Pair>(way, launch, journal, stream);
+  if (adapters == kFloat32) return launch_way<T, float>(way, launch, journal, stream);
   if (adapters == kBFloat16) return launch_way<T, bf16>(way, launch, journal, stream);
   if constexpr (std::is_same_v<T, __half>) return launch_way<T, __half>(way, launch, journal, stream);
   return cudaErrorInvalidConfiguration;

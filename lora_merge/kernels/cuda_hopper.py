@@ -25,6 +25,7 @@ from .segments import (
     DTYPES,
     FORMATS,
     FP16,
+    FP32,
     LORA_A,
     LORA_A_STRIDE,
     LORA_B,
@@ -72,28 +73,39 @@ def serves(table: np.ndarray, device: torch.device, beside: int = 0) -> np.ndarr
 
 def could_serve(table: np.ndarray, device: torch.device, beside: int = 0) -> np.ndarray:
     """Which segments it would serve if their adapters lay as it reads them."""
-    dtype, rank, pairs = table[:, DTYPES] & 0xFF, table[:, RANK], products(table) == PAIRS
+    dtype, rank, adapters = table[:, DTYPES] & 0xFF, table[:, RANK], products(table)
     fits = (dtype == table[:, DTYPES] >> 8 & 0xFF) & ((dtype == BF16) | (dtype == FP16)) & (rank > 0)
     fits &= (table[:, COLS] <= HOPPER_COLS) & (table[:, DTYPES] >> 32 == FORMATS["Plain"])
     for address, stride in ((SOURCE, SOURCE_STRIDE), (DESTINATION, DESTINATION_STRIDE)):
         fits &= _rows_of_vectors(table, address, stride, 2, table[:, ROWS])
-    fits &= ~(pairs & _turned(table))  # parts of float32 adapters are summed in one order here
+    in_parts = (adapters == FP32) | (adapters == PAIRS)
+    fits &= ~(in_parts & _turned(table))  # parts of float32 adapters are summed in one order here
     if not _available(device):
         return fits & False
     room = memory(device).per_block
-    return fits & (rank <= np.where(pairs, _most_rank(2, beside, room), _most_rank(1, beside, room)))
+    most = {code: _most_rank(planes(code), beside, room) for code in (BF16, FP32, PAIRS)}
+    return fits & (rank <= np.select([adapters == FP32, adapters == PAIRS], [most[FP32], most[PAIRS]], most[BF16]))
 
 
 def reads_lora_A(table: np.ndarray) -> np.ndarray:
-    """Of which segments with a 16-bit adapter this kernel can read lora_A where it lies: rows of whole vectors; ranks
-    come eight at a time, as their map takes them apart."""
-    rank = table[:, RANK]
-    return (rank % RANKS == 0) & _rows_of_vectors(table, LORA_A, LORA_A_STRIDE, 2, rank)
+    """Of which segments without pairs this kernel can read lora_A where it lies: of the products' dtype, rows of whole
+    vectors."""
+    return _reads(table, 16) & _rows_of_vectors(table, LORA_A, LORA_A_STRIDE, _size(table), table[:, RANK])
 
 
 def reads_lora_B(table: np.ndarray) -> np.ndarray:
     """The same of lora_B."""
-    return (table[:, RANK] % RANKS == 0) & _rows_of_vectors(table, LORA_B, LORA_B_STRIDE, 2, table[:, ROWS])
+    return _reads(table, 24) & _rows_of_vectors(table, LORA_B, LORA_B_STRIDE, _size(table), table[:, ROWS])
+
+
+def _reads(table: np.ndarray, shift: int) -> np.ndarray:
+    """Ranks of 16 bits come eight at a time: their map takes them apart."""
+    dtype = products(table)
+    return (table[:, DTYPES] >> shift & 0xFF == dtype) & ((dtype == FP32) | (table[:, RANK] % RANKS == 0))
+
+
+def _size(table: np.ndarray) -> np.ndarray:
+    return np.where(products(table) == FP32, 4, 2)
 
 
 class Tiles(NamedTuple):
@@ -133,7 +145,7 @@ def are_large(table: np.ndarray, processors: int) -> bool:
 
 def maps(table: np.ndarray, adapters: int, device: torch.device) -> Tensor:
     """The tensor maps of a cut table, uint8 `[segments, 512]`, on the device or, of a small table, on the CPU."""
-    return operators.tensor_maps(torch.from_numpy(table), adapters == PAIRS).to(device)
+    return operators.tensor_maps(torch.from_numpy(table), adapters).to(device)
 
 
 def _turned(table: np.ndarray) -> np.ndarray:

@@ -1,9 +1,10 @@
 """Adapters laid out as the CUDA kernels read them, in front of a merge: bytes of the adapter, not of the weights.
 
-Float32 adapters (and those whose halves have two dtypes) of 16-bit weights become pairs of fp16 for either kernel, as
-`csrc/parts.h` says. The kernel for compute capability 9 brings 16-bit adapters by tensor maps, which ask for rows of
-whole 16-byte vectors: lora_B `[rows, 1]` of a rank-1 adapter, or both halves of rank 12, have none, and are copied with
-room between the rows. Ranks that are added are zeros, so the bits stay the same.
+Float32 adapters of high rank, of 16-bit weights, become pairs of fp16 for either kernel, as `csrc/parts.h` says.
+
+The kernel for compute capability 9 brings all others by tensor maps, which ask for rows of whole 16-byte vectors, so
+lora_B `[rows, 1]` of a rank-1 adapter, or lora_A and lora_B of rank 12, have none. They are copied to memory of the
+plan, with room between the rows. Ranks that are added are zeros, so the bits stay the same.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from .segments import (
     DESTINATION,
     DESTINATION_STRIDE,
     DTYPES,
+    FLOATS,
+    FP32,
     KEY,
     LORA_A,
     LORA_A_STRIDE,
@@ -39,11 +42,11 @@ from .segments import (
 )
 
 WORTH = 16
-"""A 16-bit adapter is copied where it is less than one part in so many of the weight."""
-VECTOR = 8
-"""Elements of 16 bits that tensor maps align."""
+"""An adapter is copied where it is less than one part in so many of the weight."""
+VECTOR = 16
+"""Bytes of what tensor maps align."""
 FACTORS = 64
-"""Columns of lora_A, and factors of either half, are filled up to a multiple of so many: csrc/parts.h."""
+"""Columns of lora_A as pairs, and factors of either half, are filled up to a multiple of so many: csrc/parts.h."""
 FACTOR_WORDS = FACTORS + 4
 """Of so many factors, with what they have in common."""
 ALIGNED = 256
@@ -54,12 +57,12 @@ class Repacked(NamedTuple):
     """A table whose adapters lie well.
 
     Attributes:
-        table: segments as before, but for where their adapters lie, and for ranks of zeros.
+        table: segments as before, but for where lora_A and lora_B lie, their strides and dtypes, and ranks of zeros.
         splits: halves of adapters that become pairs, a segment each (`launch_parts` in csrc/cuda/launch.h).
-        copies: segments of rank 0 that copy halves.
+        copies: segments of rank 0 that bring other halves there.
         memory: where both go; zeros where nothing does. Kept as long as the table is used.
 
-    Splits and copies run before each merge.
+    Splits and copies run before each merge. Empty if there are none.
     """
 
     table: np.ndarray
@@ -69,53 +72,70 @@ class Repacked(NamedTuple):
 
 
 class _Half(NamedTuple):
-    """One half of an adapter, as a matrix of a row for each rank; strides in elements."""
+    """One half of an adapter as a matrix of `rank` rows, and the one that it becomes; strides in elements."""
+
+    address: int
+    rank: int
+    length: int  # columns of lora_A, rows of lora_B
+    source_dtype: int
+    source: tuple[int, int]
+    dtype: int
+    destination: tuple[int, int]
+
+    @property
+    def pitch(self) -> int:
+        """Elements from one row of vectors to the next."""
+        return max(self.destination)
+
+    @property
+    def nbytes(self) -> int:
+        size = FLOATS[self.dtype].itemsize
+        if self.destination[0] == 1:  # lora_B
+            return self.length * self.pitch * size
+        return (_up(self.rank, RANKS) if size == 2 else self.rank) * self.pitch * size
+
+    def job(self, to: int) -> list[int]:
+        """The segment that lays it out at an address: runs of bytes where columns lie together on both sides, several
+        ranks as one number where they do, else element by element."""
+        (row, col), (to_row, to_col), size = self.source, self.destination, FLOATS[self.dtype].itemsize
+        rows, cols, code = self.rank, self.length, self.source_dtype | self.dtype << 8
+        if self.source_dtype == self.dtype and col == to_col == 1:
+            cols, row, to_row, code = cols * size, row * size, to_row * size, RAW[1] | RAW[1] << 8
+        elif self.source_dtype == self.dtype:
+            unit = 1
+            if row == to_row == 1 and self.address % size == 0:
+                unit = math.gcd(rows, col, to_col, self.address // size, 8 // size)
+                rows, col, to_col = rows // unit, col // unit, to_col // unit
+            code = RAW[unit * size] | RAW[unit * size] << 8
+        words = [0] * WORDS
+        words[SOURCE], words[DESTINATION], words[ROWS], words[COLS], words[DTYPES] = self.address, to, rows, cols, code
+        words[SOURCE_STRIDE : SOURCE_STRIDE + 2] = row, col
+        words[DESTINATION_STRIDE : DESTINATION_STRIDE + 2] = to_row, to_col
+        return words
+
+
+class _Pairs(NamedTuple):
+    """One half of an adapter that becomes pairs: vectors over the ranks, columns of lora_A or rows of lora_B; strides
+    in elements, from vector to vector and from rank to rank."""
 
     word: int  # LORA_A or LORA_B
     address: int
     dtype: int
     rank: int
-    length: int  # columns of lora_A, rows of lora_B
-    row: int
-    col: int
-    pairs: bool
-
-    @property
-    def pitch(self) -> int:
-        """Elements of 16 bits from one rank of lora_A to the next, or from one row of lora_B."""
-        if self.word == LORA_B:
-            return _up(self.rank, RANKS)
-        return _up(self.length, FACTORS if self.pairs else VECTOR)
+    length: int
+    strides: tuple[int, int]
 
     @property
     def nbytes(self) -> int:
-        plane = 2 * self.pitch * (self.length if self.word == LORA_B else _up(self.rank, RANKS))
-        return 2 * plane + 4 * FACTOR_WORDS * ceil(self.length, FACTORS) if self.pairs else plane
+        vectors = self.length if self.word == LORA_B else _up(self.length, FACTORS)
+        return 2 * 2 * _up(self.rank, RANKS) * vectors + 4 * FACTOR_WORDS * ceil(self.length, FACTORS)
 
-    def split(self, to: int) -> list[int]:
-        """The segment that makes pairs of it at an address."""
+    def job(self, to: int) -> list[int]:
+        """The segment that makes them at an address."""
         words = [0] * WORDS
         words[SOURCE], words[DESTINATION], words[ROWS], words[COLS] = self.address, to, self.length, self.rank
-        words[SOURCE_STRIDE : SOURCE_STRIDE + 2] = self.col, self.row
+        words[SOURCE_STRIDE : SOURCE_STRIDE + 2] = self.strides
         words[DTYPES], words[KEY] = self.dtype | self.dtype << 8, int(self.word == LORA_B)
-        return words
-
-    def copy(self, to: int) -> list[int]:
-        """The segment that copies it to an address: runs of bytes where columns lie together on both sides, several
-        ranks as one number where they do, else element by element."""
-        rows, cols, row, col, unit = self.rank, self.length, self.row, self.col, 1
-        to_row, to_col = (self.pitch, 1) if self.word == LORA_A else (1, self.pitch)
-        if col == to_col == 1:
-            cols, row, to_row, code = cols * 2, row * 2, to_row * 2, RAW[1]
-        else:
-            if row == to_row == 1 and self.address % 2 == 0:
-                unit = math.gcd(rows, col, to_col, self.address // 2, 4)
-            rows, col, to_col, code = rows // unit, col // unit, to_col // unit, RAW[unit * 2]
-        words = [0] * WORDS
-        words[SOURCE], words[DESTINATION], words[ROWS], words[COLS] = self.address, to, rows, cols
-        words[SOURCE_STRIDE : SOURCE_STRIDE + 2] = row, col
-        words[DESTINATION_STRIDE : DESTINATION_STRIDE + 2] = to_row, to_col
-        words[DTYPES] = code | code << 8
         return words
 
 
@@ -127,44 +147,57 @@ def repack(table: np.ndarray, device: torch.device, beside: int = 0) -> Repacked
         device: of the tensors.
         beside: as of `cuda_hopper.serves`.
     """
-    pairs = products(table) == PAIRS
-    padded = hopper.could_serve(table, device, beside) & _small(table) & ~pairs
-    halves: list[tuple[int, _Half]] = []
-    for word, reads in ((LORA_A, hopper.reads_lora_A), (LORA_B, hopper.reads_lora_B)):
-        moved = pairs | padded & ~reads(table)
-        halves += [(int(i), _half(table[i], word, bool(pairs[i]))) for i in np.flatnonzero(moved)]
-    places: dict[_Half, int] = {}  # pieces of one weight share a half
+    dtype = products(table)
+    pairs = dtype == PAIRS
+    moved = hopper.could_serve(table, device, beside) & _small(table) & ~pairs
+    halves: list[tuple[int, int, _Half | _Pairs]] = []
+    for word, stays in ((LORA_A, hopper.reads_lora_A(table)), (LORA_B, hopper.reads_lora_B(table))):
+        halves += [(int(i), word, _half(table[i], word, int(dtype[i]))) for i in np.flatnonzero(moved & ~stays)]
+        halves += [(int(i), word, _pairs(table[i], word)) for i in np.flatnonzero(pairs)]
+    places: dict[_Half | _Pairs, int] = {}  # pieces of one weight share a half
     size = 0
-    for _, half in halves:
+    for _, _, half in halves:
         if half not in places:
             places[half] = size
             size += _up(half.nbytes, ALIGNED)
     memory = torch.zeros(size + ALIGNED if size else 0, dtype=torch.uint8, device=device if size else "cpu")
     made, begin = table.copy(), _up(memory.data_ptr(), ALIGNED)
-    for i, half in halves:
+    for i, word, half in halves:
         to = begin + places[half]
-        if half.pairs:
-            made[i, PARTS_A if half.word == LORA_A else PARTS_B] = to
+        if isinstance(half, _Pairs):
+            made[i, PARTS_A if word == LORA_A else PARTS_B] = to
             continue
-        stride = LORA_A_STRIDE if half.word == LORA_A else LORA_B_STRIDE
-        made[i, half.word] = to
+        stride, shift = (LORA_A_STRIDE, 16) if word == LORA_A else (LORA_B_STRIDE, 24)
+        made[i, word] = to
         made[i, stride : stride + 2] = half.pitch, 1
-        made[i, RANK] = _up(half.rank, RANKS)
-    splits = [half.split(begin + offset) for half, offset in places.items() if half.pairs]
-    copies = [half.copy(begin + offset) for half, offset in places.items() if not half.pairs]
+        made[i, DTYPES] += (half.dtype - half.source_dtype) << shift
+        if half.dtype != FP32:
+            made[i, RANK] = _up(half.rank, RANKS)
+    jobs = [(half, half.job(begin + offset)) for half, offset in places.items()]
+    splits, copies = ([job for half, job in jobs if isinstance(half, kind)] for kind in (_Pairs, _Half))
     return Repacked(made, _table(splits), _table(copies), memory)
 
 
-def _half(words: np.ndarray, word: int, pairs: bool) -> _Half:
+def _pairs(words: np.ndarray, word: int) -> _Pairs:
     """lora_A or lora_B of a segment."""
+    dtype, rank = int(words[DTYPES]), int(words[RANK])
+    if word == LORA_A:
+        of_rank, of_vector = map(int, words[LORA_A_STRIDE : LORA_A_STRIDE + 2])
+        return _Pairs(word, int(words[word]), dtype >> 16 & 0xFF, rank, int(words[COLS]), (of_vector, of_rank))
+    of_vector, of_rank = map(int, words[LORA_B_STRIDE : LORA_B_STRIDE + 2])
+    return _Pairs(word, int(words[word]), dtype >> 24 & 0xFF, rank, int(words[ROWS]), (of_vector, of_rank))
+
+
+def _half(words: np.ndarray, word: int, dtype: int) -> _Half:
+    """lora_A or lora_B of a segment, as it is and as it will be in this dtype."""
+    rank, size = int(words[RANK]), FLOATS[dtype].itemsize
     if word == LORA_A:
         row, col = map(int, words[LORA_A_STRIDE : LORA_A_STRIDE + 2])
-        length, shift = int(words[COLS]), 16
+        length, shift, to = int(words[COLS]), 16, (_up(int(words[COLS]), VECTOR // size), 1)
     else:
         col, row = map(int, words[LORA_B_STRIDE : LORA_B_STRIDE + 2])
-        length, shift = int(words[ROWS]), 24
-    dtype = int(words[DTYPES]) >> shift & 0xFF
-    return _Half(word, int(words[word]), dtype, int(words[RANK]), length, row, col, pairs)
+        length, shift, to = int(words[ROWS]), 24, (1, _up(rank, VECTOR // size))
+    return _Half(int(words[word]), rank, length, int(words[DTYPES]) >> shift & 0xFF, (row, col), dtype, to)
 
 
 def _small(table: np.ndarray) -> np.ndarray:

@@ -15,6 +15,9 @@ from . import native
 from .layout import CHUNK, INLINE_SEGMENTS, MAX_RANK, PACKED_SOURCE, PAIRS, RAW_COLS, RAW_COLS_1, RAW_ROWS, WARP_COLS
 from .segments import BF16, COLS, DTYPES, FLOATS, FORMATS, FP16, FP32, RANK, ROWS, UNIT_BEGIN, UNITS_ACROSS, Segment
 
+PARTS_RANK = 32
+"""Float32 adapters up to this rank are split while they are merged, which hides behind memory; above it pairs save more
+than it takes to make them in front of a merge (H200: rank 32 1.05 copies, with pairs 1.21; rank 64 1.77 and 1.53)."""
 MAX_UNIT_ROWS = 512
 UNITS_DEALT = 1024
 """Units that a small table deals round the blocks; more are handed out by a counter, which takes an allocation, because
@@ -126,7 +129,8 @@ def has_room(s: Segment, device: torch.device) -> bool:
     """Whether the columns of lora_A that a block works on fit into its shared memory."""
     if s.lora_A is None or s.lora_B is None:
         return True
-    adapters = int(_products(*(FLOATS.index(t.dtype) for t in (s.source, s.destination, s.lora_A, s.lora_B))))
+    dtypes = (FLOATS.index(t.dtype) for t in (s.source, s.destination, s.lora_A, s.lora_B))
+    adapters = int(_products(*dtypes, s.rank))
     element_bytes = max(s.source.element_size(), s.destination.element_size())
     return s.rank <= _most_rank(planes(adapters), element_bytes, memory(device))
 
@@ -148,16 +152,17 @@ def sources(table: np.ndarray) -> np.ndarray:
 
 def products(table: np.ndarray) -> np.ndarray:
     """What the products of each segment are made of, `[segments]`: BF16 where both halves of the adapter are, FP16
-    where all is fp16; for other adapters PAIRS (of fp16) where weights and results have 16 bits, else FP32 (three bf16
-    parts); BF16 where there is none."""
+    where all is fp16; for other adapters PAIRS (of fp16) above rank `PARTS_RANK` where weights and results have 16
+    bits, else FP32 (three bf16 parts); BF16 where there is none."""
     dtypes = (table[:, DTYPES] >> shift & 0xFF for shift in (0, 8, 16, 24))
-    return np.where(table[:, RANK] == 0, BF16, _products(*dtypes))
+    return np.where(table[:, RANK] == 0, BF16, _products(*dtypes, table[:, RANK]))
 
 
-def _products(source: Codes, destination: Codes, lora_A: Codes, lora_B: Codes) -> np.ndarray:
+def _products(source: Codes, destination: Codes, lora_A: Codes, lora_B: Codes, rank: Codes) -> np.ndarray:
     bf16 = np.equal(lora_A, BF16) & np.equal(lora_B, BF16)
     fp16 = np.equal(source, FP16) & np.equal(destination, FP16) & np.equal(lora_A, FP16) & np.equal(lora_B, FP16)
-    wide = np.where(np.equal(source, FP32) | np.equal(destination, FP32), FP32, PAIRS)
+    parts = np.equal(source, FP32) | np.equal(destination, FP32) | np.less_equal(rank, PARTS_RANK)
+    wide = np.where(parts, FP32, PAIRS)
     return np.where(bf16, BF16, np.where(fp16, FP16, wide))
 
 

@@ -194,7 +194,7 @@ CUDA_OPERATORS = {
     "launch_hopper": (
         "void", f"{_KIND}, {_UNITS}, {_TILES}, {_RANDOM}, {_WHERE}",
     ),
-    "tensor_maps": ("void", f"{_TABLE}, bool pairs, uint8_t* maps"),
+    "tensor_maps": ("void", f"{_TABLE}, int64_t adapters, uint8_t* maps"),
     "split_adapters": ("void", f"{_PLACED}, int64_t n_units, {_WHERE}"),
     "row_norms_cuda": (
         "void", f"{_PLACED}, int64_t source_dtype, int64_t n_units, int64_t max_rank, double* out, {_WHERE}",

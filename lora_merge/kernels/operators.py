@@ -161,10 +161,10 @@ def launch_hopper(
     )  # fmt: skip
 
 
-def tensor_maps(table: Tensor, pairs: bool) -> Tensor:
+def tensor_maps(table: Tensor, adapters: int) -> Tensor:
     """Tensor maps of a table on the CPU, uint8 `[segments, 512]`."""
     maps = torch.empty((table.shape[0], MAP_BYTES), dtype=torch.uint8)
-    native.compiled.tensor_maps(*_words(table, CPU), pairs, maps.data_ptr())
+    native.compiled.tensor_maps(*_words(table, CPU), adapters, maps.data_ptr())
     return maps
 
 
