@@ -1,7 +1,5 @@
 // Pairs of fp16 out of the halves of adapters: csrc/parts.h says what they are. Adapters are small, so this is bound by
 // their bytes: each number is read from memory once (and of long vectors once more, from the cache), its pair written.
-#include <cfloat>
-
 #include "adapters.cuh"
 
 namespace lora_merge {
@@ -9,31 +7,31 @@ namespace {
 
 constexpr int kInHand = 4;  // elements that a lane keeps between both readings, where lanes share a vector
 
-// What is known of a vector once all its elements have been seen.
+// ilogb of a number above zero, by its bits.
+__device__ __forceinline__ int exponent_of(uint32_t bits) {
+  return bits < 0x00800000u ? -118 - __clz(static_cast<int>(bits)) : static_cast<int>(bits >> 23) - 127;
+}
+
+// What is known of a vector once all its elements have been seen; sizes by their bits, whose order is theirs.
 struct Seen {
-  float most = 0, least = FLT_MAX;  // of those that are not zero
-  int small = 0;                    // elements that are so when scaled
-  bool zero = false, finite = true;
+  uint32_t most = 0, least = ~0u;  // of all; of those that are not zero
+  int small = 0;                   // elements that are so when scaled
+  bool zero = false;
 
   __device__ __forceinline__ void add(float x) {
-    x = fabsf(x);
-    finite &= x <= FLT_MAX;
-    zero |= x == 0;
-    most = fmaxf(most, x);
-    if (x > 0) least = fminf(least, x);
+    const uint32_t bits = __float_as_uint(x) & 0x7fffffffu;
+    most = max(most, bits);
+    least = min(least, bits == 0 ? ~0u : bits);
+    zero |= bits == 0;
   }
-  // Of the lanes that share a vector.
-  __device__ __forceinline__ void join(int lanes) {
-    for (int step = lanes / 2; step > 0; step /= 2) {
-      most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
-      least = fminf(least, __shfl_xor_sync(~0u, least, step));
-      zero |= __shfl_xor_sync(~0u, static_cast<int>(zero), step) != 0;
-      finite &= __shfl_xor_sync(~0u, static_cast<int>(finite), step) != 0;
-    }
+  __device__ __forceinline__ bool finite() const { return most < 0x7f800000u; }
+  // Of the lanes of a warp, which share a vector.
+  __device__ __forceinline__ void join() {
+    most = __reduce_max_sync(~0u, most);
+    least = __reduce_min_sync(~0u, least);
+    zero = __any_sync(~0u, zero);
   }
-  __device__ __forceinline__ void join_small(int lanes) {
-    for (int step = lanes / 2; step > 0; step /= 2) small += __shfl_xor_sync(~0u, small, step);
-  }
+  __device__ __forceinline__ void join_small() { small = __reduce_add_sync(~0u, small); }
 };
 
 struct Scale {
@@ -42,9 +40,10 @@ struct Scale {
   bool alone;
 
   __device__ __forceinline__ explicit Scale(const Seen& seen) {
-    alone = !seen.finite || (seen.most > 0 && (seen.most < 0x1p-80f || seen.most > 0x1p100f));
-    if (!seen.finite || seen.most == 0) return;
-    exponent = min(max((13 - ilogbf(seen.most)) >> 3, -11), 11) * 8;
+    const float most = __uint_as_float(seen.most);
+    alone = !seen.finite() || (seen.most > 0 && (most < 0x1p-80f || most > 0x1p100f));
+    if (!seen.finite() || seen.most == 0) return;
+    exponent = min(max((13 - exponent_of(seen.most)) >> 3, -11), 11) * 8;
     scale = __uint_as_float(static_cast<uint32_t>(127 + exponent) << 23);
   }
   // The factor that undoes it, and notes.
@@ -52,8 +51,8 @@ struct Scale {
     const uint32_t factor = static_cast<uint32_t>(127 - exponent) << 23;
     if (alone) return factor | note_of(kAlone, kAlone);
     if (seen.most == 0) return factor | kAllZeros;
-    const int top = ilogbf(seen.most);
-    const uint32_t apart = seen.zero ? kAnyApart : static_cast<uint32_t>(top - ilogbf(seen.least) + 1);
+    const int top = exponent_of(seen.most);
+    const uint32_t apart = seen.zero ? kAnyApart : static_cast<uint32_t>(top - exponent_of(seen.least) + 1);
     return factor | note_of(apart, lack_for(seen.small, top + exponent));
   }
 };
@@ -72,12 +71,13 @@ struct Place {
     plane = is_A ? plane_of_A(vectors, rank) : plane_of_B(vectors, rank);
     factors = reinterpret_cast<uint32_t*>(parts + 2 * plane);
   }
-  __device__ __forceinline__ void write(int64_t vector, int rank, float x, float scale, int& small) const {
+  // An element of a vector, whose ranks begin at `to`.
+  __device__ __forceinline__ void write(uint16_t* to, int rank, float x, float scale, int& small) const {
     const float scaled = x * scale;
     const __half high = __float2half_rn(scaled), low = __float2half_rn((scaled - __half2float(high)) * 0x1p11f);
-    uint16_t* const to = parts + vector * of_vector + rank * of_rank;
-    to[0] = __half_as_ushort(high);
-    to[plane] = __half_as_ushort(low);
+    uint16_t* const at = to + rank * of_rank;
+    at[0] = __half_as_ushort(high);
+    at[plane] = __half_as_ushort(low);
     small += x != 0 && fabsf(scaled) < 0x1p-13f;
   }
 };
@@ -105,40 +105,36 @@ __global__ void __launch_bounds__(kThreads) parts_kernel(const __grid_constant__
     const auto element = [&](int64_t vector, int k) {
       return load_as_float(s.source, vector * s.source_stride[0] + k * s.source_stride[1], dtype);
     };
-    if (s.source_stride[1] == 1 && s.source_stride[0] != 1 && rank > 1) {  // lanes along the ranks
-      int lanes = 32;
-      while (lanes / 2 >= rank) lanes /= 2;
-      const int lane = threadIdx.x % lanes;
+    if (s.source_stride[1] == 1 && s.source_stride[0] != 1) {  // a warp takes a vector, as long as they are
+      const int lane = threadIdx.x % 32;
 #pragma unroll 2
-      for (int v = threadIdx.x / lanes; v < kPartVectors; v += kThreads / lanes) {  // shuffles: all lanes take part
+      for (int v = threadIdx.x / 32; v < count; v += kWarps) {
         Seen seen;
         float in_hand[kInHand];
 #pragma unroll
-        for (int i = 0; i < kInHand; ++i) {
-          const int k = lane + i * lanes;
-          if (v < count && k < rank) seen.add(in_hand[i] = element(first + v, k));
-        }
-        for (int k = lane + kInHand * lanes; v < count && k < rank; k += lanes) seen.add(element(first + v, k));
-        seen.join(lanes);
+        for (int i = 0; i < kInHand; ++i)
+          if (const int k = lane + i * 32; k < rank) seen.add(in_hand[i] = element(first + v, k));
+        for (int k = lane + kInHand * 32; k < rank; k += 32) seen.add(element(first + v, k));
+        seen.join();
         const Scale scale(seen);
+        uint16_t* const to = place.parts + (first + v) * place.of_vector;
 #pragma unroll
-        for (int i = 0; i < kInHand; ++i) {
-          const int k = lane + i * lanes;
-          if (v < count && k < rank) place.write(first + v, k, in_hand[i], scale.scale, seen.small);
-        }
-        for (int k = lane + kInHand * lanes; v < count && k < rank; k += lanes)
-          place.write(first + v, k, element(first + v, k), scale.scale, seen.small);
-        seen.join_small(lanes);
-        if (lane == 0 && v < count) words[v] = scale.word(seen);
+        for (int i = 0; i < kInHand; ++i)
+          if (const int k = lane + i * 32; k < rank) place.write(to, k, in_hand[i], scale.scale, seen.small);
+        for (int k = lane + kInHand * 32; k < rank; k += 32)
+          place.write(to, k, element(first + v, k), scale.scale, seen.small);
+        seen.join_small();
+        if (lane == 0) words[v] = scale.word(seen);
       }
-    } else if (threadIdx.x < count) {  // a vector a lane
+    } else if (threadIdx.x < count) {  // a lane takes one
       const int64_t vector = first + threadIdx.x;
+      uint16_t* const to = place.parts + vector * place.of_vector;
       Seen seen;
 #pragma unroll 8
       for (int k = 0; k < rank; ++k) seen.add(element(vector, k));
       const Scale scale(seen);
 #pragma unroll 8
-      for (int k = 0; k < rank; ++k) place.write(vector, k, element(vector, k), scale.scale, seen.small);
+      for (int k = 0; k < rank; ++k) place.write(to, k, element(vector, k), scale.scale, seen.small);
       words[threadIdx.x] = scale.word(seen);
     }
     __syncthreads();
