@@ -130,7 +130,7 @@ def has_room(s: Segment, device: torch.device) -> bool:
     if s.lora_A is None or s.lora_B is None:
         return True
     dtypes = (FLOATS.index(t.dtype) for t in (s.source, s.destination, s.lora_A, s.lora_B))
-    adapters = int(_products(*dtypes, s.rank))
+    adapters = int(_products(s.rank, *dtypes))
     element_bytes = max(s.source.element_size(), s.destination.element_size())
     return s.rank <= _most_rank(planes(adapters), element_bytes, memory(device))
 
@@ -155,10 +155,10 @@ def products(table: np.ndarray) -> np.ndarray:
     where all is fp16; for other adapters PAIRS (of fp16) above rank `PARTS_RANK` where weights and results have 16
     bits, else FP32 (three bf16 parts); BF16 where there is none."""
     dtypes = (table[:, DTYPES] >> shift & 0xFF for shift in (0, 8, 16, 24))
-    return np.where(table[:, RANK] == 0, BF16, _products(*dtypes, table[:, RANK]))
+    return np.where(table[:, RANK] == 0, BF16, _products(table[:, RANK], *dtypes))
 
 
-def _products(source: Codes, destination: Codes, lora_A: Codes, lora_B: Codes, rank: Codes) -> np.ndarray:
+def _products(rank: Codes, source: Codes, destination: Codes, lora_A: Codes, lora_B: Codes) -> np.ndarray:
     bf16 = np.equal(lora_A, BF16) & np.equal(lora_B, BF16)
     fp16 = np.equal(source, FP16) & np.equal(destination, FP16) & np.equal(lora_A, FP16) & np.equal(lora_B, FP16)
     parts = np.equal(source, FP32) | np.equal(destination, FP32) | np.less_equal(rank, PARTS_RANK)
