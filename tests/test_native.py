@@ -43,7 +43,7 @@ def test_the_header_is_what_the_description_says() -> None:
 
 def test_words_and_codes() -> None:
     names = [f.name for f in layout.SEGMENT for _ in range(f.words)]
-    assert len(names) == segments.WORDS == 32
+    assert len(names) == segments.WORDS == 34
     assert all(names.index(name) == offset for name, offset in layout.OFFSET.items())
     assert [segments.BF16, segments.FP16, segments.FP32] == [0, 1, 2]
     assert segments.RAW == {1: 3, 2: 4, 4: 5, 8: 6}
@@ -90,7 +90,7 @@ BAD: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
     "int32 words": (lambda: table().int(), "must be contiguous int64"),
     "strided": (lambda: table().repeat(2, 2)[:, ::2], "must be contiguous int64"),
     "one dimension": (lambda: table().view(-1), "must be contiguous int64"),
-    "31 words": (lambda: table()[:, :31].contiguous(), r"must be contiguous int64 \[segments, 32\]"),
+    "33 words": (lambda: table()[:, :33].contiguous(), r"must be contiguous int64 \[segments, 34\]"),
     "unknown source dtype": (lambda: words(dtypes=FP32 + 5), "segment 0: unknown dtypes"),
     "unknown lora_A dtype": (lambda: words(dtypes=FP32 + (7 << 16)), "segment 0: unknown dtypes"),
     "bits beyond the codes": (lambda: words(dtypes=FP32 | 1 << 40), "segment 0: unknown dtypes"),

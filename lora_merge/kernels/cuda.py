@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import Launch, Tracked, native, next_after, operators
-from .cuda_launch import variants
+from .cuda_launch import launches
 from .cuda_repack import repack
 from .cuda_table import ceil, has_room, no_room, place, sources
 from .cuda_tracked import CudaTracked
@@ -55,10 +55,9 @@ class _Launch:
         here = pack([s for s in segments if has_room(s, device)]) if rest else self.table
         with torch.cuda.device(device):
             # A replay would copy a table from memory of the host that is gone by then; a graph keeps arguments.
-            most = INLINE_SEGMENTS if torch.cuda.is_current_stream_capturing() else max(len(here), 1)
+            most = INLINE_SEGMENTS if torch.cuda.is_current_stream_capturing() else max(2 * len(here), 1)
         made = repack(here, device)
-        pieces = [t[begin : begin + most] for t in (made.copies, made.table) for begin in range(0, len(t), most)]
-        self.variants = [variant for piece in pieces for variant in variants(piece, device)]
+        self.variants = launches(made, device, most)
         self._streams = Streams(device, [made.memory, *(t for v in self.variants for t in v if isinstance(t, Tensor))])
         self._elsewhere: Launch | None = None
         if rest:
