@@ -54,6 +54,7 @@ class AdapterSource:
         _check_model(live(weights.model))
         self.device = filler.device
         self.collective = self.shared = not filler.source.ranks.alone
+        self.joins = False
         parts = filler.source.parts
         adapted = {
             name: delta

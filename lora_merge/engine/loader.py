@@ -11,7 +11,7 @@ computes something of. What is different from engine to engine is in the methods
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -39,6 +39,7 @@ class Examination:
     Args:
         copies: what goes straight, by name.
         places: the same for a trainer that writes there, of tensors that the engine holds in the stream's dtype.
+        near: the same for a trainer in this process, which writes to some layers that are laid out anew, too.
         staged: names that go through `load_weights`, whole.
         fills: constants that loading writes (padding).
         refused: name -> why `load_weights` does not take it.
@@ -54,6 +55,7 @@ class Examination:
 
     copies: dict[str, list[Copy]]
     places: Places
+    near: Places
     staged: set[str]
     fills: list[tuple[Tensor, Any]] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
@@ -151,6 +153,9 @@ class Loader:
             with torch.no_grad(), self._bare():
                 self._through(tensors)
 
+    def written(self, names: Collection[str]) -> None:
+        """The trainer has written what of these tensors goes through `load_weights` otherwise."""
+
     def load_layers(
         self,
         examination: Examination,
@@ -227,6 +232,25 @@ class Loader:
         """These layers as they are at loading."""
         return nullcontext()
 
+    def _near(
+        self,
+        places: Places,
+        roots: Sequence[nn.Module],
+        records: Sequence[Record],
+        dtypes: Mapping[str, torch.dtype],
+        owners: Mapping[str, nn.Module],
+    ) -> Places:
+        """Where a trainer in this process writes to; see `Examination`.
+
+        Args:
+            places: where any trainer does.
+            roots: layers that are laid out anew after loading.
+            records: what loading copies.
+            dtypes: of the stream's tensors.
+            owners: of the engine's parameters, by path.
+        """
+        return places
+
     def _through(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
         """Load whole tensors that do not go straight."""
         self.model.load_weights(iter(tensors))
@@ -275,15 +299,16 @@ class Loader:
                 straight.setdefault(record.name, []).append(record.copy)
         taken = straight.keys() | staged
         dtypes = {meta.name: meta.dtype for meta in metas(table).values()}
-        places = {
+        places = Places({
             name: [(copy.window.box, copy.window.unfold(copy.destination)) for copy in found]
             for name, found in straight.items()
             if all(copy.destination.dtype == dtypes[name] for copy in found)
-        }
+        })
         ignored = {name: tensor for name, tensor in fed if name not in taken and name not in refused}
         return Examination(
             straight,
-            Places(places),
+            places,
+            self._near(places, roots, capture.records, dtypes, owners),
             staged,
             [(view, value) for path, view, value in capture.fills if path not in staged_paths],
             refused,

@@ -27,7 +27,7 @@ class Verified:
 
     def __init__(self, inner: Sent) -> None:
         self.inner, self.table, self.device, self.capacity = inner, inner.table, inner.device, inner.capacity
-        self.shared = inner.shared
+        self.shared, self.joins = inner.shared, inner.joins
         self.collective = True  # checksums are of what was filled on this rank
         self.checksums: dict[str, int] = {}
 

@@ -52,6 +52,7 @@ class Beside:
     ) -> None:
         self.device, self._adapted, self.whole = adapted.device, adapted, whole
         self.collective = self.shared = not adapted.source.ranks.alone
+        self.joins = False
         parts = adapted.source.parts
         self.whole_names = frozenset(() if whole is None else whole.entries)
         numbers: dict[int, int] = {}

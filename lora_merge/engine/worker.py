@@ -300,6 +300,8 @@ def _receive(
     keep = _nothing if side.coming.merger is None else side.coming.merger.keep
 
     def load(slots: Sequence[Slot], received: Received) -> None:
+        if received.placed:
+            side.loader.written([slot.name for slot in slots])
         if received.data is None:
             return
         if not received.placed:
@@ -307,7 +309,7 @@ def _receive(
         if verify:
             side.look(examination, slots, received.data)
 
-    side.take(table, load, verify, examination.places, sent, placed)
+    side.take(table, load, verify, examination.near, sent, placed)
     if worker.device.type == "cuda":
         torch.cuda.current_stream(worker.device).synchronize()
     side.came()

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from math import prod
 from operator import sub
+from types import MappingProxyType
 from typing import Any, Protocol
 from weakref import ref
 
@@ -19,6 +20,7 @@ from torch.utils.dlpack import from_dlpack
 
 from ..errors import InvalidInput
 from ..kernels.packed import Packed
+from ..kernels.scaled import Scaled
 from ..kernels.segments import Segment, copies, name_key
 from ..models.claims import reading
 from ..models.conversion import Conversion
@@ -111,9 +113,13 @@ class Places:
 
     Args:
         views: by name, the boxes of the tensor that lie there, each seen with the tensor's dimensions.
+        scaled: by name, the weights of 8 bits that some of these are rectangles of.
+        together: names of tensors that share scales, or a layer that is written as a whole or not at all.
     """
 
     views: Mapping[str, Sequence[tuple[Box, Tensor]]]
+    scaled: Mapping[str, Sequence[Scaled]] = field(default_factory=dict)
+    together: Sequence[frozenset[str]] = ()
 
     def on(self, device: torch.device) -> frozenset[str]:
         """Names of the tensors of which all lies on a device."""
@@ -135,6 +141,8 @@ class Sent(Protocol):
     """Whether filling takes several ranks, each of which fills every bucket, in order."""
     shared: bool
     """Whether several ranks hold what is sent, so that one of them alone cannot place it."""
+    joins: bool
+    """Whether tensors of several buckets can be placed at once."""
 
     def fill(self, index: int, buffer: Tensor, run: Mapping[str, Any]) -> None:
         """Write bucket `index` into `buffer`, on the current stream. `run` are arguments of `Plan.run`."""
@@ -145,6 +153,20 @@ class Sent(Protocol):
     def place(self, index: int, places: Places, run: Mapping[str, Any]) -> None:
         """Write bucket `index` straight to `places`, on the current stream; where several ranks fill, each writes what
         it owns."""
+
+
+def joined(source: Sent, names: frozenset[str], places: Places) -> frozenset[str]:
+    """Of the tensors that have a place those that can be written there: who shares scales is written as one."""
+    if not places.together:
+        return names
+    if not source.joins:
+        return names.difference(*places.together)
+    while True:
+        there = {slot.name for index in source.straight(names) for slot in source.table[index]}
+        torn = [some for some in places.together if not some.isdisjoint(names) and not some <= there]
+        if not torn:
+            return names
+        names = names.difference(*torn)
 
 
 class Filler:
@@ -197,7 +219,11 @@ class Filler:
         ranks = self.ranks if any(turn.everything for turn in turns) else source.merging
         self._operands = Operands(turns, ranks, self.device)
         self._plans: dict[tuple[int, bool], tuple[tuple[Hashable, int], _BucketPlan]] = {}
-        self._staging = Staging(self.device, self._staged())
+        staged = self._staged()
+        self._staging = Staging(self.device, staged)
+        self.joins = self.ranks.alone and not staged and not self._operands.held
+        """What a bucket is merged from lies there all the time, and is all here."""
+        self._due: tuple[ref[Places], list[list[tuple[int, Slot]]]] | None = None
         self._by_address: Mapping[int, torch.UntypedStorage] | None = None
         self._ahead = Ahead(self.device)
         self._idle: list[Tensor] = []
@@ -411,7 +437,7 @@ class Filler:
         with noted(errors):
             self._operands.refresh(index)
             own = (slot for slot in self.mine(index) if slot.name not in self._wholly)
-            targets = ((slot.name, slot.box, slot.view(buffer)) for slot in own)
+            targets = ((slot.name, slot.box, slot.view(buffer), index) for slot in own)
             self._plan((index, False), buffer.data_ptr(), targets).run(run)
         if self._wholly_in[index]:
             self._fill_wholly(index, buffer, run, errors)
@@ -431,24 +457,47 @@ class Filler:
         """As `Sent.place`. An error of this rank is raised after the collectives of the bucket."""
         self._operands.refresh(index)
         targets = (
-            (slot.name, met, cut(view, (tuple(map(sub, met[0], box[0])), met[1])))
-            for slot in self.mine(index)
+            (slot.name, met, cut(view, (tuple(map(sub, met[0], box[0])), met[1])), turn)
+            for turn, slot in self._due_with(index, places)
             for box, view in places.views.get(slot.name, ())
             if (met := overlap(slot.box, box)) is not None
         )
-        self._plan((index, True), ref(places), targets).run(run)
+        self._plan((index, True), ref(places), targets, places.scaled).run(run)
 
-    def _plan(self, key: tuple[int, bool], at: Hashable, targets: Iterable[tuple[str, Box, Tensor]]) -> _BucketPlan:
+    def _due_with(self, index: int, places: Places) -> list[tuple[int, Slot]]:
+        """The slots that are placed with a bucket, each with its own bucket: tensors that are written as one come with
+        the last of them."""
+        if not places.together:
+            return [(index, slot) for slot in self.mine(index)]
+        if self._due is None or self._due[0]() is not places:
+            last = {slot.name: at for at, slots in enumerate(self.table) for slot in slots}
+            for some in places.together:
+                last |= dict.fromkeys(some, max(last[name] for name in some))
+            due: list[list[tuple[int, Slot]]] = [[] for _ in self.table]
+            for at in range(len(self.table)):
+                for slot in self.mine(at):
+                    due[last[slot.name] if slot.name in places.views else at].append((at, slot))
+            self._due = ref(places), due
+        return self._due[1][index]
+
+    def _plan(
+        self,
+        key: tuple[int, bool],
+        at: Hashable,
+        targets: Iterable[tuple[str, Box, Tensor, int]],
+        scaled: Mapping[str, Sequence[Scaled]] = MappingProxyType({}),
+    ) -> _BucketPlan:
         """The plan of a bucket, made anew when what it writes to has moved.
 
         Args:
             key: the bucket; whether it is placed.
             at: where the targets are.
-            targets: boxes of tensors of the stream, and where they go.
+            targets: boxes of tensors of the stream, where they go, and the bucket that each is in.
+            scaled: as of `Places`.
         """
         known, plan = self._plans.get(key, (None, None))
         if plan is None or known != (at, self._staging.address) or not plan.hold(self._staging.memory, self._storages):
-            plan = self._make_plan(key[0], targets)
+            plan = self._make_plan(key[0], targets, scaled)
             self._plans[key] = (at, self._staging.address), plan
         return plan
 
@@ -462,28 +511,34 @@ class Filler:
             self._by_address = {storage.data_ptr(): storage for storage in self.source.held}
         return self._by_address
 
-    def _make_plan(self, index: int, targets: Iterable[tuple[str, Box, Tensor]]) -> _BucketPlan:
+    def _make_plan(
+        self, index: int, targets: Iterable[tuple[str, Box, Tensor, int]], scaled: Mapping[str, Sequence[Scaled]]
+    ) -> _BucketPlan:
         boxes = []
-        for name, box, target in targets:
+        for name, box, target, turn in targets:
             entry = self.entries[name]
             assert entry.window is not None
             delta, unfolded = self.source.parts[entry.sources[0]].delta, entry.window.unfold(target)
             for start, inner, view in self._held(entry, box):
-                boxes.append((name, delta, start, view, cut(unfolded, inner)))
-        away = [view for _, _, _, view, _ in boxes if view.device != self.device]
+                boxes.append((name, delta, start, view, cut(unfolded, inner), turn))
+        away = [view for _, _, _, view, _, _ in boxes if view.device != self.device]
         staged = self._staging.lay_out(away)  # offloaded weights are merged where the bucket is
         sources, jobs, segments = iter(staged), list[Job](), list[Segment]()
-        for name, delta, start, view, out in boxes:
+        for name, delta, start, view, out, turn in boxes:
             source = view if view.device == self.device else next(sources)
             if delta is None:
                 window, meta = self.entries[name].window, self.entries[name].meta
                 assert window is not None
                 begin, _ = window.inner((start, tuple(view.shape)))
                 segments += copies(name, window.fold(source), window.fold(out), begin, meta.shape)
-            else:
+            elif turn == index:
                 jobs.append(Job(delta, start, source, out))
+            else:
+                segments += self._operands.segments(Job(delta, start, source, out), turn)
         copied = Copies(list(zip(staged, away, strict=True)))
-        return _BucketPlan(MergePlan(jobs, self._operands, segments, index), copied, self._staging)
+        weights = {id(s): s for name, _, _, _, _, _ in boxes for s in scaled.get(name, ())}
+        plan = MergePlan(jobs, self._operands, segments, index, list(weights.values()))
+        return _BucketPlan(plan, copied, self._staging)
 
     def _fill_wholly(self, index: int, buffer: Tensor, run: Mapping[str, Any], errors: list[Exception]) -> None:
         """Tensors that are made of whole parameters: gather these, merge, convert, and keep what this rank sends."""

@@ -6,7 +6,7 @@ of their own (reload.py), and what it makes of several layers' weights is made a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,11 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from .. import loader
-from ..capture import Capture, feed
+from ...stream.filler import Places
+from ..capture import Capture, Record, feed
 from ..loader import Examination, everything
 from ..modules import Modules, unwrapped, wrapped
 from . import internals
 from .formats import Together
+from .fused import Fused
 from .reload import Reload, on_meta, same_layout
 
 _AS_LOADED = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
@@ -59,6 +61,7 @@ class Loader(loader.Loader):
         super().__init__(modules, device)
         self._config = model_config
         self.together = Together(modules)
+        self._fused = Fused()
         self._reload: Reload | None = None
 
     def begin(self, examination: Examination) -> None:
@@ -66,6 +69,21 @@ class Loader(loader.Loader):
         super().begin(examination)
         if examination.staged:
             self._reload = Reload(examination.layers, examination.touched, self.device.type, self.together)
+
+    def written(self, names: Collection[str]) -> None:
+        if self._reload is not None:
+            self._reload.written(names)
+
+    def _near(
+        self,
+        places: Places,
+        roots: Sequence[nn.Module],
+        records: Sequence[Record],
+        dtypes: Mapping[str, torch.dtype],
+        owners: Mapping[str, nn.Module],
+    ) -> Places:
+        found = self._fused.places(roots, records, dtypes, owners)
+        return Places({**places.views, **found.views}, found.scaled, found.together)
 
     def _through(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
         assert self._reload is not None

@@ -57,6 +57,15 @@ class Reload:
                 if not waiting and id(layer) in self._open:
                     self._end(layer)
 
+    def written(self, names: Iterable[str]) -> None:
+        """These tensors lie where they belong: the layers that they are part of are not made again. All of a layer's
+        come so, or none."""
+        for name in names:
+            for layer, waiting in self._of.get(name, ()):
+                if id(layer) in self._open:
+                    raise RuntimeError(f"{name} was written to a layer of which another tensor is loaded")
+                waiting.discard(name)
+
     @property
     def lacking(self) -> list[str]:
         """Names that did not come."""
