@@ -104,7 +104,8 @@ SHAPES = [(128, 128), (256, 384), (384, 512), (130, 200), (1, 8), (77, 1), (300,
 @pytest.mark.parametrize(("rows", "cols"), SHAPES)
 def test_bits(rows: int, cols: int, group: str, device: torch.device) -> None:
     """With bf16 and float32 adapters, ranks below, at and above a chunk, and without one."""
-    for rank, dtype in ((0, torch.bfloat16), (1, torch.float32), (8, torch.bfloat16), (33, torch.bfloat16), (72, torch.float32)):
+    narrow, wide = torch.bfloat16, torch.float32
+    for rank, dtype in ((0, narrow), (1, wide), (8, narrow), (33, narrow), (72, wide)):
         w, target = base(rows, cols, torch.bfloat16, device), weight(rows, cols, group, device)
         a, b = adapter(rows, cols, rank, dtype, device) if rank else (None, None)
         check([Segment("w", w, target.weight, a, b, 0.5)], target)
@@ -143,7 +144,8 @@ def test_columns_and_stochastic_rounding(device: torch.device) -> None:
         w, (a, b) = base(256, 640, torch.bfloat16, device), adapter(256, 640, 16, torch.bfloat16, device)
         pieces = [(0, 128), (128, 512), (512, 640)]
         segments = [
-            Segment("w", w[:, i:j], target.weight[:, i:j], a[:, i:j], b, 0.5, first=i, pitch=(640, 1)) for i, j in pieces
+            Segment("w", w[:, i:j], target.weight[:, i:j], a[:, i:j], b, 0.5, first=i, pitch=(640, 1))
+            for i, j in pieces
         ]
         check(segments, target)
         check(segments, target, rounding="stochastic", seed=7)

@@ -299,11 +299,13 @@ class Loader:
                 straight.setdefault(record.name, []).append(record.copy)
         taken = straight.keys() | staged
         dtypes = {meta.name: meta.dtype for meta in metas(table).values()}
-        places = Places({
-            name: [(copy.window.box, copy.window.unfold(copy.destination)) for copy in found]
-            for name, found in straight.items()
-            if all(copy.destination.dtype == dtypes[name] for copy in found)
-        })
+        places = Places(
+            {
+                name: [(copy.window.box, copy.window.unfold(copy.destination)) for copy in found]
+                for name, found in straight.items()
+                if all(copy.destination.dtype == dtypes[name] for copy in found)
+            }
+        )
         ignored = {name: tensor for name, tensor in fed if name not in taken and name not in refused}
         return Examination(
             straight,

@@ -1,7 +1,7 @@
 """Results of 8 bits: e4m3 elements of which a group shares a scale, as engines quantise what they load.
 
-A sum is rounded to the dtype in which an engine loads weights, and what becomes of that number is what vLLM's quantisers
-make of it, bit for bit (float32 throughout; `largest` is that of the group's magnitudes):
+A sum is rounded to the dtype in which an engine loads weights, and what becomes of that number is what vLLM's
+quantisers make of it, bit for bit (float32 throughout; `largest` is that of the group's magnitudes):
 
 | group | scale | element |
 |---|---|---|
@@ -89,8 +89,9 @@ class Placed(NamedTuple):
     def whole(self) -> bool:
         """Whether it is made of whole blocks, so that none has to be measured first."""
         (down, across), (rows, cols) = self.scaled.sizes, self.scaled.weight.shape
-        ends = (self.rows.stop % down == 0 or self.rows.stop == rows), (
-            self.cols.stop % across == 0 or self.cols.stop == cols
+        ends = (
+            (self.rows.stop % down == 0 or self.rows.stop == rows),
+            (self.cols.stop % across == 0 or self.cols.stop == cols),
         )
         return self.scaled.code >= _CODES["block"] and self.row % down == 0 and self.col % across == 0 and all(ends)
 
@@ -153,7 +154,7 @@ def _place(s: Segment, weights: Sequence[Scaled], begins: np.ndarray) -> Placed:
     if s.source.dtype not in MERGED_IN:
         raise InvalidInput(f"{s.name}: the weight must be bfloat16, float16 or float32, got {s.source.dtype}")
     if col % SCALED_BLOCK and scaled.sizes[1] == SCALED_BLOCK:
-        raise InvalidInput(f"{s.name}: column {col} is inside of a block of {SCALED_BLOCK}; cut the weight between them")
+        raise InvalidInput(f"{s.name}: column {col} is inside of a block of {SCALED_BLOCK}; cut weights between them")
     return Placed(s, scaled, row, col)
 
 
@@ -226,7 +227,10 @@ class ComposedScaled:
     """
 
     def __init__(
-        self, prepare: Callable[[Sequence[Segment], torch.device], Launch], placed: Sequence[Placed], device: torch.device
+        self,
+        prepare: Callable[[Sequence[Segment], torch.device], Launch],
+        placed: Sequence[Placed],
+        device: torch.device,
     ) -> None:
         self._prepare, self._weights, self._device = prepare, by_weight(placed), device
 

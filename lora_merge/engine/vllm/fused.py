@@ -87,7 +87,8 @@ class Fused:
                 assert record.copy is not None
                 key, window, view = record.path.rpartition(".")[2], record.copy.window, record.copy.destination
                 if view.is_meta:  # of what there is while the layer is loaded
-                    live = weights[key][0] if key in weights else root._parameters[key].detach()
+                    parameter: Any = root._parameters[key]
+                    live = weights[key][0] if key in weights else parameter.detach()
                     view = live.as_strided(view.shape, view.stride(), live.storage_offset() + view.storage_offset())
                 views.setdefault(record.name, []).append((window.box, window.unfold(view)))
                 scaled.setdefault(record.name, []).extend(weights[key][1] if key in weights else [])
@@ -168,9 +169,10 @@ def _as_loaded(tensor: Tensor, meta: Tensor) -> Tensor | None:
 
 
 def _holds_only(root: Any) -> bool:
-    """Whether all tensors that a layer computes with are its parameters and buffers: an earlier reload of experts leaves
-    their kernel with scales of its own."""
-    own = {t.untyped_storage().data_ptr() for t in [*root._parameters.values(), *root._buffers.values()] if t is not None}
+    """Whether all tensors that a layer computes with are its parameters and buffers: an earlier reload of experts
+    leaves their kernel with scales of its own."""
+    registered = [t for t in [*root._parameters.values(), *root._buffers.values()] if t is not None]
+    own = {t.untyped_storage().data_ptr() for t in registered}
     rest = {key: value for key, value in root.__dict__.items() if not key.startswith("_")}
     return all(t.untyped_storage().data_ptr() in own for t in _tensors([rest, root.quant_method], {id(root)}, 0))
 
@@ -193,7 +195,7 @@ def _tensors(thing: Any, seen: set[int], depth: int) -> Iterator[Tensor]:
 
 
 def _prove(root: Any, weights: Mapping[str, _Weight]) -> dict[str, Group] | None:
-    """Let vLLM process random weights in memory of their own, and compare; None where a group of no kind has the bits."""
+    """Let vLLM process random weights in memory of their own, and compare; None where no kind of group has the bits."""
     generator = torch.Generator().manual_seed(0)
     with _untouched(root), on_meta([root]):
         internals.materialize_layer(root, internals.get_layerwise_info(root))

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import loader
 from ...stream.filler import Places
+from .. import loader
 from ..capture import Capture, Record, feed
 from ..loader import Examination, everything
 from ..modules import Modules, unwrapped, wrapped
