@@ -13,7 +13,7 @@ from torch import Tensor
 from lora_merge import MergedWeights
 from lora_merge.engine.mapped import Exports, Mapped
 from lora_merge.engine.pull import Pull, Pulls
-from lora_merge.stream.filler import Places
+from lora_merge.stream.places import Places
 
 NEAREST = {"rounding": "nearest"}
 

@@ -20,7 +20,8 @@ from ..models.live import Live, live
 from ..models.operands import Operands, Turn
 from ..names import lineage
 from ..stream.buckets import ALIGNMENT, Meta, Table, extent, lay_out
-from ..stream.filler import Entry, Filler, Places
+from ..stream.filler import Entry, Filler
+from ..stream.places import Places
 from ..stream.weights import MergedWeights
 
 ADAPTER_NAME = "lora_merge"

@@ -24,7 +24,7 @@ from ..kernels.plan import Plan
 from ..kernels.segments import copies
 from ..shards import Box, Piece, cut, numel, overlap
 from ..stream.buckets import Slot, Table, dtype_name, metas
-from ..stream.filler import Places
+from ..stream.places import Places
 from ..stream.window import Window
 from .capture import Capture, Copy, Record, coverage, feed, torn
 from .mapped import Exports

@@ -12,7 +12,8 @@ import torch
 
 from ..errors import InvalidInput, PushFailed, PushRefused
 from ..stream.buckets import metas, to_json
-from ..stream.filler import Filler, Sent
+from ..stream.filler import Filler
+from ..stream.places import Sent
 from ..stream.weights import MergedWeights
 from .adapter import AdapterSource
 from .calls import bind, drive, side_by_side, together

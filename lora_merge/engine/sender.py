@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..stream.ahead import Ahead
 from ..stream.buckets import extent
-from ..stream.filler import Places, Sent, joined
+from ..stream.places import Places, Sent, joined
 from .memory import CudaMemory, SharedMemory
 from .nccl import Done, Group
 from .sockets import Outbox

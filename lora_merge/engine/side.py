@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from ..stream.buckets import Slot, Table, extent
-from ..stream.filler import Places
+from ..stream.places import Places
 from .claim import Claim
 from .loader import Examination, Loader
 from .merger import Merger

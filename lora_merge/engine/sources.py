@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ..kernels.packed import memory
 from ..stream.buckets import Slot, checksum, combined
-from ..stream.filler import Filler, Places, Sent
+from ..stream.filler import Filler
+from ..stream.places import Places, Sent
 from .sampler import Sampler
 
 

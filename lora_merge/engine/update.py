@@ -25,7 +25,8 @@ from ..models.live import live
 from ..models.operands import Operands, Turn
 from ..models.part import Part, learning_of
 from ..stream.buckets import ALIGNMENT, Meta, Table, contents_of, dtype_name, extent, lay_out, to_json
-from ..stream.filler import Entry, Filler, Places
+from ..stream.filler import Entry, Filler
+from ..stream.places import Places
 from ..stream.weights import MergedWeights
 
 

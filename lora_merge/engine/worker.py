@@ -309,7 +309,9 @@ def _receive(
         if verify:
             side.look(examination, slots, received.data)
 
-    side.take(table, load, verify, examination.near, sent, placed)
+    # Of what is written to layers as they lie no base could be kept.
+    places = examination.near if side.coming.merger is None else examination.places
+    side.take(table, load, verify, places, sent, placed)
     if worker.device.type == "cuda":
         torch.cuda.current_stream(worker.device).synchronize()
     side.came()

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ...kernels.plan import Plan
 from ...kernels.scaled import Group, Scaled
 from ...kernels.segments import FP8, copies
-from ...stream.filler import Places
+from ...stream.places import Places
 from ..capture import Record
 from . import internals
 from .formats import quantises

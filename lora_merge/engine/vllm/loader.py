@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...stream.filler import Places
+from ...stream.places import Places
 from .. import loader
 from ..capture import Capture, Record, feed
 from ..loader import Examination, everything
