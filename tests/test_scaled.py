@@ -97,7 +97,7 @@ def check(segments: list[Segment], target: Scaled, atol: int = 0, **run: Any) ->
     assert torch.equal(target.weight.cpu().view(torch.uint8), bits)
 
 
-SHAPES = [(128, 128), (256, 384), (384, 512), (130, 200), (1, 8), (77, 1), (300, 129), (1024, 640), (513, 264)]
+SHAPES = [(128, 128), (1000, 1200), (256, 384), (130, 200), (1, 8), (77, 1), (300, 129), (1024, 640), (513, 264)]
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -172,14 +172,16 @@ def test_odd_values(group: str, device: torch.device) -> None:
 
 def test_ties_and_every_pair(device: torch.device) -> None:
     """All bf16 numbers of one binade over scales that make many ties."""
-    x = torch.arange(128 * 128, dtype=torch.int32).view(128, 128)
-    w = (x % 32768).to(torch.int16).view(torch.bfloat16).to(device)
+    x = torch.arange(256 * 256, dtype=torch.int32).view(256, 256)
+    w = x.to(torch.int16).view(torch.bfloat16).to(device)
     w = torch.where(w.abs() < 1e30, w, 1.0).nan_to_num(1.0)
+    a, b = torch.zeros(8, 256, device=device), torch.zeros(256, 8, device=device)
     for group in GROUPS:
         for largest in (448.0, 0.5, 3.0, 1.7734375):
             part = torch.where(w.abs() <= largest, w, largest).to(torch.bfloat16)
-            target = weight(128, 128, group, device)
-            check([Segment("w", part, target.weight)], target)
+            for adapters in ((None, None), (a, b)):
+                target = weight(256, 256, group, device)
+                check([Segment("w", part, target.weight, *adapters)], target)
 
 
 def test_copies_and_other_segments(device: torch.device) -> None:

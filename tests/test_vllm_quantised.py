@@ -96,6 +96,51 @@ def test_the_bits_are_those_of_a_fresh_engine_on_the_merged_checkpoint(one: Any,
         assert [state.kind for state in sync.states()] == ["merged"]
 
 
+def test_layers_are_written_as_they_lie(one: Any) -> None:
+    """By a trainer in the engine's process, in one bucket or across several, which share no rank's scale: no layer that
+    vLLM quantises is reloaded, but for those that come in a bucket with what can only be reloaded (here the head)."""
+    llm, model, fresh = one
+    for bucket_bytes, most in ((1 << 16, 2), (BUCKET, 5)):
+        with closing(VllmSync(model, llm, bucket_bytes=bucket_bytes)) as sync:
+            start = {name: p.detach().clone() for name, p in model.named_parameters()}
+            train(model, 7)
+            with quantised.reloaded(llm) as found:
+                sync.push()
+            assert sum("layers" in path for path in found) <= most, found
+            assert_close(llm, model)
+            memory = {name: p.data_ptr() for name, p in quantised.served(llm).named_parameters()}
+            model.load_state_dict(start, strict=False)
+            with quantised.reloaded(llm) as found:
+                sync.push()
+            assert sum("layers" in path for path in found) <= most, found
+            assert bits(llm) == fresh
+            assert memory == {name: p.data_ptr() for name, p in quantised.served(llm).named_parameters()}
+
+
+def test_layers_are_reloaded_where_vllm_makes_other_bits(one: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quantiser that is not ours, in one bit of one scale or value, is found out before anything is written."""
+    from vllm.model_executor.layers.quantization.online.fp8 import Fp8PtpcOnlineLinearMethod as Method
+
+    llm, model, fresh = one
+    process = Method.process_weights_after_loading
+    for name in ("weight", "weight_scale"):
+
+        def other(self: Any, layer: Any, name: str = name) -> None:
+            process(self, layer)
+            getattr(layer, name).data.view(torch.uint8)[3, 0] ^= 1
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Method, "process_weights_after_loading", other)
+            quantised.served(llm).__dict__.pop("_lora_merge", None)
+            with closing(VllmSync(model, llm, bucket_bytes=1 << 16)) as sync, quantised.reloaded(llm) as found:
+                sync.push()
+            assert sum("layers" in path for path in found) == 8, found
+            assert bits(llm) != fresh
+        with closing(VllmSync(model, llm, bucket_bytes=1 << 16)) as sync:
+            sync.push()
+        assert bits(llm) == fresh
+
+
 def test_what_lies_there_is_the_merge_to_a_rounding_of_the_format(one: Any) -> None:
     """And what is computed is what these roundings make."""
     llm, model, _ = one

@@ -73,7 +73,7 @@ FORMATS = {"Plain": 0, "Codes4": 1, "Int8": 2}
 """What lies at a source: elements of its dtype, two codes a byte, or int8 codes, which stand for such elements
 (packed.py)."""
 
-GROUPS = {"Tensor": 0, "Channel": 1, "Block": 2, "BlockFull": 3, "BlockApprox": 4}
+GROUPS = {"Tensor": 0, "Channel": 1, "Block": 2}
 """What shares a scale where results have 8 bits: the whole weight, a row, a square of `SCALED_BLOCK`."""
 
 MAX_RANK = 512

@@ -9,7 +9,8 @@ quantisers make of it, bit for bit (float32 throughout; `largest` is that of the
 | channel (a row) | `max(largest / 448, 1 / (448 * 512))` | `x / scale` |
 | block (128 x 128) | `max(largest, 1e-4) * (1 / 448)` | `x * (1 / scale)` |
 
-rounded to the nearest e4m3 number, at most 448. A NaN makes its group's scale one, so that it never hides.
+rounded to the nearest e4m3 number, at most 448. A NaN makes its group's scale one, so that it never hides, which it does
+in kernels of vLLM 0.26.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ LARGEST = 448.0
 LEAST_OF_BLOCK = 1e-4
 MERGED_IN = {torch.bfloat16: torch.bfloat16, torch.float16: torch.float16, torch.float32: torch.bfloat16}
 """For each dtype of a base the one that its sums are rounded to before they are scaled."""
-Group: TypeAlias = Literal["tensor", "channel", "block", "block_full", "block_approx"]
-_CODES = dict(zip(("tensor", "channel", "block", "block_full", "block_approx"), GROUPS.values(), strict=True))
+Group: TypeAlias = Literal["tensor", "channel", "block"]
+_CODES = {name.lower(): code for name, code in GROUPS.items()}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,7 +94,7 @@ class Placed(NamedTuple):
             (self.rows.stop % down == 0 or self.rows.stop == rows),
             (self.cols.stop % across == 0 or self.cols.stop == cols),
         )
-        return self.scaled.code >= _CODES["block"] and self.row % down == 0 and self.col % across == 0 and all(ends)
+        return self.scaled.group == "block" and self.row % down == 0 and self.col % across == 0 and all(ends)
 
 
 def is_scaled(s: Segment) -> bool:
@@ -203,6 +204,8 @@ def quantise(x: Tensor, group: Group) -> tuple[Tensor, Tensor]:
         if group == "channel":
             scale = scale.clamp(min=1 / (LARGEST * 512))
         y = x / scale if group == "channel" else x * (torch.ones_like(scale) / scale)
+        if group == "tensor":
+            y = torch.where(y.isnan(), LARGEST, y)  # of zeros, whose scale is zero
         return _rounded(y), scale.reshape(-1, 1) if group == "channel" else scale.reshape(1)
     down, across = -(-rows // SCALED_BLOCK), -(-cols // SCALED_BLOCK)
     padded = x.new_zeros(down * SCALED_BLOCK, across * SCALED_BLOCK)
@@ -214,8 +217,8 @@ def quantise(x: Tensor, group: Group) -> tuple[Tensor, Tensor]:
 
 
 def _rounded(y: Tensor) -> Tensor:
-    """What is no number becomes 448, as in vLLM's kernels."""
-    return torch.where(y.isnan(), LARGEST, y).clamp(-LARGEST, LARGEST).to(FP8)
+    """To the nearest one; what is no number stays so."""
+    return y.clamp(-LARGEST, LARGEST).to(FP8)
 
 
 class ComposedScaled:
