@@ -9,7 +9,7 @@ quantisers make of it, bit for bit (float32 throughout; `largest` is that of the
 | channel (a row) | `max(largest / 448, 1 / (448 * 512))` | `x / scale` |
 | block (128 x 128) | `max(largest, 1e-4) * (1 / 448)` | `x * (1 / scale)` |
 
-rounded to the nearest e4m3 number, at most 448. A NaN makes its group's scale one, so that it never hides, which it does
+rounded to the nearest e4m3 number, at most 448. A NaN makes its group's scale one, so that it never hides, as it does
 in kernels of vLLM 0.26.
 """
 
