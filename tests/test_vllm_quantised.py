@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -200,14 +201,14 @@ def test_what_was_changed_behind_our_back_shows(one: Any) -> None:
             assert [state.kind for state in sync.states()] == ["dirty"]
 
 
-def hostile() -> nn.Module:
-    """Rows of zeros, a row with the largest value that there is, infinities, NaN."""
+def hostile(odd: float = 0.0) -> nn.Module:
+    """Rows of zeros, a row with the largest value that there is, infinities, and something odd."""
     model = untied()
     with torch.no_grad():
         for layer in model.model.layers:
             for weight in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight, layer.mlp.up_proj.weight):
                 weight[:4] = 0
-                weight[8, 3], weight[9, 5], weight[10, 7] = 3.3e38, torch.inf, torch.nan
+                weight[8, 3], weight[9, 5], weight[10, 7] = 3.3e38, torch.inf, odd
                 weight[11] = 1e-40
     return model
 
@@ -224,6 +225,14 @@ def test_values_that_have_no_scale_become_what_vllm_makes_of_them(tmp_path: Path
             with closing(VllmSync(model, llm, merge=merge, bucket_bytes=BUCKET)) as sync:
                 sync.push()
                 assert bits(llm) == fresh
+        # A NaN shows, whoever quantises; its sign is nobody's.
+        model = models.with_lora(partial(hostile, torch.nan), dtype=torch.bfloat16, target_modules=["q_proj"])
+        for merge in ("trainer", "engine"):
+            with closing(VllmSync(model, llm, merge=merge, bucket_bytes=BUCKET)) as sync:
+                sync.push()
+            for layer in quantised.served(llm).model.layers:
+                scale = layer.mlp.down_proj.weight_scale.view(-1)
+                assert [i for i, x in enumerate(scale.tolist()) if x != x] == [10]
 
 
 def test_formats_that_are_mixed_in_one_model(tmp_path: Path) -> None:
