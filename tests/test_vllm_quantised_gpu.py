@@ -15,10 +15,11 @@ import quantised
 import torch
 from engines import ask, engine, train
 from test_vllm_gpu import BF16, DENSE, MOE, needs
-from torch import nn
+from torch import Tensor, nn
 
-from lora_merge import VllmSync
+from lora_merge import Plan, Segment, VllmSync
 from lora_merge.engine.vllm.fused import Fused
+from lora_merge.kernels.scaled import Scaled
 from lora_merge.stream.places import Places
 from lora_merge.verify import coverage
 
@@ -109,6 +110,32 @@ def test_formats(quantization: str, build: Any, options: dict[str, Any], linear:
                 assert not sync.push().base_sent
                 assert llm.collective_rpc("bits") == base
                 assert_close(llm, model, sync.lora_request())
+
+
+def test_quantisers() -> None:
+    """Our kernel makes what vLLM's own functions make: all bf16 numbers, zeros, tiny and huge ones, odd shapes."""
+    ops = pytest.importorskip("vllm._custom_ops")
+    by_blocks = pytest.importorskip("vllm.utils.deep_gemm").per_block_cast_to_fp8
+    g = torch.Generator(device="cuda").manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, device="cuda", generator=g)
+
+    rows = normal(2048, 2048) * torch.rand(2048, 1, device="cuda", generator=g) * 0.1
+    every = torch.arange(1 << 16, dtype=torch.int32, device="cuda").to(torch.int16).view(torch.bfloat16)
+    every = torch.where(every.isfinite() & (every.abs() < 1e4), every, 1.0).repeat(16).view(1024, 1024)
+    some = [rows, rows * 1e-37, rows * 1e37, rows * 0, every, *(normal(*s) for s in ((4608, 3584), (1000, 1040)))]
+    for x in some:
+        w = x.bfloat16()
+        for group, (values, scales) in {
+            "tensor": ops.scaled_fp8_quant(w, scale=None),
+            "channel": ops.scaled_fp8_quant(w, scale=None, use_per_token_if_dynamic=True),
+            "block": by_blocks(w, block_size=[128, 128], use_ue8m0=False),
+        }.items():
+            ours = Scaled(torch.empty_like(values), torch.empty_like(scales), group)  # type: ignore[arg-type]
+            Plan([Segment("w", w, ours.weight)], [ours]).run()
+            assert torch.equal(ours.scales, scales), group
+            assert torch.equal(ours.weight.view(torch.uint8), values.view(torch.uint8)), group
 
 
 WRITTEN: list[tuple[str, Any, dict[str, Any]]] = [
