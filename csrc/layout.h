@@ -30,7 +30,7 @@ struct Segment {
   int64_t first;  // index in the whole weight of element (0, 0)
   int64_t pitch[2];  // what a row and a column add to that index
   int64_t place;  // of a packed source: number among the weight's codes of element (0, 0); `source` is where 0 lies
-  int64_t code;  // float32 [16]: what codes of 4 bits stand for
+  int64_t code;  // float32 [16]: what codes of 4 bits stand for; where results have 8 bits, a Scaled
   int64_t absmax;  // float32, or bytes where absmax_code is not 0: one a block
   int64_t block;  // codes that share one
   int64_t absmax_code;  // float32 [256]: what a byte of absmax stands for, ...
@@ -50,7 +50,7 @@ struct Scaled {
   int64_t first_col;  // a multiple of a block
   int64_t across;  // groups side by side
 };
-static_assert(sizeof(Scaled) == 6 * 8, "and what is beside it 6");
+static_assert(sizeof(Scaled) == 6 * 8, "a Scaled is 6");
 
 constexpr int kMaxRank = 512;
 constexpr int kMaxSide = 2147479552;
@@ -69,6 +69,8 @@ constexpr int kHopperCols = 33554432;
 constexpr int kMapBytes = 512;
 constexpr int kScaledBlock = 128;
 constexpr int kScaledColWarps = 2;
+constexpr int kScaledBeside = 16;
+constexpr int kScaledRows = 256;
 constexpr int kScaledMeasure = 0;
 constexpr int kScaledConvert = 1;
 constexpr int kScaledWhole = 2;
@@ -102,7 +104,8 @@ std::vector<int64_t> hopper_tiles(int64_t max_rank, bool wide, int64_t beside, i
 bool accepts_tiles(int64_t strip_cols, int64_t held, int64_t stages, int64_t max_rank, bool wide, int64_t beside, int64_t per_block);
 std::string cuda_problem();
 void launch_cuda(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment, int64_t n_unit_segment, int32_t* counter, int64_t source_dtype, int64_t destination_dtype, int64_t adapters, int64_t n_units, int64_t n_raw_units, int64_t rows_per_unit, int64_t col_warps, int64_t stages, bool staged_B, int64_t pad, int64_t max_rank, bool stochastic, int64_t seed, int64_t device, void* stream);
-void launch_scaled(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment, int64_t n_unit_segment, const Scaled* scaled, int32_t* counter, int64_t source_dtype, int64_t dtype, int64_t adapters, int64_t part, int64_t n_units, int64_t n_raw_units, int64_t rows_per_unit, int64_t col_warps, int64_t stages, bool staged_B, int64_t pad, int64_t max_rank, bool stochastic, int64_t seed, int64_t device, void* stream);
+void launch_scaled(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment, int64_t n_unit_segment, int32_t* counter, int64_t source_dtype, int64_t dtype, int64_t adapters, int64_t part, int64_t n_units, int64_t n_raw_units, int64_t rows_per_unit, int64_t col_warps, int64_t stages, bool staged_B, int64_t pad, int64_t max_rank, bool stochastic, int64_t seed, int64_t device, void* stream);
+void launch_hopper_scaled(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment, int64_t n_unit_segment, int32_t* counter, int64_t dtype, int64_t adapters, int64_t part, int64_t n_units, int64_t n_raw_units, int64_t rows_per_unit, const uint8_t* maps, int64_t strip_cols, int64_t held, int64_t stages, int64_t max_rank, bool stochastic, int64_t seed, int64_t device, void* stream);
 void launch_hopper(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment, int64_t n_unit_segment, int32_t* counter, int64_t dtype, int64_t adapters, int64_t n_units, int64_t n_raw_units, int64_t rows_per_unit, const uint8_t* maps, int64_t strip_cols, int64_t held, int64_t stages, int64_t max_rank, bool stochastic, int64_t seed, int64_t device, void* stream);
 void tensor_maps(const Segment* table, int64_t segments, bool wide, uint8_t* maps);
 void row_norms_cuda(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment, int64_t n_unit_segment, int64_t source_dtype, int64_t n_units, int64_t max_rank, double* out, int64_t device, void* stream);
@@ -110,8 +113,8 @@ void track_cuda(const Segment* table, int64_t segments, bool on_device, const in
 void track_hopper(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment, int64_t n_unit_segment, int32_t* counter, int64_t dtype, int64_t adapters, int64_t n_units, int64_t n_raw_units, int64_t rows_per_unit, const uint8_t* maps, int64_t strip_cols, int64_t held, int64_t stages, int64_t max_rank, int64_t way, uint8_t* codes, int64_t n_codes, int64_t* records, int64_t n_records, uint8_t* arena, int64_t room, int64_t mark, int64_t* asked, int64_t chunk, uint8_t* before, int64_t room_before, int64_t device, void* stream);
 }  // namespace operators
 #define LORA_MERGE_OPERATORS(X) X(layout_hash) X(cuda_architectures) X(cpu_isas) X(use_threads) X(launch_cpu) X(row_norms_cpu) X(tracked_sizes_cpu) X(track_cpu) X(untrack_cpu) X(retrack_cpu) X(merge_shape) X(accepts_shape) X(hopper_tiles) X(accepts_tiles)
-#define LORA_MERGE_CUDA_OPERATORS(X) X(cuda_problem) X(launch_cuda) X(launch_scaled) X(launch_hopper) X(tensor_maps) X(row_norms_cuda) X(track_cuda) X(track_hopper)
+#define LORA_MERGE_CUDA_OPERATORS(X) X(cuda_problem) X(launch_cuda) X(launch_scaled) X(launch_hopper_scaled) X(launch_hopper) X(tensor_maps) X(row_norms_cuda) X(track_cuda) X(track_hopper)
 
-constexpr const char* kLayoutHash = "1c298549676a9e1c";
+constexpr const char* kLayoutHash = "01c019acfd1c2dad";
 
 }  // namespace lora_merge

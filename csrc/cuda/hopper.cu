@@ -28,7 +28,7 @@ int encode(Encode encode_tiled, TensorMap* out, CUtensorMapDataType type, int si
 // Adds and rounds: the result takes W's place.
 struct Merge {
   static constexpr int kBesideBox = 0;
-  static constexpr bool kCopies = true, kMany = false;
+  static constexpr bool kCopies = true, kMany = false, kStores = true, kTwice = false;
   static constexpr int kProducts = 1;
   __device__ __forceinline__ int64_t number(const Segment&, int, int) const { return 0; }
   __device__ __forceinline__ int bytes(int) const { return 0; }

@@ -20,6 +20,9 @@
 //   kProducts        1; or 2, of adapters of one rank: the table then has its segments twice, and the adapters of those
 //                    behind come first
 //   kBesideBox       bytes of a stage for each box, beside W and lora_B
+//   kStores          whether the result takes W's place in the stage and goes out from there; else the way stores it
+//   kTwice           whether the tiles of a unit come twice, all of them and then all again: a tile's number is then 0
+//                    the first time, and 1
 //   number(s, r, c)  what the way calls the tile at row r and column c of segment s
 //   bytes(boxes)     that `load(to, number, boxes, barrier)` copies there
 //   Hand<T>          of a lane that multiplies: `read(box)` before the products, `meanwhile(box, read)` while the
@@ -217,10 +220,12 @@ __device__ __forceinline__ void ask_for_tiles(const Block& b, const Way& way) {
       acquire_map(&maps.destination);
       acquired = slot.number;
     }
-    for (int row = slot.row; row < row_end; row += kTileRows) {
-      const bool first = row == slot.row, last = row + kTileRows >= row_end;
+    const int once = raw ? 1 : (row_end - slot.row + kTileRows - 1) / kTileRows, tiles = Way::kTwice ? 2 * once : once;
+    for (int t = 0; t < tiles; ++t) {
+      const bool first = t == 0, last = t + 1 == tiles, again = Way::kTwice && t >= once;
+      const int row = slot.row + (again ? t - once : t) * kTileRows;
       // The counter is asked a tile before the answer is needed.
-      if (launch.counter != nullptr && lane == 0 && (row + 2 * kTileRows >= row_end && !last || first && last))
+      if (launch.counter != nullptr && lane == 0 && (t + 2 == tiles || first && last))
         handed = blocks + atomicAdd(launch.counter, 1);
       if (last) {
         unit = launch.counter != nullptr ? __shfl_sync(~0u, handed, 0) : unit + blocks;
@@ -228,7 +233,7 @@ __device__ __forceinline__ void ask_for_tiles(const Block& b, const Way& way) {
       }
       barrier_wait(b.empty(ring.stage), ring.parity ^ 1);
       if (lane == 0) {
-        const int64_t number = way.number(s, row, col);
+        const int64_t number = Way::kTwice ? again : way.number(s, row, col);
         // racecheck: begin what is said of a tile
         b.shared.tiles[ring.stage] = Tile{&maps.destination,
                                           row,
@@ -257,7 +262,9 @@ __device__ __forceinline__ void ask_for_tiles(const Block& b, const Way& way) {
               load_box(to_B + (p * chunks + i) * box_bytes_of_B<kWide<Adapter>>(), lora_B[p], i * kChunk, row, barrier);
           way.load(shared_address(b.stage_beside(ring.stage)), number, boxes, barrier);
         }
-        if (!last) bring_near(slot, row + kTileRows, layout.cols);
+        if (!last) {
+          if (!again && t + 1 < once) bring_near(slot, row + kTileRows, layout.cols);
+        }
         else if (unit < launch.n_units) bring_near(next, next.row, layout.cols);
       }
       __syncwarp();
@@ -338,6 +345,7 @@ __device__ __forceinline__ void ask_for_A(const Block& b) {
 
 // Each of the warps that store takes every other tile: its boxes go out, and when they have left the stage, it is
 // empty.
+template <typename Way>
 __device__ __forceinline__ void store_tiles(const Block& b, int which) {
   if (threadIdx.x % 32 != 0) return;
   Ring ring;
@@ -346,7 +354,7 @@ __device__ __forceinline__ void store_tiles(const Block& b, int which) {
     barrier_wait(b.done(ring.stage), ring.parity);
     const Tile tile = b.shared.tiles[ring.stage];
     if (tile.kind == kStop) break;
-    if (tile.kind == kMerge) {
+    if (Way::kStores && tile.kind == kMerge) {
       fence_async();  // of what the warps wrote there before they arrived
       const uint32_t from = shared_address(b.stage(ring.stage));
       for (int i = 0; i < tile.boxes; ++i) store_box(tile.out, tile.col + i * kBoxCols, tile.row, from + i * kBoxBytes);
@@ -521,7 +529,7 @@ __global__ void __launch_bounds__(kBlock<Groups>, 1)
   } else {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Groups == 2 ? 88 : 56));
     if (warp == kWarps) ask_for_tiles<Adapter>(b, way);
-    else if (warp <= kWarps + kStoreWarps) store_tiles(b, warp - kWarps - 1);
+    else if (warp <= kWarps + kStoreWarps) store_tiles<Way>(b, warp - kWarps - 1);
     else ask_for_A<Groups, Adapter, Way::kProducts>(b);
   }
 #else

@@ -12,88 +12,23 @@
 //
 // The walk is that of merge.cuh, two warps side by side; four steps of a warp are the 128 rows.
 #pragma once
-#include <cuda_fp8.h>
-
 #include "scaled.h"
+#include "scaled_device.cuh"
 #include "stream.cuh"
 
 namespace lora_merge {
 
-constexpr float kLargestFp8 = 448.0f;
 constexpr int kScaledStride = kStepRows * (kWarps / kScaledColWarps);  // rows from one step of a warp to its next
 constexpr int kScaledSteps = kScaledBlock / kScaledStride;
 static_assert(kScaledSteps == 4, "two pairs of steps are the rows of a block");
 
-__device__ __forceinline__ const Scaled* scaled_of(const ScaledLaunch& launch) {
-  return launch.scaled != nullptr ? launch.scaled : launch.inline_scaled;
-}
-
-// Sixteen bits each, as unsigned numbers.
-__device__ __forceinline__ uint32_t larger2(uint32_t x, uint32_t y) { return __vmaxu2(x, y); }
-
-// The largest magnitude of eight numbers, and of two in a word: its bits in their own format.
-template <typename T>
-__device__ __forceinline__ uint32_t largest2(const Packed<T>& x) {
-  const uint4 w = x.word[0];
-  const uint32_t m = 0x7fff7fff;
-  return larger2(larger2(w.x & m, w.y & m), larger2(w.z & m, w.w & m));
-}
-__device__ __forceinline__ uint32_t larger_half(uint32_t x) { return max(x & 0xffff, x >> 16); }
-template <typename T>
-__device__ __forceinline__ uint32_t float_bits(uint32_t half) {
-  return __float_as_uint(half_as_float(half, std::is_same_v<T, bf16> ? kBFloat16 : kFloat16));
-}
-
-// A group's scale, and how elements are divided by it.
-struct Divisor {
-  float scale, inverse;
-  bool divides;  // by one division each; else they are multiplied by the inverse
-  bool odd;      // zero, infinite or no number, or its inverse is
-  bool hides;    // a quotient that is no number becomes the largest one, as in vLLM's kernel
-
-  __device__ __forceinline__ Divisor(float largest, int kind) {
-    divides = kind == kChannel, hides = kind == kTensor;
-    if (kind == kTensor) scale = __fdiv_rn(largest, kLargestFp8);
-    // A NaN stays one.
-    else if (kind == kChannel) scale = larger(__fdiv_rn(largest, kLargestFp8), 1.0f / (kLargestFp8 * 512.0f));
-    else scale = __fmul_rn(larger(largest, 1e-4f), 1.0f / kLargestFp8);
-    inverse = __fdiv_rn(1.0f, scale);
-    odd = !(scale > 0.0f && scale < INFINITY && inverse < INFINITY);
-  }
-  static __device__ __forceinline__ float larger(float x, float least) { return x < least ? least : x; }
-
-  // Division rounds right: the quotient by the inverse is off by little, and what remains says by how much. (Tried for
-  // the fractions of all scales and of all bf16 and fp16 numbers.) What remains of a zero would lose its sign.
-  __device__ __forceinline__ float operator()(float x) const {
-    const float quotient = __fmul_rn(x, inverse);
-    return divides ? copysignf(fmaf(fmaf(-quotient, scale, x), inverse, quotient), x) : quotient;
-  }
-  __device__ __noinline__ float carefully(float x) const {
-    const float y = divides ? __fdiv_rn(x, scale) : __fmul_rn(x, inverse);
-    return hides ? fmaxf(-kLargestFp8, fminf(y, kLargestFp8)) : y;
-  }
-};
-
-// Eight numbers in 8 bits.
-template <typename T>
-__device__ __forceinline__ uint2 convert8(const Packed<T>& x, const Divisor& by) {
-  Eight e = unpack(x);
-  if (by.odd) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) e.value[i] = by.carefully(e.value[i]);
-  } else {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) e.value[i] = by(e.value[i]);
-  }
-  uint32_t pair[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i)
-    pair[i] = __nv_cvt_float2_to_fp8x2(make_float2(e.value[2 * i], e.value[2 * i + 1]), __NV_SATFINITE, __NV_E4M3);
-  return make_uint2(pair[0] | pair[1] << 16, pair[2] | pair[3] << 16);
-}
-
 // Eight columns of a row, as far as they are there.
-__device__ __forceinline__ void store8(uint2 bytes, const Segment& s, int row, int col, bool vector) {
+template <typename T>
+__device__ __forceinline__ void store8(const Packed<T>& x, const Divisor& by, const Segment& s, int row, int col,
+                                       bool vector) {
+  uint32_t pair[4];
+  convert8(pair, x, by);
+  const uint2 bytes = make_uint2(pair[0] | pair[1] << 16, pair[2] | pair[3] << 16);
   uint8_t* const to = reinterpret_cast<uint8_t*>(s.destination) + row * s.destination_stride[0] + col;
   if (vector && col + 8 <= s.cols) {
     __stcs(reinterpret_cast<uint2*>(to), bytes);
@@ -104,28 +39,9 @@ __device__ __forceinline__ void store8(uint2 bytes, const Segment& s, int row, i
     if (col + i < s.cols) to[i] = static_cast<uint8_t>((i < 4 ? bytes.x : bytes.y) >> (8 * (i % 4)));
 }
 
-// Which group an element is in, and where that has its scale. Groups are as wide as units, or wider.
-struct Grid {
-  float* const scale;
-  uint32_t* const largest;
-  const int kind, first_row, first_col, across;
-  __device__ __forceinline__ explicit Grid(const Scaled& s)
-      : scale(reinterpret_cast<float*>(s.scale)),
-        largest(reinterpret_cast<uint32_t*>(s.largest)),
-        kind(static_cast<int>(s.kind)),
-        first_row(static_cast<int>(s.first_row)),
-        first_col(static_cast<int>(s.first_col)),
-        across(static_cast<int>(s.across)) {}
-  __device__ __forceinline__ int64_t group(int row, int col) const {
-    if (kind == kTensor) return 0;
-    if (kind == kChannel) return first_row + row;
-    return static_cast<int64_t>((first_row + row) / kScaledBlock) * across + (first_col + col) / kScaledBlock;
-  }
-};
-
 template <typename Source, typename T, typename Adapter, int Part>
 __global__ void __launch_bounds__(kThreads, kWide<Adapter>&& Part == kScaledWhole ? 1 : 2)
-    scaled_kernel(const __grid_constant__ ScaledLaunch launch) {
+    scaled_kernel(const __grid_constant__ Launch launch) {
   using In = Stage<Source>;
   extern __shared__ __align__(128) char memory[];
   const uint32_t slot_bytes = slot_bytes_of<Source, T, Adapter>(launch), ring_bytes = launch.stages * slot_bytes;
@@ -148,9 +64,8 @@ __global__ void __launch_bounds__(kThreads, kWide<Adapter>&& Part == kScaledWhol
 
   int n = 0, unit = units[0];
   for (; unit < launch.n_units; unit = units[++n]) {
-    const int number = segment_of(launch, unit);
-    const Segment& s = segments_of(launch)[number];
-    const Grid grid(scaled_of(launch)[number]);
+    const Segment& s = segments_of(launch)[segment_of(launch, unit)];
+    const Grid grid(s);
     __syncthreads();  // the last unit's A is no longer read
     if (threadIdx.x == 0) units.fetch(n + 1);
     const Walk walk(launch, s, unit);
@@ -259,8 +174,7 @@ __global__ void __launch_bounds__(kThreads, kWide<Adapter>&& Part == kScaledWhol
 #pragma unroll
         for (int p = 0; p < 2; ++p)
           each_row(held[p], step + 2 * p, [&](const Packed<T>& x, int row, bool inside) {
-            const uint2 bytes = convert8(x, by);
-            if (inside) store8(bytes, s, row, walk.col, vector);
+            if (inside) store8(x, by, s, row, walk.col, vector);
           });
         step += 4;
       } else {
@@ -284,7 +198,7 @@ __global__ void __launch_bounds__(kThreads, kWide<Adapter>&& Part == kScaledWhol
               const int64_t at = grid.group(row, walk.col);
               const Divisor by(__uint_as_float(__ldg(grid.largest + at)), grid.kind);
               if (walk.col == (grid.kind == kBlock ? walk.strip : 0)) grid.scale[at] = by.scale;
-              store8(convert8(x, by), s, row, walk.col, vector);
+              store8(x, by, s, row, walk.col, vector);
             }
           });
         }
@@ -308,7 +222,7 @@ __global__ void __launch_bounds__(kThreads, kWide<Adapter>&& Part == kScaledWhol
 // ---- launching -----------------------------------------------------------------------------------------------------
 
 template <typename Source, typename T, typename Adapter, int Part>
-cudaError_t launch_scaled_part(const ScaledLaunch& launch, cudaStream_t stream) {
+cudaError_t launch_scaled_part(const Launch& launch, cudaStream_t stream) {
   constexpr int kBytes = sizeof(Source) > sizeof(T) ? sizeof(Source) : sizeof(T);
   const Shape shape = shape_of(launch);
   int device = 0, processors = 0, per_block = 0, per_processor = 0;
@@ -333,7 +247,7 @@ cudaError_t launch_scaled_part(const ScaledLaunch& launch, cudaStream_t stream) 
 }
 
 template <typename Source, typename T, typename Adapter>
-cudaError_t launch_scaled_adapters(int part, const ScaledLaunch& launch, cudaStream_t stream) {
+cudaError_t launch_scaled_adapters(int part, const Launch& launch, cudaStream_t stream) {
   switch (part) {
     case kScaledMeasure: return launch_scaled_part<Source, T, Adapter, kScaledMeasure>(launch, stream);
     case kScaledConvert: return launch_scaled_part<Source, T, Adapter, kScaledConvert>(launch, stream);
@@ -342,7 +256,7 @@ cudaError_t launch_scaled_adapters(int part, const ScaledLaunch& launch, cudaStr
 }
 
 template <typename Source, typename T>
-int launch_scaled_from(int adapters, int part, const ScaledLaunch& launch, cudaStream_t stream) {
+int launch_scaled_from(int adapters, int part, const Launch& launch, cudaStream_t stream) {
   if (adapters == kFloat32) return launch_scaled_adapters<Source, T, float>(part, launch, stream);
   if (adapters == kBFloat16) return launch_scaled_adapters<Source, T, bf16>(part, launch, stream);
   if constexpr (std::is_same_v<Source, __half> && std::is_same_v<T, __half>)

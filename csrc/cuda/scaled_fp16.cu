@@ -2,7 +2,7 @@
 #include "scaled.cuh"
 
 namespace lora_merge {
-int launch_scaled_fp16(int adapters, int part, const ScaledLaunch& launch, void* stream) {
+int launch_scaled_fp16(int adapters, int part, const Launch& launch, void* stream) {
   return launch_scaled_from<__half, __half>(adapters, part, launch, static_cast<cudaStream_t>(stream));
 }
 }  // namespace lora_merge

@@ -3,10 +3,10 @@
 
 namespace lora_merge {
 
-int launch_scaled_bf16(int, int, const ScaledLaunch&, void*);
-int launch_scaled_fp16(int, int, const ScaledLaunch&, void*);
+int launch_scaled_bf16(int, int, const Launch&, void*);
+int launch_scaled_fp16(int, int, const Launch&, void*);
 
-int launch_scaled(int source_dtype, int dtype, int adapters, int part, const ScaledLaunch& launch, void* stream) {
+int launch_scaled(int source_dtype, int dtype, int adapters, int part, const Launch& launch, void* stream) {
   if (source_dtype == kBFloat16 && dtype == kBFloat16) return launch_scaled_bf16(adapters, part, launch, stream);
   if (source_dtype == kFloat16 && dtype == kFloat16) return launch_scaled_fp16(adapters, part, launch, stream);
   if (source_dtype == kFloat32 && dtype == kBFloat16)

@@ -42,7 +42,7 @@ SEGMENT = (
     Field(
         "place", 1, "of a packed source: number among the weight's codes of element (0, 0); `source` is where 0 lies"
     ),
-    Field("code", 1, "float32 [16]: what codes of 4 bits stand for"),
+    Field("code", 1, "float32 [16]: what codes of 4 bits stand for; where results have 8 bits, a Scaled"),
     Field("absmax", 1, "float32, or bytes where absmax_code is not 0: one a block"),
     Field("block", 1, "codes that share one"),
     Field("absmax_code", 1, "float32 [256]: what a byte of absmax stands for, ..."),
@@ -64,7 +64,7 @@ SCALED = (
     Field("first_col", 1, "a multiple of a block"),
     Field("across", 1, "groups side by side"),
 )
-"""Of a segment whose results are of 8 bits: words of a table beside it."""
+"""Of a segment whose results have 8 bits: words that `code` is the address of."""
 SCALED_WORDS = sum(field.words for field in SCALED)
 
 DTYPES = {"BFloat16": 0, "Float16": 1, "Float32": 2, "Raw1": 3, "Raw2": 4, "Raw4": 5, "Raw8": 6}
@@ -108,6 +108,10 @@ MAP_BYTES = 512
 SCALED_BLOCK = 128
 """Rows and columns of a block that shares a scale; columns, and a part of the rows, of a unit."""
 SCALED_COL_WARPS = SCALED_BLOCK // WARP_COLS
+SCALED_BESIDE = 16
+"""Bytes for each box of a tile, of the kernel for compute capability 9."""
+SCALED_ROWS = 256
+"""Rows of a unit at most where its tiles come twice: what all blocks have under way stays in the L2 cache."""
 SCALED_MEASURE, SCALED_CONVERT, SCALED_WHOLE = 0, 1, 2
 """What a launch does: it finds the largest magnitudes, converts by what was found, or both for blocks that lie whole in
 a segment."""
@@ -144,6 +148,8 @@ _CONSTANTS = [
     "MAP_BYTES",
     "SCALED_BLOCK",
     "SCALED_COL_WARPS",
+    "SCALED_BESIDE",
+    "SCALED_ROWS",
     "SCALED_MEASURE",
     "SCALED_CONVERT",
     "SCALED_WHOLE",
@@ -211,8 +217,11 @@ CUDA_OPERATORS = {
     ),
     "launch_scaled": (
         "void",
-        f"{_PLACED}, const Scaled* scaled, int32_t* counter, int64_t source_dtype, int64_t dtype, int64_t adapters, "
-        f"int64_t part, {_UNITS}, {_SHAPE}, {_RANDOM}, {_WHERE}",
+        f"{_PLACED}, int32_t* counter, int64_t source_dtype, int64_t dtype, int64_t adapters, int64_t part, "
+        f"{_UNITS}, {_SHAPE}, {_RANDOM}, {_WHERE}",
+    ),
+    "launch_hopper_scaled": (
+        "void", f"{_KIND}, int64_t part, {_UNITS}, {_TILES}, {_RANDOM}, {_WHERE}",
     ),
     "launch_hopper": (
         "void", f"{_KIND}, {_UNITS}, {_TILES}, {_RANDOM}, {_WHERE}",
@@ -265,7 +274,7 @@ def _body() -> str:
             "struct Scaled {",
             *scaled,
             "};",
-            f'static_assert(sizeof(Scaled) == {SCALED_WORDS} * 8, "and what is beside it {SCALED_WORDS}");',
+            f'static_assert(sizeof(Scaled) == {SCALED_WORDS} * 8, "a Scaled is {SCALED_WORDS}");',
             "",
             *(f"constexpr {_type(name)} {_camel(name)} = {globals()[name]};" for name in _CONSTANTS),
             "",
