@@ -7,7 +7,7 @@
 # Where there are several GPUs, build once, and then run steps side by side, each on one: CUDA_VISIBLE_DEVICES=1 bash
 # tests/gpu.sh OUT figures. The machine needs torch, nvcc, pytest with xdist, hypothesis, peft and transformers; it
 # reaches no registry. rollout and rollout-experts need vLLM (0.26 for torch 2.11), step and step-x2 TRL, too: an engine for
-# each of three ways, and as many starts, which take most of the time; sglang needs SGLang (0.5.17 for
+# each of three ways, and as many starts, which take most of the time; sglang and sglang-x2 (two GPUs) need SGLang (0.5.17 for
 # torch 2.11; FlashInfer is not needed). Each step should stay below ten minutes (estimated); its record is written after every way.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -99,6 +99,13 @@ for step in $steps; do
       try beside "$t::TestDense" "$t::test_the_memory_saver $t::test_adapters" \
         "$t::test_experts $t::test_a_scheduler_that_dies_while_the_trainer_writes_to_it"
       bench sync-sglang sync_sglang --repeats 7 ;;
+    sglang-x2)
+      sglang
+      t=tests/test_sglang_gpus.py
+      try beside "$t::test_nccl $t::test_an_engine_on_another_gpu" "$t::test_tensor_parallel $t::test_experts_on_both" \
+        "$t::test_a_scheduler_that_dies_in_a_broadcast $t::test_a_gpu_that_the_trainer_does_not_see" \
+        "tests/test_transport.py -k nccl"
+      bench sync-sglang-x2 sync_sglang --repeats 7 --parts across ;;
     triton)
       LORA_MERGE_BACKEND=triton bench variants/ranks-h200-triton ranks --shape qwen2.5-7b --device cuda --ranks 8 32 64 \
         --kinds bf16 "bf16, fp32 adapters" --methods "in place" "out of place" "there and back" ;;
