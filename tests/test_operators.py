@@ -230,7 +230,7 @@ def test_tables_of_a_captured_launch_are_arguments(capturing: bool, monkeypatch:
     table = pack(segments)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(cuda, "variants", lambda piece, device: [piece])
+    monkeypatch.setattr(cuda, "variants", lambda piece, device, peer=False: [piece])
     monkeypatch.setattr(cuda, "has_room", lambda segment, device: True)
     monkeypatch.setattr(cuda_hopper, "could_serve", lambda table, *args: table[:, 0] < 0)
     pieces = cuda._Launch(segments, torch.device("cuda", 0)).variants
