@@ -137,7 +137,7 @@ def _maker(address: int) -> str:
         return "it is managed memory (cudaMallocManaged), which CUDA does not export"
     if _attribute(address, _MEMPOOL_HANDLE, ctypes.c_void_p()):
         return "it is of a pool of cudaMallocAsync, which CUDA does not export so (PYTORCH_CUDA_ALLOC_CONF)"
-    return "an allocator made it whose memory CUDA does not export (sleep mode, expandable segments)"
+    return "an allocator made it whose memory CUDA does not export (sleep mode, memory saver, expandable segments)"
 
 
 def _attribute(address: int, attribute: int, found: Any) -> Any:

@@ -130,7 +130,7 @@ class Merger:
             return None
         if plan is None or not plan.serves(coming):
             plan = None
-            plan = _Products(coming, self._examination)
+            plan = _Products(coming, self._examination, self._loader.device)
         plan.merge(coming, before)
         self._spare = before
         return plan
@@ -173,13 +173,14 @@ class _Products(Factored):
     Args:
         coming: an update like it.
         examination: of the base's table.
+        device: of the worker.
     """
 
-    def __init__(self, coming: Update, examination: Examination) -> None:
+    def __init__(self, coming: Update, examination: Examination, device: torch.device) -> None:
         places: dict[int, list[Piece]] = {}
         for name, (number, window) in coming.said.tensors.items():
             places.setdefault(number, []).extend(examination.pieces(name, window))
-        super().__init__(coming, places, next((data.device for data in coming.data.values()), torch.device("cpu")))
+        super().__init__(coming, places, device)
         self.tracked = TrackedPlan(
             [
                 segment

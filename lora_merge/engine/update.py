@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from typing import Any
@@ -82,23 +82,13 @@ class Beside:
         )
         windows = ((name, numbers[id(delta)], _box(straight[name])) for name, delta in merged.items())
         shares = shares_of(deltas, windows, takers)
-        self._tensors: dict[str, Tensor] = {}
-        metas: list[tuple[frozenset[WorkerId] | None, Meta]] = []
-        for share in shares:
-            for name, source, shape in self._factors(share):
-                self._tensors[name] = source
-                metas.append((share.takers, Meta(name, source.dtype, shape)))
-        for number, delta in enumerate(deltas):
-            if (scale := self._operands.row_scale(delta)) is not None:
-                them = {share.takers for share in shares if share.number == number}
-                together = None if None in them else frozenset().union(*(some for some in them if some is not None))
-                self._tensors[name := f"{number}.row_scale"] = scale
-                metas.append((together, Meta(name, scale.dtype, tuple(scale.shape))))
+        known = list(self._factors_and_scales(shares))
+        self._tensors = {name: tensor for _, name, tensor, _ in known}
         there = read(self._tensors)
         groups: dict[frozenset[WorkerId] | None, list[Meta]] = {}
-        for takes, meta in metas:
-            if meta.name not in there:
-                groups.setdefault(takes, []).append(meta)
+        for them, name, tensor, shape in known:
+            if name not in there:
+                groups.setdefault(them, []).append(Meta(name, tensor.dtype, shape))
         self._plans: dict[int, tuple[int, Plan]] = {}
         laid = {them: lay_out(metas, max(bucket_bytes, ALIGNMENT)) for them, metas in groups.items()}
         factors = tuple(slots for table in laid.values() for slots in table)
@@ -124,6 +114,19 @@ class Beside:
     def scalings(self) -> list[list[float]]:
         """Of each adapter of each delta."""
         return [[f.scaling for f in delta.factors] for delta in self._deltas]
+
+    def _factors_and_scales(
+        self, shares: Sequence[Share]
+    ) -> Iterator[tuple[frozenset[WorkerId] | None, str, Tensor, tuple[int, ...]]]:
+        """All that goes of the deltas beside whole tensors: who takes it, its name, where it lies, and its shape."""
+        for share in shares:
+            for name, tensor, shape in self._factors(share):
+                yield share.takers, name, tensor, shape
+        for number, delta in enumerate(self._deltas):
+            if (scale := self._operands.row_scale(delta)) is not None:
+                them = {share.takers for share in shares if share.number == number}
+                together = None if None in them else frozenset().union(*(some for some in them if some is not None))
+                yield together, f"{number}.row_scale", scale, tuple(scale.shape)
 
     def _factors(self, share: Share) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
         """What of a delta's factors goes in a share: names, where each lies, and the shape in which it goes."""
