@@ -23,7 +23,6 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -203,11 +202,7 @@ def main() -> None:
     args = parse()
     sync.quiet()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # an engine inside of a torchrun rank does not start
-    cuda, local = args.device == "cuda", int(os.environ["LOCAL_RANK"])
-    device = torch.device("cuda", local) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(minutes=10))
+    device = sync.join(args.device, minutes=10)
     args.tp = args.tp or dist.get_world_size()
     first = dist.get_rank() == 0
     named = ("shape", "rank", "adapter_dtype", "tp", "bucket_bytes", "repeats", "sleep_mode")

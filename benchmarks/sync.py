@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -447,6 +448,21 @@ PARTS = {
     "pull-tp2": part_pull_tp2,
 }
 IN_PROCESS = ("same", "adapter", "engine")
+
+
+def join(device: str, minutes: float) -> torch.device:
+    """Make this process a rank of those that torchrun has started, and its GPU the current one.
+
+    Args:
+        device: "cuda" or "cpu".
+        minutes: that a collective may take.
+    """
+    cuda = device == "cuda"
+    own = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(own)
+    torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(minutes=minutes))
+    return own
 
 
 def run_part(

@@ -23,7 +23,6 @@ import argparse
 import os
 import statistics
 from collections.abc import Callable, Iterable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -176,12 +175,7 @@ def main() -> None:
     args = parse()
     sync.quiet()
     os.environ["DS_ACCELERATOR"] = args.device
-    local = int(os.environ["LOCAL_RANK"])
-    device = torch.device("cuda", local) if args.device == "cuda" else torch.device("cpu")
-    if args.device == "cuda":
-        torch.cuda.set_device(device)
-    backend = "cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(minutes=5))
+    device = sync.join(args.device, minutes=5)
     import deepspeed
 
     tell("making the model")

@@ -300,3 +300,32 @@ def no_leftovers() -> Iterator[None]:
     """Nothing of ours stays in shared memory."""
     with leaving_nothing():
         yield
+
+
+def fail_at_each_bucket(sync: Any, llm: Any, model: Any, error: type[BaseException]) -> Iterator[Any]:
+    """The trainer fails as it fills each bucket of an update in turn, and the engine is as before each time.
+
+    Yields:
+        the report of the push after each failure, which goes through.
+    """
+    from lora_merge import LoraMergeError
+    from lora_merge.engine.update import Update
+
+    fill, count = Update.fill, len(sync._passes._update._updates._known[2].table)
+    assert count > 1
+    for at in range(count):
+        train(model, at, size=0.02)
+        before, bits = sync.states(), llm.collective_rpc("bits")
+
+        def broken(self: Update, index: int, *args: Any, at: int = at) -> None:
+            if index == at:
+                raise error("injected")
+            fill(self, index, *args)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Update, "fill", broken)
+            with pytest.raises(KeyboardInterrupt if error is KeyboardInterrupt else LoraMergeError):
+                sync.push()
+        assert sync.states() == before, "the engine is as before"
+        assert llm.collective_rpc("bits") == bits
+        yield sync.push()

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -54,6 +55,28 @@ def run_on_two(scenario: Callable[[Other, Path], None], folder: Path, seconds: f
             running.wait()
     if code != 0:
         pytest.fail(f"{'a hang' if code is None else f'exit {code}'}: {(folder / 'scenario.log').read_text()[-8000:]}")
+
+
+def pushed(sync: Any, merge: str, *, verify: bool) -> None:
+    """A push over the cable, which carries what the report says, and little more."""
+    before = sent()
+    report = sync.push(verify=verify)
+    went = sent() - before
+    assert report.transports == ("tcp",), report
+    who = "trainer" if merge == "trainer" else "engine"
+    assert (report.merge, report.base_sent) == (who, False), report.merge_why
+    # Headers of packets (52 of at least 1448 bytes each), calls over HTTP, acknowledgements.
+    assert report.nbytes < went < 1.1 * report.nbytes + 100_000, (merge, verify, went, report.nbytes)
+
+
+def are_elsewhere(sync: Any, count: int) -> None:
+    """The only engine of a push has so many workers, and none of them is on this host."""
+    from lora_merge.engine.calls import drive
+    from lora_merge.engine.waiting import host_id
+
+    workers = drive(sync._trainer.controls[0].rpc("hello"))
+    assert len(workers) == count
+    assert not {worker["host"] for worker in workers} & {host_id()}
 
 
 class Other:

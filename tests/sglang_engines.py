@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -137,6 +137,43 @@ async def flying(started: Any, tokens: int, count: int = 3) -> list[asyncio.Task
     await asyncio.gather(*(event.wait() for event in begun))
     assert not any(task.done() for task in tasks), "the scenario has requests in flight"
     return tasks
+
+
+def pushed_in_flight(started: Any, sync: Any, tokens: int, before: Callable[[], None] = lambda: None) -> list[Any]:
+    """A push while requests are in flight.
+
+    Args:
+        before: called when they are.
+
+    Returns:
+        what came of each, in the order of `policies.prompts`.
+    """
+
+    async def scenario() -> list[Any]:
+        tasks = await flying(started, tokens)
+        before()
+        await sync.apush()
+        await ado(started, "slow", 0)
+        return await asyncio.gather(*tasks)
+
+    return started.loop.run_until_complete(asyncio.wait_for(scenario(), 120))
+
+
+def follow_the_scaling(started: Any, sync: Any, model: Any, check: Callable[[Any, Any], None]) -> None:
+    """Pushes of adapters: the base goes once, and the engine takes the live scaling.
+
+    Args:
+        check: of answers, and the model that they should be of.
+    """
+    assert sync.push(verify=True).base_sent
+    for seed in range(3):
+        check(ask(started, lora_path=sync.lora_path()), model)
+        policies.train(model, seed)
+        for layer in model.modules():
+            if hasattr(layer, "lora_A"):
+                layer.scaling["default"] *= 1.25
+        assert not sync.push().base_sent
+    check(ask(started, lora_path=sync.lora_path()), model)
 
 
 def spans(output: Any, prompt: list[int], old: nn.Module, new: nn.Module, tolerance: float = 0.0) -> int:

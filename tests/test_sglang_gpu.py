@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import copy
 import os
@@ -18,7 +17,7 @@ import policies
 import pytest
 import sglang_engines
 import torch
-from sglang_engines import ado, ask, do, engine, flying, spans
+from sglang_engines import ask, do, engine, follow_the_scaling, pushed_in_flight, spans
 from test_sglang_models import MOE
 from test_sglang_server import act, answers, serving
 from torch import Tensor, nn
@@ -225,14 +224,7 @@ class TestDense:
         old = copy.deepcopy(model)
         policies.train(model, size=0.2)
         tokens = 60
-
-        async def scenario() -> list[Any]:
-            tasks = await flying(started, tokens)
-            await sync.apush()
-            await ado(started, "slow", 0)
-            return await asyncio.gather(*tasks)
-
-        outputs = started.loop.run_until_complete(asyncio.wait_for(scenario(), 120))
+        outputs = pushed_in_flight(started, sync, tokens)
         for prompt, output in zip(policies.prompts(), outputs, strict=False):
             if pause == "abort":
                 assert output["meta_info"]["finish_reason"]["type"] == "abort"
@@ -363,15 +355,7 @@ def test_adapters(tmp_path: Path) -> None:
     }
     with engine(model, tmp_path / "base", **lora) as started:
         sync = SglangSync(model, started, mode="adapter", bucket_bytes=BUCKET)
-        assert sync.push(verify=True).base_sent
-        for seed in range(3):
-            assert_answers(ask(started, lora_path=sync.lora_path()), model)
-            policies.train(model, seed)
-            for layer in model.modules():
-                if hasattr(layer, "lora_A"):
-                    layer.scaling["default"] *= 1.25
-            assert not sync.push().base_sent
-        assert_answers(ask(started, lora_path=sync.lora_path()), model)
+        follow_the_scaling(started, sync, model, assert_answers)
         for merge in ("merged", "adapter"):
             report = sync.push(mode=merge, verify=True)
             assert "write" in report.transports or merge == "adapter", report

@@ -17,9 +17,7 @@ from test_sglang_server import act, answers, policy, serving
 
 from lora_merge import LoraMergeError, PushFailed, PushRefused, SglangSync
 from lora_merge.engine import links
-from lora_merge.engine.calls import drive
 from lora_merge.engine.update import Update
-from lora_merge.engine.waiting import host_id
 from lora_merge.stream.filler import Filler
 
 BUCKET = 1 << 17
@@ -57,20 +55,11 @@ def pushes(other: Other, folder: Path, count: int) -> None:
             assert_answers(answers(url), model)
             for step in range(2):
                 policies.train(model, step, size=0.02)
-                before = hosts.sent()
-                report = sync.push(verify=step == 1)
-                went = hosts.sent() - before
-                assert report.transports == ("tcp",), report
-                who = "trainer" if merge == "trainer" else "engine"
-                assert (report.merge, report.base_sent) == (who, False), report.merge_why
-                # Headers of packets (52 of at least 1448 bytes each), calls over HTTP, acknowledgements.
-                assert report.nbytes < went < 1.1 * report.nbytes + 100_000, (merge, step, went, report.nbytes)
+                hosts.pushed(sync, merge, verify=step == 1)
                 assert_answers(answers(url), model)
             if merge == "trainer":
                 sync.close()
-        workers = drive(sync._trainer.controls[0].rpc("hello"))
-        assert len(workers) == count
-        assert not {worker["host"] for worker in workers} & {host_id()}
+        hosts.are_elsewhere(sync, count)
         sync.close()
 
 

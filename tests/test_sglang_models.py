@@ -9,7 +9,7 @@ import models
 import policies
 import pytest
 import sglang_engines
-from sglang_engines import ask, assert_answers, do, engine
+from sglang_engines import ask, assert_answers, do, engine, follow_the_scaling
 from torch import nn
 
 from lora_merge import PushFailed, PushRefused, SglangSync
@@ -102,15 +102,7 @@ def test_adapters(tmp_path: Path) -> None:
     model = models.with_lora(lambda: policies.qwen2(tied=False), **DENSE)
     with engine(model, tmp_path / "base", **LORA) as started:
         sync = SglangSync(model, started, mode="adapter")
-        assert sync.push(verify=True).base_sent
-        for seed in range(3):
-            assert_answers(ask(started, lora_path=sync.lora_path()), model)
-            policies.train(model, seed)
-            for layer in model.modules():
-                if hasattr(layer, "lora_A"):
-                    layer.scaling["default"] *= 1.25
-            assert not sync.push().base_sent
-        assert_answers(ask(started, lora_path=sync.lora_path()), model)
+        follow_the_scaling(started, sync, model, assert_answers)
         with model.disable_adapter():
             assert_answers(ask(started), model)
         # Back and forth

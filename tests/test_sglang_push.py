@@ -16,7 +16,7 @@ import policies
 import pytest
 import sglang_engines
 import torch
-from sglang_engines import ado, ask, assert_answers, do, engine, flying, spans
+from sglang_engines import ado, ask, assert_answers, do, engine, flying, pushed_in_flight, spans
 from torch import nn
 
 import lora_merge.engine.sglang.control
@@ -448,15 +448,11 @@ def test_requests_in_flight(started: Any, pause: str) -> None:
     policies.train(model, size=0.2)
     tokens = 60
 
-    async def scenario() -> list[Any]:
-        tasks = await flying(started, tokens)
+    def refused() -> None:
         with pytest.raises(InvalidInput, match="apush"):
             sync.push()
-        await sync.apush()
-        await ado(started, "slow", 0)
-        return await asyncio.gather(*tasks)
 
-    outputs = started.loop.run_until_complete(asyncio.wait_for(scenario(), 120))
+    outputs = pushed_in_flight(started, sync, tokens, refused)
     for prompt, output in zip(policies.prompts(), outputs, strict=False):
         if pause == "abort":
             assert output["meta_info"]["finish_reason"]["type"] == "abort"

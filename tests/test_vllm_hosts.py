@@ -23,11 +23,9 @@ from test_vllm_processes import Server, greedy, push_and_die
 
 from lora_merge import LoraMergeError, PushFailed, PushRefused, VllmSync
 from lora_merge.engine import links
-from lora_merge.engine.calls import drive
 from lora_merge.engine.claim import SILENT_S
 from lora_merge.engine.sender import Sender
 from lora_merge.engine.update import Update
-from lora_merge.engine.waiting import host_id
 from lora_merge.stream.filler import Filler
 
 DENSE = {"target_modules": engines.LINEARS}
@@ -73,19 +71,11 @@ def pushes(server: Server, count: int, beside: Callable[[], Any]) -> None:
         check(server, model)
         for step in range(2):
             train(model, step, size=0.02)
-            before = hosts.sent()
-            report = sync.push(verify=step == 1)
-            went = hosts.sent() - before
-            assert report.transports == ("tcp",), report
-            assert (report.merge, report.base_sent) == ("trainer" if merge == "trainer" else "engine", False), report
-            # Headers of packets (52 of at least 1448 bytes each), calls over HTTP, acknowledgements.
-            assert report.nbytes < went < 1.1 * report.nbytes + 100_000, (merge, step, went, report.nbytes)
+            hosts.pushed(sync, merge, verify=step == 1)
             check(server, model)
         if merge == "trainer":
             sync.close()
-    workers = drive(sync._trainer.controls[0].rpc("hello"))
-    assert len(workers) == count
-    assert not {worker["host"] for worker in workers} & {host_id()}
+    hosts.are_elsewhere(sync, count)
     sync.close()
 
 

@@ -15,7 +15,7 @@ import models
 import pytest
 import torch
 import torch.distributed as dist
-from engines import engine, train
+from engines import engine, fail_at_each_bucket, train
 from processes import spawn
 from sharded_trainer import train_alike
 from test_shards_merge import fsdp2
@@ -161,32 +161,15 @@ def test_one_or_all_workers_fail_in_each_phase(halves: Any, ranks: list[int]) ->
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_the_trainer_fails_at_each_bucket(
-    halves: Any, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_trainer_fails_at_each_bucket(halves: Any, error: type[BaseException]) -> None:
     """Of all, and of one host alone."""
     halves.collective_rpc("claim_hosts", args=(APART,))
     model = policy()
     with closing(VllmSync(model, halves, merge="engine", bucket_bytes=1 << 15)) as sync:
         sync.push()
-        fill, count = Update.fill, len(update_of(sync).table)
-        assert len(update_of(sync).takers) < count
-        for at in range(count):
-            train(model, at, size=0.02)
-            before, bits = sync.states(), halves.collective_rpc("bits")
-
-            def broken(self: Update, index: int, *args: Any, at: int = at) -> None:
-                if index == at:
-                    raise error("injected")
-                fill(self, index, *args)
-
-            with monkeypatch.context() as patch:
-                patch.setattr(Update, "fill", broken)
-                with pytest.raises(KeyboardInterrupt if error is KeyboardInterrupt else LoraMergeError):
-                    sync.push()
-            assert sync.states() == before, "the engine is as before"
-            assert halves.collective_rpc("bits") == bits
-            adapters_alone(sync.push())
+        assert len(update_of(sync).takers) < len(update_of(sync).table)
+        for report in fail_at_each_bucket(sync, halves, model, error):
+            adapters_alone(report)
         merged_there(halves, model, sync)
 
 

@@ -15,7 +15,7 @@ import models
 import pytest
 import torch
 import torch.distributed as dist
-from engines import ask, assert_answers, engine, train
+from engines import ask, assert_answers, engine, fail_at_each_bucket, train
 from processes import spawn
 from sharded_trainer import check_answers, train_alike
 from test_shards_merge import fsdp2, fsdp2_columns
@@ -327,30 +327,12 @@ def test_workers_that_cannot_say_whether_it_fits(wide: Any, where: str) -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_the_trainer_fails_at_each_bucket(
-    wide: Any, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_trainer_fails_at_each_bucket(wide: Any, error: type[BaseException]) -> None:
     model = policy()
     sync = VllmSync(model, wide, merge="engine", bucket_bytes=1 << 15)
     sync.push()
-    fill, count = Update.fill, len(sync._passes._update._updates._known[2].table)  # type: ignore[index]
-    assert count > 1
-    for at in range(count):
-        train(model, at, size=0.02)
-        before, bits = sync.states(), wide.collective_rpc("bits")
-
-        def broken(self: Update, index: int, *args: Any, at: int = at) -> None:
-            if index == at:
-                raise error("injected")
-            fill(self, index, *args)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Update, "fill", broken)
-            with pytest.raises(KeyboardInterrupt if error is KeyboardInterrupt else LoraMergeError):
-                sync.push()
-        assert sync.states() == before, "the engine is as before"
-        assert wide.collective_rpc("bits") == bits
-        adapters_alone(sync.push())
+    for report in fail_at_each_bucket(sync, wide, model, error):
+        adapters_alone(report)
         assert_answers(ask(wide), model)
     sync.close()
 
