@@ -472,10 +472,10 @@ def test_benchmark(tmp_path: Path) -> None:
     """`benchmarks/zero3.py` on two ranks: all ways see all bytes of the base."""
     data = tmp_path / "zero3.json"
     options = ["--device", "cpu", "--shape", "tiny", "--bucket-bytes", "200000", "--repeats", "1", "--json", str(data)]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "benchmarks/zero3.py", *options]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        command,
+        [*torchrun, "benchmarks/zero3.py", *options],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": path},
         capture_output=True,
