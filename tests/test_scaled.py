@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Backend
+from conftest import BACKENDS, forced
 from torch import Tensor
 
 from lora_merge import InvalidInput, Plan, Segment
@@ -21,12 +21,11 @@ TABLE = torch.arange(127, dtype=torch.uint8).view(FP8).float().numpy()
 """The e4m3 numbers from 0 up; number i has the bits i."""
 
 
-@pytest.fixture
-def device(backend: Backend) -> torch.device:
+# Triton's merges are scaled by tensor operations: nothing for its interpreter, which takes milliseconds for each tile.
+@pytest.fixture(params=[param for param in BACKENDS if param.id != "triton"])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """Of a backend, which is forced."""
-    if backend.interpreted:
-        pytest.skip("Triton's launches are what other tests are about, and tensor operations scale")
-    return backend.device
+    return forced(request, monkeypatch).device
 
 
 def nearest(y: np.ndarray) -> np.ndarray:
