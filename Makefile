@@ -11,7 +11,7 @@ SOURCES := pyproject.toml setup.py $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/*)
 # Real vLLM engines on the CPU, with pins that hold together, in an environment of their own.
 VLLM := .venv-vllm
 
-# The same for SGLang.
+# The same for SGLang. Where both are made at once, one waits until the other has built the module in this tree.
 SGLANG := .venv-sglang
 
 # Where DeepSpeed builds what it compiles when it is first used.

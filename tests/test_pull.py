@@ -209,7 +209,8 @@ def test_what_cannot_be_read_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("attribute", "why"), [(8, "managed memory"), (17, "cudaMallocAsync"), (None, "sleep mode, memory saver, exp")]
+    ("attribute", "why"),
+    [(8, "managed memory"), (17, "cudaMallocAsync"), (None, "sleep mode, memory saver, expandable segments")],
 )
 def test_who_made_what_cuda_does_not_export(attribute: int | None, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where CUDA tells."""

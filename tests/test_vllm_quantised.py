@@ -357,7 +357,7 @@ def test_the_trainer_fails_while_scales_are_agreed_on(wide: Any, monkeypatch: py
 def test_replicas_in_different_formats_and_one_that_comes_back_in_another(wide: Any, tmp_path: Path) -> None:
     """One stream serves a bf16 engine and an FP8 one: each gets it as it loads it. Behind a handle another engine may
     answer one day, in another format, as a server's URL does when it is started anew."""
-    llm, model = wide[0], policy(build=engines.llama)  # that no other test has trained: the gap grows with it
+    llm, model = wide[0], policy(build=engines.llama)  # not `wide`'s: what FP8 costs grows with training
     with (
         engine(model, tmp_path / "base") as plain,
         closing(VllmSync(model, [plain, llm], bucket_bytes=BUCKET)) as sync,
