@@ -7,7 +7,9 @@ For each model and each format an engine starts in this process with random weig
 policy by a push, and samples at temperature 1; `verify.logprob_gap` lines its log-probs up with the trainer's. The
 policies, in bfloat16: `grpo` is the base that examples/grpo.py teaches, with a random adapter; the others have random
 weights of a shape of sync.py, whose answers are nearly uniform. A format that vLLM has no kernel for here is recorded
-with its reason. `--time` takes the times of pushes, too. The JSON is written after every engine.
+with its reason. `--time` takes the times of pushes, too, in multiples of a copy of what is read and written (bf16, and
+8 bits where the engine has these), and beside them those of vLLM's own reload of each layer. The JSON is written after
+every engine.
 """
 
 from __future__ import annotations
@@ -59,9 +61,10 @@ def main() -> None:
         args.shape = args.time
         model = sync.build_policy(args.time, args.rank, args.device)
         for quantization in args.formats:
-            found = guarded(times_of, model, quantization, args)
-            record["pushes"].append({"model": args.time, "format": quantization} | found)
-            tell(record["pushes"][-1], record, args)
+            for way in ("written", "reloaded")[: 1 if quantization == "none" else 2]:
+                found = guarded(times_of, model, quantization, way, args)
+                record["pushes"].append({"model": args.time, "format": quantization, "way": way} | found)
+                tell(record["pushes"][-1], record, args)
 
 
 def arguments() -> argparse.Namespace:
@@ -203,14 +206,38 @@ def log_probs(model: nn.Module, tokens: Tensor, device: str) -> Tensor:
     return nn.functional.pad(torch.cat(found), (0, 1))
 
 
-def times_of(model: nn.Module, quantization: str, args: argparse.Namespace) -> dict[str, Any]:
+def times_of(model: nn.Module, quantization: str, way: str, args: argparse.Namespace) -> dict[str, Any]:
     """Pushes into an engine in this process, beside one large copy of the bytes that cross."""
     from lora_merge import VllmSync
 
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, loading(way):
         sync.config_of(args.time).save_pretrained(folder)
         with engine(Path(folder), quantization, args) as llm, closing(VllmSync(model, llm)) as pushing:
-            return sync.beside_a_copy(sync.pushes(pushing, args.repeats, "merged"), args)
+            found = sync.pushes(pushing, args.repeats, "merged")
+            held = sum(p.nbytes for p in served(llm).parameters())
+            copy = sync.copy_ms((found["bytes"] + held) // 2, args.device, args.repeats)
+            return found | {"held_bytes": held, "copy_ms": copy, "x_copy": found["merge_and_load_ms"] / copy}
+
+
+def served(llm: Any) -> nn.Module:
+    """The model of an engine in this process."""
+    model: nn.Module = llm.llm_engine.model_executor.driver_worker.worker.get_model()
+    return model
+
+
+@contextmanager
+def loading(way: str) -> Iterator[None]:
+    """Layers that an engine quantises are written as they lie, or go through vLLM's own reload."""
+    from lora_merge.engine.vllm.fused import Fused
+    from lora_merge.stream.places import Places
+
+    places = Fused.places
+    if way == "reloaded":
+        Fused.places = lambda *_: Places({})  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Fused.places = places  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

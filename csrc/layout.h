@@ -9,6 +9,7 @@ namespace lora_merge {
 
 enum Dtype : int { kBFloat16 = 0, kFloat16 = 1, kFloat32 = 2, kRaw1 = 3, kRaw2 = 4, kRaw4 = 5, kRaw8 = 6 };
 enum Format : int { kPlain = 0, kCodes4 = 1, kInt8 = 2 };
+enum Groups : int { kTensor = 0, kChannel = 1, kBlock = 2 };
 
 struct Segment {
   int64_t source;  // addresses
@@ -41,6 +42,16 @@ struct Segment {
 };
 static_assert(sizeof(Segment) == 32 * 8, "a segment is 32 words");
 
+struct Scaled {
+  int64_t scale;  // float32: one for each group of the whole weight
+  int64_t largest;  // uint32, likewise: bits of the largest magnitude, as a float32
+  int64_t kind;  // of groups
+  int64_t first_row;  // of the segment in the whole weight
+  int64_t first_col;  // a multiple of a block
+  int64_t across;  // groups side by side
+};
+static_assert(sizeof(Scaled) == 6 * 8, "and what is beside it 6");
+
 constexpr int kMaxRank = 512;
 constexpr int kMaxSide = 2147479552;
 constexpr int kPackedSource = 256;
@@ -56,6 +67,11 @@ constexpr int kTileRows = 64;
 constexpr int kBoxCols = 64;
 constexpr int kHopperCols = 33554432;
 constexpr int kMapBytes = 512;
+constexpr int kScaledBlock = 128;
+constexpr int kScaledColWarps = 2;
+constexpr int kScaledMeasure = 0;
+constexpr int kScaledConvert = 1;
+constexpr int kScaledWhole = 2;
 constexpr int kUnitElements = 1024;
 constexpr int kRecordBytes = 16;
 constexpr int kCodeBytes = 256;
@@ -86,6 +102,7 @@ std::vector<int64_t> hopper_tiles(int64_t max_rank, bool wide, int64_t beside, i
 bool accepts_tiles(int64_t strip_cols, int64_t held, int64_t stages, int64_t max_rank, bool wide, int64_t beside, int64_t per_block);
 std::string cuda_problem();
 void launch_cuda(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment, int64_t n_unit_segment, int32_t* counter, int64_t source_dtype, int64_t destination_dtype, int64_t adapters, int64_t n_units, int64_t n_raw_units, int64_t rows_per_unit, int64_t col_warps, int64_t stages, bool staged_B, int64_t pad, int64_t max_rank, bool stochastic, int64_t seed, int64_t device, void* stream);
+void launch_scaled(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment, int64_t n_unit_segment, const Scaled* scaled, int32_t* counter, int64_t source_dtype, int64_t dtype, int64_t adapters, int64_t part, int64_t n_units, int64_t n_raw_units, int64_t rows_per_unit, int64_t col_warps, int64_t stages, bool staged_B, int64_t pad, int64_t max_rank, bool stochastic, int64_t seed, int64_t device, void* stream);
 void launch_hopper(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment, int64_t n_unit_segment, int32_t* counter, int64_t dtype, int64_t adapters, int64_t n_units, int64_t n_raw_units, int64_t rows_per_unit, const uint8_t* maps, int64_t strip_cols, int64_t held, int64_t stages, int64_t max_rank, bool stochastic, int64_t seed, int64_t device, void* stream);
 void tensor_maps(const Segment* table, int64_t segments, bool wide, uint8_t* maps);
 void row_norms_cuda(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment, int64_t n_unit_segment, int64_t source_dtype, int64_t n_units, int64_t max_rank, double* out, int64_t device, void* stream);
@@ -93,8 +110,8 @@ void track_cuda(const Segment* table, int64_t segments, bool on_device, const in
 void track_hopper(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment, int64_t n_unit_segment, int32_t* counter, int64_t dtype, int64_t adapters, int64_t n_units, int64_t n_raw_units, int64_t rows_per_unit, const uint8_t* maps, int64_t strip_cols, int64_t held, int64_t stages, int64_t max_rank, int64_t way, uint8_t* codes, int64_t n_codes, int64_t* records, int64_t n_records, uint8_t* arena, int64_t room, int64_t mark, int64_t* asked, int64_t chunk, uint8_t* before, int64_t room_before, int64_t device, void* stream);
 }  // namespace operators
 #define LORA_MERGE_OPERATORS(X) X(layout_hash) X(cuda_architectures) X(cpu_isas) X(use_threads) X(launch_cpu) X(row_norms_cpu) X(tracked_sizes_cpu) X(track_cpu) X(untrack_cpu) X(retrack_cpu) X(merge_shape) X(accepts_shape) X(hopper_tiles) X(accepts_tiles)
-#define LORA_MERGE_CUDA_OPERATORS(X) X(cuda_problem) X(launch_cuda) X(launch_hopper) X(tensor_maps) X(row_norms_cuda) X(track_cuda) X(track_hopper)
+#define LORA_MERGE_CUDA_OPERATORS(X) X(cuda_problem) X(launch_cuda) X(launch_scaled) X(launch_hopper) X(tensor_maps) X(row_norms_cuda) X(track_cuda) X(track_hopper)
 
-constexpr const char* kLayoutHash = "f1e02b7f1f98cf90";
+constexpr const char* kLayoutHash = "1c298549676a9e1c";
 
 }  // namespace lora_merge

@@ -5,6 +5,7 @@
 
 #include "check.h"
 #include "cuda/launch.h"
+#include "cuda/scaled.h"
 #include "cuda/tracked.h"
 #include "table.h"
 
@@ -118,6 +119,31 @@ void launch_cuda(const Segment* table, int64_t segments, bool on_device, const i
   launch.seed = static_cast<uint64_t>(seed);
   const OnDevice here(device);
   must(launch_merge(source_code(source_dtype), dtype_code(destination_dtype), dtype_code(adapters), launch, stream));
+}
+
+// What is beside the table lies where it does.
+void launch_scaled(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment,
+                   int64_t n_unit_segment, const Scaled* scaled, int32_t* counter, int64_t source_dtype, int64_t dtype,
+                   int64_t adapters, int64_t part, int64_t n_units, int64_t n_raw_units, int64_t rows_per_unit,
+                   int64_t col_warps, int64_t stages, bool staged_B, int64_t pad, int64_t max_rank, bool stochastic,
+                   int64_t seed, int64_t device, void* stream) {
+  check(part >= kScaledMeasure && part <= kScaledWhole, "unknown part ", part);
+  ScaledLaunch launch = make_launch<ScaledLaunch>(table, segments, on_device, unit_segment, n_unit_segment, counter,
+                                                  n_units, n_raw_units, rows_per_unit, stages, max_rank);
+  set_shape(launch, col_warps, staged_B, pad);
+  if (on_device) {
+    launch.scaled = scaled;
+  } else {
+    for (int64_t i = 0; i < segments; ++i)
+      check(scaled[i].scale != 0 && (part == kScaledWhole || scaled[i].largest != 0), "segment ", i,
+            ": an address of scales is missing");
+    std::memcpy(launch.inline_scaled, scaled, segments * sizeof(Scaled));
+  }
+  launch.stochastic = stochastic;
+  launch.seed = static_cast<uint64_t>(seed);
+  const OnDevice here(device);
+  must(lora_merge::launch_scaled(dtype_code(source_dtype), dtype_code(dtype), dtype_code(adapters),
+                                 static_cast<int>(part), launch, stream));
 }
 
 void launch_hopper(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment,

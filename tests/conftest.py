@@ -70,13 +70,19 @@ class Backend:
 ON_CPU = ("reference", "cpu") if GPU else ("reference", "cpu", "triton")
 ON_GPU = ("reference", "cuda", "triton")
 
+BACKENDS = [pytest.param((name, "cpu"), id=name) for name in ON_CPU] + [
+    pytest.param((name, "cuda"), id=f"{name}-gpu", marks=pytest.mark.gpu) for name in ON_GPU
+]
 
-@pytest.fixture(
-    params=[pytest.param((name, "cpu"), id=name) for name in ON_CPU]
-    + [pytest.param((name, "cuda"), id=f"{name}-gpu", marks=pytest.mark.gpu) for name in ON_GPU]
-)
+
+@pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Backend:
     """Each backend in turn, forced."""
+    return forced(request, monkeypatch)
+
+
+def forced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Backend:
+    """The backend that a fixture was given one of `BACKENDS` for."""
     name, device = request.param
     monkeypatch.setenv("LORA_MERGE_BACKEND", name)
     return Backend(name, torch.device(device, 0) if device == "cuda" else torch.device(device))

@@ -40,6 +40,26 @@ def served(llm: Any) -> nn.Module:
     return llm.llm_engine.model_executor.driver_worker.worker.get_model()
 
 
+@contextmanager
+def reloaded(llm: Any) -> Iterator[list[str]]:
+    """Paths of the layers of an engine in this process that go through the reload inside."""
+    from lora_merge.engine.vllm.reload import Reload
+
+    paths = {id(module): path for path, module in served(llm).named_modules()}
+    found: list[str] = []
+    end = Reload._end
+
+    def noted(self: Reload, root: Any) -> None:
+        found.append(paths.get(id(root), type(root).__name__))
+        end(self, root)
+
+    Reload._end = noted  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        Reload._end = end  # type: ignore[method-assign]
+
+
 def matrices(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Of each linear layer that holds FP8 its name, its weight `[out, in]` in float64, dequantised, and the scale of
     each element."""

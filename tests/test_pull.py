@@ -29,7 +29,7 @@ from lora_merge.engine.pulled import Pulled, nearest
 from lora_merge.engine.side import Side
 from lora_merge.shards import Piece
 from lora_merge.stream.buckets import extent
-from lora_merge.stream.filler import Places
+from lora_merge.stream.places import Places
 from lora_merge.stream.window import Window
 
 NEAREST = {"rounding": "nearest"}

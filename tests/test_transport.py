@@ -38,7 +38,7 @@ from lora_merge.engine.transport import Route, assign
 from lora_merge.engine.waiting import TransferAborted, host_id
 from lora_merge.shards.ranks import Ranks
 from lora_merge.stream.buckets import Meta, Table, extent, lay_out
-from lora_merge.stream.filler import Places
+from lora_merge.stream.places import Places
 
 CPU = torch.device("cpu")
 BUCKETS = 7

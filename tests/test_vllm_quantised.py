@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,8 @@ from lora_merge import LoraMergeError, PushFailed, PushRefused, VllmSync
 from lora_merge.engine.modules import Modules
 from lora_merge.engine.vllm.formats import refusal, stale_scales
 from lora_merge.serve import load_adapter, unload_adapter
+from lora_merge.stream.filler import Filler
+from lora_merge.stream.places import Places
 from lora_merge.verify import coverage
 
 DENSE = {"target_modules": engines.LINEARS}
@@ -96,6 +99,74 @@ def test_the_bits_are_those_of_a_fresh_engine_on_the_merged_checkpoint(one: Any,
         assert [state.kind for state in sync.states()] == ["merged"]
 
 
+def test_layers_are_written_as_they_lie(one: Any) -> None:
+    """By a trainer in the engine's process, in one bucket or across several, which share no rank's scale: no layer that
+    vLLM quantises is reloaded, but for those that come in a bucket with what can only be reloaded (here the head)."""
+    llm, model, fresh = one
+    for bucket_bytes, most in ((1 << 16, 2), (BUCKET, 5)):
+        with closing(VllmSync(model, llm, bucket_bytes=bucket_bytes)) as sync:
+            start = {name: p.detach().clone() for name, p in model.named_parameters()}
+            train(model, 7)
+            with quantised.reloaded(llm) as found:
+                report = sync.push(verify=True)
+            assert sum("layers" in path for path in found) <= most, found
+            assert report.reloaded == len(found), report
+            assert_close(llm, model)
+            memory = {name: p.data_ptr() for name, p in quantised.served(llm).named_parameters()}
+            model.load_state_dict(start, strict=False)
+            with quantised.reloaded(llm) as found:
+                sync.push()
+            assert sum("layers" in path for path in found) <= most, found
+            assert bits(llm) == fresh
+            assert memory == {name: p.data_ptr() for name, p in quantised.served(llm).named_parameters()}
+
+
+@pytest.mark.parametrize("part", ["weight", "scales"])
+def test_a_layer_that_is_written_wrong_shows(one: Any, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one bit of a value, or of a scale."""
+    llm, model, fresh = one
+    place, name = Filler.place, "model.layers.1.mlp.down_proj.weight"
+
+    def wrong(self: Filler, index: int, places: Places, run: Any) -> None:
+        place(self, index, places, run)
+        if index == max(at for at, slots in enumerate(self.table) for slot in slots if slot.name == name):
+            [scaled] = places.scaled[name]
+            getattr(scaled, part).view(-1).view(torch.uint8)[5] ^= 1
+
+    with closing(VllmSync(model, llm, bucket_bytes=1 << 16)) as sync:
+        with monkeypatch.context() as patched:
+            patched.setattr(Filler, "place", wrong)
+            with pytest.raises(PushFailed, match="did not arrive as they were sent"):
+                sync.push(verify=True)
+        assert [state.kind for state in sync.states()] == ["dirty"]
+        sync.push(verify=True)
+    assert bits(llm) == fresh
+
+
+def test_layers_are_reloaded_where_vllm_makes_other_bits(one: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quantiser that is not ours, in one bit of one scale or value, is found out before anything is written."""
+    from vllm.model_executor.layers.quantization.online.fp8 import Fp8PtpcOnlineLinearMethod as Method
+
+    llm, model, fresh = one
+    process = Method.process_weights_after_loading
+    for name in ("weight", "weight_scale"):
+
+        def other(self: Any, layer: Any, name: str = name) -> None:
+            process(self, layer)
+            getattr(layer, name).data.view(torch.uint8)[3, 0] ^= 1
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Method, "process_weights_after_loading", other)
+            quantised.served(llm).__dict__.pop("_lora_merge", None)
+            with closing(VllmSync(model, llm, bucket_bytes=1 << 16)) as sync, quantised.reloaded(llm) as found:
+                sync.push()
+            assert sum("layers" in path for path in found) == 8, found
+            assert bits(llm) != fresh
+        with closing(VllmSync(model, llm, bucket_bytes=1 << 16)) as sync:
+            sync.push()
+        assert bits(llm) == fresh
+
+
 def test_what_lies_there_is_the_merge_to_a_rounding_of_the_format(one: Any) -> None:
     """And what is computed is what these roundings make."""
     llm, model, _ = one
@@ -155,14 +226,14 @@ def test_what_was_changed_behind_our_back_shows(one: Any) -> None:
             assert [state.kind for state in sync.states()] == ["dirty"]
 
 
-def hostile() -> nn.Module:
-    """Rows of zeros, a row with the largest value that there is, infinities, NaN."""
+def hostile(odd: float = 0.0) -> nn.Module:
+    """Rows of zeros, a row with the largest value that there is, infinities, and something odd."""
     model = untied()
     with torch.no_grad():
         for layer in model.model.layers:
             for weight in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight, layer.mlp.up_proj.weight):
                 weight[:4] = 0
-                weight[8, 3], weight[9, 5], weight[10, 7] = 3.3e38, torch.inf, torch.nan
+                weight[8, 3], weight[9, 5], weight[10, 7] = 3.3e38, torch.inf, odd
                 weight[11] = 1e-40
     return model
 
@@ -179,6 +250,14 @@ def test_values_that_have_no_scale_become_what_vllm_makes_of_them(tmp_path: Path
             with closing(VllmSync(model, llm, merge=merge, bucket_bytes=BUCKET)) as sync:
                 sync.push()
                 assert bits(llm) == fresh
+        # A NaN shows, whoever quantises; its sign is nobody's.
+        model = models.with_lora(partial(hostile, torch.nan), dtype=torch.bfloat16, target_modules=["q_proj"])
+        for merge in ("trainer", "engine"):
+            with closing(VllmSync(model, llm, merge=merge, bucket_bytes=BUCKET)) as sync:
+                sync.push()
+            for layer in quantised.served(llm).model.layers:
+                scale = layer.mlp.down_proj.weight_scale.view(-1)
+                assert [i for i, x in enumerate(scale.tolist()) if x != x] == [10]
 
 
 def test_formats_that_are_mixed_in_one_model(tmp_path: Path) -> None:

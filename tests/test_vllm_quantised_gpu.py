@@ -15,9 +15,12 @@ import quantised
 import torch
 from engines import ask, engine, train
 from test_vllm_gpu import BF16, DENSE, MOE, needs
-from torch import nn
+from torch import Tensor, nn
 
-from lora_merge import VllmSync
+from lora_merge import Plan, Segment, VllmSync
+from lora_merge.engine.vllm.fused import Fused
+from lora_merge.kernels.scaled import Scaled
+from lora_merge.stream.places import Places
 from lora_merge.verify import coverage
 
 pytestmark = pytest.mark.gpu
@@ -107,6 +110,85 @@ def test_formats(quantization: str, build: Any, options: dict[str, Any], linear:
                 assert not sync.push().base_sent
                 assert llm.collective_rpc("bits") == base
                 assert_close(llm, model, sync.lora_request())
+
+
+def test_quantisers() -> None:
+    """Our kernel makes what vLLM's own functions make: all bf16 numbers, zeros, tiny and huge ones, odd shapes."""
+    ops = pytest.importorskip("vllm._custom_ops")
+    by_blocks = pytest.importorskip("vllm.utils.deep_gemm").per_block_cast_to_fp8
+    g = torch.Generator(device="cuda").manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, device="cuda", generator=g)
+
+    rows = normal(2048, 2048) * torch.rand(2048, 1, device="cuda", generator=g) * 0.1
+    every = torch.arange(1 << 16, dtype=torch.int32, device="cuda").to(torch.int16).view(torch.bfloat16)
+    every = torch.where(every.isfinite() & (every.abs() < 1e4), every, 1.0).repeat(16).view(1024, 1024)
+    some = [rows, rows * 1e-37, rows * 1e37, rows * 0, every, *(normal(*s) for s in ((4608, 3584), (1000, 1040)))]
+    for x in some:
+        w = x.bfloat16()
+        for group, (values, scales) in {
+            "tensor": ops.scaled_fp8_quant(w, scale=None),
+            "channel": ops.scaled_fp8_quant(w, scale=None, use_per_token_if_dynamic=True),
+            "block": by_blocks(w, block_size=[128, 128], use_ue8m0=False),
+        }.items():
+            ours = Scaled(torch.empty_like(values), torch.empty_like(scales), group)  # type: ignore[arg-type]
+            Plan([Segment("w", w, ours.weight)], [ours]).run()
+            assert torch.equal(ours.scales, scales), group
+            assert torch.equal(ours.weight.view(torch.uint8), values.view(torch.uint8)), group
+
+
+WRITTEN: list[tuple[str, Any, dict[str, Any]]] = [
+    ("fp8", engines.qwen2, {"enforce_eager": False}),
+    ("fp8_per_channel", engines.qwen2, {"enforce_eager": False}),
+    ("fp8_per_block", engines.qwen2, {"enforce_eager": False}),
+    ("fp8", qwen3_moe, {}),
+    ("fp8_per_channel", qwen3_moe, {}),
+    ("fp8_per_block", qwen3_moe, {}),
+]
+
+
+@pytest.mark.parametrize(("quantization", "build", "options"), WRITTEN)
+def test_written_as_they_lie(quantization: str, build: Any, options: dict[str, Any], tmp_path: Path) -> None:
+    """No layer goes through vLLM's reload, and every bit is what that makes, values and scales; graphs that were
+    captured read them; float32 and bf16 adapters."""
+    import vllm
+
+    if quantization == "fp8" and not vllm.__version__.startswith("0.26"):
+        quantization = "fp8_per_tensor"
+    model, other = policy(build), policy(build, seed=1)
+    train(model)
+    train(other, 5)
+    merged = quantised.save_merged(model, tmp_path / "merged")
+    with started(model, merged, quantization=quantization, **BF16 | WATCHED | options) as llm:
+        fresh = llm.collective_rpc("bits")
+        for bucket_bytes in (BUCKET, 1 << 30):
+            for policies in ((other, model), (other.bfloat16(), model)):
+                for one in policies:
+                    with closing(VllmSync(one, llm, bucket_bytes=bucket_bytes)) as sync:
+                        with quantised.reloaded(llm) as found:
+                            sync.push()
+                        assert found == []
+                        assert_close(llm, one)
+                assert llm.collective_rpc("bits") == fresh
+        place, Fused.places = Fused.places, lambda *_: Places({})  # type: ignore[method-assign]
+        try:
+            quantised.served(llm).__dict__.pop("_lora_merge", None)
+            with closing(VllmSync(other, llm, bucket_bytes=BUCKET)) as sync, quantised.reloaded(llm) as found:
+                sync.push()
+            assert found
+            wanted = llm.collective_rpc("bits")
+        finally:
+            Fused.places = place  # type: ignore[method-assign]
+        if build is qwen3_moe:
+            return  # vLLM's own reload has left the experts' kernel with scales of its own
+        quantised.served(llm).__dict__.pop("_lora_merge", None)
+        with closing(VllmSync(model, llm, bucket_bytes=BUCKET)) as sync:
+            sync.push()
+        with closing(VllmSync(other, llm, bucket_bytes=BUCKET)) as sync, quantised.reloaded(llm) as found:
+            sync.push()
+        assert found == []
+        assert llm.collective_rpc("bits") == wanted
 
 
 def test_captured_graphs_and_sleep(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lora_merge import InvalidInput, MergedWeights
 from lora_merge.engine.adapter import AdapterSource, filler_of
 from lora_merge.stream.buckets import ALIGNMENT, Meta, checksum, extent, from_json, lay_out, to_json
-from lora_merge.stream.filler import Places
+from lora_merge.stream.places import Places
 
 
 def gemma4() -> nn.Module:

@@ -20,7 +20,8 @@ from ..models.live import Live, live
 from ..models.operands import Operands, Turn
 from ..names import lineage
 from ..stream.buckets import ALIGNMENT, Meta, Table, extent, lay_out
-from ..stream.filler import Entry, Filler, Places
+from ..stream.filler import Entry, Filler
+from ..stream.places import Places
 from ..stream.weights import MergedWeights
 
 ADAPTER_NAME = "lora_merge"
@@ -55,6 +56,7 @@ class AdapterSource:
         self.device = filler.device
         self.collective = self.shared = not filler.source.ranks.alone
         self.takers: Mapping[int, frozenset[tuple[int, int]]] = {}
+        self.joins = False
         parts = filler.source.parts
         adapted = {
             name: delta

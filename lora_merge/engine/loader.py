@@ -11,7 +11,7 @@ computes something of. What is different from engine to engine is in the methods
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -24,7 +24,7 @@ from ..kernels.plan import Plan
 from ..kernels.segments import copies
 from ..shards import Box, Piece, cut, numel, overlap
 from ..stream.buckets import Slot, Table, dtype_name, metas
-from ..stream.filler import Places
+from ..stream.places import Places
 from ..stream.window import Window
 from .capture import Capture, Copy, Record, coverage, feed, torn
 from .mapped import Exports
@@ -39,6 +39,7 @@ class Examination:
     Args:
         copies: what goes straight, by name.
         places: the same for a trainer that writes there, of tensors that the engine holds in the stream's dtype.
+        near: the same for a trainer in this process, which writes to some layers that are laid out anew, too.
         staged: names that go through `load_weights`, whole.
         fills: constants that loading writes (padding).
         refused: name -> why `load_weights` does not take it.
@@ -54,6 +55,7 @@ class Examination:
 
     copies: dict[str, list[Copy]]
     places: Places
+    near: Places
     staged: set[str]
     fills: list[tuple[Tensor, Any]] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
@@ -103,6 +105,8 @@ class Loader:
         self._examined: tuple[Any, Examination] | None = None
         self._plans: dict[Hashable, tuple[int, Sequence[Slot], Plan]] = {}
         self._begun: dict[str, tuple[Tensor, int]] = {}
+        self.reloaded = 0
+        """Layers that the last load had the engine lay out anew."""
 
     @property
     def ties(self) -> bool:
@@ -151,6 +155,9 @@ class Loader:
             with torch.no_grad(), self._bare():
                 self._through(tensors)
 
+    def written(self, names: Collection[str]) -> None:
+        """The trainer has written what of these tensors goes through `load_weights` otherwise."""
+
     def load_layers(
         self,
         examination: Examination,
@@ -182,8 +189,15 @@ class Loader:
             del self._begun[slot.name]
             yield slot.name, tensor
 
-    def arrived(self, examination: Examination, slots: Sequence[Slot], data: Tensor) -> dict[str, bool]:
-        """For what went straight: whether the engine's parameters hold the bucket's values, bit for bit."""
+    def arrived(
+        self, examination: Examination, slots: Sequence[Slot], data: Tensor, placed: bool = False
+    ) -> dict[str, bool]:
+        """Whether the engine's parameters hold the bucket's values, bit for bit: of what went straight, and of what the
+        trainer has written, once all that shares scales is there.
+
+        Args:
+            placed: the trainer has written what has a place.
+        """
         equal: dict[str, bool] = {}
         for slot in slots:
             found = pairs(examination, slot, data)
@@ -226,6 +240,25 @@ class Loader:
     def _as_loading(self, layers: Sequence[nn.Module]) -> AbstractContextManager[None]:
         """These layers as they are at loading."""
         return nullcontext()
+
+    def _near(
+        self,
+        places: Places,
+        roots: Sequence[nn.Module],
+        records: Sequence[Record],
+        dtypes: Mapping[str, torch.dtype],
+        owners: Mapping[str, nn.Module],
+    ) -> Places:
+        """Where a trainer in this process writes to; see `Examination`.
+
+        Args:
+            places: where any trainer does.
+            roots: layers that are laid out anew after loading.
+            records: what loading copies.
+            dtypes: of the stream's tensors.
+            owners: of the engine's parameters, by path.
+        """
+        return places
 
     def _through(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
         """Load whole tensors that do not go straight."""
@@ -275,15 +308,18 @@ class Loader:
                 straight.setdefault(record.name, []).append(record.copy)
         taken = straight.keys() | staged
         dtypes = {meta.name: meta.dtype for meta in metas(table).values()}
-        places = {
-            name: [(copy.window.box, copy.window.unfold(copy.destination)) for copy in found]
-            for name, found in straight.items()
-            if all(copy.destination.dtype == dtypes[name] for copy in found)
-        }
+        places = Places(
+            {
+                name: [(copy.window.box, copy.window.unfold(copy.destination)) for copy in found]
+                for name, found in straight.items()
+                if all(copy.destination.dtype == dtypes[name] for copy in found)
+            }
+        )
         ignored = {name: tensor for name, tensor in fed if name not in taken and name not in refused}
         return Examination(
             straight,
-            Places(places),
+            places,
+            self._near(places, roots, capture.records, dtypes, owners),
             staged,
             [(view, value) for path, view, value in capture.fills if path not in staged_paths],
             refused,

@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..shards import Box
 from ..stream.buckets import dtype_name, dtype_of
-from ..stream.filler import Places
+from ..stream.places import Places
 from .memory import CudaMemory, NotExported, SharedFiles, allocations, exported
 from .waiting import SHARED
 

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from ..kernels.packed import Packed
 from ..shards import Box
-from ..stream.filler import Filler, Places
+from ..stream.filler import Filler
+from ..stream.places import Places
 from ..stream.weights import MergedWeights
 from .mapped import Exports, Memory, exportable
 from .update import Beside

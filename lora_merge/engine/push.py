@@ -12,7 +12,8 @@ import torch
 
 from ..errors import InvalidInput, PushFailed, PushRefused
 from ..stream.buckets import metas, to_json
-from ..stream.filler import Filler, Sent
+from ..stream.filler import Filler
+from ..stream.places import Sent
 from ..stream.weights import MergedWeights
 from .adapter import AdapterSource
 from .calls import bind, drive, side_by_side, together
@@ -185,6 +186,7 @@ class Pushes:
         report.transports = tuple(sorted(kinds | {"pull"} if pulled else kinds))
         shares = [replica.coverage for replica in replicas]
         report.coverage = None if None in shares else min(share or 0.0 for share in shares)
+        report.reloaded = max((replica.reloaded for replica in replicas), default=0)
         return report
 
     async def _hello(self, beside: Callable[[], None] | None = None, **message: Any) -> list[list[dict[str, Any]]]:
@@ -395,6 +397,7 @@ class Pushes:
         replica.workers = [worker | {"state": held[worker["rank"]]} for worker in replica.workers]
         shares = [written / elements if elements else None for written, elements in (a["elements"] for a in answers)]
         replica.coverage = None if None in shares else min(share or 0.0 for share in shares)
+        replica.reloaded = max(a["reloaded"] for a in answers) if one.merges or state.kind != "adapter" else 0
         if replica.state != state:
             raise PushFailed(f"the engine holds {replica.state}, not {state}")
         if isinstance(sent, Verified):

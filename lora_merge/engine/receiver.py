@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..stream.filler import Places
+from ..stream.places import Places
 from .memory import CudaMemory, SharedMemory
 from .nccl import Done, Group
 from .sender import SENDERS

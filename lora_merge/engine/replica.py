@@ -37,6 +37,8 @@ class SyncReport:
             (`limit_mm_per_prompt` of 0: no vision tower).
         coverage: share of the elements of the engines' parameters and persistent buffers that the last full push wrote,
             the least of all workers; 1.0 is all. None where something else than a push brought the weights.
+        reloaded: layers that went through the engine's own loading, because it lays them out anew (quantised,
+            prepacked); of the worker with the most.
     """
 
     version: int
@@ -51,6 +53,7 @@ class SyncReport:
     buckets: str = ""
     left_out: tuple[str, ...] = ()
     coverage: float | None = None
+    reloaded: int = 0
 
     @property
     def gb_s(self) -> float:
@@ -74,6 +77,8 @@ class SyncReport:
         out = self.left_out
         why = f"; through buckets: {self.buckets}" if self.buckets else ""
         note = f" ({len(out)} left out, which the engine has no part for: {out[0]} to {out[-1]})" if out else ""
+        if self.reloaded:
+            why += f"; {self.reloaded} layers by the engine's own loading"
         over = f" over {'+'.join(self.transports)}" if self.transports else ""
         return (
             f"{self.mode}@{self.version}{by}{base}{over}: {self.tensors} tensors{note}, "
@@ -93,6 +98,7 @@ class Replica:
         begun: whether this push has begun to write to it.
         error: what failed in it.
         coverage: the share of its elements that the last full push wrote, in the worker with the least.
+        reloaded: as of `SyncReport`.
     """
 
     index: int
@@ -102,6 +108,7 @@ class Replica:
     begun: bool = False
     error: str = ""
     coverage: float | None = None
+    reloaded: int = 0
 
     @property
     def handle(self) -> Control:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..stream.ahead import Ahead
 from ..stream.buckets import extent
-from ..stream.filler import Places, Sent
+from ..stream.places import Places, Sent, joined
 from .memory import CudaMemory, SharedMemory
 from .nccl import Done, Group
 from .sockets import Outbox
@@ -240,7 +240,7 @@ class Sender:
         if self._offered is None or self._source is None:
             raise TransferAborted("the trainer of this process offers nothing; push again")
         if not self._source.shared:
-            here = places.on(self.device)
+            here = joined(self._source, places.on(self.device), places)
             others = len(self.kinds) > 1  # workers that take buckets
             self._route = Route.to(self._source, here, places, compare or others)
         for received in self._offered:  # noqa: UP028, a worker that stops must not close the flow for `drain`

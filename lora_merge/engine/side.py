@@ -12,7 +12,7 @@ from weakref import ref
 from torch import Tensor, nn
 
 from ..stream.buckets import Slot, Table, extent
-from ..stream.filler import Places
+from ..stream.places import Places
 from .claim import Claim
 from .loader import Examination, Loader
 from .merger import Merger
@@ -260,9 +260,9 @@ class Side:
                     add_checksums(self.checksums, table[received.index], received.data)
                 use(table[received.index], received)
 
-    def look(self, examination: Examination, slots: Sequence[Slot], data: Tensor) -> None:
+    def look(self, examination: Examination, slots: Sequence[Slot], data: Tensor, placed: bool = False) -> None:
         """Note whether the parameters hold what came in a bucket."""
-        for name, same in self.loader.arrived(examination, slots, data).items():
+        for name, same in self.loader.arrived(examination, slots, data, placed).items():
             self.arrived[name] = self.arrived.get(name, True) and same
 
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ..kernels.packed import memory
 from ..stream.buckets import Slot, checksum, combined
-from ..stream.filler import Filler, Places, Sent
+from ..stream.filler import Filler
+from ..stream.places import Places, Sent
 from .sampler import Sampler
 
 
@@ -27,7 +28,7 @@ class Verified:
 
     def __init__(self, inner: Sent) -> None:
         self.inner, self.table, self.device, self.capacity = inner, inner.table, inner.device, inner.capacity
-        self.shared, self.takers = inner.shared, inner.takers
+        self.shared, self.takers, self.joins = inner.shared, inner.takers, inner.joins
         self.collective = True  # checksums are of what was filled on this rank
         self.checksums: dict[str, int] = {}
 

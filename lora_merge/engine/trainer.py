@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from ..errors import LoraMergeError, PushRefused
 from ..shards.ranks import Ranks
-from ..stream.filler import Filler, Places, Sent
+from ..stream.filler import Filler
+from ..stream.places import Places, Sent
 from .calls import bind, on_this_device, side_by_side, to_its_end, together
 from .control import Control
 from .mapped import Direct, Mapped, direct, united

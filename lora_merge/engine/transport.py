@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..stream.filler import Places, Sent
+from ..stream.places import Places, Sent
 from .waiting import host_id
 
 WorkerId = tuple[int, int]

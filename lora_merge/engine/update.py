@@ -26,7 +26,8 @@ from ..models.live import live
 from ..models.operands import Operands, Turn
 from ..models.part import Part, learning_of
 from ..stream.buckets import ALIGNMENT, Meta, Table, contents_of, dtype_name, extent, lay_out, to_json
-from ..stream.filler import Entry, Filler, Places
+from ..stream.filler import Entry, Filler
+from ..stream.places import Places
 from ..stream.weights import MergedWeights
 from ..stream.window import Window
 from .shares import Share, Takers, shares_of
@@ -67,6 +68,7 @@ class Beside:
     ) -> None:
         self.device, self._adapted, self.whole = adapted.device, adapted, whole
         self.collective = self.shared = not adapted.source.ranks.alone
+        self.joins = False
         parts = adapted.source.parts
         self.whole_names = frozenset(() if whole is None else whole.entries)
         numbers: dict[int, int] = {}

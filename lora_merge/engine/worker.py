@@ -310,14 +310,18 @@ def _receive(
     keep = _nothing if side.coming.merger is None else side.coming.merger.keep
 
     def load(slots: Sequence[Slot], received: Received) -> None:
+        if received.placed:
+            side.loader.written([slot.name for slot in slots])
         if received.data is None:
             return
         if not received.placed:
             side.loader.load(examination, received.index, slots, received.data, keep)
         if verify:
-            side.look(examination, slots, received.data)
+            side.look(examination, slots, received.data, received.placed and places is examination.near)
 
-    side.take(table, load, verify, examination.places, sent, placed)
+    # Of what is written to layers as they lie no base could be kept.
+    places = examination.near if side.coming.merger is None else examination.places
+    side.take(table, load, verify, places, sent, placed)
     if worker.device.type == "cuda":
         torch.cuda.current_stream(worker.device).synchronize()
     side.came()
@@ -459,7 +463,8 @@ def _settled(worker: Worker, side: Side, weights: bool) -> dict[str, Any]:
         weights: whether it brought weights.
     """
     worker.settle(side, weights)
-    return {"state": worker.served(side, side.held).to_json(), "elements": side.coverage}
+    held = worker.served(side, side.held).to_json()
+    return {"state": held, "elements": side.coverage, "reloaded": side.loader.reloaded}
 
 
 def _verified(worker: Worker, side: Side) -> dict[str, Any]:

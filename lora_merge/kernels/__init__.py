@@ -17,13 +17,16 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from ..errors import BackendUnavailable
 from .segments import Segment
+
+if TYPE_CHECKING:
+    from .scaled import Placed
 
 ENVIRONMENT = "LORA_MERGE_BACKEND"
 NAMES = ("cuda", "triton", "cpu", "reference")
@@ -112,6 +115,9 @@ class Backend(Protocol):
 
     def prepare(self, segments: Sequence[Segment], device: torch.device) -> Launch:
         """Lay out the work of checked, non-empty segments; the caller keeps their tensors alive."""
+
+    def prepare_scaled(self, placed: Sequence[Placed], device: torch.device) -> Launch:
+        """The same where results have 8 bits: whole groups of elements that share a scale."""
 
     def prepare_tracked(self, segments: Sequence[Segment], device: torch.device) -> Tracked:
         """The same for a tracked merge: every segment in place, with an adapter or a row scale."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..errors import InvalidInput
 from .layout import MAX_RANK, MAX_SIDE
 from .packed import Packed, memory
-from .segments import FLOATS, RAW, Segment, folded, moves_bits
+from .segments import FLOATS, FP8, RAW, Segment, folded, moves_bits
 
 
 def check_device(device: str | torch.device) -> torch.device:
@@ -99,7 +99,7 @@ def check_segment(s: Segment) -> None:
         ("lora_A", s.lora_A),
         ("lora_B", s.lora_B),
     ):
-        if tensor.dtype not in FLOATS:
+        if tensor.dtype not in FLOATS and not (tensor is s.destination and tensor.dtype == FP8):
             raise InvalidInput(f"{s.name}: {label} must be bfloat16, float16 or float32, got {tensor.dtype}")
     (rows, cols), (rank, a_cols), (b_rows, b_rank) = s.source.shape, s.lora_A.shape, s.lora_B.shape
     if a_cols != cols:
@@ -130,7 +130,7 @@ def _check_copy(s: Segment) -> None:
             _check_side(s)
         return
     for tensor in (s.source, s.destination):
-        if tensor.dtype not in FLOATS:
+        if tensor.dtype not in FLOATS and not (tensor is s.destination and tensor.dtype == FP8):
             raise InvalidInput(
                 f"{s.name}: cannot convert {s.source.dtype} to {s.destination.dtype}; "
                 "only bfloat16, float16 and float32 convert"

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from . import native, operators
 from .fused import Fused, Journal, Kernels
+from .scaled import ComposedScaled, Placed
 from .segments import Segment, pack, same_weights
 
 
@@ -31,6 +32,11 @@ class _Launch:
 def prepare(segments: Sequence[Segment], device: torch.device) -> _Launch:
     """Units of work are cut in C++, at each launch."""
     return _Launch(torch.from_numpy(pack(segments)))
+
+
+def prepare_scaled(placed: Sequence[Placed], device: torch.device) -> ComposedScaled:
+    """Merged by launches of `prepare`, scaled by tensor operations."""
+    return ComposedScaled(prepare, placed, device)
 
 
 class _Tracked:

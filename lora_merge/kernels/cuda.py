@@ -13,6 +13,7 @@ from torch import Tensor
 from . import Launch, Tracked, native, next_after, operators
 from .cuda_launch import variants
 from .cuda_repack import repack
+from .cuda_scaled import prepare_scaled as prepare_scaled
 from .cuda_table import ceil, has_room, no_room, place, sources
 from .cuda_tracked import CudaTracked
 from .fused import Fused

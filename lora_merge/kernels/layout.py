@@ -56,11 +56,25 @@ WORDS = sum(field.words for field in SEGMENT)
 OFFSET = {field.name: sum(f.words for f in SEGMENT[:i]) for i, field in enumerate(SEGMENT)}
 """Where a field begins in a row of the table."""
 
+SCALED = (
+    Field("scale", 1, "float32: one for each group of the whole weight"),
+    Field("largest", 1, "uint32, likewise: bits of the largest magnitude, as a float32"),
+    Field("kind", 1, "of groups"),
+    Field("first_row", 1, "of the segment in the whole weight"),
+    Field("first_col", 1, "a multiple of a block"),
+    Field("across", 1, "groups side by side"),
+)
+"""Of a segment whose results are of 8 bits: words of a table beside it."""
+SCALED_WORDS = sum(field.words for field in SCALED)
+
 DTYPES = {"BFloat16": 0, "Float16": 1, "Float32": 2, "Raw1": 3, "Raw2": 4, "Raw4": 5, "Raw8": 6}
 """dtype codes; Raw<n> moves bits of n bytes an element."""
 FORMATS = {"Plain": 0, "Codes4": 1, "Int8": 2}
 """What lies at a source: elements of its dtype, two codes a byte, or int8 codes, which stand for such elements
 (packed.py)."""
+
+GROUPS = {"Tensor": 0, "Channel": 1, "Block": 2}
+"""What shares a scale where results have 8 bits: the whole weight, a row, a square of `SCALED_BLOCK`."""
 
 MAX_RANK = 512
 MAX_SIDE = 2**31 - 2**12
@@ -89,6 +103,14 @@ HOPPER_COLS = 2**25
 """Columns of a segment at most: elements of a tile's rows up to a column are counted in 32 bits."""
 MAP_BYTES = 512
 """Tensor maps of a segment."""
+
+# Results of 8 bits.
+SCALED_BLOCK = 128
+"""Rows and columns of a block that shares a scale; columns, and a part of the rows, of a unit."""
+SCALED_COL_WARPS = SCALED_BLOCK // WARP_COLS
+SCALED_MEASURE, SCALED_CONVERT, SCALED_WHOLE = 0, 1, 2
+"""What a launch does: it finds the largest magnitudes, converts by what was found, or both for blocks that lie whole in
+a segment."""
 
 # Tracked merges.
 UNIT_ELEMENTS = 1024
@@ -120,6 +142,11 @@ _CONSTANTS = [
     "BOX_COLS",
     "HOPPER_COLS",
     "MAP_BYTES",
+    "SCALED_BLOCK",
+    "SCALED_COL_WARPS",
+    "SCALED_MEASURE",
+    "SCALED_CONVERT",
+    "SCALED_WHOLE",
     "UNIT_ELEMENTS",
     "RECORD_BYTES",
     "CODE_BYTES",
@@ -182,6 +209,11 @@ CUDA_OPERATORS = {
         f"{_PLACED}, int32_t* counter, int64_t source_dtype, int64_t destination_dtype, int64_t adapters, {_UNITS}, "
         f"{_SHAPE}, {_RANDOM}, {_WHERE}",
     ),
+    "launch_scaled": (
+        "void",
+        f"{_PLACED}, const Scaled* scaled, int32_t* counter, int64_t source_dtype, int64_t dtype, int64_t adapters, "
+        f"int64_t part, {_UNITS}, {_SHAPE}, {_RANDOM}, {_WHERE}",
+    ),
     "launch_hopper": (
         "void", f"{_KIND}, {_UNITS}, {_TILES}, {_RANDOM}, {_WHERE}",
     ),
@@ -209,21 +241,31 @@ def _type(name: str) -> str:
 
 
 def _body() -> str:
-    fields = [
-        f"  {f.type} {f.name}{f'[{f.words}]' if f.words > 1 else ''};{f'  // {f.comment}' if f.comment else ''}"
-        for f in SEGMENT
-    ]
+    fields, scaled = (
+        [
+            f"  {f.type} {f.name}{f'[{f.words}]' if f.words > 1 else ''};{f'  // {f.comment}' if f.comment else ''}"
+            for f in words
+        ]
+        for words in (SEGMENT, SCALED)
+    )
+    groups = ", ".join(f"k{name} = {code}" for name, code in GROUPS.items())
     dtypes = ", ".join(f"k{name} = {code}" for name, code in DTYPES.items())
     formats = ", ".join(f"k{name} = {code}" for name, code in FORMATS.items())
     return "\n".join(
         [
             f"enum Dtype : int {{ {dtypes} }};",
             f"enum Format : int {{ {formats} }};",
+            f"enum Groups : int {{ {groups} }};",
             "",
             "struct Segment {",
             *fields,
             "};",
             f'static_assert(sizeof(Segment) == {WORDS} * 8, "a segment is {WORDS} words");',
+            "",
+            "struct Scaled {",
+            *scaled,
+            "};",
+            f'static_assert(sizeof(Scaled) == {SCALED_WORDS} * 8, "and what is beside it {SCALED_WORDS}");',
             "",
             *(f"constexpr {_type(name)} {_camel(name)} = {globals()[name]};" for name in _CONSTANTS),
             "",

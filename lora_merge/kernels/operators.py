@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import native
-from .layout import MAP_BYTES, WORDS
+from .layout import MAP_BYTES, SCALED_WORDS, WORDS
 
 CPU = -1
 """As GPUs have numbers."""
@@ -144,6 +144,22 @@ def launch_cuda(
     """One launch of the kernel for any GPU, on the current stream."""
     native.compiled.launch_cuda(
         *_placed(table, unit_segment, device), _counter(counter, device), source_dtype, destination_dtype, adapters,
+        n_units, n_raw_units, rows_per_unit, col_warps, stages, staged_B, pad, max_rank, stochastic, seed,
+        *_where(device),
+    )  # fmt: skip
+
+
+def launch_scaled(
+    table: Tensor, unit_segment: Tensor, scaled: Tensor, counter: Tensor, device: int, source_dtype: int, dtype: int,
+    adapters: int, part: int, n_units: int, n_raw_units: int, rows_per_unit: int, col_warps: int, stages: int,
+    staged_B: bool, pad: int, max_rank: int, stochastic: bool, seed: int,
+) -> None:  # fmt: skip
+    """One launch of the kernel whose results have 8 bits; `part`: `layout.SCALED_MEASURE` and what follows it."""
+    (beside,) = _addresses(
+        table.get_device(), (scaled, "words beside the table", torch.int64, table.shape[0] * SCALED_WORDS)
+    )
+    native.compiled.launch_scaled(
+        *_placed(table, unit_segment, device), beside, _counter(counter, device), source_dtype, dtype, adapters, part,
         n_units, n_raw_units, rows_per_unit, col_warps, stages, staged_B, pad, max_rank, stochastic, seed,
         *_where(device),
     )  # fmt: skip

@@ -14,6 +14,7 @@ from .. import kernels
 from ..errors import InvalidInput
 from .checks import check_overlaps, check_segment, check_segments, only_norms
 from .packed import read_bytes
+from .scaled import Scaled, check_scaled, is_scaled, place
 from .segments import Segment, seed_key
 
 ROUNDINGS = ("nearest", "stochastic")
@@ -50,13 +51,14 @@ class Plan:
 
     Args:
         segments: the work; all tensors on one device, no two destinations overlapping.
+        scaled: the weights of 8 bits that destinations of 8 bits are rectangles of.
 
     Raises:
         InvalidInput: a segment does not fit, or two of them overlap; nothing was written.
         BackendUnavailable: no backend runs on that device.
     """
 
-    def __init__(self, segments: Sequence[Segment]) -> None:
+    def __init__(self, segments: Sequence[Segment], scaled: Sequence[Scaled] = ()) -> None:
         self.segments = check_segments(segments)
         devices = {s.source.device for s in self.segments}
         if len(devices) > 1:
@@ -65,8 +67,11 @@ class Plan:
             check_segment(segment)
         check_overlaps(self.segments)
         self.device = devices.pop() if devices else torch.device("cpu")
-        work = [s for s in self.segments if s.source.numel()]
-        self._launch = kernels.pick(self.device).prepare(work, self.device) if work else None
+        check_scaled(scaled)
+        backend, work = kernels.pick(self.device), [s for s in self.segments if s.source.numel()]
+        placed, work = place([s for s in work if is_scaled(s)], scaled), [s for s in work if not is_scaled(s)]
+        self._launch = backend.prepare(work, self.device) if work else None
+        self._scaled = backend.prepare_scaled(placed, self.device) if placed else None
         self.bytes_moved = sum(read_bytes(s.source) + s.destination.nbytes for s in self.segments)
         """Bytes of bases read and of outputs written in one run; the adapters come on top."""
         self._rows = [(s.source.shape[0], s.source.numel() > 0) for s in self.segments]
@@ -97,8 +102,9 @@ class Plan:
         check_rounding(rounding, seed)
         if self._unwritten is not None:
             raise InvalidInput(f"{self._unwritten}: a quantised weight cannot be written; pass another destination")
-        if self._launch is not None:
-            self._launch(rounding == "stochastic", seed_key(seed or 0))
+        for launch in (self._launch, self._scaled):
+            if launch is not None:
+                launch(rounding == "stochastic", seed_key(seed or 0))
 
     @untraced
     def row_norms(self) -> list[Tensor]:
@@ -112,6 +118,8 @@ class Plan:
         """
         if self._unscaled is not None:
             raise InvalidInput(f"{self._unscaled}: row_norms needs segments with a row_scale")
+        if self._scaled is not None:
+            raise InvalidInput("row_norms are taken of segments whose results have 16 bits or more")
         sizes = [rows if some else 0 for rows, some in self._rows]
         out = torch.zeros(sum(sizes), dtype=torch.float64, device=self.device)
         if self._launch is not None:

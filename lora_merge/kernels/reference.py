@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .composed import Composed
+from .scaled import ComposedScaled, Placed
 from .segments import Segment, moves_bits, name_key
 
 BLOCK = 1 << 18
@@ -40,6 +41,11 @@ class _Launch:
 def prepare(segments: Sequence[Segment], device: torch.device) -> _Launch:
     """Nothing to lay out."""
     return _Launch(segments)
+
+
+def prepare_scaled(placed: Sequence[Placed], device: torch.device) -> ComposedScaled:
+    """Merged by launches of `prepare`, scaled by tensor operations."""
+    return ComposedScaled(prepare, placed, device)
 
 
 def prepare_tracked(segments: Sequence[Segment], device: torch.device) -> Composed:

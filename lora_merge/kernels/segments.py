@@ -23,6 +23,8 @@ from .packed import Packed
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 """dtypes of bases, outputs and adapters; a word's dtype code is the index in this tuple."""
+FP8 = torch.float8_e4m3fn
+"""dtype of results that share scales, see scaled.py."""
 BF16, FP16, FP32 = (layout.DTYPES[name] for name in ("BFloat16", "Float16", "Float32"))
 FORMATS = layout.FORMATS
 RAW = {size: layout.DTYPES[f"Raw{size}"] for size in (1, 2, 4, 8)}
@@ -105,7 +107,8 @@ def copies(
 
 def _copies(name: str, source: Tensor, destination: Tensor, first: int, steps: Sequence[int]) -> list[Segment]:
     """As `copies`, where element (0, ...) has the number `first`, and each dimension adds its step."""
-    if source.is_contiguous() and destination.is_contiguous() and _adjacent(source.shape, steps):
+    scaled = destination.dtype == FP8 != source.dtype  # rows stay rows
+    if not scaled and source.is_contiguous() and destination.is_contiguous() and _adjacent(source.shape, steps):
         return [Segment(name, source.view(1, -1), destination.view(1, -1), first=first)]
     if source.dim() == 1:
         return [Segment(name, source.unsqueeze(0), destination.unsqueeze(0), first=first)]
@@ -163,7 +166,7 @@ def folded(s: Segment) -> list[Segment]:
     """A conversion of a long contiguous run, folded into rows (and the rest of it), so that it fills tiles."""
     n, width = s.source.numel(), 4096
     flat = s.source.is_contiguous() and s.destination.is_contiguous() and s.pitch in (None, (s.source.shape[1], 1))
-    if s.rank or s.row_scale is not None or moves_bits(s) or not flat or n < 2 * width:
+    if s.rank or s.row_scale is not None or moves_bits(s) or not flat or n < 2 * width or s.destination.dtype == FP8:
         return [s]
     source, destination, rest = s.source.view(-1), s.destination.view(-1), n % width
     body = replace(s, source=source[: n - rest].view(-1, width), destination=destination[: n - rest].view(-1, width))
@@ -177,7 +180,7 @@ def folded(s: Segment) -> list[Segment]:
 def _words(s: Segment) -> list[int]:
     source, destination, a, b = s.source, s.destination, s.lora_A, s.lora_B
     pitch = s.pitch or (source.shape[1], 1)
-    if s.row_scale is None and _by_columns(destination, source):
+    if s.row_scale is None and destination.dtype != FP8 and _by_columns(destination, source):
         source, destination, pitch = source.t(), destination.t(), (pitch[1], pitch[0])
         if a is not None and b is not None:
             a, b = b.t(), a.t()
@@ -186,7 +189,7 @@ def _words(s: Segment) -> list[int]:
         m, n, source_stride, destination_stride, code = _copy_layout(source, destination)
         dtypes = code | code << 8
     else:
-        dtypes = FLOATS.index(source.dtype) | FLOATS.index(destination.dtype) << 8
+        dtypes = FLOATS.index(source.dtype) | _code_of_result(source, destination) << 8
     lora = [0, 0, 0, 0]
     if a is not None and b is not None:
         dtypes |= FLOATS.index(a.dtype) << 16 | FLOATS.index(b.dtype) << 24
@@ -226,6 +229,13 @@ def _packed_words(source: Packed) -> list[int]:
         nested = [n.code.data_ptr(), n.absmax.data_ptr(), n.block, n.offset.data_ptr()]
     code = 0 if codes.code is None else codes.code.data_ptr()
     return [source.place, code, codes.absmax.data_ptr(), codes.block, *nested]
+
+
+def _code_of_result(source: Tensor, destination: Tensor) -> int:
+    """A dtype code; of results of 8 bits that of what is scaled to these."""
+    if destination.dtype == FP8:
+        return FP16 if source.dtype == torch.float16 else BF16
+    return FLOATS.index(destination.dtype)
 
 
 def moves_bits(s: Segment) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .fused import Fused
+from .scaled import ComposedScaled, Placed
 from .segments import ROWS, UNITS_ACROSS, Segment, pack
 from .streams import Streams
 from .triton_table import Variant, groups, merge_variant, norm_variant, streams_of
@@ -70,6 +71,11 @@ class _Launch:
 def prepare(segments: Sequence[Segment], device: torch.device) -> _Launch:
     """Sort the table by launch, cut it into units of work, and put it on the device."""
     return _Launch(pack(segments), device)
+
+
+def prepare_scaled(placed: Sequence[Placed], device: torch.device) -> ComposedScaled:
+    """Merged by launches of `prepare`, scaled by tensor operations."""
+    return ComposedScaled(prepare, placed, device)
 
 
 def prepare_tracked(segments: Sequence[Segment], device: torch.device) -> Fused:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.plan import Plan
+from ..kernels.scaled import Scaled
 from ..kernels.segments import Segment, copies
 from ..shards import Box, Piece, Shard, whole
 from ..shards.exchange import Exchange
@@ -409,13 +410,21 @@ class MergePlan:
         operands: made for them; whoever runs the plan refreshes these first.
         copies: further segments of the same launch (what has no adapter).
         turn: of the operands, the one that the jobs belong to.
+        scaled: as of `Plan`.
 
     Raises:
         InvalidInput: something does not fit; nothing was written.
     """
 
-    def __init__(self, jobs: Sequence[Job], operands: Operands, copies: Sequence[Segment] = (), turn: int = 0) -> None:
-        self.plan = Plan([*copies, *(segment for job in jobs for segment in operands.segments(job, turn))])
+    def __init__(
+        self,
+        jobs: Sequence[Job],
+        operands: Operands,
+        copies: Sequence[Segment] = (),
+        turn: int = 0,
+        scaled: Sequence[Scaled] = (),
+    ) -> None:
+        self.plan = Plan([*copies, *(segment for job in jobs for segment in operands.segments(job, turn))], scaled)
 
     def release(self) -> None:
         """As `Plan.release`."""

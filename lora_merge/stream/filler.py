@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from math import prod
 from operator import sub
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any
 from weakref import ref
 
 import torch
@@ -19,6 +20,7 @@ from torch.utils.dlpack import from_dlpack
 
 from ..errors import InvalidInput
 from ..kernels.packed import Packed
+from ..kernels.scaled import Scaled
 from ..kernels.segments import Segment, copies, name_key
 from ..models.claims import reading
 from ..models.conversion import Conversion
@@ -31,6 +33,7 @@ from ..shards.owners import divide
 from ..shards.ranks import Ranks, noted
 from .ahead import Ahead
 from .buckets import Meta, Slot, Table, digest_of, extent, lay_out, lay_out_parts
+from .places import Places
 from .staging import Copies, Staging, needed
 from .window import Window
 
@@ -104,56 +107,6 @@ class Source:
     conversion: Conversion
 
 
-@dataclass(frozen=True, eq=False)
-class Places:
-    """Where engines keep the stream's tensors, in memory that this process can write to: they are merged straight to
-    there.
-
-    Args:
-        views: by name, the boxes of the tensor that lie there, each seen with the tensor's dimensions.
-    """
-
-    views: Mapping[str, Sequence[tuple[Box, Tensor]]]
-
-    def on(self, device: torch.device) -> frozenset[str]:
-        """Names of the tensors of which all lies on a device."""
-        if device not in self._on:
-            here = (name for name, found in self.views.items() if all(view.device == device for _, view in found))
-            self._on[device] = frozenset(here)
-        return self._on[device]
-
-    _on: dict[torch.device, frozenset[str]] = field(default_factory=dict, init=False)
-
-
-class Sent(Protocol):
-    """What is sent: a table, and something that fills its buckets."""
-
-    table: Table
-    device: torch.device
-    capacity: int
-    collective: bool
-    """Whether filling takes several ranks, each of which fills every bucket, in order."""
-    shared: bool
-    """Whether several ranks hold what is sent, so that one of them alone cannot place it."""
-
-    @property
-    def takers(self) -> Mapping[int, frozenset[tuple[int, int]]]:
-        """Of the buckets that not all workers take: which ones do, by replica, and by position in it."""
-
-    def alone(self, index: int) -> bool:
-        """Whether a rank can fill this bucket without the others, those before being filled."""
-
-    def fill(self, index: int, buffer: Tensor, run: Mapping[str, Any]) -> None:
-        """Write bucket `index` into `buffer`, on the current stream. `run` are arguments of `Plan.run`."""
-
-    def straight(self, names: Container[str]) -> frozenset[int]:
-        """The buckets that `place` can serve where an engine has places for these tensors."""
-
-    def place(self, index: int, places: Places, run: Mapping[str, Any]) -> None:
-        """Write bucket `index` straight to `places`, on the current stream; where several ranks fill, each writes what
-        it owns."""
-
-
 class Filler:
     """Writes the buckets of a stream into buffers, with one plan for each bucket, made at its first use.
 
@@ -205,7 +158,11 @@ class Filler:
         ranks = self.ranks if any(turn.everything for turn in turns) else source.merging
         self._operands = Operands(turns, ranks, self.device)
         self._plans: dict[tuple[int, bool], tuple[tuple[Hashable, int], _BucketPlan]] = {}
-        self._staging = Staging(self.device, self._staged())
+        staged = self._staged()
+        self._staging = Staging(self.device, staged)
+        self.joins = self.ranks.alone and not staged and not self._operands.held
+        """What a bucket is merged from lies there all the time, and is all here."""
+        self._due: tuple[ref[Places], list[list[tuple[int, Slot]]]] | None = None
         self._by_address: Mapping[int, torch.UntypedStorage] | None = None
         self._ahead = Ahead(self.device)
         self._idle: list[Tensor] = []
@@ -423,7 +380,7 @@ class Filler:
         with noted(errors):
             self._operands.refresh(index)
             own = (slot for slot in self.mine(index) if slot.name not in self._wholly)
-            targets = ((slot.name, slot.box, slot.view(buffer)) for slot in own)
+            targets = ((slot.name, slot.box, slot.view(buffer), index) for slot in own)
             self._plan((index, False), buffer.data_ptr(), targets).run(run)
         if self._wholly_in[index]:
             self._fill_wholly(index, buffer, run, errors)
@@ -443,24 +400,47 @@ class Filler:
         """As `Sent.place`. An error of this rank is raised after the collectives of the bucket."""
         self._operands.refresh(index)
         targets = (
-            (slot.name, met, cut(view, (tuple(map(sub, met[0], box[0])), met[1])))
-            for slot in self.mine(index)
+            (slot.name, met, cut(view, (tuple(map(sub, met[0], box[0])), met[1])), turn)
+            for turn, slot in self._due_with(index, places)
             for box, view in places.views.get(slot.name, ())
             if (met := overlap(slot.box, box)) is not None
         )
-        self._plan((index, True), ref(places), targets).run(run)
+        self._plan((index, True), ref(places), targets, places.scaled).run(run)
 
-    def _plan(self, key: tuple[int, bool], at: Hashable, targets: Iterable[tuple[str, Box, Tensor]]) -> _BucketPlan:
+    def _due_with(self, index: int, places: Places) -> list[tuple[int, Slot]]:
+        """The slots that are placed with a bucket, each with its own bucket: tensors that are written as one come with
+        the last of them."""
+        if not places.together:
+            return [(index, slot) for slot in self.mine(index)]
+        if self._due is None or self._due[0]() is not places:
+            last = {slot.name: at for at, slots in enumerate(self.table) for slot in slots}
+            for some in places.together:
+                last |= dict.fromkeys(some, max(last[name] for name in some))
+            due: list[list[tuple[int, Slot]]] = [[] for _ in self.table]
+            for at in range(len(self.table)):
+                for slot in self.mine(at):
+                    due[last[slot.name] if slot.name in places.views else at].append((at, slot))
+            self._due = ref(places), due
+        return self._due[1][index]
+
+    def _plan(
+        self,
+        key: tuple[int, bool],
+        at: Hashable,
+        targets: Iterable[tuple[str, Box, Tensor, int]],
+        scaled: Mapping[str, Sequence[Scaled]] = MappingProxyType({}),
+    ) -> _BucketPlan:
         """The plan of a bucket, made anew when what it writes to has moved.
 
         Args:
             key: the bucket; whether it is placed.
             at: where the targets are.
-            targets: boxes of tensors of the stream, and where they go.
+            targets: boxes of tensors of the stream, where they go, and the bucket that each is in.
+            scaled: as of `Places`.
         """
         known, plan = self._plans.get(key, (None, None))
         if plan is None or known != (at, self._staging.address) or not plan.hold(self._staging.memory, self._storages):
-            plan = self._make_plan(key[0], targets)
+            plan = self._make_plan(key[0], targets, scaled)
             self._plans[key] = (at, self._staging.address), plan
         return plan
 
@@ -474,28 +454,34 @@ class Filler:
             self._by_address = {storage.data_ptr(): storage for storage in self.source.held}
         return self._by_address
 
-    def _make_plan(self, index: int, targets: Iterable[tuple[str, Box, Tensor]]) -> _BucketPlan:
+    def _make_plan(
+        self, index: int, targets: Iterable[tuple[str, Box, Tensor, int]], scaled: Mapping[str, Sequence[Scaled]]
+    ) -> _BucketPlan:
         boxes = []
-        for name, box, target in targets:
+        for name, box, target, turn in targets:
             entry = self.entries[name]
             assert entry.window is not None
             delta, unfolded = self.source.parts[entry.sources[0]].delta, entry.window.unfold(target)
             for start, inner, view in self._held(entry, box):
-                boxes.append((name, delta, start, view, cut(unfolded, inner)))
-        away = [view for _, _, _, view, _ in boxes if view.device != self.device]
+                boxes.append((name, delta, start, view, cut(unfolded, inner), turn))
+        away = [view for _, _, _, view, _, _ in boxes if view.device != self.device]
         staged = self._staging.lay_out(away)  # offloaded weights are merged where the bucket is
         sources, jobs, segments = iter(staged), list[Job](), list[Segment]()
-        for name, delta, start, view, out in boxes:
+        for name, delta, start, view, out, turn in boxes:
             source = view if view.device == self.device else next(sources)
             if delta is None:
                 window, meta = self.entries[name].window, self.entries[name].meta
                 assert window is not None
                 begin, _ = window.inner((start, tuple(view.shape)))
                 segments += copies(name, window.fold(source), window.fold(out), begin, meta.shape)
-            else:
+            elif turn == index:
                 jobs.append(Job(delta, start, source, out))
+            else:
+                segments += self._operands.segments(Job(delta, start, source, out), turn)
         copied = Copies(list(zip(staged, away, strict=True)))
-        return _BucketPlan(MergePlan(jobs, self._operands, segments, index), copied, self._staging)
+        weights = {id(s): s for name, _, _, _, _, _ in boxes for s in scaled.get(name, ())}
+        plan = MergePlan(jobs, self._operands, segments, index, list(weights.values()))
+        return _BucketPlan(plan, copied, self._staging)
 
     def _fill_wholly(self, index: int, buffer: Tensor, run: Mapping[str, Any], errors: list[Exception]) -> None:
         """Tensors that are made of whole parameters: gather these, merge, convert, and keep what this rank sends."""

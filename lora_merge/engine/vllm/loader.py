@@ -6,19 +6,22 @@ of their own (reload.py), and what it makes of several layers' weights is made a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ...stream.buckets import Slot
+from ...stream.places import Places
 from .. import loader
-from ..capture import Capture, feed
+from ..capture import Capture, Record, feed
 from ..loader import Examination, everything
 from ..modules import Modules, unwrapped, wrapped
 from . import internals
 from .formats import Together
+from .fused import Compared, Fused
 from .reload import Reload, on_meta, same_layout
 
 _AS_LOADED = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
@@ -59,13 +62,42 @@ class Loader(loader.Loader):
         super().__init__(modules, device)
         self._config = model_config
         self.together = Together(modules)
+        self._fused = Fused()
         self._reload: Reload | None = None
+        self._compared: Compared | None = None
 
     def begin(self, examination: Examination) -> None:
         """As of the base; waits for layers whose layout changes after loading."""
         super().begin(examination)
+        self._compared, self.reloaded = None, 0
         if examination.staged:
             self._reload = Reload(examination.layers, examination.touched, self.device.type, self.together)
+
+    def written(self, names: Collection[str]) -> None:
+        if self._reload is not None:
+            self._reload.written(names)
+
+    def arrived(
+        self, examination: Examination, slots: Sequence[Slot], data: Tensor, placed: bool = False
+    ) -> dict[str, bool]:
+        equal = super().arrived(examination, slots, data, placed)
+        if not placed or not examination.near.together:
+            return equal
+        if self._compared is None:
+            self._compared = Compared(examination.near)
+        whole = [found for slot in slots if slot.name in self._compared.of for found in self._staged(slot, data)]
+        return equal | self._compared.add(whole)
+
+    def _near(
+        self,
+        places: Places,
+        roots: Sequence[nn.Module],
+        records: Sequence[Record],
+        dtypes: Mapping[str, torch.dtype],
+        owners: Mapping[str, nn.Module],
+    ) -> Places:
+        found = self._fused.places(roots, records, dtypes, owners)
+        return Places({**places.views, **found.views}, found.scaled, found.together)
 
     def _through(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
         assert self._reload is not None
@@ -92,6 +124,7 @@ class Loader(loader.Loader):
             raise RuntimeError(f"these tensors did not come: {', '.join(self._reload.lacking)}")
         reload, self._reload = self._reload, None
         derived, tied, computed = self.modules.kept(_derived), self._tied_layers(), self.modules.kept(_computed)
+        self.reloaded = 0 if reload is None else reload.done
         if not (reload or derived or tied or computed):
             return
         if reload is not None:

@@ -41,6 +41,8 @@ class Reload:
             for name in entry[1]:
                 self._of.setdefault(name, []).append(entry)
         self._open: dict[int, tuple[Any, Any]] = {}
+        self.done = 0
+        """Layers that were processed."""
 
     def before(self, names: Iterable[str]) -> None:
         """Open the layers that these tensors are part of."""
@@ -56,6 +58,15 @@ class Reload:
                 waiting.discard(name)
                 if not waiting and id(layer) in self._open:
                     self._end(layer)
+
+    def written(self, names: Iterable[str]) -> None:
+        """These tensors lie where they belong: the layers that they are part of are not made again. All of a layer's
+        come so, or none."""
+        for name in names:
+            for layer, waiting in self._of.get(name, ()):
+                if id(layer) in self._open:
+                    raise RuntimeError(f"{name} was written to a layer of which another tensor is loaded")
+                waiting.discard(name)
 
     @property
     def lacking(self) -> list[str]:
@@ -93,6 +104,7 @@ class Reload:
                 self._together.go_on()
             internals._layerwise_process(layer, info)
         del self._open[id(root)]
+        self.done += 1
 
 
 @contextmanager

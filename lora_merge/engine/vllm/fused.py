@@ -1,0 +1,307 @@
+"""Layers that vLLM quantises, written as they lie: a trainer in the engine's process merges, scales and converts in one
+launch, and no layer goes through vLLM's reload.
+
+Nothing is taken for granted of what vLLM makes of a layer. It is tried: vLLM's own code processes random weights for
+each kind of layer, and where memory of the same layout gets the same bits from our kernel, values and scales, layers of
+this kind can be written. Any other goes through the reload (reload.py), as all do for a trainer in another process.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+
+from ...kernels.plan import Plan
+from ...kernels.scaled import Group, Scaled
+from ...kernels.segments import FP8, copies
+from ...shards import cut
+from ...stream.places import Places
+from ..capture import Record
+from . import internals
+from .formats import quantises
+from .reload import on_meta
+
+_log = logging.getLogger(__name__)
+_DEPTH = 6
+"""How far objects are looked through for tensors that a layer computes with."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Weight:
+    """A parameter that vLLM quantises: as matrices `[experts, rows, cols]`, in the order in which it is loaded."""
+
+    values: Tensor
+    scales: Tensor
+
+    def scaled(self, group: Group) -> list[Scaled]:
+        """Each matrix with its scales; none where these are not as many as groups."""
+        found = [
+            Scaled(values, scales, group)
+            for values, scales in zip(self.values, self.scales.view(len(self.values), -1), strict=True)
+        ]
+        return found if all(s.grid[0] * s.grid[1] == s.scales.numel() for s in found) else []
+
+
+class Fused:
+    """What of one model can be written, as far as it is known."""
+
+    def __init__(self) -> None:
+        self._proved: dict[Any, dict[str, Group] | None] = {}
+
+    def places(
+        self, roots: Sequence[nn.Module], records: Sequence[Record], dtypes: Mapping[str, torch.dtype],
+        owners: Mapping[str, nn.Module],
+    ) -> Places:  # fmt: skip
+        """Where the tensors of the stream lie that go to layers which can be written.
+
+        Args:
+            roots: layers that are laid out anew after loading.
+            records: what loading copies.
+            dtypes: of the stream's tensors.
+            owners: of the engine's parameters, by path.
+        """
+        of_root = {id(module): number for number, root in enumerate(roots) for module in root.modules()}
+        found: list[list[Record]] = [[] for _ in roots]
+        for record in records:
+            if record.path in owners and id(owners[record.path]) in of_root:
+                found[of_root[id(owners[record.path])]].append(record)
+        outside = {r.name for r in records if r.path not in owners or id(owners[r.path]) not in of_root}
+        views: dict[str, list[Any]] = {}
+        scaled: dict[str, list[Scaled]] = {}
+        together = []
+        for root, some in zip(roots, found, strict=True):
+            names = frozenset(record.name for record in some)
+            plain = all(r.copy is not None and r.copy.destination.dtype == dtypes[r.name] for r in some)
+            if not names or not plain or names & outside or any(name in views for name in names):
+                continue
+            asis = {r.path.rpartition(".")[2] for r in some if r.copy is not None and not r.copy.destination.is_meta}
+            weights = self._weights(root, asis)
+            if weights is None:
+                continue
+            for record in some:
+                assert record.copy is not None
+                key, window, view = record.path.rpartition(".")[2], record.copy.window, record.copy.destination
+                if view.is_meta:  # of what there is while the layer is loaded
+                    parameter: Any = root._parameters[key]
+                    live = weights[key][0] if key in weights else parameter.detach()
+                    view = live.as_strided(view.shape, view.stride(), live.storage_offset() + view.storage_offset())
+                views.setdefault(record.name, []).append((window.box, window.unfold(view)))
+                scaled.setdefault(record.name, []).extend(weights[key][1] if key in weights else [])
+            together.append(names)
+        return Places(views, scaled, together)
+
+    def _weights(self, root: Any, asis: Collection[str]) -> dict[str, tuple[Tensor, list[Scaled]]] | None:
+        """The quantised parameters of a layer by name: as they are loaded, and by matrices. None where it cannot be
+        written.
+
+        Args:
+            asis: names of parameters that stay what they are while it is loaded.
+        """
+        found = _read(root, asis)
+        if not found or internals.get_tp_group().world_size > 1 or not _holds_only(root):
+            return None
+        kind = _kind(root)
+        if kind not in self._proved:
+            try:
+                self._proved[kind] = _prove(root, found)
+            except torch.OutOfMemoryError:  # there may be room the next time
+                return None
+            except Exception:  # whatever vLLM's own code does not like about this: it has its own way
+                _log.debug("a layer is reloaded: %s", type(root).__name__, exc_info=True)
+                self._proved[kind] = None
+        groups = self._proved[kind]
+        if groups is None:
+            return None
+        recorded, _ = internals.get_layerwise_info(root).restore_metadata
+        return {key: (w.values.view(recorded[key].shape), w.scaled(groups[key])) for key, w in found.items()}
+
+
+class Compared:
+    """What a trainer has written to layers, beside what came of the same tensors in buckets: these are scaled once
+    more, in memory of their own, a group of tensors that share scales at a time.
+
+    Args:
+        places: that it writes to.
+    """
+
+    def __init__(self, places: Places) -> None:
+        self._places = places
+        self.of = {name: group for group in places.together for name in group}
+        """The tensors that it looks at, each with the group that it is in."""
+        self._came: dict[str, Tensor] = {}
+
+    def add(self, tensors: Sequence[tuple[str, Tensor]]) -> dict[str, bool]:
+        """Take whole tensors; of groups that are complete, whether the layers hold the bits that they make."""
+        self._came.update(tensors)
+        equal: dict[str, bool] = {}
+        for group in dict.fromkeys(self.of[name] for name, _ in tensors):
+            if self._came.keys() >= group:
+                same = self._same({name: self._came.pop(name) for name in group})
+                equal |= dict.fromkeys(group, same)
+        return equal
+
+    def _same(self, tensors: Mapping[str, Tensor]) -> bool:
+        rooms: dict[int, Tensor] = {}
+
+        def again(tensor: Tensor) -> Tensor:
+            """Memory that lies as this one does."""
+            storage = tensor.untyped_storage()
+            room = rooms.setdefault(storage.data_ptr(), tensor.new_empty(storage.nbytes(), dtype=torch.uint8))
+            return room.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+        weights = {id(s): s for name in tensors for s in self._places.scaled.get(name, ())}
+        pairs = [(t, again(t)) for s in weights.values() for t in (s.weight, s.scales)]
+        made = [
+            Scaled(weight, scales, s.group)
+            for s, (_, weight), (_, scales) in zip(weights.values(), pairs[::2], pairs[1::2], strict=True)
+        ]
+        segments = []
+        for name, tensor in tensors.items():
+            for box, view in self._places.views[name]:
+                segments += copies(name, cut(tensor, box), again(view))
+                pairs += [(view, again(view))] if view.dtype != FP8 else []
+        Plan(segments, made).run()
+        return all(torch.equal(_bytes(there), _bytes(here)) for there, here in pairs)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _kind(root: Any) -> Any:
+    """Layers with the same one are processed alike."""
+    recorded, _ = internals.get_layerwise_info(root).restore_metadata
+    kernel = getattr(root.quant_method, "fp8_linear", getattr(root.quant_method, "fp8_backend", None))
+    return (
+        type(root), type(root.quant_method), str(kernel) if hasattr(kernel, "name") else type(kernel),
+        tuple((name, tuple(t.shape), t.dtype) for name, t in recorded.items()),
+        tuple((name, tuple(t.shape), t.stride(), t.dtype) for name, t in root._parameters.items() if t is not None),
+    )  # fmt: skip
+
+
+def _read(root: Any, asis: Collection[str]) -> dict[str, _Weight]:
+    """The quantised parameters of a layer; none where something of it is neither these, their scales, nor as it was
+    loaded."""
+    if not quantises(root) or any(True for _ in root.children()) or "cpu_linear" in root.__dict__:
+        return {}
+    recorded, buffers = internals.get_layerwise_info(root).restore_metadata
+    live = {name: p.data for name, p in root._parameters.items() if p is not None}
+    if not recorded.keys() <= live.keys() or not set(root._buffers) <= buffers.keys():
+        return {}
+    scales, found = live.keys() - recorded.keys() - set(asis), {}
+    if not recorded.keys().isdisjoint(asis):
+        return {}
+    for name, meta in recorded.items():
+        tensor = live[name]
+        if (tensor.shape, tensor.stride(), tensor.dtype) == (meta.shape, meta.stride(), meta.dtype):
+            continue
+        own = [scale for scale in scales if scale.startswith(f"{name}_scale")]
+        values = _as_loaded(tensor, meta)
+        if tensor.dtype != FP8 or values is None or len(own) != 1:
+            return {}
+        scale = live[own[0]]
+        if scale.dtype != torch.float32 or not scale.is_contiguous() or scale.numel() % len(values):
+            return {}
+        scales = scales - set(own)
+        found[name] = _Weight(values, scale)
+    return {} if scales else found
+
+
+def _as_loaded(tensor: Tensor, meta: Tensor) -> Tensor | None:
+    """A quantised weight as matrices of the shape in which it is loaded; None where its elements lie otherwise."""
+    if meta.dim() not in (2, 3):
+        return None
+    if tensor.shape == meta.shape and tensor.is_contiguous():
+        return tensor.view(-1, *meta.shape[-2:])
+    turned = tensor.mT if tensor.dim() == meta.dim() else tensor
+    return turned.view(-1, *meta.shape[-2:]) if turned.shape == meta.shape and turned.is_contiguous() else None
+
+
+def _holds_only(root: Any) -> bool:
+    """Whether all tensors that a layer computes with are its parameters and buffers: an earlier reload of experts
+    leaves their kernel with scales of its own."""
+    registered = [t for t in [*root._parameters.values(), *root._buffers.values()] if t is not None]
+    own = {t.untyped_storage().data_ptr() for t in registered}
+    rest = {key: value for key, value in root.__dict__.items() if not key.startswith("_")}
+    return all(t.untyped_storage().data_ptr() in own for t in _tensors([rest, root.quant_method], {id(root)}, 0))
+
+
+def _tensors(thing: Any, seen: set[int], depth: int) -> Iterator[Tensor]:
+    elsewhere = isinstance(thing, nn.Module) and "fused_moe" not in type(thing).__module__
+    if id(thing) in seen or depth > _DEPTH or isinstance(thing, type) or elsewhere:
+        return
+    seen.add(id(thing))
+    if isinstance(thing, Tensor):
+        if thing.dtype in (FP8, torch.float32) and thing.numel() and not thing.is_meta:
+            yield thing
+    elif isinstance(thing, (list, tuple, set)):
+        for part in thing:
+            yield from _tensors(part, seen, depth + 1)
+    else:
+        inside = thing if isinstance(thing, dict) else getattr(thing, "__dict__", {})
+        for part in list(inside.values()):
+            yield from _tensors(part, seen, depth + 1)
+
+
+def _prove(root: Any, weights: Mapping[str, _Weight]) -> dict[str, Group] | None:
+    """Let vLLM process random weights in memory of their own, and compare; None where no kind of group has the bits."""
+    generator = torch.Generator().manual_seed(0)
+    with _untouched(root), on_meta([root]):
+        internals.materialize_layer(root, internals.get_layerwise_info(root))
+        given = {}
+        recorded, _ = internals.get_layerwise_info(root).restore_metadata
+        for name in recorded:
+            parameter = root._parameters[name]
+            rows = torch.rand((*parameter.shape[:-1], 1), generator=generator) * 0.1
+            rows[..., ::7, :] *= 1e-37  # some become zeros, with their sign
+            rows[..., ::11, :] = 0
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * rows)
+            given[name] = parameter.data.clone()
+        root.__dict__.pop("_already_called_process_weights_after_loading", None)
+        root.quant_method.process_weights_after_loading(root)
+        made = {name: p.data for name, p in root._parameters.items() if p is not None}
+    groups: dict[str, Group] = {}
+    for name, weight in weights.items():
+        values = _as_loaded(made[name], given[name])
+        scales = [t for key, t in made.items() if key.startswith(f"{name}_scale")]
+        live = root._parameters[name]
+        same = made[name].stride() == live.stride() and made[name].dtype == FP8
+        if values is None or len(scales) != 1 or scales[0].shape != weight.scales.shape or not same:
+            return None
+        source, theirs = given[name].view(values.shape), _Weight(values, scales[0])
+        group = next((g for g in get_args(Group) if _same_bits(source, theirs, g)), None)
+        if group is None:
+            return None
+        groups[name] = group
+    return groups
+
+
+def _same_bits(source: Tensor, theirs: _Weight, group: Group) -> bool:
+    ours = replace(theirs, values=torch.empty_like(theirs.values), scales=torch.empty_like(theirs.scales))
+    scaled = ours.scaled(group)
+    if not scaled:
+        return False
+    Plan(copies("trial", source, ours.values), scaled).run()
+    return torch.equal(ours.values.view(torch.uint8), theirs.values.view(torch.uint8)) and torch.equal(
+        ours.scales.view(torch.int32), theirs.scales.view(torch.int32)
+    )
+
+
+@contextmanager
+def _untouched(root: Any) -> Iterator[None]:
+    """What vLLM notes beside the parameters while it processes a layer goes again."""
+    method = root.quant_method
+    things = [root, method, *(p for p in [getattr(method, "fp8_linear", None)] if p is not None)]
+    before = [dict(thing.__dict__) for thing in things]
+    try:
+        yield
+    finally:
+        for thing, was in zip(things, before, strict=True):
+            thing.__dict__.clear()
+            thing.__dict__.update(was)

@@ -1,0 +1,256 @@
+"""Results of 8 bits: e4m3 elements of which a group shares a scale, as engines quantise what they load.
+
+A sum is rounded to the dtype in which an engine loads weights, and what becomes of that number is what vLLM's
+quantisers make of it, bit for bit (float32 throughout; `largest` is that of the group's magnitudes):
+
+| group | scale | element |
+|---|---|---|
+| tensor | `largest / 448` | `x * (1 / scale)` |
+| channel (a row) | `max(largest / 448, 1 / (448 * 512))` | `x / scale` |
+| block (128 x 128) | `max(largest, 1e-4) * (1 / 448)` | `x * (1 / scale)` |
+
+rounded to the nearest e4m3 number, at most 448. A NaN makes its group's scale one, so that it never hides, as it does
+in kernels of vLLM 0.26.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import InvalidInput
+from . import Launch
+from .layout import GROUPS, SCALED_BLOCK
+from .segments import FP8, Segment
+
+LARGEST = 448.0
+"""The largest e4m3 number."""
+LEAST_OF_BLOCK = 1e-4
+MERGED_IN = {torch.bfloat16: torch.bfloat16, torch.float16: torch.float16, torch.float32: torch.bfloat16}
+"""For each dtype of a base the one that its sums are rounded to before they are scaled."""
+Group: TypeAlias = Literal["tensor", "channel", "block"]
+_CODES = {name.lower(): code for name, code in GROUPS.items()}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scaled:
+    """A whole weight of 8 bits, and its scales.
+
+    Args:
+        weight: e4m3 `[rows, cols]`, contiguous.
+        scales: float32, contiguous: `[1]`, `[rows, 1]`, or `[rows / 128, cols / 128]`, up.
+        group: what shares a scale.
+    """
+
+    weight: Tensor
+    scales: Tensor
+    group: Group
+
+    @property
+    def code(self) -> int:
+        return _CODES[self.group]
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Rows and columns of a group."""
+        rows, cols = self.weight.shape
+        if self.group == "tensor":
+            return max(rows, 1), max(cols, 1)
+        return (1, max(cols, 1)) if self.group == "channel" else (SCALED_BLOCK, SCALED_BLOCK)
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Groups one below the other, and side by side."""
+        (rows, cols), (down, across) = self.weight.shape, self.sizes
+        return -(-rows // down), -(-cols // across)
+
+
+class Placed(NamedTuple):
+    """A segment, and where its destination lies in a weight of 8 bits."""
+
+    segment: Segment
+    scaled: Scaled
+    row: int
+    col: int
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.row, self.row + self.segment.source.shape[0])
+
+    @property
+    def cols(self) -> slice:
+        return slice(self.col, self.col + self.segment.source.shape[1])
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is made of whole blocks, so that none has to be measured first."""
+        (down, across), (rows, cols) = self.scaled.sizes, self.scaled.weight.shape
+        ends = (
+            (self.rows.stop % down == 0 or self.rows.stop == rows),
+            (self.cols.stop % across == 0 or self.cols.stop == cols),
+        )
+        return self.scaled.group == "block" and self.row % down == 0 and self.col % across == 0 and all(ends)
+
+
+def is_scaled(s: Segment) -> bool:
+    """Whether a segment's results are scaled; one of 8 bits whose source is, too, is copied."""
+    return s.destination.dtype == FP8 and s.source.dtype != FP8
+
+
+def check_scaled(scaled: Sequence[Scaled]) -> None:
+    """Raise `InvalidInput` unless weights and scales fit each other."""
+    for number, s in enumerate(scaled):
+        name = f"scaled weight {number}"
+        if s.group not in _CODES:
+            raise InvalidInput(f"{name}: group must be one of {', '.join(_CODES)}, got {s.group!r}")
+        if s.weight.dtype != FP8 or s.weight.dim() != 2 or not s.weight.is_contiguous():
+            raise InvalidInput(
+                f"{name}: weight must be contiguous {FP8} [rows, cols], got {s.weight.dtype} "
+                f"{tuple(s.weight.shape)} with strides {s.weight.stride()}"
+            )
+        wanted = s.grid[0] * s.grid[1]
+        if s.scales.dtype != torch.float32 or s.scales.numel() != wanted or not s.scales.is_contiguous():
+            raise InvalidInput(
+                f"{name}: scales must be {wanted} contiguous float32 numbers, one for each {s.group} of "
+                f"{tuple(s.weight.shape)}, got {s.scales.dtype} {tuple(s.scales.shape)}"
+            )
+        if s.scales.device != s.weight.device:
+            raise InvalidInput(f"{name}: scales are on {s.scales.device}, the weight on {s.weight.device}")
+
+
+def place(segments: Sequence[Segment], scaled: Sequence[Scaled]) -> list[Placed]:
+    """Where each segment's results lie.
+
+    Raises:
+        InvalidInput: one lies in none of the weights, is no rectangle of it, begins inside of a block, or some group is
+            not written whole: its scale would be that of a part.
+    """
+    weights = sorted((s for s in scaled if s.weight.numel()), key=lambda s: s.weight.data_ptr())
+    begins = np.array([s.weight.data_ptr() for s in weights], dtype=np.int64)
+    found = [_place(segment, weights, begins) for segment in segments]
+    _check_groups(found)
+    return found
+
+
+def _place(s: Segment, weights: Sequence[Scaled], begins: np.ndarray) -> Placed:
+    at = s.destination.data_ptr()
+    number = int(np.searchsorted(begins, at, side="right")) - 1
+    if number < 0 or at >= weights[number].weight.data_ptr() + weights[number].weight.nbytes:
+        raise InvalidInput(f"{s.name}: a result of 8 bits needs the weight that it is part of, and its scales")
+    scaled = weights[number]
+    (rows, cols), (row, col) = s.source.shape, divmod(at - scaled.weight.data_ptr(), scaled.weight.shape[1])
+    strides = (rows == 1 or s.destination.stride(0) == scaled.weight.shape[1]) and (
+        cols == 1 or s.destination.stride(1) == 1
+    )
+    if not strides or row + rows > scaled.weight.shape[0] or col + cols > scaled.weight.shape[1]:
+        raise InvalidInput(
+            f"{s.name}: the destination must be rows and columns of the weight {tuple(scaled.weight.shape)}, got "
+            f"{tuple(s.destination.shape)} with strides {s.destination.stride()}"
+        )
+    if s.source.dtype not in MERGED_IN:
+        raise InvalidInput(f"{s.name}: the weight must be bfloat16, float16 or float32, got {s.source.dtype}")
+    if col % SCALED_BLOCK and scaled.sizes[1] == SCALED_BLOCK:
+        raise InvalidInput(f"{s.name}: column {col} is inside of a block of {SCALED_BLOCK}; cut weights between them")
+    return Placed(s, scaled, row, col)
+
+
+def _check_groups(placed: Sequence[Placed]) -> None:
+    for scaled, some in by_weight(placed):
+        (down, across), (rows, cols) = scaled.sizes, scaled.weight.shape
+        written = np.zeros(scaled.grid, dtype=np.int64)
+        for p in some:
+            written += np.outer(_counts(p.rows, down, scaled.grid[0]), _counts(p.cols, across, scaled.grid[1]))
+        full = np.outer(_counts(slice(0, rows), down, scaled.grid[0]), _counts(slice(0, cols), across, scaled.grid[1]))
+        if ((written > 0) & (written != full)).any():
+            at = tuple(int(i) for i in np.argwhere((written > 0) & (written != full))[0])
+            raise InvalidInput(
+                f"{some[0].segment.name}: {written[at]} of {full[at]} elements of {scaled.group} {at} are written, and "
+                "its scale is that of all: write whole groups in one plan"
+            )
+
+
+def _counts(part: slice, size: int, count: int) -> np.ndarray:
+    """How many of a range's elements each of `count` groups of `size` has."""
+    edges = np.clip(np.arange(count + 1, dtype=np.int64) * size, part.start, part.stop)
+    return np.diff(edges)
+
+
+def by_weight(placed: Sequence[Placed]) -> list[tuple[Scaled, list[Placed]]]:
+    """The segments of each weight."""
+    found: dict[int, tuple[Scaled, list[Placed]]] = {}
+    for p in placed:
+        found.setdefault(p.scaled.weight.data_ptr(), (p.scaled, []))[1].append(p)
+    return list(found.values())
+
+
+# ---- by tensor operations --------------------------------------------------------------------------------------------
+
+
+def quantise(x: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+    """A whole weight of 8 bits and its scales, as the table above has them: the truth that kernels are held to.
+
+    Args:
+        x: `[rows, cols]`, bfloat16 or float16.
+    """
+    (rows, cols), x = x.shape, x.float()
+    if group in ("tensor", "channel"):
+        largest = x.abs().amax() if group == "tensor" else x.abs().amax(1, keepdim=True)
+        scale = largest / torch.tensor(LARGEST, device=x.device)  # by a tensor: a number's inverse would be multiplied
+        if group == "channel":
+            scale = scale.clamp(min=1 / (LARGEST * 512))
+        y = x / scale if group == "channel" else x * (torch.ones_like(scale) / scale)
+        if group == "tensor":
+            y = torch.where(y.isnan(), LARGEST, y)  # of zeros, whose scale is zero
+        return _rounded(y), scale.reshape(-1, 1) if group == "channel" else scale.reshape(1)
+    down, across = -(-rows // SCALED_BLOCK), -(-cols // SCALED_BLOCK)
+    padded = x.new_zeros(down * SCALED_BLOCK, across * SCALED_BLOCK)
+    padded[:rows, :cols] = x
+    blocks = padded.view(down, SCALED_BLOCK, across, SCALED_BLOCK)
+    scale = blocks.abs().amax((1, 3), keepdim=True).clamp(min=LEAST_OF_BLOCK) * torch.tensor(1 / LARGEST)
+    y = (blocks * (torch.ones_like(scale) / scale)).view(padded.shape)[:rows, :cols]
+    return _rounded(y), scale.view(down, across)
+
+
+def _rounded(y: Tensor) -> Tensor:
+    """To the nearest one; what is no number stays so."""
+    return y.clamp(-LARGEST, LARGEST).to(FP8)
+
+
+class ComposedScaled:
+    """Merged in memory of its own, weight after weight, then scaled by tensor operations; see `Launch`.
+
+    Args:
+        prepare: a backend's, of segments whose results are of 16 bits.
+        placed: what is written; whole groups.
+    """
+
+    def __init__(
+        self,
+        prepare: Callable[[Sequence[Segment], torch.device], Launch],
+        placed: Sequence[Placed],
+        device: torch.device,
+    ) -> None:
+        self._prepare, self._weights, self._device = prepare, by_weight(placed), device
+
+    def __call__(self, stochastic: bool, seed: int) -> None:
+        for scaled, some in self._weights:
+            dtype = MERGED_IN[some[0].segment.source.dtype]
+            merged = torch.zeros(scaled.weight.shape, dtype=dtype, device=self._device)
+            self._prepare([replace(p.segment, destination=merged[p.rows, p.cols]) for p in some], self._device)(
+                stochastic, seed
+            )
+            weight, scales = quantise(merged, scaled.group)
+            written, (down, across) = torch.zeros(scaled.grid, dtype=torch.bool), scaled.sizes
+            for p in some:
+                p.segment.destination.view(torch.uint8).copy_(weight[p.rows, p.cols].view(torch.uint8))
+                written[p.row // down : -(-p.rows.stop // down), p.col // across : -(-p.cols.stop // across)] = True
+            kept, grid = written.to(self._device), scaled.scales.view(scaled.grid)
+            grid.copy_(torch.where(kept, scales.view(scaled.grid), grid))
+
+    def row_norms(self, out: Tensor) -> None:
+        raise NotImplementedError("norms are taken of what is merged in place")
