@@ -183,11 +183,6 @@ def test_after_the_embeddings_were_resized(tmp_path: Path) -> None:
 
 def test_a_mica_adapter(tmp_path: Path) -> None:
     """Its values come from the file: the base, which is not there, is not taken apart for them."""
-    pytest.importorskip("peft.tuners.lora.variants")
-    from peft.tuners.lora import variants
-
-    if not hasattr(variants, "MiCALinearVariant"):
-        pytest.skip("a PEFT without MiCA")
     checkpoints.write_base(tmp_path / "base", models.qwen2, torch.float32)
     options = {"target_modules": ["q_proj"], "init_lora_weights": "mica"}
     model = checkpoints.write_adapter(tmp_path / "adapter", tmp_path / "base", models.qwen2, **options)

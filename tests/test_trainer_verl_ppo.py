@@ -91,22 +91,27 @@ def train(place: Path, steps: int, *more: str, entry_points: Path, **changes: st
         "HYDRA_FULL_ERROR": "1",
     }
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *arguments(place, steps, *more)]
-    with subprocess.Popen(
-        command,
-        cwd=place,
-        env=environment(entry_points, **changes),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    ) as running:
+    log = place / f"{steps}.log"
+    with (
+        log.open("w") as printed,
+        subprocess.Popen(
+            command,
+            cwd=place,
+            env=environment(entry_points, **changes),
+            stdout=printed,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        ) as running,
+    ):
         try:
-            printed, _ = running.communicate(timeout=400)
+            status: int | str = running.wait(timeout=400)
+        except subprocess.TimeoutExpired as expired:
+            status = str(expired)[-30:]
         finally:
             running.kill()
-    (place / f"{steps}.log").write_text(printed)
-    assert running.returncode == 0, printed[-6000:]
-    return printed
+    text = log.read_text()
+    assert status == 0, f"{status}: {text[-9000:]}"
+    return text
 
 
 def told(place: Path, steps: int, name: str) -> dict[int, float]:
