@@ -12,8 +12,9 @@ rank merges s, and a bytes of adapters:
                engines load their slice of each                                        + load(S / tp)
     write      every rank merges into the slices of its engine                         merge(S / tp) or wire(S / tp)
     adapter    adapters alone are gathered; the engine computes with them              gather(a) + load(a / tp)
-    engine     adapters alone are gathered and sent, to each host what its workers     gather(a) + network(part)
-               hold; the engine puts these in the place of the last ones, in its slice + update(S / tp)
+    engine     adapters alone are sent, to each host what its workers hold; a rank     gather(common) + wire(own)
+               gathers what all get, and gets of the rest what it sends. The engine    + network(part)
+               puts these in the place of the last ones, in its slice                  + update(S / tp)
 
 A push also agrees: the trainer's ranks tell each other what they hold and what their engines say, in AGREEMENTS small
 collectives over all of them. Control calls go to all engines at a time, so their number costs nothing.
@@ -154,10 +155,14 @@ class Job:
     def card(self, rank: int, node: int) -> float:
         """GB of adapters that cross one network card: of what a host of an engine holds; or, where most of what goes
         to it is its GPUs' own experts, of what one GPU holds (`Update.apart`)."""
-        adapters, ways = self.adapters(rank), self.tp
+        together, experts = self.apart(rank)
+        return together + experts * (1 if experts > self.tp * together else min(self.tp, node)) / self.tp
+
+    def apart(self, rank: int) -> tuple[float, float]:
+        """GB of adapters that all GPUs of an engine get, and of those of which each gets its part."""
         experts = sum(2 * rank * (rows + cols) for name, rows, cols in self.shape.matrices() if "experts." in name) / GB
-        together = adapters - experts
-        return together + experts * (1 if experts > ways * together else min(ways, node)) / ways
+        experts = experts if self.tp > 1 else 0.0
+        return self.adapters(rank) - experts, experts
 
     def layouts(self, gpus: int, node: int) -> list[Layout]:
         """Those that fit on so many GPUs; HSDP as long as an eighth of 141 GB holds a GPU's part of the weights."""
@@ -189,6 +194,7 @@ def step(job: Job, layout: Layout, m: Machine, rank: int, gpus: int) -> dict[str
     size, adapters, tensors = job.gigabytes(), job.adapters(rank), len(job.shape.matrices())
     mine = m.merge_ms(job.gigabytes(False) / layout.dense_ways + job.gigabytes(True) / layout.expert_ways)
     gathered = m.gather_ms(adapters, layout.group) + m.hand_ms(adapters)
+    together, _ = job.apart(rank)
     load = m.hand_ms(size) + m.load_ms(size / job.tp, tensors)
     return {
         "in place": 2 * mine,
@@ -197,7 +203,8 @@ def step(job: Job, layout: Layout, m: Machine, rank: int, gpus: int) -> dict[str
         + m.write_fixed_ms
         + m.agree_ms(gpus),
         "adapter": gathered + m.load_ms(adapters / job.tp, 2 * tensors) + fixed,
-        "engine": m.gather_ms(adapters, layout.group)
+        "engine": m.gather_ms(together, layout.group)
+        + m.wire_ms(job.card(rank, m.gpus_a_node) - together, layout.group)
         + 1e3 * job.card(rank, m.gpus_a_node) / m.network
         + m.update_ms(size / job.tp)
         + m.engine_fixed_ms

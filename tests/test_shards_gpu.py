@@ -9,6 +9,7 @@ import torch
 from processes import spawn
 from test_shards_adapters import ahead, changing, failing, two_ranks
 from test_shards_merge import MODELS, WRAPS, every_wrap, fsdp1, fsdp2, fsdp2_columns, hsdp, layers_of, tensor_parallel
+from test_shards_parts import many, several
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
@@ -43,6 +44,13 @@ def test_adapters_come_bucket_by_bucket() -> None:
 @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
 def test_offloaded_shards(backend: str) -> None:
     spawn(2, every_wrap, [fsdp2_offloaded], ["qwen2"], backend=backend)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_parts() -> None:
+    """Each rank gets what it wants, in one all-to-all of NCCL's."""
+    spawn(2, many, backend="nccl")
+    spawn(2, several, (fsdp2, fsdp2_columns, fsdp2_offloaded), backend="nccl")
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")

@@ -22,6 +22,10 @@ FLOAT32 = "{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}"
 PUSHED = "+actor_rollout_ref.rollout.engine_kwargs.vllm.weight_transfer_config={backend:lora_merge}"
 LOADED = "+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=verl_worker.Unpacked"
 
+# Dozens of processes are started, each of which imports PyTorch, verl and vLLM: minutes, where another suite runs, too.
+LIMIT_S = 1200
+pytestmark = pytest.mark.timeout(LIMIT_S + 60)
+
 
 def arguments(place: Path, steps: int, *more: str) -> list[str]:
     """A run of two workers, each with a server of its own; everything in float32, so that each token's ratio is 1."""
@@ -104,7 +108,7 @@ def train(place: Path, steps: int, *more: str, entry_points: Path, **changes: st
         ) as running,
     ):
         try:
-            status: int | str = running.wait(timeout=400)
+            status: int | str = running.wait(timeout=LIMIT_S)
         except subprocess.TimeoutExpired as expired:
             status = str(expired)[-30:]
         finally:

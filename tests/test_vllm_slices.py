@@ -229,6 +229,8 @@ def shards(rank: int, folder: Path) -> None:
             common, half = halves_of(report, sync)
             assert went.keys() == {(0, rank)}, "each rank serves a host"
             assert common + half <= went[0, rank] < common + half + 64 * 256
+            if step:  # `verify` has every rank make everything
+                assert update_of(sync)._brought().nbytes < common + half, "it gets what it sends, and that once"
             bits = [llm.collective_rpc("bits") for llm in llms]
             here.push()
             assert [llm.collective_rpc("bits") for llm in llms] == bits

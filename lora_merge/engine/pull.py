@@ -61,7 +61,8 @@ class Pull(Beside):
         self.stream, self.straight_names = stream, frozenset(straight)
         self.exports = Exports(_boxes(stream, straight), (), "the trainer's")
         self.exports.release()
-        self.factors = Exports(_wholes({name: self._tensors[name] for name in self.said["there"]}), (), "the trainer's")
+        there = {name: self._brought().tensors[name] for name in self.said["there"]}
+        self.factors = Exports(_wholes(there), (), "the trainer's")
 
     def stays(self) -> bool:
         """Whether what this rank exports lies in the same memory still. (Adapters do: they are held.)"""
@@ -70,7 +71,7 @@ class Pull(Beside):
     def settle(self) -> None:
         """Read the adapters, and wait until the device has done all that it was told: from here on workers may read.
         Collective over the ranks of the model; an error of this rank is raised after the collectives."""
-        self._operands.refresh()
+        self._brought().refresh()
         if self.stream.device.type == "cuda":
             torch.cuda.synchronize(self.stream.device)
 

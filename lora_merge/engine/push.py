@@ -159,6 +159,10 @@ class Pushes:
                     apart = any(isinstance(source, Update) and source.apart for source in sources)
                     sent = verify or any(one.route.sent for one in passes)
                     await trainer.connect(replicas, nbytes, device, sent, apart)
+                for source in sources:
+                    if isinstance(source, Update):
+                        serve = partial(source.serve, None if verify else trainer.served, trainer.world.rank)
+                        await trainer.blocking(serve)
             except BaseException:
                 await self._sleep_again(replicas, slept)
                 raise

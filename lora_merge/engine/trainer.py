@@ -91,6 +91,11 @@ class Trainer:
         """Of the open channels, those of all ranks."""
         return sorted(set(self._sessions.values()))
 
+    @property
+    def served(self) -> dict[WorkerId, int]:
+        """Each worker's rank of the trainer, over the open channels."""
+        return {place: rank for place, (rank, _) in self._places.items()}
+
     async def blocking(self, work: Callable[[], _T]) -> _T:
         """Run something that may wait for other ranks, without holding up an event loop that an engine lives in."""
         if not any(control.suspends for control in self.controls):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from typing import Any
@@ -23,14 +23,14 @@ from ..kernels.plan import Plan
 from ..kernels.segments import copies
 from ..models.delta import Delta
 from ..models.live import live
-from ..models.operands import Operands, Turn
 from ..models.part import Part, learning_of
 from ..stream.buckets import ALIGNMENT, Meta, Table, contents_of, dtype_name, extent, lay_out, to_json
 from ..stream.filler import Entry, Filler
 from ..stream.places import Places
 from ..stream.weights import MergedWeights
 from ..stream.window import Window
-from .shares import Share, Takers, shares_of
+from .factors import Brought, slots_of
+from .shares import Takers, shares_of
 from .transport import WorkerId
 
 
@@ -44,7 +44,7 @@ class Beside:
         straight: of the adapted stream, by name, what the engine makes of boxes of parameters and factors.
         takers: which workers take which tensors; None where all take all.
         read: of factors, by name: which of them workers read where they lie; they go in no bucket. The same on every
-            rank.
+            rank. None: all go in buckets.
 
     Attributes:
         takers: of buckets that not all workers take: who does.
@@ -64,7 +64,7 @@ class Beside:
         straight: Mapping[str, Entry],
         bucket_bytes: int,
         takers: Takers | None = None,
-        read: Callable[[Mapping[str, Tensor]], Container[str]] = lambda factors: (),
+        read: Callable[[Mapping[str, Tensor]], Container[str]] | None = None,
     ) -> None:
         self.device, self._adapted, self.whole = adapted.device, adapted, whole
         self.collective = self.shared = not adapted.source.ranks.alone
@@ -78,19 +78,18 @@ class Beside:
             if numbers.setdefault(id(delta), len(deltas)) == len(deltas):
                 deltas.append(delta)
         self._deltas, self._fresh = deltas, False
-        # Of tied names, or of several parts, each delta is read once.
-        self._operands = Operands(
-            [Turn(deltas, everything={delta.name for delta in deltas})], adapted.source.ranks, self.device
-        )
         windows = ((name, numbers[id(delta)], _box(straight[name])) for name, delta in merged.items())
-        shares = shares_of(deltas, windows, takers)
-        known = list(self._factors_and_scales(shares))
-        self._tensors = {name: tensor for _, name, tensor, _ in known}
-        there = read(self._tensors)
+        self._shares = shares_of(deltas, windows, takers)
+        self._factors: Brought | None = None
+        there: list[str] = []
+        known = list(slots_of(deltas, self._shares))
+        if read is not None:
+            found = read(self._brought().tensors)
+            there = [meta.name for _, meta in known if meta.name in found]
         groups: dict[frozenset[WorkerId] | None, list[Meta]] = {}
-        for them, name, tensor, shape in known:
-            if name not in there:
-                groups.setdefault(them, []).append(Meta(name, tensor.dtype, shape))
+        for them, meta in known:
+            if meta.name not in there:
+                groups.setdefault(them, []).append(meta)
         self._plans: dict[int, tuple[int, Plan]] = {}
         laid = {them: lay_out(metas, max(bucket_bytes, ALIGNMENT)) for them, metas in groups.items()}
         factors = tuple(slots for table in laid.values() for slots in table)
@@ -104,9 +103,9 @@ class Beside:
             "base": base,
             "slots": to_json(self.table),
             "factors": self._count,
-            "there": [name for name in self._tensors if name in there],
-            "deltas": [_described(delta, self._operands) for delta in deltas],
-            "shares": [[share.number, share.first, share.many] for share in shares],
+            "there": there,
+            "deltas": [_described(delta) for delta in deltas],
+            "shares": [[share.number, share.first, share.many] for share in self._shares],
             "tensors": [[name, numbers[id(delta)]] for name, delta in merged.items()],
             "windows": [[name, *_window(entry)] for name, entry in straight.items()],
         }
@@ -117,37 +116,16 @@ class Beside:
         """Of each adapter of each delta."""
         return [[f.scaling for f in delta.factors] for delta in self._deltas]
 
-    def _factors_and_scales(
-        self, shares: Sequence[Share]
-    ) -> Iterator[tuple[frozenset[WorkerId] | None, str, Tensor, tuple[int, ...]]]:
-        """All that goes of the deltas beside whole tensors: who takes it, its name, where it lies, and its shape."""
-        for share in shares:
-            for name, tensor, shape in self._factors(share):
-                yield share.takers, name, tensor, shape
-        for number, delta in enumerate(self._deltas):
-            if (scale := self._operands.row_scale(delta)) is not None:
-                them = {share.takers for share in shares if share.number == number}
-                together = None if None in them else frozenset().union(*(some for some in them if some is not None))
-                yield together, f"{number}.row_scale", scale, tuple(scale.shape)
+    def _brought(self, workers: Container[WorkerId] | None = None) -> Brought:
+        """The factors on this rank; laid out when they are first asked for, which is collective.
 
-    def _factors(self, share: Share) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
-        """What of a delta's factors goes in a share: names, where each lies, and the shape in which it goes."""
-        number, first, many, _ = share
-        delta = self._deltas[number]
-        (out, cols), experts = delta.shape, delta.experts or 1
-        for which, f in enumerate(delta.factors):
-            lora_A, lora_B = self._operands.whole(f.lora_A), self._operands.whole(f.lora_B)
-            if many < experts:
-                lora_A = lora_A.view(experts, -1, cols)[first : first + many]
-                lora_B = lora_B.view(out, -1, experts)[:, :, first : first + many]
-                rows = lora_A.shape[0] * lora_A.shape[1]
-                yield f"{number}.{first}.{which}.lora_A", lora_A, (rows, cols)
-                if lora_B.stride(0) == lora_B.shape[1] * lora_B.stride(1):  # one copy, not one for each row
-                    lora_B = lora_B.view(-1, many)
-                yield f"{number}.{first}.{which}.lora_B", lora_B, (out, lora_B.numel() // out)
-            else:
-                yield f"{number}.{first}.{which}.lora_A", lora_A, tuple(lora_A.shape)
-                yield f"{number}.{first}.{which}.lora_B", lora_B, tuple(lora_B.shape)
+        Args:
+            workers: whose shares are brought here then; None for all.
+        """
+        if self._factors is None:
+            ranks, device = self._adapted.source.ranks, self._adapted.device
+            self._factors = Brought(self._deltas, self._shares, workers, ranks, device)
+        return self._factors
 
     def alone(self, index: int) -> bool:
         """As of `Sent`: the factors are gathered with the first bucket."""
@@ -167,9 +145,12 @@ class Beside:
             if here is not buffer:
                 buffer.copy_(here)
             return
+        brought = self._brought()
+        if not brought.for_some_of(self.takers.get(index)):
+            return  # it is filled for the sake of other ranks
         at, plan = self._plans.get(index, (0, None))
         if plan is None or at != buffer.data_ptr():
-            sources = [(slot, self._tensors[slot.name]) for slot in self.table[index]]
+            sources = [(slot, brought.tensors[slot.name]) for slot in self.table[index]]
             plan = Plan([part for slot, s in sources for part in copies(slot.name, s, slot.view(buffer).view(s.shape))])
             plan.release()  # the buffer is its owner's; that it is where it was is looked at
             self._plans[index] = buffer.data_ptr(), plan
@@ -177,7 +158,7 @@ class Beside:
 
     def _refresh(self) -> None:
         """The factors as the live adapters have them now."""
-        self._operands.refresh()
+        self._brought().refresh()
 
     def straight(self, names: Container[str]) -> frozenset[int]:
         """None: workers merge what they got."""
@@ -197,11 +178,25 @@ class Beside:
             try:
                 yield
             finally:
-                self._operands.release()
+                if self._factors is not None:
+                    self._factors.release()
 
 
 class Update(Beside):
     """What training has changed since the base that an engine holds."""
+
+    _served: Mapping[WorkerId, int] | None = None
+
+    def serve(self, served: Mapping[WorkerId, int] | None, rank: int) -> None:
+        """From now on bring to each rank what its workers take; collective over the ranks of the model.
+
+        Args:
+            served: each worker's rank of the trainer; None where every rank makes everything.
+            rank: this one of them.
+        """
+        if self._factors is None or served != self._served:
+            self._factors, self._served, self._plans = None, served, {}
+            self._brought(None if served is None else {place for place, by in served.items() if by == rank})
 
     @cached_property
     def apart(self) -> bool:
@@ -250,7 +245,7 @@ def _window(entry: Entry) -> list[Any]:
     return [list(window.start), list(window.size), list(window.dims)]
 
 
-def _described(delta: Delta, operands: Operands) -> dict[str, Any]:
+def _described(delta: Delta) -> dict[str, Any]:
     """A delta in JSON values, without its factors."""
     return {
         "name": delta.name,
@@ -259,7 +254,7 @@ def _described(delta: Delta, operands: Operands) -> dict[str, Any]:
         "experts": delta.experts,
         "transposed": delta.transposed,
         "adapters": len(delta.factors),
-        "row_scale": operands.row_scale(delta) is not None,
+        "row_scale": delta.magnitude is not None,
     }
 
 

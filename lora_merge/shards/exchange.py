@@ -124,7 +124,7 @@ class _Turn:
 
     def __init__(self, tensors: Sequence[tuple[str, Shard, Sequence[Sequence[Box]]]], ranks: Ranks) -> None:
         self._tensors, self._rank = tensors, ranks.rank
-        self._offsets = [0, *accumulate(_aligned(shard.nbytes) for _, shard, _ in tensors)]
+        self._offsets = [0, *accumulate(aligned(shard.nbytes) for _, shard, _ in tensors)]
         self.nbytes = self._offsets[-1]
         """Of the whole tensors."""
         ends = [0] * ranks.size
@@ -133,7 +133,7 @@ class _Turn:
             for rank, boxes in enumerate(owned):
                 for box in boxes:
                     self._regions[rank].append((index, box, ends[rank]))
-                    ends[rank] += _aligned(prod(box[1]) * shard.dtype.itemsize)
+                    ends[rank] += aligned(prod(box[1]) * shard.dtype.itemsize)
         self.sizes = even([max(end, _ALIGNMENT) for end in ends]) if tensors else []
         """Bytes of the ranks' parts."""
         self.received = sum(self.sizes) - self.sizes[ranks.rank] if tensors else 0
@@ -141,7 +141,7 @@ class _Turn:
     def views(self, whole: Tensor) -> list[Tensor]:
         """The whole tensors, one after another in a buffer."""
         return [
-            _view(whole[begin:], shard, shard.shape)
+            view_of(whole[begin:], shard, shard.shape)
             for begin, (_, shard, _) in zip(self._offsets, self._tensors, strict=False)
         ]
 
@@ -154,7 +154,7 @@ class _Turn:
         for rank, (start, parts) in enumerate(zip(accumulate(self.sizes, initial=0), self._regions, strict=False)):
             for index, box, offset in parts:
                 name, shard, _ = self._tensors[index]
-                at = _view(packed[start + offset :], shard, box[1])
+                at = view_of(packed[start + offset :], shard, box[1])
                 out += copies(name, at, cut(gathered[index], box))
                 for _, inner, mine in shard.views(box) if rank == self._rank else ():
                     if mine.device == packed.device:
@@ -164,10 +164,11 @@ class _Turn:
         self.pack, self.unpack = Plan(into), Plan(out)
 
 
-def _aligned(nbytes: int) -> int:
+def aligned(nbytes: int) -> int:
+    """Bytes up to where the next tensor may begin."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _view(room: Tensor, like: Shard, shape: Sequence[int]) -> Tensor:
+def view_of(room: Tensor, like: Shard, shape: Sequence[int]) -> Tensor:
     """A tensor of a shard's dtype at the beginning of a buffer."""
     return room[: prod(shape) * like.dtype.itemsize].view(like.dtype).view(tuple(shape))

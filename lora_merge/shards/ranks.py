@@ -166,6 +166,18 @@ class Ranks:
 
         return wait
 
+    def all_to_all(self, out: Tensor, receives: Sequence[int], source: Tensor, sends: Sequence[int]) -> None:
+        """Give every rank its part of a buffer, and fill another one with what each of them gives this one.
+
+        Args:
+            out, receives: uint8, and the bytes that come from each rank, one after another.
+            source, sends: uint8, and the bytes that go to each rank, one after another.
+        """
+        if self.alone:
+            out.copy_(source)
+        else:
+            dist.all_to_all_single(out, source, list(receives), list(sends), group=self.group)
+
 
 @contextmanager
 def noted(errors: list[Exception]) -> Iterator[None]:
