@@ -25,6 +25,7 @@ from lora_merge.engine.replica import SyncReport
 from lora_merge.engine.sockets import Outbox
 from lora_merge.engine.transport import Route, WorkerId
 from lora_merge.engine.update import Update
+from lora_merge.shards.parts import Parts
 
 pytestmark = pytest.mark.usefixtures("no_leftovers")
 no_leftovers = engines.no_leftovers
@@ -255,6 +256,24 @@ def shards(rank: int, folder: Path) -> None:
                 assert sync.states() == before
                 assert [llm.collective_rpc("bits") for llm in llms] == bits
                 adapters_alone(sync.push())
+        lay_out = Parts._out
+        for failing in range(2):
+            adapters_alone(sync.push(verify=True))  # every rank makes everything: the next push lays it out anew
+
+            def lacking(self: Parts, *args: Any, failing: int = failing) -> None:
+                if rank == failing:
+                    raise torch.OutOfMemoryError("injected")
+                lay_out(self, *args)
+
+            before, bits = sync.states(), [llm.collective_rpc("bits") for llm in llms]
+            train_alike(model)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Parts, "_out", lacking)
+                with pytest.raises(LoraMergeError, match="injected"):
+                    sync.push()
+            assert sync.states() == before
+            assert [llm.collective_rpc("bits") for llm in llms] == bits
+            adapters_alone(sync.push())
         bits = [llm.collective_rpc("bits") for llm in llms]
         here.push()
         assert [llm.collective_rpc("bits") for llm in llms] == bits

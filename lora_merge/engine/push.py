@@ -23,7 +23,7 @@ from .replica import Replica, SyncReport, check_whole, failure
 from .sources import Verified
 from .state import State
 from .trainer import Trainer
-from .transport import Route
+from .transport import Route, WorkerId
 from .update import Update
 from .waiting import host_id
 
@@ -159,10 +159,10 @@ class Pushes:
                     apart = any(isinstance(source, Update) and source.apart for source in sources)
                     sent = verify or any(one.route.sent for one in passes)
                     await trainer.connect(replicas, nbytes, device, sent, apart)
+                served = None if verify else trainer.served
                 for source in sources:
-                    if isinstance(source, Update):
-                        serve = partial(source.serve, None if verify else trainer.served, trainer.world.rank)
-                        await trainer.blocking(serve)
+                    if isinstance(source, Update) and not source.serves(served):
+                        await self._serve(source, served)
             except BaseException:
                 await self._sleep_again(replicas, slept)
                 raise
@@ -251,6 +251,18 @@ class Pushes:
             replica.check()
         check_whole(replicas)
         return replicas
+
+    async def _serve(self, update: Update, served: Mapping[WorkerId, int] | None) -> None:
+        """Each rank gets of an update what it sends; all of it where all make checksums (`served` is None)."""
+
+        async def serve() -> None:
+            await self._trainer.blocking(partial(update.serve, served, self._trainer.world.rank))
+
+        try:
+            await self._trainer.everywhere(serve())
+        except BaseException:
+            update.forget()  # other ranks may have failed where this one did not
+            raise
 
     async def _wake(self, replica: Replica) -> None:
         if replica.asleep:

@@ -187,6 +187,10 @@ class Update(Beside):
 
     _served: Mapping[WorkerId, int] | None = None
 
+    def serves(self, served: Mapping[WorkerId, int] | None) -> bool:
+        """Whether `serve` was called with this last; the same on every rank."""
+        return self._factors is not None and served == self._served
+
     def serve(self, served: Mapping[WorkerId, int] | None, rank: int) -> None:
         """From now on bring to each rank what its workers take; collective over the ranks of the model.
 
@@ -194,9 +198,13 @@ class Update(Beside):
             served: each worker's rank of the trainer; None where every rank makes everything.
             rank: this one of them.
         """
-        if self._factors is None or served != self._served:
-            self._factors, self._served, self._plans = None, served, {}
-            self._brought(None if served is None else {place for place, by in served.items() if by == rank})
+        self.forget()
+        self._brought(None if served is None else {place for place, by in served.items() if by == rank})
+        self._served = served
+
+    def forget(self) -> None:
+        """Until `serve` is called again, serve nobody."""
+        self._factors, self._plans = None, {}
 
     @cached_property
     def apart(self) -> bool:
