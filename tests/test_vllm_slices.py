@@ -209,6 +209,18 @@ def test_where_experts_are_changes(halves: Any) -> None:
             merged_there(halves, model, sync)
 
 
+def fails_and_heals(sync: VllmSync, llms: list[Any], owner: type, method: str, broken: Any) -> None:
+    """With a broken method a push fails on every rank, the engines are as before, and the next push gets through."""
+    before, bits = sync.states(), [llm.collective_rpc("bits") for llm in llms]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, method, broken)
+        with pytest.raises(LoraMergeError, match="injected"):
+            sync.push()
+    assert sync.states() == before
+    assert [llm.collective_rpc("bits") for llm in llms] == bits
+    adapters_alone(sync.push())
+
+
 def shards(rank: int, folder: Path) -> None:
     """Two ranks of a sharded trainer, each on its way to one of two hosts."""
     llms, manager = [], None
@@ -248,14 +260,7 @@ def shards(rank: int, folder: Path) -> None:
                     if rank == failing and index == at:
                         raise RuntimeError("injected")
 
-                before, bits = sync.states(), [llm.collective_rpc("bits") for llm in llms]
-                with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(Update, "fill", broken)
-                    with pytest.raises(LoraMergeError, match="injected"):
-                        sync.push()
-                assert sync.states() == before
-                assert [llm.collective_rpc("bits") for llm in llms] == bits
-                adapters_alone(sync.push())
+                fails_and_heals(sync, llms, Update, "fill", broken)
         lay_out = Parts._out
         for failing in range(2):
             adapters_alone(sync.push(verify=True))  # every rank makes everything: the next push lays it out anew
@@ -265,15 +270,8 @@ def shards(rank: int, folder: Path) -> None:
                     raise torch.OutOfMemoryError("injected")
                 lay_out(self, *args)
 
-            before, bits = sync.states(), [llm.collective_rpc("bits") for llm in llms]
             train_alike(model)
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(Parts, "_out", lacking)
-                with pytest.raises(LoraMergeError, match="injected"):
-                    sync.push()
-            assert sync.states() == before
-            assert [llm.collective_rpc("bits") for llm in llms] == bits
-            adapters_alone(sync.push())
+            fails_and_heals(sync, llms, Parts, "_out", lacking)
         bits = [llm.collective_rpc("bits") for llm in llms]
         here.push()
         assert [llm.collective_rpc("bits") for llm in llms] == bits

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..models.delta import Delta, Factors
+from ..models.delta import Delta
 from ..models.operands import Operands, Turn
 from ..shards import Box, Shard
 from ..shards.parts import Parts, Wanted
@@ -20,10 +20,8 @@ from .transport import WorkerId
 
 def slots_of(deltas: Sequence[Delta], shares: Sequence[Share]) -> Iterator[tuple[frozenset[WorkerId] | None, Meta]]:
     """All that goes of the deltas beside whole tensors, and who takes it."""
-    for share in shares:
-        for which, f in enumerate(deltas[share.number].factors):
-            for name, shard in (("lora_A", f.lora_A), ("lora_B", f.lora_B)):
-                yield share.takers, Meta(_name(share, which, name), shard.dtype, _shape(deltas, share, name, f))
+    for share, side, slot, factor in _factors(deltas, shares):
+        yield share.takers, Meta(slot, factor.dtype, _shape(factor, share, deltas[share.number].experts or 1, side))
     for number, delta in enumerate(deltas):
         if delta.magnitude is not None:
             them = {share.takers for share in shares if share.number == number}
@@ -31,19 +29,20 @@ def slots_of(deltas: Sequence[Delta], shares: Sequence[Share]) -> Iterator[tuple
             yield together, Meta(f"{number}.row_scale", torch.float32, (delta.shape[0],))
 
 
-def _name(share: Share, which: int, factor: str) -> str:
-    return f"{share.number}.{share.first}.{which}.{factor}"
+def _factors(deltas: Sequence[Delta], shares: Sequence[Share]) -> Iterator[tuple[Share, str, str, Shard]]:
+    """The factors of each share: which of the two it is, its slot's name, and the factor of all experts."""
+    for share in shares:
+        for which, f in enumerate(deltas[share.number].factors):
+            for side, factor in (("lora_A", f.lora_A), ("lora_B", f.lora_B)):
+                yield share, side, f"{share.number}.{share.first}.{which}.{side}", factor
 
 
-def _shape(deltas: Sequence[Delta], share: Share, factor: str, f: Factors) -> tuple[int, ...]:
+def _shape(factor: Shard, share: Share, experts: int, side: str) -> tuple[int, ...]:
     """In which a factor goes: of some experts, as if there were no others."""
-    experts = deltas[share.number].experts or 1
     if share.many == experts:
-        return getattr(f, factor).shape
-    rank = f.lora_A.shape[0] // experts
-    if factor == "lora_A":
-        return share.many * rank, f.lora_A.shape[1]
-    return f.lora_B.shape[0], rank * share.many
+        return factor.shape
+    rows, cols = factor.shape
+    return (rows // experts * share.many, cols) if side == "lora_A" else (rows, cols // experts * share.many)
 
 
 class Brought:
@@ -76,46 +75,32 @@ class Brought:
         everything = {delta.name for delta in gathered}
         self._operands = Operands([Turn(gathered, everything=everything)], ranks, device)
         self.tensors: dict[str, Tensor] = {}
-        wanted: list[tuple[str, Wanted]] = []
-        shards: dict[
-            int, tuple[int, str, Shard]
-        ] = {}  # by id of the factor: its number, its delta's name, as it is cut
-        for number in sorted(dealt):
-            for f in deltas[number].factors:
-                for factor in (f.lora_A, _by_expert(f.lora_B, deltas[number])):
-                    assert factor is not None
-                    shards[id(f.lora_A if factor is f.lora_A else f.lora_B)] = len(shards), deltas[number].name, factor
-        for share in shares:
+        names: list[str] = []
+        cuts: list[Shard] = []
+        numbers: dict[int, int] = {}  # of what is dealt, by id of the factor
+        for delta in (deltas[number] for number in sorted(dealt)):
+            for f in delta.factors:
+                for factor, seen in ((f.lora_A, f.lora_A), (f.lora_B, _by_expert(f.lora_B, delta))):
+                    assert seen is not None
+                    numbers[id(factor)] = len(cuts)
+                    names.append(delta.name)
+                    cuts.append(seen)
+        wanted: dict[str, Wanted] = {}
+        for share, side, slot, factor in _factors(deltas, shares):
             delta = deltas[share.number]
-            if self.for_some_of(share.takers):
-                for which, f in enumerate(delta.factors):
-                    for name, factor in (("lora_A", f.lora_A), ("lora_B", f.lora_B)):
-                        slot = _name(share, which, name)
-                        if share.number not in dealt:
-                            self.tensors[slot] = self._gathered(delta, share, f, name)
-                        else:
-                            at, _, shard = shards[id(factor)]
-                            wanted.append((slot, (at, _box(shard, share, delta.experts, name))))
+            if not self.for_some_of(share.takers):
+                continue
+            if share.number in dealt:
+                number = numbers[id(factor)]
+                wanted[slot] = number, _box(cuts[number], share, delta.experts, side)
+            else:
+                self.tensors[slot] = _some(self._operands.whole(factor), delta, share, side)
         for number, delta in enumerate(deltas):
             if (scale := self._operands.row_scale(delta)) is not None:
                 self.tensors[f"{number}.row_scale"] = scale
-        self._parts: Parts | None = None
-        if dealt:
-            names, some = [name for _, name, _ in shards.values()], [shard for _, _, shard in shards.values()]
-            self._parts = Parts(names, some, [one for _, one in wanted], ranks, device)
-            self.tensors |= {slot: tensor for (slot, _), tensor in zip(wanted, self._parts.tensors, strict=True)}
-
-    def _gathered(self, delta: Delta, share: Share, f: Factors, name: str) -> Tensor:
-        """What a share has of a factor that is here whole."""
-        whole, experts = self._operands.whole(getattr(f, name)), delta.experts or 1
-        if share.many == experts:
-            return whole
-        some = slice(share.first, share.first + share.many)
-        if name == "lora_A":
-            return whole.view(experts, -1, delta.shape[1])[some]
-        cut = whole.view(delta.shape[0], -1, experts)[:, :, some]
-        one = cut.stride(0) == cut.shape[1] * cut.stride(1)
-        return cut.view(-1, share.many) if one else cut  # one copy, not one for each row
+        self._parts = Parts(names, cuts, list(wanted.values()), ranks, device) if dealt else None
+        if self._parts is not None:
+            self.tensors |= zip(wanted, self._parts.tensors, strict=True)
 
     def for_some_of(self, takers: frozenset[WorkerId] | None) -> bool:
         """Whether what these workers take (None: all) is wanted here."""
@@ -172,11 +157,24 @@ def _by_expert(lora_B: Shard, delta: Delta) -> Shard | None:
     return replace(lora_B, shape=(lora_B.shape[0] * rank, delta.experts), pieces=tuple(pieces))
 
 
-def _box(shard: Shard, share: Share, experts: int | None, name: str) -> Box:
+def _some(whole: Tensor, delta: Delta, share: Share, side: str) -> Tensor:
+    """What a share has of a factor that is here whole."""
+    experts = delta.experts or 1
+    if share.many == experts:
+        return whole
+    some = slice(share.first, share.first + share.many)
+    if side == "lora_A":
+        return whole.view(experts, -1, delta.shape[1])[some]
+    cut = whole.view(delta.shape[0], -1, experts)[:, :, some]
+    one = cut.stride(0) == cut.shape[1] * cut.stride(1)
+    return cut.view(-1, share.many) if one else cut  # one copy, not one for each row
+
+
+def _box(shard: Shard, share: Share, experts: int | None, side: str) -> Box:
     """What of a factor, as `_by_expert` has it, goes in a share."""
     if experts is None:
         return shard.box
-    if name == "lora_A":
+    if side == "lora_A":
         rank = shard.shape[0] // experts
         return (share.first * rank, 0), (share.many * rank, shard.shape[1])
     return (0, share.first), (shard.shape[0], share.many)

@@ -109,8 +109,6 @@ class Exchange:
             return
         try:
             step.pack.run()
-            for there, here in step.brought:
-                there.copy_(here)
         finally:
             self._wait = self._ranks.all_gather_parts(self._packed, step.sizes)
 
@@ -148,20 +146,47 @@ class _Turn:
     def lie_in(self, packed: Tensor, whole: Tensor) -> None:
         """Plan the way through two buffers, which other turns use, too."""
         gathered = self.views(whole)
-        self.brought: list[tuple[Tensor, Tensor]] = []
-        into: list[Segment] = []
+        self.pack = Packing()
         out: list[Segment] = []
         for rank, (start, parts) in enumerate(zip(accumulate(self.sizes, initial=0), self._regions, strict=False)):
             for index, box, offset in parts:
                 name, shard, _ = self._tensors[index]
                 at = view_of(packed[start + offset :], shard, box[1])
                 out += copies(name, at, cut(gathered[index], box))
-                for _, inner, mine in shard.views(box) if rank == self._rank else ():
-                    if mine.device == packed.device:
-                        into += copies(name, mine, cut(at, inner))
-                    else:
-                        self.brought.append((cut(at, inner), mine))
-        self.pack, self.unpack = Plan(into), Plan(out)
+                if rank == self._rank:
+                    self.pack.add(name, shard, box, at)
+        self.pack.plan()
+        self.unpack = Plan(out)
+
+
+class Packing:
+    """Lays what is here of boxes of tensors into a buffer, in one launch; what lies on other devices is copied."""
+
+    def __init__(self) -> None:
+        self._segments: list[Segment] = []
+        self._away: list[tuple[Tensor, Tensor]] = []
+
+    def add(self, name: str, shard: Shard, box: Box, room: Tensor) -> None:
+        """Before `plan`: what is here of a box of a tensor goes into `room`, which has the shape of the box."""
+        for _, inner, mine in shard.views(box):
+            if mine.device == room.device:
+                self._segments += copies(name, mine, cut(room, inner))
+            else:
+                self._away.append((cut(room, inner), mine))
+
+    def plan(self) -> None:
+        """All has been added."""
+        self._plan = Plan(self._segments)
+
+    def run(self) -> None:
+        """On the current stream."""
+        self._plan.run()
+        for there, here in self._away:
+            there.copy_(here)
+
+    def release(self) -> None:
+        """As `Plan.release`."""
+        self._plan.release()
 
 
 def aligned(nbytes: int) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..kernels.plan import Plan
 from ..kernels.segments import Segment, copies
 from . import Box, Shard, cut, overlap
-from .exchange import aligned, view_of
+from .exchange import Packing, aligned, view_of
 from .owners import divide
 from .ranks import Ranks
 
@@ -66,19 +66,12 @@ class Parts:
         going = [[(number, box) for number, box, _ in _met(some, owned, rank)] for some in asked]
         self._sends = [sum(_room(shards[number], box) for number, box in boxes) for boxes in going]
         self._packed = torch.empty(sum(self._sends), dtype=torch.uint8, device=talk)
-        self._brought: list[tuple[Tensor, Tensor]] = []
-        work: list[Segment] = []
-        at = 0
+        self._pack, at = Packing(), 0
         for number, box in (one for boxes in going for one in boxes):
             shard = shards[number]
-            there = view_of(self._packed[at:], shard, box[1])
-            for _, inner, mine in shard.views(box):
-                if mine.device == talk:
-                    work += copies(names[number], mine, cut(there, inner))
-                else:
-                    self._brought.append((cut(there, inner), mine))
+            self._pack.add(names[number], shard, box, view_of(self._packed[at:], shard, box[1]))
             at += _room(shard, box)
-        self._pack = Plan(work)
+        self._pack.plan()
 
     def _out(
         self,
@@ -123,8 +116,6 @@ class Parts:
         """
         try:
             self._pack.run()
-            for there, here in self._brought:
-                there.copy_(here)
         finally:
             self._ranks.all_to_all(self._came, self._receives, self._packed, self._sends)
         self._unpack.run()
