@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -15,7 +17,8 @@ from torch import Tensor, nn
 
 from lora_merge.engine.claim import SILENT_S, Claim
 from lora_merge.engine.modules import Modules
-from lora_merge.engine.sampler import Sampler
+from lora_merge.engine.sampler import Sampler, facts
+from lora_merge.engine.vllm.core import lora_merge_calls
 from lora_merge.engine.waiting import host_id
 
 
@@ -173,3 +176,84 @@ def test_nobody_waits_for_a_trainer_that_died_in_a_push(monkeypatch: pytest.Monk
     monkeypatch.setattr(time, "monotonic", lambda: now + 2 * SILENT_S)
     assert not claim.take("second", host_id(), os.getpid())
     gone.wait()
+
+
+class Core:
+    """As vLLM's engine core: some calls end later."""
+
+    def __init__(self) -> None:
+        self.made: list[str] = []
+        self.later: Future[Any] = Future()
+
+    def say(self, what: Any) -> Any:
+        self.made.append(str(what))
+        return what
+
+    def fail(self) -> None:
+        raise ValueError("no")
+
+    def wait(self) -> Future[Any]:
+        return self.later
+
+
+SAY, ANSWERS = ["say", ["on"], []], ["say", [['{"rank": 0}']], []]
+ERRORS = ["say", [['{"rank": 0}', '{"rank": 1, "error": "x"}']], []]
+
+
+@pytest.mark.parametrize(
+    ("calls", "returned", "failed"),
+    [
+        ([SAY, ANSWERS, SAY], ["on", ['{"rank": 0}'], "on"], ""),
+        ([["say", [False], [False]], SAY], [False, "on"], ""),
+        ([["say", [True], [False]], SAY], [True], ""),
+        ([ERRORS, SAY], [['{"rank": 0}', '{"rank": 1, "error": "x"}']], ""),
+        ([SAY, ["fail", [], []], SAY], ["on"], "fail: no"),
+        ([SAY, ["unknown", [], []], SAY], ["on"], "unknown: 'Core' object has no attribute 'unknown'"),
+    ],
+)  # fmt: skip
+def test_calls_in_one_message_end_with_the_first_one_that_fails(calls: Any, returned: Any, failed: str) -> None:
+    core = Core()
+    found = lora_merge_calls(core, calls)
+    assert isinstance(found, str)
+    assert json.loads(found) == {"returned": returned, "failed": failed}
+    assert core.made == [str(one) for one in returned]
+
+
+@pytest.mark.parametrize("error", [None, ValueError("gone")])
+def test_calls_go_on_when_one_has_ended_that_takes_its_time(error: Exception | None) -> None:
+    core = Core()
+    found = lora_merge_calls(core, [SAY, ["wait", [], []], SAY, ["fail", [], []]])
+    assert isinstance(found, Future)
+    assert not found.done()
+    assert core.made == ["on"]
+    if error is None:
+        core.later.set_result(None)
+        assert json.loads(found.result()) == {"returned": ["on", None, "on"], "failed": "fail: no"}
+    else:
+        core.later.set_exception(error)
+        assert json.loads(found.result()) == {"returned": ["on"], "failed": "wait: gone"}
+
+
+LATER: dict[str, Callable[[nn.Module], object]] = {
+    **CHANGES,
+    "other memory": lambda top: replaced(top.head.weight),
+    "another layout": lambda top: transposed(top.head.weight),
+    "another parameter": lambda top: setattr(top.head, "weight", nn.Parameter(torch.ones(8, 8))),
+    "a buffer more": lambda top: top.head.register_buffer("more", torch.ones(3)),
+}
+
+
+@pytest.mark.parametrize("change", LATER)
+def test_tensors_that_are_watched_are_found_again_when_they_change(change: str) -> None:
+    top = model()
+    modules = Modules(top)
+    for _ in range(3):
+        modules.doubt()
+        before = modules.look()
+    assert before.facts is modules.look().facts
+    LATER[change](top)
+    modules.doubt()
+    found = modules.look()
+    assert list(map(id, found.tensors)) == list(map(id, Modules(top).tensors()))
+    assert found.facts == facts(found.tensors)
+    assert (found.facts is before.facts) == (change == "nothing")
