@@ -118,8 +118,8 @@ SOURCES = {
     "fixed_ms": "fitted: check, pause, finish, caches and resume of the push to another process",
     "write_fixed_ms": "fitted: a push written to another process, less its merge (results/sync-write-qwen2.5-7b.json)",
     "update_copies": "TrackedPlan.remerge, rank 32, bf16 adapters (results/variants/restore-h200-remerge-7b.json)",
-    "engine_fixed_ms": "fitted: a push that the engine of the same process merges, less its way back and merge, which "
-    "were two passes then (results/sync-engine-qwen2.5-7b.json)",
+    "engine_fixed_ms": "fitted: a push that the engine of the same process merges, less a way back and "
+    "a merge of two passes by themselves (results/sync-engine-qwen2.5-7b.json)",
     "gpus_a_node": "ASSUMED, NVLink between them",
     "bucket": "the default of MergedWeights",
 }

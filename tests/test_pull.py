@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lora_merge import MergedWeights
-from lora_merge.engine import mapped, memory, pull, side
+from lora_merge.engine import mapped, memory, side
 from lora_merge.engine.mapped import Exports, Mapped
 from lora_merge.engine.memory import NotExported
 from lora_merge.engine.products import Described, Update
@@ -160,22 +160,10 @@ def rank(host: str = "a", pid: int = 1, device: str = "gpu-1") -> dict[str, Any]
         ([rank(pid=7), rank("c", 8)], [rank(), rank("b", 2, "gpu-9")], False, "shares no memory with a rank"),
     ],
 )
-def test_who_can_read_from_whom(
-    workers: list[Any], ranks: list[Any], parts: bool, why: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pull, "BETWEEN_GPUS", True)
+def test_who_can_read_from_whom(workers: list[Any], ranks: list[Any], parts: bool, why: str) -> None:
     found = readable(workers, ranks, parts)
     assert why in found
     assert bool(found) == bool(why)
-
-
-def test_what_lies_on_another_gpu_is_not_read() -> None:
-    """Until the tests of it have run on two GPUs."""
-    ranks = [rank(), rank(pid=2, device="gpu-2")]
-    elsewhere = readable([rank(pid=7, device="gpu-2")], ranks[:1], True)
-    assert elsewhere == "a worker on gpu-2 shares no memory with a rank on gpu-1"
-    assert "with a rank on gpu-2" in readable([rank(pid=7)], ranks, True)
-    assert not readable([rank(pid=7)], ranks, False)
 
 
 def test_a_worker_reads_the_nearest_of_ranks_that_have_everything() -> None:

@@ -28,7 +28,7 @@ from test_vllm_gpu import BF16, DENSE, ENGINE, MOE, TOLERANCE, needs, policy
 from torch import nn
 
 from lora_merge import MergedWeights, PushFailed, VllmSync
-from lora_merge.engine import offer, pull
+from lora_merge.engine import offer
 from lora_merge.engine.pull import MOVED, Pull
 from lora_merge.engine.replica import SyncReport
 
@@ -263,9 +263,8 @@ def test_captured_graphs(tmp_path: Path) -> None:
 
 @needs(2)
 @pytest.mark.parametrize("name", ["larger", "qwen3_moe"])
-def test_two_workers_of_which_one_is_on_another_gpu(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_workers_of_which_one_is_on_another_gpu(name: str, tmp_path: Path) -> None:
     """That one reads a peer's memory by plain loads."""
-    monkeypatch.setattr(pull, "BETWEEN_GPUS", True)
     model = policy(larger, **DENSE, r=32) if name == "larger" else policy(engines.qwen3_moe, **MOE)
     with engine(model, tmp_path / "base", processes=True, tensor_parallel_size=2, **SLEEPY) as llm:
         sync = begun(VllmSync(model, llm))
@@ -286,7 +285,6 @@ def test_two_workers_of_which_one_is_on_another_gpu(name: str, tmp_path: Path, m
 
 def sharded(rank: int, folder: Path) -> None:
     """FSDP2 on two GPUs, TP=2 on the same: each worker reads boxes of both ranks. One fails, and pushes go on."""
-    pull.BETWEEN_GPUS = True  # in this process
     build = {"dtype": torch.bfloat16, "target_modules": engines.LINEARS}
     device = torch.device("cuda", rank)
     plain = models.with_lora(larger, **build).to(device)
@@ -340,7 +338,6 @@ def test_ranks_of_a_sharded_trainer_are_read(tmp_path: Path) -> None:
 
 def with_one_gpu(folder: str) -> None:
     """A trainer that sees one GPU, and an engine on the other one."""
-    pull.BETWEEN_GPUS = True  # in this process
     os.environ["CUDA_VISIBLE_DEVICES"] = "0"
     model = policy(larger, **DENSE)
     os.environ["CUDA_VISIBLE_DEVICES"] = "1"  # of the engine's processes; this one has begun

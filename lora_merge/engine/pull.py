@@ -30,8 +30,6 @@ from ..stream.weights import MergedWeights
 from .mapped import Exports, Memory, exportable
 from .update import Beside
 
-BETWEEN_GPUS = False
-"""Whether a worker may read what lies on another GPU: off until the tests of it (test_vllm_pull_gpu.py) have run."""
 MOVED = (
     "the trainer's weights do not lie where they lay at the push before, and are mapped once they stay (what workers "
     "have mapped, an offload would not free)"
@@ -216,6 +214,6 @@ def readable(workers: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str, 
 
 
 def _together(worker: Mapping[str, Any], rank: Mapping[str, Any]) -> bool:
-    """Whether two processes may share memory: on one host, of one GPU, or of the CPU."""
-    both_gpus = "cpu" not in (worker["device"], rank["device"])
-    return worker["host"] == rank["host"] and (worker["device"] == rank["device"] or (BETWEEN_GPUS and both_gpus))
+    """Whether two processes may share memory: on one host, of GPUs, or of the CPU."""
+    devices = worker["device"], rank["device"]
+    return worker["host"] == rank["host"] and (devices[0] == devices[1] or "cpu" not in devices)
