@@ -57,8 +57,11 @@ for step in $steps; do
       NVCC_APPEND_FLAGS=-lineinfo try python3 setup.py -q egg_info build_ext --inplace
       try python3 -m lora_merge doctor ;;
     tests)
-      python3 -m pytest -m gpu -q -n 6 --timeout=300 -p no:cacheprovider "${TESTS:-tests}" 2>&1 | tail -n 60
-      [ "${PIPESTATUS[0]}" = 0 ] || status=1 ;;
+      # -v: each result is in the log when it is known, also of a run that is cut off.
+      python3 -m pytest -m gpu -v -n 6 --tb=short --show-capture=no --timeout=300 -p no:cacheprovider "${TESTS:-tests}" \
+        > "$out/tests.log" 2>&1 || status=1
+      grep FAILED "$out/tests.log" | sort -u
+      tail -n 60 "$out/tests.log" ;;
     sanitizer) # every kernel path on small shapes: dtypes, layouts, ranks, copies, norms
       for tool in memcheck racecheck; do
         compute-sanitizer --tool "$tool" --launch-timeout 120 --print-limit 10000 \
