@@ -167,7 +167,7 @@ def failing(rank: int) -> None:
             plans = [t.pack for t in operands._exchange._turns if t.sizes]
         else:
             assert operands._dora is not None
-            plans = [plan for turn in operands._dora._turns if turn is not None for plan, _ in turn.plans]
+            plans = [one.plan for turn in operands._dora._turns if turn is not None for one in turn.rounds]
         buffer = torch.empty(filler.capacity, dtype=torch.uint8, device=filler.device)
         fault = mock.patch.object(plans[len(plans) // 2], method, fail) if rank else contextlib.nullcontext()
         with fault, filler.passing():

@@ -1,35 +1,56 @@
 """Weights that lie on another device than the buckets: staged in memory that buckets share, and that is freed.
 
 Of the devices of a machine without a GPU, "cpu" and "cpu:0" are two names that torch takes for different ones, though
-tensors of both lie side by side: a stream on "cpu:0" stages every weight, and the kernels really run.
+tensors of both lie side by side: a stream on "cpu:0" stages every weight, and the kernels really run. That they read no
+weight where it lies is looked at apart.
 """
 
 from __future__ import annotations
 
+import copy
 import gc
 from typing import Any
 
 import models
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import assert_same_bits
 from memory import Allocations
+from processes import spawn
+from test_shards_merge import fsdp2, fsdp2_columns
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lora_merge import MergedWeights
+from lora_merge import MergedWeights, read_deltas
+from lora_merge.engine.factors import Brought
+from lora_merge.engine.shares import Share
+from lora_merge.kernels import plan
+from lora_merge.kernels.segments import Segment
+from lora_merge.models import operands
 from lora_merge.models.operands import MergePlan
 from lora_merge.models.peft.live import Peft
+from lora_merge.models.staging import Staging
+from lora_merge.shards import here
 from lora_merge.shards.layout import Layout
-from lora_merge.stream.staging import Staging
+from lora_merge.shards.ranks import Ranks
 
 BUCKET = 1 << 13
 CONFIG = {"target_modules": ["q_proj", "down_proj", "embed_tokens"]}
 
 
-def elsewhere(monkeypatch: pytest.MonkeyPatch, device: str = "cpu:0") -> None:
-    """Models compute on this device, wherever their weights lie."""
+def elsewhere(monkeypatch: pytest.MonkeyPatch, device: str = "cpu:0", model: Any = None) -> None:
+    """Models compute on this device, wherever their weights lie. Kernels must not read those of `model`."""
     monkeypatch.setattr(Layout, "device", lambda self: torch.device(device))
+    check = plan.check_segment
+
+    def checked(s: Segment) -> None:
+        weights = {here(p).untyped_storage().data_ptr() for n, p in model.named_parameters() if "lora_" not in n}
+        assert s.source.untyped_storage().data_ptr() not in weights, f"{s.name} was not brought"
+        check(s)
+
+    if model is not None:
+        monkeypatch.setattr(plan, "check_segment", checked)
 
 
 def assert_streams(weights: MergedWeights, wanted: dict[str, torch.Tensor]) -> None:
@@ -44,14 +65,17 @@ def largest(weights: MergedWeights) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 @pytest.mark.parametrize("options", [{}, {"adapters": False}, {"dtype": torch.bfloat16}], ids=str)
-def test_the_same_bits(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, options: dict[str, Any]) -> None:
+def test_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, dora: bool, options: dict[str, Any]
+) -> None:
     """Pass after pass, with weights that training changed, moved or replaced between them."""
-    model = models.with_lora(models.qwen2, dtype=dtype, **CONFIG)
+    model = models.with_lora(models.qwen2, dtype=dtype, use_dora=dora, **CONFIG)
     plain = MergedWeights(model, bucket_bytes=BUCKET, **options)
 
     first = dict(plain)
-    elsewhere(monkeypatch)
+    elsewhere(monkeypatch, model=model)
     weights = MergedWeights(model, bucket_bytes=BUCKET, **options)
     assert_streams(weights, first)
     assert weights.filler(whole=True)._staging._nbytes
@@ -65,14 +89,45 @@ def test_the_same_bits(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, opti
         change()
         monkeypatch.undo()
         now = dict(plain)
-        elsewhere(monkeypatch)
+        elsewhere(monkeypatch, model=model)
         assert_streams(weights, now)
 
 
-def test_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def sharded(rank: int) -> None:
+    """DoRA's norms of offloaded shards, some at a time: those of the weights that lie where the kernels are."""
+    for wrap in (fsdp2, fsdp2_columns):
+        model = wrap(models.with_lora(models.qwen2, use_dora=True, **CONFIG))
+        deltas, ranks = read_deltas(model), Ranks(dist.group.WORLD)
+        shares = [Share(number, 0, 1, None) for number in range(len(deltas))]
+        stream = MergedWeights(model, bucket_bytes=BUCKET)
+        for _ in range(2):
+            with pytest.MonkeyPatch.context() as patch:
+                plain = Brought(deltas, shares, None, ranks, torch.device("cpu"))
+                plain.refresh()
+                wanted = dict(MergedWeights(model))
+                patch.setattr(operands, "_BROUGHT", 1 << 12)
+                elsewhere(patch, model=model)
+                brought = Brought(deltas, shares, None, ranks, torch.device("cpu:0"))
+                brought.refresh()
+                for name, tensor in plain.tensors.items():
+                    assert_same_bits(brought.tensors[name], tensor, name)
+                assert_streams(stream, wanted)
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    if "lora_B" in name:
+                        here(parameter).mul_(-1.25)
+
+
+def test_norms_of_shards() -> None:
+    spawn(2, sharded)
+
+
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}], ids=["lora", "dora"])
+def test_memory(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
     """During a pass a bucket's share, after it nothing: neither the staging memory, nor the weights."""
-    model = models.with_lora(models.qwen2, **CONFIG)
+    model = models.with_lora(models.qwen2, **CONFIG | options)
     size = sum(tensor.nbytes for _, tensor in MergedWeights(model))
+    monkeypatch.setattr(operands, "_BROUGHT", BUCKET)
     elsewhere(monkeypatch)
     weights = MergedWeights(model, bucket_bytes=BUCKET)
     with Allocations() as allocations:
@@ -88,7 +143,7 @@ def test_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         held = allocations.held()
         known = {p.untyped_storage()._cdata for p in model.parameters()}
         held -= sum(nbytes for key, (_, nbytes) in allocations.seen.items() if key in known)
-        assert held <= 2 * filler.capacity + 4 * adapters < size
+        assert held <= 2 * filler.capacity + 4 * adapters + filler._operands.held < size
     base = [p for name, p in model.named_parameters() if "lora_" not in name]
     old = [StorageWeakRef(p.untyped_storage()) for p in base]
     for parameter in base:
@@ -124,12 +179,15 @@ def test_plans_stay(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
-def test_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}], ids=["lora", "dora"])
+def test_on_the_gpu(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
     """Pinned weights, merged on the GPU: nothing of them stays there, and a pass has read them when it ends."""
-    model = models.with_lora(models.qwen2, dtype=torch.bfloat16, **CONFIG)
+    model = models.with_lora(models.qwen2, dtype=torch.bfloat16, **CONFIG | options)
+    there = copy.deepcopy(model).cuda()
+    wanted = {name: tensor.cpu() for name, tensor in MergedWeights(there, bucket_bytes=BUCKET)}
+    del there
     for parameter in model.parameters():
         parameter.data = parameter.data.pin_memory()
-    wanted = dict(MergedWeights(model, bucket_bytes=BUCKET))
     elsewhere(monkeypatch, "cuda:0")
     weights = MergedWeights(model, bucket_bytes=BUCKET)
     assert_streams(weights, wanted)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..models.delta import Delta
 from ..models.operands import Operands, Turn
+from ..models.staging import Storages
 from ..shards import Box, Shard
 from ..shards.parts import Parts, Wanted
 from ..shards.ranks import Ranks
@@ -111,13 +112,16 @@ class Brought:
         """Bytes that `refresh` receives from other ranks."""
         return self._operands.nbytes + (0 if self._parts is None else self._parts.nbytes)
 
-    def refresh(self) -> None:
+    def refresh(self, storages: Storages | None = None) -> None:
         """Read the live adapters again, on the current stream.
 
         An error of this rank is raised after the collectives.
+
+        Args:
+            storages: as of `Operands.refresh`.
         """
         try:
-            self._operands.refresh()
+            self._operands.refresh(storages=storages)
         finally:
             if self._parts is not None:
                 self._parts.run()

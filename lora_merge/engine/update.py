@@ -158,7 +158,7 @@ class Beside:
 
     def _refresh(self) -> None:
         """The factors as the live adapters have them now."""
-        self._brought().refresh()
+        self._brought().refresh(self._adapted.storages)
 
     def straight(self, names: Container[str]) -> frozenset[int]:
         """None: workers merge what they got."""

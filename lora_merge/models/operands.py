@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import NamedTuple
@@ -18,10 +18,14 @@ from ..shards.exchange import Exchange
 from ..shards.owners import divide
 from ..shards.ranks import Ranks
 from .delta import Delta, Job, Rectangle, in_place, rectangles
+from .staging import Copies, Staging, Storages, needed
 
 # So that the root of DoRA's norms has the same bits on every rank: oneMKL's first call of a function, where several
 # threads make it together, now and then is less exact (pytorch/pytorch#188792). One element is one thread's.
 torch.ones(1, dtype=torch.float64).sqrt()
+
+_BROUGHT = 1 << 26
+"""Bytes of offloaded weights whose norms are taken at a time."""
 
 
 class Turn(NamedTuple):
@@ -75,7 +79,8 @@ class Operands:
     An adapter is read where it lies if its pieces line up with the weight's; what does not line up is gathered, and
     only that. Several adapters lie side by side in float32 buffers of adapter size, their scaling folded into lora_B,
     so that their sum is rounded once. DoRA's row factors come from the norms of whole rows, taken in the first turn
-    that a weight comes in. All turns share the memory of what is gathered and of what lies side by side.
+    that a weight comes in; weights that lie on another device are brought for that, some at a time. All turns share the
+    memory of what is gathered, of what lies side by side and of what is brought.
 
     Args:
         turns: what will be merged. Deltas whose weights lie on none of `ranks` are left out.
@@ -209,7 +214,7 @@ class Operands:
     @property
     def held(self) -> int:
         """Bytes of the memory that turns share."""
-        return self._exchange.held + self._beside.held
+        return self._exchange.held + self._beside.held + (0 if self._dora is None else self._dora.held)
 
     def release(self) -> None:
         """As `Plan.release`, of what is read of the weights, when no turn follows. The adapters, which are small, stay
@@ -221,10 +226,13 @@ class Operands:
         if self._dora is not None:
             self._dora.release()
 
-    def refresh(self, turn: int = 0) -> None:
+    def refresh(self, turn: int = 0, storages: Storages | None = None) -> None:
         """Read the live adapters of a turn again, on the current stream; those of the turn before may be gone.
 
         An error of this rank is raised after the collectives.
+
+        Args:
+            storages: of the live weights; needed after `release`, where some lie on another device than the kernels.
         """
         try:
             if self._exchange.held:
@@ -235,7 +243,7 @@ class Operands:
                 self._beside.run(turn)
         finally:
             if self._dora is not None:
-                self._dora.run(turn)
+                self._dora.run(turn, storages)
 
 
 def _held(turns: Sequence[Turn], ranks: Ranks) -> list[Turn]:
@@ -307,17 +315,67 @@ def _room(shape: Sequence[int]) -> int:
     return -(-prod(shape) // 64) * 64
 
 
+class _Round:
+    """Jobs of which norms are taken in one launch, on one device: a plan has each place once (a weight that is tied
+    comes once for each of its names), and not too much is brought from elsewhere.
+
+    Attributes:
+        nbytes: of what is brought.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._places = device, set[int]()
+        self.jobs: list[Job] = []
+        self.nbytes = 0
+
+    def is_away(self, job: Job) -> bool:
+        return job.source.device != self._device
+
+    def take(self, job: Job) -> bool:
+        """Whether there is room for the job; then it is in."""
+        place, more = job.source.data_ptr(), needed(job.source) if self.is_away(job) else 0
+        if place in self._places or (more and self.nbytes and self.nbytes + more > _BROUGHT):
+            return False
+        self._places.add(place)
+        self.jobs.append(job)
+        self.nbytes += more
+        return True
+
+
+def _parts(job: Job) -> Iterator[Job]:
+    """A job, none of whose parts is much to bring."""
+    (first, *start), source = job.start, job.source
+    many = max(_BROUGHT // max(source.nbytes // len(source), 1), 1)
+    for at in range(0, len(source), many):
+        part = source[at : at + many]
+        yield job._replace(start=(first + at, *start), source=part, destination=part)
+
+
+class _Norms(NamedTuple):
+    """A round, laid out.
+
+    Args:
+        copied: brings what lies elsewhere.
+        plan: takes the norms.
+        sums: the places to which these are added.
+    """
+
+    copied: Copies
+    plan: Plan
+    sums: list[Tensor]
+
+
 class _Scaled(NamedTuple):
     """The deltas whose rows are scaled first in one turn.
 
     Args:
-        plans: that take norms of rows, each with the places to which these are added.
+        rounds: that take norms of rows.
         magnitudes: of the deltas.
         norms: float64, squared, all rows of all of them.
         scale: float32, the same rows.
     """
 
-    plans: list[tuple[Plan, list[Tensor]]]
+    rounds: list[_Norms]
     magnitudes: list[Tensor]
     norms: Tensor
     scale: Tensor
@@ -342,34 +400,42 @@ class _RowScales:
 
     def _lay_out(self, turns: Sequence[Sequence[Delta]], mine: Mapping[str, Sequence[Box]], operands: Operands) -> None:
         device = operands._device
-        for number, turn in enumerate(turns):
+        rounds = [self._rounds(turn, mine, device) for turn in turns]
+        self._staging = Staging(device, max((one.nbytes for some in rounds for one in some), default=0))
+        self.held = 0 if self._staging.memory is None else self._staging.memory.nbytes
+        for number, (turn, some) in enumerate(zip(turns, rounds, strict=True)):
             rows = [d.shape[0] for d in turn]
             norms = torch.zeros(sum(rows), dtype=torch.float64, device=device)
             scale = torch.ones(sum(rows), dtype=torch.float32, device=device)
             self._scales |= {d.name: part for d, part in zip(turn, scale.split(rows), strict=True)}
-            plans = self._plans(list(zip(turn, norms.split(rows), strict=True)), mine, operands, number)
+            parts = {d.name: part for d, part in zip(turn, norms.split(rows), strict=True)}
+            laid = [self._norms(one, parts, operands, number) for one in some]
             magnitudes = [operands.whole(d.magnitude, number) for d in turn if d.magnitude is not None]
-            self._turns.append(_Scaled(plans, magnitudes, norms, scale) if turn else None)
+            self._turns.append(_Scaled(laid, magnitudes, norms, scale) if turn else None)
 
-    def _plans(
-        self,
-        deltas: Sequence[tuple[Delta, Tensor]],
-        mine: Mapping[str, Sequence[Box]],
-        operands: Operands,
-        turn: int,
-    ) -> list[tuple[Plan, list[Tensor]]]:
-        # A plan has each place once; a weight that is tied comes once for each of its names.
-        seen: dict[int, int] = {}
-        rounds: list[tuple[list[Segment], list[Tensor]]] = []
-        for delta, norms in deltas:
-            for job in in_place(delta):
-                if self._ranks.alone or (job.start, tuple(job.source.shape)) in mine[delta.name]:
-                    times = seen[job.source.data_ptr()] = seen.get(job.source.data_ptr(), -1) + 1
-                    if times == len(rounds):
-                        rounds.append(([], []))
-                    rounds[times][0].extend(operands.scaled_segments(job, turn, self._scales[delta.name]))
-                    rounds[times][1].extend(norms[r.row : r.row + r.source.shape[0]] for r in rectangles(job))
-        return [(Plan(segments), sums) for segments, sums in rounds]
+    def _rounds(self, deltas: Sequence[Delta], mine: Mapping[str, Sequence[Box]], device: torch.device) -> list[_Round]:
+        rounds: list[_Round] = []
+        for job in (job for delta in deltas for job in in_place(delta)):
+            owned = self._ranks.alone or (job.start, tuple(job.source.shape)) in mine[job.delta.name]
+            for part in (job,) if job.source.device == device else _parts(job):
+                if owned and not any(one.take(part) for one in rounds):
+                    rounds.append(_Round(device))
+                    rounds[-1].take(part)
+        return rounds
+
+    def _norms(self, some: _Round, parts: Mapping[str, Tensor], operands: Operands, turn: int) -> _Norms:
+        """A round of a turn, laid out; `parts`: by name of the delta, where the norms of all its rows are added up."""
+        away = [job.source for job in some.jobs if some.is_away(job)]
+        rooms = self._staging.lay_out(away)
+        segments: list[Segment] = []
+        sums: list[Tensor] = []
+        coming = iter(rooms)
+        for job in some.jobs:
+            name, here = job.delta.name, next(coming) if some.is_away(job) else job.source
+            job = job._replace(source=here, destination=here)
+            segments += operands.scaled_segments(job, turn, self._scales[name])
+            sums += [parts[name][r.row : r.row + r.source.shape[0]] for r in rectangles(job)]
+        return _Norms(Copies(list(zip(rooms, away, strict=True))), Plan(segments), sums)
 
     def of(self, delta: Delta) -> Tensor | None:
         """float32 `[out]`; None for a delta without magnitude."""
@@ -377,18 +443,23 @@ class _RowScales:
 
     def release(self) -> None:
         for turn in self._turns:
-            for plan, _ in turn.plans if turn is not None else ():
-                plan.release()
+            for some in turn.rounds if turn is not None else ():
+                some.copied.release()
+                some.plan.release()
+        self._staging.wait()
 
-    def run(self, turn: int) -> None:
+    def run(self, turn: int, storages: Storages | None) -> None:
         """An error of this rank is raised after the sum over the ranks."""
         some = self._turns[turn]
         if some is None:
             return
         some.norms.zero_()
         try:
-            for plan, sums in some.plans:
-                for rows, norms in zip(sums, plan.row_norms(), strict=True):
+            for one in some.rounds:
+                if storages is not None and not one.copied.hold(self._staging.memory, storages):
+                    raise RuntimeError("offloaded weights are not where they were when their norms were laid out")
+                self._staging.bring(one.copied)
+                for rows, norms in zip(one.sums, one.plan.row_norms(), strict=True):
                     rows += norms
         finally:
             self._ranks.sum_(some.norms)

@@ -27,6 +27,7 @@ from ..models.conversion import Conversion
 from ..models.delta import Job, whole_job
 from ..models.operands import MergePlan, Operands, Turn
 from ..models.part import Part
+from ..models.staging import Copies, Staging, Storages, needed
 from ..shards import Box, cut, overlap
 from ..shards.exchange import Exchange
 from ..shards.owners import divide
@@ -34,7 +35,6 @@ from ..shards.ranks import Ranks, noted
 from .ahead import Ahead
 from .buckets import Meta, Slot, Table, digest_of, extent, lay_out, lay_out_parts
 from .places import Places
-from .staging import Copies, Staging, needed
 from .window import Window
 
 _WAYS = {
@@ -154,11 +154,10 @@ class Filler:
         self.collective = self.shared = not self.ranks.alone
         self.takers: Mapping[int, frozenset[tuple[int, int]]] = {}
         with self.ranks.vote("MergedWeights"):
-            turns = self._turns()
+            turns, staged = self._turns(), self._staged()
         ranks = self.ranks if any(turn.everything for turn in turns) else source.merging
         self._operands = Operands(turns, ranks, self.device)
         self._plans: dict[tuple[int, bool], tuple[tuple[Hashable, int], _BucketPlan]] = {}
-        staged = self._staged()
         self._staging = Staging(self.device, staged)
         self.joins = self.ranks.alone and not staged and not self._operands.held
         """What a bucket is merged from lies there all the time, and is all here."""
@@ -378,7 +377,7 @@ class Filler:
         """As `Sent.fill`. An error of this rank is raised after the collectives of the bucket."""
         errors: list[Exception] = []
         with noted(errors):
-            self._operands.refresh(index)
+            self._operands.refresh(index, self.storages)
             own = (slot for slot in self.mine(index) if slot.name not in self._wholly)
             targets = ((slot.name, slot.box, slot.view(buffer), index) for slot in own)
             self._plan((index, False), buffer.data_ptr(), targets).run(run)
@@ -398,7 +397,7 @@ class Filler:
 
     def place(self, index: int, places: Places, run: Mapping[str, Any]) -> None:
         """As `Sent.place`. An error of this rank is raised after the collectives of the bucket."""
-        self._operands.refresh(index)
+        self._operands.refresh(index, self.storages)
         targets = (
             (slot.name, met, cut(view, (tuple(map(sub, met[0], box[0])), met[1])), turn)
             for turn, slot in self._due_with(index, places)
@@ -439,7 +438,7 @@ class Filler:
             scaled: as of `Places`.
         """
         known, plan = self._plans.get(key, (None, None))
-        if plan is None or known != (at, self._staging.address) or not plan.hold(self._staging.memory, self._storages):
+        if plan is None or known != (at, self._staging.address) or not plan.hold(self._staging.memory, self.storages):
             plan = self._make_plan(key[0], targets, scaled)
             self._plans[key] = (at, self._staging.address), plan
         return plan
@@ -448,8 +447,8 @@ class Filler:
         """Let go of the plans that write to there, which hold what they write to."""
         self._plans = {key: known for key, known in self._plans.items() if known[0][0] != at}
 
-    def _storages(self) -> Mapping[int, torch.UntypedStorage]:
-        """The memory of this pass, by address."""
+    def storages(self) -> Mapping[int, torch.UntypedStorage]:
+        """The memory of the model in this pass, by address."""
         if self._by_address is None:
             self._by_address = {storage.data_ptr(): storage for storage in self.source.held}
         return self._by_address
@@ -520,7 +519,7 @@ class _BucketPlan:
     def __init__(self, plan: MergePlan, copied: Copies, staging: Staging) -> None:
         self._plan, self._copied, self._staging = plan, copied, staging
 
-    def hold(self, memory: Tensor | None, storages: Callable[[], Mapping[int, torch.UntypedStorage]]) -> bool:
+    def hold(self, memory: Tensor | None, storages: Storages) -> bool:
         """As `Copies.hold`."""
         return self._copied.hold(memory, storages)
 

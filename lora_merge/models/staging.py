@@ -1,14 +1,17 @@
-"""Where weights that lie on another device than the buckets (offloaded ones) are brought to be merged."""
+"""Where weights that lie on another device than the kernels run on (offloaded ones) are brought to be read."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from .buckets import ALIGNMENT
+from ..shards.exchange import aligned
+
+Storages: TypeAlias = Callable[[], Mapping[int, torch.UntypedStorage]]
+"""Asks for the memory of live weights, by address."""
 
 
 class _View(NamedTuple):
@@ -46,12 +49,12 @@ class Copies:
     def release(self) -> None:
         self._pairs = []
 
-    def hold(self, memory: Tensor | None, storages: Callable[[], Mapping[int, torch.UntypedStorage]]) -> bool:
+    def hold(self, memory: Tensor | None, storages: Storages) -> bool:
         """Take hold of both again; False where some weight is in none of the storages.
 
         Args:
             memory: the staging memory, where it was.
-            storages: asks for those of the live weights, by address.
+            storages: those of the live weights.
         """
         if self._pairs or not self._views:
             return True
@@ -64,16 +67,17 @@ class Copies:
 
     def run(self) -> None:
         """Enqueue all of them on the current stream."""
+        assert len(self._pairs) == len(self._views), "released, and not held again"
         for here, there in self._pairs:
             here.copy_(there, non_blocking=True)
 
 
 class Staging:
-    """Memory that the buckets of a pass share, one after another on one stream; freed after the pass.
+    """Memory that groups of weights (a bucket's, say) share, one after another on one stream.
 
     Args:
-        device: where weights are merged.
-        nbytes: what the largest bucket is known to need; 0 where all weights are on the device.
+        device: where weights are read.
+        nbytes: what the largest group is known to need; 0 where all weights are on the device.
     """
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
@@ -108,18 +112,23 @@ class Staging:
         return [room.view(view.dtype).view(view.shape) for room, view in zip(rooms, views, strict=True)]
 
     def bring(self, copies: Copies) -> None:
-        """Run copies of a bucket on the current stream."""
+        """Run copies of a group on the current stream."""
         copies.run()
         if self._device.type == "cuda" and self._memory is not None:
             self._last = torch.cuda.current_stream(self._device).record_event()
 
-    def release(self) -> None:
-        """Free it, once everything was read: an optimizer on the CPU writes weights without asking any stream."""
-        last, self._last, self._memory = self._last, None, None
+    def wait(self) -> None:
+        """Until everything was read: an optimizer on the CPU writes weights without asking any stream."""
+        last, self._last = self._last, None
         if last is not None:
             last.synchronize()
+
+    def release(self) -> None:
+        """Free it, once everything was read."""
+        self._memory = None
+        self.wait()
 
 
 def needed(view: Tensor) -> int:
     """Bytes of staging memory that a copy takes, up to where the next one may begin."""
-    return -(-view.nbytes // ALIGNMENT) * ALIGNMENT
+    return aligned(view.nbytes)
