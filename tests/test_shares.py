@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,11 +13,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lora_merge import MergedWeights
 from lora_merge.engine.shares import Takers, shares_of
 from lora_merge.engine.transport import Route
-from lora_merge.engine.update import Updates
+from lora_merge.engine.update import Update, Updates
 from lora_merge.stream.window import Window
 
 WORKERS = [(0, 0), (0, 1), (1, 0), (1, 1)]
@@ -100,6 +102,49 @@ def test_a_rank_that_begins_with_any_bucket_sends_what_the_adapters_are_now() ->
         assert updates(base, base.filler(), takers) is update
         (alone,) = filled([at])
         assert torch.equal(alone, filled(list(range(at + 1)))[-1]), at
+
+
+def made(model: Any) -> Update:
+    """The update of a model that one worker takes."""
+    base = MergedWeights(model, adapters=False)
+    updates = Updates(MergedWeights(model))
+    update = updates(base, base.filler(), Takers({(0, 0): "a"}, {"a": []}))
+    base.release()
+    return update
+
+
+def filled(update: Update) -> list[Tensor]:
+    buffers = [torch.zeros(update.capacity, dtype=torch.uint8) for _ in update.table]
+    with update.passing():
+        for index, buffer in enumerate(buffers):
+            update.fill(index, buffer, {})
+    return buffers
+
+
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}], ids=["lora", "dora"])
+def test_no_weight_is_held_between_pushes(options: dict[str, Any]) -> None:
+    """What a trainer offloads is free, also if the engine merges."""
+    model = models.with_lora(policies.qwen2, target_modules=policies.LINEARS, **options)
+    update = made(model)
+    filled(update)
+    base = [p for name, p in model.named_parameters() if "lora_" not in name]
+    old = [StorageWeakRef(p.untyped_storage()) for p in base]
+    for parameter in base:
+        parameter.data = parameter.data.clone()
+    gc.collect()
+    assert all(reference.expired() for reference in old)
+
+
+def test_buckets_on_another_device_than_the_model() -> None:
+    """A folder is read on the CPU and may be sent from a GPU: no kernel reads what lies elsewhere ("cpu:0" is another
+    device than "cpu" to torch)."""
+    model = models.with_lora(policies.qwen2, target_modules=policies.LINEARS, use_dora=True)
+    update, other = made(model), made(model)
+    other.device = torch.device("cpu:0")
+    for mine, wanted in zip(filled(other), filled(update), strict=True):
+        assert torch.equal(mine, wanted)
+    live = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    assert live.isdisjoint(t.untyped_storage().data_ptr() for t in other._brought().tensors.values())
 
 
 @given(data=st.data())

@@ -50,6 +50,7 @@ class Beside:
         takers: of buckets that not all workers take: who does.
         device: on which buckets are filled; may be set to another one than the model's.
         said: what workers have to know to merge it, as JSON values, but for the scalings.
+        scalings: of each adapter of each delta.
         digest: of `said`.
         changed: names of the tensors that it changes.
         whole_names: those of them that go whole.
@@ -73,11 +74,14 @@ class Beside:
         self.whole_names = frozenset(() if whole is None else whole.entries)
         numbers: dict[int, int] = {}
         deltas: list[Delta] = []
+        self._parts: list[str] = []
         merged = {name: delta for name, e in straight.items() if (delta := parts[e.sources[0]].delta) is not None}
-        for delta in merged.values():
+        for name, delta in merged.items():
             if numbers.setdefault(id(delta), len(deltas)) == len(deltas):
                 deltas.append(delta)
-        self._deltas, self._fresh = deltas, False
+                self._parts.append(straight[name].sources[0])
+        self.scalings = [[f.scaling for f in delta.factors] for delta in deltas]
+        self._fresh = False
         windows = ((name, numbers[id(delta)], _box(straight[name])) for name, delta in merged.items())
         self._shares = shares_of(deltas, windows, takers)
         self._factors: Brought | None = None
@@ -111,10 +115,10 @@ class Beside:
         }
         self.digest = hashlib.blake2b(json.dumps(self.said).encode(), digest_size=16).hexdigest()
 
-    @property
-    def scalings(self) -> list[list[float]]:
-        """Of each adapter of each delta."""
-        return [[f.scaling for f in delta.factors] for delta in self._deltas]
+    def _deltas(self) -> list[Delta]:
+        """Asked for anew: a delta holds its weight, and a model's weights are not held between pushes."""
+        deltas = [self._adapted.source.parts[name].delta for name in self._parts]
+        return [delta for delta in deltas if delta is not None]
 
     def _brought(self, workers: Container[WorkerId] | None = None) -> Brought:
         """The factors on this rank; laid out when they are first asked for, which is collective.
@@ -123,8 +127,8 @@ class Beside:
             workers: whose shares are brought here then; None for all.
         """
         if self._factors is None:
-            ranks, device = self._adapted.source.ranks, self._adapted.device
-            self._factors = Brought(self._deltas, self._shares, workers, ranks, device)
+            ranks = self._adapted.source.ranks
+            self._factors = Brought(self._deltas(), self._shares, workers, ranks, self.device)
         return self._factors
 
     def alone(self, index: int) -> bool:
