@@ -258,10 +258,13 @@ def _prove(root: Any, weights: Mapping[str, _Weight]) -> dict[str, Group] | None
         recorded, _ = internals.get_layerwise_info(root).restore_metadata
         for name in recorded:
             parameter = root._parameters[name]
-            rows = torch.rand((*parameter.shape[:-1], 1), generator=generator) * 0.1
-            rows[..., ::7, :] *= 1e-37  # some become zeros, with their sign
-            rows[..., ::11, :] = 0
-            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * rows)
+            numbers = torch.randn(parameter.shape, generator=generator)
+            if name in weights:  # and no bias, which vLLM 0.26 notes, too
+                rows = torch.rand((*parameter.shape[:-1], 1), generator=generator) * 0.1
+                rows[..., ::7, :] *= 1e-37  # some become zeros, with their sign
+                rows[..., ::11, :] = 0
+                numbers *= rows
+            parameter.data.copy_(numbers)
             given[name] = parameter.data.clone()
         root.__dict__.pop("_already_called_process_weights_after_loading", None)
         root.quant_method.process_weights_after_loading(root)
