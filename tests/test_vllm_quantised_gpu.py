@@ -134,8 +134,9 @@ def test_quantisers() -> None:
         }.items():
             ours = Scaled(torch.empty_like(values), torch.empty_like(scales), group)  # type: ignore[arg-type]
             Plan([Segment("w", w, ours.weight)], [ours]).run()
-            assert torch.equal(ours.scales, scales), group
-            assert torch.equal(ours.weight.view(torch.uint8), values.view(torch.uint8)), group
+            told = group, tuple(w.shape), float(w.abs().max())
+            assert int((ours.scales != scales).sum()) == 0, told
+            assert int((ours.weight.view(torch.uint8) != values.view(torch.uint8)).sum()) == 0, told
 
 
 WRITTEN: list[tuple[str, Any, dict[str, Any]]] = [
@@ -163,8 +164,11 @@ def test_written_as_they_lie(quantization: str, build: Any, options: dict[str, A
     with started(model, merged, quantization=quantization, **BF16 | WATCHED | options) as llm:
         fresh = llm.collective_rpc("bits")
         for bucket_bytes in (BUCKET, 1 << 30):
-            for policies in ((other, model), (other.bfloat16(), model)):
-                for one in policies:
+            for dtype in (torch.float32, torch.bfloat16):
+                for name, parameter in other.named_parameters():
+                    if "lora_" in name:
+                        parameter.data = parameter.data.to(dtype)
+                for one in (other, model):
                     with closing(VllmSync(one, llm, bucket_bytes=bucket_bytes)) as sync:
                         with quantised.reloaded(llm) as found:
                             sync.push()
