@@ -29,7 +29,6 @@ from ..stream.window import Window
 from .capture import Capture, Copy, Record, coverage, feed, torn
 from .mapped import Exports
 from .modules import Modules, ties_of, unchanged
-from .sampler import facts
 
 
 @dataclass(eq=False)
@@ -72,7 +71,7 @@ class Examination:
     @property
     def exports(self) -> Exports:
         """How trainers in other processes of this host map the places."""
-        if self._exports is None or not self._exports.hold():
+        if self._exports is None or (self._exports.digest and not self._exports.hold()):
             blocked = self.staged.union(self.copies).difference(self.places.views)
             self._exports = Exports(self.places, blocked)
         return self._exports
@@ -111,11 +110,11 @@ class Loader:
     @property
     def ties(self) -> bool:
         """Whether some parameter has two names here (a head tied to the embedding)."""
-        return bool(ties_of(self.modules))
+        return bool(self.modules.told(ties_of))
 
     def examine(self, digest: str, table: Table) -> Examination:
         """The dry run; kept for as long as table (by its digest) and parameters stay the same. Nothing is written."""
-        key = digest, facts(self.modules.tensors())
+        key = digest, self.modules.look().facts
         if self._examined is None or self._examined[0] != key:
             with torch.no_grad(), self._bare():
                 self._examined = key, self._dry_run(table)
@@ -171,10 +170,6 @@ class Loader:
             tensor: makes one of these, whole, in memory of its own: `load_weights` may write to it.
         """
         raise NotImplementedError("this engine lays no layer out anew")
-
-    def tensors(self) -> list[Tensor]:
-        """As `Modules.tensors`."""
-        return self.modules.tensors()
 
     def _staged(self, slot: Slot, data: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Keep a slot of a tensor that goes through `load_weights`; yield the tensor when it is whole. In memory of its

@@ -25,7 +25,6 @@ from ..shards import Piece, cut
 from ..stream.buckets import Meta, Table, contents_of, dtype_of, lay_out
 from .loader import Examination, Loader, pairs
 from .products import Described, Factored, Update
-from .sampler import facts
 from .state import OWN
 
 
@@ -76,7 +75,7 @@ class Merger:
 
     def holds(self, contents: str) -> bool:
         """Whether the base is here still, where it was, with these contents."""
-        return contents == self._contents and self._facts == facts(self._loader.tensors())
+        return contents == self._contents and self._facts == self._loader.modules.look().facts
 
     def nothing(self) -> Update:
         """What brings the base back."""
@@ -84,7 +83,7 @@ class Merger:
 
     def settle(self) -> None:
         """All of the base, or of an update, is there: note where."""
-        self._facts = facts(self._loader.tensors())
+        self._facts = self._loader.modules.look().facts
 
     def lacks(self, said: Described) -> bool:
         """Whether this update cannot be merged onto what is kept here: the base has to come again."""

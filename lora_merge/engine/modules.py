@@ -6,18 +6,35 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from ..models.watch import Look, Watch
+from .sampler import facts
+
 _T = TypeVar("_T")
 _MODULES, _PARAMETERS = attrgetter("_modules"), attrgetter("_parameters")
+_WATCHED = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"), "nnnv"
+
+
+class Looked(NamedTuple):
+    """Tensors as they are at the moment.
+
+    Args:
+        tensors: as `Modules.tensors` gives them.
+        facts: of them; the same object as long as nothing has changed.
+    """
+
+    tensors: list[Tensor]
+    facts: list[Any]
 
 
 class Modules:
     """What an engine's model is made of. A walk over 28 layers takes half a millisecond; within one call to a worker
-    nobody changes modules but this package; after `doubt` whoever asks first sees whether somebody did.
+    nobody changes modules but this package; after `doubt` whoever asks first sees whether somebody did. Tensors are
+    looked at whenever they are asked for: in C where they can be watched, from the second equal look on.
 
     Args:
         model: the live model, LoRA wrappers and all.
@@ -25,6 +42,11 @@ class Modules:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
+        self._watch: Watch | None = None
+        self._tried = False
+        self._facts: list[Any] = []
+        self._told: dict[Any, Any] = {}
+        self._still: Looked | None = None
         self._paths: list[tuple[str, nn.Module]] = []
         self._each: list[nn.Module] = []
         self._below: list[Any] = []
@@ -33,7 +55,11 @@ class Modules:
 
     def forget(self) -> None:
         """Modules have changed."""
-        self._paths, self._each, self._below, self._kept = [], [], [], {}
+        self._paths, self._each, self._below, self._kept, self._facts = [], [], [], {}, []
+        self._unwatch()
+
+    def _unwatch(self) -> None:
+        self._watch, self._tried, self._told, self._still = None, False, {}, None
 
     def doubt(self) -> None:
         """A new call: modules may have changed."""
@@ -48,7 +74,7 @@ class Modules:
     def paths(self) -> list[tuple[str, nn.Module]]:
         """Every module under every path, in the order of `named_modules(remove_duplicate=False)`, whose nested
         generators take ten times as long."""
-        if not self._sure and self._children() != self._below:
+        if not self._sure and self._watched() is None and self._children() != self._below:
             self.forget()
         self._sure = True
         if not self._paths:
@@ -78,8 +104,61 @@ class Modules:
             self._kept[find] = find(self)
         return self._kept[find]
 
+    def told(self, find: Callable[[Modules], _T]) -> _T:
+        """What a function finds here; it is asked again when modules or their tensors may have changed."""
+        if self._watched() is None:
+            return find(self)
+        if find not in self._told:
+            self._told[find] = find(self)
+        return self._told[find]
+
     def tensors(self) -> list[Tensor]:
         """Live parameters, then persistent buffers, each once."""
+        return self.look().tensors
+
+    @contextmanager
+    def still(self) -> Iterator[None]:
+        """Nothing changes inside, where things are only read: one look is enough."""
+        self._still = self.look()
+        try:
+            yield
+        finally:
+            self._still = None
+
+    def look(self) -> Looked:
+        """The tensors, and all that tells them apart from others."""
+        tensors = self._watched()
+        if tensors is not None:
+            return Looked(tensors, self._facts)
+        tensors = self._tensors()
+        found = facts(tensors)
+        if found != self._facts:
+            self._facts, self._tried = found, False
+        elif not self._tried:
+            self._tried, self._watch = True, self._watching(tensors)
+        return Looked(tensors, self._facts)
+
+    def _watched(self) -> list[Tensor] | None:
+        """The tensors, if modules and tensors are watched, and all is as it was."""
+        if self._watch is None:
+            return None
+        if self._still is not None:
+            return self._still.tensors
+        found = self._watch.again(self.model)
+        if found is None:
+            self._unwatch()
+            return None
+        return found[0]
+
+    def _watching(self, tensors: list[Tensor]) -> Watch | None:
+        """A watch over all that `_tensors` looks at; None where there can be none."""
+        watch = Watch(self.model)
+        watch.look(Look(list(self), *_WATCHED))
+        with torch._C.DisableTorchFunctionSubclass():
+            watch.tensors(tensors, own=True)
+        return watch if watch.done(tensors) else None
+
+    def _tensors(self) -> list[Tensor]:
         found = {id(p): p for p in chain.from_iterable(map(dict.values, map(_PARAMETERS, self)))}
         for module in self:
             for key, buffer in module._buffers.items():

@@ -106,7 +106,7 @@ class Side:
             return self.held
         kernels = self.loader.kernels()
         same = len(kernels) == len(self._kernels) and all(a is b for a, b in zip(kernels, self._kernels, strict=True))
-        if not same or self._sampler(self.modules.tensors()) != self._sample:
+        if not same or self._sampler(*self.modules.look()) != self._sample:
             self.gone("its weights were changed by something else: a sleep, a reload, an update")
         return self.held
 
@@ -153,7 +153,7 @@ class Side:
 
     def _note(self) -> None:
         """What the weights look like."""
-        self._sample = self._sampler(self.modules.tensors())
+        self._sample = self._sampler(*self.modules.look())
         self._kernels = self.loader.kernels()
 
     def abort(self, reason: str | None) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 SHARED = Path("/dev/shm")
@@ -49,6 +51,12 @@ def alive(pid: int) -> bool:
 
 def host_id() -> str:
     """Equal for processes that can share memory and look each other up by process id."""
+    return _host_of(os.getpid())
+
+
+@cache
+def _host_of(pid: int) -> str:
+    """That of this process, whose number is given: a fork may go elsewhere."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     mounts = SHARED.stat().st_dev if SHARED.exists() else 0
     processes = Path("/proc/self/ns/pid")

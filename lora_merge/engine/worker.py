@@ -120,20 +120,21 @@ def _hello(
         streams: digests of tables: what `examine` says of them in brief, where they are known here.
         updates: digests of updates: which of them can be merged onto what lies here.
     """
-    return {
-        **introduction(worker.device),
-        **worker.about(side),
-        "tied": side.loader.ties,
-        "busy": "" if claim is None else side.claim.take(**claim),
-        "asleep": side.asleep(),
-        "paused": side.paused,
-        "waking": side.waking,
-        "session": None if side.receiver is None or side.receiver.over else side.receiver.session,
-        "state": worker.served(side, side.state()).to_json(),
-        "fits": _fits(side, streams),
-        "base": "" if side.merger is None else side.merger.base,
-        "ready": [digest for digest in updates if side.ready(digest)],
-    }
+    with side.modules.still():
+        return {
+            **introduction(worker.device),
+            **worker.about(side),
+            "tied": side.loader.ties,
+            "busy": "" if claim is None else side.claim.take(**claim),
+            "asleep": side.asleep(),
+            "paused": side.paused,
+            "waking": side.waking,
+            "session": None if side.receiver is None or side.receiver.over else side.receiver.session,
+            "state": worker.served(side, side.state()).to_json(),
+            "fits": _fits(side, streams),
+            "base": "" if side.merger is None else side.merger.base,
+            "ready": [digest for digest in updates if side.ready(digest)],
+        }
 
 
 def _fits(side: Side, streams: Sequence[str]) -> dict[str, dict[str, str]]:

@@ -62,11 +62,16 @@ class Watch:
                 if not self._seen.add(list(objects), within, names, kinds):
                     self._seen = None
 
-    def tensors(self, tensors: Sequence[Tensor]) -> None:
-        """Note these, which are in the dicts of what was noted."""
+    def tensors(self, tensors: Sequence[Tensor], *, own: bool = False) -> None:
+        """Note these, which are in the dicts of what was noted.
+
+        Args:
+            own: also of classes of their own, of which nothing counts but the memory that they are.
+        """
         if self._seen is None:
             return
-        known = {Tensor, nn.Parameter} >= set(map(type, tensors))
+        kinds = set(map(type, tensors))
+        known = all(map(_is_memory, kinds)) if own else {Tensor, nn.Parameter} >= kinds
         if not known or not self._seen.add_tensors(list(tensors), [t.untyped_storage()._cdata for t in tensors]):
             self._seen = None
 
@@ -104,3 +109,8 @@ class Watch:
             except Exception:  # the reading says of what
                 return None
         return columns
+
+
+def _is_memory(kind: type[Tensor]) -> bool:
+    """Whether a tensor of a class is the memory at its address, and nothing that only its class knows of."""
+    return kind.__torch_dispatch__ is Tensor.__torch_dispatch__
