@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 TIMEOUT_S = 600
@@ -19,6 +20,22 @@ class WorkerFailed(RuntimeError):
 class OutOfStep(RuntimeError):
     """An engine hands on answers to calls that are past: somebody's call has failed in one of several workers, after
     which it cannot be asked anything any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One of several that are made in one go.
+
+    Args:
+        method: of `Control`.
+        arguments, options: as it takes them.
+        wanted: what it has to return for the next one to be made; empty where that may be anything.
+    """
+
+    method: str
+    arguments: Sequence[Any] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    wanted: Sequence[Any] = ()
 
 
 class Control:
@@ -67,9 +84,17 @@ class Control:
             WorkerFailed: one or several report an error; names them.
             OutOfStep: the answers are not to this call.
         """
+        call, request = self._request(op, message)
+        return self._answers(call, await self._ask(request))
+
+    def _request(self, op: str, message: Mapping[str, Any]) -> tuple[str, str]:
+        """A number for a call of an operation, and what is asked of each worker."""
         call = secrets.token_hex(8)
-        request = json.dumps({"op": op, "call": call, **message})
-        answers = [json.loads(answer) for answer in await self._ask(request)]
+        return call, json.dumps({"op": op, "call": call, **message})
+
+    def _answers(self, call: str, told: Sequence[str]) -> list[dict[str, Any]]:
+        """What workers have answered to a call; raises as `rpc`."""
+        answers = [json.loads(answer) for answer in told]
         if any(answer.get("call") != call for answer in answers):
             raise OutOfStep(
                 "its workers' answers belong to an earlier call, which was left unread when one worker failed in it: "
@@ -79,6 +104,25 @@ class Control:
         if errors:
             raise WorkerFailed("; ".join(errors) if len(answers) > 1 else answers[0]["error"])
         return sorted(answers, key=lambda answer: answer["rank"])
+
+    async def chain(self, calls: Sequence[Call], returned: list[Any] | None = None) -> list[Any]:
+        """Make calls in their order, up to the first one that does not return what it has to.
+
+        Args:
+            returned: a list that gets what is returned, also where a call raises.
+
+        Returns:
+            what those returned that were made.
+
+        Raises:
+            what a call raises; those after it are not made.
+        """
+        returned = [] if returned is None else returned
+        for call in calls:
+            returned.append(await getattr(self, call.method)(*call.arguments, **call.options))
+            if call.wanted and returned[-1] not in call.wanted:
+                break
+        return returned
 
     async def _ask(self, request: str) -> Sequence[str]:
         """What each worker answers to a request."""

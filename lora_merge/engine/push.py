@@ -17,6 +17,7 @@ from ..stream.places import Sent
 from ..stream.weights import MergedWeights
 from .adapter import AdapterSource
 from .calls import bind, drive, side_by_side, together
+from .control import Call
 from .passes import Pass, Told
 from .pull import Pull
 from .replica import Replica, SyncReport, check_whole, failure
@@ -27,7 +28,7 @@ from .transport import Route, WorkerId
 from .update import Update
 from .waiting import host_id
 
-_Step: TypeAlias = Callable[[Replica], Coroutine[Any, Any, None]]
+_Settle: TypeAlias = Callable[[Replica, Call | None], Coroutine[Any, Any, None]]
 PAUSES = ("keep", "wait", "abort")
 
 
@@ -284,17 +285,26 @@ class Pushes:
         """A call of a push to all workers of an engine, which refuse it if another trainer's turn has come."""
         return await replica.handle.rpc(op, trainer=self._trainer.name, **message)
 
+    def _told(self, op: str, **message: Any) -> Call:
+        """The same as one of several calls."""
+        return Call("rpc", (op,), {"trainer": self._trainer.name, **message})
+
     async def _pause_one(self, replica: Replica) -> None:
-        # A push that failed, or whose trainer died, left the engine paused; it said so there.
-        left = any(worker["paused"] for worker in replica.workers)
-        if not left and await replica.handle.paused():
-            return  # the user's; it stays
-        replica.paused_by_us = True
-        if not left:  # said before: a call that ends here, in a timeout, takes effect there
-            await self._tell(replica, "note_pause", paused=True)
         # A request keeps the adapter, or none, that it began with, and the other mode has other weights for it.
         switches = {replica.state.kind, self._mode} == {"merged", "adapter"}
-        await replica.handle.pause("wait" if switches and self._pause == "keep" else self._pause)
+        pause = Call("pause", ("wait" if switches and self._pause == "keep" else self._pause,))
+        # A push that failed, or whose trainer died, left the engine paused; it said so there.
+        if any(worker["paused"] for worker in replica.workers):
+            replica.paused_by_us = True
+            await replica.handle.chain([pause])
+            return
+        # Said before: a call that ends here, in a timeout, takes effect there.
+        calls = [Call("paused", wanted=(False,)), self._told("note_pause", paused=True), pause]
+        stood: list[bool] = []
+        try:
+            await replica.handle.chain(calls, stood)
+        finally:
+            replica.paused_by_us = stood[:1] == [False]  # the user's pause stays
 
     async def _pass(self, one: Pass, report: SyncReport, verify: bool, last: bool) -> None:
         """Send one source to its replicas, or tell them what to do by themselves. Errors are noted in them.
@@ -304,12 +314,11 @@ class Pushes:
         """
         source, sent = one.source, None
         replicas = [replica for replica in one.replicas if not replica.error]
+        name = one.state.adapter or f"{report.mode}@{report.version}"
+        commits = not one.merges and not verify  # what is compared is so before
 
-        async def settle(replica: Replica) -> None:
-            if last:
-                await self._reset_caches(replica)
-                await replica.handle.label(one.state.adapter or f"{report.mode}@{report.version}")
-                await replica.handle.name_adapter(one.state.kind == "adapter")
+        async def settle(replica: Replica, told: Call | None) -> None:
+            await self._settle(replica, one, told, name if last else "", commits)
 
         with report.timed("transfer"):
             if isinstance(source, Told):
@@ -319,12 +328,41 @@ class Pushes:
                 with source.passing():
                     await self._send(one, source, sent, replicas, settle)
         with report.timed("finish"):
-            await self._trainer.each(replicas, partial(self._commit, one=one, sent=sent))
+            await self._trainer.each(replicas, partial(self._finish, one=one, sent=sent, committed=commits))
 
-    async def _do(self, replica: Replica, told: Told, settle: _Step) -> None:
+    async def _do(self, replica: Replica, told: Told, settle: _Settle) -> None:
         replica.begun = replica.begun or told.writes
-        await self._tell(replica, told.op, **told.message)
-        await settle(replica)
+        await settle(replica, self._told(told.op, **told.message))
+
+    async def _settle(self, replica: Replica, one: Pass, told: Call | None, name: str, commits: bool) -> None:
+        """What a replica does in a pass, in one go: workers do as they are told; nothing computed with the old weights
+        may be used again; and every worker holds the new state.
+
+        Args:
+            told: what workers do; None where that is nothing.
+            name: of what the engine serves from here on; "" where another pass of this push follows.
+            commits: whether the pass ends with it.
+        """
+        control, state = replica.handle, one.state
+        calls = [] if told is None else [told]
+        reset: int | None = None
+        if name:
+            # Nothing runs before `_resume`. Requests that were kept, by us or by a user's own pause, hold blocks of them.
+            running = self._pause == "keep" or not replica.paused_by_us
+            reset = len(calls)
+            calls.append(Call("reset_prefix_cache", (running, replica.workers[0]["connector"]), wanted=(True,)))
+            calls += [Call("reset_media_caches")] if replica.workers[0]["multimodal"] else []
+            calls += [Call("label", (name,)), Call("name_adapter", (state.kind == "adapter",))]
+        if commits:
+            calls.append(self._commit(state))
+        returned = await control.chain(calls)
+        if reset is not None and not returned[reset]:
+            raise PushFailed("the prefix cache could not be reset: requests hold blocks of the old weights")
+        if commits:
+            self._committed(replica, one, returned[-1])
+
+    def _commit(self, state: State) -> Call:
+        return self._told("commit", full=state.kind != "adapter")
 
     async def _send(
         self,
@@ -332,14 +370,14 @@ class Pushes:
         source: Filler | Pull | AdapterSource | Update,
         sent: Sent,
         replicas: Sequence[Replica],
-        settle: _Step,
+        settle: _Settle,
     ) -> None:
         """The transfer of a pass.
 
         Args:
             source: of the pass.
             sent: it, with checksums where these are asked for.
-            settle: what comes after it in each replica, beside the others'.
+            settle: has each replica do its part, and what comes after it, beside the others.
         """
         state, verify = one.state, sent is not source
         run: dict[str, Any] = {"rounding": self._rounding if state.kind == "merged" else "nearest"}
@@ -358,20 +396,21 @@ class Pushes:
 
         async def receive(replica: Replica, route: Route) -> None:
             message: dict[str, Any] = {"sessions": self._trainer.sessions, "verify": verify}
+            told: Call | None = None
             if isinstance(source, Pull):
                 replica.begun = True
                 message |= {"scalings": source.scalings, "run": run}
-                await self._tell(replica, "pull", digest=source.offered, **begin, **message)
+                told = self._told("pull", digest=source.offered, **begin, **message)
             elif isinstance(source, AdapterSource):
                 table = to_json(source.table)
-                await self._tell(replica, "adapter", table=table, rank=source.rank, state=state.to_json(), **message)
+                told = self._told("adapter", table=table, rank=source.rank, state=state.to_json(), **message)
             elif isinstance(source, Update):
                 message |= {"scalings": source.scalings, "comes": self._trainer.told(replica, route)}
-                await self._tell(replica, "update", digest=source.digest, **message)
+                told = self._told("update", digest=source.digest, **message)
             elif route.sent:
                 placed = sorted(route.placed.intersection(route.sent))
-                await self._tell(replica, "receive", sent=route.sent, placed=placed, **message)
-            await settle(replica)
+                told = self._told("receive", sent=route.sent, placed=placed, **message)
+            await settle(replica, told)
 
         if not isinstance(source, Pull):
             await self._trainer.transfer(sent, run, replicas, one.route, prepare, receive)
@@ -401,14 +440,23 @@ class Pushes:
         left, every = [replica for replica in replicas if not replica.error], range(len(stream.table))
         await self._trainer.transfer(sent, run, left, Route(frozenset(every), tuple(every)), prepare, receive)
 
-    async def _commit(self, replica: Replica, one: Pass, sent: Sent | None) -> None:
-        """Make sure that every worker holds the new state, and the right bytes."""
+    async def _finish(self, replica: Replica, one: Pass, sent: Sent | None, committed: bool) -> None:
+        """End a pass where that has not ended already: workers that merge by themselves do so when all of them have
+        what has come, and what has come is compared where that was asked for."""
+        if not committed:
+            replica.begun = replica.begun or one.merges
+            ends = self._told("merge", state=one.state.to_json()) if one.merges else self._commit(one.state)
+            self._committed(replica, one, (await replica.handle.chain([ends]))[0])
+        if isinstance(sent, Verified):
+            await self._check_arrived(replica, sent)
+
+    def _committed(self, replica: Replica, one: Pass, answers: Sequence[Mapping[str, Any]]) -> None:
+        """Make sure that every worker holds the new state.
+
+        Args:
+            answers: the workers'.
+        """
         state = one.state
-        if one.merges:
-            replica.begun = True
-            answers = await self._tell(replica, "merge", state=state.to_json())
-        else:
-            answers = await self._tell(replica, "commit", full=state.kind != "adapter")
         held = {answer["rank"]: answer["state"] for answer in answers}
         replica.workers = [worker | {"state": held[worker["rank"]]} for worker in replica.workers]
         shares = [written / elements if elements else None for written, elements in (a["elements"] for a in answers)]
@@ -416,8 +464,6 @@ class Pushes:
         replica.reloaded = max(a["reloaded"] for a in answers) if one.merges or state.kind != "adapter" else 0
         if replica.state != state:
             raise PushFailed(f"the engine holds {replica.state}, not {state}")
-        if isinstance(sent, Verified):
-            await self._check_arrived(replica, sent)
 
     async def _check_arrived(self, replica: Replica, sent: Verified) -> None:
         """Raise `PushFailed` unless what came last is what was sent."""
@@ -428,16 +474,6 @@ class Pushes:
             wrong += answer["damaged"]
             if wrong:
                 raise PushFailed(f"these tensors did not arrive as they were sent: {', '.join(sorted(set(wrong)))}")
-
-    async def _reset_caches(self, replica: Replica) -> None:
-        """Nothing computed with the old weights may be used again."""
-        info, control = replica.workers[0], replica.handle
-        # Nothing runs before `_resume`. Requests that were kept, by us or by a user's own pause, hold blocks of them.
-        running = self._pause == "keep" or not replica.paused_by_us
-        if not await control.reset_prefix_cache(running, info["connector"]):
-            raise PushFailed("the prefix cache could not be reset: requests hold blocks of the old weights")
-        if info["multimodal"]:
-            await control.reset_media_caches()
 
     async def _resume(self, replica: Replica, slept: Mapping[int, int]) -> None:
         """Put a failed engine into a defined state; another one wakes and resumes, if this push woke and paused it.
@@ -450,6 +486,7 @@ class Pushes:
         """
         control, asleep = replica.handle, replica.index in slept
         notes: dict[str, bool] = {}
+        calls: list[Call] = []
         if replica.error and replica.begun:
             await self._tell(replica, "abort", reason=f"a push failed: {replica.error}")
         if (replica.error and replica.begun) or replica.state.kind == "dirty":
@@ -462,10 +499,10 @@ class Pushes:
                 await control.wake("kv_cache")
                 notes["waking"] = False
             if replica.paused_by_us:
-                await control.resume()
+                calls.append(Call("resume"))
                 # A pause that timed out may take effect yet: the next push then knows that it is none of the user's.
                 notes["paused"] = bool(replica.error)
-        await control.rpc("end", owner=self._trainer.name, **notes)
+        await control.chain([*calls, Call("rpc", ("end",), {"owner": self._trainer.name, **notes})])
 
 
 def check_pause(pause: str) -> str:

@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from ...errors import InvalidInput, PushRefused
 from ..calls import watched, while_alive
-from ..control import Control
+from ..control import Call, Control
 from ..web import NoRoute, Server
+from .core import NAME
 from .plugin import BACKEND, registered
+
+_OF_CORE: dict[str, Callable[..., tuple[str, Sequence[Any]]]] = {
+    "paused": lambda: ("is_sleeping", ()),
+    "pause": lambda mode: ("sleep", (0, mode)),
+    "resume": lambda: ("wake_up", (["scheduling"],)),
+    "label": lambda version: ("set_weight_version", (version,)),  # 0.26 has none
+    "name_adapter": lambda there: ("", ()),
+    "reset_prefix_cache": lambda running, connector: ("reset_prefix_cache", (running, connector)),
+}
+"""What is asked of an engine, as methods of its core, which an `LLMEngine` has under the same names; "" where nothing
+is to be done."""
 
 
 class LlmControl(Control):
@@ -71,6 +84,35 @@ class LlmControl(Control):
     async def reset_media_caches(self) -> None:
         await self._call("reset_encoder_cache")
         await self._call("reset_mm_cache")
+
+    async def chain(self, calls: Sequence[Call], returned: list[Any] | None = None) -> list[Any]:
+        core = getattr(self.engine, "engine_core", None)
+        known = self.workers and hasattr(core, "call_utility") and all(c.method in ("rpc", *_OF_CORE) for c in calls)
+        if not known or getattr(self.engine, "logger_manager", None):  # which is told of some of them on their way
+            return await super().chain(calls, returned)
+        made = [self._of_core(call) for call in calls]
+        asked = [[name, arguments, call.wanted] for call, (name, arguments, _) in zip(calls, made, strict=True) if name]
+        told = json.loads(while_alive(partial(core.call_utility, NAME, asked), self.workers))
+        found, returned = iter(told["returned"]), [] if returned is None else returned
+        for name, _, read in made:
+            if not name:
+                returned.append(None)
+            elif (one := next(found, found)) is not found:
+                returned.append(read(one))
+            else:
+                break
+        if told["failed"]:
+            raise RuntimeError(f"a call to the engine failed: {told['failed']}")
+        return returned
+
+    def _of_core(self, call: Call) -> tuple[str, Sequence[Any], Callable[[Any], Any]]:
+        """A call as one of vLLM's engine core: its method ("" where nothing is to be done), the arguments, and how
+        what it returns is read."""
+        if call.method == "rpc":
+            number, request = self._request(call.arguments[0], call.options)
+            return "collective_rpc", ("lora_merge", None, (request,), {}), partial(self._answers, number)
+        name, arguments = _OF_CORE[call.method](*call.arguments)
+        return (name if hasattr(self.engine, name) else ""), arguments, _as_it_is
 
     async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         call = partial(getattr(self.engine, method), *args, **kwargs)
@@ -167,6 +209,10 @@ class HttpControl(LlmControl):
     async def reset_media_caches(self) -> None:
         self._server.post("reset_encoder_cache")
         self._server.post("reset_mm_cache")
+
+
+def _as_it_is(found: Any) -> Any:
+    return found
 
 
 def other_backend(backend: str) -> str:

@@ -48,6 +48,11 @@ def register() -> None:
         return lora_merge(self, request)
 
     WorkerBase.lora_merge = lora_merge
+    core = sys.modules.get("vllm.v1.engine.core")  # where one is made, or runs in this process, it is there by now
+    if core is not None:
+        from .core import NAME, lora_merge_calls
+
+        setattr(core.EngineCore, NAME, lora_merge_calls)
 
 
 def registered() -> bool:

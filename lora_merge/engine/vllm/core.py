@@ -1,0 +1,74 @@
+"""The method `lora_merge_calls` of vLLM's engine core: several of its calls in one message.
+
+A message to an engine in another process goes through six threads there and back, most of a millisecond, and a push
+has ten small calls. What one of them finds decides whether the next is made: so it is looked at here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+NAME = "lora_merge_calls"
+
+
+def lora_merge_calls(core: Any, calls: Sequence[Sequence[Any]]) -> str | Future[str]:
+    """Make calls in their order, up to the first one that fails, or does not return what it has to.
+
+    Args:
+        core: vLLM's `EngineCore`.
+        calls: of each the name of the core's method, its arguments, and a list of what it has to return for the next
+            one to be made: empty where that may be anything. (Workers that report an error always end it.)
+
+    Returns:
+        JSON: `returned` by those that were made, and, where the one after them has raised, `failed`: what it said.
+    """
+    done = _Calls(core, calls)
+    done.go_on()
+    return done.ended if not done.ended.done() else done.ended.result()
+
+
+class _Calls:
+    """Calls under way; where one of them ends later (vLLM pauses when its requests have come to a stop), so do the
+    others."""
+
+    def __init__(self, core: Any, calls: Sequence[Sequence[Any]]) -> None:
+        self._core, self._left = core, list(calls)
+        self._returned: list[Any] = []
+        self.ended: Future[str] = Future()
+
+    def go_on(self) -> None:
+        while self._left:
+            name, arguments, wanted = self._left.pop(0)
+            try:
+                found = getattr(self._core, name)(*arguments)
+            except Exception as error:
+                return self._end(f"{name}: {error}")
+            if isinstance(found, Future):
+                self._left.insert(0, (name, (), wanted))
+                found.add_done_callback(self._came)
+                return None
+            if not self._may_go_on(found, wanted):
+                break
+        return self._end()
+
+    def _came(self, found: Future[Any]) -> None:
+        name, _, wanted = self._left.pop(0)
+        error = found.exception()
+        if error is not None:
+            self._end(f"{name}: {error}")
+        elif self._may_go_on(found.result(), wanted):
+            self.go_on()
+        else:
+            self._end()
+
+    def _may_go_on(self, found: Any, wanted: Sequence[Any]) -> bool:
+        self._returned.append(found)
+        if isinstance(found, list):  # answers of workers; see `respond`
+            return not any("error" in json.loads(answer) for answer in found)
+        return not wanted or found in wanted
+
+    def _end(self, failed: str = "") -> None:
+        self.ended.set_result(json.dumps({"returned": self._returned, "failed": failed}))
