@@ -4,6 +4,8 @@ process for ever."""
 from __future__ import annotations
 
 import asyncio
+import os
+import queue
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -49,6 +51,22 @@ class Look:
             raise EngineGone(f"process {dead[0]} of the engine has died; start a new engine")
 
 
+class _Caller:
+    """A thread that makes calls, one after another: to start one takes as long as what goes to an engine and back."""
+
+    def __init__(self) -> None:
+        self.calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, daemon=True, name="lora_merge").start()
+
+    def _run(self) -> None:
+        while True:
+            self.calls.get()()
+
+
+_idle: list[_Caller] = []
+os.register_at_fork(after_in_child=_idle.clear)  # it has none of the threads
+
+
 def while_alive(call: Callable[[], _T], pids: Sequence[int]) -> _T:
     """Make a call that waits for other processes, and not for ever when one of them is gone.
 
@@ -65,9 +83,14 @@ def while_alive(call: Callable[[], _T], pids: Sequence[int]) -> _T:
             done.append((None, error))
         ended.set()
 
-    threading.Thread(target=on_this_device(there), daemon=True).start()
+    try:
+        caller = _idle.pop()
+    except IndexError:
+        caller = _Caller()
+    caller.calls.put(on_this_device(there))
     while not ended.wait(CHECK_S):
         look()
+    _idle.append(caller)
     value, error = done[0]
     if error is not None:
         raise error
