@@ -52,7 +52,8 @@ class Layout:
 
     def __init__(self, model: nn.Module, known: Known | None = None) -> None:
         there = dist.is_available() and dist.is_initialized()
-        if known is None or _any_unit(known.kinds) or _any_cut(known.modules, there):
+        plain = known is not None and not _any_unit(known.kinds) and not _any_cut(known.modules, there)
+        if known is None or not plain:
             modules = _modules(model)
             known = Known(modules, set(map(type, modules)))
         self._modules = known.modules
@@ -69,7 +70,7 @@ class Layout:
             if self._one or self._two:
                 raise InvalidInput("the model is under FSDP, but torch.distributed is not initialised (any more)")
             return
-        self._meshes = fsdp2.meshes(self._two, self._modules)
+        self._meshes = {} if plain else fsdp2.meshes(self._two, self._modules)
         self._flat_group = self._flat_group or fsdp1.group(self._one)
 
     @cached_property
