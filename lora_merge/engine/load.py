@@ -47,7 +47,7 @@ class Loads:
         self._trainer, self._folder, self._base, self._name, self._device = trainer, folder, base, name, device
         self._streams: list[MergedWeights | UpdateOffer] = []
 
-    def stream(self, mode: str) -> None:
+    def read(self, mode: str) -> None:
         """Nothing is read before the engine has said its dtype."""
 
     def known(self, mode: str) -> tuple[list[str], list[str]]:
@@ -128,8 +128,8 @@ class Unloads:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
 
-    def stream(self, mode: str) -> None:
-        """There is none."""
+    def read(self, mode: str) -> None:
+        """There is nothing to read."""
 
     def known(self, mode: str) -> tuple[list[str], list[str]]:
         return [], []

@@ -158,6 +158,7 @@ class PullOffer:
     def __init__(self, trainer: Trainer, weights: MergedWeights, stayed: Stayed) -> None:
         self._trainer, self._pulls, self._stayed = trainer, Pulls(weights), stayed
         self._last: Pull | None = None
+        self._looked: tuple[Filler, bool] | None = None
         self._refused: tuple[Any, ...] = (None, (), "")
 
     def known(self) -> list[str]:
@@ -166,7 +167,12 @@ class PullOffer:
 
     def release(self) -> None:
         """As `MergedWeights.release`."""
+        self._looked = None
         self._pulls.release()
+
+    def look(self, stream: Filler) -> None:
+        """Look already, in this push, whether the last one serves again. Collective, as making streams is."""
+        self._looked = stream, self._pulls.stands(stream, self._last)
 
     async def __call__(self, stream: Filler, replicas: Sequence[Replica]) -> tuple[Pull | None, str]:
         """The stream; None where some worker cannot read it, and why, in words. Collective.
@@ -196,7 +202,11 @@ class PullOffer:
         self, stream: Filler, replicas: Sequence[Replica], workers: Sequence[Mapping[str, Any]]
     ) -> tuple[Pull | None, str]:
         trainer, last = self._trainer, self._last
-        stands = await trainer.blocking(partial(self._pulls.stands, stream, last))
+        looked, self._looked = self._looked, None
+        if looked is not None and looked[0] is stream:
+            stands = looked[1]
+        else:
+            stands = await trainer.blocking(partial(self._pulls.stands, stream, last))
         ready = stands and last is not None and all(last.offered in worker["ready"] for worker in workers)
         if not await trainer.blocking(lambda: trainer.world.any(not ready)):
             return last, ""

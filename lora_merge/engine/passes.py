@@ -82,14 +82,20 @@ class Passes:
         self._who = "trainer" if merge == "auto" else merge
         self._why = ""
 
-    def stream(self, mode: str) -> MergedWeights:
-        """The stream that a push most likely begins with."""
+    def read(self, mode: str) -> Filler:
+        """The stream that a push most likely begins with, and whether workers may pull it as they did. Collective."""
+        stream = self._stream(mode)
+        filler = stream.filler()
+        self._pulls[stream].look(filler)
+        return filler
+
+    def _stream(self, mode: str) -> MergedWeights:
         return self._weights if mode == "merged" and self._who == "trainer" else self._base
 
     def known(self, mode: str) -> tuple[list[str], list[str]]:
         """Digests of the tables of that stream, and of updates, that engines are asked for when they introduce
         themselves."""
-        stream = self.stream(mode)
+        stream = self._stream(mode)
         return self._fit.known(stream), [*self._update.known(), *self._pulls[stream].known()]
 
     def broke(self, error: BaseException) -> None:
@@ -111,12 +117,12 @@ class Passes:
         Args:
             report: says the mode and the version; is told what was left out, and who merges.
             verify: everything goes in buckets, too.
-            read: `stream`, where it was read in this push already.
+            read: what `read` gave.
 
         Raises:
             PushRefused: something does not fit; every engine is as before.
         """
-        begun = self.stream(report.mode)
+        begun = self._stream(report.mode)
         of_base = read if begun is self._base else None
         if report.mode == "adapter":
             return await self._after_base(await self._adapter(replicas), replicas, report, verify, of_base)

@@ -14,7 +14,6 @@ from ..errors import InvalidInput, PushFailed, PushRefused
 from ..stream.buckets import metas, to_json
 from ..stream.filler import Filler
 from ..stream.places import Sent
-from ..stream.weights import MergedWeights
 from .adapter import AdapterSource
 from .calls import bind, drive, side_by_side, together
 from .control import Call
@@ -35,12 +34,12 @@ PAUSES = ("keep", "wait", "abort")
 class Planner(Protocol):
     """Says what a push sends to whom."""
 
-    def stream(self, mode: str) -> MergedWeights | None:
-        """The stream that a push most likely begins with: it is read while engines say who they are."""
+    def read(self, mode: str) -> Filler | None:
+        """What a push most likely begins with, read while engines say who they are. Collective."""
 
     def known(self, mode: str) -> tuple[list[str], list[str]]:
-        """Digests of the tables of that stream, and of updates, that engines are asked for when they introduce
-        themselves."""
+        """Digests of the tables of what it most likely begins with, and of updates, that engines are asked for when
+        they introduce themselves."""
 
     async def __call__(
         self, replicas: Sequence[Replica], report: SyncReport, verify: bool, read: Filler | None
@@ -50,7 +49,7 @@ class Planner(Protocol):
         Args:
             report: says the mode and the version; is told what is left out, and who merges.
             verify: everything goes in buckets, too.
-            read: `stream`, where it was read in this push already.
+            read: what `read` gave.
 
         Raises:
             PushRefused: something does not fit; every engine is as before.
@@ -136,12 +135,11 @@ class Pushes:
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()
         with report.timed("check"):
-            read: list[Filler] = []
-            weights, known = self._passes.stream(mode), self._passes.known(mode)
+            read: list[Filler | None] = []
+            known = self._passes.known(mode)
 
             def beside() -> None:  # while engines elsewhere answer, as the push before left its settings
-                if weights is not None:
-                    read.append(weights.filler())
+                read.append(self._passes.read(mode))
 
             replicas = await self._introduce(*known, beside)
             report.version = max(replica.state.version for replica in replicas) + 1
@@ -151,7 +149,7 @@ class Pushes:
                     # Map the weights of sleeping engines; the KV cache follows after the push.
                     await trainer.everywhere(trainer.all_own(replicas, self._wake))
                     replicas = await self._introduce(*known)
-                passes = await self._passes(replicas, report, verify, read[0] if read else None)
+                passes = await self._passes(replicas, report, verify, read[0])
                 sources = [one.source for one in passes if not isinstance(one.source, Told)]
                 if sources:
                     # What was pulled is compared with buckets of it.
@@ -347,7 +345,7 @@ class Pushes:
         calls = [] if told is None else [told]
         reset: int | None = None
         if name:
-            # Nothing runs before `_resume`. Requests that were kept, by us or by a user's own pause, hold blocks of them.
+            # Nothing runs before `_resume`. Requests that were kept, by us or by a user's own pause, hold blocks of it.
             running = self._pause == "keep" or not replica.paused_by_us
             reset = len(calls)
             calls.append(Call("reset_prefix_cache", (running, replica.workers[0]["connector"]), wanted=(True,)))

@@ -453,6 +453,10 @@ class Trainer:
                 return told(error)
             return ""
 
+        if not source.table:  # workers read all there is
+            await self.each(own, _along(route, receive))
+            return ""
+
         def serve() -> None:
             # A rank that serves no worker fills only buckets that all ranks take part in.
             if sender.kinds or source.collective:

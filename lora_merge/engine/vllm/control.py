@@ -86,7 +86,7 @@ class LlmControl(Control):
         await self._call("reset_mm_cache")
 
     async def chain(self, calls: Sequence[Call], returned: list[Any] | None = None) -> list[Any]:
-        core = getattr(self.engine, "engine_core", None)
+        core: Any = getattr(self.engine, "engine_core", None)
         known = self.workers and hasattr(core, "call_utility") and all(c.method in ("rpc", *_OF_CORE) for c in calls)
         if not known or getattr(self.engine, "logger_manager", None):  # which is told of some of them on their way
             return await super().chain(calls, returned)

@@ -44,25 +44,28 @@ class _Calls:
             name, arguments, wanted = self._left.pop(0)
             try:
                 found = getattr(self._core, name)(*arguments)
+                if isinstance(found, Future):
+                    self._left.insert(0, (name, (), wanted))
+                    found.add_done_callback(self._came)
+                    return
+                if not self._may_go_on(found, wanted):
+                    break
             except Exception as error:
-                return self._end(f"{name}: {error}")
-            if isinstance(found, Future):
-                self._left.insert(0, (name, (), wanted))
-                found.add_done_callback(self._came)
-                return None
-            if not self._may_go_on(found, wanted):
-                break
-        return self._end()
+                self._end(f"{name}: {error}")
+                return
+        self._end()
 
     def _came(self, found: Future[Any]) -> None:
         name, _, wanted = self._left.pop(0)
-        error = found.exception()
-        if error is not None:
+        try:
+            goes_on = self._may_go_on(found.result(), wanted)
+        except Exception as error:
             self._end(f"{name}: {error}")
-        elif self._may_go_on(found.result(), wanted):
-            self.go_on()
         else:
-            self._end()
+            if goes_on:
+                self.go_on()
+            else:
+                self._end()
 
     def _may_go_on(self, found: Any, wanted: Sequence[Any]) -> bool:
         self._returned.append(found)
