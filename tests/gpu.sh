@@ -5,8 +5,8 @@
 #     bash tests/gpu.sh OUT [STEP ...]        (default: all but those that need vLLM, one after the other)
 #
 # Where there are several GPUs, build once, and then run steps side by side, each on one: CUDA_VISIBLE_DEVICES=1 bash
-# tests/gpu.sh OUT figures. The machine needs torch, nvcc, pytest with xdist, hypothesis, peft and transformers; it
-# reaches no registry. quantised needs bitsandbytes, zero3 DeepSpeed and two GPUs; rollout and rollout-experts need vLLM
+# tests/gpu.sh OUT figures; `tests` uses all that it sees (TESTS: which ones; DEADLINE: seconds). The machine needs torch,
+# nvcc, pytest with its timeouts, hypothesis, peft and transformers; it reaches no registry. quantised needs bitsandbytes, zero3 DeepSpeed and two GPUs; rollout and rollout-experts need vLLM
 # (0.26 for torch 2.11), step and step-x2 TRL, too: an engine for each of three ways, and as many starts, which take most
 # of the time; sglang needs SGLang (0.5.17 for torch 2.11; FlashInfer is not needed). Each step should stay below ten
 # minutes (estimated); its record is written after every way.
@@ -31,19 +31,6 @@ merge() { # NAME OPTIONS...
   bench "$name" merge --device cuda --repeat 7 --plot "$out/$name.png" "$@"
 }
 
-beside() { # TESTS: each in a process of its own, side by side, as most of their time is the start of an engine
-  local log pids=() logs=() failed=0
-  for tests in "$@"; do
-    log=$(mktemp)
-    python3 -m pytest -m gpu -q --tb=short -p no:cacheprovider $tests > "$log" 2>&1 &
-    pids+=($!) logs+=("$log")
-  done
-  for number in "${!pids[@]}"; do
-    wait "${pids[number]}" || failed=1
-    tail -n 40 "${logs[number]}"
-  done
-  return $failed
-}
 sglang() { # what its processes want of the environment
   export SGLANG_IS_FLASHINFER_AVAILABLE=0 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=2
   export CUDA_HOME=${CUDA_HOME:-$(dirname "$(dirname "$(readlink -f "$(command -v nvcc)")")")}
@@ -57,11 +44,7 @@ for step in $steps; do
       NVCC_APPEND_FLAGS=-lineinfo try python3 setup.py -q egg_info build_ext --inplace
       try python3 -m lora_merge doctor ;;
     tests)
-      # -v: each result is in the log when it is known, also of a run that is cut off.
-      python3 -m pytest -m gpu -v -n 6 --tb=short --show-capture=no --timeout=300 -p no:cacheprovider "${TESTS:-tests}" \
-        > "$out/tests.log" 2>&1 || status=1
-      grep FAILED "$out/tests.log" | sort -u
-      tail -n 60 "$out/tests.log" ;;
+      try python3 tests/gpu_tests.py "$out/tests.log" --deadline "${DEADLINE:-3600}" ${TESTS:-tests} ;;
     sanitizer) # every kernel path on small shapes: dtypes, layouts, ranks, copies, norms
       for tool in memcheck racecheck; do
         compute-sanitizer --tool "$tool" --launch-timeout 120 --print-limit 10000 \
@@ -102,9 +85,7 @@ for step in $steps; do
       try python3 -m torch.distributed.run --nproc-per-node 2 benchmarks/zero3.py --json "$out/zero3-qwen2.5-7b-x2.json" ;;
     sglang)
       sglang
-      t=tests/test_sglang_gpu.py
-      try beside "$t::TestDense" "$t::test_the_memory_saver $t::test_adapters" \
-        "$t::test_experts $t::test_a_scheduler_that_dies_while_the_trainer_writes_to_it"
+      try python3 tests/gpu_tests.py "$out/sglang.log" tests/test_sglang_gpu.py
       bench sync-sglang sync_sglang --repeats 7 ;;
     triton)
       LORA_MERGE_BACKEND=triton bench variants/ranks-h200-triton ranks --shape qwen2.5-7b --device cuda --ranks 8 32 64 \
