@@ -33,8 +33,8 @@ def test_the_bits_are_those_of_a_merge_in_the_trainer(name: str, processes: bool
         here = VllmSync(model, llm, merge="trainer", bucket_bytes=1 << 17)
         with closing(here), closing(VllmSync(model, llm, merge="engine", bucket_bytes=1 << 17)) as there:
             there.push(verify=True)
-            for step in range(30):
-                train(model, step, size=0.02)
+            for step in range(31):  # there and back: what bf16 rounds away grows with the adapters
+                train(model, step // 2, size=0.02 if step % 2 else -0.02)
                 adapters_alone(there.push())
             assert_answers(ask(llm), model)
             bits = llm.collective_rpc("bits")
