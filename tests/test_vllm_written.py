@@ -211,6 +211,23 @@ def test_a_replica_that_fails_before_is_not_written_to(wide: Any, tmp_path: Path
         sync.close()
 
 
+def test_the_new_state_is_noted_when_all_is_written(wide: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not while the trainer writes: what a worker takes a sample of then changes behind its back."""
+    model = policy()
+    place = Filler.place
+
+    def slow(self: Filler, index: int, *args: Any) -> None:
+        time.sleep(0.3)
+        place(self, index, *args)
+
+    monkeypatch.setattr(Filler, "place", slow)
+    with closing(VllmSync(model, wide, bucket_bytes=1 << 17)) as sync:
+        for step in range(2):
+            train(model, step)
+            assert sync.push().transports == ("write",)
+            assert sync.states()[0].kind == "merged"
+
+
 def test_an_interrupt_while_it_writes(wide: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = policy()
     sync = VllmSync(model, wide, bucket_bytes=1 << 17)

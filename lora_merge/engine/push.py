@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Container, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeAlias
 
@@ -27,7 +27,7 @@ from .transport import Route, WorkerId
 from .update import Update
 from .waiting import host_id
 
-_Settle: TypeAlias = Callable[[Replica, Call | None], Coroutine[Any, Any, None]]
+_Settle: TypeAlias = Callable[[Replica, Call | None, bool], Coroutine[Any, Any, None]]
 PAUSES = ("keep", "wait", "abort")
 
 
@@ -313,10 +313,13 @@ class Pushes:
         source, sent = one.source, None
         replicas = [replica for replica in one.replicas if not replica.error]
         name = one.state.adapter or f"{report.mode}@{report.version}"
-        commits = not one.merges and not verify  # what is compared is so before
+        committed: set[int] = set()
 
-        async def settle(replica: Replica, told: Call | None) -> None:
+        async def settle(replica: Replica, told: Call | None, whole: bool) -> None:
+            commits = whole and not one.merges and not verify  # what is compared is so before
             await self._settle(replica, one, told, name if last else "", commits)
+            if commits:
+                committed.add(replica.index)
 
         with report.timed("transfer"):
             if isinstance(source, Told):
@@ -326,11 +329,11 @@ class Pushes:
                 with source.passing():
                     await self._send(one, source, sent, replicas, settle)
         with report.timed("finish"):
-            await self._trainer.each(replicas, partial(self._finish, one=one, sent=sent, committed=commits))
+            await self._trainer.each(replicas, partial(self._finish, one=one, sent=sent, committed=committed))
 
     async def _do(self, replica: Replica, told: Told, settle: _Settle) -> None:
         replica.begun = replica.begun or told.writes
-        await settle(replica, self._told(told.op, **told.message))
+        await settle(replica, self._told(told.op, **told.message), True)
 
     async def _settle(self, replica: Replica, one: Pass, told: Call | None, name: str, commits: bool) -> None:
         """What a replica does in a pass, in one go: workers do as they are told; nothing computed with the old weights
@@ -375,7 +378,8 @@ class Pushes:
         Args:
             source: of the pass.
             sent: it, with checksums where these are asked for.
-            settle: has each replica do its part, and what comes after it, beside the others.
+            settle: has each replica do its part, and what comes after it, beside the others; is told whether all has
+                come when that is done.
         """
         state, verify = one.state, sent is not source
         run: dict[str, Any] = {"rounding": self._rounding if state.kind == "merged" else "nearest"}
@@ -408,7 +412,7 @@ class Pushes:
             elif route.sent:
                 placed = sorted(route.placed.intersection(route.sent))
                 told = self._told("receive", sent=route.sent, placed=placed, **message)
-            await settle(replica, told)
+            await settle(replica, told, not route.placed)  # what is placed may be on its way still
 
         if not isinstance(source, Pull):
             await self._trainer.transfer(sent, run, replicas, one.route, prepare, receive)
@@ -438,10 +442,11 @@ class Pushes:
         left, every = [replica for replica in replicas if not replica.error], range(len(stream.table))
         await self._trainer.transfer(sent, run, left, Route(frozenset(every), tuple(every)), prepare, receive)
 
-    async def _finish(self, replica: Replica, one: Pass, sent: Sent | None, committed: bool) -> None:
-        """End a pass where that has not ended already: workers that merge by themselves do so when all of them have
-        what has come, and what has come is compared where that was asked for."""
-        if not committed:
+    async def _finish(self, replica: Replica, one: Pass, sent: Sent | None, committed: Container[int]) -> None:
+        """End a pass in a replica that is not among `committed`: workers that merge by themselves do so when all of
+        them have what has come, others when the trainer has written all, and what has come is compared where that was
+        asked for."""
+        if replica.index not in committed:
             replica.begun = replica.begun or one.merges
             ends = self._told("merge", state=one.state.to_json()) if one.merges else self._commit(one.state)
             self._committed(replica, one, (await replica.handle.chain([ends]))[0])
