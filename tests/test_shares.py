@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +11,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from memory import assert_nobody_holds_weights
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from lora_merge import MergedWeights
 from lora_merge.engine.shares import Takers, shares_of
@@ -127,12 +126,7 @@ def test_no_weight_is_held_between_pushes(options: dict[str, Any]) -> None:
     model = models.with_lora(policies.qwen2, target_modules=policies.LINEARS, **options)
     update = made(model)
     filled(update)
-    base = [p for name, p in model.named_parameters() if "lora_" not in name]
-    old = [StorageWeakRef(p.untyped_storage()) for p in base]
-    for parameter in base:
-        parameter.data = parameter.data.clone()
-    gc.collect()
-    assert all(reference.expired() for reference in old)
+    assert_nobody_holds_weights(model)
 
 
 def test_buckets_on_another_device_than_the_model() -> None:
