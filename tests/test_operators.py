@@ -274,6 +274,18 @@ def test_impossible_choices(name: str, reason: str, monkeypatch: pytest.MonkeyPa
     assert_same_bits(w, before)
 
 
+def test_no_work_wants_no_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan without segments is of no device: a rank that has nothing to send makes one, whatever is forced."""
+    monkeypatch.setenv("LORA_MERGE_BACKEND", "cuda")
+    empty = torch.empty(0, 4)
+    for segments in ([], [Segment("empty", empty, empty)]):
+        plan = Plan(segments)
+        plan.run()
+        plan.run(rounding="stochastic", seed=1)
+        assert plan.bytes_moved == 0
+    assert Plan([]).row_norms() == []
+
+
 @pytest.mark.gpu
 def test_cpu_kernels_refuse_gpu_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LORA_MERGE_BACKEND", "cpu")

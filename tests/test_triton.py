@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from conftest import GPU, Backend
 from helpers import assert_same_bits, in_place, make_segment, pairwise
 
 from lora_merge import Plan, Segment
 from lora_merge.errors import NotRestored
-from lora_merge.kernels.segments import FLOATS
+from lora_merge.kernels import triton_device
+from lora_merge.kernels.segments import FLOATS, UNIT_BEGIN, UNITS_ACROSS, WORDS
 from lora_merge.restore import TrackedPlan
 
 TRITON = [pytest.param(("triton", "cuda"), marks=pytest.mark.gpu)] if GPU else [("triton", "cpu")]
@@ -110,3 +113,24 @@ def test_a_sum_of_places_is_not_fooled_by_exchanges(monkeypatch: pytest.MonkeyPa
     w[:2] = w[:2].flip(0)
     with pytest.raises(NotRestored):
         plan.unmerge()
+
+
+@triton.jit
+def corners(table, unit_segment, unit, out, TILE_M: tl.constexpr, TILE_N: tl.constexpr):  # noqa: ANN001, ANN201
+    segment, row, column = triton_device.corner(table, unit_segment, unit, TILE_M, TILE_N)
+    tl.store(out, (segment.to(tl.int64) - table.to(tl.int64)) // 8)
+    tl.store(out + 1, row.to(tl.int64))
+    tl.store(out + 2, column)
+
+
+@pytest.mark.parametrize("backend", TRITON, indirect=True)
+def test_tiles_beyond_2_to_31(backend: Backend) -> None:
+    """A weight that lies in one piece is copied as one row of bytes, more than an int32 counts."""
+    table, across = torch.zeros(2, WORDS, dtype=torch.int64, device=backend.device), 2**18
+    table[1, UNITS_ACROSS] = across
+    out = torch.zeros(3, dtype=torch.int64, device=backend.device)
+    segments = torch.ones(1, dtype=torch.int32, device=backend.device)
+    for unit in (across - 1, across, 3 * across - 1):
+        table[1, UNIT_BEGIN] = -unit
+        corners[(1,)](table, segments, 0, out, 2, 16384)
+        assert out.tolist() == [WORDS, unit // across * 2, unit % across * 16384]

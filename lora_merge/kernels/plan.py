@@ -68,10 +68,12 @@ class Plan:
         check_overlaps(self.segments)
         self.device = devices.pop() if devices else torch.device("cpu")
         check_scaled(scaled)
-        backend, work = kernels.pick(self.device), [s for s in self.segments if s.source.numel()]
+        work = [s for s in self.segments if s.source.numel()]
         placed, work = place([s for s in work if is_scaled(s)], scaled), [s for s in work if not is_scaled(s)]
-        self._launch = backend.prepare(work, self.device) if work else None
-        self._scaled = backend.prepare_scaled(placed, self.device) if placed else None
+        # A plan without work has no device of its own, and none that a backend could refuse.
+        backend = kernels.pick(self.device) if work or placed else None
+        self._launch = backend.prepare(work, self.device) if backend and work else None
+        self._scaled = backend.prepare_scaled(placed, self.device) if backend and placed else None
         self.bytes_moved = sum(read_bytes(s.source) + s.destination.nbytes for s in self.segments)
         """Bytes of bases read and of outputs written in one run; the adapters come on top."""
         self._rows = [(s.source.shape[0], s.source.numel() > 0) for s in self.segments]

@@ -86,7 +86,7 @@ def run_table(
     for unit in range(tl.program_id(0), units, tl.num_programs(0)):
         ahead(table, unit_segment, unit + tl.num_programs(0), units, SOURCE_T, ALIGN, TILE_M, TILE_N, AHEAD)
         segment, row, column = corner(table, unit_segment, unit, TILE_M, TILE_N)
-        i, j = row.to(tl.int64) + tl.arange(0, TILE_M), column.to(tl.int64) + tl.arange(0, TILE_N)
+        i, j = row.to(tl.int64) + tl.arange(0, TILE_M), column + tl.arange(0, TILE_N)
         mask = (i < tl.load(segment + ROWS))[:, None] & (j < extent(segment + COLS, ALIGN))[None, :]
         destination = pointers(segment + DESTINATION, segment + DESTINATION_STRIDE, i, j, DESTINATION_T, ALIGN)
         weight = weights(segment, i, j, mask, SOURCE_T, ALIGN, FORMAT, NESTED, BLOCK_SIZE)
@@ -203,11 +203,11 @@ def weights(
 
 @triton.jit
 def corner(table, unit_segment, unit, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
-    """A unit's segment, and the first row and column of its tile, int32."""
+    """A unit's segment, and the first row and column (int64: a run of bytes is one long row) of its tile."""
     segment = table + tl.load(unit_segment + unit).to(tl.int64) * WORDS
     local = (unit - tl.load(segment + UNIT_BEGIN)).to(tl.int32)
     across = tl.load(segment + UNITS_ACROSS).to(tl.int32)
-    return segment, local // across * TILE_M, local % across * TILE_N
+    return segment, local // across * TILE_M, (local % across).to(tl.int64) * TILE_N
 
 
 @triton.jit

@@ -90,7 +90,7 @@ def track(
         if tl.load(record) < 0:
             ahead(table, unit_segment, unit + tl.num_programs(0), units, WORD_T, ALIGN, TILE_M, TILE_N, AHEAD)
             segment, row, column = corner(table, unit_segment, unit, TILE_M, TILE_N)
-            i, j = row.to(tl.int64) + tl.arange(0, TILE_M), column.to(tl.int64) + tl.arange(0, TILE_N)
+            i, j = row.to(tl.int64) + tl.arange(0, TILE_M), column + tl.arange(0, TILE_N)
             rows, cols = tl.load(segment + ROWS), extent(segment + COLS, ALIGN)
             at = pointers(segment + SOURCE, segment + SOURCE_STRIDE, i, j, WORD_T, ALIGN)
             inside = (i < rows)[:, None] & (j < cols)[None, :]
@@ -189,7 +189,7 @@ def untrack(
         if place >= 0:
             ahead(table, unit_segment, unit + tl.num_programs(0), units, WORD_T, ALIGN, TILE_M, TILE_N, AHEAD)
             segment, row, column = corner(table, unit_segment, unit, TILE_M, TILE_N)
-            i, j = row.to(tl.int64) + tl.arange(0, TILE_M), column.to(tl.int64) + tl.arange(0, TILE_N)
+            i, j = row.to(tl.int64) + tl.arange(0, TILE_M), column + tl.arange(0, TILE_N)
             rows, cols = tl.load(segment + ROWS), extent(segment + COLS, ALIGN)
             at = pointers(segment + SOURCE, segment + SOURCE_STRIDE, i, j, WORD_T, ALIGN)
             inside = (i < rows)[:, None] & (j < cols)[None, :]
