@@ -48,11 +48,15 @@ class _Weight:
         return found if all(s.grid[0] * s.grid[1] == s.scales.numel() for s in found) else []
 
 
+class _Reloaded(Exception):
+    """Why a layer goes through vLLM's reload."""
+
+
 class Fused:
     """What of one model can be written, as far as it is known."""
 
     def __init__(self) -> None:
-        self._proved: dict[Any, dict[str, Group] | None] = {}
+        self._proved: dict[Any, dict[str, Group] | _Reloaded] = {}
 
     def places(
         self, roots: Sequence[nn.Module], records: Sequence[Record], dtypes: Mapping[str, torch.dtype],
@@ -77,12 +81,18 @@ class Fused:
         together = []
         for root, some in zip(roots, found, strict=True):
             names = frozenset(record.name for record in some)
-            plain = all(r.copy is not None and r.copy.destination.dtype == dtypes[r.name] for r in some)
-            if not names or not plain or names & outside or any(name in views for name in names):
+            if not names:
                 continue
-            asis = {r.path.rpartition(".")[2] for r in some if r.copy is not None and not r.copy.destination.is_meta}
-            weights = self._weights(root, asis)
-            if weights is None:
+            try:
+                for record in some:
+                    if record.copy is None or record.copy.destination.dtype != dtypes[record.name]:
+                        raise _Reloaded(f"{record.name} is not copied to {record.path} as it comes")
+                if shared := names & outside or names & views.keys():
+                    raise _Reloaded(f"{min(shared)} goes to other layers, too")
+                asis = {r.path.rpartition(".")[2] for r in some if r.copy and not r.copy.destination.is_meta}
+                weights = self._weights(root, asis)
+            except _Reloaded as reason:
+                _log.debug("%s of %s is reloaded: %s", type(root).__name__, min(names), reason)
                 continue
             for record in some:
                 assert record.copy is not None
@@ -96,28 +106,33 @@ class Fused:
             together.append(names)
         return Places(views, scaled, together)
 
-    def _weights(self, root: Any, asis: Collection[str]) -> dict[str, tuple[Tensor, list[Scaled]]] | None:
-        """The quantised parameters of a layer by name: as they are loaded, and by matrices. None where it cannot be
-        written.
+    def _weights(self, root: Any, asis: Collection[str]) -> dict[str, tuple[Tensor, list[Scaled]]]:
+        """The quantised parameters of a layer by name: as they are loaded, and by matrices.
 
         Args:
             asis: names of parameters that stay what they are while it is loaded.
+
+        Raises:
+            _Reloaded: it cannot be written.
         """
         found = _read(root, asis)
-        if not found or internals.get_tp_group().world_size > 1 or not _holds_only(root):
-            return None
+        if internals.get_tp_group().world_size > 1:
+            raise _Reloaded("tensor parallelism")
+        _check_holds_only(root)
         kind = _kind(root)
         if kind not in self._proved:
             try:
                 self._proved[kind] = _prove(root, found)
-            except torch.OutOfMemoryError:  # there may be room the next time
-                return None
-            except Exception:  # whatever vLLM's own code does not like about this: it has its own way
-                _log.debug("a layer is reloaded: %s", type(root).__name__, exc_info=True)
-                self._proved[kind] = None
+            except torch.OutOfMemoryError as error:  # there may be room the next time
+                raise _Reloaded("no memory to try it") from error
+            except _Reloaded as reason:
+                self._proved[kind] = reason
+            except Exception as error:  # whatever vLLM's own code does not like about this: it has its own way
+                _log.debug("a layer could not be tried: %s", type(root).__name__, exc_info=True)
+                self._proved[kind] = _Reloaded(f"{type(error).__name__} while it was tried: {error}")
         groups = self._proved[kind]
-        if groups is None:
-            return None
+        if isinstance(groups, _Reloaded):
+            raise groups
         recorded, _ = internals.get_layerwise_info(root).restore_metadata
         return {key: (w.values.view(recorded[key].shape), w.scaled(groups[key])) for key, w in found.items()}
 
@@ -186,17 +201,21 @@ def _kind(root: Any) -> Any:
 
 
 def _read(root: Any, asis: Collection[str]) -> dict[str, _Weight]:
-    """The quantised parameters of a layer; none where something of it is neither these, their scales, nor as it was
-    loaded."""
+    """The quantised parameters of a layer.
+
+    Raises:
+        _Reloaded: something of it is neither these, their scales, nor as it was loaded.
+    """
     if not quantises(root) or any(True for _ in root.children()) or "cpu_linear" in root.__dict__:
-        return {}
+        raise _Reloaded("vLLM does not quantise it, or it holds other layers")
     recorded, buffers = internals.get_layerwise_info(root).restore_metadata
     live = {name: p.data for name, p in root._parameters.items() if p is not None}
-    if not recorded.keys() <= live.keys() or not set(root._buffers) <= buffers.keys():
-        return {}
+    held = {name for name, buffer in root._buffers.items() if buffer is not None}
+    if missing := (recorded.keys() - live.keys()) | (held - buffers.keys()):
+        raise _Reloaded(f"{min(missing)} is there before or after loading only")
     scales, found = live.keys() - recorded.keys() - set(asis), {}
-    if not recorded.keys().isdisjoint(asis):
-        return {}
+    if both := recorded.keys() & set(asis):
+        raise _Reloaded(f"{min(both)} lies elsewhere while it is loaded, but not all of it")
     for name, meta in recorded.items():
         tensor = live[name]
         if (tensor.shape, tensor.stride(), tensor.dtype) == (meta.shape, meta.stride(), meta.dtype):
@@ -204,13 +223,19 @@ def _read(root: Any, asis: Collection[str]) -> dict[str, _Weight]:
         own = [scale for scale in scales if scale.startswith(f"{name}_scale")]
         values = _as_loaded(tensor, meta)
         if tensor.dtype != FP8 or values is None or len(own) != 1:
-            return {}
+            raise _Reloaded(f"{name} is {_layout(tensor)}, loaded as {_layout(meta)}, with scales {own}")
         scale = live[own[0]]
         if scale.dtype != torch.float32 or not scale.is_contiguous() or scale.numel() % len(values):
-            return {}
+            raise _Reloaded(f"{own[0]} is {_layout(scale)} for {len(values)} matrices")
         scales = scales - set(own)
         found[name] = _Weight(values, scale)
-    return {} if scales else found
+    if scales or not found:
+        raise _Reloaded(f"it holds {', '.join(sorted(scales)) or 'no quantised weight'}")
+    return found
+
+
+def _layout(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} by {list(tensor.stride())}"
 
 
 def _as_loaded(tensor: Tensor, meta: Tensor) -> Tensor | None:
@@ -223,13 +248,15 @@ def _as_loaded(tensor: Tensor, meta: Tensor) -> Tensor | None:
     return turned.view(-1, *meta.shape[-2:]) if turned.shape == meta.shape and turned.is_contiguous() else None
 
 
-def _holds_only(root: Any) -> bool:
+def _check_holds_only(root: Any) -> None:
     """Whether all tensors that a layer computes with are its parameters and buffers: an earlier reload of experts
     leaves their kernel with scales of its own."""
     registered = [t for t in [*root._parameters.values(), *root._buffers.values()] if t is not None]
     own = {t.untyped_storage().data_ptr() for t in registered}
     rest = {key: value for key, value in root.__dict__.items() if not key.startswith("_")}
-    return all(t.untyped_storage().data_ptr() in own for t in _tensors([rest, root.quant_method], {id(root)}, 0))
+    for tensor in _tensors([rest, root.quant_method], {id(root)}, 0):
+        if tensor.untyped_storage().data_ptr() not in own:
+            raise _Reloaded(f"it computes with a tensor that is no parameter of it, {_layout(tensor)}")
 
 
 def _tensors(thing: Any, seen: set[int], depth: int) -> Iterator[Tensor]:
@@ -249,8 +276,12 @@ def _tensors(thing: Any, seen: set[int], depth: int) -> Iterator[Tensor]:
             yield from _tensors(part, seen, depth + 1)
 
 
-def _prove(root: Any, weights: Mapping[str, _Weight]) -> dict[str, Group] | None:
-    """Let vLLM process random weights in memory of their own, and compare; None where no kind of group has the bits."""
+def _prove(root: Any, weights: Mapping[str, _Weight]) -> dict[str, Group]:
+    """Let vLLM process random weights in memory of their own, and compare.
+
+    Raises:
+        _Reloaded: no kind of group has the bits.
+    """
     generator = torch.Generator().manual_seed(0)
     with _untouched(root), on_meta([root]):
         internals.materialize_layer(root, internals.get_layerwise_info(root))
@@ -276,11 +307,11 @@ def _prove(root: Any, weights: Mapping[str, _Weight]) -> dict[str, Group] | None
         live = root._parameters[name]
         same = made[name].stride() == live.stride() and made[name].dtype == FP8
         if values is None or len(scales) != 1 or scales[0].shape != weight.scales.shape or not same:
-            return None
+            raise _Reloaded(f"{name} came out as {_layout(made[name])} with scales {[_layout(t) for t in scales]}")
         source, theirs = given[name].view(values.shape), _Weight(values, scales[0])
         group = next((g for g in get_args(Group) if _same_bits(source, theirs, g)), None)
         if group is None:
-            return None
+            raise _Reloaded(f"{name} came out with other bits than the kernel's")
         groups[name] = group
     return groups
 
