@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 RESULTS = Path(__file__).parent / "results"
-SGLANG = "sync-sglang.json"
+SGLANG, ACROSS = "sync-sglang.json", "sync-sglang-x2.json"
 
 
 class Row(NamedTuple):
@@ -29,6 +29,8 @@ ROWS = (
     Row("the trainer merges, in buckets (SGLang: memory saver)", (f"sync-{SEVEN}.json", "other"), (SGLANG, "memory")),
     Row("the engine merges, adapters alone go", (FIRST, "engine-other"), (SGLANG, "engine")),
     Row("adapters beside their base (vLLM: same process)", (f"sync-{SEVEN}.json", "adapter"), (SGLANG, "adapter")),
+    Row("another GPU, written (vLLM: TP=2)", (f"sync-write-{SEVEN}-x2.json", "tp2"), (ACROSS, "across_written")),
+    Row("another GPU, NCCL (vLLM: TP=2)", (f"sync-{SEVEN}-x2.json", "tp2"), (ACROSS, "across_nccl")),
 )  # fmt: skip
 
 
@@ -52,7 +54,7 @@ def table(folder: Path) -> str:
         " and ".join(
             sorted({read(folder, file).get("device_name", "").removeprefix("NVIDIA ") for file in files} - {""})
         )
-        for files in ({row.vllm[0] for row in ROWS}, {SGLANG})
+        for files in ({row.vllm[0] for row in ROWS}, {SGLANG, ACROSS})
     ]
     spent = "check, transfer, finish"
     lines = [

@@ -7,8 +7,9 @@ The engine starts with `load_format="dummy"` in processes of its own on the same
 of the same shape. An engine a part, each in a process of its own: `pushes` (the trainer merges; the engine does, which
 gets adapters alone; and SGLang's `update_weights_from_tensor` on weights that are merged already, tensor by tensor and
 as one flattened bucket), `adapter` (base and adapter apart), `memory` (an engine with the memory saver, which buckets
-reach; and its weights when they have been released). Times are medians over `--repeats` pushes; the first push of each
-part compares all bits on both sides. Steps of requests are captured as CUDA graphs unless `--no-graphs` is given.
+reach; and its weights when they have been released); asked for with --parts, `across` (an engine on another GPU,
+written straight, and over NCCL). Times are medians over `--repeats` pushes; the first push of each part compares all
+bits on both sides. Steps of requests are captured as CUDA graphs unless `--no-graphs` is given.
 """
 
 from __future__ import annotations
@@ -151,7 +152,20 @@ def part_memory(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return {"memory": result}
 
 
-PARTS = {"pushes": part_pushes, "adapter": part_adapter, "memory": part_memory}
+def part_across(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    from lora_merge import SglangSync
+
+    model, result = build_policy(args.shape, args.rank, args.device), dict[str, Any]()
+    for name, options in (("across_written", {}), ("across_nccl", {"enable_memory_saver": True})):
+        with start_engine(args, folder, base_gpu_id=1, **options) as engine:
+            sync = SglangSync(model, engine, merge="trainer", bucket_bytes=args.bucket_bytes)
+            sync.push(verify=True)
+            result[name] = pushes(sync, args.repeats, "merged") | {"answer": answers(engine)}
+            sync.close()
+    return result
+
+
+PARTS = {"pushes": part_pushes, "adapter": part_adapter, "memory": part_memory, "across": part_across}
 
 
 def run_part(name: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -174,7 +188,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=600, help="seconds that a part may take")
     parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS)[:3])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     args = parser.parse_args()

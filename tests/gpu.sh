@@ -6,10 +6,11 @@
 #
 # Where there are several GPUs, build once, and then run steps side by side, each on one: CUDA_VISIBLE_DEVICES=1 bash
 # tests/gpu.sh OUT figures; `tests` uses all that it sees (TESTS: which ones; DEADLINE: seconds). The machine needs torch,
-# nvcc, pytest with its timeouts, hypothesis, peft and transformers; it reaches no registry. quantised needs bitsandbytes, zero3 DeepSpeed and two GPUs; rollout and rollout-experts need vLLM
-# (0.26 for torch 2.11), step and step-x2 TRL, too: an engine for each of three ways, and as many starts, which take most
-# of the time; sglang needs SGLang (0.5.17 for torch 2.11; FlashInfer is not needed). Each step should stay below ten
-# minutes (estimated); its record is written after every way.
+# nvcc, pytest with its timeouts, hypothesis, peft and transformers; it reaches no registry. quantised needs bitsandbytes,
+# zero3 DeepSpeed and two GPUs; rollout and rollout-experts need vLLM (0.26 for torch 2.11), step and step-x2 TRL, too: an
+# engine for each of three ways, and as many starts, which take most of the time; sglang and sglang-x2 (two GPUs) need
+# SGLang (0.5.17 for torch 2.11; FlashInfer is not needed). Each step should stay below ten minutes (estimated); its record
+# is written after every way.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 mkdir -p "${1:?folder for results}"
@@ -87,6 +88,10 @@ for step in $steps; do
       sglang
       try python3 tests/gpu_tests.py "$out/sglang.log" tests/test_sglang_gpu.py
       bench sync-sglang sync_sglang --repeats 7 ;;
+    sglang-x2)
+      sglang
+      try python3 tests/gpu_tests.py "$out/sglang-x2.log" tests/test_sglang_gpus.py
+      bench sync-sglang-x2 sync_sglang --repeats 7 --parts across ;;
     triton)
       LORA_MERGE_BACKEND=triton bench variants/ranks-h200-triton ranks --shape qwen2.5-7b --device cuda --ranks 8 32 64 \
         --kinds bf16 "bf16, fp32 adapters" --methods "in place" "out of place" "there and back" ;;

@@ -34,7 +34,7 @@ from lora_merge.engine.replica import Replica
 from lora_merge.engine.sender import Sender
 from lora_merge.engine.store import interface, reach_store, serve_store
 from lora_merge.engine.trainer import Trainer
-from lora_merge.engine.transport import Route, assign
+from lora_merge.engine.transport import Route, assign, clash
 from lora_merge.engine.waiting import TransferAborted, host_id
 from lora_merge.shards.ranks import Ranks
 from lora_merge.stream.buckets import Meta, Table, extent, lay_out
@@ -769,6 +769,22 @@ def own_address() -> str:
     lines = Path("/proc/net/fib_trie").read_text().split("\n")
     found += [a.split()[-1] for a, b in itertools.pairwise(lines) if "/32 host LOCAL" in b]
     return next((str(address) for address in found if not str(address).startswith("127.")), "")
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "fits"), [("", "0", False), ("0", "0", True), ("1", "", True), ("0", "1", False)]
+)
+def test_members_of_two_ways_to_hand_out_memory(ours: str, theirs: str, fits: bool) -> None:
+    """On one host; on two, and over other transports, it does not matter."""
+
+    def process(host: str, cumem: str) -> dict[str, str]:
+        return {"host": host, "cumem": cumem}
+
+    trainer, engine = process("here", ours), [[process("here", ours), process("here", theirs)]]
+    told = clash(trainer, engine, {(0, 0): "nccl", (0, 1): "nccl"})
+    assert told == "" if fits else "worker 1 of engine 0" in told and "the same NCCL_CUMEM_ENABLE" in told
+    assert clash(trainer, engine, {(0, 0): "nccl", (0, 1): "ipc"}) == ""
+    assert clash(trainer, [[process("there", theirs)]], {(0, 0): "nccl"}) == ""
 
 
 def test_the_store_listens_at_one_interface_alone() -> None:

@@ -15,19 +15,18 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from .nccl_library import Library
 from .store import TIMEOUT, Store
-from .vllm import internals
 from .waiting import CHECK_S, TransferAborted, until
 
 GRACE_S = 2.0
 """Seconds in which a broadcast ends whose receivers have all it carries."""
 _MISSING = "a worker of the engine did not come: its control call ended before the NCCL group was complete"
-_UNUSABLE = "vLLM cannot use NCCL here: is its library missing, or VLLM_DISABLE_PYNCCL set?"
 
 
 class Done(Protocol):
@@ -37,69 +36,59 @@ class Done(Protocol):
 
 
 class Nccl:
-    """vLLM's communicator; what rank 0 sends to all or some, on a stream of its own."""
+    """A communicator on one GPU a member; what rank 0 sends to all or some, on a stream of its own."""
 
     def __init__(self, store: Store, rank: int, world: int, device: torch.device) -> None:
-        class Members(internals.StatelessProcessGroup):
-            def broadcast_obj(self, obj: Any, src: int) -> Any:
-                """The communicator's id, as the bytes that it is: nothing off the network is unpickled."""
-                if self.rank == src:
-                    store.set("id", bytes(obj))
-                    return obj
-                # Not by a `get` that waits: nobody else of this process could ask the store meanwhile who has left.
-                until(lambda: store.has("id") or bool(store.get("left")), lambda: None)
-                made = store.get("id") if store.has("id") else None
-                if made is None:
-                    raise TransferAborted((store.get("left") or b"").decode())
-                return type(obj).from_buffer_copy(made)
-
-        members = Members(rank=rank, world_size=world, store=store.plain)
-        self._stream, self._device = torch.cuda.Stream(device), device
-        # Its first collective goes to what vLLM takes for the current stream: in a process that has set none, a new one
-        # that stays current; in one of several GPUs, perhaps one of another GPU.
-        with torch.cuda.stream(self._stream):
-            self._communicator = internals.PyNcclCommunicator(members, device=device)
-        if self._communicator.disabled:
-            raise RuntimeError(_UNUSABLE)
+        self._library, self._device = Library(), device
+        if rank == 0:
+            known = self._library.unique_id()
+            store.set("id", known)
+        else:
+            known = _told(store)
+        with torch.cuda.device(device):
+            self._communicator = self._library.join(known, rank, world)
+        self._stream = torch.cuda.Stream(device)
+        # The first broadcast waits for all members while it is enqueued, to connect them.
+        first = torch.zeros(1, dtype=torch.uint8, device=device)
+        self.broadcast(first)
+        self._stream.synchronize()
+        del first  # not before: its memory would be somebody else's
 
     @staticmethod
     def check() -> None:
         """Raise where there can be no communicator; a member that finds out when the others wait for it is too late."""
-        from vllm import envs
-
-        if envs.VLLM_DISABLE_PYNCCL:
-            raise RuntimeError(_UNUSABLE)
-        try:
-            internals.NCCLLibrary()
-        except Exception as error:
-            raise RuntimeError(_UNUSABLE) from error
+        Library()
 
     def broadcast(self, data: Tensor) -> Done:
-        return self._after(lambda: self._communicator.broadcast(data, 0, stream=self._stream))
+        return self._after(lambda stream: self._library.broadcast(self._communicator, data, stream))
 
     def send(self, data: Tensor, ranks: Sequence[int]) -> Done:
         """To some members, at the same time."""
-
-        def send() -> None:
-            self._communicator.group_start()
-            for rank in ranks:
-                self._communicator.send(data, rank, stream=self._stream)
-            self._communicator.group_end()
-
-        return self._after(send)
+        return self._after(lambda stream: self._library.send(self._communicator, data, ranks, stream))
 
     def receive(self, data: Tensor) -> Done:
         """What rank 0 sends to this one."""
-        return self._after(lambda: self._communicator.recv(data, 0, stream=self._stream))
+        return self._after(lambda stream: self._library.receive(self._communicator, data, stream))
 
-    def _after(self, enqueue: Callable[[], object]) -> Done:
+    def _after(self, enqueue: Callable[[int], None]) -> Done:
         """Enqueue something after the current stream's work so far."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        enqueue()
+        with torch.cuda.device(self._device):
+            enqueue(self._stream.cuda_stream)
         return self._stream.record_event()
 
     def abort(self) -> None:
-        self._communicator.destroy()  # ncclCommAbort
+        self._library.abort(self._communicator)
+
+
+def _told(store: Store) -> bytes:
+    """The communicator's id, as the trainer has put it into the store. Not by a `get` that waits: nobody else of this
+    process could ask the store meanwhile who has left."""
+    until(lambda: store.has("id") or bool(store.get("left")), lambda: None)
+    told = store.get("id") if store.has("id") else None
+    if told is None:
+        raise TransferAborted((store.get("left") or b"").decode())
+    return told
 
 
 class Group:

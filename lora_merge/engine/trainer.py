@@ -21,7 +21,7 @@ from .mapped import Direct, Mapped, direct, united
 from .replica import Replica, fail_together
 from .sender import Sender
 from .store import interface
-from .transport import Route, WorkerId, assign, introduction
+from .transport import Route, WorkerId, assign, clash, introduction
 from .waiting import host_id, told
 
 _T = TypeVar("_T")
@@ -300,6 +300,8 @@ class Trainer:
         places = assign(trainers, [r.workers for r in replicas], apart)
         if not sent:
             places = {at: (rank, kind if kind == "local" else "write") for at, (rank, kind) in places.items()}
+        if why := clash(trainers[0], [r.workers for r in replicas], {at: kind for at, (_, kind) in places.items()}):
+            raise PushRefused(f"no channel to the engine: {why}")
         try:
             hosts = {
                 (r.index, w): worker["host"]

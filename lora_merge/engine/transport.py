@@ -42,6 +42,7 @@ WorkerId = tuple[int, int]
 """Replica, and position of the worker in it."""
 BUCKETS_TOGETHER = {"shm": 1, "ipc": 2}
 """Buckets that change hands together."""
+_CUMEM = "NCCL_CUMEM_ENABLE"
 # Words of a mailbox: the trainer's, then those of each worker.
 FILLED, ABORTED, WORKERS = 0, 1, 2
 DONE, LEFT, PID, WORDS = 0, 1, 2, 3
@@ -129,9 +130,35 @@ def hands_over(index: int, together: int, count: int) -> bool:
 
 
 def introduction(device: torch.device) -> dict[str, Any]:
-    """What `assign` wants to know of a process: host, process id, and a GPU's UUID ("cpu" for the CPU)."""
+    """What `assign` wants to know of a process: host, process id, a GPU's UUID ("cpu" for the CPU), and how its NCCL
+    hands out memory."""
     name = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else device.type
-    return {"host": host_id(), "pid": os.getpid(), "device": name}
+    return {"host": host_id(), "pid": os.getpid(), "device": name, "cumem": os.environ.get(_CUMEM, "")}
+
+
+def clash(
+    trainer: Mapping[str, Any], workers: Sequence[Sequence[Mapping[str, Any]]], places: Mapping[WorkerId, str]
+) -> str:
+    """Why NCCL would not connect some worker; "" where nothing is known against it.
+
+    On one host its members open each other's memory, and do not understand each other where one of them hands it out in
+    the new way and one in the old.
+
+    Args:
+        trainer: the `introduction` of the rank that broadcasts.
+        workers: as of `assign`.
+        places: the transport to each of them.
+    """
+    for (r, w), kind in places.items():
+        worker = workers[r][w]
+        told = [f"{_CUMEM}={one.get('cumem') or '(not set: 1)'}" for one in (trainer, worker)]
+        old = [one.get("cumem") == "0" for one in (trainer, worker)]
+        if kind == "nccl" and worker["host"] == trainer["host"] and old[0] != old[1]:
+            return (
+                f"NCCL cannot connect the trainer ({told[0]}) and worker {w} of engine {r} ({told[1]}; SGLang sets 0 "
+                f"where nothing is set): start both with the same {_CUMEM}, 0 or 1"
+            )
+    return ""
 
 
 def assign(

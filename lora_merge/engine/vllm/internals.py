@@ -29,9 +29,6 @@ _WHERE = {
     "LoRAModel": "vllm.lora.lora_model",
     "PEFTHelper": "vllm.lora.peft_helper",
     "CuMemAllocator": "vllm.device_allocator.cumem",
-    "PyNcclCommunicator": "vllm.distributed.device_communicators.pynccl",
-    "NCCLLibrary": "vllm.distributed.device_communicators.pynccl_wrapper",
-    "StatelessProcessGroup": "vllm.distributed.utils",
     "get_tp_group": "vllm.distributed.parallel_state",
 }
 _LATER = {
@@ -44,7 +41,6 @@ _MEMBERS = {
     "LoRAModel": ("from_lora_tensors",),
     "PEFTHelper": ("from_dict", "validate_legal"),
     "CuMemAllocator": ("instance",),
-    "PyNcclCommunicator": ("broadcast", "destroy"),
 }
 _OF_MANAGERS = ("modules", "packed_modules", "add_adapter", "activate_adapter", "remove_adapter", "capacity")
 
