@@ -123,8 +123,12 @@ struct Grid {
   }
 };
 
+// That share a multiprocessor: what waits in registers leaves no room for two where products take many, too.
+template <typename Adapter, int Part>
+constexpr int kBlocksOfScaled = kPlanes<Adapter> > 1 && Part == kScaledWhole ? 1 : 2;
+
 template <typename Source, typename T, typename Adapter, int Part>
-__global__ void __launch_bounds__(kThreads, kWide<Adapter>&& Part == kScaledWhole ? 1 : 2)
+__global__ void __launch_bounds__(kThreads, kBlocksOfScaled<Adapter, Part>)
     scaled_kernel(const __grid_constant__ ScaledLaunch launch) {
   using In = Stage<Source>;
   extern __shared__ __align__(128) char memory[];
@@ -182,11 +186,18 @@ __global__ void __launch_bounds__(kThreads, kWide<Adapter>&& Part == kScaledWhol
             piece =
                 fetch_B<Adapter>(s, walk.first_row + (step + j) * kScaledStride + group, c * kChunk + quad * 8);
           else if (c * kChunk + quad * 8 < rank)
-            piece = staged_piece<Adapter>(pieces + at + c * (kWide<Adapter> ? 2 : 1) * kVector);
+            piece = staged_piece<Adapter>(pieces + at + c * kPieces<Adapter> * kVector);
           operand_B<Adapter>(b[j], piece);
         }
         multiply_chunk<Adapter, kRoundedSums<Source, T, Adapter>, 2>(sum, a_address + c * kChunk * pitch * 2, pitch,
                                                                      plane_bytes, b, over);
+      }
+      if constexpr (kPaired<Adapter>) {
+        const ColumnFactors columns = column_factors(s, walk.col);
+#pragma unroll
+        for (int j = 0; j < 2; ++j)
+          if (rank > 0 && there)
+            unscale(sum[j], s, columns, walk.first_row + (step + j) * kScaledStride + 2 * quad, walk.col);
       }
       uint32_t at = slot;
 #pragma unroll
@@ -319,14 +330,14 @@ cudaError_t launch_scaled_part(const ScaledLaunch& launch, cudaStream_t stream) 
     error = cudaDeviceGetAttribute(&per_processor, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
   if (error != cudaSuccess) return error;
   if (launch.col_warps != kScaledColWarps || launch.rows_per_unit % kScaledBlock != 0 ||
-      !accepts(shape, launch.max_rank, kWide<Adapter>, kBytes, per_block))
+      !accepts(shape, launch.max_rank, kPlanes<Adapter>, kBytes, per_block))
     return cudaErrorInvalidConfiguration;
-  const int shared = static_cast<int>(shared_bytes(shape, launch.max_rank, kWide<Adapter>, kBytes));
+  const int shared = static_cast<int>(shared_bytes(shape, launch.max_rank, kPlanes<Adapter>, kBytes));
   const auto kernel = scaled_kernel<Source, T, Adapter, Part>;
   error = allow_shared(kernel, shared);
   if (error != cudaSuccess) return error;
-  const bool two = (Part != kScaledWhole || !kWide<Adapter>)&&two_share(shape, launch.max_rank, kWide<Adapter>, kBytes,
-                                                                        per_processor);
+  const bool two = kBlocksOfScaled<Adapter, Part> == 2 &&
+                   two_share(shape, launch.max_rank, kPlanes<Adapter>, kBytes, per_processor);
   const int64_t units = launch.n_units, blocks = static_cast<int64_t>(processors) * (two ? 2 : 1);
   kernel<<<static_cast<unsigned>(units < blocks ? units : blocks), kThreads, shared, stream>>>(launch);
   return cudaGetLastError();
@@ -343,6 +354,8 @@ cudaError_t launch_scaled_adapters(int part, const ScaledLaunch& launch, cudaStr
 
 template <typename Source, typename T>
 int launch_scaled_from(int adapters, int part, const ScaledLaunch& launch, cudaStream_t stream) {
+  if constexpr (sizeof(Source) == 2)
+    if (adapters == kPairs) return launch_scaled_adapters<Source, T, Pair>(part, launch, stream);
   if (adapters == kFloat32) return launch_scaled_adapters<Source, T, float>(part, launch, stream);
   if (adapters == kBFloat16) return launch_scaled_adapters<Source, T, bf16>(part, launch, stream);
   if constexpr (std::is_same_v<Source, __half> && std::is_same_v<T, __half>)
