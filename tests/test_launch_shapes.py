@@ -84,6 +84,7 @@ def test_what_a_launch_refuses() -> None:
     for bad in ([192, 4, 2], [256, 4, 1], [256, 4, 7], [256, 3, 2], [256, 17, 2]):
         assert not NATIVE.accepts_tiles(*bad, 32, 1, 0, block(228)), bad
     assert not NATIVE.accepts_tiles(256, 5, 2, 32, 3, 0, block(228))
+    assert [NATIVE.accepts_tiles(64, 2, 2, 32, planes, 0, block(228)) for planes in (1, 2, 3)] == [False, True, False]
     for planes in (0, 4):
         assert not NATIVE.accepts_tiles(256, 4, 2, 32, planes, 0, block(228))
         assert NATIVE.accepts_tiles(256, 4, 2, 32, 2, 0, block(228))

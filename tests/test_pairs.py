@@ -96,14 +96,15 @@ def product(b: Pairs, a: Pairs, turned: bool = False) -> Tensor:
         x, y = getattr(a, part_a), getattr(b, part_b)
         return [torch.outer(y[:, i], x[:, i]) for i in range(k, min(k + STEP, rank))]
 
+    small = torch.zeros(len(b.high), len(a.high), dtype=torch.float64)
     for chunk in range(0, rank, CHUNK):
-        small = large = torch.zeros(len(b.high), len(a.high), dtype=torch.float64)
+        large = torch.zeros_like(small)
         for k in range(chunk, min(chunk + CHUNK, rank), STEP):
             for part_a, part_b in reversed(order) if turned else order:
                 small = step(small, of(part_a, part_b, k))
             large = step(large, of("high", "high", k))
-        both = (large + small * 2.0**-11).float()
-        total = both if chunk == 0 else total + both
+        total += large.float()
+    total = (total.double() + small * 2.0**-11).float()
     return (total.double() * (a.factor[None] * b.factor[:, None])).float().double()
 
 
@@ -268,7 +269,7 @@ def compare_pairs(memory: Tensor, vectors: Tensor, of_A: bool) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("usual", [True, False], ids=["usual", "any numbers"])
-@pytest.mark.parametrize("rank", [33, 64, 70, 160, 256])
+@pytest.mark.parametrize("rank", [33, 64, 70, 97, 160, 168, 256, 264])
 @pytest.mark.parametrize("base", [BF16, FP16])
 def test_merges_of_pairs(
     base: torch.dtype, rank: int, usual: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch

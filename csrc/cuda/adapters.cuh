@@ -177,27 +177,27 @@ __device__ constexpr SmallProduct small_product(int i) {
     return order[i];
   }
 }
-// The sum of 32 ranks; low parts of pairs are 2^11 times what they stand for.
+// Of a lane's sums of a step, four rows of registers. Of pairs as many more: the small products, which are 2^11 times
+// what they stand for. What the matrix unit cuts off those is lost in the rest, so it sums them over all ranks.
 template <typename Adapter>
-__device__ __forceinline__ float together(float large, float small) {
-  return kPaired<Adapter> ? fmaf(small, 0x1p-11f, large) : large + small;
-}
+constexpr int kSums = kPaired<Adapter> ? 8 : 4;
+__device__ __forceinline__ float whole_sum(float large, float small) { return fmaf(small, 0x1p-11f, large); }
 
 // Whether sums of 32 ranks are added to each other with rounding, and not in the matrix unit, see merge.cuh.
 template <typename Source, typename Destination, typename Adapter>
 constexpr bool kRoundedSums = kPlanes<Adapter> > 1 || sizeof(Source) == 4 || sizeof(Destination) == 4;
 
 // 32 ranks for 64 columns and `Steps` times eight rows: sum += A^T B^T, in the matrix unit; or, Rounded, a sum of these
-// ranks is added to it. Wide products that are small go to a sum of their own: the matrix unit cuts what it adds, and
-// would cut the large sum once for each of them. Of Rounded sums the First chunk does not add to one, but begins it.
+// ranks is added to it. Small products of parts go to a sum of their own: the matrix unit cuts what it adds, and would
+// cut the large sum once for each of them. Of Rounded sums the First chunk does not add to one, but begins it.
 template <typename Adapter, bool Rounded, int Steps, bool First = false>
-__device__ __forceinline__ void multiply_chunk(float (&sum)[Steps][4][4], uint32_t a_address, int pitch,
+__device__ __forceinline__ void multiply_chunk(float (&sum)[Steps][kSums<Adapter>][4], uint32_t a_address, int pitch,
                                                int plane_bytes, const uint32_t (&b)[Steps][kPlanes<Adapter>][4],
                                                bool turned) {
   static_assert(Rounded || kPlanes<Adapter> == 1);
 #pragma unroll
   for (int t = 0; t < 4; ++t) {
-    float large[Steps][4] = {}, small[Steps][4] = {};
+    float large[Steps][4] = {}, small_chunk[Steps][4] = {};
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       uint32_t a[kPlanes<Adapter>][4];
@@ -210,7 +210,8 @@ __device__ __forceinline__ void multiply_chunk(float (&sum)[Steps][4][4], uint32
 #pragma unroll
           for (int i = 0; i < kSmallProducts<Adapter>; ++i) {
             const SmallProduct p = small_product<Adapter>(i);
-            if (turned ? p.turned : p.straight) mma<Adapter>(small[j], a[p.a], b[j][p.b][2 * h], b[j][p.b][2 * h + 1]);
+            float (&small)[4] = kPaired<Adapter> ? sum[j][kSums<Adapter> - 4 + t] : small_chunk[j];
+            if (turned ? p.turned : p.straight) mma<Adapter>(small, a[p.a], b[j][p.b][2 * h], b[j][p.b][2 * h + 1]);
           }
         }
         mma<Adapter>(Rounded ? large[j] : sum[j][t], a[0], b[j][0][2 * h], b[j][0][2 * h + 1]);
@@ -221,7 +222,7 @@ __device__ __forceinline__ void multiply_chunk(float (&sum)[Steps][4][4], uint32
       for (int j = 0; j < Steps; ++j)
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          const float chunk = kPlanes<Adapter> > 1 ? together<Adapter>(large[j][e], small[j][e]) : large[j][e];
+          const float chunk = kWide<Adapter> ? large[j][e] + small_chunk[j][e] : large[j][e];
           sum[j][t][e] = First ? chunk : sum[j][t][e] + chunk;
         }
     }
@@ -264,9 +265,10 @@ __device__ __forceinline__ ColumnFactors column_factors(const Segment& s, int co
   return factors;
 }
 
-// Two rows (2 quad and the next one) of eight columns, as `multiply_chunk` leaves their sums.
-__device__ __forceinline__ void unscale(float (&sum)[4][4], const Segment& s, const ColumnFactors& columns, int row,
-                                        int col) {
+// Two rows (2 quad and the next one) of eight columns, as `multiply_chunk` leaves their sums: to products, in the first
+// four.
+__device__ __forceinline__ void unscale(float (&sum)[kSums<Pair>][4], const Segment& s, const ColumnFactors& columns,
+                                        int row, int col) {
 #pragma unroll
   for (int e = 0; e < 2; ++e) {
     if (row + e >= s.rows) return;
@@ -275,7 +277,7 @@ __device__ __forceinline__ void unscale(float (&sum)[4][4], const Segment& s, co
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       float& x = sum[i / 2][i % 2 * 2 + e];
-      x = x * factor_of(columns.word[i]) * factor;
+      x = whole_sum(x, sum[4 + i / 2][i % 2 * 2 + e]) * factor_of(columns.word[i]) * factor;
     }
     if (needs_exact(word, columns.notes)) {
 #pragma unroll

@@ -195,8 +195,7 @@ __device__ __forceinline__ void ask_for_tiles(const Block& b, const Way& way) {
     const int boxes = (min(layout.cols, static_cast<int>(s.cols) - col) + kBoxCols - 1) / kBoxCols;
     constexpr int kProducts = Way::kProducts, kChunkBytes = chunk_bytes(kPlanes<Adapter>);
     const int chunks = (static_cast<int>(s.rank) + kChunk - 1) / kChunk;
-    const int bytes =
-        boxes * kBoxBytes + kProducts * (chunks * kChunkBytes + (kPaired<Adapter> ? kFactorBytes : 0));
+    const int bytes = boxes * kBoxBytes + kProducts * (chunks * kChunkBytes + (kPaired<Adapter> ? kFactorBytes : 0));
     const TensorMap* lora_B[kProducts];
     [[maybe_unused]] const uint32_t* factors[kProducts];
     Before before{};
@@ -344,8 +343,7 @@ __device__ __forceinline__ void ask_for_A(const Block& b) {
       for (int p = 0; p < Products; ++p) {
         for (int c = 0; c < chunks; ++c)
           load_ranks(to + (p * chunks + c) * kChunkBytes, lora_A[p], col, c * kChunk, barrier);
-        if (there)
-          load_run(shared_address(b.factors_of_A(at, p)), factors[p] + factor_at(col), kFactorBytes, barrier);
+        if (there) load_run(shared_address(b.factors_of_A(at, p)), factors[p] + factor_at(col), kFactorBytes, barrier);
       }
     }
   }
@@ -417,7 +415,7 @@ __device__ __forceinline__ void merge_tiles(const Block& b, const Way& way) {
       const int rank = uniform(s.rank), chunks = up_to_chunk(rank) / kChunk;
       const bool special = launch.stochastic || s.row_scale != 0;
       [[maybe_unused]] Operand<Adapter> first_B;
-      if constexpr (kPlanes<Adapter> > 1) first_B.load(b.stage_B(ring.stage), 0, row);
+      if constexpr (kWide<Adapter>) first_B.load(b.stage_B(ring.stage), 0, row);
 #pragma unroll 1
       for (; next < boxes; next += Groups) {  // those without columns too: turns go round
         Ring at = ring_A;
@@ -431,8 +429,8 @@ __device__ __forceinline__ void merge_tiles(const Block& b, const Way& way) {
           lora_A = b.lora_A(at.stage);
         }
         char* const W = b.stage(ring.stage) + next * kBoxBytes;
-        Box box{launch, s,   tile,     b.shared.before[ring.stage], W, b.stage_beside(ring.stage), next,
-                row,    fragment, special, tile.scaling};
+        Box box{launch,   s,       tile,        b.shared.before[ring.stage], W, b.stage_beside(ring.stage), next, row,
+                fragment, special, tile.scaling};
         auto read = hand.read(box);
         const auto meanwhile = [&] { hand.meanwhile(box, read); };
         const MatrixA<Adapter> a(shared_address(lora_A));
@@ -447,7 +445,9 @@ __device__ __forceinline__ void merge_tiles(const Block& b, const Way& way) {
           // Of product p; the box's scaling is then that of its sums.
           const auto multiply = [&](int p, Operand<Adapter>& first, const Segment& of, float scaling,
                                     const auto& work) {
-            multiply_all_parts<Groups>(sum, first, from_B, row, a, p * chunks, rank, work);
+            if constexpr (kPaired<Adapter>)
+              multiply_pairs<Groups>(sum, from_B, row, a, p * chunks, chunks, boxes == 1, work);
+            else multiply_all_wide<Groups>(sum, first, from_B, row, a, p * chunks, rank, work);
             box.scaling = scaling;
             if constexpr (kPaired<Adapter>) {
               const uint32_t *const rows = b.factors_of_B(ring.stage, p), *const cols = b.factors_of_A(at.stage, p);
@@ -460,7 +460,7 @@ __device__ __forceinline__ void merge_tiles(const Block& b, const Way& way) {
             multiply(0, first_B, *box.before.segment, box.before.scaling, meanwhile);
             hand.begin(box, read, sum);
             Operand<Adapter> second_B;
-            second_B.load(from_B, chunks, row);
+            if constexpr (kWide<Adapter>) second_B.load(from_B, chunks, row);
             multiply(1, second_B, s, tile.scaling, [] {});
           } else {
             multiply(0, first_B, s, tile.scaling, meanwhile);

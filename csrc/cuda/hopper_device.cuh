@@ -111,8 +111,11 @@ __device__ __forceinline__ void stmatrix4(uint32_t address, const uint32_t (&r)[
 
 __device__ __forceinline__ void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Until all products are done.
-__device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+// Until all products are done, but for those of the last few groups of them.
+template <int Pending = 0>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
+}
 // Registers of products, sums or operands, are the matrix unit's alone between two of these: what is written to them
 // is written before the first, and they are neither read nor used for something else before the second.
 __device__ __forceinline__ void settle(float (&d)[32]) {

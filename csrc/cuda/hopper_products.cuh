@@ -39,6 +39,17 @@ __device__ __forceinline__ void split_A(char* to, const char* from) {
   }
 }
 
+// lora_A of 64 columns in shared memory, as the matrix unit is told of it: chunk c, step h of 16 ranks, plane p. All
+// values are those of the whole warpgroup; the compiler must know, or it moves them for each product.
+template <typename Adapter>
+struct MatrixA {
+  uint32_t begin;  // in units of 16 bytes
+  __device__ __forceinline__ explicit MatrixA(uint32_t address) : begin(address / 16) {}
+  __device__ __forceinline__ uint32_t operator()(int c, int h, int p = 0) const {
+    return begin + (2 * (c * kPlanes<Adapter> + p) + h) * (kPartBytes / 32);
+  }
+};
+
 // ---- lora_B, from shared memory to registers ------------------------------------------------------------------------
 
 // This lane's eight ranks of chunk `c` of a row of lora_B, `row` of the tile: operand words [plane][pair of ranks].
@@ -72,6 +83,18 @@ struct Operand {
   __device__ __forceinline__ void multiply(float (&d)[32], int plane, int h, uint32_t a, int add) const {
     wgmma<Adapter>(d, low[plane][2 * h], high[plane][2 * h], low[plane][2 * h + 1], high[plane][2 * h + 1], a, add);
   }
+  // Of parts, the small products of step h of chunk c.
+  __device__ __forceinline__ void multiply_small(float (&d)[32], const MatrixA<Adapter>& a, int c, int h,
+                                                 int add) const {
+    bool first = true;
+#pragma unroll
+    for (int i = 0; i < kSmallProducts<Adapter>; ++i) {
+      const SmallProduct p = small_product<Adapter>(i);
+      if (!p.straight) continue;
+      multiply(d, p.b, h, a(c, h, p.a), first ? add : 1);
+      first = false;
+    }
+  }
 };
 
 // ---- products -------------------------------------------------------------------------------------------------------
@@ -91,17 +114,6 @@ template <int Groups>
 __device__ __forceinline__ void pass_turn() {
   asm volatile("bar.arrive %0, 256;" ::"r"(kFirstTurn + (group_number() + 1) % Groups) : "memory");
 }
-
-// lora_A of 64 columns in shared memory, as the matrix unit is told of it: chunk c, step h of 16 ranks, plane p. All
-// values are those of the whole warpgroup; the compiler must know, or it moves them for each product.
-template <typename Adapter>
-struct MatrixA {
-  uint32_t begin;  // in units of 16 bytes
-  __device__ __forceinline__ explicit MatrixA(uint32_t address) : begin(address / 16) {}
-  __device__ __forceinline__ uint32_t operator()(int c, int h, int p = 0) const {
-    return begin + (2 * (c * kPlanes<Adapter> + p) + h) * (kPartBytes / 32);
-  }
-};
 
 // As there are registers for lora_B.
 template <int Groups>
@@ -158,23 +170,17 @@ __device__ __forceinline__ void multiply_all_narrow(float (&sum)[Products][32], 
     multiply_narrow<Groups, Adapter, kMost>(sum, from_B, row, a, chunks, c, chunks - c, [] {});
 }
 
-// A turn of parts, of float32 adapters: a chunk. The small products on their own: the matrix unit cuts what it adds, and
-// would cut the large sum for each. Steps: 1 where the second one has no rank.
-template <int Groups, typename Adapter, bool First, int Steps, typename Meanwhile>
-__device__ __forceinline__ void multiply_parts(float (&sum)[32], Operand<Adapter>& b, const MatrixA<Adapter>& a, int c,
-                                               const Meanwhile& meanwhile) {
+// A turn of float32 adapters, in three parts: a chunk. The small products on their own: the matrix unit cuts what it
+// adds, and would cut the large sum for each. Steps: 1 where the second one has no rank.
+template <int Groups, bool First, int Steps, typename Meanwhile>
+__device__ __forceinline__ void multiply_wide(float (&sum)[32], Operand<float>& b, const MatrixA<float>& a, int c,
+                                              const Meanwhile& meanwhile) {
   float small[32], large[32];
   await_turn();
   b.settle();
   wgmma_begin();
 #pragma unroll
-  for (int h = 0; h < Steps; ++h) {
-#pragma unroll
-    for (int i = 0; i < kSmallProducts<Adapter>; ++i) {
-      const SmallProduct p = small_product<Adapter>(i);
-      if (p.straight) b.multiply(small, p.b, h, a(c, h, p.a), h + i > 0);
-    }
-  }
+  for (int h = 0; h < Steps; ++h) b.multiply_small(small, a, c, h, h > 0);
 #pragma unroll
   for (int h = 0; h < Steps; ++h) b.multiply(large, 0, h, a(c, h), h > 0);
   wgmma_commit();
@@ -186,27 +192,90 @@ __device__ __forceinline__ void multiply_parts(float (&sum)[32], Operand<Adapter
   b.settle();
 #pragma unroll
   for (int i = 0; i < 32; ++i) {
-    const float chunk = together<Adapter>(large[i], small[i]);
+    const float chunk = large[i] + small[i];
     sum[i] = First ? chunk : sum[i] + chunk;
   }
 }
 
-// All turns of parts: their sums over a rank, from chunk `begin` on. `first`: the operand of this one, which all boxes
-// of a tile share, as splitting float32 takes long.
-template <int Groups, typename Adapter, typename Meanwhile>
-__device__ __forceinline__ void multiply_all_parts(float (&sum)[32], Operand<Adapter>& first, const char* from_B,
-                                                   int row, const MatrixA<Adapter>& a, int begin, int rank,
-                                                   const Meanwhile& meanwhile) {
+// All turns of float32 adapters: their sums over a rank, from chunk `begin` on. `first`: the operand of this one, which
+// all boxes of a tile share, as splitting takes long.
+template <int Groups, typename Meanwhile>
+__device__ __forceinline__ void multiply_all_wide(float (&sum)[32], Operand<float>& first, const char* from_B, int row,
+                                                  const MatrixA<float>& a, int begin, int rank,
+                                                  const Meanwhile& meanwhile) {
   const int end = begin + (rank + kChunk - 1) / kChunk;
   // The second step has no rank below 4, see `rank_at`.
-  if (rank <= 4) return multiply_parts<Groups, Adapter, true, 1>(sum, first, a, begin, meanwhile);
-  multiply_parts<Groups, Adapter, true, 2>(sum, first, a, begin, meanwhile);
+  if (rank <= 4) return multiply_wide<Groups, true, 1>(sum, first, a, begin, meanwhile);
+  multiply_wide<Groups, true, 2>(sum, first, a, begin, meanwhile);
 #pragma unroll 1
   for (int c = begin + 1; c < end; ++c) {
-    Operand<Adapter> b;
+    Operand<float> b;
     b.load(from_B, c, row);
-    multiply_parts<Groups, Adapter, false, 2>(sum, b, a, c, [] {});
+    multiply_wide<Groups, false, 2>(sum, b, a, c, [] {});
   }
+}
+
+// All turns of pairs: one, of all chunks, as each takes long. Large products of 32 ranks are summed in the matrix unit,
+// and then added to the rest (round to nearest), while those of the next chunk are under way. The small ones are 2^-11
+// of them: what the matrix unit cuts off those is lost in the rest, so they are summed there over all ranks. `alone`: of
+// a strip with one box, whose lora_A the other group reads next, and leaves if its tile is the unit's last one: it then
+// has its turn only when this group has read all.
+template <int Groups, typename Adapter, typename Meanwhile>
+__device__ __forceinline__ void multiply_pairs(float (&sum)[32], const char* from_B, int row, const MatrixA<Adapter>& a,
+                                               int begin, int chunks, bool alone, const Meanwhile& meanwhile) {
+  float small[32], large[2][32];
+  Operand<Adapter> b[2];
+  const auto issue = [&](Operand<Adapter>& of_B, float (&to)[32], int c, int add) {
+    of_B.settle();
+    wgmma_begin();
+#pragma unroll
+    for (int h = 0; h < 2; ++h) of_B.multiply_small(small, a, c, h, h + add);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) of_B.multiply(to, 0, h, a(c, h), h > 0);
+    wgmma_commit();
+  };
+  const auto fold = [&](Operand<Adapter>& of_B, float (&from)[32]) {
+    settle(from);
+    of_B.settle();
+#pragma unroll
+    for (int i = 0; i < 32; ++i) sum[i] += from[i];
+  };
+#pragma unroll
+  for (int i = 0; i < 32; ++i) sum[i] = 0;
+  const int end = begin + chunks;
+  b[0].load(from_B, begin, row);
+  await_turn();
+  issue(b[0], large[0], begin, 0);
+  meanwhile();
+  int c = begin + 1;
+#pragma unroll 1
+  for (; c + 1 < end; c += 2) {
+    b[1].load(from_B, c, row);
+    issue(b[1], large[1], c, 1);
+    wgmma_wait<1>();
+    fold(b[0], large[0]);
+    b[0].load(from_B, c + 1, row);
+    issue(b[0], large[0], c + 1, 1);
+    wgmma_wait<1>();
+    fold(b[1], large[1]);
+  }
+  if (c < end) {
+    b[1].load(from_B, c, row);
+    issue(b[1], large[1], c, 1);
+    if (!alone) pass_turn<Groups>();
+    wgmma_wait<1>();
+    fold(b[0], large[0]);
+    wgmma_wait<0>();
+    fold(b[1], large[1]);
+  } else {
+    if (!alone) pass_turn<Groups>();
+    wgmma_wait<0>();
+    fold(b[0], large[0]);
+  }
+  if (alone) pass_turn<Groups>();
+  settle(small);
+#pragma unroll
+  for (int i = 0; i < 32; ++i) sum[i] = whole_sum(sum[i], small[i]);
 }
 
 }  // namespace hopper

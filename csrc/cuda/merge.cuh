@@ -29,7 +29,7 @@ namespace lora_merge {
 
 template <typename Source, typename Destination, typename Adapter, bool OneChunk>
 __global__ void __launch_bounds__(kThreads, 2) merge_kernel(const __grid_constant__ Launch launch) {
-  constexpr int kGroup = OneChunk ? 1 : 2;  // steps that share a load of A
+  constexpr int kGroup = OneChunk || kPaired<Adapter> ? 1 : 2;  // steps that share a load of A
   using In = Stage<Source>;
   using Out = Stage<Destination>;
   extern __shared__ __align__(128) char memory[];
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kThreads, 2) merge_kernel(const __grid_constan
     }
 
     // Sums of kGroup steps from `step` on, whose first slot is `slot`.
-    const auto multiply = [&](float (&sum)[kGroup][4][4], int step, bool from_stage) {
+    const auto multiply = [&](float (&sum)[kGroup][kSums<Adapter>][4], int step, bool from_stage) {
       const auto piece_of = [&](int j, int c, uint32_t at) {
         if (!from_stage)
           return fetch_B<Adapter>(s, walk.first_row + (step + j) * stride + group, c * kChunk + quad * 8);
@@ -111,11 +111,11 @@ __global__ void __launch_bounds__(kThreads, 2) merge_kernel(const __grid_constan
     [[maybe_unused]] ColumnFactors columns;
     if constexpr (kPaired<Adapter>) columns = column_factors(s, walk.col);
     // Of one step.
-    const auto products = [&](float (&sum)[4][4], int step) {
+    const auto products = [&](float (&sum)[kSums<Adapter>][4], int step) {
       if constexpr (kPaired<Adapter>)
         if (rank > 0) unscale(sum, s, columns, walk.first_row + step * stride + 2 * quad, walk.col);
     };
-    const auto add = [&](Eight& x, const float (&sum)[4][4], int e) {
+    const auto add = [&](Eight& x, const float (&sum)[kSums<Adapter>][4], int e) {
       if (rank > 0) {
 #pragma unroll
         for (int i = 0; i < 8; ++i) x.value[i] = fmaf(scaling, sum[i / 2][i % 2 * 2 + e], x.value[i]);
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(kThreads, 2) merge_kernel(const __grid_constan
     int step = 0;
 #pragma unroll 1
     for (; step + kGroup <= staged; step += kGroup) {
-      float sum[kGroup][4][4] = {};
+      float sum[kGroup][kSums<Adapter>][4] = {};
       wait_async_all_but<OneChunk ? kNarrow32Stages - 1 : -1>(launch.stages - kGroup);
       __syncwarp();  // what the other lanes staged
       multiply(sum, step, staged_B);
@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(kThreads, 2) merge_kernel(const __grid_constan
     // Edges, and segments that are no runs of aligned vectors: element by element.
 #pragma unroll 1
     for (; step < steps; step += kGroup) {
-      float sum[kGroup][4][4] = {};
+      float sum[kGroup][kSums<Adapter>][4] = {};
       wait_async_all_but<-1>(0);
       __syncwarp();
       multiply(sum, step, false);

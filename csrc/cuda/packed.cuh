@@ -132,8 +132,8 @@ struct PackedUnit {
 
   // All ranks of some steps. `ahead`: pieces of B of the first chunk, and then of that of the steps from `next` on.
   template <bool Usual>
-  __device__ __forceinline__ void multiply(float (&sum)[kGroup][4][4], Piece<Adapter> (&ahead)[kGroup], int step,
-                                           int next) const {
+  __device__ __forceinline__ void multiply(float (&sum)[kGroup][kSums<Adapter>][4], Piece<Adapter> (&ahead)[kGroup],
+                                           int step, int next) const {
     const auto products = [&](int c) {
       uint32_t b[kGroup][kPlanes<Adapter>][4];
 #pragma unroll
@@ -160,7 +160,7 @@ struct PackedUnit {
   }
 
   // Sums of pairs, whose rows and columns have factors.
-  __device__ __forceinline__ void scale_back(float (&sum)[kGroup][4][4], int step) const {
+  __device__ __forceinline__ void scale_back(float (&sum)[kGroup][kSums<Adapter>][4], int step) const {
     if constexpr (kPaired<Adapter>) {
 #pragma unroll
       for (int j = 0; j < kGroup; ++j)
@@ -168,7 +168,7 @@ struct PackedUnit {
     }
   }
 
-  __device__ __forceinline__ void add(Eight& x, const float (&sum)[4][4], int e) const {
+  __device__ __forceinline__ void add(Eight& x, const float (&sum)[kSums<Adapter>][4], int e) const {
     if (rank > 0) {
 #pragma unroll
       for (int i = 0; i < 8; ++i) x.value[i] = fmaf(scaling, sum[i / 2][i % 2 * 2 + e], x.value[i]);
@@ -197,7 +197,7 @@ struct PackedUnit {
       const Asked now = next;
       const int after = step + 2 * kGroup <= steps ? step + kGroup : step;  // the last one asks for its own again
       ask(next, after, Int8, Nested, scales, outer_shift);
-      float sum[kGroup][4][4] = {};
+      float sum[kGroup][kSums<Adapter>][4] = {};
       multiply<Usual>(sum, ahead, step, after);
       char* const out_step = to + static_cast<uint32_t>(step) * step_bytes;
 #pragma unroll
@@ -239,7 +239,7 @@ struct PackedUnit {
       step = vector && !special && !over ? run_words<true>(first, outer_shift) : run_words<false>(first, outer_shift);
 #pragma unroll 1
     for (; walk.first_row + step * stride < walk.row_end; step += kGroup) {
-      float sum[kGroup][4][4] = {};
+      float sum[kGroup][kSums<Adapter>][4] = {};
       __syncwarp();
 #pragma unroll 1
       for (int c = 0; c < chunks; ++c) {

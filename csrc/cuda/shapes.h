@@ -117,9 +117,9 @@ constexpr Layout layout_of(const Tiles& tiles, int max_rank, int planes, int bes
 // Whether a launch takes them, where a block may have `per_block` bytes of shared memory. Held boxes of float32 lora_A
 // are shared out to two groups; of others a strip's are there at once.
 constexpr bool accepts(const Tiles& t, int max_rank, int planes, int beside, int per_block) {
-  const bool known = (t.strip_cols == 256 || t.strip_cols == 128) && t.stages >= 2 && t.stages <= kMaxStages &&
-                     t.held > 0 && t.held <= kMaxHeld && max_rank >= 0 && max_rank <= kMaxRank && planes >= 1 &&
-                     planes <= 3;
+  const bool known = (t.strip_cols == 256 || t.strip_cols == 128 || (t.strip_cols == 64 && planes == 2)) &&
+                     t.stages >= 2 && t.stages <= kMaxStages && t.held > 0 && t.held <= kMaxHeld && max_rank >= 0 &&
+                     max_rank <= kMaxRank && planes >= 1 && planes <= 3;
   const bool held = planes == 3 ? t.held % 2 == 0 : t.held >= t.strip_cols / kBoxCols;
   return known && held && layout_of(t, max_rank, planes, beside).total() <= per_block;
 }
@@ -132,11 +132,10 @@ inline std::optional<Tiles> choose_tiles(int max_rank, int planes, int beside, i
     return stages;
   };
   struct Try {
-    int strip_cols, held;
-    bool all;  // whether not only float32 adapters try it
+    int strip_cols, held, planes;  // of adapters that try it; 0: all do
   };
-  for (const Try& t : {Try{256, 4, true}, Try{128, 4, false}, Try{128, 2, true}}) {
-    if (planes != 3 && !t.all) continue;
+  for (const Try& t : {Try{256, 4, 0}, Try{128, 4, 3}, Try{128, 2, 0}, Try{64, 1, 2}}) {
+    if (t.planes != 0 && t.planes != planes) continue;
     Tiles tiles{t.strip_cols, t.held, most_stages(t.strip_cols, t.held)};
     if (tiles.stages == 0) continue;
     // What is left is for the next unit's lora_A where that takes long to bring; else blocks that wait for it stay side

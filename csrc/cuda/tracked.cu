@@ -163,13 +163,13 @@ __global__ void __launch_bounds__(kThreads, 2)
         for (int j = 0; j < kHalves; ++j) load_half<T>(stage[j], s, row + j * stride, walk.col);
       }
 
-      float sum[kHalves][4][4];
+      float sum[kHalves][kSums<Adapter>][4];
       // The sums of product p.
       const auto multiply = [&](int p) {
 #pragma unroll
         for (int j = 0; j < kHalves; ++j)
 #pragma unroll
-          for (int t = 0; t < 4; ++t)
+          for (int t = 0; t < kSums<Adapter>; ++t)
 #pragma unroll
             for (int e = 0; e < 4; ++e) sum[j][t][e] = 0;
         const auto chunk = [&](auto first, int c) {
