@@ -81,7 +81,8 @@ struct Four {
   // `step`: elements from one to the next; `run`: one load may take all.
   __device__ __forceinline__ void load(const Segment& s, int64_t at, int64_t step, int count, bool run) {
     there = max(min(count, 4), 0);
-    if (run && there == 4) {
+    // Not `there == 4`: ptxas 13.0 asks that of VIMNMX.RELU, which says yes for a negative count, too.
+    if (run && count >= 4) {
       const float4 v = __ldg(reinterpret_cast<const float4*>(s.source + at * 4));
       x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
       return;
