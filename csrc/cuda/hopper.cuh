@@ -446,7 +446,8 @@ __device__ __forceinline__ void merge_tiles(const Block& b, const Way& way) {
           const auto multiply = [&](int p, Operand<Adapter>& first, const Segment& of, float scaling,
                                     const auto& work) {
             if constexpr (kPaired<Adapter>)
-              multiply_pairs<Groups>(sum, from_B, row, a, p * chunks, chunks, boxes == 1, work);
+              multiply_pairs<Groups>(sum, from_B, row, a, p * chunks, chunks, boxes == 1, p == 0,
+                                     p + 1 == Way::kProducts, work);
             else multiply_all_wide<Groups>(sum, first, from_B, row, a, p * chunks, rank, work);
             box.scaling = scaling;
             if constexpr (kPaired<Adapter>) {

@@ -219,10 +219,12 @@ __device__ __forceinline__ void multiply_all_wide(float (&sum)[32], Operand<floa
 // and then added to the rest (round to nearest), while those of the next chunk are under way. The small ones are 2^-11
 // of them: what the matrix unit cuts off those is lost in the rest, so they are summed there over all ranks. `alone`: of
 // a strip with one box, whose lora_A the other group reads next, and leaves if its tile is the unit's last one: it then
-// has its turn only when this group has read all.
+// has its turn only when this group has read all, of the first product to the last one. (Groups then take tiles in
+// turn, and one may have a tile less: if it took two turns a tile, the other would wait for its second one for ever.)
 template <int Groups, typename Adapter, typename Meanwhile>
 __device__ __forceinline__ void multiply_pairs(float (&sum)[32], const char* from_B, int row, const MatrixA<Adapter>& a,
-                                               int begin, int chunks, bool alone, const Meanwhile& meanwhile) {
+                                               int begin, int chunks, bool alone, bool first, bool last,
+                                               const Meanwhile& meanwhile) {
   float small[32], large[2][32];
   Operand<Adapter> b[2];
   const auto issue = [&](Operand<Adapter>& of_B, float (&to)[32], int c, int add) {
@@ -244,7 +246,7 @@ __device__ __forceinline__ void multiply_pairs(float (&sum)[32], const char* fro
   for (int i = 0; i < 32; ++i) sum[i] = 0;
   const int end = begin + chunks;
   b[0].load(from_B, begin, row);
-  await_turn();
+  if (!alone || first) await_turn();
   issue(b[0], large[0], begin, 0);
   meanwhile();
   int c = begin + 1;
@@ -272,7 +274,7 @@ __device__ __forceinline__ void multiply_pairs(float (&sum)[32], const char* fro
     wgmma_wait<0>();
     fold(b[0], large[0]);
   }
-  if (alone) pass_turn<Groups>();
+  if (alone && last) pass_turn<Groups>();
   settle(small);
 #pragma unroll
   for (int i = 0; i < 32; ++i) sum[i] = whole_sum(sum[i], small[i]);
