@@ -46,7 +46,8 @@ constexpr int kSlots = 8;  // of units: more than tiles in flight can belong to,
 constexpr int kStoreWarps = 2;
 
 // Warpgroups that multiply: two, or three for a way that waits for latencies more than for memory. With three, a box
-// must take one turn, or a group without a box at the end would keep its turn: up to kManyRank (of all products).
+// must take one turn, or a group without a box at the end would keep its turn: up to kManyRank (of all products). And
+// a strip has four: of two, lora_A would be left while another group still reads it.
 constexpr int kManyRank = kChunksOfTurn<3> * kChunk;
 template <int Groups>
 constexpr int kWarpsOfGroups = 4 * Groups;
@@ -287,7 +288,9 @@ __device__ __forceinline__ void ask_for_tiles(const Block& b, const Way& way) {
 
 // Another warp asks for lora_A, box by box, as soon as a unit is given and there is room. Boxes follow each other round
 // the ring: a group that waits for one has had its turn after that box was used which lay there before, or it would
-// take the one for the other. float32 ones are split in front of the turns, so there each group has a ring of its own.
+// take the one for the other. Where a strip is one box, groups have whole tiles, and perhaps none of a unit: there each
+// group sees each box come and go. float32 ones are split in front of the turns, so there each group has a ring of its
+// own. (tests/hopper_roles.py is a model of all this.)
 template <int Groups, typename Adapter, int Products>
 __device__ __forceinline__ void ask_for_A(const Block& b) {
   if (threadIdx.x % 32 != 0) return;
@@ -402,6 +405,7 @@ __device__ __forceinline__ void merge_tiles(const Block& b, const Way& way) {
   asm volatile("" : "+r"(fragment));  // or the compiler makes it anew for each box
   const int boxes = layout.cols / kBoxCols, group = uniform(threadIdx.x / 128);
   int next = group;  // box of this group: they go round the groups
+  const bool alone = boxes == 1;
   typename Way::template Hand<T> hand(way);
   if (group == Groups - 1) pass_turn<Groups>();  // the first turn is the first group's
   int stops = 0;
@@ -414,6 +418,10 @@ __device__ __forceinline__ void merge_tiles(const Block& b, const Way& way) {
       const Segment& s = b.shared.slots[tile.slot].segment();
       const int rank = uniform(s.rank), chunks = up_to_chunk(rank) / kChunk;
       const bool special = launch.stochastic || s.row_scale != 0;
+      if (kPaired<Adapter> && alone && next > 0) {
+        if (tile.first) barrier_wait(b.full_A(ring_A.stage), ring_A.parity);
+        if (tile.last && lane == 0) barrier_arrive(b.empty_A(ring_A.stage));
+      }
       [[maybe_unused]] Operand<Adapter> first_B;
       if constexpr (kWide<Adapter>) first_B.load(b.stage_B(ring.stage), 0, row);
 #pragma unroll 1
@@ -446,8 +454,10 @@ __device__ __forceinline__ void merge_tiles(const Block& b, const Way& way) {
           const auto multiply = [&](int p, Operand<Adapter>& first, const Segment& of, float scaling,
                                     const auto& work) {
             if constexpr (kPaired<Adapter>)
-              multiply_pairs<Groups>(sum, from_B, row, a, p * chunks, chunks, boxes == 1, p == 0,
-                                     p + 1 == Way::kProducts, work);
+              // A group of those that take whole tiles in turn may have one less: a tile is one turn, or the other group
+              // would wait for its second one for ever.
+              multiply_pairs<Groups>(sum, from_B, row, a, p * chunks, chunks, !alone || p == 0,
+                                     !alone || p + 1 == Way::kProducts, work);
             else multiply_all_wide<Groups>(sum, first, from_B, row, a, p * chunks, rank, work);
             box.scaling = scaling;
             if constexpr (kPaired<Adapter>) {
@@ -508,7 +518,7 @@ __global__ void __launch_bounds__(kBlock<Groups>, 1)
     }
     for (int i = 0; i < layout.held; ++i) {
       barrier_init(b.full_A(i), 1);
-      barrier_init(b.empty_A(i), 4);  // warps of a group
+      barrier_init(b.empty_A(i), layout.cols == kBoxCols ? kWarps : 4);  // else of the group that read it last
     }
     for (int i = 0; i < kSlots; ++i) barrier_init(b.given(i), 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -554,7 +564,7 @@ int launch_groups(const Way& way, const HopperLaunch& launch, cudaStream_t strea
 template <typename T, typename Adapter, typename Way>
 int launch_adapters(const Way& way, const HopperLaunch& launch, cudaStream_t stream) {
   if constexpr (Way::kMany && kPlanes<Adapter> == 1)
-    if (launch.max_rank <= kManyRank) return launch_groups<T, 3, Adapter>(way, launch, stream);
+    if (launch.max_rank <= kManyRank && launch.strip_cols == 4 * kBoxCols) return launch_groups<T, 3, Adapter>(way, launch, stream);
   return launch_groups<T, 2, Adapter>(way, launch, stream);
 }
 

@@ -217,13 +217,11 @@ __device__ __forceinline__ void multiply_all_wide(float (&sum)[32], Operand<floa
 
 // All turns of pairs: one, of all chunks, as each takes long. Large products of 32 ranks are summed in the matrix unit,
 // and then added to the rest (round to nearest), while those of the next chunk are under way. The small ones are 2^-11
-// of them: what the matrix unit cuts off those is lost in the rest, so they are summed there over all ranks. `alone`: of
-// a strip with one box, whose lora_A the other group reads next, and leaves if its tile is the unit's last one: it then
-// has its turn only when this group has read all, of the first product to the last one. (Groups then take tiles in
-// turn, and one may have a tile less: if it took two turns a tile, the other would wait for its second one for ever.)
+// of them: what the matrix unit cuts off those is lost in the rest, so they are summed there over all ranks. `takes`,
+// `passes`: whether this one begins and ends the group's turn.
 template <int Groups, typename Adapter, typename Meanwhile>
 __device__ __forceinline__ void multiply_pairs(float (&sum)[32], const char* from_B, int row, const MatrixA<Adapter>& a,
-                                               int begin, int chunks, bool alone, bool first, bool last,
+                                               int begin, int chunks, bool takes, bool passes,
                                                const Meanwhile& meanwhile) {
   float small[32], large[2][32];
   Operand<Adapter> b[2];
@@ -246,7 +244,7 @@ __device__ __forceinline__ void multiply_pairs(float (&sum)[32], const char* fro
   for (int i = 0; i < 32; ++i) sum[i] = 0;
   const int end = begin + chunks;
   b[0].load(from_B, begin, row);
-  if (!alone || first) await_turn();
+  if (takes) await_turn();
   issue(b[0], large[0], begin, 0);
   meanwhile();
   int c = begin + 1;
@@ -264,17 +262,16 @@ __device__ __forceinline__ void multiply_pairs(float (&sum)[32], const char* fro
   if (c < end) {
     b[1].load(from_B, c, row);
     issue(b[1], large[1], c, 1);
-    if (!alone) pass_turn<Groups>();
+    if (passes) pass_turn<Groups>();
     wgmma_wait<1>();
     fold(b[0], large[0]);
     wgmma_wait<0>();
     fold(b[1], large[1]);
   } else {
-    if (!alone) pass_turn<Groups>();
+    if (passes) pass_turn<Groups>();
     wgmma_wait<0>();
     fold(b[0], large[0]);
   }
-  if (alone && last) pass_turn<Groups>();
   settle(small);
 #pragma unroll
   for (int i = 0; i < 32; ++i) sum[i] = whole_sum(sum[i], small[i]);
