@@ -26,7 +26,8 @@ SEVEN = "qwen2.5-7b"
 FIRST = f"sync-engine-first-{SEVEN}.json"
 ROWS = (
     Row("the trainer merges, written", (f"sync-write-{SEVEN}.json", "other"), (SGLANG, "merged")),
-    Row("the trainer merges, in buckets (SGLang: memory saver)", (f"sync-{SEVEN}.json", "other"), (SGLANG, "memory")),
+    Row("the worker merges, reads the trainer's weights", (f"sync-pull-{SEVEN}.json", "pull"), (SGLANG, "memory")),
+    Row("the trainer merges, in buckets", (f"sync-{SEVEN}.json", "other"), (SGLANG, "buckets")),
     Row("the engine merges, adapters alone go", (FIRST, "engine-other"), (SGLANG, "engine")),
     Row("adapters beside their base (vLLM: same process)", (f"sync-{SEVEN}.json", "adapter"), (SGLANG, "adapter")),
     Row("another GPU, written (vLLM: TP=2)", (f"sync-write-{SEVEN}-x2.json", "tp2"), (ACROSS, "across_written")),

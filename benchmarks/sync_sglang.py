@@ -93,6 +93,8 @@ def peers(engine: Any, merged: list[tuple[str, torch.Tensor]], args: argparse.Na
     """SGLang's own updates with weights that are merged already."""
     result: dict[str, Any] = {}
     for name, update in (("update_weights_from_tensor", named), ("flattened_bucket", flattened)):
+        if args.device == "cuda":
+            torch.cuda.empty_cache()  # of buckets that are no longer needed: the flattened one takes as much as the model
         try:
             result[f"{name}_ms"] = timed(partial(update, engine, merged), args.device, args.repeats)
             result[f"{name}_answer"] = answers(engine)
@@ -155,13 +157,18 @@ def part_memory(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def part_across(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     from lora_merge import SglangSync
 
-    model, result = build_policy(args.shape, args.rank, args.device), dict[str, Any]()
+    result: dict[str, Any] = {}
     for name, options in (("across_written", {}), ("across_nccl", {"enable_memory_saver": True})):
+        # Of what can be mapped on neither side, buckets go.
+        torch.cuda.memory._set_allocator_settings(f"expandable_segments:{bool(options)}")
+        model = build_policy(args.shape, args.rank, args.device)
         with start_engine(args, folder, base_gpu_id=1, **options) as engine:
             sync = SglangSync(model, engine, merge="trainer", bucket_bytes=args.bucket_bytes)
             sync.push(verify=True)
             result[name] = pushes(sync, args.repeats, "merged") | {"answer": answers(engine)}
             sync.close()
+        del model, sync
+        torch.cuda.empty_cache()
     return result
 
 

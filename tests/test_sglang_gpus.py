@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,19 @@ pytestmark = [
 ]
 ELSEWHERE = {"base_gpu_id": 1}
 UNMAPPED = {"enable_memory_saver": True}
-"""Memory that no other process can map: buckets go."""
+"""Memory that no other process can map: where the trainer's cannot be mapped either (`unmapped`), buckets go."""
 BOTH = {"tp_size": 2, "disable_custom_all_reduce": True}
 no_leftovers = sglang_engines.no_leftovers
+
+
+@contextlib.contextmanager
+def unmapped() -> Iterator[None]:
+    """What is allocated inside lies in expandable segments, which no worker can read."""
+    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    try:
+        yield
+    finally:
+        torch.cuda.memory._set_allocator_settings("expandable_segments:False")
 
 
 def test_an_engine_on_another_gpu(tmp_path: Path) -> None:
@@ -54,7 +65,8 @@ def test_an_engine_on_another_gpu(tmp_path: Path) -> None:
 
 def test_nccl(tmp_path: Path) -> None:
     """Every bucket by a broadcast; faults on either side end it for both, and the next push heals the engine."""
-    model = policy()
+    with unmapped():
+        model = policy()
     with engine(model, tmp_path / "base", **ELSEWHERE | UNMAPPED) as started:
         sync = SglangSync(model, started, merge="trainer", bucket_bytes=BUCKET)
         report = sync.push(verify=True)
@@ -100,7 +112,8 @@ def test_nccl(tmp_path: Path) -> None:
 @pytest.mark.parametrize("options", [{}, UNMAPPED], ids=["mapped", "buckets"])
 def test_tensor_parallel(options: dict[str, Any], tmp_path: Path) -> None:
     """One scheduler on the trainer's GPU, one on the other."""
-    model = policy()
+    with unmapped() if options else contextlib.nullcontext():
+        model = policy()
     with engine(model, tmp_path / "base", **BOTH | options) as started:
         for merge in ("trainer", "engine"):
             sync = SglangSync(model, started, merge=merge, bucket_bytes=BUCKET)
@@ -129,7 +142,8 @@ def test_experts_on_both(tmp_path: Path) -> None:
 
 def test_a_scheduler_that_dies_in_a_broadcast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer is told soon, and lives on."""
-    model = policy()
+    with unmapped():
+        model = policy()
     monkeypatch.setenv("NCCL_CUMEM_ENABLE", os.environ.get("NCCL_CUMEM_ENABLE", "1"))  # else SGLang sets 0
     with serving(tmp_path / "base", model, **ELSEWHERE | UNMAPPED) as url:
         sync = SglangSync(model, url, merge="trainer", bucket_bytes=BUCKET)
