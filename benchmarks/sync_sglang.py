@@ -94,7 +94,7 @@ def peers(engine: Any, merged: list[tuple[str, torch.Tensor]], args: argparse.Na
     result: dict[str, Any] = {}
     for name, update in (("update_weights_from_tensor", named), ("flattened_bucket", flattened)):
         if args.device == "cuda":
-            torch.cuda.empty_cache()  # of buckets that are no longer needed: the flattened one takes as much as the model
+            torch.cuda.empty_cache()  # the flattened bucket takes as much as the model
         try:
             result[f"{name}_ms"] = timed(partial(update, engine, merged), args.device, args.repeats)
             result[f"{name}_answer"] = answers(engine)
