@@ -46,6 +46,14 @@ for step in $steps; do
       try python3 -m lora_merge doctor ;;
     tests)
       try python3 tests/gpu_tests.py "$out/tests.log" --deadline "${DEADLINE:-3600}" ${TESTS:-tests} ;;
+    wheel) # the kernels' tests from an installed wheel (WHEEL=, of `make wheel`), with no compiler on the path
+      site=$(mktemp -d) copy=$(mktemp -d)
+      try python3 -m pip install -q --no-index --no-deps --target "$site" "${WHEEL:?which one}"
+      cp -r tests benchmarks csrc docs setup.py pyproject.toml README.md "$copy"
+      kernels=$(ls tests/test_*.py | grep -vE "_(aarch64|libraries|megatron|sglang|shards|trainer|transport|vllm|zero3)")
+      bare=$(tr : '\n' <<< "$PATH" | while read -r folder; do [ -x "$folder/nvcc" ] || echo "$folder"; done | paste -sd:)
+      (cd "$copy" && PYTHONPATH=$site PATH=$bare python3 tests/gpu_tests.py "$out/wheel.log" --each 4 \
+        --deadline "${DEADLINE:-3600}" ${TESTS:-$kernels}) || { status=1 && echo "FAILED: tests of the wheel"; } ;;
     sanitizer) # every kernel path on small shapes: dtypes, layouts, ranks, copies, norms
       for tool in memcheck racecheck; do
         compute-sanitizer --tool "$tool" --launch-timeout 120 --print-limit 10000 \
