@@ -456,7 +456,7 @@ __device__ __forceinline__ void merge_tiles(const Block& b, const Way& way) {
             if constexpr (kPaired<Adapter>)
               // A group of those that take whole tiles in turn may have one less: a tile is one turn, or the other group
               // would wait for its second one for ever.
-              multiply_pairs<Groups>(sum, from_B, row, a, p * chunks, chunks, !alone || p == 0,
+              multiply_pairs<Groups, Way::kProducts == 1>(sum, from_B, row, a, p * chunks, chunks, !alone || p == 0,
                                      !alone || p + 1 == Way::kProducts, work);
             else multiply_all_wide<Groups>(sum, first, from_B, row, a, p * chunks, rank, work);
             box.scaling = scaling;

@@ -218,13 +218,15 @@ __device__ __forceinline__ void multiply_all_wide(float (&sum)[32], Operand<floa
 // All turns of pairs: one, of all chunks, as each takes long. Large products of 32 ranks are summed in the matrix unit,
 // and then added to the rest (round to nearest), while those of the next chunk are under way. The small ones are 2^-11
 // of them: what the matrix unit cuts off those is lost in the rest, so they are summed there over all ranks. `takes`,
-// `passes`: whether this one begins and ends the group's turn.
-template <int Groups, typename Adapter, typename Meanwhile>
+// `passes`: whether this one begins and ends the group's turn. Ahead: whether there are registers for chunks that
+// overlap.
+template <int Groups, bool Ahead, typename Adapter, typename Meanwhile>
 __device__ __forceinline__ void multiply_pairs(float (&sum)[32], const char* from_B, int row, const MatrixA<Adapter>& a,
                                                int begin, int chunks, bool takes, bool passes,
                                                const Meanwhile& meanwhile) {
-  float small[32], large[2][32];
-  Operand<Adapter> b[2];
+  constexpr int kUnderWay = Ahead ? 2 : 1;
+  float small[32], large[kUnderWay][32];
+  Operand<Adapter> b[kUnderWay];
   const auto issue = [&](Operand<Adapter>& of_B, float (&to)[32], int c, int add) {
     of_B.settle();
     wgmma_begin();
@@ -246,31 +248,46 @@ __device__ __forceinline__ void multiply_pairs(float (&sum)[32], const char* fro
   b[0].load(from_B, begin, row);
   if (takes) await_turn();
   issue(b[0], large[0], begin, 0);
-  meanwhile();
   int c = begin + 1;
+  if constexpr (Ahead) {
+    meanwhile();
 #pragma unroll 1
-  for (; c + 1 < end; c += 2) {
-    b[1].load(from_B, c, row);
-    issue(b[1], large[1], c, 1);
-    wgmma_wait<1>();
-    fold(b[0], large[0]);
-    b[0].load(from_B, c + 1, row);
-    issue(b[0], large[0], c + 1, 1);
-    wgmma_wait<1>();
-    fold(b[1], large[1]);
-  }
-  if (c < end) {
-    b[1].load(from_B, c, row);
-    issue(b[1], large[1], c, 1);
-    if (passes) pass_turn<Groups>();
-    wgmma_wait<1>();
-    fold(b[0], large[0]);
-    wgmma_wait<0>();
-    fold(b[1], large[1]);
+    for (; c + 1 < end; c += 2) {
+      b[1].load(from_B, c, row);
+      issue(b[1], large[1], c, 1);
+      wgmma_wait<1>();
+      fold(b[0], large[0]);
+      b[0].load(from_B, c + 1, row);
+      issue(b[0], large[0], c + 1, 1);
+      wgmma_wait<1>();
+      fold(b[1], large[1]);
+    }
+    if (c < end) {
+      b[1].load(from_B, c, row);
+      issue(b[1], large[1], c, 1);
+      if (passes) pass_turn<Groups>();
+      wgmma_wait<1>();
+      fold(b[0], large[0]);
+      wgmma_wait<0>();
+      fold(b[1], large[1]);
+    } else {
+      if (passes) pass_turn<Groups>();
+      wgmma_wait<0>();
+      fold(b[0], large[0]);
+    }
   } else {
-    if (passes) pass_turn<Groups>();
+    if (c == end && passes) pass_turn<Groups>();
+    meanwhile();
     wgmma_wait<0>();
     fold(b[0], large[0]);
+#pragma unroll 1
+    for (; c < end; ++c) {
+      b[0].load(from_B, c, row);
+      issue(b[0], large[0], c, 1);
+      if (c + 1 == end && passes) pass_turn<Groups>();
+      wgmma_wait<0>();
+      fold(b[0], large[0]);
+    }
   }
   settle(small);
 #pragma unroll
