@@ -39,6 +39,25 @@ def figure(file: Path, height: float) -> Iterator[Any]:
         plt.close(fig)
 
 
+@contextmanager
+def panels(file: Path, title: str, count: int) -> Iterator[Any]:
+    """The axes of several curves over the same steps, one below the other, as `figure`."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with plt.rc_context({"font.size": 12, "text.color": INK, "axes.labelcolor": INK, "xtick.color": INK}):
+        fig, axes = plt.subplots(count, 1, figsize=(6.4, 2.4 * count), sharex=True, layout="constrained")
+        fig.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
+        for ax in axes:
+            ax.spines[["top", "right"]].set_visible(False)
+        yield axes
+        fig.savefig(file, dpi=150, facecolor="white")
+        plt.close(fig)
+
+
 def bars(
     file: Path,
     title: str,

@@ -262,6 +262,7 @@ WAITING = {
     "rollout-experts.png": ("rollout", "rollout-experts-h200"),
     "step.png": ("step", "step-h200"),
     "step-x2.png": ("step", "step-h200-x2"),
+    "grpo.png": ("grpo", "grpo-gpu"),
 }
 """Picture -> the benchmark that draws it, and its record; where the record is not there, neither is the picture."""
 

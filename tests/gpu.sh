@@ -7,8 +7,8 @@
 # Where there are several GPUs, build once, and then run steps side by side, each on one: CUDA_VISIBLE_DEVICES=1 bash
 # tests/gpu.sh OUT figures; `tests` uses all that it sees (TESTS: which ones; DEADLINE: seconds). The machine needs torch,
 # nvcc, pytest with its timeouts, hypothesis, peft and transformers; it reaches no registry. quantised needs bitsandbytes,
-# zero3 DeepSpeed and two GPUs; rollout and rollout-experts need vLLM (0.26 for torch 2.11), step and step-x2 TRL, too: an
-# engine for each of three ways, and as many starts, which take most of the time; sglang and sglang-x2 (two GPUs) need
+# zero3 DeepSpeed and two GPUs; rollout, rollout-experts and grpo need vLLM (0.26 for torch 2.11), step and step-x2 TRL, too:
+# an engine for each of three ways, and as many starts, which take most of the time; sglang and sglang-x2 (two GPUs) need
 # SGLang (0.5.17 for torch 2.11; FlashInfer is not needed). Each step should stay below ten minutes (estimated); its record
 # is written after every way.
 set -uo pipefail
@@ -89,6 +89,7 @@ for step in $steps; do
       bench rollout-experts-h200 rollout --shape qwen3-30b-a3b --layers 24 --plot "$out/rollout-experts-h200.png" ;;
     step) bench step-h200 step --shape qwen2.5-7b --plot "$out/step-h200.png" ;;
     step-x2) bench step-h200-x2 step --shape qwen2.5-7b --ranks 2 --plot "$out/step-h200-x2.png" ;;
+    grpo) bench grpo-gpu grpo --device cuda --plot "$out/grpo.png" ;;
     quantised) bench quantised-base-h200 quantised --device cuda --shape qwen2.5-7b --layers 28 --repeat 20 ;;
     zero3)
       try python3 -m torch.distributed.run --nproc-per-node 2 benchmarks/zero3.py --json "$out/zero3-qwen2.5-7b-x2.json" ;;

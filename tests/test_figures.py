@@ -274,9 +274,18 @@ STEP = PROVENANCE | {
         "merged": {"seconds": {"rollout": 3.0, "sync": 0.02, "update": 4.5}, "drift": 0.0},
     },
 }  # fmt: skip
+GRPO = PROVENANCE | {
+    "steps": 4, "dtype": "bfloat16",
+    "ways": {
+        "merged": {"log": [
+            {"step": i, "reward": i / 4, "ratio_mean": 1.001, "ratio_off": 0.125, "resumed": i == 2} for i in range(4)
+        ]},
+        "engine": {"log": [], "error": "status 1 after 0 steps"},
+    },
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "record"), [("rollout", ROLLOUT), ("step", STEP)])
+@pytest.mark.parametrize(("name", "record"), [("rollout", ROLLOUT), ("step", STEP), ("grpo", GRPO)])
 def test_rollouts_and_steps_are_shown(
     name: str, record: dict, load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -293,10 +302,12 @@ def test_rollouts_and_steps_are_shown(
             "vLLM's LoRA path: refused, PushRefused: no LoRA",
         ],
         "step": ["2 x a GPU", "7.520 (94%)", "LoRA path: part adapter ended with 1"],
+        "grpo": ["merged by the trainer 0.00 0.38 1.0010 1.0010 0.125 2", "merged by the engine: status 1 after 0"],
     }
     assert all(text in printed for text in wanted[name]), printed
     assert not pictures.recorded(tmp_path)
-    data, picture = tmp_path / f"{name}-h200.json", tmp_path / "deeper" / "out.png"
+    record_of = next(of for benchmark_of, of in pictures.WAITING.values() if benchmark_of == name)
+    data, picture = tmp_path / f"{record_of}.json", tmp_path / "deeper" / "out.png"
     data.write_text(json.dumps(record))
     monkeypatch.setattr(sys, "argv", [f"{name}.py", "--draw", str(data), "--plot", str(picture)])
     benchmark.main()

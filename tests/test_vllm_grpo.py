@@ -6,8 +6,10 @@ A peer's rollout broke from the second batch on, and after a resume: so every st
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,20 @@ def test_an_engine_that_quantises_and_truncated_importance_sampling(base: Path, 
     for step in records(tmp_path):
         assert step["ratio_off"] > 0.02, step
         assert abs(step["ratio_mean"] - 1) < 0.1, "it is the policy that is trained, a little off"
+
+
+def test_three_ways_beside_each_other(tmp_path: Path) -> None:
+    """benchmarks/grpo.py: the same rewards in each way, and a resume in the middle of each."""
+    data = tmp_path / "grpo.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "grpo.py"), "--steps", "2", "--json", str(data)]
+    done = subprocess.run([*command, "--options", "--prompts", "4", "--pretrain", "20"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    ways = json.loads(data.read_text())["ways"]
+    assert ways.keys() == {"merged", "engine", "adapter"}
+    for way in ways.values():
+        assert [(entry["step"], entry["resumed"]) for entry in way["log"]] == [(0, False), (1, True)]
+        assert [entry["reward"] for entry in way["log"]] == [entry["reward"] for entry in ways["merged"]["log"]]
+        assert max(entry["ratio_off"] for entry in way["log"]) < 0.02
 
 
 def test_tokens_weigh_what_the_engine_undersampled(monkeypatch: pytest.MonkeyPatch) -> None:
