@@ -173,6 +173,8 @@ class _Restore:
         self._model, self._weights = model, weights
         self._storages: list[torch.UntypedStorage] = []
         self._places: list[int] = []
+        self._found: list[int] = []
+        self._sizes: list[int] = []
         self._counted: tuple[Tensor, ...] = ()
         self._versions: tuple[int, ...] = ()
         self._owners = Owners([], [], [])
@@ -209,6 +211,7 @@ class _Restore:
         # This memory is what is merged and what is restored, wherever the parameters go meanwhile.
         storages = list(map(Tensor.untyped_storage, weights))
         places = list(map(torch.UntypedStorage.data_ptr, storages))
+        sizes = list(map(torch.UntypedStorage.nbytes, storages))
         layouts, owners = self._model.layouts(self._weights), self._model.owners(self._weights)
         if any(map(Tensor.is_inference, weights)):
             weights = [weight for weight in weights if not weight.is_inference()]
@@ -216,7 +219,8 @@ class _Restore:
         versions = tuple(map(_VERSION, counted))
         inside = (_FIRST_VERSION + next(_entries) % (_FIRST_VERSION // _VERSIONS) * _VERSIONS,) * len(counted)
         # All or nothing, also where an interrupt comes.
-        self._storages, self._places, self._layouts, self._owners = storages, places, layouts, owners
+        self._storages, self._places, self._found, self._sizes = storages, places, places, sizes
+        self._layouts, self._owners = layouts, owners
         self._counted, self._versions = counted, versions
         torch._C._autograd._unsafe_set_version_counter(counted, inside)
         self._model.off()
@@ -253,9 +257,20 @@ class _Restore:
         self._left = True
 
     def _check_memory(self) -> None:
-        """Nothing is restored by address if an address is no longer what it was."""
+        """Nothing is restored by address if an address is no longer what it was: what became shared memory (a weight
+        was sent to another process) is found there, and all else is lost."""
         now = list(map(torch.UntypedStorage.data_ptr, self._storages))
-        if now == self._places:
+        if now == self._found:
+            return
+        sizes = list(map(torch.UntypedStorage.nbytes, self._storages))
+        moves = [
+            (range(place, place + size), there - place)
+            for place, size, there in zip(self._found, sizes, now, strict=True)
+            if place != there
+        ]
+        there = all(place or not size for place, size in zip(now, sizes, strict=True))
+        if there and sizes == self._sizes and all(merge.moved(moves) for merge in self.merges):
+            self._found = now
             return
         gone = [
             range(begin, begin + prod(shape) * dtype.itemsize)
@@ -390,6 +405,10 @@ class _Merge:
         """Puts back what was merged in place, where something was; `aside` as for `merge`."""
         self._tracked.unmerge(aside)
 
+    def moved(self, moves: kernels.Moves) -> bool:
+        """As `TrackedPlan.moved`."""
+        return self._tracked.moved(moves)
+
 
 class _Unshard(_Merge):
     """Whole weights, a bucket of them at a time: gathered, merged, and each rank keeps what is its own."""
@@ -429,3 +448,6 @@ class _Unshard(_Merge):
     def unmerge(self, aside: Callable[[], object]) -> None:
         for job, base in zip(self._jobs, self._bases, strict=False):  # none before `gather`
             _copy(job.destination, base)
+
+    def moved(self, moves: kernels.Moves) -> bool:
+        return True  # by tensors, which know where they lie

@@ -312,7 +312,7 @@ def _responses(
         if len(wanted) != rollout.shape[0] or max(wanted, default=0) > rollout.shape[1]:
             raise InvalidInput(f"rollout {tuple(rollout.shape)} does not hold responses of lengths {wanted}")
         return [row[:n] for row, n in zip(rollout, wanted, strict=True)]
-    return [r if isinstance(r, Tensor) else torch.tensor(list(r), dtype=torch.float64) for r in rollout]
+    return [r if isinstance(r, Tensor) else torch.tensor(list(r), dtype=torch.float64, device="cpu") for r in rollout]
 
 
 def _ints(values: Sequence[int] | Tensor) -> list[int]:

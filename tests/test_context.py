@@ -1006,3 +1006,46 @@ def test_weights_written_inside_on_the_gpu() -> None:
         weight.data.copy_(before["base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight"])
     with unchanged(model), merged(model):
         pass
+
+
+def sum_of(queue: Any, answers: Any) -> None:
+    answers.put(float(queue.get().double().sum()))
+
+
+def test_a_weight_that_is_sent_to_another_process_inside() -> None:
+    """It lies in shared memory from then on, and comes back there; the others where they are."""
+    model = models.with_lora(models.qwen2, target_modules=["q_proj", "down_proj"])
+    weight = model.base_model.model.model.layers[0].self_attn.q_proj.base_layer.weight
+    context = torch.multiprocessing.get_context("spawn")
+    queue, answers = context.Queue(), context.Queue()
+    process = context.Process(target=sum_of, args=(queue, answers))
+    process.start()
+    base = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for _ in range(2):
+        with merged(model):
+            wanted, before = float(weight.double().sum()), weight.data_ptr()
+            if process.is_alive():
+                queue.put(weight.data)
+                assert answers.get(timeout=120) == wanted
+                assert weight.data_ptr() != before
+                process.join()
+        for name, tensor in model.state_dict().items():
+            assert_same_bits(tensor, base[name], name)
+    assert process.exitcode == 0
+
+
+def test_another_default_device() -> None:
+    """What is the host's own stays on the CPU."""
+    model = models.with_lora(models.qwen2, target_modules=["q_proj"])
+    adapter = models.outputs(model)
+    torch.set_default_device("meta")
+    try:
+        with unchanged(model), merged(model):
+            inside = dict(model.named_parameters())
+            streamed = {name: inside[name] for name in inside}
+        merges = dict(MergedWeights(model))
+    finally:
+        torch.set_default_device(None)
+    assert streamed
+    assert all(tensor.device.type == "cpu" for tensor in merges.values())
+    torch.testing.assert_close(models.outputs(model), adapter)

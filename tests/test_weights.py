@@ -5,18 +5,21 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import threading
 import weakref
 from pathlib import Path
+from typing import Any
 
 import models
 import pytest
 import torch
 from helpers import assert_same_bits
 from memory import Allocations
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from lora_merge import InvalidInput, MergedWeights
+from lora_merge import InvalidInput, MergedWeights, UnsupportedAdapter, save_merged
 from lora_merge.engine.adapter import AdapterSource, filler_of
 from lora_merge.stream.buckets import ALIGNMENT, Meta, checksum, extent, from_json, lay_out, to_json
 from lora_merge.stream.places import Places
@@ -351,21 +354,40 @@ def block_in_two_places() -> nn.Module:
 
 @pytest.mark.parametrize("config", SHARED)
 def test_a_module_in_two_places_is_merged_under_both_names(config: str) -> None:
-    """Once where ties are kept together; else under each name, for who has two modules."""
+    """Nobody ties the two when a checkpoint is loaded, so it needs both names."""
     model = models.with_lora(block_in_two_places, **SHARED[config])
     policy = models.outputs(model)
     weights = MergedWeights(model, bucket_bytes=4096)
-    once = dict(weights)
-    assert not any(".layers.1." in name for name in once)
+    streamed = dict(weights)
+    for name, tensor in streamed.items():
+        assert_same_bits(tensor, streamed[name.replace(".layers.1.", ".layers.0.")], name)
     weights.keep_tied = True
-    twice = dict(weights)
-    for name, tensor in twice.items():
-        assert_same_bits(tensor, once[name.replace(".layers.1.", ".layers.0.")], name)
-    for build, streamed in ((block_in_two_places, once), (models.qwen2, twice)):
+    assert dict(weights).keys() == streamed.keys()
+    for build in (block_in_two_places, models.qwen2):
         loaded = build()
         loaded.config.use_cache = False
-        assert loaded.load_state_dict(streamed, strict=build is models.qwen2).unexpected_keys == []
+        assert loaded.load_state_dict(streamed, strict=True).unexpected_keys == []
         torch.testing.assert_close(models.outputs(loaded.eval()), policy)
+
+
+def test_replicated_layers_and_a_head_tied_by_hand(tmp_path: Path) -> None:
+    """What is loaded is the policy: PEFT's replicas share their base, and a config that ties nothing ties no head."""
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 128, "num_attention_heads": 4}
+    for layers, replication in ((3, [[0, 2], [1, 3]]), (2, None)):
+        base = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=layers, tie_word_embeddings=False)).eval()
+        for name, parameter in base.named_parameters():
+            if "norm" in name:
+                parameter.data.uniform_(0.5, 2)
+        if replication is None:
+            base.lm_head.weight = base.model.embed_tokens.weight
+        config = LoraConfig(target_modules=["q_proj"], init_lora_weights=False, layer_replication=replication)
+        model = get_peft_model(base, config).eval()
+        wanted = models.outputs(model)
+        save_merged(model, tmp_path / str(layers), verify=True)
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / str(layers)).eval()
+        torch.testing.assert_close(models.outputs(loaded), wanted)
 
 
 def test_an_adapter_in_two_places_is_sent_under_both_names() -> None:
@@ -457,3 +479,63 @@ def test_checksums_see_a_bit_and_an_order() -> None:
         b = a.clone()
         change(b)
         assert checksum(b) != checksum(a)
+
+
+@pytest.mark.parametrize("config", [{"adapters": ("one", "two")}, {"use_dora": True}], ids=["two", "dora"])
+def test_passes_in_several_threads(config: dict[str, Any]) -> None:
+    """They share what the adapters of a bucket are laid side by side in."""
+    weights = MergedWeights(models.with_lora(models.qwen2, **config), bucket_bytes=4096)
+    wanted, wrong = {name: tensor.clone() for name, tensor in weights}, set()
+
+    def passes() -> None:
+        for _ in range(20):
+            with weights.filler().passing():  # so that none lets go of the model while others begin
+                wrong.update(name for name, tensor in weights if not torch.equal(tensor, wanted[name]))
+
+    threads = [threading.Thread(target=passes) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize("adapters", [("one",), ("one", "two")], ids=["one", "two"])
+def test_scalings_and_factors_that_float32_does_not_hold(adapters: tuple[str, ...]) -> None:
+    """Also where adapters are laid side by side in float32."""
+    model = models.with_lora(models.qwen2, adapters=adapters, target_modules=["q_proj"])
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    name, before = "model.layers.0.self_attn.q_proj.weight", layer.lora_A["one"].weight
+    layer.scaling["one"] = 1e200
+    with pytest.raises(InvalidInput, match=r"q_proj.weight: scaling must be finite in float32, got 1e\+200"):
+        dict(MergedWeights(model))
+    layer.scaling["one"] = 1.0
+    for dtype in (torch.complex64, torch.float64):
+        layer.lora_A["one"].weight = nn.Parameter(before.to(dtype))
+        with pytest.raises(InvalidInput, match=f"lora_A must be bfloat16, float16 or float32, got {dtype}"):
+            dict(MergedWeights(model))
+    # What the forward gives is finite: so is the merge, though lora_B times the scaling is not.
+    layer.lora_A["one"].weight = nn.Parameter(before * 1e-30)
+    layer.lora_B["one"].weight.data.mul_(1e30)
+    layer.scaling["one"] = 1e10
+    merged, base = dict(MergedWeights(model))[name], layer.base_layer.weight
+    wanted = base.double()
+    for adapter in adapters:
+        a, b = layer.lora_A[adapter].weight.double(), layer.lora_B[adapter].weight.double()
+        wanted = wanted + layer.scaling[adapter] * (b @ a)
+    torch.testing.assert_close(merged.double(), wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
+
+
+def test_a_magnitude_that_does_not_fit() -> None:
+    """Each by itself: all are taken in one piece, where one that is too short takes from the next."""
+    model = models.with_lora(models.qwen2, use_dora=True)
+    layer = model.base_model.model.model.layers[0].self_attn
+    first, second = (part.lora_magnitude_vector["default"] for part in (layer.q_proj, layer.k_proj))
+    own = first.weight, second.weight
+    first.weight, second.weight = second.weight, first.weight
+    with pytest.raises(UnsupportedAdapter, match=r"q_proj.weight: DoRA's magnitude has shape \(\d+,\), expected \d+"):
+        dict(MergedWeights(model))
+    first.weight, second.weight = own
+    first.weight = nn.Parameter(own[0].to("meta"))
+    with pytest.raises(InvalidInput, match=r"q_proj.weight: the magnitude is a meta tensor"):
+        dict(MergedWeights(model))

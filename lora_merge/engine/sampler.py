@@ -28,7 +28,7 @@ class Sampler:
         self._key: Any = None
         self._kinds = b""
         self._plan: Plan | None = None
-        self._out = torch.empty(0, dtype=torch.uint8)
+        self._out = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def __call__(self, tensors: Sequence[Tensor], known: list[Any] | None = None) -> str:
         """Hex digest over shapes, dtypes and sampled elements.

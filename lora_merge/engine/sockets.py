@@ -364,7 +364,7 @@ class Inbox:
         words, cuda = WORKERS + WORDS * self._members, self._device.type == "cuda"
         begin = -(-8 * words // _PAGE) * _PAGE
         if self._members == 1:
-            self._box = torch.zeros(words, dtype=torch.int64).numpy()
+            self._box = torch.zeros(words, dtype=torch.int64, device="cpu").numpy()
             self._buffers = _pinned(self._nbytes) if cuda else [_plain(self._nbytes) for _ in range(2)]
             return
         path = shared_path(name)
@@ -508,11 +508,11 @@ def _mark(number: int, count: int) -> int:
 
 
 def _plain(nbytes: int) -> Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8)
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
 def _pinned(nbytes: int) -> list[Tensor]:
-    return [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    return [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu") for _ in range(2)]
 
 
 def _pin(data: Tensor) -> Callable[[], object]:

@@ -47,6 +47,10 @@ class Launch(Protocol):
         """
 
 
+Moves = Sequence[tuple[range, int]]
+"""Addresses where memory was, and how many bytes further on it is now."""
+
+
 class Tracked(Protocol):
     """Segments that merge in place and come back bit for bit: `TrackedPlan` is the face of it.
 
@@ -93,6 +97,9 @@ class Tracked(Protocol):
         Returns:
             the names of weights that were written meanwhile; those units of work are left as they are.
         """
+
+    def moved(self, moves: Moves) -> bool:
+        """Weights lie elsewhere now, with all their bits. Whether the way back goes there; else it must not be gone."""
 
 
 def idle() -> None:

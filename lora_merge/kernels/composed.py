@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from . import Launch, Tracked, idle, in_two_passes
+from . import Launch, Moves, Tracked, idle, in_two_passes
 from .segments import FLOATS, Segment, raw
 
 BLOCK = 1 << 23
@@ -35,7 +35,7 @@ class _Journal:
 def keeping_denormals() -> Iterator[None]:
     """In this thread, as it may be set to flush them on one way and not on the other. Torch's own threads stay as they
     began, on both."""
-    flushes = bool(torch.full((1,), 1e-39) * 1 == 0)
+    flushes = bool(torch.full((1,), 1e-39, device="cpu") * 1 == 0)
     torch.set_flush_denormal(False)
     try:
         yield
@@ -70,6 +70,9 @@ class Composed:
         except BaseException:
             self.unmerge()
             raise
+
+    def moved(self, moves: Moves) -> bool:
+        return True  # its tensors know where they lie
 
     def remerge(self, before: Tracked, meanwhile: Callable[[], object] = idle) -> set[str]:
         return in_two_passes(self, before, meanwhile)

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import native, operators
+from . import Moves, native, operators
 from .fused import Fused, Journal, Kernels
 from .scaled import ComposedScaled, Placed
-from .segments import Segment, pack, same_weights
+from .segments import DESTINATION, SOURCE, Segment, pack, same_weights
 
 
 def unavailable(device: torch.device) -> str | None:
@@ -63,6 +63,15 @@ class _Tracked:
     def retrack(self, before: Kernels, old: Journal, j: Journal) -> None:
         assert isinstance(before, _Tracked)
         operators.retrack_cpu(self.table, before.table, j.codes, j.records, j.arena, j.mark, j.counter, old.arena)
+
+    def moved(self, moves: Moves) -> bool:
+        table, to = self.table.numpy(), self.table.numpy().copy()
+        for addresses, further in moves:
+            for word in (SOURCE, DESTINATION):
+                there = (table[:, word] >= addresses.start) & (table[:, word] < addresses.stop)
+                to[there, word] += further
+        table[:] = to
+        return True
 
     def names(self, units: Tensor) -> set[str]:
         return {self._names[i] for i in torch.searchsorted(self._first, units, right=True) - 1}

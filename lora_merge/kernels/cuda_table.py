@@ -82,7 +82,7 @@ def cut(
 def place(table: np.ndarray, units: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
     """The table and the segment of every unit: on the device, or a small table on the CPU (a kernel argument)."""
     if len(table) <= INLINE_SEGMENTS:
-        return torch.from_numpy(table), torch.empty(0, dtype=torch.int32)
+        return torch.from_numpy(table), torch.empty(0, dtype=torch.int32, device="cpu")
     unit_segment = np.repeat(np.arange(len(table), dtype=np.int32), units)
     return torch.from_numpy(table).to(device), torch.from_numpy(unit_segment).to(device)
 

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from . import Moves, operators
 from . import cuda_hopper as hopper
-from . import operators
 from .cuda_hopper import Tiles
 from .cuda_launch import variants
 from .cuda_repack import repack
@@ -207,6 +207,9 @@ class CudaTracked:
                     return None
                 groups.append(self._any_launch(table, kind, max_rank, shape, old))
         return groups
+
+    def moved(self, moves: Moves) -> bool:
+        return False  # memory of a GPU stays where it is
 
     def names(self, units: Tensor) -> set[str]:
         return {self._names[i] for i in np.searchsorted(np.concatenate(self._first), units.numpy(), side="right") - 1}

@@ -22,7 +22,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from . import Tracked, idle, in_two_passes
+from . import Moves, Tracked, idle, in_two_passes
 from .layout import SECOND_ARENA
 
 FIRST_ROOM = 64
@@ -64,6 +64,9 @@ class Kernels(Protocol):
 
     def names(self, units: Tensor) -> set[str]:
         """The weights that units, by number, belong to."""
+
+    def moved(self, moves: Moves) -> bool:
+        """As `Tracked.moved`."""
 
 
 @dataclass(slots=True)
@@ -169,9 +172,12 @@ class Fused:
             journal.arena = self._room(used + lacking)
             journal.arena[:used] = arena[:used]
             journal.chunk = 0  # so it is room enough
-            journal.counter.copy_(torch.tensor([used, 0, 0]))
+            journal.counter.copy_(torch.tensor([used, 0, 0], device="cpu"))
             self._kernels.track(journal)
         return bool(changed)
+
+    def moved(self, moves: Moves) -> bool:
+        return self._kernels.moved(moves)
 
     def _give_up(self, before: Fused) -> set[str]:
         """Back to the base, whichever of the two a unit is merged by; returns the names of what others wrote."""

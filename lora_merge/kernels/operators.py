@@ -83,7 +83,7 @@ def row_norms_cpu(table: Tensor, out: Tensor) -> None:
 def tracked_sizes_cpu(table: Tensor) -> tuple[Tensor, int]:
     """The number of each segment's first unit, and of all units, int64 `[segments + 1]`; bytes of the codes."""
     words = _words(table, CPU)
-    first = torch.empty(words[1] + 1, dtype=torch.int64)
+    first = torch.empty(words[1] + 1, dtype=torch.int64, device="cpu")
     return first, native.compiled.tracked_sizes_cpu(*words, first.data_ptr())
 
 
@@ -179,7 +179,7 @@ def launch_hopper(
 
 def tensor_maps(table: Tensor, wide: bool) -> Tensor:
     """Tensor maps of a table on the CPU, uint8 `[segments, 512]`."""
-    maps = torch.empty((table.shape[0], MAP_BYTES), dtype=torch.uint8)
+    maps = torch.empty((table.shape[0], MAP_BYTES), dtype=torch.uint8, device="cpu")
     native.compiled.tensor_maps(*_words(table, CPU), wide, maps.data_ptr())
     return maps
 

@@ -211,7 +211,8 @@ def quantise(x: Tensor, group: Group) -> tuple[Tensor, Tensor]:
     padded = x.new_zeros(down * SCALED_BLOCK, across * SCALED_BLOCK)
     padded[:rows, :cols] = x
     blocks = padded.view(down, SCALED_BLOCK, across, SCALED_BLOCK)
-    scale = blocks.abs().amax((1, 3), keepdim=True).clamp(min=LEAST_OF_BLOCK) * torch.tensor(1 / LARGEST)
+    part = torch.tensor(1 / LARGEST, device=x.device)
+    scale = blocks.abs().amax((1, 3), keepdim=True).clamp(min=LEAST_OF_BLOCK) * part
     y = (blocks * (torch.ones_like(scale) / scale)).view(padded.shape)[:rows, :cols]
     return _rounded(y), scale.view(down, across)
 
@@ -245,7 +246,7 @@ class ComposedScaled:
                 stochastic, seed
             )
             weight, scales = quantise(merged, scaled.group)
-            written, (down, across) = torch.zeros(scaled.grid, dtype=torch.bool), scaled.sizes
+            written, (down, across) = torch.zeros(scaled.grid, dtype=torch.bool, device="cpu"), scaled.sizes
             for p in some:
                 p.segment.destination.view(torch.uint8).copy_(weight[p.rows, p.cols].view(torch.uint8))
                 written[p.row // down : -(-p.rows.stop // down), p.col // across : -(-p.cols.stop // across)] = True

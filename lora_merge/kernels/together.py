@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
-from . import Tracked, idle, in_two_passes
+from . import Moves, Tracked, idle, in_two_passes
 
 
 class Together:
@@ -49,3 +49,6 @@ class Together:
                 meanwhile = idle
         changed, self._changed = self._changed, set()
         return changed
+
+    def moved(self, moves: Moves) -> bool:
+        return all(part.moved(moves) for part in self._parts)

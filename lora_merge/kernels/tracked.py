@@ -112,6 +112,11 @@ class TrackedPlan:
         if self._tracked and self._tracked.merged:
             _check_restored(self._tracked.unmerge(meanwhile))
 
+    def moved(self, moves: kernels.Moves) -> bool:
+        """Weights of a merged plan lie elsewhere now, with all their bits. Whether `unmerge` finds them there; where
+        not, it must not be called."""
+        return self._tracked is None or self._tracked.moved(moves)
+
     @untraced
     @torch.inference_mode()
     def remerge(self, before: TrackedPlan, meanwhile: Callable[[], object] = kernels.idle) -> None:

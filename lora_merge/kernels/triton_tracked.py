@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from . import Moves
 from .composed import keeping_denormals
 from .fused import Journal, Kernels
 from .segments import DTYPES, FLOATS, KEY, UNIT_BEGIN, Segment, name_key, pack
@@ -75,6 +76,9 @@ class TritonTracked:
 
     def retrack(self, before: Kernels, old: Journal, journal: Journal) -> None:
         raise NotImplementedError
+
+    def moved(self, moves: Moves) -> bool:
+        return False  # memory of a GPU stays where it is
 
     def names(self, units: Tensor) -> set[str]:
         return {self._names[i] for i in np.searchsorted(np.concatenate(self._first), units.numpy(), side="right") - 1}

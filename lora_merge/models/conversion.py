@@ -133,16 +133,23 @@ def read_conversion(model: nn.Module) -> Conversion:
 
 
 def tied_keys(model: nn.Module) -> list[str]:
-    """Patterns of the names that transformers leaves out of a checkpoint where they are tied to another."""
-    keys = ((name, getattr(module, "_tied_weights_keys", None) or ()) for name, module in walk(model))
+    """Patterns of the names that transformers leaves out of a checkpoint, and ties to another when it loads one: of
+    classes that tie, where their config says so."""
+    keys = (
+        (name, getattr(module, "_tied_weights_keys", None) or ())
+        for name, module in walk(model)
+        if getattr(getattr(module, "config", None), "tie_word_embeddings", True)
+    )
     return [f"{name}.{key}" if name else key for name, patterns in keys for key in patterns]
 
 
-def saved_name(names: Sequence[str], patterns: Iterable[str]) -> str:
-    """Of the names of one tied tensor, in the model's order, the one under which transformers saves it."""
+def saved_names(names: Sequence[str], patterns: Iterable[str]) -> list[str]:
+    """Of the names of one tensor, in the model's order, those under which a checkpoint needs it: all but those that are
+    tied to another when it is loaded. What is shared otherwise (replicated layers, a module at two places) is needed
+    under each name."""
     patterns = tuple(patterns)
     kept = [name for name in names if not any(re.search(pattern, name) for pattern in patterns)]
-    return kept[0] if kept else max(names)
+    return kept or [max(names)]
 
 
 def _storage(tensor: Tensor) -> int:

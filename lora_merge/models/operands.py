@@ -22,7 +22,7 @@ from .staging import Copies, Staging, Storages, needed
 
 # So that the root of DoRA's norms has the same bits on every rank: oneMKL's first call of a function, where several
 # threads make it together, now and then is less exact (pytorch/pytorch#188792). One element is one thread's.
-torch.ones(1, dtype=torch.float64).sqrt()
+torch.ones(1, dtype=torch.float64, device="cpu").sqrt()
 
 _BROUGHT = 1 << 26
 """Bytes of offloaded weights whose norms are taken at a time."""
@@ -293,8 +293,10 @@ class _Beside:
         source += [a.view(experts, -1, cols) for a, _ in halves]
         source += [b.view(out, -1, experts) for _, b in halves]
         scaled += slots
-        scaling += [f.scaling for f in delta.factors]
-        return _Factor(whole(lora_A.view(-1, cols)), True), _Factor(whole(lora_B.view(out, -1)), True), 1.0
+        # The largest scaling stays with the product: lora_B times it may be beyond float32 where the product is not.
+        largest = max(abs(f.scaling) for f in delta.factors) or 1.0
+        scaling += [f.scaling / largest for f in delta.factors]
+        return _Factor(whole(lora_A.view(-1, cols)), True), _Factor(whole(lora_B.view(out, -1)), True), largest
 
     def run(self, turn: int) -> None:
         to, source = self._copied[turn]

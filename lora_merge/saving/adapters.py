@@ -176,7 +176,8 @@ def _is_the_bases(base: Checkpoint, name: str, tensor: Tensor) -> bool:
         return False
     each = stored.nbytes // max(stored.shape[0], 1) if stored.shape else 0
     for rows in rows_of(stored.shape, stored.dtype.itemsize):
-        chunk = torch.empty((rows.end - rows.begin, *stored.shape[1:]) if stored.shape else (), dtype=stored.dtype)
+        shape = (rows.end - rows.begin, *stored.shape[1:]) if stored.shape else ()
+        chunk = torch.empty(shape, dtype=stored.dtype, device="cpu")
         base.read(name, rows.begin * each, chunk)
         if not torch.equal(chunk.to(tensor.dtype), tensor[rows.begin : rows.end] if tensor.dim() else tensor):
             return False
@@ -331,16 +332,17 @@ def assembled(
         raise InvalidInput(f"{sources[0]}: its tensors in {base.folder} are {told}; expected one dtype")
     dtype = dtypes.pop()
     sizes = [prod(part.shape) for part in parts.values()]
-    flat = torch.empty(sum(sizes), dtype=dtype)
+    flat = torch.empty(sum(sizes), dtype=dtype, device="cpu")
     found = {s: t.view(p.shape) for (s, p), t in zip(parts.items(), flat.split(sizes), strict=True)}
-    seen = torch.zeros(sum(sizes) if any(e.window is None for e in entries.values()) else 0, dtype=torch.bool)
+    whole = any(e.window is None for e in entries.values())
+    seen = torch.zeros(sum(sizes) if whole else 0, dtype=torch.bool, device="cpu")
     numbers: dict[str, Tensor] = {}
     if seen.numel():  # which element of which parameter comes where: told by sending their numbers through
-        every = torch.arange(sum(sizes)).split(sizes)
+        every = torch.arange(sum(sizes), device="cpu").split(sizes)
         numbers = {s: n.view(p.shape) for (s, p), n in zip(parts.items(), every, strict=True)}
     placed = 0
     for name, entry in entries.items():
-        values = torch.empty(base.tensors[name].shape, dtype=dtype)
+        values = torch.empty(base.tensors[name].shape, dtype=dtype, device="cpu")
         base.read(name, 0, values)
         placed += values.numel()
         if entry.window is not None:

@@ -45,13 +45,13 @@ class Buffers:
     def __init__(self, count: int) -> None:
         self._free: SimpleQueue[Tensor | None] = SimpleQueue()
         for _ in range(count):
-            self._free.put(torch.empty(CHUNK, dtype=torch.uint8))
+            self._free.put(torch.empty(CHUNK, dtype=torch.uint8, device="cpu"))
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Buffer:
         """Memory for a tensor."""
         nbytes = prod(shape) * dtype.itemsize
         if nbytes > CHUNK:
-            return Buffer(torch.empty(shape, dtype=dtype), lambda: None)
+            return Buffer(torch.empty(shape, dtype=dtype, device="cpu"), lambda: None)
         memory = self._free.get()
         if memory is None:
             self._free.put(None)

@@ -197,10 +197,9 @@ def _decodes_rows(cols: int, blocksize: int, quant_type: str) -> bool:
     if cols % blocksize == 0:
         return True
     rows = 2 * (blocksize // cols + 2)  # more than two blocks, of an even number of codes
-    scales = torch.arange(1.0, -(-rows * cols // blocksize) + 1)
-    got = _decode(
-        torch.full((rows * cols // 2, 1), 0xFF, dtype=torch.uint8), scales, blocksize, quant_type, (rows, cols)
-    )
+    scales = torch.arange(1.0, -(-rows * cols // blocksize) + 1, device="cpu")
+    codes = torch.full((rows * cols // 2, 1), 0xFF, dtype=torch.uint8, device="cpu")
+    got = _decode(codes, scales, blocksize, quant_type, (rows, cols))
     wanted = got.flatten()[0] * scales.repeat_interleave(blocksize)[: rows * cols]  # one code, times each scale
     return torch.equal(got.flatten(), wanted)
 

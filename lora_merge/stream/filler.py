@@ -3,6 +3,7 @@ that lay it there, one launch a bucket."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Container, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
@@ -164,6 +165,8 @@ class Filler:
         self._due: tuple[ref[Places], list[list[tuple[int, Slot]]]] | None = None
         self._by_address: Mapping[int, torch.UntypedStorage] | None = None
         self._ahead = Ahead(self.device)
+        self._filling = threading.Lock()
+        """Of passes in several threads, which share the operands of a bucket, one fills at a time."""
         self._idle: list[Tensor] = []
         self._lent: dict[int, StorageWeakRef] = {}
         self._passes = 0
@@ -376,14 +379,15 @@ class Filler:
     def fill(self, index: int, buffer: Tensor, run: Mapping[str, Any]) -> None:
         """As `Sent.fill`. An error of this rank is raised after the collectives of the bucket."""
         errors: list[Exception] = []
-        with noted(errors):
-            self._operands.refresh(index, self.storages)
-            own = (slot for slot in self.mine(index) if slot.name not in self._wholly)
-            targets = ((slot.name, slot.box, slot.view(buffer), index) for slot in own)
-            self._plan((index, False), buffer.data_ptr(), targets).run(run)
-        if self._wholly_in[index]:
-            self._fill_wholly(index, buffer, run, errors)
-        self.ranks.all_gather_parts(buffer, self._sizes[index])()
+        with self._filling:
+            with noted(errors):
+                self._operands.refresh(index, self.storages)
+                own = (slot for slot in self.mine(index) if slot.name not in self._wholly)
+                targets = ((slot.name, slot.box, slot.view(buffer), index) for slot in own)
+                self._plan((index, False), buffer.data_ptr(), targets).run(run)
+            if self._wholly_in[index]:
+                self._fill_wholly(index, buffer, run, errors)
+            self.ranks.all_gather_parts(buffer, self._sizes[index])()
         if errors:
             raise errors[0]
 
@@ -397,14 +401,15 @@ class Filler:
 
     def place(self, index: int, places: Places, run: Mapping[str, Any]) -> None:
         """As `Sent.place`. An error of this rank is raised after the collectives of the bucket."""
-        self._operands.refresh(index, self.storages)
         targets = (
             (slot.name, met, cut(view, (tuple(map(sub, met[0], box[0])), met[1])), turn)
             for turn, slot in self._due_with(index, places)
             for box, view in places.views.get(slot.name, ())
             if (met := overlap(slot.box, box)) is not None
         )
-        self._plan((index, True), ref(places), targets, places.scaled).run(run)
+        with self._filling:
+            self._operands.refresh(index, self.storages)
+            self._plan((index, True), ref(places), targets, places.scaled).run(run)
 
     def _due_with(self, index: int, places: Places) -> list[tuple[int, Slot]]:
         """The slots that are placed with a bucket, each with its own bucket: tensors that are written as one come with

@@ -44,10 +44,10 @@ def _gathered(text: str, group: Any) -> list[str]:
     if world == 1:
         return [text]
     data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
-    dist.all_gather(sizes, torch.tensor([len(data)]), group=group)
+    sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(world)]
+    dist.all_gather(sizes, torch.tensor([len(data)], device="cpu"), group=group)
     longest = max(int(size) for size in sizes)
-    texts = [torch.empty(longest, dtype=torch.uint8) for _ in range(world)]
+    texts = [torch.empty(longest, dtype=torch.uint8, device="cpu") for _ in range(world)]
     dist.all_gather(texts, torch.nn.functional.pad(data, (0, longest - len(data))), group=group)
     return [bytes(t[: int(size)].tolist()).decode() for t, size in zip(texts, sizes, strict=True)]
 

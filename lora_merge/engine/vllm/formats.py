@@ -117,7 +117,7 @@ class Together:
         """
         if self._group is None:
             return
-        failed = torch.zeros(1, dtype=torch.int32)
+        failed = torch.zeros(1, dtype=torch.int32, device="cpu")
         dist.all_reduce(failed, dist.ReduceOp.MAX, group=self._group)
         if failed.item():
             self._group = None
@@ -126,7 +126,7 @@ class Together:
     def _leave(self) -> None:
         """Tell those who wait, or will. Nobody is waited for: the others may be where they wait for this process."""
         if self._group is not None:
-            failed = torch.ones(1, dtype=torch.int32)
+            failed = torch.ones(1, dtype=torch.int32, device="cpu")
             with suppress(RuntimeError):  # they are gone
                 self._last = dist.all_reduce(failed, dist.ReduceOp.MAX, group=self._group, async_op=True)
 

@@ -289,9 +289,9 @@ def _prove(root: Any, weights: Mapping[str, _Weight]) -> dict[str, Group]:
         recorded, _ = internals.get_layerwise_info(root).restore_metadata
         for name in recorded:
             parameter = root._parameters[name]
-            numbers = torch.randn(parameter.shape, generator=generator)
+            numbers = torch.randn(parameter.shape, generator=generator, device="cpu")
             if name in weights:  # and no bias, which vLLM 0.26 notes, too
-                rows = torch.rand((*parameter.shape[:-1], 1), generator=generator) * 0.1
+                rows = torch.rand((*parameter.shape[:-1], 1), generator=generator, device="cpu") * 0.1
                 rows[..., ::7, :] *= 1e-37  # some become zeros, with their sign
                 rows[..., ::11, :] = 0
                 numbers *= rows

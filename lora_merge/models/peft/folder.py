@@ -271,7 +271,7 @@ def _placed(model: nn.Module) -> nn.Module:
             flat = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=begin)
             placed[key] = flat.view(tensor.shape)
         else:
-            placed[key] = torch.empty(tensor.shape, dtype=tensor.dtype)
+            placed[key] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         begin += sizes[key]
     parameters: dict[int, nn.Parameter] = {}
     for module in model.modules():

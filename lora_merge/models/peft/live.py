@@ -20,7 +20,7 @@ from ...shards import Address, address, here
 from ...shards.bitsandbytes import bits, dtypeless
 from ...shards.layout import Known, Layout
 from ..claims import to_the_end
-from ..conversion import Conversion, read_conversion, saved_name, tied_keys
+from ..conversion import Conversion, read_conversion, saved_names, tied_keys
 from ..delta import Delta, Job, LazyList, in_place, whole_job
 from ..guards import Replaced, guarded, refuse
 from ..part import Part
@@ -121,7 +121,8 @@ class Peft:
         return Part(t.name, shard or self._layout.shard(t.name, t.tensor), None, trained, tied, dtype)
 
     def _tied(self, tensors: Sequence[tuple[NamedTensor, Delta | None]]) -> dict[str, str]:
-        """Names of tied weights whose adapters do not differ -> the name of the same weight in checkpoints."""
+        """Names that transformers ties when it loads a checkpoint, and whose adapters do not differ -> the name of the
+        same weight in checkpoints."""
         groups: dict[Hashable, list[tuple[NamedTensor, Delta | None]]] = {}
         for t, delta in tensors:
             groups.setdefault(self._view(t), []).append((t, delta))
@@ -131,8 +132,8 @@ class Peft:
             if len(group) > 1 and len({None if d is None else d.key()[1:] for _, d in group}) == 1
         ]
         patterns = tied_keys(self.key) if alike else []
-        kept = [(saved_name(names, patterns), names) for names in alike]
-        return {name: first for first, names in kept for name in names if name != first}
+        kept = [(saved_names(names, patterns), names) for names in alike]
+        return {name: saved[0] for saved, names in kept for name in names if name not in saved}
 
     def _view(self, t: NamedTensor) -> Hashable:
         """Equal for two places that hold one parameter and see the same of it (tied weights)."""

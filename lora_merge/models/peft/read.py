@@ -6,7 +6,6 @@ passed over. PEFT is not imported; a model that holds its layers has done so.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -392,8 +391,14 @@ def _check(delta: Delta) -> None:
                 f"{delta.name}: lora_A {f.lora_A.shape} and lora_B {f.lora_B.shape} do not fit a weight of shape "
                 f"{weight.shape} ({experts} x [{out}, {cols}]); is it sharded or offloaded?"
             )
-        if not math.isfinite(f.scaling):
-            raise InvalidInput(f"{delta.name}: scaling must be finite, got {f.scaling}")
+        if not abs(f.scaling) <= torch.finfo(torch.float32).max:
+            raise InvalidInput(f"{delta.name}: scaling must be finite in float32, got {f.scaling}")
+    if delta.magnitude is not None:
+        _check_values(delta, "the magnitude", delta.magnitude)
+        if prod(delta.magnitude.shape) != out:
+            raise UnsupportedAdapter(
+                f"{delta.name}: DoRA's magnitude has shape {tuple(delta.magnitude.shape)}, expected {out} elements"
+            )
 
 
 def _check_values(delta: Delta, label: str, factor: Shard) -> None:
@@ -403,6 +408,8 @@ def _check_values(delta: Delta, label: str, factor: Shard) -> None:
             raise InvalidInput(f"{delta.name}: {label} is a meta tensor and holds no values; load the adapter first")
         if tensor.layout is not torch.strided:
             raise InvalidInput(f"{delta.name}: {label} must be a dense tensor, got layout {tensor.layout}")
+        if tensor.dtype not in FLOATS:
+            raise InvalidInput(f"{delta.name}: {label} must be bfloat16, float16 or float32, got {tensor.dtype}")
 
 
 _READERS: dict[str, Callable[[_Reading], list[Delta]]] = {
