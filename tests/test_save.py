@@ -394,10 +394,30 @@ def test_what_must_not_be_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for out in ("", ".", ".."):
         with checkpoints.nothing_left(tmp_path), pytest.raises(InvalidInput, match="the folder that you are in"):
             merge_checkpoint(base, [adapter], out, force=True)
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    with checkpoints.nothing_left(tmp_path), pytest.raises(InvalidInput, match="the folder that you are in"):
+        merge_checkpoint(base, [adapter], ".")  # it would be another folder of this name
     monkeypatch.chdir(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "is_mount", lambda self: self.name == "empty")
+        with checkpoints.nothing_left(tmp_path), pytest.raises(InvalidInput, match="volume is mounted"):
+            merge_checkpoint(base, [adapter], "empty")
     monkeypatch.setenv("HOME", str(tmp_path / "mine"))
     with checkpoints.nothing_left(tmp_path), pytest.raises(InvalidInput, match="is or holds your home"):
         merge_checkpoint(base, [adapter], "~", force=True)
+
+
+@pytest.mark.parametrize(
+    "inside", [[1], {3: torch.ones(2)}, torch.ones(2), None], ids=["list", "ints", "tensor", "none"]
+)
+def test_a_file_that_holds_no_state_dict(inside: Any, tmp_path: Path) -> None:
+    base, adapter = pair("qwen2", tmp_path)
+    for file in base.glob("*.safetensors*"):
+        file.unlink()
+    torch.save(inside, base / "pytorch_model.bin")
+    with pytest.raises(InvalidInput, match=r"pytorch_model.bin holds a \w+, expected a state dict"):
+        merge_checkpoint(base, [adapter], tmp_path / "out")
 
 
 def test_arguments(tmp_path: Path) -> None:

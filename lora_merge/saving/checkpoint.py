@@ -314,6 +314,10 @@ def _pickles(folder: Path, names: list[str], index: Mapping[str, Any] | None) ->
                 f"{folder / file} cannot be read as plain tensors ({type(error).__name__}: {told[0] if told else ''}); "
                 "convert the base to safetensors with transformers' save_pretrained"
             ) from error
+        if not isinstance(loaded, dict) or not all(isinstance(name, str) for name in loaded):
+            raise InvalidInput(
+                f"{folder / file} holds a {type(loaded).__name__}, expected a state dict: tensors by their names"
+            )
         inside = {name: value for name, value in loaded.items() if isinstance(value, Tensor)}
         for name, value in inside.items():
             held[name] = value.contiguous()

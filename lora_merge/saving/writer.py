@@ -298,9 +298,11 @@ def check_target(out: Path, force: bool) -> None:
         raise InvalidInput(f"{out} is a file, expected a folder that is to be made")
     if out.is_symlink():
         raise InvalidInput(f"{out} is a link to {out.resolve()}: name that folder itself")
-    if not out.exists() or not any(out.iterdir()):
+    if not out.exists():
         return
-    if not force:
+    if out.is_mount():
+        raise InvalidInput(f"{out} is where a volume is mounted, which cannot be replaced: name a folder inside it")
+    if any(out.iterdir()) and not force:
         raise InvalidInput(
             f"{out} is there and not empty: name another folder, or replace it with force=True (--force)"
         )

@@ -216,8 +216,8 @@ def _check_kind(folder: Path, said: Mapping[str, Any]) -> None:
         )
     if said.get("layer_replication"):
         raise UnsupportedAdapter(
-            f"{folder}: layer_replication: the adapter belongs to a model of more layers than its base has; PEFT's "
-            "merge_and_unload makes that model"
+            f"{folder}: layer_replication: the adapter belongs to a model of more layers than its base has; load "
+            "both with PEFT, and use save_merged"
         )
     begun = said.get("init_lora_weights", True)
     if begun not in _BASE_AS_IT_IS:
