@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import models
 import pytest
 import torch
 import torch.distributed as dist
@@ -286,6 +287,41 @@ def partly_covered(rank: int) -> None:
     wanted = dict(MergedWeights(odd()))
     for name, tensor in MergedWeights(model):
         assert_same_bits(tensor, wanted[name], name)
+
+
+def other_adapters(rank: int) -> None:
+    """Which adapters are active is compared by name, though shapes and scalings are the same; their order is free."""
+    build = partial(models.with_lora, models.qwen2, adapters=("math", "chat"))
+    plain = build()
+    wanted = {name: tensor.clone() for name, tensor in MergedWeights(plain)}
+    for wrap in (fully_shard, fsdp1_one_unit):
+        model = build()
+        model.base_model.set_adapter(["math", "chat"] if rank else ["chat", "math"])
+        model = wrap(model)
+        for name, tensor in MergedWeights(model, bucket_bytes=4096):
+            assert_same_bits(tensor, wanted[name], name)
+        with merged(model):
+            pass
+        model = build()
+        model.base_model.set_adapter(["math"] if rank else ["chat"])
+        assert_refused(wrap(model), r"(?s)ranks disagree.*'(math|chat)': lora_A")
+
+
+def other_dtypes(rank: int) -> None:
+    """Of the base, also where the stream has one of its own."""
+    model = fully_shard(models.with_lora(models.qwen2, dtype=torch.bfloat16 if rank else torch.float32))
+    for options in ({}, {"strategy": "unshard"}):
+        assert_refused(
+            model, "ranks disagree", (partial(enter, **options), partial(stream, dtype=torch.bfloat16, **options))
+        )
+
+
+def test_ranks_with_other_adapters() -> None:
+    spawn(2, other_adapters)
+
+
+def test_ranks_with_bases_of_other_dtypes() -> None:
+    spawn(2, other_dtypes)
 
 
 def test_a_mesh_that_does_not_cover_all_ranks() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,7 @@ from vllm import LLM
 from lora_merge import InvalidInput, PushRefused
 from lora_merge.integrations.lightning import PushCallback as LightningPush
 from lora_merge.integrations.options import Options
+from lora_merge.integrations.pushing import Pusher
 from lora_merge.integrations.transformers import PushCallback, attach
 
 pytestmark = pytest.mark.usefixtures("no_leftovers")
@@ -120,6 +122,31 @@ def test_every_so_many_steps_and_at_the_end(llm: LLM, tmp_path: Path, every: int
     trainer.train()
     assert pushed == pushes
     assert_answers(ask(llm), trainer.model.eval(), tolerance=24e-6)
+
+
+def test_the_best_model_is_what_the_engine_ends_with(llm: LLM, tmp_path: Path) -> None:
+    """The trainer loads it after the last step; and reports come where it logs, between its pushes too."""
+
+    class Others(Tokens):
+        def __getitem__(self, i: int) -> dict[str, Any]:
+            row = torch.tensor([3 + (7 * i + 13 * (k % 5)) % 60 for k in range(16)])
+            return {"input_ids": row, "labels": row}
+
+    args = arguments(
+        tmp_path, max_steps=6, eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2,
+        load_best_model_at_end=True, metric_for_best_model="eval_loss", greater_is_better=False, learning_rate=0.3,
+        logging_steps=3,
+    )  # fmt: skip
+    trainer = Trainer(model=policy(), args=args, train_dataset=Tokens(), eval_dataset=Others())
+    callback = attach(trainer, llm, every=4)
+    trainer.train()
+    assert trainer.state.best_model_checkpoint is not None
+    assert not trainer.state.best_model_checkpoint.endswith("checkpoint-6"), "it is another one than the last"
+    assert callback.sync is not None
+    callback.sync.check()
+    assert_answers(ask(llm), trainer.model.eval(), tolerance=24e-6)
+    told = [entry["step"] for entry in trainer.state.log_history if any("lora_merge/" in key for key in entry)]
+    assert told == [3, 6], "of the push at the beginning, and of that after step 4"
 
 
 def test_gradient_accumulation_and_adapter_mode(llm: LLM, tmp_path: Path) -> None:
@@ -259,3 +286,28 @@ def test_the_page_for_accelerate_and_transformers(llm: LLM, tmp_path: Path) -> N
     push = names_of("trainers.md")["train_and_push"]
     trainer = push(policy(seed=3), Tokens(), arguments(tmp_path, max_steps=1), llm)
     assert_answers(ask(llm), trainer.model.eval(), tolerance=24e-6)
+
+
+def test_lightning_ends_with_averaged_weights(llm: LLM, tmp_path: Path) -> None:
+    """A callback before the push's puts them there when training ends."""
+    from lightning.pytorch.callbacks import EMAWeightAveraging
+
+    push, module = LightningPush(llm, model=lambda module: module.policy), Module(policy())
+    trainer = lightning_trainer(tmp_path, EMAWeightAveraging(decay=0.5), push)
+    trainer.fit(module, DataLoader(Tokens(), batch_size=4))
+    assert push.sync is not None
+    push.sync.check()
+    assert_answers(ask(llm), module.policy.eval(), tolerance=24e-6)
+
+
+@pytest.mark.parametrize(
+    ("every", "last", "ends", "wanted"),
+    [(4, 0, [3, 6, 9, 12], [6, 9, 12]), (2, 5, [6, 7, 8, 9], [6, 8]), (1, 0, [3, 6], [3, 6]), (7, 0, [6, 8], [8])],
+)
+def test_batches_of_several_steps(every: int, last: int, ends: list[int], wanted: list[int]) -> None:
+    """A push is due where a multiple has passed since the last one, though no batch ended there."""
+    pusher, pushed = Pusher(None, every, Options(), trainer="a trainer", log=logging.getLogger()), [last]
+    for step in ends:
+        if pusher.due(step, pushed[-1]):
+            pushed.append(step)
+    assert pushed[1:] == wanted

@@ -88,8 +88,16 @@ def while_alive(call: Callable[[], _T], pids: Sequence[int]) -> _T:
     except IndexError:
         caller = _Caller()
     caller.calls.put(on_this_device(there))
-    while not ended.wait(CHECK_S):
-        look()
+    try:
+        while not ended.wait(CHECK_S):
+            look()
+    except EngineGone:
+        raise
+    except BaseException:
+        ended.wait(GRACE_S)  # what is called next comes after it
+        if ended.is_set():
+            _idle.append(caller)
+        raise
     _idle.append(caller)
     value, error = done[0]
     if error is not None:
@@ -126,18 +134,20 @@ async def together(
     *,
     ended: Callable[[int], object] = lambda position: None,
     stop: Callable[[], None] = lambda: None,
+    give_up: Callable[[], None] = lambda: None,
 ) -> tuple[list[BaseException | None], BaseException | None]:
     """Control calls of several replicas at the same time, and blocking work of our own beside them.
 
     Args:
         ended: told of each call that has ended.
+        give_up: called where this is interrupted before the work has begun, for which the calls would wait.
         stop: asks the work, and so the calls, to end soon: when this is cancelled, which waits for them.
 
     Returns:
         an error of each call, and that of the work.
     """
     if not any(control.suspends for control in controls):
-        return _in_threads(calls, work, ended)
+        return _in_threads(calls, work, ended, give_up)
 
     async def one(position: int) -> BaseException | None:
         try:
@@ -216,7 +226,10 @@ def on_this_device(work: Callable[[], _T]) -> Callable[[], _T]:
 
 
 def _in_threads(
-    calls: Sequence[Callable[[], Coroutine[Any, Any, None]]], work: Callable[[], None], ended: Callable[[int], object]
+    calls: Sequence[Callable[[], Coroutine[Any, Any, None]]],
+    work: Callable[[], None],
+    ended: Callable[[int], object],
+    give_up: Callable[[], None],
 ) -> tuple[list[BaseException | None], BaseException | None]:
     def one(position: int) -> BaseException | None:
         try:
@@ -229,13 +242,17 @@ def _in_threads(
 
     failure: BaseException | None = None
     with ThreadPoolExecutor(max(len(calls), 1)) as pool:
-        futures = [pool.submit(on_this_device(partial(one, position))) for position in range(len(calls))]
-        if calls:
-            time.sleep(_SENT_S)
         try:
-            work()
-        except Exception as error:
-            failure = error
+            futures = [pool.submit(on_this_device(partial(one, position))) for position in range(len(calls))]
+            if calls:
+                time.sleep(_SENT_S)
+            try:
+                work()
+            except Exception as error:
+                failure = error
+        except BaseException:
+            give_up()  # or the calls wait for the work, and leaving the pool for them
+            raise
     return [future.result() for future in futures], failure
 
 

@@ -86,7 +86,7 @@ class Pushes:
     ) -> None:
         self._trainer, self._passes, self._pause = trainer, passes, check_pause(pause)
         self._mode, self._rounding, self._healing = mode, rounding, healing
-        self._closed = False
+        self._closed = self._interrupted = False
         self._pushed: State | None = None
         self._lock = threading.Lock()
 
@@ -107,6 +107,8 @@ class Pushes:
     async def aclose(self) -> None:
         """As `close`, in the event loop of an `AsyncLLM`."""
         self._closed = True
+        if self._interrupted:  # a call that was under way then may have come after the end of that push
+            await self._let_go()
         await self._trainer.close()
 
     async def _push(self, mode: str | None, verify: bool) -> SyncReport:
@@ -117,7 +119,8 @@ class Pushes:
             raise PushRefused("another push is under way; two at the same time cannot both win")
         try:
             return await self._locked_push(self._mode if mode is None else mode, verify)
-        except BaseException:
+        except BaseException as error:
+            self._interrupted = not isinstance(error, Exception)
             await self._let_go()
             raise
         finally:
@@ -167,10 +170,14 @@ class Pushes:
                 raise
         # Requests that are made from here on wait for what this push brings.
         self._mode = mode
-        with report.timed("pause"):
-            await trainer.each(replicas, self._pause_one)
-        for one in passes:
-            await self._pass(one, report, verify, last=one is passes[-1])
+        try:
+            with report.timed("pause"):
+                await trainer.each(replicas, self._pause_one)
+            for one in passes:
+                await self._pass(one, report, verify, last=one is passes[-1])
+        except BaseException:
+            await self._back(replicas, slept)
+            raise
         await trainer.share(replicas)
         with report.timed("resume"):
             await trainer.each(replicas, partial(self._resume, slept=slept), failed=True)
@@ -288,11 +295,8 @@ class Pushes:
         return Call("rpc", (op,), {"trainer": self._trainer.name, **message})
 
     async def _pause_one(self, replica: Replica) -> None:
-        # A request keeps the adapter, or none, that it began with, and the other mode has other weights for it.
-        switches = {replica.state.kind, self._mode} == {"merged", "adapter"}
-        pause = Call("pause", ("wait" if switches and self._pause == "keep" else self._pause,))
-        # A push that failed, or whose trainer died, left the engine paused; it said so there.
-        if any(worker["paused"] for worker in replica.workers):
+        pause = Call("pause", (self._pause_of(replica),))
+        if replica.stands:
             replica.paused_by_us = True
             await replica.handle.chain([pause])
             return
@@ -303,6 +307,15 @@ class Pushes:
             await replica.handle.chain(calls, stood)
         finally:
             replica.paused_by_us = stood[:1] == [False]  # the user's pause stays
+
+    def _pause_of(self, replica: Replica) -> str:
+        """What becomes of requests in flight. Each keeps the adapter, or none, that it began with, and the other mode
+        has other weights for it: these end before, or, where they stand still on weights that are neither old nor new,
+        on which nothing may run to its end, at once."""
+        switches = {replica.served, self._mode} == {"merged", "adapter"}
+        if replica.stands and replica.state.kind == "dirty" and self._pause != "abort":
+            return "abort" if switches else "keep"
+        return "wait" if switches and self._pause == "keep" else self._pause
 
     async def _pass(self, one: Pass, report: SyncReport, verify: bool, last: bool) -> None:
         """Send one source to its replicas, or tell them what to do by themselves. Errors are noted in them.
@@ -328,8 +341,9 @@ class Pushes:
                 sent = Verified(source.stream if isinstance(source, Pull) else source) if verify else source
                 with source.passing():
                     await self._send(one, source, sent, replicas, settle)
+        finish = partial(self._finish, one=one, sent=sent, committed=committed, name=name if last else "")
         with report.timed("finish"):
-            await self._trainer.each(replicas, partial(self._finish, one=one, sent=sent, committed=committed))
+            await self._trainer.each(replicas, finish)
 
     async def _do(self, replica: Replica, told: Told, settle: _Settle) -> None:
         replica.begun = replica.begun or told.writes
@@ -349,11 +363,11 @@ class Pushes:
         reset: int | None = None
         if name:
             # Nothing runs before `_resume`. Requests that were kept, by us or by a user's own pause, hold blocks of it.
-            running = self._pause == "keep" or not replica.paused_by_us
+            running = self._pause != "abort" or not replica.paused_by_us
             reset = len(calls)
             calls.append(Call("reset_prefix_cache", (running, replica.workers[0]["connector"]), wanted=(True,)))
             calls += [Call("reset_media_caches")] if replica.workers[0]["multimodal"] else []
-            calls += [Call("label", (name,)), Call("name_adapter", (state.kind == "adapter",))]
+            calls += [] if one.merges else self._names(name, state)  # else when it is merged
         if commits:
             calls.append(self._commit(state))
         returned = await control.chain(calls)
@@ -361,6 +375,10 @@ class Pushes:
             raise PushFailed("the prefix cache could not be reset: requests hold blocks of the old weights")
         if commits:
             self._committed(replica, one, returned[-1])
+
+    def _names(self, name: str, state: State) -> list[Call]:
+        """What an engine calls what it serves from here on."""
+        return [Call("label", (name,)), Call("name_adapter", (state.kind == "adapter",))] if name else []
 
     def _commit(self, state: State) -> Call:
         return self._told("commit", full=state.kind != "adapter")
@@ -442,14 +460,18 @@ class Pushes:
         left, every = [replica for replica in replicas if not replica.error], range(len(stream.table))
         await self._trainer.transfer(sent, run, left, Route(frozenset(every), tuple(every)), prepare, receive)
 
-    async def _finish(self, replica: Replica, one: Pass, sent: Sent | None, committed: Container[int]) -> None:
+    async def _finish(
+        self, replica: Replica, one: Pass, sent: Sent | None, committed: Container[int], name: str
+    ) -> None:
         """End a pass in a replica that is not among `committed`: workers that merge by themselves do so when all of
         them have what has come, others when the trainer has written all, and what has come is compared where that was
         asked for."""
         if replica.index not in committed:
             replica.begun = replica.begun or one.merges
-            ends = self._told("merge", state=one.state.to_json()) if one.merges else self._commit(one.state)
-            self._committed(replica, one, (await replica.handle.chain([ends]))[0])
+            ends = [self._commit(one.state)]
+            if one.merges:
+                ends = [self._told("merge", state=one.state.to_json()), *self._names(name, one.state)]
+            self._committed(replica, one, (await replica.handle.chain(ends))[0])
         if isinstance(sent, Verified):
             await self._check_arrived(replica, sent)
 
@@ -477,6 +499,22 @@ class Pushes:
             wrong += answer["damaged"]
             if wrong:
                 raise PushFailed(f"these tensors did not arrive as they were sent: {', '.join(sorted(set(wrong)))}")
+
+    async def _back(self, replicas: Sequence[Replica], slept: Mapping[int, int]) -> None:
+        """The push was interrupted: engines that hold what they held, or all that is new, go on; dirty ones stay as
+        they are.
+
+        Args:
+            slept: as of `_resume`.
+        """
+
+        async def back(replica: Replica) -> None:
+            replica.workers = await replica.handle.rpc("hello")
+            replica.paused_by_us = replica.paused_by_us or replica.stands
+            replica.error, replica.begun = "interrupted", False  # what it holds says the rest
+            await self._resume(replica, slept)
+
+        await self._trainer.each([replica for replica in replicas if replica.control is not None], back, failed=True)
 
     async def _resume(self, replica: Replica, slept: Mapping[int, int]) -> None:
         """Put a failed engine into a defined state; another one wakes and resumes, if this push woke and paused it.

@@ -126,6 +126,16 @@ class Replica:
         return broken or states[0]
 
     @property
+    def served(self) -> str:
+        """The kind of state that requests in flight began with, also where it is dirty now."""
+        return self.state.kind if self.state.kind != "dirty" else str(self.workers[0]["served"])
+
+    @property
+    def stands(self) -> bool:
+        """Whether a push that failed, or whose trainer died, left it paused."""
+        return any(worker["paused"] for worker in self.workers)
+
+    @property
     def asleep(self) -> int:
         """The level at which its weights sleep; 0 if they are awake."""
         return max(int(worker["asleep"]) for worker in self.workers)

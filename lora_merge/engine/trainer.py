@@ -470,8 +470,9 @@ class Trainer:
 
         calls = [bind(receive, replica, route) for replica in own]
         errors, failure = await together(
-            [r.handle for r in own], calls, serve, ended=lambda i: ended.add(own[i].index), stop=self._stop
-        )
+            [r.handle for r in own], calls, serve, ended=lambda i: ended.add(own[i].index), stop=self._stop,
+            give_up=sender.abort,
+        )  # fmt: skip
         for replica, raised in zip(own, errors, strict=True):
             replica.error = replica.error or (told(raised) if raised is not None else "")
         return "" if failure is None else told(failure)

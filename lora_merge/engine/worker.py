@@ -128,6 +128,7 @@ def _hello(
             "busy": "" if claim is None else side.claim.take(**claim),
             "asleep": side.asleep(),
             "paused": side.paused,
+            "served": side.served,
             "waking": side.waking,
             "session": None if side.receiver is None or side.receiver.over else side.receiver.session,
             "state": worker.served(side, side.state()).to_json(),

@@ -62,13 +62,12 @@ class PushCallback(Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """A batch is over, and an optimizer step where gradients were not accumulated."""
-        if trainer.global_step != self._pushed and self._pusher.due(trainer.global_step):
+        if self._pusher.due(trainer.global_step, self._pushed):
             pl_module.log_dict(self._push(trainer))
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """The engine ends with what was trained."""
-        if trainer.global_step != self._pushed:
-            self._push(trainer)
+        """The engine ends with what the model is now: callbacks before this one may have put averaged weights there."""
+        self._push(trainer)
 
     def _push(self, trainer: Any) -> dict[str, float]:
         report = self._pusher.push()

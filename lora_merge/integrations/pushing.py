@@ -80,9 +80,13 @@ class Pusher:
         """Training begins, with the model wrapped as it will be trained. Collective."""
         self._kept.of(model, self._engine, self._options)
 
-    def due(self, step: int) -> bool:
-        """Whether an optimizer step is one after which to push."""
-        return step % self._every == 0
+    def due(self, step: int, last: int | None = None) -> bool:
+        """Whether to push after an optimizer step.
+
+        Args:
+            last: step of the last push, where some may have passed since without a question.
+        """
+        return step // self._every > (step - 1 if last is None else last) // self._every
 
     def push(self) -> SyncReport:
         """Bring the model as it is now to the engine. Collective."""

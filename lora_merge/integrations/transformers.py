@@ -14,6 +14,7 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
+from ..engine.replica import SyncReport
 from ..engine.vllm.sync import VllmSync
 from ..errors import InvalidInput
 from .options import Options
@@ -28,6 +29,7 @@ class PushCallback(TrainerCallback):
 
     def __init__(self, trainer: Trainer, pusher: Pusher) -> None:
         self._trainer, self._pusher = trainer, pusher
+        self._unlogged: SyncReport | None = None
 
     @property
     def sync(self) -> VllmSync | None:
@@ -43,16 +45,22 @@ class PushCallback(TrainerCallback):
         """An optimizer step is over."""
         if self._pusher.due(state.global_step):
             self._push(control.should_log)
+        else:
+            self._log(control.should_log)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The engine ends with what was trained."""
-        if not self._pusher.due(state.global_step):
-            self._push(should_log=False)
+        """The engine ends with what the model is now: perhaps the best one, which the trainer has loaded since."""
+        self._push(should_log=False)
 
     def _push(self, should_log: bool) -> None:
-        report = self._pusher.push()
-        if should_log:
-            self._trainer.log(metrics(report))
+        self._unlogged = self._pusher.push()
+        self._log(should_log)
+
+    def _log(self, should_log: bool) -> None:
+        """The report of the last push, at the first step at which the trainer logs."""
+        if should_log and self._unlogged is not None:
+            self._trainer.log(metrics(self._unlogged))
+            self._unlogged = None
 
 
 def attach(trainer: Trainer, engine: Any, *, every: int = 1, options: Options | None = None) -> PushCallback:

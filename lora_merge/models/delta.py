@@ -29,11 +29,13 @@ class Factors:
         lora_B: `[out, r]`; expert-minor `[out, r*E]` for fused experts; `[out, r, 1, ...]` for a convolution; `[out]`
             for a bias.
         scaling: `layer.scaling[adapter]` as it stands.
+        adapter: its name, where it has one.
     """
 
     lora_A: Shard
     lora_B: Shard
     scaling: float
+    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,12 +93,12 @@ class Delta:
     def describe(self) -> str:
         """What must be equal on every rank, in words."""
         adapters = ", ".join(
-            f"lora_A {f.lora_A.dtype} {list(f.lora_A.shape)} lora_B {f.lora_B.dtype} {list(f.lora_B.shape)} "
-            f"x {f.scaling}"
+            f"{f.adapter and f'{f.adapter!r}: '}lora_A {f.lora_A.dtype} {list(f.lora_A.shape)} "
+            f"lora_B {f.lora_B.dtype} {list(f.lora_B.shape)} x {f.scaling}"
             for f in self.factors
         )
         kind = f"{self.experts or ''}{' transposed' if self.transposed else ''}{' DoRA' if self.magnitude else ''}"
-        return f"{self.name} {list(self.weight.shape)}{kind} + {adapters}"
+        return f"{self.name} {self.weight.dtype} {list(self.weight.shape)}{kind} + {adapters}"
 
 
 class LazyList(Sequence[_T]):

@@ -61,6 +61,7 @@ def attach(
     if options.check is not None:
         check_comparable(trainer, generation)
     rollout.install()
+    vars(trainer).pop("_lora_merge_detached", None)
     if options.check is not None:
         watch(trainer, rollout, options.check)
     _attached[engine] = ref(rollout)

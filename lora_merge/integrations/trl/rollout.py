@@ -57,6 +57,7 @@ class Rollout:
     def detach(self) -> None:
         """Give the trainer back to TRL's own way, and buffers and handles with it. Collective."""
         self.attached = False
+        self.trainer._lora_merge_detached = True  # the switch leaves it alone, too
         for owner, name in ((self.generation, "sync_weights"), (self.trainer, "_generate_and_score_completions")):
             vars(owner).pop(name, None)
 

@@ -33,7 +33,8 @@ def install() -> None:
 def _attached_first(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def first(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _rolls_out_by_trl(self) and attached(self) is None:
+        detached = getattr(self, "_lora_merge_detached", False)
+        if _rolls_out_by_trl(self) and attached(self) is None and not detached:
             attach(self)
         return method(self, *args, **kwargs)
 

@@ -90,17 +90,22 @@ class Pass(Iterator[tuple[str, Tensor]]):
 
     def __init__(self, stream: Stream, after: Callable[[], None]) -> None:
         self.stream, self._after = stream, after
-        self._tensors = self._iterate()
+        self._tensors, self._begun = self._iterate(), False
 
     def __next__(self) -> tuple[str, Tensor]:
+        self._begun = True
         return next(self._tensors)
 
     def close(self) -> None:
-        """End an iteration before its end; on all ranks."""
+        """End an iteration before its end, or before it has begun; on all ranks."""
         self._tensors.close()
+        if not self._begun:  # then nothing of the iteration runs, its end neither
+            self._begun = True
+            self._after()
 
     def push(self, sync: VllmSync) -> None:
         """Bring it into the engines by pushes, which check everything first, instead of iterating."""
+        self._begun = True
         try:
             report = sync.push(verify=self.stream.options.verify)
         finally:

@@ -172,7 +172,8 @@ def _check_peft_type(model: PeftLayer) -> None:
 
 
 def _active(name: str, layer: PeftLayer) -> list[str]:
-    """The adapters that act in the layer's forward, in their order."""
+    """The adapters that act in the layer's forward, by name: their sum has no order, and ranks may have them in others
+    (`set_adapter` of a set)."""
     if layer.merged_adapters:
         raise AlreadyMerged(
             f"{name}: the base weight already holds the adapters {', '.join(layer.merged_adapters)}. Inside "
@@ -182,7 +183,7 @@ def _active(name: str, layer: PeftLayer) -> list[str]:
     if layer.disable_adapters:
         return []
     there = layer.scaling if lineage(type(layer))[0] in _READERS else layer._get_available_adapters()
-    return [adapter for adapter in layer.active_adapters if adapter in there]
+    return sorted(adapter for adapter in layer.active_adapters if adapter in there)
 
 
 def _layer_deltas(name: str, layer: PeftLayer, active: list[str], layout: Layout) -> list[Delta]:
@@ -259,7 +260,8 @@ class _Reading(NamedTuple):
             lora_A, lora_B = (_part(self.layer, kind, adapter) for kind in ("lora_A", "lora_B"))
             if lora_A._parameters.get("bias") is not None:
                 raise UnsupportedAdapter(f"{self.name}: lora_A of '{adapter}' has a bias, which no weight can express")
-            found.append(Factors(self.shard(lora_A, "weight"), self.shard(lora_B, "weight"), self.scaling(adapter)))
+            halves = self.shard(lora_A, "weight"), self.shard(lora_B, "weight")
+            found.append(Factors(*halves, self.scaling(adapter), adapter))
         return tuple(found)
 
     def scaling(self, adapter: str) -> float:
@@ -321,7 +323,7 @@ def _read_bias(reading: _Reading) -> list[Delta]:
     for adapter in reading.active:
         bias = reading.layout.of(reading.name, _part(layer, "lora_B", adapter), "bias")
         if bias is not None:
-            factors.append(Factors(whole(_one(bias.dtype, bias.device)), bias, reading.scaling(adapter)))
+            factors.append(Factors(whole(_one(bias.dtype, bias.device)), bias, reading.scaling(adapter), adapter))
     if not factors:
         return []
     if reading.layout.of(reading.name, base, "bias") is None:
@@ -344,6 +346,7 @@ def _read_embedding(reading: _Reading) -> list[Delta]:
             reading.shard(layer.lora_embedding_A, adapter),
             reading.shard(layer.lora_embedding_B, adapter),
             reading.scaling(adapter),
+            adapter,
         )
         for adapter in reading.active
     )
