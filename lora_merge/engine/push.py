@@ -169,14 +169,14 @@ class Pushes:
                 await self._sleep_again(replicas, slept)
                 raise
         # Requests that are made from here on wait for what this push brings.
-        self._mode = mode
+        self._mode, held = mode, {replica.index: replica.state for replica in replicas}
         try:
             with report.timed("pause"):
                 await trainer.each(replicas, self._pause_one)
             for one in passes:
                 await self._pass(one, report, verify, last=one is passes[-1])
         except BaseException:
-            await self._back(replicas, slept)
+            await self._back(replicas, held, passes[-1].state, slept)
             raise
         await trainer.share(replicas)
         with report.timed("resume"):
@@ -500,16 +500,21 @@ class Pushes:
             if wrong:
                 raise PushFailed(f"these tensors did not arrive as they were sent: {', '.join(sorted(set(wrong)))}")
 
-    async def _back(self, replicas: Sequence[Replica], slept: Mapping[int, int]) -> None:
-        """The push was interrupted: engines that hold what they held, or all that is new, go on; dirty ones stay as
-        they are.
+    async def _back(
+        self, replicas: Sequence[Replica], held: Mapping[int, State], brought: State, slept: Mapping[int, int]
+    ) -> None:
+        """The push was interrupted: engines that hold what they held, or all that it was to bring, go on; others, the
+        dirty ones among them, stay as they are until the next push.
 
         Args:
+            held: by replicas before it.
             slept: as of `_resume`.
         """
 
         async def back(replica: Replica) -> None:
             replica.workers = await replica.handle.rpc("hello")
+            if replica.state not in (held[replica.index], brought) or replica.state.kind == "dirty":
+                return
             replica.paused_by_us = replica.paused_by_us or replica.stands
             replica.error, replica.begun = "interrupted", False  # what it holds says the rest
             await self._resume(replica, slept)

@@ -62,8 +62,7 @@ class Side:
         claim: whose push the engine is in the middle of.
         tables: what was examined last, by digest; a trainer may come back to one in the same push.
         held: what the weights were when this package last looked.
-        served: the kind of state that was whole last, also when it is dirty now: what requests that stand still began
-            with.
+        served: the kind of state in which generation went on last: what requests that stand still began with.
         coming: a full push that has begun, until it ends or is aborted.
         pending: what it has brought, from its last bucket to its commit.
         merger: merges updates onto the base that was brought last; None where none could be.
@@ -136,7 +135,6 @@ class Side:
     def end(self, brought: State) -> None:
         """All of a push is there: note what the weights look like."""
         self.held, self.began = change(self.held, "end", brought=brought), False
-        self.served = brought.kind
         if self.coming is not None:
             self.merger = self.coming.merger
         if self.merger is not None:

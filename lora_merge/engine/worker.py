@@ -501,6 +501,8 @@ def _end(worker: Worker, side: Side, owner: str, **notes: bool) -> dict[str, Any
     if side.claim.end(owner):
         side.update = None
         _note_pause(worker, side, **notes)
+        if not side.paused and side.held.kind != "dirty":
+            side.served = side.held.kind
     return {}
 
 
