@@ -12,7 +12,7 @@ from typing import Any
 
 from ...errors import InvalidInput
 from ..adapter import ADAPTER_NAME
-from ..calls import watched, while_alive
+from ..calls import to_its_end, watched, while_alive
 from ..control import Control
 from ..web import Server
 from . import internals
@@ -104,7 +104,9 @@ class EngineControl(SglangControl):
     async def _checked(self, action: str) -> str:
         from sglang.srt.managers.io_struct import CheckWeightsReqInput
 
-        _, message, *_ = await self._run(self.engine.check_weights(CheckWeightsReqInput(action=action)))
+        call = self._run(self.engine.check_weights(CheckWeightsReqInput(action=action)))
+        # SGLang would take an answer that nobody waited for to its end for that of the next call.
+        _, message, *_ = await (to_its_end(asyncio.ensure_future(call)) if self.suspends else call)
         return str(message)
 
     async def paused(self) -> bool:
