@@ -39,9 +39,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="factor of what an adapter adds; NAME is that of its folder; may come several times",
     )
     parser.add_argument("--device", default="cpu", help="on which is merged (default: cpu)")
-    parser.add_argument("--dtype", choices=sorted(DTYPES), help="of the weights; default: as the base has them")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), help="dtype of the result; default: the base's")
     parser.add_argument(
-        "--rounding", default="nearest", choices=("nearest", "stochastic"), help="default: nearest; stochastic: --seed"
+        "--rounding", default="nearest", choices=("nearest", "stochastic"), help="rounding to the result's dtype; stochastic needs --seed"
     )
     parser.add_argument("--seed", type=int, help="of stochastic rounding")
     parser.add_argument("--shard-size", metavar="SIZE", help="of a weight file, 5GB; default: the base's files")

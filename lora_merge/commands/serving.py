@@ -18,7 +18,7 @@ def add_load(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--base", help="folder or name of the adapter's base; default: as adapter_config.json says")
     parser.add_argument("--name", help="that the server tells with its answers; default: the folder's")
     parser.add_argument("--device", default="cpu", help="on which the adapter is laid out for its way (default: cpu)")
-    parser.add_argument("--verify", action="store_true", help="compare checksums of what came")
+    parser.add_argument("--verify", action="store_true", help="compare checksums after the transfer")
     _add_pause(parser)
 
 
