@@ -6,7 +6,8 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from engines import assert_answers, train
 from vllm import AsyncEngineArgs, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from lora_merge import PushRefused, VllmSync
+from lora_merge import PushFailed, PushRefused, VllmSync
+from lora_merge.engine.adapter import AdapterSource
+from lora_merge.engine.sender import Sender
 from lora_merge.stream.filler import Filler
 
 pytestmark = pytest.mark.usefixtures("no_leftovers")
@@ -25,20 +28,20 @@ no_leftovers = engines.no_leftovers
 Scenario = Callable[[AsyncLLM, Any], Awaitable[None]]
 
 
-async def request(llm: AsyncLLM, name: str, tokens: int, begun: asyncio.Event | None = None) -> Any:
+async def request(llm: AsyncLLM, name: str, tokens: int, begun: asyncio.Event | None = None, lora: Any = None) -> Any:
     sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=1)
     prompt = {"prompt_token_ids": engines.prompts(1)[0]}
-    async for output in llm.generate(prompt, sampling, name):
+    async for output in llm.generate(prompt, sampling, name, lora_request=lora):
         last = output
         if begun is not None:
             begun.set()
     return last
 
 
-async def in_flight(llm: AsyncLLM, name: str) -> asyncio.Task[Any]:
+async def in_flight(llm: AsyncLLM, name: str, lora: Any = None) -> asyncio.Task[Any]:
     """A request that has begun, and takes longer than a push."""
     begun = asyncio.Event()
-    task = asyncio.create_task(request(llm, name, 100, begun))
+    task = asyncio.create_task(request(llm, name, 100, begun, lora))
     await asyncio.wait([task, asyncio.ensure_future(begun.wait())], return_when=asyncio.FIRST_COMPLETED)
     return task
 
@@ -120,7 +123,114 @@ async def cancelled(llm: AsyncLLM, model: Any) -> None:
     await sync.aclose()
 
 
-@pytest.mark.parametrize("scenarios", [(users_pauses, pauses_that_fail, cancelled)])
+@contextmanager
+def failing(cls: type, at: int) -> Iterator[None]:
+    """`fill` of a source raises at a bucket."""
+    fill = cls.fill  # type: ignore[attr-defined]
+
+    def broken(self: Any, index: int, *args: Any) -> None:
+        if index == at:
+            raise MemoryError("injected")
+        fill(self, index, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cls, "fill", broken)
+        with pytest.raises(PushFailed, match="injected"):
+            yield
+
+
+async def healed_in_the_other_mode(llm: AsyncLLM, model: Any) -> None:
+    """Requests that stand still since a push that failed began with an adapter, or without one, that the next push
+    leaves no weights for: they end, and the engine lives."""
+    sync = VllmSync(model, llm, bucket_bytes=1 << 17)
+    for mode, other, source in (("adapter", "merged", AdapterSource), ("merged", "adapter", Filler)):
+        await sync.apush(mode=mode)
+        lora = sync.lora_request() if mode == "adapter" else None
+        running = await in_flight(llm, f"begun in mode {mode}", lora)
+        train(model, 3)
+        with failing(source, 0):
+            await sync.apush(mode=mode)
+        assert (await sync.astates())[0].kind == "dirty"
+        await sync.apush(mode=other)
+        assert (await running).outputs[0].finish_reason == "abort"
+        lora = sync.lora_request() if other == "adapter" else None
+        assert_answers([await request(llm, f"after {other}", 10, lora=lora)], model, engines.prompts(1))
+    await sync.apush(mode="merged")
+    await sync.aclose()
+
+
+async def healed_by_one_who_waits(llm: AsyncLLM, model: Any) -> None:
+    """Nothing runs to its end on weights that are neither old nor new."""
+    sync = VllmSync(model, llm, pause="keep", bucket_bytes=1 << 17)
+    await sync.apush()
+    running = await in_flight(llm, "stands still")
+    train(model, 4)
+    with failing(Filler, 4):
+        await sync.apush()
+    other = VllmSync(model, llm, pause="wait", bucket_bytes=1 << 17)
+    await other.apush()
+    output = (await running).outputs[0]
+    versions = getattr(output, "weight_versions", None)
+    if versions is not None:
+        states = await other.astates()
+        assert [span.version for span in versions][-1] == str(states[0])
+    # From the push on each token is the new policy's.
+    errors = engines.log_prob_errors([await running], model, engines.prompts(1))
+    assert errors[-20:].max() < 1e-4
+    assert len(output.token_ids) == 100
+    await sync.aclose()
+    await other.aclose()
+
+
+async def cancelled_before_the_first_byte(llm: AsyncLLM, model: Any) -> None:
+    """The engine holds what it held, and goes on; so does one that has all of an update already."""
+    sync = VllmSync(model, llm, pause="wait", bucket_bytes=1 << 17)
+    await sync.apush()
+    await llm.collective_rpc("slow", args=(True,))
+    running = await in_flight(llm, "is waited for")
+    before = (await sync.astates())[0]
+    with pytest.raises(asyncio.TimeoutError):
+        await asyncio.wait_for(sync.apush(), 0.3)
+    assert (await sync.astates())[0] == before
+    assert not await llm.is_paused()
+    await llm.collective_rpc("slow", args=(False,))
+    await running
+    await assert_serves(llm, model, "after a push that was cancelled in its pause")
+    await sync.aclose()
+
+    sync = VllmSync(model, llm, merge="engine", bucket_bytes=1 << 17)
+    await sync.apush()
+    before, serve = (await sync.astates())[0], Sender.serve
+
+    def too_late(self: Sender, *args: Any) -> None:
+        serve(self, *args)
+        time.sleep(0.3)  # workers have all of it meanwhile
+        raise MemoryError("injected")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Sender, "serve", too_late)
+        with pytest.raises(PushRefused, match="holds what it held before"):
+            await sync.apush()
+    assert (await sync.astates())[0] == before
+    output = (await request(llm, "its name is the old one", 5)).outputs[0]
+    for span in getattr(output, "weight_versions", None) or ():
+        assert span.version == str(before)
+    await sync.aclose()
+
+
+@pytest.mark.parametrize(
+    "scenarios",
+    [
+        (
+            users_pauses,
+            pauses_that_fail,
+            cancelled,
+            healed_in_the_other_mode,
+            healed_by_one_who_waits,
+            cancelled_before_the_first_byte,
+        )
+    ],
+)
 def test_an_async_engine(scenarios: tuple[Scenario, ...], tmp_path: Path) -> None:
     model = models.with_lora(engines.qwen2, target_modules=engines.LINEARS)
     engines.save_base(model.get_base_model(), tmp_path / "base")
@@ -128,6 +238,7 @@ def test_an_async_engine(scenarios: tuple[Scenario, ...], tmp_path: Path) -> Non
 
     async def run() -> None:
         options = engines.engine_options(model) | {"max_model_len": 256, "worker_extension_cls": "engines.Slow"}
+        options |= {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1}
         llm = AsyncLLM.from_engine_args(AsyncEngineArgs(str(tmp_path / "base"), **options))
         try:
             for scenario in scenarios:

@@ -41,7 +41,10 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cpu", help="on which is merged (default: cpu)")
     parser.add_argument("--dtype", choices=sorted(DTYPES), help="dtype of the result; default: the base's")
     parser.add_argument(
-        "--rounding", default="nearest", choices=("nearest", "stochastic"), help="rounding to the result's dtype; stochastic needs --seed"
+        "--rounding",
+        default="nearest",
+        choices=("nearest", "stochastic"),
+        help="rounding to that dtype; stochastic: --seed",
     )
     parser.add_argument("--seed", type=int, help="of stochastic rounding")
     parser.add_argument("--shard-size", metavar="SIZE", help="of a weight file, 5GB; default: the base's files")
