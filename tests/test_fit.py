@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from lora_merge import PushFailed, PushRefused
-from lora_merge.engine.calls import drive, side_by_side
+from lora_merge.engine.calls import drive, side_by_side, together, while_alive
 from lora_merge.engine.control import Control
 from lora_merge.engine.judge import judge
 from lora_merge.engine.replica import Replica, check_whole, engines_of, fail_together, failure
@@ -154,3 +155,49 @@ def test_what_an_engine_holds_changes_along_one_table() -> None:
     for held, event in ((merged, "evict"), (merged, "end"), (State(), "overwrite"), (dirty, "overwrite")):
         with pytest.raises(RuntimeError, match="cannot happen"):
             change(held, event, brought=merged)
+
+
+class Blocking:
+    """A control plane whose calls block."""
+
+    suspends = False
+
+
+@pytest.mark.parametrize("when", ["as calls go out", "in the work"])
+def test_an_interrupt_does_not_wait_for_calls_that_wait_for_us(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers wait for buckets as long as the trainer lives, and leaving the threads waits for them."""
+    given_up = threading.Event()
+
+    async def receives() -> None:
+        assert given_up.wait(30), "nobody told the workers"
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    def work() -> None:
+        if when == "in the work":
+            interrupt()
+
+    if when != "in the work":
+        monkeypatch.setattr("lora_merge.engine.calls.time.sleep", interrupt)
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        drive(together([Blocking()], [receives], work, give_up=given_up.set))
+    assert given_up.is_set()
+    assert time.monotonic() - began < 10
+
+
+def test_a_call_that_is_interrupted_comes_before_the_next_one() -> None:
+    """Or the end of a push would be heard before its beginning."""
+    done: list[str] = []
+
+    def slow() -> None:
+        time.sleep(0.5)
+        done.append("begin")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lora_merge.engine.calls.Look.__call__", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            while_alive(slow, [])
+    while_alive(lambda: done.append("end"), [])
+    assert done == ["begin", "end"]
