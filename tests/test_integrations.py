@@ -134,3 +134,15 @@ def test_tied_names_without_an_adapter_come_once(tied: bool) -> None:
     check_tied(MergedWeights(model), "--target_modules")
     other = models.with_lora(lambda: models.qwen2(tied=False), target_modules=["q_proj", "lm_head"])
     check_tied(MergedWeights(other), "--target_modules")
+
+
+def test_a_pass_that_nobody_begins_is_ended_once() -> None:
+    """verl loads parameters for it, and may fail before its first tensor."""
+    from lora_merge.integrations.verl_engines.stream import Pass
+
+    ended: list[str] = []
+    stream: Any = types.SimpleNamespace(options=types.SimpleNamespace(verify=False))
+    one = Pass(stream, lambda: ended.append("offloaded"))
+    one.close()
+    one.close()
+    assert ended == ["offloaded"]

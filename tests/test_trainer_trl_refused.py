@@ -28,6 +28,7 @@ from lora_merge.engine.vllm import plugin
 from lora_merge.engine.vllm.loader import Loader
 from lora_merge.integrations.takeover import TrainerRefused
 from lora_merge.integrations.telling import PolicyGap
+from lora_merge.integrations.trl.attach import attached
 from lora_merge.integrations.trl.switch import _attached_first, _prepare_engine, max_lora_rank
 
 pytestmark = pytest.mark.usefixtures("no_leftovers")
@@ -160,6 +161,20 @@ def test_one_trainer_for_each_engine(trainer_of: TrainerOf) -> None:
         lm.attach(second)
     rollout.detach()
     assert lm.attach(second) is not None
+
+
+def test_a_trainer_that_was_given_back(trainer_of: TrainerOf) -> None:
+    """LORA_MERGE=1 attaches before a method, but not what its user has detached."""
+    trainer, seen = trainer_of(), []
+    method = _attached_first(lambda self: seen.append(attached(self) is not None))
+    method(trainer)
+    rollout = attached(trainer)
+    rollout.detach()
+    method(trainer)
+    again = lm.attach(trainer)
+    method(trainer)
+    again.detach()
+    assert seen == [True, False, True]
 
 
 def test_engine_without_adapters(trainer_of: TrainerOf, monkeypatch: pytest.MonkeyPatch) -> None:
