@@ -106,6 +106,7 @@ class Group:
         self._lock = threading.Lock()
         self._over: threading.Event | None = None
         self._last: Done | None = None
+        self._awaited: Done | None = None
         self.lost = ""
         if rank == 0:
             start = {"transfer": "0", "verdict": "", "left": ""} | dict.fromkeys(self._ready_keys(), "-1")
@@ -257,6 +258,7 @@ class Group:
 
     def wait(self, done: Done | None) -> bool:
         """Wait for a broadcast; whether it went through."""
+        self._awaited = done
         until(lambda: bool(self.lost) or done is None or done.query(), lambda: None)
         return not self.lost and done is not None
 
@@ -280,7 +282,8 @@ class Group:
         while not over.wait(CHECK_S):
             reason = self._reason()
             # Not where all broadcasts are through: this engine may be done, and the trainer wait for another one.
-            if not reason and gone() and not (self._last is None or self._last.query()):
+            under_way = any(done is not None and not done.query() for done in (self._awaited, self._last))
+            if not reason and gone() and under_way:
                 patience -= CHECK_S
                 reason = "its control call ended in the middle of the transfer" if patience < 0 else ""
             if reason:
