@@ -118,12 +118,13 @@ def check(
 
 
 def merge(weight: Tensor, pairs: list[tuple[Tensor, Tensor, float]], device: str) -> Tensor:
-    """Several adapters side by side in float32, as everywhere: one rounding."""
+    """Several adapters side by side in float32, as everywhere, with the largest scaling apart: one rounding."""
     if len(pairs) == 1:
         ((a, b, scaling),) = pairs
     else:
         a = torch.cat([a.float() for a, _, _ in pairs])
-        b, scaling = torch.cat([b.float() * scaling for _, b, scaling in pairs], 1), 1.0
+        scaling = max(abs(scaling) for _, _, scaling in pairs)
+        b = torch.cat([b.float() * (own / scaling) for _, b, own in pairs], 1)
     return lora_merge.merge(weight.to(device), a.to(device), b.to(device), scaling).cpu()
 
 
