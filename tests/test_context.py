@@ -1034,6 +1034,25 @@ def test_a_weight_that_is_sent_to_another_process_inside() -> None:
     assert process.exitcode == 0
 
 
+def test_weights_of_one_memory_that_becomes_shared() -> None:
+    """Each moves once."""
+    model = models.with_lora(models.qwen2, target_modules=["q_proj", "k_proj", "down_proj"])
+    attention = model.base_model.model.model.layers[0].self_attn
+    flat = torch.cat([part.base_layer.weight.data.flatten() for part in (attention.q_proj, attention.k_proj)])
+    begin = 0
+    for part in (attention.q_proj, attention.k_proj):
+        weight = part.base_layer.weight
+        weight.data = flat[begin : begin + weight.numel()].view(weight.shape)
+        begin += weight.numel()
+    base = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    before = flat.data_ptr()
+    with merged(model):
+        flat.share_memory_()
+        assert attention.k_proj.base_layer.weight.untyped_storage().data_ptr() == flat.data_ptr() != before
+    for name, tensor in model.state_dict().items():
+        assert_same_bits(tensor, base[name], name)
+
+
 def test_another_default_device() -> None:
     """What is the host's own stays on the CPU."""
     model = models.with_lora(models.qwen2, target_modules=["q_proj"])

@@ -417,6 +417,31 @@ def test_the_memory_saver(tmp_path: Path) -> None:
         sync.close()
 
 
+def assert_told(sync: SglangSync, process: int, method: str, at: int, after: float = 0.0) -> None:
+    """A scheduler is killed when the trainer comes to a bucket; the trainer is told soon, and closes.
+
+    Args:
+        method: of `Filler`, which the trainer calls for each bucket.
+        after: seconds until it goes on.
+    """
+    works = getattr(Filler, method)
+
+    def killing(self: Filler, index: int, *args: Any) -> None:
+        if index == at:
+            os.kill(process, signal.SIGKILL)
+            time.sleep(after)
+        works(self, index, *args)
+
+    began = time.monotonic()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Filler, method, killing)
+        with pytest.raises(PushFailed, match="engine 0 is dirty"):
+            sync.push()
+    assert time.monotonic() - began < 60
+    with contextlib.suppress(Exception):
+        sync.close()
+
+
 def test_a_scheduler_that_dies_while_the_trainer_writes_to_it(tmp_path: Path) -> None:
     """The memory that is written to goes away with its owner: the trainer is told, lives on, and pushes to the next."""
     model = policy()
@@ -429,20 +454,5 @@ def test_a_scheduler_that_dies_while_the_trainer_writes_to_it(tmp_path: Path) ->
                 sync.close()
                 break
             policies.train(model)
-            process, place = act(url, "process"), Filler.place
-
-            def killing(self: Filler, index: int, *args: Any, process: int = process, place: Any = place) -> None:
-                if index == 2:
-                    os.kill(process, signal.SIGKILL)
-                    time.sleep(0.5)
-                place(self, index, *args)
-
-            began = time.monotonic()
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(Filler, "place", killing)
-                with pytest.raises(PushFailed, match="engine 0 is dirty"):
-                    sync.push()
-            assert time.monotonic() - began < 60
-            with contextlib.suppress(Exception):
-                sync.close()
+            assert_told(sync, act(url, "process"), "place", 2, 0.5)
     torch.cuda.synchronize()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import time
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -16,7 +15,7 @@ import pytest
 import sglang_engines
 import torch
 from sglang_engines import ask, do, engine
-from test_sglang_gpu import BUCKET, assert_answers, assert_bits, policy, qwen3_moe
+from test_sglang_gpu import BUCKET, assert_answers, assert_bits, assert_told, policy, qwen3_moe
 from test_sglang_models import MOE
 from test_sglang_server import act, answers, serving
 
@@ -150,21 +149,7 @@ def test_a_scheduler_that_dies_in_a_broadcast(tmp_path: Path, monkeypatch: pytes
         assert sync.push().transports == ("nccl",)
         assert_answers(answers(url), model)
         policies.train(model)
-        process, fill = act(url, "process"), Filler.fill
-
-        def killing(self: Filler, index: int, *args: Any) -> None:
-            if index == 3:
-                os.kill(process, signal.SIGKILL)
-            fill(self, index, *args)
-
-        began = time.monotonic()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Filler, "fill", killing)
-            with pytest.raises(PushFailed, match="engine 0 is dirty"):
-                sync.push()
-        assert time.monotonic() - began < 60
-        with contextlib.suppress(Exception):
-            sync.close()
+        assert_told(sync, act(url, "process"), "fill", 3)
     torch.cuda.synchronize()
 
 

@@ -539,6 +539,7 @@ class Pushes:
             if asleep:
                 notes["waking"] = True
         else:
+            notes["serves"] = True
             if asleep and replica.error:
                 await self._sleep_again([replica], slept)
             elif asleep:

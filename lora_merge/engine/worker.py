@@ -496,12 +496,16 @@ def _note_pause(worker: Worker, side: Side, paused: bool | None = None, waking: 
     return {}
 
 
-def _end(worker: Worker, side: Side, owner: str, **notes: bool) -> dict[str, Any]:
-    """A push is over, however it went; `notes` as in `note_pause`."""
+def _end(worker: Worker, side: Side, owner: str, serves: bool = False, **notes: bool) -> dict[str, Any]:
+    """A push is over, however it went; `notes` as in `note_pause`.
+
+    Args:
+        serves: whether generation goes on with what is held now.
+    """
     if side.claim.end(owner):
         side.update = None
         _note_pause(worker, side, **notes)
-        if not side.paused and side.held.kind != "dirty":
+        if serves:
             side.served = side.held.kind
     return {}
 

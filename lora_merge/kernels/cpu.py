@@ -69,7 +69,7 @@ class _Tracked:
         for addresses, further in moves:
             for word in (SOURCE, DESTINATION):
                 there = (table[:, word] >= addresses.start) & (table[:, word] < addresses.stop)
-                to[there, word] += further
+                to[there, word] = table[there, word] + further  # once, though weights share memory that moved
         table[:] = to
         return True
 

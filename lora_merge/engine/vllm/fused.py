@@ -56,7 +56,8 @@ class Fused:
     """What of one model can be written, as far as it is known."""
 
     def __init__(self) -> None:
-        self._proved: dict[Any, dict[str, Group] | _Reloaded] = {}
+        self._proved: dict[Any, dict[str, Group] | str] = {}
+        """By the kind of layer: groups of its weights; or why it is reloaded, in words: errors hold what was tried."""
 
     def places(
         self, roots: Sequence[nn.Module], records: Sequence[Record], dtypes: Mapping[str, torch.dtype],
@@ -126,13 +127,13 @@ class Fused:
             except torch.OutOfMemoryError as error:  # there may be room the next time
                 raise _Reloaded("no memory to try it") from error
             except _Reloaded as reason:
-                self._proved[kind] = reason
+                self._proved[kind] = str(reason)
             except Exception as error:  # whatever vLLM's own code does not like about this: it has its own way
                 _log.debug("a layer could not be tried: %s", type(root).__name__, exc_info=True)
-                self._proved[kind] = _Reloaded(f"{type(error).__name__} while it was tried: {error}")
+                self._proved[kind] = f"{type(error).__name__} while it was tried: {error}"
         groups = self._proved[kind]
-        if isinstance(groups, _Reloaded):
-            raise groups
+        if isinstance(groups, str):
+            raise _Reloaded(groups)
         recorded, _ = internals.get_layerwise_info(root).restore_metadata
         return {key: (w.values.view(recorded[key].shape), w.scaled(groups[key])) for key, w in found.items()}
 
