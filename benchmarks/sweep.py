@@ -134,7 +134,7 @@ def point(shape: shapes.Shape, rank: int, args: argparse.Namespace) -> dict[str,
         except torch.OutOfMemoryError as error:
             skipped[name] = str(error).splitlines()[0]
     copies += timing.copies(nbytes, args.device, args.repeat)
-    parts = job.product_parts(args.device, adapter_dtype)
+    parts = job.product_parts(args.device, dtype, adapter_dtype, rank)
     return {
         "rank": rank,
         "matrices": len(matrices),

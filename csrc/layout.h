@@ -29,6 +29,10 @@ struct Segment {
   uint64_t key;  // hash of the weight's name: stochastic rounding
   int64_t first;  // index in the whole weight of element (0, 0)
   int64_t pitch[2];  // what a row and a column add to that index
+  int64_t unit_begin;  // first work unit of this segment within its launch (set by the backend)
+  int64_t units_across;  // work units side by side in a row of units (set by the backend)
+  int64_t parts_A;  // lora_A as pairs of fp16, and its factors: csrc/parts.h (set by the backend), 0 = none
+  int64_t parts_B;  // lora_B likewise
   int64_t place;  // of a packed source: number among the weight's codes of element (0, 0); `source` is where 0 lies
   int64_t code;  // float32 [16]: what codes of 4 bits stand for
   int64_t absmax;  // float32, or bytes where absmax_code is not 0: one a block
@@ -37,10 +41,8 @@ struct Segment {
   int64_t absmax_scale;  // ... float32: times this, one for each ...
   int64_t absmax_block;  // ... so many bytes, ...
   int64_t absmax_offset;  // ... plus this float32
-  int64_t unit_begin;  // first work unit of this segment within its launch (set by the backend)
-  int64_t units_across;  // work units side by side in a row of units (set by the backend)
 };
-static_assert(sizeof(Segment) == 32 * 8, "a segment is 32 words");
+static_assert(sizeof(Segment) == 34 * 8, "a segment is 34 words");
 
 struct Scaled {
   int64_t scale;  // float32: one for each group of the whole weight
@@ -52,6 +54,8 @@ struct Scaled {
 };
 static_assert(sizeof(Scaled) == 6 * 8, "and what is beside it 6");
 
+constexpr int kPairs = 3;
+constexpr int kPartVectors = 256;
 constexpr int kMaxRank = 512;
 constexpr int kMaxSide = 2147479552;
 constexpr int kPackedSource = 256;
@@ -96,22 +100,23 @@ int64_t tracked_sizes_cpu(const Segment* table, int64_t segments, int64_t* first
 void track_cpu(const Segment* table, int64_t segments, uint8_t* codes, int64_t n_codes, int64_t* records, int64_t n_records, uint8_t* arena, int64_t room, int64_t mark, int64_t* asked);
 void untrack_cpu(const Segment* table, int64_t segments, uint8_t* codes, int64_t n_codes, int64_t* records, int64_t n_records, uint8_t* arena, int64_t room, int64_t mark, int64_t* asked);
 void retrack_cpu(const Segment* table, int64_t segments, const Segment* table_before, int64_t segments_before, uint8_t* codes, int64_t n_codes, int64_t* records, int64_t n_records, uint8_t* arena, int64_t room, int64_t mark, int64_t* asked, uint8_t* before);
-std::vector<int64_t> merge_shape(int64_t max_rank, bool wide, int64_t element_bytes, int64_t narrowest, int64_t widest, int64_t per_block, int64_t per_processor);
-bool accepts_shape(int64_t col_warps, int64_t stages, bool staged_B, int64_t pad, int64_t max_rank, bool wide, int64_t element_bytes, int64_t per_block);
-std::vector<int64_t> hopper_tiles(int64_t max_rank, bool wide, int64_t beside, int64_t per_block);
-bool accepts_tiles(int64_t strip_cols, int64_t held, int64_t stages, int64_t max_rank, bool wide, int64_t beside, int64_t per_block);
+std::vector<int64_t> merge_shape(int64_t max_rank, int64_t planes, int64_t element_bytes, int64_t narrowest, int64_t widest, int64_t per_block, int64_t per_processor);
+bool accepts_shape(int64_t col_warps, int64_t stages, bool staged_B, int64_t pad, int64_t max_rank, int64_t planes, int64_t element_bytes, int64_t per_block);
+std::vector<int64_t> hopper_tiles(int64_t max_rank, int64_t planes, int64_t beside, int64_t per_block);
+bool accepts_tiles(int64_t strip_cols, int64_t held, int64_t stages, int64_t max_rank, int64_t planes, int64_t beside, int64_t per_block);
 std::string cuda_problem();
 void launch_cuda(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment, int64_t n_unit_segment, int32_t* counter, int64_t source_dtype, int64_t destination_dtype, int64_t adapters, int64_t n_units, int64_t n_raw_units, int64_t rows_per_unit, int64_t col_warps, int64_t stages, bool staged_B, int64_t pad, int64_t max_rank, bool stochastic, int64_t seed, int64_t device, void* stream);
 void launch_scaled(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment, int64_t n_unit_segment, const Scaled* scaled, int32_t* counter, int64_t source_dtype, int64_t dtype, int64_t adapters, int64_t part, int64_t n_units, int64_t n_raw_units, int64_t rows_per_unit, int64_t col_warps, int64_t stages, bool staged_B, int64_t pad, int64_t max_rank, bool stochastic, int64_t seed, int64_t device, void* stream);
 void launch_hopper(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment, int64_t n_unit_segment, int32_t* counter, int64_t dtype, int64_t adapters, int64_t n_units, int64_t n_raw_units, int64_t rows_per_unit, const uint8_t* maps, int64_t strip_cols, int64_t held, int64_t stages, int64_t max_rank, bool stochastic, int64_t seed, int64_t device, void* stream);
-void tensor_maps(const Segment* table, int64_t segments, bool wide, uint8_t* maps);
+void tensor_maps(const Segment* table, int64_t segments, int64_t adapters, uint8_t* maps);
+void split_adapters(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment, int64_t n_unit_segment, int64_t n_units, int64_t device, void* stream);
 void row_norms_cuda(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment, int64_t n_unit_segment, int64_t source_dtype, int64_t n_units, int64_t max_rank, double* out, int64_t device, void* stream);
 void track_cuda(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment, int64_t n_unit_segment, int32_t* counter, int64_t dtype, int64_t adapters, int64_t n_units, int64_t n_raw_units, int64_t rows_per_unit, int64_t col_warps, int64_t stages, bool staged_B, int64_t pad, int64_t max_rank, int64_t way, uint8_t* codes, int64_t n_codes, int64_t* records, int64_t n_records, uint8_t* arena, int64_t room, int64_t mark, int64_t* asked, int64_t chunk, uint8_t* before, int64_t room_before, int64_t device, void* stream);
 void track_hopper(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment, int64_t n_unit_segment, int32_t* counter, int64_t dtype, int64_t adapters, int64_t n_units, int64_t n_raw_units, int64_t rows_per_unit, const uint8_t* maps, int64_t strip_cols, int64_t held, int64_t stages, int64_t max_rank, int64_t way, uint8_t* codes, int64_t n_codes, int64_t* records, int64_t n_records, uint8_t* arena, int64_t room, int64_t mark, int64_t* asked, int64_t chunk, uint8_t* before, int64_t room_before, int64_t device, void* stream);
 }  // namespace operators
 #define LORA_MERGE_OPERATORS(X) X(layout_hash) X(cuda_architectures) X(cpu_isas) X(use_threads) X(launch_cpu) X(row_norms_cpu) X(tracked_sizes_cpu) X(track_cpu) X(untrack_cpu) X(retrack_cpu) X(merge_shape) X(accepts_shape) X(hopper_tiles) X(accepts_tiles)
-#define LORA_MERGE_CUDA_OPERATORS(X) X(cuda_problem) X(launch_cuda) X(launch_scaled) X(launch_hopper) X(tensor_maps) X(row_norms_cuda) X(track_cuda) X(track_hopper)
+#define LORA_MERGE_CUDA_OPERATORS(X) X(cuda_problem) X(launch_cuda) X(launch_scaled) X(launch_hopper) X(tensor_maps) X(split_adapters) X(row_norms_cuda) X(track_cuda) X(track_hopper)
 
-constexpr const char* kLayoutHash = "1c298549676a9e1c";
+constexpr const char* kLayoutHash = "a92d6a4f036afa38";
 
 }  // namespace lora_merge

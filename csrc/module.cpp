@@ -99,29 +99,29 @@ void retrack_cpu(const Segment* table, int64_t segments, const Segment* table_be
 // ---- shapes of launches on a GPU, which any machine can ask for
 // ------------------------------------------------------
 
-std::vector<int64_t> merge_shape(int64_t max_rank, bool wide, int64_t element_bytes, int64_t narrowest, int64_t widest,
-                                 int64_t per_block, int64_t per_processor) {
-  const auto s = choose_shape(max_rank, wide, element_bytes, narrowest, widest, per_block, per_processor);
+std::vector<int64_t> merge_shape(int64_t max_rank, int64_t planes, int64_t element_bytes, int64_t narrowest,
+                                 int64_t widest, int64_t per_block, int64_t per_processor) {
+  const auto s = choose_shape(max_rank, planes, element_bytes, narrowest, widest, per_block, per_processor);
   if (!s) return {};
   return {s->col_warps, s->stages, s->staged_B, s->pad};
 }
 
-bool accepts_shape(int64_t col_warps, int64_t stages, bool staged_B, int64_t pad, int64_t max_rank, bool wide,
+bool accepts_shape(int64_t col_warps, int64_t stages, bool staged_B, int64_t pad, int64_t max_rank, int64_t planes,
                    int64_t element_bytes, int64_t per_block) {
   const Shape shape{static_cast<int>(col_warps), static_cast<int>(stages), staged_B, static_cast<int>(pad)};
-  return accepts(shape, max_rank, wide, element_bytes, per_block);
+  return accepts(shape, max_rank, planes, element_bytes, per_block);
 }
 
-std::vector<int64_t> hopper_tiles(int64_t max_rank, bool wide, int64_t beside, int64_t per_block) {
-  const auto t = hopper::choose_tiles(max_rank, wide, beside, per_block);
+std::vector<int64_t> hopper_tiles(int64_t max_rank, int64_t planes, int64_t beside, int64_t per_block) {
+  const auto t = hopper::choose_tiles(max_rank, planes, beside, per_block);
   if (!t) return {};
   return {t->strip_cols, t->held, t->stages};
 }
 
-bool accepts_tiles(int64_t strip_cols, int64_t held, int64_t stages, int64_t max_rank, bool wide, int64_t beside,
+bool accepts_tiles(int64_t strip_cols, int64_t held, int64_t stages, int64_t max_rank, int64_t planes, int64_t beside,
                    int64_t per_block) {
   const hopper::Tiles tiles{static_cast<int>(strip_cols), static_cast<int>(held), static_cast<int>(stages)};
-  return hopper::accepts(tiles, max_rank, wide, beside, per_block);
+  return hopper::accepts(tiles, max_rank, planes, beside, per_block);
 }
 
 }  // namespace operators

@@ -33,6 +33,11 @@ int dtype_code(int64_t dtype) {
 // Of what a launch reads: elements, or codes that stand for them.
 int source_code(int64_t dtype) { return dtype_code(dtype & ~int64_t{kPackedSource}) | (dtype & kPackedSource); }
 
+int products_code(int64_t adapters) {
+  check(adapters >= 0 && adapters <= kPairs, "unknown code of products ", adapters);
+  return static_cast<int>(adapters);
+}
+
 // A table on the device has `unit_segment` beside it; one on the CPU is small enough to travel as an argument.
 template <typename AnyLaunch>
 AnyLaunch make_launch(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment,
@@ -118,7 +123,7 @@ void launch_cuda(const Segment* table, int64_t segments, bool on_device, const i
   launch.stochastic = stochastic;
   launch.seed = static_cast<uint64_t>(seed);
   const OnDevice here(device);
-  must(launch_merge(source_code(source_dtype), dtype_code(destination_dtype), dtype_code(adapters), launch, stream));
+  must(launch_merge(source_code(source_dtype), dtype_code(destination_dtype), products_code(adapters), launch, stream));
 }
 
 // What is beside the table lies where it does.
@@ -142,7 +147,7 @@ void launch_scaled(const Segment* table, int64_t segments, bool on_device, const
   launch.stochastic = stochastic;
   launch.seed = static_cast<uint64_t>(seed);
   const OnDevice here(device);
-  must(lora_merge::launch_scaled(dtype_code(source_dtype), dtype_code(dtype), dtype_code(adapters),
+  must(lora_merge::launch_scaled(dtype_code(source_dtype), dtype_code(dtype), products_code(adapters),
                                  static_cast<int>(part), launch, stream));
 }
 
@@ -156,15 +161,23 @@ void launch_hopper(const Segment* table, int64_t segments, bool on_device, const
   launch.stochastic = stochastic;
   launch.seed = static_cast<uint64_t>(seed);
   const OnDevice here(device);
-  must(lora_merge::launch_hopper(dtype_code(dtype), dtype_code(adapters), launch, stream));
+  must(lora_merge::launch_hopper(dtype_code(dtype), products_code(adapters), launch, stream));
 }
 
 // The driver wants maps where they are aligned, which the memory that Python has for them need not be.
-void tensor_maps(const Segment* table, int64_t segments, bool wide, uint8_t* maps) {
+void tensor_maps(const Segment* table, int64_t segments, int64_t adapters, uint8_t* maps) {
   check_words(table, segments);
   std::vector<Maps> encoded(segments);
-  must(encode_maps(table, static_cast<int>(segments), wide, encoded.data()));
+  must(encode_maps(table, static_cast<int>(segments), products_code(adapters), encoded.data()));
   std::memcpy(maps, encoded.data(), encoded.size() * sizeof(Maps));
+}
+
+void split_adapters(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment,
+                    int64_t n_unit_segment, int64_t n_units, int64_t device, void* stream) {
+  const Launch launch =
+      make_launch<Launch>(table, segments, on_device, unit_segment, n_unit_segment, nullptr, n_units, 0, 0, 0, 0);
+  const OnDevice here(device);
+  must(launch_parts(launch, stream));
 }
 
 void row_norms_cuda(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment,
@@ -188,7 +201,7 @@ void track_cuda(const Segment* table, int64_t segments, bool on_device, const in
   const TrackedJournal journal = make_journal(n_units, way, codes, n_codes, records, n_records, arena, room, mark,
                                               asked, chunk, before, room_before);
   const OnDevice here(device);
-  must(launch_tracked(dtype_code(dtype), dtype_code(adapters), static_cast<int>(way), launch, journal, stream));
+  must(launch_tracked(dtype_code(dtype), products_code(adapters), static_cast<int>(way), launch, journal, stream));
 }
 
 void track_hopper(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment,
@@ -203,7 +216,8 @@ void track_hopper(const Segment* table, int64_t segments, bool on_device, const 
   const TrackedJournal journal = make_journal(n_units, way, codes, n_codes, records, n_records, arena, room, mark,
                                               asked, chunk, before, room_before);
   const OnDevice here(device);
-  must(launch_hopper_tracked(dtype_code(dtype), dtype_code(adapters), static_cast<int>(way), launch, journal, stream));
+  must(launch_hopper_tracked(dtype_code(dtype), products_code(adapters), static_cast<int>(way), launch, journal,
+                             stream));
 }
 
 }  // namespace operators

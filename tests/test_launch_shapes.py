@@ -15,9 +15,10 @@ from helpers import assert_accurate, make_segment
 
 from lora_merge import kernels
 from lora_merge.errors import BackendUnavailable
-from lora_merge.kernels import cuda, cuda_hopper, cuda_launch, cuda_table, native, reference
-from lora_merge.kernels.segments import FP32 as FP32_CODE
-from lora_merge.kernels.segments import Segment
+from lora_merge.kernels import cuda, cuda_hopper, cuda_launch, cuda_scaled, cuda_table, native, reference
+from lora_merge.kernels.layout import PAIRS
+from lora_merge.kernels.scaled import Placed, Scaled
+from lora_merge.kernels.segments import DESTINATION, FP8, PARTS_A, PARTS_B, RANK, Segment
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CPU = torch.device("cpu")
@@ -34,26 +35,26 @@ def block(kib: int) -> int:
     return (kib - 1) * KIB
 
 
-def bytes_of(shape: Sequence[int], rank: int, wide: bool, element_bytes: int) -> int:
-    """Counted apart from the C++: stages of W and lora_B, and lora_A in one or three parts of bf16."""
+def bytes_of(shape: Sequence[int], rank: int, planes: int, element_bytes: int) -> int:
+    """Counted apart from the C++: stages of W and lora_B, and lora_A in one, two or three parts of 16 bits."""
     col_warps, stages, staged_B, pad = shape
     ranks = -(-rank // 32) * 32
     rows_of_a_stage = 64 // col_warps
-    lora_B = rows_of_a_stage * ranks * (4 if wide else 2) * col_warps if staged_B else 0
-    return stages * (64 * 64 * element_bytes + lora_B) + ranks * (64 * col_warps + pad) * 2 * (3 if wide else 1)
+    lora_B = rows_of_a_stage * ranks * (4 if planes > 1 else 2) * col_warps if staged_B else 0
+    return stages * (64 * 64 * element_bytes + lora_B) + ranks * (64 * col_warps + pad) * 2 * planes
 
 
 @pytest.mark.parametrize("kib", GPUS)
 def test_every_choice_is_accepted(kib: int) -> None:
-    for wide, element_bytes, widest, rank in product((False, True), (2, 4), (1, 2, 4), range(513)):
-        shape = NATIVE.merge_shape(rank, wide, element_bytes, 1, widest, block(kib), kib * KIB)
-        what = (wide, element_bytes, widest, rank, shape)
+    for planes, element_bytes, widest, rank in product((1, 2, 3), (2, 4), (1, 2, 4), range(513)):
+        shape = NATIVE.merge_shape(rank, planes, element_bytes, 1, widest, block(kib), kib * KIB)
+        what = (planes, element_bytes, widest, rank, shape)
         if not shape:
-            assert wide, what
-            assert bytes_of((1, 2, False, 0), rank, wide, element_bytes) + 128 > block(kib), what
+            assert planes > 1, what
+            assert bytes_of((1, 2, False, 0), rank, planes, element_bytes) + 128 > block(kib), what
             continue
-        assert NATIVE.accepts_shape(*shape, rank, wide, element_bytes, block(kib)), what
-        assert bytes_of(shape, rank, wide, element_bytes) + 128 <= block(kib), what
+        assert NATIVE.accepts_shape(*shape, rank, planes, element_bytes, block(kib)), what
+        assert bytes_of(shape, rank, planes, element_bytes) + 128 <= block(kib), what
         assert shape[0] <= widest, what
 
 
@@ -61,44 +62,49 @@ def test_every_choice_is_accepted(kib: int) -> None:
 def test_two_adapters_as_wide_as_one(kib: int) -> None:
     """A launch that takes one adapter's merge off and adds another's numbers its units as the launch of one does: so
     many warps side by side, with room for both up to rank 32 but for one case."""
-    for wide, element_bytes, widest, rank in product((False, True), (2, 4), (1, 2, 4), (32, 64, 96, 128, 256)):
-        one = NATIVE.merge_shape(rank, wide, element_bytes, 1, widest, block(kib), kib * KIB)
-        both = one and NATIVE.merge_shape(2 * rank, wide, element_bytes, one[0], one[0], block(kib), kib * KIB)
+    kinds = [(1, 2), (1, 4), (2, 2), (3, 4)]  # planes, bytes of an element
+    for (planes, element_bytes), widest, rank in product(kinds, (1, 2, 4), (32, 64, 96, 128, 256)):
+        one = NATIVE.merge_shape(rank, planes, element_bytes, 1, widest, block(kib), kib * KIB)
+        both = one and NATIVE.merge_shape(2 * rank, planes, element_bytes, one[0], one[0], block(kib), kib * KIB)
         if both:
             assert both[0] == one[0]
-            assert NATIVE.accepts_shape(*both, 2 * rank, wide, element_bytes, block(kib))
+            assert NATIVE.accepts_shape(*both, 2 * rank, planes, element_bytes, block(kib))
         else:
-            small = kib == 100 and wide and element_bytes == 4  # in two passes
-            assert rank > 32 or small, (wide, element_bytes, widest, rank)
+            small = kib == 100 and planes == 3  # in two passes
+            assert rank > 32 or small, (planes, element_bytes, widest, rank)
 
 
 def test_what_a_launch_refuses() -> None:
     good = [4, 4, 1, 8]
-    assert NATIVE.accepts_shape(*good, 32, False, 2, block(228))
+    assert NATIVE.accepts_shape(*good, 32, 1, 2, block(228))
     for bad in ([3, 4, 1, 8], [8, 4, 1, 8], [4, 3, 1, 8], [4, 1, 1, 8], [4, 8, 1, 8], [4, 4, 1, 4], [0, 4, 1, 8]):
-        assert not NATIVE.accepts_shape(*bad, 32, False, 2, block(228)), bad
-    assert not NATIVE.accepts_shape(*good, 513, False, 2, block(228))
-    assert not NATIVE.accepts_shape(*good, 32, False, 2, bytes_of(good, 32, False, 2))  # without the kernel's own
+        assert not NATIVE.accepts_shape(*bad, 32, 1, 2, block(228)), bad
+    assert not NATIVE.accepts_shape(*good, 513, 1, 2, block(228))
+    assert not NATIVE.accepts_shape(*good, 32, 1, 2, bytes_of(good, 32, 1, 2))  # without the kernel's own
     for bad in ([192, 4, 2], [256, 4, 1], [256, 4, 7], [256, 3, 2], [256, 17, 2]):
-        assert not NATIVE.accepts_tiles(*bad, 32, False, 0, block(228)), bad
-    assert not NATIVE.accepts_tiles(256, 5, 2, 32, True, 0, block(228))
+        assert not NATIVE.accepts_tiles(*bad, 32, 1, 0, block(228)), bad
+    assert not NATIVE.accepts_tiles(256, 5, 2, 32, 3, 0, block(228))
+    assert [NATIVE.accepts_tiles(64, 2, 2, 32, planes, 0, block(228)) for planes in (1, 2, 3)] == [False, True, False]
+    for planes in (0, 4):
+        assert not NATIVE.accepts_tiles(256, 4, 2, 32, planes, 0, block(228))
+        assert NATIVE.accepts_tiles(256, 4, 2, 32, 2, 0, block(228))
 
 
 @pytest.mark.parametrize("kib", GPUS)
 @pytest.mark.parametrize("beside", [0, 1088], ids=["merge", "tracked"])
 def test_every_choice_of_tiles_is_accepted(kib: int, beside: int) -> None:
-    for wide, rank in product((False, True), range(1, 513)):
-        tiles = NATIVE.hopper_tiles(rank, wide, beside, block(kib))
+    for planes, rank in product((1, 2, 3), range(1, 513)):
+        tiles = NATIVE.hopper_tiles(rank, planes, beside, block(kib))
         if tiles:
-            assert NATIVE.accepts_tiles(*tiles, rank, wide, beside, block(kib)), (wide, rank, tiles)
+            assert NATIVE.accepts_tiles(*tiles, rank, planes, beside, block(kib)), (planes, rank, tiles)
 
 
-@pytest.mark.parametrize(("kib", "wide", "element_bytes", "most"), [
-    (100, False, 2, 512), (100, False, 4, 512), (100, True, 2, 192), (100, True, 4, 160),
-    (164, True, 2, 384), (164, True, 4, 320), (228, True, 4, 512),
+@pytest.mark.parametrize(("kib", "planes", "element_bytes", "most"), [
+    (100, 1, 2, 512), (100, 1, 4, 512), (100, 2, 2, 320), (100, 3, 4, 160),
+    (164, 2, 2, 512), (164, 3, 4, 320), (228, 3, 4, 512),
 ])  # fmt: skip
-def test_the_largest_rank(kib: int, wide: bool, element_bytes: int, most: int) -> None:
-    assert cuda_table._most_rank(wide, element_bytes, cuda_table.Memory(block(kib), kib * KIB)) == most
+def test_the_largest_rank(kib: int, planes: int, element_bytes: int, most: int) -> None:
+    assert cuda_table._most_rank(planes, element_bytes, cuda_table.Memory(block(kib), kib * KIB)) == most
 
 
 @pytest.fixture
@@ -120,6 +126,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], list[tuple[
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     monkeypatch.setattr(cuda_hopper, "_available", lambda device: False)
     monkeypatch.setattr(cuda_launch.Variant, "__call__", lambda v, *a: launched.append(("cuda", v)))
+    monkeypatch.setattr(cuda_launch.Split, "__call__", lambda *a: None)
     monkeypatch.setitem(kernels._PREFERENCE, "cpu", ("cuda", "triton", "reference"))
     monkeypatch.setattr(kernels._backend("triton"), "unavailable", lambda device: "this test has none")
     kernels._first.cache_clear()
@@ -131,7 +138,9 @@ def accepted(variant: cuda_launch.Variant, kib: int) -> bool:
     """By the operator that launches it."""
     shape = [variant.col_warps, variant.stages, variant.staged_B, variant.pad]
     element_bytes = 4 if 2 in (variant.source_dtype, variant.destination_dtype) else 2
-    return NATIVE.accepts_shape(*shape, variant.max_rank, variant.adapters == FP32_CODE, element_bytes, block(kib))
+    return NATIVE.accepts_shape(
+        *shape, variant.max_rank, cuda_table.planes(variant.adapters), element_bytes, block(kib)
+    )
 
 
 @pytest.mark.parametrize("kib", [100, 164, 228])
@@ -156,12 +165,45 @@ def test_plans(kib: int, gpu: Callable[[int], list[tuple[str, tuple]]]) -> None:
                 assert (launch._elsewhere is None) == (len(here) == len(group))
 
 
+@pytest.mark.parametrize("base", [BF16, FP16, FP32])
+@pytest.mark.parametrize("kib", [100, 164, 228])
+def test_plans_of_results_of_8_bits(kib: int, base: torch.dtype, gpu: Callable[[int], list[tuple[str, tuple]]]) -> None:
+    """What is launched is accepted; pairs are made in front of it, for blocks that are whole and for such that are
+    measured first."""
+    gpu(kib)
+    placed = []
+    for rank, whole in product((1, 8, 32, 33, 40, 64, 160, 512), (True, False)):
+        s = make_segment(f"w{rank}", 130, 200, rank, (base, BF16, FP32, FP32), CPU)
+        weight = Scaled(
+            torch.empty(130, 200, dtype=FP8), torch.empty(4 if whole else 1), "block" if whole else "tensor"
+        )
+        placed.append(Placed(Segment(s.name, s.source, weight.weight, s.lora_A, s.lora_B), weight, 0, 0))
+    placed = [p for p in placed if cuda_scaled._serves(p.segment, CPU)]
+    launch = cuda.prepare_scaled(placed, CPU)
+    assert isinstance(launch, cuda_scaled.CudaScaled)
+    assert all(
+        NATIVE.accepts_shape(
+            v.col_warps, v.stages, v.staged_B, v.pad, v.max_rank, cuda_table.planes(v.adapters),
+            4 if base == FP32 else 2, block(kib),
+        )
+        for v in launch.variants
+    )  # fmt: skip
+    ranks = [p.segment.rank for p in placed]
+    assert ranks.count(32) == 2
+    paired = [rank for rank in ranks if rank > 32 and base != FP32]
+    rows = [row for v in launch.variants if v.adapters == PAIRS for row in v.table.numpy()]
+    assert sorted(int(row[RANK]) for row in rows) == sorted([*paired, *paired[::2]]), "one is measured, then converted"
+    made = [int(job[DESTINATION]) for split in launch.before for job in split.table]
+    assert len(made) == len(set(made)) == 2 * len(paired)
+    assert set(made) == {int(row[word]) for row in rows for word in (PARTS_A, PARTS_B)}
+
+
 def test_what_has_no_room_is_run_elsewhere(
     gpu: Callable[[int], list[tuple[str, tuple]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After one warning that names the ranks, the memory and the GPU; also on the way there and back."""
     launched = gpu(100)
-    small, large = (make_segment(n, 5, 70, r, (BF16, BF16, FP32, FP32), CPU) for n, r in (("a", 8), ("b", 256)))
+    small, large = (make_segment(n, 5, 70, r, (FP32, FP32, FP32, FP32), CPU) for n, r in (("a", 8), ("b", 256)))
     with pytest.warns(RuntimeWarning, match=r"reference backend.*rank 256 .*99 KiB.*this GPU.*this test has none"):
         launch = cuda.prepare([small, large], CPU)
     wanted = torch.empty_like(large.destination)
@@ -267,7 +309,7 @@ def test_ranks_without_room_go_to_triton(monkeypatch: pytest.MonkeyPatch) -> Non
     device = torch.device("cuda", 0)
     monkeypatch.setattr(cuda_table, "memory", lambda device: cuda_table.Memory(block(100), 100 * KIB))
     monkeypatch.setattr(cuda_hopper, "_available", lambda device: False)
-    segments = [make_segment(f"w{r}", 200, 520, r, (BF16, BF16, FP32, FP32), device) for r in (8, 256, 32, 512)]
+    segments = [make_segment(f"w{r}", 200, 520, r, (FP32, FP32, FP32, FP32), device) for r in (8, 256, 32, 512)]
     kernels._first.cache_clear()
     with pytest.warns(RuntimeWarning, match="slower triton backend.*rank 256, 512"):
         launch = cuda.prepare(segments, device)

@@ -43,7 +43,7 @@ def test_the_header_is_what_the_description_says() -> None:
 
 def test_words_and_codes() -> None:
     names = [f.name for f in layout.SEGMENT for _ in range(f.words)]
-    assert len(names) == segments.WORDS == 32
+    assert len(names) == segments.WORDS == 34
     assert all(names.index(name) == offset for name, offset in layout.OFFSET.items())
     assert [segments.BF16, segments.FP16, segments.FP32] == [0, 1, 2]
     assert segments.RAW == {1: 3, 2: 4, 4: 5, 8: 6}
@@ -90,7 +90,7 @@ BAD: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
     "int32 words": (lambda: table().int(), "must be contiguous int64"),
     "strided": (lambda: table().repeat(2, 2)[:, ::2], "must be contiguous int64"),
     "one dimension": (lambda: table().view(-1), "must be contiguous int64"),
-    "31 words": (lambda: table()[:, :31].contiguous(), r"must be contiguous int64 \[segments, 32\]"),
+    "33 words": (lambda: table()[:, :33].contiguous(), r"must be contiguous int64 \[segments, 34\]"),
     "unknown source dtype": (lambda: words(dtypes=FP32 + 5), "segment 0: unknown dtypes"),
     "unknown lora_A dtype": (lambda: words(dtypes=FP32 + (7 << 16)), "segment 0: unknown dtypes"),
     "bits beyond the codes": (lambda: words(dtypes=FP32 | 1 << 40), "segment 0: unknown dtypes"),
@@ -185,7 +185,7 @@ class Recorder:
 
 def test_gpu_functions_get_what_they_are_declared_with(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every number in its place: they have twenty of them, and no machine without a GPU would notice."""
-    from lora_merge.kernels import cuda, cuda_hopper, cuda_launch, cuda_tracked
+    from lora_merge.kernels import cuda, cuda_hopper, cuda_launch, cuda_scaled, cuda_tracked
 
     recorder = Recorder()
     monkeypatch.setattr(native, "compiled", recorder)
@@ -194,6 +194,7 @@ def test_gpu_functions_get_what_they_are_declared_with(monkeypatch: pytest.Monke
     memory = {
         "counter": torch.zeros(2, dtype=torch.int32),
         "maps": torch.zeros(layout.MAP_BYTES, dtype=torch.uint8),
+        "scaled": torch.zeros(layout.SCALED_WORDS, dtype=torch.int64),
         "out": torch.zeros(8, dtype=torch.float64),
         "codes": torch.zeros(3, dtype=torch.uint8),
         "records": torch.zeros(5, dtype=torch.int64),
@@ -204,11 +205,14 @@ def test_gpu_functions_get_what_they_are_declared_with(monkeypatch: pytest.Monke
     fields = {
         "launch_cuda": cuda_launch.Variant._fields,
         "launch_hopper": cuda_hopper.HopperVariant._fields,
+        "launch_scaled": cuda_scaled.ScaledVariant._fields,
+        "split_adapters": cuda_launch.Split._fields,
         "row_norms_cuda": cuda._NormTable._fields,
         "track_cuda": cuda_tracked._Group._fields,
         "track_hopper": cuda_tracked._HopperGroup._fields,
     }
-    later = {"launch_cuda": ("stochastic", "seed"), "launch_hopper": ("stochastic", "seed"), "row_norms_cuda": ("out",)}
+    later: dict[str, tuple[str, ...]] = {"row_norms_cuda": ("out",), "split_adapters": ()}
+    later |= dict.fromkeys(("launch_cuda", "launch_hopper", "launch_scaled"), ("stochastic", "seed"))
     journal = ("way", "codes", "records", "arena", "mark", "asked", "chunk", "before")
     for name, first in fields.items():
         given: dict[str, Any] = {}

@@ -224,13 +224,13 @@ def test_cuda_graph_of_the_operators(name: str, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("capturing", [True, False])
 def test_tables_of_a_captured_launch_are_arguments(capturing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many launches as it takes, in the table's order; outside of a capture one table. Says nothing about a GPU."""
-    from lora_merge.kernels import cuda, cuda_hopper
+    from lora_merge.kernels import cuda, cuda_hopper, cuda_launch
 
     segments = [make_segment(f"w{i}", 3, 8, 2, (torch.float32,) * 4, torch.device("cpu")) for i in range(20)]
     table = pack(segments)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(cuda, "variants", lambda piece, device, peer=False: [piece])
+    monkeypatch.setattr(cuda_launch, "variants", lambda piece, device, peer=False: [piece])
     monkeypatch.setattr(cuda, "has_room", lambda segment, device: True)
     monkeypatch.setattr(cuda_hopper, "could_serve", lambda table, *args: table[:, 0] < 0)
     pieces = cuda._Launch(segments, torch.device("cuda", 0)).variants

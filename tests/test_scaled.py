@@ -102,7 +102,7 @@ SHAPES = [(128, 128), (1000, 1200), (256, 384), (130, 200), (1, 8), (77, 1), (30
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize(("rows", "cols"), SHAPES)
 def test_bits(rows: int, cols: int, group: str, device: torch.device) -> None:
-    """With bf16 and float32 adapters, ranks below, at and above a chunk, and without one."""
+    """With bf16 and float32 adapters, ranks below, at and above a chunk, and without one; 72 in pairs."""
     narrow, wide = torch.bfloat16, torch.float32
     for rank, dtype in ((0, narrow), (1, wide), (8, narrow), (33, narrow), (72, wide)):
         w, target = base(rows, cols, torch.bfloat16, device), weight(rows, cols, group, device)
@@ -113,22 +113,24 @@ def test_bits(rows: int, cols: int, group: str, device: torch.device) -> None:
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_dtypes_of_bases(dtype: torch.dtype, group: str, device: torch.device) -> None:
-    for adapters in (torch.float32, dtype):
+    for adapters, rank in ((torch.float32, 16), (torch.float32, 40), (dtype, 16)):
         w, target = base(260, 392, dtype, device), weight(260, 392, group, device)
-        a, b = adapter(260, 392, 16, adapters, device)
+        a, b = adapter(260, 392, rank, adapters, device)
         check([Segment("w", w, target.weight, a, b, 0.5)], target)
 
 
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("cut", [(128, 384), (100, 300), (8, 500)])
 def test_fused(cut: tuple[int, int], group: str, device: torch.device) -> None:
-    """Three tensors in one weight share scales, also in blocks that they divide; row factors, turned sources."""
+    """Three tensors in one weight share scales, also in blocks that they divide; row factors, turned sources; one of
+    them is merged in pairs."""
     rows, cols = 640, 256
     target = weight(rows, cols, group, device)
     segments = []
     for number, (first, last) in enumerate(zip((0, *cut), (*cut, rows), strict=True)):
         w = base(last - first, cols, torch.bfloat16, device, number) * (number + 1)
-        a, b = adapter(last - first, cols, 16, torch.bfloat16, device)
+        kind = (40, torch.float32) if number == 2 else (16, torch.bfloat16)
+        a, b = adapter(last - first, cols, *kind, device)
         scale = torch.rand(last - first, device=device) + 0.5 if number == 1 else None
         if number == 2:
             w = w.t().contiguous().t()

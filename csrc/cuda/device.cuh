@@ -12,12 +12,22 @@ namespace lora_merge {
 
 using bf16 = __nv_bfloat16;
 
-// What products are made of: bf16 or fp16, as both halves of an adapter are; or float32, which is three bf16 parts
-// each.
+// What products are made of: bf16 or fp16, as both halves of an adapter are; for any others float32, which is split
+// here into three bf16 parts, or, where weights and results have 16 bits, pairs of fp16 that were made of them before
+// (parts.h).
+struct Pair {};
 template <typename Adapter>
 constexpr bool kWide = std::is_same_v<Adapter, float>;
 template <typename Adapter>
-constexpr int kPlanes = kWide<Adapter> ? 3 : 1;
+constexpr bool kPaired = std::is_same_v<Adapter, Pair>;
+template <typename Adapter>
+constexpr int kPlanes = kWide<Adapter>     ? 3
+                        : kPaired<Adapter> ? 2
+                                           : 1;
+template <typename Adapter>
+constexpr int kPieces = kPlanes<Adapter> > 1 ? 2 : 1;  // 16-byte vectors of eight ranks of lora_B
+template <typename Adapter>
+constexpr bool kOfHalf = kPaired<Adapter> || std::is_same_v<Adapter, __half>;  // the matrix unit multiplies fp16
 template <typename Adapter>
 constexpr int kCodeOf = kWide<Adapter>                  ? kFloat32
                         : std::is_same_v<Adapter, bf16> ? kBFloat16
@@ -137,7 +147,7 @@ __device__ __forceinline__ void ldmatrix4_trans(uint32_t (&r)[4], uint32_t addre
 // Products of bf16, or of fp16.
 template <typename Adapter>
 __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  if constexpr (std::is_same_v<Adapter, __half>) {
+  if constexpr (kOfHalf<Adapter>) {
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])

@@ -51,7 +51,7 @@ struct Merge {
     __device__ __forceinline__ void meanwhile(const hopper::Box&, const Read&) const {}
 
     __device__ __forceinline__ void finish(const hopper::Box& box, const Read& read, const float (&sum)[32]) const {
-      const float scaling = box.tile.scaling;
+      const float scaling = box.scaling;
       const auto added = [&](int i) {
         Eight x = unpack(reinterpret_cast<const Packed<T>&>(read.word[i]));
 #pragma unroll
@@ -84,7 +84,7 @@ struct Merge {
 
 static_assert(sizeof(TensorMap) == sizeof(CUtensorMap) && alignof(TensorMap) >= alignof(CUtensorMap));
 
-int encode_maps(const Segment* segments, int n_segments, bool wide, Maps* maps) {
+int encode_maps(const Segment* segments, int n_segments, int adapters, Maps* maps) {
   static const Encode encode_tiled = of_driver<Encode>("cuTensorMapEncodeTiled");
   if (encode_tiled == nullptr) return cudaErrorNotSupported;
   for (int i = 0; i < n_segments; ++i) {
@@ -92,6 +92,8 @@ int encode_maps(const Segment* segments, int n_segments, bool wide, Maps* maps) 
     const int dtype = s.dtypes & 0xff;
     if (dtype >= kRaw1) continue;
     constexpr auto kBits = CU_TENSOR_MAP_DATA_TYPE_UINT16;  // copies of bf16 and fp16 move bits
+    constexpr auto kFloats = CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+    constexpr auto kPlain = CU_TENSOR_MAP_SWIZZLE_NONE, kSwizzled = CU_TENSOR_MAP_SWIZZLE_128B;
     // One row has no stride; the map still asks for a multiple of 16 bytes.
     const auto stride_of = [&](int64_t stride) { return s.rows > 1 ? stride : 64; };
     const auto rows_of = [&](TensorMap* map, CUtensorMapDataType type, int size, int64_t address, int64_t cols,
@@ -99,25 +101,36 @@ int encode_maps(const Segment* segments, int n_segments, bool wide, Maps* maps) 
       return encode<2>(encode_tiled, map, type, size, address, {cols, s.rows}, {stride_of(stride)},
                        {box_cols, kTileRows}, swizzle);
     };
-    int error =
-        rows_of(&maps[i].source, kBits, 2, s.source, s.cols, s.source_stride[0], kBoxCols, CU_TENSOR_MAP_SWIZZLE_128B);
+    // Ranks of lora_A in the order of `rank_at`, 8q + 4h + 2u + e as e, q, u, h; of pairs h and u in one. Of float32
+    // ones that are split in shared memory, in their own order.
+    const auto adapter = [&] {
+      const int64_t a = s.lora_A_stride[0], b = s.lora_B_stride[0];
+      int error = cudaSuccess;
+      if (adapters == kPairs) {
+        const int64_t ranks = ranks_of_parts(s.rank), pitch = pitch_of_A(s.cols);
+        error = encode<3>(encode_tiled, &maps[i].lora_B, kBits, 2, s.parts_B, {ranks, s.rows, 2},
+                          {ranks, plane_of_B(s.rows, s.rank)}, {kChunk, kTileRows, 2}, kPlain);
+        if (error != cudaSuccess) return error;
+        return encode<5>(encode_tiled, &maps[i].lora_A, kBits, 2, s.parts_A, {s.cols, 2, ranks / 8, 4, 2},
+                         {pitch, 8 * pitch, 2 * pitch, plane_of_A(s.cols, s.rank)}, {kBoxCols, 2, kChunk / 8, 4, 2},
+                         kSwizzled);
+      }
+      if (adapters == kFloat32) {
+        error = rows_of(&maps[i].lora_B, kFloats, 4, s.lora_B, s.rank, b, kChunk, kSwizzled);
+        if (error != cudaSuccess) return error;
+        return encode<2>(encode_tiled, &maps[i].lora_A, kFloats, 4, s.lora_A, {s.cols, s.rank}, {s.rank > 1 ? a : 64},
+                         {kBoxCols, kChunk}, kPlain);
+      }
+      error = rows_of(&maps[i].lora_B, kBits, 2, s.lora_B, s.rank, b, kChunk, kPlain);
+      if (error != cudaSuccess) return error;
+      return encode<5>(encode_tiled, &maps[i].lora_A, kBits, 2, s.lora_A, {s.cols, 2, s.rank / 8, 2, 2},
+                       {a, 8 * a, 2 * a, 4 * a}, {kBoxCols, 2, kChunk / 8, 2, 2}, kSwizzled);
+    };
+    int error = rows_of(&maps[i].source, kBits, 2, s.source, s.cols, s.source_stride[0], kBoxCols, kSwizzled);
     if (error == cudaSuccess)
       error = rows_of(&maps[i].destination, kBits, 2, s.destination, s.cols, s.destination_stride[0], kBoxCols,
-                      CU_TENSOR_MAP_SWIZZLE_128B);
-    if (error == cudaSuccess)
-      error = wide ? rows_of(&maps[i].lora_B, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4, s.lora_B, s.rank, s.lora_B_stride[0],
-                             kChunk, CU_TENSOR_MAP_SWIZZLE_128B)
-                   : rows_of(&maps[i].lora_B, kBits, 2, s.lora_B, s.rank, s.lora_B_stride[0], kChunk,
-                             CU_TENSOR_MAP_SWIZZLE_NONE);
-    // Ranks of 16 bits in the order of `rank_at`: 8q + 4h + 2u + e as e, q, u, h.
-    const int64_t rank = s.lora_A_stride[0];
-    if (error == cudaSuccess)
-      error =
-          wide ? encode<2>(encode_tiled, &maps[i].lora_A, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4, s.lora_A,
-                           {s.cols, s.rank}, {s.rank > 1 ? rank : 64}, {kBoxCols, kChunk}, CU_TENSOR_MAP_SWIZZLE_NONE)
-               : encode<5>(encode_tiled, &maps[i].lora_A, kBits, 2, s.lora_A, {s.cols, 2, s.rank / 8, 2, 2},
-                           {rank, 8 * rank, 2 * rank, 4 * rank}, {kBoxCols, 2, kChunk / 8, 2, 2},
-                           CU_TENSOR_MAP_SWIZZLE_128B);
+                      kSwizzled);
+    if (error == cudaSuccess) error = adapter();
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;

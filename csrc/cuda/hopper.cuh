@@ -8,9 +8,10 @@
 //           16-byte vectors are swizzled (vector v of row r at v ^ r % 8).
 //   lora_B  64 rows, all ranks, beside W in the stage: a box a chunk of 32 ranks.
 //   lora_A  the strip's columns, all ranks, once a unit, ahead of it as W is: boxes of 64 columns. float32 ones are
-//           split into three bf16 parts when their unit begins.
+//           split into three bf16 parts when their unit begins; pairs (parts.h) come with their factors.
 //   wgmma   64 rows x 64 columns x 16 ranks; lora_B from registers, lora_A from shared memory. All ranks are summed in
-//           the matrix unit; of float32 adapters 32 of them, which are then added to the rest (round to nearest).
+//           the matrix unit; of float32 adapters, also as pairs, 32 of them, which are then added to the rest (round to
+//           nearest).
 //   out     the result takes W's place in the stage and goes out box by box.
 //
 // What becomes of a box once its products are there is a way's, the kernel's last argument:
@@ -31,7 +32,10 @@
 // that one, and float32 adapters of turned segments (lora_merge/kernels/cuda_hopper.py). W and the result are read and
 // written as the matrix unit's fragments.
 #pragma once
+#include <cstddef>
+
 #include "copies.cuh"
+#include "hopper_box.cuh"
 #include "hopper_products.cuh"
 #include "tiles.cuh"
 
@@ -42,40 +46,24 @@ constexpr int kSlots = 8;  // of units: more than tiles in flight can belong to,
 constexpr int kStoreWarps = 2;
 
 // Warpgroups that multiply: two, or three for a way that waits for latencies more than for memory. With three, a box
-// must take one turn, or a group without a box at the end would keep its turn: up to kManyRank (of all products).
+// must take one turn, or a group without a box at the end would keep its turn: up to kManyRank (of all products). And
+// a strip has four: of two, lora_A would be left while another group still reads it.
 constexpr int kManyRank = kChunksOfTurn<3> * kChunk;
 template <int Groups>
 constexpr int kWarpsOfGroups = 4 * Groups;
 template <int Groups>
 constexpr int kBlock = 128 * (Groups + 1);
 
-enum Kind : int { kMerge, kRaw, kStop };
-
-// What the warp that asks tells the others about a tile.
-struct Tile {
-  const TensorMap* out;
-  int row, col;     // of the segment
-  int rows, cols;   // of the segment from there on
-  int boxes;        // that hold columns
-  int slot;         // where the segment lies
-  int first, last;  // of a unit
-  int kind;         // Kind
-  float scaling;
-  int64_t number;  // the way's
-};
-
-// And where it has two products, of the first one.
-struct Before {
-  const Segment* segment;
-  float scaling;
-};
+// Of a segment, what this kernel reads: all but what is of packed sources.
+constexpr int kSlotWords = offsetof(Segment, place) / 8;
 
 // A unit: where it lies in its segment.
 struct Slot {
-  Segment segment;
+  int64_t word[kSlotWords];
   int64_t unit;
   int number;  // of the segment
   int row, row_end, col;
+  __device__ __forceinline__ const Segment& segment() const { return *reinterpret_cast<const Segment*>(word); }
 };
 
 struct Shared {
@@ -105,6 +93,14 @@ struct Block {
   __device__ __forceinline__ char* parts_of_A(int box) const {
     return memory + layout.before_parts() + box * layout.bytes_of_parts;
   }
+  // Of product p.
+  __device__ __forceinline__ uint32_t* factors_of_A(int i, int p) const {
+    return reinterpret_cast<uint32_t*>(memory + layout.before_factors() + i * layout.bytes_of_factors +
+                                       p * kFactorBytes);
+  }
+  __device__ __forceinline__ uint32_t* factors_of_B(int i, int p) const {
+    return reinterpret_cast<uint32_t*>(stage_B(i) + layout.bytes_of_B - layout.bytes_of_factors + p * kFactorBytes);
+  }
   __device__ __forceinline__ uint32_t full(int i) const { return shared_address(shared.full + i); }
   __device__ __forceinline__ uint32_t done(int i) const { return shared_address(shared.done + i); }
   __device__ __forceinline__ uint32_t empty(int i) const { return shared_address(shared.empty + i); }
@@ -133,11 +129,10 @@ struct Ring {
 // racecheck: begin words of a segment
 // By a warp, a word a lane: tiles are asked for as late as this takes, and through one lane it takes some percent of a
 // merge.
-__device__ __forceinline__ void copy_words(Segment& to, const Segment& from) {
-  constexpr int kWords = sizeof(Segment) / 8;
-  static_assert(kWords <= 32);
+__device__ __forceinline__ void copy_words(Slot& to, const Segment& from) {
+  static_assert(kSlotWords <= 32);
   const int lane = threadIdx.x % 32;
-  if (lane < kWords) reinterpret_cast<int64_t*>(&to)[lane] = reinterpret_cast<const int64_t*>(&from)[lane];
+  if (lane < kSlotWords) to.word[lane] = reinterpret_cast<const int64_t*>(&from)[lane];
   __syncwarp();
 }
 // racecheck: end
@@ -145,7 +140,7 @@ __device__ __forceinline__ void copy_words(Segment& to, const Segment& from) {
 // Whole rows come faster than strips of them: the blocks that share the rows of the next tiles each bring a run of
 // these to the L2 cache.
 __device__ __forceinline__ void bring_near(const Slot& slot, int row, int strip_cols) {
-  const Segment& s = slot.segment;
+  const Segment& s = slot.segment();
   if (s.source_stride[0] != s.cols || s.cols % 8 != 0) return;
   const int rows = min(kTileRows, static_cast<int>(s.rows) - row), cols = static_cast<int>(s.cols);
   static_assert(static_cast<int64_t>(kTileRows) * kHopperCols <= int64_t{1} << 31, "`begin` is an int");
@@ -165,12 +160,12 @@ __device__ __forceinline__ void ask_for_tiles(const Block& b, const Way& way) {
   const auto take = [&](int n, int unit) {
     Slot& slot = b.shared.slots[n % kSlots];
     if (unit < segment_end) {
-      copy_words(slot.segment, b.shared.slots[(n - 1) % kSlots].segment);
+      copy_words(slot, b.shared.slots[(n - 1) % kSlots].segment());
     } else {
       segment = unit < total ? segment_of(launch, unit) : 0;
-      copy_words(slot.segment, segments_of(launch)[segment]);
+      copy_words(slot, segments_of(launch)[segment]);
     }
-    const Segment& s = slot.segment;
+    const Segment& s = slot.segment();
     const uint32_t local = static_cast<uint32_t>(unit - s.unit_begin), across = static_cast<uint32_t>(s.units_across);
     const int rows = static_cast<int>(s.rows), down = local / across, row = down * launch.rows_per_unit;
     const bool raw = unit >= launch.n_units;
@@ -194,21 +189,24 @@ __device__ __forceinline__ void ask_for_tiles(const Block& b, const Way& way) {
   for (int n = 0; unit < total; ++n) {
     const Slot& slot = b.shared.slots[n % kSlots];
     const Slot& next = b.shared.slots[(n + 1) % kSlots];
-    const Segment& s = slot.segment;
+    const Segment& s = slot.segment();
     const Maps& maps = b.maps_of(slot.number);
     const bool raw = unit >= launch.n_units;
     const int col = slot.col, row_end = slot.row_end;
     const int boxes = (min(layout.cols, static_cast<int>(s.cols) - col) + kBoxCols - 1) / kBoxCols;
-    constexpr int kProducts = Way::kProducts;
+    constexpr int kProducts = Way::kProducts, kChunkBytes = chunk_bytes(kPlanes<Adapter>);
     const int chunks = (static_cast<int>(s.rank) + kChunk - 1) / kChunk;
-    const int bytes = boxes * kBoxBytes + kProducts * chunks * box_bytes_of_B<kWide<Adapter>>();
+    const int bytes = boxes * kBoxBytes + kProducts * (chunks * kChunkBytes + (kPaired<Adapter> ? kFactorBytes : 0));
     const TensorMap* lora_B[kProducts];
-#pragma unroll
-    for (int p = 0; p < kProducts; ++p) lora_B[p] = &b.maps_of(row_of<kProducts>(launch, slot.number, p)).lora_B;
+    [[maybe_unused]] const uint32_t* factors[kProducts];
     Before before{};
-    if constexpr (kProducts == 2) {
-      before.segment = segments_of(launch) + row_of<kProducts>(launch, slot.number, 0);
-      before.scaling = static_cast<float>(before.segment->scaling);
+#pragma unroll
+    for (int p = 0; p < kProducts; ++p) {
+      const int at = row_of<kProducts>(launch, slot.number, p);
+      const Segment* const of = p + 1 == kProducts ? &s : segments_of(launch) + at;
+      lora_B[p] = &b.maps_of(at).lora_B;
+      if constexpr (kPaired<Adapter>) factors[p] = reinterpret_cast<const uint32_t*>(lora_merge::factors_of_B(*of));
+      if (p + 1 < kProducts) before = {of, static_cast<float>(of->scaling)};
     }
     if (lane == 0 && !raw && launch.maps != nullptr && slot.number != acquired) {
       acquire_map(&maps.source);
@@ -252,9 +250,16 @@ __device__ __forceinline__ void ask_for_tiles(const Block& b, const Way& way) {
           const uint32_t to = shared_address(b.stage(ring.stage)), to_B = shared_address(b.stage_B(ring.stage));
           for (int i = 0; i < boxes; ++i) load_box(to + i * kBoxBytes, &maps.source, col + i * kBoxCols, row, barrier);
 #pragma unroll
-          for (int p = 0; p < kProducts; ++p)
-            for (int i = 0; i < chunks; ++i)
-              load_box(to_B + (p * chunks + i) * box_bytes_of_B<kWide<Adapter>>(), lora_B[p], i * kChunk, row, barrier);
+          for (int p = 0; p < kProducts; ++p) {
+            for (int i = 0; i < chunks; ++i) {
+              const uint32_t at = to_B + (p * chunks + i) * kChunkBytes;
+              if constexpr (kPaired<Adapter>) load_pairs(at, lora_B[p], i * kChunk, row, barrier);
+              else load_box(at, lora_B[p], i * kChunk, row, barrier);
+            }
+            if constexpr (kPaired<Adapter>)
+              load_run(shared_address(b.factors_of_B(ring.stage, p)), factors[p] + factor_at(row), kFactorBytes,
+                       barrier);
+          }
           way.load(shared_address(b.stage_beside(ring.stage)), number, boxes, barrier);
         }
         if (!last) bring_near(slot, row + kTileRows, layout.cols);
@@ -283,7 +288,9 @@ __device__ __forceinline__ void ask_for_tiles(const Block& b, const Way& way) {
 
 // Another warp asks for lora_A, box by box, as soon as a unit is given and there is room. Boxes follow each other round
 // the ring: a group that waits for one has had its turn after that box was used which lay there before, or it would
-// take the one for the other. float32 ones are split in front of the turns, so there each group has a ring of its own.
+// take the one for the other. Where a strip is one box, groups have whole tiles, and perhaps none of a unit: there each
+// group sees each box come and go. float32 ones are split in front of the turns, so there each group has a ring of its
+// own. (tests/hopper_roles.py is a model of all this.)
 template <int Groups, typename Adapter, int Products>
 __device__ __forceinline__ void ask_for_A(const Block& b) {
   if (threadIdx.x % 32 != 0) return;
@@ -293,42 +300,53 @@ __device__ __forceinline__ void ask_for_A(const Block& b) {
     barrier_wait(b.given(n % kSlots), n / kSlots % 2);
     const Slot& slot = b.shared.slots[n % kSlots];
     if (slot.unit >= b.launch.n_units) break;  // copies come last
-    const Segment& s = slot.segment;
+    const Segment& s = slot.segment();
     const TensorMap* lora_A[Products];
+    [[maybe_unused]] const uint32_t* factors[Products];
 #pragma unroll
-    for (int p = 0; p < Products; ++p) lora_A[p] = &b.maps_of(row_of<Products>(b.launch, slot.number, p)).lora_A;
+    for (int p = 0; p < Products; ++p) {
+      const int at = row_of<Products>(b.launch, slot.number, p);
+      const Segment* const of = p + 1 == Products ? &s : segments_of(b.launch) + at;
+      lora_A[p] = &b.maps_of(at).lora_A;
+      if constexpr (kPaired<Adapter>) factors[p] = reinterpret_cast<const uint32_t*>(lora_merge::factors_of_A(*of));
+    }
     if (b.launch.maps != nullptr && slot.number != acquired) {
 #pragma unroll
       for (int p = 0; p < Products; ++p) acquire_map(lora_A[p]);
       acquired = slot.number;
     }
     const int chunks = (static_cast<int>(s.rank) + kChunk - 1) / kChunk;
-    for (int i = 0; i < b.layout.cols / kBoxCols; i += Groups) {
+    constexpr int kChunkBytes = chunk_bytes(kPlanes<Adapter>);
+    if constexpr (kWide<Adapter>) {
+      const int own = b.layout.held / Groups;
+      for (int i = 0; i < b.layout.cols / kBoxCols; i += Groups)
 #pragma unroll
-      for (int g = 0; g < Groups; ++g) {
-        if (i + g >= b.layout.cols / kBoxCols) break;
-        const int col = slot.col + (i + g) * kBoxCols;
-        if constexpr (kWide<Adapter>) {
-          const int own = b.layout.held / Groups;
+        for (int g = 0; g < Groups; ++g) {
+          if (i + g >= b.layout.cols / kBoxCols) break;
+          const int col = slot.col + (i + g) * kBoxCols;
 #pragma unroll
           for (int p = 0; p < Products; ++p)
             for (int c = 0; c < chunks; ++c, rings[g].advance(own)) {
               const int at = g * own + rings[g].stage;
               barrier_wait(b.empty_A(at), rings[g].parity ^ 1);
-              barrier_arrive_expect(b.full_A(at), b.layout.bytes_of_A);
+              barrier_arrive_expect(b.full_A(at), kChunkBytes);
               load_box(shared_address(b.lora_A(at)), lora_A[p], col, c * kChunk, b.full_A(at));
             }
-        } else {
-          const int at = rings[0].stage;
-          barrier_wait(b.empty_A(at), rings[0].parity ^ 1);
-          barrier_arrive_expect(b.full_A(at), Products * chunks * box_bytes_of_A<kWide<Adapter>>());
-#pragma unroll
-          for (int p = 0; p < Products; ++p)
-            for (int c = 0; c < chunks; ++c)
-              load_ranks(shared_address(b.lora_A(at)) + (p * chunks + c) * box_bytes_of_A<kWide<Adapter>>(), lora_A[p],
-                         col, c * kChunk, b.full_A(at));
-          rings[0].advance(b.layout.held);
         }
+      continue;
+    }
+    Ring& ring = rings[0];
+    for (int i = 0; i < b.layout.cols / kBoxCols; ++i, ring.advance(b.layout.held)) {
+      const int col = slot.col + i * kBoxCols, at = ring.stage;
+      const bool there = kPaired<Adapter> && col < s.cols;  // factors of these columns
+      const uint32_t to = shared_address(b.lora_A(at)), barrier = b.full_A(at);
+      barrier_wait(b.empty_A(at), ring.parity ^ 1);
+      barrier_arrive_expect(barrier, Products * (chunks * kChunkBytes + (there ? kFactorBytes : 0)));
+#pragma unroll
+      for (int p = 0; p < Products; ++p) {
+        for (int c = 0; c < chunks; ++c)
+          load_ranks(to + (p * chunks + c) * kChunkBytes, lora_A[p], col, c * kChunk, barrier);
+        if (there) load_run(shared_address(b.factors_of_A(at, p)), factors[p] + factor_at(col), kFactorBytes, barrier);
       }
     }
   }
@@ -360,44 +378,6 @@ __device__ __forceinline__ void store_tiles(const Block& b, int which) {
 
 // ---- multiplying ---------------------------------------------------------------------------------------------------
 
-// A box of a tile, as a lane that multiplies sees it: 16 elements of `row`, and as many of row + 8, in four runs of
-// four pairs. Pairs lie eight columns apart.
-struct Box {
-  const HopperLaunch& launch;
-  const Segment& s;
-  const Tile& tile;
-  const Before& before;
-  char* const W;       // in shared memory
-  const char* beside;  // of the tile
-  int number, row;     // of the box in its strip; of the tile
-  int fragment;        // bytes to the row of 16 bytes that this lane names in run 0
-  bool special;        // rounded stochastically, or scaled by rows
-
-  // The first column of run i, from the tile's on.
-  __device__ __forceinline__ int col(int i) const { return number * kBoxCols + i % 2 * 32 + threadIdx.x % 4 * 2; }
-
-  // Words of run i: of row + 8 (i / 2). All lanes of a warp together.
-  __device__ __forceinline__ void load(int i, uint32_t (&word)[4]) const { ldmatrix4(word, address(i)); }
-  __device__ __forceinline__ void store(int i, const uint32_t (&word)[4]) const { stmatrix4(address(i), word); }
-  // What they hold, for one lane: from its first pair of row + 8 j to pair `pair` of both runs, the first or second
-  // element. `first_pair` is that of row.
-  __device__ __forceinline__ int first_pair() const { return row * 128 + row % 8 * 16 + threadIdx.x % 4 * 4; }
-  __device__ __forceinline__ char* element(int first_pair, int j, int pair, int second) const {
-    return W + (first_pair ^ pair * 16) + j * 1024 + second * 2;
-  }
-
- private:
-  // Of run i. Vectors are swizzled, so that those four further on are so by a bit.
-  __device__ __forceinline__ uint32_t address(int i) const {
-    return ((shared_address(W) + fragment) ^ i % 2 * 64) + i / 2 * 1024;
-  }
-};
-
-// The product of element k of run i.
-__device__ __forceinline__ float product_of(const float (&sum)[32], int i, int k) {
-  return sum[4 * (4 * (i % 2) + k / 2) + 2 * (i / 2) + k % 2];
-}
-
 // The parts of a box of float32 lora_A, by the group that has this box.
 template <int Groups>
 __device__ __forceinline__ void split_box(const Block& b, Ring& ring, int box, int chunks) {
@@ -407,7 +387,7 @@ __device__ __forceinline__ void split_box(const Block& b, Ring& ring, int box, i
   for (int c = 0; c < chunks; ++c, ring.advance(own)) {
     const int at = group_number() * own + ring.stage;
     barrier_wait(b.full_A(at), ring.parity);
-    split_A(b.parts_of_A(box) + c * kPartBytes, chunks * kPartBytes, b.lora_A(at));
+    split_A(b.parts_of_A(box) + c * 3 * kPartBytes, b.lora_A(at));
     __syncwarp();
     if (threadIdx.x % 32 == 0) barrier_arrive(b.empty_A(at));
   }
@@ -425,20 +405,25 @@ __device__ __forceinline__ void merge_tiles(const Block& b, const Way& way) {
   asm volatile("" : "+r"(fragment));  // or the compiler makes it anew for each box
   const int boxes = layout.cols / kBoxCols, group = uniform(threadIdx.x / 128);
   int next = group;  // box of this group: they go round the groups
+  const bool alone = boxes == 1;
   typename Way::template Hand<T> hand(way);
   if (group == Groups - 1) pass_turn<Groups>();  // the first turn is the first group's
   int stops = 0;
-  Ring ring_A;  // at the unit's first box; of float32 ones, at the group's next chunk
+  Ring ring_A;  // at the unit's first box
   for (Ring ring; stops < kStoreWarps; ring.advance(layout.stages)) {
     barrier_wait(b.full(ring.stage), ring.parity);
     const Tile& tile = b.shared.tiles[ring.stage];
     const int kind = tile.kind;
     if (kind == kMerge) {
-      const Segment& s = b.shared.slots[tile.slot].segment;
+      const Segment& s = b.shared.slots[tile.slot].segment();
       const int rank = uniform(s.rank), chunks = up_to_chunk(rank) / kChunk;
       const bool special = launch.stochastic || s.row_scale != 0;
-      Operand<Adapter> first_B;
-      if (kWide<Adapter>) first_B.load(b.stage_B(ring.stage), 0, row);
+      if (kPaired<Adapter> && alone && next > 0) {
+        if (tile.first) barrier_wait(b.full_A(ring_A.stage), ring_A.parity);
+        if (tile.last && lane == 0) barrier_arrive(b.empty_A(ring_A.stage));
+      }
+      [[maybe_unused]] Operand<Adapter> first_B;
+      if constexpr (kWide<Adapter>) first_B.load(b.stage_B(ring.stage), 0, row);
 #pragma unroll 1
       for (; next < boxes; next += Groups) {  // those without columns too: turns go round
         Ring at = ring_A;
@@ -452,30 +437,56 @@ __device__ __forceinline__ void merge_tiles(const Block& b, const Way& way) {
           lora_A = b.lora_A(at.stage);
         }
         char* const W = b.stage(ring.stage) + next * kBoxBytes;
-        const Box box{launch, s,        tile,   b.shared.before[ring.stage], W, b.stage_beside(ring.stage), next,
-                      row,    fragment, special};
+        Box box{launch,   s,       tile,        b.shared.before[ring.stage], W, b.stage_beside(ring.stage), next, row,
+                fragment, special, tile.scaling};
         auto read = hand.read(box);
         const auto meanwhile = [&] { hand.meanwhile(box, read); };
-        const MatrixA a(shared_address(lora_A), Way::kProducts * chunks);
+        const MatrixA<Adapter> a(shared_address(lora_A));
         const char* const from_B = b.stage_B(ring.stage);
-        if constexpr (kWide<Adapter>) {
+        const auto leave_A = [&] {
+          if (kWide<Adapter> || !tile.last) return;
+          __syncwarp();
+          if (lane == 0) barrier_arrive(b.empty_A(at.stage));
+        };
+        if constexpr (kPlanes<Adapter> > 1) {
           float sum[32];
-          multiply_all_wide<Groups>(sum, first_B, from_B, row, a, 0, rank, meanwhile);
+          // Of product p; the box's scaling is then that of its sums.
+          const auto multiply = [&](int p, Operand<Adapter>& first, const Segment& of, float scaling,
+                                    const auto& work) {
+            if constexpr (kPaired<Adapter>)
+              // A group of those that take whole tiles in turn may have one less: a tile is one turn, or the other group
+              // would wait for its second one for ever.
+              multiply_pairs<Groups, Way::kProducts == 1>(sum, from_B, row, a, p * chunks, chunks, !alone || p == 0,
+                                     !alone || p + 1 == Way::kProducts, work);
+            else multiply_all_wide<Groups>(sum, first, from_B, row, a, p * chunks, rank, work);
+            box.scaling = scaling;
+            if constexpr (kPaired<Adapter>) {
+              const uint32_t *const rows = b.factors_of_B(ring.stage, p), *const cols = b.factors_of_A(at.stage, p);
+              const float factor = common_factor(rows, cols, scaling);
+              if (factor == 0) unscale(sum, box, of, rows, cols);
+              else box.scaling = scaling * factor;
+            }
+          };
           if constexpr (Way::kProducts == 2) {
+            multiply(0, first_B, *box.before.segment, box.before.scaling, meanwhile);
             hand.begin(box, read, sum);
             Operand<Adapter> second_B;
-            second_B.load(from_B, chunks, row);
-            multiply_all_wide<Groups>(sum, second_B, from_B, row, a, chunks, rank, [] {});
+            if constexpr (kWide<Adapter>) second_B.load(from_B, chunks, row);
+            multiply(1, second_B, s, tile.scaling, [] {});
+          } else {
+            multiply(0, first_B, s, tile.scaling, meanwhile);
           }
+          leave_A();
           hand.finish(box, read, sum);
         } else {
           float sum[Way::kProducts][32];
           multiply_all_narrow<Groups, Adapter>(sum, from_B, row, a, chunks, meanwhile);
-          if (tile.last) {
-            __syncwarp();
-            if (lane == 0) barrier_arrive(b.empty_A(at.stage));
+          leave_A();
+          if constexpr (Way::kProducts == 2) {
+            box.scaling = box.before.scaling;
+            hand.begin(box, read, sum[0]);
+            box.scaling = tile.scaling;
           }
-          if constexpr (Way::kProducts == 2) hand.begin(box, read, sum[0]);
           hand.finish(box, read, sum[Way::kProducts - 1]);
         }
       }
@@ -483,7 +494,7 @@ __device__ __forceinline__ void merge_tiles(const Block& b, const Way& way) {
       if (!kWide<Adapter> && tile.last) ring_A.advance(layout.held, boxes);
     } else if (Way::kCopies && kind == kRaw) {
       const Slot& slot = b.shared.slots[tile.slot];
-      if (threadIdx.x < kThreads) copy_unit(slot.segment, static_cast<int>(slot.unit));
+      if (threadIdx.x < kThreads) copy_unit(slot.segment(), static_cast<int>(slot.unit));
     }
     __syncwarp();
     if (lane == 0) barrier_arrive(b.done(ring.stage));
@@ -507,7 +518,7 @@ __global__ void __launch_bounds__(kBlock<Groups>, 1)
     }
     for (int i = 0; i < layout.held; ++i) {
       barrier_init(b.full_A(i), 1);
-      barrier_init(b.empty_A(i), 4);  // warps of a group
+      barrier_init(b.empty_A(i), layout.cols == kBoxCols ? kWarps : 4);  // else of the group that read it last
     }
     for (int i = 0; i < kSlots; ++i) barrier_init(b.given(i), 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -538,9 +549,9 @@ int launch_groups(const Way& way, const HopperLaunch& launch, cudaStream_t strea
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   if (error != cudaSuccess) return error;
   const Tiles tiles{launch.strip_cols, launch.held, launch.stages};
-  if (!accepts(tiles, launch.max_rank, kWide<Adapter>, Way::kBesideBox, per_block))
+  if (!accepts(tiles, launch.max_rank, kPlanes<Adapter>, Way::kBesideBox, per_block))
     return cudaErrorInvalidConfiguration;
-  const Layout layout = layout_of<kWide<Adapter>>(tiles, launch.max_rank, Way::kBesideBox);
+  const Layout layout = layout_of(tiles, launch.max_rank, kPlanes<Adapter>, Way::kBesideBox);
   const auto kernel = merge_kernel<T, Groups, Adapter, Way>;
   error = allow_shared(kernel, layout.total());
   if (error != cudaSuccess) return error;
@@ -552,13 +563,14 @@ int launch_groups(const Way& way, const HopperLaunch& launch, cudaStream_t strea
 
 template <typename T, typename Adapter, typename Way>
 int launch_adapters(const Way& way, const HopperLaunch& launch, cudaStream_t stream) {
-  if constexpr (Way::kMany && !kWide<Adapter>)
-    if (launch.max_rank <= kManyRank) return launch_groups<T, 3, Adapter>(way, launch, stream);
+  if constexpr (Way::kMany && kPlanes<Adapter> == 1)
+    if (launch.max_rank <= kManyRank && launch.strip_cols == 4 * kBoxCols) return launch_groups<T, 3, Adapter>(way, launch, stream);
   return launch_groups<T, 2, Adapter>(way, launch, stream);
 }
 
 template <typename T, typename Way>
 int launch_dtype(const Way& way, int adapters, const HopperLaunch& launch, cudaStream_t stream) {
+  if (adapters == kPairs) return launch_adapters<T, Pair>(way, launch, stream);
   if (adapters == kFloat32) return launch_adapters<T, float>(way, launch, stream);
   if (adapters == kBFloat16) return launch_adapters<T, bf16>(way, launch, stream);
   if constexpr (std::is_same_v<T, __half>) return launch_adapters<T, __half>(way, launch, stream);

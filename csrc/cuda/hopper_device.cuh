@@ -52,7 +52,15 @@ __device__ __forceinline__ void load_box(uint32_t shared, const TensorMap* map, 
       "l"(map), "r"(col), "r"(row), "r"(barrier)
       : "memory");
 }
-// 32 ranks of 64 columns of lora_A, from `rank` on, in the order in which its map has them.
+// 32 ranks of 64 rows of lora_B, from `rank` on, in both parts.
+__device__ __forceinline__ void load_pairs(uint32_t shared, const TensorMap* map, int rank, int row, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::
+          "r"(shared),
+      "l"(map), "r"(rank), "r"(row), "r"(0), "r"(barrier)
+      : "memory");
+}
+// 32 ranks of 64 columns of lora_A, from `rank` on, in the order in which its map has them; of pairs both parts.
 __device__ __forceinline__ void load_ranks(uint32_t shared, const TensorMap* map, int col, int rank, uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %4, %3, %4, %4}], "
@@ -103,8 +111,11 @@ __device__ __forceinline__ void stmatrix4(uint32_t address, const uint32_t (&r)[
 
 __device__ __forceinline__ void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Until all products are done.
-__device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+// Until all products are done, but for those of the last few groups of them.
+template <int Pending = 0>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
+}
 // Registers of products, sums or operands, are the matrix unit's alone between two of these: what is written to them
 // is written before the first, and they are neither read nor used for something else before the second.
 __device__ __forceinline__ void settle(float (&d)[32]) {
@@ -143,7 +154,7 @@ __device__ __forceinline__ void wgmma(float (&d)[32], uint32_t a0, uint32_t a1, 
         "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),     \
         "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])                   \
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b), "r"(add), "r"(kSwizzled | kEightRows))
-  if constexpr (std::is_same_v<Adapter, __half>) LORA_MERGE_WGMMA("f16");
+  if constexpr (kOfHalf<Adapter>) LORA_MERGE_WGMMA("f16");
   else LORA_MERGE_WGMMA("bf16");
 #undef LORA_MERGE_WGMMA
 }

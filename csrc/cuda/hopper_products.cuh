@@ -11,17 +11,16 @@ __device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, valu
 
 // ---- lora_A in shared memory ----------------------------------------------------------------------------------------
 
-// Of a box, for each part of a number and each chunk: 32 ranks, in the order of `rank_at`, of 64 columns. A rank is 128
-// bytes, whose 16-byte vectors are swizzled as W's are: `kPartBytes` a chunk.
+// Of a box, for each chunk and plane: 32 ranks, in the order of `rank_at`, of 64 columns. A rank is 128 bytes, whose
+// 16-byte vectors are swizzled as W's are: `kPartBytes` a plane.
 
 // Place 16h + 8u + 2q + e of a chunk holds rank 8q + 4h + 2u + e: a lane reads eight adjacent ranks of lora_B.
 __device__ __forceinline__ int rank_at(int place) {
   return place % 8 / 2 * 8 + place / 16 * 4 + place / 8 % 2 * 2 + place % 2;
 }
 
-// A chunk of float32 lora_A, 32 ranks of 64 columns in their own order, becomes three parts `plane` bytes apart. By a
-// group of warps.
-__device__ __forceinline__ void split_A(char* to, int plane, const char* from) {
+// A chunk of float32 lora_A, 32 ranks of 64 columns in their own order, becomes three planes. By a group of warps.
+__device__ __forceinline__ void split_A(char* to, const char* from) {
   const int v = threadIdx.x % 8;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -35,10 +34,21 @@ __device__ __forceinline__ void split_A(char* to, int plane, const char* from) {
     split3(y.z, y.w, part[3]);
 #pragma unroll
     for (int p = 0; p < 3; ++p)
-      *reinterpret_cast<uint4*>(to + p * plane + place * 128 + (v ^ (place % 8)) * 16) =
+      *reinterpret_cast<uint4*>(to + p * kPartBytes + place * 128 + (v ^ (place % 8)) * 16) =
           make_uint4(part[0][p], part[1][p], part[2][p], part[3][p]);
   }
 }
+
+// lora_A of 64 columns in shared memory, as the matrix unit is told of it: chunk c, step h of 16 ranks, plane p. All
+// values are those of the whole warpgroup; the compiler must know, or it moves them for each product.
+template <typename Adapter>
+struct MatrixA {
+  uint32_t begin;  // in units of 16 bytes
+  __device__ __forceinline__ explicit MatrixA(uint32_t address) : begin(address / 16) {}
+  __device__ __forceinline__ uint32_t operator()(int c, int h, int p = 0) const {
+    return begin + (2 * (c * kPlanes<Adapter> + p) + h) * (kPartBytes / 32);
+  }
+};
 
 // ---- lora_B, from shared memory to registers ------------------------------------------------------------------------
 
@@ -46,11 +56,13 @@ __device__ __forceinline__ void split_A(char* to, int plane, const char* from) {
 template <typename Adapter>
 __device__ __forceinline__ void piece_of_B(uint32_t (&b)[kPlanes<Adapter>][4], const char* from, int c, int row) {
   const int quad = threadIdx.x % 4;
-  const char* const at = from + c * box_bytes_of_B<kWide<Adapter>>() + row * (kWide<Adapter> ? 128 : 64);
+  const char* const chunk = from + c * chunk_bytes(kPlanes<Adapter>);
   Piece<Adapter> piece;
 #pragma unroll
-  for (int i = 0; i < (kWide<Adapter> ? 2 : 1); ++i) {
-    const uint4 v = *reinterpret_cast<const uint4*>(at + (kWide<Adapter> ? (2 * quad + i) ^ (row % 8) : quad) * 16);
+  for (int i = 0; i < kPieces<Adapter>; ++i) {
+    const char* const at = kWide<Adapter> ? chunk + row * 128 + ((2 * quad + i) ^ (row % 8)) * 16
+                                          : chunk + i * kPartBytes + row * 64 + quad * 16;
+    const uint4 v = *reinterpret_cast<const uint4*>(at);
     piece.word[4 * i] = v.x, piece.word[4 * i + 1] = v.y, piece.word[4 * i + 2] = v.z, piece.word[4 * i + 3] = v.w;
   }
   operand_B<Adapter>(b, piece);
@@ -70,6 +82,18 @@ struct Operand {
   }
   __device__ __forceinline__ void multiply(float (&d)[32], int plane, int h, uint32_t a, int add) const {
     wgmma<Adapter>(d, low[plane][2 * h], high[plane][2 * h], low[plane][2 * h + 1], high[plane][2 * h + 1], a, add);
+  }
+  // Of parts, the small products of step h of chunk c.
+  __device__ __forceinline__ void multiply_small(float (&d)[32], const MatrixA<Adapter>& a, int c, int h,
+                                                 int add) const {
+    bool first = true;
+#pragma unroll
+    for (int i = 0; i < kSmallProducts<Adapter>; ++i) {
+      const SmallProduct p = small_product<Adapter>(i);
+      if (!p.straight) continue;
+      multiply(d, p.b, h, a(c, h, p.a), first ? add : 1);
+      first = false;
+    }
   }
 };
 
@@ -91,17 +115,6 @@ __device__ __forceinline__ void pass_turn() {
   asm volatile("bar.arrive %0, 256;" ::"r"(kFirstTurn + (group_number() + 1) % Groups) : "memory");
 }
 
-// lora_A of 64 columns in shared memory, as the matrix unit is told of it: chunk c, step h of 16 ranks, plane p. All
-// values are those of the whole warpgroup; the compiler must know, or it moves them for each product.
-struct MatrixA {
-  uint32_t begin, plane;  // in units of 16 bytes
-  __device__ __forceinline__ MatrixA(uint32_t address, int chunks)
-      : begin(address / 16), plane(chunks * (kPartBytes / 16)) {}
-  __device__ __forceinline__ uint32_t operator()(int c, int h, int p = 0) const {
-    return begin + ((2 * c + h) * (kPartBytes / 32) + p * plane);
-  }
-};
-
 // As there are registers for lora_B.
 template <int Groups>
 constexpr int kChunksOfTurn = Groups == 2 ? 8 : 2;
@@ -111,7 +124,7 @@ constexpr int kChunksOfTurn = Groups == 2 ? 8 : 2;
 // called while the matrix unit works.
 template <int Groups, typename Adapter, int Most, int Products, typename Meanwhile>
 __device__ __forceinline__ void multiply_narrow(float (&sum)[Products][32], const char* from_B, int row,
-                                                const MatrixA& a, int chunks, int c, int count,
+                                                const MatrixA<Adapter>& a, int chunks, int c, int count,
                                                 const Meanwhile& meanwhile) {
   if constexpr (Most > 1)
     if (count < Most)
@@ -149,7 +162,7 @@ __device__ __forceinline__ void multiply_narrow(float (&sum)[Products][32], cons
 // All turns of narrow products, each with a sum of its own.
 template <int Groups, typename Adapter, int Products, typename Meanwhile>
 __device__ __forceinline__ void multiply_all_narrow(float (&sum)[Products][32], const char* from_B, int row,
-                                                    const MatrixA& a, int chunks, const Meanwhile& meanwhile) {
+                                                    const MatrixA<Adapter>& a, int chunks, const Meanwhile& meanwhile) {
   constexpr int kMost = kChunksOfTurn<Groups> / Products;
   multiply_narrow<Groups, Adapter, kMost>(sum, from_B, row, a, chunks, 0, chunks, meanwhile);
 #pragma unroll 1
@@ -157,24 +170,19 @@ __device__ __forceinline__ void multiply_all_narrow(float (&sum)[Products][32], 
     multiply_narrow<Groups, Adapter, kMost>(sum, from_B, row, a, chunks, c, chunks - c, [] {});
 }
 
-template <int Groups, bool First, int Steps = 2, typename Meanwhile>
-__device__ __forceinline__ void multiply_wide(float (&sum)[32], Operand<float>& b, const MatrixA& a, int c,
+// A turn of float32 adapters, in three parts: a chunk. The small products on their own: the matrix unit cuts what it
+// adds, and would cut the large sum for each. Steps: 1 where the second one has no rank.
+template <int Groups, bool First, int Steps, typename Meanwhile>
+__device__ __forceinline__ void multiply_wide(float (&sum)[32], Operand<float>& b, const MatrixA<float>& a, int c,
                                               const Meanwhile& meanwhile) {
-  // The small products on their own: the matrix unit cuts what it adds, and would cut the large sum for each.
   float small[32], large[32];
   await_turn();
   b.settle();
   wgmma_begin();
 #pragma unroll
-  for (int h = 0; h < Steps; ++h) {
+  for (int h = 0; h < Steps; ++h) b.multiply_small(small, a, c, h, h > 0);
 #pragma unroll
-    for (int i = 0; i < kSmallProducts; ++i) {
-      const SmallProduct p = small_product(i);
-      if (p.straight) b.multiply(small, p.b, h, a(c, h, p.a), h + i > 0);
-    }
-  }
-  b.multiply(large, 0, 0, a(c, 0), 0);
-  if constexpr (Steps == 2) b.multiply(large, 0, 1, a(c, 1), 1);
+  for (int h = 0; h < Steps; ++h) b.multiply(large, 0, h, a(c, h), h > 0);
   wgmma_commit();
   pass_turn<Groups>();
   meanwhile();
@@ -183,24 +191,107 @@ __device__ __forceinline__ void multiply_wide(float (&sum)[32], Operand<float>& 
   settle(large);
   b.settle();
 #pragma unroll
-  for (int i = 0; i < 32; ++i) sum[i] = First ? large[i] + small[i] : sum[i] + (large[i] + small[i]);
+  for (int i = 0; i < 32; ++i) {
+    const float chunk = large[i] + small[i];
+    sum[i] = First ? chunk : sum[i] + chunk;
+  }
 }
 
-// Sums of float32 adapters over a rank, from chunk `begin` on. `first`: the operand of this one, as splitting takes
-// long.
+// All turns of float32 adapters: their sums over a rank, from chunk `begin` on. `first`: the operand of this one, which
+// all boxes of a tile share, as splitting takes long.
 template <int Groups, typename Meanwhile>
 __device__ __forceinline__ void multiply_all_wide(float (&sum)[32], Operand<float>& first, const char* from_B, int row,
-                                                  const MatrixA& a, int begin, int rank, const Meanwhile& meanwhile) {
+                                                  const MatrixA<float>& a, int begin, int rank,
+                                                  const Meanwhile& meanwhile) {
   const int end = begin + (rank + kChunk - 1) / kChunk;
   // The second step has no rank below 4, see `rank_at`.
   if (rank <= 4) return multiply_wide<Groups, true, 1>(sum, first, a, begin, meanwhile);
-  multiply_wide<Groups, true>(sum, first, a, begin, meanwhile);
+  multiply_wide<Groups, true, 2>(sum, first, a, begin, meanwhile);
 #pragma unroll 1
   for (int c = begin + 1; c < end; ++c) {
     Operand<float> b;
     b.load(from_B, c, row);
-    multiply_wide<Groups, false>(sum, b, a, c, [] {});
+    multiply_wide<Groups, false, 2>(sum, b, a, c, [] {});
   }
+}
+
+// All turns of pairs: one, of all chunks, as each takes long. Large products of 32 ranks are summed in the matrix unit,
+// and then added to the rest (round to nearest), while those of the next chunk are under way. The small ones are 2^-11
+// of them: what the matrix unit cuts off those is lost in the rest, so they are summed there over all ranks. `takes`,
+// `passes`: whether this one begins and ends the group's turn. Ahead: whether there are registers for chunks that
+// overlap.
+template <int Groups, bool Ahead, typename Adapter, typename Meanwhile>
+__device__ __forceinline__ void multiply_pairs(float (&sum)[32], const char* from_B, int row, const MatrixA<Adapter>& a,
+                                               int begin, int chunks, bool takes, bool passes,
+                                               const Meanwhile& meanwhile) {
+  constexpr int kUnderWay = Ahead ? 2 : 1;
+  float small[32], large[kUnderWay][32];
+  Operand<Adapter> b[kUnderWay];
+  const auto issue = [&](Operand<Adapter>& of_B, float (&to)[32], int c, int add) {
+    of_B.settle();
+    wgmma_begin();
+#pragma unroll
+    for (int h = 0; h < 2; ++h) of_B.multiply_small(small, a, c, h, h + add);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) of_B.multiply(to, 0, h, a(c, h), h > 0);
+    wgmma_commit();
+  };
+  const auto fold = [&](Operand<Adapter>& of_B, float (&from)[32]) {
+    settle(from);
+    of_B.settle();
+#pragma unroll
+    for (int i = 0; i < 32; ++i) sum[i] += from[i];
+  };
+#pragma unroll
+  for (int i = 0; i < 32; ++i) sum[i] = 0;
+  const int end = begin + chunks;
+  b[0].load(from_B, begin, row);
+  if (takes) await_turn();
+  issue(b[0], large[0], begin, 0);
+  int c = begin + 1;
+  if constexpr (Ahead) {
+    meanwhile();
+#pragma unroll 1
+    for (; c + 1 < end; c += 2) {
+      b[1].load(from_B, c, row);
+      issue(b[1], large[1], c, 1);
+      wgmma_wait<1>();
+      fold(b[0], large[0]);
+      b[0].load(from_B, c + 1, row);
+      issue(b[0], large[0], c + 1, 1);
+      wgmma_wait<1>();
+      fold(b[1], large[1]);
+    }
+    if (c < end) {
+      b[1].load(from_B, c, row);
+      issue(b[1], large[1], c, 1);
+      if (passes) pass_turn<Groups>();
+      wgmma_wait<1>();
+      fold(b[0], large[0]);
+      wgmma_wait<0>();
+      fold(b[1], large[1]);
+    } else {
+      if (passes) pass_turn<Groups>();
+      wgmma_wait<0>();
+      fold(b[0], large[0]);
+    }
+  } else {
+    if (c == end && passes) pass_turn<Groups>();
+    meanwhile();
+    wgmma_wait<0>();
+    fold(b[0], large[0]);
+#pragma unroll 1
+    for (; c < end; ++c) {
+      b[0].load(from_B, c, row);
+      issue(b[0], large[0], c, 1);
+      if (c + 1 == end && passes) pass_turn<Groups>();
+      wgmma_wait<0>();
+      fold(b[0], large[0]);
+    }
+  }
+  settle(small);
+#pragma unroll
+  for (int i = 0; i < 32; ++i) sum[i] = whole_sum(sum[i], small[i]);
 }
 
 }  // namespace hopper

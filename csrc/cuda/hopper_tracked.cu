@@ -96,7 +96,7 @@ struct Track {
 
     // Of two products the first: the way back.
     __device__ __forceinline__ void begin(const hopper::Box& box, Read<T>& read, const float (&sum)[32]) const {
-      back(box, read, sum, *box.before.segment, box.before.scaling);
+      back(box, read, sum, *box.before.segment);
       read.work = read.work && !read.changed;
       read.half[0].code = read.half[1].code = 0;
       __syncwarp();  // what the other lanes repaired
@@ -104,19 +104,19 @@ struct Track {
 
     __device__ __forceinline__ void finish(const hopper::Box& box, Read<T>& read, const float (&sum)[32]) {
       if constexpr (kThere) there(box, read, sum);
-      else back(box, read, sum, box.s, box.tile.scaling);
+      else back(box, read, sum, box.s);
     }
 
    private:
     // W' or W and what becomes of it.
     template <bool Undo>
     __device__ __forceinline__ void convert_half(const hopper::Box& box, Coded<T>& x, int j, const float (&sum)[32],
-                                                 const Segment& s, float scaling) const {
+                                                 const Segment& s) const {
 #pragma unroll
       for (int e = 0; e < 2; ++e) box.load(2 * j + e, x.half.word[e]);
       const int row = box.row + 8 * j;
       convert<T, Undo>(
-          x, [&](int e, int k) { return hopper::product_of(sum, 2 * j + e, k); }, scaling, true, box.special,
+          x, [&](int e, int k) { return hopper::product_of(sum, 2 * j + e, k); }, box.scaling, true, box.special,
           [&](int) {
             const float* const scale = reinterpret_cast<const float*>(s.row_scale);
             return row < box.tile.rows ? __ldg(scale + box.tile.row + row) : 1.0f;
@@ -132,11 +132,11 @@ struct Track {
 
     // Brings a unit back; nothing, if it stays as it is: then what was read is written.
     __device__ __forceinline__ void back(const hopper::Box& box, Read<T>& read, const float (&sum)[32],
-                                         const Segment& s, float scaling) const {
+                                         const Segment& s) const {
       if (!read.work) return;
       const int lane = threadIdx.x % 32;
 #pragma unroll
-      for (int j = 0; j < kHalves; ++j) convert_half<true>(box, read.half[j], j, sum, s, scaling);
+      for (int j = 0; j < kHalves; ++j) convert_half<true>(box, read.half[j], j, sum, s);
       if (read.changed) {
         if (lane == 0) atomicAdd(journal.counter + 2, 1ull);
         return;
@@ -163,7 +163,7 @@ struct Track {
 #pragma unroll
       for (int j = 0; j < kHalves; ++j) {
         Coded<T>& x = read.half[j];
-        convert_half<false>(box, x, j, sum, box.s, box.tile.scaling);
+        convert_half<false>(box, x, j, sum, box.s);
         if (!whole) {
           const int there = box.row + 8 * j < box.tile.rows ? box.tile.cols - box.col(2 * j) : 0;
           x = cut(x, there, there - 32, 8);

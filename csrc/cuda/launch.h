@@ -46,10 +46,14 @@ struct HopperLaunch : Launch {
 };
 
 // Each returns a cudaError_t. `stream` is a cudaStream_t of the current device. `adapters`: what products are made of,
-// kBFloat16, kFloat16 (where all is fp16), or kFloat32 (three bf16 parts: any adapters).
+// kBFloat16, kFloat16 (where all is fp16), kFloat32 (three bf16 parts: any adapters), or kPairs where weights and
+// results have 16 bits (of any adapters; their pairs are there: `launch_parts`).
 int launch_merge(int source_dtype, int destination_dtype, int adapters, const Launch& launch, void* stream);
 int launch_hopper(int dtype, int adapters, const HopperLaunch& launch, void* stream);
-int encode_maps(const Segment* segments, int n_segments, bool wide, Maps* maps);
+int encode_maps(const Segment* segments, int n_segments, int adapters, Maps* maps);
+// Makes pairs (csrc/parts.h) of halves of adapters. A segment is one: `source`, its vectors as rows and its ranks as
+// columns; `destination` is where the pairs go; `key` is 0 for lora_A, 1 for lora_B.
+int launch_parts(const Launch& launch, void* stream);
 int launch_row_norms(int source_dtype, const Launch& launch, double* out, void* stream);
 const char* error_name(int error);
 

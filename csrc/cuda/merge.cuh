@@ -17,9 +17,9 @@
 // Bits of an element depend on its row of B, its column of A, the rank and W alone: units, edges and alignment choose
 // only how data is loaded and stored.
 //
-// fp16 adapters of fp16 weights are multiplied as they are, bf16 ones too. Wide: all others are split into three bf16
-// parts, and the six products above 2^-26 are summed, the large ones and the small ones apart, so float32 adapters keep
-// float32 accuracy.
+// bf16 adapters are multiplied as they are, and fp16 ones of fp16 weights. All others keep float32 accuracy: each
+// number is split into three bf16 parts, and the six products above 2^-26 are summed, large and small ones apart; or
+// they come as pairs of fp16 (parts.h; lora_merge/kernels/cuda_table.py says which do), of which three products are.
 #pragma once
 #include "copies.cuh"
 #include "norms.cuh"
@@ -29,7 +29,7 @@ namespace lora_merge {
 
 template <typename Source, typename Destination, typename Adapter, bool OneChunk>
 __global__ void __launch_bounds__(kThreads, 2) merge_kernel(const __grid_constant__ Launch launch) {
-  constexpr int kGroup = OneChunk ? 1 : 2;  // steps that share a load of A
+  constexpr int kGroup = OneChunk || kPaired<Adapter> ? 1 : 2;  // steps that share a load of A
   using In = Stage<Source>;
   using Out = Stage<Destination>;
   extern __shared__ __align__(128) char memory[];
@@ -80,11 +80,11 @@ __global__ void __launch_bounds__(kThreads, 2) merge_kernel(const __grid_constan
     }
 
     // Sums of kGroup steps from `step` on, whose first slot is `slot`.
-    const auto multiply = [&](float (&sum)[kGroup][4][4], int step, bool from_stage) {
+    const auto multiply = [&](float (&sum)[kGroup][kSums<Adapter>][4], int step, bool from_stage) {
       const auto piece_of = [&](int j, int c, uint32_t at) {
         if (!from_stage)
           return fetch_B<Adapter>(s, walk.first_row + (step + j) * stride + group, c * kChunk + quad * 8);
-        Piece<Adapter> piece = staged_piece<Adapter>(pieces + at + c * (kWide<Adapter> ? 2 : 1) * kVector);
+        Piece<Adapter> piece = staged_piece<Adapter>(pieces + at + c * kPieces<Adapter> * kVector);
         if (c * kChunk + quad * 8 >= rank) piece = Piece<Adapter>{};  // nothing was copied there
         return piece;
       };
@@ -108,7 +108,14 @@ __global__ void __launch_bounds__(kThreads, 2) merge_kernel(const __grid_constan
         }
       }
     };
-    const auto add = [&](Eight& x, const float (&sum)[4][4], int e) {
+    [[maybe_unused]] ColumnFactors columns;
+    if constexpr (kPaired<Adapter>) columns = column_factors(s, walk.col);
+    // Of one step.
+    const auto products = [&](float (&sum)[kSums<Adapter>][4], int step) {
+      if constexpr (kPaired<Adapter>)
+        if (rank > 0) unscale(sum, s, columns, walk.first_row + step * stride + 2 * quad, walk.col);
+    };
+    const auto add = [&](Eight& x, const float (&sum)[kSums<Adapter>][4], int e) {
       if (rank > 0) {
 #pragma unroll
         for (int i = 0; i < 8; ++i) x.value[i] = fmaf(scaling, sum[i / 2][i % 2 * 2 + e], x.value[i]);
@@ -123,7 +130,7 @@ __global__ void __launch_bounds__(kThreads, 2) merge_kernel(const __grid_constan
     int step = 0;
 #pragma unroll 1
     for (; step + kGroup <= staged; step += kGroup) {
-      float sum[kGroup][4][4] = {};
+      float sum[kGroup][kSums<Adapter>][4] = {};
       wait_async_all_but<OneChunk ? kNarrow32Stages - 1 : -1>(launch.stages - kGroup);
       __syncwarp();  // what the other lanes staged
       multiply(sum, step, staged_B);
@@ -138,6 +145,7 @@ __global__ void __launch_bounds__(kThreads, 2) merge_kernel(const __grid_constan
             base[e].word[i] =
                 *reinterpret_cast<const uint4*>(stage + In::place(2 * quad + e, group * (sizeof(Source) / 2) + i));
         if constexpr (sizeof(Source) != sizeof(Destination)) __syncwarp();  // all has been read
+        products(sum[j], step + j);
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           Eight x = unpack(base[e]);
@@ -169,13 +177,14 @@ __global__ void __launch_bounds__(kThreads, 2) merge_kernel(const __grid_constan
     // Edges, and segments that are no runs of aligned vectors: element by element.
 #pragma unroll 1
     for (; step < steps; step += kGroup) {
-      float sum[kGroup][4][4] = {};
+      float sum[kGroup][kSums<Adapter>][4] = {};
       wait_async_all_but<-1>(0);
       __syncwarp();
       multiply(sum, step, false);
 #pragma unroll
       for (int j = 0; j < kGroup; ++j) {
         if (step + j >= steps) break;
+        products(sum[j], step + j);
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const int row = walk.first_row + (step + j) * stride + 2 * quad + e;
@@ -203,7 +212,6 @@ __global__ void __launch_bounds__(kThreads, 2) merge_kernel(const __grid_constan
 
 template <typename Source, typename Destination, typename Adapter, bool OneChunk>
 cudaError_t launch_typed(const Launch& launch, cudaStream_t stream) {
-  constexpr bool kAreWide = kWide<Adapter>;
   constexpr int kBytes = sizeof(Source) > sizeof(Destination) ? sizeof(Source) : sizeof(Destination);
   const Shape shape = shape_of(launch);
   int device = 0, processors = 0, per_block = 0, per_processor = 0;
@@ -213,21 +221,21 @@ cudaError_t launch_typed(const Launch& launch, cudaStream_t stream) {
   if (error == cudaSuccess)
     error = cudaDeviceGetAttribute(&per_processor, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
   if (error != cudaSuccess) return error;
-  if (!accepts(shape, launch.max_rank, kAreWide, kBytes, per_block)) return cudaErrorInvalidConfiguration;
-  const int shared = static_cast<int>(shared_bytes(shape, launch.max_rank, kAreWide, kBytes));
+  if (!accepts(shape, launch.max_rank, kPlanes<Adapter>, kBytes, per_block)) return cudaErrorInvalidConfiguration;
+  const int shared = static_cast<int>(shared_bytes(shape, launch.max_rank, kPlanes<Adapter>, kBytes));
   const auto kernel = merge_kernel<Source, Destination, Adapter, OneChunk>;
   error = allow_shared(kernel, shared);
   if (error != cudaSuccess) return error;
   const int64_t units = static_cast<int64_t>(launch.n_units) + launch.n_raw_units;
-  const int64_t blocks =
-      static_cast<int64_t>(processors) * (two_share(shape, launch.max_rank, kAreWide, kBytes, per_processor) ? 2 : 1);
+  const int64_t blocks = static_cast<int64_t>(processors) *
+                         (two_share(shape, launch.max_rank, kPlanes<Adapter>, kBytes, per_processor) ? 2 : 1);
   kernel<<<static_cast<unsigned>(units < blocks ? units : blocks), kThreads, shared, stream>>>(launch);
   return cudaGetLastError();
 }
 
 template <typename Source, typename Destination, typename Adapter>
 cudaError_t launch_adapters(const Launch& launch, cudaStream_t stream) {
-  if constexpr (!kWide<Adapter>)
+  if constexpr (kPlanes<Adapter> == 1)
     if (one_chunk(launch.max_rank, launch.stages))
       return launch_typed<Source, Destination, Adapter, true>(launch, stream);
   return launch_typed<Source, Destination, Adapter, false>(launch, stream);
@@ -236,6 +244,8 @@ cudaError_t launch_adapters(const Launch& launch, cudaStream_t stream) {
 // fp16 products are for what is fp16 throughout.
 template <typename Source, typename Destination>
 cudaError_t launch_to(int adapters, const Launch& launch, cudaStream_t stream) {
+  if constexpr (sizeof(Source) == 2 && sizeof(Destination) == 2)
+    if (adapters == kPairs) return launch_adapters<Source, Destination, Pair>(launch, stream);
   if (adapters == kFloat32) return launch_adapters<Source, Destination, float>(launch, stream);
   if (adapters == kBFloat16) return launch_adapters<Source, Destination, bf16>(launch, stream);
   if constexpr (std::is_same_v<Source, __half> && std::is_same_v<Destination, __half>)

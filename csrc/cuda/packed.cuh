@@ -15,9 +15,9 @@ namespace lora_merge {
 // A warp's part of a unit.
 template <typename T, typename Destination, typename Adapter>
 struct PackedUnit {
-  static constexpr int kGroup = kWide<Adapter> ? 1 : 2;  // steps that share a load of A
-  static constexpr int kSize = kWide<Adapter> ? 4 : 2;   // bytes of an element of B
-  static constexpr int kMostPitch = 1 << 22;             // of a row: then a unit's rows are 2^31 apart at the most
+  static constexpr int kGroup = kPlanes<Adapter> > 1 ? 1 : 2;  // steps that share a load of A
+  static constexpr int kSize = kWide<Adapter> ? 4 : 2;         // bytes of an element of B
+  static constexpr int kMostPitch = 1 << 22;  // of a row: then a unit's rows are 2^31 apart at the most
 
   // What a lane asks memory for ahead of its use, of two rows a step.
   struct Asked {
@@ -36,6 +36,7 @@ struct PackedUnit {
   const int quad, group, stride, rank, chunks, plane_bytes;
   const bool over, special, int8, nested, vector, words;
   const float scaling;
+  [[maybe_unused]] ColumnFactors columns;  // of pairs
 
   // Of this lane's first row and column; what a row adds, and a step, in bytes and in blocks of codes.
   const char *codes, *piece_B;
@@ -62,6 +63,7 @@ struct PackedUnit {
         vector(vector_B<Adapter>(of) && of.lora_B_stride[0] * kSize < kMostPitch),
         words(by_words(of)),
         scaling(static_cast<float>(of.scaling)) {
+    if constexpr (kPaired<Adapter>) columns = column_factors(s, walk.col);
     if (!words) return;
     const int64_t row = of.source_stride[0], place = of.place + row_of(0, 0) * row + w.col;
     codes = reinterpret_cast<const char*>(of.source + (int8 ? place : place >> 1));
@@ -113,6 +115,7 @@ struct PackedUnit {
   // Eight ranks of B from `k` on, for this lane's row of a step.
   template <bool Usual>
   __device__ __forceinline__ Piece<Adapter> ask_B(int step, int k) const {
+    if constexpr (kPaired<Adapter>) return pairs_of_B(s, walk.first_row + step * stride + group, k + quad * 8);
     if (!Usual && !vector) return fetch_B<Adapter>(s, walk.first_row + step * stride + group, k + quad * 8);
     Piece<Adapter> piece{};
     if (k + quad * 8 < rank) {
@@ -129,8 +132,8 @@ struct PackedUnit {
 
   // All ranks of some steps. `ahead`: pieces of B of the first chunk, and then of that of the steps from `next` on.
   template <bool Usual>
-  __device__ __forceinline__ void multiply(float (&sum)[kGroup][4][4], Piece<Adapter> (&ahead)[kGroup], int step,
-                                           int next) const {
+  __device__ __forceinline__ void multiply(float (&sum)[kGroup][kSums<Adapter>][4], Piece<Adapter> (&ahead)[kGroup],
+                                           int step, int next) const {
     const auto products = [&](int c) {
       uint32_t b[kGroup][kPlanes<Adapter>][4];
 #pragma unroll
@@ -152,10 +155,20 @@ struct PackedUnit {
       products(c);
 #pragma unroll
       for (int j = 0; j < kGroup; ++j) ahead[j] = ask_B<Usual>(next + j, 0);
+      scale_back(sum, step);
     }
   }
 
-  __device__ __forceinline__ void add(Eight& x, const float (&sum)[4][4], int e) const {
+  // Sums of pairs, whose rows and columns have factors.
+  __device__ __forceinline__ void scale_back(float (&sum)[kGroup][kSums<Adapter>][4], int step) const {
+    if constexpr (kPaired<Adapter>) {
+#pragma unroll
+      for (int j = 0; j < kGroup; ++j)
+        if (rank > 0) unscale(sum[j], s, columns, row_of(step + j, 0), walk.col);
+    }
+  }
+
+  __device__ __forceinline__ void add(Eight& x, const float (&sum)[kSums<Adapter>][4], int e) const {
     if (rank > 0) {
 #pragma unroll
       for (int i = 0; i < 8; ++i) x.value[i] = fmaf(scaling, sum[i / 2][i % 2 * 2 + e], x.value[i]);
@@ -184,7 +197,7 @@ struct PackedUnit {
       const Asked now = next;
       const int after = step + 2 * kGroup <= steps ? step + kGroup : step;  // the last one asks for its own again
       ask(next, after, Int8, Nested, scales, outer_shift);
-      float sum[kGroup][4][4] = {};
+      float sum[kGroup][kSums<Adapter>][4] = {};
       multiply<Usual>(sum, ahead, step, after);
       char* const out_step = to + static_cast<uint32_t>(step) * step_bytes;
 #pragma unroll
@@ -226,7 +239,7 @@ struct PackedUnit {
       step = vector && !special && !over ? run_words<true>(first, outer_shift) : run_words<false>(first, outer_shift);
 #pragma unroll 1
     for (; walk.first_row + step * stride < walk.row_end; step += kGroup) {
-      float sum[kGroup][4][4] = {};
+      float sum[kGroup][kSums<Adapter>][4] = {};
       __syncwarp();
 #pragma unroll 1
       for (int c = 0; c < chunks; ++c) {
@@ -238,6 +251,7 @@ struct PackedUnit {
         multiply_chunk<Adapter, kRoundedSums<T, Destination, Adapter>, kGroup>(sum, a_address + c * kChunk * pitch * 2,
                                                                                pitch, plane_bytes, b, over);
       }
+      scale_back(sum, step);
 #pragma unroll
       for (int j = 0; j < kGroup; ++j)
 #pragma unroll
@@ -292,7 +306,7 @@ int launch_packed(const Launch& launch, cudaStream_t stream) {
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   if (error != cudaSuccess) return error;
-  const int64_t ranks = int64_t{chunks_of(launch.max_rank)} * kChunk * (kWide<Adapter> ? 3 : 1);
+  const int64_t ranks = int64_t{chunks_of(launch.max_rank)} * kChunk * kPlanes<Adapter>;
   const int64_t shared = ranks * (kWarpCols * launch.col_warps + launch.pad) * 2;
   if (shared + kStatic + static_cast<int>(sizeof(CodeTables)) > per_block) return cudaErrorInvalidConfiguration;
   const auto kernel = packed_kernel<T, Destination, Adapter>;
@@ -309,6 +323,8 @@ int launch_packed(const Launch& launch, cudaStream_t stream) {
 
 template <typename T, typename Destination>
 int launch_packed_to(int adapters, const Launch& launch, cudaStream_t stream) {
+  if constexpr (sizeof(T) == 2 && sizeof(Destination) == 2)
+    if (adapters == kPairs) return launch_packed<T, Destination, Pair>(launch, stream);
   if (adapters == kFloat32) return launch_packed<T, Destination, float>(launch, stream);
   if (adapters == kBFloat16) return launch_packed<T, Destination, bf16>(launch, stream);
   if constexpr (std::is_same_v<T, __half> && std::is_same_v<Destination, __half>)

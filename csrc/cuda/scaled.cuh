@@ -4,7 +4,8 @@
 // quantisers make of a weight that is loaded (lora_merge/kernels/scaled.py has the rules). Scales need the largest
 // magnitude of their group first:
 //
-//   kScaledMeasure   one pass that writes these alone: by atomic operations on bits, whose order is that of numbers, with
+//   kScaledMeasure   one pass that writes these alone: by atomic operations on bits, whose order is that of numbers,
+//   with
 //                    NaN above infinity, so that none hides
 //   kScaledConvert   a second pass, with the same products
 //   kScaledWhole     both at once, for blocks that lie whole in their segment: a unit is one block wide, and a step of
@@ -123,8 +124,12 @@ struct Grid {
   }
 };
 
+// That share a multiprocessor: what waits in registers leaves no room for two where products take many, too.
+template <typename Adapter, int Part>
+constexpr int kBlocksOfScaled = kPlanes<Adapter> > 1 && Part == kScaledWhole ? 1 : 2;
+
 template <typename Source, typename T, typename Adapter, int Part>
-__global__ void __launch_bounds__(kThreads, kWide<Adapter>&& Part == kScaledWhole ? 1 : 2)
+__global__ void __launch_bounds__(kThreads, kBlocksOfScaled<Adapter, Part>)
     scaled_kernel(const __grid_constant__ ScaledLaunch launch) {
   using In = Stage<Source>;
   extern __shared__ __align__(128) char memory[];
@@ -166,9 +171,9 @@ __global__ void __launch_bounds__(kThreads, kWide<Adapter>&& Part == kScaledWhol
     uint32_t unit_largest = 0;
 
     // Merges two steps from `step` on; what is outside is zeros.
-    const auto merge = [&](Packed<T> (&out)[2][2], int step) {
+    const auto merge = [&](Packed<T>(&out)[2][2], int step) {
       const bool from_stage = step + 2 <= staged, there = step < walk.steps;
-      float sum[2][4][4] = {};
+      float sum[2][kSums<Adapter>][4] = {};
       if (from_stage) wait_async_all_but<-1>(launch.stages - 2);
       else wait_async_all_but<-1>(0);
       __syncwarp();  // what the other lanes staged
@@ -179,14 +184,20 @@ __global__ void __launch_bounds__(kThreads, kWide<Adapter>&& Part == kScaledWhol
         for (int j = 0; j < 2; ++j, at = after(at)) {
           Piece<Adapter> piece{};
           if (!from_stage || !staged_B)
-            piece =
-                fetch_B<Adapter>(s, walk.first_row + (step + j) * kScaledStride + group, c * kChunk + quad * 8);
+            piece = fetch_B<Adapter>(s, walk.first_row + (step + j) * kScaledStride + group, c * kChunk + quad * 8);
           else if (c * kChunk + quad * 8 < rank)
-            piece = staged_piece<Adapter>(pieces + at + c * (kWide<Adapter> ? 2 : 1) * kVector);
+            piece = staged_piece<Adapter>(pieces + at + c * kPieces<Adapter> * kVector);
           operand_B<Adapter>(b[j], piece);
         }
         multiply_chunk<Adapter, kRoundedSums<Source, T, Adapter>, 2>(sum, a_address + c * kChunk * pitch * 2, pitch,
                                                                      plane_bytes, b, over);
+      }
+      if constexpr (kPaired<Adapter>) {
+        const ColumnFactors columns = column_factors(s, walk.col);
+#pragma unroll
+        for (int j = 0; j < 2; ++j)
+          if (rank > 0 && there)
+            unscale(sum[j], s, columns, walk.first_row + (step + j) * kScaledStride + 2 * quad, walk.col);
       }
       uint32_t at = slot;
 #pragma unroll
@@ -200,8 +211,8 @@ __global__ void __launch_bounds__(kThreads, kWide<Adapter>&& Part == kScaledWhol
             Packed<Source> base;
 #pragma unroll
             for (int i = 0; i < static_cast<int>(sizeof(Source)) / 2; ++i)
-              base.word[i] = *reinterpret_cast<const uint4*>(
-                  stages + at + In::place(2 * quad + e, group * (sizeof(Source) / 2) + i));
+              base.word[i] = *reinterpret_cast<const uint4*>(stages + at +
+                                                             In::place(2 * quad + e, group * (sizeof(Source) / 2) + i));
             x = unpack(base);
           } else if (inside) {
             x = load_elements<Source>(s, row, walk.col);
@@ -224,7 +235,7 @@ __global__ void __launch_bounds__(kThreads, kWide<Adapter>&& Part == kScaledWhol
       }
     };
     // Of two steps, each row in its turn: `what(number of the row, packed, row)`.
-    const auto each_row = [&](Packed<T> (&out)[2][2], int step, auto what) {
+    const auto each_row = [&](Packed<T>(&out)[2][2], int step, auto what) {
 #pragma unroll
       for (int j = 0; j < 2; ++j)
 #pragma unroll
@@ -276,8 +287,7 @@ __global__ void __launch_bounds__(kThreads, kWide<Adapter>&& Part == kScaledWhol
                 return;
               }
 #pragma unroll
-              for (int mask = 4; mask < 32; mask *= 2)
-                largest = larger2(largest, __shfl_xor_sync(~0u, largest, mask));
+              for (int mask = 4; mask < 32; mask *= 2) largest = larger2(largest, __shfl_xor_sync(~0u, largest, mask));
               if (group == 0 && inside)
                 atomicMax(grid.largest + grid.group(row, walk.col), float_bits<T>(larger_half(largest)));
             } else if (inside) {
@@ -319,14 +329,14 @@ cudaError_t launch_scaled_part(const ScaledLaunch& launch, cudaStream_t stream) 
     error = cudaDeviceGetAttribute(&per_processor, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
   if (error != cudaSuccess) return error;
   if (launch.col_warps != kScaledColWarps || launch.rows_per_unit % kScaledBlock != 0 ||
-      !accepts(shape, launch.max_rank, kWide<Adapter>, kBytes, per_block))
+      !accepts(shape, launch.max_rank, kPlanes<Adapter>, kBytes, per_block))
     return cudaErrorInvalidConfiguration;
-  const int shared = static_cast<int>(shared_bytes(shape, launch.max_rank, kWide<Adapter>, kBytes));
+  const int shared = static_cast<int>(shared_bytes(shape, launch.max_rank, kPlanes<Adapter>, kBytes));
   const auto kernel = scaled_kernel<Source, T, Adapter, Part>;
   error = allow_shared(kernel, shared);
   if (error != cudaSuccess) return error;
-  const bool two = (Part != kScaledWhole || !kWide<Adapter>)&&two_share(shape, launch.max_rank, kWide<Adapter>, kBytes,
-                                                                        per_processor);
+  const bool two =
+      kBlocksOfScaled<Adapter, Part> == 2 && two_share(shape, launch.max_rank, kPlanes<Adapter>, kBytes, per_processor);
   const int64_t units = launch.n_units, blocks = static_cast<int64_t>(processors) * (two ? 2 : 1);
   kernel<<<static_cast<unsigned>(units < blocks ? units : blocks), kThreads, shared, stream>>>(launch);
   return cudaGetLastError();
@@ -343,6 +353,8 @@ cudaError_t launch_scaled_adapters(int part, const ScaledLaunch& launch, cudaStr
 
 template <typename Source, typename T>
 int launch_scaled_from(int adapters, int part, const ScaledLaunch& launch, cudaStream_t stream) {
+  if constexpr (sizeof(Source) == 2)
+    if (adapters == kPairs) return launch_scaled_adapters<Source, T, Pair>(part, launch, stream);
   if (adapters == kFloat32) return launch_scaled_adapters<Source, T, float>(part, launch, stream);
   if (adapters == kBFloat16) return launch_scaled_adapters<Source, T, bf16>(part, launch, stream);
   if constexpr (std::is_same_v<Source, __half> && std::is_same_v<T, __half>)

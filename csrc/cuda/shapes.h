@@ -5,7 +5,7 @@
 #include <initializer_list>
 #include <optional>
 
-#include "../segments.h"
+#include "../parts.h"
 
 namespace lora_merge {
 
@@ -23,44 +23,46 @@ struct Shape {
   int col_warps, stages, staged_B, pad;  // see Launch
 };
 
+// `planes`: parts of which products are made, each of 16 bits; 2 or 3 of float32 adapters, see `Adapter` in device.cuh.
+
 // Whether adapters of 16 bits take the kernel for ranks up to 32.
 constexpr bool one_chunk(int max_rank, int stages) { return max_rank <= kChunk && stages == kNarrow32Stages; }
 
 // Bytes of one stage: elements of W, whose place the result takes, and pieces of B.
-LORA_MERGE_HD constexpr uint32_t slot_bytes(int element_bytes, bool wide, bool staged_B, int max_rank) {
-  return (element_bytes + (staged_B ? chunks_of(max_rank) * (wide ? 2 : 1) : 0)) * kVector;
+LORA_MERGE_HD constexpr uint32_t slot_bytes(int element_bytes, int planes, bool staged_B, int max_rank) {
+  return (element_bytes + (staged_B ? chunks_of(max_rank) * (planes > 1 ? 2 : 1) : 0)) * kVector;
 }
 
 // `element_bytes`: of the larger one of W and the result.
-constexpr int64_t shared_bytes(const Shape& shape, int max_rank, bool wide, int element_bytes) {
+constexpr int64_t shared_bytes(const Shape& shape, int max_rank, int planes, int element_bytes) {
   const int64_t lora_A = int64_t{chunks_of(max_rank)} * kChunk * (kWarpCols * shape.col_warps + shape.pad) * 2;
-  return int64_t{shape.stages} * slot_bytes(element_bytes, wide, shape.staged_B, max_rank) + lora_A * (wide ? 3 : 1);
+  return int64_t{shape.stages} * slot_bytes(element_bytes, planes, shape.staged_B, max_rank) + lora_A * planes;
 }
 
 // Whether a launch takes it, where a block may have `per_block` bytes of shared memory.
-constexpr bool accepts(const Shape& s, int max_rank, bool wide, int element_bytes, int per_block) {
+constexpr bool accepts(const Shape& s, int max_rank, int planes, int element_bytes, int per_block) {
   const bool known = (s.col_warps == 1 || s.col_warps == 2 || s.col_warps == 4) && (s.stages == 2 || s.stages == 4) &&
-                     (s.pad == 0 || s.pad == 8) && max_rank >= 0 && max_rank <= kMaxRank;
-  return known && shared_bytes(s, max_rank, wide, element_bytes) + kStatic <= per_block;
+                     (s.pad == 0 || s.pad == 8) && max_rank >= 0 && max_rank <= kMaxRank && planes >= 1 && planes <= 3;
+  return known && shared_bytes(s, max_rank, planes, element_bytes) + kStatic <= per_block;
 }
 
 // Whether two blocks share a multiprocessor of `per_processor` bytes.
-constexpr bool two_share(const Shape& s, int max_rank, bool wide, int element_bytes, int per_processor) {
-  return 2 * (shared_bytes(s, max_rank, wide, element_bytes) + kStatic + kReserved) <= per_processor;
+constexpr bool two_share(const Shape& s, int max_rank, int planes, int element_bytes, int per_processor) {
+  return 2 * (shared_bytes(s, max_rank, planes, element_bytes) + kStatic + kReserved) <= per_processor;
 }
 
 // The wider the strip (up to `widest` warps), the more warps share rows of B; the more stages, the more of memory's
 // latency is hidden; and two blocks on a multiprocessor hide each other's pauses. Tried in this order of merit; none
 // where the rank leaves no room (for `narrowest` warps).
-inline std::optional<Shape> choose_shape(int max_rank, bool wide, int element_bytes, int narrowest, int widest,
+inline std::optional<Shape> choose_shape(int max_rank, int planes, int element_bytes, int narrowest, int widest,
                                          int per_block, int per_processor) {
-  const auto fits = [&](const Shape& s) { return accepts(s, max_rank, wide, element_bytes, per_block); };
+  const auto fits = [&](const Shape& s) { return accepts(s, max_rank, planes, element_bytes, per_block); };
   for (const bool shared : {true, false})
     for (const int stages : {4, 2})
       for (const int col_warps : {4, 2, 1}) {
         const Shape s{col_warps, stages, true, 8};
         if (col_warps < narrowest || col_warps > widest || !fits(s)) continue;
-        if (!shared || two_share(s, max_rank, wide, element_bytes, per_processor)) return s;
+        if (!shared || two_share(s, max_rank, planes, element_bytes, per_processor)) return s;
       }
   for (const int pad : {8, 0})
     if (const Shape s{1, 2, false, pad}; narrowest == 1 && fits(s)) return s;
@@ -79,70 +81,67 @@ struct Tiles {
   int strip_cols, held, stages;  // see HopperLaunch
 };
 
-// Of 32 ranks.
-template <bool Wide>
-LORA_MERGE_HD constexpr int box_bytes_of_B() {
-  return kTileRows * kChunk * (Wide ? 4 : 2);
-}
-template <bool Wide>
-LORA_MERGE_HD constexpr int box_bytes_of_A() {
-  return kChunk * kBoxCols * (Wide ? 4 : 2);
-}
-// A chunk of a box of lora_A as the matrix unit reads it: bf16.
-constexpr int kPartBytes = kChunk * kBoxCols * 2;
+// Of 32 ranks, a plane as the matrix unit reads it: rows of lora_B, columns of a box of lora_A.
+constexpr int kPartBytes = 64 * kChunk * 2;
+static_assert(kTileRows == 64 && kBoxCols == 64);
+// Of 32 ranks, as they come from memory: 16 bits, pairs of them, or float32.
+LORA_MERGE_HD constexpr int chunk_bytes(int planes) { return kPartBytes * (planes > 1 ? 2 : 1); }
+// Factors of 64 rows, or columns, of pairs. There is room for those of two products.
+constexpr int kFactorBytes = 4 * kFactorWords;
+static_assert(kFactorsAtOnce == 64);
 
-// Shared memory: the stages, boxes of lora_A, those of the strip split into parts, the kernel's own. A stage: W,
-// lora_B, what the way wants beside them.
+// Shared memory: the stages, boxes of lora_A, those of the strip split into parts, the factors of boxes of pairs, the
+// kernel's own. A stage: W, lora_B with its factors, what the way wants beside them.
 struct Layout {
-  int cols, stage_bytes, stages, bytes_of_A, held, bytes_of_parts, bytes_of_B;
+  int cols, stage_bytes, stages, bytes_of_A, held, bytes_of_parts, bytes_of_factors, bytes_of_B;
   LORA_MERGE_HD constexpr int before_parts() const { return stages * stage_bytes + held * bytes_of_A; }
-  LORA_MERGE_HD constexpr int before_own() const { return before_parts() + cols / kBoxCols * bytes_of_parts; }
+  LORA_MERGE_HD constexpr int before_factors() const { return before_parts() + cols / kBoxCols * bytes_of_parts; }
+  LORA_MERGE_HD constexpr int before_own() const { return before_factors() + held * bytes_of_factors; }
   LORA_MERGE_HD constexpr int total() const { return before_own() + kOwn; }
 };
 
-// Of float32 lora_A a box is held chunk by chunk; `beside`: bytes for each box of W.
-template <bool Wide>
-constexpr Layout layout_of(const Tiles& tiles, int max_rank, int beside) {
-  const int chunks = chunks_of(max_rank), boxes = tiles.strip_cols / kBoxCols, of_B = chunks * box_bytes_of_B<Wide>();
+// Of float32 lora_A (three planes) a box is held chunk by chunk; `beside`: bytes for each box of W.
+constexpr Layout layout_of(const Tiles& tiles, int max_rank, int planes, int beside) {
+  const int chunks = chunks_of(max_rank), factors = planes == 2 ? 2 * kFactorBytes : 0;
+  const int of_B = chunks * chunk_bytes(planes) + factors;
   return {tiles.strip_cols,
-          (boxes * (kBoxBytes + beside) + of_B + 1023) & -1024,
+          (tiles.strip_cols / kBoxCols * (kBoxBytes + beside) + of_B + 1023) & -1024,
           tiles.stages,
-          box_bytes_of_A<Wide>() * (Wide ? 1 : chunks),
+          chunk_bytes(planes) * (planes == 3 ? 1 : chunks),
           tiles.held,
-          Wide ? 3 * chunks * kPartBytes : 0,
+          planes == 3 ? 3 * chunks * kPartBytes : 0,
+          factors,
           of_B};
-}
-constexpr Layout layout_of(const Tiles& tiles, int max_rank, bool wide, int beside) {
-  return wide ? layout_of<true>(tiles, max_rank, beside) : layout_of<false>(tiles, max_rank, beside);
 }
 
 // Whether a launch takes them, where a block may have `per_block` bytes of shared memory. Held boxes of float32 lora_A
-// are shared out to two groups; of bf16 ones a strip's are there at once.
-constexpr bool accepts(const Tiles& t, int max_rank, bool wide, int beside, int per_block) {
-  const bool known = (t.strip_cols == 256 || t.strip_cols == 128) && t.stages >= 2 && t.stages <= kMaxStages &&
-                     t.held > 0 && t.held <= kMaxHeld && max_rank >= 0 && max_rank <= kMaxRank;
-  const bool held = wide ? t.held % 2 == 0 : t.held >= t.strip_cols / kBoxCols;
-  return known && held && layout_of(t, max_rank, wide, beside).total() <= per_block;
+// are shared out to two groups; of others a strip's are there at once.
+constexpr bool accepts(const Tiles& t, int max_rank, int planes, int beside, int per_block) {
+  const bool known = (t.strip_cols == 256 || t.strip_cols == 128 || (t.strip_cols == 64 && planes == 2)) &&
+                     t.stages >= 2 && t.stages <= kMaxStages && t.held > 0 && t.held <= kMaxHeld && max_rank >= 0 &&
+                     max_rank <= kMaxRank && planes >= 1 && planes <= 3;
+  const bool held = planes == 3 ? t.held % 2 == 0 : t.held >= t.strip_cols / kBoxCols;
+  return known && held && layout_of(t, max_rank, planes, beside).total() <= per_block;
 }
 
 // Wide strips read lora_B less often; stages hide the latency of memory. None where the rank leaves no room.
-inline std::optional<Tiles> choose_tiles(int max_rank, bool wide, int beside, int per_block) {
+inline std::optional<Tiles> choose_tiles(int max_rank, int planes, int beside, int per_block) {
   const auto most_stages = [&](int strip_cols, int held) {
     int stages = kMaxStages;
-    while (stages > 0 && !accepts({strip_cols, held, stages}, max_rank, wide, beside, per_block)) --stages;
+    while (stages > 0 && !accepts({strip_cols, held, stages}, max_rank, planes, beside, per_block)) --stages;
     return stages;
   };
   struct Try {
-    int strip_cols, held;
-    bool narrow;  // whether bf16 adapters try it, too
+    int strip_cols, held, planes;  // of adapters that try it; 0: all do
   };
-  for (const Try& t : {Try{256, 4, true}, Try{128, 4, false}, Try{128, 2, true}}) {
-    if (!wide && !t.narrow) continue;
+  for (const Try& t : {Try{256, 4, 0}, Try{128, 4, 3}, Try{128, 2, 0}, Try{64, 1, 2}}) {
+    if (t.planes != 0 && t.planes != planes) continue;
     Tiles tiles{t.strip_cols, t.held, most_stages(t.strip_cols, t.held)};
     if (tiles.stages == 0) continue;
     // What is left is for the next unit's lora_A where that takes long to bring; else blocks that wait for it stay side
     // by side.
-    while (!wide && max_rank > 96 && most_stages(tiles.strip_cols, tiles.held + 1) == tiles.stages) ++tiles.held;
+    while (planes != 3 && max_rank * planes > 96 && most_stages(tiles.strip_cols, tiles.held + 1) == tiles.stages)
+      ++tiles.held;
     return tiles;
   }
   return std::nullopt;

@@ -12,6 +12,7 @@ struct Feed {
   int ranks_B;                     // of B to stage; 0 where B is not staged
   const char* from_W;
   const char* from_B[Products];
+  int64_t second_B[Products];                   // bytes to the other 16 of eight ranks
   int pitch_W, advance_W, advance_B[Products];  // bytes to the next row, and to the next step
 };
 
@@ -53,10 +54,12 @@ __device__ __noinline__ Feed<Products> open_unit(const Launch& launch, int n, in
 #pragma unroll
     for (int p = 0; p < Products; ++p) {
       const Segment& of = segments_of(launch)[row_of<Products>(launch, segment, p)];
-      const int64_t pitch_B = of.lora_B_stride[0] * (kWide<Adapter> ? 4 : 2);
+      const int64_t pitch_B =
+          kPaired<Adapter> ? ranks_of_parts(of.rank) * 2 : of.lora_B_stride[0] * (kWide<Adapter> ? 4 : 2);
       feed.advance_B[p] = stride * pitch_B;
-      feed.from_B[p] = reinterpret_cast<const char*>(of.lora_B) + (walk.first_row + lane / 4) * pitch_B +
-                       lane % 4 * (kWide<Adapter> ? 32 : 16);
+      feed.second_B[p] = kPaired<Adapter> ? plane_of_B(of.rows, of.rank) * 2 : 16;
+      feed.from_B[p] = reinterpret_cast<const char*>(kPaired<Adapter> ? of.parts_B : of.lora_B) +
+                       (walk.first_row + lane / 4) * pitch_B + lane % 4 * (kWide<Adapter> ? 32 : 16);
     }
   }
   return feed;
@@ -71,7 +74,7 @@ template <typename Source, typename Destination, typename Adapter>
 __host__ __device__ __forceinline__ uint32_t slot_bytes_of(const Launch& launch) {
   constexpr int kBytes = sizeof(Source) > sizeof(Destination) ? sizeof(Source) : sizeof(Destination);
   static_assert(kWarps * kStageBytes<Source, Destination> == kBytes * kVector);
-  return slot_bytes(kBytes, kWide<Adapter>, launch.staged_B, launch.max_rank);
+  return slot_bytes(kBytes, kPlanes<Adapter>, launch.staged_B, launch.max_rank);
 }
 
 // How many steps are in flight: known to the compiler in the mode for one chunk of the rank.
@@ -116,14 +119,13 @@ struct Stream {
       if constexpr (OneChunk) {
         if (k < feed.ranks_B) copy_async16_shared(pieces + slot, feed.from_B[0]);
       } else {
-        constexpr int kPieces = kWide<Adapter> ? 2 : 1;
 #pragma unroll
         for (int p = 0; p < Products; ++p) {
-          uint32_t to = pieces + slot + p * (up_to_chunk(feed.ranks_B) / kChunk * kPieces * kVector);
+          uint32_t to = pieces + slot + p * (up_to_chunk(feed.ranks_B) / kChunk * kPieces<Adapter> * kVector);
           for (int c = 0; k + c < feed.ranks_B; c += kChunk)
 #pragma unroll
-            for (int i = 0; i < kPieces; ++i, to += kVector)
-              copy_async16_shared(to, feed.from_B[p] + c * (kWide<Adapter> ? 4 : 2) + i * 16);
+            for (int i = 0; i < kPieces<Adapter>; ++i, to += kVector)
+              copy_async16_shared(to, feed.from_B[p] + c * (kWide<Adapter> ? 4 : 2) + i * feed.second_B[p]);
         }
       }
     }

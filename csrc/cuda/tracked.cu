@@ -143,6 +143,11 @@ __global__ void __launch_bounds__(kThreads, 2)
         load_A<Adapter>(shared_A + p * (product_bytes / 2), adapter(p), walk.strip, width, pitch);
     }
     __syncthreads();
+    [[maybe_unused]] ColumnFactors columns[kProducts];
+    if constexpr (kPaired<Adapter>) {
+#pragma unroll
+      for (int p = 0; p < kProducts; ++p) columns[p] = column_factors(adapter(p), walk.col);
+    }
 
     // Brings a unit back, or there, or both; nothing, if it stays as it is.
     const auto run = [&](int step, int64_t at, const TrackedRecord& record, uint2 codes, bool whole,
@@ -158,13 +163,13 @@ __global__ void __launch_bounds__(kThreads, 2)
         for (int j = 0; j < kHalves; ++j) load_half<T>(stage[j], s, row + j * stride, walk.col);
       }
 
-      float sum[kHalves][4][4];
+      float sum[kHalves][kSums<Adapter>][4];
       // The sums of product p.
       const auto multiply = [&](int p) {
 #pragma unroll
         for (int j = 0; j < kHalves; ++j)
 #pragma unroll
-          for (int t = 0; t < 4; ++t)
+          for (int t = 0; t < kSums<Adapter>; ++t)
 #pragma unroll
             for (int e = 0; e < 4; ++e) sum[j][t][e] = 0;
         const auto chunk = [&](auto first, int c) {
@@ -175,7 +180,7 @@ __global__ void __launch_bounds__(kThreads, 2)
             if (!whole || !staged_B)
               piece = fetch_B<Adapter>(adapter(p), first_row + j * stride + group, c * kChunk + quad * 8);
             else if (c * kChunk + quad * 8 < rank)
-              piece = staged_piece<Adapter>(pieces + from + (p * chunks + c) * (kWide<Adapter> ? 2 : 1) * kVector);
+              piece = staged_piece<Adapter>(pieces + from + (p * chunks + c) * kPieces<Adapter> * kVector);
             operand_B<Adapter>(b[j], piece);
           }
           multiply_chunk<Adapter, kRoundedSums<T, T, Adapter>, kHalves, decltype(first)::value>(
@@ -184,6 +189,11 @@ __global__ void __launch_bounds__(kThreads, 2)
         if (rank > 0) chunk(std::true_type{}, 0);
 #pragma unroll 1
         for (int c = 1; c < chunks; ++c) chunk(std::false_type{}, c);
+        if constexpr (kPaired<Adapter>) {
+          if (rank > 0)
+#pragma unroll
+            for (int j = 0; j < kHalves; ++j) unscale(sum[j], adapter(p), columns[p], row + j * stride, walk.col);
+        }
       };
       // A half of a unit is converted, by product p.
       const auto convert_half = [&](auto undo, int p, Coded<T>& x, int j) {
@@ -308,12 +318,12 @@ template <typename T, typename Adapter, int Turn>
 cudaError_t launch_typed(const Launch& launch, const TrackedJournal& journal, cudaStream_t stream) {
   int device = 0, processors = 0, per_block = 0, resident = 0;
   const Shape shape = shape_of(launch);
-  const int shared = static_cast<int>(shared_bytes(shape, launch.max_rank, kWide<Adapter>, sizeof(T)));
+  const int shared = static_cast<int>(shared_bytes(shape, launch.max_rank, kPlanes<Adapter>, sizeof(T)));
   const auto kernel = tracked_kernel<T, Adapter, Turn>;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  if (error == cudaSuccess && !accepts(shape, launch.max_rank, kWide<Adapter>, sizeof(T), per_block))
+  if (error == cudaSuccess && !accepts(shape, launch.max_rank, kPlanes<Adapter>, sizeof(T), per_block))
     error = cudaErrorInvalidConfiguration;
   if (error == cudaSuccess) error = allow_shared(kernel, shared);
   if (error == cudaSuccess) error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kThreads, shared);
@@ -336,6 +346,8 @@ cudaError_t launch_way(int way, const Launch& launch, const TrackedJournal& jour
 template <typename T>
 cudaError_t launch_dtype(int adapters, int way, const Launch& launch, const TrackedJournal& journal,
                          cudaStream_t stream) {
+  if constexpr (sizeof(T) == 2)
+    if (adapters == kPairs) return launch_way<T, Pair>(way, launch, journal, stream);
   if (adapters == kFloat32) return launch_way<T, float>(way, launch, journal, stream);
   if (adapters == kBFloat16) return launch_way<T, bf16>(way, launch, journal, stream);
   if constexpr (std::is_same_v<T, __half>) return launch_way<T, __half>(way, launch, journal, stream);

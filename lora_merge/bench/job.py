@@ -22,6 +22,7 @@ from torch import Tensor, nn
 import lora_merge
 
 from .. import kernels
+from ..kernels.cuda_table import PARTS_RANK
 from . import checkpoint, report, shapes, timing
 from .accuracy import Accuracy, accuracy_of, compare, same_bits
 
@@ -198,12 +199,15 @@ def measure(method: Method, matrices: Sequence[Matrix], device: torch.device, re
     }
 
 
-def product_parts(device: torch.device, adapter_dtype: torch.dtype) -> int:
-    """Products of the matrix unit for one of the adapter.
+def product_parts(device: torch.device, dtype: torch.dtype, adapter_dtype: torch.dtype, rank: int) -> int:
+    """Products of the matrix unit for one of the adapter, where weights and results are of one dtype.
 
-    On a GPU float32 adapters are split in three bf16 parts, and six products of them count (docs/performance.md).
+    On a GPU float32 adapters are split in three bf16 parts, of which six products count, those above rank 32 of 16-bit
+    weights in two fp16 parts, of which three do (docs/performance.md).
     """
-    return 6 if device.type == "cuda" and adapter_dtype == torch.float32 else 1
+    if device.type != "cuda" or adapter_dtype != torch.float32:
+        return 1
+    return 6 if dtype == torch.float32 or rank <= PARTS_RANK else 3
 
 
 def compare_methods(
@@ -229,7 +233,7 @@ def compare_methods(
     copy_ms = timing.typical(args.device)(copies + timing.copies(nbytes, args.device, args.repeat))
     operations = max(operations, timing.operations(args.device, args.repeat))
 
-    parts = product_parts(args.device, matrices[0].lora_A.dtype)
+    parts = product_parts(args.device, matrices[0].weight.dtype, matrices[0].lora_A.dtype, len(matrices[0].lora_A))
     products_ms = 1e3 * parts * sum(2 * m.lora_A.shape[0] * m.weight.numel() for m in matrices) / operations
     for figures in measured.values():
         # Each byte of the weights is read once and written once, or fewer where the result has a smaller dtype.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import Launch, Tracked, native, next_after, operators
-from .cuda_launch import variants
+from .cuda_launch import launches
 from .cuda_repack import repack
 from .cuda_scaled import prepare_scaled as prepare_scaled
 from .cuda_table import ceil, has_room, no_room, place, sources
@@ -58,12 +58,12 @@ class _Launch:
         near = pack([s for s in here if not s.peer]) if rest or len(peers) else self.table
         with torch.cuda.device(device):
             # A replay would copy a table from memory of the host that is gone by then; a graph keeps arguments.
-            most = INLINE_SEGMENTS if torch.cuda.is_current_stream_capturing() else max(len(near), len(peers), 1)
-        made = repack(near, device)
-        tables = [(made.copies, False), (made.table, False), (peers, True)]
-        pieces = [(t[begin : begin + most], peer) for t, peer in tables for begin in range(0, len(t), most)]
-        self.variants = [variant for piece, peer in pieces for variant in variants(piece, device, peer=peer)]
-        self._streams = Streams(device, [made.memory, *(t for v in self.variants for t in v if isinstance(t, Tensor))])
+            capturing = torch.cuda.is_current_stream_capturing()
+            most = INLINE_SEGMENTS if capturing else max(2 * len(here), 1)
+        made, far = repack(near, device), repack(peers, device, by_map=False)
+        self.variants = launches(made, device, most) + launches(far, device, most, peer=True)
+        tensors = [t for v in self.variants for t in v if isinstance(t, Tensor)]
+        self._streams = Streams(device, [made.memory, far.memory, *tensors])
         self._elsewhere: Launch | None = None
         if rest:
             self._elsewhere = next_after("cuda", device, no_room(rest, device)).prepare(rest, device)

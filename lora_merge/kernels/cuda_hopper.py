@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from . import native, operators
-from .cuda_table import memory, products
-from .layout import CHUNK, HOPPER_COLS, MAX_RANK
+from .cuda_table import memory, planes, products
+from .layout import CHUNK, HOPPER_COLS, MAX_RANK, PAIRS
 from .segments import (
     BF16,
     COLS,
@@ -30,6 +30,7 @@ from .segments import (
     LORA_A_STRIDE,
     LORA_B,
     LORA_B_STRIDE,
+    PARTS_A,
     PITCH,
     RANK,
     ROWS,
@@ -66,25 +67,29 @@ class HopperVariant(NamedTuple):
 def serves(table: np.ndarray, device: torch.device, beside: int = 0) -> np.ndarray:
     """Which segments of a packed table go to this kernel, bool `[segments]`. `beside`: bytes that a launch wants in
     shared memory for each box of a tile."""
-    return could_serve(table, device, beside) & reads_lora_A(table) & reads_lora_B(table)
+    there = np.where(products(table) == PAIRS, table[:, PARTS_A] != 0, reads_lora_A(table) & reads_lora_B(table))
+    return could_serve(table, device, beside) & there.astype(bool)
 
 
 def could_serve(table: np.ndarray, device: torch.device, beside: int = 0) -> np.ndarray:
     """Which segments it would serve if their adapters lay as it reads them."""
-    dtype, rank, wide = table[:, DTYPES] & 0xFF, table[:, RANK], products(table) == FP32
+    dtype, rank, adapters = table[:, DTYPES] & 0xFF, table[:, RANK], products(table)
     fits = (dtype == table[:, DTYPES] >> 8 & 0xFF) & ((dtype == BF16) | (dtype == FP16)) & (rank > 0)
     fits &= (table[:, COLS] <= HOPPER_COLS) & (table[:, DTYPES] >> 32 == FORMATS["Plain"])
     for address, stride in ((SOURCE, SOURCE_STRIDE), (DESTINATION, DESTINATION_STRIDE)):
         fits &= _rows_of_vectors(table, address, stride, 2, table[:, ROWS])
-    fits &= ~(wide & _turned(table))  # parts of float32 adapters are summed in one order here
+    in_parts = (adapters == FP32) | (adapters == PAIRS)
+    fits &= ~(in_parts & _turned(table))  # parts of float32 adapters are summed in one order here
     if not _available(device):
         return fits & False
     room = memory(device).per_block
-    return fits & (rank <= np.where(wide, _most_rank(True, beside, room), _most_rank(False, beside, room)))
+    most = {code: _most_rank(planes(code), beside, room) for code in (BF16, FP32, PAIRS)}
+    return fits & (rank <= np.select([adapters == FP32, adapters == PAIRS], [most[FP32], most[PAIRS]], most[BF16]))
 
 
 def reads_lora_A(table: np.ndarray) -> np.ndarray:
-    """Of which segments this kernel can read lora_A where it lies: of the products' dtype, rows of whole vectors."""
+    """Of which segments without pairs this kernel can read lora_A where it lies: of the products' dtype, rows of whole
+    vectors."""
     return _reads(table, 16) & _rows_of_vectors(table, LORA_A, LORA_A_STRIDE, _size(table), table[:, RANK])
 
 
@@ -111,25 +116,25 @@ class Tiles(NamedTuple):
     stages: int
 
 
-def tiles(max_rank: int, wide: bool, device: torch.device, beside: int = 0) -> Tiles:
+def tiles(max_rank: int, adapters: int, device: torch.device, beside: int = 0) -> Tiles:
     """Of a launch that `serves` chose."""
-    found = room_for(max_rank, wide, device, beside)
-    assert found is not None, (max_rank, wide, beside)
+    found = room_for(max_rank, adapters, device, beside)
+    assert found is not None, (max_rank, adapters, beside)
     return found
 
 
-def room_for(max_rank: int, wide: bool, device: torch.device, beside: int = 0) -> Tiles | None:
+def room_for(max_rank: int, adapters: int, device: torch.device, beside: int = 0) -> Tiles | None:
     """Of a launch with so many ranks, of all its adapters; None where they leave no room."""
-    return None if max_rank > MAX_RANK else _tiles(max_rank, wide, beside, memory(device).per_block)
+    return None if max_rank > MAX_RANK else _tiles(max_rank, planes(adapters), beside, memory(device).per_block)
 
 
-def unit_rows(max_rank: int, wide: bool, large: bool) -> int:
+def unit_rows(max_rank: int, adapters: int, large: bool) -> int:
     """Rows of a unit at the most, as measured: few, so that blocks that share rows stay side by side; more where there
     is much of lora_A to bring, or where the next unit is mostly of another segment: its tensor maps take time, too."""
-    planes = -(-max_rank // CHUNK) * (3 if wide else 1)
-    if planes > 4:
+    chunks = -(-max_rank // CHUNK) * planes(adapters)
+    if chunks > 4:
         return 512
-    return 128 if large and planes <= 2 else 256
+    return 128 if large and chunks <= 2 else 256
 
 
 def are_large(table: np.ndarray, processors: int) -> bool:
@@ -138,9 +143,9 @@ def are_large(table: np.ndarray, processors: int) -> bool:
     return bool((elements**2).sum() >= elements.sum() * 128 * 256 * 8 * processors)
 
 
-def maps(table: np.ndarray, wide: bool, device: torch.device) -> Tensor:
+def maps(table: np.ndarray, adapters: int, device: torch.device) -> Tensor:
     """The tensor maps of a cut table, uint8 `[segments, 512]`, on the device or, of a small table, on the CPU."""
-    return operators.tensor_maps(torch.from_numpy(table), wide).to(device)
+    return operators.tensor_maps(torch.from_numpy(table), adapters).to(device)
 
 
 def _turned(table: np.ndarray) -> np.ndarray:
@@ -159,16 +164,16 @@ def _rows_of_vectors(
 
 
 @cache
-def _tiles(max_rank: int, wide: bool, beside: int, per_block: int) -> Tiles | None:
+def _tiles(max_rank: int, planes: int, beside: int, per_block: int) -> Tiles | None:
     """Chosen where launches check it: csrc/cuda/shapes.h. None if the rank leaves no room."""
-    numbers = native.compiled.hopper_tiles(max_rank, wide, beside, per_block)
+    numbers = native.compiled.hopper_tiles(max_rank, planes, beside, per_block)
     return Tiles(*numbers) if numbers else None
 
 
 @cache
-def _most_rank(wide: bool, beside: int, per_block: int) -> int:
+def _most_rank(planes: int, beside: int, per_block: int) -> int:
     ranks = range(CHUNK, MAX_RANK + 1, CHUNK)
-    return max((r for r in ranks if _tiles(r, wide, beside, per_block) is not None), default=0)
+    return max((r for r in ranks if _tiles(r, planes, beside, per_block) is not None), default=0)
 
 
 def _available(device: torch.device) -> bool:

@@ -12,9 +12,10 @@ from torch import Tensor
 from . import cuda_hopper as hopper
 from . import operators
 from .cuda_hopper import HopperVariant
-from .cuda_table import BLOCKS, MAX_UNIT_ROWS, block_shape, cut, products, sources
-from .layout import WARP_COLS
-from .segments import BF16, COLS, DTYPES, FP32, RANK, RAW, ROWS
+from .cuda_repack import Repacked
+from .cuda_table import BLOCKS, MAX_UNIT_ROWS, block_shape, ceil, cut, index_of, place, products, sources
+from .layout import PART_VECTORS, WARP_COLS
+from .segments import BF16, COLS, DTYPES, FP32, RANK, RAW, ROWS, UNIT_BEGIN
 
 FIRST_RAW = min(RAW.values())
 
@@ -42,6 +43,21 @@ class Variant(NamedTuple):
         operators.launch_cuda(*self, stochastic, seed)
 
 
+class Split(NamedTuple):
+    """One launch that makes pairs of fp16 of float32 adapters: the arguments of `split_adapters`."""
+
+    table: Tensor
+    unit_segment: Tensor
+    device: int
+    n_units: int
+
+    def __call__(self, stochastic: bool, seed: int) -> None:
+        operators.split_adapters(*self)
+
+
+AnyLaunch = Split | Variant | HopperVariant
+
+
 class _Kind(NamedTuple):
     """What segments of one launch have in common: which kernel runs them, `sources`, dtype codes of their results and
     products."""
@@ -50,6 +66,30 @@ class _Kind(NamedTuple):
     source: int
     destination: int
     adapters: int
+
+
+def launches(made: Repacked, device: torch.device, most: int, *, peer: bool = False) -> list[AnyLaunch]:
+    """All that a table takes, one after the other, of up to so many segments each. `peer`: as of `variants`."""
+    found = before(made, device, most)
+    for begin in range(0, len(made.table), most):
+        found += variants(made.table[begin : begin + most], device, peer=peer)
+    return found
+
+
+def before(made: Repacked, device: torch.device, most: int) -> list[AnyLaunch]:
+    """Those that lay out its adapters."""
+    found: list[AnyLaunch] = []
+    for begin in range(0, len(made.splits), most):
+        found.append(_split(made.splits[begin : begin + most], device))
+    for begin in range(0, len(made.copies), most):
+        found += variants(made.copies[begin : begin + most], device)
+    return found
+
+
+def _split(table: np.ndarray, device: torch.device) -> Split:
+    units = ceil(table[:, ROWS], PART_VECTORS)
+    table[:, UNIT_BEGIN] = np.cumsum(units) - units
+    return Split(*place(table, units, device), index_of(device), int(units.sum()))
 
 
 def variants(table: np.ndarray, device: torch.device, *, peer: bool = False) -> list[Variant | HopperVariant]:
@@ -76,18 +116,19 @@ def variants(table: np.ndarray, device: torch.device, *, peer: bool = False) -> 
 
 
 def _variant(merges: np.ndarray, copies: np.ndarray, kind: _Kind, device: torch.device) -> Variant | HopperVariant:
-    max_rank, wide = int(merges[:, RANK].max(initial=0)), kind.adapters == FP32
+    max_rank = int(merges[:, RANK].max(initial=0))
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     if kind.hopper:
-        tiles = hopper.tiles(max_rank, wide, device)
-        rows = hopper.unit_rows(max_rank, wide, hopper.are_large(merges, processors))
+        tiles = hopper.tiles(max_rank, kind.adapters, device)
+        rows = hopper.unit_rows(max_rank, kind.adapters, hopper.are_large(merges, processors))
         made = cut(merges, copies, tiles.strip_cols, rows, processors, device)
-        maps = hopper.maps(made.host_table, wide, made.table.device)
+        maps = hopper.maps(made.host_table, kind.adapters, made.table.device)
         return HopperVariant(
             made.table, made.unit_segment, maps, made.counter, made.device, kind.source, kind.adapters, made.n_units,
             made.n_raw_units, made.rows_per_unit, *tiles, max_rank,
         )  # fmt: skip
-    shape = block_shape(max_rank, wide, 4 if FP32 in (kind.source & 0xFF, kind.destination) else 2, merges, device)
+    element_bytes = 4 if FP32 in (kind.source & 0xFF, kind.destination) else 2
+    shape = block_shape(max_rank, kind.adapters, element_bytes, merges, device)
     made = cut(merges, copies, WARP_COLS * shape.col_warps, MAX_UNIT_ROWS, BLOCKS * processors, device)
     return Variant(
         made.table, made.unit_segment, made.counter, made.device, kind.source, kind.destination, kind.adapters,

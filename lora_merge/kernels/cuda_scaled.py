@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from . import Launch, next_after, operators
+from .cuda_launch import before
+from .cuda_repack import repack
 from .cuda_table import BLOCKS, MAX_UNIT_ROWS, Memory, cut, memory, no_room, products, shape_as_wide
 from .layout import CHUNK, MAX_RANK, SCALED_BLOCK, SCALED_COL_WARPS, SCALED_CONVERT, SCALED_MEASURE, SCALED_WHOLE
 from .packed import Packed
@@ -58,22 +60,24 @@ class CudaScaled:
         begins = dict(
             zip((s.weight.data_ptr() for s, _ in by_weight(measured)), np.cumsum(sizes[:-1]).tolist(), strict=True)
         )
-        parts = [(SCALED_MEASURE, measured), (SCALED_CONVERT, measured)]
-        parts.append((SCALED_WHOLE, [p for p in placed if p.whole]))
+        made = repack(pack([p.segment for p in placed]), device, by_map=False)
+        self.before = before(made, device, 2 * len(placed))
+        beside = np.array([_words(p, self._largest, begins) for p in placed], dtype=np.int64)
+        whole = np.array([p.whole for p in placed])
         self.variants = [
             variant
-            for part, some in parts
-            for variant in _variants(some, part, [_words(p, self._largest, begins) for p in some], device)
+            for part, some in ((SCALED_MEASURE, ~whole), (SCALED_CONVERT, ~whole), (SCALED_WHOLE, whole))
+            for variant in _variants(made.table[some], part, beside[some], device)
         ]
-        tensors = [t for v in self.variants for t in v if isinstance(t, Tensor)]
-        self._streams = Streams(device, [self._largest, *tensors])
+        tensors = [t for v in (*self.before, *self.variants) for t in v if isinstance(t, Tensor)]
+        self._streams = Streams(device, [self._largest, made.memory, *tensors])
 
     def __call__(self, stochastic: bool, seed: int) -> None:
         self._streams.join()
         if self._largest.numel():
             self._largest.zero_()
-        for variant in self.variants:
-            variant(stochastic, seed)
+        for launch in (*self.before, *self.variants):
+            launch(stochastic, seed)
 
     def row_norms(self, out: Tensor) -> None:
         raise NotImplementedError("norms are taken of what is merged in place")
@@ -109,14 +113,14 @@ def prepare_scaled(placed: Sequence[Placed], device: torch.device) -> Launch:
 def _serves(s: Segment, device: torch.device) -> bool:
     if isinstance(s.source, Packed):
         return False
-    wide = s.lora_A is not None and s.lora_B is not None and bool(products(pack([s]))[0] == FP32)
-    return s.rank <= _most_rank(wide, max(s.source.element_size(), 2), memory(device), device)
+    adapters = int(products(pack([s]))[0])
+    return s.rank <= _most_rank(adapters, max(s.source.element_size(), 2), memory(device), device)
 
 
 @cache
-def _most_rank(wide: bool, element_bytes: int, room: Memory, device: torch.device) -> int:
+def _most_rank(adapters: int, element_bytes: int, room: Memory, device: torch.device) -> int:
     ranks = range(CHUNK, MAX_RANK + 1, CHUNK)
-    return max((r for r in ranks if shape_as_wide(SCALED_COL_WARPS, r, wide, element_bytes, device)), default=0)
+    return max((r for r in ranks if shape_as_wide(SCALED_COL_WARPS, r, adapters, element_bytes, device)), default=0)
 
 
 def _words(p: Placed, largest: Tensor, begins: dict[int, int]) -> list[int]:
@@ -125,20 +129,17 @@ def _words(p: Placed, largest: Tensor, begins: dict[int, int]) -> list[int]:
     return [p.scaled.scales.data_ptr(), at, p.scaled.code, p.row, p.col, p.scaled.grid[1]]
 
 
-def _variants(placed: Sequence[Placed], part: int, words: list[list[int]], device: torch.device) -> list[ScaledVariant]:
+def _variants(table: np.ndarray, part: int, beside: np.ndarray, device: torch.device) -> list[ScaledVariant]:
     """A launch for each combination of dtypes."""
-    if not placed:
-        return []
-    table, beside = pack([p.segment for p in placed]), np.array(words, dtype=np.int64)
     kinds = np.stack([table[:, DTYPES] & 0xFF, table[:, DTYPES] >> 8 & 0xFF, products(table)], axis=1)
     found, kind_of = np.unique(kinds, axis=0, return_inverse=True)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     made = []
     for number, (source, dtype, adapters) in enumerate(found.tolist()):
         some = kind_of.reshape(-1) == number
-        merges, max_rank, wide = table[some], int(table[some, RANK].max()), adapters == FP32
-        shape = shape_as_wide(SCALED_COL_WARPS, max_rank, wide, 4 if source == FP32 else 2, device)
-        assert shape is not None, (max_rank, wide, source)
+        merges, max_rank = table[some], int(table[some, RANK].max())
+        shape = shape_as_wide(SCALED_COL_WARPS, max_rank, adapters, 4 if source == FP32 else 2, device)
+        assert shape is not None, (max_rank, adapters, source)
         units = cut(merges, table[:0], SCALED_BLOCK, MAX_UNIT_ROWS, BLOCKS * processors, device, SCALED_BLOCK)
         scaled = torch.from_numpy(beside[some].copy()).to(units.table.device)
         made.append(

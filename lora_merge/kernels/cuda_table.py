@@ -12,9 +12,12 @@ import torch
 from torch import Tensor
 
 from . import native
-from .layout import CHUNK, INLINE_SEGMENTS, MAX_RANK, PACKED_SOURCE, RAW_COLS, RAW_COLS_1, RAW_ROWS, WARP_COLS
+from .layout import CHUNK, INLINE_SEGMENTS, MAX_RANK, PACKED_SOURCE, PAIRS, RAW_COLS, RAW_COLS_1, RAW_ROWS, WARP_COLS
 from .segments import BF16, COLS, DTYPES, FLOATS, FORMATS, FP16, FP32, RANK, ROWS, UNIT_BEGIN, UNITS_ACROSS, Segment
 
+PARTS_RANK = 32
+"""Float32 adapters up to this rank are split while they are merged, which hides behind memory; above it pairs save more
+than it takes to make them in front of a merge (H200: rank 32 1.05 copies, with pairs 1.21; rank 64 1.77 and 1.53)."""
 MAX_UNIT_ROWS = 512
 UNITS_DEALT = 1024
 """Units that a small table deals round the blocks; more are handed out by a counter, which takes an allocation, because
@@ -72,11 +75,15 @@ def cut(
     table[:, UNITS_ACROSS] = np.concatenate([merge_across, copy_across, none])
     counted = len(table) > INLINE_SEGMENTS or units.sum() > UNITS_DEALT
     counter = torch.zeros(2 if counted else 0, dtype=torch.int32, device=device if counted else "cpu")
-    number = torch.cuda.current_device() if device.index is None else device.index
     return Cut(
-        table, *place(table, units, device), counter, number, int(merge_units.sum()), int(copy_units.sum()),
+        table, *place(table, units, device), counter, index_of(device), int(merge_units.sum()), int(copy_units.sum()),
         rows_per_unit,
     )  # fmt: skip
+
+
+def index_of(device: torch.device) -> int:
+    """The number of a GPU; "cuda" alone is the current one."""
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 def place(table: np.ndarray, units: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -100,27 +107,32 @@ def memory(device: torch.device) -> Memory:
     return Memory(per_block, properties.shared_memory_per_multiprocessor)
 
 
-def block_shape(max_rank: int, wide: bool, element_bytes: int, merges: np.ndarray, device: torch.device) -> BlockShape:
+def block_shape(
+    max_rank: int, adapters: int, element_bytes: int, merges: np.ndarray, device: torch.device
+) -> BlockShape:
     """The best one for segments that `has_room` of; `element_bytes`: of the larger one of W and the result."""
-    found = _shape(max_rank, wide, element_bytes, 1, _widest(merges), memory(device))
-    assert found is not None, (max_rank, wide, element_bytes)
+    found = _shape(max_rank, planes(adapters), element_bytes, 1, _widest(merges), memory(device))
+    assert found is not None, (max_rank, adapters, element_bytes)
     return found
 
 
 def shape_as_wide(
-    col_warps: int, max_rank: int, wide: bool, element_bytes: int, device: torch.device
+    col_warps: int, max_rank: int, adapters: int, element_bytes: int, device: torch.device
 ) -> BlockShape | None:
     """The best one of so many warps side by side; None where there is no room for so many ranks."""
-    return None if max_rank > MAX_RANK else _shape(max_rank, wide, element_bytes, col_warps, col_warps, memory(device))
+    if max_rank > MAX_RANK:
+        return None
+    return _shape(max_rank, planes(adapters), element_bytes, col_warps, col_warps, memory(device))
 
 
 def has_room(s: Segment, device: torch.device) -> bool:
     """Whether the columns of lora_A that a block works on fit into its shared memory."""
     if s.lora_A is None or s.lora_B is None:
         return True
-    wide = _products(*(FLOATS.index(t.dtype) for t in (s.source, s.destination, s.lora_A, s.lora_B))) == FP32
+    dtypes = (FLOATS.index(t.dtype) for t in (s.source, s.destination, s.lora_A, s.lora_B))
+    adapters = int(_products(s.rank, *dtypes))
     element_bytes = max(s.source.element_size(), s.destination.element_size())
-    return s.rank <= _most_rank(bool(wide), element_bytes, memory(device))
+    return s.rank <= _most_rank(planes(adapters), element_bytes, memory(device))
 
 
 def no_room(rest: Sequence[Segment], device: torch.device) -> str:
@@ -139,16 +151,24 @@ def sources(table: np.ndarray) -> np.ndarray:
 
 
 def products(table: np.ndarray) -> np.ndarray:
-    """What the products of each segment are made of, as dtype codes `[segments]`: BF16 where both halves of the adapter
-    are, FP16 where all is fp16, FP32 (three bf16 parts) for other adapters, and BF16 where there is none."""
+    """What the products of each segment are made of, `[segments]`: BF16 where both halves of the adapter are, FP16
+    where all is fp16; for other adapters PAIRS (of fp16) above rank `PARTS_RANK` where weights and results have 16
+    bits, else FP32 (three bf16 parts); BF16 where there is none."""
     dtypes = (table[:, DTYPES] >> shift & 0xFF for shift in (0, 8, 16, 24))
-    return np.where(table[:, RANK] == 0, BF16, _products(*dtypes))
+    return np.where(table[:, RANK] == 0, BF16, _products(table[:, RANK], *dtypes))
 
 
-def _products(source: Codes, destination: Codes, lora_A: Codes, lora_B: Codes) -> np.ndarray:
+def _products(rank: Codes, source: Codes, destination: Codes, lora_A: Codes, lora_B: Codes) -> np.ndarray:
     bf16 = np.equal(lora_A, BF16) & np.equal(lora_B, BF16)
     fp16 = np.equal(source, FP16) & np.equal(destination, FP16) & np.equal(lora_A, FP16) & np.equal(lora_B, FP16)
-    return np.where(bf16, BF16, np.where(fp16, FP16, FP32))
+    parts = np.equal(source, FP32) | np.equal(destination, FP32) | np.less_equal(rank, PARTS_RANK)
+    wide = np.where(parts, FP32, PAIRS)
+    return np.where(bf16, BF16, np.where(fp16, FP16, wide))
+
+
+def planes(adapters: int) -> int:
+    """16-bit parts of each number that products are made of."""
+    return {FP32: 3, PAIRS: 2}.get(adapters, 1)
 
 
 def ceil(x: Whole, y: Whole | int) -> Whole:
@@ -157,17 +177,17 @@ def ceil(x: Whole, y: Whole | int) -> Whole:
 
 @cache
 def _shape(
-    max_rank: int, wide: bool, element_bytes: int, narrowest: int, widest: int, room: Memory
+    max_rank: int, planes: int, element_bytes: int, narrowest: int, widest: int, room: Memory
 ) -> BlockShape | None:
     """Chosen where launches check it: csrc/cuda/shapes.h. None if the rank leaves no room."""
-    numbers = native.compiled.merge_shape(max_rank, wide, element_bytes, narrowest, widest, *room)
+    numbers = native.compiled.merge_shape(max_rank, planes, element_bytes, narrowest, widest, *room)
     return BlockShape(numbers[0], numbers[1], bool(numbers[2]), numbers[3]) if numbers else None
 
 
 @cache
-def _most_rank(wide: bool, element_bytes: int, room: Memory) -> int:
+def _most_rank(planes: int, element_bytes: int, room: Memory) -> int:
     ranks = range(CHUNK, MAX_RANK + 1, CHUNK)
-    return max((r for r in ranks if _shape(r, wide, element_bytes, 1, 1, room) is not None), default=0)
+    return max((r for r in ranks if _shape(r, planes, element_bytes, 1, 1, room) is not None), default=0)
 
 
 def _widest(merges: np.ndarray) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 from . import Moves, operators
 from . import cuda_hopper as hopper
 from .cuda_hopper import Tiles
-from .cuda_launch import variants
+from .cuda_launch import before as launches_before
 from .cuda_repack import repack
 from .cuda_table import BLOCKS, MAX_UNIT_ROWS, BlockShape, block_shape, ceil, cut, products, shape_as_wide
 from .fused import Journal, Kernels
@@ -31,20 +31,7 @@ from .layout import (
     WARP_COLS,
     WARPS,
 )
-from .segments import (
-    COLS,
-    DTYPES,
-    FLOATS,
-    FP32,
-    KEY,
-    PITCH,
-    RANK,
-    ROW_SCALE,
-    ROWS,
-    Segment,
-    pack,
-    same_weights,
-)
+from .segments import COLS, DTYPES, FLOATS, KEY, PITCH, RANK, ROW_SCALE, ROWS, Segment, pack, same_weights
 from .streams import Streams
 
 HOPPER_WARPS = 12
@@ -107,10 +94,6 @@ class _Kind(NamedTuple):
     dtype: int
     adapters: int
 
-    @property
-    def wide(self) -> bool:
-        return self.adapters == FP32
-
 
 class _After(NamedTuple):
     """Launches that take the place of what another table merged."""
@@ -134,8 +117,8 @@ class CudaTracked:
         self._first: list[np.ndarray] = []
         self._names: list[str] = []
         made = repack(pack(segments), device, BESIDE)
-        self._before = variants(made.copies, device)
         table = made.table
+        self._before = launches_before(made, device, 2 * len(table))
         kinds = np.stack([hopper.serves(table, device, BESIDE), table[:, DTYPES] & 0xFF, products(table)], axis=1)
         self._groups: list[_Group | _HopperGroup] = []
         warps = 0
@@ -155,9 +138,10 @@ class CudaTracked:
         self._after = _After(lambda: None, None, self._streams)
 
     def track(self, journal: Journal) -> None:
+        self._lay_adapters()
         self._run(self._groups, TRACK_MERGE, journal, journal.arena)
 
-    def untrack(self, journal: Journal) -> None:
+    def untrack(self, journal: Journal) -> None:  # adapters lie where they were laid for what was merged
         self._run(self._groups, TRACK_UNMERGE, journal, journal.arena)
 
     def follows(self, before: Kernels) -> bool:
@@ -169,12 +153,16 @@ class CudaTracked:
         assert groups is not None
         before._streams.join()  # its adapters are read
         self._after.streams.join()
+        self._lay_adapters()
         self._run(groups, TRACK_REMERGE, journal, old.arena)
+
+    def _lay_adapters(self) -> None:
+        self._streams.join()
+        for launch in self._before:
+            launch(False, 0)
 
     def _run(self, groups: Sequence[_Group | _HopperGroup], way: int, journal: Journal, before: Tensor) -> None:
         self._streams.join()
-        for copy in self._before:
-            copy(False, 0)
         for launch in groups:
             launch(way, journal, before)
 
@@ -196,13 +184,13 @@ class CudaTracked:
                 return None
             max_rank = 2 * ceil(int(table[:, RANK].max()), CHUNK) * CHUNK  # one adapter's chunks behind the other's
             if isinstance(group, _HopperGroup):
-                tiles = hopper.room_for(max_rank, kind.wide, self.device, BESIDE)
+                tiles = hopper.room_for(max_rank, kind.adapters, self.device, BESIDE)
                 if tiles is None:
                     return None
                 groups.append(self._hopper_launch(table, kind, max_rank, tiles, old))
             else:
                 size = FLOATS[kind.dtype].itemsize
-                shape = shape_as_wide(group.col_warps, max_rank, kind.wide, size, self.device)
+                shape = shape_as_wide(group.col_warps, max_rank, kind.adapters, size, self.device)
                 if shape is None:
                     return None
                 groups.append(self._any_launch(table, kind, max_rank, shape, old))
@@ -223,7 +211,7 @@ class CudaTracked:
 
     def _any(self, table: np.ndarray, kind: _Kind) -> _Group:
         max_rank = int(table[:, RANK].max())
-        shape = block_shape(max_rank, kind.wide, FLOATS[kind.dtype].itemsize, table, self.device)
+        shape = block_shape(max_rank, kind.adapters, FLOATS[kind.dtype].itemsize, table, self.device)
         self._number(table, _tile_rows(shape), WARP_COLS * shape.col_warps)
         return self._any_launch(table, kind, max_rank, shape)
 
@@ -240,14 +228,14 @@ class CudaTracked:
     def _hopper(self, table: np.ndarray, kind: _Kind) -> _HopperGroup:
         max_rank = int(table[:, RANK].max())
         self._number(table, TILE_ROWS, BOX_COLS)
-        return self._hopper_launch(table, kind, max_rank, hopper.tiles(max_rank, kind.wide, self.device, BESIDE))
+        return self._hopper_launch(table, kind, max_rank, hopper.tiles(max_rank, kind.adapters, self.device, BESIDE))
 
     def _hopper_launch(
         self, table: np.ndarray, kind: _Kind, max_rank: int, tiles: Tiles, old: np.ndarray | None = None
     ) -> _HopperGroup:
-        most = hopper.unit_rows(max_rank, kind.wide, large=False)
+        most = hopper.unit_rows(max_rank, kind.adapters, large=False)
         made = cut(table, table[:0], tiles.strip_cols, most, self._processors, self.device, behind=old)
-        maps = hopper.maps(made.host_table, kind.wide, made.table.device)
+        maps = hopper.maps(made.host_table, kind.adapters, made.table.device)
         return _HopperGroup(
             made.table, made.unit_segment, maps, made.counter, made.device, kind.dtype, kind.adapters, made.n_units,
             made.rows_per_unit, *tiles, max_rank,

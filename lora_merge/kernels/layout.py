@@ -39,6 +39,10 @@ SEGMENT = (
     Field("key", 1, "hash of the weight's name: stochastic rounding", "uint64_t"),
     Field("first", 1, "index in the whole weight of element (0, 0)"),
     Field("pitch", 2, "what a row and a column add to that index"),
+    Field("unit_begin", 1, "first work unit of this segment within its launch (set by the backend)"),
+    Field("units_across", 1, "work units side by side in a row of units (set by the backend)"),
+    Field("parts_A", 1, "lora_A as pairs of fp16, and its factors: csrc/parts.h (set by the backend), 0 = none"),
+    Field("parts_B", 1, "lora_B likewise"),
     Field(
         "place", 1, "of a packed source: number among the weight's codes of element (0, 0); `source` is where 0 lies"
     ),
@@ -49,8 +53,6 @@ SEGMENT = (
     Field("absmax_scale", 1, "... float32: times this, one for each ..."),
     Field("absmax_block", 1, "... so many bytes, ..."),
     Field("absmax_offset", 1, "... plus this float32"),
-    Field("unit_begin", 1, "first work unit of this segment within its launch (set by the backend)"),
-    Field("units_across", 1, "work units side by side in a row of units (set by the backend)"),
 )
 WORDS = sum(field.words for field in SEGMENT)
 OFFSET = {field.name: sum(f.words for f in SEGMENT[:i]) for i, field in enumerate(SEGMENT)}
@@ -76,6 +78,9 @@ FORMATS = {"Plain": 0, "Codes4": 1, "Int8": 2}
 GROUPS = {"Tensor": 0, "Channel": 1, "Block": 2}
 """What shares a scale where results have 8 bits: the whole weight, a row, a square of `SCALED_BLOCK`."""
 
+PAIRS = 3
+"""What products are made of, where it is no dtype code: float32 numbers as pairs of fp16."""
+
 MAX_RANK = 512
 MAX_SIDE = 2**31 - 2**12
 """Rows and columns of one rectangle that is computed, so that kernels count them in 32 bits; elements are unlimited."""
@@ -93,6 +98,8 @@ WARP_COLS = 64
 """Columns of a warp: a unit is as wide as warps stand side by side."""
 NORM_ROWS = 64
 """Rows of a unit of row norms."""
+PART_VECTORS = 256
+"""Columns of lora_A, or rows of lora_B, of a unit that becomes pairs of fp16."""
 RAW_ROWS, RAW_COLS, RAW_COLS_1 = 64, 2048, 128 * 1024
 """Rows, and bytes (or elements) side by side, of a unit of a copy; the last where there is one row."""
 
@@ -127,6 +134,8 @@ WATCH_ADD, WATCH_TENSORS, WATCH_GIVE, WATCH_DONE, WATCH_AGAIN = 4, 2, 1, 0, 1
 """How many arguments its methods take."""
 
 _CONSTANTS = [
+    "PAIRS",
+    "PART_VECTORS",
     "MAX_RANK",
     "MAX_SIDE",
     "PACKED_SOURCE",
@@ -187,18 +196,18 @@ OPERATORS = {
         "void", f"{_TABLE}, const Segment* table_before, int64_t segments_before, {_JOURNAL}, uint8_t* before",
     ),
     "merge_shape": (
-        "std::vector<int64_t>", "int64_t max_rank, bool wide, int64_t element_bytes, int64_t narrowest, "
+        "std::vector<int64_t>", "int64_t max_rank, int64_t planes, int64_t element_bytes, int64_t narrowest, "
         f"int64_t widest, {_MEMORY}",
     ),
     "accepts_shape": (
         "bool",
-        "int64_t col_warps, int64_t stages, bool staged_B, int64_t pad, int64_t max_rank, bool wide, "
+        "int64_t col_warps, int64_t stages, bool staged_B, int64_t pad, int64_t max_rank, int64_t planes, "
         "int64_t element_bytes, int64_t per_block",
     ),
-    "hopper_tiles": ("std::vector<int64_t>", "int64_t max_rank, bool wide, int64_t beside, int64_t per_block"),
+    "hopper_tiles": ("std::vector<int64_t>", "int64_t max_rank, int64_t planes, int64_t beside, int64_t per_block"),
     "accepts_tiles": (
         "bool",
-        "int64_t strip_cols, int64_t held, int64_t stages, int64_t max_rank, bool wide, int64_t beside, "
+        "int64_t strip_cols, int64_t held, int64_t stages, int64_t max_rank, int64_t planes, int64_t beside, "
         "int64_t per_block",
     ),
 }  # fmt: skip
@@ -217,7 +226,8 @@ CUDA_OPERATORS = {
     "launch_hopper": (
         "void", f"{_KIND}, {_UNITS}, {_TILES}, {_RANDOM}, {_WHERE}",
     ),
-    "tensor_maps": ("void", f"{_TABLE}, bool wide, uint8_t* maps"),
+    "tensor_maps": ("void", f"{_TABLE}, int64_t adapters, uint8_t* maps"),
+    "split_adapters": ("void", f"{_PLACED}, int64_t n_units, {_WHERE}"),
     "row_norms_cuda": (
         "void", f"{_PLACED}, int64_t source_dtype, int64_t n_units, int64_t max_rank, double* out, {_WHERE}",
     ),

@@ -177,11 +177,16 @@ def launch_hopper(
     )  # fmt: skip
 
 
-def tensor_maps(table: Tensor, wide: bool) -> Tensor:
+def tensor_maps(table: Tensor, adapters: int) -> Tensor:
     """Tensor maps of a table on the CPU, uint8 `[segments, 512]`."""
     maps = torch.empty((table.shape[0], MAP_BYTES), dtype=torch.uint8, device="cpu")
-    native.compiled.tensor_maps(*_words(table, CPU), wide, maps.data_ptr())
+    native.compiled.tensor_maps(*_words(table, CPU), adapters, maps.data_ptr())
     return maps
+
+
+def split_adapters(table: Tensor, unit_segment: Tensor, device: int, n_units: int) -> None:
+    """Make pairs of fp16 of the halves of adapters that a table has for segments."""
+    native.compiled.split_adapters(*_placed(table, unit_segment, device), n_units, *_where(device))
 
 
 def row_norms_cuda(

@@ -44,6 +44,7 @@ PLACE, CODE, ABSMAX, BLOCK = (layout.OFFSET[name] for name in ("place", "code", 
 ABSMAX_CODE, ABSMAX_SCALE = layout.OFFSET["absmax_code"], layout.OFFSET["absmax_scale"]
 ABSMAX_BLOCK, ABSMAX_OFFSET = layout.OFFSET["absmax_block"], layout.OFFSET["absmax_offset"]
 UNIT_BEGIN, UNITS_ACROSS = layout.OFFSET["unit_begin"], layout.OFFSET["units_across"]
+PARTS_A, PARTS_B = layout.OFFSET["parts_A"], layout.OFFSET["parts_B"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,9 +216,8 @@ def _words(s: Segment) -> list[int]:
         name_key(s.name),
         s.first,
         *pitch,
+        *[0] * (layout.OFFSET["place"] - UNIT_BEGIN),  # a backend's own
         *packed,
-        0,
-        0,
     ]
 
 
