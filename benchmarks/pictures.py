@@ -40,6 +40,8 @@ TRAINERS = (
     ("verl", "trainers-verl-h200", "verl's own", "lora_merge, pushed"),
 )
 """Trainer, record, its own way there, and ours."""
+ALONE = "lora_merge, verl's transport"
+"""In verl's record: `lora.merge=True` and nothing else."""
 
 
 # The table
@@ -102,6 +104,12 @@ def rows() -> Iterator[tuple[str, str, str]]:
             + (f"; after six, {100 * changed:.1f} % of the adapted base changed" * (changed > 0)),
             f"**{ms(ways[mine]['ms'])}**" + ("; the base is never written" if changed else ""),
         )
+        if ALONE in ways:
+            yield (
+                f"the same with `lora.merge=True` alone, over {trainer}'s own transport",
+                ms(ways[theirs]["ms"]),
+                f"**{ms(ways[ALONE]['ms'])}**",
+            )
     yield (
         f"**On 2 CPU cores** without AVX-512: merge {cpu['bytes'] / 1e6:.0f} MB of bf16 weights, float32 adapters",
         f"PEFT {ms(cpu['methods']['peft']['ms'])}",
@@ -128,16 +136,17 @@ def with_table(text: str) -> str:
 
 def sync_picture(file: Path) -> None:
     """Updating a vLLM engine from each trainer, its own way and ours."""
-    groups, copies = [], []
+    groups, copies, alone = [], [], 0.0
     for trainer, name, theirs, mine in TRAINERS:
         record = read(name)
         ways = record["ways"]
         copies.append(record["copy_ms"])
-        star = " *" if trainer == "verl" else ""
+        star, stars = (" *", " **") if ALONE in ways else ("", "")
+        alone = ways.get(ALONE, {}).get("ms", alone)
         groups.append(
             [
                 Bar(f"{trainer}'s own way", ways[theirs]["ms"], f"{ways[theirs]['ms']:,.0f} ms{star}"),
-                Bar("with lora_merge", ways[mine]["ms"], f"{ways[mine]['ms']:.0f} ms", ours=True),
+                Bar("with lora_merge", ways[mine]["ms"], f"{ways[mine]['ms']:.0f} ms{stars}", ours=True),
             ]
         )
     one = sorted(copies)[len(copies) // 2]
@@ -152,7 +161,9 @@ def sync_picture(file: Path) -> None:
         note=(
             "Logarithmic. vLLM 0.26, rank 32, one run each. TRL and ms-swift: engine in their process.\n"
             "* verl clones every base parameter to the host, merges with PEFT, gathers parameter\n"
-            "  by parameter, sends, and copies the base back; its engine is in another process."
+            "  by parameter, sends, and copies the base back; its engine is in another process.\n"
+            "** with the engine started for pushes, weight_transfer_config={backend:lora_merge};\n"
+            f"  with lora.merge=True alone, over verl's own transport, {ms(alone)}."
         ),
     )
 
