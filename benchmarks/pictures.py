@@ -1,7 +1,7 @@
-"""README's table of figures and the pictures of the documentation, from the records in `results/`.
+"""Tables of README and docs/performance.md and the pictures of the documentation, from the records in `results/`.
 
-    python benchmarks/pictures.py            # draws docs/images/*.png and writes the table into README.md
-    python benchmarks/pictures.py --check    # exit status 1 where README's table is not what the records say
+    python benchmarks/pictures.py            # draws docs/images/*.png and writes the tables into the pages
+    python benchmarks/pictures.py --check    # exit status 1 where a table is not what the records say
 
 Nothing is measured here. A new record is copied to `results/`, then this is run again.
 """
@@ -12,7 +12,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -25,7 +25,7 @@ Record = dict[str, Any]
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, IMAGES, README = ROOT / "benchmarks" / "results", ROOT / "docs" / "images", ROOT / "README.md"
-MARK = re.compile(r"(<!-- figures:[^\n]*-->\n).*?(<!-- end of figures -->)", flags=re.DOTALL)
+PERFORMANCE = ROOT / "docs" / "performance.md"
 
 
 def read(name: str) -> Record:
@@ -44,7 +44,7 @@ ALONE = "lora_merge, verl's transport"
 """In verl's record: `lora.merge=True` and nothing else."""
 
 
-# The table
+# The tables
 
 
 def ms(value: float) -> str:
@@ -110,6 +110,18 @@ def rows() -> Iterator[tuple[str, str, str]]:
                 ms(ways[theirs]["ms"]),
                 f"**{ms(ways[ALONE]['ms'])}**",
             )
+    rollout = read("rollout-h200")
+    speeds = {
+        name: dict(zip(rollout["requests"], way["tokens_s"], strict=True)) for name, way in rollout["ways"].items()
+    }
+    for requests in (1, 64):
+        base, merged, adapter = (speeds[name][requests] for name in ("base", "merged", "adapter"))
+        what = "**Rollout** by vLLM ([picture](docs/images/rollout.png)), tokens/s" if requests == 1 else "the same"
+        yield (
+            f"{what}, {requests} request{'s' * (requests > 1)}",
+            f"vLLM's LoRA path {adapter:,.0f} = {100 * adapter / base:.0f} % of the base alone",
+            f"merged **{merged:,.0f} = {100 * merged / base:.0f} %**",
+        )
     yield (
         f"**On 2 CPU cores** without AVX-512: merge {cpu['bytes'] / 1e6:.0f} MB of bf16 weights, float32 adapters",
         f"PEFT {ms(cpu['methods']['peft']['ms'])}",
@@ -123,12 +135,58 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def with_table(text: str) -> str:
-    """README with the table of now."""
-    found, times = MARK.subn(lambda match: match[1] + "\n" + table() + "\n" + match[2], text)
-    if times != 1:
-        raise SystemExit("README.md has no place for the figures: <!-- figures: ... --> and <!-- end of figures -->")
-    return found
+EVERY_WAY = (
+    ("bf16, in place", "bf16", "in place"),
+    ("bf16, out of place", "bf16", "out of place"),
+    ("fp16, in place", "fp16", "in place"),
+    ("fp16, out of place", "fp16", "out of place"),
+    ("bf16, float32 adapters, in place", "bf16, fp32 adapters", "in place"),
+    ("bf16, float32 adapters, out of place", "bf16, fp32 adapters", "out of place"),
+    ("`addmm_` on bf16 (adapters cut to bf16)", "bf16", "addmm_"),
+)
+"""Row of the table of ranks, and which kind and way of the record it is."""
+SHORT = (
+    ("lora_merge, bf16 adapters", "bf16", "in place"),
+    ("lora_merge, float32 adapters", "bf16, fp32 adapters", "in place"),
+    ("`torch.addmm_` (adapters cut to bf16)", "bf16", "addmm_"),
+)
+
+
+def rank_table(ways: Sequence[tuple[str, str, str]], ranks: Sequence[int] | None = None) -> str:
+    """Copies of merges by rank, as Markdown.
+
+    Args:
+        ways: rows, as in `EVERY_WAY`.
+        ranks: columns; default: all that were measured.
+    """
+    points = read("ranks-h200")["points"]
+    shown = ranks or sorted({p["rank"] for p in points})
+    lines = ["| rank | " + " | ".join(map(str, shown)) + " |", "|---|" + "---|" * len(shown)]
+    for name, kind, way in ways:
+        found = {p["rank"]: p["x_copy"][way] for p in points if p["kind"] == kind}
+        cells = (f"{found[rank]:.2f}" if found[rank] < 10 else f"{found[rank]:.1f}" for rank in shown)
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+TABLES: dict[Path, dict[str, Callable[[], str]]] = {
+    README: {"figures": table, "ranks": partial(rank_table, SHORT, (1, 8, 32, 64, 128, 256))},
+    PERFORMANCE: {"ranks": partial(rank_table, EVERY_WAY)},
+}
+"""Page -> its tables by name: each stands between `<!-- NAME: ... -->` and `<!-- end of NAME -->`."""
+
+
+def with_tables(page: Path) -> str:
+    """The text of a page with the tables of now."""
+    text = page.read_text()
+    for name, made in TABLES[page].items():
+        mark = re.compile(rf"(<!-- {name}:[^\n]*-->\n).*?(<!-- end of {name} -->)", flags=re.DOTALL)
+        pieces = mark.split(text)
+        if len(pieces) != 4:
+            raise SystemExit(f"{page.name} has no place for a table: <!-- {name}: ... --> and <!-- end of {name} -->")
+        before, begin, end, after = pieces
+        text = f"{before}{begin}\n{made()}\n{end}{after}"
+    return text
 
 
 # The pictures
@@ -300,17 +358,18 @@ PICTURES: dict[str, Callable[[Path], None]] = {
 
 
 def main() -> None:
-    """Draw all, and write the table; or hold the table against the records."""
+    """Draw all, and write the tables; or hold the tables against the records."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 where README is behind")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 where a page is behind")
     options = parser.parse_args()
-    text = README.read_text()
-    new = with_table(text)
+    for page in TABLES:
+        new = with_tables(page)
+        if options.check and new != page.read_text():
+            raise SystemExit(f"{page.name}: figures are not those of the records; run python benchmarks/pictures.py")
+        if not options.check:
+            page.write_text(new)
     if options.check:
-        if new != text:
-            raise SystemExit("README's figures are not those of the records: run python benchmarks/pictures.py")
         return
-    README.write_text(new)
     IMAGES.mkdir(exist_ok=True)
     for name, draw in PICTURES.items():
         draw(IMAGES / name)
