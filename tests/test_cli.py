@@ -342,3 +342,11 @@ def test_the_page_does_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixtur
     names["export"](model, "n0", lambda n, t: sent.update({n: t.clone()}), lambda w: tqdm(w, disable=True))
     assert_same(sent, wanted)
     assert names["answer"](model, ["n0"], models.tokens()).shape[1] > models.tokens().shape[1]
+
+
+def test_the_answer_on_saving_does_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base, adapter = pair("qwen2", tmp_path)
+    model = load(base, adapter)
+    names_of("faq.md")["save"](model, None, tmp_path / "out")
+    assert str(tmp_path / "out") in capsys.readouterr().out
+    assert_same(tensors(tmp_path / "out"), {n: t.clone() for n, t in MergedWeights(model)})
