@@ -26,6 +26,7 @@ from .trainer import Trainer
 from .transport import Route, WorkerId
 from .update import Update
 from .waiting import host_id
+from .web import NotReached
 
 _Settle: TypeAlias = Callable[[Replica, Call | None, bool], Coroutine[Any, Any, None]]
 PAUSES = ("keep", "wait", "abort")
@@ -211,6 +212,8 @@ class Pushes:
             control = self._trainer.controls[index]
             try:
                 workers = await control.rpc("hello", **message)
+            except NotReached as error:
+                raise PushRefused(f"engine {index}: {error}") from error
             except Exception as error:
                 raise PushRefused(
                     f"engine {index} does not answer as one of lora_merge's: {error}. If it does not know the method, "

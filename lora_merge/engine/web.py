@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -16,6 +17,10 @@ from .links import SILENT_S, watched
 
 class NoRoute(RuntimeError):
     """A server does not know a route."""
+
+
+class NotReached(OSError):
+    """No server answers at a URL."""
 
 
 class _Watched(http.client.HTTPConnection):
@@ -85,4 +90,15 @@ class Server:
             if error.code == 404:
                 raise NoRoute(f"{request.full_url}: {self._routes}") from error
             raise RuntimeError(f"{request.full_url} answered {error.code}: {detail}") from error
+        except urllib.error.URLError as error:
+            raise NotReached(_why(self._url, error.reason)) from error
         return json.loads(text) if text else {}
+
+
+def _why(url: str, reason: object) -> str:
+    """Why no server answers at a URL, and what to look at."""
+    if isinstance(reason, ConnectionRefusedError):
+        return f"nothing listens at {url} (connection refused): is the server running, and is this its port?"
+    if isinstance(reason, socket.gaierror):
+        return f"the host of {url} is not known ({reason.strerror}): is it spelt right?"
+    return f"{url} is not reached ({reason}): is the server running, and can this host reach it?"
