@@ -92,21 +92,34 @@ class Pushes:
         self._lock = threading.Lock()
 
     def states(self) -> list[State]:
-        """What each engine whose handle this rank holds has now: its `State`, as its workers say it."""
+        """Ask each engine whose handle this rank holds what it holds now. Not collective.
+
+            print(*sync.states())  # merged@17
+
+        Returns:
+            one `State` for each engine: "nothing", "base@n", "adapter@n", "merged@n" or "dirty".
+
+        Raises:
+            PushRefused: an engine does not answer.
+        """
         return drive(self.astates())
 
     async def astates(self) -> list[State]:
-        """As `states`, to be awaited in the event loop of an `AsyncLLM`."""
+        """Ask each engine what it holds now, in the event loop of an `AsyncLLM`; see `states`."""
         introduced = await self._hello()
         return [Replica(index, None, workers).state for index, workers in enumerate(introduced)]
 
     def close(self) -> None:
-        """Free buffers and mapped memory, the workers' first; it cannot push any more. Collective. For an `AsyncLLM`
-        await `aclose`."""
+        """Free buffers and mapped memory, first those of the workers. Collective. No push is possible after it.
+
+            sync.close()
+
+        For an `AsyncLLM` await `aclose`.
+        """
         drive(self.aclose())
 
     async def aclose(self) -> None:
-        """As `close`, in the event loop of an `AsyncLLM`."""
+        """Free buffers and mapped memory, in the event loop of an `AsyncLLM`; see `close`."""
         self._closed = True
         if self._interrupted:  # a call that was under way then may have come after the end of that push
             await self._let_go()

@@ -20,25 +20,26 @@ ONE_ENGINE = (
 
 @dataclass(slots=True)
 class SyncReport:
-    """What one push did; `print` it for a line.
+    """What one push did; `push` returns it, and `print` shows it as one line.
 
     Args:
         version: number of the push, counted by the engine.
         mode: "merged" or "adapter"; "base" after an adapter from a folder was taken off.
-        nbytes: bytes that crossed, to one replica.
-        tensors: how many tensors these were.
+        nbytes: number of bytes that were sent to one replica.
+        tensors: number of tensors that were sent.
         seconds: by phase: check, pause, transfer (merge, send and load; caches are reset beside it), finish, resume.
-        base_sent: whether an adapter push had to bring the base first.
+        base_sent: whether an adapter push had to send the base first.
         merge: who added the adapters to the base: "trainer" or "engine"; "" in adapter mode.
-        merge_why: why the trainer did, where engines might have.
+        merge_why: why the trainer merged where engines could have; "" otherwise.
         transports: how bytes reached the workers (docs/vllm.md, Transports).
-        buckets: why bytes went to engines in other processes in buckets and not straight; "" where they went straight.
+        buckets: why engines in other processes got buckets instead of direct writes; "" where they were written
+            directly.
         left_out: names that were not sent because every engine was started without that part of the model
             (`limit_mm_per_prompt` of 0: no vision tower).
         coverage: share of the elements of the engines' parameters and persistent buffers that the last full push wrote,
-            the least of all workers; 1.0 is all. None where something else than a push brought the weights.
-        reloaded: layers that went through the engine's own loading, because it lays them out anew (quantised,
-            prepacked); of the worker with the most.
+            in the worker with the least; 1.0 is all. None where something else than a push brought the weights.
+        reloaded: number of layers that went through the engine's own loading because it changes their layout
+            (quantised, prepacked), in the worker with the most.
     """
 
     version: int

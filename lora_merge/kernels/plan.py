@@ -100,6 +100,10 @@ class Plan:
             rounding: "nearest" (ties to even), or "stochastic": up or down with the probability that makes the
                 mean exact.
             seed: of stochastic rounding; needed there, and only there.
+
+        Raises:
+            InvalidInput: `rounding` and `seed` do not fit each other, or a destination cannot be written. Nothing was
+                written.
         """
         check_rounding(rounding, seed)
         if self._unwritten is not None:
@@ -112,11 +116,13 @@ class Plan:
     def row_norms(self) -> list[Tensor]:
         """Squared norms of the rows of `source + scaling * lora_B @ lora_A`, before any `row_scale`.
 
+            norms = plan.row_norms()[0].sqrt()
+
         Returns:
             float64 `[rows]` for each segment.
 
         Raises:
-            InvalidInput: a segment without a `row_scale`.
+            InvalidInput: a segment without a `row_scale`, or with a result of 8 bits.
         """
         if self._unscaled is not None:
             raise InvalidInput(f"{self._unscaled}: row_norms needs segments with a row_scale")

@@ -78,11 +78,17 @@ class Adapters:
 def read_deltas(model: nn.Module) -> list[Delta]:
     """List what the active adapters of a live model add to its parameters, one `Delta` a parameter, in module order.
 
+        for delta in lora_merge.read_deltas(model):
+            print(delta.name, delta.shape, [factors.adapter for factors in delta.factors])
+
     Works on a `PeftModel`, on what `inject_adapter_in_model` returned, and on any module around or inside one. Scalings
     are the live ones. Disabled and inactive adapters contribute nothing. Reads only; nothing is computed.
 
     Args:
         model: a module with PEFT's LoRA layers.
+
+    Returns:
+        one entry for each adapted parameter; it refers to the live tensors, which are not copied.
 
     Raises:
         UnsupportedAdapter: an active adapter that has no exact merge; names the module and the reason.
