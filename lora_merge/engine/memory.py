@@ -48,12 +48,12 @@ class SharedMemory:
         self.tensor: Tensor = _mapped(self.path, nbytes)
 
     def hide(self) -> None:
-        """Everybody has mapped it: the name can go, so that a crash leaves nothing behind."""
+        """Remove the file's name once everybody has mapped it, so that a crash leaves nothing behind."""
         _unlink(self.path)
 
 
 class NotExported(RuntimeError):
-    """No other process can map this memory."""
+    """This memory cannot be mapped by another process."""
 
 
 class CudaMemory:

@@ -24,7 +24,8 @@ class NotReached(OSError):
 
 
 class _Watched(http.client.HTTPConnection):
-    """Gives a host that does not answer up after `SILENT_S`; a server that is busy has the request's own limit."""
+    """A connection that gives up after `SILENT_S` if the host does not answer; a server that is busy has the request's
+    own limit."""
 
     def connect(self) -> None:
         limit, self.timeout = self.timeout, SILENT_S
@@ -48,7 +49,7 @@ class _HttpsHandler(urllib.request.HTTPSHandler):
 
 
 def send(request: urllib.request.Request, seconds: float) -> bytes:
-    """Send a request; the body of the answer.
+    """Send a request, and return the body of the answer.
 
     Args:
         seconds: that the server may take.

@@ -289,7 +289,7 @@ class MergedWeights:
 
 
 def _meta(shard: Shard) -> Tensor:
-    """A parameter without values; what is sharded counts as contiguous."""
+    """Return a stand-in without values for a parameter; a sharded one counts as contiguous."""
     if shard.whole:
         like = shard.pieces[0].tensor
         return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
@@ -297,7 +297,7 @@ def _meta(shard: Shard) -> Tensor:
 
 
 def _line(entry: Entry, parts: Mapping[str, Part]) -> str:
-    """What must be equal on every rank, in words."""
+    """Return as text what must be equal on every rank."""
     meta = entry.meta
     deltas = [delta.describe() for name in entry.sources if (delta := parts[name].delta) is not None]
     return f"{meta.name} {meta.dtype} {list(meta.shape)} from {', '.join(entry.sources)} {entry.window} {deltas}"
