@@ -42,7 +42,10 @@ class SharedMemory:
                 os.posix_fallocate(descriptor, 0, nbytes)
             except OSError as error:
                 self.hide()
-                raise InvalidInput(f"no {nbytes} bytes of shared memory in {SHARED}: {error}") from error
+                raise InvalidInput(
+                    f"no {nbytes} bytes of shared memory in {SHARED}: {error}. Make it larger (docker run --shm-size), "
+                    "or pass a smaller bucket_bytes"
+                ) from error
             finally:
                 os.close(descriptor)
         self.tensor: Tensor = _mapped(self.path, nbytes)

@@ -193,7 +193,10 @@ class Passes:
         """The fingerprint of the base, which is the same on every rank."""
         found = await self._trainer.everywhere(self._trainer.blocking(fingerprint))
         if len(set(found)) > 1:
-            raise PushRefused(f"the trainer's ranks hold different base weights; their fingerprints: {found}")
+            raise PushRefused(
+                f"the trainer's ranks hold different base weights; their fingerprints: {found}. Load the same base on "
+                "every rank"
+            )
         return found[0]
 
     async def _full(

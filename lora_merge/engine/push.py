@@ -391,7 +391,10 @@ class Pushes:
             calls.append(self._commit(state))
         returned = await control.chain(calls)
         if reset is not None and not returned[reset]:
-            raise PushFailed("the prefix cache could not be reset: requests hold blocks of the old weights")
+            raise PushFailed(
+                "the prefix cache could not be reset: requests hold blocks of the old weights; push with pause='keep', "
+                "or when no request is in flight"
+            )
         if commits:
             self._committed(replica, one, returned[-1])
 
@@ -507,7 +510,7 @@ class Pushes:
         replica.coverage = None if None in shares else min(share or 0.0 for share in shares)
         replica.reloaded = max(a["reloaded"] for a in answers) if one.merges or state.kind != "adapter" else 0
         if replica.state != state:
-            raise PushFailed(f"the engine holds {replica.state}, not {state}")
+            raise PushFailed(f"the engine holds {replica.state}, not {state}: push again")
 
     async def _check_arrived(self, replica: Replica, sent: Verified) -> None:
         """Raise `PushFailed` unless what came last is what was sent."""
@@ -517,7 +520,10 @@ class Pushes:
             wrong = [name for name in taken if answer["checksums"].get(name) != sent.checksums[name]]
             wrong += answer["damaged"]
             if wrong:
-                raise PushFailed(f"these tensors did not arrive as they were sent: {', '.join(sorted(set(wrong)))}")
+                raise PushFailed(
+                    f"these tensors did not arrive as they were sent: {', '.join(sorted(set(wrong)))}; push again, and "
+                    "report it if that does not help"
+                )
 
     async def _back(
         self, replicas: Sequence[Replica], held: Mapping[int, State], brought: State, slept: Mapping[int, int]

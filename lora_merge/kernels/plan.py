@@ -62,7 +62,9 @@ class Plan:
         self.segments = check_segments(segments)
         devices = {s.source.device for s in self.segments}
         if len(devices) > 1:
-            raise InvalidInput(f"a plan runs on one device, got {', '.join(sorted(map(str, devices)))}")
+            raise InvalidInput(
+                f"a plan runs on one device, got {', '.join(sorted(map(str, devices)))}; build one for each"
+            )
         for segment in self.segments:
             check_segment(segment)
         check_overlaps(self.segments)
@@ -127,7 +129,7 @@ class Plan:
         if self._unscaled is not None:
             raise InvalidInput(f"{self._unscaled}: row_norms needs segments with a row_scale")
         if self._scaled is not None:
-            raise InvalidInput("row_norms are taken of segments whose results have 16 bits or more")
+            raise InvalidInput("row_norms need results of 16 bits or more; take them of another plan")
         sizes = [rows if some else 0 for rows, some in self._rows]
         out = torch.zeros(sum(sizes), dtype=torch.float64, device=self.device)
         if self._launch is not None:

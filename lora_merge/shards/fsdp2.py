@@ -44,7 +44,10 @@ def shard_of(name: str, tensor: Any) -> Shard:
             is neither sharded nor replicated.
     """
     if not dist.is_initialized():
-        raise InvalidInput(f"{name} is a DTensor, but torch.distributed is not initialised (any more)")
+        raise InvalidInput(
+            f"{name} is a DTensor, but torch.distributed is not initialised (any more): merge before "
+            "destroy_process_group()"
+        )
     mesh, placements = tensor.device_mesh, tensor.placements
     coordinate = mesh.get_coordinate()
     if coordinate is None:

@@ -131,7 +131,9 @@ class Ranks:
             if line not in everywhere
         ]
         shown = "\n  ".join(differing[:20]) + (f"\n  and {len(differing) - 20} more" if len(differing) > 20 else "")
-        raise InvalidInput(f"the ranks disagree on the model or its adapters:\n  {shown}")
+        raise InvalidInput(
+            f"the ranks disagree on the model or its adapters, which every rank must hold alike:\n  {shown}"
+        )
 
     def all_gather_parts(self, buffer: Tensor, sizes: Sequence[int]) -> Callable[[], None]:
         """Begin to fill a buffer whose consecutive parts are the ranks': each holds its own, in the end everybody

@@ -58,7 +58,7 @@ def _unload(worker: Any, side: Side) -> dict[str, Any]:
     """Prepare to take off what was merged onto the engine's own checkpoint; nothing changes before `merge`."""
     held = side.state()
     if side.merger is None or not side.merger.own or held.kind not in WEIGHTS:
-        raise RuntimeError(f"this engine holds {held}, and no adapter on its own checkpoint")
+        raise RuntimeError(f"this engine holds {held}, and no adapter on its own checkpoint: load one first")
     side.update = side.merger.nothing()
     return {}
 

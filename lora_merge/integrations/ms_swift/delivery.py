@@ -60,7 +60,7 @@ class Colocated:
             PushRefused: it does not.
         """
         if self._kept.sync is None:
-            raise PushRefused("nothing was pushed to the engine yet")
+            raise PushRefused("nothing was pushed to the engine yet: push first")
         self._kept.sync.check()
 
 

@@ -50,7 +50,7 @@ class Merging:
     def stream(self) -> Stream:
         """The kept stream of the model."""
         if self._stream is None:
-            raise TrainerRefused(f"the engine was not initialised with {FLAG}")
+            raise TrainerRefused(f"the engine was not initialised with {FLAG}: start the run with it")
         return self._stream
 
     def _make_stream(self) -> Stream:

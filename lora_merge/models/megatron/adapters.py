@@ -219,7 +219,9 @@ def _peft(name: str, layer: Layer) -> list[Pair]:
         a, b = lora_A[adapter], lora_B[adapter]
         for half in (a, b):
             if any("bias" in key and p is not None and p.numel() for key, p in half._parameters.items()):
-                raise UnsupportedAdapter(f"{name}: adapter '{adapter}' has lora_bias, which no weight can hold")
+                raise UnsupportedAdapter(
+                    f"{name}: adapter '{adapter}' has lora_bias, which no weight can hold; train with lora_bias=False"
+                )
         scaling, grouped = float(layer.scaling[adapter]), "weight" not in a._parameters
         for e, (a_weight, b_weight) in enumerate(zip(_weights(a), _weights(b), strict=True)):
             halves = Half(a_weight, cut_of(a)), Half(b_weight, cut_of(b))

@@ -203,7 +203,10 @@ def _layer_deltas(name: str, layer: PeftLayer, active: list[str], layout: Layout
         raise UnsupportedAdapter(f"{name}: the base is quantised ({layer.quantization_backend}); {REMEDY}")
     base = innermost(layer)
     if base.__dict__.get(_MESH) is not None:
-        raise UnsupportedAdapter(f"{name}: the base is sharded by transformers' tensor parallelism")
+        raise UnsupportedAdapter(
+            f"{name}: the base is sharded by transformers' tensor parallelism (tp_plan); load it without, and "
+            "shard it with FSDP2"
+        )
     dora = [adapter for adapter in active if _is_dora(name, layer, adapter)]
     if dora and len(active) > 1:
         raise UnsupportedAdapter(
@@ -346,7 +349,9 @@ def _read_embedding(reading: _Reading) -> list[Delta]:
     """Stored `[vocabulary, dim]`; lora_A is `[r, vocabulary]` and lora_B `[dim, r]`, so out = dim, in = vocabulary."""
     layer = reading.layer
     if reading.base.max_norm is not None:
-        raise UnsupportedAdapter(f"{reading.name}: an Embedding with max_norm rescales its weight in the forward")
+        raise UnsupportedAdapter(
+            f"{reading.name}: an Embedding with max_norm rescales its weight in the forward; set max_norm=None"
+        )
     factors = tuple(
         Factors(
             reading.shard(layer.lora_embedding_A, adapter),
