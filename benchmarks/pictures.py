@@ -169,9 +169,43 @@ def rank_table(ways: Sequence[tuple[str, str, str]], ranks: Sequence[int] | None
     return "\n".join(lines) + "\n"
 
 
+CARDS = (
+    ("B200", 8000),
+    ("A100 80 GB (SXM)", 2039),
+    ("A100 40 GB (SXM)", 1555),
+    ("RTX 4090", 1008),
+    ("L4", 300),
+)
+"""Cards that have not been measured, and the memory bandwidth that NVIDIA gives for them, GB/s."""
+H200_BANDWIDTH = 4800
+"""GB/s, of the card on which the records were made."""
+PORTABLE_FLOAT32 = 1.82
+"""Copies that the kernel for any GPU took with float32 adapters of rank 32 on an H200 (docs/performance_history.md)."""
+
+
+def prediction_table() -> str:
+    """Predicted times of a merge on cards that have not been measured, from bytes and bandwidth, as Markdown."""
+    record, portable = read("merge-qwen2.5-7b"), read("variants/merge-qwen2.5-7b-sm80")
+    moved = 2 * record["bytes"]
+    share = moved / record["copy_ms"] / 1e6 / H200_BANDWIDTH
+    factor = max(portable["methods"][way]["x_copy"] for way in ("lora_merge in place", "lora_merge out of place"))
+    lines = [
+        "| card | bandwidth by NVIDIA | one copy: the floor | bf16 adapters | float32 adapters |",
+        "|---|---|---|---|---|",
+    ]
+    for card, bandwidth in CARDS:
+        copy = moved / (share * bandwidth) / 1e6
+        slow = copy * PORTABLE_FLOAT32
+        lines.append(
+            f"| {card} | {bandwidth:,} GB/s | {copy:.3g} ms | {copy * factor:.3g} ms | "
+            f"{copy * factor:.3g} to {slow:.3g} ms |"
+        )
+    return "\n".join(lines) + "\n"
+
+
 TABLES: dict[Path, dict[str, Callable[[], str]]] = {
     README: {"figures": table, "ranks": partial(rank_table, SHORT, (1, 8, 32, 64, 128, 256))},
-    PERFORMANCE: {"ranks": partial(rank_table, EVERY_WAY)},
+    PERFORMANCE: {"ranks": partial(rank_table, EVERY_WAY), "predictions": prediction_table},
 }
 """Page -> its tables by name: each stands between `<!-- NAME: ... -->` and `<!-- end of NAME -->`."""
 
