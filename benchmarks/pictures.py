@@ -387,6 +387,7 @@ PICTURES: dict[str, Callable[[Path], None]] = {
     "ranks.png": rank_picture,
     "merge.png": diagrams.merge_diagram,
     "push.png": diagrams.push_diagram,
+    "ways.png": diagrams.ways_diagram,
     "states.png": diagrams.state_diagram,
 } | recorded(RESULTS)
 
