@@ -1,4 +1,4 @@
-"""Everything that is checked before the first byte is written."""
+"""Everything that is checked about segments before the first byte is written."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def check_segment(s: Segment) -> None:
 
 
 def only_norms(s: Segment) -> bool:
-    """Whether a segment is of a quantised weight in place: it cannot be written, and norms of its rows can be taken."""
+    """Whether a segment has a quantised weight in place: it cannot be written, but norms of its rows can be taken."""
     source, destination = s.source, s.destination
     if not isinstance(source, Packed) or not isinstance(destination, Packed) or s.row_scale is None:
         return False

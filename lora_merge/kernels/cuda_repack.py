@@ -1,4 +1,4 @@
-"""Adapters that the kernel for compute capability 9 cannot read where they lie, laid where it can.
+"""Copies adapters that the kernel for compute capability 9 cannot read in place into a layout that it can read.
 
 Tensor maps ask for rows of whole 16-byte vectors, so lora_B `[rows, 1]` of a rank-1 adapter, or lora_A and lora_B of
 rank 12, have none. In front of such a merge they are copied to memory of the plan, with room between the rows: bytes of
@@ -44,7 +44,7 @@ VECTOR = 16
 
 
 class Repacked(NamedTuple):
-    """A table whose adapters lie well.
+    """A table whose adapters have a layout that the kernel can read.
 
     Attributes:
         table: segments as before, but for where lora_A and lora_B lie, their strides and dtypes, and ranks of zeros.

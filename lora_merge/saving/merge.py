@@ -174,7 +174,7 @@ def _scales(scales: Mapping[str, float], names: Sequence[str]) -> dict[str, floa
 
 
 def _check_apart(out: Path, sources: Sequence[Path]) -> None:
-    """Raise where the output would replace what it is made of."""
+    """Raise `InvalidInput` if the output would replace a folder that it is made from."""
     for source in map(Path.resolve, sources):
         if out.resolve() == source or out.resolve() in source.parents or source in out.resolve().parents:
             raise InvalidInput(f"out: {out} holds, is or lies in {source}, which is read: name another folder")
@@ -474,7 +474,8 @@ def _wholes(base: Checkpoint, outputs: Sequence[_Output]) -> Iterator[tuple[_Out
 
 
 def _notes(base: Checkpoint, adapters: Sum) -> tuple[str, ...]:
-    """An adapter that says it was trained on another model may have the same shapes; and what a scale does not do."""
+    """List warnings: an adapter that was trained on another base of the same shapes, and tensors that a scale does not
+    change."""
     found = []
     for adapter in adapters.adapters:
         configs: Any = getattr(adapter.model, "peft_config", {})

@@ -1,4 +1,4 @@
-"""attach: what a user calls. Everything is checked before the trainer is touched."""
+"""The call that a user makes to take a TRL trainer over; everything is checked before the trainer is changed."""
 
 from __future__ import annotations
 
@@ -77,14 +77,14 @@ def attach(
 
 
 def attached(trainer: Any) -> Rollout | None:
-    """What `attach` returned for a trainer, if it has taken it over."""
+    """Return what `attach` returned for a trainer, if it is taken over; else None."""
     generation = getattr(trainer, "vllm_generation", None)
     rollout = None if generation is None else _rollout_of(getattr(generation, "llm", generation))
     return rollout if rollout is not None and rollout.trainer is trainer else None
 
 
 def _options(mode: str | None, rounding: str | None, check: float | bool | None, verify: bool | None) -> Options:
-    """What was passed, and the environment for the rest."""
+    """Return the options that were passed, and those of the environment for the rest."""
     known = Options.from_environment()
     if check is None:
         bound = known.check

@@ -1,4 +1,4 @@
-"""What this package's engines have in common, whatever shards the model."""
+"""What this package's verl engines share, whatever shards the model."""
 
 from __future__ import annotations
 
