@@ -1,7 +1,7 @@
-"""README's table of figures and the pictures of the documentation, from the records in `results/`.
+"""Tables of README and docs/performance.md and the pictures of the documentation, from the records in `results/`.
 
-    python benchmarks/pictures.py            # draws docs/images/*.png and writes the table into README.md
-    python benchmarks/pictures.py --check    # exit status 1 where README's table is not what the records say
+    python benchmarks/pictures.py            # draws docs/images/*.png and writes the tables into the pages
+    python benchmarks/pictures.py --check    # exit status 1 where a table is not what the records say
 
 Nothing is measured here. A new record is copied to `results/`, then this is run again.
 """
@@ -12,7 +12,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -25,7 +25,7 @@ Record = dict[str, Any]
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, IMAGES, README = ROOT / "benchmarks" / "results", ROOT / "docs" / "images", ROOT / "README.md"
-MARK = re.compile(r"(<!-- figures:[^\n]*-->\n).*?(<!-- end of figures -->)", flags=re.DOTALL)
+PERFORMANCE = ROOT / "docs" / "performance.md"
 
 
 def read(name: str) -> Record:
@@ -40,9 +40,11 @@ TRAINERS = (
     ("verl", "trainers-verl-h200", "verl's own", "lora_merge, pushed"),
 )
 """Trainer, record, its own way there, and ours."""
+ALONE = "lora_merge, verl's transport"
+"""In verl's record: `lora.merge=True` and nothing else."""
 
 
-# The table
+# The tables
 
 
 def ms(value: float) -> str:
@@ -102,6 +104,24 @@ def rows() -> Iterator[tuple[str, str, str]]:
             + (f"; after six, {100 * changed:.1f} % of the adapted base changed" * (changed > 0)),
             f"**{ms(ways[mine]['ms'])}**" + ("; the base is never written" if changed else ""),
         )
+        if ALONE in ways:
+            yield (
+                f"the same with `lora.merge=True` alone, over {trainer}'s own transport",
+                ms(ways[theirs]["ms"]),
+                f"**{ms(ways[ALONE]['ms'])}**",
+            )
+    rollout = read("rollout-h200")
+    speeds = {
+        name: dict(zip(rollout["requests"], way["tokens_s"], strict=True)) for name, way in rollout["ways"].items()
+    }
+    for requests in (1, 64):
+        base, merged, adapter = (speeds[name][requests] for name in ("base", "merged", "adapter"))
+        what = "**Rollout** by vLLM ([picture](docs/images/rollout.png)), tokens/s" if requests == 1 else "the same"
+        yield (
+            f"{what}, {requests} request{'s' * (requests > 1)}",
+            f"vLLM's LoRA path {adapter:,.0f} = {100 * adapter / base:.0f} % of the base alone",
+            f"merged **{merged:,.0f} = {100 * merged / base:.0f} %**",
+        )
     yield (
         f"**On 2 CPU cores** without AVX-512: merge {cpu['bytes'] / 1e6:.0f} MB of bf16 weights, float32 adapters",
         f"PEFT {ms(cpu['methods']['peft']['ms'])}",
@@ -115,12 +135,94 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def with_table(text: str) -> str:
-    """README with the table of now."""
-    found, times = MARK.subn(lambda match: match[1] + "\n" + table() + "\n" + match[2], text)
-    if times != 1:
-        raise SystemExit("README.md has no place for the figures: <!-- figures: ... --> and <!-- end of figures -->")
-    return found
+EVERY_WAY = (
+    ("bf16, in place", "bf16", "in place"),
+    ("bf16, out of place", "bf16", "out of place"),
+    ("bf16, there and exactly back", "bf16", "there and back"),
+    ("fp16, in place", "fp16", "in place"),
+    ("fp16, out of place", "fp16", "out of place"),
+    ("bf16, float32 adapters, in place", "bf16, fp32 adapters", "in place"),
+    ("bf16, float32 adapters, out of place", "bf16, fp32 adapters", "out of place"),
+    ("bf16, float32 adapters, there and exactly back", "bf16, fp32 adapters", "there and back"),
+    ("`addmm_` on bf16 (adapters cut to bf16)", "bf16", "addmm_"),
+)
+"""Row of the table of ranks, and which kind and way of the record it is."""
+SHORT = (
+    ("lora_merge, bf16 adapters", "bf16", "in place"),
+    ("lora_merge, float32 adapters", "bf16, fp32 adapters", "in place"),
+    ("`torch.addmm_` (adapters cut to bf16)", "bf16", "addmm_"),
+)
+
+
+def rank_table(ways: Sequence[tuple[str, str, str]], ranks: Sequence[int] | None = None) -> str:
+    """Copies of merges by rank, as Markdown.
+
+    Args:
+        ways: rows, as in `EVERY_WAY`.
+        ranks: columns; default: all that were measured.
+    """
+    points = read("ranks-h100")["points"]
+    shown = ranks or sorted({p["rank"] for p in points})
+    lines = ["| rank | " + " | ".join(map(str, shown)) + " |", "|---|" + "---|" * len(shown)]
+    for name, kind, way in ways:
+        found = {p["rank"]: p["x_copy"][way] for p in points if p["kind"] == kind}
+        cells = (f"{found[rank]:.2f}" if found[rank] < 10 else f"{found[rank]:.1f}" for rank in shown)
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+CARDS = (
+    ("B200", 8000),
+    ("A100 80 GB (SXM)", 2039),
+    ("A100 40 GB (SXM)", 1555),
+    ("RTX 4090", 1008),
+    ("L4", 300),
+)
+"""Cards that have not been measured, and the memory bandwidth that NVIDIA gives for them, GB/s."""
+H200_BANDWIDTH = 4800
+"""GB/s, of the card on which the records were made."""
+PORTABLE_FLOAT32 = 1.82
+"""Copies that the kernel for any GPU took with float32 adapters of rank 32 on an H200 (docs/performance_history.md)."""
+
+
+def prediction_table() -> str:
+    """Predicted times of a merge on cards that have not been measured, from bytes and bandwidth, as Markdown."""
+    record, portable = read("merge-qwen2.5-7b"), read("variants/merge-qwen2.5-7b-sm80")
+    moved = 2 * record["bytes"]
+    share = moved / record["copy_ms"] / 1e6 / H200_BANDWIDTH
+    factor = max(portable["methods"][way]["x_copy"] for way in ("lora_merge in place", "lora_merge out of place"))
+    lines = [
+        "| card | bandwidth by NVIDIA | one copy: the floor | bf16 adapters | float32 adapters |",
+        "|---|---|---|---|---|",
+    ]
+    for card, bandwidth in CARDS:
+        copy = moved / (share * bandwidth) / 1e6
+        slow = copy * PORTABLE_FLOAT32
+        lines.append(
+            f"| {card} | {bandwidth:,} GB/s | {copy:.3g} ms | {copy * factor:.3g} ms | "
+            f"{copy * factor:.3g} to {slow:.3g} ms |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+TABLES: dict[Path, dict[str, Callable[[], str]]] = {
+    README: {"figures": table, "ranks": partial(rank_table, SHORT, (1, 8, 32, 64, 128, 256))},
+    PERFORMANCE: {"ranks": partial(rank_table, EVERY_WAY), "predictions": prediction_table},
+}
+"""Page -> its tables by name: each stands between `<!-- NAME: ... -->` and `<!-- end of NAME -->`."""
+
+
+def with_tables(page: Path) -> str:
+    """The text of a page with the tables of now."""
+    text = page.read_text()
+    for name, made in TABLES[page].items():
+        mark = re.compile(rf"(<!-- {name}:[^\n]*-->\n).*?(<!-- end of {name} -->)", flags=re.DOTALL)
+        pieces = mark.split(text)
+        if len(pieces) != 4:
+            raise SystemExit(f"{page.name} has no place for a table: <!-- {name}: ... --> and <!-- end of {name} -->")
+        before, begin, end, after = pieces
+        text = f"{before}{begin}\n{made()}\n{end}{after}"
+    return text
 
 
 # The pictures
@@ -128,16 +230,17 @@ def with_table(text: str) -> str:
 
 def sync_picture(file: Path) -> None:
     """Updating a vLLM engine from each trainer, its own way and ours."""
-    groups, copies = [], []
+    groups, copies, alone = [], [], 0.0
     for trainer, name, theirs, mine in TRAINERS:
         record = read(name)
         ways = record["ways"]
         copies.append(record["copy_ms"])
-        star = " *" if trainer == "verl" else ""
+        star, stars = (" *", " **") if ALONE in ways else ("", "")
+        alone = ways.get(ALONE, {}).get("ms", alone)
         groups.append(
             [
                 Bar(f"{trainer}'s own way", ways[theirs]["ms"], f"{ways[theirs]['ms']:,.0f} ms{star}"),
-                Bar("with lora_merge", ways[mine]["ms"], f"{ways[mine]['ms']:.0f} ms", ours=True),
+                Bar("with lora_merge", ways[mine]["ms"], f"{ways[mine]['ms']:.0f} ms{stars}", ours=True),
             ]
         )
     one = sorted(copies)[len(copies) // 2]
@@ -152,7 +255,9 @@ def sync_picture(file: Path) -> None:
         note=(
             "Logarithmic. vLLM 0.26, rank 32, one run each. TRL and ms-swift: engine in their process.\n"
             "* verl clones every base parameter to the host, merges with PEFT, gathers parameter\n"
-            "  by parameter, sends, and copies the base back; its engine is in another process."
+            "  by parameter, sends, and copies the base back; its engine is in another process.\n"
+            "** with the engine started for pushes, weight_transfer_config={backend:lora_merge};\n"
+            f"  with lora.merge=True alone, over verl's own transport, {ms(alone)}."
         ),
     )
 
@@ -284,22 +389,24 @@ PICTURES: dict[str, Callable[[Path], None]] = {
     "ranks.png": rank_picture,
     "merge.png": diagrams.merge_diagram,
     "push.png": diagrams.push_diagram,
+    "ways.png": diagrams.ways_diagram,
     "states.png": diagrams.state_diagram,
 } | recorded(RESULTS)
 
 
 def main() -> None:
-    """Draw all, and write the table; or hold the table against the records."""
+    """Draw all, and write the tables; or hold the tables against the records."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 where README is behind")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 where a page is behind")
     options = parser.parse_args()
-    text = README.read_text()
-    new = with_table(text)
+    for page in TABLES:
+        new = with_tables(page)
+        if options.check and new != page.read_text():
+            raise SystemExit(f"{page.name}: figures are not those of the records; run python benchmarks/pictures.py")
+        if not options.check:
+            page.write_text(new)
     if options.check:
-        if new != text:
-            raise SystemExit("README's figures are not those of the records: run python benchmarks/pictures.py")
         return
-    README.write_text(new)
     IMAGES.mkdir(exist_ok=True)
     for name, draw in PICTURES.items():
         draw(IMAGES / name)

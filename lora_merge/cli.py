@@ -20,42 +20,52 @@ class _Named(NamedTuple):
     epilog: str = "Exit status 0: done; 1: refused, and nothing was changed."
 
 
-_SERVER = "Exit status 0: {}; 1: refused, the server is as before; 3: it broke off half-way."
+_SERVER = (
+    "Exit status 0: {}; 1: refused, and the server is as before; 3: it broke off half-way, and the server is paused."
+)
 COMMANDS = {
     "merge": _Named(
         merge.add,
         merge.merge,
         "merge adapters into a base on disk, and write the result as a checkpoint",
-        "Exit status 0: it is written; 1: refused, and nothing is left there.",
+        "Exit status 0: the checkpoint is written; 1: refused, and nothing is left in DIR.",
     ),
     "inspect": _Named(
-        inspect.add, inspect.inspect, "what an adapter is; with a BASE, how much it changes, and whether it fits"
+        inspect.add,
+        inspect.inspect,
+        "print what an adapter is; with a BASE, whether it fits and how much it changes each weight",
     ),
     "load": _Named(
         serving.add_load,
         serving.load,
-        "serve an adapter folder from a running vllm serve, at base-model speed; one loaded before goes",
-        _SERVER.format("it is served"),
+        "merge an adapter into a running vllm serve, in place of one that was loaded before",
+        _SERVER.format("the adapter is served"),
     ),
     "unload": _Named(
         serving.add_unload,
         serving.unload,
-        "take the adapter off again: every bit is what the server was started with",
-        _SERVER.format("it is gone"),
+        "take the adapter out again: bit for bit, the weights are those that the server was started with",
+        _SERVER.format("the base is served"),
     ),
-    "bench": _Named(bench.add, bench.bench, "time ways to merge on this machine: lora_merge, PEFT, addmm_"),
+    "bench": _Named(
+        bench.add,
+        bench.bench,
+        "measure merging on this machine: time, memory and exactness of lora_merge, PEFT and torch.addmm_",
+    ),
     "doctor": _Named(
         doctor.add,
         doctor.doctor,
-        "what runs here, why nothing faster, and what to do",
-        "Exit status 0: nothing to do; 1: there is something to do.",
+        "print which kernels run on this machine, why no faster ones do, and how to change that",
+        "Exit status 0: nothing to change; 1: something can be changed, and the output says what.",
     ),
 }
 
 
 def parser() -> argparse.ArgumentParser:
     """All commands and their options."""
-    parser = argparse.ArgumentParser(prog="lora-merge", description="LoRA adapters into base weights, at copy speed.")
+    parser = argparse.ArgumentParser(
+        prog="lora-merge", description="Merge LoRA adapters into base weights: on disk, and in running servers."
+    )
     parser.add_argument("--version", action="version", version=f"lora-merge {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, command in COMMANDS.items():

@@ -32,21 +32,22 @@ def load_adapter(
 
         print(load_adapter("http://localhost:8000", "checkpoints/step-400"))
 
-    One that was loaded before is taken off in the same step. Everything that can be checked is checked before the first
-    byte is written, and requests go on meanwhile; all workers have the adapter before any of them changes a weight.
+    An adapter that was loaded before is taken off in the same step. Everything that can be checked is checked before
+    the first byte is written, and requests go on meanwhile; all workers have the adapter before any of them changes a
+    weight.
 
     Args:
         engine: a running `vllm.LLM`, `LLMEngine`, Ray actor around one, or the URL of a `vllm serve` that was started
             with `VLLM_SERVER_DEV_MODE=1`; or a list of these. lora-merge has to be installed where its workers run. For
             an `AsyncLLM` await `aload_adapter`.
         folder: as `save_pretrained` of a `PeftModel` wrote it: adapter_config.json and the tensors beside it.
-        base: folder or name of the model that the adapter was trained on, of which the configuration is read (of
-            DoRA, its weights, too); default: what adapter_config.json names. That it is the engine's own model is your
-            word: names, shapes and dtypes are checked.
-        name: under which the engine names the adapter in its answers and states; default: the folder's name.
-        device: on which the adapter is laid out to be sent. "cuda" goes over CUDA IPC or NCCL.
-        pause: what becomes of requests in flight: "keep", "wait" or "abort", as for `VllmSync`.
-        verify: compare checksums on both sides.
+        base: folder or hub name of the model that the adapter was trained on; only its configuration is read (for DoRA
+            also its weights). Default: what adapter_config.json names. Names, shapes and dtypes are checked against the
+            engine; that the values are the same is your word.
+        name: name of the adapter in the engine's answers and states; default: the folder's name.
+        device: device from which the adapter is sent; "cuda" uses CUDA IPC or NCCL.
+        pause: what happens to requests in flight: "keep", "wait" or "abort", as for `VllmSync`.
+        verify: compare checksums of the adapter on both sides.
 
     Returns:
         what was done.
@@ -73,12 +74,20 @@ async def aload_adapter(
     pause: str = "keep",
     verify: bool = False,
 ) -> SyncReport:
-    """As `load_adapter`, to be awaited in the event loop of an `AsyncLLM`."""
+    """Merge an adapter that PEFT has saved into a running `AsyncLLM`, in its event loop.
+
+        print(await aload_adapter(engine, "checkpoints/step-400"))
+
+    Arguments, result and errors are those of `load_adapter`.
+    """
     return await load(engine, folder, base=base, name=name, device=device, pause=pause, verify=verify)
 
 
 def unload_adapter(engine: Any, *, pause: str = "keep") -> SyncReport:
-    """Take off the adapter that `load_adapter` merged: every bit is then what the engine was started with.
+    """Take off the adapter that `load_adapter` merged: bit for bit, the weights are those that the engine was started
+    with.
+
+        unload_adapter("http://localhost:8000")
 
     Args:
         engine: as for `load_adapter`.
@@ -89,6 +98,7 @@ def unload_adapter(engine: Any, *, pause: str = "keep") -> SyncReport:
 
     Raises:
         PushRefused: there is no such adapter, or a trainer has pushed over it; every engine is as before.
+        InvalidInput: an argument does not fit; as above.
         PushFailed: it broke off half-way in some engines, which are dirty; names them.
     """
     check_blocking(engine)
@@ -96,5 +106,10 @@ def unload_adapter(engine: Any, *, pause: str = "keep") -> SyncReport:
 
 
 async def aunload_adapter(engine: Any, *, pause: str = "keep") -> SyncReport:
-    """As `unload_adapter`, to be awaited in the event loop of an `AsyncLLM`."""
+    """Take off the adapter that `aload_adapter` merged, in the event loop of an `AsyncLLM`.
+
+        await aunload_adapter(engine)
+
+    Arguments, result and errors are those of `unload_adapter`.
+    """
     return await unload(engine, pause=pause)

@@ -23,12 +23,12 @@ from .stream.weights import MergedWeights
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """What the last full push wrote in one worker.
+    """How much of one worker the last full push wrote; made by `coverage`.
 
     Args:
-        written: elements of parameters and persistent buffers that it wrote.
-        elements: how many there are.
-        state: what the worker holds ("merged@3").
+        written: number of elements of parameters and persistent buffers that the push wrote.
+        elements: number of all elements of parameters and persistent buffers.
+        state: what the worker holds now, such as "merged@3".
     """
 
     written: int
@@ -44,11 +44,17 @@ class Coverage:
 def coverage(engine: Any) -> list[Coverage]:
     """Ask each worker how much of its parameters and persistent buffers the last full push wrote.
 
+        assert all(worker.complete for worker in lora_merge.verify.coverage(llm))
+
     Args:
         engine: one handle, as for `VllmSync`, or an `sglang.Engine`. For an `AsyncLLM` await `acoverage`.
 
     Returns:
-        one entry a worker; `complete` says whether it is all.
+        one entry for each worker; its `complete` says whether everything was written.
+
+    Raises:
+        InvalidInput: `engine` is no handle of a vLLM or SGLang engine.
+        RuntimeError, OSError: the engine does not answer, or has to be awaited.
     """
     from .engine.calls import drive
 
@@ -56,7 +62,12 @@ def coverage(engine: Any) -> list[Coverage]:
 
 
 async def acoverage(engine: Any) -> list[Coverage]:
-    """As `coverage`, to be awaited in the event loop of an `AsyncLLM`."""
+    """Ask each worker what the last full push wrote, in the event loop of an `AsyncLLM`.
+
+        workers = await lora_merge.verify.acoverage(engine)
+
+    Arguments, result and errors are those of `coverage`.
+    """
     from .engine.handles import control_of
     from .engine.state import State
 
@@ -69,18 +80,31 @@ async def acoverage(engine: Any) -> list[Coverage]:
 
 
 def checksums(weights: MergedWeights) -> dict[str, int]:
-    """A checksum of every tensor of a stream, by name: the same that `VllmSync.push(verify=True)` compares."""
+    """Compute a checksum of every tensor of a stream; `VllmSync.push(verify=True)` compares the same ones.
+
+        before = lora_merge.verify.checksums(lora_merge.MergedWeights(model))
+
+    Args:
+        weights: a stream; it is iterated once. Of a sharded model: on every rank.
+
+    Returns:
+        HF name of each tensor -> its checksum.
+
+    Raises:
+        LoraMergeError: as iterating `MergedWeights`.
+    """
     return {name: checksum(tensor) for name, tensor in weights}
 
 
 @dataclass(frozen=True, slots=True)
 class RoundingLoss:
-    """What rounding does to the update of one parameter.
+    """How much of the update of one parameter survives rounding; W is the weight and D the update.
 
     Args:
         name: HF name of the parameter.
-        loss: `||round(W+D) - (W+D)|| / ||D||`: 0 keeps the update whole, 1 is as bad as losing it.
-        cosine: between the update that arrives, `round(W+D) - W`, and D; NaN where nothing arrives.
+        loss: `||round(W+D) - (W+D)|| / ||D||`: 0 means that the update is kept whole, 1 is as bad as losing all of it.
+        cosine: cosine similarity of the update after rounding, `round(W+D) - W`, and D; NaN where rounding removes all
+            of it.
     """
 
     name: str
@@ -93,9 +117,11 @@ def rounding_loss(
 ) -> list[RoundingLoss]:
     """Measure how much of each adapter's update is lost when merged weights are rounded to the rollout's dtype.
 
+        worst = max(lora_merge.verify.rounding_loss(model, torch.bfloat16), key=lambda one: one.loss)
+
     Args:
         model: a PEFT model, whole on one device.
-        dtype: of the rollout.
+        dtype: dtype of the rollout's weights: bfloat16, float16 or float32.
         rounding: as in `merge`; stochastic rounding loses more in each draw, and nothing on average.
         seed: as in `merge`.
 
@@ -103,7 +129,8 @@ def rounding_loss(
         one entry for each adapted parameter; parameters whose update is zero have loss 0 and cosine 1.
 
     Raises:
-        InvalidInput: a dtype that is none of the three, or a sharded model.
+        InvalidInput: another dtype, or a sharded model.
+        UnsupportedAdapter, AlreadyMerged: as `read_deltas`.
     """
     if dtype not in FLOATS:
         raise InvalidInput(f"dtype must be bfloat16, float16 or float32, got {dtype}")
@@ -179,11 +206,11 @@ _BLOCK = 1 << 22
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LogprobGap:
-    """How far the rollout's log-probs lie from the trainer's, over response tokens.
+    """How far the rollout's log-probs lie from the trainer's, over response tokens; made by `logprob_gap`.
 
     Args:
-        maximum: of `|trainer - rollout|`, in nats.
-        mean: of the same.
+        maximum: largest `|trainer - rollout|`, in nats.
+        mean: mean `|trainer - rollout|`, in nats.
         ratios: importance ratio `exp(trainer - rollout)` of each token, one float32 tensor a response.
     """
 
@@ -227,6 +254,11 @@ def logprob_gap(
 ) -> LogprobGap:
     """Compare the rollout's log-probs of its own tokens with the trainer's, response token by response token.
 
+        gap = lora_merge.verify.logprob_gap(
+            trainer, rollout, shifted=True, prompt_width=256, response_lengths=[17, 42]
+        )
+        print(gap)
+
     If both compute with the same weights, all importance ratios are 1 up to rounding. The trainer's log-probs come in
     one of three layouts:
 
@@ -243,9 +275,14 @@ def logprob_gap(
             sequence is then unused), or about token t itself (the first entry is then unused).
         prompt_lengths: `[N]` tokens of each prompt, without padding, at least 1.
         response_lengths: `[N]` tokens of each response, without padding.
+        prompt_width: P, the padded width of prompts; for the padded layout.
+        cu_seqlens: `[N + 1]` positions where sequences begin, and the end of the last; for the packed layout.
+
+    Returns:
+        the differences, and the importance ratio of each token.
 
     Raises:
-        InvalidInput: a layout that lacks something, or whose lengths do not fit.
+        InvalidInput: a layout that lacks an argument, whose lengths do not fit, or that has no response token.
     """
     theirs = _responses(rollout, response_lengths)
     ours = _trainer_responses(trainer, shifted, prompt_lengths, response_lengths, prompt_width, cu_seqlens)

@@ -19,6 +19,8 @@ shift
 steps=${*:-build tests sanitizer figures ranks restore peers sweep latency energy triton portable}
 status=0
 export PYTHONUNBUFFERED=1 PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+card=$(nvidia-smi --query-gpu=name --format=csv,noheader 2> /dev/null | grep -oim 1 'h[12]00' | tr '[:upper:]' '[:lower:]')
+card=${card:-gpu} # records are called by the card that made them
 section() { printf '\n===== %s (%d s) =====\n' "$*" "$SECONDS"; }
 try() { "$@" || { status=1 && echo "FAILED: $*"; }; }
 bench() { # NAME SCRIPT OPTIONS...: figures to OUT/NAME.json
@@ -68,29 +70,29 @@ for step in $steps; do
       merge merge-qwen2.5-7b-fp32-base --shape qwen2.5-7b --dtype fp32 --adapter-dtype bf16 ;;
     restore)
       large="--rows 18944 --cols 3584 --matrices 84" small="--rows 8192 --cols 8192 --matrices 20"
-      bench restore-h200-7b restore --device cuda $large --ranks 32 --bases bf16 --updates 0.001 0.01 0.1
-      bench restore-h200 restore --device cuda $small --ranks 32 --updates 0.001 0.01 0.1 1
-      bench restore-h200-ranks restore --device cuda $small --ranks 8 64 128 256 --bases bf16 --updates 0.01
-      bench restore-h200-fp32-adapters restore --device cuda $small --ranks 32 --bases bf16 --adapters fp32 \
+      bench restore-$card-7b restore --device cuda $large --ranks 32 --bases bf16 --updates 0.001 0.01 0.1
+      bench restore-$card restore --device cuda $small --ranks 32 --updates 0.001 0.01 0.1 1
+      bench restore-$card-ranks restore --device cuda $small --ranks 8 64 128 256 --bases bf16 --updates 0.01
+      bench restore-$card-fp32-adapters restore --device cuda $small --ranks 32 --bases bf16 --adapters fp32 \
         --updates 0.01
-      bench variants/restore-h200-remerge-7b restore --device cuda $large --ranks 32 --bases bf16 --adapters bf16 fp32 \
+      bench variants/restore-$card-remerge-7b restore --device cuda $large --ranks 32 --bases bf16 --adapters bf16 fp32 \
         --updates 0.01 0.1
-      bench variants/restore-h200-remerge restore --device cuda $small --ranks 8 32 64 128 --bases bf16 --adapters bf16 fp32 \
+      bench variants/restore-$card-remerge restore --device cuda $small --ranks 8 32 64 128 --bases bf16 --adapters bf16 fp32 \
         --updates 0.01
-      bench variants/restore-h200-remerge-dtypes restore --device cuda $small --ranks 32 --bases fp16 fp32 \
+      bench variants/restore-$card-remerge-dtypes restore --device cuda $small --ranks 32 --bases fp16 fp32 \
         --adapters bf16 fp32 --updates 0.01 ;;
-    peers) bench peers-h200 peers --shape qwen2.5-7b --device cuda --adapter-dtype bf16 --plot "$out/peers-h200.png" ;;
-    ranks) bench ranks-h200 ranks --shape qwen2.5-7b --device cuda --plot "$out/ranks-h200.png" ;;
-    sweep) bench sweep-h200 sweep --device cuda --plot "$out/sweep-h200.png" ;;
-    latency) bench latency-h200 latency ;;
-    energy) bench energy-h200 energy ;;
-    rollout) bench rollout-h200 rollout --shape qwen2.5-7b --plot "$out/rollout-h200.png" ;;
+    peers) bench peers-$card peers --shape qwen2.5-7b --device cuda --adapter-dtype bf16 --plot "$out/peers-$card.png" ;;
+    ranks) bench ranks-$card ranks --shape qwen2.5-7b --device cuda --plot "$out/ranks-$card.png" ;;
+    sweep) bench sweep-$card sweep --device cuda --plot "$out/sweep-$card.png" ;;
+    latency) bench latency-$card latency ;;
+    energy) bench energy-$card energy ;;
+    rollout) bench rollout-$card rollout --shape qwen2.5-7b --plot "$out/rollout-$card.png" ;;
     rollout-experts) # half of the 48 layers: trainer and engine hold 31 GB each
-      bench rollout-experts-h200 rollout --shape qwen3-30b-a3b --layers 24 --plot "$out/rollout-experts-h200.png" ;;
-    step) bench step-h200 step --shape qwen2.5-7b --plot "$out/step-h200.png" ;;
-    step-x2) bench step-h200-x2 step --shape qwen2.5-7b --ranks 2 --plot "$out/step-h200-x2.png" ;;
+      bench rollout-experts-$card rollout --shape qwen3-30b-a3b --layers 24 --plot "$out/rollout-experts-$card.png" ;;
+    step) bench step-$card step --shape qwen2.5-7b --plot "$out/step-$card.png" ;;
+    step-x2) bench step-$card-x2 step --shape qwen2.5-7b --ranks 2 --plot "$out/step-$card-x2.png" ;;
     grpo) bench grpo-gpu grpo --device cuda --plot "$out/grpo.png" ;;
-    quantised) bench quantised-base-h200 quantised --device cuda --shape qwen2.5-7b --layers 28 --repeat 20 ;;
+    quantised) bench quantised-base-$card quantised --device cuda --shape qwen2.5-7b --layers 28 --repeat 20 ;;
     zero3)
       try python3 -m torch.distributed.run --nproc-per-node 2 benchmarks/zero3.py --json "$out/zero3-qwen2.5-7b-x2.json" ;;
     sglang)
@@ -102,7 +104,7 @@ for step in $steps; do
       try python3 tests/gpu_tests.py "$out/sglang-x2.log" tests/test_sglang_gpus.py
       bench sync-sglang-x2 sync_sglang --repeats 7 --parts across ;;
     triton)
-      LORA_MERGE_BACKEND=triton bench variants/ranks-h200-triton ranks --shape qwen2.5-7b --device cuda --ranks 8 32 64 \
+      LORA_MERGE_BACKEND=triton bench variants/ranks-$card-triton ranks --shape qwen2.5-7b --device cuda --ranks 8 32 64 \
         --kinds bf16 "bf16, fp32 adapters" --methods "in place" "out of place" "there and back" ;;
     portable) # the kernels for any GPU, from code for sm_80, in a copy of the tree
       copy=$(mktemp -d)

@@ -214,7 +214,11 @@ def test_without_peft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_command_without_a_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["load", "http://127.0.0.1:9", str(tmp_path)]) == cli.REFUSED
-    assert "does not answer as one of lora_merge's" in capsys.readouterr().err
+    refused = capsys.readouterr().err
+    assert "nothing listens at http://127.0.0.1:9 (connection refused): is the server running" in refused
+    assert "plugin" not in refused.lower()
+    assert cli.main(["unload", "http://nowhere.invalid:8000", "--json"]) == cli.REFUSED
+    assert "the host of http://nowhere.invalid:8000 is not known" in json.loads(capsys.readouterr().out)["error"]
     assert cli.main(["unload", "nowhere", "--json"]) == cli.REFUSED
     assert "must be a URL" in json.loads(capsys.readouterr().out)["error"]
     with pytest.raises(SystemExit) as raised:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import pty
@@ -296,6 +297,38 @@ def test_importing_takes_little() -> None:
     assert float(done.stdout) < 1
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("bench --repeat 0", "argument --repeat: expected a whole number of 1 or more, got '0'"),
+        ("bench --rank 0", "argument --rank: expected a whole number of 1 or more, got '0'"),
+        ("bench --rank -3", "argument --rank: expected a whole number of 1 or more, got '-3'"),
+        ("bench --rank many", "argument --rank: expected a whole number of 1 or more, got 'many'"),
+        ("bench --device grafics", "argument --device: expected cpu or cuda, got 'grafics'"),
+        ("merge BASE ADAPTER --out DIR --device grafics", "argument --device: expected cpu or cuda, got 'grafics'"),
+        (
+            "merge BASE ADAPTER --out DIR --shard-size 0",
+            "argument --shard-size: a shard's size must be a number of bytes",
+        ),
+        ("merge BASE ADAPTER --out DIR --seed some", "argument --seed: invalid int value: 'some'"),
+        ("load http://127.0.0.1:9 ADAPTER --device grafics", "argument --device: expected cpu or cuda, got 'grafics'"),
+    ],
+)
+def test_wrong_values(line: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """argparse refuses them, with status 2."""
+    with pytest.raises(SystemExit) as raised:
+        cli.main(line.split())
+    assert raised.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_every_option_is_explained() -> None:
+    commands = next(a for a in cli.parser()._actions if isinstance(a, argparse._SubParsersAction))
+    for name, command in commands.choices.items():
+        for action in command._actions:
+            assert len((action.help or "").split()) > 3, f"{name} {action.dest}: {action.help}"
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as raised:
         cli.main(["--version"])
@@ -342,3 +375,11 @@ def test_the_page_does_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixtur
     names["export"](model, "n0", lambda n, t: sent.update({n: t.clone()}), lambda w: tqdm(w, disable=True))
     assert_same(sent, wanted)
     assert names["answer"](model, ["n0"], models.tokens()).shape[1] > models.tokens().shape[1]
+
+
+def test_the_answer_on_saving_does_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base, adapter = pair("qwen2", tmp_path)
+    model = load(base, adapter)
+    names_of("faq.md")["save"](model, None, tmp_path / "out")
+    assert str(tmp_path / "out") in capsys.readouterr().out
+    assert_same(tensors(tmp_path / "out"), {n: t.clone() for n, t in MergedWeights(model)})

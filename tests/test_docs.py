@@ -3,6 +3,7 @@ other pages take from the package is there, under the names and keywords that th
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import re
 import subprocess
@@ -157,6 +158,17 @@ def test_the_check_of_names_and_keywords() -> None:
     for wrong in ("lora_merge.merge_(w, a, b, scale=2)", "lora_merge.absent(1)", "from lora_merge import absent"):
         with pytest.raises((TypeError, AttributeError)):
             list(uses(f"```python\n{wrong}\n```\n"))
+
+
+def test_examples_of_docstrings() -> None:
+    """Examples in docstrings call what there is, by a signature that takes it."""
+    seen = []
+    for file in sorted((ROOT / "lora_merge").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                for _, calls in uses((ast.get_docstring(node) or "") + "\n"):
+                    seen += calls
+    assert {"lora_merge.save_merged(model, 'merged', tokenizer=tokenizer)", "sync.push()"} <= set(seen)
 
 
 def test_links() -> None:

@@ -1,4 +1,4 @@
-"""What the main job is told; without the libraries that it takes."""
+"""The options of the main job, and the checks of numbers and devices on a command line; imports none of the extras."""
 
 from __future__ import annotations
 
@@ -20,23 +20,67 @@ def add_options(parser: argparse.ArgumentParser, work: Path) -> None:
         work: folder for what it makes.
     """
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--model", type=Path, metavar="DIR", help="a checkpoint in HF format; with --adapter")
-    what.add_argument("--shape", choices=SHAPES, help="random weights of this model's linear layers")
-    parser.add_argument("--adapter", type=Path, metavar="DIR", help="a PEFT adapter of the --model")
-    parser.add_argument("--rank", type=int, default=32, help="of an adapter that is made here (default %(default)s)")
-    parser.add_argument("--dtype", choices=NAMES, default="bf16", help="of the weights (default %(default)s)")
-    parser.add_argument("--adapter-dtype", choices=NAMES, default="fp32", help="default %(default)s, as PEFT's")
-    parser.add_argument("--device", type=_device, default=torch.device("cpu"), help="default %(default)s")
-    parser.add_argument("--work", type=Path, default=work, metavar="DIR", help="what is made lies there (%(default)s)")
-    parser.add_argument("--repeat", type=int, default=9, help="timed runs (default %(default)s)")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the figures here, as PNG")
+    what.add_argument(
+        "--model", type=Path, metavar="DIR", help="measure on this checkpoint in HF format; needs --adapter"
+    )
+    what.add_argument(
+        "--shape",
+        choices=SHAPES,
+        metavar="NAME",
+        help="measure on random weights of the sizes of this model's linear layers: "
+        + ", ".join(SHAPES)
+        + " (default, without --model: a Qwen2 of 128M parameters that is made here, with an adapter that is trained)",
+    )
+    parser.add_argument("--adapter", type=Path, metavar="DIR", help="folder of a PEFT adapter for the --model")
+    parser.add_argument(
+        "--rank",
+        type=positive,
+        default=32,
+        help="rank of the adapter, unless --adapter is given (default: %(default)s)",
+    )
+    parser.add_argument("--dtype", choices=NAMES, default="bf16", help="dtype of the weights (default: %(default)s)")
+    parser.add_argument(
+        "--adapter-dtype",
+        choices=NAMES,
+        default="fp32",
+        help="dtype of lora_A and lora_B (default: %(default)s, which PEFT uses)",
+    )
+    parser.add_argument(
+        "--device",
+        type=device,
+        default=torch.device("cpu"),
+        help="device to measure: cpu or cuda (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=work,
+        metavar="DIR",
+        help="folder for the model and adapter that are made here; later runs use them again (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--repeat", type=positive, default=9, help="number of timed runs of each method (default: %(default)s)"
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the figures into this PNG file")
 
 
-def _device(said: str) -> torch.device:
+def device(said: str) -> torch.device:
+    """The device that an option names; raises `argparse.ArgumentTypeError` where it names none."""
     try:
         return torch.device(said)
     except RuntimeError:
         raise argparse.ArgumentTypeError(f"expected cpu or cuda, got {said!r}") from None
+
+
+def positive(said: str) -> int:
+    """The number that an option gives; raises `argparse.ArgumentTypeError` unless it is a whole number of 1 or more."""
+    try:
+        number = int(said)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of 1 or more, got {said!r}")
+    return number
 
 
 def cache() -> Path:

@@ -14,14 +14,16 @@ from .output import add_json, tell
 def add(parser: argparse.ArgumentParser) -> None:
     """The options."""
     add_options(parser, cache())
-    parser.add_argument("--save", type=Path, metavar="FILE", dest="json_file", help="write all figures here, as JSON")
+    parser.add_argument(
+        "--save", type=Path, metavar="FILE", dest="json_file", help="write all figures into this file, as JSON"
+    )
     add_json(parser)
 
 
 def bench(options: argparse.Namespace) -> int:
     """Run it."""
     if (options.model is None) != (options.adapter is None):
-        raise InvalidInput("--model and --adapter come together")
+        raise InvalidInput("--model and --adapter come together: give both, or neither")
     if options.device.type == "cuda":
         _check_cuda()
     check_extra(options.plot is not None)

@@ -15,8 +15,15 @@ if TYPE_CHECKING:
 
 def add(parser: argparse.ArgumentParser) -> None:
     """The options."""
-    parser.add_argument("adapter", metavar="ADAPTER", help="a folder that PEFT has saved, or its name on the hub")
-    parser.add_argument("base", metavar="BASE", nargs="?", help="its base: how much it changes, and whether it fits")
+    parser.add_argument(
+        "adapter", metavar="ADAPTER", help="folder that PEFT has saved, or its name on the hub (owner/name)"
+    )
+    parser.add_argument(
+        "base",
+        metavar="BASE",
+        nargs="?",
+        help="folder or hub name of its base model, to see whether the adapter fits and how much it changes",
+    )
     add_json(parser)
 
 

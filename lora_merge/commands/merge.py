@@ -8,6 +8,7 @@ import sys
 
 import torch
 
+from ..bench.options import device
 from ..errors import InvalidInput
 from .output import add_json, progress, tell
 
@@ -27,29 +28,43 @@ def add(parser: argparse.ArgumentParser) -> None:
     """The options."""
     parser.add_argument("base", metavar="BASE", help="folder of the base model, or its name on the hub (owner/name)")
     parser.add_argument(
-        "adapters", metavar="ADAPTER", nargs="+", help="folders that PEFT has saved, or names; several are summed"
+        "adapters",
+        metavar="ADAPTER",
+        nargs="+",
+        help="folder that PEFT has saved, or its name on the hub; several are merged together, as their sum",
     )
-    parser.add_argument("--out", required=True, metavar="DIR", help="the folder that is made")
-    parser.add_argument("--each", action="store_true", help="DIR/<name> for each adapter instead of their sum")
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder to write the merged checkpoint into")
+    parser.add_argument(
+        "--each", action="store_true", help="write a checkpoint for each adapter, DIR/NAME, instead of their sum"
+    )
     parser.add_argument(
         "--scale",
         action="append",
         default=[],
         metavar="NAME=FACTOR",
-        help="factor of what an adapter adds; NAME is that of its folder; may come several times",
+        help="multiply what one adapter adds by FACTOR; NAME is the name of its folder; give it once for each adapter",
     )
-    parser.add_argument("--device", default="cpu", help="on which is merged (default: cpu)")
-    parser.add_argument("--dtype", choices=sorted(DTYPES), help="dtype of the result; default: the base's")
+    parser.add_argument(
+        "--device", type=device, default=torch.device("cpu"), help="device to merge on: cpu or cuda (default: cpu)"
+    )
+    parser.add_argument(
+        "--dtype", choices=sorted(DTYPES), help="dtype of the merged weights (default: that of the base)"
+    )
     parser.add_argument(
         "--rounding",
         default="nearest",
         choices=("nearest", "stochastic"),
-        help="rounding to that dtype; stochastic: --seed",
+        help="how sums are rounded to that dtype; stochastic needs --seed (default: nearest)",
     )
-    parser.add_argument("--seed", type=int, help="of stochastic rounding")
-    parser.add_argument("--shard-size", metavar="SIZE", help="of a weight file, 5GB; default: the base's files")
-    parser.add_argument("--force", action="store_true", help="replace what is in DIR")
-    parser.add_argument("--verify", action="store_true", help="read everything back and compare checksums")
+    parser.add_argument("--seed", type=int, help="seed of stochastic rounding, a whole number")
+    parser.add_argument(
+        "--shard-size",
+        type=_size,
+        metavar="SIZE",
+        help="largest size of one weight file, such as 5GB or 500MiB (default: the same files as the base)",
+    )
+    parser.add_argument("--force", action="store_true", help="replace everything that is in DIR")
+    parser.add_argument("--verify", action="store_true", help="read the result back from disk and compare checksums")
     add_json(parser)
 
 
@@ -85,6 +100,15 @@ def _give_back_memory() -> None:
     what comes and goes: some 700 MB were seen where PEFT reads a DoRA adapter onto a base of 400 MB."""
     if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt"):
         ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 20)
+
+
+def _size(said: str) -> int:
+    from ..saving.writer import size_of
+
+    try:
+        return size_of(said)
+    except InvalidInput as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _scales(said: list[str]) -> dict[str, float]:

@@ -23,7 +23,7 @@ Command = Callable[[argparse.Namespace], int]
 
 def add_json(parser: argparse.ArgumentParser) -> None:
     """The option that every command has."""
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of words")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text, also for an error")
 
 
 def tell(options: argparse.Namespace, words: str, result: Any) -> None:

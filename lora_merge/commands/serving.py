@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+import torch
+
+from ..bench.options import device
 from .output import add_json, tell
 
 if TYPE_CHECKING:
@@ -14,11 +17,22 @@ if TYPE_CHECKING:
 def add_load(parser: argparse.ArgumentParser) -> None:
     """The options of `load`."""
     _add_url(parser)
-    parser.add_argument("adapter", metavar="ADAPTER", help="a folder that PEFT has saved: adapter_config.json, ...")
-    parser.add_argument("--base", help="folder or name of the adapter's base; default: as adapter_config.json says")
-    parser.add_argument("--name", help="that the server tells with its answers; default: the folder's")
-    parser.add_argument("--device", default="cpu", help="on which the adapter is laid out for its way (default: cpu)")
-    parser.add_argument("--verify", action="store_true", help="compare checksums after the transfer")
+    parser.add_argument("adapter", metavar="ADAPTER", help="folder that PEFT has saved, with adapter_config.json")
+    parser.add_argument(
+        "--base",
+        help="folder or hub name of the model that the adapter was trained on and the server serves (default: the one "
+        "that adapter_config.json names); only its configuration is read, and for DoRA its weights",
+    )
+    parser.add_argument(
+        "--name", help="name under which the server reports the adapter with its answers (default: the folder's name)"
+    )
+    parser.add_argument(
+        "--device",
+        type=device,
+        default=torch.device("cpu"),
+        help="device from which the adapter is sent: cpu, or cuda for CUDA IPC or NCCL (default: cpu)",
+    )
+    parser.add_argument("--verify", action="store_true", help="compare checksums of the adapter after the transfer")
     _add_pause(parser)
 
 
@@ -30,13 +44,18 @@ def add_unload(parser: argparse.ArgumentParser) -> None:
 
 def _add_url(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "url", metavar="URL", help="of the server, http://host:8000, started with VLLM_SERVER_DEV_MODE=1"
+        "url",
+        metavar="URL",
+        help="URL of a vllm serve that was started with VLLM_SERVER_DEV_MODE=1, such as http://localhost:8000",
     )
 
 
 def _add_pause(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--pause", default="keep", choices=("keep", "wait", "abort"), help="requests in flight (default: keep)"
+        "--pause",
+        default="keep",
+        choices=("keep", "wait", "abort"),
+        help="requests in flight go on with the new weights, finish first, or are aborted (default: keep)",
     )
     add_json(parser)
 

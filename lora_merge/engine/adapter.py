@@ -1,4 +1,4 @@
-"""Adapter mode: the engine holds the pristine base, and only the adapter crosses.
+"""Adapter mode: the engine holds the base as it is, and only the adapter is sent.
 
 The trainer sends lora_A and lora_B of every adapted module in the rollout engine's LoRA dtype, the live scaling folded
 into lora_B; the worker makes the engine's own kind of adapter of them, without a file.
@@ -120,7 +120,8 @@ def _check_served(name: str, delta: Delta, entry: Entry) -> None:
 
 
 def _check_experts(ranks: Mapping[str, int], tensors: Iterable[str]) -> None:
-    """Engines stack the adapters of a layer's experts: every projection of every expert, each projection at one rank.
+    """Check that the adapters of a layer's experts can be stacked: every projection of every expert, each projection at
+    one rank.
 
     Args:
         ranks: of the adapted modules, by name.
@@ -165,7 +166,7 @@ def _factors(
 
 
 def _check_model(model: Live) -> None:
-    """Refuse trained parts that are no adapter."""
+    """Refuse trained parameters that belong to no adapter."""
     for name, module in model.modules():
         kinds = lineage(type(module))
         for kind in ("ModulesToSaveWrapper", "TrainableTokensWrapper"):

@@ -1,5 +1,5 @@
-"""Calls that several engines get side by side, from synchronous code and from an event loop; none waits for a dead
-process for ever."""
+"""Calls to several engines at the same time, from synchronous code or an event loop; none waits for ever for a dead
+process."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ class EngineGone(RuntimeError):
 
 
 class Suspends(Protocol):
-    """What is known here of a control plane."""
+    """The part of a control plane that this module uses."""
 
     @property
     def suspends(self) -> bool: ...
 
 
 class Look:
-    """Raises `EngineGone` when a process has been dead for `GRACE_S`: the engine's own word on it is better."""
+    """Checks processes: raises `EngineGone` when one has been dead for `GRACE_S`. Until then the engine may report it
+    itself."""
 
     def __init__(self, pids: Sequence[int]) -> None:
         self._pids, self._since = list(pids), 0.0
@@ -52,7 +53,7 @@ class Look:
 
 
 class _Caller:
-    """A thread that makes calls, one after another: to start one takes as long as what goes to an engine and back."""
+    """A thread that makes calls one after another; kept, since starting one takes as long as a call."""
 
     def __init__(self) -> None:
         self.calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -68,7 +69,7 @@ os.register_at_fork(after_in_child=_idle.clear)  # it has none of the threads
 
 
 def while_alive(call: Callable[[], _T], pids: Sequence[int]) -> _T:
-    """Make a call that waits for other processes, and not for ever when one of them is gone.
+    """Make a blocking call that waits for other processes, and stop waiting when one of them has died.
 
     Raises:
         EngineGone: one is; the call is left behind in its thread.
@@ -106,7 +107,7 @@ def while_alive(call: Callable[[], _T], pids: Sequence[int]) -> _T:
 
 
 async def watched(awaited: Awaitable[_T], pids: Sequence[int]) -> _T:
-    """As `while_alive`, of a call that is awaited; it is cancelled with this."""
+    """Await a call, and stop waiting when a process has died; see `while_alive`. Cancelling this cancels the call."""
     call = asyncio.ensure_future(awaited)
     look = Look(pids)
     try:
@@ -136,7 +137,7 @@ async def together(
     stop: Callable[[], None] = lambda: None,
     give_up: Callable[[], None] = lambda: None,
 ) -> tuple[list[BaseException | None], BaseException | None]:
-    """Control calls of several replicas at the same time, and blocking work of our own beside them.
+    """Make control calls to several replicas at the same time, and run blocking work of this rank beside them.
 
     Args:
         ended: told of each call that has ended.
@@ -174,7 +175,8 @@ async def together(
 async def side_by_side(
     controls: Sequence[Suspends], step: Callable[[_T], Coroutine[Any, Any, Any]], items: Sequence[_T]
 ) -> list[BaseException | None]:
-    """A control call for each of several engines, at the same time; their errors. One engine's is made right here."""
+    """Make a control call to each of several engines at the same time, and return their errors. With a single engine it
+    runs in this thread."""
     if len(items) > 1:
         return (await together(controls, [bind(step, item) for item in items]))[0]
     errors: list[BaseException | None] = []
@@ -214,7 +216,7 @@ async def to_its_end(running: asyncio.Future[_T], stop: Callable[[], None] = lam
 
 
 def on_this_device(work: Callable[[], _T]) -> Callable[[], _T]:
-    """The same in another thread, which begins with GPU 0."""
+    """Wrap work for another thread, so that it runs on this thread's GPU (a new thread begins with GPU 0)."""
     device = torch.cuda.current_device() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
 
     def there() -> _T:

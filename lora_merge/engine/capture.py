@@ -1,4 +1,4 @@
-"""The dry run's recorder: what `load_weights` would copy where, written down instead of done."""
+"""Records which copies `load_weights` would make, in a dry run on tensors without values."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Record:
 
 
 class Capture(TorchDispatchMode):
-    """Writes down copies into the engine's tensors instead of making them.
+    """Records copies into the engine's tensors instead of making them.
 
     What reads values of the stream, which are not there yet, is told that all of them are `value`.
 
@@ -118,7 +118,7 @@ class Capture(TorchDispatchMode):
         return result
 
     def stand_in(self, thing: Any) -> Any:
-        """A tensor with `value` everywhere, and no memory for it, in the place of one without values."""
+        """Return a tensor filled with `value`, without memory of its own, for a tensor without values."""
         if not isinstance(thing, Tensor) or not thing.is_meta:
             return thing
         self.read |= self._names(thing)
@@ -169,7 +169,8 @@ class Capture(TorchDispatchMode):
         return next((path for first, last, path in owners if first <= begin < max(last, first + 1)), owners[0][2])
 
     def adopt(self, path: str, parameter: Tensor) -> None:
-        """`load_weights` made this parameter, perhaps in the place of one: it does so again when it loads."""
+        """Note that `load_weights` created this parameter, perhaps in place of another; it will do so again in a real
+        load."""
         for names, tensor in self.made:
             if _storage(tensor) == _storage(parameter):
                 if path in self.tensors and self.tensors[path].shape == parameter.shape:
@@ -200,7 +201,7 @@ class _Values(TorchFunctionMode):
 
 
 def feed(model: Any, capture: Capture, metas: list[tuple[str, Tensor]]) -> dict[str, str]:
-    """Run `load_weights` under capture; name -> error. All at once, and one by one only where that fails."""
+    """Run `load_weights` on all tensors under capture, and on single ones if that fails; returns name -> error."""
 
     def run(pairs: list[tuple[str, Tensor]]) -> None:
         def noted() -> Iterator[tuple[str, Tensor]]:
@@ -233,7 +234,7 @@ def feed(model: Any, capture: Capture, metas: list[tuple[str, Tensor]]) -> dict[
 
 
 def _why(capture: Capture, name: str, tensor: Tensor, error: Exception) -> str:
-    """Why a tensor is refused, in a line; vLLM asserts sizes without a word."""
+    """Return in one line why a tensor is refused; vLLM asserts sizes without a message."""
     text = str(error).strip().split("\n")[0]
     path = capture.owner_in(error)
     if path is not None and (not text or "size" in text.lower() or "shape" in text.lower()):
@@ -245,7 +246,8 @@ def _why(capture: Capture, name: str, tensor: Tensor, error: Exception) -> str:
 
 
 def torn(capture: Capture, ties: dict[str, str]) -> dict[str, str]:
-    """Tensors for one of two tied names where the other name gets a tensor of its own: the last one would win."""
+    """Find tensors for one of two tied names where the other name gets a tensor of its own: the last one loaded would
+    win."""
     names: dict[str, set[str]] = {}
     for record in capture.records:
         names.setdefault(record.path, set()).add(record.name)

@@ -1,4 +1,4 @@
-"""Whose push an engine is in the middle of: of two at the same time only one can win, and the other has to know."""
+"""Which trainer's push an engine is in the middle of; a second trainer is told, and refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SILENT_S = 60.0
 
 
 class Claim:
-    """A worker's word to one trainer. It lasts from the first call of a push to the last, or until its trainer dies."""
+    """A worker's reservation for one trainer, from the first call of a push to the last, or until that trainer dies."""
 
     def __init__(self) -> None:
         self._owner, self._host, self._pid = "", "", 0
@@ -23,7 +23,7 @@ class Claim:
         return self._owner
 
     def take(self, owner: str, host: str, pid: int) -> str:
-        """A push begins.
+        """Claim the engine for a push that begins.
 
         Args:
             owner: name of the trainer.
@@ -39,7 +39,7 @@ class Claim:
         return ""
 
     def check(self, owner: str) -> None:
-        """A call of a push: is it still that one's turn?
+        """Raise unless this trainer has the claim; every call of a push asks.
 
         Raises:
             RuntimeError: it is not.
@@ -53,7 +53,7 @@ class Claim:
         self._heard = time.monotonic()
 
     def end(self, owner: str) -> bool:
-        """A push is over. Whether it was this one's turn until now."""
+        """End a push; returns whether the trainer had the claim until now."""
         held = owner == self._owner
         if held:
             self._owner = ""

@@ -1,5 +1,5 @@
-"""Control planes: how an engine is told what to do. One interface; each engine's folder has a thin class for each kind
-of handle."""
+"""Control planes: how an engine is called. One interface; each engine's folder has a small class for each kind of
+handle."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ TIMEOUT_S = 600
 
 
 class WorkerFailed(RuntimeError):
-    """Workers of an engine report an error; the others have done what they were asked for."""
+    """Workers of an engine reported an error; the other workers have done their part."""
 
 
 class OutOfStep(RuntimeError):
-    """An engine hands on answers to calls that are past: somebody's call has failed in one of several workers, after
-    which it cannot be asked anything any more."""
+    """An engine returned the answers to an earlier call: after a call failed in one worker, the others' answers were
+    left unread. The engine cannot be used any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Control:
 
     @property
     def elsewhere(self) -> bool:
-        """Whether other processes do all the work of its calls, as far as is known."""
+        """Whether, as far as is known, other processes do all the work of its calls."""
         return bool(self.workers)
 
     def unfit(self) -> str:
@@ -88,7 +88,7 @@ class Control:
         return self._answers(call, await self._ask(request))
 
     def _request(self, op: str, message: Mapping[str, Any]) -> tuple[str, str]:
-        """A number for a call of an operation, and what is asked of each worker."""
+        """Return a number for a call, and the request that each worker gets."""
         call = secrets.token_hex(8)
         return call, json.dumps({"op": op, "call": call, **message})
 
@@ -140,7 +140,7 @@ class Control:
         raise NotImplementedError
 
     async def sleep(self, level: int) -> None:
-        """Unmap the weights and the KV cache again, where a push has woken them for nothing."""
+        """Unmap the weights and the KV cache again, after a push that woke them was refused."""
         raise NotImplementedError
 
     async def wake(self, tag: str) -> None:
@@ -148,14 +148,15 @@ class Control:
         raise NotImplementedError
 
     async def label(self, version: str) -> None:
-        """Tell the engine what its weights are called."""
+        """Set the engine's name for its weights (the weight version)."""
         raise NotImplementedError
 
     async def name_adapter(self, there: bool) -> None:
-        """Requests may name the adapter that workers have loaded from here on, or none any more."""
+        """Allow requests to name the loaded adapter from now on, or forbid it."""
 
     async def reset_prefix_cache(self, running: bool, connector: bool) -> bool:
-        """Forget cached blocks; `running`: those that requests hold, too, who compute them anew. Whether it worked."""
+        """Drop cached blocks; with `running` also those of requests, which then compute them again. Returns whether it
+        worked."""
         raise NotImplementedError
 
     async def reset_media_caches(self) -> None:

@@ -1,4 +1,4 @@
-"""The adapters' factors on their way: the slots of an update that they fill, and how what a rank sends comes to it."""
+"""The adapters' factors of an update: the slots that they fill, and how each rank gets the parts that it sends."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _shape(factor: Shard, share: Share, experts: int, side: str) -> tuple[int, .
 
 
 class Brought:
-    """The factors of deltas on this rank: all of them, or what of them some workers take.
+    """The factors of deltas on this rank: all of them, or those parts that some workers take.
 
     Where all ranks want a delta, or DoRA takes the norms of its rows, its factors are gathered; of the others each rank
     gets what it wants.

@@ -1,4 +1,4 @@
-"""Whether a stream fits the engines: they are asked, what they say is judged, and what follows is tried on once.
+"""Whether a stream fits the engines: each is asked, the answers are judged, and the result is remembered.
 
 Every engine's workers make a dry run of the model's own `load_weights`. What they find is the same at every push of the
 same table, so only its digest crosses then; in full it goes to the other ranks of the trainer once.
@@ -21,7 +21,7 @@ from .trainer import Trainer
 
 
 class Answers(NamedTuple):
-    """What engines say of a stream.
+    """What engines answered about a stream.
 
     Args:
         stream: digest of its table.
@@ -33,7 +33,7 @@ class Answers(NamedTuple):
 
 
 class Fit:
-    """Fits streams to the engines of a trainer; remembers what these said."""
+    """Fits streams to the engines of a trainer, and remembers the engines' answers."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer

@@ -1,4 +1,5 @@
-"""What engines say of a stream is judged here: what does not fit, what it leaves out, what it rounds to."""
+"""Judges what engines answered about a stream: what does not fit, which names are left out, and in which dtypes it
+goes."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ class Fit(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What a stream leaves out, and how it rounds, for all engines at once.
+    """Which names a stream leaves out, and to which dtypes it rounds, for all engines at once.
 
     Args:
         left_out: names that no engine has a part for.
@@ -42,7 +43,8 @@ class Choice(NamedTuple):
 
 
 def judge(stream: Mapping[str, Meta], found: Mapping[str, Found], ties: Mapping[str, str]) -> tuple[list[str], Choice]:
-    """What does not fit, in words; and what the stream leaves out and rounds to, where all fits.
+    """Judge the answers of all engines: list what does not fit, or decide what the stream leaves out and to which
+    dtypes it rounds.
 
     Args:
         stream: what is sent, by name.
@@ -69,7 +71,7 @@ def judge(stream: Mapping[str, Meta], found: Mapping[str, Found], ties: Mapping[
 
 
 def _differing(held: Mapping[str, Mapping[torch.dtype, str]]) -> list[str]:
-    """Tensors that engines hold in different dtypes: one stream is rounded once, and could serve only one of them."""
+    """List tensors that engines hold in different dtypes: a stream is rounded once, so it fits only one of them."""
     apart = [(name, dtypes) for name, dtypes in held.items() if len(dtypes) > 1]
     if not apart:
         return []

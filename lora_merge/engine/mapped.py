@@ -31,7 +31,8 @@ Found: TypeAlias = Mapping[str, Any]
 
 
 class Memory:
-    """Which memory storages lie in, told apart from what lies at the same addresses later. Holds none of it."""
+    """Identity of the allocations that storages lie in; differs if other memory lies at the same addresses later. Keeps
+    none of it alive."""
 
     def __init__(self, storages: Iterable[torch.UntypedStorage]) -> None:
         storages = list(storages)
@@ -41,11 +42,11 @@ class Memory:
         self.marks = _marks(storages)
 
     def same_as(self, other: Memory) -> bool:
-        """Whether both are of as much."""
+        """Whether both describe the same allocations."""
         return sorted(self._at) == sorted(other._at)
 
     def same(self, held: Mapping[int, torch.UntypedStorage]) -> bool:
-        """Whether the storages there are now, by address, have all of it among them."""
+        """Whether the present storages, by address, lie in these allocations."""
         if any(storage.expired() for storage in self._living):
             return False
         found = [held[at] for at in self._at if at in held]
@@ -81,7 +82,7 @@ class Exports:
             self.description, self.digest = {"why": f"{whose} weights cannot be mapped: {error}"}, ""
 
     def hold(self, held: Mapping[int, torch.UntypedStorage] | None = None) -> bool:
-        """Whether the tensors, which lie at the same addresses, lie in the same memory still.
+        """Whether the tensors, at the same addresses, still lie in the same allocations.
 
         Args:
             held: after `release`, the storages there are now, by address.
@@ -91,7 +92,7 @@ class Exports:
         return self.lies.same(held)
 
     def release(self) -> None:
-        """Hold no tensor any more."""
+        """Drop the references to the tensors."""
         self._storages = []
 
     def _describe(self, places: Places) -> tuple[list[dict[str, Any]], dict[str, list[Any]]]:
@@ -119,7 +120,7 @@ class Exports:
 
 
 class _Exporter:
-    """What it takes to export several storages of this process, as it is now."""
+    """Exports several storages of this process, as they are now."""
 
     def __init__(self) -> None:
         self._files: SharedFiles | None = None
@@ -228,11 +229,11 @@ def _view(told: Sequence[Any], memory: Mapping[int, Tensor]) -> tuple[Box, Tenso
 
 
 class Direct(NamedTuple):
-    """What of a stream goes straight into engines of other processes, the same on every rank.
+    """Which tensors of a stream the trainer writes straight into engines of other processes; the same on every rank.
 
     Args:
-        names: of the tensors that every worker takes straight.
-        why: nothing does; "" otherwise.
+        names: names of the tensors that can be written into every worker.
+        why: why no tensor can be written; "" otherwise.
     """
 
     names: frozenset[str]
@@ -240,7 +241,7 @@ class Direct(NamedTuple):
 
 
 def direct(workers: Sequence[Found]) -> Direct:
-    """What all of these workers take straight."""
+    """Find which tensors can be written straight into all of these workers."""
     why = next((worker["why"] for worker in workers if worker["why"]), "")
     if why or not workers:
         return Direct(frozenset(), why)
@@ -249,7 +250,7 @@ def direct(workers: Sequence[Found]) -> Direct:
 
 
 def united(mapped: Iterable[Mapped]) -> Places:
-    """The places of several workers: what lies in all of them is written to each."""
+    """Join the places of several workers: a tensor is written to every worker that has it."""
     views: dict[str, list[tuple[Box, Tensor]]] = {}
     for one in mapped:
         for name, found in one.views.items():

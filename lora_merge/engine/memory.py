@@ -42,18 +42,21 @@ class SharedMemory:
                 os.posix_fallocate(descriptor, 0, nbytes)
             except OSError as error:
                 self.hide()
-                raise InvalidInput(f"no {nbytes} bytes of shared memory in {SHARED}: {error}") from error
+                raise InvalidInput(
+                    f"no {nbytes} bytes of shared memory in {SHARED}: {error}. Make it larger (docker run --shm-size), "
+                    "or pass a smaller bucket_bytes"
+                ) from error
             finally:
                 os.close(descriptor)
         self.tensor: Tensor = _mapped(self.path, nbytes)
 
     def hide(self) -> None:
-        """Everybody has mapped it: the name can go, so that a crash leaves nothing behind."""
+        """Remove the file's name once everybody has mapped it, so that a crash leaves nothing behind."""
         _unlink(self.path)
 
 
 class NotExported(RuntimeError):
-    """No other process can map this memory."""
+    """This memory cannot be mapped by another process."""
 
 
 class CudaMemory:

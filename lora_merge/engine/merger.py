@@ -74,19 +74,19 @@ class Merger:
         return layers | said.whole if self.own else layers - said.whole
 
     def holds(self, contents: str) -> bool:
-        """Whether the base is here still, where it was, with these contents."""
+        """Whether the base still lies where it was, with the same contents."""
         return contents == self._contents and self._facts == self._loader.modules.look().facts
 
     def nothing(self) -> Update:
-        """What brings the base back."""
+        """Drop what is kept to restore the base."""
         return Update(Described(self._contents, (), 0, (), (), (), {}, {}), [])
 
     def settle(self) -> None:
-        """All of the base, or of an update, is there: note where."""
+        """Note where the weights lie, after all of a base or update has arrived."""
         self._facts = self._loader.modules.look().facts
 
     def lacks(self, said: Described) -> bool:
-        """Whether this update cannot be merged onto what is kept here: the base has to come again."""
+        """Whether an update cannot be merged onto what is kept here, so that the base has to be sent again."""
         if not self.holds(said.base):
             return True
         before = self._before

@@ -1,4 +1,4 @@
-"""What an engine's model is made of, without a walk over it in every call."""
+"""Lists an engine's modules and tensors without walking over the model in every call."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Modules:
         self._sure = False
 
     def forget(self) -> None:
-        """Modules have changed."""
+        """Note that modules have changed."""
         self._paths, self._each, self._below, self._kept, self._facts = [], [], [], {}, []
         self._unwatch()
 
@@ -62,7 +62,7 @@ class Modules:
         self._watch, self._tried, self._told, self._still = None, False, {}, None
 
     def doubt(self) -> None:
-        """A new call: modules may have changed."""
+        """Begin a new call: modules may have changed since the last one."""
         self._sure = False
 
     def _children(self) -> list[Any]:
@@ -118,7 +118,7 @@ class Modules:
 
     @contextmanager
     def still(self) -> Iterator[None]:
-        """Nothing changes inside, where things are only read: one look is enough."""
+        """Assume inside the block that nothing changes, since it only reads: tensors are looked at once."""
         self._still = self.look()
         try:
             yield

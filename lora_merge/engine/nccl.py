@@ -56,7 +56,7 @@ class Nccl:
 
     @staticmethod
     def check() -> None:
-        """Raise where there can be no communicator; a member that finds out when the others wait for it is too late."""
+        """Raise if no communicator can be made here; found out later, the other members would already wait."""
         Library()
 
     def broadcast(self, data: Tensor) -> Done:
@@ -200,7 +200,7 @@ class Group:
     # A worker
 
     def join(self) -> None:
-        """Ready for the transfer that was announced last; returns when it takes place.
+        """Report that this worker is ready for the announced transfer; returns when it takes place.
 
         Raises:
             TransferAborted: it does not.
@@ -235,8 +235,8 @@ class Group:
             self._over.set()
 
     def hand(self, data: Tensor, ranks: Sequence[int]) -> Done | None:
-        """Rank 0 enqueues a bucket for some members, after the current stream's work so far; None if the group is lost,
-        or nobody takes it."""
+        """On rank 0, enqueue a bucket for some members after the current stream's work so far; returns None if the
+        group is lost, or nobody takes it."""
         if len(ranks) == self._world - 1:
             return self._enqueue(lambda nccl: nccl.broadcast(data))
         return self._enqueue(lambda nccl: nccl.send(data, ranks)) if ranks else None
@@ -263,7 +263,7 @@ class Group:
         return not self.lost and done is not None
 
     def leave(self, reason: str) -> None:
-        """Tell all members to give up, and give up: the group is of no more use."""
+        """Tell all members to give up, and give up: the group cannot be used any more."""
         with suppress(Exception):
             self._store.set_first("left", reason)
         self.close(reason)

@@ -1,4 +1,4 @@
-"""NCCL's library, as far as a push takes it: the one that torch has loaded, whichever engine runs beside it."""
+"""The NCCL library that torch has loaded, with the few functions that a push uses."""
 
 from __future__ import annotations
 

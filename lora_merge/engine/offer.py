@@ -65,7 +65,9 @@ class Offer:
         source = await self._trainer.blocking(lambda: self._read(dtype))
         made.append(source)
         if not source.modules:
-            raise PushRefused("the model has no active adapter to send")
+            raise PushRefused(
+                "the model has no active adapter to send: activate one (set_adapter), or push mode='merged'"
+            )
         if source.rank > limit:
             raise PushRefused(f"the adapter's rank {source.rank} is above the engine's max_lora_rank {limit}{_INSTEAD}")
 

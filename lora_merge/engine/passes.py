@@ -28,11 +28,11 @@ MERGES = ("auto", "trainer", "engine")
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What workers do by themselves, without a transfer.
+    """An operation that workers run without receiving anything, such as going back to their own checkpoint.
 
     Args:
-        op, message: the call.
-        writes: whether weights change in it.
+        op, message: the operation and its arguments.
+        writes: whether it changes weights.
     """
 
     op: str
@@ -43,14 +43,14 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One source on its way to some replicas.
+    """One transfer of a push: a source, and the replicas that get it.
 
     Args:
-        state: that it brings.
-        route: to engines in other processes.
+        state: what the replicas hold after it.
+        route: how its buckets reach engines in other processes.
         changed: of a base: names of the tensors that updates will change, which the engines merge onto it; None where
             none will come.
-        merges: whether workers merge at the end what has come.
+        merges: whether workers merge at the end what they received.
     """
 
     state: State
@@ -99,7 +99,7 @@ class Passes:
         return self._fit.known(stream), [*self._update.known(), *self._pulls[stream].known()]
 
     def broke(self, error: BaseException) -> None:
-        """A push that engines merge has failed: under "auto" the trainer merges from here on."""
+        """Note that a push which engines merge has failed: with "auto" the trainer merges from now on."""
         if self._merge == "auto" and self._who == "engine":
             self._who, self._why = "trainer", f"a push that engines merged by themselves failed: {error}"
 
@@ -157,8 +157,7 @@ class Passes:
         verify: bool,
         read: Filler | None,
     ) -> list[Pass]:
-        """What follows the base, and the base before it for the engines that hold another one, or none that they could
-        vouch for.
+        """Plan what follows the base, and the base itself for engines that do not hold this one.
 
         Args:
             adapter: what follows; None for an update, which the engines merge.
@@ -194,7 +193,10 @@ class Passes:
         """The fingerprint of the base, which is the same on every rank."""
         found = await self._trainer.everywhere(self._trainer.blocking(fingerprint))
         if len(set(found)) > 1:
-            raise PushRefused(f"the trainer's ranks hold different base weights; their fingerprints: {found}")
+            raise PushRefused(
+                f"the trainer's ranks hold different base weights; their fingerprints: {found}. Load the same base on "
+                "every rank"
+            )
         return found[0]
 
     async def _full(
@@ -225,5 +227,5 @@ def _lacks_base(replica: Replica, fingerprint: str) -> bool:
 
 
 def _lacks_update(replica: Replica, fingerprint: str, digest: str) -> bool:
-    """Whether some worker cannot merge an update onto what it holds."""
+    """Whether some worker cannot merge an update onto what it holds now."""
     return any(worker["base"] != fingerprint or digest not in worker["ready"] for worker in replica.workers)

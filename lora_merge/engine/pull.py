@@ -67,8 +67,8 @@ class Pull(Beside):
         return self.exports.hold({storage.data_ptr(): storage for storage in self.stream.source.held})
 
     def settle(self) -> None:
-        """Read the adapters, and wait until the device has done all that it was told: from here on workers may read.
-        Collective over the ranks of the model; an error of this rank is raised after the collectives."""
+        """Read the adapters and wait for the device: from here on workers may read the weights. Collective over the
+        ranks of the model; an error of this rank is raised after the collectives."""
         self._brought().refresh()
         if self.stream.device.type == "cuda":
             torch.cuda.synchronize(self.stream.device)
@@ -127,7 +127,7 @@ def unreadable(stream: Filler) -> str:
 
 
 class Stayed:
-    """Whether a model's weights lie where they lay when this was asked before.
+    """Whether a model's weights lie where they lay at the last call.
 
     Attributes:
         mapped: whether some worker may have memory of them mapped.
@@ -188,7 +188,7 @@ class Pulls:
         return Pull(stream, whole, names, self._weights.bucket_bytes)
 
     def forget(self) -> None:
-        """Nobody pulls: hold no adapters any more."""
+        """Drop the adapters: nobody pulls any more."""
         self._known = None
 
     def release(self) -> None:

@@ -19,7 +19,7 @@ from .products import Described, Factored, Update
 
 
 class _There(NamedTuple):
-    """A box of a parameter in a trainer's memory.
+    """A box of a parameter in the trainer's memory.
 
     Args:
         peer: it is another GPU's memory.
@@ -31,7 +31,7 @@ class _There(NamedTuple):
 
 
 class _Taken(NamedTuple):
-    """A part of it that comes to lie here: its start in the whole parameter, and both ends."""
+    """A part of such a box that is copied here: its start in the whole parameter, its source and its destination."""
 
     start: tuple[int, ...]
     source: Tensor

@@ -1,4 +1,4 @@
-"""One push: who is asked, what stands still meanwhile, what is sent, and what becomes of engines in which it fails."""
+"""The steps of one push: which engines are asked, paused and written to, and what is done about those that fail."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ from .trainer import Trainer
 from .transport import Route, WorkerId
 from .update import Update
 from .waiting import host_id
+from .web import NotReached
 
 _Settle: TypeAlias = Callable[[Replica, Call | None, bool], Coroutine[Any, Any, None]]
 PAUSES = ("keep", "wait", "abort")
 
 
 class Planner(Protocol):
-    """Says what a push sends to whom."""
+    """Plans what a push sends to which engines."""
 
     def read(self, mode: str) -> Filler | None:
         """What a push most likely begins with, read while engines say who they are. Collective."""
@@ -56,7 +57,7 @@ class Planner(Protocol):
         """
 
     def broke(self, error: BaseException) -> None:
-        """A push has failed in some engine."""
+        """Note that a push has failed in some engine."""
 
     def release(self) -> None:
         """As `MergedWeights.release`, of all streams."""
@@ -91,21 +92,34 @@ class Pushes:
         self._lock = threading.Lock()
 
     def states(self) -> list[State]:
-        """What each engine whose handle this rank holds has now: its `State`, as its workers say it."""
+        """Ask each engine whose handle this rank holds what it holds now. Not collective.
+
+            print(*sync.states())  # merged@17
+
+        Returns:
+            one `State` for each engine: "nothing", "base@n", "adapter@n", "merged@n" or "dirty".
+
+        Raises:
+            PushRefused: an engine does not answer.
+        """
         return drive(self.astates())
 
     async def astates(self) -> list[State]:
-        """As `states`, to be awaited in the event loop of an `AsyncLLM`."""
+        """Ask each engine what it holds now, in the event loop of an `AsyncLLM`; see `states`."""
         introduced = await self._hello()
         return [Replica(index, None, workers).state for index, workers in enumerate(introduced)]
 
     def close(self) -> None:
-        """Free buffers and mapped memory, the workers' first; it cannot push any more. Collective. For an `AsyncLLM`
-        await `aclose`."""
+        """Free buffers and mapped memory, first those of the workers. Collective. No push is possible after it.
+
+            sync.close()
+
+        For an `AsyncLLM` await `aclose`.
+        """
         drive(self.aclose())
 
     async def aclose(self) -> None:
-        """As `close`, in the event loop of an `AsyncLLM`."""
+        """Free buffers and mapped memory, in the event loop of an `AsyncLLM`; see `close`."""
         self._closed = True
         if self._interrupted:  # a call that was under way then may have come after the end of that push
             await self._let_go()
@@ -128,7 +142,7 @@ class Pushes:
             self._lock.release()
 
     async def _let_go(self) -> None:
-        """Other trainers may push to the engines again."""
+        """Allow other trainers to push to the engines again."""
         controls = self._trainer.controls
         # An engine that is gone is nobody's.
         await side_by_side(controls, lambda control: control.rpc("end", owner=self._trainer.name), controls)
@@ -200,7 +214,7 @@ class Pushes:
         return report
 
     async def _hello(self, beside: Callable[[], None] | None = None, **message: Any) -> list[list[dict[str, Any]]]:
-        """Ask the engines whose handles are here who they are.
+        """Ask the engines whose handles are here what they are and what they hold.
 
         Args:
             beside: work of this rank's own; it is done in any case.
@@ -211,6 +225,8 @@ class Pushes:
             control = self._trainer.controls[index]
             try:
                 workers = await control.rpc("hello", **message)
+            except NotReached as error:
+                raise PushRefused(f"engine {index}: {error}") from error
             except Exception as error:
                 raise PushRefused(
                     f"engine {index} does not answer as one of lora_merge's: {error}. If it does not know the method, "
@@ -239,7 +255,7 @@ class Pushes:
         updates: Sequence[str] = (),
         beside: Callable[[], None] | None = None,
     ) -> list[Replica]:
-        """Every engine of every rank, which from now on is in the middle of this push.
+        """Collect what every engine of every rank says about itself, and claim the engines for this push.
 
         Args:
             streams, updates: digests of tables, and of updates, that engines say at once what they know of.
@@ -259,7 +275,8 @@ class Pushes:
         return replicas
 
     async def _serve(self, update: Update, served: Mapping[WorkerId, int] | None) -> None:
-        """Each rank gets of an update what it sends; all of it where all make checksums (`served` is None)."""
+        """Have each rank collect the part of an update that it sends; all of it if every rank makes checksums (`served`
+        is None)."""
 
         async def serve() -> None:
             await self._trainer.blocking(partial(update.serve, served, self._trainer.world.rank))
@@ -275,7 +292,7 @@ class Pushes:
             await replica.handle.wake("weights")
 
     async def _sleep_again(self, replicas: Sequence[Replica], slept: Mapping[int, int]) -> None:
-        """After a refusal: engines that were asleep are so again, at their level; the others were left alone."""
+        """After a refusal, put engines that were asleep back to sleep at their level."""
 
         async def again(replica: Replica) -> None:
             await replica.handle.sleep(slept[replica.index])
@@ -287,11 +304,12 @@ class Pushes:
         await self._trainer.each([r for r in replicas if slept.get(r.index)], again, failed=True)
 
     async def _tell(self, replica: Replica, op: str, **message: Any) -> list[dict[str, Any]]:
-        """A call of a push to all workers of an engine, which refuse it if another trainer's turn has come."""
+        """Call an operation of this push in all workers of an engine; they refuse it if another trainer has claimed the
+        engine."""
         return await replica.handle.rpc(op, trainer=self._trainer.name, **message)
 
     def _told(self, op: str, **message: Any) -> Call:
-        """The same as one of several calls."""
+        """Make the same call as `_tell`, as one of several in a chain."""
         return Call("rpc", (op,), {"trainer": self._trainer.name, **message})
 
     async def _pause_one(self, replica: Replica) -> None:
@@ -309,9 +327,10 @@ class Pushes:
             replica.paused_by_us = stood[:1] == [False]  # the user's pause stays
 
     def _pause_of(self, replica: Replica) -> str:
-        """What becomes of requests in flight. Each keeps the adapter, or none, that it began with, and the other mode
-        has other weights for it: these end before, or, where they stand still on weights that are neither old nor new,
-        on which nothing may run to its end, at once."""
+        """Decide what happens to requests in flight. A request keeps the adapter, or none, with which it began, and a
+        change of
+        mode replaces the weights that it needs: such requests end first, or, where the engine is paused on half-written
+        weights, are ended at once."""
         switches = {replica.served, self._mode} == {"merged", "adapter"}
         if replica.stands and replica.state.kind == "dirty" and self._pause != "abort":
             return "abort" if switches else "keep"
@@ -350,13 +369,13 @@ class Pushes:
         await settle(replica, self._told(told.op, **told.message), True)
 
     async def _settle(self, replica: Replica, one: Pass, told: Call | None, name: str, commits: bool) -> None:
-        """What a replica does in a pass, in one go: workers do as they are told; nothing computed with the old weights
-        may be used again; and every worker holds the new state.
+        """Finish a pass in one replica with one chain of calls: workers run their operation, caches of the old weights
+        are reset, and every worker records the new state.
 
         Args:
-            told: what workers do; None where that is nothing.
-            name: of what the engine serves from here on; "" where another pass of this push follows.
-            commits: whether the pass ends with it.
+            told: the workers' operation; None for none.
+            name: what the engine calls its weights from now on; "" if another pass of this push follows.
+            commits: whether the pass ends here.
         """
         control, state = replica.handle, one.state
         calls = [] if told is None else [told]
@@ -372,12 +391,15 @@ class Pushes:
             calls.append(self._commit(state))
         returned = await control.chain(calls)
         if reset is not None and not returned[reset]:
-            raise PushFailed("the prefix cache could not be reset: requests hold blocks of the old weights")
+            raise PushFailed(
+                "the prefix cache could not be reset: requests hold blocks of the old weights; push with pause='keep', "
+                "or when no request is in flight"
+            )
         if commits:
             self._committed(replica, one, returned[-1])
 
     def _names(self, name: str, state: State) -> list[Call]:
-        """What an engine calls what it serves from here on."""
+        """Make the calls that tell an engine the name of what it serves from now on."""
         return [Call("label", (name,)), Call("name_adapter", (state.kind == "adapter",))] if name else []
 
     def _commit(self, state: State) -> Call:
@@ -443,7 +465,7 @@ class Pushes:
     async def _compare(
         self, stream: Filler, beside: Verified, sent: Sent, run: Mapping[str, Any], replicas: Sequence[Replica]
     ) -> None:
-        """Hand over what was pulled, and all else, in buckets, too, which workers only look at.
+        """Also hand over, in buckets that workers only compare, what was pulled.
 
         Args:
             beside: what came in buckets.
@@ -476,7 +498,7 @@ class Pushes:
             await self._check_arrived(replica, sent)
 
     def _committed(self, replica: Replica, one: Pass, answers: Sequence[Mapping[str, Any]]) -> None:
-        """Make sure that every worker holds the new state.
+        """Check that every worker holds the new state.
 
         Args:
             answers: the workers'.
@@ -488,7 +510,7 @@ class Pushes:
         replica.coverage = None if None in shares else min(share or 0.0 for share in shares)
         replica.reloaded = max(a["reloaded"] for a in answers) if one.merges or state.kind != "adapter" else 0
         if replica.state != state:
-            raise PushFailed(f"the engine holds {replica.state}, not {state}")
+            raise PushFailed(f"the engine holds {replica.state}, not {state}: push again")
 
     async def _check_arrived(self, replica: Replica, sent: Verified) -> None:
         """Raise `PushFailed` unless what came last is what was sent."""
@@ -498,13 +520,16 @@ class Pushes:
             wrong = [name for name in taken if answer["checksums"].get(name) != sent.checksums[name]]
             wrong += answer["damaged"]
             if wrong:
-                raise PushFailed(f"these tensors did not arrive as they were sent: {', '.join(sorted(set(wrong)))}")
+                raise PushFailed(
+                    f"these tensors did not arrive as they were sent: {', '.join(sorted(set(wrong)))}; push again, and "
+                    "report it if that does not help"
+                )
 
     async def _back(
         self, replicas: Sequence[Replica], held: Mapping[int, State], brought: State, slept: Mapping[int, int]
     ) -> None:
-        """The push was interrupted: engines that hold what they held, or all that it was to bring, go on; others, the
-        dirty ones among them, stay as they are until the next push.
+        """After an interrupted push, resume engines that hold what they held before, or everything that it was to
+        bring; others, including dirty ones, stay as they are until the next push.
 
         Args:
             held: by replicas before it.
@@ -553,7 +578,7 @@ class Pushes:
 
 
 def check_pause(pause: str) -> str:
-    """Raise `InvalidInput` unless this may become of requests in flight."""
+    """Raise `InvalidInput` unless `pause` is "keep", "wait" or "abort"."""
     if pause not in PAUSES:
         raise InvalidInput(f"pause must be one of {', '.join(PAUSES)}, got {pause!r}")
     return pause

@@ -106,7 +106,7 @@ class Receiver:
             raise
 
     def left(self) -> None:
-        """This worker failed, during the transfer or before it: nobody waits for it any more."""
+        """Report that this worker failed, so that nobody waits for it."""
         self.over = self._group is not None or self._inbox is not None
         if self._box is not None:
             self._box[self._at + LEFT] = 1

@@ -20,25 +20,26 @@ ONE_ENGINE = (
 
 @dataclass(slots=True)
 class SyncReport:
-    """What one push did; `print` it for a line.
+    """What one push did; `push` returns it, and `print` shows it as one line.
 
     Args:
         version: number of the push, counted by the engine.
         mode: "merged" or "adapter"; "base" after an adapter from a folder was taken off.
-        nbytes: bytes that crossed, to one replica.
-        tensors: how many tensors these were.
+        nbytes: number of bytes that were sent to one replica.
+        tensors: number of tensors that were sent.
         seconds: by phase: check, pause, transfer (merge, send and load; caches are reset beside it), finish, resume.
-        base_sent: whether an adapter push had to bring the base first.
+        base_sent: whether an adapter push had to send the base first.
         merge: who added the adapters to the base: "trainer" or "engine"; "" in adapter mode.
-        merge_why: why the trainer did, where engines might have.
+        merge_why: why the trainer merged where engines could have; "" otherwise.
         transports: how bytes reached the workers (docs/vllm.md, Transports).
-        buckets: why bytes went to engines in other processes in buckets and not straight; "" where they went straight.
+        buckets: why engines in other processes got buckets instead of direct writes; "" where they were written
+            directly.
         left_out: names that were not sent because every engine was started without that part of the model
             (`limit_mm_per_prompt` of 0: no vision tower).
         coverage: share of the elements of the engines' parameters and persistent buffers that the last full push wrote,
-            the least of all workers; 1.0 is all. None where something else than a push brought the weights.
-        reloaded: layers that went through the engine's own loading, because it lays them out anew (quantised,
-            prepacked); of the worker with the most.
+            in the worker with the least; 1.0 is all. None where something else than a push brought the weights.
+        reloaded: number of layers that went through the engine's own loading because it changes their layout
+            (quantised, prepacked), in the worker with the most.
     """
 
     version: int
@@ -63,7 +64,7 @@ class SyncReport:
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Add the time inside to a phase."""
+        """Add the time that the block takes to a phase."""
         begin = time.perf_counter()
         try:
             yield
@@ -88,7 +89,7 @@ class SyncReport:
 
 @dataclass(slots=True)
 class Replica:
-    """One engine, or what one handle of it reaches, and how its workers introduced themselves.
+    """One engine, or the part of it that one handle reaches, and what its workers said about themselves.
 
     Args:
         index: of all handles of the trainer.
@@ -112,13 +113,13 @@ class Replica:
 
     @property
     def handle(self) -> Control:
-        """The control plane of an engine whose handle this rank holds."""
+        """The control plane of the engine; only on the rank that holds its handle."""
         assert self.control is not None
         return self.control
 
     @property
     def state(self) -> State:
-        """What the engine holds: its workers agree, or it is dirty."""
+        """What the engine holds: the state that all its workers report, or dirty if they differ."""
         states = [State(**worker["state"]) for worker in self.workers]
         broken = next((s for s in states if s.kind == "dirty"), None)
         if broken is None and any(s != states[0] for s in states):
@@ -127,26 +128,26 @@ class Replica:
 
     @property
     def served(self) -> str:
-        """The kind of state that requests in flight began with, also where it is dirty now."""
+        """The kind of state with which requests in flight began, even if the engine is dirty now."""
         return self.state.kind if self.state.kind != "dirty" else str(self.workers[0]["served"])
 
     @property
     def stands(self) -> bool:
-        """Whether a push that failed, or whose trainer died, left it paused."""
+        """Whether the engine is still paused by a push that failed or whose trainer died."""
         return any(worker["paused"] for worker in self.workers)
 
     @property
     def asleep(self) -> int:
-        """The level at which its weights sleep; 0 if they are awake."""
+        """The sleep level of its weights; 0 if they are awake."""
         return max(int(worker["asleep"]) for worker in self.workers)
 
     @property
     def waking(self) -> bool:
-        """Whether a push that failed has woken its weights, and left the KV cache to the next one."""
+        """Whether a failed push woke its weights but not its KV cache."""
         return any(worker["waking"] for worker in self.workers)
 
     def check(self) -> None:
-        """Raise `PushRefused` where an engine is none that can be pushed to."""
+        """Raise `PushRefused` if the engine cannot be pushed to."""
         for worker in self.workers:
             if worker["busy"]:
                 raise PushRefused(
@@ -163,8 +164,8 @@ class Replica:
 
 
 def engines_of(replicas: Sequence[Replica]) -> list[list[Replica]]:
-    """The replicas, each by itself; those together that are one engine: under vLLM's "external_launcher" the workers of
-    an engine are ranks of the trainer, and each has a handle that reaches one of them."""
+    """Group replicas by engine: one group each, except under vLLM's "external_launcher", where each worker of an engine
+    is a trainer rank with a handle of its own, and all their replicas are one group."""
     engines: dict[tuple[str, int], list[Replica]] = {}
     for replica in replicas:
         in_pieces = [w["rank"] // w["world"] for w in replica.workers if w["world"] != len(replica.workers)]
@@ -174,7 +175,7 @@ def engines_of(replicas: Sequence[Replica]) -> list[list[Replica]]:
 
 
 def check_whole(replicas: Sequence[Replica]) -> None:
-    """Raise `PushRefused` where the handle of some worker of an engine is missing."""
+    """Raise `PushRefused` if some workers of an engine have no handle on any trainer rank."""
     for engine in engines_of(replicas):
         world, first = engine[0].workers[0]["world"], engine[0].workers[0]["rank"]
         there = {worker["rank"] for replica in engine for worker in replica.workers}
@@ -187,7 +188,8 @@ def check_whole(replicas: Sequence[Replica]) -> None:
 
 
 def fail_together(replicas: Sequence[Replica]) -> None:
-    """What reaches one engine fails as one."""
+    """Give all replicas of one engine the error of the first that failed: one failed worker makes the whole engine
+    dirty."""
     for engine in engines_of(replicas):
         error = next((replica.error for replica in engine if replica.error), "")
         for replica in engine:
@@ -195,7 +197,7 @@ def fail_together(replicas: Sequence[Replica]) -> None:
 
 
 def failure(replicas: Sequence[Replica], healing: str = "the next push heals them") -> PushFailed | PushRefused:
-    """The error of a push that broke off in some engines: names these, and says of each engine what it holds now.
+    """Make the error for a push that broke off in some engines; it names them, and says what each engine holds now.
 
     Args:
         healing: what becomes of dirty ones.
@@ -210,6 +212,6 @@ def failure(replicas: Sequence[Replica], healing: str = "the next push heals the
 
 
 def check_handle(index: int, control: Control) -> None:
-    """Raise `PushRefused` where this process knows already that no push can reach an engine."""
+    """Raise `PushRefused` if this process can already tell that no push can reach the engine behind a handle."""
     if unfit := control.unfit():
         raise PushRefused(f"engine {index} {unfit}")

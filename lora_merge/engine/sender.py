@@ -159,7 +159,7 @@ class Sender:
             raise
 
     def opened(self) -> None:
-        """Every worker has mapped the shared memory: its names can go, so that nothing is left behind by a crash."""
+        """Remove the names of shared memory once every worker has mapped it, so that a crash leaves nothing behind."""
         for file in self._files:
             file.hide()
 
@@ -247,11 +247,12 @@ class Sender:
             yield received
 
     def stop(self) -> None:
-        """Fill no bucket more; for another thread than the one that fills. The flow then fails, and tells everybody."""
+        """Fill no more buckets; called by another thread than the one that fills. The transfer fails and everybody is
+        told."""
         self._stopped = True
 
     def abort(self, reason: str = "the trainer gave up in the middle of a push") -> None:
-        """Tell all workers of the transfer that no more comes."""
+        """Tell all workers that the transfer ends here."""
         if self._box is not None:
             self._box[ABORTED] = 1
         for group in self._groups.values():
@@ -334,7 +335,7 @@ class Sender:
                 group.rest()
 
     def _hand_over(self, source: Sent, index: int, turn: int, count: int, takers: Collection[WorkerId]) -> None:
-        """A bucket is filled: `turn` of the `count` that are handed over.
+        """Hand over a filled bucket, number `turn` of the `count` that are handed over.
 
         Args:
             takers: who takes it.
@@ -364,7 +365,7 @@ class Sender:
                 group.watch(ended)
 
     def _reclaim(self, turn: int, gone: Callable[[], set[int]]) -> None:
-        """Wait until everybody who is still there is done with a bucket that was handed over."""
+        """Wait until every worker that is still there has released a bucket that was handed over."""
         if turn < 0:
             return
         for replica, sent in self._sent.items():

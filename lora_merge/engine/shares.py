@@ -48,7 +48,7 @@ class Takers:
 
 
 class Share(NamedTuple):
-    """What of a delta goes to the same workers.
+    """A part of a delta that goes to one set of workers.
 
     Args:
         number: of the delta.

@@ -1,4 +1,4 @@
-"""What this package keeps in a worker, beside the model's weights, between the calls of a push."""
+"""State that this package keeps in a worker between the calls of a push, beside the model's weights."""
 
 from __future__ import annotations
 
@@ -113,8 +113,8 @@ class Side:
         return self.held
 
     def ready(self, digest: str) -> bool:
-        """Whether an update that was told under this digest can be merged onto what lies here, or a stream that was
-        offered under it can be pulled to where it was to go."""
+        """Whether the update with this digest can be merged onto the present weights, or the stream that was offered
+        under it can be pulled."""
         if digest in self.pulls:
             pulled = self.pulls[digest]
             table = None if self.asleep() else self.tables.get(pulled.table)
@@ -124,16 +124,16 @@ class Side:
         return digest in self.updates and not self.merger.lacks(self.updates[digest])
 
     def begin(self, reason: str) -> None:
-        """A push begins to write; `reason` is why the engine is dirty until it ends."""
+        """Begin to write: the engine is dirty, for `reason`, until the push ends."""
         self.held, self.began = change(self.held, "begin", reason=reason), True
 
     def came(self) -> None:
-        """Nothing more comes of a full push."""
+        """Note that all buckets of a full push have arrived."""
         assert self.coming is not None
         self.pending, self.coverage = self.coming.state, self.coming.examination.elements
 
     def end(self, brought: State) -> None:
-        """All of a push is there: note what the weights look like."""
+        """End a push: record the new state and a fingerprint of the weights."""
         self.held, self.began = change(self.held, "end", brought=brought), False
         if self.coming is not None:
             self.merger = self.coming.merger
@@ -143,7 +143,8 @@ class Side:
         self._note()
 
     def own(self, merger: Merger) -> None:
-        """The weights are what the engine started with, and updates can be merged onto them."""
+        """Note that the weights are those that the engine was started with, and that updates can be merged onto
+        them."""
         merger.settle()
         self.merger = merger
         self._note()
@@ -154,12 +155,13 @@ class Side:
         return Merger(self.loader, self.loader.examine(digest, table), table, base, changed)
 
     def _note(self) -> None:
-        """What the weights look like."""
+        """Record a fingerprint of the weights."""
         self._sample = self._sampler(*self.modules.look())
         self._kernels = self.loader.kernels()
 
     def abort(self, reason: str | None) -> None:
-        """Close what a broken push left open. The engine is dirty if that push had begun, or if there is a reason."""
+        """Clean up after a broken push. The engine becomes dirty if that push had begun to write, or if a reason is
+        given."""
         self.loader.abort()
         if self.began or reason is not None:
             self.held = change(self.held, "break", reason=reason or "a push broke off in the middle")
@@ -167,29 +169,29 @@ class Side:
         self.coming, self.pending, self.update, self.began = None, None, None, False
 
     def gone(self, reason: str) -> None:
-        """What the weights' memory held is lost; `reason` is how."""
+        """Note that the contents of the weights' memory are lost; `reason` says why. The state becomes dirty."""
         self.merger = None
         if self.held.kind in WEIGHTS:
             self.held = change(self.held, "overwrite", reason=reason)
 
     def evicted(self) -> None:
-        """The adapter is gone, the base is still what it was."""
+        """Note that the adapter was removed; the base is unchanged."""
         self.held = change(self.held, "evict")
 
     def keep_table(self, digest: str, table: Table | None = None) -> None:
-        """A table is in use again, or new: it is the last one to be forgotten."""
+        """Keep an examined table, and make it the last to be dropped."""
         self.tables[digest] = self.tables.pop(digest) if table is None else table
         for old in list(self.tables)[:-_TABLES]:
             del self.tables[old]
 
     def keep_update(self, digest: str, said: Described) -> None:
-        """What was told of an update."""
+        """Keep the description of an update."""
         self.updates[digest] = said
         for old in list(self.updates)[:-_UPDATES]:
             del self.updates[old]
 
     def keep_pull(self, digest: str, pulled: Pulled) -> None:
-        """What a trainer exports, which is in the middle of a push; unmapped when that has died."""
+        """Keep the mapped memory of a trainer; it is unmapped when that trainer dies."""
         self.drop_pulls()
         self.pulls[digest], self._puller = pulled, self.claim.owner
         threading.Thread(target=_watch, args=(ref(self), ref(pulled)), daemon=True, name="lora_merge").start()
@@ -207,15 +209,15 @@ class Side:
     # A transfer
 
     def connect(self, channel: dict[str, Any]) -> None:
-        """Open a channel to a trainer; the one before is closed. Weights of another trainer, which may be dead, are let
-        go of."""
+        """Open a channel to a trainer and close the one before. Memory mapped from another trainer, which may be dead,
+        is unmapped."""
         self.disconnect()
         if self._puller != self.claim.owner:
             self.drop_pulls()
         self.receiver = Receiver(channel, self.device)
 
     def disconnect(self) -> None:
-        """Let go of the trainer's memory, plans that read it too."""
+        """Unmap the trainer's memory, and drop plans that read it."""
         self.loader.let_go()
         if self.receiver is not None:
             self.receiver.close()
@@ -223,8 +225,8 @@ class Side:
 
     @contextmanager
     def taking(self, sessions: Sequence[str]) -> Iterator[None]:
-        """A transfer: if it fails here, also before the first bucket, the trainer does not wait for this worker, and
-        no layer stays open (the trainer may be dead, and the next one looks at the layers first).
+        """Run a transfer. If it fails here, even before the first bucket, the trainer is told not to wait for this
+        worker, and layers that were opened for loading are closed again.
 
         Args:
             sessions: of the channels of this transfer: another trainer may have connected meanwhile.
@@ -263,13 +265,14 @@ class Side:
                 use(table[received.index], received)
 
     def look(self, examination: Examination, slots: Sequence[Slot], data: Tensor, placed: bool = False) -> None:
-        """Note whether the parameters hold what came in a bucket."""
+        """Note whether the parameters hold the values of a bucket."""
         for name, same in self.loader.arrived(examination, slots, data, placed).items():
             self.arrived[name] = self.arrived.get(name, True) and same
 
 
 def _watch(side: ref[Side], pulled: ref[Pulled]) -> None:
-    """A trainer whose memory is mapped here may die, and nobody push any more: its memory is free when this lets go."""
+    """Watch a trainer whose memory is mapped here: if it dies and nobody pushes again, unmap its memory, which is not
+    freed before."""
     while True:
         time.sleep(_WATCH_S)
         here, what = side(), pulled()
@@ -282,7 +285,7 @@ def _watch(side: ref[Side], pulled: ref[Pulled]) -> None:
 
 
 def side_of(model: nn.Module, make: Callable[[], Side]) -> Side:
-    """The `Side` of a model, made at first use, for one call to a worker."""
+    """Return the `Side` of a model for one call to a worker; it is made at first use."""
     if _SIDE not in model.__dict__:
         model.__dict__[_SIDE] = make()
     side: Side = model.__dict__[_SIDE]

@@ -147,7 +147,7 @@ class Outbox:
                 member.due, member.sent = [], 0
 
     def hand(self, turn: int, data: Tensor, takers: Container[WorkerId]) -> None:
-        """A bucket can be sent.
+        """Queue a bucket for sending.
 
         Args:
             turn: its number in this transfer.
@@ -191,7 +191,7 @@ class Outbox:
             self._filled.pop(turn, None)
 
     def abort(self) -> None:
-        """No more comes of this transfer. Who has not connected yet cannot any more."""
+        """End this transfer. Workers that have not connected yet cannot any more."""
         self._shut()
         with self._changed:
             self._aborted = True
@@ -408,7 +408,7 @@ class Inbox:
             self._thread.join()
 
     def leave(self) -> None:
-        """This worker takes no more, of any transfer."""
+        """Note that this worker takes no more buckets, of any transfer."""
         if self._box is not None and self._leads:
             self._give_up(_FAILED)
         elif self._box is not None:
@@ -528,6 +528,6 @@ def _bytes(data: Tensor) -> memoryview:
 
 
 def _hang_up(connection: socket.socket) -> None:
-    """End it under whoever waits in it."""
+    """Close a socket while another thread waits in it."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)

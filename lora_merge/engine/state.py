@@ -1,4 +1,4 @@
-"""What an engine holds, and every way in which that changes."""
+"""What an engine holds, and every event that changes it."""
 
 from __future__ import annotations
 

@@ -23,11 +23,11 @@ MODES = ("merged", "adapter")
 
 
 class EngineSync(Pushes):
-    """Keeps one or several engines of one kind at the policy that is being trained. Kinds of engines derive theirs, and
-    say what the arguments are (`VllmSync`, `SglangSync`).
+    """Pushes the model that is being trained into one or several engines of one kind; `VllmSync` and `SglangSync`
+    derive from it, and document the arguments.
 
     Attributes:
-        awaited: a handle whose calls have to be awaited, in words.
+        awaited: description of a handle whose calls have to be awaited, for messages.
     """
 
     awaited: ClassVar[str]
@@ -68,14 +68,14 @@ class EngineSync(Pushes):
 
     @staticmethod
     def _control_of(engine: Any) -> Control:
-        """The control plane of a handle."""
+        """Make the control plane for a handle."""
         raise NotImplementedError
 
     def _require(self) -> None:
-        """Raise `MissingExtra` where something is not installed that this needs."""
+        """Raise `MissingExtra` if a package that this class needs is not installed."""
 
     def _complaint(self, model: nn.Module) -> str:
-        """What to warn of who trains a model beside such engines; "" for nothing."""
+        """Return what to warn of when this model is trained beside such engines; "" for nothing."""
         return ""
 
     # What a user calls
@@ -83,34 +83,46 @@ class EngineSync(Pushes):
     def push(self, *, mode: str | None = None, verify: bool = False) -> SyncReport:
         """Bring the model as it is now into every engine.
 
+            report = sync.push()
+
         Checks everything, pauses generation, transfers, resets caches, resumes what was running. Collective over the
         trainer's ranks; errors are raised on every rank. After `PushFailed` the next push heals dirty engines.
 
         Args:
             mode: "merged" or "adapter" for this and later pushes, the same on every rank; default: as before.
-            verify: also compare checksums of every tensor on both sides, and what lies in the engine where it can be
-                read. Slow: for tests.
+            verify: also compare checksums of every tensor on both sides, and of what lies in the engine where that can
+                be read. Slow: for tests.
 
         Returns:
             what was done: version, bytes, seconds by phase, transports.
 
         Raises:
             PushRefused: something does not fit, or another push is under way; every engine is as before.
-            PushFailed: it broke off half-way; names the engines that are dirty. The others are valid.
+            PushFailed: the push broke off half-way; names the engines that are dirty. The others are valid.
+            InvalidInput: a mode that is none, an engine that has to be awaited (use `apush`), or a closed object.
+            UnsupportedAdapter, AlreadyMerged: the model cannot be merged, as for `MergedWeights`; every engine is as
+                before.
         """
         if any(control.suspends for control in self._trainer.controls):
             raise InvalidInput(f"{self.awaited} has to be awaited: use `await apush()` in its event loop")
         return drive(self._push(mode, verify))
 
     async def apush(self, *, mode: str | None = None, verify: bool = False) -> SyncReport:
-        """As `push`, to be awaited in the event loop of an asynchronous handle, which keeps running meanwhile."""
+        """Bring the model as it is now into every engine, from the event loop of an asynchronous handle; see `push`.
+
+            report = await sync.apush()
+
+        The loop keeps running meanwhile.
+        """
         return await self._push(mode, verify)
 
     def check(self) -> None:
-        """Ask the engines whose handles this rank holds whether they still have what was pushed last. Not collective.
+        """Check that the engines whose handles this rank holds still hold what was pushed last. Not collective.
+
+            sync.check()
 
         Raises:
-            PushRefused: one does not: it is dirty, another trainer pushed to it, or nothing was pushed yet.
+            PushRefused: an engine is dirty, another trainer has pushed to it, or nothing was pushed yet.
         """
         for state in self.states():
             if state != self._pushed:

@@ -63,13 +63,13 @@ class Received:
 
 
 class Route(NamedTuple):
-    """How the buckets of a transfer go; the same on every rank.
+    """How the buckets of a transfer reach the workers; the same on every rank.
 
     Args:
-        placed: those that the trainer merges straight into the engines' tensors.
-        sent: those that are handed over, in order. One may be both, to be compared.
+        placed: buckets that the trainer merges straight into the engines' tensors.
+        sent: buckets that are handed over, in order. A bucket may be both, to be compared.
         places: the tensors that this rank writes to.
-        takers: of those that not all workers take: who does.
+        takers: for buckets that not all workers take: which workers do.
     """
 
     placed: frozenset[int]
@@ -79,11 +79,11 @@ class Route(NamedTuple):
 
     @classmethod
     def of_buckets(cls, source: Sent) -> Route:
-        """All are handed over."""
+        """Hand over every bucket."""
         return cls(frozenset(), tuple(range(len(source.table))), None, source.takers)
 
     def by(self, places: Container[WorkerId]) -> list[int]:
-        """Those that some of these workers take, or all workers."""
+        """Return the buckets that at least one of these workers takes."""
         return [i for i in self.sent if i not in self.takers or any(place in places for place in self.takers[i])]
 
     def told(
@@ -108,7 +108,7 @@ class Route(NamedTuple):
 
     @classmethod
     def to(cls, source: Sent, names: Container[str], places: Places, compare: bool) -> Route:
-        """Straight to places what goes there.
+        """Write tensors straight to their places, and hand over the other buckets.
 
         Args:
             names: of the tensors that engines take straight.
@@ -120,7 +120,7 @@ class Route(NamedTuple):
 
 
 def nobody() -> set[int]:
-    """No replica's control call has ended."""
+    """Return the empty set: no replica's control call has ended."""
     return set()
 
 
@@ -130,8 +130,8 @@ def hands_over(index: int, together: int, count: int) -> bool:
 
 
 def introduction(device: torch.device) -> dict[str, Any]:
-    """What `assign` wants to know of a process: host, process id, a GPU's UUID ("cpu" for the CPU), and how its NCCL
-    hands out memory."""
+    """Return what `assign` needs of a process: host, process id, a GPU's UUID ("cpu" for the CPU), and how its NCCL
+    allocates memory."""
     name = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else device.type
     return {"host": host_id(), "pid": os.getpid(), "device": name, "cumem": os.environ.get(_CUMEM, "")}
 

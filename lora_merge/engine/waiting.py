@@ -1,4 +1,4 @@
-"""Waiting for another process, and not for ever when it is gone."""
+"""Waiting for another process, and giving up when that has died."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ timer is 50 us late) would be a tenth."""
 
 
 class TransferAborted(RuntimeError):
-    """The other side gave up in the middle of a transfer."""
+    """The other side ended a transfer before it was complete."""
 
 
 def told(error: BaseException) -> str:
-    """An error in words."""
+    """Return an error as text."""
     return f"{type(error).__name__}: {error}"
 
 
@@ -41,7 +41,7 @@ def until(ready: Callable[[], bool], check: Callable[[], None]) -> None:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process of this host runs; one that ended and that nobody has waited for does not."""
+    """Whether a process of this host runs; a zombie does not."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -50,13 +50,13 @@ def alive(pid: int) -> bool:
 
 
 def host_id() -> str:
-    """Equal for processes that can share memory and look each other up by process id."""
+    """Return a string that is equal for processes that can share memory and look each other up by process id."""
     return _host_of(os.getpid())
 
 
 @cache
 def _host_of(pid: int) -> str:
-    """That of this process, whose number is given: a fork may go elsewhere."""
+    """The same for the process with this number (it changes after a fork)."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     mounts = SHARED.stat().st_dev if SHARED.exists() else 0
     processes = Path("/proc/self/ns/pid")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -18,8 +19,13 @@ class NoRoute(RuntimeError):
     """A server does not know a route."""
 
 
+class NotReached(OSError):
+    """No server answers at a URL."""
+
+
 class _Watched(http.client.HTTPConnection):
-    """Gives a host that does not answer up after `SILENT_S`; a server that is busy has the request's own limit."""
+    """A connection that gives up after `SILENT_S` if the host does not answer; a server that is busy has the request's
+    own limit."""
 
     def connect(self) -> None:
         limit, self.timeout = self.timeout, SILENT_S
@@ -43,7 +49,7 @@ class _HttpsHandler(urllib.request.HTTPSHandler):
 
 
 def send(request: urllib.request.Request, seconds: float) -> bytes:
-    """Send a request; the body of the answer.
+    """Send a request, and return the body of the answer.
 
     Args:
         seconds: that the server may take.
@@ -85,4 +91,15 @@ class Server:
             if error.code == 404:
                 raise NoRoute(f"{request.full_url}: {self._routes}") from error
             raise RuntimeError(f"{request.full_url} answered {error.code}: {detail}") from error
+        except urllib.error.URLError as error:
+            raise NotReached(_why(self._url, error.reason)) from error
         return json.loads(text) if text else {}
+
+
+def _why(url: str, reason: object) -> str:
+    """Why no server answers at a URL, and what to look at."""
+    if isinstance(reason, ConnectionRefusedError):
+        return f"nothing listens at {url} (connection refused): is the server running, and is this its port?"
+    if isinstance(reason, socket.gaierror):
+        return f"the host of {url} is not known ({reason.strerror}): is it spelt right?"
+    return f"{url} is not reached ({reason}): is the server running, and can this host reach it?"

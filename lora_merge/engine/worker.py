@@ -1,6 +1,5 @@
-"""What workers do in a push: named operations, JSON in, JSON out. How a request reaches a worker, and what only its
-engine knows, is in the engine's folder (`Worker`).
-"""
+"""Operations that workers run during a push: JSON in, JSON out. How a request reaches a worker, and what is particular
+to its engine, is in the engine's folder (`Worker`)."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class Worker(Protocol):
-    """What only its engine knows of a worker.
+    """A worker, as far as it differs from engine to engine.
 
     Attributes:
         rank: among the workers of its engine.
@@ -56,7 +55,7 @@ class Worker(Protocol):
         """What it holds, where the weights are in `state`: an adapter may have gone since."""
 
     def settle(self, side: Side, weights: bool) -> None:
-        """A push is over: adapters that do not belong to the weights any more go.
+        """Called when a push is over: remove adapters that do not belong to the weights any more.
 
         Args:
             weights: whether it brought weights.
@@ -73,7 +72,7 @@ Op: TypeAlias = Callable[..., dict[str, Any]]
 
 
 def respond(worker: Worker, ops: Mapping[str, Op], request: str, raised: tuple[type[Exception], ...] = ()) -> str:
-    """Do what a request asks for.
+    """Run the operation that a request names.
 
     Args:
         ops: the operations of this engine, by name.
@@ -114,7 +113,7 @@ def _hello(
     streams: Sequence[str] = (),
     updates: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Who this worker is, what it holds, what it can serve. With a claim a push begins, which `end` ends.
+    """Say what this worker is, what it holds and what it can serve. With a claim, a push begins, which `end` ends.
 
     Args:
         streams: digests of tables: what `examine` says of them in brief, where they are known here.
@@ -149,7 +148,7 @@ def _fits(side: Side, streams: Sequence[str]) -> dict[str, dict[str, str]]:
 
 
 def _brief(side: Side, digest: str) -> dict[str, str]:
-    """What was found in a table, by its digest, and where the engine has what it fills."""
+    """Summarise what was found in a table, by digest, and where the engine has what it fills."""
     found = side.loader.examine(digest, side.tables[digest])
     return {"same": found.digest, "at": found.exports.digest}
 
@@ -247,7 +246,7 @@ def _offer(
 
 
 def _let_go(worker: Worker, side: Side) -> dict[str, Any]:
-    """Unmap what a trainer exports."""
+    """Unmap the memory that a trainer exports."""
     side.drop_pulls()
     return {}
 
@@ -378,7 +377,7 @@ def _pull(
 
 
 def _nothing(name: str, tensor: Tensor) -> None:
-    """No base is kept."""
+    """Drop the kept base."""
 
 
 def _update(
@@ -489,15 +488,15 @@ def _coverage(worker: Worker, side: Side) -> dict[str, Any]:
 
 
 def _note_pause(worker: Worker, side: Side, paused: bool | None = None, waking: bool | None = None) -> dict[str, Any]:
-    """That generation stands still because of a push, or the KV cache sleeps: if that push fails, or its trainer dies,
-    the next one lets it go on."""
+    """Note that a push has paused generation, or left the KV cache asleep: if it fails, or its trainer dies, the next
+    push resumes the engine."""
     side.paused = side.paused if paused is None else paused
     side.waking = side.waking if waking is None else waking
     return {}
 
 
 def _end(worker: Worker, side: Side, owner: str, serves: bool = False, **notes: bool) -> dict[str, Any]:
-    """A push is over, however it went; `notes` as in `note_pause`.
+    """End a push, whatever its outcome; `notes` as in `note_pause`.
 
     Args:
         serves: whether generation goes on with what is held now.

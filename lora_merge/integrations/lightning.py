@@ -30,7 +30,10 @@ _log = logging.getLogger(__name__)
 
 
 class PushCallback(Callback):
-    """Pushes when training begins, after every so many optimizer steps, and at the end.
+    """Pushes a module's model into rollout engines: when training begins, after every `every` optimizer steps, and at
+    the end.
+
+        trainer = lightning.Trainer(callbacks=[PushCallback(llm, model=lambda module: module.policy)])
 
     Args:
         engine: as for `VllmSync`; None on the ranks that hold no handle.

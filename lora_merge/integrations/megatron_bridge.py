@@ -31,9 +31,13 @@ _NAMES = {
 
 
 def bind(bridge: _Bridge, *, dtype: torch.dtype | None = None, rounding: str = "nearest") -> _Bridge:
-    """Make one bridge's `export_hf_weights` yield the merged stream; other bridges stay as they are.
+    """Make the `export_hf_weights` of one bridge yield merged weights; other bridges stay as they are.
 
-    `del bridge.export_hf_weights` takes it back.
+        bridge = lora_merge.integrations.megatron_bridge.bind(AutoBridge.from_hf_pretrained(path))
+        for name, tensor in bridge.export_hf_weights(chunks):
+            send(name, tensor)
+
+    `del bridge.export_hf_weights` undoes it.
 
     Args:
         bridge: a `megatron.bridge.AutoBridge`.
@@ -44,7 +48,7 @@ def bind(bridge: _Bridge, *, dtype: torch.dtype | None = None, rounding: str = "
         the bridge.
 
     Raises:
-        TrainerRefused: this release of Megatron-Bridge lacks what is used.
+        TrainerRefused: this release of Megatron-Bridge lacks a name that is used; names it.
     """
     RELEASE.require(_NAMES)
     from megatron.bridge.models.conversion.model_bridge import HFWeightTuple

@@ -1,4 +1,4 @@
-"""What a user can set of an integration: arguments where there is a call to make, environment variables where not."""
+"""Settings of an integration: arguments where the user makes a call, environment variables otherwise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What the integrations that push do alike: which `VllmSync` is the model's now, and when a callback pushes."""
+"""What all pushing integrations share: which `VllmSync` belongs to the model as it is now, and when a callback
+pushes."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ class KeptSync:
         self._model: Any = None
 
     def of(self, model: Any, engine: Any, options: Options) -> VllmSync:
-        """The one that pushes this model; made, and that of another model closed, when it is another. Collective.
+        """Return the `VllmSync` for this model; makes it, and closes that of another model, if the model is new.
+        Collective.
 
         Args:
             engine: as for `VllmSync`.
@@ -39,14 +41,15 @@ class KeptSync:
         return self.sync
 
     def close(self) -> None:
-        """Give buffers and handles back. Collective."""
+        """Free buffers and handles. Collective."""
         sync, self.sync, self._model = self.sync, None, None
         if sync is not None:
             sync.close()
 
 
 class Pusher:
-    """What a callback of a trainer does that knows nothing of rollout: it pushes after every so many optimizer steps.
+    """The pushing part of a callback for trainers without rollouts of their own: pushes after every `every` optimizer
+    steps.
 
     Args:
         engine: as for `VllmSync`; None on the ranks that hold no handle.
@@ -77,7 +80,7 @@ class Pusher:
         return self._kept.sync
 
     def begin(self, model: Any) -> None:
-        """Training begins, with the model wrapped as it will be trained. Collective."""
+        """Called when training begins, with the model wrapped as it will be trained. Collective."""
         self._kept.of(model, self._engine, self._options)
 
     def due(self, step: int, last: int | None = None) -> bool:

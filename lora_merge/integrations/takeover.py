@@ -1,4 +1,5 @@
-"""What the integrations do alike: ask a release for the names that are used, and say at start what was taken over."""
+"""What all integrations share: they check that a trainer's release has the names that they use, and print at start what
+they took over."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from .options import SWITCH
 
 
 class TrainerRefused(LoraMergeError, RuntimeError):
-    """A trainer cannot be taken over as it was started; names the flag to change. The trainer is as before."""
+    """A trainer cannot be taken over as it was started; the message names the setting to change. The trainer is as
+    before."""
 
 
 @dataclass(frozen=True, slots=True)

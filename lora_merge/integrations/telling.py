@@ -1,4 +1,4 @@
-"""What a push tells a trainer's logger, and the check that rollout and trainer are one policy."""
+"""Figures of a push for a trainer's logger, and the check that rollout and trainer compute with the same policy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PREFIX = "lora_merge/"
 
 
 class PolicyGap(LoraMergeError, RuntimeError):
-    """The engine does not answer as the policy that is trained; says by how much."""
+    """The engine's log-probs differ from the trainer's by more than allowed; the message says by how much."""
 
 
 def metrics(report: SyncReport) -> dict[str, float]:
@@ -76,7 +76,7 @@ def gap_of_tokens(trainer: Sequence[Tensor], rollout: Sequence[Tensor]) -> Logpr
 
 
 def hold(gap: LogprobGap, bound: float, exact: bool) -> dict[str, float]:
-    """The importance ratios of a batch for a trainer's logger; an error where they say that these are two policies.
+    """Return the importance ratios of a batch for a trainer's logger, and raise if they are too far from 1.
 
     Args:
         gap: of this rank's share of the batch.
@@ -103,5 +103,5 @@ def hold(gap: LogprobGap, bound: float, exact: bool) -> dict[str, float]:
 
 
 def both_float32(*dtypes: torch.dtype) -> bool:
-    """Whether all of these are float32."""
+    """Whether all of these dtypes are float32."""
     return all(dtype == torch.float32 for dtype in dtypes)

@@ -1,4 +1,4 @@
-"""Tied weights on their way through a trainer's own transport, which asks the engine nothing."""
+"""Checks tied weights that go over a trainer's own transport, where the engine is not asked."""
 
 from __future__ import annotations
 

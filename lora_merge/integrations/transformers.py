@@ -67,8 +67,11 @@ def attach(trainer: Trainer, engine: Any, *, every: int = 1, options: Options | 
     """Push what a Trainer trains into a rollout engine: when training begins, after every `every` optimizer steps, and
     at the end. Reports are logged where the trainer logs, as `lora_merge/...`.
 
+        lora_merge.integrations.transformers.attach(trainer, llm)
+        trainer.train()
+
     Args:
-        trainer: before `train()`; with or without FSDP, DDP and gradient accumulation.
+        trainer: a Trainer whose `train()` was not called yet; with or without FSDP, DDP and gradient accumulation.
         engine: as for `VllmSync`; None on the ranks that hold no handle.
         every: optimizer steps between two pushes.
         options: mode, rounding, check, verify; default: from the environment variables.
@@ -77,7 +80,7 @@ def attach(trainer: Trainer, engine: Any, *, every: int = 1, options: Options | 
         The callback, whose `sync` can generate once training has begun.
 
     Raises:
-        InvalidInput: an argument that does not fit.
+        InvalidInput: an argument that does not fit, or a trainer that pushes already.
     """
     if any(isinstance(one, PushCallback) for one in trainer.callback_handler.callbacks):
         raise InvalidInput("this trainer pushes already: give one attach() a list of engines")

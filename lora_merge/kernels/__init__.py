@@ -1,4 +1,4 @@
-"""The four implementations of one job: run a table of segments.
+"""Four backends that run a table of segments (cuda, triton, cpu, reference), and which of them to pick.
 
 | name | where | what it is |
 |---|---|---|
@@ -52,7 +52,7 @@ Moves = Sequence[tuple[range, int]]
 
 
 class Tracked(Protocol):
-    """Segments that merge in place and come back bit for bit: `TrackedPlan` is the face of it.
+    """Segments that are merged in place and restored bit for bit; `TrackedPlan` is the public class.
 
     Attributes:
         merged: whether they are merged, in part at least.
@@ -89,7 +89,7 @@ class Tracked(Protocol):
         """
 
     def unmerge(self, meanwhile: Callable[[], object]) -> set[str]:
-        """Bring all back; after an error, calling again goes on.
+        """Restore everything; after an error, calling again continues.
 
         Args:
             meanwhile: as for `merge`.
@@ -99,15 +99,16 @@ class Tracked(Protocol):
         """
 
     def moved(self, moves: Moves) -> bool:
-        """Weights lie elsewhere now, with all their bits. Whether the way back goes there; else it must not be gone."""
+        """Tell that weights lie elsewhere now, with all their bits. Returns whether `unmerge` finds them there; if not,
+        it must not be called."""
 
 
 def idle() -> None:
-    """Nothing to do meanwhile."""
+    """Do nothing: the default for work done while the device is busy."""
 
 
 def in_two_passes(tracked: Tracked, before: Tracked, meanwhile: Callable[[], object]) -> set[str]:
-    """`Tracked.remerge`, as it is defined."""
+    """Do `Tracked.remerge` as `before.unmerge()` followed by `merge()`."""
     changed = before.unmerge(idle)
     if not changed:
         tracked.merge(meanwhile)
@@ -115,7 +116,7 @@ def in_two_passes(tracked: Tracked, before: Tracked, meanwhile: Callable[[], obj
 
 
 class Backend(Protocol):
-    """What a module of this package offers."""
+    """The functions that a backend module has."""
 
     def unavailable(self, device: torch.device) -> str | None:
         """Why this backend cannot run on tensors of `device`; None if it can."""

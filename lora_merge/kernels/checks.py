@@ -1,4 +1,4 @@
-"""Everything that is checked before the first byte is written."""
+"""Everything that is checked about segments before the first byte is written."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def check_segment(s: Segment) -> None:
     if s.row_scale is not None and s.row_scale.shape[0] != s.source.shape[0]:
         raise InvalidInput(f"{s.name}: row_scale must have {s.source.shape[0]} entries, got {s.row_scale.shape[0]}")
     if (s.lora_A is None) != (s.lora_B is None):
-        raise InvalidInput(f"{s.name}: lora_A and lora_B must come together")
+        raise InvalidInput(f"{s.name}: lora_A and lora_B must come together; pass both, or neither")
     if s.lora_A is None or s.lora_B is None:
         _check_copy(s)
         return
@@ -114,7 +114,7 @@ def check_segment(s: Segment) -> None:
 
 
 def only_norms(s: Segment) -> bool:
-    """Whether a segment is of a quantised weight in place: it cannot be written, and norms of its rows can be taken."""
+    """Whether a segment has a quantised weight in place: it cannot be written, but norms of its rows can be taken."""
     source, destination = s.source, s.destination
     if not isinstance(source, Packed) or not isinstance(destination, Packed) or s.row_scale is None:
         return False
@@ -125,7 +125,9 @@ def _check_copy(s: Segment) -> None:
     if moves_bits(s):
         contiguous = s.source.shape[1] <= 1 or (s.source.stride(1) == 1 and s.destination.stride(1) == 1)
         if not contiguous and s.source.element_size() not in RAW:
-            raise InvalidInput(f"{s.name}: cannot copy {s.source.dtype} with a stride between elements")
+            raise InvalidInput(
+                f"{s.name}: cannot copy {s.source.dtype} with a stride between elements; pass it contiguous"
+            )
         if not (s.source.is_contiguous() and s.destination.is_contiguous()):  # else it is one run of bytes
             _check_side(s)
         return
@@ -168,7 +170,9 @@ def check_overlaps(segments: Sequence[Segment]) -> None:
         (one, one_writes), (other, other_writes) = clash
         one_name, other_name = segments[one].name, segments[other].name
         if one_writes and other_writes:
-            raise InvalidInput(f"{one_name} and {other_name}: two segments write the same place")
+            raise InvalidInput(
+                f"{one_name} and {other_name}: two segments write the same place; give each a destination of its own"
+            )
         writer, reader = (one_name, other_name) if one_writes else (other_name, one_name)
         raise InvalidInput(
             f"{writer}: the destination overlaps what {reader} reads; pass the weight itself to merge in place, "

@@ -33,8 +33,8 @@ class _Journal:
 
 @contextmanager
 def keeping_denormals() -> Iterator[None]:
-    """In this thread, as it may be set to flush them on one way and not on the other. Torch's own threads stay as they
-    began, on both."""
+    """Turn off flushing of denormals in this thread for the time of a block, so that both ways compute alike; torch's
+    own threads keep their setting."""
     flushes = bool(torch.full((1,), 1e-39, device="cpu") * 1 == 0)
     torch.set_flush_denormal(False)
     try:

@@ -72,7 +72,7 @@ def serves(table: np.ndarray, device: torch.device, beside: int = 0) -> np.ndarr
 
 
 def could_serve(table: np.ndarray, device: torch.device, beside: int = 0) -> np.ndarray:
-    """Which segments it would serve if their adapters lay as it reads them."""
+    """Find the segments that this kernel would serve if their adapters had a layout that it can read."""
     dtype, rank, adapters = table[:, DTYPES] & 0xFF, table[:, RANK], products(table)
     fits = (dtype == table[:, DTYPES] >> 8 & 0xFF) & ((dtype == BF16) | (dtype == FP16)) & (rank > 0)
     fits &= (table[:, COLS] <= HOPPER_COLS) & (table[:, DTYPES] >> 32 == FORMATS["Plain"])

@@ -1,4 +1,4 @@
-"""Adapters laid out as the CUDA kernels read them, in front of a merge: bytes of the adapter, not of the weights.
+"""Lays adapters out as the CUDA kernels read them, in front of a merge: bytes of the adapter, not of the weights.
 
 Float32 adapters of high rank, of 16-bit weights, become pairs of fp16 for either kernel, as `csrc/parts.h` says.
 
@@ -54,7 +54,7 @@ ALIGNED = 256
 
 
 class Repacked(NamedTuple):
-    """A table whose adapters lie well.
+    """A table whose adapters have a layout that the kernel can read.
 
     Attributes:
         table: segments as before, but for where lora_A and lora_B lie, their strides and dtypes, and ranks of zeros.

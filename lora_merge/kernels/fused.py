@@ -1,4 +1,4 @@
-"""A tracked merge in one pass: the arena of a backend with kernels for it, and its growth.
+"""Tracked merges in one pass for backends with kernels for it: the memory that they keep, and how it grows.
 
 Each unit of work merges, finds what its way back takes, and writes its result only if the arena has room for the
 escaped elements; else it stays as it was. So one launch tells how much room all of them need, and at most a second one,
@@ -32,7 +32,7 @@ SPARE = 16
 
 
 class Kernels(Protocol):
-    """What such a backend offers for one table.
+    """The kernels that such a backend offers for one table.
 
     Attributes:
         units: how many units of work there are.
@@ -71,7 +71,7 @@ class Kernels(Protocol):
 
 @dataclass(slots=True)
 class Journal:
-    """What brings the weights back.
+    """What is kept to restore the weights.
 
     Args:
         codes: uint8, two bits an element.

@@ -65,7 +65,7 @@ def _installed() -> Iterator[Path]:
 
 
 def stale(found: Any) -> str | None:
-    """Why a compiled module does not speak with this Python code; None if it does."""
+    """Return why the compiled module does not fit this Python code; None if it does."""
     built = found.layout_hash() if hasattr(found, "layout_hash") else "none"
     if built == layout.HASH:
         return None
@@ -76,8 +76,8 @@ def stale(found: Any) -> str | None:
 
 
 def _lend_threads(found: Any) -> None:
-    """Let it run on torch's own threads, through functions that libtorch has under these names from 2.10 on; a torch
-    without them leaves it one thread."""
+    """Let the compiled module run on torch's own threads, through functions that libtorch exports from 2.10 on; with an
+    older torch it has one thread."""
     libtorch = ctypes.CDLL(torch._C.__file__)
     names = ("torch_parallel_for", "torch_get_num_threads")
     if all(hasattr(libtorch, name) for name in names):

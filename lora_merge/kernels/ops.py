@@ -61,6 +61,8 @@ def merge_(weight: Tensor, lora_A: Tensor, lora_B: Tensor, scaling: float) -> Te
 def unmerge_(weight: Tensor, lora_A: Tensor, lora_B: Tensor, scaling: float) -> Tensor:
     """Subtract an adapter in place: `weight = round(weight - scaling * lora_B @ lora_A)`; returns the weight.
 
+        lora_merge.unmerge_(layer.weight, lora_A, lora_B, alpha / r)
+
     The arithmetic inverse of `merge_`. It is **not exact**: rounding at the merge lost bits that a subtraction cannot
     bring back. `merged(model)` and `TrackedPlan` restore weights bit for bit.
 
@@ -136,6 +138,8 @@ def run_segments(
 ) -> None:
     """Merge many rectangles in one launch: `destinations[i] = round(sources[i] + scaling[i] * lora_B[i] @ lora_A[i])`.
 
+        lora_merge.run_segments([slot], [weight], [lora_A], [lora_B], [2.0], ["q_proj.weight"])
+
     The operator form of a `Plan`, for graphs that are traced. Code that runs the same segments every step is better
     served by a `Plan`. Captured in a CUDA graph it is one launch for every 8 segments.
 
@@ -144,7 +148,7 @@ def run_segments(
         sources: views of the bases, of the same shapes; None merges in place.
         lora_A: `[r, cols]` views; None copies.
         lora_B: `[rows, r]` views; None copies.
-        scaling: a finite factor each.
+        scaling: a finite factor for each rectangle.
         names: names of the whole weights, for messages and for the bits of stochastic rounding.
         first: index of each rectangle's first element in its whole weight; default 0. See `Segment`.
         pitch: what a row and a column add to that index; default: the rectangle is the whole weight.

@@ -168,7 +168,7 @@ class Packed(Tensor):
         known = func._schema.arguments
         for argument, value in [*zip(known, args, strict=False), *((a, kwargs.get(a.name)) for a in known)]:
             if isinstance(value, Packed) and argument.alias_info is not None and argument.alias_info.is_write:
-                raise InvalidInput(f"{func}: a quantised weight cannot be written")
+                raise InvalidInput(f"{func}: a quantised weight cannot be written; pass another destination")
         first = args[0] if args else None
         if isinstance(first, Packed) and known[0].alias_info is not None and func is not torch.ops.aten.view.dtype:
             codes = first.codes

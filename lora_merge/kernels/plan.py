@@ -62,7 +62,9 @@ class Plan:
         self.segments = check_segments(segments)
         devices = {s.source.device for s in self.segments}
         if len(devices) > 1:
-            raise InvalidInput(f"a plan runs on one device, got {', '.join(sorted(map(str, devices)))}")
+            raise InvalidInput(
+                f"a plan runs on one device, got {', '.join(sorted(map(str, devices)))}; build one for each"
+            )
         for segment in self.segments:
             check_segment(segment)
         check_overlaps(self.segments)
@@ -100,6 +102,10 @@ class Plan:
             rounding: "nearest" (ties to even), or "stochastic": up or down with the probability that makes the
                 mean exact.
             seed: of stochastic rounding; needed there, and only there.
+
+        Raises:
+            InvalidInput: `rounding` and `seed` do not fit each other, or a destination cannot be written. Nothing was
+                written.
         """
         check_rounding(rounding, seed)
         if self._unwritten is not None:
@@ -112,16 +118,18 @@ class Plan:
     def row_norms(self) -> list[Tensor]:
         """Squared norms of the rows of `source + scaling * lora_B @ lora_A`, before any `row_scale`.
 
+            norms = plan.row_norms()[0].sqrt()
+
         Returns:
             float64 `[rows]` for each segment.
 
         Raises:
-            InvalidInput: a segment without a `row_scale`.
+            InvalidInput: a segment without a `row_scale`, or with a result of 8 bits.
         """
         if self._unscaled is not None:
             raise InvalidInput(f"{self._unscaled}: row_norms needs segments with a row_scale")
         if self._scaled is not None:
-            raise InvalidInput("row_norms are taken of segments whose results have 16 bits or more")
+            raise InvalidInput("row_norms need results of 16 bits or more; take them of another plan")
         sizes = [rows if some else 0 for rows, some in self._rows]
         out = torch.zeros(sum(sizes), dtype=torch.float64, device=self.device)
         if self._launch is not None:

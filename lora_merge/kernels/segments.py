@@ -51,8 +51,12 @@ PARTS_A, PARTS_B = layout.OFFSET["parts_A"], layout.OFFSET["parts_B"]
 class Segment:
     """One rectangle of work: `destination = round(row_scale * (source + scaling * lora_B @ lora_A))`.
 
+        segment = lora_merge.Segment("q_proj.weight", weight, slot, lora_A, lora_B, 2.0)
+
+    It only describes the work; `Plan` checks it (`InvalidInput`).
+
     Args:
-        name: of the whole weight, for error messages and for the random bits of stochastic rounding.
+        name: name of the whole weight, for error messages and for the random bits of stochastic rounding.
         source: `[rows, cols]` view of the base, any strides; bf16, fp16 or fp32 (any dtype where rank is 0 and the
             destination has the same one); or a `Packed` one, which is decoded.
         destination: `[rows, cols]` view that is written; `source` itself merges in place.
@@ -61,7 +65,7 @@ class Segment:
         scaling: factor of the product; finite.
         row_scale: float32 `[rows]`: factor of each row after the addition (DoRA).
         first: index of element (0, 0) in the whole weight.
-        pitch: what a row and a column add to that index; default `(cols, 1)`.
+        pitch: how far apart in the whole weight two rows and two columns are, in elements; default `(cols, 1)`.
         peer: the source lies in the memory of another GPU, mapped here. It is then read by plain loads, at the speed of
             the link; tensor maps read such memory at 6 GB/s (H200). The bits are the same.
     """

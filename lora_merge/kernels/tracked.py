@@ -47,7 +47,9 @@ class TrackedPlan:
         for s in segments:
             check_segment(s)
             if isinstance(s.source, Packed):
-                raise InvalidInput(f"{s.name}: a quantised weight cannot be merged in place")
+                raise InvalidInput(
+                    f"{s.name}: a quantised weight cannot be merged in place; merge it into another tensor with a Plan"
+                )
             if (s.source.data_ptr(), s.source.stride()) != (s.destination.data_ptr(), s.destination.stride()):
                 raise InvalidInput(f"{s.name}: a tracked merge works in place; pass the weight as its own destination")
             if s.source.dtype != s.destination.dtype or s.source.dtype not in FLOATS:

@@ -1,5 +1,5 @@
-"""Claims: weights are merged by one `merged` at a time, and by none while a stream reads them; in all threads. And what
-gives them back whatever interrupts it."""
+"""Claims on weights: one `merged` at a time, and none while a stream reads them, in all threads. Also runs cleanup
+steps to their end when they are interrupted."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _looks: dict[Look, set[int]] = {}
 
 
 class Look:
-    """For the time of reading a model. Another thread may be inside `merged` then, where tied weights are apart, and be
-    gone before the reader makes its claim.
+    """Marks the time in which a model is read. Another thread may be inside `merged` during it (tied weights are then
+    separate), and have left before the reader makes its claim.
 
     `with` gives the memory of weights that left `merged` since, for `merging` and `check_readable`.
     """
@@ -142,8 +142,8 @@ def _lies_in(held: Sequence[torch.UntypedStorage], memory: AbstractSet[int]) -> 
 
 
 def to_the_end(step: Callable[[], object]) -> None:
-    """Run a step of a way back, which may be begun again, to its end: what interrupts it (a second Ctrl-C) is raised
-    then."""
+    """Run a cleanup step, which may be begun again, to its end; an interrupt meanwhile (a second Ctrl-C) is raised
+    after it."""
     late: BaseException | None = None
     while True:
         try:

@@ -40,14 +40,15 @@ class Factors:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Delta:
-    """What the active adapters add to one parameter: `sum(scaling * lora_B @ lora_A)`, once for each expert.
+    """What the active adapters add to one parameter: `sum(scaling * lora_B @ lora_A)`, once for each expert; made by
+    `read_deltas`.
 
-    A parameter is one or `experts` matrices, each `[out, in]` seen logically.
+    A parameter is one matrix or `experts` matrices; below, `[out, in]` is the shape of one, whichever way it is stored.
 
     Args:
         name: HF checkpoint name of the parameter (`model.layers.0.self_attn.q_proj.weight`).
-        weight: what this rank holds of the parameter.
-        factors: one for each active adapter; never empty.
+        weight: the part of the parameter that this rank holds.
+        factors: lora_A, lora_B and scaling of each active adapter; never empty.
         experts: None for one matrix (a bias counts as `[out, 1]`, a convolution as `[out, in*kernel]`), else the
             number of matrices along the parameter's first dimension.
         transposed: a matrix is stored `[in, out]` (`fan_in_fan_out`, Embedding, transposed experts).

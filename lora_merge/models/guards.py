@@ -1,4 +1,4 @@
-"""What must not be called on a model, or below it, while its base weights hold adapters."""
+"""Methods that must not be called on a model, or on its parts, while its base weights hold adapters."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _found: dict[type, dict[str, Any]] = {}
 
 
 def refuse(*args: object, **kwargs: object) -> None:
-    """Stands for a method that must not be called inside `merged`."""
+    """Make a stand-in for a method that must not be called inside `merged`."""
     raise AlreadyMerged(
         "inside lora_merge.merged() the adapters are merged and the base is not at hand: leave the block before "
         "merge_adapter, unmerge_adapter, set_adapter, disable_adapter or unload, and before save_pretrained or the "
@@ -50,13 +50,13 @@ def savers(modules: Sequence[nn.Module]) -> list[tuple[list[int], dict[str, Any]
 
 
 class Replaced:
-    """Attributes of modules that are others for a while."""
+    """Attributes of modules that are replaced for a while."""
 
     def __init__(self) -> None:
         self._before: list[tuple[list[dict[str, Any]], str, list[Any]]] = []
 
     def put(self, changes: Iterable[tuple[Sequence[nn.Module], dict[str, Any]]]) -> None:
-        """Set attributes on some modules themselves, the same on each; once, and none before all old ones are known."""
+        """Set attributes on some modules, the same on each; once, and none before all old values are known."""
         placed = [(list(map(vars, modules)), new) for modules, new in changes]
         for insides, new in placed:
             for key in new:
@@ -66,7 +66,7 @@ class Replaced:
                 inside.update(new)
 
     def back(self) -> None:
-        """As they were before. May be called again."""
+        """Set the old values again. May be called repeatedly."""
         for insides, key, values in self._before:
             if values.count(_NONE) == len(values):
                 for inside in insides:

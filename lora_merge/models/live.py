@@ -88,10 +88,10 @@ class Live(Protocol):
         """What is to be merged in place; tied weights are held apart inside, by copies of the bases of `weights`."""
 
     def off(self) -> None:
-        """From here on the adapters' forwards add nothing, whatever is read of them."""
+        """Make the adapters' forwards add nothing from now on."""
 
     def on(self) -> None:
-        """As they were before `off`, where it was called. May be called again."""
+        """Undo `off`, if it was called. May be called repeatedly."""
 
     def reshard(self) -> None:
         """Give back what is gathered of what `jobs` merges: on every rank that holds the model, or on none."""

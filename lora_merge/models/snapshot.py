@@ -34,7 +34,7 @@ _VALUES = methodcaller("values")
 
 
 class Snapshot(NamedTuple):
-    """A model as it is at this moment.
+    """Everything that reading a live model depends on, as it is at this moment.
 
     Args:
         facts: compared with `==`. They hold no tensor and no module, so that keeping them keeps no memory:

@@ -50,7 +50,7 @@ class Copies:
         self._pairs = []
 
     def hold(self, memory: Tensor | None, storages: Storages) -> bool:
-        """Take hold of both again; False where some weight is in none of the storages.
+        """Take hold of source and staging memory again; returns False if a weight is in none of the storages.
 
         Args:
             memory: the staging memory, where it was.
@@ -118,7 +118,7 @@ class Staging:
             self._last = torch.cuda.current_stream(self._device).record_event()
 
     def wait(self) -> None:
-        """Until everything was read: an optimizer on the CPU writes weights without asking any stream."""
+        """Wait until everything was read: an optimizer on the CPU writes weights without waiting for any stream."""
         last, self._last = self._last, None
         if last is not None:
             last.synchronize()

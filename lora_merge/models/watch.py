@@ -1,4 +1,4 @@
-"""Watch: a reading of a live model that need not be done again while all that it looked at is as it was.
+"""Watch: tells that a live model needs no new reading, because nothing that the last reading looked at has changed.
 
 The compiled module (csrc/watch.cpp) keeps what the reading saw: which objects, of which classes, what is in their
 dicts, and of tensors class, address, shape, strides, dtype and device. It looks at all of that again in one call. What

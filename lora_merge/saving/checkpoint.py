@@ -291,7 +291,10 @@ def _files(folder: Path, names: list[str], index: Mapping[str, Any] | None) -> d
             header = read_header(folder / file)
         for stored in header.tensors:
             if stored.name in tensors:
-                raise InvalidInput(f"{folder}: {stored.name} is in {tensors[stored.name].file.name} and in {file}")
+                raise InvalidInput(
+                    f"{folder}: {stored.name} is in {tensors[stored.name].file.name} and in {file}: the checkpoint is "
+                    "broken; download or save it again"
+                )
             tensors[stored.name] = stored
         files[file] = tuple(stored.name for stored in header.tensors)
         metadata |= header.metadata

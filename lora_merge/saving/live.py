@@ -47,38 +47,39 @@ def save_merged(
     write: bool | None = None,
     bucket_bytes: int = _BUCKET,
 ) -> Saved | None:
-    """Write what `MergedWeights` streams as a checkpoint that `from_pretrained` loads.
+    """Write the merged weights of a model in memory as a checkpoint that `from_pretrained` loads.
 
         lora_merge.save_merged(model, "merged", tokenizer=tokenizer)
 
-    The model is only read, and takes two buckets of memory, or two of its largest tensor. A sharded model (FSDP2,
-    FSDP1, ZeRO-3, Megatron) is saved on all ranks together; one of them writes. The folder is there whole or not.
+    The model is only read. Memory: two buckets, or two of its largest tensor. A sharded model (FSDP2, FSDP1, ZeRO-3,
+    Megatron) is saved by a call on every rank; one of them writes. The folder is complete, or it is not there.
 
     Args:
-        model: as of `MergedWeights`.
-        out: folder that is to be made.
-        max_shard_size: bytes of a weight file, or "5GB".
-        dtype: of floating-point parameters; default: as they are.
-        rounding, seed: as of `merge`.
-        adapter_names: as of `MergedWeights`.
+        model: as for `MergedWeights`.
+        out: folder to write the checkpoint into.
+        max_shard_size: largest size of one weight file, in bytes or as "5GB".
+        dtype: dtype of floating-point parameters: bfloat16, float16 or float32; default: as they are.
+        rounding: as in `merge`.
+        seed: as in `merge`.
+        adapter_names: as for `MergedWeights`.
         tokenizer: anything with `save_pretrained`; default: the tokenizer's files in `base`.
-        base: folder (or repository in the cache) whose tokenizer, templates and code go along, and, for a model without
-            a config of transformers' (Megatron's), config.json; default: the model's `name_or_path`, where that is a
-            folder.
-        force: replace what is in `out`.
-        verify: read everything back and compare checksums.
-        write: whether this rank writes; default: the one with rank 0 in the world does. Name another one where that one
-            does not hold the model.
-        bucket_bytes: as of `MergedWeights`.
+        base: folder (or repository in the cache) from which tokenizer, chat templates and code are copied, and, for a
+            model without a config of transformers' (Megatron's), config.json; default: the model's `name_or_path`, if
+            that is a folder.
+        force: replace everything that is in `out`.
+        verify: read the result back from disk and compare checksums.
+        write: whether this rank writes; default: rank 0 of the world does. Pass True on another rank if rank 0 does not
+            hold the model.
+        bucket_bytes: as for `MergedWeights`.
 
     Returns:
-        What was written; None on ranks that did not write.
+        what was written; None on ranks that did not write.
 
     Raises:
         InvalidInput: `out` cannot be written (it is not empty, no room, no permission), or an argument does not fit.
             Nothing is left there. On all ranks.
-        UnsupportedAdapter, AlreadyMerged: as `MergedWeights`; and where an adapter changes only one of two tied tensors
-            that the model's class cannot hold apart.
+        UnsupportedAdapter, AlreadyMerged: as `MergedWeights`; also where an adapter changes only one of two tied
+            tensors that the model's class cannot hold apart.
     """
     begin = time.perf_counter()
     size = size_of(max_shard_size)

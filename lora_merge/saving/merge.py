@@ -33,17 +33,17 @@ Told = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A checkpoint that was written.
+    """A checkpoint that `merge_checkpoint` or `save_merged` has written; `print` it for a line.
 
     Args:
-        folder: where it is.
-        adapters: what was merged, in words.
-        tensors, changed: how many tensors it has, and how many of them are not the base's.
-        nbytes: of all tensors.
-        files: weight files.
-        seconds: that the pass took, which several outputs share.
-        verified: bytes that were read back and compared; None where that was not asked for.
-        notes: what may be worth a look.
+        folder: where the checkpoint is.
+        adapters: what was merged, such as "a + 0.5 b".
+        tensors, changed: number of its tensors, and of those that differ from the base's.
+        nbytes: bytes of all tensors.
+        files: number of weight files.
+        seconds: how long it took; several outputs of one call share this time.
+        verified: number of bytes that were read back and compared; None without `verify`.
+        notes: warnings, such as an adapter that was trained on another base.
     """
 
     folder: Path
@@ -87,22 +87,28 @@ def merge_checkpoint(
 ) -> list[Saved]:
     """Merge adapters that PEFT has saved into a base on disk, and write the result as a checkpoint of its own.
 
-    No model is loaded: the base's files are read a chunk at a time, merged with one rounding, and written. What is
-    written has the base's names, files, config and tokenizer. It is there whole or not at all.
+        lora_merge.merge_checkpoint("Qwen/Qwen2.5-7B", "checkpoints/step-400", "merged")
+
+    No model is loaded: the base's files are read a chunk at a time, merged with one rounding, and written. The result
+    has the base's tensor names, files, config and tokenizer. It is complete, or it is not there.
 
     Args:
-        base: folder of a model in Hugging Face's layout, or the name of a repository (owner/name).
-        adapters: folders, or names of repositories; one, or several whose sum is merged.
-        out: folder that is to be made.
-        each: one output for each adapter, in `out`/<name of its folder>, instead of their sum.
-        scales: name of an adapter's folder -> factor of what it adds.
-        device: on which chunks are merged.
-        dtype: of floating-point parameters; default: as the base has them.
-        rounding, seed: as of `merge`.
-        shard_size: bytes of a weight file, or "5GB"; default: the base's files.
-        force: replace what is in `out`.
-        verify: read everything back and compare checksums.
-        progress: is told how far it is.
+        base: folder of a model in Hugging Face's layout, or the name of a repository on the hub (owner/name).
+        adapters: folder or repository of an adapter, or a list of several, whose sum is merged.
+        out: folder to write the checkpoint into.
+        each: write one checkpoint for each adapter, `out`/<name of its folder>, instead of their sum.
+        scales: name of an adapter's folder -> factor by which what it adds is multiplied; default: 1.
+        device: device on which chunks are merged.
+        dtype: dtype of floating-point parameters in the result: bfloat16, float16 or float32; default: the base's.
+        rounding: as in `merge`.
+        seed: as in `merge`.
+        shard_size: largest size of one weight file, in bytes or as "5GB"; default: the same files as the base.
+        force: replace everything that is in `out`.
+        verify: read the result back from disk and compare checksums.
+        progress: called with (bytes done, bytes in all) as it goes on.
+
+    Returns:
+        what was written: one entry, or one for each adapter with `each`.
 
     Raises:
         InvalidInput: something is missing, broken, does not fit, or cannot be written; nothing is left of the output.
@@ -168,7 +174,7 @@ def _scales(scales: Mapping[str, float], names: Sequence[str]) -> dict[str, floa
 
 
 def _check_apart(out: Path, sources: Sequence[Path]) -> None:
-    """Raise where the output would replace what it is made of."""
+    """Raise `InvalidInput` if the output would replace a folder that it is made from."""
     for source in map(Path.resolve, sources):
         if out.resolve() == source or out.resolve() in source.parents or source in out.resolve().parents:
             raise InvalidInput(f"out: {out} holds, is or lies in {source}, which is read: name another folder")
@@ -468,7 +474,8 @@ def _wholes(base: Checkpoint, outputs: Sequence[_Output]) -> Iterator[tuple[_Out
 
 
 def _notes(base: Checkpoint, adapters: Sum) -> tuple[str, ...]:
-    """An adapter that says it was trained on another model may have the same shapes; and what a scale does not do."""
+    """List warnings: an adapter that was trained on another base of the same shapes, and tensors that a scale does not
+    change."""
     found = []
     for adapter in adapters.adapters:
         configs: Any = getattr(adapter.model, "peft_config", {})

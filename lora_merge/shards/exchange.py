@@ -97,7 +97,7 @@ class Exchange:
         return self.wholes[turn]
 
     def wait(self) -> None:
-        """Wait for what was begun; the next `run` begins anew."""
+        """Wait for the gather that was begun; the next `run` begins anew."""
         wait, self._wait, self._ahead = self._wait, None, None
         if wait is not None:
             wait()
@@ -175,7 +175,7 @@ class Packing:
                 self._away.append((cut(room, inner), mine))
 
     def plan(self) -> None:
-        """All has been added."""
+        """Build the plan, after everything was added."""
         self._plan = Plan(self._segments)
 
     def run(self) -> None:

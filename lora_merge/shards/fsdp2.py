@@ -44,7 +44,10 @@ def shard_of(name: str, tensor: Any) -> Shard:
             is neither sharded nor replicated.
     """
     if not dist.is_initialized():
-        raise InvalidInput(f"{name} is a DTensor, but torch.distributed is not initialised (any more)")
+        raise InvalidInput(
+            f"{name} is a DTensor, but torch.distributed is not initialised (any more): merge before "
+            "destroy_process_group()"
+        )
     mesh, placements = tensor.device_mesh, tensor.placements
     coordinate = mesh.get_coordinate()
     if coordinate is None:
@@ -181,13 +184,13 @@ def check_idle(units: Sequence[Any]) -> None:
 
 
 def _busy(group: Any) -> bool:
-    """Whether it computes; one that is on its shards in a forward was in one that raised."""
+    """Whether a unit is computing; one that is on its shards inside a forward was in a forward that raised."""
     state = str(group._training_state)
     return state.endswith(".PRE_BACKWARD") or (state.endswith(".FORWARD") and not group.is_sharded)
 
 
 def _differs(held: Any) -> bool:
-    """Whether what lies gathered is not what this rank's shard holds."""
+    """Whether gathered values differ from what this rank's shard holds."""
     gathered, mine = (getattr(p.data, "_local_tensor", p.data) for p in (held._unsharded_param, held.sharded_param))
     mesh = held.mesh_info
     parts = gathered.chunk(getattr(mesh, "shard_mesh_size", 1), held.fsdp_placement.dim)
@@ -204,7 +207,7 @@ def _groups(unit: Any) -> list[Any]:
 
 
 def _away(unit: Any) -> Iterator[Any]:
-    """The parameters of a unit that are not on their shards at the moment."""
+    """Return the parameters of a unit that are gathered at the moment."""
     for group in _groups(unit):
         if not group.is_sharded:
             yield from group.fsdp_params

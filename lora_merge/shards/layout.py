@@ -68,7 +68,10 @@ class Layout:
             self._flat_group = zero3.group(self._zero3)
         if not there:
             if self._one or self._two:
-                raise InvalidInput("the model is under FSDP, but torch.distributed is not initialised (any more)")
+                raise InvalidInput(
+                    "the model is under FSDP, but torch.distributed is not initialised (any more): merge before "
+                    "destroy_process_group()"
+                )
             return
         self._meshes = {} if plain else fsdp2.meshes(self._two, self._modules)
         self._flat_group = self._flat_group or fsdp1.group(self._one)

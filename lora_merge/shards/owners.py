@@ -1,4 +1,4 @@
-"""Who sends what: of every tensor, each element has one owner among the ranks that hold it."""
+"""Which rank sends which element: of every tensor, each element has one owner among the ranks that hold it."""
 
 from __future__ import annotations
 

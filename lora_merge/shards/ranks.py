@@ -82,7 +82,7 @@ class Ranks:
         return values
 
     def spread(self, value: _T | None, rank: int) -> _T:
-        """One rank's Python value, on every rank; those of the others are not looked at."""
+        """Return one rank's Python value on every rank; the values of the others are ignored."""
         values: list[Any] = [value]
         if not self.alone:
             dist.broadcast_object_list(values, src=self.global_rank(rank), group=self.group)
@@ -90,7 +90,7 @@ class Ranks:
 
     @contextmanager
     def vote(self, what: str) -> Iterator[None]:
-        """If the block raises on any rank, raise on every rank; nobody is left waiting in a later collective.
+        """If the block raises on any rank, raise on every rank, so that no rank waits in a later collective.
 
         Raises:
             its own error where there is one; else `InvalidInput` with the first error of another rank.
@@ -131,7 +131,9 @@ class Ranks:
             if line not in everywhere
         ]
         shown = "\n  ".join(differing[:20]) + (f"\n  and {len(differing) - 20} more" if len(differing) > 20 else "")
-        raise InvalidInput(f"the ranks disagree on the model or its adapters:\n  {shown}")
+        raise InvalidInput(
+            f"the ranks disagree on the model or its adapters, which every rank must hold alike:\n  {shown}"
+        )
 
     def all_gather_parts(self, buffer: Tensor, sizes: Sequence[int]) -> Callable[[], None]:
         """Begin to fill a buffer whose consecutive parts are the ranks': each holds its own, in the end everybody
@@ -181,7 +183,7 @@ class Ranks:
 
 @contextmanager
 def noted(errors: list[Exception]) -> Iterator[None]:
-    """Go on after an error: the other ranks are in the collectives that follow, and must find this one there."""
+    """Note an error and go on: the other ranks are in collectives that this rank must still take part in."""
     try:
         yield
     except Exception as error:

@@ -112,7 +112,10 @@ def group(parameters: Sequence[Any]) -> Any:
         InvalidInput: there are several, or none any more.
     """
     if not dist.is_initialized():
-        raise InvalidInput("DeepSpeed ZeRO-3 partitions the model, but torch.distributed is not initialised (any more)")
+        raise InvalidInput(
+            "DeepSpeed ZeRO-3 partitions the model, but torch.distributed is not initialised (any more): merge before "
+            "destroy_process_group()"
+        )
     first, *others = {id(p.ds_process_group): p.ds_process_group for p in parameters}.values()
     if others:
         raise InvalidInput(

@@ -1,4 +1,4 @@
-"""One ahead: a buffer is filled while the consumer has the other one, and who waits for whom."""
+"""Fills one of two buffers ahead of its consumer, who has the other one; orders the work on CUDA streams."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Ahead:
         """None on a CPU, where work is done when a call returns."""
 
     def __call__(self, free: Callable[[int], None], fill: Callable[[int], _T], count: int) -> Iterator[_T]:
-        """Yield what `fill` returns for 0 to `count` - 1, the next one filled by then; before each, `free` sees to it
-        that nobody else, beside this consumer, has the buffer.
+        """Yield what `fill` returns for 0 to `count` - 1, with the next buffer filled by then. Before each fill, `free`
+        makes sure that nobody but this consumer has the buffer.
 
         What a fill wrote may be read on the current stream until the next one is asked for. Everything enqueued there
         by then, optimizer steps and reads of buffers included, comes before the fill after it. So it is at the end, and
@@ -42,8 +42,9 @@ class Ahead:
     def handed(
         self, free: Callable[[int], None], fill: Callable[[int], _T], count: int
     ) -> Generator[tuple[_T, Callable[[], None]], None, None]:
-        """As a call, but the consumer says when the next one is filled: it calls what comes beside each, once it has
-        let go of the one before; or else asks for the next one. It closes this, as filling may raise in its hands."""
+        """Yield filled buffers like `__call__`, each with a function `fill_next` that fills the buffer after it. The
+        consumer calls it as soon as it has released the buffer before; otherwise that happens when the next one is
+        asked for. The consumer has to close this generator, as `fill_next` may raise."""
         filled: deque[tuple[_T, Any]] = deque()
         begun = 0
 
@@ -69,10 +70,10 @@ class Ahead:
             self._follow()
 
     def _follow(self) -> None:
-        """What is enqueued on the current stream comes first."""
+        """Make the stream of fills wait for what is enqueued on the current stream."""
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def filling(self) -> AbstractContextManager[Any]:
-        """The stream of fills; makes its device current, too: this may be a thread of its own."""
+        """Context in which fills are enqueued: their stream, and its device, as this may run in a thread of its own."""
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)

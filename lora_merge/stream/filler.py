@@ -172,7 +172,7 @@ class Filler:
         self._passes = 0
 
     def adopt(self, source: Source) -> None:
-        """What this rank holds now; the parts of which it holds nothing stay what they were."""
+        """Take over what this rank holds now; parts of which it holds nothing stay as they were."""
         order, elsewhere = self._order, self._elsewhere
         parts = LazyParts(lambda: {name: source.parts.get(name) or elsewhere[name] for name in order})
         self.source, self._by_address = replace(source, parts=parts), None
@@ -449,7 +449,7 @@ class Filler:
         return plan
 
     def _forget(self, at: Hashable) -> None:
-        """Let go of the plans that write to there, which hold what they write to."""
+        """Drop plans that write to these places, since they keep the places' memory alive."""
         self._plans = {key: known for key, known in self._plans.items() if known[0][0] != at}
 
     def storages(self) -> Mapping[int, torch.UntypedStorage]:

@@ -71,7 +71,7 @@ class Sent(Protocol):
 
 
 def joined(source: Sent, names: frozenset[str], places: Places) -> frozenset[str]:
-    """Of the tensors that have a place those that can be written there: who shares scales is written as one."""
+    """Return those tensors that can be written to their places: tensors that share scales only together."""
     if not places.together:
         return names
     if not source.joins:

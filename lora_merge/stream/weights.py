@@ -113,7 +113,14 @@ class MergedWeights:
         """The key of the last reading, and what is kept of it."""
 
     def metadata(self) -> list[Meta]:
-        """`(name, dtype, shape)` of every tensor that iteration yields, in its order; merges nothing."""
+        """Return `(name, dtype, shape)` of every tensor that iteration yields, in its order; merges nothing.
+        Collective.
+
+            sizes = {name: shape for name, dtype, shape in weights.metadata()}
+
+        Raises:
+            LoraMergeError: as iteration.
+        """
         filler = self.filler(whole=True)
         with filler.passing():
             if filler.ranks.alone:
@@ -121,11 +128,11 @@ class MergedWeights:
             return [Meta(slot.name, slot.dtype, slot.whole) for slots in _completed(filler.table) for slot in slots]
 
     def __len__(self) -> int:
-        """How many tensors iteration yields: the total of a progress bar. Collective, as iteration is."""
+        """Return how many tensors iteration yields: the total of a progress bar. Collective, as iteration is."""
         return len(self.metadata())
 
     def __bool__(self) -> bool:
-        """A stream is one whatever is in it: nothing is read to say so."""
+        """Return True without reading the model: a stream is never empty in the sense of `if`."""
         return True
 
     def filler(self, *, whole: bool = False) -> Filler:
@@ -158,12 +165,21 @@ class MergedWeights:
     def buckets(self, *, seed: int | None = None) -> Iterator[Bucket]:
         """The stream as filled buckets of whole tensors, for a sender that ships buckets.
 
+            for bucket in weights.buckets():
+                send([(slot.name, slot.dtype, slot.shape, slot.offset) for slot in bucket.slots], bucket.data)
+
         A `Bucket` has `slots` (name, dtype, shape, offset and bytes of each tensor) and `data` (uint8, on the model's
         device). It may be read until the next one is asked for, also by work that was enqueued on the current CUDA
         stream by then. Stopping early is fine: on all ranks of a sharded model, or on none.
 
         Args:
             seed: of stochastic rounding; default: the number of the pass.
+
+        Yields:
+            each bucket, when it is filled.
+
+        Raises:
+            LoraMergeError: as iteration.
         """
         filler, run = self.filler(whole=True), self._run(seed)
         with filler.buffers() as buffers:
@@ -191,12 +207,18 @@ class MergedWeights:
                     del data
 
     def release(self) -> None:
-        """Free what is kept of the model between passes, unless one is under way."""
+        """Free what is kept of the model between passes, unless a pass is under way; the next pass builds it again."""
         for filler in self._fillers.values():
             filler.release()
 
     def describe(self) -> str:
-        """A text: which way every tensor goes, and what a pass holds and sends between ranks."""
+        """Return a text that says how every tensor is made, and what a pass holds and sends between ranks. Collective.
+
+            print(weights.describe())
+
+        Raises:
+            LoraMergeError: as iteration.
+        """
         filler = self.filler()
         with filler.passing():
             return filler.describe()
@@ -267,7 +289,7 @@ class MergedWeights:
 
 
 def _meta(shard: Shard) -> Tensor:
-    """A parameter without values; what is sharded counts as contiguous."""
+    """Return a stand-in without values for a parameter; a sharded one counts as contiguous."""
     if shard.whole:
         like = shard.pieces[0].tensor
         return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
@@ -275,7 +297,7 @@ def _meta(shard: Shard) -> Tensor:
 
 
 def _line(entry: Entry, parts: Mapping[str, Part]) -> str:
-    """What must be equal on every rank, in words."""
+    """Return as text what must be equal on every rank."""
     meta = entry.meta
     deltas = [delta.describe() for name in entry.sources if (delta := parts[name].delta) is not None]
     return f"{meta.name} {meta.dtype} {list(meta.shape)} from {', '.join(entry.sources)} {entry.window} {deltas}"

@@ -118,7 +118,7 @@ class EngineControl(SglangControl):
         await super().pause(mode)
 
     async def _hold(self) -> None:
-        """Requests that come from here on wait until generation goes on."""
+        """Hold back requests that arrive from now on until generation resumes."""
         async with self.engine.is_pause_cond:
             self.engine.is_pause = True
 
@@ -162,7 +162,8 @@ class EngineControl(SglangControl):
         return await watched(call, self.workers)
 
     def _alone(self, call: Coroutine[Any, Any, Any]) -> Any:
-        """Run a call in the engine's loop, which stands still otherwise; after one that was left behind (Ctrl-C)."""
+        """Run a call in the engine's event loop, which is idle otherwise, after a call that an interrupt left
+        behind."""
         with self._turn:
             self._ours = True
             try:

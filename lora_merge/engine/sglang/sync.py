@@ -12,30 +12,33 @@ from .control import EngineControl, control_of
 
 
 class SglangSync(EngineSync):
-    """Keeps one or several SGLang engines at the policy that is being trained.
+    """Updates SGLang engines with the model that is being trained: `push()` brings it as it is now into each of them.
 
-    As `VllmSync`, where not said otherwise: collective over all ranks where torch.distributed is initialised, and an
-    engine's handle is any rank's.
+        sync = lora_merge.SglangSync(model, sglang.Engine(model_path="base"))
+        print(sync.push())
+
+    lora-merge has to be installed where SGLang's schedulers run; SGLang finds it through its entry point.
+
+    Several trainer ranks: as for `VllmSync`; any rank may hold an engine's handle.
 
     Args:
-        model: what is trained: a PEFT model, or any module; sharded by FSDP2, FSDP1 or ZeRO-3, or whole. Or Megatron's
-            chunks.
-        engine: an `sglang.Engine`, the URL of an `sglang.launch_server`, or a list of these (replicas). lora-merge has
-            to be installed where its schedulers run, no more. None where other ranks hold all handles.
-        mode: "merged" (the engine serves merged weights) or "adapter" (base and adapter apart, SGLang's LoRA path; of
-            an `sglang.Engine` alone).
+        model: a PEFT model or any module; whole, or sharded by FSDP2, FSDP1 or ZeRO-3; or Megatron's list of chunks.
+        engine: an `sglang.Engine`, the URL of an `sglang.launch_server`, or a list of these (replicas); None on ranks
+            without a handle.
+        mode: "merged": the engine holds merged weights. "adapter": it holds the base, and the adapter beside it in
+            SGLang's own LoRA path (an `sglang.Engine` only).
         merge: who adds the adapters to the base; see `VllmSync`.
-        rounding: of merged weights, "nearest" or "stochastic" (seeded by the version).
-        pause: what becomes of requests in flight: "keep" them (they go back to the queue with the tokens that they
-            have, and go on with the new weights), "wait" for those that are in flight when the push begins, or "abort"
-            them.
-        bucket_bytes: of each of two buffers. Tensors that are larger are cut.
-        strategy: see `MergedWeights`.
+        rounding: of merged weights: "nearest" or "stochastic" (seeded by the version).
+        pause: what happens to requests in flight: "keep" returns them to the queue with their tokens so far, from where
+            they go on with the new weights; "wait" lets those that are in flight when the push begins end first;
+            "abort" ends them.
+        bucket_bytes: size in bytes of each of two buckets, where buckets are needed; larger tensors are cut.
+        strategy: as for `MergedWeights`.
 
     Raises:
         InvalidInput: an argument that does not fit.
-        PushRefused: an engine that no push can reach, as far as can be told before the first one.
-        MissingExtra: an engine that is not SGLang's was given, and SGLang is not installed.
+        PushRefused: an engine that no push can reach, as far as that is known before the first push.
+        MissingExtra: SGLang is not installed, and `engine` is no URL.
     """
 
     awaited = "an engine whose event loop is running"
@@ -45,14 +48,27 @@ class SglangSync(EngineSync):
         return control_of(engine)
 
     def lora_path(self) -> str | None:
-        """What to pass to `generate` as `lora_path`: one constant name in adapter mode, None in merged mode."""
+        """Return what to pass to SGLang's `generate` as `lora_path`: a constant name in adapter mode, None in merged
+        mode.
+
+            outputs = engine.generate(prompts, sampling, lora_path=sync.lora_path())
+
+        `generate` of this object sets it by itself.
+        """
         return None if self._mode == "merged" else ADAPTER_NAME
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """`generate` of the (only) `sglang.Engine`, with the right `lora_path`.
+        """Check that the engine holds what was pushed last, then call `generate` of the `sglang.Engine`.
+
+            outputs = sync.generate(prompts, {"max_new_tokens": 16})
+
+        Args:
+            args: as for `Engine.generate`.
+            kwargs: as for `Engine.generate`; `lora_path` is set here.
 
         Raises:
-            PushRefused: as `check`.
+            InvalidInput: there is not exactly one engine, or it is not an `sglang.Engine` in this process.
+            PushRefused: the engine holds something else; see `check`.
         """
         controls = self._trainer.controls
         if len(controls) != 1 or not isinstance(controls[0], EngineControl):

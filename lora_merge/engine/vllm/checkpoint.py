@@ -107,7 +107,7 @@ def _bucket(slots: Sequence[Slot], tensors: Mapping[str, Tensor], device: torch.
 
 
 def _nothing(name: str, tensor: Tensor) -> None:
-    """Kept otherwise."""
+    """Keep nothing of a tensor: its base is in the checkpoint."""
 
 
 def _more(names: Collection[str]) -> str:

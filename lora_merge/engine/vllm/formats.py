@@ -110,7 +110,7 @@ class Together:
             self._group = None
 
     def go_on(self) -> None:
-        """Before a layer that is quantised together.
+        """Wait for the other workers before a layer that is quantised together with them.
 
         Raises:
             RuntimeError: another worker has failed.
@@ -124,7 +124,8 @@ class Together:
             raise RuntimeError("another worker of this engine failed, with which this one quantises its weights")
 
     def _leave(self) -> None:
-        """Tell those who wait, or will. Nobody is waited for: the others may be where they wait for this process."""
+        """Tell the workers that wait, or will wait, that this one has failed. Nobody is waited for: the others may wait
+        for this process."""
         if self._group is not None:
             failed = torch.ones(1, dtype=torch.int32, device="cpu")
             with suppress(RuntimeError):  # they are gone

@@ -157,7 +157,7 @@ class Loader(loader.Loader):
         return [module.__dict__["cpu_linear"] for module in self.modules if "cpu_linear" in module.__dict__]
 
     def _bare(self) -> AbstractContextManager[None]:
-        """Without vLLM's LoRA wrappers, whose names `load_weights` does not know."""
+        """Return the model without vLLM's LoRA wrappers, whose names `load_weights` does not know."""
         return unwrapped(self.modules, _wrapped)
 
     def _as_loading(self, layers: Sequence[nn.Module]) -> AbstractContextManager[None]:

@@ -55,10 +55,10 @@ def _reread(worker: Any, side: Side, digest: str, update: str, state: dict[str, 
 
 
 def _unload(worker: Any, side: Side) -> dict[str, Any]:
-    """What was merged onto the engine's own checkpoint is to go; nothing changes before `merge`."""
+    """Prepare to take off what was merged onto the engine's own checkpoint; nothing changes before `merge`."""
     held = side.state()
     if side.merger is None or not side.merger.own or held.kind not in WEIGHTS:
-        raise RuntimeError(f"this engine holds {held}, and no adapter on its own checkpoint")
+        raise RuntimeError(f"this engine holds {held}, and no adapter on its own checkpoint: load one first")
     side.update = side.merger.nothing()
     return {}
 

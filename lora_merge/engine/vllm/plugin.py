@@ -11,8 +11,8 @@ BACKEND = "lora_merge"
 
 
 def early() -> None:
-    """No platform, but a word before TRL has made a trainer, where LORA_MERGE=1 asks for it: a trainer whose rollout is
-    a server's starts no engine, so that there is no other."""
+    """Install TRL's switch when a process imports vLLM, if LORA_MERGE=1 asks for it; registers no platform. A trainer
+    whose rollout is a server starts no engine in its process, so `register` would not be called before it is made."""
     try:
         _switch_trainers_on()
     except Exception as error:  # which vLLM would pass over, and TRL go on in its own way

@@ -16,7 +16,7 @@ from .decorated import complaint
 
 
 class VllmSync(EngineSync):
-    """Keeps vLLM engines at the policy that is being trained: `push()` brings the model as it is now into each of them.
+    """Updates vLLM engines with the model that is being trained: `push()` brings it as it is now into each of them.
 
         llm = LLM("base", weight_transfer_config=WeightTransferConfig(backend="lora_merge"))
         sync = lora_merge.VllmSync(model, llm)
@@ -33,20 +33,20 @@ class VllmSync(EngineSync):
         model: a PEFT model or any module; whole, or sharded by FSDP2, FSDP1 or ZeRO-3; or Megatron's list of chunks.
         engine: a `vllm.LLM`, an `LLMEngine`, an `AsyncLLM`, a Ray actor around one, the URL of a server, or a list of
             these (replicas); None on ranks without a handle. An engine that was started without
-            `weight_transfer_config` is taken unless vLLM chose a layout for it that cannot be loaded again.
+            `weight_transfer_config` works, too, unless vLLM packed a layer into a layout that cannot be loaded again.
         mode: "merged": the engine holds merged weights. "adapter": it holds the base, and the adapter beside it in
             vLLM's own LoRA path.
-        merge: in merged mode, who adds the adapters to the base. "trainer": merged weights cross; they are written
-            straight into engines of the same host. "engine": the base crosses once, then adapters alone, and the
+        merge: in merged mode, who adds the adapters to the base. "trainer": merged weights are sent; they are written
+            straight into engines of the same host. "engine": the base is sent once, then adapters alone, and the
             engine's workers merge them into their own slices and take them off again exactly before the next ones; the
             bits are those of a merge in the trainer, and the engine keeps 2 bits for each adapted element and the
             adapters. "auto": the engine if some worker runs on another host than every rank of the trainer, else the
             trainer; `SyncReport.merge` says who did.
         rounding: of merged weights: "nearest" or "stochastic" (seeded by the version).
-        pause: what becomes of requests in flight: "keep" lets them go on with the new weights, "wait" lets them end
+        pause: what happens to requests in flight: "keep" lets them go on with the new weights, "wait" lets them end
             first, "abort" ends them. A push that changes the mode waits where others keep.
         bucket_bytes: size in bytes of each of two buckets, where buckets are needed; larger tensors are cut.
-        strategy: as of `MergedWeights`.
+        strategy: as for `MergedWeights`.
 
     Raises:
         InvalidInput: an argument that does not fit.
@@ -70,7 +70,12 @@ class VllmSync(EngineSync):
         return complaint(model)
 
     def lora_request(self) -> Any:
-        """What requests carry as `lora_request`: a constant `LoRARequest` in adapter mode, None in merged mode."""
+        """Return what requests carry as `lora_request`: a constant `LoRARequest` in adapter mode, None in merged mode.
+
+            outputs = llm.generate(prompts, sampling, lora_request=sync.lora_request())
+
+        `generate` sets it by itself.
+        """
         if self._mode == "merged":
             return None
         from vllm.lora.request import LoRARequest
@@ -79,6 +84,8 @@ class VllmSync(EngineSync):
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Check that the engine holds what was pushed last, then call `generate` of the in-process `LLM`.
+
+            outputs = sync.generate(prompts, sampling)
 
         Args:
             args: as for `LLM.generate`.

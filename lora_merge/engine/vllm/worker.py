@@ -38,7 +38,8 @@ _LOADING = {"receive", "pull", "merge", "reread"}
 
 
 class NotFirst(RuntimeError):
-    """This engine is one of several behind a handle, and not the one whose answers its caller hears."""
+    """Raised in engines of a data-parallel group other than the first: vLLM calls all of them and returns the first
+    one's answer only, so a push through this handle is refused."""
 
 
 def lora_merge(worker: Any, request: str) -> str:
@@ -154,7 +155,7 @@ def _unfit(worker: Any, side: Side) -> str:
 
 
 def _engines(parallel: Any) -> int:
-    """How many engines the handle of this one reaches. vLLM calls all of them, and passes on what the first one says.
+    """Return how many engines this engine's handle reaches: vLLM calls all of them, and returns the first one's answer.
 
     Raises:
         NotFirst: this is not the first. (vLLM configures the engines of dense models as if each were alone, but for
@@ -180,7 +181,8 @@ def _backend(worker: Any) -> str:
 
 
 def _barred(worker: Any, side: Side) -> str:
-    """A module whose layout vLLM would not have chosen, had the engine been started for weight transfer."""
+    """Return a module whose packed layout vLLM would not have chosen for an engine started for weight transfer; "" for
+    none."""
     if _backend(worker):
         return ""
     for path, module in side.modules.paths():

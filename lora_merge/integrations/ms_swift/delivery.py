@@ -1,4 +1,4 @@
-"""Where swift's engines are, and how weights get there: in each rank's own process, or behind `swift rollout`."""
+"""How weights get to swift's engines: into the one in each rank's process, or to a `swift rollout` server."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Colocated:
             PushRefused: it does not.
         """
         if self._kept.sync is None:
-            raise PushRefused("nothing was pushed to the engine yet")
+            raise PushRefused("nothing was pushed to the engine yet: push first")
         self._kept.sync.check()
 
 

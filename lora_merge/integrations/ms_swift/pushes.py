@@ -1,4 +1,4 @@
-"""What all of swift's trainers do that push: bring the policy to the engine, compare log-probs, tell figures."""
+"""What all pushing trainers of swift's share: they push the policy, compare log-probs and log figures."""
 
 from __future__ import annotations
 

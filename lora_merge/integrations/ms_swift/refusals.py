@@ -1,4 +1,4 @@
-"""What cannot be served, each with swift's flag that has to change."""
+"""Refusals of what cannot be served; each names the flag of swift's to change."""
 
 from __future__ import annotations
 

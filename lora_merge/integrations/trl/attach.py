@@ -1,4 +1,4 @@
-"""attach: what a user calls. Everything is checked before the trainer is touched."""
+"""The call that a user makes to take a TRL trainer over; everything is checked before the trainer is changed."""
 
 from __future__ import annotations
 
@@ -28,6 +28,12 @@ def attach(
 ) -> Rollout | None:
     """Make each weight sync of a TRL trainer a push by `VllmSync`.
 
+        from lora_merge.integrations.trl import attach
+
+        trainer = GRPOTrainer(model=model, args=config, peft_config=lora)
+        attach(trainer)
+        trainer.train()
+
     The base is never written, and the engine answers only with what was pushed last.
 
     Call it on every rank after the trainer is made, before `train`. Arguments that are None are taken from the
@@ -38,15 +44,16 @@ def attach(
             derived from these.
         mode: "merged" or "adapter" (LORA_MERGE_MODE).
         rounding: of merged weights, "nearest" or "stochastic" (LORA_MERGE_ROUNDING).
-        check: how far importance ratios may lie from 1; True is 0.02, False looks at none (LORA_MERGE_CHECK).
+        check: how far importance ratios may lie from 1; True is 0.02, False checks none (LORA_MERGE_CHECK).
         verify: whether each push compares checksums on both sides (LORA_MERGE_VERIFY).
 
     Returns:
-        the object that replaces TRL's own sync: `report` of the last push, and `detach()`, which gives the trainer
-        back. None where LORA_MERGE=0 leaves TRL's own way in place.
+        the object that replaces TRL's own sync: `report` of the last push, and `detach()`, which restores TRL's
+        own sync. None where LORA_MERGE=0 leaves TRL's own way in place.
 
     Raises:
-        TrainerRefused: names what to change; the trainer is as before.
+        TrainerRefused: the trainer cannot be taken over as it was started; names the setting to change. It is as
+            before.
         InvalidInput: an argument that does not fit, or a model whose weights cannot be read (bitsandbytes' can).
     """
     if switched_off():
@@ -70,14 +77,14 @@ def attach(
 
 
 def attached(trainer: Any) -> Rollout | None:
-    """What `attach` returned for a trainer, if it has taken it over."""
+    """Return what `attach` returned for a trainer, if it is taken over; else None."""
     generation = getattr(trainer, "vllm_generation", None)
     rollout = None if generation is None else _rollout_of(getattr(generation, "llm", generation))
     return rollout if rollout is not None and rollout.trainer is trainer else None
 
 
 def _options(mode: str | None, rounding: str | None, check: float | bool | None, verify: bool | None) -> Options:
-    """What was passed, and the environment for the rest."""
+    """Return the options that were passed, and those of the environment for the rest."""
     known = Options.from_environment()
     if check is None:
         bound = known.check

@@ -1,4 +1,4 @@
-"""The importance ratios of TRL's own batches, held against their bound."""
+"""Checks the importance ratios of TRL's own batches against their bound."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def check_comparable(trainer: Any, generation: Any) -> None:
 
 
 def watch(trainer: Any, rollout: Rollout, bound: float) -> None:
-    """Hold every batch that the trainer makes from now on against the bound."""
+    """Check every batch that the trainer makes from now on."""
     make = trainer._generate_and_score_completions
 
     def checked(inputs: Any) -> Any:
@@ -65,8 +65,8 @@ def watch(trainer: Any, rollout: Rollout, bound: float) -> None:
 
 
 def gap_of(batch: dict[str, Tensor], accelerator: Any) -> LogprobGap | None:
-    """Between the engine's log-probs and the trainer's, of all ranks' shares of a batch, so that all ranks judge alike;
-    None where no rank's share has a token that counts.
+    """Return the gap between the engine's and the trainer's log-probs over all ranks' shares of a batch, so that all
+    ranks decide alike; None if no share has a token that counts.
 
     Args:
         batch: of TRL: `completion_mask`, `old_per_token_logps`, `sampling_per_token_logps` and perhaps `tool_mask`

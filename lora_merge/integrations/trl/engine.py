@@ -1,4 +1,4 @@
-"""What TRL's own flags cannot say about the engine that it starts."""
+"""Options of the engine that TRL starts, for which TRL has no flags."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from .release import GENERATION
 
 @contextmanager
 def engine_options(**options: Any) -> Iterator[None]:
-    """Start the engines of trainers that are made inside with these options of `vllm.LLM` beside, or instead of, TRL's.
+    """Start the engines of trainers that are made inside the block with these options of `vllm.LLM`, added to TRL's own
+    or replacing them.
 
     Args:
         options: of `vllm.LLM`: `enable_lora=True, max_lora_rank=32` for adapter mode, `dtype="float32"`.

@@ -1,4 +1,4 @@
-"""What is used of TRL, and the releases that are known to have it."""
+"""The names of TRL that are used here, and the releases that are known to have them."""
 
 from __future__ import annotations
 

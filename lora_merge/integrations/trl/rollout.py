@@ -1,4 +1,4 @@
-"""What stands in for TRL's own way of bringing weights to its engine: colocated, or behind a server."""
+"""Replaces TRL's own sync: pushes into a colocated engine, or streams to a server."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ QUANTISED = "bitsandbytes"
 
 
 class Rollout:
-    """A trainer's way to its engine, taken over.
+    """The sync of one trainer, taken over.
 
     Args:
         trainer: of TRL.
@@ -47,15 +47,15 @@ class Rollout:
         self.attached = False
 
     def check(self) -> None:
-        """Raise `TrainerRefused` where the engine was not started for what was chosen."""
+        """Raise `TrainerRefused` if the engine was not started for the chosen options."""
 
     def install(self) -> None:
-        """Take over: from here on TRL's calls come here."""
+        """Take over: from now on TRL's calls come here."""
         self.attached = True
         self.generation.sync_weights = self.sync_weights
 
     def detach(self) -> None:
-        """Give the trainer back to TRL's own way, and buffers and handles with it. Collective."""
+        """Restore TRL's own sync, and free buffers and handles. Collective."""
         self.attached = False
         self.trainer._lora_merge_detached = True  # the switch leaves it alone, too
         for owner, name in ((self.generation, "sync_weights"), (self.trainer, "_generate_and_score_completions")):
@@ -67,7 +67,7 @@ class Rollout:
 
     @property
     def engine_dtype(self) -> torch.dtype:
-        """In which the engine computes."""
+        """The dtype in which the engine computes."""
         raise NotImplementedError
 
     @property
@@ -76,7 +76,7 @@ class Rollout:
         return self.trainer.model_wrapped
 
     def log(self, numbers: dict[str, float]) -> None:
-        """Numbers into what the trainer logs next: its history, W&B, TensorBoard."""
+        """Add numbers to what the trainer logs next: its history, W&B, TensorBoard."""
         logged = self.trainer._metrics["train" if self.trainer.model.training else "eval"]
         for name, value in numbers.items():
             logged[name].append(value)

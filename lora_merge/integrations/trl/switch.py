@@ -1,4 +1,4 @@
-"""LORA_MERGE=1: TRL's trainers are attached without a line of code, which its command line has no place for."""
+"""LORA_MERGE=1: attaches TRL's trainers without a call in the script, for runs by TRL's command line."""
 
 from __future__ import annotations
 

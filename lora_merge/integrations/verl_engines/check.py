@@ -1,4 +1,4 @@
-"""Is the rollout the policy? verl's batches hold the log-probs of both."""
+"""Checks that verl's rollout is the trained policy: its batches hold the log-probs of both."""
 
 from __future__ import annotations
 

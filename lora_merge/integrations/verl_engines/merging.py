@@ -1,4 +1,4 @@
-"""What this package's engines have in common, whatever shards the model."""
+"""What this package's verl engines share, whatever shards the model."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Merging:
     def stream(self) -> Stream:
         """The kept stream of the model."""
         if self._stream is None:
-            raise TrainerRefused(f"the engine was not initialised with {FLAG}")
+            raise TrainerRefused(f"the engine was not initialised with {FLAG}: start the run with it")
         return self._stream
 
     def _make_stream(self) -> Stream:

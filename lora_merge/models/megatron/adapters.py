@@ -21,11 +21,12 @@ Layer: TypeAlias = Any
 
 
 class Half(NamedTuple):
-    """lora_A `[r, in]` or lora_B `[out, r]` as it lies on this rank.
+    """This rank's part of lora_A `[r, in]` or of lora_B `[out, r]`.
 
     Args:
-        tensor: 2-D, this rank's part.
-        cut: the dimension that is cut over tensor-parallel ranks (expert-tensor-parallel for experts), None if whole.
+        tensor: the part, 2-D.
+        cut: dimension along which it is split over tensor-parallel ranks (expert-tensor-parallel for experts); None if
+            each rank holds all of it.
     """
 
     tensor: Tensor
@@ -35,10 +36,15 @@ class Half(NamedTuple):
 class Pair(NamedTuple):
     """One product `scaling * lora_B @ lora_A` that a layer adds to a base weight.
 
+        Pair(Half(layer.down.weight, None), Half(layer.up.weight, 0), layer.scale)
+
     Args:
-        part: lora_B has the rows of this part of a fused weight ("q", "k", "v", "gate", "up"), in the checkpoint's
-            order; None: the rows of the weight, in Megatron's order.
-        expert: of which local expert; None: of every weight of the layer.
+        lora_A: this rank's part of lora_A.
+        lora_B: this rank's part of lora_B.
+        scaling: factor of the product.
+        part: which part of a fused weight the rows of lora_B are, in the checkpoint's order: "q", "k", "v", "gate" or
+            "up"; None: all rows of the weight, in Megatron's order.
+        expert: number of the local expert that it belongs to; None: every weight of the layer.
     """
 
     lora_A: Half
@@ -50,11 +56,12 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """How one library's adapter layer is read.
+    """How to read the adapter layers of one library; `register` takes it.
 
     Args:
-        pairs: `(name, layer)` -> the products that act in its forward; raises `UnsupportedAdapter` or `AlreadyMerged`.
-        off: context manager inside which its forward adds nothing.
+        pairs: function from (name, layer) to the products that are active in the layer's forward; raises
+            `UnsupportedAdapter` or `AlreadyMerged`.
+        off: function from a layer to a context manager inside which the layer's forward adds nothing.
     """
 
     pairs: Callable[[str, Layer], Sequence[Pair]]
@@ -62,10 +69,14 @@ class Style:
 
 
 def register(path: str, child: str, style: Style) -> None:
-    """Read adapter layers of the class with this dotted path (exactly this class) by `style`.
+    """Teach this package to read adapter layers of another class.
+
+        register("mytrainer.lora.DownUp", "linear", Style(pairs, off))
 
     Args:
-        child: the attribute that holds the layer that is wrapped.
+        path: dotted path of the class; exactly this class is meant, not classes derived from it.
+        child: name of the attribute that holds the wrapped layer.
+        style: how to read its layers.
     """
     register_wrapper(path, child)
     _STYLES[path] = style
@@ -109,9 +120,14 @@ _COLUMNS = {_LAYERS + "RowParallelLinear", _TE + "TERowParallelLinear", _TE + "T
 
 
 def cut_of(module: nn.Module) -> int | None:
-    """The dimension along which a parallel linear cuts its weight `[out, in]` over ranks; None where it does not.
+    """Return the dimension along which a parallel linear splits its weight `[out, in]` over ranks; None if it does not.
 
-    By class: the attributes that Megatron sets on parameters are missing on some and wrong on some experts.
+        cut_of(column_parallel_linear)  # 0
+
+    Decided by class: the attributes that Megatron sets on parameters are missing on some experts and wrong on others.
+
+    Args:
+        module: a layer of megatron-core or Transformer Engine.
     """
     cls = type(module)
     if cls not in _cuts:
@@ -203,7 +219,9 @@ def _peft(name: str, layer: Layer) -> list[Pair]:
         a, b = lora_A[adapter], lora_B[adapter]
         for half in (a, b):
             if any("bias" in key and p is not None and p.numel() for key, p in half._parameters.items()):
-                raise UnsupportedAdapter(f"{name}: adapter '{adapter}' has lora_bias, which no weight can hold")
+                raise UnsupportedAdapter(
+                    f"{name}: adapter '{adapter}' has lora_bias, which no weight can hold; train with lora_bias=False"
+                )
         scaling, grouped = float(layer.scaling[adapter]), "weight" not in a._parameters
         for e, (a_weight, b_weight) in enumerate(zip(_weights(a), _weights(b), strict=True)):
             halves = Half(a_weight, cut_of(a)), Half(b_weight, cut_of(b))

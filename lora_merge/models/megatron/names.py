@@ -89,13 +89,20 @@ def names_of(config: Any) -> Names:
 
 
 def bridge_names(registry: Any) -> Names:
-    """Names out of a `MegatronMappingRegistry` of Megatron-Bridge, for architectures that `names_of` does not know.
+    """Take HF names from a `MegatronMappingRegistry` of Megatron-Bridge, for architectures that `read` does not know.
 
         bridge = AutoBridge.from_hf_pretrained(path)
         read(chunks, names=bridge_names(bridge._model_bridge.mapping_registry()))
 
-    Only names are taken from it; mappings that change values or move them otherwise than by splitting q, k, v or gate
-    and up are refused when they are met, by the class of the mapping.
+    Only names are taken. A mapping that changes values, or moves them otherwise than by splitting q, k, v or gate and
+    up, is refused when a parameter needs it.
+
+    Args:
+        registry: of the bridge.
+
+    Returns:
+        a function from Megatron's parameter names to HF names, for `read` and `Chunks`; it raises `InvalidInput`, with
+        the class of the mapping, for a parameter whose mapping is refused.
     """
     plain = {"AutoMapping", "QKVMapping", "GatedMLPMapping", "ColumnParallelMapping", "RowParallelMapping"}
     plain |= {"ReplicatedMapping", "DirectMapping"}

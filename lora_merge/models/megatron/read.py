@@ -53,12 +53,15 @@ _VOCABULARY = {f"{at}.{kind}" for at in ("embedding.word_embeddings", "output_la
 
 @dataclass(frozen=True, eq=False)
 class Chunks:
-    """A Megatron model with what its configuration does not say: pass it wherever a model is asked for.
+    """A Megatron model together with what its configuration does not say; pass it wherever a model is asked for.
+
+        with lora_merge.merged(lora_merge.megatron.Chunks(chunks, vocab_size=151936)):
+            evaluate(chunks)
 
     Args:
         list: the GPTModel of every virtual stage of this rank, in any of Megatron's and PEFT's wrappers.
         vocab_size: rows of the checkpoint's embedding; see `read`.
-        names: from names of Megatron's to HF names; see `read`.
+        names: function from Megatron's parameter names to HF names; see `read`.
     """
 
     list: Sequence[nn.Module]
@@ -102,13 +105,20 @@ def is_megatron(model: object) -> bool:
 def read(
     chunks: Sequence[nn.Module] | nn.Module, *, vocab_size: int | None = None, names: Names | None = None
 ) -> MegatronModel:
-    """Read this rank's chunks of a model; no collective.
+    """List which checkpoint tensors this rank's chunks of a model hold, and what adapters add to them; no collective.
+
+        found = lora_merge.megatron.read(chunks)
+        print(found.deltas.keys())
 
     Args:
         chunks: the GPTModel of every virtual stage of this rank, in any of Megatron's and PEFT's wrappers.
         vocab_size: rows of the checkpoint's embedding; default: the configuration's `vocab_size` where it has one
             (Megatron-Bridge's providers do), else the model's, padding and all.
-        names: see `megatron_names.Names`; default: `names_of(config)`.
+        names: function from Megatron's parameter names to HF names, such as `bridge_names` makes; default: by the
+            configuration, for Llama, Qwen2, Qwen3, Qwen2-MoE, Qwen3-MoE and Mixtral.
+
+    Returns:
+        tensors, deltas and groups of this rank, as views of the live parameters.
 
     Raises:
         InvalidInput: a parameter that has no HF name, or that does not fit the configuration; names it and the rank.
@@ -166,7 +176,19 @@ def facts_of(
 
 @contextmanager
 def adapters_off(chunks: Sequence[nn.Module] | nn.Module) -> Iterator[None]:
-    """Inside, the adapters' forwards add nothing (the base holds merged weights); after it they are as before."""
+    """Switch the adapters' forwards off for the time of a `with` block, when the base holds merged weights.
+
+        with lora_merge.megatron.adapters_off(chunks):
+            logits = chunks[0](tokens, positions, mask)
+
+    After the block they are as before. `merged` does this by itself.
+
+    Args:
+        chunks: as for `read`.
+
+    Raises:
+        UnsupportedAdapter: an adapter layer of a class that is not known; see `register`.
+    """
     with layers_off(at for chunk in ([chunks] if isinstance(chunks, nn.Module) else chunks) for at in walk(chunk)):
         yield
 

@@ -1,4 +1,4 @@
-"""Other adapters of PEFT's act for a while than those that `set_adapter` chose."""
+"""Activates other PEFT adapters for a while than those that `set_adapter` chose."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def check_names(names: Any) -> tuple[str, ...] | None:
 
 @contextmanager
 def chosen(model: Any, names: Sequence[str] | None) -> Iterator[None]:
-    """Inside, exactly these adapters act in a model's forward, in this order, as after `set_adapter`, but without its
-    effect on `requires_grad`. After it, those that did before.
+    """Activate exactly these adapters in a model's forward for the time of a block, in this order, like `set_adapter`
+    but without its effect on `requires_grad`.
 
     Args:
         model: whatever holds PEFT's layers.
@@ -59,8 +59,8 @@ def chosen(model: Any, names: Sequence[str] | None) -> Iterator[None]:
 
 @contextmanager
 def originals(model: Any) -> Iterator[None]:
-    """Inside, a model's modules are the base's own, also those of which adapters have a copy (`modules_to_save`): what
-    the base ties is seen tied."""
+    """Show a model's modules as the base's own for the time of a block, also those of which adapters hold a copy
+    (`modules_to_save`), so that weights which the base ties are seen as tied."""
     modules = model.modules() if isinstance(model, nn.Module) else ()
     replaced = Replaced()
     try:

@@ -145,7 +145,7 @@ def _keeps_fields(cls: type) -> bool:
 
 
 def _answer(layer: PeftLayer) -> list[Any]:
-    """Of one layer, all: which the parts are, too."""
+    """Return everything that reading one layer depends on."""
     parts: list[nn.Module] = []
     facts = _layer_facts(layer, parts)
     return [*facts, *map(id, parts)]

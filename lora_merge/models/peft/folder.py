@@ -157,7 +157,10 @@ def _mark_whole(folder: Path, model: nn.Module, saved: set[str]) -> None:
     """
     there = [(t.name, t.tensor) for t in named_tensors(model, own_parameters)]
     if surplus := sorted(saved - {name for name, _ in there}):
-        raise InvalidInput(f"{folder}: {surplus[0]} is in the adapter's file, and its base has no such parameter")
+        raise InvalidInput(
+            f"{folder}: {surplus[0]} is in the adapter's file, and its base has no such parameter; pass the base that "
+            "it was trained on"
+        )
     held = {id(tensor) for name, tensor in there if name in saved}  # tied ones have several names
     for name, tensor in there:
         if id(tensor) in held:

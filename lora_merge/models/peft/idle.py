@@ -1,4 +1,4 @@
-"""A warning where a model has LoRA layers and none of their adapters acts: merging is then a copy of the base."""
+"""Warns if a model has LoRA layers but no active adapter: merging then only copies the base."""
 
 from __future__ import annotations
 

@@ -78,11 +78,17 @@ class Adapters:
 def read_deltas(model: nn.Module) -> list[Delta]:
     """List what the active adapters of a live model add to its parameters, one `Delta` a parameter, in module order.
 
+        for delta in lora_merge.read_deltas(model):
+            print(delta.name, delta.shape, [factors.adapter for factors in delta.factors])
+
     Works on a `PeftModel`, on what `inject_adapter_in_model` returned, and on any module around or inside one. Scalings
     are the live ones. Disabled and inactive adapters contribute nothing. Reads only; nothing is computed.
 
     Args:
         model: a module with PEFT's LoRA layers.
+
+    Returns:
+        one entry for each adapted parameter; it refers to the live tensors, which are not copied.
 
     Raises:
         UnsupportedAdapter: an active adapter that has no exact merge; names the module and the reason.
@@ -197,7 +203,10 @@ def _layer_deltas(name: str, layer: PeftLayer, active: list[str], layout: Layout
         raise UnsupportedAdapter(f"{name}: the base is quantised ({layer.quantization_backend}); {REMEDY}")
     base = innermost(layer)
     if base.__dict__.get(_MESH) is not None:
-        raise UnsupportedAdapter(f"{name}: the base is sharded by transformers' tensor parallelism")
+        raise UnsupportedAdapter(
+            f"{name}: the base is sharded by transformers' tensor parallelism (tp_plan); load it without, and "
+            "shard it with FSDP2"
+        )
     dora = [adapter for adapter in active if _is_dora(name, layer, adapter)]
     if dora and len(active) > 1:
         raise UnsupportedAdapter(
@@ -340,7 +349,9 @@ def _read_embedding(reading: _Reading) -> list[Delta]:
     """Stored `[vocabulary, dim]`; lora_A is `[r, vocabulary]` and lora_B `[dim, r]`, so out = dim, in = vocabulary."""
     layer = reading.layer
     if reading.base.max_norm is not None:
-        raise UnsupportedAdapter(f"{reading.name}: an Embedding with max_norm rescales its weight in the forward")
+        raise UnsupportedAdapter(
+            f"{reading.name}: an Embedding with max_norm rescales its weight in the forward; set max_norm=None"
+        )
     factors = tuple(
         Factors(
             reading.shard(layer.lora_embedding_A, adapter),
