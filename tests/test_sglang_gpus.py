@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import time
 from collections.abc import Iterator
@@ -37,6 +38,8 @@ no_leftovers = sglang_engines.no_leftovers
 @contextlib.contextmanager
 def unmapped() -> Iterator[None]:
     """What is allocated inside lies in expandable segments, which no worker can read."""
+    gc.collect()
+    torch.cuda.empty_cache()  # or it lies where an earlier test left room, which workers can read
     torch.cuda.memory._set_allocator_settings("expandable_segments:True")
     try:
         yield
