@@ -1,6 +1,6 @@
 """How far the log-probs of engines that quantise what they load lie from the trainer's, and how long a push takes.
 
-    python benchmarks/quantised_engines.py --json benchmarks/results/quantised-cpu.json
+    python benchmarks/quantised_engines.py --json benchmarks/results/quantised-engines-cpu.json
     python benchmarks/quantised_engines.py --device cuda --models grpo qwen2.5-0.5b --time qwen2.5-7b --json FILE
 
 For each model and each format an engine starts in this process with random weights, gets the merged weights of one
