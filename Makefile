@@ -39,9 +39,11 @@ test-vllm: $(VLLM)/installed $(VENV)/megatron/done $(VENV)/libraries/done
 	PYTHONPATH=$(VENV)/libraries TORCH_EXTENSIONS_DIR=$(EXTENSIONS)/vllm $(VLLM)/bin/python -m pytest $(ARGS) \
 		tests/test_libraries_vllm.py tests/test_libraries_vllm_quantised.py
 
-# The tests that start SGLang: about 2 GB of packages.
-test-sglang: $(SGLANG)/installed
+# The tests that start SGLang: about 2 GB of packages. Of some the trainer has bitsandbytes or DeepSpeed.
+test-sglang: $(SGLANG)/installed $(VENV)/libraries/done
 	$(SGLANG)/bin/python -m pytest $(ARGS) $(filter-out %_verl.py,$(wildcard tests/test_sglang_*.py))
+	PYTHONPATH=$(VENV)/libraries TORCH_EXTENSIONS_DIR=$(EXTENSIONS)/sglang $(SGLANG)/bin/python -m pytest $(ARGS) \
+		tests/test_libraries_sglang.py
 
 # verl, whose rollouts SGLang serves: by `make test-all` alone.
 test-sglang-verl: $(SGLANG)/verl/done

@@ -1,15 +1,18 @@
 """How far the log-probs of engines that quantise what they load lie from the trainer's, and how long a push takes.
 
-    python benchmarks/quantised_engines.py --json benchmarks/results/quantised-cpu.json
-    python benchmarks/quantised_engines.py --device cuda --models grpo qwen2.5-0.5b --time qwen2.5-7b --json FILE
+    python benchmarks/quantised_engines.py --json benchmarks/results/quantised-engines-cpu.json
+    python benchmarks/quantised_engines.py --device cuda --models grpo grpo-128 qwen2.5-0.5b small-moe --json FILE
+    python benchmarks/quantised_engines.py --device cuda --models --time qwen2.5-7b --json FILE
 
 For each model and each format an engine starts in this process with random weights, gets the merged weights of one
 policy by a push, and samples at temperature 1; `verify.logprob_gap` lines its log-probs up with the trainer's. The
-policies, in bfloat16: `grpo` is the base that examples/grpo.py teaches, with a random adapter; the others have random
-weights of a shape of sync.py, whose answers are nearly uniform. A format that vLLM has no kernel for here is recorded
-with its reason. `--time` takes the times of pushes, too, in multiples of a copy of what is read and written (bf16, and
-8 bits where the engine has these), and beside them those of vLLM's own reload of each layer. The JSON is written after
-every engine.
+policies, in bfloat16: `grpo` is the base that examples/grpo.py teaches, with a random adapter (its hidden size, 64, is
+not divided by blocks of 128; that of `grpo-128` is); the others have random weights of a shape of sync.py, whose
+answers are nearly uniform. vLLM's INT8 covers experts alone and is skipped where there are none. A format that vLLM has
+no kernel for here is recorded with its reason. `--time` takes the times of pushes, too, in multiples of a copy of what
+is read and written (bf16, and 8 bits where the engine has these), and beside them those of vLLM's own reload of each
+layer. verl's own way (its worker quantises in blocks, and loads them into an engine on an FP8 checkpoint, whose
+methods it patches) is not among them: it takes verl beside vLLM on a GPU. The JSON is written after every engine.
 """
 
 from __future__ import annotations
@@ -32,7 +35,10 @@ from torch import Tensor, nn
 
 from lora_merge.bench import report
 
-FORMATS = ["none", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "mxfp8"]
+EXPERTS_ALONE = "int8_per_channel_weight_only"
+FORMATS = ["none", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "mxfp8", EXPERTS_ALONE]
+GRPO = {"grpo": 64, "grpo-128": 128}
+"""Hidden sizes of the bases that examples/grpo.py teaches."""
 BAND = 0.02
 """How far an importance ratio may be from 1 before a correction is worth having."""
 PROMPTS, PROMPT, RESPONSE = 64, 16, 32
@@ -52,6 +58,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             model, prompts, response = policy(name, args, Path(folder))
             for quantization in args.formats:
+                if quantization == EXPERTS_ALONE and "num_experts" not in sync.SHAPES.get(name, {}):
+                    continue
                 found = guarded(gap_of, model, prompts, response, Path(folder), quantization, args)
                 record["gaps"].append({"model": name, "format": quantization} | found)
                 tell(record["gaps"][-1], record, args)
@@ -70,7 +78,7 @@ def main() -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--models", nargs="*", default=["grpo"], help="grpo, or shapes of sync.py")
+    parser.add_argument("--models", nargs="*", default=["grpo"], help="grpo, grpo-128, or shapes of sync.py")
     parser.add_argument("--formats", nargs="+", default=FORMATS, help="vLLM's `quantization`, and none")
     parser.add_argument("--time", choices=list(sync.SHAPES), help="take the times of pushes of this shape")
     parser.add_argument("--rank", type=int, default=32, help="of the adapters")
@@ -108,22 +116,24 @@ def free() -> None:
 def policy(name: str, args: argparse.Namespace, folder: Path) -> tuple[nn.Module, list[list[int]], int]:
     """A PEFT model in bf16 (its base's config lies in a folder), prompts, and how many tokens it answers with."""
     g = torch.Generator().manual_seed(0)
-    if name == "grpo":
-        return grpo(args, folder, g)
+    if name in GRPO:
+        return grpo(args, folder, g, GRPO[name])
     model = sync.build_policy(name, args.rank, args.device)
     sync.config_of(name).save_pretrained(folder / "base")
     size = sync.SHAPES[name]["vocab_size"]
     return model, torch.randint(10, size, (PROMPTS, PROMPT), generator=g).tolist(), RESPONSE
 
 
-def grpo(args: argparse.Namespace, folder: Path, g: torch.Generator) -> tuple[nn.Module, list[list[int]], int]:
+def grpo(
+    args: argparse.Namespace, folder: Path, g: torch.Generator, hidden: int = 64
+) -> tuple[nn.Module, list[list[int]], int]:
     """The policy of examples/grpo.py, its base taught, its adapter random."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
     sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
     example: Any = import_module("grpo")
-    example.pretrain(folder / "base", torch.device(args.device), 400)
+    example.pretrain(folder / "base", torch.device(args.device), 400, hidden)
     base = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.bfloat16).to(args.device)
     torch.manual_seed(0)
     lora = LoraConfig(r=args.rank, target_modules=sync.LINEARS, init_lora_weights=False)

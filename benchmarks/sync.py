@@ -57,6 +57,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4, "moe_intermediate_size": 64,
         "num_experts_per_tok": 2, "tie_word_embeddings": False,
     },
+    "small-moe": {  # blocks of 128 divide its weights, and vLLM 0.26 can quantise a router for 16 experts
+        "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "head_dim": 64,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 16, "moe_intermediate_size": 128,
+        "num_experts_per_tok": 4, "tie_word_embeddings": False,
+    },
     "tiny": {
         "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False,

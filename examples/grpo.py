@@ -84,7 +84,7 @@ def main() -> None:
 
     if rank == 0 and not (args.out / "base").exists():
         console.print("teaching the base to answer in random order")
-        pretrain(args.out / "base", device, args.pretrain)
+        pretrain(args.out / "base", device, args.pretrain, args.hidden)
     dist.barrier()
     checkpoint = newest_checkpoint(args.out) if args.resume else None
     model = build_policy(args, checkpoint, device)
@@ -153,6 +153,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rank", type=int, default=16, help="of the adapter")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--pretrain", type=int, default=400, metavar="STEPS", help="of the base, in the first run")
+    parser.add_argument("--hidden", type=int, default=64, metavar="SIZE", help="of the base; fp8_per_block wants 128")
     parser.add_argument("--save-every", type=int, default=20, metavar="STEPS")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --out")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw reward and gap, as PNG (needs matplotlib)")
@@ -185,13 +186,14 @@ def start_processes(device: str) -> tuple[int, torch.device]:
 # The policy
 
 
-def pretrain(folder: Path, device: torch.device, steps: int) -> None:
+def pretrain(folder: Path, device: torch.device, steps: int, hidden: int = 64) -> None:
     """Train a base that answers with the digits of the prompt in random order, and save it in HF format."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
     g = torch.Generator().manual_seed(1)
-    base = Qwen2ForCausalLM(Qwen2Config(**POLICY)).to(device)
+    sizes = POLICY | {"hidden_size": hidden, "intermediate_size": 2 * hidden}
+    base = Qwen2ForCausalLM(Qwen2Config(**sizes)).to(device)
     optimizer = torch.optim.AdamW(base.parameters(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, max(steps, 1))
     for _ in range(steps):

@@ -25,12 +25,12 @@ class Watched(faulty.Faulty, weight_bits.Bits):
     """Extends vLLM's workers."""
 
 
-def save_merged(model: Any, folder: Path) -> Path:
-    """The checkpoint of the merged model, in bf16."""
+def save_merged(model: Any, folder: Path, dtype: torch.dtype | None = None) -> Path:
+    """The checkpoint of the merged model, in its dtype or another."""
     from safetensors.torch import save_file
 
     engines.save_base(model.get_base_model(), folder)
-    merged = {name: tensor.contiguous().clone() for name, tensor in MergedWeights(model)}
+    merged = {name: tensor.contiguous().clone() for name, tensor in MergedWeights(model, dtype=dtype)}
     save_file(merged, folder / "model.safetensors", {"format": "pt"})
     return folder
 
@@ -86,13 +86,13 @@ def stacked(exact: Mapping[str, Tensor], path: str) -> Tensor:
     return torch.cat([exact[f"{inside}.{part}.weight"] for part in parts])
 
 
-def assert_rounded_once(model: Any, engine: nn.Module) -> int:
-    """An engine's FP8 layers hold the merge to a rounding of the format; returns how many they are.
+def assert_rounded_once(exact: Mapping[str, Tensor], engine: nn.Module) -> int:
+    """An engine's FP8 layers hold the merge (in float64) to a rounding of the format; returns how many they are.
 
     FP8 (E4M3) has 4 bits: at most 2^-4 of the value, or half a step of 2^-9 of the scale where that is more. The value
     that it rounds is the float64 merge rounded to bf16.
     """
-    exact, checked = exact_merge(model), 0
+    checked = 0
     for path, weight, scale in matrices(engine):
         wanted = stacked(exact, path)
         rows, cols = wanted.shape  # CUTLASS pads to sixteens

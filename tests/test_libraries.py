@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,11 @@ import models
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lora_merge import InvalidInput, MergedWeights, UnsupportedAdapter, merged, read_deltas
+from lora_merge.saving.checkpoint import open_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -35,7 +38,7 @@ def torchao() -> nn.Module:
 def test_quantised_bases() -> None:
     """Of what cannot be read: refused with or without adapters, and the message says what to do."""
     base = torchao()
-    message = "q_proj.*the base is (quantised|a Int8Tensor).*dequantise it first"
+    message = "q_proj.*the base is (quantised|a Int8Tensor).*from a checkpoint that is not quantised"
     for attempt in (lambda: list(MergedWeights(base)), lambda: MergedWeights(base, adapters=False).metadata()):
         with pytest.raises(InvalidInput, match=message):
             attempt()
@@ -59,6 +62,40 @@ def test_what_a_message_says_to_do(bits: int, tmp_path: Path) -> None:
     model = get_peft_model(plain, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
     with torch.no_grad(), merged(model):
         model(models.tokens())
+
+
+def fp8_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
+    """Blocks of 32 x 32 in FP8; returns what they stand for."""
+    models.qwen2(hidden_size=64, intermediate_size=128).save_pretrained(folder)
+    file, saved = folder / "model.safetensors", folder / "config.json"
+    tensors, stand_for = load_file(file), {}
+    for name in [name for name in tensors if name.endswith("proj.weight")]:
+        weight = tensors[name]
+        scale = weight.abs().amax() / torch.finfo(torch.float8_e4m3fn).max
+        tensors[name] = (weight / scale).to(torch.float8_e4m3fn)
+        blocks = -(-weight.shape[0] // 32), -(-weight.shape[1] // 32)
+        tensors[f"{name}_scale_inv"] = scale.expand(blocks).contiguous()
+        stand_for[name] = tensors[name].float() * scale
+    save_file(tensors, file, {"format": "pt"})
+    said = {"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic"}
+    saved.write_text(json.dumps(json.loads(saved.read_text()) | {"quantization_config": said}))
+    return stand_for
+
+
+def test_what_a_message_says_of_an_fp8_checkpoint(tmp_path: Path) -> None:
+    """Loaded as it says, the base is a plain one."""
+    from transformers import FineGrainedFP8Config, Qwen2ForCausalLM
+
+    stand_for = fp8_checkpoint(tmp_path)
+    with pytest.raises(InvalidInput, match=r"FineGrainedFP8Config\(dequantize=True\)"):
+        open_checkpoint(tmp_path)
+    base = Qwen2ForCausalLM.from_pretrained(
+        tmp_path, quantization_config=FineGrainedFP8Config(dequantize=True), dtype=torch.float32
+    )
+    model = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"]))  # lora_B is zero
+    streamed = dict(MergedWeights(model))
+    for name, wanted in stand_for.items():
+        assert torch.equal(streamed[name], wanted), name
 
 
 def test_adapters_on_what_is_not_quantised(tmp_path: Path) -> None:

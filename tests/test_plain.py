@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from lora_merge import InvalidInput, MergedWeights, UnsupportedAdapter
+from lora_merge.models.plain import remedy
 
 
 def head(change: Callable[[Tensor], Tensor]) -> nn.Module:
@@ -33,16 +34,16 @@ def dynamic() -> nn.Module:
     return torch.ao.quantization.quantize_dynamic(models.qwen2(), {nn.Linear}, dtype=torch.qint8)
 
 
-def noted(model: nn.Module) -> nn.Module:
-    """Of a format that no tensor shows."""
-    quantizer = type("VptqHfQuantizer", (), {"quantization_config": type("Config", (), {"quant_method": "vptq"})()})
+def noted(model: nn.Module, method: str = "vptq") -> nn.Module:
+    """Of a format that transformers says."""
+    quantizer = type("Quantizer", (), {"quantization_config": type("Config", (), {"quant_method": method})()})
     model.hf_quantizer = quantizer()
     return model
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "fp8": (lambda: head(lambda w: w.to(torch.float8_e4m3fn)), r"lm_head.weight: .*quantised .*float8_e4m3fn"),
-    "int8": (lambda: head(lambda w: w.to(torch.int8)), r"lm_head.weight: .*quantised .*int8.*dequantise"),
+    "int8": (lambda: head(lambda w: w.to(torch.int8)), r"lm_head.weight: .*quantised .*int8.*; load the base in"),
     "uint8": (lambda: head(lambda w: w.to(torch.uint8)[:, :16]), r"lm_head.weight: .*quantised .*uint8 .101, 16."),
     "a tensor subclass": (lambda: head(lambda w: TwoTensor(w, w)), r"lm_head.weight: .*quantised .*TwoTensor"),
     "gptq": (
@@ -55,7 +56,14 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "an int8 buffer": (lambda: packed(weight=torch.ones(48, 32, dtype=torch.int8)), r"up_proj.weight: .*quantised"),
     "torch's own": (dynamic, r"layers.0.self_attn.q_proj: the base is quantised"),
-    "said by transformers": (lambda: noted(models.qwen2()), r"the model: the base is quantised .vptq.; load"),
+    "said by transformers": (
+        lambda: noted(models.qwen2()),
+        r"the model: .* .vptq.; load .* from a checkpoint that is not",
+    ),
+    "said, and shown": (
+        lambda: noted(head(lambda w: w.to(torch.float8_e4m3fn)), "fp8"),
+        r"lm_head.weight: .*quantization_config=FineGrainedFP8Config.dequantize=True",
+    ),
     "sparse": (lambda: head(Tensor.to_sparse), r"lm_head.weight: expected a dense tensor, got .*sparse_coo"),
     "sparse, by rows": (lambda: head(Tensor.to_sparse_csr), r"lm_head.weight: expected a dense tensor, .*sparse_csr"),
     "lazy": (lambda: nn.Sequential(nn.LazyLinear(3)), r"0.weight: .*run a forward first"),
@@ -103,3 +111,18 @@ def test_lora_layers_of_other_libraries(factors: str, adapters: bool) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(OtherLinear(factors)))
     with pytest.raises(UnsupportedAdapter, match=r"1\.0 holds lora_[Aa], and is no LoRA layer of PEFT's"):
         list(MergedWeights(model, adapters=adapters))
+
+
+@pytest.mark.parametrize("method", ["bitsandbytes", "higgs"])
+def test_what_transformers_dequantises_when_it_is_loaded(method: str) -> None:
+    assert "model.dequantize()" in remedy(method)
+
+
+@pytest.mark.parametrize("method", ["fp8", "mxfp4"])
+def test_what_transformers_dequantises_while_it_loads_it(method: str) -> None:
+    assert "(dequantize=True)" in remedy(method)
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "aqlm", "eetq", "hqq", "torchao", "quanto", "", "unheard of"])
+def test_what_transformers_does_not_dequantise(method: str) -> None:
+    assert "dequantize" not in remedy(method)

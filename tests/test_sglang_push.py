@@ -300,7 +300,7 @@ UNFIT = {
     "enable_hierarchical_cache": (True, "enable_hierarchical_cache"),
     "cpu_offload_gb": (1, "cpu_offload_gb"),
     "weight_cache_mode": ("daemon", "weight_cache_mode"),
-    "model_config.quantization": ("fp8", "holds fp8 weights"),
+    "model_config.quantization": ("fp8", "holds fp8 weights.*start it without quantization"),
     "torchao_config": ("int4wo-128", "holds int4wo-128 weights"),
     "model_config.is_multimodal": (True, "multimodal"),
 }

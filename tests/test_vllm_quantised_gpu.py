@@ -101,7 +101,7 @@ def test_formats(quantization: str, build: Any, options: dict[str, Any], linear:
                 assert llm.collective_rpc("bits") == fresh
                 assert_close(llm, model)
                 assert all(c.complete for c in coverage(llm))
-        assert quantised.assert_rounded_once(model, quantised.served(llm)) >= linear
+        assert quantised.assert_rounded_once(quantised.exact_merge(model), quantised.served(llm)) >= linear
         if "enable_lora" in options:
             with closing(VllmSync(model, llm, mode="adapter", bucket_bytes=BUCKET)) as sync:
                 sync.push()

@@ -1,7 +1,8 @@
 """Results of 8 bits: e4m3 elements of which a group shares a scale, as engines quantise what they load.
 
-A sum is rounded to the dtype in which an engine loads weights, and what becomes of that number is what vLLM's
-quantisers make of it, bit for bit (float32 throughout; `largest` is that of the group's magnitudes):
+A sum is rounded to the dtype in which an engine loads weights (docs/vllm.md has what that costs: next to nothing), and
+what becomes of that number is what vLLM's quantisers make of it, bit for bit (float32 throughout; `largest` is that of
+the group's magnitudes):
 
 | group | scale | element |
 |---|---|---|

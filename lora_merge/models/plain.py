@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from inspect import signature
 from typing import Any
 
 import torch
@@ -30,7 +31,32 @@ _HIDDEN = ("torch.ao.nn.quantized.", "torch.ao.nn.sparse.quantized.")
 """Modules whose weights are in no parameter and no buffer."""
 _FACTORS = {"lora_A", "lora_B", "lora_a", "lora_b", "lora_embedding_A", "lora_embedding_B", "lora_down", "lora_up"}
 """What LoRA layers call their factors. Those of PEFT and Megatron-Bridge are read as adapters and are no weights."""
-REMEDY = "load the base in bfloat16, float16 or float32, or dequantise it first (transformers: model.dequantize())"
+_LOAD = "load the base in bfloat16, float16 or float32"
+
+
+def remedy(method: str = "") -> str:
+    """What to do about a base that is quantised, in words that end an error.
+
+    Args:
+        method: what transformers calls the format (`quant_method`); "" where that is not known. transformers is asked
+            whether it can dequantise it: a loaded model, or a checkpoint as it loads it.
+    """
+    unquantised = f"{_LOAD}, from a checkpoint that is not quantised"
+    try:
+        from transformers.quantizers import HfQuantizer, auto
+    except ImportError:
+        return unquantised
+    key = f"{method}_4bit" if method == "bitsandbytes" else method
+    quantizer: Any = auto.AUTO_QUANTIZER_MAPPING.get(key)
+    config: Any = auto.AUTO_QUANTIZATION_CONFIG_MAPPING.get(key)
+    if quantizer is not None and quantizer._dequantize is not HfQuantizer._dequantize:
+        return f"{_LOAD}, or dequantise it first (transformers: model.dequantize())"
+    if config is not None and "dequantize" in signature(config).parameters:
+        return (
+            f"{_LOAD}: transformers dequantises it while it loads it, with "
+            f"quantization_config={config.__name__}(dequantize=True)"
+        )
+    return unquantised
 
 
 def check_plain(modules: Iterable[tuple[str, nn.Module]], tensors: Iterable[NamedTensor]) -> None:
@@ -44,28 +70,34 @@ def check_plain(modules: Iterable[tuple[str, nn.Module]], tensors: Iterable[Name
     """
     for t in tensors:
         if not (t.attribute == "weight" and bits(t.owner) is not None):
-            _check_tensor(t)
+            _check_tensor(t, modules)
         _check_no_factor(t)
     for name, module in modules:
         hidden = next((path for path in lineage(type(module)) if path.startswith(_HIDDEN)), None)
         if hidden is not None:
-            raise InvalidInput(f"{name}: the base is quantised (a {hidden}); {REMEDY}")
-        quantizer = module.__dict__.get("hf_quantizer")
-        if quantizer is not None:  # of a kind that was not known above
-            config: Any = getattr(quantizer, "quantization_config", None)
-            method = getattr(config, "quant_method", type(quantizer).__name__)
-            method = getattr(method, "value", method)
-            if method != "bitsandbytes":
-                raise InvalidInput(f"{name or 'the model'}: the base is quantised ({method}); {REMEDY}")
+            raise InvalidInput(f"{name}: the base is quantised (a {hidden}); {remedy()}")
+        method = _method(module)
+        if method not in ("", "bitsandbytes"):  # of a kind that was not known above
+            raise InvalidInput(f"{name or 'the model'}: the base is quantised ({method}); {remedy(method)}")
 
 
-def _check_tensor(t: NamedTensor) -> None:
+def _method(module: nn.Module) -> str:
+    """By which format transformers has quantised a model; "" for what is no model that it has quantised."""
+    quantizer = module.__dict__.get("hf_quantizer")
+    if quantizer is None:
+        return ""
+    method = getattr(getattr(quantizer, "quantization_config", None), "quant_method", type(quantizer).__name__)
+    return str(getattr(method, "value", method))
+
+
+def _check_tensor(t: NamedTensor, modules: Iterable[tuple[str, nn.Module]]) -> None:
     if isinstance(t.tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
         raise InvalidInput(f"{t.name}: a lazy module that has not been initialised yet: run a forward first")
     how = _quantised(t)
     if how is not None:
         held = f"{t.tensor.dtype} {tuple(t.tensor.shape)}"
-        raise InvalidInput(f"{t.name}: the base is quantised ({how}): what it holds, {held}, are no weights; {REMEDY}")
+        what = remedy(next(filter(None, (_method(module) for _, module in modules)), ""))
+        raise InvalidInput(f"{t.name}: the base is quantised ({how}): what it holds, {held}, are no weights; {what}")
     if t.tensor.is_nested:
         raise InvalidInput(f"{t.name}: expected a dense tensor, got a nested one; call to_padded_tensor() first")
     if t.tensor.layout is not torch.strided:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidInput, MissingExtra
-from ..models.plain import REMEDY
+from ..models.plain import remedy
 from .format import Stored, as_bytes, read_header, read_into
 
 CONFIG = "config.json"
@@ -182,10 +182,10 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     checkpoint = Checkpoint(folder=folder, config=config, **found)
     packed = next((n for n in checkpoint.tensors if n.rpartition(".")[2] in _PACKED), None)
     if packed is not None:
-        raise InvalidInput(f"{folder}: the base is quantised ({packed} holds packed integers); {REMEDY}")
+        raise InvalidInput(f"{folder}: the base is quantised ({packed} holds packed integers); {remedy()}")
     small = next((s for s in checkpoint.tensors.values() if s.dtype.is_floating_point and s.dtype.itemsize == 1), None)
     if small is not None:
-        raise InvalidInput(f"{folder}: the base is quantised ({small.name} is {small.dtype}); {REMEDY}")
+        raise InvalidInput(f"{folder}: the base is quantised ({small.name} is {small.dtype}); {remedy()}")
     return checkpoint
 
 
@@ -251,7 +251,8 @@ def _check_not_quantised(folder: Path, config: Mapping[str, Any]) -> None:
         if method:
             kind = method.get("quant_method", "of an unknown method") if isinstance(method, dict) else method
             raise InvalidInput(
-                f"{folder}: the base is quantised ({CONFIG} says {where}quantization_config: {kind}); {REMEDY}"
+                f"{folder}: the base is quantised ({CONFIG} says {where}quantization_config: {kind}); "
+                f"{remedy(str(kind))}"
             )
 
 

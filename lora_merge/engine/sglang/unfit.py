@@ -25,7 +25,10 @@ def unfit(manager: Any) -> str:
     scheduler = manager.scheduler
     arguments, config = scheduler.server_args, scheduler.model_config
     if quantized := config.quantization or getattr(arguments, "torchao_config", ""):  # SGLang 0.5.17 has it
-        return f"holds {quantized} weights; only unquantised ones can be pushed to"
+        return (
+            f"holds {quantized} weights, and merged ones are not quantised: start it without quantization and "
+            "torchao_config, on a checkpoint that is not quantised; vLLM's engines may quantise what they load"
+        )
     for applies, why in _REFUSED:
         if applies(arguments):
             return why

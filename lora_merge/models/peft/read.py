@@ -23,7 +23,7 @@ from ...shards import Shard, whole
 from ...shards.bitsandbytes import bits, turned
 from ...shards.layout import Layout
 from ..delta import Delta, Factors
-from ..plain import REMEDY
+from ..plain import remedy
 from .forwards import strange_forward
 
 PeftLayer: TypeAlias = Any
@@ -50,7 +50,8 @@ _BNB = tuple(f"peft.tuners.lora.bnb.{name}" for name in ("Linear4bit", "Linear8b
 _LINEAR, _EMBEDDING, _PARAMETER = _LAYERS + "Linear", _LAYERS + "Embedding", _LAYERS + "ParamWrapper"
 _BACKEND = "quantization_backend"
 _QUANTISED_KINDS = ("aqlm", "awq", "bnb", "eetq", "gptq", "hqq", "inc", "torchao")
-_QUANTISED = tuple(f"peft.tuners.lora.{kind}." for kind in _QUANTISED_KINDS)
+_PEFTS = "peft.tuners.lora."
+_QUANTISED = tuple(f"{_PEFTS}{kind}." for kind in _QUANTISED_KINDS)
 """Where PEFT keeps its layers for quantised bases."""
 _MESH = "_hf_device_mesh"
 _SWAPPED = "_did_swap_in_out_features"
@@ -197,10 +198,14 @@ def _layer_deltas(name: str, layer: PeftLayer, active: list[str], layout: Layout
     path = lineage(type(layer))[0]
     read = _READERS.get(path)
     if read is None:
-        reason = f": the base is quantised; {REMEDY}" if path.startswith(_QUANTISED) else _LAYER_REASONS.get(path, "")
+        reason = _LAYER_REASONS.get(path, "")
+        if path.startswith(_QUANTISED):
+            reason = f": the base is quantised; {remedy(path.removeprefix(_PEFTS).split('.')[0])}"
         raise UnsupportedAdapter(f"{name}: a {path} cannot be merged here{reason}")
-    if getattr(layer, _BACKEND, None) is not None:
-        raise UnsupportedAdapter(f"{name}: the base is quantised ({layer.quantization_backend}); {REMEDY}")
+    backend = getattr(layer, _BACKEND, None)
+    if backend is not None:
+        method = getattr(backend, "backend_name", type(backend).__name__)
+        raise UnsupportedAdapter(f"{name}: the base is quantised ({method}); {remedy(method)}")
     base = innermost(layer)
     if base.__dict__.get(_MESH) is not None:
         raise UnsupportedAdapter(
@@ -386,7 +391,7 @@ def _check(delta: Delta) -> None:
     if weight.dtype not in FLOATS or (not packed and kind not in ("Tensor", "DTensor")):
         raise UnsupportedAdapter(
             f"{delta.name}: the base is a {kind} of {weight.dtype}; only plain bfloat16, float16 and float32 weights "
-            f"can be merged here. If it is quantised, {REMEDY}"
+            f"can be merged here. If it is quantised, {remedy()}"
         )
     if weight.whole and len(weight.shape) != (2 if delta.experts is None else 3):
         tensor = weight.pieces[0].tensor
