@@ -14,7 +14,7 @@ import bitsandbytes.functional as F
 import models
 import pytest
 import torch
-from checkpoints import assert_same, nothing_left, tensors, write_adapter
+from checkpoints import EXPERTS, assert_same, nothing_left, tensors, write_adapter
 from helpers import assert_same_bits
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
@@ -398,3 +398,64 @@ def test_config_and_files_disagree(tmp_path: Path) -> None:
             merge_checkpoint(plain, tmp_path / "adapter", tmp_path / "out")
         with pytest.raises(InvalidInput, match=r"quant_state.* is there\) and config.json has no quantization_config"):
             merge_checkpoint(base, tmp_path / "adapter", tmp_path / "out")
+
+
+def quantised_by_hand(folder: Path, wanted: str) -> Path:
+    """A plain base, of which the tensors with `wanted` in their names are put into codes one by one, as transformers 4
+    saved experts; beside it the plain base of what these stand for."""
+    right = folder.with_name(f"{folder.name}-right")
+    right.mkdir()
+    for file in sorted(folder.glob("*.safetensors")):
+        held, values = load_file(file), {}
+        for name, tensor in list(held.items()):
+            values[name] = tensor
+            if wanted in name and tensor.dim() == 2:
+                held[name], state = F.quantize_4bit(tensor, quant_type="nf4", compress_statistics=True)
+                held |= {f"{name}.{key}": value for key, value in state.as_dict(packed=True).items()}
+                shape, state.shape = state.shape, torch.Size((1, tensor.numel()))
+                values[name] = F.dequantize_4bit(held[name], state).view(shape)
+        save_file(held, file, {"format": "pt"})
+        save_file(values, right / file.name, {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (right / "config.json").write_text(json.dumps(config))
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    return right
+
+
+def test_experts(tmp_path: Path) -> None:
+    """Experts that are linear layers on disk, and fused ones in transformers 5, where the adapter was trained."""
+    torch.manual_seed(7)
+    models.qwen3_moe().bfloat16().save_pretrained(tmp_path / "base")
+    right = quantised_by_hand(tmp_path / "base", "_proj")
+    write_adapter(tmp_path / "adapter", right, models.qwen3_moe, **EXPERTS)
+    for folder in ("base", "base-right"):
+        merge_checkpoint(tmp_path / folder, tmp_path / "adapter", tmp_path / f"{folder}-out")
+    assert_same(tensors(tmp_path / "base-out"), tensors(tmp_path / "base-right-out"))
+
+
+def test_pickled(tmp_path: Path) -> None:
+    """A state dict of torch.save holds the same tensors."""
+    base = write_base(tmp_path / "base", "nf4, double")
+    write_adapter(tmp_path / "adapter", base, qwen2)
+    merge_checkpoint(base, tmp_path / "adapter", tmp_path / "one")
+    torch.save(load_file(base / "model.safetensors"), base / "pytorch_model.bin")
+    (base / "model.safetensors").unlink()
+    merge_checkpoint(base, tmp_path / "adapter", tmp_path / "two")
+    assert_same(tensors(tmp_path / "two"), tensors(tmp_path / "one"))
+
+
+def test_no_bitsandbytes_is_needed(tmp_path: Path) -> None:
+    """Only the model that was quantised needed it."""
+    base = write_base(tmp_path / "base", "int8")
+    write_adapter(tmp_path / "adapter", base, qwen2)
+    code = """
+import sys
+sys.modules["bitsandbytes"] = None
+from lora_merge import merge_checkpoint
+merge_checkpoint(*sys.argv[1:])
+"""
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    folders = [str(tmp_path / name) for name in ("base", "adapter", "out")]
+    subprocess.run([sys.executable, "-c", code, *folders], check=True, env=os.environ | {"PYTHONPATH": paths})
+    assert_same(tensors(tmp_path / "out"), streamed(live(base, tmp_path / "adapter")))
