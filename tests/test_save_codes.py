@@ -119,6 +119,18 @@ def test_bits(kind: str, model: str, adapter: str, device: str, tmp_path: Path) 
     assert_same(tensors(tmp_path / "base-out"), tensors(tmp_path / "plain-out"))
 
 
+def test_config_of_another_dtype(tmp_path: Path) -> None:
+    """Who loads by the config would round again: a note says so."""
+    write_base(tmp_path / "base", "nf4", models.qwen2, False)
+    config = json.loads((tmp_path / "base" / "config.json").read_text())
+    write_adapter(tmp_path / "adapter", tmp_path / "base", models.qwen2)
+    for said, dtype, told in (("bfloat16", torch.bfloat16, False), ("float16", torch.bfloat16, True)):
+        (tmp_path / "base" / "config.json").write_text(json.dumps(config | {"dtype": said}))
+        (saved,) = merge_checkpoint(tmp_path / "base", tmp_path / "adapter", tmp_path / said)
+        assert any("rounds these weights again" in note for note in saved.notes) == told
+        assert tensors(tmp_path / said)["model.layers.0.mlp.up_proj.weight"].dtype == dtype
+
+
 @pytest.mark.gpu
 def test_fp8_on_a_gpu(tmp_path: Path) -> None:
     right = test_save_fp8.write_base(tmp_path / "base", models.qwen2)

@@ -28,7 +28,11 @@ def open_base(folder: Path) -> Checkpoint:
     raw = open_checkpoint(folder)
     read = _reader(folder, raw.config)
     if read is not None:
-        return read(raw)
+        try:
+            return read(raw)
+        except BaseException:
+            raw.close()
+            raise
     for name, stored in raw.tensors.items():
         if name.rpartition(".")[2] in _PACKED:
             raise InvalidInput(f"{folder}: the base is quantised ({name} holds packed integers); {_READ}; {REMEDY}")

@@ -125,7 +125,18 @@ def decoded(raw: Checkpoint, coded: Mapping[str, Coded], beside: Collection[str]
     }
     _check_no_codes(raw, how, (stored for name, stored in tensors.items() if name not in coded))
     files = {file: tuple(name for name in names if name in tensors) for file, names in raw.files.items()}
-    dtypes = ", ".join(sorted({str(c.kept).removeprefix("torch.") for c in coded.values()}))
+    kept = {c.kept for c in coded.values()}
+    dtypes = ", ".join(sorted(_word(dtype) for dtype in kept))
+    notes = [
+        f"the base is quantised ({how}): {len(coded)} of its weights are written as what their codes stand for, in "
+        f"{dtypes} unless dtype (--dtype) says otherwise"
+    ]
+    said = _said(raw.config)
+    if said is not None and kept != {said}:
+        notes.append(
+            f"the base was quantised from {dtypes}, and config.json says {_word(said)}: who loads the result by its "
+            f"config rounds these weights again, unless dtype={_word(said)} (--dtype {_word(said)}) is asked for"
+        )
     return Decoded(
         folder=raw.folder,
         tensors=tensors,
@@ -133,10 +144,7 @@ def decoded(raw: Checkpoint, coded: Mapping[str, Coded], beside: Collection[str]
         metadata=raw.metadata,
         index=raw.index,
         config={key: value for key, value in raw.config.items() if key != QUANTIZED},
-        notes=(
-            f"the base is quantised ({how}): {len(coded)} of its weights are written as what their codes stand for, in "
-            f"{dtypes} unless dtype (--dtype) says otherwise",
-        ),
+        notes=tuple(notes),
         raw=raw,
         coded=coded,
     )
@@ -152,17 +160,29 @@ def _check_no_codes(raw: Checkpoint, how: str, rest: Iterable[Stored]) -> None:
             )
 
 
+def _said(config: Mapping[str, Any]) -> torch.dtype | None:
+    """The dtype of config.json, where it is one of weights."""
+    for said in (config, config.get("text_config")):
+        named = said.get("dtype", said.get("torch_dtype")) if isinstance(said, Mapping) else None
+        dtype = getattr(torch, str(named), None)
+        if dtype in FLOATS:
+            return dtype
+    return None
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def dtype_of_rest(config: Mapping[str, Any], rest: Iterable[Stored]) -> torch.dtype:
     """The dtype of a base whose codes say of none: that of config.json, or else that of most of its plain tensors.
 
     Args:
         rest: those that are no codes, and say of none what they stand for.
     """
-    for said in (config, config.get("text_config")):
-        named = said.get("dtype", said.get("torch_dtype")) if isinstance(said, Mapping) else None
-        dtype = getattr(torch, str(named), None)
-        if dtype in FLOATS:
-            return dtype
+    said = _said(config)
+    if said is not None:
+        return said
     count: dict[torch.dtype, int] = {}
     for stored in rest:
         if stored.dtype in FLOATS:
