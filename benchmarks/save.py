@@ -276,8 +276,18 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "disk_write_s": writes,
         "disk_copy_s": copies,
         "methods": measured,
-        **report.provenance(torch.device("cpu")),
+        **_provenance(),
     }
+
+
+def _provenance() -> dict[str, Any]:
+    """Of a record, without the folder of this machine."""
+    told = report.provenance(torch.device("cpu"))
+    command: list[str] = told["command"]
+    if "--work" in command:
+        at = command.index("--work")
+        told["command"] = command[:at] + command[at + 2 :]
+    return told
 
 
 def main() -> None:
