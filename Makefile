@@ -66,7 +66,8 @@ lint: $(VENV)/installed
 # The tests with libraries that trainers bring: DeepSpeed, bitsandbytes.
 test-libraries: $(VENV)/installed $(VENV)/libraries/done
 	PYTHONPATH=$(VENV)/libraries TORCH_EXTENSIONS_DIR=$(EXTENSIONS) $(PY) -m pytest $(ARGS) \
-		tests/test_libraries.py tests/test_libraries_quantised.py tests/test_libraries_zero3.py
+		tests/test_libraries.py tests/test_libraries_quantised.py tests/test_libraries_quantised_saved.py \
+		tests/test_libraries_zero3.py
 
 # Real trainers with real vLLM engines. They exclude each other, so each has packages of its own beside vLLM's.
 TRAINERS := plain trl swift verl

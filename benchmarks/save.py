@@ -1,11 +1,15 @@
-"""A merged checkpoint on disk: `lora-merge merge` beside PEFT's merge_and_unload().save_pretrained(), and a copy.
+"""A merged checkpoint on disk: `lora-merge merge`, and `save_merged` of a live model, beside PEFT's
+merge_and_unload().save_pretrained(), and a copy.
 
 Random weights in a known model's shapes and an adapter on all of its linear layers are written shard by shard. Each way
 then runs in a process of its own, of which the memory is watched, with nothing of the base in the system's cache, until
-everything is on the disk. Before and after, the same bytes are written plainly, and copied.
+everything is on the disk. Those that load the model first say how long saving it alone took, and what memory they had
+before. Before and after, the bytes of the result are written plainly, and the base is copied. With --nf4 the base lies
+in codes of 4 bits, as bitsandbytes has them; PEFT would quantise the sum again.
 
     python benchmarks/save.py --shape qwen2.5-1.5b --json out.json
     python benchmarks/save.py --shape qwen2.5-7b --ours --json out.json
+    python benchmarks/save.py --shape qwen2.5-7b --nf4 --json out.json
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -40,14 +45,29 @@ SIZES: dict[str, dict[str, Any]] = {
     | {"num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064},
 }
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-PEFT = """
-import sys, torch
+LIVE = """
+import json, os, sys, time
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
+import lora_merge
 base, adapter, out = sys.argv[1:]
-model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
-PeftModel.from_pretrained(model, adapter).merge_and_unload().save_pretrained(out)
+model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype="auto"), adapter)
+with open("/proc/self/status") as status:
+    held = next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
+begin = time.perf_counter()
+{save}
+for name in os.listdir(out):
+    descriptor = os.open(os.path.join(out, name), os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+print(json.dumps({{"seconds_of_saving": time.perf_counter() - begin, "loaded_anonymous_bytes": held}}))
 """
+SAVES = {
+    "save_merged": "lora_merge.save_merged(model, out)",
+    "save_merged, verify": "lora_merge.save_merged(model, out, verify=True)",
+    "peft": "model.merge_and_unload().save_pretrained(out)",
+}
+"""Ways to save a live model."""
 
 
 def metas(shape: str) -> tuple[Any, list[Wanted]]:
@@ -62,19 +82,46 @@ def metas(shape: str) -> tuple[Any, list[Wanted]]:
     return config, [Wanted(name, torch.bfloat16, tuple(t.shape)) for name, t in named]
 
 
-def write_base(folder: Path, shape: str) -> None:
-    """Random weights: chunks of normal numbers out of a few that were drawn."""
+def in_codes(tensors: list[Wanted]) -> tuple[list[Wanted], dict[str, torch.Tensor]]:
+    """Linear layers as bitsandbytes has them in NF4; and the tensors of these that are no random bytes."""
+    code = torch.tensor([-1 + n / 7.5 for n in range(16)])  # any codebook is decoded alike
+    held: list[Wanted] = []
+    known: dict[str, torch.Tensor] = {}
+    for wanted in tensors:
+        if not wanted.name.removesuffix(".weight").endswith(TARGETS) or len(wanted.shape) != 2:
+            held.append(wanted)
+            continue
+        count = torch.Size(wanted.shape).numel()
+        held.append(Wanted(wanted.name, torch.uint8, (count // 2, 1)))
+        said = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": list(wanted.shape)}
+        known[f"{wanted.name}.absmax"] = torch.full((count // 64,), 0.05)
+        known[f"{wanted.name}.quant_map"] = code
+        state = torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8)
+        known[f"{wanted.name}.quant_state.bitsandbytes__nf4"] = state
+    return held + [Wanted(name, t.dtype, tuple(t.shape)) for name, t in known.items()], known
+
+
+def write_base(folder: Path, shape: str, nf4: bool) -> None:
+    """Random weights: chunks of normal numbers out of a few that were drawn, which are as good as any codes."""
     config, tensors = metas(shape)
+    known: dict[str, torch.Tensor] = {}
     torch.manual_seed(0)
     blocks = [(torch.randn(CHUNK // 2) * 0.02).bfloat16() for _ in range(4)]
+    if nf4:
+        tensors, known = in_codes(tensors)
     shards = shards_of(tensors, 4 * 10**9)
     said = json.loads(config.to_json_string())
+    if nf4:
+        said["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     with Writer(
         folder, shards, metadata={"format": "pt"}, index={} if len(shards) > 1 else None, config=said
     ) as writer:
         number = 0
         for wanted in tensors:
             size = writer.places[wanted.name].nbytes
+            if wanted.name in known:
+                writer.write(wanted.name, 0, as_bytes(known[wanted.name]))
+                continue
             for begin in range(0, size, CHUNK):
                 writer.write(wanted.name, begin, as_bytes(blocks[number % 4])[: min(CHUNK, size - begin)])
                 number += 1
@@ -110,18 +157,23 @@ def forget(folder: Path) -> None:
 
 
 def watched(command: list[str], out: Path) -> dict[str, Any]:
-    """Run a command; seconds until all that it wrote is on the disk, and its memory."""
+    """Run a command; seconds until all that it wrote is on the disk, seconds of a processor (which other work on the
+    machine changes less), and its memory."""
+    used = _processor()
     begin = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     anonymous, resident = 0, 0
-    while process.poll() is None:
-        for field, value in _status(process.pid):
-            anonymous = max(anonymous, value if field == "RssAnon" else 0)
-            resident = max(resident, value if field == "VmHWM" else 0)
-        time.sleep(0.02)
-    ended = time.perf_counter() - begin
-    if process.returncode:
-        raise SystemExit(f"{command} failed:\n{process.communicate()[1]}")
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+        while process.poll() is None:
+            for field, value in _status(process.pid):
+                anonymous = max(anonymous, value if field == "RssAnon" else 0)
+                resident = max(resident, value if field == "VmHWM" else 0)
+            time.sleep(0.02)
+        ended = time.perf_counter() - begin
+        told = process.communicate()[0].strip()
+        if process.returncode:
+            errors.seek(0)
+            raise SystemExit(f"{command} failed:\n{errors.read()}")
     for file in sorted(out.rglob("*")):
         descriptor = os.open(file, os.O_RDONLY)
         os.fsync(descriptor)
@@ -129,9 +181,17 @@ def watched(command: list[str], out: Path) -> dict[str, Any]:
     return {
         "seconds": time.perf_counter() - begin,
         "seconds_of_process": ended,
+        "processor_seconds": _processor() - used,
         "peak_rss_bytes": resident,
         "peak_anonymous_bytes": anonymous,
+        **(json.loads(told.splitlines()[-1]) if told.endswith("}") else {}),
     }
+
+
+def _processor() -> float:
+    """Seconds that processes which have ended took."""
+    told = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return told.ru_utime + told.ru_stime
 
 
 def _status(pid: int) -> Iterator[tuple[str, int]]:
@@ -175,17 +235,26 @@ def plain_copy(base: Path, to: Path) -> float:
     return seconds
 
 
+def plain_bytes(shape: str) -> int:
+    """Of all tensors of the merged checkpoint."""
+    return sum(torch.Size(wanted.shape).numel() * wanted.dtype.itemsize for wanted in metas(shape)[1])
+
+
 def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Every way, on the same base."""
     base, adapter, out = folder / "base", folder / "adapter", folder / "out"
-    write_base(base, args.shape)
+    write_base(base, args.shape, args.nf4)
     write_adapter(adapter, base, args.shape, args.rank)
     nbytes = sum(file.stat().st_size for file in base.iterdir())
     ours = [sys.executable, "-m", "lora_merge", "merge", str(base), str(adapter), "--out", str(out)]
     ways = {"lora-merge merge": ours, "lora-merge merge --verify": [*ours, "--verify"]}
-    if not args.ours:
-        ways["peft"] = [sys.executable, "-c", PEFT, str(base), str(adapter), str(out)]
-    writes, copies = [plain_write(folder, nbytes)], [plain_copy(base, folder / "copy")]
+    if not args.ours and not args.nf4:
+        ways |= {
+            way: [sys.executable, "-c", LIVE.format(save=save), str(base), str(adapter), str(out)]
+            for way, save in SAVES.items()
+        }
+    # What the disk takes: of a base in codes the result, which is larger.
+    writes, copies = [plain_write(folder, plain_bytes(args.shape))], [plain_copy(base, folder / "copy")]
     measured = {}
     for name, command in ways.items():
         forget(base)
@@ -193,7 +262,7 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         measured[name] = watched(command, out)
         shutil.rmtree(out)
         print(name, {key: round(value, 2) for key, value in measured[name].items()}, flush=True)
-    writes.append(plain_write(folder, nbytes))
+    writes.append(plain_write(folder, plain_bytes(args.shape)))
     copies.append(plain_copy(base, folder / "copy"))
     for figures in measured.values():
         figures["of_disk_write"] = min(writes) / figures["seconds"]
@@ -202,19 +271,31 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "shape": args.shape,
         "rank": args.rank,
         "bytes": nbytes,
+        "bytes_of_result": plain_bytes(args.shape),
         "adapter_bytes": (adapter / "adapter_model.safetensors").stat().st_size,
         "disk_write_s": writes,
         "disk_copy_s": copies,
         "methods": measured,
-        **report.provenance(torch.device("cpu")),
+        **_provenance(),
     }
+
+
+def _provenance() -> dict[str, Any]:
+    """Of a record, without the folder of this machine."""
+    told = report.provenance(torch.device("cpu"))
+    command: list[str] = told["command"]
+    if "--work" in command:
+        at = command.index("--work")
+        told["command"] = command[:at] + command[at + 2 :]
+    return told
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SIZES, default="qwen2.5-1.5b", help="default %(default)s")
     parser.add_argument("--rank", type=int, default=32, help="of the adapter (default %(default)s)")
-    parser.add_argument("--ours", action="store_true", help="without PEFT, which holds the model in memory")
+    parser.add_argument("--ours", action="store_true", help="without the ways that hold the model in memory")
+    parser.add_argument("--nf4", action="store_true", help="a base in bitsandbytes' codes of 4 bits; implies --ours")
     parser.add_argument("--work", type=Path, help="folder on the disk that is meant; default: that of temporary files")
     parser.add_argument("--json", type=Path, metavar="FILE", help="add the figures to this record, by shape")
     args = parser.parse_args()
@@ -223,7 +304,7 @@ def main() -> None:
     print(json.dumps(record["methods"], indent=2))
     if args.json:
         known = json.loads(args.json.read_text()) if args.json.exists() else {}
-        report.save(known | {args.shape: record}, args.json)
+        report.save(known | {f"{args.shape}{' in nf4' if args.nf4 else ''}": record}, args.json)
 
 
 if __name__ == "__main__":

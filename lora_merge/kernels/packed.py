@@ -10,7 +10,8 @@ is rounded to the weight's dtype: bit by bit what bitsandbytes' `dequantize_4bit
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -176,6 +177,20 @@ class Packed(Tensor):
             return tree_map(lambda view: Packed(codes, view) if isinstance(view, Tensor) else view, seen)
         decode: Callable[[Any], Any] = lambda value: value.decoded() if isinstance(value, Packed) else value  # noqa: E731
         return func(*tree_map(decode, tuple(args)), **tree_map(decode, dict(kwargs)))
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor on a device; of a quantised weight the codes are moved."""
+    if tensor.device == device:
+        return tensor
+    if not isinstance(tensor, Packed):
+        return tensor.to(device)
+    c, to = tensor.codes, partial(Tensor.to, device=device)
+    nested = c.nested and replace(
+        c.nested, code=to(c.nested.code), absmax=to(c.nested.absmax), offset=to(c.nested.offset)
+    )
+    code = None if c.code is None else to(c.code)
+    return Packed(replace(c, data=to(c.data), absmax=to(c.absmax), code=code, nested=nested), tensor._places)
 
 
 def memory(tensor: Tensor) -> list[Tensor]:

@@ -20,8 +20,9 @@ from ..models.delta import Delta
 from ..models.part import Part, learning_of
 from ..models.peft.chosen import originals
 from ..models.peft.folder import read_folder
-from ..names import named_tensors
+from ..names import lineage, named_tensors
 from ..shards import cut
+from ..shards.bitsandbytes import CONV1D
 from ..stream.filler import Entry
 from ..stream.weights import MergedWeights
 from .checkpoint import Checkpoint
@@ -74,6 +75,10 @@ def read_adapter(name: str, folder: Path, base: Checkpoint, dtype: torch.dtype, 
         InvalidInput, UnsupportedAdapter, MissingExtra: as `read_folder`; names the folder.
     """
     model = read_folder(folder, base.folder, dtype)
+    turned = {t.name for t in named_tensors(model) if t.attribute == "weight" and CONV1D in lineage(type(t.owner))}
+    if turned:
+        renamed = _renamer(model)
+        base.turn({n for n in base.tensors if n in turned or renamed(n) in turned})
     weights, bare = MergedWeights(model), MergedWeights(model, adapters=False)
     weights.keep_tied = bare.keep_tied = True
     filler = weights.filler()

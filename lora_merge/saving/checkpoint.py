@@ -1,20 +1,21 @@
-"""A base on disk: which files hold which of its tensors, what lies beside them, and whether it can be merged into."""
+"""A base on disk: which files hold which of its tensors, and what lies beside them."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import InvalidInput, MissingExtra
-from ..models.plain import remedy
+from ..kernels.segments import FLOATS
+from .chunks import Buffer, Rows, Take
 from .format import Stored, as_bytes, read_header, read_into
 
 CONFIG = "config.json"
@@ -26,16 +27,8 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", "
 _NOT_ALONG = ("README.md", "trainer_state.json", "adapter_config.json")
 _FOLDERS_ALONG = ("additional_chat_templates",)
 _PARTS = "modules.json"
-_PACKED = ("qweight", "qzeros", "weight_packed")
 _WANTED = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.tiktoken", "LICENSE*"]
 _WANTED += ["NOTICE*", "adapter_model.bin"]
-
-
-class Readable(Protocol):
-    """Bytes of one tensor that can be read from any of them on."""
-
-    def read(self, begin: int, into: Tensor) -> None:
-        """Fill a contiguous CPU tensor with the bytes from number `begin` on."""
 
 
 @dataclass(eq=False)
@@ -50,6 +43,7 @@ class Checkpoint:
         metadata: of the safetensors files.
         index: what its index says beside the map of names; None where there is no index.
         config: config.json.
+        notes: what may be worth a look.
     """
 
     folder: Path
@@ -58,6 +52,7 @@ class Checkpoint:
     metadata: Mapping[str, str]
     index: Mapping[str, Any] | None
     config: Mapping[str, Any]
+    notes: tuple[str, ...] = ()
     _pickled: Mapping[str, Tensor] = field(default_factory=dict)
     _open: dict[Path, int] = field(default_factory=dict)
 
@@ -78,6 +73,26 @@ class Checkpoint:
             if stored.file not in self._open:
                 self._open[stored.file] = os.open(stored.file, os.O_RDONLY)
             read_into(self._open[stored.file], stored.begin + begin, as_bytes(into), f"{stored.file}: {name}")
+
+    def chunk(self, name: str, rows: Rows, take: Take) -> Buffer:
+        """Rows of one of the base's tensors, in a buffer.
+
+        Args:
+            take: gives memory for a shape and dtype.
+        """
+        stored = self.tensors[name]
+        shape = (rows.end - rows.begin, *stored.shape[1:]) if stored.shape else ()
+        buffer = take(shape, stored.dtype)
+        each = stored.nbytes // stored.shape[0] if stored.shape else 0
+        self.read(name, rows.begin * each, buffer.tensor)
+        return buffer
+
+    def kept(self, name: str) -> torch.dtype:
+        """The dtype that one of its tensors has in what is made of the base, unless another one is asked for."""
+        return self.tensors[name].dtype
+
+    def turn(self, names: Collection[str]) -> None:
+        """Be told which weights are those of transformers' Conv1D, which quantised bases hold transposed."""
 
     def close(self) -> None:
         """Close its files."""
@@ -100,7 +115,7 @@ class Checkpoint:
     @property
     def dtype(self) -> torch.dtype:
         """In which its floating-point tensors can all be held."""
-        floats = {s.dtype for s in self.tensors.values() if s.dtype in (torch.bfloat16, torch.float16, torch.float32)}
+        floats = {dtype for name in self.tensors if (dtype := self.kept(name)) in FLOATS}
         return floats.pop() if len(floats) == 1 else torch.float32
 
 
@@ -156,14 +171,14 @@ def find(named: str | Path, what: str) -> Path:
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """Look at a base: names, dtypes, shapes and places of its tensors; no tensor is read.
+    """Look at what lies in a base's files, codes of a quantised one among it: names, dtypes, shapes and places of the
+    tensors; none is read.
 
     Raises:
-        InvalidInput: it has no weights or no config.json, a file is missing or cut short, its index names tensors that
-            are not there, or it is quantised; says which.
+        InvalidInput: it has no weights or no config.json, a file is missing or cut short, or its index names tensors
+            that are not there; says which.
     """
     config = json_of(folder / CONFIG, "as every model of transformers has")
-    _check_not_quantised(folder, config)
     if (folder / SINGLE).is_file():
         found = _files(folder, [SINGLE], None)
     elif (folder / INDEX).is_file():
@@ -179,14 +194,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
             f"{folder} holds no weights: expected {SINGLE}, {INDEX} with its shards, or {_PICKLED} there"
             f"{_told_adapter(folder)}"
         )
-    checkpoint = Checkpoint(folder=folder, config=config, **found)
-    packed = next((n for n in checkpoint.tensors if n.rpartition(".")[2] in _PACKED), None)
-    if packed is not None:
-        raise InvalidInput(f"{folder}: the base is quantised ({packed} holds packed integers); {remedy()}")
-    small = next((s for s in checkpoint.tensors.values() if s.dtype.is_floating_point and s.dtype.itemsize == 1), None)
-    if small is not None:
-        raise InvalidInput(f"{folder}: the base is quantised ({small.name} is {small.dtype}); {remedy()}")
-    return checkpoint
+    return Checkpoint(folder=folder, config=config, **found)
 
 
 def _parts(file: Path) -> set[str]:
@@ -243,17 +251,6 @@ def _named(file: Path, index: Mapping[str, Any]) -> list[str]:
     if strange is not None:
         raise InvalidInput(f"{file} says that weights are in {strange!r}: expected names of files beside it, no paths")
     return found
-
-
-def _check_not_quantised(folder: Path, config: Mapping[str, Any]) -> None:
-    for where, said in [("", config), *((f"{k}.", v) for k, v in config.items() if isinstance(v, dict))]:
-        method = said.get("quantization_config") or said.get("compression_config")
-        if method:
-            kind = method.get("quant_method", "of an unknown method") if isinstance(method, dict) else method
-            raise InvalidInput(
-                f"{folder}: the base is quantised ({CONFIG} says {where}quantization_config: {kind}); "
-                f"{remedy(str(kind))}"
-            )
 
 
 def _there(folder: Path, names: list[str], index: Mapping[str, Any] | None) -> None:

@@ -51,7 +51,7 @@ class Buffers:
         """Memory for a tensor."""
         nbytes = prod(shape) * dtype.itemsize
         if nbytes > CHUNK:
-            return Buffer(torch.empty(shape, dtype=dtype, device="cpu"), lambda: None)
+            return take_new(shape, dtype)
         memory = self._free.get()
         if memory is None:
             self._free.put(None)
@@ -77,6 +77,15 @@ class Buffer:
         self._users -= 1
         if self._users == 0:
             self._free()
+
+
+Take = Callable[[tuple[int, ...], torch.dtype], Buffer]
+"""Gives memory for a tensor of a shape and dtype."""
+
+
+def take_new(shape: tuple[int, ...], dtype: torch.dtype) -> Buffer:
+    """Memory of its own."""
+    return Buffer(torch.empty(shape, dtype=dtype, device="cpu"), lambda: None)
 
 
 class Ahead(Generic[_T]):

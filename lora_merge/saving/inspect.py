@@ -21,7 +21,8 @@ from ..shards import whole
 from ..stream.filler import Entry
 from ..verify import Change, change_of
 from .adapters import Sum, assembled, names_in, read_adapter
-from .checkpoint import Checkpoint, find, json_of, open_checkpoint, readable
+from .base import open_base
+from .checkpoint import Checkpoint, find, json_of, readable
 from .format import read_header
 
 _FILE, _PICKLED = "adapter_model.safetensors", "adapter_model.bin"
@@ -131,7 +132,7 @@ def inspect_adapter(adapter: str | Path, base: str | Path | None = None) -> Insp
     alone = _alone(folder)
     if base is None:
         return alone
-    checkpoint = open_checkpoint(find(base, "base"))
+    checkpoint = open_base(find(base, "base"))
     try:
         return _held_against(alone, checkpoint)
     finally:
@@ -219,7 +220,8 @@ def _updates(base: Checkpoint, adapter: Sum, found: Mapping[str, Entry]) -> list
         for source, delta in deltas.items():
             mine = adapter.whole(source)
             weight = values[source] if mine is None else mine
-            dtype = weight.dtype if weight.dtype in FLOATS else torch.float32
+            kept = base.kept(next(iter(entries)))
+            dtype = kept if kept in FLOATS else torch.float32
             change: Change = change_of(_with(delta, weight), dtype)
             updates.append(
                 Update(

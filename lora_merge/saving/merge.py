@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..errors import InvalidInput
 from ..kernels.checks import check_device
+from ..kernels.packed import Packed, moved
 from ..kernels.plan import Plan, check_rounding
 from ..kernels.segments import FLOATS, Segment, copies
 from ..models.delta import Delta, Factors, Job, whole_job
@@ -22,10 +23,12 @@ from ..shards import Shard, cut, whole
 from ..shards.ranks import Ranks
 from ..stream.filler import Entry
 from .adapters import Adapter, Sum, assembled, names_in, read_adapter, untied
-from .checkpoint import Checkpoint, find, open_checkpoint, with_dtype
+from .base import open_base
+from .checkpoint import Checkpoint, find, with_dtype
 from .chunks import Ahead, Behind, Buffer, Buffers, Rows, rows_of
+from .decoded import Decoded
 from .format import as_bytes
-from .writer import Wanted, Writer, absolute, check_target, shards_of, size_of, together
+from .writer import SHARD_SIZE, Wanted, Writer, absolute, check_target, shards_of, size_of, together
 
 Told = Callable[[int, int], None]
 """Is told the bytes that were written so far, and those of all."""
@@ -93,16 +96,19 @@ def merge_checkpoint(
     has the base's tensor names, files, config and tokenizer. It is complete, or it is not there.
 
     Args:
-        base: folder of a model in Hugging Face's layout, or the name of a repository on the hub (owner/name).
+        base: folder of a model in Hugging Face's layout, or the name of a repository on the hub (owner/name); one that
+            is quantised, by bitsandbytes or as FP8 in blocks, is decoded, and the result is plain.
         adapters: folder or repository of an adapter, or a list of several, whose sum is merged.
         out: folder to write the checkpoint into.
         each: write one checkpoint for each adapter, `out`/<name of its folder>, instead of their sum.
         scales: name of an adapter's folder -> factor by which what it adds is multiplied; default: 1.
         device: device on which chunks are merged.
-        dtype: dtype of floating-point parameters in the result: bfloat16, float16 or float32; default: the base's.
+        dtype: dtype of floating-point parameters in the result: bfloat16, float16 or float32; default: the base's; of a
+            quantised one what it was quantised from, or, where codes do not say, what its config says.
         rounding: as in `merge`.
         seed: as in `merge`.
-        shard_size: largest size of one weight file, in bytes or as "5GB"; default: the same files as the base.
+        shard_size: largest size of one weight file, in bytes or as "5GB"; default: the same files as the base; of a
+            quantised base 5 GB.
         force: replace everything that is in `out`.
         verify: read the result back from disk and compare checksums.
         progress: called with (bytes done, bytes in all) as it goes on.
@@ -133,7 +139,9 @@ def merge_checkpoint(
     for one in outs:
         check_target(one, force)
         _check_apart(one, [home, *folders])
-    checkpoint = open_checkpoint(home)
+    checkpoint = open_base(home)
+    if size is None and isinstance(checkpoint, Decoded):
+        size = SHARD_SIZE  # its files were cut for weights of other sizes
     try:
         held = checkpoint.dtype if dtype in (None, checkpoint.dtype) else torch.float32
         read = [
@@ -256,13 +264,13 @@ class _Output:
         return untied(self.base, self.adapters, apart)
 
     def _wanted(self, base_name: str, target: _Target) -> Wanted:
-        stored = self.base.tensors[base_name]
-        return Wanted(target.name, self.dtype_of(target, stored.dtype), stored.shape)
+        return Wanted(target.name, self.dtype_of(base_name, target), self.base.tensors[base_name].shape)
 
-    def dtype_of(self, target: _Target, stored: torch.dtype) -> torch.dtype:
+    def dtype_of(self, base_name: str, target: _Target) -> torch.dtype:
         """Of a tensor of the output."""
+        kept = self.base.kept(base_name)
         trained = target.entry is not None and self.adapters.part(target.entry.sources[0]).trained
-        return self._dtype if self._dtype is not None and trained and stored in FLOATS else stored
+        return self._dtype if self._dtype is not None and trained and kept in FLOATS else kept
 
     def changes(self, target: _Target) -> bool:
         return target.entry is not None and any(self.adapters.changes(source) for source in target.entry.sources)
@@ -297,7 +305,7 @@ class _Output:
                 source = (source[rows.begin : rows.end] if source.dim() else source).contiguous()
         assert source is not None
         there = out if self.device.type == "cpu" else torch.empty_like(out, device=self.device)
-        source = source.to(self.device)
+        source = moved(source, self.device)
         if delta is None or entry is None or entry.window is None:
             self._copy(target.name, source, there, rows)
         else:
@@ -309,6 +317,9 @@ class _Output:
             out.copy_(there)
 
     def _copy(self, name: str, source: Tensor, out: Tensor, rows: Rows) -> None:
+        if isinstance(source, Packed):
+            Plan([Segment(name, source, out, first=rows.begin * source.shape[1])]).run(**self.run)
+            return
         if source.dtype == out.dtype or source.dtype not in FLOATS:
             out.copy_(source)
             return
@@ -325,7 +336,7 @@ class _Output:
         entries = {name: target.entry for name, (_, target) in targets.items()}
         sources = next(e.sources for e in entries.values() if e is not None)
         base_name, first = next(iter(targets.values()))
-        dtype = self.dtype_of(first, self.base.tensors[base_name].dtype)
+        dtype = self.dtype_of(base_name, first)
         merged: dict[str, Tensor] = {}
         stored = {base_name: entry_ for base_name, target in targets.values() if (entry_ := target.entry) is not None}
         for source, values in assembled(self.base, self.adapters, sources, stored).items():
@@ -388,12 +399,7 @@ def _pass(
     def read(work: _Work) -> Buffer | None:
         if not any(output.reads(target) for output, target in work.targets):
             return None
-        stored = base.tensors[work.name]
-        shape = (work.rows.end - work.rows.begin, *stored.shape[1:]) if stored.shape else ()
-        buffer = incoming.take(shape, stored.dtype)
-        each = stored.nbytes // stored.shape[0] if stored.shape else 0
-        base.read(work.name, work.rows.begin * each, buffer.tensor)
-        return buffer
+        return base.chunk(work.name, work.rows, incoming.take)
 
     def written(output: _Output, name: str, at: int, buffer: Buffer) -> Callable[[], None]:
         def write() -> None:
@@ -420,8 +426,9 @@ def _pass(
             for output, target in work.targets:
                 place = output.writer.places[target.name]
                 at = work.rows.begin * (place.nbytes // place.shape[0] if place.shape else 0)
+                packed = chunk is not None and isinstance(chunk.tensor, Packed)
                 same = chunk is not None and place.dtype == chunk.tensor.dtype and not output.changes(target)
-                if same and chunk is not None:
+                if same and chunk is not None and not packed:
                     behind.put(written(output, target.name, at, chunk.share()))
                     continue
                 shape = (work.rows.end - work.rows.begin, *place.shape[1:]) if place.shape else ()
@@ -474,9 +481,9 @@ def _wholes(base: Checkpoint, outputs: Sequence[_Output]) -> Iterator[tuple[_Out
 
 
 def _notes(base: Checkpoint, adapters: Sum) -> tuple[str, ...]:
-    """List warnings: an adapter that was trained on another base of the same shapes, and tensors that a scale does not
-    change."""
-    found = []
+    """List warnings: of the base, an adapter that was trained on another base of the same shapes, and tensors that a
+    scale does not change."""
+    found = list(base.notes)
     for adapter in adapters.adapters:
         configs: Any = getattr(adapter.model, "peft_config", {})
         said = str(getattr(configs.get("default"), "base_model_name_or_path", None) or "")

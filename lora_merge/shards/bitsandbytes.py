@@ -23,7 +23,7 @@ from . import Piece, Shard, flat_pieces, fsdp2, whole, zero3
 
 _NN = "bitsandbytes.nn.modules."
 _KINDS = {"Linear4bit": 4, "Embedding4bit": 4, "Linear8bitLt": 8, "Embedding8bit": 8}
-_CONV1D = "transformers.pytorch_utils.Conv1D"
+CONV1D = "transformers.pytorch_utils.Conv1D"
 _bits: dict[type, int | None] = {}
 
 
@@ -47,7 +47,7 @@ def dtypeless(module: nn.Module) -> bool:
 def turned(module: nn.Module) -> bool:
     """Whether a module's weight is the transposed one of the checkpoint: transformers makes a Conv1D a linear layer."""
     cls = None if bits(module) is None else module.__dict__.get("source_cls")
-    return isinstance(cls, type) and _CONV1D in lineage(cls)
+    return isinstance(cls, type) and CONV1D in lineage(cls)
 
 
 def shard_of(name: str, owner: Any, tensor: Any) -> Shard:
