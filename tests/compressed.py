@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,7 @@ def compress(
         ignore: layers that are left as they are.
     """
     tensors: dict[str, Tensor] = load_file(folder / "model.safetensors")
-    for name in [name for name in tensors if "_proj.weight" in name and name.removesuffix(".weight") not in ignore]:
+    for name in [name for name in _linear(tensors) if name.removesuffix(".weight") not in ignore]:
         made = by_their_tools(tensors[name], said) | {key: t.clone() for key, t in (also or {}).items()}
         tensors |= {f"{name.removesuffix('weight')}{key}": tensor for key, tensor in made.items()}
     numbers = {"num_bits": 8, "type": said["type"], "symmetric": True}
@@ -104,10 +104,15 @@ def by_blocks(weight: Tensor) -> dict[str, Tensor]:
 def compress_by_blocks(folder: Path) -> Path:
     """Quantise the linear layers of a checkpoint, in place, as DeepSeek's checkpoints are."""
     tensors: dict[str, Tensor] = load_file(folder / "model.safetensors")
-    for name in [name for name in tensors if "_proj.weight" in name]:
+    for name in _linear(tensors):
         tensors |= {f"{name.removesuffix('weight')}{key}": t for key, t in by_blocks(tensors[name]).items()}
     said = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK], "fmt": "e4m3"}
     return _saved(folder, tensors, said)
+
+
+def _linear(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Weights of linear layers but for a head and a router."""
+    return [name for name in tensors if "_proj" in name and name.endswith(".weight")]
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from typing import Any
 
 import engines
 import models
+import policies
 import pytest
 import quantised
 import torch
@@ -223,6 +224,26 @@ def test_what_lies_there_is_the_merge_to_a_rounding_of_the_format(
                 # Half a step; merge, scale and quotient are rounded to bf16, and 127.5 steps are 127 at their end.
                 bound = scale / 2 * (1 + 2**-8) + 2**-7 * wanted.abs()
                 assert ((values * scale - wanted).abs() <= bound).all(), paths[layer]
+
+
+@pytest.mark.parametrize(
+    ("build", "adapted", "options"),
+    [
+        (policies.phi3, policies.FUSED, {}),  # q, k and v in one tensor
+        (engines.deepseek_v3, ["q_proj", "kv_b_proj", "o_proj"], {"attention_backend": "CPU_MLA"}),  # latent attention
+    ],
+)
+def test_other_layouts(build: Any, adapted: list[str], options: dict[str, Any], tmp_path: Path) -> None:
+    model, other = (policy(seed, build, target_modules=adapted) for seed in range(2))
+    train(model)
+    compress(quantised.save_merged(model, tmp_path / "merged"), arguments("float", "channel"))
+    with engine(model, tmp_path / "merged", **READ | options) as llm:
+        fresh = held(llm)
+        for merge in ("trainer", "engine"):
+            for one, same in ((other, False), (model, True)):
+                with closing(VllmSync(one, llm, merge=merge, bucket_bytes=BUCKET)) as sync:
+                    sync.push()
+                    assert (held(llm) == fresh) == same, merge
 
 
 def test_replicas_in_several_formats_take_one_stream(tmp_path: Path) -> None:
