@@ -419,6 +419,16 @@ def test_compressed_tensors_make_the_same(kind: str, strategy: str) -> None:
             assert torch.equal(values.view(torch.uint8), wanted["weight"].view(torch.uint8))
 
 
+@pytest.mark.parametrize("suffix", ["_scale", "_scale_inv"])
+@pytest.mark.parametrize("odd", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_no_number_shows_in_a_scale(suffix: str, odd: float) -> None:
+    for values in (torch.int8, torch.float8_e4m3fn) if suffix == "_scale" else (torch.float8_e4m3fn,):
+        x = numbers()[0].clone()
+        x[200, 150] = odd
+        scales = Scheme(values, "block", suffix).pair("a.weight", x)[1][1]
+        assert [tuple(at) for at in (~scales.isfinite()).nonzero().tolist()] == [(1, 1)]
+
+
 def test_deep_seeks_blocks() -> None:
     """Blocks of a part, too; and what vLLM's own function makes, to the last bit of a scale."""
     from vllm.utils.deep_gemm import per_block_cast_to_fp8

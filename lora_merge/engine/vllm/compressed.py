@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.layout import SCALED_BLOCK
-from ...kernels.scaled import LARGEST, Group, quantise
-from ...kernels.segments import FLOATS, FP8
+from ...kernels.plan import Plan
+from ...kernels.scaled import LARGEST, Group, Scaled, quantise
+from ...kernels.segments import FLOATS, FP8, Segment
 from ..capture import Capture, Record
 from . import internals
 
@@ -72,31 +73,41 @@ class Scheme:
             name: of the weight.
             weight: `[rows, cols]`, in a dtype of 16 or 32 bits; on any device, "meta" too.
         """
-        values, scales = quantise(weight, "block") if self.suffix == "_scale_inv" else self._symmetric(weight)
+        values, scales = _deepseek(weight) if self.suffix == "_scale_inv" else self._symmetric(weight)
         return [(name, values), (f"{name}{self.suffix}", scales)]
 
     def _symmetric(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Symmetric values and scales, with the bits of compressed-tensors: `largest / 127.5` or `/ 448` and
         `x / scale`, both in the weight's dtype; a scale of zero is the dtype's epsilon."""
-        (rows, cols), kept = x.shape, x
+        rows, cols = x.shape
         if self.group == "tensor":
-            largest = x.abs().amax().reshape(1)
+            ends = x.amin().reshape(1), x.amax().reshape(1)
         elif self.group == "channel":
-            largest = x.abs().amax(1, keepdim=True)
+            ends = x.amin(1, keepdim=True), x.amax(1, keepdim=True)
         else:
             down, across = -(-rows // SCALED_BLOCK), -(-cols // SCALED_BLOCK)
             padded = x.new_zeros(down * SCALED_BLOCK, across * SCALED_BLOCK)
             padded[:rows, :cols] = x
-            kept = padded.view(down, SCALED_BLOCK, across, SCALED_BLOCK)
-            largest = kept.abs().amax((1, 3), keepdim=True)
+            x = padded.view(down, SCALED_BLOCK, across, SCALED_BLOCK)
+            ends = x.amin((1, 3), keepdim=True), x.amax((1, 3), keepdim=True)
         # By a tensor: of a number, a GPU would multiply by the inverse.
-        scale = largest / torch.full((), _HALF_RANGE[self.values], dtype=torch.float32, device=x.device)
+        scale = torch.maximum(ends[0].neg(), ends[1]) / torch.full((), _HALF_RANGE[self.values], device=x.device)
         scale = torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
-        y = (kept / scale + 0.0).clamp(*_ENDS[self.values])  # a zero point of 0 is added, which takes -0's sign
-        y = (y.round() if self.values == torch.int8 else y).to(self.values)
+        y = (x / scale).add_(0.0).clamp_(*_ENDS[self.values])  # a zero point of 0 is added, which takes -0's sign
+        made = (y.round_() if self.values == torch.int8 else y).to(self.values)
         if self.group == "block":
-            return y.view(-1, y.shape[2] * y.shape[3])[:rows, :cols], scale.squeeze(3).squeeze(1)
-        return y, scale
+            return made.view(padded.shape)[:rows, :cols].contiguous(), scale.squeeze(3).squeeze(1)
+        return made, scale
+
+
+def _deepseek(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Values and float32 scales of blocks, by the kernel that quantises what is merged; see kernels/scaled.py."""
+    if weight.is_meta:
+        return quantise(weight, "block")
+    grid = [-(-size // SCALED_BLOCK) for size in weight.shape]
+    made = Scaled(torch.empty_like(weight, dtype=FP8), weight.new_empty(grid, dtype=torch.float32), "block")
+    Plan([Segment("weight", weight, made.weight)], [made]).run()
+    return made.weight, made.scales
 
 
 def scheme_of(path: str, layer: Any) -> Scheme | str | None:
