@@ -1,12 +1,11 @@
 """Pushes into engines that quantise what they load: what vLLM itself makes of the merged checkpoint, bit for bit.
 
-On a CPU vLLM has kernels for FP8 by channels, and for checkpoints in INT8 and FP8, which are refused; the other formats
-are in test_vllm_quantised_gpu.py.
+On a CPU vLLM has kernels for FP8 by channels; the other formats are in test_vllm_quantised_gpu.py, and engines whose
+checkpoint is quantised in test_vllm_compressed.py.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
@@ -20,8 +19,7 @@ import pytest
 import quantised
 import torch
 from engines import ask, engine, train
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 
 from lora_merge import LoraMergeError, PushFailed, PushRefused, VllmSync
 from lora_merge.engine.modules import Modules
@@ -480,60 +478,6 @@ def test_replicas_in_different_formats_and_one_that_comes_back_in_another(wide: 
             wanted = bits(llm)
             assert_close(llm, model)
             assert mean_gap(ask(plain), model) < 0.02
-
-
-# Checkpoints that are quantised already
-
-
-def compress(folder: Path, dtype: torch.dtype) -> Path:
-    """Quantise the linear layers of a checkpoint by channels, in the format of compressed-tensors."""
-    tensors: dict[str, Tensor] = load_file(folder / "model.safetensors")
-    largest = float(torch.iinfo(dtype).max if dtype == torch.int8 else torch.finfo(dtype).max)
-    for name in [name for name in tensors if "_proj.weight" in name]:
-        weight = tensors[name].float()
-        scale = weight.abs().amax(1, keepdim=True) / largest
-        values = weight / scale
-        tensors[name] = (values.round() if dtype == torch.int8 else values).to(dtype)
-        tensors[f"{name}_scale"] = scale
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    kind = "int" if dtype == torch.int8 else "float"
-    numbers = {"num_bits": 8, "type": kind, "symmetric": True}
-    group = {
-        "targets": ["Linear"],
-        "weights": numbers | {"strategy": "channel", "dynamic": False},
-        "input_activations": numbers | {"strategy": "token", "dynamic": True},
-    }
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {
-        "quant_method": "compressed-tensors",
-        "format": f"{kind}-quantized",
-        "ignore": ["lm_head"],
-        "config_groups": {"group_0": group},
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
-@pytest.mark.parametrize(("dtype", "kind"), [(torch.int8, "W8A8Int8"), (torch.float8_e4m3fn, "W8A8Fp8")], ids=str)
-def test_a_checkpoint_that_is_quantised_is_refused_by_name(dtype: torch.dtype, kind: str, tmp_path: Path) -> None:
-    """Nothing of the engine changes, and it goes on."""
-    model = policy()
-    engines.save_base(model.get_base_model(), tmp_path / "base")
-    with engine(model, compress(tmp_path / "base", dtype), worker_extension_cls="quantised.Watched", **READ) as llm:
-        before, answers = bits(llm), [o.outputs[0].token_ids for o in ask(llm)]
-        for mode, merge in (("merged", "trainer"), ("merged", "engine")):
-            with (
-                closing(VllmSync(model, llm, mode=mode, merge=merge)) as sync,
-                pytest.raises(PushRefused) as refused,
-            ):
-                sync.push()
-            said = str(refused.value)
-            assert f"model.layers.0.self_attn.qkv_proj.weight is loaded as {dtype} (CompressedTensors{kind})" in said
-            assert 'quantization="fp8_per_block"' in said
-        with closing(VllmSync(model, llm)) as sync:
-            assert [state.kind for state in sync.states()] == ["nothing"]
-        assert bits(llm) == before
-        assert [o.outputs[0].token_ids for o in ask(llm)] == answers
 
 
 class Method:

@@ -1,4 +1,5 @@
-"""Engines on NVIDIA GPUs that quantise what they load: every format of vLLM's, experts too, CUDA graphs, sleep mode."""
+"""Quantised engines on NVIDIA GPUs: every format of vLLM's, experts too, CUDA graphs, sleep mode; and engines whose
+checkpoint is quantised."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ import models
 import pytest
 import quantised
 import torch
+from compressed import arguments, compress, compress_by_blocks
 from engines import ask, engine, train
 from test_vllm_gpu import BF16, DENSE, MOE, needs
 from torch import Tensor, nn
@@ -39,7 +41,7 @@ def qwen3_moe() -> nn.Module:
 
 def policy(build: Any, seed: int = 0) -> Any:
     with torch.device("cuda"):
-        model = models.with_lora(build, dtype=torch.bfloat16, seed=seed, **(MOE if build is qwen3_moe else DENSE))
+        model = models.with_lora(build, dtype=torch.bfloat16, seed=seed, **(MOE if "moe" in build.__name__ else DENSE))
     return model.cuda()
 
 
@@ -109,6 +111,67 @@ def test_formats(quantization: str, build: Any, options: dict[str, Any], linear:
                 train(model, 3)
                 assert not sync.push().base_sent
                 assert llm.collective_rpc("bits") == base
+                assert_close(llm, model, sync.lora_request())
+
+
+def qwen2_by_blocks() -> nn.Module:
+    """A model that blocks of 128 divide."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    return Qwen2ForCausalLM(Qwen2Config(**engines.SIZES | {"num_key_value_heads": 4, "tie_word_embeddings": True}))
+
+
+def qwen3_moe_by_blocks() -> nn.Module:
+    """The same, with experts."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = engines.SIZES | engines.MOE | {"num_hidden_layers": 1, "num_key_value_heads": 4}
+    return models.eager(Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, num_experts=16, moe_intermediate_size=128)))
+
+
+CHECKPOINTS: list[tuple[str, str, Any, dict[str, Any]]] = [
+    # by which tools, what shares a scale, model, other options
+    ("int", "channel", engines.qwen2, {"enforce_eager": False}),
+    ("int", "tensor", engines.qwen2, {}),
+    ("float", "channel", engines.qwen2, {"enforce_eager": False, "enable_lora": True, "max_lora_rank": 8}),
+    ("float", "tensor", engines.qwen2, {}),
+    ("float", "block", qwen2_by_blocks, {}),
+    ("DeepSeek's", "block", qwen2_by_blocks, {"enforce_eager": False}),
+    ("float", "channel", qwen3_moe, {}),
+    ("DeepSeek's", "block", qwen3_moe_by_blocks, {}),
+]
+
+
+@pytest.mark.parametrize(("tools", "strategy", "build", "options"), CHECKPOINTS)
+def test_checkpoints_that_are_quantised(
+    tools: str, strategy: str, build: Any, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """The bits are those of a fresh engine on the checkpoint that their tools make of the merged weights."""
+    model, other = policy(build), policy(build, seed=1)
+    train(model)
+    train(other, 5)
+    folder = quantised.save_merged(model, tmp_path / "merged")
+    if tools == "DeepSeek's":
+        compress_by_blocks(folder)
+    else:
+        compress(folder, arguments(tools, strategy))
+    with started(model, folder, **BF16 | WATCHED | options) as llm:
+        fresh = llm.collective_rpc("bits")
+        for merge in ("trainer", "engine"):
+            with closing(VllmSync(other, llm, merge=merge, bucket_bytes=BUCKET)) as sync:
+                sync.push(verify=merge == "trainer")
+                assert llm.collective_rpc("bits") != fresh
+                assert_close(llm, other)
+            with closing(VllmSync(model, llm, merge=merge, bucket_bytes=BUCKET)) as sync:
+                sync.push()
+                assert llm.collective_rpc("bits") == fresh
+                assert_close(llm, model)
+                assert all(c.complete for c in coverage(llm))
+        if "enable_lora" in options:
+            with closing(VllmSync(model, llm, mode="adapter", bucket_bytes=BUCKET)) as sync:
+                sync.push()
+                train(model, 3)
+                assert not sync.push().base_sent
                 assert_close(llm, model, sync.lora_request())
 
 

@@ -115,15 +115,15 @@ def fit(found: Found, ties: Mapping[str, str]) -> Fit:
 
 
 def _left(found: Found, sizes: Mapping[str, int]) -> list[str]:
-    """Tensors of which several workers take parts that are not all of it: vLLM cuts a part out of a tensor that is too
-    large, without a word. (Where one worker has everything, its loader compares sizes.)
+    """Tensors of which workers take parts that are not all of it: vLLM cuts a part out of a tensor that is too large,
+    without a word, also where one worker has everything.
 
     Args:
         found: of each worker `partial` (name -> elements that it takes, of tensors of which it leaves some) and
             `dtypes` (of those that it takes).
         sizes: elements of each tensor.
     """
-    split = set[str]().union(*(worker["partial"] for worker in found)) if len(found) > 1 else set[str]()
+    split = set[str]().union(*(worker["partial"] for worker in found))
     taken = {
         name: sum(worker["partial"].get(name, sizes[name] if name in worker["dtypes"] else 0) for worker in found)
         for name in split

@@ -71,6 +71,12 @@ class Loads:
                     "was started from, and an adapter is loaded onto that: push it from a trainer, or start the engine "
                     "anew"
                 )
+            if layer := next((w["quantised"] for w in replica.workers if w.get("quantised")), ""):
+                raise PushRefused(
+                    f"engine {replica.index} was started on a checkpoint that is quantised ({layer}), and an adapter "
+                    "is merged onto what that was quantised from, which the engine does not hold: push from a trainer "
+                    "that does (VllmSync), or start the engine on the unquantised checkpoint and let vLLM quantise it"
+                )
         dtypes = {worker["dtype"] for replica in replicas for worker in replica.workers}
         if len(dtypes) > 1:
             raise PushRefused(

@@ -281,9 +281,8 @@ class Loader:
         named = list(self.model.named_modules())
         with self._as_loading(roots), unchanged([module for _, module in named]) as made:
             tensors = self._engine_tensors()
-            capture = Capture({path: tensor for path, (tensor, _) in tensors.items()}, fed, everything(self.model))
-            refused = feed(self.model, capture, fed)
             owners = {path: owner for path, (_, owner) in tensors.items()}
+            capture, refused = self._recorded({path: tensor for path, (tensor, _) in tensors.items()}, owners, fed)
             for number, name, parameter in made():
                 prefix, owner = named[number]
                 capture.adopt(path := f"{prefix}.{name}" if prefix else name, parameter)
@@ -327,6 +326,19 @@ class Loader:
             [(root, frozenset(names[id(root)])) for root in roots],
             frozenset(id(owners[r.path]) for r in capture.records if r.path in owners),
         )
+
+    def _recorded(
+        self, tensors: dict[str, Tensor], owners: Mapping[str, nn.Module], fed: list[tuple[str, Tensor]]
+    ) -> tuple[Capture, dict[str, str]]:
+        """What `load_weights` copies, and which tensors it does not take, and why.
+
+        Args:
+            tensors: of the engine, by path, that a checkpoint fills.
+            owners: of them, by path.
+            fed: tensors of the stream, on the meta device.
+        """
+        capture = Capture(tensors, fed, everything(self.model))
+        return capture, feed(self.model, capture, fed)
 
     def _engine_tensors(self) -> dict[str, tuple[Tensor, nn.Module]]:
         """What a checkpoint has to fill, and whose it is, by path."""

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...kernels.segments import FLOATS
 from ..modules import Modules
 from . import internals
+from .compressed import Scheme, scheme_of
 
 _PLAIN = "Unquantized"
 """How the names of vLLM's methods begin that compute with weights as they were loaded."""
@@ -30,19 +30,16 @@ _INSTEAD = (
 
 def refusal(modules: Modules) -> str:
     """Why merged weights cannot be loaded into a model, in words that follow the engine's name: "" where they can."""
-    for path, layer in modules.paths():
-        method = getattr(layer, "quant_method", None)
-        if method is None or type(method).__name__.startswith(_PLAIN) or _has_scales_alone(layer):
+    for path, layer, method in _methods(modules):
+        if type(method).__name__.startswith(_PLAIN) or _has_scales_alone(layer):
             continue
-        kind = type(getattr(layer, "scheme", method)).__name__
-        loaded, _ = internals.get_layerwise_info(layer).restore_metadata
-        other = next(((name, t.dtype) for name, t in loaded.items() if t.dtype not in FLOATS), None)
-        if other is not None:
-            return (
-                f"was started on a checkpoint that is quantised: {path}.{other[0]} is loaded as {other[1]} ({kind}), "
-                f"and merged weights are not quantised; {_INSTEAD}"
-            )
+        scheme = scheme_of(path, layer)
+        if isinstance(scheme, Scheme):
+            continue
+        if scheme is not None:
+            return scheme
         if not quantises(layer):
+            kind = type(getattr(layer, "scheme", method)).__name__
             return (
                 f"makes something of {path} ({kind}) after loading that is not known to be made again when weights "
                 f"come; {_INSTEAD}"
@@ -53,6 +50,19 @@ def refusal(modules: Modules) -> str:
                 "them: start it with enable_expert_parallel=True"
             )
     return ""
+
+
+def quantised_checkpoint(modules: Modules) -> str:
+    """The first layer that is loaded with quantised weights; "" where none is."""
+    return next((path for path, layer, _ in _methods(modules) if isinstance(scheme_of(path, layer), Scheme)), "")
+
+
+def _methods(modules: Modules) -> Iterator[tuple[str, Any, Any]]:
+    """Layers with vLLM's methods for them. (LoRA's wrappers show that of the layer inside, which comes by itself.)"""
+    for path, layer in modules.paths():
+        method = getattr(layer, "quant_method", None)
+        if method is not None and not isinstance(layer, internals.BaseLayerWithLoRA):
+            yield path, layer, method
 
 
 def stale_scales(cache_config: Any) -> str:

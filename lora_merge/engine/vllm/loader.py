@@ -20,9 +20,10 @@ from ..capture import Capture, Record, feed
 from ..loader import Examination, everything
 from ..modules import Modules, unwrapped, wrapped
 from . import internals
+from .compressed import Scheme, as_in_checkpoint, named_back, schemes_of
 from .formats import Together
 from .fused import Compared, Fused
-from .reload import Reload, on_meta, same_layout
+from .reload import Reload, on_meta, packed_kernels, same_layout
 
 _AS_LOADED = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
 """Methods that leave weights on a CUDA device as they were loaded."""
@@ -65,6 +66,7 @@ class Loader(loader.Loader):
         self._fused = Fused()
         self._reload: Reload | None = None
         self._compared: Compared | None = None
+        self._schemes: dict[str, Scheme] = {}  # by name of the stream; of any that came, as it depends on the model
 
     def begin(self, examination: Examination) -> None:
         """As of the base; waits for layers whose layout changes after loading."""
@@ -103,8 +105,20 @@ class Loader(loader.Loader):
         assert self._reload is not None
         names = [name for name, _ in tensors]
         self._reload.before(names)
-        super()._through(tensors)
+        super()._through(as_in_checkpoint(tensors, self._schemes))
         self._reload.after(names)
+
+    def _recorded(
+        self, tensors: dict[str, Tensor], owners: Mapping[str, nn.Module], fed: list[tuple[str, Tensor]]
+    ) -> tuple[Capture, dict[str, str]]:
+        """As of the base; of layers whose checkpoint is quantised, of what that holds in the place of a weight."""
+        capture, refused = super()._recorded(tensors, owners, fed)
+        schemes, unfit = schemes_of(capture.records, owners, dict(fed))
+        if schemes:
+            self._schemes |= schemes
+            capture, refused = super()._recorded(tensors, owners, as_in_checkpoint(fed, schemes))
+            refused = named_back(capture, refused, schemes, self._config.dtype)
+        return capture, refused | unfit
 
     def load_layers(
         self,
@@ -154,7 +168,8 @@ class Loader(loader.Loader):
 
     def kernels(self) -> list[Any]:
         """What vLLM's CPU layers compute with instead of their parameters."""
-        return [module.__dict__["cpu_linear"] for module in self.modules if "cpu_linear" in module.__dict__]
+        linear = [module.__dict__["cpu_linear"] for module in self.modules if "cpu_linear" in module.__dict__]
+        return linear + packed_kernels(self.modules)
 
     def _bare(self) -> AbstractContextManager[None]:
         """Return the model without vLLM's LoRA wrappers, whose names `load_weights` does not know."""

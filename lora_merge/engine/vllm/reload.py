@@ -16,6 +16,9 @@ from torch import nn
 from . import internals
 from .formats import Together, quantises
 
+_HANDLER = "dnnl_handler"
+"""What vLLM's INT8 kernel for CPUs holds a layer's weights in."""
+
 
 class Reload:
     """The layers of one load.
@@ -102,7 +105,8 @@ class Reload:
                     info.kernel_tensors[0][name] = parameter  # made while loading: the bias of a head
             if quantises(layer):
                 self._together.go_on()
-            internals._layerwise_process(layer, info)
+            with _keeping_what_kernels_read(layer):
+                internals._layerwise_process(layer, info)
         del self._open[id(root)]
         self.done += 1
 
@@ -134,6 +138,7 @@ def same_layout(module: nn.Module) -> bool:
 def _as_loaded(layer: nn.Module) -> Any:
     """Give a layer the tensors that it is loaded with, on the meta device; its own are kept in what comes back."""
     info = internals.get_layerwise_info(layer)
+    info.lora_merge_empty = [name for name, parameter in layer._parameters.items() if parameter is None]
     info.kernel_tensors = internals.get_layer_params_buffers(layer)
     info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
     internals.restore_layer_on_meta(layer, info)
@@ -148,7 +153,36 @@ def _own_loaders(layer: nn.Module) -> None:
             tensor.weight_loader = internals._get_original_loader(tensor)
 
 
+@contextmanager
+def _keeping_what_kernels_read(layer: Any) -> Iterator[None]:
+    """oneDNN's INT8 kernel on CPUs reads scales where they lay when it was made. vLLM copies them to where the ones
+    before lay, and lets go of the new memory (0.32; log-probs were NaN): here the kernel keeps it."""
+    kernel: Any = getattr(getattr(layer, "scheme", None), "kernel", None)
+    if not hasattr(kernel, _HANDLER):
+        yield
+        return
+    process = kernel.process_weights_after_loading
+
+    def keeping(made: nn.Module) -> None:
+        process(made)
+        getattr(kernel, _HANDLER).lora_merge_keeps = [p for p in made._parameters.values() if p is not None]
+
+    kernel.process_weights_after_loading = keeping
+    try:
+        yield
+    finally:
+        del kernel.process_weights_after_loading
+
+
+def packed_kernels(modules: Iterable[Any]) -> list[Any]:
+    """The INT8 kernels of layers on a CPU that hold their weights, which are no parameters there."""
+    kernels = (getattr(getattr(module, "scheme", None), "kernel", None) for module in modules)
+    return [getattr(kernel, _HANDLER) for kernel in kernels if hasattr(kernel, _HANDLER)]
+
+
 def _put_back(layer: nn.Module, info: Any) -> None:
     if info.kernel_tensors is not None:
         internals._place_kernel_tensors(layer, info)
+        for name in info.lora_merge_empty:  # which vLLM forgets: a weight that a kernel has packed
+            layer.register_parameter(name, None)
     info.reset()

@@ -23,7 +23,7 @@ from . import internals, own
 from .adapter import ADAPTER_ID, load_adapter, remove_adapter, unserved_modules
 from .backend import LoraMergeWeightTransferEngine
 from .control import other_backend
-from .formats import refusal, stale_scales
+from .formats import quantised_checkpoint, refusal, stale_scales
 from .plugin import BACKEND
 from .side import side_of
 
@@ -96,6 +96,7 @@ class VllmWorker:
             "lora": None if lora is None else {"max_rank": lora.max_lora_rank, "dtype": _lora_dtype(lora)},
             "connector": config.kv_transfer_config is not None,
             "multimodal": bool(self.raw.model_config.is_multimodal_model),
+            "quantised": side.modules.kept(quantised_checkpoint),
         }
 
     def served(self, side: Side, state: State) -> State:
