@@ -199,16 +199,19 @@ def test_the_engine_answers_as_the_megatron_model_does(
 
 
 @pytest.mark.parametrize(
-    ("kind", "grid", "parallel"),
+    ("kind", "grid", "world", "parallel"),
     [
-        ("qwen2", Grid(tp=2), {}),
-        ("qwen3", Grid(pp=2), {}),
-        ("qwen3_moe", Grid(tp=2, ep=2, etp=1, sp=True), {"enable_expert_parallel": True}),
+        ("qwen2", Grid(tp=2), 2, {}),
+        ("qwen2", Grid(tp=2), 4, {}),
+        ("qwen3", Grid(pp=2), 2, {}),
+        ("qwen3_moe", Grid(tp=2, ep=2, etp=1, sp=True), 2, {"enable_expert_parallel": True}),
     ],
-    ids=["tp2", "pp2", "tp2 ep2 into ep2"],
+    ids=["tp2", "tp2 twice", "pp2", "tp2 ep2 into ep2"],
 )
-def test_workers_pull_and_ranks_write(kind: str, grid: Grid, parallel: dict[str, Any], tmp_path: Path) -> None:
-    spawn(2, paths, tmp_path / "base", kind, grid, parallel, timeout=timedelta(minutes=8))
+def test_workers_pull_and_ranks_write(
+    kind: str, grid: Grid, world: int, parallel: dict[str, Any], tmp_path: Path
+) -> None:
+    spawn(world, paths, tmp_path / "base", kind, grid, parallel, timeout=timedelta(minutes=8))
 
 
 @pytest.mark.gpu
