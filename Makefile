@@ -18,20 +18,20 @@ SGLANG := .venv-sglang
 EXTENSIONS := $(CURDIR)/build/extensions
 
 .PHONY: environments docs bench test test-all test-vllm test-peft test-megatron test-libraries test-trainers lint cuda wheel test-wheel clean test-sglang
-.PHONY: test-sglang-verl aarch64 wheel-aarch64 test-aarch64 test-wheel-aarch64
+.PHONY: test-installs test-sglang-verl aarch64 wheel-aarch64 test-aarch64 test-wheel-aarch64
 
 bench: $(VENV)/installed
 	$(PY) benchmarks/merge.py --plot benchmarks/work/merge.png $(ARGS)
 
 test: $(VENV)/installed
-	$(PY) -m pytest $(foreach kind,aarch64 vllm megatron libraries trainer sglang,--ignore-glob='tests/test_$(kind)*') $(ARGS)
+	$(PY) -m pytest $(foreach kind,aarch64 installs vllm megatron libraries trainer sglang,--ignore-glob='tests/test_$(kind)*') $(ARGS)
 
 # All environments that tests run in, so that suites can run side by side afterwards.
 environments: $(VENV)/installed $(foreach kind,peft-oldest megatron libraries,$(VENV)/$(kind)/done) $(VLLM)/installed \
 	$(SGLANG)/installed $(foreach trainer,plain trl swift verl,$(VLLM)/$(trainer)/done)
 
 # Every test that needs no GPU. `.ci/run` leaves those of tests/whole.txt out.
-test-all: test test-aarch64 test-peft test-vllm test-sglang test-sglang-verl test-megatron test-libraries test-trainers
+test-all: test test-installs test-aarch64 test-peft test-vllm test-sglang test-sglang-verl test-megatron test-libraries test-trainers
 
 # The tests that start vLLM: about 3 GB of packages. One of them trains with megatron-core, one with DeepSpeed.
 test-vllm: $(VLLM)/installed $(VENV)/megatron/done $(VENV)/libraries/done
@@ -111,6 +111,10 @@ test-wheel: wheel
 		fi; \
 	done
 	$(PY) -c 'import glob, os; [size] = map(os.path.getsize, glob.glob("dist/*manylinux*")); assert size < 30e6, size'
+
+# What pip makes of the sources by itself: the checkout, the source distribution, the pure wheel; how long an import takes.
+test-installs: $(VENV)/installed
+	$(PY) -m pytest $(ARGS) tests/test_installs.py
 
 # The same for aarch64, compiled here: by Debian's g++-aarch64-linux-gnu or what CXX_AARCH64 names. Where nvcc is, the
 # kernels for GPUs are in it, too, with that machine's runtime of CUDA.

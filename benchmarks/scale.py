@@ -1,6 +1,7 @@
 """Predicts what a step costs in each mode, from 7B to 1T parameters on 1 to 1024 GPUs, out of measured bandwidths.
 
-    python benchmarks/scale.py [--json FILE] [--network 50] [--rank 32]
+    python benchmarks/scale.py --json benchmarks/results/scale.json        # every model, all three networks
+    python benchmarks/scale.py --network "25 Gb/s" --rank 16
 
 Trainer and engines share the GPUs, as processes of their own: every engine is `tp` GPUs wide, there are `gpus / tp` of
 them, and all get the new weights. A group of GPUs holds the model between them: all GPUs (FSDP), a node's (HSDP), or
@@ -22,7 +23,9 @@ collectives over all of them. Control calls go to all engines at a time, so thei
 In "engine" engines count as if they were on hosts of their own, as many as the trainer's. Their experts are cut by all
 `tp` GPUs (expert parallelism), so that each gets the adapters of its part of them, and all others. One trainer rank
 serves an engine on a host, over one network card, or one GPU of it; all of them do so at the same time, as there are no
-more of those than ranks.
+more of those than ranks. Where a node has one card, its engines share it.
+
+Between nodes there is one of NETWORKS: NVLink, a card of 400 Gb/s for each GPU, or one of 25 Gb/s for a node.
 
 "write" is for engines that a host shares with all ranks that hold the model; beyond one node it is a design. "engine"
 is `VllmSync(merge="engine")`. The check compares the same formulas with the runs that are recorded in
@@ -33,6 +36,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -66,6 +70,7 @@ class Machine:
     write_fixed_ms: float = 0
     update_copies: float = 1.57
     engine_fixed_ms: float = 0
+    cards_a_node: int = 8
     gpus_a_node: int = 8
     bucket: float = 0.512
 
@@ -89,7 +94,7 @@ class Machine:
         """Rings of NCCL, bucket by bucket, every GPU ending with all bytes: NVLink or all network cards of a node."""
         if gpus == 1:
             return 0.0
-        speed = self.gather if gpus <= self.gpus_a_node else min(self.gather, self.network * self.gpus_a_node)
+        speed = self.gather if gpus <= self.gpus_a_node else min(self.gather, self.network * self.cards_a_node)
         hops = max(1.0, gigabytes / self.bucket) * (gpus - 1) * self.hop_us / 1e3
         return 1e3 * gigabytes * (gpus - 1) / gpus / speed + hops
 
@@ -101,7 +106,23 @@ class Machine:
         """Every GPU receives so many GB, evenly from all GPUs, each byte once, over NVLink and network at a time."""
         near = min(gpus, self.gpus_a_node)
         nvlink = gigabytes * (near - 1) / gpus / self.peer
-        return 1e3 * max(nvlink, gigabytes * (gpus - near) / gpus / self.network)
+        far = gigabytes * (gpus - near) / gpus / (self.network * self.cards_a_node / self.gpus_a_node)
+        return 1e3 * max(nvlink, far)
+
+    def far_ms(self, gigabytes: float, engines: int) -> float:
+        """Engines of a node get so many GB each from another node, over a card each while there are enough."""
+        return 1e3 * gigabytes * max(1.0, engines / self.cards_a_node) / self.network
+
+
+@dataclass(frozen=True)
+class Network:
+    """What is between nodes: GB/s of a card, and cards a node."""
+
+    card: float
+    cards: int
+
+
+NETWORKS = {"NVLink": Network(Machine.peer, 8), "400 Gb/s": Network(50, 8), "25 Gb/s": Network(25 / 8, 1)}
 
 
 SOURCES = {
@@ -110,7 +131,8 @@ SOURCES = {
     "gather": "NCCL all-gather over NVLink between two H200, 1 GB and more",
     "broadcast": "NCCL broadcast over NVLink between two H200, 1 GB and more",
     "peer": "stores of a kernel into memory of the other H200, over NVLink",
-    "network": "ASSUMED: one 400 Gb/s card a GPU; all cards of a node work for one ring",
+    "network": "ASSUMED: a card of 400 Gb/s; all cards of a node work for one ring. NETWORKS has the others",
+    "cards_a_node": "ASSUMED: one a GPU",
     "hop_us": "ASSUMED: one hop of a ring for one bucket",
     "tensor_us": "fitted: a push of 339 tensors within a process, less its merge (results/sync-qwen2.5-7b.json)",
     "load_copies": "ASSUMED: one launch a bucket copies it into the engine's parameters",
@@ -152,11 +174,17 @@ class Job:
     def adapters(self, rank: int) -> float:
         return sum(2 * rank * (rows + cols) for _, rows, cols in self.shape.matrices()) / GB
 
-    def card(self, rank: int, node: int) -> float:
-        """GB of adapters that cross one network card: of what a host of an engine holds; or, where most of what goes
-        to it is its GPUs' own experts, of what one GPU holds (`Update.apart`)."""
+    def card(self, rank: int, m: Machine) -> float:
+        """GB of adapters that a rank of the trainer sends: what a host of an engine holds; or, where most of what goes
+        to it is its GPUs' own experts and each has a card, what one GPU holds (`Update.apart`)."""
         together, experts = self.apart(rank)
-        return together + experts * (1 if experts > self.tp * together else min(self.tp, node)) / self.tp
+        return together + experts * self.beside(rank, m) / self.tp
+
+    def beside(self, rank: int, m: Machine) -> int:
+        """GPUs of an engine that a rank of the trainer serves."""
+        together, experts = self.apart(rank)
+        alone = experts > self.tp * together and m.cards_a_node == m.gpus_a_node
+        return 1 if alone else min(self.tp, m.gpus_a_node)
 
     def apart(self, rank: int) -> tuple[float, float]:
         """GB of adapters that all GPUs of an engine get, and of those of which each gets its part."""
@@ -195,6 +223,7 @@ def step(job: Job, layout: Layout, m: Machine, rank: int, gpus: int) -> dict[str
     mine = m.merge_ms(job.gigabytes(False) / layout.dense_ways + job.gigabytes(True) / layout.expert_ways)
     gathered = m.gather_ms(adapters, layout.group) + m.hand_ms(adapters)
     together, _ = job.apart(rank)
+    card, engines = job.card(rank, m), min(gpus, m.gpus_a_node) // job.tp
     load = m.hand_ms(size) + m.load_ms(size / job.tp, tensors)
     return {
         "in place": 2 * mine,
@@ -204,8 +233,8 @@ def step(job: Job, layout: Layout, m: Machine, rank: int, gpus: int) -> dict[str
         + m.agree_ms(gpus),
         "adapter": gathered + m.load_ms(adapters / job.tp, 2 * tensors) + fixed,
         "engine": m.gather_ms(together, layout.group)
-        + m.wire_ms(job.card(rank, m.gpus_a_node) - together, layout.group)
-        + 1e3 * job.card(rank, m.gpus_a_node) / m.network
+        + m.wire_ms((card - together) / job.beside(rank, m), layout.group)  # as many ranks as it takes send
+        + m.far_ms(card, engines)
         + m.update_ms(size / job.tp)
         + m.engine_fixed_ms
         + m.agree_ms(gpus),
@@ -292,7 +321,9 @@ def _beyond(point: dict[str, Any]) -> str:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rank", type=int, default=32, help="of the adapters, in bf16 (default %(default)s)")
-    parser.add_argument("--network", type=float, default=Machine.network, help="GB/s a GPU (default %(default)s)")
+    parser.add_argument(
+        "--network", nargs="+", choices=NETWORKS, default=[*NETWORKS], help="between nodes (default: each of them)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
     return parser.parse_args()
 
@@ -308,19 +339,24 @@ def show(print_line: Callable[[str], object], record: dict[str, Any]) -> None:
         print_line(f"| {c['what']} | {c['measured_ms']:.2f} | {c['predicted_ms']:.2f} | {ratio:.2f} | {c['note']} |")
     modes = list(record["predictions"][0]["ms"])
     print_line(
-        f"\n| model | GB | adapters GB | layout | GPUs | {' | '.join(modes)} |" + "\n|" + "---|" * (5 + len(modes))
+        f"\n| model | GB | adapters GB | layout | GPUs | network | {' | '.join(modes)} |"
+        + "\n|"
+        + "---|" * (6 + len(modes))
     )
     for p in record["predictions"]:
         times = " | ".join(f"{ms:.0f} ms" if ms < 1e4 else f"{ms / 1e3:.1f} s" for ms in p["ms"].values())
         print_line(
             f"| {p['model']} | {p['gigabytes']:.4g} | {p['adapter_gigabytes']:.3g} | {p['layout']} | {p['gpus']} | "
-            f"{times} |"
+            f"{p['network']} | {times} |"
         )
 
 
 def main() -> None:
     args = parse()
-    machine = fitted(Machine(network=args.network))
+    machine = fitted(Machine())
+    machines = {
+        name: replace(machine, network=NETWORKS[name].card, cards_a_node=NETWORKS[name].cards) for name in args.network
+    }
     predictions = [
         {
             "model": job.name,
@@ -329,16 +365,20 @@ def main() -> None:
             "layout": layout.name,
             "tp": job.tp,
             "gpus": gpus,
-            "ms": step(job, layout, machine, args.rank, gpus),
+            "network": network,
+            "ms": {mode: round(ms, 2) for mode, ms in step(job, layout, m, args.rank, gpus).items()},
         }
         for job in JOBS
         for gpus in GPUS
         if gpus >= job.tp
         for layout in job.layouts(gpus, machine.gpus_a_node)
+        for network, m in machines.items()
     ]
     record = {
+        "command": ["python", *sys.argv],
         "rank": args.rank,
         "machine": asdict(machine),
+        "networks": {name: asdict(NETWORKS[name]) for name in args.network},
         "checks": [asdict(check) for check in checks(machine)],
         "predictions": predictions,
     }

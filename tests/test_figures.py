@@ -94,6 +94,13 @@ def test_scale(load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsy
     assert min(sizes.values()) == pytest.approx(13.05, rel=1e-3), "bytes of the linears of Qwen2.5-7B in bf16"
     assert max(sizes.values()) > 2000, "a trillion weights"
     assert {p["gpus"] for p in record["predictions"]} == set(scale.GPUS)
+    networks = [[p for p in record["predictions"] if p["network"] == network] for network in scale.NETWORKS]
+    for same in zip(*networks, strict=True):
+        assert len({(p["model"], p["layout"], p["gpus"]) for p in same}) == 1
+        for mode, slowest in same[-1]["ms"].items():
+            assert same[0]["ms"][mode] <= same[1]["ms"][mode] <= slowest, "NVLink, 400 Gb/s, 25 Gb/s"
+    kept = json.loads((ROOT / "benchmarks/results/scale.json").read_text())
+    assert kept["predictions"] == record["predictions"], "taken anew: scale.py --json benchmarks/results/scale.json"
     merges = [c for c in record["checks"] if c["what"].startswith("merge: qwen3")]
     assert merges, "merges of another model than the one that the constants come from"
     assert all(0.9 < c["predicted_ms"] / c["measured_ms"] < 1.1 for c in merges), merges

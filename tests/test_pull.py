@@ -140,37 +140,51 @@ def test_weights_have_to_stay_before_they_are_mapped(monkeypatch: pytest.MonkeyP
     assert not stayed(weights.filler()), "freed, and taken again at the same address"
 
 
-def rank(host: str = "a", pid: int = 1, device: str = "gpu-1") -> dict[str, Any]:
-    return {"host": host, "pid": pid, "device": device}
+def rank(host: str = "a", pid: int = 1, device: str = "gpu-1", group: int = 0) -> dict[str, Any]:
+    return {"host": host, "pid": pid, "device": device, "group": group}
 
 
 @pytest.mark.parametrize(
-    ("workers", "ranks", "parts", "why"),
+    ("workers", "ranks", "why"),
     [
-        ([rank(pid=7)], [rank()], True, ""),
-        ([rank(pid=7, device="gpu-2")], [rank()], True, ""),
-        ([rank(pid=7), rank(pid=8, device="gpu-2")], [rank(), rank(pid=2, device="gpu-2")], True, ""),
-        ([rank(pid=7, device="cpu")], [rank(device="cpu")], True, ""),
-        ([rank(pid=1)], [rank()], True, "in the trainer's process"),
-        ([rank(host="b", pid=1)], [rank()], True, "a worker on gpu-1 shares no memory with a rank on gpu-1"),
-        ([rank(pid=7, device="cpu")], [rank()], True, "a worker on cpu shares no memory with a rank on gpu-1"),
-        ([rank(pid=7)], [rank(device="cpu")], True, "a worker on gpu-1 shares no memory with a rank on cpu"),
-        ([rank(pid=7)], [rank(), rank("b", 2, "gpu-9")], True, "with a rank on gpu-9"),
-        ([rank(pid=7)], [rank(), rank("b", 2, "gpu-9")], False, ""),
-        ([rank(pid=7), rank("c", 8)], [rank(), rank("b", 2, "gpu-9")], False, "shares no memory with a rank"),
+        ([rank(pid=7)], [rank()], ""),
+        ([rank(pid=7, device="gpu-2")], [rank()], ""),
+        ([rank(pid=7), rank(pid=8, device="gpu-2")], [rank(), rank(pid=2, device="gpu-2")], ""),
+        ([rank(pid=7, device="cpu")], [rank(device="cpu")], ""),
+        ([rank(pid=1)], [rank()], "in the trainer's process"),
+        ([rank(host="b", pid=1)], [rank()], "a worker on gpu-1 shares no memory with a rank on gpu-1"),
+        ([rank(pid=7, device="cpu")], [rank()], "a worker on cpu shares no memory with a rank on gpu-1"),
+        ([rank(pid=7)], [rank(device="cpu")], "a worker on gpu-1 shares no memory with a rank on cpu"),
+        ([rank(pid=7)], [rank(), rank("b", 2, "gpu-9")], "with a rank on gpu-9"),
+        ([rank(pid=7)], [rank(), rank("b", 2, "gpu-9", 1)], ""),
+        (
+            [rank(pid=7), rank("c", 8)],
+            [rank(), rank("b", 2, "gpu-9", 1)],
+            "on gpu-1 shares no memory with a rank on gpu-1",
+        ),
+        ([rank("b", 7)], [rank(), rank(pid=2), rank("b", 3, group=2), rank("b", 4, group=2)], ""),
+        ([rank("b", 7)], [rank(), rank("b", 2), rank("b", 3, group=2), rank("a", 4, group=2)], "shares no memory"),
     ],
 )
-def test_who_can_read_from_whom(workers: list[Any], ranks: list[Any], parts: bool, why: str) -> None:
-    found = readable(workers, ranks, parts)
+def test_who_can_read_from_whom(workers: list[Any], ranks: list[Any], why: str) -> None:
+    found = readable(workers, ranks)
     assert why in found
     assert bool(found) == bool(why)
 
 
 def test_a_worker_reads_the_nearest_of_ranks_that_have_everything() -> None:
-    ranks = [rank("b", 1, "gpu-8"), rank("a", 2, "gpu-1"), rank("a", 3, "gpu-2")]
+    ranks = [rank("b", 1, "gpu-8", 0), rank("a", 2, "gpu-1", 1), rank("a", 3, "gpu-2", 2)]
     assert nearest(ranks, rank("a", 9, "gpu-2"))["pid"] == 3
     assert nearest(ranks, rank("a", 9, "gpu-3"))["pid"] == 2
     assert nearest(ranks, rank("b", 9, "gpu-9"))["pid"] == 1
+
+
+def test_a_worker_reads_the_nearest_of_groups_that_its_host_has() -> None:
+    ranks = [rank("a", 1, "gpu-1", 0), rank("b", 2, "gpu-8", 0), rank("a", 3, "gpu-2", 2), rank("a", 4, "gpu-3", 2)]
+    assert nearest(ranks, rank("a", 9, "gpu-1"))["group"] == 2
+    assert nearest(ranks, rank("a", 9, "gpu-3"))["pid"] == 4
+    ranks += [rank("a", 5, "gpu-1", 4), rank("a", 6, "gpu-4", 4)]
+    assert nearest(ranks, rank("a", 9, "gpu-1"))["group"] == 4
 
 
 def stub(parts: Mapping[str, tuple[Any, torch.device]], device: torch.device) -> Any:
@@ -268,11 +282,11 @@ def test_what_two_ranks_hold_is_merged_in_a_worker(adapters: bool, share: float,
     assert bool(said.factors) == (not adapters or dora)
     halves = [{n: v for i, (n, v) in enumerate(found["views"].items()) if i % 2 == half} for half in range(2)]
     sources = [
-        {**found, "views": views, "host": "a", "pid": os.getpid(), "device": f"gpu-{number}"}
+        {**found, "views": views, "host": "a", "pid": os.getpid(), "device": f"gpu-{number}", "group": 0}
         for number, views in enumerate(halves, 1)
     ]
     engine: Any = Engine(said, share)
-    pulled = Pulled(said, "table", engine, parts=True, **of(sources, device))
+    pulled = Pulled(said, "table", engine, **of(sources, device))
     assert pulled.pids == {os.getpid()}
     for step in range(3):
         pulled.merge(bucketed(made, said), NEAREST)
@@ -298,13 +312,13 @@ def test_only_what_a_worker_holds_is_mapped(monkeypatch: pytest.MonkeyPatch) -> 
     opened: list[str] = []
     open_ = mapped._opened
     monkeypatch.setattr(mapped, "_opened", lambda path, *args: opened.append(path) or open_(path, *args))
-    sources = [{**found, **rank("a", os.getpid(), f"gpu-{number}")} for number in (2, 1)]
+    sources = [{**found, **rank("a", os.getpid(), f"gpu-{number}", number)} for number in (2, 1)]
     sources[0] |= {"memory": [], "views": {}}  # whoever reads this one fails
     engine: Any = Engine(said)
     names = list(engine.held)[::3]
     engine.held = {name: engine.held[name] for name in names}
     engine.pieces = lambda name, window: Engine.pieces(engine, name, window) if name in engine.held else iter(())
-    pulled = Pulled(said, "table", engine, parts=False, **of(sources))
+    pulled = Pulled(said, "table", engine, **of(sources))
     memory = {view[2] for name in names for view in found["views"][name]}
     factors = {view[2] for some in found["factors"]["views"].values() for view in some}
     assert len(opened) == len(memory) + len(factors) < len(found["memory"]) + len(factors)
@@ -318,16 +332,16 @@ def test_what_nobody_exports_is_refused() -> None:
     lacking = dict(list(found["views"].items())[1:])
     engine: Any = Engine(said)
     with pytest.raises(RuntimeError, match=r"0 of \d+ elements that this worker holds are exported"):
-        Pulled(said, "table", engine, parts=True, **of([{**whole, "views": lacking}]))
+        Pulled(said, "table", engine, **of([{**whole, "views": lacking}]))
     with pytest.raises(RuntimeError, match="lora_A is not exported"):
-        Pulled(said, "table", engine, parts=True, **of([{**whole, "factors": {"memory": [], "views": {}}}]))
+        Pulled(said, "table", engine, **of([{**whole, "factors": {"memory": [], "views": {}}}]))
 
 
 def test_scalings_that_change_are_of_another_plan() -> None:
     model = shared()
     made, found, said = offered(model)
     engine: Any = Engine(said)
-    pulled = Pulled(said, "table", engine, parts=True, **of([{**found, **rank("a", os.getpid())}]))
+    pulled = Pulled(said, "table", engine, **of([{**found, **rank("a", os.getpid())}]))
     pulled.merge(bucketed(made, said), NEAREST)
     update = bucketed(made, said)
     update.scalings = [[scaling * 2 for scaling in some] for some in update.scalings]

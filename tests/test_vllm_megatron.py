@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import os
+from contextlib import closing, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,14 @@ import megatron_models as mm
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import assert_accurate
 from megatron_models import Grid
 from megatron_peft import exported, with_peft
 from processes import spawn
 from torch import Tensor
 
-from lora_merge import VllmSync
+from lora_merge import MergedWeights, Segment, VllmSync
+from lora_merge.engine.pull import MOVED
 from lora_merge.megatron import Chunks
 
 SIZES = {"head_dim": 32, "heads": (8, 4)}
@@ -74,6 +77,62 @@ def work(rank: int, folder: Path, kind: str, grid: Grid, modes: list[str], dtype
         if llm is not None and "moe" in kind and mm.DEVICE == "cpu":
             check_packed(llm.apply_model(expert_modules)[0], tensors)
         sync.close()
+
+
+def paths(rank: int, folder: Path, kind: str, grid: Grid, parallel: dict[str, Any]) -> None:
+    """A push in buckets, one that two workers pull and one that the ranks write, each of other adapters: the engine has
+    the bits of what the trainer merges, which is what float64 says."""
+    hf = mm.hf_model(kind, **SIZES, dtype=torch.bfloat16)
+    os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_HOST_IP": "127.0.0.1"}
+    options = {"tensor_parallel_size": 2, "worker_extension_cls": "sliced_weights.Sliced", **parallel}
+    with engines.engine(hf, folder, processes=True, **options) if rank == 0 else nullcontext() as llm:
+        llms = [llm] if llm is not None else []
+        chunks = mm.megatron(kind, hf, grid)
+        mm.adapt(chunks, "bridge")
+        parameters = [item for chunk in chunks for item in chunk.named_parameters()]
+        model = Chunks(chunks, vocab_size=101)
+        sync = VllmSync(model, llms or None, bucket_bytes=1 << 17)
+        for ways in (("shm",), ("pull", "shm"), ("write",)):
+            with torch.no_grad():
+                for name, parameter in parameters:
+                    if ".adapter." in name:
+                        parameter.mul_(1.25)
+            if ways == ("pull", "shm"):
+                for _, parameter in parameters:
+                    parameter.share_memory_()
+                assert MOVED in sync.push().buckets
+            for one in llms if ways == ("write",) else ():
+                one.collective_rpc("share")
+            for one in llms:
+                one.collective_rpc("scale")
+            report = sync.push()
+            assert report.transports == ways, report
+            assert report.coverage == 1.0
+            assert not report.buckets or ways == ("shm",)
+            if "pull" in ways:  # what comes in buckets is adapters alone
+                assert not sync._passes._pulls[sync._passes._weights]._last.whole_names
+            bits = [one.collective_rpc("bits") for one in llms]
+            merged = {name: tensor.clone() for name, tensor in MergedWeights(model)}
+            accurate(mm.checkpoint(hf), exported(model), merged)
+            with closing(VllmSync(mm.with_weights(hf, merged), llms or None, bucket_bytes=1 << 17)) as plain:
+                plain.push()
+            assert [one.collective_rpc("bits") for one in llms] == bits, ways
+        sync.close()
+
+
+def accurate(base: dict[str, Tensor], adapter: dict[str, Tensor], merged: dict[str, Tensor]) -> None:
+    """Merged weights are the base and its adapter in float64, within the bound of every kernel."""
+    assert merged.keys() == base.keys()
+    adapted = 0
+    for name, weight in base.items():
+        lora_A, lora_B = (adapter.get(name.replace("weight", f"lora_{half}.weight")) for half in "AB")
+        if lora_A is None:
+            assert torch.equal(merged[name], weight), name
+            continue
+        assert_accurate(Segment(name, weight, merged[name], lora_A, lora_B, 1.0), merged[name])
+        assert not torch.equal(merged[name], weight), name
+        adapted += 1
+    assert adapted == len(adapter) / 2 > 0
 
 
 def said(output: Any) -> tuple[list[int], list[float]]:
@@ -137,6 +196,22 @@ def test_the_engine_answers_as_the_megatron_model_does(
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # `apply_model` with a function of this file
     # A rank waits in a collective while the other one starts the engine.
     spawn(2, work, tmp_path / "base", kind, grid, modes, torch.float32, timeout=timedelta(minutes=8))
+
+
+@pytest.mark.parametrize(
+    ("kind", "grid", "world", "parallel"),
+    [
+        ("qwen2", Grid(tp=2), 2, {}),
+        ("qwen2", Grid(tp=2), 4, {}),
+        ("qwen3", Grid(pp=2), 2, {}),
+        ("qwen3_moe", Grid(tp=2, ep=2, etp=1, sp=True), 2, {"enable_expert_parallel": True}),
+    ],
+    ids=["tp2", "tp2 twice", "pp2", "tp2 ep2 into ep2"],
+)
+def test_workers_pull_and_ranks_write(
+    kind: str, grid: Grid, world: int, parallel: dict[str, Any], tmp_path: Path
+) -> None:
+    spawn(world, paths, tmp_path / "base", kind, grid, parallel, timeout=timedelta(minutes=8))
 
 
 @pytest.mark.gpu

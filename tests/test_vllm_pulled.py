@@ -22,7 +22,7 @@ from engines import ask, assert_answers, engine, train
 from peft import LoraConfig, get_peft_model
 from processes import spawn
 from sharded_trainer import check_answers, train_alike
-from test_shards_merge import fsdp2, fsdp2_columns
+from test_shards_merge import fsdp1, fsdp2, fsdp2_columns
 from torch import nn
 
 from lora_merge import LoraMergeError, MergedWeights, PushFailed, PushRefused, VllmSync
@@ -410,7 +410,7 @@ def shards(rank: int, folder: Path) -> None:
         llms.append(manager.__enter__())
     try:
         dist.barrier()
-        for wrap in (fsdp2, fsdp2_columns):
+        for wrap in (fsdp2, fsdp2_columns, fsdp1):
             model = shared(wrap(models.with_lora(engines.qwen2, **build)))
             again = models.with_lora(engines.qwen2, **build)
             sync = begun(VllmSync(model, llms or None, bucket_bytes=1 << 17))

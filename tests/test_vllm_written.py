@@ -20,7 +20,7 @@ import torch.distributed as dist
 from engines import ask, assert_answers, engine, train
 from processes import spawn
 from sharded_trainer import check_answers, train_alike
-from test_shards_merge import fsdp2, fsdp2_columns
+from test_shards_merge import fsdp1, fsdp2, fsdp2_columns
 
 from lora_merge import LoraMergeError, PushFailed, VllmSync
 from lora_merge.engine.replica import SyncReport
@@ -295,7 +295,7 @@ def shards(rank: int, folder: Path) -> None:
         llms[0].collective_rpc("share")
     try:
         dist.barrier()
-        for wrap in (fsdp2, fsdp2_columns):
+        for wrap in (fsdp2, fsdp2_columns, fsdp1):
             model = wrap(models.with_lora(engines.qwen2, **build))
             again = models.with_lora(engines.qwen2, **build)
             sync = VllmSync(model, llms or None, bucket_bytes=1 << 17)

@@ -9,7 +9,7 @@ import queue
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -66,6 +66,28 @@ class _Caller:
 
 _idle: list[_Caller] = []
 os.register_at_fork(after_in_child=_idle.clear)  # it has none of the threads
+
+
+def _begun(call: Callable[[], _T]) -> Future[_T]:
+    """A call that a thread makes which has made others before."""
+    future: Future[_T] = Future()
+    try:
+        caller = _idle.pop()
+    except IndexError:
+        caller = _Caller()
+
+    def there() -> None:
+        try:
+            value = call()
+        except BaseException as error:
+            _idle.append(caller)
+            future.set_exception(error)
+        else:
+            _idle.append(caller)
+            future.set_result(value)
+
+    caller.calls.put(there)
+    return future
 
 
 def while_alive(call: Callable[[], _T], pids: Sequence[int]) -> _T:
@@ -243,18 +265,20 @@ def _in_threads(
         return None
 
     failure: BaseException | None = None
-    with ThreadPoolExecutor(max(len(calls), 1)) as pool:
+    futures: list[Future[BaseException | None]] = []
+    try:
+        futures.extend(_begun(on_this_device(partial(one, position))) for position in range(len(calls)))
+        if calls:
+            time.sleep(_SENT_S)
         try:
-            futures = [pool.submit(on_this_device(partial(one, position))) for position in range(len(calls))]
-            if calls:
-                time.sleep(_SENT_S)
-            try:
-                work()
-            except Exception as error:
-                failure = error
-        except BaseException:
-            give_up()  # or the calls wait for the work, and leaving the pool for them
-            raise
+            work()
+        except Exception as error:
+            failure = error
+    except BaseException:
+        give_up()  # or the calls wait for the work, and this for them
+        raise
+    finally:
+        wait(futures)
     return [future.result() for future in futures], failure
 
 

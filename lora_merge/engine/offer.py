@@ -17,7 +17,6 @@ from .pull import MOVED, Pull, Pulls, Stayed, readable, unreadable
 from .replica import Replica
 from .shares import Takers
 from .trainer import Trainer
-from .transport import introduction
 from .update import Update, Updates
 
 _INSTEAD = '; push with mode="merged" instead'
@@ -212,11 +211,9 @@ class PullOffer:
         ready = stands and last is not None and all(last.offered in worker["ready"] for worker in workers)
         if not await trainer.blocking(lambda: trainer.world.any(not ready)):
             return last, ""
-        told = await trainer.gather((unreadable(stream), introduction(stream.device), self._stayed(stream)))
+        told = await trainer.gather((unreadable(stream), trainer.introduced(stream), self._stayed(stream)))
         ranks = [rank for _, rank, _ in told]
-        why = next((why for why, *_ in told if why), "") or readable(workers, ranks, stream.collective)
-        if not why and stream.collective and stream.ranks.size != trainer.world.size:
-            why = "several groups of ranks hold the model"
+        why = next((why for why, *_ in told if why), "") or readable(workers, ranks)
         if not why and not all(stayed for *_, stayed in told):
             why = MOVED
         if why:
@@ -224,7 +221,10 @@ class PullOffer:
         blocked = frozenset(await self._blocked(stream, replicas))
         (pull, *_), exported = await self._made(stream, blocked)
         sources = [found | rank for found, rank in zip(exported, ranks, strict=True)]
-        why = next((found["why"] for found in sources if found["why"]), "") or await self._map(pull, sources, replicas)
+        why = next((found["why"] for found in sources if found["why"]), "")
+        if len({found.pop("digest") for found in sources}) > 1:
+            why = why or "the adapters of some ranks lie in memory that can be mapped, those of others do not"
+        why = why or await self._map(pull, sources, replicas)
         if why:
             return None, why
         await trainer.close_channels()  # those of a push before have room for all that is read from now on
@@ -236,7 +236,7 @@ class PullOffer:
 
         async def make() -> dict[str, Any]:
             made.append(await self._trainer.blocking(lambda: self._pulls(stream, blocked)))
-            return made[0].exported()
+            return {**made[0].exported(), "digest": made[0].digest}
 
         return made, await self._trainer.everywhere(make())
 

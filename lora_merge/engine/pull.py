@@ -86,11 +86,9 @@ class Pull(Beside):
         """What a worker has to know, beside `said`: JSON values.
 
         Args:
-            sources: what each rank has `exported`, with its `introduction`. Each has a part of what the model is, or
-                each has everything.
+            sources: what each rank has `exported`, and as it introduces itself (`Trainer.introduced`).
         """
         told: dict[str, Any] = {"update": self.digest, "table": self.stream.digest, "sources": [*sources]}
-        told["parts"] = self.stream.collective
         return {"digest": hashlib.blake2b(json.dumps(told).encode(), digest_size=16).hexdigest(), **told}
 
 
@@ -197,19 +195,18 @@ class Pulls:
         self._whole.release()
 
 
-def readable(workers: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str, Any]], parts: bool) -> str:
-    """Why some worker cannot read the memory of the ranks, in words; "" where all can, if CUDA lets them.
+def readable(workers: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str, Any]]) -> str:
+    """Why some worker cannot read the memory of all ranks of some group, in words; "" where all can, if CUDA lets them.
 
     Args:
-        workers, ranks: as they introduce themselves.
-        parts: each rank holds a part of the model, so that workers read all of them; else each has all of it.
+        workers, ranks: as they introduce themselves; ranks of a `group` hold the model together.
     """
+    groups = {rank["group"]: [one for one in ranks if one["group"] == rank["group"]] for rank in ranks}
     for worker in workers:
         if any((worker["pid"], worker["host"]) == (rank["pid"], rank["host"]) for rank in ranks):
             return "an engine runs in the trainer's process"
-        found = [_together(worker, rank) for rank in ranks]
-        if not (all(found) if parts else any(found)):
-            rank = ranks[found.index(False)]
+        apart = [next((rank for rank in group if not _together(worker, rank)), None) for group in groups.values()]
+        if (rank := apart[0]) is not None and None not in apart:
             return f"a worker on {worker['device']} shares no memory with a rank on {rank['device']}"
     return ""
 

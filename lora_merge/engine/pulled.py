@@ -46,8 +46,8 @@ class Pulled:
         said: what goes how.
         table: digest of the stream's table.
         examination: of that table.
-        sources: what each rank of the trainer exports, with its `introduction`.
-        parts: each rank exports a part; else each exports everything, and the nearest one is read.
+        sources: what each rank of the trainer exports, and as it introduces itself: those of a `group` export the
+            model between them. The nearest group is read.
         here: the `introduction` of this worker.
         device: of the worker.
 
@@ -65,7 +65,6 @@ class Pulled:
         table: str,
         examination: Examination,
         sources: Sequence[Mapping[str, Any]],
-        parts: bool,
         here: Mapping[str, Any],
         device: torch.device,
     ) -> None:
@@ -80,7 +79,7 @@ class Pulled:
         self._far = near["device"] != here["device"]
         """Factors are of another GPU, and copied to here for each merge: kernels read them again and again."""
         try:
-            for source in sources if parts else (near,):
+            for source in (source for source in sources if source["group"] == near["group"]):
                 views = {name: self._met(name, found) for name, found in source["views"].items()}
                 mapped = self._map(source, {name: found for name, found in views.items() if found})
                 peer = source["device"] != here["device"]
@@ -168,8 +167,9 @@ class Pulled:
 
 
 def nearest(sources: Sequence[Mapping[str, Any]], here: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What the rank exports that shares this worker's GPU, or else its host."""
-    on_host = [source for source in sources if source["host"] == here["host"]]
+    """What the rank exports that shares this worker's GPU, or else its host, as all of its group do."""
+    away = {source["group"] for source in sources if source["host"] != here["host"]}
+    on_host = [source for source in sources if source["group"] not in away]
     return next((source for source in on_host if source["device"] == here["device"]), (*on_host, sources[0])[0])
 
 

@@ -176,6 +176,11 @@ class Trainer:
 
     # Channels
 
+    def introduced(self, source: Filler) -> dict[str, Any]:
+        """This rank's `introduction`, and its `group`: a number that those have who hold the model together."""
+        first = source.ranks.global_rank(0) if source.collective else self.world.rank
+        return {**introduction(source.device), "group": first}
+
     async def map(self, source: Filler, replicas: Sequence[Replica], at: Mapping[int, Sequence[str]]) -> Direct:
         """Map the engines' own tensors into the ranks that will write to them, where that goes; kept while they stay
         where they are.
@@ -192,16 +197,16 @@ class Trainer:
         if known is not None and known.key == key:
             return known.direct
         await self.unmap(source.digest)
-        trainers = await self.gather(introduction(source.device))
+        trainers = await self.gather(self.introduced(source))
         serving = assign(trainers, [replica.workers for replica in replicas])
         away = {(replicas[r].index, w): rank for (r, w), (rank, kind) in serving.items() if kind != "local"}
         workers = {(r.index, w): worker for r in replicas for w, worker in enumerate(r.workers)}
         found = await self._exports(source, replicas, away)
-        direct, made = self._direct(source, trainers, workers, away, found), dict[WorkerId, Mapped]()
+        direct, made = self._direct(trainers, workers, away, found), dict[WorkerId, Mapped]()
         failed = ""
         try:
             for place, exports in found.items() if direct.names else ():
-                if source.collective or away[place] == self.world.rank:
+                if trainers[away[place]]["group"] == trainers[self.world.rank]["group"]:
                     made[place] = Mapped(exports, source.device, workers[place]["pid"])
         except Exception as error:
             failed = f"a worker's memory cannot be mapped here: {told(error)}"
@@ -235,17 +240,15 @@ class Trainer:
 
     def _direct(
         self,
-        source: Filler,
         trainers: Sequence[Mapping[str, Any]],
         workers: Mapping[WorkerId, Mapping[str, Any]],
         away: Mapping[WorkerId, int],
         found: Mapping[WorkerId, Mapping[str, Any]],
     ) -> Direct:
-        """What goes straight; nothing where some rank that would write shares no host with some worker."""
-        if source.collective and source.ranks.size != self.world.size:
-            return Direct(frozenset(), "several groups of ranks hold the model, of which one would write")
+        """What goes straight; nothing where some rank that would write shares no host with some worker. To each worker
+        those write that hold the model with the rank that serves it."""
         for (r, w), rank in away.items():
-            writers = trainers if source.collective else [trainers[rank]]
+            writers = [trainer for trainer in trainers if trainer["group"] == trainers[rank]["group"]]
             if any((trainer["device"] == "cpu") != (workers[r, w]["device"] == "cpu") for trainer in writers):
                 return Direct(
                     frozenset(), f"worker {w} of engine {r} is on a GPU and the trainer is not, or vice versa"

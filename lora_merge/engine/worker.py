@@ -216,7 +216,6 @@ def _offer(
     update: str,
     table: str,
     sources: Sequence[Mapping[str, Any]],
-    parts: bool,
     said: Any = None,
 ) -> dict[str, Any]:
     """Map what a trainer exports, to be pulled from. What was mapped before is let go of first: memory that lies at the
@@ -226,8 +225,7 @@ def _offer(
         digest: of all of this.
         update: digest of `said`.
         table: digest of the table of the stream, which was examined.
-        sources: what each rank exports.
-        parts: as of `Pulled`.
+        sources: what each rank exports, as of `Pulled`.
         said: as of `_examine_update`.
     """
     if said is not None:
@@ -239,7 +237,7 @@ def _offer(
     side.drop_pulls()
     examination, here = side.loader.examine(table, side.tables[table]), introduction(worker.device)
     try:
-        pulled = Pulled(side.updates[update], table, examination, sources, parts, here, worker.device)
+        pulled = Pulled(side.updates[update], table, examination, sources, here, worker.device)
     except (RuntimeError, OSError) as error:
         return {"why": f"the trainer's memory cannot be mapped there: {told(error)}"}
     side.keep_pull(digest, pulled)
