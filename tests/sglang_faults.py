@@ -66,7 +66,8 @@ FLIGHTS = [(where, pause) for where in PHASES for pause in PAUSES if where != "r
 def fail_in_flight(started: Any, model: Any, where: str, rank: int, pause: str) -> None:
     """A scheduler fails in a phase of a push with requests in flight. Where nothing had been written they, and one that
     comes after, are answered by the old weights. Else all of them are answered when a push of another trainer has
-    healed the engine, whatever its `pause` is; but "abort" is SGLang's own way of ending all that have come by then.
+    healed the engine, whatever its `pause` is; but "abort" is SGLang's own way of ending all that have come by then
+    (0.5.23: all that it has begun).
 
     Args:
         model: that the engine serves; it is trained here.
@@ -74,8 +75,6 @@ def fail_in_flight(started: Any, model: Any, where: str, rank: int, pause: str) 
         rank: which scheduler.
         pause: of the push that fails; that of the one that heals is the next of `PAUSES`.
     """
-    from sglang.srt.managers.tokenizer_manager import RequestAbortedError
-
     phase, process = PHASES[where], do(started, "process")
     merge = "engine" if phase.merge == "engine" else "trainer"
     if phase.merge == "pull":
@@ -115,7 +114,8 @@ def fail_in_flight(started: Any, model: Any, where: str, rank: int, pause: str) 
 
     outputs, late = started.loop.run_until_complete(asyncio.wait_for(scenario(), 120))
     if phase.writes and heal == "abort":
-        assert isinstance(late[0], RequestAbortedError)
+        if type(late[0]).__name__ != "RequestAbortedError":  # SGLang 0.5.23 keeps what it had not begun
+            assert_answers(late, model, policies.prompts()[3:])
     else:
         assert_answers(late, model if phase.writes else old, policies.prompts()[3:])
     for prompt, output in zip(policies.prompts(), outputs, strict=False):
