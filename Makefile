@@ -18,7 +18,7 @@ SGLANG := .venv-sglang
 EXTENSIONS := $(CURDIR)/build/extensions
 
 .PHONY: environments docs bench test test-all test-vllm test-peft test-megatron test-libraries test-trainers lint cuda wheel test-wheel clean test-sglang
-.PHONY: test-installs test-sglang-verl aarch64 wheel-aarch64 test-aarch64 test-wheel-aarch64
+.PHONY: test-installs test-sglang-next test-sglang-verl aarch64 wheel-aarch64 test-aarch64 test-wheel-aarch64
 
 bench: $(VENV)/installed
 	$(PY) benchmarks/merge.py --plot benchmarks/work/merge.png $(ARGS)
@@ -31,7 +31,8 @@ environments: $(VENV)/installed $(foreach kind,peft-oldest megatron libraries,$(
 	$(SGLANG)/installed $(foreach trainer,plain trl swift verl,$(VLLM)/$(trainer)/done)
 
 # Every test that needs no GPU. `.ci/run` leaves those of tests/whole.txt out.
-test-all: test test-installs test-aarch64 test-peft test-vllm test-sglang test-sglang-verl test-megatron test-libraries test-trainers
+test-all: test test-installs test-aarch64 test-peft test-vllm test-sglang test-sglang-next test-sglang-verl test-megatron test-libraries \
+	test-trainers
 
 # The tests that start vLLM: about 3 GB of packages. One of them trains with megatron-core, one with DeepSpeed.
 test-vllm: $(VLLM)/installed $(VENV)/megatron/done $(VENV)/libraries/done
@@ -44,6 +45,11 @@ test-sglang: $(SGLANG)/installed $(VENV)/libraries/done
 	$(SGLANG)/bin/python -m pytest $(ARGS) $(filter-out %_verl.py,$(wildcard tests/test_sglang_*.py))
 	PYTHONPATH=$(VENV)/libraries TORCH_EXTENSIONS_DIR=$(EXTENSIONS)/sglang $(SGLANG)/bin/python -m pytest $(ARGS) \
 		tests/test_libraries_sglang.py
+
+# SGLang's other supported release, in the place of the one there: by `make test-all` alone.
+test-sglang-next: $(SGLANG)/next/done
+	PYTHONPATH=$(CURDIR)/$(SGLANG)/next $(SGLANG)/bin/python -m pytest $(ARGS) \
+		$(foreach part,push models wide server,tests/test_sglang_$(part).py)
 
 # verl, whose rollouts SGLang serves: by `make test-all` alone.
 test-sglang-verl: $(SGLANG)/verl/done
@@ -189,7 +195,7 @@ $(SGLANG)/installed: $(VENV)/installed requirements/sglang-cpu.txt
 	LORA_MERGE_CUDA=0 flock Makefile $(SGLANG)/bin/python -m pip install -qq --no-build-isolation --no-deps -e .
 	@touch $@
 
-$(SGLANG)/verl/done: requirements/sglang-verl.txt $(SGLANG)/installed
+$(SGLANG)/%/done: requirements/sglang-%.txt $(SGLANG)/installed
 	rm -rf $(@D)
 	$(SGLANG)/bin/python -m pip install -qq --no-deps --target $(@D) -r $<
 	@touch $@

@@ -2,6 +2,7 @@
 
     python benchmarks/sync.py --json benchmarks/results/sync.json            # GPU: Qwen2.5-7B shape, rank 32
     python benchmarks/sync.py --device cpu --shape tiny                      # a smoke test
+    python benchmarks/sync.py --engine sglang                                # sync_sglang.py, with its own options
 
 Engines start with `load_format="dummy"`, the trainer with random weights of the same shape. Each part runs in a process
 of its own: `same` (trainer and engine in one process), `other` (engine in another process on the same device),
@@ -503,7 +504,17 @@ def end_part(result: dict[str, Any], file: Path) -> NoReturn:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument(
+        "--engine", choices=["vllm", "sglang"], default="vllm", help="sglang: see sync_sglang.py --help"
+    )
+    chosen, rest = parser.parse_known_args()
+    if chosen.engine == "sglang":
+        script = str(Path(__file__).with_name("sync_sglang.py"))
+        os.execv(sys.executable, [sys.executable, script, *rest])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, parents=[parser]
+    )
     parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-7b")
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")

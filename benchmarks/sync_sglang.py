@@ -2,14 +2,16 @@
 
     python benchmarks/sync_sglang.py --json benchmarks/results/sync-sglang.json       # GPU: Qwen2.5-7B shape, rank 32
     python benchmarks/sync_sglang.py --device cpu --shape tiny                        # a smoke test
+    python benchmarks/sync.py --engine sglang                                         # the same as the first
 
 The engine starts with `load_format="dummy"` in processes of its own on the same device, the trainer with random weights
 of the same shape. An engine a part, each in a process of its own: `pushes` (the trainer merges; the engine does, which
 gets adapters alone; and SGLang's `update_weights_from_tensor` on weights that are merged already, tensor by tensor and
-as one flattened bucket), `adapter` (base and adapter apart), `memory` (an engine with the memory saver, which buckets
-reach; and its weights when they have been released); asked for with --parts, `across` (an engine on another GPU,
-written straight, and over NCCL). Times are medians over `--repeats` pushes; the first push of each part compares all
-bits on both sides. Steps of requests are captured as CUDA graphs unless `--no-graphs` is given.
+as one flattened bucket), `adapter` (base and adapter apart), `memory` (an engine with the memory saver, which reads the
+trainer's weights; and its weights when they have been released), `buckets` (engine and trainer can map nothing of each
+other's); asked for with --parts, `across` (an engine on another GPU, written straight, and over NCCL). Times are
+medians over `--repeats` pushes; the first push of each part compares all bits on both sides. Steps of requests are
+captured as CUDA graphs unless `--no-graphs` is given.
 """
 
 from __future__ import annotations
@@ -154,6 +156,24 @@ def part_memory(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return {"memory": result}
 
 
+def part_buckets(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """The engine maps nothing of the trainer's (expandable segments), and the trainer nothing of its (the memory
+    saver). On a CPU the trainer's memory is its own anyway."""
+    from lora_merge import SglangSync
+
+    cuda = args.device == "cuda"
+    if cuda:
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    model = build_policy(args.shape, args.rank, args.device)
+    with start_engine(args, folder, **({"enable_memory_saver": True} if cuda else {})) as engine:
+        sync = SglangSync(model, engine, merge="trainer", bucket_bytes=args.bucket_bytes)
+        verified = sync.push(verify=True)
+        result = pushes(sync, args.repeats, "merged")
+        result |= {"check_of_all_bytes": str(verified), "buckets": sync.push().buckets, "answer": answers(engine)}
+        sync.close()
+    return {"buckets": beside_a_copy(result, args)}
+
+
 def part_across(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     from lora_merge import SglangSync
 
@@ -172,7 +192,13 @@ def part_across(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return result
 
 
-PARTS = {"pushes": part_pushes, "adapter": part_adapter, "memory": part_memory, "across": part_across}
+PARTS = {
+    "pushes": part_pushes,
+    "adapter": part_adapter,
+    "memory": part_memory,
+    "buckets": part_buckets,
+    "across": part_across,
+}
 
 
 def run_part(name: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -195,7 +221,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=600, help="seconds that a part may take")
     parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS)[:3])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS)[:4])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+BROKEN = "LORA_MERGE_TEST_BROKEN"
+"""The environment variable that names modules, comma-separated, which SGLang's processes fail to import."""
 _LIBRARY: list[Any] = []
 _SITE = """import os, sys
 if any("spawn_main" in argument or "sglang" in argument for argument in sys.orig_argv):
@@ -58,6 +60,8 @@ def register() -> None:
     import sglang_faulty
 
     sglang_faulty.register()
+    for name in filter(None, os.environ.get(BROKEN, "").split(",")):
+        sys.modules[name] = None  # type: ignore[assignment]
     if torch.cuda.is_available():
         return
     import sglang.srt.layers.rotary_embedding.base as rotary

@@ -70,13 +70,17 @@ def test_the_table_of_both_engines(load: Any, tmp_path: Path) -> None:
     """Figures stand where their record is; what was not measured stays empty."""
     beside = load("beside_vllm")
     part = {"total_ms": 21.4, "phases_ms": {"check": 1.0, "transfer": 2.0, "finish": 3.04, "resume": 4.0}}
-    record = {"device_name": "NVIDIA H200", "merged": part, "peers": {"flattened_bucket_ms": 99.7}}
+    record = {"device_name": "NVIDIA H200", "merged": part, "buckets": part, "peers": {"flattened_bucket_ms": 99.7}}
     (tmp_path / "sync-sglang.json").write_text(json.dumps(record))
     lines = beside.table(tmp_path).splitlines()
     assert "SGLang (H200)" in lines[0]
     assert all(line.count("|") == 6 for line in lines)
     filled = [line for line in lines[2:] if any(figure.isdigit() for figure in line.split("|")[4])]
-    assert [line.split(" |", 1)[1] for line in filled] == ["  |  | 21 | 1.0, 2.0, 3.0 |", " | | 100 | |"]
+    assert [line.split(" |", 1)[1] for line in filled] == [
+        "  |  | 21 | 1.0, 2.0, 3.0 |",
+        "  |  | 21 | 1.0, 2.0, 3.0 |",
+        " | | 100 | |",
+    ]
     both = beside.table(ROOT / "benchmarks" / "results").splitlines()
     assert all(line.split("|")[2].strip() for line in both[2 : 2 + len(beside.ROWS)]), "vLLM's records are all there"
 

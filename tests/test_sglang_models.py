@@ -8,6 +8,7 @@ from typing import Any
 import models
 import policies
 import pytest
+import sglang_cpu
 import sglang_engines
 from sglang_engines import ask, assert_answers, do, engine, follow_the_scaling
 from torch import nn
@@ -83,6 +84,38 @@ LAID_ANEW = {
     ("UnquantizedLinearMethod", "layer", "use_intel_amx_backend"): "packed for AMX",
 }
 """What SGLang may have made of weights by itself: FlashInfer's experts, AMX. (Pretended.)"""
+
+
+# What SGLang started otherwise than one may think
+
+
+def test_an_engine_without_the_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's own `check_weights` answers, and the engine lives on."""
+    monkeypatch.setenv("SGLANG_PLUGINS", "cpu")
+    model = policies.qwen2()
+    with engine(model, tmp_path / "base") as started:
+        before = ask(started)
+        with pytest.raises(PushRefused, match=r"Unsupported action=.*is lora-merge installed .*SGLANG_PLUGINS"):
+            SglangSync(model, started).push()
+        assert [one["output_ids"] for one in ask(started)] == [one["output_ids"] for one in before]
+
+
+def test_a_model_that_fails_to_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang runs transformers' code in its place, and says so in a log."""
+    monkeypatch.setenv(sglang_cpu.BROKEN, "sglang.srt.models.qwen3")
+    model = models.with_lora(policies.qwen3, **DENSE)
+    with engine(model, tmp_path / "base") as started:
+        before = ask(started)
+        with pytest.raises(PushRefused, match=r"runs TransformersForCausalLM.*failed to import.*model_impl="):
+            SglangSync(model, started).push()
+        assert [one["output_ids"] for one in ask(started)] == [one["output_ids"] for one in before]
+        assert [state.kind for state in SglangSync(model, started).states()] == ["nothing"]
+
+
+def test_a_model_that_is_to_run_by_transformers(tmp_path: Path) -> None:
+    model = models.with_lora(policies.qwen3, **DENSE)
+    with engine(model, tmp_path / "base", model_impl="transformers") as started:
+        push_and_ask(model, started)
 
 
 # Adapters beside their base

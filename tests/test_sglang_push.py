@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import os
 import signal
@@ -16,17 +15,15 @@ import policies
 import pytest
 import sglang_engines
 import torch
-from sglang_engines import ado, ask, assert_answers, do, engine, flying, pushed_in_flight, spans
+from sglang_engines import ask, assert_answers, do, engine, pushed_in_flight, spans
+from sglang_faults import BUCKET, FLIGHTS, PAUSES, fail_at_the_end, fail_in_flight
 from torch import nn
 
-import lora_merge.engine.sglang.control
 import lora_merge.verify
 from lora_merge import InvalidInput, MergedWeights, PushFailed, PushRefused, SglangSync
 from lora_merge.stream.filler import Filler
 
 DENSE = {"target_modules": policies.LINEARS}
-BUCKET = 1 << 16
-"""Small buckets: there is a middle of a push."""
 no_leftovers = sglang_engines.no_leftovers
 
 
@@ -278,17 +275,6 @@ def test_sglangs_own_update_is_noticed(started: Any) -> None:
     sync.close()
 
 
-def test_an_engine_without_the_plugin(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang's own `check_weights` answers."""
-    monkeypatch.setattr(lora_merge.engine.sglang.control, "PREFIX", "nobody:")
-    with pytest.raises(PushRefused, match=r"is lora-merge installed .*SGLANG_PLUGINS"):
-        SglangSync(policy(), started).push()
-    monkeypatch.undo()
-    model = policy()
-    SglangSync(model, started).push()
-    assert_answers(ask(started), model)
-
-
 UNFIT = {
     "enable_dp_attention": (True, "enable_dp_attention"),
     "dp_size": (2, "a list of handles"),
@@ -300,8 +286,8 @@ UNFIT = {
     "enable_hierarchical_cache": (True, "enable_hierarchical_cache"),
     "cpu_offload_gb": (1, "cpu_offload_gb"),
     "weight_cache_mode": ("daemon", "weight_cache_mode"),
-    "model_config.quantization": ("fp8", "holds fp8 weights.*start it without quantization"),
-    "torchao_config": ("int4wo-128", "holds int4wo-128 weights"),
+    "model_config.quantization": ("fp8", "holds fp8 weights; .*without quantization"),
+    "torchao_config": ("int4wo-128", "holds int4wo-128 weights; .*without quantization or torchao_config"),
     "model_config.is_multimodal": (True, "multimodal"),
 }
 
@@ -439,7 +425,7 @@ def test_a_scheduler_fails_as_it_merges(started: Any, where: str) -> None:
 # Requests in flight
 
 
-@pytest.mark.parametrize("pause", ["keep", "wait", "abort"])
+@pytest.mark.parametrize("pause", PAUSES)
 def test_requests_in_flight(started: Any, pause: str) -> None:
     model = policy()
     sync = SglangSync(model, started, pause=pause)
@@ -464,31 +450,14 @@ def test_requests_in_flight(started: Any, pause: str) -> None:
     sync.close()
 
 
-def test_a_push_that_fails_with_requests_in_flight(started: Any) -> None:
-    """They wait, and go on when the next push has healed the engine."""
-    model = policy()
-    sync = SglangSync(model, started, bucket_bytes=BUCKET)
-    sync.push()
-    old = copy.deepcopy(model)
-    policies.train(model, size=0.2)
+@pytest.mark.parametrize(("where", "pause"), FLIGHTS)
+def test_a_scheduler_fails_with_requests_in_flight(started: Any, where: str, pause: str) -> None:
+    fail_in_flight(started, policy(), where, 0, pause)
 
-    async def scenario() -> list[Any]:
-        tasks = await flying(started, 60)
-        await ado(started, "fail", "bucket", [0], 2)
-        with pytest.raises(PushFailed, match="injected"):
-            await sync.apush()
-        await ado(started, "mend")
-        await asyncio.sleep(0.5)
-        assert not any(task.done() for task in tasks)
-        await sync.apush()
-        await ado(started, "slow", 0)
-        return await asyncio.gather(*tasks)
 
-    outputs = started.loop.run_until_complete(asyncio.wait_for(scenario(), 120))
-    for prompt, output in zip(policies.prompts(), outputs, strict=False):
-        assert spans(output, prompt, old, model) < 60
-    assert_answers(ask(started), model)
-    sync.close()
+@pytest.mark.parametrize("pause", PAUSES)
+def test_a_scheduler_fails_at_the_end(started: Any, pause: str) -> None:
+    fail_at_the_end(started, policy(), 0, pause)
 
 
 def test_a_users_own_pause_stays(started: Any) -> None:

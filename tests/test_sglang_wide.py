@@ -12,15 +12,12 @@ import policies
 import pytest
 import sglang_engines
 from sglang_engines import GREEDY, ado, ask, assert_answers, do, engine, flying, spans
+from sglang_faults import BUCKET, FLIGHTS, PAUSES, TOKENS, fail_at_the_end, fail_in_flight
 from test_sglang_models import DENSE, push_and_ask
 from torch import nn
 
 from lora_merge import PushFailed, PushRefused, SglangSync
 
-BUCKET = 1 << 16
-"""Small buckets: there is a middle of a push."""
-PAUSES = ["keep", "wait", "abort"]
-TOKENS = 40
 no_leftovers = sglang_engines.no_leftovers
 
 
@@ -76,54 +73,14 @@ def test_one_or_all_schedulers_fail(wide: Any, where: str, ranks: list[int]) -> 
     sync.close()
 
 
-@pytest.mark.parametrize("pause", PAUSES)
-@pytest.mark.parametrize("where", ["start", "receive", "bucket", "forget", "finish", "commit", "merge"])
+@pytest.mark.parametrize(("where", "pause"), FLIGHTS)
 def test_a_scheduler_fails_with_requests_in_flight(wide: Any, where: str, pause: str) -> None:
-    """Those in flight, and one that comes while the engine is dirty, are answered when a push of another trainer has
-    healed it, whatever its `pause` is. But "abort" is SGLang's own way of ending all that have come by then."""
-    from sglang.srt.managers.tokenizer_manager import RequestAbortedError
+    fail_in_flight(wide, policy(), where, 1, pause)
 
-    model = policy()
-    merge = "engine" if where == "merge" else "trainer"
-    sync = SglangSync(model, wide, bucket_bytes=BUCKET, pause=pause, merge=merge)
-    sync.push()
-    old = copy.deepcopy(model)
-    policies.train(model, size=0.2)
-    heal = PAUSES[(PAUSES.index(pause) + 1) % 3]
-    healing = SglangSync(model, wide, bucket_bytes=BUCKET, pause=heal)
 
-    async def scenario() -> tuple[list[Any], Any]:
-        tasks = await flying(wide, TOKENS)
-        await ado(wide, "fail", where, [1], 1 if where == "bucket" else 0)
-        with pytest.raises(PushFailed, match="injected"):
-            await sync.apush()
-        await ado(wide, "mend")
-        if pause == "keep":
-            assert not any(task.done() for task in tasks)
-        late = asyncio.ensure_future(
-            wide.async_generate(input_ids=policies.prompts()[3], sampling_params=GREEDY, return_logprob=True)
-        )
-        await asyncio.sleep(0.3)
-        assert not late.done(), "a dirty engine answers nothing"
-        await healing.apush()
-        await ado(wide, "slow", 0)
-        return await asyncio.gather(*tasks), await asyncio.gather(late, return_exceptions=True)
-
-    outputs, late = run(wide, scenario())
-    if heal == "abort":
-        assert isinstance(late[0], RequestAbortedError)
-    else:
-        assert_answers(late, model, policies.prompts()[3:])
-    for prompt, output in zip(policies.prompts(), outputs, strict=False):
-        if pause == "abort":
-            assert output["meta_info"]["finish_reason"]["type"] == "abort"
-            continue
-        assert len(output["output_ids"]) == TOKENS
-        mine = spans(output, prompt, old, model)
-        assert mine == TOKENS if pause == "wait" else mine < TOKENS
-    assert_answers(ask(wide), model)
-    sync.close()
-    healing.close()
+@pytest.mark.parametrize("pause", PAUSES)
+def test_a_scheduler_fails_at_the_end(wide: Any, pause: str) -> None:
+    fail_at_the_end(wide, policy(), 1, pause)
 
 
 @pytest.mark.parametrize("pause", PAUSES)

@@ -193,12 +193,13 @@ class Pushes:
             await self._back(replicas, held, passes[-1].state, slept)
             raise
         await trainer.share(replicas)
+        brought = {replica.index: passes[-1].state for replica in replicas if not replica.error}
         with report.timed("resume"):
             await trainer.each(replicas, partial(self._resume, slept=slept), failed=True)
             await trainer.share(replicas)
         if any(replica.error for replica in replicas):
             await trainer.close()
-            error = failure(replicas, self._healing)
+            error = failure(replicas, self._healing, brought)
             self._passes.broke(error)
             raise error
         self._pushed, last = passes[-1].state, passes[-1].source

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -196,17 +196,24 @@ def fail_together(replicas: Sequence[Replica]) -> None:
             replica.error = replica.error or error
 
 
-def failure(replicas: Sequence[Replica], healing: str = "the next push heals them") -> PushFailed | PushRefused:
+def failure(
+    replicas: Sequence[Replica], healing: str = "the next push heals them", brought: Mapping[int, State] | None = None
+) -> PushFailed | PushRefused:
     """Make the error for a push that broke off in some engines; it names them, and says what each engine holds now.
 
     Args:
         healing: what becomes of dirty ones.
+        brought: by index, what engines hold that failed as they were to go on, when all had come.
     """
-    dirty = [f"engine {r.index} is dirty: {r.error}" for r in replicas if r.error and r.begun]
-    as_before = [f"engine {r.index} holds what it held before: {r.error}" for r in replicas if r.error and not r.begun]
+    brought = brought or {}
+    gone_on = [r for r in replicas if r.error and r.index in brought]
+    late = [f"engine {r.index} holds {brought[r.index]}, but going on with it failed: {r.error}" for r in gone_on]
+    broken = [r for r in replicas if r.error and r.index not in brought]
+    dirty = [f"engine {r.index} is dirty: {r.error}" for r in broken if r.begun]
+    as_before = [f"engine {r.index} holds what it held before: {r.error}" for r in broken if not r.begun]
     valid = [f"engine {r.index} is valid" for r in replicas if not r.error]
-    text = "; ".join(dirty + as_before + valid)
-    if not dirty and not valid:
+    text = "; ".join(dirty + late + as_before + valid)
+    if not dirty and not late and not valid:
         return PushRefused(f"{text}. Nothing was sent; push again")
     return PushFailed(f"{text}. {f'Dirty engines stay paused; {healing}' if dirty else 'Push again'}")
 

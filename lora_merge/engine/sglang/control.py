@@ -35,7 +35,8 @@ class SglangControl(Control):
             # Of several data-parallel engines the first one's: the others refuse a push in the same words.
             answers, _ = json.JSONDecoder().raw_decode(message)
         except json.JSONDecodeError as error:
-            raise RuntimeError(f"SGLang itself answers: {message}") from error
+            brief = message.replace(request, "...")
+            raise RuntimeError(f"SGLang itself answers: {brief}") from error
         return [json.dumps(answer) for answer in answers]
 
     async def _checked(self, action: str) -> str:

@@ -42,6 +42,7 @@ _OF_ARGUMENTS = (
     "enable_weights_cpu_backup",
     "ep_num_redundant_experts",
     "init_expert_location",
+    "model_impl",
     "offload_group_size",
     "pp_size",
     "speculative_algorithm",
@@ -75,7 +76,8 @@ def unknown_release(lacks: list[str]) -> str:
     import sglang
 
     return (
-        f"runs SGLang {sglang.__version__}, which does not offer {', '.join(lacks)}; {SUPPORTED} are supported"
+        f"runs SGLang {sglang.__version__}, which does not offer {', '.join(lacks)}; {SUPPORTED} are supported: "
+        "install one of these"
         if lacks
         else ""
     )

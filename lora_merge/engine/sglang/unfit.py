@@ -10,6 +10,8 @@ from . import internals
 
 _WITHOUT_WEIGHTS = {"NGRAM"}
 """Algorithms of speculative decoding that draft without a model."""
+_BY_TRANSFORMERS = "Transformers"
+"""How the classes are called by which SGLang runs transformers' own code."""
 _UPDATING = ("_session", "_weight_update_in_progress")
 """By which SGLang knows, from 0.5.21 on, that an update of its own has begun and not ended."""
 
@@ -26,8 +28,15 @@ def unfit(manager: Any) -> str:
     arguments, config = scheduler.server_args, scheduler.model_config
     if quantized := config.quantization or getattr(arguments, "torchao_config", ""):  # SGLang 0.5.17 has it
         return (
-            f"holds {quantized} weights, and merged ones are not quantised: start it without quantization and "
-            "torchao_config, on a checkpoint that is not quantised; vLLM's engines may quantise what they load"
+            f"holds {quantized} weights; only unquantised ones can be pushed to: start it on an unquantised "
+            "checkpoint, without quantization or torchao_config, or use vLLM, which takes pushes into quantised weights"
+        )
+    kind = type(manager.tp_worker.model_runner.model).__name__
+    if kind.startswith(_BY_TRANSFORMERS) and arguments.model_impl != "transformers":
+        return (
+            f"runs {kind}, transformers' own code, in the place of a model of SGLang's: there is none of that name, or "
+            'its file failed to import there (the scheduler logs "Ignore import error when loading sglang.srt..."). '
+            'Mend what the log names, or, if that is wanted, start it with model_impl="transformers"'
         )
     for applies, why in _REFUSED:
         if applies(arguments):

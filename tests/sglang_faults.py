@@ -1,0 +1,163 @@
+"""Faults in the phases of a push into SGLang while requests are in flight, for engines of one and of two schedulers."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from typing import Any, NamedTuple
+
+import policies
+import pytest
+from sglang_engines import GREEDY, ado, ask, assert_answers, do, flying, spans
+
+from lora_merge import PushFailed, PushRefused, SglangSync
+
+BUCKET = 1 << 16
+"""Small buckets: there is a middle of a push."""
+PAUSES = ["keep", "wait", "abort"]
+TOKENS = 40
+
+
+class Phase(NamedTuple):
+    """Where a scheduler fails.
+
+    Args:
+        merge: who merges: "trainer", "engine", or "pull": schedulers do, from the trainer's memory.
+        fresh: whether it is what a trainer's first push alone does.
+        after: how often it works before.
+        verify: whether it is of pushes that compare.
+        stood: whether generation stands still by then.
+        writes: whether weights are neither old nor new then.
+    """
+
+    merge: str = "trainer"
+    fresh: bool = False
+    after: int = 0
+    verify: bool = False
+    stood: bool = True
+    writes: bool = True
+
+
+PHASES = {
+    "hello": Phase(stood=False, writes=False),
+    "examine": Phase(fresh=True, stood=False, writes=False),
+    "examine_update": Phase("engine", fresh=True, stood=False, writes=False),
+    "connect": Phase(fresh=True, stood=False, writes=False),
+    "offer": Phase("pull", fresh=True, stood=False, writes=False),
+    "note_pause": Phase(stood=False, writes=False),
+    "requests": Phase(stood=False, writes=False),
+    "update": Phase("engine", writes=False),
+    "start": Phase(),
+    "receive": Phase(),
+    "bucket": Phase(after=1),
+    "pull": Phase("pull"),
+    "forget": Phase(),
+    "finish": Phase(),
+    "commit": Phase(),
+    "merge": Phase("engine"),
+    "products": Phase("engine"),
+    "checksums": Phase(verify=True),
+    "verified": Phase(verify=True),
+}
+FLIGHTS = [(where, pause) for where in PHASES for pause in PAUSES if where != "requests" or pause == "wait"]
+"""Phases, and what becomes of requests in flight. ("requests" is asked to wait for them.)"""
+
+
+def fail_in_flight(started: Any, model: Any, where: str, rank: int, pause: str) -> None:
+    """A scheduler fails in a phase of a push with requests in flight. Where nothing had been written they, and one that
+    comes after, are answered by the old weights. Else all of them are answered when a push of another trainer has
+    healed the engine, whatever its `pause` is; but "abort" is SGLang's own way of ending all that have come by then
+    (0.5.23: all that it has begun).
+
+    Args:
+        model: that the engine serves; it is trained here.
+        where: of `PHASES`.
+        rank: which scheduler.
+        pause: of the push that fails; that of the one that heals is the next of `PAUSES`.
+    """
+    phase, process = PHASES[where], do(started, "process")
+    merge = "engine" if phase.merge == "engine" else "trainer"
+    if phase.merge == "pull":
+        model.share_memory()
+    sync = SglangSync(model, started, bucket_bytes=BUCKET, pause=pause, merge=merge)
+    sync.push()
+    if phase.merge == "pull" and not phase.fresh:
+        sync.push()  # by now it is known where the weights lie
+    old = copy.deepcopy(model)
+    policies.train(model, size=0.2)
+    if phase.fresh and phase.merge != "pull":
+        sync.close()
+        sync = SglangSync(model, started, bucket_bytes=BUCKET * 2, pause=pause, merge=merge)
+    heal = PAUSES[(PAUSES.index(pause) + 1) % 3]
+    healing = SglangSync(model, started, bucket_bytes=BUCKET, pause=heal)
+
+    async def scenario() -> tuple[list[Any], Any]:
+        tasks = await flying(started, TOKENS)
+        await ado(started, "fail", where, [rank], phase.after)
+        with pytest.raises(PushFailed if phase.writes else PushRefused, match="injected"):
+            await sync.apush(verify=phase.verify)
+        await ado(started, "mend")
+        assert any(task.done() for task in tasks) == (pause != "keep" and phase.stood)
+        late = asyncio.ensure_future(
+            started.async_generate(input_ids=policies.prompts()[3], sampling_params=GREEDY, return_logprob=True)
+        )
+        if phase.writes:
+            await asyncio.sleep(0.3)
+            assert not late.done(), "a dirty engine answers nothing"
+        else:
+            await ado(started, "slow", 0)
+            await asyncio.gather(late, *tasks)
+            assert (await sync.astates())[0].kind == "merged"
+        await healing.apush()
+        await ado(started, "slow", 0)
+        return await asyncio.gather(*tasks), await asyncio.gather(late, return_exceptions=True)
+
+    outputs, late = started.loop.run_until_complete(asyncio.wait_for(scenario(), 120))
+    if phase.writes and heal == "abort":
+        if type(late[0]).__name__ != "RequestAbortedError":  # SGLang 0.5.23 keeps what it had not begun
+            assert_answers(late, model, policies.prompts()[3:])
+    else:
+        assert_answers(late, model if phase.writes else old, policies.prompts()[3:])
+    for prompt, output in zip(policies.prompts(), outputs, strict=False):
+        if pause == "abort" and phase.stood:
+            assert output["meta_info"]["finish_reason"]["type"] == "abort"
+            continue
+        assert len(output["output_ids"]) == TOKENS
+        mine = spans(output, prompt, old, model)
+        assert mine == TOKENS if pause == "wait" or not phase.writes else mine < TOKENS
+    assert_answers(ask(started), model)
+    assert do(started, "process") == process
+    sync.close()
+    healing.close()
+
+
+def fail_at_the_end(started: Any, model: Any, rank: int, pause: str) -> None:
+    """A scheduler fails when all has come, and requests go on already: the error says so, and the next push is as any
+    other.
+
+    Args:
+        model, rank, pause: as of `fail_in_flight`.
+    """
+    sync = SglangSync(model, started, bucket_bytes=BUCKET, pause=pause)
+    sync.push()
+    old = copy.deepcopy(model)
+    policies.train(model, size=0.2)
+
+    async def scenario() -> list[Any]:
+        tasks = await flying(started, TOKENS)
+        await ado(started, "fail", "end", [rank])
+        with pytest.raises(PushFailed, match=r"engine 0 holds merged@\d+, but going on with it failed: .*injected"):
+            await sync.apush()
+        await ado(started, "mend")
+        await ado(started, "slow", 0)
+        return await asyncio.gather(*tasks)
+
+    outputs = started.loop.run_until_complete(asyncio.wait_for(scenario(), 120))
+    for prompt, output in zip(policies.prompts(), outputs, strict=False):
+        mine, count = spans(output, prompt, old, model), len(output["output_ids"])
+        assert mine < count == TOKENS if pause == "keep" else mine == count
+    assert_answers(ask(started), model)
+    policies.train(model)
+    sync.push()
+    assert_answers(ask(started), model)
+    sync.close()
