@@ -138,12 +138,17 @@ def forward(model: nn.Module) -> Tensor:
         return model(input_ids=torch.arange(12, device=device()).view(2, 6)).logits.clone()
 
 
+def held_inside(plain: nn.Module) -> dict[str, Tensor]:
+    """The merged weights of a model that is not sharded, by name."""
+    with merged(plain):
+        return {d.name: d.weight.pieces[0].tensor.clone() for d in read_deltas_merged(plain)}
+
+
 def check(build: Callable[[], nn.Module], wrap: Wrap, what: str) -> None:
     """One model in one wrapping: merged in place and streamed, both strategies."""
     plain = build().to(device())
     streamed = {name: t.clone() for name, t in MergedWeights(plain)}
-    with merged(plain):
-        held = {d.name: d.weight.pieces[0].tensor.clone() for d in read_deltas_merged(plain)}
+    held = {kind: held_inside(build().to(kind)) for kind in {device().type, "cpu"}}  # what is offloaded is merged there
     model = wrap(build().to(device()))
     # Nor does FSDP1 know the parametrisation with which PEFT runs adapted experts.
     runs = wrap not in NO_FORWARD and not (wrap in FSDP1 and "experts" in what)
@@ -158,7 +163,7 @@ def check(build: Callable[[], nn.Module], wrap: Wrap, what: str) -> None:
             with merged(model, strategy=strategy):
                 for delta in read_deltas_merged(model):
                     for piece in delta.weight.pieces:
-                        wanted = cut(held[delta.name], piece.box).to(piece.tensor.device)
+                        wanted = cut(held[piece.tensor.device.type][delta.name], piece.box)
                         assert_same_bits(piece.tensor, wanted, f"{what} {delta.name}")
                 if runs:
                     inside = forward(model)

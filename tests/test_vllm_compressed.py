@@ -85,6 +85,11 @@ def one(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tupl
     # vLLM's LoRA asks a layer for the device of its weight, which its INT8 kernel for CPUs has dropped.
     adapters = {} if kind == "int" else {"enable_lora": True, "max_lora_rank": 8}
     with kernel_for_blocks(), engine(model, folder, **READ | adapters) as llm:
+        for layer in quantised.served(llm).modules():
+            for key in ("_q_scale", "_k_scale", "_v_scale"):  # parameters in vLLM 0.26
+                if hasattr(layer, "kv_cache_dtype") and key in layer._buffers:
+                    scale = layer._buffers.pop(key)
+                    layer.register_parameter(key, nn.Parameter(scale, requires_grad=False))
         yield llm, model, held(llm), most
 
 
@@ -115,8 +120,10 @@ def test_what_is_held_is_the_checkpoint_of_the_merged_weights(one: Any, merge: s
 
 def test_an_adapter_beside_the_quantised_base(one: Any) -> None:
     llm, model, _, most = one
-    if llm.llm_engine.vllm_config.lora_config is None:
-        pytest.skip("vLLM has no LoRA beside this format on a CPU")
+    if llm.llm_engine.vllm_config.lora_config is None:  # vLLM has no LoRA beside this format on a CPU
+        with pytest.raises(PushRefused, match="enable_lora"):
+            VllmSync(model, llm, mode="adapter", bucket_bytes=BUCKET).push()
+        return
     with closing(VllmSync(model, llm, mode="adapter", bucket_bytes=BUCKET)) as sync:
         assert sync.push().base_sent
         base = llm.collective_rpc("bits")

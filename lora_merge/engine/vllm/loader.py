@@ -43,6 +43,8 @@ _ENGINE_OWNED = {
 _COMPUTED = {"FusedMMInputNorm"}
 """Modules whose persistent buffers vLLM makes from the processor's settings: in no checkpoint, and random after a dummy
 load."""
+_OF_CACHE = ("q_scale", "k_scale", "v_scale", "prob_scale", "_zero_point")
+"""How the names of such parameters end; vLLM 0.26 has them where a checkpoint is of compressed-tensors."""
 _HOOK = "process_weights_after_loading"
 _IDLE = "vllm.v1.attention.backend"
 """Where the hook of attention backends is defined that does nothing."""
@@ -181,8 +183,10 @@ class Loader(loader.Loader):
     def _filled(self, module: nn.Module) -> dict[str, Tensor | None]:
         if type(module).__name__ in _COMPUTED:
             return {}
-        # Attention's buffers are scales of a quantised cache, which vLLM sets itself.
-        found = module._parameters if hasattr(module, "kv_cache_dtype") else super()._filled(module)
+        if not hasattr(module, "kv_cache_dtype"):
+            found = super()._filled(module)
+        else:  # attention has scales of a quantised cache, which vLLM sets itself: buffers, or parameters (0.26)
+            found = {key: t for key, t in module._parameters.items() if not key.endswith(_OF_CACHE)}
         return {key: tensor for key, tensor in found.items() if key not in _ENGINE_OWNED}
 
     def _unreachable(self) -> dict[str, str]:
