@@ -191,7 +191,9 @@ def show(record: Record) -> None:
         total = sum(seconds.values())
         cells = [f"{seconds[phase]:.3f}" for phase in PHASES]
         of_trl = f" ({total / sum(ways['trl'].values()):.0%})" if name != "trl" and "trl" in ways else ""
-        sheet.add_row(WAYS[name], *cells, f"{total:.3f}{of_trl}", f"{record['ways'][name]['drift']:.1%}")
+        drift = record["ways"][name].get("drift")  # a way that a time limit cut has none
+        changed = "?" if drift is None else f"{drift:.1%}"
+        sheet.add_row(WAYS[name], *cells, f"{total:.3f}{of_trl}", changed)
     out = report.console()
     out.print(sheet)
     for name, way in record["ways"].items():

@@ -216,7 +216,6 @@ WRITTEN: list[tuple[str, Any, dict[str, Any]]] = [
     ("fp8_per_block", engines.qwen2, {"enforce_eager": False}),
     ("fp8", qwen3_moe, {}),
     ("fp8_per_channel", qwen3_moe, {}),
-    ("fp8_per_block", qwen3_moe, {}),
 ]
 
 
