@@ -161,7 +161,7 @@ def test_over_http(server: str) -> None:
 
 
 def test_a_server_of_something_else() -> None:
-    with pytest.raises(PushRefused, match="does not answer as one of"):
+    with pytest.raises(PushRefused, match="nothing listens"):
         SglangSync(policy(), "http://127.0.0.1:9").push()
 
 

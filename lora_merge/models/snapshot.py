@@ -243,6 +243,7 @@ class Taking:
     def __init__(self, model: nn.Module, of: str, layout: Layout | None = None, watch: Watch | None = None) -> None:
         self._layout, self._watch = layout, watch
         key = f"{of}, inference" if torch.is_inference_mode_enabled() else of  # the guards tell these apart
+        key = key if layout is None else f"{key}, what is here"  # of shards, other tensors than the parameters
         self._compared = _compared.setdefault(model, {}).setdefault(key, {})
         self._steps = 0
         self._scales: list[Tensor] = []

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,9 @@ from ..snapshot import Indices, Layed, Owners, Snapshot, indices_in, layouts, no
 from .idle import warn_if_idle
 from .read import Adapters, PeftLayer, read_adapters
 
+_cut: WeakSet[nn.Module] = WeakSet()
+"""Models that were sharded when they were last looked at: nothing but their layout says what to look at."""
+
 
 class Peft:
     """A `Live` model with PEFT's adapters (or with none), plain, under FSDP or ZeRO-3."""
@@ -36,9 +39,11 @@ class Peft:
     def __init__(self, model: nn.Module) -> None:
         self.key = model
         self._seen: Snapshot | None = None
-        with suppress(Exception):  # said by `snapshot`, when the ranks can agree on it
-            self._seen = take(model, None)
+        if model not in _cut:
+            with suppress(Exception):  # said by `snapshot`, when the ranks can agree on it
+                self._seen = take(model, None)
         self._layout = Layout(model, self._seen and Known(self._seen.modules, self._seen.kinds))
+        (_cut.discard if self._layout.plain else _cut.add)(model)
         self.ranks = self.merging = self._layout.ranks()
         self.device, self.sharded = self._layout.device(), self._layout.sharded
         self._adapters: Adapters | None = None
