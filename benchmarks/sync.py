@@ -400,7 +400,11 @@ def part_pull(args: argparse.Namespace, folder: Path, tp: int = 1) -> dict[str, 
         after = [torch.cuda.mem_get_info(gpu)[0] for gpu in range(tp)] if cuda else []
         result["extra_bytes"] = [free - left for free, left in zip(before, after, strict=True)]
         result["memory_growth_bytes"] = [free - left for free, left in zip(between, after, strict=True)]
-        result["merge_in_worker_ms"] = llm.collective_rpc("pull_ms", args=(args.repeats,))
+        spent = llm.collective_rpc("pull_ms", args=(args.repeats,))
+        result |= {
+            "merge_in_worker_ms": [merge for merge, _ in spent],
+            "bring_in_worker_ms": [bring for _, bring in spent],
+        }
         result["check_of_all_bytes"] = str(sync.push(verify=True))
         result = beside_a_copy(result, args)
         result["transfer_x_copy"] = result["phases_ms"]["transfer"] / result["copy_ms"]

@@ -17,13 +17,14 @@ from weakref import ref
 import models
 import pytest
 import torch
+from helpers import assert_same_bits
 from torch import Tensor
 
 from lora_merge import MergedWeights
 from lora_merge.engine import mapped, memory, side
 from lora_merge.engine.mapped import Exports, Mapped
 from lora_merge.engine.memory import NotExported
-from lora_merge.engine.products import Described, Update
+from lora_merge.engine.products import Described, Update, _bring
 from lora_merge.engine.pull import Pull, Pulls, Stayed, readable, unreadable
 from lora_merge.engine.pulled import Pulled, nearest
 from lora_merge.engine.side import Side
@@ -391,3 +392,13 @@ def test_workers_read_when_the_device_has_done_everything(monkeypatch: pytest.Mo
     made.stream.device = torch.device("cuda", 3)
     made.settle()
     assert waited == [torch.device("cuda", 3)]
+
+
+def test_adapters_of_another_gpu_come_bit_by_bit() -> None:
+    """What a worker copies before it merges; in one plan, so on a GPU in one launch."""
+    far = {"nan": torch.tensor([[1, -1], [0x7FC00001, -0x80000000]], dtype=torch.int32).view(torch.float32)}
+    far |= {"bf16": torch.randn(5, 7).bfloat16(), "one": torch.randn(1, 1)}
+    here = {name: torch.zeros_like(there) for name, there in far.items()}
+    _bring(far, here).run()
+    for name, there in far.items():
+        assert_same_bits(here[name], there, name)
