@@ -301,8 +301,8 @@ def test_what_two_ranks_hold_is_merged_in_a_worker(adapters: bool, share: float,
     for segment in pulled._segments(pulled._made[0]):
         home = next(number for number, views in enumerate(halves, 1) if segment.name in views)
         assert segment.peer == (device != f"gpu-{home}"), segment.name
-    near = pulled._made[0]._far
-    assert bool(near) == (adapters and device == "gpu-3"), "the kernels read factors again and again"
+    brought = pulled._made[0]._bring is not None
+    assert brought == (adapters and device == "gpu-3"), "the kernels read factors again and again"
     pulled.close()
     assert pulled.closed
 
