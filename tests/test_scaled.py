@@ -204,6 +204,31 @@ def test_copies_and_other_segments(device: torch.device) -> None:
     assert (part.weight[:128].view(torch.uint8) == 0x7F).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("group", GROUPS)
+def test_experts(group: str, dtype: torch.dtype, device: torch.device) -> None:
+    """As PEFT holds their adapters: lora_A one below the other, lora_B column by column among each other; gate and up
+    in one matrix, a router without an adapter, and more of them than a launch takes as arguments."""
+    experts, rank, cols = 20, 4, 128
+    lora_A, _ = adapter(1, cols, experts * rank, dtype, device)
+    _, lora_B = adapter(256, 1, rank * experts, dtype, device)
+    w = torch.stack([base(256, cols, torch.bfloat16, device, e) for e in range(experts)])
+    router = base(16, cols, torch.bfloat16, device, experts)
+    targets = [*(weight(256, cols, group, device) for _ in range(experts)), weight(16, cols, group, device)]
+    segments = []
+    for e in range(experts):
+        a, b = lora_A[e * rank : (e + 1) * rank], lora_B.view(256, rank, experts)[:, :, e]
+        for part in (slice(0, 128), slice(128, 256)):
+            segments.append(Segment(f"expert {e}", w[e, part], targets[e].weight[part], a, b[part], 0.5))
+    Plan([*segments, Segment("router", router, targets[-1].weight)], targets).run()
+    merged = torch.empty_like(w)
+    Plan([replace(s, destination=merged.view(-1, 128, cols)[n]) for n, s in enumerate(segments)]).run()
+    for what, target in zip([*merged, router], targets, strict=True):
+        bits, scales = oracle(what, group)
+        assert torch.equal(target.scales.cpu().view(-1), scales)
+        assert torch.equal(target.weight.cpu().view(torch.uint8), bits)
+
+
 def test_runs_again(device: torch.device) -> None:
     """What was the largest before does not count, and plans read what is there."""
     for group in GROUPS:
