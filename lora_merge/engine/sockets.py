@@ -385,8 +385,13 @@ class Inbox:
         link, box = self._link, self._box
         if link is None:
             raise TransferAborted("this channel is closed; push again")
-        link.send(Frame(Kind.WHICH))
-        number = _told(link, Kind.NOW).transfer
+        try:
+            link.send(Frame(Kind.WHICH))
+            number = _told(link, Kind.NOW).transfer
+        except Exception as error:
+            if self._leads:
+                self._tell(error)
+            raise
         if self._leads:
             self._thread = threading.Thread(target=self._receive, args=(link, number, sizes), daemon=True)
             self._thread.start()
@@ -447,8 +452,12 @@ class Inbox:
                 link.receive_bucket(bucket, _bytes(self._buffers[index % 2])[:size])
                 box[FILLED] = _mark(number, index + 1)
         except BaseException as error:
-            self._why = str(error) if isinstance(error, TransferAborted) else told(error)
-            self._give_up(_TRAINER if self._why == _GAVE_UP else _BROKE)
+            self._tell(error)
+
+    def _tell(self, error: BaseException) -> None:
+        """Tell the others on this host why no more comes, before `leave` says that this worker failed."""
+        self._why = str(error) if isinstance(error, TransferAborted) else told(error)
+        self._give_up(_TRAINER if self._why == _GAVE_UP else _BROKE)
 
     def _room(self, mark: int) -> None:
         """Wait until everybody on this host is done with what lies where the next bucket goes."""
