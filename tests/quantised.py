@@ -4,18 +4,19 @@ trainer's forward with the same roundings."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import engines
 import faulty
+import pytest
 import torch
 import weight_bits
 from torch import Tensor, nn
 
-from lora_merge import MergedWeights
+from lora_merge import MergedWeights, PushFailed, VllmSync
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max
@@ -101,6 +102,25 @@ def assert_rounded_once(exact: Mapping[str, Tensor], engine: nn.Module) -> int:
         assert ((weight - wanted).abs() <= bound).all(), path
         checked += 1
     return checked
+
+
+def assert_heals(llm: Any, sync: VllmSync, held: Callable[[Any], Any]) -> None:
+    """A push that breaks off closes the layer again and leaves the engine dirty, and the next one heals it.
+
+    Args:
+        held: what an engine holds, to be compared.
+    """
+    sync.push()
+    wanted = held(llm)
+    for where, after in (("bucket", 0), ("bucket", 3), ("finish", 0), ("receive", 0)):
+        llm.collective_rpc("fail", args=(where, [0], after))
+        with pytest.raises(PushFailed, match=f"injected into {where}"):
+            sync.push()
+        llm.collective_rpc("mend")
+        assert [state.kind for state in sync.states()] == ["dirty"]
+        assert not any(p.is_meta for p in served(llm).parameters())
+        sync.push()
+        assert held(llm) == wanted, where
 
 
 def exact_merge(model: Any) -> dict[str, Tensor]:

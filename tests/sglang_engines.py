@@ -24,6 +24,14 @@ from processes import leaving_nothing  # noqa: E402
 from torch import nn  # noqa: E402
 
 GREEDY = {"temperature": 0, "max_new_tokens": 10, "ignore_eos": True}
+LORA = {
+    "enable_lora": True,
+    "max_lora_rank": 8,
+    "max_loras_per_batch": 2,
+    "lora_target_modules": policies.LINEARS,
+    "lora_backend": "torch_native",
+}
+"""Options of an engine that serves adapters."""
 
 
 @contextmanager

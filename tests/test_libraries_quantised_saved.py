@@ -336,18 +336,22 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
 }
 
 
+def refused(folder: Path, kind: str, change: Callable[[dict[str, Tensor]], Any], match: str) -> str:
+    """What is said of a base that was changed after it was written; nothing is left of the output."""
+    base = write_base(folder / "base", kind)
+    write_adapter(folder / "adapter", base, qwen2, target_modules=["q_proj"])
+    held = load_file(base / "model.safetensors")
+    change(held)
+    save_file(held, base / "model.safetensors", {"format": "pt"})
+    with nothing_left(folder), pytest.raises(InvalidInput, match=match) as raised:
+        merge_checkpoint(base, folder / "adapter", folder / "out")
+    return str(raised.value)
+
+
 @pytest.mark.parametrize("case", BROKEN)
 def test_broken(case: str, tmp_path: Path) -> None:
     """Refused by the weight's name, before the first byte."""
-    base = write_base(tmp_path / "base", "nf4, double")
-    write_adapter(tmp_path / "adapter", base, qwen2, target_modules=["q_proj"])
-    held = load_file(base / "model.safetensors")
-    change, match = BROKEN[case]
-    change(held)
-    save_file(held, base / "model.safetensors", {"format": "pt"})
-    with nothing_left(tmp_path), pytest.raises(InvalidInput, match=match) as raised:
-        merge_checkpoint(base, tmp_path / "adapter", tmp_path / "out")
-    assert Q in str(raised.value)
+    assert Q in refused(tmp_path, "nf4, double", *BROKEN[case])
 
 
 LAYER = "model.layers.1.self_attn.q_proj"
@@ -375,14 +379,7 @@ BROKEN_INT8: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
 
 @pytest.mark.parametrize("case", BROKEN_INT8)
 def test_broken_int8(case: str, tmp_path: Path) -> None:
-    base = write_base(tmp_path / "base", "int8")
-    write_adapter(tmp_path / "adapter", base, qwen2, target_modules=["q_proj"])
-    held = load_file(base / "model.safetensors")
-    change, match = BROKEN_INT8[case]
-    change(held)
-    save_file(held, base / "model.safetensors", {"format": "pt"})
-    with nothing_left(tmp_path), pytest.raises(InvalidInput, match=match):
-        merge_checkpoint(base, tmp_path / "adapter", tmp_path / "out")
+    refused(tmp_path, "int8", *BROKEN_INT8[case])
 
 
 def test_config_and_files_disagree(tmp_path: Path) -> None:

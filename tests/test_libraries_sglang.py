@@ -16,7 +16,7 @@ import sglang_engines
 import torch
 import torch.distributed as dist
 from processes import spawn
-from sglang_engines import ask, assert_answers, engine
+from sglang_engines import LORA, ask, assert_answers, engine
 from test_libraries_quantised import eight_bits, four_bits, quantised, with_lora
 from test_libraries_zero3 import engine as deepspeed
 from torch import nn
@@ -26,15 +26,6 @@ from lora_merge.shards import here
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 no_leftovers = sglang_engines.no_leftovers
-
-
-LORA = {
-    "enable_lora": True,
-    "max_lora_rank": 8,
-    "max_loras_per_batch": 2,
-    "lora_target_modules": policies.LINEARS,
-    "lora_backend": "torch_native",
-}
 
 
 def policy(make: Any = four_bits, **options: Any) -> Any:

@@ -10,7 +10,7 @@ import policies
 import pytest
 import sglang_cpu
 import sglang_engines
-from sglang_engines import ask, assert_answers, do, engine, follow_the_scaling
+from sglang_engines import LORA, ask, assert_answers, do, engine, follow_the_scaling
 from torch import nn
 
 from lora_merge import PushFailed, PushRefused, SglangSync
@@ -119,15 +119,6 @@ def test_a_model_that_is_to_run_by_transformers(tmp_path: Path) -> None:
 
 
 # Adapters beside their base
-
-
-LORA = {
-    "enable_lora": True,
-    "max_lora_rank": 8,
-    "max_loras_per_batch": 2,
-    "lora_target_modules": policies.LINEARS,
-    "lora_backend": "torch_native",
-}
 
 
 def test_adapters(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from compressed import arguments, by_blocks, by_their_tools, compress, compress_
 from engines import ask, engine, train
 from torch import Tensor, nn
 
-from lora_merge import LoraMergeError, PushFailed, PushRefused, VllmSync
+from lora_merge import LoraMergeError, PushRefused, VllmSync
 from lora_merge.engine.modules import Modules
 from lora_merge.engine.vllm.compressed import Scheme
 from lora_merge.engine.vllm.formats import refusal
@@ -140,17 +140,7 @@ def test_a_push_that_breaks_off(one: Any) -> None:
     """The layer is closed again, the engine dirty, and the next push heals it."""
     llm, model, _, _ = one
     with closing(VllmSync(model, llm, bucket_bytes=BUCKET)) as sync:
-        sync.push()
-        wanted = held(llm)
-        for where, after in (("bucket", 0), ("bucket", 3), ("finish", 0), ("receive", 0)):
-            llm.collective_rpc("fail", args=(where, [0], after))
-            with pytest.raises(PushFailed, match=f"injected into {where}"):
-                sync.push()
-            llm.collective_rpc("mend")
-            assert [state.kind for state in sync.states()] == ["dirty"]
-            assert not any(p.is_meta for p in quantised.served(llm).parameters())
-            sync.push()
-            assert held(llm) == wanted, where
+        quantised.assert_heals(llm, sync, held)
 
 
 def test_what_does_not_fit_is_said_before_anything_is_written(one: Any) -> None:

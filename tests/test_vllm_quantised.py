@@ -223,17 +223,7 @@ def test_a_push_that_breaks_off_in_the_middle_of_a_layer(one: Any) -> None:
     """The layer is closed again, the engine dirty, and the next push heals it."""
     llm, model, _ = one
     with closing(VllmSync(model, llm, bucket_bytes=BUCKET)) as sync:
-        sync.push()
-        wanted = bits(llm)
-        for where, after in (("bucket", 0), ("bucket", 3), ("finish", 0), ("receive", 0)):
-            llm.collective_rpc("fail", args=(where, [0], after))
-            with pytest.raises(PushFailed, match=f"injected into {where}"):
-                sync.push()
-            llm.collective_rpc("mend")
-            assert [state.kind for state in sync.states()] == ["dirty"]
-            assert not any(p.is_meta for p in quantised.served(llm).parameters())
-            sync.push()
-            assert bits(llm) == wanted, where
+        quantised.assert_heals(llm, sync, bits)
 
 
 def test_what_was_changed_behind_our_back_shows(one: Any) -> None:

@@ -93,16 +93,7 @@ def test_formats(quantization: str, build: Any, options: dict[str, Any], linear:
     merged = quantised.save_merged(model, tmp_path / "merged")
     with started(model, merged, quantization=quantization, **BF16 | WATCHED | options) as llm:
         fresh = llm.collective_rpc("bits")
-        for merge in ("trainer", "engine"):
-            with closing(VllmSync(other, llm, merge=merge, bucket_bytes=BUCKET)) as sync:
-                sync.push(verify=merge == "trainer")
-                assert llm.collective_rpc("bits") != fresh
-                assert_close(llm, other)
-            with closing(VllmSync(model, llm, merge=merge, bucket_bytes=BUCKET)) as sync:
-                assert sync.push().merge == merge
-                assert differing(llm, fresh) == []
-                assert_close(llm, model)
-                assert all(c.complete for c in coverage(llm))
+        assert_as_fresh(llm, fresh, model, other)
         assert quantised.assert_rounded_once(quantised.exact_merge(model), quantised.served(llm)) >= linear
         if "enable_lora" in options:
             with closing(VllmSync(model, llm, mode="adapter", bucket_bytes=BUCKET)) as sync:
@@ -120,6 +111,20 @@ def differing(llm: Any, wanted: list[dict[str, Any]]) -> list[str]:
     return sorted(
         {name for here, there in found for name in here.keys() | there.keys() if here.get(name) != there.get(name)}
     )
+
+
+def assert_as_fresh(llm: Any, fresh: list[dict[str, Any]], model: Any, other: Any) -> None:
+    """After another policy was there, a push of `model` brings the bits that a fresh engine has, whoever merges."""
+    for merge in ("trainer", "engine"):
+        with closing(VllmSync(other, llm, merge=merge, bucket_bytes=BUCKET)) as sync:
+            sync.push(verify=merge == "trainer")
+            assert llm.collective_rpc("bits") != fresh
+            assert_close(llm, other)
+        with closing(VllmSync(model, llm, merge=merge, bucket_bytes=BUCKET)) as sync:
+            assert sync.push().merge == merge
+            assert differing(llm, fresh) == []
+            assert_close(llm, model)
+            assert all(c.complete for c in coverage(llm))
 
 
 def qwen2_by_blocks() -> nn.Module:
@@ -165,16 +170,7 @@ def test_checkpoints_that_are_quantised(
         compress(folder, arguments(tools, strategy))
     with started(model, folder, **BF16 | WATCHED | options) as llm:
         fresh = llm.collective_rpc("bits")
-        for merge in ("trainer", "engine"):
-            with closing(VllmSync(other, llm, merge=merge, bucket_bytes=BUCKET)) as sync:
-                sync.push(verify=merge == "trainer")
-                assert llm.collective_rpc("bits") != fresh
-                assert_close(llm, other)
-            with closing(VllmSync(model, llm, merge=merge, bucket_bytes=BUCKET)) as sync:
-                sync.push()
-                assert differing(llm, fresh) == []
-                assert_close(llm, model)
-                assert all(c.complete for c in coverage(llm))
+        assert_as_fresh(llm, fresh, model, other)
         if "enable_lora" in options:
             with closing(VllmSync(model, llm, mode="adapter", bucket_bytes=BUCKET)) as sync:
                 sync.push()

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -96,36 +97,22 @@ def while_alive(call: Callable[[], _T], pids: Sequence[int]) -> _T:
     Raises:
         EngineGone: one is; the call is left behind in its thread.
     """
-    done: list[tuple[Any, BaseException | None]] = []
-    ended, look = threading.Event(), Look(pids)
+    look, future = Look(pids), _begun(on_this_device(call))
 
-    def there() -> None:
-        try:
-            done.append((call(), None))
-        except BaseException as error:
-            done.append((None, error))
-        ended.set()
+    def ended(seconds: float) -> bool:
+        with suppress(TimeoutError):
+            future.exception(seconds)
+        return future.done()
 
     try:
-        caller = _idle.pop()
-    except IndexError:
-        caller = _Caller()
-    caller.calls.put(on_this_device(there))
-    try:
-        while not ended.wait(CHECK_S):
+        while not ended(CHECK_S):
             look()
     except EngineGone:
         raise
     except BaseException:
-        ended.wait(GRACE_S)  # what is called next comes after it
-        if ended.is_set():
-            _idle.append(caller)
+        ended(GRACE_S)  # what is called next comes after it
         raise
-    _idle.append(caller)
-    value, error = done[0]
-    if error is not None:
-        raise error
-    return value
+    return future.result()
 
 
 async def watched(awaited: Awaitable[_T], pids: Sequence[int]) -> _T:

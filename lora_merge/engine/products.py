@@ -182,8 +182,7 @@ class Factored:
 
 
 def _bring(far: Mapping[str, Tensor], here: Mapping[str, Tensor]) -> Plan:
-    """A plan that copies tensors of another GPU to this one, bits as they are, in one launch: a call of `copy_` for
-    each would take longer than the bytes do."""
+    """A plan that copies tensors of another GPU to this one, bits as they are, in one launch."""
     pairs = ((name, raw(there), raw(here[name])) for name, there in far.items())
     return Plan([replace(segment, peer=True) for pair in pairs for segment in copies(*pair)])
 

@@ -329,9 +329,8 @@ class Pushes:
 
     def _pause_of(self, replica: Replica) -> str:
         """Decide what happens to requests in flight. A request keeps the adapter, or none, with which it began, and a
-        change of
-        mode replaces the weights that it needs: such requests end first, or, where the engine is paused on half-written
-        weights, are ended at once."""
+        change of mode replaces the weights that it needs: such requests end first, or, where the engine is paused on
+        half-written weights, are ended at once."""
         switches = {replica.served, self._mode} == {"merged", "adapter"}
         if replica.stands and replica.state.kind == "dirty" and self._pause != "abort":
             return "abort" if switches else "keep"
