@@ -13,6 +13,7 @@ from torch import Tensor
 from ..errors import InvalidInput
 from ..kernels.plan import Plan
 from ..kernels.segments import FLOATS, copies
+from ..stream.buckets import dtype_name
 from .checkpoint import Checkpoint
 from .chunks import Buffer, Rows, Take, take_new
 from .format import Stored
@@ -126,16 +127,17 @@ def decoded(raw: Checkpoint, coded: Mapping[str, Coded], beside: Collection[str]
     _check_no_codes(raw, how, (stored for name, stored in tensors.items() if name not in coded))
     files = {file: tuple(name for name in names if name in tensors) for file, names in raw.files.items()}
     kept = {c.kept for c in coded.values()}
-    dtypes = ", ".join(sorted(_word(dtype) for dtype in kept))
+    dtypes = ", ".join(sorted(dtype_name(dtype) for dtype in kept))
     notes = [
         f"the base is quantised ({how}): {len(coded)} of its weights are written as what their codes stand for, in "
         f"{dtypes} unless dtype (--dtype) says otherwise"
     ]
     said = _said(raw.config)
     if said is not None and kept != {said}:
+        named = dtype_name(said)
         notes.append(
-            f"the base was quantised from {dtypes}, and config.json says {_word(said)}: who loads the result by its "
-            f"config rounds these weights again, unless dtype={_word(said)} (--dtype {_word(said)}) is asked for"
+            f"the base was quantised from {dtypes}, and config.json says {named}: who loads the result by its config "
+            f"rounds these weights again, unless dtype={named} (--dtype {named}) is asked for"
         )
     return Decoded(
         folder=raw.folder,
@@ -168,10 +170,6 @@ def _said(config: Mapping[str, Any]) -> torch.dtype | None:
         if dtype in FLOATS:
             return dtype
     return None
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def dtype_of_rest(config: Mapping[str, Any], rest: Iterable[Stored]) -> torch.dtype:
