@@ -67,7 +67,8 @@ class Vllm:
         if args.quantization:
             options["quantization"] = args.quantization
         if args.device == "cuda":
-            options["gpu_memory_utilization"] = 0.3
+            # As much as a policy of this size needs; said, it is not measured, so that runs may start side by side.
+            options |= {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 30}
         llm = LLM(
             str(base),
             dtype=args.dtype,

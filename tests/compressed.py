@@ -81,7 +81,7 @@ def compress(
         {
             "quant_method": "compressed-tensors",
             "format": f"{said['type']}-quantized",
-            "ignore": ["lm_head", *ignore],
+            "ignore": ["lm_head", *_routers(tensors), *ignore],
             "config_groups": {"group_0": group},
         },
     )
@@ -107,12 +107,18 @@ def compress_by_blocks(folder: Path) -> Path:
     for name in _linear(tensors):
         tensors |= {f"{name.removesuffix('weight')}{key}": t for key, t in by_blocks(tensors[name]).items()}
     said = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK], "fmt": "e4m3"}
-    return _saved(folder, tensors, said)
+    return _saved(folder, tensors, said | {"modules_to_not_convert": _routers(tensors)})
 
 
 def _linear(tensors: Mapping[str, Tensor]) -> list[str]:
     """Weights of linear layers but for a head and a router."""
     return [name for name in tensors if "_proj" in name and name.endswith(".weight")]
+
+
+def _routers(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Layers that choose experts, which real checkpoints name as left alone: vLLM 0.26 would load them as quantised,
+    with scales that are in no file."""
+    return [name.removesuffix(".weight") for name in tensors if name.endswith("mlp.gate.weight")]
 
 
 @contextmanager

@@ -212,18 +212,20 @@ WRITTEN: list[tuple[str, Any, dict[str, Any]]] = [
     ("fp8_per_block", engines.qwen2, {"enforce_eager": False}),
     ("fp8", qwen3_moe, {}),
     ("fp8_per_channel", qwen3_moe, {}),
+    ("fp8_per_block", qwen3_moe, {}),
 ]
 
 
 @pytest.mark.parametrize(("quantization", "build", "options"), WRITTEN)
 def test_written_as_they_lie(quantization: str, build: Any, options: dict[str, Any], tmp_path: Path) -> None:
-    """No layer goes through vLLM's reload, and every bit is what that makes, values and scales; graphs that were
-    captured read them; float32 and bf16 adapters."""
+    """No layer goes through vLLM's reload but a router whose scale vLLM 0.26 computes otherwise, and every bit is what
+    that makes, values and scales; graphs that were captured read them; float32 and bf16 adapters."""
     import vllm
 
     if quantization == "fp8" and not vllm.__version__.startswith("0.26"):
         quantization = "fp8_per_tensor"
     model, other = policy(build), policy(build, seed=1)
+    left = {"gate"} if quantization == "fp8_per_block" and build is qwen3_moe else set[str]()
     train(model)
     train(other, 5)
     merged = quantised.save_merged(model, tmp_path / "merged")
@@ -238,7 +240,7 @@ def test_written_as_they_lie(quantization: str, build: Any, options: dict[str, A
                     with closing(VllmSync(one, llm, bucket_bytes=bucket_bytes)) as sync:
                         with quantised.reloaded(llm) as found:
                             sync.push()
-                        assert found == []
+                        assert {path.rpartition(".")[2] for path in found} <= left
                         assert_close(llm, one)
                 assert differing(llm, fresh) == []
         place, Fused.places = Fused.places, lambda *_: Places({})  # type: ignore[method-assign]
@@ -257,7 +259,7 @@ def test_written_as_they_lie(quantization: str, build: Any, options: dict[str, A
             sync.push()
         with closing(VllmSync(other, llm, bucket_bytes=BUCKET)) as sync, quantised.reloaded(llm) as found:
             sync.push()
-        assert found == []
+        assert {path.rpartition(".")[2] for path in found} <= left
         assert differing(llm, wanted) == []
 
 

@@ -160,7 +160,10 @@ class Receiver:
         if self._inbox is not None:
             self._inbox.close()
             self._inbox = None
+        staged = self._group is not None and self._device.type == "cuda"
         self._buffers, self._box, self._group = [], None, None
+        if staged:
+            torch.cuda.empty_cache()  # or torch keeps what the buffers took
         if self._memory is not None:
             self._memory.close()
             self._memory = None

@@ -9,6 +9,7 @@ from contextlib import closing, contextmanager
 from typing import Any, NamedTuple
 from weakref import ref
 
+import torch
 from torch import Tensor, nn
 
 from ..stream.buckets import Slot, Table, extent
@@ -93,6 +94,7 @@ class Side:
         self.checksums: dict[str, int] = {}
         self.arrived: dict[str, bool] = {}
         self.coverage: tuple[int, int] = (0, 0)
+        self._under_way: torch.cuda.Event | None = None
         self._sampler = Sampler()
         self._sample = ""
         self._kernels: list[Any] = []
@@ -207,6 +209,18 @@ class Side:
                 self.pulls.popitem()[1].close()
 
     # A transfer
+
+    def fly(self) -> None:
+        """End an operation while the device is still at it: the engine can do meanwhile what needs no worker, such as
+        resetting its prefix cache, in which vLLM goes over all blocks (2.5 ms for 100,000)."""
+        if self.device.type == "cuda":
+            self._under_way = torch.cuda.current_stream(self.device).record_event()
+
+    def land(self) -> None:
+        """Wait for what the last operation left under way; before every other one."""
+        event, self._under_way = self._under_way, None
+        if event is not None:
+            event.synchronize()
 
     def connect(self, channel: dict[str, Any]) -> None:
         """Open a channel to a trainer and close the one before. Memory mapped from another trainer, which may be dead,

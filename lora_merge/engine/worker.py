@@ -91,6 +91,7 @@ def respond(worker: Worker, ops: Mapping[str, Op], request: str, raised: tuple[t
         message = json.loads(request)
         call = message.pop("call", None)
         side = worker.side()
+        side.land()
         op, sessions = message.pop("op"), message.pop("sessions", None) if "trainer" in message else None
         with worker.working(op), nullcontext() if sessions is None else side.taking(sessions):
             if "trainer" in message:
@@ -322,8 +323,7 @@ def _receive(
     # Of what is written to layers as they lie no base could be kept.
     places = examination.near if side.coming.merger is None else examination.places
     side.take(table, load, verify, places, sent, placed)
-    if worker.device.type == "cuda":
-        torch.cuda.current_stream(worker.device).synchronize()
+    side.fly()
     side.came()
     return {}
 
@@ -338,7 +338,8 @@ def _pull(
     run: Mapping[str, Any],
     verify: bool,
 ) -> dict[str, Any]:
-    """Begin a full push, take what comes of it in buckets, and read the rest where the trainer has it.
+    """Begin a full push, take what comes of it in buckets, and read the rest where the trainer has it: the device is
+    still at that when this answers, and the trainer may write to its weights when the next operation has.
 
     Args:
         digest: under which it was offered.
@@ -369,8 +370,7 @@ def _pull(
         if said.table:
             side.take(said.table, take, verify)
         pulled.merge(update, run)
-        if worker.device.type == "cuda":  # from the answer on the trainer may write to its weights
-            torch.cuda.current_stream(worker.device).synchronize()
+        side.fly()
     side.came()
     return {}
 

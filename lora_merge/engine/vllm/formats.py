@@ -60,7 +60,7 @@ def quantised_checkpoint(modules: Modules) -> str:
 def _methods(modules: Modules) -> Iterator[tuple[str, Any, Any]]:
     """Layers with vLLM's methods for them. (LoRA's wrappers show that of the layer inside, which comes by itself.)"""
     for path, layer in modules.paths():
-        method = getattr(layer, "quant_method", None)
+        method = method_of(layer)
         if method is not None and not isinstance(layer, internals.BaseLayerWithLoRA):
             yield path, layer, method
 
@@ -73,6 +73,13 @@ def stale_scales(cache_config: Any) -> str:
         "computes the scales of its KV cache from the first request that it gets (calculate_kv_scales), and keeps them "
         "whatever weights come: start it without calculate_kv_scales"
     )
+
+
+def method_of(layer: Any) -> Any:
+    """vLLM's method for a layer, None where it has none; of experts under LoRA, around whose method vLLM 0.26 puts
+    another one, the method inside."""
+    method = getattr(layer, "quant_method", None)
+    return getattr(method, "old_quant_method", method)
 
 
 def quantises(layer: Any) -> bool:

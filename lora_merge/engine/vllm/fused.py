@@ -30,6 +30,9 @@ from .reload import on_meta
 _log = logging.getLogger(__name__)
 _DEPTH = 6
 """How far objects are looked through for tensors that a layer computes with."""
+_SCALES = 32
+"""So many scales of each weight are compared at least. (vLLM 0.26 compiles its quantiser of blocks by shape: of a router
+of 16 rows it divides by 448, of others it multiplies by 1 / 448, which is the same for many numbers.)"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -134,9 +137,6 @@ class Fused:
         groups = self._proved[kind]
         if isinstance(groups, str):
             raise _Reloaded(groups)
-        if any(groups[key] == "block" and len(weight.values) > 1 for key, weight in found.items()):
-            # A trial has the bits; pushes of Qwen3-MoE to vLLM 0.26 on an H100 had others, and why is not known.
-            raise _Reloaded("experts with scales of blocks, whose bits were not vLLM's on a GPU")
         recorded, _ = internals.get_layerwise_info(root).restore_metadata
         return {key: (w.values.view(recorded[key].shape), w.scaled(groups[key])) for key, w in found.items()}
 
@@ -281,43 +281,59 @@ def _tensors(thing: Any, seen: set[int], depth: int) -> Iterator[Tensor]:
 
 
 def _prove(root: Any, weights: Mapping[str, _Weight]) -> dict[str, Group]:
-    """Let vLLM process random weights in memory of their own, and compare.
+    """Let vLLM process random weights in memory of their own, and compare: until `_SCALES` of each weight have been
+    seen, as one scale may come out the same by another rule, too.
 
     Raises:
         _Reloaded: no kind of group has the bits.
     """
+    given = {}
+    recorded, _ = internals.get_layerwise_info(root).restore_metadata
     generator = torch.Generator().manual_seed(0)
+    for name, meta in recorded.items():
+        numbers = torch.randn(meta.shape, generator=generator, device="cpu")
+        if name in weights:  # and no bias, which vLLM 0.26 notes, too
+            rows = torch.rand((*meta.shape[:-1], 1), generator=generator, device="cpu") * 0.1
+            rows[..., ::7, :] *= 1e-37  # some become zeros, with their sign
+            rows[..., ::11, :] = 0
+            numbers *= rows
+        given[name] = numbers
+    left: dict[str, list[Group]] = {name: list(get_args(Group)) for name in weights}
+    for number in range(-(-_SCALES // min(weight.scales.numel() for weight in weights.values()))):
+        factor = float(torch.rand((), generator=generator, device="cpu")) + 0.5 if number else 1.0
+        _try(root, weights, given, factor, left)
+    return {name: groups[0] for name, groups in left.items()}
+
+
+def _try(
+    root: Any, weights: Mapping[str, _Weight], given: Mapping[str, Tensor], factor: float, left: dict[str, list[Group]]
+) -> None:
+    """One trial, of the numbers in `given` times `factor`; what has other bits than vLLM's goes from `left`.
+
+    Raises:
+        _Reloaded: nothing is left of a weight.
+    """
+    loaded = {}
     with _untouched(root), on_meta([root]):
         internals.materialize_layer(root, internals.get_layerwise_info(root))
-        given = {}
-        recorded, _ = internals.get_layerwise_info(root).restore_metadata
-        for name in recorded:
+        for name, numbers in given.items():
             parameter = root._parameters[name]
-            numbers = torch.randn(parameter.shape, generator=generator, device="cpu")
-            if name in weights:  # and no bias, which vLLM 0.26 notes, too
-                rows = torch.rand((*parameter.shape[:-1], 1), generator=generator, device="cpu") * 0.1
-                rows[..., ::7, :] *= 1e-37  # some become zeros, with their sign
-                rows[..., ::11, :] = 0
-                numbers *= rows
-            parameter.data.copy_(numbers)
-            given[name] = parameter.data.clone()
+            parameter.data.copy_(numbers).mul_(factor)
+            loaded[name] = parameter.data.clone()
         root.__dict__.pop("_already_called_process_weights_after_loading", None)
         root.quant_method.process_weights_after_loading(root)
         made = {name: p.data for name, p in root._parameters.items() if p is not None}
-    groups: dict[str, Group] = {}
     for name, weight in weights.items():
-        values = _as_loaded(made[name], given[name])
+        values = _as_loaded(made[name], loaded[name])
         scales = [t for key, t in made.items() if key.startswith(f"{name}_scale")]
         live = root._parameters[name]
         same = made[name].stride() == live.stride() and made[name].dtype == FP8
         if values is None or len(scales) != 1 or scales[0].shape != weight.scales.shape or not same:
             raise _Reloaded(f"{name} came out as {_layout(made[name])} with scales {[_layout(t) for t in scales]}")
-        source, theirs = given[name].view(values.shape), _Weight(values, scales[0])
-        group = next((g for g in get_args(Group) if _same_bits(source, theirs, g)), None)
-        if group is None:
+        source, theirs = loaded[name].view(values.shape), _Weight(values, scales[0])
+        left[name] = [group for group in left[name] if _same_bits(source, theirs, group)]
+        if not left[name]:
             raise _Reloaded(f"{name} came out with other bits than the kernel's")
-        groups[name] = group
-    return groups
 
 
 def _same_bits(source: Tensor, theirs: _Weight, group: Group) -> bool:

@@ -21,7 +21,7 @@ from ..loader import Examination, everything
 from ..modules import Modules, unwrapped, wrapped
 from . import internals
 from .compressed import Scheme, as_in_checkpoint, named_back, schemes_of
-from .formats import Together
+from .formats import Together, method_of
 from .fused import Compared, Fused
 from .reload import Reload, on_meta, packed_kernels, same_layout
 
@@ -221,7 +221,7 @@ class Loader(loader.Loader):
         inside: set[int] = set()
         layers = []
         for module in self.modules:
-            method = getattr(module, "quant_method", None)
+            method = method_of(module)
             if method is None or id(module) in tied or id(module) in inside or _deferred(module):
                 continue
             if self.device.type == "cuda" and _as_loaded(method) and same_layout(module):
