@@ -138,7 +138,9 @@ def test_a_sleeping_engine(processes: bool, tmp_path: Path) -> None:
             train(model)
             report = sync.push(mode=mode)
             assert mode == "merged" or report.base_sent == (level == 2), "level 2 throws the weights away"
-            assert not processes or "sleep mode" in report.buckets or "pull" in report.transports or not report.base_sent
+            assert (
+                not processes or "sleep mode" in report.buckets or "pull" in report.transports or not report.base_sent
+            )
             assert_answers(ask(llm, sync.lora_request()), model)
         sync.push(mode="merged")
         llm.sleep(level=2)
