@@ -106,6 +106,23 @@ PyObject* inside_of(PyObject* object) {
   return inside;
 }
 
+bool of_slot(char kind) { return kind == 'T' || kind == 'O'; }
+
+// What lies in a slot of an object, borrowed of it; null where its class has no such slot, or nothing is in it.
+PyObject* slot_of(PyObject* object, PyObject* name) {
+  PyObject* slot = PyObject_GetAttr(reinterpret_cast<PyObject*>(Py_TYPE(object)), name);
+  const bool there = slot != nullptr && Py_IS_TYPE(slot, &PyMemberDescr_Type);
+  Py_XDECREF(slot);
+  PyObject* value = there ? PyObject_GenericGetAttr(object, name) : nullptr;
+  if (value == nullptr) PyErr_Clear();
+  Py_XDECREF(value);
+  return value;
+}
+
+PyObject* value_of(PyObject* object, PyObject* inside, const Column& column) {
+  return of_slot(column.kind) ? slot_of(object, column.name) : PyDict_GetItemWithError(inside, column.name);
+}
+
 std::array<uintptr_t, 3> facts(const DLTensor& t) {
   const auto join = [](auto high, auto low) {
     return static_cast<uintptr_t>(static_cast<uint64_t>(high) << 32 | static_cast<uint32_t>(low));
@@ -150,12 +167,15 @@ bool Watch::note_dict(PyObject* dict, char kind, std::vector<uintptr_t>& words) 
 }
 
 // Of kinds: 'n', a dict of objects that may be looked at; 'v', a value that never changes, or a dict, list or set of
-// them; 't', an object, or a dict of them, each with its type.
+// them; 't', an object, or a dict of them, each with its type. Of slots: 'T', an object with its type; 'O', one that may
+// be looked at.
 bool Watch::note(PyObject* value, char kind, std::vector<uintptr_t>& words) {
   if (value == nullptr) {
     words.push_back(0);
-    return kind != 'n';
+    return kind == 'v' || kind == 't';
   }
+  if (kind == 'O') reachable_.emplace(value, groups_.size());
+  if (of_slot(kind)) return (note_typed(value, words), true);
   if (PyDict_CheckExact(value)) return note_dict(value, kind, words);
   if (kind == 'n') return false;
   if (kind == 't') return (note_typed(value, words), true);
@@ -203,7 +223,7 @@ bool Watch::add(PyObject* objects, PyObject* insides, PyObject* names, const cha
     group.insides.push_back(inside);
     hold(reinterpret_cast<PyObject*>(Py_TYPE(object)));
     for (Column& column : group.columns)
-      if (!note(PyDict_GetItemWithError(inside, column.name), column.kind, column.words)) return false;
+      if (!note(value_of(object, inside, column), column.kind, column.words)) return false;
   }
   return true;
 }
@@ -345,7 +365,7 @@ bool same_objects(const Group& group) {
     }
     for (size_t k = 0; k < at.size(); ++k) {
       for (size_t i = begin; i < end; ++i) {
-        here[i - begin] = PyDict_GetItemWithError(group.insides[i], group.columns[k].name);
+        here[i - begin] = value_of(group.objects[i], group.insides[i], group.columns[k]);
         ask(here[i - begin], 0, kLine);
       }
       for (size_t i = 0; i < end - begin; ++i)

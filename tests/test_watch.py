@@ -42,7 +42,7 @@ def watched(model: nn.Module, *, adapters: bool = True) -> Any:
     """What is noted of a model that was read often enough."""
     for _ in range(3):
         take(model, None, adapters=adapters)
-    noted = snapshot._noted[model][adapters]
+    noted = snapshot._noted[model][False, adapters]
     assert noted.watch is not None
     assert noted.again(model) is not None
     return noted
@@ -215,7 +215,7 @@ def test_what_cannot_be_watched_is_read_each_time(what: str) -> None:
     UNWATCHED[what](model.base_model.model.experts[1].base_layer)
     facts = [take(model, None).facts for _ in range(4)]
     assert all(fact == facts[0] for fact in facts)
-    assert snapshot._noted[model][True].watch is None
+    assert snapshot._noted[model][False, True].watch is None
     model.base_model.model.experts[1].scaling["default"] = 9.0
     assert take(model, None).facts != facts[0]
 
@@ -310,7 +310,7 @@ def test_without_compiled_code_all_is_read(monkeypatch: pytest.MonkeyPatch) -> N
     model = experts(8)
     facts = [take(model, None).facts for _ in range(4)]
     assert all(fact == facts[0] for fact in facts)
-    assert snapshot._noted[model][True].watch is None
+    assert snapshot._noted[model][False, True].watch is None
 
 
 def test_a_model_that_cannot_be_read_any_more_says_so() -> None:
@@ -319,7 +319,7 @@ def test_a_model_that_cannot_be_read_any_more_says_so() -> None:
     for _ in range(3):
         with merged(model):
             pass
-    assert snapshot._noted[model][True].watch is not None
+    assert snapshot._noted[model][False, True].watch is not None
     model.base_model.model.experts[3].scaling["default"] = float("inf")
     with pytest.raises(InvalidInput, match=r"experts\.3.*scaling must be finite"), merged(model):
         pass

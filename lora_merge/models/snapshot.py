@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from ..names import Trail, choices, column, trail, wrapped, wrappers
-from ..shards import Address, bitsandbytes, here
-from ..shards.layout import Layout
+from ..shards import Address, bitsandbytes, fsdp2, here
+from ..shards.layout import Cut, Layout
 from .guards import savers
 from .peft.facts import AdapterFacts, adapter_facts
 from .watch import Look, Watch
@@ -51,6 +51,7 @@ class Snapshot(NamedTuple):
         parameters: parameters and persistent buffers.
         tensors: what is here of each of them; and what scales quantised ones.
         kinds: classes of the modules, and of those that these are in.
+        cut: how FSDP2 shards the model, where nothing else does and nothing had to be read anew.
     """
 
     facts: list[Any]
@@ -58,6 +59,7 @@ class Snapshot(NamedTuple):
     parameters: list[Tensor]
     tensors: list[Tensor]
     kinds: set[type]
+    cut: Cut | None = None
 
 
 Layed: TypeAlias = tuple[torch.Size, tuple[int, ...], torch.dtype]
@@ -176,10 +178,10 @@ def take(model: nn.Module, layout: Layout | None, *, adapters: bool = True) -> S
         adapters: False: of the base, which stays what it is whatever adapts it.
     """
     layout = None if layout is None or layout.plain else layout
-    known = _noted.setdefault(model, {})
-    noted = known.get(adapters) if layout is None else None
-    if noted is not None and (same := noted.again(model)) is not None:
+    if (same := again(model, layout is not None, adapters=adapters)) is not None:
         return same
+    known, which = _noted.setdefault(model, {}), (layout is not None, adapters)
+    noted = known.get(which)
     # Made beside the second of two equal readings: not for a model that is read once, or changes each time.
     watch = Watch(model) if noted is not None and not (noted.tried and noted.watch is None) else None
     taking = Taking(model, "adapters" if adapters else "base", layout, watch)
@@ -187,15 +189,30 @@ def take(model: nn.Module, layout: Layout | None, *, adapters: bool = True) -> S
     for seen in trail(model):
         taking.add(seen, adapter_facts(seen) if adapters else None)
     taken = taking.done()
-    if layout is not None:
+    cut = None if layout is None else layout.cut
+    if layout is not None and cut is None:
         return taken
     if noted is None or noted.facts != taken.facts:
-        known[adapters] = _Noted(taken.facts, taken.kinds, through)
+        known[which] = _Noted(taken.facts, taken.kinds, through)
         return taken
     if watch is not None:
         noted.tried, noted.kinds, noted.wrappers = True, taken.kinds, through
-        noted.watch = watch if watch.done(taken.modules, taken.parameters) else None
+        columns: list[Sequence[Any]] = [taken.modules, taken.parameters]
+        columns += [] if cut is None else [taken.tensors, cut.units]
+        noted.watch = watch if watch.done(*columns) else None
+        noted.meshes = None if cut is None else cut.meshes
     return taken._replace(facts=noted.facts)
+
+
+def again(model: nn.Module, sharded: bool, *, adapters: bool = True) -> Snapshot | None:
+    """The snapshot of a model, if nothing has changed that the last reading of it looked at.
+
+    Args:
+        sharded: by FSDP2 alone.
+        adapters: as of `take`.
+    """
+    noted = _noted.get(model, {}).get((sharded, adapters))
+    return None if noted is None else noted.again(model)
 
 
 class _Noted:
@@ -212,6 +229,7 @@ class _Noted:
         self.facts, self.kinds, self.wrappers = facts, kinds, wrappers
         self.watch: Watch | None = None
         self.tried = False
+        self.meshes: Any = None
 
     def again(self, model: nn.Module) -> Snapshot | None:
         """The snapshot, if nothing has changed that the reading looked at."""
@@ -220,11 +238,14 @@ class _Noted:
         found = self.watch.again(model)
         if found is None:
             return None
-        modules, parameters = found
-        return Snapshot(self.facts, modules, parameters, parameters, self.kinds)
+        if self.meshes is None:
+            modules, parameters = found
+            return Snapshot(self.facts, modules, parameters, parameters, self.kinds)
+        modules, parameters, tensors, units = found
+        return Snapshot(self.facts, modules, parameters, tensors, self.kinds, Cut(units, self.meshes))
 
 
-_noted: WeakKeyDictionary[nn.Module, dict[bool, _Noted]] = WeakKeyDictionary()
+_noted: WeakKeyDictionary[nn.Module, dict[tuple[bool, bool], _Noted]] = WeakKeyDictionary()
 
 
 def _inside(wrapper: nn.Module) -> int:
@@ -284,6 +305,11 @@ class Taking:
         if self._layout is not None:
             here, shards = self._layout.local(self.taken.parameters)
             self.taken.facts.extend(shards)
+            if self._watch is not None and self._layout.cut is not None:
+                pairs = zip(self.taken.parameters, here, strict=True)
+                dtensors = [whole for whole, part in pairs if whole is not part]
+                self._watch.look(Look(dtensors, ("_local_tensor", "_spec"), "OT"))
+                self._watch.ask(fsdp2.standing, self._layout.cut.units)
             self._here(here)
         if self._scales:
             self._watch = None

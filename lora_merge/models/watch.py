@@ -19,14 +19,15 @@ Question = Callable[[Any], object]
 
 
 class Look(NamedTuple):
-    """What a reading looks at in the `__dict__` of each of some objects.
+    """What a reading looks at in the `__dict__`, or the slots, of each of some objects.
 
     Args:
         objects: the model itself, or held in dicts of modules that come before.
         names: of attributes.
         kinds: a letter for each: "n", a dict of objects that may be looked at in turn; "v", a value that never changes,
             or a dict, list or set of such values; "t", an object of which nothing counts but which one it is and its
-            class, or a dict of those. "v" and "t" may be missing.
+            class, or a dict of those. "v" and "t" may be missing. Of slots, which classes have by `__slots__`: "T", an
+            object of which nothing counts but which one it is and its class, and "O", one that may be looked at in turn.
         insides: their dicts, where these are at hand.
     """
 

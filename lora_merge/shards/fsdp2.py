@@ -183,6 +183,11 @@ def check_idle(units: Sequence[Any]) -> None:
                 )
 
 
+def standing(unit: Any) -> list[Any]:
+    """Which parameters of a unit are gathered, and what for: compared with `==`."""
+    return [(group.is_sharded, group._training_state) for group in _groups(unit)]
+
+
 def _busy(group: Any) -> bool:
     """Whether a unit is computing; one that is on its shards inside a forward was in a forward that raised."""
     state = str(group._training_state)

@@ -22,16 +22,30 @@ _units: dict[type, int] = {}
 """Class of a module -> the version of FSDP whose wrapper it is; 0 for others."""
 
 
+class Cut(NamedTuple):
+    """How FSDP2 shards a model.
+
+    Args:
+        units: its units.
+        meshes: as of `fsdp2.meshes`.
+    """
+
+    units: list[nn.Module]
+    meshes: dict[tuple[Any, tuple[int, ...]], None]
+
+
 class Known(NamedTuple):
     """Modules of a model that somebody has looked at already.
 
     Args:
         modules: that hold parameters themselves.
         kinds: classes of these and of all that they are in.
+        cut: how the model is sharded, where it is known to be as it was.
     """
 
     modules: list[nn.Module]
     kinds: set[type]
+    cut: Cut | None = None
 
 
 class Layout:
@@ -52,6 +66,15 @@ class Layout:
 
     def __init__(self, model: nn.Module, known: Known | None = None) -> None:
         there = dist.is_available() and dist.is_initialized()
+        self._one: list[Any] = []
+        self._two: list[Any] = []
+        self._zero3: list[Any] = []
+        self._meshes: dict[tuple[Any, tuple[int, ...]], None] = {}
+        self._taken: dict[int, list[str]] = {}
+        self._flat_group: Any = None
+        if known is not None and known.cut is not None and there:
+            self._modules, (self._two, self._meshes) = known.modules, known.cut
+            return
         plain = known is not None and not _any_unit(known.kinds) and not _any_cut(known.modules, there)
         if known is None or not plain:
             modules = _modules(model)
@@ -59,11 +82,8 @@ class Layout:
         self._modules = known.modules
         self._zero3 = zero3.managed(known.modules)
         units = [module for module in self._modules if _units[type(module)]] if _any_unit(known.kinds) else []
-        self._one: list[Any] = [unit for unit in units if _units[type(unit)] == 1]
-        self._two: list[Any] = [unit for unit in units if _units[type(unit)] == 2]
-        self._meshes: dict[tuple[Any, tuple[int, ...]], None] = {}
-        self._taken: dict[int, list[str]] = {}
-        self._flat_group: Any = None
+        self._one = [unit for unit in units if _units[type(unit)] == 1]
+        self._two = [unit for unit in units if _units[type(unit)] == 2]
         if self._zero3:
             self._flat_group = zero3.group(self._zero3)
         if not there:
@@ -158,6 +178,11 @@ class Layout:
         if self._zero3:
             return local, [*facts, *map(zero3.facts, cut)]
         return local, [*facts, *map(id, cut), *(dtensor._spec for dtensor in cut)]
+
+    @property
+    def cut(self) -> Cut | None:
+        """How the model is sharded, where nothing but FSDP2 does it."""
+        return None if self._one or self._zero3 or not self._meshes else Cut(self._two, self._meshes)
 
     @property
     def plain(self) -> bool:

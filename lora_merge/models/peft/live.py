@@ -25,7 +25,7 @@ from ..delta import Delta, Job, LazyList, in_place, whole_job
 from ..guards import Replaced, guarded, refuse
 from ..part import Part
 from ..plain import check_plain
-from ..snapshot import Indices, Layed, Owners, Snapshot, indices_in, layouts, note, owners, some, take
+from ..snapshot import Indices, Layed, Owners, Snapshot, again, indices_in, layouts, note, owners, some, take
 from .idle import warn_if_idle
 from .read import Adapters, PeftLayer, read_adapters
 
@@ -39,10 +39,9 @@ class Peft:
     def __init__(self, model: nn.Module) -> None:
         self.key = model
         self._seen: Snapshot | None = None
-        if model not in _cut:
-            with suppress(Exception):  # said by `snapshot`, when the ranks can agree on it
-                self._seen = take(model, None)
-        self._layout = Layout(model, self._seen and Known(self._seen.modules, self._seen.kinds))
+        with suppress(Exception):  # said by `snapshot`, when the ranks can agree on it
+            self._seen = again(model, sharded=True) if model in _cut else take(model, None)
+        self._layout = Layout(model, self._seen and Known(self._seen.modules, self._seen.kinds, self._seen.cut))
         (_cut.discard if self._layout.plain else _cut.add)(model)
         self.ranks = self.merging = self._layout.ranks()
         self.device, self.sharded = self._layout.device(), self._layout.sharded
@@ -74,7 +73,7 @@ class Peft:
             layout = self._open()
             seen, self._seen = self._seen, None
             try:
-                if not adapters or not layout.plain or seen is None:
+                if not adapters or seen is None or (seen.cut is None and not layout.plain):
                     seen = take(self.key, layout, adapters=adapters)
                 self._snapshots[adapters] = seen
             except Exception:
