@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ..names import Trail, choices, column, trail, wrapped, wrappers
-from ..shards import Address, bitsandbytes, here
+from ..shards import Address, here, quantised
 from ..shards.layout import Layout
 from .guards import savers
 from .peft.facts import AdapterFacts, adapter_facts
@@ -263,7 +263,7 @@ class Taking:
         modules, insides = [*seen.modules, *parts], [*seen.insides, *within]
         facts += map(id, modules)
         self.taken.modules.extend(modules)
-        packed, scales = bitsandbytes.facts(seen.modules, seen.kinds)
+        packed, scales = quantised.facts(seen.modules, seen.kinds)
         facts += packed
         self._scales += scales
         parameters = column("_parameters", insides, modules)
@@ -277,18 +277,26 @@ class Taking:
             tensors = [tensor for tensor in tensors if tensor is not None]
         self.taken.parameters.extend(tensors)
         if self._layout is None:
-            self._here(tensors)
+            self._here(self._opened(tensors, kinds))
 
     def done(self) -> Snapshot:
         """When all were added."""
         if self._layout is not None:
             here, shards = self._layout.local(self.taken.parameters)
             self.taken.facts.extend(shards)
-            self._here(here)
+            self._here(self._opened(here, map(type, here)))
         if self._scales:
             self._watch = None
             self._here(self._scales)
         return self.taken
+
+    def _opened(self, tensors: Sequence[Tensor], kinds: Iterable[type]) -> Sequence[Tensor]:
+        """The plain tensors in them; the rest is noted."""
+        plain, facts = quantised.opened(tensors, kinds)
+        if facts:
+            self.taken.facts.extend(facts)
+            self._watch = None
+        return plain
 
     def _look(self, watch: Watch, seen: Trail, adapters: AdapterFacts | None, parts: Look) -> None:
         """What `add` looks at; of the tensors, `_here` says it."""
@@ -317,7 +325,7 @@ class Taking:
                     self.taken.facts.extend((id(module), name))
                     tensors.append(buffer)
 
-    def _here(self, tensors: list[Tensor]) -> None:
+    def _here(self, tensors: Sequence[Tensor]) -> None:
         """Shapes, strides, dtypes and devices are the very list of the last time where they are what they were then."""
         self.taken.tensors.extend(tensors)
         self.taken.facts.extend(map(Tensor.data_ptr, tensors))

@@ -1,0 +1,575 @@
+"""Bases that torchao or HQQ quantised: what their own dequantise calls give, merged (`make test-libraries`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import assert_same_bits
+from hqq.core.quantize import BaseQuantizeConfig, HQQLinear
+from peft import PeftModel
+from processes import spawn
+from test_libraries_quantised import quantised
+from test_libraries_quantised import with_lora as with_adapters
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+from torchao.quantization import (
+    Float8WeightOnlyConfig,
+    Int4Tensor,
+    Int8DynamicActivationInt8WeightConfig,
+    Int8DynamicActivationIntxWeightConfig,
+    Int8WeightOnlyConfig,
+    IntxWeightOnlyConfig,
+    PerAxis,
+    PerGroup,
+    PerTensor,
+    quantize_,
+)
+
+from lora_merge import (
+    InvalidInput,
+    LoraMergeError,
+    MergedWeights,
+    Plan,
+    Segment,
+    UnsupportedAdapter,
+    merged,
+    read_deltas,
+    save_merged,
+)
+from lora_merge.engine.pull import Stayed, unreadable
+from lora_merge.kernels import packed
+from lora_merge.kernels.packed import Called, Packed
+from lora_merge.kernels.reference import round_once
+from lora_merge.shards.quantised import how, shard_of
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+ROW, WIDE = 64, 128
+
+TORCHAO: dict[str, Callable[[], Any]] = {
+    "int8": Int8WeightOnlyConfig,
+    "int8 in groups of 32": lambda: Int8WeightOnlyConfig(granularity=PerGroup(32)),
+    "int8 by tensor": lambda: Int8WeightOnlyConfig(granularity=PerTensor()),
+    "int8, inputs too": Int8DynamicActivationInt8WeightConfig,
+    "int4 in groups of 32": lambda: IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32)),
+    "int4 in groups of 64": lambda: IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(64)),
+    "int2 by rows": lambda: IntxWeightOnlyConfig(weight_dtype=torch.int2, granularity=PerAxis(0)),
+    "int4, inputs too": lambda: Int8DynamicActivationIntxWeightConfig(
+        weight_dtype=torch.int4, weight_granularity=PerGroup(32)
+    ),
+    "fp8": Float8WeightOnlyConfig,
+    "fp8, e5m2": lambda: Float8WeightOnlyConfig(weight_dtype=torch.float8_e5m2),
+}
+HQQ: dict[str, dict[str, Any]] = {
+    "hqq 8 bits": {"nbits": 8, "group_size": 32, "axis": 1},
+    "hqq 4 bits": {"nbits": 4, "group_size": 64, "axis": 1},
+    "hqq 4 bits, by columns": {"nbits": 4, "group_size": 32, "axis": 0},
+    "hqq 3 bits": {"nbits": 3, "group_size": 64, "axis": 1},
+    "hqq 2 bits, seen as floats": {"nbits": 2, "group_size": 16, "axis": 1, "view_as_float": True},
+    "hqq 1 bit": {"nbits": 1, "group_size": 32, "axis": 0},
+}
+FORMATS = [*TORCHAO, *HQQ]
+
+
+def plain(tied: bool = False, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    torch.manual_seed(0)
+    return models.qwen2(tied, hidden_size=ROW, intermediate_size=WIDE).to(dtype)
+
+
+def hqq_layer(layer: nn.Linear, **config: Any) -> nn.Module:
+    made = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, dtype=layer.weight.dtype)
+    made.load_state_dict(layer.state_dict())
+    config = BaseQuantizeConfig(**config)
+    return HQQLinear(made.requires_grad_(False), config, compute_dtype=layer.weight.dtype, device="cpu")
+
+
+LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+"""What PEFT's "all-linear" leaves out where HQQ's layers are."""
+
+
+def with_lora(build: Callable[[], nn.Module], **config: Any) -> PeftModel:
+    return with_adapters(build, **{"target_modules": LINEARS} | config)
+
+
+def in_format(case: str, base: nn.Module | None = None) -> nn.Module:
+    """A model whose linear layers, but for its head, are quantised."""
+    base = plain() if base is None else base
+    if case in HQQ:
+        return quantised(base, hqq_layer, **HQQ[case])
+    quantize_(base, TORCHAO[case](), lambda module, name: type(module) is nn.Linear and not name.endswith("lm_head"))
+    return base
+
+
+def base_of(module: Any) -> Tensor:
+    """What the library itself makes of a layer's weight."""
+    if isinstance(module, HQQLinear):
+        return module.dequantize()
+    return module.weight.dequantize() if how(module) else module.weight.detach()
+
+
+def exact(model: nn.Module) -> dict[str, Tensor]:
+    """float64 weights of every linear layer and embedding, by checkpoint name: by the definition of each adapter."""
+    found = {}
+    root = model.get_base_model() if isinstance(model, PeftModel) else model
+    for name, module in root.named_modules():
+        if name.rpartition(".")[2] == "base_layer" or "lora_" in name:
+            continue
+        base = module.get_base_layer() if hasattr(module, "get_base_layer") else module
+        if not isinstance(base, (nn.Linear, nn.Embedding, HQQLinear)):
+            continue
+        total = base_of(base).double()
+        if base is not module:
+            for adapter in module.active_adapters:
+                if isinstance(base, nn.Embedding):
+                    update = (module.lora_embedding_B[adapter].double() @ module.lora_embedding_A[adapter].double()).T
+                else:
+                    update = module.lora_B[adapter].weight.double() @ module.lora_A[adapter].weight.double()
+                total = total + module.scaling[adapter] * update
+            if adapter in module.lora_magnitude_vector:
+                magnitude = module.lora_magnitude_vector[adapter].weight.double()
+                total = total * (magnitude / total.norm(dim=1))[:, None]
+        found[f"{name}.weight"] = total.detach()
+    return found
+
+
+def assert_streams(
+    model: nn.Module, dtype: torch.dtype = torch.bfloat16, stream: MergedWeights | None = None
+) -> dict[str, Tensor]:
+    """Every weight of the stream is the exact one, rounded once; and it has the names of the plain checkpoint."""
+    got = {name: tensor.clone() for name, tensor in stream or MergedWeights(model)}
+    assert set(got) == set(plain().state_dict())
+    off = total = 0
+    for name, wanted in exact(model).items():
+        assert got[name].dtype == dtype
+        rounded = round_once(wanted, dtype)
+        off += int((rounded != got[name]).sum())
+        total += wanted.numel()
+        error = (got[name].double() - wanted).abs()
+        assert (error <= (rounded.double() - wanted).abs() + 2.0**-18 * wanted.abs().max()).all(), name
+    assert dtype == torch.float32 or off <= 1e-3 * total  # float32 sums are rounded themselves
+    return got
+
+
+# ---- bits ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("case", FORMATS)
+def test_decoded_bits(case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of views: those of the library's call, whatever is decoded at a time."""
+    layer = nn.Sequential(nn.Linear(128, 96, bias=False, dtype=dtype))
+    owner = in_format(case, layer)[0]
+    right = base_of(owner)
+    assert right.dtype == dtype
+    for at_a_time in (1, 1000, 1 << 22):
+        monkeypatch.setattr(packed, "_AT_A_TIME", at_a_time)
+        shard = shard_of("w", owner, "weight")
+        assert shard is not None
+        source = shard.pieces[0].tensor
+        assert isinstance(source, Packed)
+        assert (source.shape, source.dtype, source.device.type) == (right.shape, dtype, "cpu")
+        assert_same_bits(source.decoded(), right)
+        for view in (
+            lambda t: t[5:17],
+            lambda t: t[95:, 3:4],
+            lambda t: t.t()[7:50],
+            lambda t: t[:, 32:96],
+            lambda t: t.view(4, 24, 128)[1:3, :, ::5].transpose(0, 2),
+            lambda t: t[3, 4],
+            lambda t: t[:0],
+        ):
+            assert_same_bits(view(source).contiguous(), view(right).contiguous())
+
+
+@pytest.mark.parametrize("case", FORMATS)
+def test_what_is_decoded_at_a_time(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some rows, each once; of HQQ a layer. No more than a bucket's weights are held decoded."""
+    monkeypatch.setattr(packed, "_AT_A_TIME", 8 * ROW)
+    model, asked = with_lora(lambda: in_format(case)), []
+    decode = Called.decode
+
+    def counted(self: Called, out: Tensor, places: Tensor) -> None:
+        def values(tensors: Any, begin: int, end: int) -> Tensor:
+            asked.append((self.name, end - begin))
+            return self.values(tensors, begin, end)
+
+        decode(packed.replace(self, values=values), out, places)
+
+    monkeypatch.setattr(Called, "decode", counted)
+    weights = MergedWeights(model, bucket_bytes=1 << 14)
+    filler = weights.filler()
+    assert filler._staging._nbytes <= max(filler.capacity, 1 << 14)
+    for _ in weights:
+        pass
+    for path, layer in model.get_base_model().named_modules():
+        if not path.endswith(".base_layer") or not how(layer):
+            continue
+        name, shape = path.removesuffix(".base_layer"), base_of(layer).shape
+        rows = [count for asking, count in asked if asking.removesuffix(".weight") == name]
+        assert sum(rows) == shape[0]
+        assert case in HQQ or all(count * shape[1] <= 8 * ROW for count in rows)
+
+
+def test_no_kernel_reads_it() -> None:
+    delta = read_deltas(with_lora(lambda: in_format("int8")))[0]
+    source = delta.weight.pieces[0].tensor
+    assert "Packed(torch.int8 codes of torch.bfloat16" in repr(source)
+    with pytest.raises(InvalidInput, match=r"q_proj.*no kernel decodes the weight; pass a plain tensor"):
+        Plan([Segment("q_proj", source, torch.empty(source.shape, dtype=source.dtype))])
+    with pytest.raises(InvalidInput, match="cannot be written"):
+        source.zero_()
+
+
+# ---- whole models ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", FORMATS)
+def test_lora(case: str) -> None:
+    """Of PEFT's own layers, pass after pass; and the policy is that of the merged weights."""
+    model = with_lora(lambda: in_format(case))
+    assert type(model.get_base_model().model.layers[0].self_attn.q_proj).__module__ in (
+        "peft.tuners.lora.torchao",
+        "peft.tuners.lora.hqq",
+    )
+    weights = MergedWeights(model)
+    got = assert_streams(model, stream=weights)
+    policy = plain()
+    policy.load_state_dict(got)
+    with torch.no_grad():
+        ours, theirs = policy(models.tokens()).logits.float(), model(models.tokens()).logits.float()
+    # Each layer rounds its output to bf16, 2^-9 a time; and those that quantise their inputs do it to 8 bits.
+    assert (ours - theirs).norm() <= (0.1 if "inputs" in case else 0.03) * theirs.norm()
+    for parameter in (p for name, p in model.named_parameters() if "lora_B" in name):
+        parameter.data.mul_(-2)
+    assert_streams(model, stream=weights)
+
+
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "dora": {"use_dora": True},
+    "rslora": {"use_rslora": True},
+    "several": {"adapters": ("one", "two")},
+    "some layers": {"target_modules": ["q_proj", "down_proj"]},
+    "head too": {"target_modules": ["q_proj", "lm_head"]},
+    "trained whole": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+}
+
+
+@pytest.mark.parametrize("case", ["int8 in groups of 32", "int4 in groups of 32", "fp8", "hqq 4 bits"])
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_adapters(kind: str, case: str) -> None:
+    model = with_lora(lambda: in_format(case), **ADAPTERS[kind])
+    if kind == "trained whole":
+        head = model.get_base_model().lm_head.modules_to_save["default"]
+        head.weight.data.normal_()
+        assert_same_bits(dict(MergedWeights(model))["lm_head.weight"], head.weight)
+        return
+    weights = MergedWeights(model, bucket_bytes=1 << 14)
+    for _ in range(2):
+        assert_streams(model, stream=weights)
+
+
+@pytest.mark.parametrize("case", ["int8", "hqq 4 bits"])
+def test_biases(case: str) -> None:
+    """Those of the base; PEFT has no lora_bias beside these bases."""
+    base = plain()
+    for name, parameter in base.named_parameters():
+        if name.endswith("bias"):
+            parameter.data.normal_()
+    biases = {name: tensor.clone() for name, tensor in base.state_dict().items() if name.endswith("bias")}
+    model = with_lora(lambda: in_format(case, base))
+    got = dict(MergedWeights(model))
+    assert biases
+    for name, bias in biases.items():
+        assert_same_bits(got[name], bias)
+    with pytest.raises(ValueError, match="does not support lora_bias"):
+        with_lora(lambda: in_format(case), lora_bias=True, target_modules=["q_proj"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, None])
+@pytest.mark.parametrize("base", [torch.float16, torch.float32])
+@pytest.mark.parametrize("case", ["int8", "int4 in groups of 32", "fp8", "hqq 4 bits"])
+def test_dtypes(case: str, base: torch.dtype, dtype: torch.dtype | None) -> None:
+    """The stream has the dtype that the weights are dequantised to, or what is asked for."""
+    model = with_lora(lambda: in_format(case, plain(dtype=base)))
+    assert_streams(model, dtype or base, MergedWeights(model, dtype=dtype))
+
+
+@pytest.mark.parametrize("case", ["int8", "int4 in groups of 32", "fp8"])
+def test_a_model_that_is_moved_to_another_dtype(case: str) -> None:
+    """Some of torchao's tensors take it over, others go on dequantising to the dtype that they were made from."""
+    model = with_lora(lambda: in_format(case, plain(dtype=torch.float32)))
+    weights = MergedWeights(model)
+    assert_streams(model, torch.float32, weights)
+    model.to(torch.bfloat16)
+    weight = model.get_base_model().model.layers[0].self_attn.q_proj.base_layer.weight
+    assert weight.dequantize().dtype == (torch.bfloat16 if "int4" in case else torch.float32)
+    got, right = {name: tensor.clone() for name, tensor in weights}, exact(model)
+    for name in (name for name in right if name.endswith("proj.weight")):
+        assert got[name].dtype == weight.dequantize().dtype
+        torch.testing.assert_close(got[name].double(), right[name], rtol=2.0**-8, atol=2.0**-20)
+    assert_streams(model, torch.bfloat16, MergedWeights(model, dtype=torch.bfloat16))
+
+
+def test_stochastic() -> None:
+    model = with_lora(lambda: in_format("int8"))
+    right = exact(model)
+    for name, tensor in MergedWeights(model, rounding="stochastic"):
+        if name in right:
+            step = 2.0**-7 * right[name].abs() + 2.0**-20
+            assert ((tensor.double() - right[name]).abs() <= step).all()
+
+
+@pytest.mark.parametrize("case", ["int8", "int4 in groups of 32", "fp8", "hqq 4 bits"])
+def test_without_adapters(case: str) -> None:
+    model = with_lora(lambda: in_format(case))
+    base = in_format(case)
+    for stream in (MergedWeights(base), MergedWeights(model, adapters=False)):
+        got = {name: tensor.clone() for name, tensor in stream}
+        for name, wanted in exact(base).items():
+            assert_same_bits(got[name], wanted.bfloat16(), name)
+
+
+def test_tied() -> None:
+    """A tied head beside quantised layers; one quantised weight in two places; embeddings that are quantised."""
+    tied = with_lora(lambda: in_format("int8", plain(tied=True)), target_modules=["q_proj"])
+    assert "lm_head.weight" not in dict(MergedWeights(tied))
+    whole = plain(tied=True)
+    quantize_(whole, TORCHAO["int4 in groups of 32"](), lambda module, name: isinstance(module, nn.Embedding))
+    whole.lm_head.weight = whole.model.embed_tokens.weight
+    got = dict(MergedWeights(whole))
+    assert "lm_head.weight" not in got
+    assert_same_bits(got["model.embed_tokens.weight"], whole.model.embed_tokens.weight.dequantize())
+    model = in_format("int8")
+    for name in ("k_proj", "q_proj"):
+        assert model.model.layers[0].self_attn.get_submodule(name).weight.data_ptr() == 0
+    model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
+    assert_streams(model)
+
+
+def test_mixed_formats() -> None:
+    base = plain()
+    for config, layers in ((TORCHAO["int8"](), ("k_proj", "up_proj")), (TORCHAO["fp8"](), ("q_proj", "lm_head"))):
+        quantize_(base, config, lambda module, name, layers=layers: name.endswith(layers))
+    attention = base.model.layers[0].self_attn
+    attention.v_proj = hqq_layer(attention.v_proj, nbits=4, group_size=32, axis=1)
+    assert_streams(with_lora(lambda: base))
+
+
+@pytest.mark.parametrize("case", ["int8", "int8 in groups of 32", "int4 in groups of 32", "fp8"])
+def test_transformers(case: str, tmp_path: Path) -> None:
+    """A model as transformers loads it, and as it saves and loads it quantised; embeddings and heads too."""
+    from transformers import Qwen2ForCausalLM, TorchAoConfig
+
+    plain().save_pretrained(tmp_path / "plain")
+    load = lambda folder, **more: Qwen2ForCausalLM.from_pretrained(  # noqa: E731
+        folder, device_map="cpu", dtype=torch.bfloat16, **more
+    )
+    for both in (False, True):
+        config = TorchAoConfig(quant_type=TORCHAO[case](), include_input_output_embeddings=both)
+        base = load(tmp_path / "plain", quantization_config=config)
+        assert bool(how(base.lm_head)) == both
+        before = {name: tensor.clone() for name, tensor in MergedWeights(base)}
+        base.save_pretrained(tmp_path / str(both))
+        for name, tensor in MergedWeights(load(tmp_path / str(both))):
+            assert_same_bits(tensor, before[name], name)
+        assert_streams(with_lora(lambda base=base: base))
+
+
+def test_embeddings() -> None:
+    """PEFT makes a linear layer's adapter of one on a quantised embedding, which cannot be run; beside it one can."""
+    base = plain()
+    quantize_(base, TORCHAO["int4 in groups of 32"](), lambda module, name: isinstance(module, nn.Embedding))
+    got = assert_streams(with_lora(lambda: base, target_modules=["q_proj"]))
+    with torch.no_grad():
+        assert_same_bits(got["model.embed_tokens.weight"], base.model.embed_tokens(torch.arange(models.VOCABULARY)))
+    model = with_lora(lambda: in_format("int8", base), target_modules=["embed_tokens"])
+    with pytest.raises(UnsupportedAdapter, match="embed_tokens"):
+        list(MergedWeights(model))
+
+
+def test_saved(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    model = with_lora(lambda: in_format("int8"))
+    save_merged(model, tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    for name, tensor in MergedWeights(model):
+        assert_same_bits(saved[name], tensor, name)
+
+
+# ---- changes between passes ------------------------------------------------------------------------------------------
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {
+    "codes in place": lambda layer: layer.weight.qdata.add_(1),
+    "scales in place": lambda layer: layer.weight.scale.mul_(2),
+    "other scales": lambda layer: setattr(layer.weight, "scale", layer.weight.scale * 3),
+    "another weight": lambda layer: setattr(
+        layer, "weight", nn.Parameter(other("int8 in groups of 32", layer).weight, requires_grad=False)
+    ),
+    "another format": lambda layer: setattr(
+        layer, "weight", nn.Parameter(other("fp8", layer).weight, requires_grad=False)
+    ),
+    "plain": lambda layer: setattr(layer, "weight", nn.Parameter(layer.weight.dequantize() * 2)),
+}
+
+
+def other(case: str, layer: Any) -> Any:
+    torch.manual_seed(5)
+    return in_format(case, nn.Sequential(nn.Linear(layer.in_features, layer.out_features, dtype=torch.bfloat16)))[0]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_base_that_changes(change: str) -> None:
+    model = with_lora(lambda: in_format("int8"))
+    weights = MergedWeights(model)
+    before = assert_streams(model, stream=weights)["model.layers.1.mlp.up_proj.weight"]
+    layer = model.get_base_model().model.layers[1].mlp.up_proj.base_layer
+    with torch.no_grad():
+        CHANGES[change](layer)
+    assert not torch.equal(assert_streams(model, stream=weights)["model.layers.1.mlp.up_proj.weight"], before)
+
+
+def test_a_layer_of_hqq_that_changes() -> None:
+    model = with_lora(lambda: in_format("hqq 4 bits"))
+    weights = MergedWeights(model)
+    layer = model.get_base_model().model.layers[1].mlp.up_proj.base_layer
+    for change in (
+        lambda: layer.meta["scale"].mul_(2),
+        lambda: layer.meta.update(zero=layer.meta["zero"] + 1),
+        lambda: layer.W_q.data.bitwise_xor_(3),
+        lambda: setattr(layer, "W_q", nn.Parameter(layer.W_q.data ^ 1, requires_grad=False)),
+    ):
+        before = assert_streams(model, stream=weights)["model.layers.1.mlp.up_proj.weight"]
+        change()
+        assert not torch.equal(assert_streams(model, stream=weights)["model.layers.1.mlp.up_proj.weight"], before)
+    biased = model.get_base_model().model.layers[0].self_attn.q_proj.base_layer
+    biased.bias = biased.bias.detach() + 1
+    assert_same_bits(dict(weights)["model.layers.0.self_attn.q_proj.bias"], biased.bias)
+
+
+def test_nothing_is_kept_between_passes() -> None:
+    """A model of torchao's can be moved: that swaps its tensors, which nobody may hold."""
+    model = with_lora(lambda: in_format("int8"))
+    weights = MergedWeights(model)
+    for _ in range(2):
+        assert_streams(model, stream=weights)
+        model.to("cpu", torch.bfloat16)
+        model.float().bfloat16()
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", ["int8", "int4 in groups of 32", "fp8", "hqq 4 bits"])
+def test_in_place(case: str) -> None:
+    model = with_lora(lambda: in_format(case), target_modules=["q_proj"])
+    message = r"q_proj.weight: the base is quantised \(.*(torchao|HQQ).*MergedWeights streams"
+    with pytest.raises(UnsupportedAdapter, match=message), merged(model):
+        pass
+    other = with_lora(lambda: in_format(case), target_modules=["lm_head"])
+    with torch.no_grad(), merged(other):  # only the adapted weights matter
+        other(models.tokens())
+
+
+def test_not_read_by_other_processes() -> None:
+    model = with_lora(lambda: in_format("int8"))
+    weights, stayed = MergedWeights(model), Stayed()
+    filler = weights.filler()
+    with filler.passing():
+        assert "is quantised" in unreadable(filler)
+        stayed(filler)
+        assert not filler.joins
+
+
+def int4() -> nn.Module:
+    """As CUDA machines have it, of arbitrary codes: torchao has no call that dequantises it."""
+    made, (rows, cols) = nn.Linear(128, 96, bias=False, dtype=torch.bfloat16), (96, 128)
+    codes = torch.zeros(rows, cols // 2, dtype=torch.int8)
+    scales = torch.ones(cols // 32, rows, dtype=torch.bfloat16)
+    made.weight = nn.Parameter(Int4Tensor(codes, scales, scales.clone(), [1, 32], torch.Size((rows, cols))), False)
+    return made
+
+
+def test_layouts_that_are_not_dequantised() -> None:
+    with pytest.raises(InvalidInput, match=r"0.weight.*Int4Tensor.*not known.*Int8WeightOnlyConfig"):
+        list(MergedWeights(nn.Sequential(int4())))
+
+
+def test_inputs_that_are_scaled() -> None:
+    model = with_lora(lambda: in_format("int8"))
+    layer = model.get_base_model().model.layers[1].mlp.up_proj.base_layer
+    layer.weight.act_pre_scale = torch.ones(ROW, dtype=torch.bfloat16)
+    with pytest.raises(InvalidInput, match=r"layers.1.mlp.up_proj.*act_pre_scale"):
+        list(MergedWeights(model))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda layer: setattr(layer, "ready", False), "not quantised yet"),
+        (lambda layer: layer.meta.update(quant_zero=True), "offload_meta"),
+        (lambda layer: layer.meta.update(zero_scale=torch.ones(2)), "offload_meta"),
+        (lambda layer: layer.meta.update(compute_dtype=torch.float32), "compute_dtype"),
+        (lambda layer: layer.meta.update(scale=layer.meta["scale"].to("meta")), "scales are on meta"),
+        (lambda layer: layer.meta.update(scale=layer.meta["scale"].double()), "compute_dtype"),
+    ],
+)
+def test_layers_of_hqq_that_are_not_read(change: Callable[[Any], None], message: str) -> None:
+    model = with_lora(lambda: in_format("hqq 4 bits"))
+    change(model.get_base_model().model.layers[1].mlp.up_proj.base_layer)
+    with pytest.raises(LoraMergeError, match=f"layers.1.mlp.up_proj.*{message}"):
+        list(MergedWeights(model))
+
+
+def test_memory_that_was_freed() -> None:
+    model = with_lora(lambda: in_format("int8"))
+    layer = model.get_base_model().model.layers[1].mlp.up_proj.base_layer
+    layer.weight.qdata.untyped_storage().resize_(0)
+    with pytest.raises(InvalidInput, match=r"layers.1.mlp.up_proj: its memory was freed"):
+        list(MergedWeights(model))
+
+
+def test_a_call_that_returns_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = with_lora(lambda: in_format("int8"))
+    kind = type(model.get_base_model().model.layers[0].mlp.up_proj.base_layer.weight)
+    monkeypatch.setattr(kind, "dequantize", lambda self: self.qdata.float())
+    with pytest.raises(InvalidInput, match=r"q_proj: its library dequantised rows 0 to .* to torch.float32"):
+        list(MergedWeights(model))
+
+
+def refused_under_fsdp2(rank: int) -> None:
+    model = with_lora(lambda: in_format("hqq 4 bits"))
+    for layer in model.get_base_model().model.layers:
+        fully_shard(layer)
+    with pytest.raises(LoraMergeError, match=r"q_proj: quantised by HQQ, and sharded.*FSDP2"):
+        list(MergedWeights(fully_shard(model)))
+    dist.barrier()
+
+
+def test_hqq_under_fsdp2() -> None:
+    spawn(2, refused_under_fsdp2)
+
+
+def refused_as_a_dtensor(rank: int) -> None:
+    """fully_shard of torch 2.13 cannot shard torchao's tensors yet: aten.split and new_zeros are missing."""
+    model = in_format("fp8")
+    with pytest.raises(NotImplementedError, match="Float8Tensor dispatch"):
+        fully_shard(model)
+    layer = model.model.layers[1].mlp.up_proj
+    mesh = init_device_mesh("cpu", (2,))
+    layer.weight = nn.Parameter(DTensor.from_local(layer.weight[:64], mesh, [Shard(0)]), requires_grad=False)
+    with pytest.raises(LoraMergeError, match=r"up_proj.weight: quantised by torchao.*sharded"):
+        list(MergedWeights(model))
+    dist.barrier()
+
+
+def test_torchao_as_dtensors() -> None:
+    spawn(2, refused_as_a_dtensor)
