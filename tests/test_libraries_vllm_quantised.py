@@ -1,4 +1,5 @@
-"""Trainers whose base bitsandbytes quantised, and real engines that hold it in plain floats (`make test-vllm`)."""
+"""Trainers whose base bitsandbytes, torchao or HQQ quantised, and real engines that hold it in plain floats (`make
+test-vllm`)."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import engines
 import models
 import pytest
 import quantised as engines_quantised
+import test_libraries_dequantised as dequantised
 import torch
 import torch.distributed as dist
 from engines import ask, assert_answers, engine, train
@@ -76,6 +78,22 @@ def test_llm_int8(llm: Any) -> None:
         train(model)
         sync.push()
         assert_answers(ask(llm), model, greedy=False)
+
+
+@pytest.mark.parametrize("case", ["int8", "int4 in groups of 32", "fp8", "hqq 4 bits"])
+def test_bases_that_their_library_decodes(llm: Any, case: str) -> None:
+    """Of torchao and HQQ: merged by the trainer, by the engine beside a base that crosses once, and as adapters."""
+    torch.manual_seed(0)
+    base = engines.qwen2(tied=False).float()
+    model = with_lora(lambda: dequantised.in_format(case, base), target_modules=engines.LINEARS)
+    for options in ({"merge": "trainer"}, {"merge": "engine"}, {"mode": "adapter"}):
+        with closing(VllmSync(model, llm, **options)) as sync:
+            for step in range(2):
+                train(model, step)
+                report = sync.push(verify=step == 1 and "mode" not in options)
+                assert report.merge == options.get("merge", report.merge), report.merge_why
+                request = {"lora_request": sync.lora_request()} if "mode" in options else {}
+                assert_answers(ask(llm, *request.values()), model, greedy=False)
 
 
 def test_an_engine_that_rounds_the_base(tmp_path: Path) -> None:

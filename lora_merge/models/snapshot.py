@@ -194,7 +194,7 @@ def take(model: nn.Module, layout: Layout | None, *, adapters: bool = True) -> S
         return taken
     if watch is not None:
         noted.tried, noted.kinds, noted.wrappers = True, taken.kinds, through
-        noted.watch = watch if watch.done(taken.modules, taken.parameters) else None
+        noted.watch = watch if taking.watch is not None and watch.done(taken.modules, taken.parameters) else None
     return taken._replace(facts=noted.facts)
 
 
@@ -237,11 +237,11 @@ class Taking:
     Args:
         model, of: the model, and what the snapshot is of.
         layout: None where tensors are here as they are.
-        watch: that is to note what is looked at.
+        watch: that is to note what is looked at; None too once something was that it cannot keep.
     """
 
     def __init__(self, model: nn.Module, of: str, layout: Layout | None = None, watch: Watch | None = None) -> None:
-        self._layout, self._watch = layout, watch
+        self._layout, self.watch = layout, watch
         key = f"{of}, inference" if torch.is_inference_mode_enabled() else of  # the guards tell these apart
         key = key if layout is None else f"{key}, what is here"  # of shards, other tensors than the parameters
         self._compared = _compared.setdefault(model, {}).setdefault(key, {})
@@ -258,8 +258,8 @@ class Taking:
             facts += adapters.facts
             self.taken.kinds.update(adapters.kinds, map(type, parts))
         within = list(map(vars, parts))
-        if self._watch is not None:
-            self._look(self._watch, seen, adapters, Look(parts, ("_parameters",), "n", within))
+        if self.watch is not None:
+            self._look(self.watch, seen, adapters, Look(parts, ("_parameters",), "n", within))
         modules, insides = [*seen.modules, *parts], [*seen.insides, *within]
         facts += map(id, modules)
         self.taken.modules.extend(modules)
@@ -286,7 +286,7 @@ class Taking:
             self.taken.facts.extend(shards)
             self._here(self._opened(here, map(type, here)))
         if self._scales:
-            self._watch = None
+            self.watch = None
             self._here(self._scales)
         return self.taken
 
@@ -295,7 +295,7 @@ class Taking:
         plain, facts = quantised.opened(tensors, kinds)
         if facts:
             self.taken.facts.extend(facts)
-            self._watch = None
+            self.watch = None
         return plain
 
     def _look(self, watch: Watch, seen: Trail, adapters: AdapterFacts | None, parts: Look) -> None:
@@ -318,8 +318,8 @@ class Taking:
         """Adds the persistent ones."""
         buffers = column("_buffers", seen.insides, seen.modules)
         for module, there in compress(zip(seen.modules, buffers, strict=True), buffers):
-            if self._watch is not None:
-                self._watch.look(Look([module], ("_non_persistent_buffers_set",), "v"))
+            if self.watch is not None:
+                self.watch.look(Look([module], ("_non_persistent_buffers_set",), "v"))
             for name, buffer in there.items():
                 if name not in module._non_persistent_buffers_set:
                     self.taken.facts.extend((id(module), name))
@@ -329,8 +329,8 @@ class Taking:
         """Shapes, strides, dtypes and devices are the very list of the last time where they are what they were then."""
         self.taken.tensors.extend(tensors)
         self.taken.facts.extend(map(Tensor.data_ptr, tensors))
-        if self._watch is not None:
-            self._watch.tensors(tensors)
+        if self.watch is not None:
+            self.watch.tensors(tensors)
         step, self._steps = self._steps, self._steps + 1
         known = self._compared.get(step)
         if known is None or not known.holds(tensors):

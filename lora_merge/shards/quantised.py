@@ -46,6 +46,11 @@ def shard_of(name: str, owner: nn.Module, attribute: str) -> Shard | None:
     return torchao.shard_of(name, tensor) if torchao.is_coded(tensor) else None
 
 
+def is_matrix(module: nn.Module) -> bool:
+    """Whether a module is a linear layer or an embedding, whatever holds its weight."""
+    return isinstance(module, nn.Linear | nn.Embedding) or hqq.is_layer(module)
+
+
 def parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The parameters that a module itself holds, by the names that a plain module has for them."""
     return hqq.parameters(module) if hqq.is_layer(module) else own_parameters(module)
