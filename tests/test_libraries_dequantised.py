@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import models
+import policies
 import pytest
 import torch
 from helpers import assert_same_bits
 from hqq.core.quantize import BaseQuantizeConfig, HQQLinear
 from peft import PeftModel
-from test_libraries_quantised import quantised
+from test_libraries_quantised import base_of as base_of_bitsandbytes
+from test_libraries_quantised import four_bits, quantised
 from test_libraries_quantised import with_lora as with_adapters
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -21,10 +23,12 @@ from torchao.quantization import (
     Float8WeightOnlyConfig,
     Int8DynamicActivationInt8WeightConfig,
     Int8DynamicActivationIntxWeightConfig,
+    Int8Tensor,
     Int8WeightOnlyConfig,
     IntxWeightOnlyConfig,
     PerAxis,
     PerGroup,
+    PerRow,
     PerTensor,
     quantize_,
 )
@@ -105,7 +109,7 @@ def base_of(module: Any) -> Tensor:
     """What the library itself makes of a layer's weight."""
     if isinstance(module, HQQLinear):
         return module.dequantize()
-    return module.weight.dequantize() if how(module) else module.weight.detach()
+    return module.weight.dequantize() if how(module).endswith("Tensor") else base_of_bitsandbytes(module)
 
 
 def exact(model: nn.Module) -> dict[str, Tensor]:
@@ -399,7 +403,39 @@ def test_mixed_formats() -> None:
         quantize_(base, config, lambda module, name, layers=layers: name.endswith(layers))
     attention = base.model.layers[0].self_attn
     attention.v_proj = hqq_layer(attention.v_proj, nbits=4, group_size=32, axis=1)
+    attention.o_proj = four_bits(attention.o_proj, quant_type="nf4")  # which a kernel decodes
     assert_streams(with_lora(lambda: base))
+
+
+@pytest.mark.parametrize("case", ["int8", "hqq 4 bits"])
+def test_merged_whole(case: str) -> None:
+    """Weights that are gathered first, and merged then."""
+    for kind in ({}, {"use_dora": True}, {"adapters": ("one", "two")}):
+        model = with_lora(lambda: in_format(case), **kind)
+        assert_streams(model, stream=MergedWeights(model, strategy="unshard"))
+
+
+def test_fused_experts() -> None:
+    """Of three dimensions; a checkpoint has each expert apart."""
+    torch.manual_seed(0)
+    model, coded = policies.qwen3_moe().bfloat16(), 0
+    for module in model.modules():
+        for name in ("gate_up_proj", "down_proj"):
+            weight = module._parameters.get(name)
+            if weight is not None and weight.dim() == 3:
+                made = Int8Tensor.from_hp(weight.detach(), PerRow())
+                setattr(module, name, nn.Parameter(made, requires_grad=False))
+                coded += 1
+    assert coded
+    got = {name: tensor.clone() for name, tensor in MergedWeights(model)}
+    for module in model.modules():
+        for name, weight in list(module._parameters.items()):
+            if how(module, name):
+                setattr(module, name, nn.Parameter(weight.dequantize()))
+    plain = dict(MergedWeights(model))
+    assert set(got) == set(plain)
+    for name, tensor in plain.items():
+        assert_same_bits(got[name], tensor, name)
 
 
 @pytest.mark.parametrize("case", ["int8", "int8 in groups of 32", "int4 in groups of 32", "fp8"])
