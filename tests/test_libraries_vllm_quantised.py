@@ -38,6 +38,13 @@ def policy(**options: Any) -> Any:
     return with_lora(lambda: quantised(base, make, **options), target_modules=engines.LINEARS)
 
 
+def by_their_library(case: str, dtype: torch.dtype = torch.float32) -> Any:
+    """On a base that torchao or HQQ quantised."""
+    torch.manual_seed(0)
+    base = engines.qwen2(tied=False).to(dtype)
+    return with_lora(lambda: dequantised.in_format(case, base), target_modules=engines.LINEARS)
+
+
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     folder = tmp_path_factory.mktemp("quantised") / "base"
@@ -83,9 +90,7 @@ def test_llm_int8(llm: Any) -> None:
 @pytest.mark.parametrize("case", ["int8", "int4 in groups of 32", "fp8", "hqq 4 bits"])
 def test_bases_that_their_library_decodes(llm: Any, case: str) -> None:
     """Of torchao and HQQ: merged by the trainer, by the engine beside a base that crosses once, and as adapters."""
-    torch.manual_seed(0)
-    base = engines.qwen2(tied=False).float()
-    model = with_lora(lambda: dequantised.in_format(case, base), target_modules=engines.LINEARS)
+    model = by_their_library(case)
     for options in ({"merge": "trainer"}, {"merge": "engine"}, {"mode": "adapter"}):
         with closing(VllmSync(model, llm, **options)) as sync:
             for step in range(2):
@@ -113,12 +118,16 @@ def test_an_engine_that_rounds_the_base(tmp_path: Path) -> None:
 FP8 = {"quantization": "fp8_per_channel", "worker_extension_cls": "quantised.Watched", "dtype": "bfloat16"}
 
 
-@pytest.mark.parametrize("case", ["nf4", "nf4, double", "llm.int8"])
+@pytest.mark.parametrize("case", ["nf4", "nf4, double", "llm.int8", "int4 in groups of 32"])
 def test_an_engine_that_quantises_what_it_loads(case: str, tmp_path: Path) -> None:
     """What the codes stand for and the adapters, rounded to bfloat16, then by vLLM: the bits of a fresh engine on the
     merged checkpoint, wherever the merge happens; and adapters beside the quantised base."""
+    right = exact
     if case == "llm.int8":
         model = policy(make=eight_bits)
+    elif case in dequantised.FORMATS:
+        right = dequantised.exact
+        model = by_their_library(case, torch.bfloat16)
     else:
         model = policy(quant_type="nf4", compress_statistics="double" in case, dtype=torch.bfloat16)
     train(model)
@@ -135,7 +144,7 @@ def test_an_engine_that_quantises_what_it_loads(case: str, tmp_path: Path) -> No
                 report = sync.push()
                 assert report.merge == merge
                 assert llm.collective_rpc("bits") == fresh
-        assert engines_quantised.assert_rounded_once(exact(model), engines_quantised.served(llm)) == 8
+        assert engines_quantised.assert_rounded_once(right(model), engines_quantised.served(llm)) == 8
         assert engines.log_prob_errors(ask(llm), model).mean() < 0.08
         if case != "llm.int8":
             with closing(VllmSync(model, llm, mode="adapter")) as sync:
