@@ -69,11 +69,11 @@ lint: $(VENV)/installed
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
 
-# The tests with libraries that trainers bring: DeepSpeed, bitsandbytes.
+# The tests with libraries that trainers bring: DeepSpeed, bitsandbytes, torchao, HQQ.
 test-libraries: $(VENV)/installed $(VENV)/libraries/done
 	PYTHONPATH=$(VENV)/libraries TORCH_EXTENSIONS_DIR=$(EXTENSIONS) $(PY) -m pytest $(ARGS) \
 		tests/test_libraries.py tests/test_libraries_quantised.py tests/test_libraries_quantised_saved.py \
-		tests/test_libraries_zero3.py
+		tests/test_libraries_dequantised.py tests/test_libraries_dequantised_refused.py tests/test_libraries_zero3.py
 
 # Real trainers with real vLLM engines. They exclude each other, so each has packages of its own beside vLLM's.
 TRAINERS := plain trl swift verl
@@ -215,9 +215,10 @@ $(VENV)/megatron/done: $(VENV)/installed requirements/megatron.txt
 	$(PY) -m pip install -qq --no-deps --target $(@D) -r requirements/megatron.txt
 	@touch $@
 
+# HQQ comes as sources, whose setup compiles for CUDA beside them unless it is told not to.
 $(VENV)/libraries/done: $(VENV)/installed requirements/libraries.txt
 	rm -rf $(@D)
-	$(PY) -m pip install -qq --no-deps --target $(@D) -r requirements/libraries.txt
+	DISABLE_CUDA=1 $(PY) -m pip install -qq --no-deps --target $(@D) -r requirements/libraries.txt
 	@touch $@
 
 # The site in build/site, from README, CONTRIBUTING, SECURITY, CHANGELOG and docs/, in an environment of its own. Broken links fail.

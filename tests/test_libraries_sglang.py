@@ -1,5 +1,5 @@
-"""Trainers whose base bitsandbytes quantised, or DeepSpeed's ZeRO-3 partitions, and real SGLang engines (`make
-test-sglang`)."""
+"""Trainers whose base bitsandbytes, torchao or HQQ quantised, or DeepSpeed's ZeRO-3 partitions, and real SGLang engines
+(`make test-sglang`)."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import models
 import policies
 import pytest
 import sglang_engines
+import test_libraries_dequantised as dequantised
 import torch
 import torch.distributed as dist
 from processes import spawn
@@ -73,6 +74,21 @@ def test_llm_int8(started: Any) -> None:
         policies.train(model)
         sync.push()
         assert_answers(ask(started), model, greedy=False)
+
+
+@pytest.mark.parametrize("case", ["int8", "hqq 4 bits"])
+def test_bases_that_their_library_decodes(started: Any, case: str) -> None:
+    """Of torchao and HQQ: merged by the trainer, by the engine beside a base that crosses once, and as adapters."""
+    torch.manual_seed(0)
+    base = policies.qwen2(tied=False)
+    model = with_lora(lambda: dequantised.in_format(case, base), target_modules=policies.LINEARS)
+    for options in ({"merge": "trainer"}, {"merge": "engine"}, {"mode": "adapter"}):
+        with closing(SglangSync(model, started, **options)) as sync:
+            policies.train(model)
+            report = sync.push()
+            assert report.merge == options.get("merge", report.merge), report.merge_why
+            request = {"lora_path": sync.lora_path()} if "mode" in options else {}
+            assert_answers(ask(started, **request), model, greedy=False)
 
 
 def under_zero3(rank: int, folder: Path) -> None:

@@ -1,4 +1,5 @@
-"""Trainers whose base bitsandbytes quantised, and real engines that hold it in plain floats (`make test-vllm`)."""
+"""Trainers whose base bitsandbytes, torchao or HQQ quantised, and real engines that hold it in plain floats (`make
+test-vllm`)."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import engines
 import models
 import pytest
 import quantised as engines_quantised
+import test_libraries_dequantised as dequantised
 import torch
 import torch.distributed as dist
 from engines import ask, assert_answers, engine, train
@@ -34,6 +36,13 @@ def policy(**options: Any) -> Any:
     torch.manual_seed(0)
     base = engines.qwen2(tied=False).to(dtype)
     return with_lora(lambda: quantised(base, make, **options), target_modules=engines.LINEARS)
+
+
+def by_their_library(case: str, dtype: torch.dtype = torch.float32) -> Any:
+    """On a base that torchao or HQQ quantised."""
+    torch.manual_seed(0)
+    base = engines.qwen2(tied=False).to(dtype)
+    return with_lora(lambda: dequantised.in_format(case, base), target_modules=engines.LINEARS)
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +87,20 @@ def test_llm_int8(llm: Any) -> None:
         assert_answers(ask(llm), model, greedy=False)
 
 
+@pytest.mark.parametrize("case", ["int8", "int4 in groups of 32", "fp8", "hqq 4 bits"])
+def test_bases_that_their_library_decodes(llm: Any, case: str) -> None:
+    """Of torchao and HQQ: merged by the trainer, by the engine beside a base that crosses once, and as adapters."""
+    model = by_their_library(case)
+    for options in ({"merge": "trainer"}, {"merge": "engine"}, {"mode": "adapter"}):
+        with closing(VllmSync(model, llm, **options)) as sync:
+            for step in range(2):
+                train(model, step)
+                report = sync.push(verify=step == 1 and "mode" not in options)
+                assert report.merge == options.get("merge", report.merge), report.merge_why
+                request = {"lora_request": sync.lora_request()} if "mode" in options else {}
+                assert_answers(ask(llm, *request.values()), model, greedy=False)
+
+
 def test_an_engine_that_rounds_the_base(tmp_path: Path) -> None:
     """Of bfloat16: merged here it is rounded once; there, twice, which is refused with what to do."""
     model = policy(quant_type="nf4")
@@ -95,12 +118,16 @@ def test_an_engine_that_rounds_the_base(tmp_path: Path) -> None:
 FP8 = {"quantization": "fp8_per_channel", "worker_extension_cls": "quantised.Watched", "dtype": "bfloat16"}
 
 
-@pytest.mark.parametrize("case", ["nf4", "nf4, double", "llm.int8"])
+@pytest.mark.parametrize("case", ["nf4", "nf4, double", "llm.int8", "int4 in groups of 32"])
 def test_an_engine_that_quantises_what_it_loads(case: str, tmp_path: Path) -> None:
     """What the codes stand for and the adapters, rounded to bfloat16, then by vLLM: the bits of a fresh engine on the
     merged checkpoint, wherever the merge happens; and adapters beside the quantised base."""
+    right = exact
     if case == "llm.int8":
         model = policy(make=eight_bits)
+    elif case in dequantised.FORMATS:
+        right = dequantised.exact
+        model = by_their_library(case, torch.bfloat16)
     else:
         model = policy(quant_type="nf4", compress_statistics="double" in case, dtype=torch.bfloat16)
     train(model)
@@ -117,7 +144,7 @@ def test_an_engine_that_quantises_what_it_loads(case: str, tmp_path: Path) -> No
                 report = sync.push()
                 assert report.merge == merge
                 assert llm.collective_rpc("bits") == fresh
-        assert engines_quantised.assert_rounded_once(exact(model), engines_quantised.served(llm)) == 8
+        assert engines_quantised.assert_rounded_once(right(model), engines_quantised.served(llm)) == 8
         assert engines.log_prob_errors(ask(llm), model).mean() < 0.08
         if case != "llm.int8":
             with closing(VllmSync(model, llm, mode="adapter")) as sync:

@@ -1,4 +1,5 @@
-"""A model under FSDP2 is read again when anything that the last reading looked at is other than it was, and only then."""
+"""A model under FSDP2 is read again when anything that the last reading looked at is other than it was, and only
+then."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ from ..models.delta import Delta
 from ..models.live import Live, live
 from ..models.operands import Operands, Turn
 from ..names import lineage
+from ..shards.quantised import is_matrix
 from ..stream.buckets import ALIGNMENT, Meta, Table, extent, lay_out
 from ..stream.filler import Entry, Filler
 from ..stream.places import Places
@@ -111,7 +112,7 @@ def _check_served(name: str, delta: Delta, entry: Entry) -> None:
     if len(delta.weight.shape) == 1 or name.endswith(".bias"):
         raise UnsupportedAdapter(f"{name}: the engine cannot serve lora_bias{_INSTEAD}")
     kind = type(delta.owner).__name__
-    if delta.owner is not None and not isinstance(delta.owner, nn.Linear | nn.Embedding) and delta.experts is None:
+    if delta.owner is not None and not is_matrix(delta.owner) and delta.experts is None:
         raise UnsupportedAdapter(f"{name}: the engine cannot serve an adapter on a {kind}{_INSTEAD}")
     out, into = _dims(delta)
     embedding = isinstance(delta.owner, nn.Embedding)

@@ -49,6 +49,11 @@ class Verified:
         self.inner.place(index, places, run)
 
 
+def _version(tensor: Tensor) -> int:
+    """Of what was made in inference mode (HQQ's scales) none is kept: there the sample has to do."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 class Fingerprint:
     """Fingerprint of a stream: names, shapes, dtypes and checksums of all its bytes, however it is cut and sharded;
     computed again when a parameter was written (by its version counter, or by what a sample of it shows)."""
@@ -74,7 +79,7 @@ class Fingerprint:
         for tensor in tensors:
             by_device[tensor.device].append(tensor)
         samples = [self._samplers[device](some) for device, some in by_device.items()]
-        key = (filler.key, without, [tensor._version for tensor in tensors], samples)
+        key = (filler.key, without, list(map(_version, tensors)), samples)
         if filler.ranks.any(key != self._key):
             sums: dict[str, int] = {}
             source = filler.source

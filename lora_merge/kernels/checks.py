@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import InvalidInput
 from .layout import MAX_RANK, MAX_SIDE
-from .packed import Packed, memory
+from .packed import Packed, in_reach, memory
 from .segments import FLOATS, FP8, RAW, Segment, folded, moves_bits
 
 
@@ -74,6 +74,8 @@ def check_segment(s: Segment) -> None:
                 f"{s.name}: {label} has no memory: its storage was freed (as FSDP does), or it wraps other tensors "
                 "(of a DTensor pass to_local())"
             )
+    if not in_reach(s.source, s.source.device):
+        raise InvalidInput(f"{s.name}: no kernel decodes the weight; pass a plain tensor, what its decoded() gives")
     if s.destination.shape != s.source.shape:
         raise InvalidInput(
             f"{s.name}: the destination must have the weight's shape {tuple(s.source.shape)}, "

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from . import layout
-from .packed import Packed
+from .packed import Codes, Packed
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 """dtypes of bases, outputs and adapters; a word's dtype code is the index in this tuple."""
@@ -201,8 +201,8 @@ def _words(s: Segment) -> list[int]:
         lora = [*a.stride(), *b.stride()]
     packed = [0] * 8
     if isinstance(source, Packed):
-        dtypes |= FORMATS["Int8" if source.codes.code is None else "Codes4"] << 32
         packed = _packed_words(source)
+        dtypes |= FORMATS["Codes4" if packed[1] else "Int8"] << 32
     return [
         source.data_ptr(),
         destination.data_ptr(),
@@ -227,6 +227,7 @@ def _words(s: Segment) -> list[int]:
 
 def _packed_words(source: Packed) -> list[int]:
     codes = source.codes
+    assert isinstance(codes, Codes)
     nested = [0, 0, 0, 0]
     if codes.nested is not None:
         n = codes.nested

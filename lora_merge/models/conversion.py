@@ -90,6 +90,9 @@ class Conversion:
         return outside | {self._prefix + name: _single(t) for name, t in converted.items()}
 
 
+_CODES = {f"transformers.integrations.{method}" for method in ("bitsandbytes", "torchao")}
+
+
 class _Decoded:
     """A model whose quantised weights count as what they stand for: those of its conversions are left out that read
     codes and scales out of a checkpoint, which none undoes."""
@@ -108,7 +111,7 @@ def _decoded(root: Any) -> Any:
 
 
 def _reads_codes(operation: Any) -> bool:
-    return type(operation).__module__ == "transformers.integrations.bitsandbytes"
+    return type(operation).__module__ in _CODES
 
 
 class _ViewsOnly(TorchFunctionMode):

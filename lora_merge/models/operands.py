@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels.packed import in_reach
 from ..kernels.plan import Plan
 from ..kernels.scaled import Scaled
 from ..kernels.segments import Segment, copies
@@ -25,7 +26,7 @@ from .staging import Copies, Staging, Storages, needed
 torch.ones(1, dtype=torch.float64, device="cpu").sqrt()
 
 _BROUGHT = 1 << 26
-"""Bytes of offloaded weights whose norms are taken at a time."""
+"""Bytes of weights that are brought and whose norms are taken at a time."""
 
 
 class Turn(NamedTuple):
@@ -79,7 +80,7 @@ class Operands:
     An adapter is read where it lies if its pieces line up with the weight's; what does not line up is gathered, and
     only that. Several adapters lie side by side in float32 buffers of adapter size, their scaling folded into lora_B,
     so that their sum is rounded once. DoRA's row factors come from the norms of whole rows, taken in the first turn
-    that a weight comes in; weights that lie on another device are brought for that, some at a time. All turns share the
+    that a weight comes in; weights that kernels do not reach are brought for that, some at a time. All turns share the
     memory of what is gathered, of what lies side by side and of what is brought.
 
     Args:
@@ -232,7 +233,7 @@ class Operands:
         An error of this rank is raised after the collectives.
 
         Args:
-            storages: of the live weights; needed after `release`, where some lie on another device than the kernels.
+            storages: of the live weights; needed after `release`, where some are brought.
         """
         try:
             if self._exchange.held:
@@ -331,7 +332,7 @@ class _Round:
         self.nbytes = 0
 
     def is_away(self, job: Job) -> bool:
-        return job.source.device != self._device
+        return not in_reach(job.source, self._device)
 
     def take(self, job: Job) -> bool:
         """Whether there is room for the job; then it is in."""
@@ -419,7 +420,7 @@ class _RowScales:
         rounds: list[_Round] = []
         for job in (job for delta in deltas for job in in_place(delta)):
             owned = self._ranks.alone or (job.start, tuple(job.source.shape)) in mine[job.delta.name]
-            for part in (job,) if job.source.device == device else _parts(job):
+            for part in (job,) if in_reach(job.source, device) else _parts(job):
                 if owned and not any(one.take(part) for one in rounds):
                     rounds.append(_Round(device))
                     rounds[-1].take(part)
@@ -459,7 +460,9 @@ class _RowScales:
         try:
             for one in some.rounds:
                 if storages is not None and not one.copied.hold(self._staging.memory, storages):
-                    raise RuntimeError("offloaded weights are not where they were when their norms were laid out")
+                    raise RuntimeError(
+                        "weights that are brought are not where they were when their norms were laid out"
+                    )
                 self._staging.bring(one.copied)
                 for rows, norms in zip(one.sums, one.plan.row_norms(), strict=True):
                     rows += norms

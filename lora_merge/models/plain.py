@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import InvalidInput, UnsupportedAdapter
 from ..names import NamedTensor, lineage
-from ..shards.bitsandbytes import bits
+from ..shards import quantised
 from ..shards.fsdp2 import is_dtensor_kind
 
 _PACKED_CLASSES = {
@@ -61,15 +61,15 @@ def remedy(method: str = "") -> str:
 
 def check_plain(modules: Iterable[tuple[str, nn.Module]], tensors: Iterable[NamedTensor]) -> None:
     """Raise `InvalidInput`, naming the first tensor or module of a model whose elements are no weights, or
-    `UnsupportedAdapter`, naming the first LoRA layer of a library that is not known. Codes pass of which kernels read
-    what they stand for (`shards/bitsandbytes.py`).
+    `UnsupportedAdapter`, naming the first LoRA layer of a library that is not known. What `shards/quantised.py` knows
+    passes.
 
     Args:
         modules: of the model, with their names; each may come several times.
         tensors: its parameters and buffers.
     """
     for t in tensors:
-        if not (t.attribute == "weight" and bits(t.owner) is not None):
+        if not quantised.how(t.owner, t.attribute):
             _check_tensor(t, modules)
         _check_no_factor(t)
     for name, module in modules:
@@ -77,7 +77,7 @@ def check_plain(modules: Iterable[tuple[str, nn.Module]], tensors: Iterable[Name
         if hidden is not None:
             raise InvalidInput(f"{name}: the base is quantised (a {hidden}); {remedy()}")
         method = _method(module)
-        if method not in ("", "bitsandbytes"):  # of a kind that was not known above
+        if method not in ("", *quantised.METHODS):  # of a kind that was not known above
             raise InvalidInput(f"{name or 'the model'}: the base is quantised ({method}); {remedy(method)}")
 
 

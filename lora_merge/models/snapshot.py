@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ..names import Trail, choices, column, trail, wrapped, wrappers
-from ..shards import Address, bitsandbytes, fsdp2, here
+from ..shards import Address, fsdp2, here, quantised
 from ..shards.layout import Cut, Layout
 from .guards import savers
 from .peft.facts import AdapterFacts, adapter_facts
@@ -199,7 +199,7 @@ def take(model: nn.Module, layout: Layout | None, *, adapters: bool = True) -> S
         noted.tried, noted.kinds, noted.wrappers = True, taken.kinds, through
         columns: list[Sequence[Any]] = [taken.modules, taken.parameters]
         columns += [] if cut is None else [taken.tensors, cut.units]
-        noted.watch = watch if watch.done(*columns) else None
+        noted.watch = watch if taking.watch is not None and watch.done(*columns) else None
         noted.meshes = None if cut is None else cut.meshes
     return taken._replace(facts=noted.facts)
 
@@ -258,11 +258,11 @@ class Taking:
     Args:
         model, of: the model, and what the snapshot is of.
         layout: None where tensors are here as they are.
-        watch: that is to note what is looked at.
+        watch: that is to note what is looked at; None too once something was that it cannot keep.
     """
 
     def __init__(self, model: nn.Module, of: str, layout: Layout | None = None, watch: Watch | None = None) -> None:
-        self._layout, self._watch = layout, watch
+        self._layout, self.watch = layout, watch
         key = f"{of}, inference" if torch.is_inference_mode_enabled() else of  # the guards tell these apart
         key = key if layout is None else f"{key}, what is here"  # of shards, other tensors than the parameters
         self._compared = _compared.setdefault(model, {}).setdefault(key, {})
@@ -279,12 +279,12 @@ class Taking:
             facts += adapters.facts
             self.taken.kinds.update(adapters.kinds, map(type, parts))
         within = list(map(vars, parts))
-        if self._watch is not None:
-            self._look(self._watch, seen, adapters, Look(parts, ("_parameters",), "n", within))
+        if self.watch is not None:
+            self._look(self.watch, seen, adapters, Look(parts, ("_parameters",), "n", within))
         modules, insides = [*seen.modules, *parts], [*seen.insides, *within]
         facts += map(id, modules)
         self.taken.modules.extend(modules)
-        packed, scales = bitsandbytes.facts(seen.modules, seen.kinds)
+        packed, scales = quantised.facts(seen.modules, seen.kinds)
         facts += packed
         self._scales += scales
         parameters = column("_parameters", insides, modules)
@@ -298,23 +298,31 @@ class Taking:
             tensors = [tensor for tensor in tensors if tensor is not None]
         self.taken.parameters.extend(tensors)
         if self._layout is None:
-            self._here(tensors)
+            self._here(self._opened(tensors, kinds))
 
     def done(self) -> Snapshot:
         """When all were added."""
         if self._layout is not None:
             here, shards = self._layout.local(self.taken.parameters)
             self.taken.facts.extend(shards)
-            if self._watch is not None and self._layout.cut is not None:
+            if self.watch is not None and self._layout.cut is not None:
                 pairs = zip(self.taken.parameters, here, strict=True)
                 dtensors = [whole for whole, part in pairs if whole is not part]
-                self._watch.look(Look(dtensors, ("_local_tensor", "_spec"), "OT"))
-                self._watch.ask(fsdp2.standing, self._layout.cut.units)
-            self._here(here)
+                self.watch.look(Look(dtensors, ("_local_tensor", "_spec"), "OT"))
+                self.watch.ask(fsdp2.standing, self._layout.cut.units)
+            self._here(self._opened(here, map(type, here)))
         if self._scales:
-            self._watch = None
+            self.watch = None
             self._here(self._scales)
         return self.taken
+
+    def _opened(self, tensors: Sequence[Tensor], kinds: Iterable[type]) -> Sequence[Tensor]:
+        """The plain tensors in them; the rest is noted."""
+        plain, facts = quantised.opened(tensors, kinds)
+        if facts:
+            self.taken.facts.extend(facts)
+            self.watch = None
+        return plain
 
     def _look(self, watch: Watch, seen: Trail, adapters: AdapterFacts | None, parts: Look) -> None:
         """What `add` looks at; of the tensors, `_here` says it."""
@@ -336,19 +344,19 @@ class Taking:
         """Adds the persistent ones."""
         buffers = column("_buffers", seen.insides, seen.modules)
         for module, there in compress(zip(seen.modules, buffers, strict=True), buffers):
-            if self._watch is not None:
-                self._watch.look(Look([module], ("_non_persistent_buffers_set",), "v"))
+            if self.watch is not None:
+                self.watch.look(Look([module], ("_non_persistent_buffers_set",), "v"))
             for name, buffer in there.items():
                 if name not in module._non_persistent_buffers_set:
                     self.taken.facts.extend((id(module), name))
                     tensors.append(buffer)
 
-    def _here(self, tensors: list[Tensor]) -> None:
+    def _here(self, tensors: Sequence[Tensor]) -> None:
         """Shapes, strides, dtypes and devices are the very list of the last time where they are what they were then."""
         self.taken.tensors.extend(tensors)
         self.taken.facts.extend(map(Tensor.data_ptr, tensors))
-        if self._watch is not None:
-            self._watch.tensors(tensors)
+        if self.watch is not None:
+            self.watch.tensors(tensors)
         step, self._steps = self._steps, self._steps + 1
         known = self._compared.get(step)
         if known is None or not known.holds(tensors):

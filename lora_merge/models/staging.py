@@ -1,4 +1,5 @@
-"""Where weights that lie on another device than the kernels run on (offloaded ones) are brought to be read."""
+"""Where weights that kernels cannot read are brought to be read: those that lie on another device than these run on
+(offloaded ones), and quantised ones that only their library decodes."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from ..kernels.packed import bring, made_of, memory
 from ..shards.exchange import aligned
 
 Storages: TypeAlias = Callable[[], Mapping[int, torch.UntypedStorage]]
@@ -44,32 +46,35 @@ class Copies:
 
     def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         self._pairs = list(pairs)
-        self._views = [(_view(here), _view(there)) for here, there in pairs]
+        self._views = [(_view(here), [_view(t) for t in memory(there)], made_of(there)) for here, there in pairs]
 
     def release(self) -> None:
         self._pairs = []
 
-    def hold(self, memory: Tensor | None, storages: Storages) -> bool:
+    def hold(self, staged: Tensor | None, storages: Storages) -> bool:
         """Take hold of source and staging memory again; returns False if a weight is in none of the storages.
 
         Args:
-            memory: the staging memory, where it was.
+            staged: the staging memory, where it was.
             storages: those of the live weights.
         """
         if self._pairs or not self._views:
             return True
         held = storages()
-        if memory is None or any(there.storage not in held for _, there in self._views):
+        if staged is None or any(view.storage not in held for _, there, _ in self._views for view in there):
             return False
-        staging = memory.untyped_storage()
-        self._pairs = [(here.of(staging), there.of(held[there.storage])) for here, there in self._views]
+        staging = staged.untyped_storage()
+        self._pairs = [
+            (here.of(staging), made([view.of(held[view.storage]) for view in there]))
+            for here, there, made in self._views
+        ]
         return True
 
     def run(self) -> None:
         """Enqueue all of them on the current stream."""
         assert len(self._pairs) == len(self._views), "released, and not held again"
         for here, there in self._pairs:
-            here.copy_(there, non_blocking=True)
+            bring(here, there)
 
 
 class Staging:

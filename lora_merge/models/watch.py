@@ -26,8 +26,8 @@ class Look(NamedTuple):
         names: of attributes.
         kinds: a letter for each: "n", a dict of objects that may be looked at in turn; "v", a value that never changes,
             or a dict, list or set of such values; "t", an object of which nothing counts but which one it is and its
-            class, or a dict of those. "v" and "t" may be missing. Of slots, which classes have by `__slots__`: "T", an
-            object of which nothing counts but which one it is and its class, and "O", one that may be looked at in turn.
+            class, or a dict of those. "v" and "t" may be missing. Of slots (`__slots__`): "T", as "t", and "O", an
+            object that may be looked at in turn.
         insides: their dicts, where these are at hand.
     """
 

@@ -27,9 +27,14 @@ def here(t: Any) -> Any:
 
 
 def address(t: Tensor) -> Address:
-    """Where what is here of a tensor begins. Tensors that share memory have one address."""
+    """Where what is here of a tensor begins. Tensors that share memory have one address; one that is around others (of
+    torchao's) has that of the first of them."""
     local = here(t)
-    return local.data_ptr(), local.device
+    place = local.data_ptr()
+    if not place and hasattr(local, "__tensor_flatten__"):
+        (first, *_), _ = local.__tensor_flatten__()
+        place = getattr(local, first).data_ptr()
+    return place, local.device
 
 
 @dataclass(frozen=True, slots=True, eq=False)

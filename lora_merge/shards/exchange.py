@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidInput
+from ..kernels.packed import bring, in_reach
 from ..kernels.plan import Plan
 from ..kernels.segments import Segment, copies
 from . import Box, Shard, cut
@@ -160,7 +161,7 @@ class _Turn:
 
 
 class Packing:
-    """Lays what is here of boxes of tensors into a buffer, in one launch; what lies on other devices is copied."""
+    """Lays what is here of boxes of tensors into a buffer, in one launch; what kernels do not reach is brought."""
 
     def __init__(self) -> None:
         self._segments: list[Segment] = []
@@ -169,7 +170,7 @@ class Packing:
     def add(self, name: str, shard: Shard, box: Box, room: Tensor) -> None:
         """Before `plan`: what is here of a box of a tensor goes into `room`, which has the shape of the box."""
         for _, inner, mine in shard.views(box):
-            if mine.device == room.device:
+            if in_reach(mine, room.device):
                 self._segments += copies(name, mine, cut(room, inner))
             else:
                 self._away.append((cut(room, inner), mine))
@@ -182,7 +183,7 @@ class Packing:
         """On the current stream."""
         self._plan.run()
         for there, here in self._away:
-            there.copy_(here)
+            bring(there, here)
 
     def release(self) -> None:
         """As `Plan.release`."""

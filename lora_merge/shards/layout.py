@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import InvalidInput
-from ..names import own_parameters
-from . import Shard, address, bitsandbytes, fsdp1, fsdp2, here, whole, zero3
+from ..kernels.packed import memory
+from . import Shard, address, fsdp1, fsdp2, here, quantised, whole, zero3
 from .ranks import Ranks
 
 _CHILDREN, _VALUES = attrgetter("_modules"), methodcaller("values")
@@ -132,14 +132,16 @@ class Layout:
         """What this rank holds of `owner.attribute`; None where there is no such parameter."""
         if self._flat and (found := self._flat.get((id(owner), attribute))) is not None:
             if attribute == "weight":
-                bitsandbytes.check_flat(name, owner)
+                quantised.check_flat(name, owner)
+            return found
+        found = quantised.shard_of(name, owner, attribute)
+        if found is not None:
+            for piece in found.pieces:
+                for part in memory(piece.tensor):
+                    _check_held(name, part)
             return found
         tensor = owner._parameters.get(attribute)
-        if tensor is None:
-            return None
-        if attribute == "weight" and bitsandbytes.bits(owner) is not None:
-            return bitsandbytes.shard_of(name, owner, tensor)
-        return self.shard(name, tensor)
+        return None if tensor is None else self.shard(name, tensor)
 
     def shard(self, name: str, tensor: Tensor) -> Shard:
         """What this rank holds of a tensor that FSDP1 does not manage.
@@ -154,7 +156,7 @@ class Layout:
 
     def parameters(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """The parameters of a module, those that FSDP1 (`use_orig_params=False`) has taken out of it too."""
-        for key, parameter in own_parameters(module):
+        for key, parameter in quantised.parameters(module):
             if not (self._flat and fsdp1.is_flat(parameter)):
                 yield key, parameter
         for key in self._taken.get(id(module), ()):

@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.dlpack import from_dlpack
 
 from ..errors import InvalidInput
-from ..kernels.packed import Packed
+from ..kernels.packed import Packed, in_reach
 from ..kernels.scaled import Scaled
 from ..kernels.segments import Segment, copies, name_key
 from ..models.claims import reading
@@ -228,8 +228,9 @@ class Filler:
         return turns
 
     def _staged(self) -> int:
-        """Bytes of offloaded weights that the largest bucket of this rank is made of."""
-        if all(part.shard.device == self.device for part in self.source.parts.values()):
+        """Bytes of weights that are brought for the largest bucket of this rank."""
+        pieces = (piece for part in self.source.parts.values() for piece in part.shard.pieces)
+        if all(in_reach(piece.tensor, self.device) for piece in pieces):
             return 0
         for part in self.source.parts.values():
             if part.shard.device != self.device and any(isinstance(p.tensor, Packed) for p in part.shard.pieces):
@@ -239,7 +240,7 @@ class Filler:
                 )
         own = ([slot for slot in self.mine(index) if slot.name not in self._wholly] for index in range(len(self.table)))
         views = ([v for slot in slots for _, _, v in self._held(self.entries[slot.name], slot.box)] for slots in own)
-        return max((sum(needed(v) for v in some if v.device != self.device) for some in views), default=0)
+        return max((sum(needed(v) for v in some if not in_reach(v, self.device)) for some in views), default=0)
 
     def held(self, name: str, box: Box) -> list[tuple[tuple[int, ...], Tensor]]:
         """The live parameter's views that make up a box of a tensor, each with its start in the whole parameter."""
@@ -468,11 +469,11 @@ class Filler:
             delta, unfolded = self.source.parts[entry.sources[0]].delta, entry.window.unfold(target)
             for start, inner, view in self._held(entry, box):
                 boxes.append((name, delta, start, view, cut(unfolded, inner), turn))
-        away = [view for _, _, _, view, _, _ in boxes if view.device != self.device]
-        staged = self._staging.lay_out(away)  # offloaded weights are merged where the bucket is
+        away = [view for _, _, _, view, _, _ in boxes if not in_reach(view, self.device)]
+        staged = self._staging.lay_out(away)
         sources, jobs, segments = iter(staged), list[Job](), list[Segment]()
         for name, delta, start, view, out, turn in boxes:
-            source = view if view.device == self.device else next(sources)
+            source = view if in_reach(view, self.device) else next(sources)
             if delta is None:
                 window, meta = self.entries[name].window, self.entries[name].meta
                 assert window is not None
@@ -519,7 +520,7 @@ class Filler:
 
 
 class _BucketPlan:
-    """What fills this rank's part of one bucket: a launch, and before it the copies of offloaded weights."""
+    """What fills this rank's part of one bucket: a launch, and before it the copies of weights that are brought."""
 
     def __init__(self, plan: MergePlan, copied: Copies, staging: Staging) -> None:
         self._plan, self._copied, self._staging = plan, copied, staging

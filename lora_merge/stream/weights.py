@@ -55,9 +55,9 @@ class MergedWeights:
         model: any module, with or without PEFT adapters and wrappers, all weights on one device; or the list of chunks
             of a megatron-core model (or `lora_merge.megatron.Chunks`).
         bucket_bytes: size of a bucket in bytes; two are in use. Both grow to the largest tensor. Beside them a pass
-            holds offloaded weights of one bucket, and twice what one bucket needs of sharded adapters (`describe` says
-            how much). A loop over a sharded model's whole tensors puts them together in memory beside that: as much as
-            both buckets take.
+            holds of one bucket the weights that are offloaded, or that only the library decodes that quantised them,
+            and twice what one bucket needs of sharded adapters (`describe` says how much). A loop over a sharded
+            model's whole tensors puts them together in memory beside that: as much as both buckets take.
         dtype: of floating-point parameters as they go out: bfloat16, float16 or float32; default: as they are. Buffers
             keep their dtype.
         rounding: "nearest" (ties to even) or "stochastic"; pass n then draws with seed n, unless `buckets` is

@@ -31,8 +31,8 @@ _log = logging.getLogger(__name__)
 _DEPTH = 6
 """How far objects are looked through for tensors that a layer computes with."""
 _SCALES = 32
-"""So many scales of each weight are compared at least. (vLLM 0.26 compiles its quantiser of blocks by shape: of a router
-of 16 rows it divides by 448, of others it multiplies by 1 / 448, which is the same for many numbers.)"""
+"""So many scales of each weight are compared at least. (vLLM 0.26 compiles its quantiser of blocks by shape: for a
+router of 16 rows it divides by 448, for others it multiplies by 1 / 448, which is the same for many numbers.)"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

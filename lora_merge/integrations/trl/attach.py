@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary, ref
 from ...errors import InvalidInput
 from ...models.plain import check_plain
 from ...names import named_tensors, walk
+from ...shards import quantised
 from ..options import Options, switched_off
 from ..takeover import TrainerRefused
 from .check import check_comparable, watch
@@ -54,7 +55,8 @@ def attach(
     Raises:
         TrainerRefused: the trainer cannot be taken over as it was started; names the setting to change. It is as
             before.
-        InvalidInput: an argument that does not fit, or a model whose weights cannot be read (bitsandbytes' can).
+        InvalidInput: an argument that does not fit, or a model whose weights cannot be read (those that are
+            quantised by some libraries can).
     """
     if switched_off():
         return None
@@ -120,7 +122,7 @@ def _check_alone(trainer: Any, engine: Any) -> None:
 
 def _check_model(trainer: Any) -> None:
     try:
-        check_plain(walk(trainer.model), named_tensors(trainer.model))
+        check_plain(walk(trainer.model), named_tensors(trainer.model, quantised.parameters))
     except InvalidInput as error:
         raise InvalidInput(
             f"{error}. In TRL: name a checkpoint of plain weights, with --load_in_4bit for QLoRA. {OFF}"

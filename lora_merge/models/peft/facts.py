@@ -17,7 +17,7 @@ from ...names import Trail, any_wrapper, column, innermost, lineage
 from ..watch import Look, Question
 from .read import (
     _BACKEND,
-    _BNB,
+    _CODED,
     _EMBEDDING,
     _GEOMETRY,
     _LINEAR,
@@ -170,7 +170,7 @@ def _layer_facts(layer: PeftLayer, parts: list[nn.Module]) -> list[Any]:
                 parts += (lora_A[adapter], lora_B[adapter])
             if adapter in magnitudes:
                 parts.append(magnitudes[adapter])
-    if path == _LINEAR or path in _BNB:
+    if path == _LINEAR or path in _CODED:
         facts.append(layer.fan_in_fan_out)
     elif path == _EMBEDDING:
         parts += (inside["lora_embedding_A"], inside["lora_embedding_B"])

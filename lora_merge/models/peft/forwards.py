@@ -27,6 +27,7 @@ _LINEAR = {
         f"bitsandbytes.nn.modules.{kind}.forward"
         for kind in ("Linear4bit", "Linear8bitLt", "Embedding4bit", "Embedding8bit")
     ),
+    *(f"hqq.core.quantize.HQQLinear.forward_{kind}" for kind in ("pytorch", "pytorch_backprop")),
     # What they have beside the weight is for other outputs and other rows.
     _IDEFICS + "Linear.forward",
     _IDEFICS + "Embedding.forward",

@@ -16,8 +16,8 @@ from ...kernels.checks import overlapping
 from ...kernels.packed import memory
 from ...kernels.segments import FLOATS
 from ...names import NamedTensor, named_tensors, walk
-from ...shards import Address, address, here
-from ...shards.bitsandbytes import bits, dtypeless
+from ...shards import Address, address, here, quantised
+from ...shards.bitsandbytes import dtypeless
 from ...shards.layout import Known, Layout
 from ..claims import to_the_end
 from ..conversion import Conversion, read_conversion, saved_names, tied_keys
@@ -160,11 +160,12 @@ class Peft:
     def weights(self, deltas: Sequence[Delta]) -> dict[Address, Tensor]:
         """Parameters (whose data may be moved inside the block), or what is here of them where they are sharded."""
         for delta in deltas if self._indices is None else ():
-            if delta.owner is not None and bits(delta.owner) is not None and delta.attribute == "weight":
+            how = "" if delta.owner is None else quantised.how(delta.owner, delta.attribute)
+            if how:
                 raise UnsupportedAdapter(
-                    f"{delta.name}: the base is quantised ({bits(delta.owner)}-bit, bitsandbytes): merged in place it "
-                    "would be quantised again, to another policy than the one that trains. MergedWeights streams the "
-                    "merged weights, VllmSync pushes them; or dequantise the base first (transformers: "
+                    f"{delta.name}: the base is quantised ({how}): merged in place it would be quantised again, to "
+                    "another policy than the one that trains. MergedWeights streams the merged weights, VllmSync "
+                    "pushes them; or train beside a plain base (one of bitsandbytes' transformers dequantises: "
                     "model.dequantize())"
                 )
         if self._layout.flat:
@@ -306,7 +307,7 @@ _apart: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
 
 def _plain_dtype(tensors: Sequence[NamedTensor]) -> torch.dtype:
     """Of the first weight of a model that is not quantised, its embeddings mostly; float16 is what LLM.int8 is for."""
-    plain = (t.tensor.dtype for t in tensors if bits(t.owner) is None and t.tensor.dtype in FLOATS)
+    plain = (t.tensor.dtype for t in tensors if not quantised.how(t.owner) and t.tensor.dtype in FLOATS)
     return next(plain, torch.float16)
 
 

@@ -19,8 +19,8 @@ from torch import nn
 from ...errors import AlreadyMerged, InvalidInput, LoraMergeError, UnsupportedAdapter
 from ...kernels.segments import FLOATS
 from ...names import check_module, innermost, lineage, walk
-from ...shards import Shard, whole
-from ...shards.bitsandbytes import bits, turned
+from ...shards import Shard, quantised, whole
+from ...shards.bitsandbytes import turned
 from ...shards.layout import Layout
 from ..delta import Delta, Factors
 from ..plain import remedy
@@ -46,7 +46,10 @@ _REASONS = {
     _VARIANTS + "MontecloraLinearVariant": "its adapter is sampled anew in every training step",
 }
 
-_BNB = tuple(f"peft.tuners.lora.bnb.{name}" for name in ("Linear4bit", "Linear8bitLt"))
+_CODED = tuple(
+    f"peft.tuners.lora.{name}"
+    for name in ("bnb.Linear4bit", "bnb.Linear8bitLt", "hqq.HqqLoraLinear", "torchao.TorchaoLoraLinear")
+)
 _LINEAR, _EMBEDDING, _PARAMETER = _LAYERS + "Linear", _LAYERS + "Embedding", _LAYERS + "ParamWrapper"
 _BACKEND = "quantization_backend"
 _QUANTISED_KINDS = ("aqlm", "awq", "bnb", "eetq", "gptq", "hqq", "inc", "torchao")
@@ -387,8 +390,8 @@ def _check(delta: Delta) -> None:
     assert delta.owner is not None
     parameter = delta.owner._parameters.get(delta.attribute)
     kind = "Tensor" if parameter is None else type(parameter.data).__name__
-    packed = bits(delta.owner) is not None and delta.attribute == "weight"
-    if weight.dtype not in FLOATS or (not packed and kind not in ("Tensor", "DTensor")):
+    coded = quantised.how(delta.owner, delta.attribute)
+    if weight.dtype not in FLOATS or (not coded and kind not in ("Tensor", "DTensor")):
         raise UnsupportedAdapter(
             f"{delta.name}: the base is a {kind} of {weight.dtype}; only plain bfloat16, float16 and float32 weights "
             f"can be merged here. If it is quantised, {remedy()}"
@@ -438,7 +441,7 @@ _READERS: dict[str, Callable[[_Reading], list[Delta]]] = {
     _LAYERS + "Conv2d": _read_conv,
     _LAYERS + "Conv3d": _read_conv,
     _PARAMETER: _read_parameter,
-    **dict.fromkeys(_BNB, _read_linear),
+    **dict.fromkeys(_CODED, _read_linear),
 }
 _LAYER_REASONS = {
     _LAYERS + "MultiheadAttention": ": its forward replaces the base's parameters by new ones at every call",
