@@ -17,6 +17,10 @@ from . import __version__, kernels
 from .errors import BackendUnavailable, InvalidInput
 from .integrations.options import switched_off
 from .kernels import cpu, cuda, cuda_hopper, native, triton
+from .kernels.cuda_kernel import deal
+from .kernels.cuda_launch import MERGES
+from .kernels.packed import Codes
+from .kernels.segments import Segment, pack
 
 TRAINERS = {
     "trl": "LORA_MERGE=1 trl grpo ..., or lora_merge.integrations.trl.attach(trainer)",
@@ -116,15 +120,24 @@ def _first(device: torch.device, names: Sequence[str], found: Findings) -> str:
 
 
 def _kinds(device: torch.device) -> Iterator[tuple[str, str]]:
-    """Which compiled kernel takes which kind of segment."""
-    tensor_maps = cuda_hopper._available(device)
-    if tensor_maps:
-        yield "16-bit weights", "kernel for compute capability 9 (tensor maps, wgmma)"
-        yield "  but", "the portable one for rows of no whole 16 bytes, and fp16 adapters of bf16 weights"
-    else:
-        yield "16-bit weights", "portable kernel (cp.async, mma)"
-    yield "float32 weights", "portable kernel"
-    if torch.cuda.get_device_capability(device)[0] == 9 and not tensor_maps:
+    """Which compiled kernel takes which kind of segment: they are asked."""
+
+    def plain(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+
+    bf16, fp32 = torch.bfloat16, torch.float32
+    codes = Codes(plain(torch.uint8, 64 * 32), bf16, plain(fp32, 64), 64, plain(fp32, 16)).tensor((64, 64))
+    for what, weight in {
+        "16-bit weights": plain(bf16, 64, 64),
+        "  rows of no whole 16 bytes": plain(bf16, 64, 63),
+        "float32 weights": plain(fp32, 64, 64),
+        "quantised weights": codes,
+    }.items():
+        lora_A, lora_B = plain(bf16, 8, weight.shape[1]), plain(bf16, 64, 8)
+        segment = Segment(what, weight, plain(weight.dtype, *weight.shape), lora_A, lora_B)
+        ((kernel, _),) = deal(pack([segment]), MERGES, device)
+        yield what, kernel.name
+    if torch.cuda.get_device_capability(device)[0] == 9 and not cuda_hopper._available(device):
         yield "  why", "the module was compiled without 9.0a, so that Hopper's own kernel is not in it"
 
 

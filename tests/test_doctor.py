@@ -46,6 +46,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], built: tup
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a GPU")
+    properties = SimpleNamespace(shared_memory_per_block_optin=99 << 10, shared_memory_per_multiprocessor=100 << 10)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(native, "has_cuda", lambda: True)
     monkeypatch.setattr(native, "architectures", lambda: built)
     monkeypatch.setattr(native, "cuda_problem", lambda: None)
@@ -57,6 +59,8 @@ def test_gpus_and_their_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     found = rows()
     assert found["GPU 0"] == "a GPU, compute capability 9.0: cuda"
     assert "compute capability 9 (tensor maps" in found["  16-bit weights"]
+    assert found["    rows of no whole 16 bytes"] == found["  float32 weights"] == "portable kernel (cp.async, mma)"
+    assert "decodes" in found["  quantised weights"]
     monkeypatch.setattr(cuda_hopper, "_available", lambda device: False)
     assert "compiled without 9.0a" in rows()["    why"]
     gpu(monkeypatch, (8, 9), ("80",))

@@ -18,7 +18,6 @@ from lora_merge import kernels
 from lora_merge.kernels import (
     cuda,
     cuda_hopper,
-    cuda_launch,
     cuda_repack,
     cuda_table,
     cuda_tracked,
@@ -28,6 +27,8 @@ from lora_merge.kernels import (
     native,
     operators,
 )
+from lora_merge.kernels.cuda_kernel import NONE, Work, arguments
+from lora_merge.kernels.cuda_launch import MERGES
 from lora_merge.kernels.segments import (
     COLS,
     DESTINATION,
@@ -51,6 +52,7 @@ def on_hopper(test: Callable[..., None]) -> Callable[..., None]:
     return pytest.mark.gpu(pytest.mark.skipif(not there, reason="needs compute capability 9.0")(test))
 
 
+HOPPER = MERGES[-1]
 H200 = SimpleNamespace(
     shared_memory_per_block_optin=227 << 10, shared_memory_per_multiprocessor=228 << 10, multi_processor_count=132
 )
@@ -113,17 +115,17 @@ def test_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
         "float32 adapters of rank 256": segment(rank=256, dtypes=(BF16, BF16, FP32, FP32)),
         "float32 adapters of rank 257": segment(rank=257, dtypes=(BF16, BF16, FP32, FP32)),
     }
-    made = cuda_repack.repack(pack(list(pairs.values())), cpu)
+    made = cuda_repack.repack(pack(list(pairs.values())), cpu, MERGES)
     assert len(made.splits) == 2 * len(pairs)
-    assert cuda_hopper.serves(made.table, cpu).tolist() == [True] * 5 + [False]
+    assert HOPPER.serves(made.table, cpu).tolist() == [True] * 5 + [False]
 
     table = pack([*taken.values(), *left.values()])
-    serves = cuda_hopper.serves(table, cpu)
+    serves = HOPPER.serves(table, cpu)
     assert dict(zip([*taken, *left], serves.tolist(), strict=True)) == {n: n in taken for n in [*taken, *left]}
 
     long = pack([segment(), segment()])
     long[:, COLS] = 2**25, 2**25 + 8  # elements of 64 rows up to a column are counted in 32 bits
-    assert cuda_hopper.serves(long, cpu).tolist() == [True, False]
+    assert HOPPER.serves(long, cpu).tolist() == [True, False]
 
 
 def at(address: int, shape: tuple[int, int], strides: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
@@ -160,8 +162,8 @@ def test_adapters_are_laid_where_they_can_be_read(
             parts = whole.source[rows], whole.destination[rows], whole.lora_A, whole.lora_B[rows]
             segments.append(Segment(whole.name, *parts))
     table = pack(segments)
-    made = cuda_repack.repack(table, cpu)
-    assert cuda_hopper.serves(made.table, cpu).all()
+    made = cuda_repack.repack(table, cpu, MERGES)
+    assert HOPPER.serves(made.table, cpu).all()
     if len(made.copies):
         operators.launch_cpu(torch.from_numpy(made.copies), False, 0)
     assert len(made.copies) <= 3 * len(LAYOUTS), "lora_A of both halves of a weight is one"
@@ -196,7 +198,7 @@ def test_small_weights_keep_their_adapters(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(cuda_hopper, "_available", lambda device: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: H200)
     small = pack([make_segment("w", 64, 4096, 12, (BF16,) * 4, torch.device("cpu"))])
-    made = cuda_repack.repack(small, torch.device("cpu"))
+    made = cuda_repack.repack(small, torch.device("cpu"), MERGES)
     assert not len(made.copies)
     assert (made.table == small).all()
     assert made.memory.numel() == 0
@@ -218,7 +220,7 @@ def test_where_pairs_go(rank: int, dtypes: tuple[torch.dtype, torch.dtype], monk
                 Segment(whole.name, whole.source[rows], whole.destination[rows], whole.lora_A, whole.lora_B[rows])
             )
     before = pack(segments)
-    made = cuda_repack.repack(before, cpu)
+    made = cuda_repack.repack(before, cpu, MERGES)
     assert len(made.copies) == 0
     assert len(made.splits) == 3 * len(LAYOUTS), "lora_A of both halves of a weight is one"
     ranks, taken = -(-rank // 8) * 8, []
@@ -253,7 +255,10 @@ def test_shared_memory(adapters: int, monkeypatch: pytest.MonkeyPatch) -> None:
     planes = cuda_table.planes(adapters)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: H200)
     for rank in range(8, cuda_hopper._most_rank(planes, 0, 227 << 10) + 1, 8):
-        strip, held, stages = cuda_hopper.tiles(rank, adapters, torch.device("cpu"))
+        work = Work((0, adapters), NONE, rank, torch.device("cpu"))
+        tiles = HOPPER.shape(work)
+        assert tiles is not None
+        strip, held, stages = tiles
         ranks = -(-rank // 32) * 32
         factors = 2 * (64 + 4) * 4 if planes == 2 else 0
         lora_A = held * 32 * 64 * 4 + ranks * strip * 6 if planes == 3 else held * (ranks * 64 * 2 * planes + factors)
@@ -261,15 +266,18 @@ def test_shared_memory(adapters: int, monkeypatch: pytest.MonkeyPatch) -> None:
         assert 2 <= stages <= 6
         assert held % 2 == 0 if planes == 3 else held >= strip // 64
         assert used + 3 * 1024 <= 227 << 10
-        assert cuda_hopper.unit_rows(rank, adapters, large=False) % 64 == 0
+        assert HOPPER.units(work, tiles).most % 64 == 0
 
 
-def test_large_segments_have_short_units() -> None:
+def test_large_segments_have_short_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: H200)
+
     def rows(*shapes: tuple[int, int]) -> int:
         segments = [make_segment("w", 1, 8, 8, (BF16,) * 4, torch.device("cpu"))] * len(shapes)
         table = pack(segments)
         table[:, [ROWS, COLS]] = shapes
-        return cuda_hopper.unit_rows(32, 0, cuda_hopper.are_large(table, 132))
+        work = Work((0, 0), table, 32, torch.device("cpu"))
+        return HOPPER.units(work, cuda_hopper.Tiles(256, 4, 2)).most
 
     assert rows((18944, 3584), (512, 3584), (3584, 3584)) == 128
     assert rows(*[(768, 2048)] * 100) == rows((8960, 1536), (1536, 1536)) == 256
@@ -278,7 +286,7 @@ def test_large_segments_have_short_units() -> None:
 def test_units_of_the_journal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each segment has units of its own, whichever kernel tracks it."""
     monkeypatch.setattr(cuda_hopper, "_available", lambda device: True)
-    monkeypatch.setattr(cuda_hopper, "maps", lambda *args: torch.zeros(1))
+    monkeypatch.setattr(operators, "tensor_maps", lambda *args: torch.zeros(1))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: H200)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     kinds = [(65, 256, 32, BF16, BF16), (64, 1000, 8, BF16, BF16), (37, 71, 5, BF16, BF16), (300, 776, 64, BF16, FP32)]
@@ -287,8 +295,12 @@ def test_units_of_the_journal(monkeypatch: pytest.MonkeyPatch) -> None:
     for i, (rows, cols, rank, base, adapters) in enumerate(kinds):
         s = make_segment(f"w{i}", rows, cols, rank, (base, base, adapters, adapters), torch.device("cpu"))
         segments.append(Segment(s.name, s.source, s.source, s.lora_A, s.lora_B))
-    tracked = cuda_tracked.CudaTracked(segments, torch.device("cpu"))
-    assert [type(g).__name__ for g in tracked._groups] == ["_Group", "_Group", "_HopperGroup", "_HopperGroup"]
+    tracked = cuda_tracked.CudaTracked(segments, pack(segments), torch.device("cpu"))
+    assert [one.func.__name__ for one in tracked._launches] == ["track_cuda"] * 2 + ["track_hopper"] * 2
+    for of in map(arguments, tracked._launches[2:]):
+        tiles = [of[name] for name in ("strip_cols", "held", "stages", "max_rank")]
+        beside = cuda_tracked.TrackedHopper.beside_box
+        assert native.compiled.accepts_tiles(*tiles, cuda_table.planes(of["adapters"]), beside, 227 << 10)
     first = dict(zip(tracked._names, np.concatenate(tracked._first).tolist(), strict=True))
     ends = [*sorted(first.values())[1:], tracked.units]
     for name, end in zip(sorted(first, key=first.__getitem__), ends, strict=True):
@@ -315,15 +327,17 @@ def test_a_peers_memory_is_not_read_by_tensor_maps(every: bool, monkeypatch: pyt
     """6 GB/s, where plain loads read it at the speed of the link. Nothing else of the plan goes another way."""
     cpu = torch.device("cpu")
     monkeypatch.setattr(cuda_hopper, "_available", lambda device: True)
-    monkeypatch.setattr(cuda_hopper, "maps", lambda *args: torch.zeros(1))
+    monkeypatch.setattr(operators, "tensor_maps", lambda *args: torch.zeros(1))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: H200)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     segments = of_peers(cpu, every)
     launch = cuda.prepare(segments, cpu)
-    by_map = [v.table for v in launch.variants if isinstance(v, cuda_hopper.HopperVariant)]
-    plainly = [v.table for v in launch.variants if isinstance(v, cuda_launch.Variant)]
+    by_map, plainly, jobs = (
+        [one.args[0] for one in launch.launches if one.func is operator]
+        for operator in (operators.launch_hopper, operators.launch_cuda, operators.split_adapters)
+    )
     mapped = {address for table in by_map for address in table[:, SOURCE].tolist()}
     assert not mapped & {s.source.data_ptr() for s in segments if s.peer}
     assert mapped >= {s.source.data_ptr() for s in segments if not s.peer}
@@ -331,10 +345,10 @@ def test_a_peers_memory_is_not_read_by_tensor_maps(every: bool, monkeypatch: pyt
     assert bool(by_map) == (not every)
     pairs = [row for table in (*by_map, *plainly) for row in table.numpy() if row[PARTS_A] or row[PARTS_B]]
     assert {int(row[SOURCE]) for row in pairs} == {segments[i].source.data_ptr() for i in (4, 5, 10, 11)}
-    made = {int(job[DESTINATION]) for v in launch.variants if isinstance(v, cuda_launch.Split) for job in v.table}
+    made = {int(job[DESTINATION]) for table in jobs for job in table}
     assert made == {int(row[word]) for row in pairs for word in (PARTS_A, PARTS_B)}
     again = cuda.prepare([dataclasses.replace(s, peer=False) for s in segments], cpu)
-    assert any(isinstance(v, cuda_hopper.HopperVariant) for v in again.variants)
+    assert any(one.func is operators.launch_hopper for one in again.launches)
 
 
 @on_hopper
@@ -362,12 +376,12 @@ KINDS = [
 def test_the_same_bits(base: torch.dtype, adapters: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every edge of tiles, boxes and chunks; in place too, with rows that are scaled, rounded stochastically, and with
     copies that ride along; as a kernel argument and as a table on the device."""
-    device, could = torch.device("cuda", 0), cuda_hopper.could_serve
+    device, could = torch.device("cuda", 0), cuda_hopper.Hopper.could_serve
     monkeypatch.setattr(cuda_repack, "WORTH", 0)
     assert kernels.pick(device) is cuda
 
     def results(segments: list[Segment], ours: bool, stochastic: bool, scale: bool) -> list[torch.Tensor]:
-        monkeypatch.setattr(cuda_hopper, "could_serve", could if ours else lambda t, d, b=0: could(t, d, b) & False)
+        monkeypatch.setattr(cuda_hopper.Hopper, "could_serve", could if ours else lambda *args: could(*args) & False)
         run, outputs = [], []
         for s in segments:
             source = s.source.clone()
@@ -381,7 +395,7 @@ def test_the_same_bits(base: torch.dtype, adapters: torch.dtype, monkeypatch: py
         outputs.append(torch.zeros_like(wide))
         copies = [Segment("raw", raw[None], outputs[-2][None]), Segment("bytes", wide, outputs[-1])]
         launch = cuda.prepare([*run, *copies], device)
-        assert any(isinstance(v, cuda_hopper.HopperVariant) for v in launch.variants) == ours
+        assert any(one.func is operators.launch_hopper for one in launch.launches) == ours
         launch(stochastic, 5)
         return outputs
 
@@ -441,7 +455,7 @@ def test_tracked_there_and_back(base: torch.dtype, adapters: torch.dtype, monkey
         before = [s.source.clone() for s in segments]
         cuda.prepare(wanted, device)(False, 0)
         tracked = cuda.prepare_tracked(segments, device)
-        assert any(isinstance(g, cuda_tracked._HopperGroup) for g in tracked._kernels._groups)  # type: ignore[attr-defined]
+        assert any(one.func is operators.track_hopper for one in tracked._kernels._launches)  # type: ignore[attr-defined]
         for _ in range(2):
             tracked.merge()
             for s, w in zip(segments, wanted, strict=True):

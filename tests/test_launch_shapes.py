@@ -6,19 +6,23 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from itertools import product
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from helpers import assert_accurate, make_segment
 
 from lora_merge import kernels
 from lora_merge.errors import BackendUnavailable
-from lora_merge.kernels import cuda, cuda_hopper, cuda_launch, cuda_scaled, cuda_table, native, reference
+from lora_merge.kernels import cuda, cuda_hopper, cuda_launch, cuda_scaled, cuda_table, native, operators, reference
+from lora_merge.kernels.cuda_kernel import Launch, arguments, serves
+from lora_merge.kernels.cuda_launch import PLAIN_LOADS, Portable
 from lora_merge.kernels.layout import PAIRS
 from lora_merge.kernels.scaled import Placed, Scaled
-from lora_merge.kernels.segments import DESTINATION, FP8, PARTS_A, PARTS_B, RANK, Segment
+from lora_merge.kernels.segments import COLS, DESTINATION, FP8, PARTS_A, PARTS_B, RANK, Segment, pack
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CPU = torch.device("cpu")
@@ -104,29 +108,26 @@ def test_every_choice_of_tiles_is_accepted(kib: int, beside: int) -> None:
     (164, 2, 2, 512), (164, 3, 4, 320), (228, 3, 4, 512),
 ])  # fmt: skip
 def test_the_largest_rank(kib: int, planes: int, element_bytes: int, most: int) -> None:
-    assert cuda_table._most_rank(planes, element_bytes, cuda_table.Memory(block(kib), kib * KIB)) == most
+    most_ranks = cuda_table._most_ranks(1, cuda_table.Memory(block(kib), kib * KIB))
+    assert most_ranks[{1: 0, 2: PAIRS, 3: 2}[planes], element_bytes // 4] == most
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], list[tuple[str, tuple]]]]:
-    """Plans for a GPU with so much shared memory, on tensors of the CPU: what would be launched is written down."""
-    launched: list[tuple[str, tuple]] = []
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    """Plans for a GPU with so much shared memory, on tensors of the CPU; nothing is launched."""
 
-    def pretend(kib: int) -> list[tuple[str, tuple]]:
+    def pretend(kib: int) -> None:
         properties = SimpleNamespace(
             name="GPU", shared_memory_per_block_optin=block(kib), shared_memory_per_multiprocessor=kib * KIB,
             multi_processor_count=84,
         )  # fmt: skip
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-        return launched
 
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     monkeypatch.setattr(cuda_hopper, "_available", lambda device: False)
-    monkeypatch.setattr(cuda_launch.Variant, "__call__", lambda v, *a: launched.append(("cuda", v)))
-    monkeypatch.setattr(cuda_launch.Split, "__call__", lambda *a: None)
     monkeypatch.setitem(kernels._PREFERENCE, "cpu", ("cuda", "triton", "reference"))
     monkeypatch.setattr(kernels._backend("triton"), "unavailable", lambda device: "this test has none")
     kernels._first.cache_clear()
@@ -134,20 +135,23 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], list[tuple[
     kernels._first.cache_clear()
 
 
-def accepted(variant: cuda_launch.Variant, kib: int) -> bool:
+def accepted(launch: Launch, kib: int) -> bool:
     """By the operator that launches it."""
-    shape = [variant.col_warps, variant.stages, variant.staged_B, variant.pad]
-    element_bytes = 4 if 2 in (variant.source_dtype, variant.destination_dtype) else 2
-    return NATIVE.accepts_shape(
-        *shape, variant.max_rank, cuda_table.planes(variant.adapters), element_bytes, block(kib)
-    )
+    of = arguments(launch)
+    shape = [of[name] for name in ("col_warps", "stages", "staged_B", "pad", "max_rank")]
+    element_bytes = 4 if 2 in (of["source_dtype"], of.get("destination_dtype")) else 2
+    return NATIVE.accepts_shape(*shape, cuda_table.planes(of["adapters"]), element_bytes, block(kib))
+
+
+def merging(launches: Sequence[object], operator: Callable[..., None] = operators.launch_cuda) -> list[Launch]:
+    return [launch for launch in launches if isinstance(launch, partial) and launch.func is operator]
 
 
 @pytest.mark.parametrize("kib", [100, 164, 228])
-def test_plans(kib: int, gpu: Callable[[int], list[tuple[str, tuple]]]) -> None:
+def test_plans(kib: int, gpu: Callable[[int], None]) -> None:
     """Every combination of dtypes, ranks in one table and alone: what is launched is accepted, the rest runs apart, and
     nothing is left out."""
-    launched = gpu(kib)
+    gpu(kib)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for base, out, a, b in product((BF16, FP16, FP32), repeat=4):
@@ -156,18 +160,17 @@ def test_plans(kib: int, gpu: Callable[[int], list[tuple[str, tuple]]]) -> None:
             ranks = (1, 8, 31, 32, 33, 64, 160, 161, 193, 321, 385, 512)
             segments = [make_segment(f"w{r}", 5, 70, r, (base, out, a, b), CPU) for r in ranks]
             for group in (segments, *([s] for s in segments)):
-                launched.clear()
                 launch = cuda.prepare(group, CPU)
-                launch(False, 0)
-                assert all(accepted(v, kib) for _, v in launched)
-                here = [s for s in group if cuda_table.has_room(s, CPU)]
-                assert sum(len(v.table) for _, v in launched) == len(here)
-                assert (launch._elsewhere is None) == (len(here) == len(group))
+                launched = merging(launch.launches)
+                assert all(accepted(one, kib) for one in launched)
+                here = serves(PLAIN_LOADS, launch.table, CPU)
+                assert sum(len(one.args[0]) for one in launched) == here.sum()
+                assert isinstance(launch.launches[-1], partial) == here.all()
 
 
 @pytest.mark.parametrize("base", [BF16, FP16, FP32])
 @pytest.mark.parametrize("kib", [100, 164, 228])
-def test_plans_of_results_of_8_bits(kib: int, base: torch.dtype, gpu: Callable[[int], list[tuple[str, tuple]]]) -> None:
+def test_plans_of_results_of_8_bits(kib: int, base: torch.dtype, gpu: Callable[[int], None]) -> None:
     """What is launched is accepted; pairs are made in front of it, for blocks that are whole and for such that are
     measured first."""
     gpu(kib)
@@ -178,31 +181,47 @@ def test_plans_of_results_of_8_bits(kib: int, base: torch.dtype, gpu: Callable[[
             torch.empty(130, 200, dtype=FP8), torch.empty(4 if whole else 1), "block" if whole else "tensor"
         )
         placed.append(Placed(Segment(s.name, s.source, weight.weight, s.lora_A, s.lora_B), weight, 0, 0))
-    placed = [p for p in placed if cuda_scaled._serves(p.segment, CPU)]
+    placed = [p for p in placed if cuda_scaled.WHOLE.serves(pack([p.segment]), CPU).all()]
     launch = cuda.prepare_scaled(placed, CPU)
     assert isinstance(launch, cuda_scaled.CudaScaled)
-    assert all(
-        NATIVE.accepts_shape(
-            v.col_warps, v.stages, v.staged_B, v.pad, v.max_rank, cuda_table.planes(v.adapters),
-            4 if base == FP32 else 2, block(kib),
-        )
-        for v in launch.variants
-    )  # fmt: skip
+    launched = merging(launch.launches, operators.launch_scaled)
+    assert all(accepted(one, kib) for one in launched)
     ranks = [p.segment.rank for p in placed]
     assert ranks.count(32) == 2
     paired = [rank for rank in ranks if rank > 32 and base != FP32]
-    rows = [row for v in launch.variants if v.adapters == PAIRS for row in v.table.numpy()]
+    rows = [row for one in launched if arguments(one)["adapters"] == PAIRS for row in one.args[0].numpy()]
     assert sorted(int(row[RANK]) for row in rows) == sorted([*paired, *paired[::2]]), "one is measured, then converted"
-    made = [int(job[DESTINATION]) for split in launch.before for job in split.table]
+    made = [int(job[DESTINATION]) for one in merging(launch.launches, operators.split_adapters) for job in one.args[0]]
     assert len(made) == len(set(made)) == 2 * len(paired)
     assert set(made) == {int(row[word]) for row in rows for word in (PARTS_A, PARTS_B)}
 
 
-def test_what_has_no_room_is_run_elsewhere(
-    gpu: Callable[[int], list[tuple[str, tuple]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_kernel_more(gpu: Callable[[int], None]) -> None:
+    """It is an object more in a list: what it serves is launched by it, and all else as before."""
+    gpu(228)
+
+    class OfManyColumns(Portable):
+        operator = staticmethod(operators.launch_hopper)  # any other one
+
+        def serves(self, table: np.ndarray, device: torch.device) -> np.ndarray:
+            return super().serves(table, device) & (table[:, COLS] > 100)
+
+    kinds = [(70, BF16), (300, BF16), (70, FP32), (200, FP32)] * 3
+    segments = [make_segment(f"w{i}", 9, n, 8, (BF16, BF16, a, a), CPU) for i, (n, a) in enumerate(kinds)]
+    few = pack([s for s, (n, _) in zip(segments, kinds, strict=True) if n == 70])
+    copy = make_segment("copy", 9, 70, 0, (BF16,) * 4, CPU)
+    made = cuda_launch.merges(pack([*segments, copy]), CPU, (*cuda_launch.MERGES, OfManyColumns()))
+    ours, others = merging(made, operators.launch_hopper), merging(made)
+    assert [one.args[4:7] for one in made] == [(0, 0, 0), (0, 0, 2), (0, 0, 0), (0, 0, 2)], "the largest first"
+    assert [len(one.args[0]) for one in ours] == [3 + 1, 3], "with the copy"
+    for one, alone in zip(others, cuda_launch.merges(few, CPU), strict=True):
+        assert torch.equal(one.args[0], alone.args[0])
+        assert one.args[3:] == alone.args[3:]
+
+
+def test_what_has_no_room_is_run_elsewhere(gpu: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """After one warning that names the ranks, the memory and the GPU; also on the way there and back."""
-    launched = gpu(100)
+    gpu(100)
     small, large = (make_segment(n, 5, 70, r, (FP32, FP32, FP32, FP32), CPU) for n, r in (("a", 8), ("b", 256)))
     with pytest.warns(RuntimeWarning, match=r"reference backend.*rank 256 .*99 KiB.*this GPU.*this test has none"):
         launch = cuda.prepare([small, large], CPU)
@@ -211,8 +230,10 @@ def test_what_has_no_room_is_run_elsewhere(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         cuda.prepare([small, large], CPU)
+    [ours] = merging(launch.launches)
+    assert len(ours.args[0]) == 1
+    launch.launches.remove(ours)
     launch(False, 0)
-    assert [len(v.table) for _, v in launched] == [1]
     assert torch.equal(large.destination, wanted)
 
     base = large.source.clone()

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -185,8 +186,6 @@ class Recorder:
 
 def test_gpu_functions_get_what_they_are_declared_with(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every number in its place: they have twenty of them, and no machine without a GPU would notice."""
-    from lora_merge.kernels import cuda, cuda_hopper, cuda_launch, cuda_scaled, cuda_tracked
-
     recorder = Recorder()
     monkeypatch.setattr(native, "compiled", recorder)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 4242, raising=False)
@@ -202,22 +201,11 @@ def test_gpu_functions_get_what_they_are_declared_with(monkeypatch: pytest.Monke
         "asked": torch.zeros(3, dtype=torch.int64),
         "before": torch.zeros(9, dtype=torch.uint8),
     }
-    fields = {
-        "launch_cuda": cuda_launch.Variant._fields,
-        "launch_hopper": cuda_hopper.HopperVariant._fields,
-        "launch_scaled": cuda_scaled.ScaledVariant._fields,
-        "split_adapters": cuda_launch.Split._fields,
-        "row_norms_cuda": cuda._NormTable._fields,
-        "track_cuda": cuda_tracked._Group._fields,
-        "track_hopper": cuda_tracked._HopperGroup._fields,
-    }
-    later: dict[str, tuple[str, ...]] = {"row_norms_cuda": ("out",), "split_adapters": ()}
-    later |= dict.fromkeys(("launch_cuda", "launch_hopper", "launch_scaled"), ("stochastic", "seed"))
-    journal = ("way", "codes", "records", "arena", "mark", "asked", "chunk", "before")
-    for name, first in fields.items():
+    for name in layout.CUDA_OPERATORS.keys() - {"cuda_problem", "tensor_maps"}:
         given: dict[str, Any] = {}
-        for number, field in enumerate((*first, *later.get(name, journal)), start=100):
-            given[field] = {**of_table, **memory, "device": -1}.get(field, number)
+        for number, field in enumerate(signature(getattr(operators, name)).parameters, start=100):
+            if field != "_":  # what the others take and this one does not
+                given[field] = {**of_table, **memory, "device": -1}.get(field, number)
         if name == "row_norms_cuda":  # takes its device from `out`
             monkeypatch.setattr(operators, "CPU", -2)
             monkeypatch.setattr(operators, "_words", lambda t, device: (t.data_ptr(), t.shape[0]))
@@ -375,16 +363,16 @@ def test_gpu_operators_refuse_other_tensors() -> None:
         make_segment(f"w{i}", 64, 64, 8, (torch.bfloat16,) * 4, device, layouts=("transposed",) * 4) for i in range(9)
     ]
     launch = cuda.prepare(many, device)
-    for variant in launch.variants:
-        run = type(variant).__call__
-        run(variant, False, 0)
-        for field, wrong in {
-            "table": variant.table.int(),
-            "unit_segment": variant.unit_segment.cpu(),
-            "counter": variant.counter.long(),
-        }.items():
+    for one in launch.launches:
+        one(False, 0)
+        table, unit_segment, counter, *rest = one.args
+        for wrong in (
+            (table.int(), unit_segment, counter),
+            (table, unit_segment.cpu(), counter),
+            (table, unit_segment, counter.long()),
+        ):
             with pytest.raises(RuntimeError, match="lora_merge: "):
-                run(variant._replace(**{field: wrong}), False, 0)
+                one.func(*wrong, *rest, False, 0)
         with pytest.raises(RuntimeError, match="lora_merge: unit_segment must have"):
-            run(variant._replace(unit_segment=variant.unit_segment[:1]), False, 0)
+            one.func(table, unit_segment[:1], counter, *rest, False, 0)
     torch.cuda.synchronize()

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 
 import numpy as np
 import pytest
@@ -230,10 +231,10 @@ def test_tables_of_a_captured_launch_are_arguments(capturing: bool, monkeypatch:
     table = pack(segments)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(cuda_launch, "variants", lambda piece, device, peer=False: [piece])
-    monkeypatch.setattr(cuda, "has_room", lambda segment, device: True)
-    monkeypatch.setattr(cuda_hopper, "could_serve", lambda table, *args: table[:, 0] < 0)
-    pieces = cuda._Launch(segments, torch.device("cuda", 0)).variants
+    monkeypatch.setattr(cuda_launch, "merges", lambda piece, device, kernels: [partial(print, piece)])
+    monkeypatch.setattr(cuda, "serves", lambda kernels, table, device: table[:, 0] > 0)
+    monkeypatch.setattr(cuda_hopper.Hopper, "could_serve", lambda self, table, device: table[:, 0] < 0)
+    pieces = [one.args[0] for one in cuda._Launch(segments, torch.device("cuda", 0)).launches]
     assert [len(piece) for piece in pieces] == ([8, 8, 4] if capturing else [20])
     assert (np.concatenate(pieces) == table).all()
 

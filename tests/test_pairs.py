@@ -229,7 +229,7 @@ def test_the_kernel_makes_the_same_pairs(rank: int, dtype: torch.dtype, device: 
         s = Segment(
             "w", source[: len(two), : one.shape[1]], source[: len(two), : one.shape[1]], one, two.to(other), 1.0
         )
-        made = cuda_repack.repack(pack([s]), device)
+        made = cuda_repack.repack(pack([s]), device, cuda_launch.MERGES)
         for launch in cuda_launch.before(made, device, 8):
             launch(False, 0)
         for word, vectors in (("parts_A", one.t()), ("parts_B", two.to(other))):
@@ -276,7 +276,7 @@ def test_merges_of_pairs(
 ) -> None:
     """Within the bound wherever float32 itself does not overflow; the same bits however the weight is cut, by rows or
     by columns, tracked or not, from one update to the next, and from both kernels; what is not finite is not finite."""
-    could = cuda_hopper.could_serve
+    could = cuda_hopper.Hopper.could_serve
     g = torch.Generator().manual_seed(3)
 
     def adapters(seed: int) -> tuple[Tensor, Tensor]:
@@ -292,7 +292,7 @@ def test_merges_of_pairs(
     source = torch.randn(rows, cols, generator=g).to(device, base)
     bits: list[Tensor] = []
     for ours in (True, False):
-        monkeypatch.setattr(cuda_hopper, "could_serve", could if ours else lambda t, d, b=0: could(t, d, b) & False)
+        monkeypatch.setattr(cuda_hopper.Hopper, "could_serve", could if ours else lambda *args: could(*args) & False)
         out = torch.full_like(source, 7)
         s = Segment("w", source, out, a, b, 0.5)
         cuda.prepare([s], device)(False, 0)

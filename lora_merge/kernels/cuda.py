@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+from itertools import compress
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from . import Launch, Tracked, native, next_after, operators
-from .cuda_launch import launches
+from . import Tracked, native, next_after, operators
+from .cuda_kernel import Work, deal, serves, tensors
+from .cuda_launch import MERGES, PLAIN_LOADS, Portable, launches
 from .cuda_repack import repack
 from .cuda_scaled import prepare_scaled as prepare_scaled
-from .cuda_table import ceil, has_room, no_room, place, sources
+from .cuda_table import BlockShape, ceil, no_room, place
 from .cuda_tracked import CudaTracked
 from .fused import Fused
 from .layout import INLINE_SEGMENTS, NORM_ROWS
-from .segments import RANK, ROWS, UNIT_BEGIN, UNITS_ACROSS, Segment, pack
+from .segments import ROWS, UNIT_BEGIN, UNITS_ACROSS, Segment, folded, pack
 from .streams import Streams
 from .together import Together
 
@@ -39,62 +41,61 @@ def unavailable(device: torch.device) -> str | None:
     return native.no_image((major, minor)) or native.cuda_problem()
 
 
-class _NormTable(NamedTuple):
-    """One launch of the row norms, likewise."""
+class _Norms(Portable):
+    """Squared norms of rows: of any rank, as lora_A is brought part by part, and whatever the result is."""
 
-    table: Tensor
-    unit_segment: Tensor
-    source_dtype: int
-    n_units: int
-    max_rank: int
+    operator: ClassVar[Callable[..., None]] = staticmethod(operators.row_norms_cuda)
+
+    def serves(self, table: np.ndarray, device: torch.device) -> np.ndarray:
+        return self.reads(table)
+
+    def kinds(self, table: np.ndarray) -> Sequence[np.ndarray]:
+        return super().kinds(table)[:1]
+
+    def launch(self, work: Work, shape: BlockShape | None = None) -> partial[None]:
+        units = ceil(work.merges[:, ROWS], NORM_ROWS)
+        work.merges[:, UNIT_BEGIN] = np.cumsum(units) - units
+        placed = place(work.merges, units, work.device)
+        return partial(self.operator, *placed, *work.kind, int(units.sum()), work.max_rank)
+
+
+_NORMS = tuple(_Norms(kernel.name, kernel.formats, kernel.source) for kernel in PLAIN_LOADS)
 
 
 class _Launch:
     def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:
         self.table, self.device = pack(segments), device
-        rest = [s for s in segments if not has_room(s, device)]
-        here = [s for s in segments if has_room(s, device)] if rest else segments
+        here, rest = _apart(segments, self.table, device)
         peers = pack([s for s in here if s.peer])
         near = pack([s for s in here if not s.peer]) if rest or len(peers) else self.table
         with torch.cuda.device(device):
             # A replay would copy a table from memory of the host that is gone by then; a graph keeps arguments.
             capturing = torch.cuda.is_current_stream_capturing()
             most = INLINE_SEGMENTS if capturing else max(2 * len(here), 1)
-        made, far = repack(near, device), repack(peers, device, by_map=False)
-        self.variants = launches(made, device, most) + launches(far, device, most, peer=True)
-        tensors = [t for v in self.variants for t in v if isinstance(t, Tensor)]
-        self._streams = Streams(device, [made.memory, far.memory, *tensors])
-        self._elsewhere: Launch | None = None
+        made, far = repack(near, device, MERGES), repack(peers, device, PLAIN_LOADS)
+        found = launches(made, device, most) + launches(far, device, most, PLAIN_LOADS)
+        self._streams = Streams(device, [made.memory, far.memory, *tensors(found)])
+        self.launches: list[Callable[[bool, int], None]] = [*found]
         if rest:
-            self._elsewhere = next_after("cuda", device, no_room(rest, device)).prepare(rest, device)
+            self.launches.append(next_after("cuda", device, no_room(rest, device)).prepare(rest, device))
 
     def __call__(self, stochastic: bool, seed: int) -> None:
         self._streams.join()
-        for variant in self.variants:
-            variant(stochastic, seed)
-        if self._elsewhere is not None:
-            self._elsewhere(stochastic, seed)
+        for launch in self.launches:
+            launch(stochastic, seed)
 
     def row_norms(self, out: Tensor) -> None:
-        """One launch for each source dtype; any rank, as lora_A is brought part by part."""
-        tables, streams = self._norm_tables
+        found, streams = self._norms
         streams.join()
-        for table in tables:
-            operators.row_norms_cuda(*table, out)
+        for launch in found:
+            launch(out)
 
     @cached_property
-    def _norm_tables(self) -> tuple[list[_NormTable], Streams]:
-        source = sources(self.table)
-        first_row = np.cumsum(self.table[:, ROWS]) - self.table[:, ROWS]
-        tables = []
-        for dtype in np.unique(source):
-            table = self.table[source == dtype]
-            units = ceil(table[:, ROWS], NORM_ROWS)
-            table[:, UNIT_BEGIN] = np.cumsum(units) - units
-            table[:, UNITS_ACROSS] = first_row[source == dtype]  # where the segment's rows begin in the result
-            counts = int(units.sum()), int(table[:, RANK].max())
-            tables.append(_NormTable(*place(table, units, self.device), int(dtype), *counts))
-        return tables, Streams(self.device, [t for table in tables for t in table[:2]])
+    def _norms(self) -> tuple[list[partial[None]], Streams]:
+        table = self.table.copy()
+        table[:, UNITS_ACROSS] = np.cumsum(table[:, ROWS]) - table[:, ROWS]  # where its rows begin in the result
+        found = [kernel.launch(work) for kernel, work in deal(table, _NORMS, self.device)]
+        return found, Streams(self.device, tensors(found))
 
 
 def prepare(segments: Sequence[Segment], device: torch.device) -> _Launch:
@@ -104,9 +105,21 @@ def prepare(segments: Sequence[Segment], device: torch.device) -> _Launch:
 
 def prepare_tracked(segments: Sequence[Segment], device: torch.device) -> Tracked:
     """One pass each way."""
-    here = [s for s in segments if has_room(s, device)]
-    rest = [s for s in segments if not has_room(s, device)]
-    parts: list[Tracked] = [Fused(CudaTracked(here, device))] if here else []
+    table = pack(segments)
+    here, rest = _apart(segments, table, device)
+    parts: list[Tracked] = [Fused(CudaTracked(here, pack(here) if rest else table, device))] if here else []
     if rest:
         parts.append(next_after("cuda", device, no_room(rest, device)).prepare_tracked(rest, device))
     return parts[0] if len(parts) == 1 else Together(parts)
+
+
+def _apart(
+    segments: Sequence[Segment], table: np.ndarray, device: torch.device
+) -> tuple[Sequence[Segment], Sequence[Segment]]:
+    """Those that have room, and those that do not; `table` is all of them."""
+    served = serves(PLAIN_LOADS, table, device)
+    if served.all():
+        return segments, []
+    number, room = np.repeat(np.arange(len(segments)), [len(folded(s)) for s in segments]), np.full(len(segments), True)
+    room[number[~served]] = False
+    return list(compress(segments, room)), list(compress(segments, ~room))

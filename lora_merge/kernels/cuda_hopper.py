@@ -7,14 +7,16 @@ maps, which ask for rows of whole 16-byte vectors.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from . import native, operators
+from .cuda_kernel import Kernel, Units, Work
 from .cuda_table import memory, planes, products
 from .layout import CHUNK, HOPPER_COLS, MAX_RANK, PAIRS
 from .segments import (
@@ -42,49 +44,63 @@ RANKS = 8
 """Of a 16-bit adapter: a multiple of so many."""
 
 
-class HopperVariant(NamedTuple):
-    """One launch: the arguments of `launch_hopper` that stay the same from run to run."""
+class Tiles(NamedTuple):
+    """How a block works: `HopperLaunch` in csrc/cuda/launch.h."""
 
-    table: Tensor
-    unit_segment: Tensor
-    maps: Tensor
-    counter: Tensor
-    device: int
-    dtype: int
-    adapters: int
-    n_units: int
-    n_raw_units: int
-    rows_per_unit: int
     strip_cols: int
     held: int
     stages: int
-    max_rank: int
-
-    def __call__(self, stochastic: bool, seed: int) -> None:
-        operators.launch_hopper(*self, stochastic, seed)
 
 
-def serves(table: np.ndarray, device: torch.device, beside: int = 0) -> np.ndarray:
-    """Which segments of a packed table go to this kernel, bool `[segments]`. `beside`: bytes that a launch wants in
-    shared memory for each box of a tile."""
-    there = np.where(products(table) == PAIRS, table[:, PARTS_A] != 0, reads_lora_A(table) & reads_lora_B(table))
-    return could_serve(table, device, beside) & there.astype(bool)
+class Hopper(Kernel[Tiles]):
+    """The kernel for compute capability 9."""
 
+    name = "kernel for compute capability 9 (tensor maps, wgmma)"
+    operator: ClassVar[Callable[..., None]] = staticmethod(operators.launch_hopper)
+    blocks = 1
+    beside_box = 0
+    """That a launch wants in shared memory for each box of a tile."""
 
-def could_serve(table: np.ndarray, device: torch.device, beside: int = 0) -> np.ndarray:
-    """Find the segments that this kernel would serve if their adapters had a layout that it can read."""
-    dtype, rank, adapters = table[:, DTYPES] & 0xFF, table[:, RANK], products(table)
-    fits = (dtype == table[:, DTYPES] >> 8 & 0xFF) & ((dtype == BF16) | (dtype == FP16)) & (rank > 0)
-    fits &= (table[:, COLS] <= HOPPER_COLS) & (table[:, DTYPES] >> 32 == FORMATS["Plain"])
-    for address, stride in ((SOURCE, SOURCE_STRIDE), (DESTINATION, DESTINATION_STRIDE)):
-        fits &= _rows_of_vectors(table, address, stride, 2, table[:, ROWS])
-    in_parts = (adapters == FP32) | (adapters == PAIRS)
-    fits &= ~(in_parts & _turned(table))  # parts of float32 adapters are summed in one order here
-    if not _available(device):
-        return fits & False
-    room = memory(device).per_block
-    most = {code: _most_rank(planes(code), beside, room) for code in (BF16, FP32, PAIRS)}
-    return fits & (rank <= np.select([adapters == FP32, adapters == PAIRS], [most[FP32], most[PAIRS]], most[BF16]))
+    def serves(self, table: np.ndarray, device: torch.device) -> np.ndarray:
+        there = np.where(products(table) == PAIRS, table[:, PARTS_A] != 0, reads_lora_A(table) & reads_lora_B(table))
+        return self.could_serve(table, device) & there.astype(bool)
+
+    def could_serve(self, table: np.ndarray, device: torch.device) -> np.ndarray:
+        dtype, rank, adapters = table[:, DTYPES] & 0xFF, table[:, RANK], products(table)
+        fits = (dtype == table[:, DTYPES] >> 8 & 0xFF) & ((dtype == BF16) | (dtype == FP16)) & (rank > 0)
+        fits &= (table[:, COLS] <= HOPPER_COLS) & (table[:, DTYPES] >> 32 == FORMATS["Plain"])
+        for address, stride in ((SOURCE, SOURCE_STRIDE), (DESTINATION, DESTINATION_STRIDE)):
+            fits &= _rows_of_vectors(table, address, stride, 2, table[:, ROWS])
+        in_parts = (adapters == FP32) | (adapters == PAIRS)
+        fits &= ~(in_parts & _turned(table))  # parts of float32 adapters are summed in one order here
+        if not _available(device):
+            return fits & False
+        room = memory(device).per_block
+        most = np.array([_most_rank(planes(code), self.beside_box, room) for code in range(PAIRS + 1)])
+        return fits & (rank <= most[adapters])
+
+    def kinds(self, table: np.ndarray) -> Sequence[np.ndarray]:
+        return table[:, DTYPES] & 0xFF, products(table)
+
+    def shape(self, work: Work, like: Tiles | None = None) -> Tiles | None:
+        if work.max_rank > MAX_RANK:
+            return None
+        return _tiles(work.max_rank, planes(work.kind[-1]), self.beside_box, memory(work.device).per_block)
+
+    def units(self, work: Work, shape: Tiles) -> Units:
+        """Of few rows, so that blocks that share rows stay side by side; more where there is much of lora_A to bring,
+        or where the next unit is mostly of another segment: its tensor maps take time, too. As measured."""
+        chunks = -(-work.max_rank // CHUNK) * planes(work.kind[-1])
+        short = chunks <= 2 and self.are_large(work)
+        return Units(shape.strip_cols, 512 if chunks > 4 else 128 if short else 256)
+
+    def are_large(self, work: Work) -> bool:
+        """Whether most elements lie in segments that have several units of 128 rows for each block."""
+        elements = (work.merges[:, ROWS] * work.merges[:, COLS]).astype(float)
+        return bool((elements**2).sum() >= elements.sum() * 128 * 256 * 8 * work.processors)
+
+    def beside(self, work: Work, table: np.ndarray, device: torch.device) -> Sequence[Tensor]:
+        return (operators.tensor_maps(torch.from_numpy(table), work.kind[-1]).to(device),)
 
 
 def reads_lora_A(table: np.ndarray) -> np.ndarray:
@@ -106,46 +122,6 @@ def _reads(table: np.ndarray, shift: int) -> np.ndarray:
 
 def _size(table: np.ndarray) -> np.ndarray:
     return np.where(products(table) == FP32, 4, 2)
-
-
-class Tiles(NamedTuple):
-    """How a block works: `HopperLaunch` in csrc/cuda/launch.h."""
-
-    strip_cols: int
-    held: int
-    stages: int
-
-
-def tiles(max_rank: int, adapters: int, device: torch.device, beside: int = 0) -> Tiles:
-    """Of a launch that `serves` chose."""
-    found = room_for(max_rank, adapters, device, beside)
-    assert found is not None, (max_rank, adapters, beside)
-    return found
-
-
-def room_for(max_rank: int, adapters: int, device: torch.device, beside: int = 0) -> Tiles | None:
-    """Of a launch with so many ranks, of all its adapters; None where they leave no room."""
-    return None if max_rank > MAX_RANK else _tiles(max_rank, planes(adapters), beside, memory(device).per_block)
-
-
-def unit_rows(max_rank: int, adapters: int, large: bool) -> int:
-    """Rows of a unit at the most, as measured: few, so that blocks that share rows stay side by side; more where there
-    is much of lora_A to bring, or where the next unit is mostly of another segment: its tensor maps take time, too."""
-    chunks = -(-max_rank // CHUNK) * planes(adapters)
-    if chunks > 4:
-        return 512
-    return 128 if large and chunks <= 2 else 256
-
-
-def are_large(table: np.ndarray, processors: int) -> bool:
-    """Whether most elements lie in segments that have several units of 128 rows for each block."""
-    elements = (table[:, ROWS] * table[:, COLS]).astype(float)
-    return bool((elements**2).sum() >= elements.sum() * 128 * 256 * 8 * processors)
-
-
-def maps(table: np.ndarray, adapters: int, device: torch.device) -> Tensor:
-    """The tensor maps of a cut table, uint8 `[segments, 512]`, on the device or, of a small table, on the CPU."""
-    return operators.tensor_maps(torch.from_numpy(table), adapters).to(device)
 
 
 def _turned(table: np.ndarray) -> np.ndarray:

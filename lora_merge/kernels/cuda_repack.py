@@ -10,7 +10,8 @@ plan, with room between the rows. Ranks that are added are zeros, so the bits st
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from . import cuda_hopper as hopper
 from .cuda_hopper import RANKS
+from .cuda_kernel import Kernel
 from .cuda_table import ceil, products
 from .layout import PAIRS, WORDS
 from .segments import (
@@ -139,19 +141,17 @@ class _Pairs(NamedTuple):
         return words
 
 
-def repack(table: np.ndarray, device: torch.device, beside: int = 0, *, by_map: bool = True) -> Repacked:
+def repack(table: np.ndarray, device: torch.device, kernels: Sequence[Kernel[Any]]) -> Repacked:
     """Lay out what the kernels cannot read where it lies.
 
     Args:
         table: packed segments.
         device: of the tensors.
-        beside: as of `cuda_hopper.serves`.
-        by_map: whether segments may go to the kernel that brings adapters by tensor maps; others read all but pairs
-            where it lies.
+        kernels: that the table is dealt to.
     """
     dtype = products(table)
     pairs = dtype == PAIRS
-    moved = by_map & hopper.could_serve(table, device, beside) & _small(table) & ~pairs
+    moved = np.any([kernel.could_serve(table, device) for kernel in kernels], axis=0) & _small(table) & ~pairs
     halves: list[tuple[int, int, _Half | _Pairs]] = []
     for word, stays in ((LORA_A, hopper.reads_lora_A(table)), (LORA_B, hopper.reads_lora_B(table))):
         halves += [(int(i), word, _half(table[i], word, int(dtype[i]))) for i in np.flatnonzero(moved & ~stays)]

@@ -2,48 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import compress
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from . import Launch, next_after, operators
-from .cuda_launch import before
+from . import next_after, operators
+from .cuda_kernel import Units, Work, deal, tensors
+from .cuda_launch import Portable, before
 from .cuda_repack import repack
-from .cuda_table import BLOCKS, MAX_UNIT_ROWS, Memory, cut, memory, no_room, products, shape_as_wide
-from .layout import CHUNK, MAX_RANK, SCALED_BLOCK, SCALED_COL_WARPS, SCALED_CONVERT, SCALED_MEASURE, SCALED_WHOLE
-from .packed import Packed
+from .cuda_table import BlockShape, no_room
+from .layout import SCALED_BLOCK, SCALED_COL_WARPS, SCALED_CONVERT, SCALED_MEASURE, SCALED_WHOLE
 from .scaled import Placed, by_weight
-from .segments import DTYPES, FP32, RANK, Segment, pack
+from .segments import pack
 from .streams import Streams
 
 
-class ScaledVariant(NamedTuple):
-    """One launch: the arguments of `launch_scaled` that stay the same from run to run."""
+@dataclass(eq=False, kw_only=True)
+class _Part(Portable):
+    """The kernel whose results have 8 bits: one part of what that takes."""
 
-    table: Tensor
-    unit_segment: Tensor
-    scaled: Tensor
-    counter: Tensor
-    device: int
-    source_dtype: int
-    dtype: int
-    adapters: int
     part: int
-    n_units: int
-    n_raw_units: int
-    rows_per_unit: int
-    col_warps: int
-    stages: int
-    staged_B: bool
-    pad: int
-    max_rank: int
+    operator = staticmethod(operators.launch_scaled)
+    col_warps = SCALED_COL_WARPS
 
-    def __call__(self, stochastic: bool, seed: int) -> None:
-        operators.launch_scaled(*self, stochastic, seed)
+    def units(self, work: Work, shape: BlockShape) -> Units:
+        return super().units(work, shape)._replace(rows=SCALED_BLOCK)
+
+    def beside(self, work: Work, table: np.ndarray, device: torch.device) -> Sequence[Tensor | int]:
+        return torch.from_numpy(work.words).to(device), self.part
+
+
+MEASURE, CONVERT, WHOLE = (_Part(part=part) for part in (SCALED_MEASURE, SCALED_CONVERT, SCALED_WHOLE))
 
 
 class CudaScaled:
@@ -51,101 +44,51 @@ class CudaScaled:
 
     Args:
         placed: what is written; whole groups.
+        table: its segments, packed.
+        rest: what is written elsewhere.
     """
 
-    def __init__(self, placed: Sequence[Placed], device: torch.device) -> None:
+    def __init__(
+        self, placed: Sequence[Placed], table: np.ndarray, device: torch.device, rest: Sequence[Placed]
+    ) -> None:
         measured = [p for p in placed if not p.whole]
         sizes = [0, *(s.grid[0] * s.grid[1] for s, _ in by_weight(measured))]
         self._largest = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         begins = dict(
             zip((s.weight.data_ptr() for s, _ in by_weight(measured)), np.cumsum(sizes[:-1]).tolist(), strict=True)
         )
-        made = repack(pack([p.segment for p in placed]), device, by_map=False)
-        self.before = before(made, device, 2 * len(placed))
-        beside = np.array([_words(p, self._largest, begins) for p in placed], dtype=np.int64)
-        whole = np.array([p.whole for p in placed])
-        self.variants = [
-            variant
-            for part, some in ((SCALED_MEASURE, ~whole), (SCALED_CONVERT, ~whole), (SCALED_WHOLE, whole))
-            for variant in _variants(made.table[some], part, beside[some], device)
-        ]
-        tensors = [t for v in (*self.before, *self.variants) for t in v if isinstance(t, Tensor)]
-        self._streams = Streams(device, [self._largest, made.memory, *tensors])
+        made = repack(table, device, (WHOLE,))
+        words = np.array([_words(p, self._largest, begins) for p in placed], dtype=np.int64)
+        whole = np.array([p.whole for p in placed], dtype=bool)
+        found = before(made, device, max(2 * len(placed), 1))
+        for part, some in ((MEASURE, ~whole), (CONVERT, ~whole), (WHOLE, whole)):
+            found += [part.launch(work) for _, work in deal(made.table[some], (part,), device, words[some])]
+        self._streams = Streams(device, [self._largest, made.memory, *tensors(found)])
+        self.launches: list[Callable[[bool, int], None]] = [*found]
+        if rest:
+            reason = no_room([p.segment for p in rest], device)
+            self.launches.append(next_after("cuda", device, reason).prepare_scaled(rest, device))
 
     def __call__(self, stochastic: bool, seed: int) -> None:
         self._streams.join()
         if self._largest.numel():
             self._largest.zero_()
-        for launch in (*self.before, *self.variants):
+        for launch in self.launches:
             launch(stochastic, seed)
 
     def row_norms(self, out: Tensor) -> None:
         raise NotImplementedError("norms are taken of what is merged in place")
 
 
-class _Both:
-    """Two launches, one after the other."""
-
-    def __init__(self, launches: Sequence[Launch]) -> None:
-        self._launches = launches
-
-    def __call__(self, stochastic: bool, seed: int) -> None:
-        for launch in self._launches:
-            launch(stochastic, seed)
-
-    def row_norms(self, out: Tensor) -> None:
-        raise NotImplementedError("norms are taken of what is merged in place")
-
-
-def prepare_scaled(placed: Sequence[Placed], device: torch.device) -> Launch:
+def prepare_scaled(placed: Sequence[Placed], device: torch.device) -> CudaScaled:
     """Lay out the work of checked segments; weights with a segment that the kernel does not serve go elsewhere."""
-    here: list[Placed] = []
-    rest: list[Placed] = []
-    for _, some in by_weight(placed):
-        (here if all(_serves(p.segment, device) for p in some) else rest).extend(some)
-    launches: list[Launch] = [CudaScaled(here, device)] if here else []
-    if rest:
-        segments = [p.segment for p in rest]
-        launches.append(next_after("cuda", device, no_room(segments, device)).prepare_scaled(rest, device))
-    return launches[0] if len(launches) == 1 else _Both(launches)
-
-
-def _serves(s: Segment, device: torch.device) -> bool:
-    if isinstance(s.source, Packed):
-        return False
-    adapters = int(products(pack([s]))[0])
-    return s.rank <= _most_rank(adapters, max(s.source.element_size(), 2), memory(device), device)
-
-
-@cache
-def _most_rank(adapters: int, element_bytes: int, room: Memory, device: torch.device) -> int:
-    ranks = range(CHUNK, MAX_RANK + 1, CHUNK)
-    return max((r for r in ranks if shape_as_wide(SCALED_COL_WARPS, r, adapters, element_bytes, device)), default=0)
+    placed = [p for _, some in by_weight(placed) for p in some]
+    table, weights = pack([p.segment for p in placed]), np.array([p.scaled.weight.data_ptr() for p in placed])
+    here = ~np.isin(weights, weights[~WHOLE.serves(table, device)])
+    return CudaScaled(list(compress(placed, here)), table[here], device, list(compress(placed, ~here)))
 
 
 def _words(p: Placed, largest: Tensor, begins: dict[int, int]) -> list[int]:
     begin = begins.get(p.scaled.weight.data_ptr())
     at = 0 if p.whole or begin is None else largest.data_ptr() + 4 * begin
     return [p.scaled.scales.data_ptr(), at, p.scaled.code, p.row, p.col, p.scaled.grid[1]]
-
-
-def _variants(table: np.ndarray, part: int, beside: np.ndarray, device: torch.device) -> list[ScaledVariant]:
-    """A launch for each combination of dtypes."""
-    kinds = np.stack([table[:, DTYPES] & 0xFF, table[:, DTYPES] >> 8 & 0xFF, products(table)], axis=1)
-    found, kind_of = np.unique(kinds, axis=0, return_inverse=True)
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    made = []
-    for number, (source, dtype, adapters) in enumerate(found.tolist()):
-        some = kind_of.reshape(-1) == number
-        merges, max_rank = table[some], int(table[some, RANK].max())
-        shape = shape_as_wide(SCALED_COL_WARPS, max_rank, adapters, 4 if source == FP32 else 2, device)
-        assert shape is not None, (max_rank, adapters, source)
-        units = cut(merges, table[:0], SCALED_BLOCK, MAX_UNIT_ROWS, BLOCKS * processors, device, SCALED_BLOCK)
-        scaled = torch.from_numpy(beside[some].copy()).to(units.table.device)
-        made.append(
-            ScaledVariant(
-                units.table, units.unit_segment, scaled, units.counter, units.device, source, dtype, adapters, part,
-                units.n_units, units.n_raw_units, units.rows_per_unit, *shape, max_rank,
-            )
-        )  # fmt: skip
-    return made

@@ -150,9 +150,9 @@ def launch_cuda(
 
 
 def launch_scaled(
-    table: Tensor, unit_segment: Tensor, scaled: Tensor, counter: Tensor, device: int, source_dtype: int, dtype: int,
-    adapters: int, part: int, n_units: int, n_raw_units: int, rows_per_unit: int, col_warps: int, stages: int,
-    staged_B: bool, pad: int, max_rank: int, stochastic: bool, seed: int,
+    table: Tensor, unit_segment: Tensor, counter: Tensor, device: int, source_dtype: int, dtype: int, adapters: int,
+    n_units: int, n_raw_units: int, rows_per_unit: int, col_warps: int, stages: int, staged_B: bool, pad: int,
+    max_rank: int, scaled: Tensor, part: int, stochastic: bool, seed: int,
 ) -> None:  # fmt: skip
     """One launch of the kernel whose results have 8 bits; `part`: `layout.SCALED_MEASURE` and what follows it."""
     (beside,) = _addresses(
@@ -166,8 +166,8 @@ def launch_scaled(
 
 
 def launch_hopper(
-    table: Tensor, unit_segment: Tensor, maps: Tensor, counter: Tensor, device: int, dtype: int, adapters: int,
-    n_units: int, n_raw_units: int, rows_per_unit: int, strip_cols: int, held: int, stages: int, max_rank: int,
+    table: Tensor, unit_segment: Tensor, counter: Tensor, device: int, dtype: int, adapters: int, n_units: int,
+    n_raw_units: int, rows_per_unit: int, strip_cols: int, held: int, stages: int, max_rank: int, maps: Tensor,
     stochastic: bool, seed: int,
 ) -> None:  # fmt: skip
     """One launch of the kernel for compute capability 9."""
@@ -184,8 +184,8 @@ def tensor_maps(table: Tensor, adapters: int) -> Tensor:
     return maps
 
 
-def split_adapters(table: Tensor, unit_segment: Tensor, device: int, n_units: int) -> None:
-    """Make pairs of fp16 of the halves of adapters that a table has for segments."""
+def split_adapters(table: Tensor, unit_segment: Tensor, device: int, n_units: int, *_: object) -> None:
+    """Make pairs of fp16 of the halves of adapters that a table has for segments; rounding plays no part."""
     native.compiled.split_adapters(*_placed(table, unit_segment, device), n_units, *_where(device))
 
 
@@ -204,7 +204,7 @@ def row_norms_cuda(
 
 def track_cuda(
     table: Tensor, unit_segment: Tensor, counter: Tensor, device: int, dtype: int, adapters: int, n_units: int,
-    rows_per_unit: int, col_warps: int, stages: int, staged_B: bool, pad: int, max_rank: int,
+    n_raw_units: int, rows_per_unit: int, col_warps: int, stages: int, staged_B: bool, pad: int, max_rank: int,
     way: int, codes: Tensor, records: Tensor, arena: Tensor, mark: int, asked: Tensor, chunk: int, before: Tensor,
 ) -> None:  # fmt: skip
     """A tracked merge, its way back, or both at once (`layout.TRACK_MERGE` and what follows it), by the kernel for any
@@ -213,21 +213,22 @@ def track_cuda(
     memory = _journal(device, codes, records, arena, mark, asked)
     (arena_before,) = _addresses(device, (before, "the arena before", torch.uint8, 0))
     native.compiled.track_cuda(
-        *_placed(table, unit_segment, device), _counter(counter, device), dtype, adapters, n_units, 0, rows_per_unit,
-        col_warps, stages, staged_B, pad, max_rank, way, *memory, chunk, arena_before, before.numel(), *_where(device),
+        *_placed(table, unit_segment, device), _counter(counter, device), dtype, adapters, n_units, n_raw_units,
+        rows_per_unit, col_warps, stages, staged_B, pad, max_rank, way, *memory, chunk, arena_before, before.numel(),
+        *_where(device),
     )  # fmt: skip
 
 
 def track_hopper(
-    table: Tensor, unit_segment: Tensor, maps: Tensor, counter: Tensor, device: int, dtype: int, adapters: int,
-    n_units: int, rows_per_unit: int, strip_cols: int, held: int, stages: int, max_rank: int, way: int,
-    codes: Tensor, records: Tensor, arena: Tensor, mark: int, asked: Tensor, chunk: int, before: Tensor,
+    table: Tensor, unit_segment: Tensor, counter: Tensor, device: int, dtype: int, adapters: int, n_units: int,
+    n_raw_units: int, rows_per_unit: int, strip_cols: int, held: int, stages: int, max_rank: int, maps: Tensor,
+    way: int, codes: Tensor, records: Tensor, arena: Tensor, mark: int, asked: Tensor, chunk: int, before: Tensor,
 ) -> None:  # fmt: skip
     """The same by the kernel for compute capability 9."""
     memory = _journal(device, codes, records, arena, mark, asked)
     (arena_before,) = _addresses(device, (before, "the arena before", torch.uint8, 0))
     native.compiled.track_hopper(
-        *_placed(table, unit_segment, device), _counter(counter, device), dtype, adapters, n_units, 0, rows_per_unit,
-        _maps(maps, table), strip_cols, held, stages, max_rank, way, *memory, chunk, arena_before, before.numel(),
-        *_where(device),
+        *_placed(table, unit_segment, device), _counter(counter, device), dtype, adapters, n_units, n_raw_units,
+        rows_per_unit, _maps(maps, table), strip_cols, held, stages, max_rank, way, *memory, chunk, arena_before,
+        before.numel(), *_where(device),
     )  # fmt: skip
