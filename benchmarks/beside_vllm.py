@@ -25,7 +25,7 @@ class Row(NamedTuple):
 SEVEN = "qwen2.5-7b"
 FIRST = f"sync-engine-first-{SEVEN}.json"
 ROWS = (
-    Row("the trainer merges, written", (FIRST, "other"), (SGLANG, "merged")),
+    Row("the trainer merges, written", (f"sync-push-{SEVEN}.json", "other"), (SGLANG, "merged")),
     Row("the worker merges, reads the trainer's weights", (f"sync-pull-{SEVEN}.json", "pull"), (SGLANG, "memory")),
     Row("the trainer merges, in buckets", (f"sync-{SEVEN}.json", "other"), (SGLANG, "buckets")),
     Row("the engine merges, adapters alone go", (FIRST, "engine-other"), (SGLANG, "engine")),

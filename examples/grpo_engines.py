@@ -116,7 +116,9 @@ class Sglang:
 
         # Schedulers inherit the environment, and would take torchrun's store for the one that they meet in.
         os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+        # Triton's kernels are in every installation; those that SGLang would choose on a GPU may not be.
         options: dict[str, Any] = {"mem_fraction_static": 0.3}
+        options |= {"attention_backend": "triton", "sampling_backend": "pytorch"}
         if args.device == "cpu":
             options = {
                 "device": "cpu",
