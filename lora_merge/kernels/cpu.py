@@ -9,7 +9,8 @@ from torch import Tensor
 
 from . import Moves, native, operators
 from .fused import Fused, Journal, Kernels
-from .scaled import ComposedScaled, Placed
+from .merged_first import ByOperations, MergedFirst
+from .scaled import Placed
 from .segments import DESTINATION, SOURCE, Segment, pack, same_weights
 
 
@@ -34,9 +35,9 @@ def prepare(segments: Sequence[Segment], device: torch.device) -> _Launch:
     return _Launch(torch.from_numpy(pack(segments)))
 
 
-def prepare_scaled(placed: Sequence[Placed], device: torch.device) -> ComposedScaled:
+def prepare_scaled(placed: Sequence[Placed], device: torch.device) -> MergedFirst:
     """Merged by launches of `prepare`, scaled by tensor operations."""
-    return ComposedScaled(prepare, placed, device)
+    return MergedFirst(prepare, ByOperations, placed, device)
 
 
 class _Tracked:

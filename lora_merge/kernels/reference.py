@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from .composed import Composed
-from .scaled import ComposedScaled, Placed
+from .merged_first import ByOperations, MergedFirst
+from .scaled import Placed
 from .segments import Segment, moves_bits, name_key
 
 BLOCK = 1 << 18
@@ -43,9 +44,9 @@ def prepare(segments: Sequence[Segment], device: torch.device) -> _Launch:
     return _Launch(segments)
 
 
-def prepare_scaled(placed: Sequence[Placed], device: torch.device) -> ComposedScaled:
+def prepare_scaled(placed: Sequence[Placed], device: torch.device) -> MergedFirst:
     """Merged by launches of `prepare`, scaled by tensor operations."""
-    return ComposedScaled(prepare, placed, device)
+    return MergedFirst(prepare, ByOperations, placed, device)
 
 
 def prepare_tracked(segments: Sequence[Segment], device: torch.device) -> Composed:

@@ -16,8 +16,8 @@ in kernels of vLLM 0.26.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidInput
-from . import Launch
 from .layout import GROUPS, SCALED_BLOCK
 from .segments import FP8, Segment
 
@@ -221,38 +220,3 @@ def quantise(x: Tensor, group: Group) -> tuple[Tensor, Tensor]:
 def _rounded(y: Tensor) -> Tensor:
     """To the nearest one; what is no number stays so."""
     return y.clamp(-LARGEST, LARGEST).to(FP8)
-
-
-class ComposedScaled:
-    """Merged in memory of its own, weight after weight, then scaled by tensor operations; see `Launch`.
-
-    Args:
-        prepare: a backend's, of segments whose results are of 16 bits.
-        placed: what is written; whole groups.
-    """
-
-    def __init__(
-        self,
-        prepare: Callable[[Sequence[Segment], torch.device], Launch],
-        placed: Sequence[Placed],
-        device: torch.device,
-    ) -> None:
-        self._prepare, self._weights, self._device = prepare, by_weight(placed), device
-
-    def __call__(self, stochastic: bool, seed: int) -> None:
-        for scaled, some in self._weights:
-            dtype = MERGED_IN[some[0].segment.source.dtype]
-            merged = torch.zeros(scaled.weight.shape, dtype=dtype, device=self._device)
-            self._prepare([replace(p.segment, destination=merged[p.rows, p.cols]) for p in some], self._device)(
-                stochastic, seed
-            )
-            weight, scales = quantise(merged, scaled.group)
-            written, (down, across) = torch.zeros(scaled.grid, dtype=torch.bool, device="cpu"), scaled.sizes
-            for p in some:
-                p.segment.destination.view(torch.uint8).copy_(weight[p.rows, p.cols].view(torch.uint8))
-                written[p.row // down : -(-p.rows.stop // down), p.col // across : -(-p.cols.stop // across)] = True
-            kept, grid = written.to(self._device), scaled.scales.view(scaled.grid)
-            grid.copy_(torch.where(kept, scales.view(scaled.grid), grid))
-
-    def row_norms(self, out: Tensor) -> None:
-        raise NotImplementedError("norms are taken of what is merged in place")

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from .fused import Fused
-from .scaled import ComposedScaled, Placed
+from .merged_first import ByOperations, MergedFirst
+from .scaled import Placed
 from .segments import ROWS, UNITS_ACROSS, Segment, pack
 from .streams import Streams
 from .triton_table import Variant, groups, merge_variant, norm_variant, streams_of
@@ -73,9 +74,9 @@ def prepare(segments: Sequence[Segment], device: torch.device) -> _Launch:
     return _Launch(pack(segments), device)
 
 
-def prepare_scaled(placed: Sequence[Placed], device: torch.device) -> ComposedScaled:
+def prepare_scaled(placed: Sequence[Placed], device: torch.device) -> MergedFirst:
     """Merged by launches of `prepare`, scaled by tensor operations."""
-    return ComposedScaled(prepare, placed, device)
+    return MergedFirst(prepare, ByOperations, placed, device)
 
 
 def prepare_tracked(segments: Sequence[Segment], device: torch.device) -> Fused:
