@@ -66,7 +66,7 @@ def table(folder: Path) -> str:
         lines.append(f"| {' | '.join([row.what, *cells(folder, row.vllm), *cells(folder, row.sglang)])} |")
     for name, what in (
         ("update_weights_from_tensor", "SGLang's own update of weights that are merged already, tensor by tensor"),
-        ("flattened_bucket", "the same, as one flattened bucket"),
+        ("flattened_bucket", "the same, in flattened buckets"),
     ):
         own = read(folder, SGLANG).get("peers", {}).get(f"{name}_ms")
         lines.append(f"| {what} | | | {'' if own is None else f'{own:.0f}'} | |")

@@ -7,7 +7,7 @@
 The engine starts with `load_format="dummy"` in processes of its own on the same device, the trainer with random weights
 of the same shape. An engine a part, each in a process of its own: `pushes` (the trainer merges; the engine does, which
 gets adapters alone; and SGLang's `update_weights_from_tensor` on weights that are merged already, tensor by tensor and
-as one flattened bucket), `adapter` (base and adapter apart), `memory` (an engine with the memory saver, which reads the
+as flattened buckets of `--bucket-bytes`), `adapter` (base and adapter apart), `memory` (an engine with the memory saver, which reads the
 trainer's weights; and its weights when they have been released), `buckets` (engine and trainer can map nothing of each
 other's); asked for with --parts, `across` (an engine on another GPU, written straight, and over NCCL). Times are
 medians over `--repeats` pushes; the first push of each part compares all bits on both sides. Steps of requests are
@@ -94,9 +94,8 @@ def part_pushes(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def peers(engine: Any, merged: list[tuple[str, torch.Tensor]], args: argparse.Namespace) -> dict[str, Any]:
     """SGLang's own updates with weights that are merged already."""
     result: dict[str, Any] = {}
-    for name, update in (("update_weights_from_tensor", named), ("flattened_bucket", flattened)):
-        if args.device == "cuda":
-            torch.cuda.empty_cache()  # the flattened bucket takes as much as the model
+    in_buckets = partial(flattened, bucket_bytes=args.bucket_bytes)
+    for name, update in (("update_weights_from_tensor", named), ("flattened_bucket", in_buckets)):
         try:
             result[f"{name}_ms"] = timed(partial(update, engine, merged), args.device, args.repeats)
             result[f"{name}_answer"] = answers(engine)
@@ -110,14 +109,25 @@ def named(engine: Any, merged: list[tuple[str, torch.Tensor]]) -> None:
     engine.update_weights_from_tensor(merged)
 
 
-def flattened(engine: Any, merged: list[tuple[str, torch.Tensor]]) -> None:
-    """As verl and slime send it, all in one bucket."""
+def flattened(engine: Any, merged: list[tuple[str, torch.Tensor]], bucket_bytes: int) -> None:
+    """As verl and slime send it: bucket by bucket, the caches flushed with the last one."""
     from sglang.srt.utils import MultiprocessingSerializer
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
-    bucket = FlattenedTensorBucket(named_tensors=merged)
-    told = {"flattened_tensor": bucket.get_flattened_tensor(), "metadata": bucket.get_metadata()}
-    engine.update_weights_from_tensor([MultiprocessingSerializer.serialize(told)], load_format="flattened_bucket")
+    buckets: list[list[tuple[str, torch.Tensor]]] = [[]]
+    room = bucket_bytes
+    for name, tensor in merged:
+        if buckets[-1] and tensor.nbytes > room:
+            buckets.append([])
+            room = bucket_bytes
+        buckets[-1].append((name, tensor))
+        room -= tensor.nbytes
+    for tensors in buckets:
+        bucket = FlattenedTensorBucket(named_tensors=tensors)
+        told = {"flattened_tensor": bucket.get_flattened_tensor(), "metadata": bucket.get_metadata()}
+        serialised = [MultiprocessingSerializer.serialize(told)]
+        last = tensors is buckets[-1]
+        engine.update_weights_from_tensor(serialised, load_format="flattened_bucket", flush_cache=last)
 
 
 def part_adapter(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
