@@ -7,11 +7,11 @@
 The engine starts with `load_format="dummy"` in processes of its own on the same device, the trainer with random weights
 of the same shape. An engine a part, each in a process of its own: `pushes` (the trainer merges; the engine does, which
 gets adapters alone; and SGLang's `update_weights_from_tensor` on weights that are merged already, tensor by tensor and
-as flattened buckets of `--bucket-bytes`), `adapter` (base and adapter apart), `memory` (an engine with the memory saver, which reads the
-trainer's weights; and its weights when they have been released), `buckets` (engine and trainer can map nothing of each
-other's); asked for with --parts, `across` (an engine on another GPU, written straight, and over NCCL). Times are
-medians over `--repeats` pushes; the first push of each part compares all bits on both sides. Steps of requests are
-captured as CUDA graphs unless `--no-graphs` is given.
+as flattened buckets of `--bucket-bytes`), `adapter` (base and adapter apart), `memory` (an engine with the memory
+saver, which reads the trainer's weights; and its weights when they have been released), `buckets` (engine and trainer
+can map nothing of each other's); asked for with --parts, `across` (an engine on another GPU, written straight, and over
+NCCL). Times are medians over `--repeats` pushes; the first push of each part compares all bits on both sides. Steps of
+requests are captured as CUDA graphs unless `--no-graphs` is given.
 """
 
 from __future__ import annotations
