@@ -10,12 +10,14 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -160,9 +162,143 @@ def test_over_http(server: str) -> None:
     sync.close()
 
 
-def test_a_server_of_something_else() -> None:
+def test_nobody_listens() -> None:
     with pytest.raises(PushRefused, match="nothing listens"):
         SglangSync(policy(), "http://127.0.0.1:9").push()
+
+
+class Other(BaseHTTPRequestHandler):
+    """What answers at an address that is none of SGLang's.
+
+    Attributes:
+        given: by path, what it answers: code, type and text; None for nothing, with a closed connection. "" for others.
+        asked: which paths it was asked for.
+    """
+
+    given: dict[str, tuple[int, str, str] | None]
+    asked: list[str]
+
+    def _answer(self) -> None:
+        self.asked.append(self.path)
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        given = self.given.get(self.path, self.given[""])
+        self.close_connection = True
+        if given is None:
+            return
+        code, kind, text = given
+        self.send_response(code)
+        self.send_header("Content-Type", kind)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    do_GET = do_POST = _answer
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Says nothing."""
+
+
+@contextmanager
+def answering(**given: tuple[int, str, str] | None) -> Iterator[tuple[str, list[str]]]:
+    """A server of something else: its URL, and the paths that it was asked for.
+
+    Args:
+        given: as of `Other`, by path without its slash; `other` for all others.
+    """
+    paths = {"" if path == "other" else f"/{path}": answer for path, answer in given.items()}
+    handler = type("Handler", (Other,), {"given": paths, "asked": []})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}", handler.asked
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+HTML, JSON = "text/html", "application/json"
+NONE = (404, HTML, "<html>no such page</html>")
+UNSUPPORTED = (400, JSON, '{"success": false, "message": "Unsupported action=lora_merge:"}')
+STRANGERS: dict[str, tuple[dict[str, tuple[int, str, str] | None], str]] = {
+    "knows no such page": ({"other": NONE}, r"weights_checker answered 404 \(text/html from .*URL of an SGLang server"),
+    "takes no POST": ({"other": (501, HTML, "<html/>")}, r"answered 501 .*is this the URL of an SGLang server"),
+    "gives a page": (
+        {"other": (200, HTML, "<html>welcome</html>")},
+        r"weights_checker answers with text/html from .*, which is not JSON: is this the URL of an SGLang server",
+    ),
+    "gives other JSON": ({"other": (200, JSON, '{"status": "ok"}')}, r'JSON of something else \(\{"status": "ok"\}\)'),
+    "gives a list": ({"other": (200, JSON, "[1]")}, r"JSON of something else \(\[1\]\): is this the URL"),
+    "gives a message": ({"other": (200, JSON, '{"message": "hi"}')}, r'JSON of something else \(\{"message": "hi"\}\)'),
+    "gives no workers": ({"other": (200, JSON, '{"message": "5"}')}, r'JSON of something else \(\{"message": "5"\}\)'),
+    "is broken": ({"other": (502, HTML, "<html/>")}, r"answered 502 \(text/html from .*is this the URL of an SGLang"),
+    "fails": ({"other": (500, "text/plain", "Internal")}, r"answered 500: Internal"),
+    "hangs up": ({"other": None}, r"does not answer and closes the connection: is this the URL of an SGLang server"),
+    "is an SGLang too old": (
+        {"get_server_info": (200, JSON, '{"version": "0.4.9"}'), "other": NONE},
+        r"runs SGLang 0\.4\.9, which does not offer /weights_checker; 0\.5\.17 and 0\.5\.23 are supported",
+    ),
+    "is an SGLang that has moved things": (
+        {"weights_checker": UNSUPPORTED, "server_info": (200, JSON, '{"version": "0.9.0"}'), "other": NONE},
+        r"SGLang 0\.9\.0 itself answers \(Unsupported .*0\.5\.17 and 0\.5\.23 are supported.*Failed to apply hooks",
+    ),
+    "is an SGLang without the plugin": (
+        {"weights_checker": UNSUPPORTED, "server_info": (200, JSON, '{"version": "0.5.17"}'), "other": NONE},
+        r"SGLang 0\.5\.17 itself answers \(Unsupported action=.*does SGLANG_PLUGINS allow it\?$",
+    ),
+}
+"""What something else answers, and what a push says of it."""
+
+
+@pytest.mark.parametrize("what", STRANGERS)
+def test_a_server_of_something_else(what: str) -> None:
+    """It is asked who it is, and nothing more."""
+    given, words = STRANGERS[what]
+    with answering(**given) as (url, asked):
+        with pytest.raises(PushRefused, match=words):
+            SglangSync(policy(), url).push()
+        assert set(asked) <= {"/weights_checker", "/server_info", "/get_server_info"}
+
+
+def test_something_that_does_not_speak_http() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def greet() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    with listening.accept()[0] as one:
+                        one.recv(1 << 16)
+                        one.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+
+        threading.Thread(target=greet, daemon=True).start()
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        with pytest.raises(PushRefused, match=r"does not answer in HTTP .*is this the URL of an SGLang server"):
+            SglangSync(policy(), url).push()
+        listening.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("keys", [{"api_key": "abc"}, {"admin_api_key": "abc"}, {"api_key": "a", "admin_api_key": "b"}])
+def test_a_server_that_asks_for_a_key(keys: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's own server, without an engine behind it: it asks for the key first."""
+    import uvicorn
+    from fastapi import FastAPI
+    from sglang.srt.entrypoints.http_server import app
+    from sglang.srt.utils.auth import add_api_key_middleware
+
+    locked = FastAPI(routes=app.router.routes)
+    add_api_key_middleware(locked, **{"api_key": None, "admin_api_key": None} | keys)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        server = uvicorn.Server(uvicorn.Config(locked, log_level="error", lifespan="off"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        try:
+            url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+            words = r"weights_checker answered 401 .*Unauthorized.*asks for an API key, and pushes have none to give"
+            with pytest.raises(PushRefused, match=words):
+                SglangSync(policy(), url).push()
+        finally:
+            server.should_exit = True
+            thread.join()
 
 
 @pytest.mark.parametrize("pause", ["keep", "wait", "abort"])
