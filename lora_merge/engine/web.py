@@ -128,7 +128,7 @@ class Server:
             raise self._error(url, error) from error
         except urllib.error.URLError as error:
             raise NotReached(_why(self.url, error.reason)) from error
-        except ConnectionError as error:
+        except (ConnectionError, http.client.IncompleteRead) as error:
             told = f"{url} does not answer and closes the connection: {self.hint} Did it end just now?"
             raise NotReached(told) from error
         except http.client.HTTPException as error:
