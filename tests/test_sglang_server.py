@@ -17,7 +17,6 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ import pytest
 import sglang_engines
 import sglang_faulty
 from sglang_engines import ask, assert_answers, do, engine, spans
+from strangers import HTML, JSON, Answer, answering
 
 from lora_merge import PushFailed, PushRefused, SglangSync
 
@@ -167,60 +167,9 @@ def test_nobody_listens() -> None:
         SglangSync(policy(), "http://127.0.0.1:9").push()
 
 
-class Other(BaseHTTPRequestHandler):
-    """What answers at an address that is none of SGLang's.
-
-    Attributes:
-        given: by path, what it answers: code, type and text; None for nothing, with a closed connection. "" for others.
-        asked: which paths it was asked for.
-    """
-
-    given: dict[str, tuple[int, str, str] | None]
-    asked: list[str]
-
-    def _answer(self) -> None:
-        self.asked.append(self.path)
-        self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        given = self.given.get(self.path, self.given[""])
-        self.close_connection = True
-        if given is None:
-            return
-        code, kind, text = given
-        self.send_response(code)
-        self.send_header("Content-Type", kind)
-        self.end_headers()
-        self.wfile.write(text.encode())
-
-    do_GET = do_POST = _answer
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Says nothing."""
-
-
-@contextmanager
-def answering(**given: tuple[int, str, str] | None) -> Iterator[tuple[str, list[str]]]:
-    """A server of something else: its URL, and the paths that it was asked for.
-
-    Args:
-        given: as of `Other`, by path without its slash; `other` for all others.
-    """
-    paths = {"" if path == "other" else f"/{path}": answer for path, answer in given.items()}
-    handler = type("Handler", (Other,), {"given": paths, "asked": []})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}", handler.asked
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
-HTML, JSON = "text/html", "application/json"
 NONE = (404, HTML, "<html>no such page</html>")
 UNSUPPORTED = (400, JSON, '{"success": false, "message": "Unsupported action=lora_merge:"}')
-STRANGERS: dict[str, tuple[dict[str, tuple[int, str, str] | None], str]] = {
+STRANGERS: dict[str, tuple[dict[str, Answer], str]] = {
     "knows no such page": ({"other": NONE}, r"weights_checker answered 404 \(text/html from .*URL of an SGLang server"),
     "takes no POST": ({"other": (501, HTML, "<html/>")}, r"answered 501 .*is this the URL of an SGLang server"),
     "gives a page": (
