@@ -287,7 +287,7 @@ def test_a_scheduler_that_dies_in_the_middle(tmp_path: Path) -> None:
         began = time.monotonic()
         with pytest.raises(PushFailed, match="engine 0 is dirty"):
             sync.push()
-        with pytest.raises(PushRefused, match="does not answer"):
+        with pytest.raises(PushRefused, match=r"does not answer|nothing listens"):  # it is ending, or has ended
             sync.push()
         assert time.monotonic() - began < 60
         sync.close()
