@@ -153,6 +153,23 @@ def _lay_anew(manager: Any, kind: str, where: str, name: str) -> str:
     return f"{found} layers"
 
 
+def _shuffle(manager: Any) -> str:
+    """From now on SGLang's layers say that their experts are shuffled for aiter."""
+    from sglang.srt.layers.quantization import unquant
+
+    had, unquant._use_aiter = unquant._use_aiter, True
+    _MENDED.append(lambda: setattr(unquant, "_use_aiter", had))
+    return "pretends"
+
+
+def _derive(manager: Any) -> str:
+    """From now on the model has a method by which SGLang makes something of its weights after loading."""
+    model = manager.tp_worker.model_runner.model
+    model.post_load_weights = lambda: None
+    _MENDED.append(lambda: delattr(model, "post_load_weights"))
+    return "pretends"
+
+
 def _update(manager: Any, name: str) -> str:
     """From now on the engine is judged as if an update of its own were under way, which it knows by this attribute."""
     from lora_merge.engine.sglang import worker
@@ -226,6 +243,8 @@ _ACTIONS: dict[str, Callable[..., Any]] = {
     "draft": _draft,
     "update": _update,
     "lay anew": _lay_anew,
+    "shuffle": _shuffle,
+    "derive": _derive,
     "lack": _lack,
     "slow": _slow,
     "process": _process,

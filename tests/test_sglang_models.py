@@ -10,10 +10,12 @@ import policies
 import pytest
 import sglang_cpu
 import sglang_engines
+import torch
 from sglang_engines import LORA, ask, assert_answers, do, engine, follow_the_scaling
 from torch import nn
 
 from lora_merge import PushFailed, PushRefused, SglangSync
+from lora_merge.engine.sglang import internals
 
 DENSE = {"target_modules": policies.LINEARS}
 MOE = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], "target_parameters": policies.EXPERTS}
@@ -33,8 +35,9 @@ def push_and_ask(model: Any, started: Any, **options: Any) -> None:
 
 
 def test_an_untied_head(tmp_path: Path) -> None:
+    """And an engine with an API key, for which nobody asks where no server is."""
     model = models.with_lora(lambda: policies.qwen2(tied=False), **DENSE)
-    with engine(model, tmp_path / "base") as started:
+    with engine(model, tmp_path / "base", api_key="abc") as started:
         push_and_ask(model, started)
 
 
@@ -67,7 +70,7 @@ def test_experts(tmp_path: Path) -> None:
         assert_answers(ask(started), model)
         sync.close()
         for number, (anew, words) in enumerate(LAID_ANEW.items()):
-            assert do(started, "lay anew", *anew) != "0 layers"
+            assert do(started, *anew) != "0 layers"
             other = SglangSync(model, started, bucket_bytes=(number + 1) << 16)  # what is known is not looked at again
             with pytest.raises(PushRefused, match=rf"in another layout than it loads it in \({words}"):
                 other.push()
@@ -75,28 +78,61 @@ def test_experts(tmp_path: Path) -> None:
             assert other.states() == held
             assert_answers(ask(started), model)
             other.close()
+        up_first(model, started, tmp_path)
 
 
 LAID_ANEW = {
-    ("UnquantizedFusedMoEMethod", "method", "use_flashinfer_trtllm_moe"): (
+    ("lay anew", "UnquantizedFusedMoEMethod", "method", "use_flashinfer_trtllm_moe"): (
         r'moe_runner_backend="flashinfer_trtllm": start the engine with moe_runner_backend="triton"'
     ),
-    ("UnquantizedLinearMethod", "layer", "use_intel_amx_backend"): "packed for AMX",
+    ("lay anew", "UnquantizedLinearMethod", "layer", "use_intel_amx_backend"): "packed for AMX",
+    ("shuffle",): "shuffled for aiter: start the engine with SGLANG_USE_AITER=0",
 }
-"""What SGLang may have made of weights by itself: FlashInfer's experts, AMX. (Pretended.)"""
+"""What SGLang may have made of weights by itself: FlashInfer's experts, AMX, aiter. (Pretended.)"""
+
+
+def up_first(model: Any, started: Any, folder: Path) -> None:
+    """Experts for FlashInfer's CUTLASS kernels, which take up before gate: SGLang loads them so, and a push puts them
+    where it does. (Pretended: such kernels compute on GPUs alone.)"""
+    halves = []
+    for number, turned in enumerate((False, True)):
+        if turned:
+            assert (
+                do(started, "lay anew", "UnquantizedFusedMoEMethod", "method", "use_flashinfer_cutlass") != "0 layers"
+            )
+        sync = SglangSync(model, started, bucket_bytes=(number + 7) << 16)
+        assert sync.push(verify=True).coverage == 1
+        do(started, "save", str(folder / "saved"))
+        saved = torch.load(folder / "saved")
+        halves.append({name: tensor.chunk(2, 1) for name, tensor in saved.items() if name.endswith("w13_weight")})
+        sync.close()
+    assert halves[0]
+    for name, (gate, up) in halves[0].items():
+        assert torch.equal(halves[1][name][0], up), name
+        assert torch.equal(halves[1][name][1], gate), name
+    do(started, "mend")
+    sync = SglangSync(model, started, bucket_bytes=9 << 16)
+    sync.push()
+    assert_answers(ask(started), model)
+    sync.close()
 
 
 # What SGLang started otherwise than one may think
 
 
 def test_an_engine_without_the_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang's own `check_weights` answers, and the engine lives on."""
+    """SGLang's own `check_weights` answers, and the engine lives on; so it is where a release lets the plugin's hooks
+    fall. (Pretended: that this is one.)"""
     monkeypatch.setenv("SGLANG_PLUGINS", "cpu")
     model = policies.qwen2()
     with engine(model, tmp_path / "base") as started:
         before = ask(started)
         with pytest.raises(PushRefused, match=r"Unsupported action=.*is lora-merge installed .*SGLANG_PLUGINS"):
             SglangSync(model, started).push()
+        with monkeypatch.context() as patched:
+            patched.setattr(internals, "RELEASES", ())
+            with pytest.raises(PushRefused, match=r'are supported.*log says "Failed to apply hooks to sglang\.srt'):
+                SglangSync(model, started).push()
         assert [one["output_ids"] for one in ask(started)] == [one["output_ids"] for one in before]
 
 

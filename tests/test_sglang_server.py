@@ -10,6 +10,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -25,6 +26,7 @@ import pytest
 import sglang_engines
 import sglang_faulty
 from sglang_engines import ask, assert_answers, do, engine, spans
+from strangers import HTML, JSON, Answer, answering
 
 from lora_merge import PushFailed, PushRefused, SglangSync
 
@@ -160,9 +162,92 @@ def test_over_http(server: str) -> None:
     sync.close()
 
 
-def test_a_server_of_something_else() -> None:
+def test_nobody_listens() -> None:
     with pytest.raises(PushRefused, match="nothing listens"):
         SglangSync(policy(), "http://127.0.0.1:9").push()
+
+
+NONE = (404, HTML, "<html>no such page</html>")
+UNSUPPORTED = (400, JSON, '{"success": false, "message": "Unsupported action=lora_merge:"}')
+STRANGERS: dict[str, tuple[dict[str, Answer], str]] = {
+    "knows no such page": ({"other": NONE}, r"weights_checker answered 404 \(text/html from .*URL of an SGLang server"),
+    "takes no POST": ({"other": (501, HTML, "<html/>")}, r"answered 501 .*is this the URL of an SGLang server"),
+    "gives a page": (
+        {"other": (200, HTML, "<html>welcome</html>")},
+        r"weights_checker answers with text/html from .*, which is not JSON: is this the URL of an SGLang server",
+    ),
+    "gives other JSON": ({"other": (200, JSON, '{"status": "ok"}')}, r'JSON of something else \(\{"status": "ok"\}\)'),
+    "gives a list": ({"other": (200, JSON, "[1]")}, r"JSON of something else \(\[1\]\): is this the URL"),
+    "gives a message": ({"other": (200, JSON, '{"message": "hi"}')}, r'JSON of something else \(\{"message": "hi"\}\)'),
+    "gives no workers": ({"other": (200, JSON, '{"message": "5"}')}, r'JSON of something else \(\{"message": "5"\}\)'),
+    "is broken": ({"other": (502, HTML, "<html/>")}, r"answered 502 \(text/html from .*is this the URL of an SGLang"),
+    "fails": ({"other": (500, "text/plain", "Internal")}, r"answered 500: Internal"),
+    "hangs up": ({"other": None}, r"does not answer and closes the connection: is this the URL of an SGLang server"),
+    "is an SGLang too old": (
+        {"get_server_info": (200, JSON, '{"version": "0.4.9"}'), "other": NONE},
+        r"runs SGLang 0\.4\.9, which does not offer /weights_checker; 0\.5\.17 and 0\.5\.23 are supported",
+    ),
+    "is an SGLang that has moved things": (
+        {"weights_checker": UNSUPPORTED, "server_info": (200, JSON, '{"version": "0.9.0"}'), "other": NONE},
+        r"SGLang 0\.9\.0 itself answers \(Unsupported .*0\.5\.17 and 0\.5\.23 are supported.*Failed to apply hooks",
+    ),
+    "is an SGLang without the plugin": (
+        {"weights_checker": UNSUPPORTED, "server_info": (200, JSON, '{"version": "0.5.17"}'), "other": NONE},
+        r"SGLang 0\.5\.17 itself answers \(Unsupported action=.*does SGLANG_PLUGINS allow it\?$",
+    ),
+}
+"""What something else answers, and what a push says of it."""
+
+
+@pytest.mark.parametrize("what", STRANGERS)
+def test_a_server_of_something_else(what: str) -> None:
+    """It is asked who it is, and nothing more."""
+    given, words = STRANGERS[what]
+    with answering(**given) as (url, asked):
+        with pytest.raises(PushRefused, match=words):
+            SglangSync(policy(), url).push()
+        assert set(asked) <= {"/weights_checker", "/server_info", "/get_server_info"}
+
+
+def test_something_that_does_not_speak_http() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def greet() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    with listening.accept()[0] as one:
+                        one.recv(1 << 16)
+                        one.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+
+        threading.Thread(target=greet, daemon=True).start()
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        with pytest.raises(PushRefused, match=r"does not answer in HTTP .*is this the URL of an SGLang server"):
+            SglangSync(policy(), url).push()
+        listening.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("keys", [{"api_key": "abc"}, {"admin_api_key": "abc"}, {"api_key": "a", "admin_api_key": "b"}])
+def test_a_server_that_asks_for_a_key(keys: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's own server, without an engine behind it: it asks for the key first."""
+    import uvicorn
+    from fastapi import FastAPI
+    from sglang.srt.entrypoints.http_server import app
+    from sglang.srt.utils.auth import add_api_key_middleware
+
+    locked = FastAPI(routes=app.router.routes)
+    add_api_key_middleware(locked, **{"api_key": None, "admin_api_key": None} | keys)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        server = uvicorn.Server(uvicorn.Config(locked, log_level="error", lifespan="off"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        try:
+            url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+            words = r"weights_checker answered 401 .*Unauthorized.*asks for an API key, and pushes have none to give"
+            with pytest.raises(PushRefused, match=words):
+                SglangSync(policy(), url).push()
+        finally:
+            server.should_exit = True
+            thread.join()
 
 
 @pytest.mark.parametrize("pause", ["keep", "wait", "abort"])
@@ -202,7 +287,7 @@ def test_a_scheduler_that_dies_in_the_middle(tmp_path: Path) -> None:
         began = time.monotonic()
         with pytest.raises(PushFailed, match="engine 0 is dirty"):
             sync.push()
-        with pytest.raises(PushRefused, match="does not answer"):
+        with pytest.raises(PushRefused, match=r"does not answer|nothing listens"):  # it is ending, or has ended
             sync.push()
         assert time.monotonic() - began < 60
         sync.close()

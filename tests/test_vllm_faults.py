@@ -16,6 +16,7 @@ import models
 import pytest
 import torch
 from engines import ask, assert_answers, engine, train
+from strangers import HTML, JSON, Answer, answering
 
 from lora_merge import LoraMergeError, PushFailed, PushRefused, VllmSync
 from lora_merge.engine.calls import drive
@@ -250,3 +251,23 @@ def test_a_worker_that_is_killed_in_the_middle(tmp_path: Path, monkeypatch: pyte
         with pytest.raises(PushRefused, match="does not answer"):
             sync.push()
         sync.close()
+
+
+STRANGERS: dict[str, tuple[Answer, str]] = {
+    "no such page": ((404, JSON, "{}"), r"collective_rpc answered 404 .*started with VLLM_SERVER_DEV_MODE=1"),
+    "a page": ((200, HTML, "<html/>"), r"text/html from .*, which is not JSON: is this the URL of a vLLM server"),
+    "other JSON": ((200, JSON, '{"a": 1}'), r'JSON of something else \(\{"a": 1\}\): is this the URL of a vLLM server'),
+    "a key": ((401, JSON, '{"error": "Unauthorized"}'), r"answered 401 .*Unauthorized.*it asks for an API key"),
+    "nothing": (None, r"does not answer and closes the connection: is this the URL of a vLLM server"),
+}
+"""What something else answers, and what a push says of it."""
+
+
+@pytest.mark.parametrize("what", STRANGERS)
+def test_a_server_of_something_else(what: str) -> None:
+    """It is asked who it is, and nothing more."""
+    given, words = STRANGERS[what]
+    with answering(other=given) as (url, asked):
+        with pytest.raises(PushRefused, match=words):
+            VllmSync(models.with_lora(engines.qwen2, **DENSE), url).push()
+        assert set(asked) == {"/collective_rpc"}

@@ -26,7 +26,7 @@ from .trainer import Trainer
 from .transport import Route, WorkerId
 from .update import Update
 from .waiting import host_id
-from .web import NotReached
+from .web import NotReached, Unfit
 
 _Settle: TypeAlias = Callable[[Replica, Call | None, bool], Coroutine[Any, Any, None]]
 PAUSES = ("keep", "wait", "abort")
@@ -226,7 +226,7 @@ class Pushes:
             control = self._trainer.controls[index]
             try:
                 workers = await control.rpc("hello", **message)
-            except NotReached as error:
+            except (NotReached, Unfit) as error:
                 raise PushRefused(f"engine {index}: {error}") from error
             except Exception as error:
                 raise PushRefused(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import threading
 import time
@@ -14,10 +15,10 @@ from ...errors import InvalidInput
 from ..adapter import ADAPTER_NAME
 from ..calls import to_its_end, watched, while_alive
 from ..control import Control
-from ..web import Server
+from ..web import Answered, NoRoute, Server, Unfit
 from . import internals
 from .adapter import reference
-from .plugin import PREFIX
+from .plugin import HOOKED, PREFIX
 
 LOOK_S = 0.02
 """Seconds between two looks at whether requests have ended."""
@@ -34,13 +35,18 @@ class SglangControl(Control):
         try:
             # Of several data-parallel engines the first one's: the others refuse a push in the same words.
             answers, _ = json.JSONDecoder().raw_decode(message)
-        except json.JSONDecodeError as error:
-            brief = message.replace(request, "...")
-            raise RuntimeError(f"SGLang itself answers: {brief}") from error
+            if not isinstance(answers, list):
+                raise ValueError
+        except ValueError as error:
+            raise self._stranger(message.replace(request, "...")) from error
         return [json.dumps(answer) for answer in answers]
 
     async def _checked(self, action: str) -> str:
         """What `check_weights` says."""
+        raise NotImplementedError
+
+    def _stranger(self, told: str) -> Unfit:
+        """The error for an engine whose `check_weights` has answered this, which is not the plugin's."""
         raise NotImplementedError
 
     async def pause(self, mode: str) -> None:
@@ -109,6 +115,9 @@ class EngineControl(SglangControl):
         # SGLang would take an answer that nobody waited for to its end for that of the next call.
         _, message, *_ = await (to_its_end(asyncio.ensure_future(call)) if self.suspends else call)
         return str(message)
+
+    def _stranger(self, told: str) -> Unfit:
+        return _without_plugin(internals.installed(), told)
 
     async def paused(self) -> bool:
         return bool(self.engine.is_pause)
@@ -189,10 +198,36 @@ class HttpControl(SglangControl):
 
     def __init__(self, handle: str) -> None:
         super().__init__(handle)
-        self._server = Server(handle, "is this the URL of an SGLang server?")
+        self._server = Server(handle, "is this the URL of an SGLang server, and not of another one, or of a router?")
 
     async def _checked(self, action: str) -> str:
-        return str(self._server.post("weights_checker", body={"action": action})["message"])
+        try:
+            answer = self._server.post("weights_checker", body={"action": action})
+        except Answered as error:
+            answer = _json(error.body)
+            if not _told(answer):
+                raise
+        except NoRoute as error:
+            if release := self._release():
+                told = f"runs SGLang {release}, which does not offer /weights_checker"
+                raise Unfit(f"{self._server.url} {told}; {internals.SUPPORTED} are supported") from error
+            raise
+        if not _told(answer):
+            raise self._server.unlike(answer)
+        return str(answer["message"])
+
+    def _release(self) -> str:
+        """Which SGLang runs there; "" where nothing says that it is one."""
+        for route in ("server_info", "get_server_info"):  # the second one of older releases
+            with contextlib.suppress(OSError, RuntimeError):
+                answer: Any = self._server.get(route)
+                if isinstance(answer, dict) and "version" in answer:
+                    return str(answer["version"])
+        return ""
+
+    def _stranger(self, told: str) -> Unfit:
+        release = self._release()
+        return _without_plugin(release, told) if release else self._server.unlike({"message": told})
 
     async def paused(self) -> bool:
         return any(answer["paused"] for answer in await self.rpc("requests"))
@@ -205,6 +240,31 @@ class HttpControl(SglangControl):
 
     async def label(self, version: str) -> None:
         self._server.post("update_weight_version", body={"new_version": version, "abort_all_requests": False})
+
+
+def _without_plugin(release: str, told: str) -> Unfit:
+    """The error for an engine of a release of SGLang whose own `check_weights` has answered this."""
+    others = (
+        "?"
+        if release in internals.RELEASES
+        else f"? {internals.SUPPORTED} are supported, and where a release does not offer what the plugin hooks, its "
+        f'log says "Failed to apply hooks to {HOOKED}": install one of these'
+    )
+    return Unfit(
+        f"SGLang {release} itself answers ({told}), and not lora_merge's plugin for it: is lora-merge installed where "
+        f"its schedulers run, and does SGLANG_PLUGINS allow it{others}"
+    )
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def _told(answer: Any) -> bool:
+    return isinstance(answer, dict) and "message" in answer
 
 
 def control_of(engine: Any) -> Control:

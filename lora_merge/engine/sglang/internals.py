@@ -6,9 +6,35 @@ Read in SGLang 0.5.17 and 0.5.23; run with both.
 
 from __future__ import annotations
 
+import functools
+import pkgutil
 from typing import Any
 
-SUPPORTED = "0.5.17 and 0.5.23"
+from .plugin import GOES, HOOKED, REGISTRY
+
+RELEASES = ("0.5.17", "0.5.23")
+SUPPORTED = " and ".join(RELEASES)
+_PLUGIN = (REGISTRY, HOOKED, GOES)
+"""By path, as all names that follow: what the plugin takes, and hooks."""
+_STRUCTURES = "sglang.srt.managers.io_struct."
+_OF_CALLERS = tuple(
+    _STRUCTURES + name for name in ("CheckWeightsReqInput", "ContinueGenerationReqInput", "PauseGenerationReqInput")
+)
+_OF_WORKERS = (
+    *(
+        _STRUCTURES + name
+        for name in (
+            "CheckWeightsReqOutput",
+            "PauseGenerationReqInput",
+            "ReleaseMemoryOccupationReqInput",
+            "ResumeMemoryOccupationReqInput",
+        )
+    ),
+    "sglang.srt.layers.quantization.unquant",
+    "sglang.srt.lora.layers.BaseLayerWithLoRA",
+)
+_LORA_REFERENCE = "sglang.srt.lora.lora_registry.LoRARef"
+_LORA_MODULES = "sglang.srt.lora.utils.get_normalized_target_modules"
 _OF_MANAGERS = (
     "scheduler",
     "tp_worker",
@@ -17,6 +43,8 @@ _OF_MANAGERS = (
     "offload_tags",
     "is_fully_idle",
     "memory_saver_adapter",
+    "release_memory_occupation",
+    "resume_memory_occupation",
 )
 _OF_SCHEDULERS = (
     "pause_generation",
@@ -71,12 +99,17 @@ _LABELS = ("update_weight_version", "_update_weight_version_if_provided")
 _OF_REGISTRIES = ("get_unregistered_loras", "register", "unregister")
 
 
-def unknown_release(lacks: list[str]) -> str:
-    """Why an SGLang that lacks this cannot be pushed to, in words that follow the engine's name; "" for nothing."""
+def installed() -> str:
+    """Which SGLang this process has."""
     import sglang
 
+    return str(sglang.__version__)
+
+
+def unknown_release(lacks: list[str]) -> str:
+    """Why an SGLang that lacks this cannot be pushed to, in words that follow the engine's name; "" for nothing."""
     return (
-        f"runs SGLang {sglang.__version__}, which does not offer {', '.join(lacks)}; {SUPPORTED} are supported: "
+        f"runs SGLang {installed()}, which does not offer {', '.join(lacks)}; {SUPPORTED} are supported: "
         "install one of these"
         if lacks
         else ""
@@ -84,14 +117,15 @@ def unknown_release(lacks: list[str]) -> str:
 
 
 def handle_lacks(engine: Any) -> list[str]:
-    """As `lacks`, of an `sglang.Engine` in the process that started it."""
+    """As `lacks`, of an `sglang.Engine` in the process that started it, whose schedulers run the same SGLang."""
     manager = engine.tokenizer_manager
     registry = getattr(manager, "lora_registry", None)
-    asked = [(engine, ("loop",)), (manager, _OF_TOKENIZERS)]
+    asked, paths = [(engine, ("loop",)), (manager, _OF_TOKENIZERS)], _PLUGIN + _OF_CALLERS
     if registry is not None:
         asked.append((registry, _OF_REGISTRIES))
+        paths += (_LORA_REFERENCE,)
     labels = [] if any(hasattr(manager, name) for name in _LABELS) else [f"{type(manager).__name__}.{_LABELS[0]}"]
-    return _lacking(asked) + labels
+    return [*_unresolved(paths), *_lacking(asked), *labels]
 
 
 def lacks(manager: Any) -> list[str]:
@@ -100,10 +134,24 @@ def lacks(manager: Any) -> list[str]:
     arguments = getattr(scheduler, "server_args", None)
     runner = getattr(getattr(manager, "tp_worker", None), "model_runner", None)
     asked = [(manager, _OF_MANAGERS), (scheduler, _OF_SCHEDULERS), (arguments, _OF_ARGUMENTS), (runner, ("model",))]
+    paths = _PLUGIN + _OF_WORKERS
     if getattr(arguments, "enable_lora", False):
         asked.append((getattr(runner, "lora_manager", None), _OF_LORA))
-    return _lacking(asked)
+        paths += (_LORA_REFERENCE, _LORA_MODULES)
+    return [*_unresolved(paths), *_lacking(asked)]
 
 
 def _lacking(asked: list[tuple[Any, tuple[str, ...]]]) -> list[str]:
     return [f"{type(one).__name__}.{name}" for one, names in asked for name in names if not hasattr(one, name)]
+
+
+@functools.cache  # a hello asks, in every push
+def _unresolved(paths: tuple[str, ...]) -> tuple[str, ...]:
+    """Which of these are not where they were: SGLang itself says so in a log alone when a hook finds no target."""
+    lacking = []
+    for path in paths:
+        try:
+            pkgutil.resolve_name(path)
+        except (ImportError, AttributeError):
+            lacking.append(path)
+    return tuple(lacking)

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from typing import Any
 
+REGISTRY = "sglang.srt.plugins.hook_registry.HookRegistry"
+"""By which hooks are registered."""
 PREFIX = "lora_merge:"
 """How an action of `check_weights` begins that is a request of this package; JSON follows."""
 _MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 HOOKED = f"{_MANAGER}.check_weights"
 """Of a scheduler. It takes a string and gives one back, on every rank, also while generation stands still."""
-RELEASES = f"{_MANAGER}.release_memory_occupation"
+GOES = f"{_MANAGER}.release_memory_occupation"
 """Of a scheduler: unmaps what its memory saver has made."""
 
 
@@ -19,7 +21,7 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(HOOKED, check_weights, HookType.AROUND)
-    HookRegistry.register(RELEASES, release_memory_occupation, HookType.AROUND)
+    HookRegistry.register(GOES, release_memory_occupation, HookType.AROUND)
 
 
 def check_weights(original: Any, manager: Any, request: Any) -> Any:

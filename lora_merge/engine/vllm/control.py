@@ -175,13 +175,18 @@ class HttpControl(LlmControl):
 
     def __init__(self, handle: str) -> None:
         super().__init__(handle)
-        self._server = Server(handle, "start the server with VLLM_SERVER_DEV_MODE=1")
+        self._server = Server(
+            handle, "is this the URL of a vLLM server, and was it started with VLLM_SERVER_DEV_MODE=1?"
+        )
 
     def config(self) -> Any:
         return None
 
     async def _ask(self, request: str) -> Sequence[str]:
-        return self._server.post("collective_rpc", body={"method": "lora_merge", "args": [request]})["results"]
+        answer = self._server.post("collective_rpc", body={"method": "lora_merge", "args": [request]})
+        if not isinstance(answer, dict) or "results" not in answer:
+            raise self._server.unlike(answer)
+        return answer["results"]
 
     async def paused(self) -> bool:
         return bool(self._server.get("is_paused")["is_paused"])
