@@ -171,8 +171,7 @@ def test_a_change_of_the_mode_after_a_push_that_broke_off(started: Any, mode: st
     """Requests that it has kept end with what they have: the weights that they need are gone."""
     model = policy()
     sync = SglangSync(model, started, mode=mode, bucket_bytes=BUCKET)
-    sync.push()
-    old = copy.deepcopy(model)
+    before = sync.push().version
     policies.train(model, size=0.2)
     healing = SglangSync(model, started, mode=OTHER[mode], pause=pause)
 
@@ -187,10 +186,10 @@ def test_a_change_of_the_mode_after_a_push_that_broke_off(started: Any, mode: st
         await ado(started, "slow", 0)
         return await asyncio.gather(*tasks)
 
-    outputs = started.loop.run_until_complete(asyncio.wait_for(scenario(), 120))
-    for prompt, output in zip(policies.prompts(), outputs, strict=False):
+    for output in started.loop.run_until_complete(asyncio.wait_for(scenario(), 120)):
         assert output["meta_info"]["finish_reason"]["type"] == "abort"
-        assert spans(output, prompt, old, model) == len(output["output_ids"]) < TOKENS
+        assert 0 < output["meta_info"]["completion_tokens"] < TOKENS
+        assert output["meta_info"]["weight_version"] == f"{mode}@{before}"
     assert_answers(ask(started, lora_path=healing.lora_path()), model)
     sync.close()
     healing.close()

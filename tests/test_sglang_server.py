@@ -309,8 +309,8 @@ def one_of_two_fails(model: Any, url: str, started: Any, merge: str, failing: in
     sync = SglangSync(model, [url, started], merge=merge, bucket_bytes=1 << 16)
     sync.push()
     policies.train(model, failing)
-    acts, where = [partial(act, url), partial(do, started)], "products" if merge == "engine" else "bucket"
-    acts[failing]("fail", where, [0], 1)
+    acts = [partial(act, url), partial(do, started)]
+    acts[failing]("fail", *(("products", [0]) if merge == "engine" else ("bucket", [0], 1)))
     with pytest.raises(PushFailed, match=rf"engine {failing} is dirty: .*injected.*engine {1 - failing} is valid"):
         sync.push()
     acts[failing]("mend")
