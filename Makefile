@@ -49,7 +49,7 @@ test-sglang: $(SGLANG)/installed $(VENV)/libraries/done
 # SGLang's other supported release, in the place of the one there: by `make test-all` alone.
 test-sglang-next: $(SGLANG)/next/done
 	PYTHONPATH=$(CURDIR)/$(SGLANG)/next $(SGLANG)/bin/python -m pytest $(ARGS) \
-		$(foreach part,push refused models wide server,tests/test_sglang_$(part).py)
+		$(foreach part,push refused models adapters wide server,tests/test_sglang_$(part).py)
 
 # verl, whose rollouts SGLang serves: by `make test-all` alone.
 test-sglang-verl: $(SGLANG)/verl/done

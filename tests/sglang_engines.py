@@ -126,14 +126,18 @@ def assert_answers(
         assert (got - wanted).abs().max() < tolerance, (got, wanted)
 
 
-async def flying(started: Any, tokens: int, count: int = 3) -> list[asyncio.Task[Any]]:
-    """Requests, each of which has said something."""
+async def flying(started: Any, tokens: int, count: int = 3, **more: Any) -> list[asyncio.Task[Any]]:
+    """Requests, each of which has said something.
+
+    Args:
+        more: of each request.
+    """
     sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
     begun = [asyncio.Event() for _ in range(count)]
 
     async def request(number: int) -> Any:
         stream = await started.async_generate(
-            input_ids=policies.prompts()[number], sampling_params=sampling, stream=True, return_logprob=True
+            input_ids=policies.prompts()[number], sampling_params=sampling, stream=True, return_logprob=True, **more
         )
         async for output in stream:
             last = output
@@ -147,20 +151,23 @@ async def flying(started: Any, tokens: int, count: int = 3) -> list[asyncio.Task
     return tasks
 
 
-def pushed_in_flight(started: Any, sync: Any, tokens: int, before: Callable[[], None] = lambda: None) -> list[Any]:
-    """A push while requests are in flight.
+def pushed_in_flight(
+    started: Any, sync: Any, tokens: int, before: Callable[[], None] = lambda: None, mode: str | None = None
+) -> list[Any]:
+    """A push while requests are in flight, which were made as the push before asks for.
 
     Args:
         before: called when they are.
+        mode: of the push.
 
     Returns:
         what came of each, in the order of `policies.prompts`.
     """
 
     async def scenario() -> list[Any]:
-        tasks = await flying(started, tokens)
+        tasks = await flying(started, tokens, lora_path=sync.lora_path())
         before()
-        await sync.apush()
+        await sync.apush(mode=mode)
         await ado(started, "slow", 0)
         return await asyncio.gather(*tasks)
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import policies
@@ -22,12 +25,14 @@ class Phase(NamedTuple):
     """Where a scheduler fails.
 
     Args:
-        merge: who merges: "trainer", "engine", or "pull": schedulers do, from the trainer's memory.
+        merge: who merges: "trainer", "engine", or "pull": schedulers do, from the trainer's memory; or "adapter":
+            nobody, in adapter mode.
         fresh: whether it is what a trainer's first push alone does.
         after: how often it works before.
         verify: whether it is of pushes that compare.
         stood: whether generation stands still by then.
         writes: whether weights are neither old nor new then.
+        moves: whether the trainer's weights lie elsewhere than at the push before.
     """
 
     merge: str = "trainer"
@@ -36,12 +41,16 @@ class Phase(NamedTuple):
     verify: bool = False
     stood: bool = True
     writes: bool = True
+    moves: bool = False
 
 
 PHASES = {
     "hello": Phase(stood=False, writes=False),
     "examine": Phase(fresh=True, stood=False, writes=False),
     "examine_update": Phase("engine", fresh=True, stood=False, writes=False),
+    "exports": Phase(fresh=True, stood=False, writes=False),
+    "blocked": Phase("pull", fresh=True, stood=False, writes=False),
+    "let_go": Phase("pull", stood=False, writes=False, moves=True),
     "connect": Phase(fresh=True, stood=False, writes=False),
     "offer": Phase("pull", fresh=True, stood=False, writes=False),
     "note_pause": Phase(stood=False, writes=False),
@@ -58,9 +67,22 @@ PHASES = {
     "products": Phase("engine"),
     "checksums": Phase(verify=True),
     "verified": Phase(verify=True),
+    "receive+abort": Phase(),
+    "receive+disconnect": Phase(),
 }
-FLIGHTS = [(where, pause) for where in PHASES for pause in PAUSES if where != "requests" or pause == "wait"]
-"""Phases, and what becomes of requests in flight. ("requests" is asked to wait for them.)"""
+"""("abort" and "disconnect" are what a push that has failed calls.)"""
+ADAPTER_PHASES = {
+    "adapter_modules": Phase("adapter", stood=False, writes=False),
+    "adapter": Phase("adapter"),
+    "load adapter": Phase("adapter"),
+}
+"""Of pushes in adapter mode. (When SGLang fails to load it, the one before is gone already.)"""
+PAUSED = {"requests": "wait"} | dict.fromkeys(["blocked", "let_go", "receive+abort", "receive+disconnect"], "keep")
+"""Phases with one of the pauses alone. ("requests" is asked to wait for them; to the others it does not matter.)"""
+FLIGHTS = [(where, pause) for where in PHASES for pause in PAUSES if PAUSED.get(where, pause) == pause]
+"""Phases, and what becomes of requests in flight."""
+WIDE_FLIGHTS = [(where, pause) for where, pause in FLIGHTS if where not in ("exports", "blocked", "let_go")]
+"""Those in which several schedulers are more than one."""
 
 
 def fail_in_flight(started: Any, model: Any, where: str, rank: int, pause: str) -> None:
@@ -75,40 +97,44 @@ def fail_in_flight(started: Any, model: Any, where: str, rank: int, pause: str) 
         rank: which scheduler.
         pause: of the push that fails; that of the one that heals is the next of `PAUSES`.
     """
-    phase, process = PHASES[where], do(started, "process")
-    merge = "engine" if phase.merge == "engine" else "trainer"
+    phase, process = (PHASES | ADAPTER_PHASES)[where], do(started, "process")
+    mode = "adapter" if phase.merge == "adapter" else "merged"
+    settings = {"mode": mode, "merge": "engine" if phase.merge == "engine" else "trainer"}
     if phase.merge == "pull":
         model.share_memory()
-    sync = SglangSync(model, started, bucket_bytes=BUCKET, pause=pause, merge=merge)
+    sync = SglangSync(model, started, bucket_bytes=BUCKET, pause=pause, **settings)
     sync.push()
     if phase.merge == "pull" and not phase.fresh:
         sync.push()  # by now it is known where the weights lie
-    old = copy.deepcopy(model)
+    held, old = sync.states(), copy.deepcopy(model)
     policies.train(model, size=0.2)
+    if phase.moves:
+        assert do(started, "pulls") == 1
+        for parameter in model.parameters():
+            parameter.data = parameter.detach().clone()
     if phase.fresh and phase.merge != "pull":
         sync.close()
-        sync = SglangSync(model, started, bucket_bytes=BUCKET * 2, pause=pause, merge=merge)
+        sync = SglangSync(model, started, bucket_bytes=BUCKET * 2, pause=pause, **settings)
     heal = PAUSES[(PAUSES.index(pause) + 1) % 3]
-    healing = SglangSync(model, started, bucket_bytes=BUCKET, pause=heal)
+    healing = SglangSync(model, started, bucket_bytes=BUCKET, pause=heal, mode=mode)
+    named = {"lora_path": sync.lora_path()}
 
     async def scenario() -> tuple[list[Any], Any]:
-        tasks = await flying(started, TOKENS)
+        tasks = await flying(started, TOKENS, **named)
         await ado(started, "fail", where, [rank], phase.after)
         with pytest.raises(PushFailed if phase.writes else PushRefused, match="injected"):
             await sync.apush(verify=phase.verify)
         await ado(started, "mend")
         assert any(task.done() for task in tasks) == (pause != "keep" and phase.stood)
-        late = asyncio.ensure_future(
-            started.async_generate(input_ids=policies.prompts()[3], sampling_params=GREEDY, return_logprob=True)
-        )
+        late = asyncio.ensure_future(said(started, **named))
         if phase.writes:
             await asyncio.sleep(0.3)
             assert not late.done(), "a dirty engine answers nothing"
         else:
             await ado(started, "slow", 0)
             await asyncio.gather(late, *tasks)
-            assert (await sync.astates())[0].kind == "merged"
-        await healing.apush()
+            assert await sync.astates() == held
+        await (sync if phase.moves else healing).apush()
         await ado(started, "slow", 0)
         return await asyncio.gather(*tasks), await asyncio.gather(late, return_exceptions=True)
 
@@ -125,6 +151,93 @@ def fail_in_flight(started: Any, model: Any, where: str, rank: int, pause: str) 
         assert len(output["output_ids"]) == TOKENS
         mine = spans(output, prompt, old, model)
         assert mine == TOKENS if pause == "wait" or not phase.writes else mine < TOKENS
+    assert_answers(ask(started, **named), model)
+    assert do(started, "process") == process
+    assert not phase.moves or do(started, "pulls") == 0
+    sync.close()
+    healing.close()
+
+
+def said(started: Any, **more: Any) -> Any:
+    """What comes of one more request, to be awaited."""
+    prompt = policies.prompts()[3]
+    return started.async_generate(input_ids=prompt, sampling_params=GREEDY, return_logprob=True, **more)
+
+
+CALLS = {
+    "pause": ["pause_generation"],
+    "label": ["update_weight_version", "_update_weight_version_if_provided"],
+    "resume": ["continue_generation"],
+}
+"""Of SGLang's own, by which a push pauses an engine, names its weights and lets it go on."""
+
+
+@contextmanager
+def failing_call(started: Any, where: str, late: bool) -> Iterator[None]:
+    """Meanwhile one of `CALLS` raises: before it has done anything, or `late`, when it has taken effect."""
+    manager = started.tokenizer_manager
+    name = next(name for name in CALLS[where] if hasattr(manager, name))
+    works = getattr(manager, name)
+
+    def called(*args: Any) -> None:
+        if late:
+            works(*args)
+        raise MemoryError(f"injected into {where}")
+
+    async def awaited(*args: Any) -> None:
+        if late:
+            await works(*args)
+        raise MemoryError(f"injected into {where}")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(manager, name, awaited if inspect.iscoroutinefunction(works) else called)
+        yield
+
+
+def fail_in_a_call(started: Any, model: Any, where: str, late: bool, pause: str) -> None:
+    """A call of SGLang's own fails with requests in flight: one that pauses, before anything is written; the weight
+    version, after it; going on, with all that has come. The next push finds the engine, and all requests go on.
+
+    Args:
+        model, pause: as of `fail_in_flight`.
+        where, late: as of `failing_call`.
+    """
+    sync = SglangSync(model, started, bucket_bytes=BUCKET, pause=pause)
+    healing = SglangSync(model, started, bucket_bytes=BUCKET)
+    sync.push()
+    held, old, process = sync.states(), copy.deepcopy(model), do(started, "process")
+    policies.train(model, size=0.2)
+    stands = where == "label" or (where == "resume" and not late)
+    why = r"holds merged@\d+, but going on with it failed: .*injected" if where == "resume" else "injected"
+
+    async def scenario() -> tuple[list[Any], Any]:
+        tasks = await flying(started, TOKENS)
+        with (
+            failing_call(started, where, late),
+            pytest.raises(PushRefused if where == "pause" else PushFailed, match=why),
+        ):
+            await sync.apush()
+        await ado(started, "slow", 0)
+        other, (state,) = asyncio.ensure_future(said(started)), await sync.astates()
+        if stands:
+            await asyncio.sleep(0.3)
+            assert not other.done(), "it stands still"
+        else:
+            await asyncio.gather(other, *tasks)
+        assert [state] == held if where == "pause" else state.kind == ("dirty" if where == "label" else "merged")
+        await healing.apush()
+        assert not started.tokenizer_manager.is_pause
+        return await asyncio.gather(*tasks), await other
+
+    outputs, other = started.loop.run_until_complete(asyncio.wait_for(scenario(), 120))
+    assert_answers([other], old if where == "pause" else model, policies.prompts()[3:])
+    for prompt, output in zip(policies.prompts(), outputs, strict=False):
+        if pause == "abort" and (late or where != "pause"):
+            assert output["meta_info"]["finish_reason"]["type"] == "abort"
+            continue
+        mine, count = spans(output, prompt, old, model), len(output["output_ids"])
+        assert count == TOKENS
+        assert mine == TOKENS if pause == "wait" or where == "pause" else mine < TOKENS
     assert_answers(ask(started), model)
     assert do(started, "process") == process
     sync.close()

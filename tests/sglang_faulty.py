@@ -34,12 +34,20 @@ def _check_weights(original: Any, manager: Any, request: Any) -> Any:
 
 def _fail(manager: Any, where: str, ranks: list[int], after: int = 0, dies: bool = False) -> str:
     """From now on `where` raises on these ranks, after it has worked `after` times: an operation of a worker, or one of
-    `_where`. Or the scheduler `dies` there."""
+    `_where`; or two, with "+" between them. Or the scheduler `dies` there."""
     from lora_merge.engine.sglang import worker
 
     _mend(manager)
     if worker.SglangWorker(manager).rank not in ranks:
         return "well"
+    for one in where.split("+"):
+        _break(one, after, dies)
+    return "broken"
+
+
+def _break(where: str, after: int, dies: bool) -> None:
+    from lora_merge.engine.sglang import worker
+
     count = itertools.count()
 
     def broken(works: Any) -> Any:
@@ -61,10 +69,11 @@ def _fail(manager: Any, where: str, ranks: list[int], after: int = 0, dies: bool
         works = getattr(owner, name)
         _MENDED.append(lambda: setattr(owner, name, works))
         setattr(owner, name, broken(works))
-    return "broken"
 
 
 def _where(name: str) -> tuple[Any, str]:
+    from sglang.srt.lora.lora_manager import LoRAManager
+
     from lora_merge.engine.loader import Loader
     from lora_merge.engine.merger import _Products
     from lora_merge.engine.side import Side
@@ -75,6 +84,7 @@ def _where(name: str) -> tuple[Any, str]:
         "checksums": (Loader, "arrived"),
         "connect": (Side, "connect"),
         "products": (_Products, "merge"),
+        "load adapter": (LoRAManager, "load_lora_adapter_from_tensors"),
     }[name]
 
 
@@ -232,6 +242,18 @@ def _captured(manager: Any) -> list[int]:
     return [int(size) for size in getattr(runner, "capture_bs", ())]
 
 
+def _unmapped(manager: Any) -> list[str]:
+    """Which memory the memory saver has unmapped, by its tags."""
+    return sorted(manager.offload_tags)
+
+
+def _pulls(manager: Any) -> int:
+    """How many offers of a trainer's memory are mapped."""
+    from lora_merge.engine.sglang import worker
+
+    return len(worker.SglangWorker(manager).side().pulls)
+
+
 def _process(manager: Any) -> int:
     return os.getpid()
 
@@ -248,6 +270,8 @@ _ACTIONS: dict[str, Callable[..., Any]] = {
     "lack": _lack,
     "slow": _slow,
     "process": _process,
+    "unmapped": _unmapped,
+    "pulls": _pulls,
     "save": _save,
     "captured": _captured,
     "digest": _digest,

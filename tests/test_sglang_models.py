@@ -11,7 +11,7 @@ import pytest
 import sglang_cpu
 import sglang_engines
 import torch
-from sglang_engines import LORA, ask, assert_answers, do, engine, follow_the_scaling
+from sglang_engines import ask, assert_answers, do, engine
 from torch import nn
 
 from lora_merge import PushFailed, PushRefused, SglangSync
@@ -152,44 +152,3 @@ def test_a_model_that_is_to_run_by_transformers(tmp_path: Path) -> None:
     model = models.with_lora(policies.qwen3, **DENSE)
     with engine(model, tmp_path / "base", model_impl="transformers") as started:
         push_and_ask(model, started)
-
-
-# Adapters beside their base
-
-
-def test_adapters(tmp_path: Path) -> None:
-    """The base once, then adapters with the live scaling; back and forth; faults; what SGLang would pass over."""
-    model = models.with_lora(lambda: policies.qwen2(tied=False), **DENSE)
-    with engine(model, tmp_path / "base", **LORA) as started:
-        sync = SglangSync(model, started, mode="adapter")
-        follow_the_scaling(started, sync, model, assert_answers)
-        with model.disable_adapter():
-            assert_answers(ask(started), model)
-        # Back and forth
-        sync.push(mode="merged")
-        assert sync.lora_path() is None
-        assert_answers(ask(started), model)
-        with pytest.raises(ValueError, match="loaded"):
-            ask(started, lora_path="lora_merge")
-        sync.push(mode="adapter")
-        assert_answers(ask(started, lora_path=sync.lora_path()), model)
-        # A fault
-        policies.train(model)
-        do(started, "fail", "adapter", [0])
-        with pytest.raises(PushFailed, match="injected"):
-            sync.push()
-        do(started, "mend")
-        sync.push()
-        assert_answers(ask(started, lora_path=sync.lora_path()), model)
-        # What SGLang would pass over
-        held = sync.states()
-        for modules in (["v_proj"], ["q_proj", "k_proj", "v_proj", "up_proj"]):
-            part = models.with_lora(lambda: policies.qwen2(tied=False), target_modules=modules)
-            with pytest.raises(PushRefused, match=rf"no LoRA layer for .*{modules[-1]}"):
-                SglangSync(part, started, mode="adapter").push()
-        big = models.with_lora(lambda: policies.qwen2(tied=False), r=16, **DENSE)
-        with pytest.raises(PushRefused, match="max_lora_rank 8"):
-            SglangSync(big, started, mode="adapter").push()
-        assert sync.states() == held
-        assert_answers(ask(started, lora_path=sync.lora_path()), model)
-        sync.close()

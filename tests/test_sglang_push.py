@@ -16,7 +16,7 @@ import pytest
 import sglang_engines
 import torch
 from sglang_engines import ask, assert_answers, do, engine, pushed_in_flight, spans
-from sglang_faults import BUCKET, FLIGHTS, PAUSES, fail_at_the_end, fail_in_flight
+from sglang_faults import BUCKET, FLIGHTS, PAUSES, fail_at_the_end, fail_in_a_call, fail_in_flight
 from torch import nn
 
 import lora_merge.verify
@@ -309,6 +309,43 @@ def test_memory_that_was_released(started: Any) -> None:
     sync.close()
 
 
+MAPS = {"the weights": ("map", 0), "the rest": ("map", 1), "unmap": ("unmap", 0)}
+
+
+@pytest.mark.parametrize("what", MAPS)
+def test_a_scheduler_fails_as_memory_is_mapped(started: Any, what: str) -> None:
+    """The weights, before a push; the KV cache, after it; the weights, which a refused push unmaps again. The next push
+    finds what is mapped and what is not, and all is mapped then."""
+    model, bad = policy(), policies.qwen2()
+    unknown(bad)
+    sync = SglangSync(model, started)
+    sync.push()
+    policies.train(model)
+    started.release_memory_occupation()
+    every, process = do(started, "unmapped"), do(started, "process")
+    assert every == ["cuda_graph", "kv_cache", "weights"]
+    do(started, "fail", *MAPS[what][:1], [0], MAPS[what][1])
+    if what == "unmap":
+        with pytest.raises(PushRefused, match=MISFITS[unknown]):
+            SglangSync(bad, started).push()
+    elif what == "the weights":
+        with pytest.raises(PushRefused, match="injected into map"):
+            sync.push()
+    else:
+        with pytest.raises(PushFailed, match=r"holds merged@\d+, but going on with it failed: .*injected into map"):
+            sync.push()
+    do(started, "mend")
+    assert do(started, "unmapped") == (every if what == "the weights" else every[:2])
+    assert started.tokenizer_manager.is_pause == (what == "the rest"), "without a KV cache it answers nothing"
+    assert sync.states()[0].kind == "merged"  # (without the memory saver's library)
+    sync.push(verify=True)
+    assert do(started, "unmapped") == []
+    assert not started.tokenizer_manager.is_pause
+    assert_answers(ask(started), model)
+    assert do(started, "process") == process
+    sync.close()
+
+
 # Who merges
 
 
@@ -359,8 +396,7 @@ def test_a_scheduler_fails_as_it_merges(started: Any, where: str) -> None:
 def test_requests_in_flight(started: Any, pause: str) -> None:
     model = policy()
     sync = SglangSync(model, started, pause=pause)
-    sync.push()
-    old = copy.deepcopy(model)
+    before, old = sync.push().version, copy.deepcopy(model)
     policies.train(model, size=0.2)
     tokens = 60
 
@@ -370,6 +406,7 @@ def test_requests_in_flight(started: Any, pause: str) -> None:
 
     outputs = pushed_in_flight(started, sync, tokens, refused)
     for prompt, output in zip(policies.prompts(), outputs, strict=False):
+        assert output["meta_info"]["weight_version"] == f"merged@{before + (pause == 'keep')}", "that at its end"
         if pause == "abort":
             assert output["meta_info"]["finish_reason"]["type"] == "abort"
             continue
@@ -383,6 +420,16 @@ def test_requests_in_flight(started: Any, pause: str) -> None:
 @pytest.mark.parametrize(("where", "pause"), FLIGHTS)
 def test_a_scheduler_fails_with_requests_in_flight(started: Any, where: str, pause: str) -> None:
     fail_in_flight(started, policy(), where, 0, pause)
+
+
+FAILING_CALLS = [("pause", late, pause) for late in (False, True) for pause in PAUSES]
+FAILING_CALLS += [("label", False, pause) for pause in PAUSES] + [("label", True, "keep")]
+FAILING_CALLS += [("resume", False, pause) for pause in PAUSES] + [("resume", True, "keep")]
+
+
+@pytest.mark.parametrize(("where", "late", "pause"), FAILING_CALLS)
+def test_a_call_of_sglangs_own_fails(started: Any, where: str, late: bool, pause: str) -> None:
+    fail_in_a_call(started, policy(), where, late, pause)
 
 
 @pytest.mark.parametrize("pause", PAUSES)

@@ -17,6 +17,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from sglang_engines import ask, assert_answers, do, engine, spans
 from strangers import HTML, JSON, Answer, answering
 
 from lora_merge import PushFailed, PushRefused, SglangSync
+from lora_merge.engine.sglang.control import HttpControl
 
 DENSE = {"target_modules": policies.LINEARS}
 START_S = 400
@@ -159,6 +161,51 @@ def test_over_http(server: str) -> None:
     with pytest.raises(PushRefused, match="nothing would fill"):
         SglangSync(bad, server).push()
     assert_answers(answers(server), model)
+    held = sync.states()
+    with pytest.raises(PushRefused, match=r'does not know adapters that a scheduler loaded.*push with mode="merged"'):
+        sync.push(mode="adapter")
+    assert sync.states() == held
+    assert_answers(answers(server), model)
+    sync.close()
+
+
+ROUTES = {
+    "pause_generation": (PushRefused, "holds what it held before", "merged"),
+    "update_weight_version": (PushFailed, "is dirty", "dirty"),
+    "continue_generation": (PushFailed, r"holds merged@\d+, but going on with it failed", "merged"),
+}
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_call_that_fails(server: str, route: str, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it reaches the server, or when only its answer is lost."""
+    model = policy()
+    sync = SglangSync(model, server)
+    sync.push()
+    held, before = sync.states(), copy.deepcopy(model)
+    policies.train(model)
+    control = sync._trainer.controls[0]
+    assert isinstance(control, HttpControl)
+    works, (raised, why, kind) = control._server.post, ROUTES[route]
+
+    def failing(at: str, **given: Any) -> Any:
+        if at != route:
+            return works(at, **given)
+        if late:
+            works(at, **given)
+        raise OSError("injected")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(control._server, "post", failing)
+        with pytest.raises(raised, match=f"{why}.*injected"):
+            sync.push()
+    (state,) = sync.states()
+    assert [state] == held if route == "pause_generation" else state.kind == kind
+    if route == "pause_generation":
+        assert_answers(answers(server), before)
+    sync.push(verify=True)
+    assert_answers(answers(server), model)
     sync.close()
 
 
@@ -254,8 +301,7 @@ def test_a_server_that_asks_for_a_key(keys: dict[str, str], monkeypatch: pytest.
 def test_requests_in_flight(server: str, pause: str) -> None:
     model = policy()
     sync = SglangSync(model, server, pause=pause)
-    sync.push()
-    old = copy.deepcopy(model)
+    before, old = sync.push().version, copy.deepcopy(model)
     policies.train(model, size=0.2)
     act(server, "slow", 0.03)
     sampling = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}
@@ -268,6 +314,7 @@ def test_requests_in_flight(server: str, pause: str) -> None:
         act(server, "slow", 0)
         outputs = flying.result(60)
     for prompt, output in zip(policies.prompts(), outputs, strict=True):
+        assert output["meta_info"]["weight_version"] == f"merged@{before + (pause == 'keep')}", "that at its end"
         if pause == "abort":
             assert output["meta_info"]["finish_reason"]["type"] == "abort"
         else:
@@ -320,7 +367,8 @@ def test_a_process_whose_scheduler_dies_in_the_middle(tmp_path: Path) -> None:
 
 
 def test_two_replicas(server: str, tmp_path: Path) -> None:
-    """One over HTTP, one in this process."""
+    """One over HTTP, one in this process. Where one fails in the middle the other has the new weights, and the next
+    push heals it."""
     model = policy()
     with engine(model, tmp_path / "base") as started:
         sync = SglangSync(model, [server, started])
@@ -330,3 +378,32 @@ def test_two_replicas(server: str, tmp_path: Path) -> None:
             assert_answers(ask(started), model)
             policies.train(model)
         sync.close()
+        for merge in ("trainer", "engine"):
+            for failing in (0, 1):
+                one_of_two_fails(model, server, started, merge, failing)
+
+
+def one_of_two_fails(model: Any, url: str, started: Any, merge: str, failing: int) -> None:
+    """In the middle of a push.
+
+    Args:
+        url, started: two engines.
+        merge: as of `SglangSync`.
+        failing: which of them.
+    """
+    sync = SglangSync(model, [url, started], merge=merge, bucket_bytes=1 << 16)
+    sync.push()
+    policies.train(model, failing)
+    acts = [partial(act, url), partial(do, started)]
+    acts[failing]("fail", *(("products", [0]) if merge == "engine" else ("bucket", [0], 1)))
+    with pytest.raises(PushFailed, match=rf"engine {failing} is dirty: .*injected.*engine {1 - failing} is valid"):
+        sync.push()
+    acts[failing]("mend")
+    kinds = [state.kind for state in sync.states()]
+    assert kinds == (["dirty", "merged"] if failing == 0 else ["merged", "dirty"])
+    assert_answers(ask(started) if failing == 0 else answers(url), model)
+    policies.train(model, 2)
+    sync.push(verify=True)
+    assert_answers(answers(url), model)
+    assert_answers(ask(started), model)
+    sync.close()

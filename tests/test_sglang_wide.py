@@ -12,7 +12,7 @@ import policies
 import pytest
 import sglang_engines
 from sglang_engines import GREEDY, ado, ask, assert_answers, do, engine, flying, spans
-from sglang_faults import BUCKET, FLIGHTS, PAUSES, TOKENS, fail_at_the_end, fail_in_flight
+from sglang_faults import BUCKET, PAUSES, TOKENS, WIDE_FLIGHTS, fail_at_the_end, fail_in_flight
 from test_sglang_models import DENSE, push_and_ask
 from torch import nn
 
@@ -73,7 +73,7 @@ def test_one_or_all_schedulers_fail(wide: Any, where: str, ranks: list[int]) -> 
     sync.close()
 
 
-@pytest.mark.parametrize(("where", "pause"), FLIGHTS)
+@pytest.mark.parametrize(("where", "pause"), WIDE_FLIGHTS)
 def test_a_scheduler_fails_with_requests_in_flight(wide: Any, where: str, pause: str) -> None:
     fail_in_flight(wide, policy(), where, 1, pause)
 

@@ -26,7 +26,8 @@ from test_shards_merge import fsdp1, fsdp2, fsdp2_columns
 from torch import nn
 
 from lora_merge import LoraMergeError, MergedWeights, PushFailed, PushRefused, VllmSync
-from lora_merge.engine.pull import MOVED, Pull
+from lora_merge.engine import offer
+from lora_merge.engine.pull import MOVED, Pull, Pulls
 from lora_merge.engine.push import Pushes
 from lora_merge.engine.replica import SyncReport
 from lora_merge.shards import here
@@ -399,7 +400,8 @@ def test_what_is_no_shared_memory_is_not_mapped(wide: Any, monkeypatch: pytest.M
 
 
 def shards(rank: int, folder: Path) -> None:
-    """Both workers read what each rank owns; a rank that fails leaves the engine dirty, and the others free."""
+    """Both workers read what each rank owns; a rank that fails leaves the engine dirty, and the others free; all ranks
+    hear of a worker that fails to let go."""
     build = {"dtype": torch.float32, **DENSE}
     plain = models.with_lora(engines.qwen2, **build)
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
@@ -435,6 +437,16 @@ def shards(rank: int, folder: Path) -> None:
             pulled(sync.push(), "shm")
             for llm in llms:
                 check_answers(llm, sync, again, 12e-6, True)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Pulls, "stands", lambda *args: False)
+                patch.setattr(offer, "unreadable", lambda stream: "not to be read from now on")
+                for llm in llms:
+                    llm.collective_rpc("fail", args=("let_go", [1], 0))
+                with pytest.raises(PushRefused, match="injected into let_go"):  # on every rank
+                    sync.push()
+                for llm in llms:
+                    llm.collective_rpc("mend")
+                assert sync.push().transports == ("shm",)
             sync.close()
     finally:
         if manager is not None:

@@ -186,18 +186,19 @@ class PullOffer:
         if self._refused[:2] == (stream, who):  # a model whose memory is elsewhere is another stream
             return None, self._refused[2]
         pull, why = await self._offered(stream, replicas, workers)
-        self._refused = (None, (), "") if pull is not None or why == MOVED else (stream, who, why)
         self._last = pull
         if pull is None:
             self._pulls.forget()
             await self._let_go(replicas)
+        self._refused = (None, (), "") if pull is not None or why == MOVED else (stream, who, why)
         return pull, why
 
     async def _let_go(self, replicas: Sequence[Replica]) -> None:
-        """Workers unmap what was offered; the same on every rank."""
+        """Workers unmap what was offered; the same on every rank. Where one fails, the next push asks again."""
         if self._stayed.mapped:
+            calls = self._trainer.all_own(replicas, lambda r: r.handle.rpc("let_go", trainer=self._trainer.name))
+            await self._trainer.everywhere(calls)
             self._stayed.mapped = False
-            await self._trainer.all_own(replicas, lambda r: r.handle.rpc("let_go", trainer=self._trainer.name))
 
     async def _offered(
         self, stream: Filler, replicas: Sequence[Replica], workers: Sequence[Mapping[str, Any]]

@@ -296,11 +296,13 @@ class Pushes:
         """After a refusal, put engines that were asleep back to sleep at their level."""
 
         async def again(replica: Replica) -> None:
-            await replica.handle.sleep(slept[replica.index])
-            # vLLM 0.26 takes one whose KV cache sleeps for asleep, and leaves its weights where they are: then the next
-            # push has the KV cache alone to wake.
-            if not any(worker["asleep"] for worker in await replica.handle.rpc("hello")):
-                await self._tell(replica, "note_pause", waking=True)
+            try:
+                await replica.handle.sleep(slept[replica.index])
+            finally:
+                # vLLM 0.26 takes one whose KV cache sleeps for asleep, and leaves its weights where they are, as a call
+                # that fails does: then the next push has the KV cache alone to wake.
+                if not any(worker["asleep"] for worker in await replica.handle.rpc("hello")):
+                    await self._tell(replica, "note_pause", waking=True)
 
         await self._trainer.each([r for r in replicas if slept.get(r.index)], again, failed=True)
 
@@ -568,6 +570,8 @@ class Pushes:
             if asleep and replica.error:
                 await self._sleep_again([replica], slept)
             elif asleep:
+                # Said before: where waking it fails, the weights are awake, and nothing else tells the next push.
+                await self._tell(replica, "note_pause", waking=True)
                 await control.wake("kv_cache")
                 notes["waking"] = False
             if replica.paused_by_us:

@@ -1,0 +1,226 @@
+"""Adapters beside their base in one engine of two schedulers: the live scaling, what is refused, changes of the mode,
+requests in flight, faults."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import models
+import policies
+import pytest
+import sglang_engines
+from sglang_engines import (
+    LORA,
+    ado,
+    ask,
+    assert_answers,
+    do,
+    engine,
+    flying,
+    follow_the_scaling,
+    pushed_in_flight,
+    spans,
+)
+from sglang_faults import ADAPTER_PHASES, BUCKET, PAUSES, TOKENS, fail_in_flight
+from torch import nn
+
+from lora_merge import LoraMergeError, PushFailed, SglangSync
+
+DENSE = {"target_modules": policies.LINEARS}
+INSTEAD = 'push with mode="merged" instead'
+no_leftovers = sglang_engines.no_leftovers
+
+
+def untied() -> nn.Module:
+    return policies.qwen2(tied=False)
+
+
+def policy(**config: Any) -> Any:
+    return models.with_lora(untied, **DENSE | config)
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    with engine(policy(), tmp_path_factory.mktemp("adapters") / "base", tp_size=2, **LORA) as one:
+        yield one
+
+
+@pytest.fixture(autouse=True)
+def mended(started: Any) -> Iterator[None]:
+    """The next test finds the engine well."""
+    yield
+    do(started, "mend")
+    do(started, "slow", 0)
+    if any(answer.kind == "dirty" for answer in SglangSync(policy(), started).states()):
+        SglangSync(policy(), started).push()
+
+
+def test_adapters(started: Any) -> None:
+    """The base once, then adapters with the live scaling; back and forth."""
+    model = policy()
+    sync = SglangSync(model, started, mode="adapter")
+    follow_the_scaling(started, sync, model, assert_answers)
+    with model.disable_adapter():
+        assert_answers(ask(started), model)
+    sync.push(mode="merged")
+    assert sync.lora_path() is None
+    assert_answers(ask(started), model)
+    with pytest.raises(ValueError, match="loaded"):
+        ask(started, lora_path="lora_merge")
+    sync.push(mode="adapter")
+    outputs = ask(started, lora_path=sync.lora_path())
+    assert_answers(outputs, model)
+    assert {output["meta_info"]["weight_version"] for output in outputs} == {f"adapter@{sync.states()[0].version}"}
+    sync.close()
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "v alone": (lambda: policy(target_modules=["v_proj"]), "no LoRA layer for .*v_proj"),
+    "up alone": (
+        lambda: policy(target_modules=["q_proj", "k_proj", "v_proj", "up_proj"]),
+        "no LoRA layer for .*up_proj",
+    ),
+    "a high rank": (lambda: policy(r=16), "rank 16 is above the engine's max_lora_rank 8"),
+    "embeddings": (
+        lambda: policy(target_modules=[*policies.LINEARS, "embed_tokens"]),
+        "no LoRA layer for .*embed_tokens",
+    ),
+    "the head": (lambda: policy(target_modules=[*policies.LINEARS, "lm_head"]), "no LoRA layer for lm_head"),
+    "DoRA": (lambda: policy(use_dora=True), "cannot serve DoRA"),
+    "lora_bias": (
+        lambda: policy(target_modules=["q_proj", "k_proj", "v_proj"], lora_bias=True),
+        "cannot serve lora_bias",
+    ),
+    "modules_to_save": (lambda: policy(modules_to_save=["lm_head"]), "cannot serve ModulesToSave"),
+    "experts": (
+        lambda: models.with_lora(
+            policies.qwen3_moe,
+            target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+            target_parameters=policies.EXPERTS,
+        ),
+        r"no LoRA layer for .*mlp\.experts\.0\.down_proj",
+    ),
+}
+"""(Adapters of experts are known by their names, whatever the engine's model is.)"""
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_sglang_would_pass_over(started: Any, what: str) -> None:
+    model = policy()
+    sync = SglangSync(model, started, mode="adapter")
+    sync.push()
+    held, (bad, why) = sync.states(), REFUSED[what]
+    with pytest.raises(LoraMergeError, match=f"{why}.*{INSTEAD}"):
+        SglangSync(bad(), started, mode="adapter").push()
+    assert sync.states() == held
+    assert_answers(ask(started, lora_path=sync.lora_path()), model)
+    sync.close()
+
+
+# Requests in flight
+
+
+@pytest.mark.parametrize("pause", PAUSES)
+def test_requests_in_flight(started: Any, pause: str) -> None:
+    """They go on with the adapter that a push brings, or end before."""
+    model = policy()
+    sync = SglangSync(model, started, mode="adapter", pause=pause)
+    before, old = sync.push().version, copy.deepcopy(model)
+    policies.train(model, size=0.2)
+    for prompt, output in zip(policies.prompts(), pushed_in_flight(started, sync, TOKENS), strict=False):
+        assert output["meta_info"]["weight_version"] == f"adapter@{before + (pause == 'keep')}", "that at its end"
+        if pause == "abort":
+            assert output["meta_info"]["finish_reason"]["type"] == "abort"
+            continue
+        mine, count = spans(output, prompt, old, model), len(output["output_ids"])
+        assert mine < count == TOKENS if pause == "keep" else mine == count == TOKENS
+    assert_answers(ask(started, lora_path=sync.lora_path()), model)
+    sync.close()
+
+
+OTHER = {"merged": "adapter", "adapter": "merged"}
+
+
+@pytest.mark.parametrize("pause", PAUSES)
+@pytest.mark.parametrize("mode", OTHER)
+def test_a_change_of_the_mode_with_requests_in_flight(started: Any, mode: str, pause: str) -> None:
+    """A request keeps the adapter, or none, with which it began: it ends first, with the old weights and their
+    version."""
+    model = policy()
+    sync = SglangSync(model, started, mode=mode, pause=pause)
+    before, old = sync.push().version, copy.deepcopy(model)
+    policies.train(model, size=0.2)
+    outputs = pushed_in_flight(started, sync, TOKENS, mode=OTHER[mode])
+    for prompt, output in zip(policies.prompts(), outputs, strict=False):
+        assert output["meta_info"]["weight_version"] == f"{mode}@{before}"
+        if pause == "abort":
+            assert output["meta_info"]["finish_reason"]["type"] == "abort"
+        else:
+            assert spans(output, prompt, old, model) == len(output["output_ids"]) == TOKENS
+    assert sync.states()[0].kind == OTHER[mode]
+    assert_answers(ask(started, lora_path=sync.lora_path()), model)
+    sync.close()
+
+
+@pytest.mark.parametrize("pause", ["keep", "wait"])
+@pytest.mark.parametrize("mode", OTHER)
+def test_a_change_of_the_mode_after_a_push_that_broke_off(started: Any, mode: str, pause: str) -> None:
+    """Requests that it has kept end with what they have: the weights that they need are gone."""
+    model = policy()
+    sync = SglangSync(model, started, mode=mode, bucket_bytes=BUCKET)
+    before = sync.push().version
+    policies.train(model, size=0.2)
+    healing = SglangSync(model, started, mode=OTHER[mode], pause=pause)
+
+    async def scenario() -> list[Any]:
+        tasks = await flying(started, TOKENS, lora_path=sync.lora_path())
+        await ado(started, "fail", "bucket" if mode == "merged" else "load adapter", [1])
+        with pytest.raises(PushFailed, match="injected"):
+            await sync.apush()
+        await ado(started, "mend")
+        assert not any(task.done() for task in tasks), "they are kept"
+        await healing.apush()
+        await ado(started, "slow", 0)
+        return await asyncio.gather(*tasks)
+
+    for output in started.loop.run_until_complete(asyncio.wait_for(scenario(), 120)):
+        assert output["meta_info"]["finish_reason"]["type"] == "abort"
+        assert 0 < output["meta_info"]["completion_tokens"] < TOKENS
+        assert output["meta_info"]["weight_version"] == f"{mode}@{before}"
+    assert_answers(ask(started, lora_path=healing.lora_path()), model)
+    sync.close()
+    healing.close()
+
+
+# Faults
+
+
+@pytest.mark.parametrize("pause", PAUSES)
+@pytest.mark.parametrize("where", ADAPTER_PHASES)
+def test_a_scheduler_fails_with_requests_in_flight(started: Any, where: str, pause: str) -> None:
+    fail_in_flight(started, policy(), where, 1, pause)
+
+
+@pytest.mark.parametrize("ranks", [[0], [0, 1]])
+@pytest.mark.parametrize("where", ADAPTER_PHASES)
+def test_one_or_all_schedulers_fail(started: Any, where: str, ranks: list[int]) -> None:
+    model = policy()
+    sync = SglangSync(model, started, mode="adapter")
+    sync.push()
+    held, before = sync.states(), copy.deepcopy(model)
+    policies.train(model)
+    do(started, "fail", where, ranks)
+    with pytest.raises(LoraMergeError, match="injected"):
+        sync.push()
+    do(started, "mend")
+    if ADAPTER_PHASES[where].writes:
+        assert sync.states()[0].kind == "dirty"
+    else:
+        assert sync.states() == held
+        assert_answers(ask(started, lora_path=sync.lora_path()), before)
+    assert sync.push(verify=True).base_sent == ADAPTER_PHASES[where].writes
+    assert_answers(ask(started, lora_path=sync.lora_path()), model)
+    sync.close()
