@@ -14,7 +14,7 @@ import torch
 from sglang_engines import ask, assert_answers, do, engine
 from torch import nn
 
-from lora_merge import PushFailed, PushRefused, SglangSync
+from lora_merge import PushRefused, SglangSync
 from lora_merge.engine.sglang import internals
 
 DENSE = {"target_modules": policies.LINEARS}
