@@ -7,6 +7,7 @@ bring one where there is not. FP8 by tensors, and experts, are in test_vllm_quan
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -18,7 +19,15 @@ import policies
 import pytest
 import quantised
 import torch
-from compressed import arguments, by_blocks, by_their_tools, compress, compress_by_blocks, kernel_for_blocks
+from compressed import (
+    arguments,
+    by_blocks,
+    by_their_tools,
+    calibrate,
+    compress,
+    compress_by_blocks,
+    kernel_for_blocks,
+)
 from engines import ask, engine, train
 from torch import Tensor, nn
 
@@ -284,6 +293,63 @@ def test_two_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
                 model.load_state_dict(start, strict=False)
                 sync.push()
                 assert held(llm) == fresh, merge
+
+
+# Scales of the KV cache
+
+
+def scales_of(llm: Any) -> list[list[float]]:
+    layers = [layer for layer in quantised.served(llm).modules() if hasattr(layer, "kv_cache_dtype")]
+    assert all(layer.kv_cache_dtype == "fp8" for layer in layers)
+    names = ("_k_scale", "_v_scale", "_k_scale_float", "_v_scale_float")
+    return [[float(getattr(layer, name)) for name in names] for layer in layers]
+
+
+def test_calibrated_scales_of_the_cache_stay_and_are_told_of(tmp_path: Path) -> None:
+    """By one warning for each engine, and in each report."""
+    model = policy()
+    train(model)
+    folder = compress(quantised.save_merged(model, tmp_path / "merged"), arguments("float", "channel"))
+    calibrate(folder, k=0.25, v=0.125)
+    told = r"attn \(k_scale 0.25, v_scale 0.125\) and 1 more layers"
+    with engine(model, folder, **READ | {"enable_lora": True, "max_lora_rank": 8}) as llm:
+        for merge in ("trainer", "engine"):
+            with closing(VllmSync(model, llm, merge=merge, bucket_bytes=BUCKET)) as sync:
+                train(model, 2, 0.02)
+                with pytest.warns(UserWarning, match=f"engine 0.*{told}.*calibrate them again"):
+                    report = sync.push()
+                assert re.search(told, report.calibrated)
+                assert re.search(f"KV cache scales of the engine's checkpoint kept: .*{told}", str(report))
+                with warnings.catch_warnings():
+                    warnings.simplefilter("error")
+                    assert sync.push(mode="adapter" if merge == "trainer" else None).calibrated == report.calibrated
+                assert scales_of(llm) == [[0.25, 0.125] * 2] * 2
+                sync.push(mode="merged")
+                assert_close(llm, model, 0.08)
+
+
+def test_random_scales_of_the_cache_are_refused(tmp_path: Path) -> None:
+    """vLLM's dummy loading fills them, too, and no push brings others. Scales of 1, where the checkpoint has none, stay
+    1 and nothing is told."""
+    model = policy()
+    engines.save_base(model.get_base_model(), tmp_path / "plain")
+    engines.save_base(model.get_base_model(), tmp_path / "base")
+    calibrate(compress(tmp_path / "base", arguments("float", "channel")), k=0.25, v=0.125)
+    with (
+        engine(model, tmp_path / "base", **READ | {"load_format": "dummy"}) as llm,
+        closing(VllmSync(model, llm)) as sync,
+        pytest.raises(PushRefused, match=r'random numbers.*load_format="dummy".*k_scale.*load_format="auto"'),
+    ):
+        sync.push()
+    with (
+        engine(model, tmp_path / "plain", kv_cache_dtype="fp8") as llm,  # of a dummy load, too
+        closing(VllmSync(model, llm, bucket_bytes=BUCKET)) as sync,
+        warnings.catch_warnings(),
+    ):
+        warnings.filterwarnings("error", "engine 0")
+        assert sync.push().calibrated == ""
+        assert scales_of(llm) == [[1.0] * 4] * 2
+        assert_close(llm, model, 0.08)
 
 
 # What is refused

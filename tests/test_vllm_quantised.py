@@ -512,7 +512,13 @@ def test_what_is_refused(method: Any, dtype: torch.dtype, said: str, monkeypatch
     assert bool(said) == bool(refused)
 
 
-def test_scales_that_are_computed_once_are_refused() -> None:
-    assert "calculate_kv_scales" in stale_scales(SimpleNamespace(calculate_kv_scales=True))
-    assert not stale_scales(SimpleNamespace(calculate_kv_scales=False))
-    assert not stale_scales(SimpleNamespace())
+def test_scales_that_are_computed_once_or_random_are_refused() -> None:
+    def config(load_format: str = "auto", **cache: bool) -> Any:
+        return SimpleNamespace(
+            cache_config=SimpleNamespace(**cache), load_config=SimpleNamespace(load_format=load_format)
+        )
+
+    assert "calculate_kv_scales" in stale_scales(config(calculate_kv_scales=True), "")
+    assert "dummy" in stale_scales(config("dummy"), "attn (k_scale 0.1, v_scale 0.1)")
+    assert not stale_scales(config(calculate_kv_scales=False), "attn (k_scale 0.1, v_scale 0.1)")
+    assert not stale_scales(config("dummy"), "")

@@ -65,14 +65,45 @@ def _methods(modules: Modules) -> Iterator[tuple[str, Any, Any]]:
             yield path, layer, method
 
 
-def stale_scales(cache_config: Any) -> str:
-    """Why scales of the KV cache would not be those of what a push brings, in words as of `refusal`."""
-    if not getattr(cache_config, "calculate_kv_scales", False):  # vLLM 0.26
+def stale_scales(config: Any, calibrated: str) -> str:
+    """Why scales of the KV cache would be those of nothing that a push brings, in words as of `refusal`.
+
+    Args:
+        config: vLLM's, of everything.
+        calibrated: as of `calibrated_scales`.
+    """
+    if getattr(config.cache_config, "calculate_kv_scales", False):  # vLLM 0.26
+        return (
+            "computes the scales of its KV cache from the first request that it gets (calculate_kv_scales), and keeps "
+            "them whatever weights come: start it without calculate_kv_scales"
+        )
+    if calibrated and config.load_config.load_format == "dummy":
+        return (
+            f'filled the scales of its KV cache with random numbers as it started (load_format="dummy"): {calibrated}; '
+            "vLLM takes no others while it runs, and a push brings none: start it with load_format=\"auto\", or on a "
+            "checkpoint whose config has no kv_cache_scheme"
+        )
+    return ""
+
+
+def calibrated_scales(modules: Modules) -> str:
+    """The attention layers whose quantised KV cache has scales from the engine's checkpoint, in words; "" where there
+    are none. vLLM computes with them as long as it runs, and takes no others.
+
+    They were calibrated for the weights of that checkpoint. A push into such an engine is not refused: numbers of FP8
+    keep their relative error under any scale, unlike integers, and what outgrows the calibrated range is cut off there.
+    """
+    found = {
+        path: (layer._k_scale, layer._v_scale)
+        for path, layer in modules.paths()
+        if str(getattr(layer, "kv_cache_dtype", "")).startswith("fp8") and hasattr(layer, "_k_scale")
+    }
+    other = [path for path, scales in found.items() if any(bool((scale != 1).any()) for scale in scales)]
+    if not other:
         return ""
-    return (
-        "computes the scales of its KV cache from the first request that it gets (calculate_kv_scales), and keeps them "
-        "whatever weights come: start it without calculate_kv_scales"
-    )
+    k, v = (f"{float(scale.max()):.3g}" for scale in found[other[0]])
+    more = f" and {len(other) - 1} more layers" if len(other) > 1 else ""
+    return f"{other[0]} (k_scale {k}, v_scale {v}){more}"
 
 
 def method_of(layer: Any) -> Any:

@@ -23,7 +23,7 @@ from . import internals, own
 from .adapter import ADAPTER_ID, load_adapter, remove_adapter, unserved_modules
 from .backend import LoraMergeWeightTransferEngine
 from .control import other_backend
-from .formats import quantised_checkpoint, refusal, stale_scales
+from .formats import calibrated_scales, quantised_checkpoint, refusal, stale_scales
 from .plugin import BACKEND
 from .side import side_of
 
@@ -97,6 +97,7 @@ class VllmWorker:
             "connector": config.kv_transfer_config is not None,
             "multimodal": bool(self.raw.model_config.is_multimodal_model),
             "quantised": side.modules.kept(quantised_checkpoint),
+            "calibrated": side.modules.kept(calibrated_scales),
         }
 
     def served(self, side: Side, state: State) -> State:
@@ -143,7 +144,8 @@ def _unfit(worker: Any, side: Side) -> str:
             "reaches it: start the engine without speculative_config, or with a method that has no weights "
             '("ngram", "suffix")'
         )
-    if refused := side.modules.kept(refusal) or stale_scales(worker.cache_config):
+    calibrated = side.modules.kept(calibrated_scales)
+    if refused := side.modules.kept(refusal) or stale_scales(worker.vllm_config, calibrated):
         return refused
     if _engines(worker.parallel_config) > 1:
         return f"is {ONE_ENGINE}"
