@@ -232,11 +232,11 @@ def failure(
 def warn_of_calibrated(replica: Replica) -> None:
     """Warn that an engine's KV cache keeps scales that were calibrated for other weights than it now holds."""
     warnings.warn(
-        f"engine {replica.index}: its FP8 KV cache keeps the scales of the checkpoint that it was started from, which "
-        f"were calibrated for that one's weights and not for those that are pushed: {replica.calibrated}. Keys and "
-        "values that outgrow 448 times their scale are cut off there. Where the policy moves far, start the engine on "
-        "a checkpoint without k_scale and v_scale (scales of 1 fit any weights), or calibrate them again for a "
-        "merged checkpoint and start it anew on that",
+        f"engine {replica.index}: its KV cache keeps the scales of the checkpoint that it was started from, which were "
+        f"calibrated for that one's weights and not for those that are pushed: {replica.calibrated}. Keys and values "
+        "that outgrow the calibrated range (FP8: 448 times the scale) are cut off there. Where the policy moves far, "
+        "start the engine on a checkpoint without k_scale and v_scale, or calibrate them again for a merged checkpoint "
+        "and start it anew on that",
         stacklevel=2,
     )
 

@@ -97,7 +97,7 @@ class VllmWorker:
             "connector": config.kv_transfer_config is not None,
             "multimodal": bool(self.raw.model_config.is_multimodal_model),
             "quantised": side.modules.kept(quantised_checkpoint),
-            "calibrated": side.modules.kept(calibrated_scales),
+            "calibrated": calibrated_scales(side.modules),
         }
 
     def served(self, side: Side, state: State) -> State:
@@ -144,9 +144,11 @@ def _unfit(worker: Any, side: Side) -> str:
             "reaches it: start the engine without speculative_config, or with a method that has no weights "
             '("ngram", "suffix")'
         )
-    calibrated = side.modules.kept(calibrated_scales)
-    if refused := side.modules.kept(refusal) or stale_scales(worker.vllm_config, calibrated):
+    if refused := side.modules.kept(refusal):
         return refused
+    load_format = str(worker.model_runner.load_config.load_format)
+    if stale := stale_scales(worker.cache_config, load_format, calibrated_scales(side.modules)):
+        return stale
     if _engines(worker.parallel_config) > 1:
         return f"is {ONE_ENGINE}"
     if worker.parallel_config.enable_eplb:
