@@ -492,14 +492,59 @@ def test_compressed_tensors_make_the_same(kind: str, strategy: str) -> None:
             assert torch.equal(values.view(torch.uint8), wanted["weight"].view(torch.uint8))
 
 
-@pytest.mark.parametrize("suffix", ["_scale", "_scale_inv"])
+@pytest.mark.parametrize("strategy", ["tensor", "channel", "block"])
+@pytest.mark.parametrize("kind", ["int", "float"])
+def test_zeros_alone(kind: str, strategy: str) -> None:
+    x = torch.zeros(256, 384, dtype=torch.bfloat16)
+    wanted = by_their_tools(x, arguments(kind, strategy))
+    scheme = Scheme(wanted["weight"].dtype, strategy, "_scale")  # type: ignore[arg-type]
+    (_, values), (_, scales) = scheme.pair("a.weight", x)
+    assert torch.equal(scales, wanted["weight_scale"])
+    assert (scales == torch.finfo(torch.bfloat16).eps).all()
+    assert not values.view(torch.uint8).any(), "no -0 either"
+
+
+@pytest.mark.parametrize("kind", ["int", "float"])
+def test_blocks_that_do_not_divide_the_shape(kind: str) -> None:
+    """As of a weight that zeros fill up, of which its own part is kept."""
+    for rows, cols in ((200, 300), (5, 384), (256, 1)):
+        x = numbers()[0][:rows, :cols].contiguous()
+        padded = nn.functional.pad(x, (0, -cols % 128, 0, -rows % 128))
+        wanted = by_their_tools(padded, arguments(kind, "block"))
+        scheme = Scheme(wanted["weight"].dtype, "block", "_scale")
+        (_, values), (_, scales) = scheme.pair("a.weight", x)
+        assert torch.equal(scales, wanted["weight_scale"])
+        assert values.shape == x.shape
+        assert torch.equal(values.view(torch.uint8), wanted["weight"][:rows, :cols].view(torch.uint8))
+        for made, there in zip(scheme.pair("a.weight", x.to("meta")), (values, scales), strict=True):
+            assert (made[1].shape, made[1].dtype) == (there.shape, there.dtype)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "strategy", "where"),
+    [
+        ("_scale", "block", (1, 1)),
+        ("_scale", "channel", (200, 0)),
+        ("_scale", "tensor", (0,)),
+        ("_scale_inv", "block", (1, 1)),
+    ],
+)
 @pytest.mark.parametrize("odd", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_no_number_shows_in_a_scale(suffix: str, odd: float) -> None:
-    for values in (torch.int8, torch.float8_e4m3fn) if suffix == "_scale" else (torch.float8_e4m3fn,):
-        x = numbers()[0].clone()
+def test_what_is_no_number_shows_in_a_scale(suffix: str, strategy: Any, where: tuple[int, ...], odd: float) -> None:
+    """Of its group; all others are as without it."""
+    for dtype in (torch.int8, torch.float8_e4m3fn) if suffix == "_scale" else (torch.float8_e4m3fn,):
+        x, scheme = numbers()[0].clone(), Scheme(dtype, strategy, suffix)
+        before = [tensor for _, tensor in scheme.pair("a.weight", x)]
         x[200, 150] = odd
-        scales = Scheme(values, "block", suffix).pair("a.weight", x)[1][1]
-        assert [tuple(at) for at in (~scales.isfinite()).nonzero().tolist()] == [(1, 1)]
+        values, scales = (tensor for _, tensor in scheme.pair("a.weight", x))
+        assert [tuple(at) for at in (~scales.isfinite()).nonzero().tolist()] == [where]
+        assert torch.equal(scales[scales.isfinite()], before[1][scales.isfinite()])
+        others = torch.ones(x.shape, dtype=torch.bool)
+        rows, cols = {"block": (slice(128, 256), slice(128, 256)), "channel": (200, slice(None))}.get(
+            strategy, (slice(None), slice(None))
+        )
+        others[rows, cols] = False
+        assert torch.equal(values.view(torch.uint8)[others], before[0].view(torch.uint8)[others])
 
 
 def test_deep_seeks_blocks() -> None:

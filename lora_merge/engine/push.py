@@ -19,7 +19,7 @@ from .calls import bind, drive, side_by_side, together
 from .control import Call
 from .passes import Pass, Told
 from .pull import Pull
-from .replica import Replica, SyncReport, check_whole, failure, warn_of_calibrated
+from .replica import Replica, SyncReport, check_whole, failure, tell_of_calibrated
 from .sources import Verified
 from .state import State
 from .trainer import Trainer
@@ -89,8 +89,7 @@ class Pushes:
         self._mode, self._rounding, self._healing = mode, rounding, healing
         self._closed = self._interrupted = False
         self._pushed: State | None = None
-        self._warned: set[int] = set()
-        """Engines of whose calibrated caches was told."""
+        self._told_of: set[int] = set()  # engines with calibrated caches
         self._lock = threading.Lock()
 
     def states(self) -> list[State]:
@@ -215,18 +214,8 @@ class Pushes:
         report.coverage = None if None in shares else min(share or 0.0 for share in shares)
         report.reloaded = max((replica.reloaded for replica in replicas), default=0)
         if self._pushed.kind != "base":  # whose weights the scales are of
-            self._tell_of_calibrated(replicas, report)
+            report.calibrated = tell_of_calibrated(replicas, self._told_of)
         return report
-
-    def _tell_of_calibrated(self, replicas: Sequence[Replica], report: SyncReport) -> None:
-        """Say which engines have scales of the KV cache that are not those of what they hold: in every report, and on
-        the rank that has the handle in one warning for each engine."""
-        found = [replica for replica in replicas if replica.calibrated]
-        report.calibrated = found[0].calibrated if found else ""
-        for replica in found:
-            if replica.control is not None and replica.index not in self._warned:
-                self._warned.add(replica.index)
-                warn_of_calibrated(replica)
 
     async def _hello(self, beside: Callable[[], None] | None = None, **message: Any) -> list[list[dict[str, Any]]]:
         """Ask the engines whose handles are here what they are and what they hold.

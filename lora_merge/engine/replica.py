@@ -229,16 +229,30 @@ def failure(
     return PushFailed(f"{text}. {f'Dirty engines stay paused; {healing}' if dirty else 'Push again'}")
 
 
-def warn_of_calibrated(replica: Replica) -> None:
-    """Warn that an engine's KV cache keeps scales that were calibrated for other weights than it now holds."""
-    warnings.warn(
-        f"engine {replica.index}: its KV cache keeps the scales of the checkpoint that it was started from, which were "
-        f"calibrated for that one's weights and not for those that are pushed: {replica.calibrated}. Keys and values "
-        "that outgrow the calibrated range (FP8: 448 times the scale) are cut off there. Where the policy moves far, "
-        "start the engine on a checkpoint without k_scale and v_scale, or calibrate them again for a merged checkpoint "
-        "and start it anew on that",
-        stacklevel=2,
-    )
+def tell_of_calibrated(replicas: Sequence[Replica], told: set[int]) -> str:
+    """Warn of engines whose KV cache keeps scales that were calibrated for other weights than they now hold: once of
+    each, on the rank that has its handle.
+
+    Args:
+        told: which of them were named before; gets the others.
+
+    Returns:
+        The layers of the first of these engines, in words; "" where there is none.
+    """
+    found = [replica for replica in replicas if replica.calibrated]
+    for replica in found:
+        if replica.control is None or replica.index in told:
+            continue
+        told.add(replica.index)
+        warnings.warn(
+            f"engine {replica.index}: its KV cache keeps the scales of the checkpoint that it was started from, which "
+            f"were calibrated for that one's weights and not for those that are pushed: {replica.calibrated}. Keys and "
+            "values that outgrow the calibrated range (FP8: 448 times the scale) are cut off there. Where the policy "
+            "moves far, start the engine on a checkpoint without k_scale and v_scale, or calibrate them again for a "
+            "merged checkpoint and start it anew on that",
+            stacklevel=2,
+        )
+    return found[0].calibrated if found else ""
 
 
 def check_handle(index: int, control: Control) -> None:
