@@ -73,7 +73,8 @@ lint: $(VENV)/installed
 test-libraries: $(VENV)/installed $(VENV)/libraries/done
 	PYTHONPATH=$(VENV)/libraries TORCH_EXTENSIONS_DIR=$(EXTENSIONS) $(PY) -m pytest $(ARGS) \
 		tests/test_libraries.py tests/test_libraries_quantised.py tests/test_libraries_quantised_saved.py \
-		tests/test_libraries_dequantised.py tests/test_libraries_dequantised_refused.py tests/test_libraries_zero3.py
+		tests/test_libraries_quantised_sharded.py tests/test_libraries_dequantised.py tests/test_libraries_dequantised_refused.py \
+		tests/test_libraries_zero3.py tests/test_libraries_zero3_training.py
 
 # Real trainers with real vLLM engines. They exclude each other, so each has packages of its own beside vLLM's.
 TRAINERS := plain trl swift verl

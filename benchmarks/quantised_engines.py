@@ -13,6 +13,10 @@ no kernel for here is recorded with its reason. `--time` takes the times of push
 is read and written (bf16, and 8 bits where the engine has these), and beside them those of vLLM's own reload of each
 layer. verl's own way (its worker quantises in blocks, and loads them into an engine on an FP8 checkpoint, whose
 methods it patches) is not among them: it takes verl beside vLLM on a GPU. The JSON is written after every engine.
+
+Where an engine fails, `phase` says in what: its start, a push, what it generates, or the trainer's forward. A GPU is
+waited for at the end of each. After a CUDA error the others of a run may fail because of it: run the format that failed
+by itself (`--formats mxfp8`).
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -95,13 +99,36 @@ def tell(found: dict[str, Any], record: dict[str, Any], args: argparse.Namespace
 
 
 def guarded(run: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
-    """What a run finds, or why vLLM cannot do it here."""
+    """What a run finds, or why vLLM cannot do it here, and in which phase that came up."""
     try:
         return run(*args)
     except Exception as error:
-        return {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
+        first = cause(error)
+        said = " ".join(f"{type(first).__name__}: {first}".split())
+        return {"phase": getattr(first, "phase", "other"), "failed": said[:300]}
     finally:
-        free()
+        with suppress(RuntimeError):  # what broke the GPU was noted
+            free()
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """What fails in here, on the GPU too, says in which phase it did."""
+    try:
+        yield
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+    except Exception as error:
+        error.phase = name  # type: ignore[attr-defined]
+        raise
+
+
+def cause(error: BaseException) -> BaseException:
+    """The error of a phase, where another one came up while what it left was cleared away."""
+    chain = [error]
+    while (before := chain[-1].__cause__ or chain[-1].__context__) is not None:
+        chain.append(before)
+    return next((one for one in reversed(chain) if hasattr(one, "phase")), error)
 
 
 def free() -> None:
@@ -157,10 +184,12 @@ def engine(folder: Path, quantization: str, args: argparse.Namespace) -> Iterato
     options: dict[str, Any] = {} if quantization == "none" else {"quantization": quantization}
     if args.device == "cuda":
         options |= {"gpu_memory_utilization": args.gpu_memory, "kv_cache_memory_bytes": 1 << 30}
-    llm = LLM(
-        str(folder), load_format="dummy", dtype="bfloat16", enforce_eager=True, skip_tokenizer_init=True,
-        max_model_len=64, max_num_seqs=64, weight_transfer_config=WeightTransferConfig(backend="lora_merge"), **options,
-    )  # fmt: skip
+    with phase("start"):
+        llm = LLM(
+            str(folder), load_format="dummy", dtype="bfloat16", enforce_eager=True, skip_tokenizer_init=True,
+            max_model_len=64, max_num_seqs=64, weight_transfer_config=WeightTransferConfig(backend="lora_merge"),
+            **options,
+        )  # fmt: skip
     try:
         yield llm
     finally:
@@ -181,18 +210,21 @@ def gap_of(
 
     sampling = SamplingParams(max_tokens=response, logprobs=0, ignore_eos=True, detokenize=False, seed=0)
     with engine(folder / "base", quantization, args) as llm, closing(VllmSync(model, llm)) as pushing:
-        pushing.push()
+        with phase("push"):
+            pushing.push()
         asked = [{"prompt_token_ids": prompt} for prompt in prompts]
-        answers = [output.outputs[0] for output in llm.generate(asked, sampling, use_tqdm=False)]
+        with phase("generate"):
+            answers = [output.outputs[0] for output in llm.generate(asked, sampling, use_tqdm=False)]
     rollout = [
         [step[token].logprob for step, token in zip(answer.logprobs, answer.token_ids, strict=True)]
         for answer in answers
     ]
     tokens = torch.tensor([[*prompt, *answer.token_ids] for prompt, answer in zip(prompts, answers, strict=True)])
+    with phase("the trainer's forward"):
+        own = log_probs(model, tokens, args.device)
     gap = logprob_gap(
-        log_probs(model, tokens, args.device), rollout, shifted=True, prompt_width=len(prompts[0]),
-        response_lengths=[response] * len(prompts),
-    )  # fmt: skip
+        own, rollout, shifted=True, prompt_width=len(prompts[0]), response_lengths=[response] * len(prompts)
+    )
     ratios = torch.cat(gap.ratios).cpu()
     low, middle, high = (float(ratios.quantile(q)) for q in (0.01, 0.5, 0.99))
     return {
@@ -223,7 +255,8 @@ def times_of(model: nn.Module, quantization: str, way: str, args: argparse.Names
     with tempfile.TemporaryDirectory() as folder, loading(way):
         sync.config_of(args.time).save_pretrained(folder)
         with engine(Path(folder), quantization, args) as llm, closing(VllmSync(model, llm)) as pushing:
-            found = sync.pushes(pushing, args.repeats, "merged")
+            with phase("push"):
+                found = sync.pushes(pushing, args.repeats, "merged")
             held = sum(p.nbytes for p in served(llm).parameters())
             copy = sync.copy_ms((found["bytes"] + held) // 2, args.device, args.repeats)
             return found | {"held_bytes": held, "copy_ms": copy, "x_copy": found["merge_and_load_ms"] / copy}

@@ -87,6 +87,17 @@ def compress(
     )
 
 
+def calibrate(folder: Path, k: float, v: float) -> Path:
+    """Have a checkpoint of `compress` say that its KV cache is FP8, and with which scales."""
+    tensors: dict[str, Tensor] = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("k_proj.weight")]:
+        attention = name.removesuffix("k_proj.weight")
+        tensors |= {f"{attention}k_scale": torch.tensor([k]), f"{attention}v_scale": torch.tensor([v])}
+    said = json.loads((folder / "config.json").read_text())["quantization_config"]
+    numbers = {"num_bits": 8, "type": "float", "symmetric": True}
+    return _saved(folder, tensors, said | {"kv_cache_scheme": numbers | {"strategy": "tensor", "dynamic": False}})
+
+
 def by_blocks(weight: Tensor) -> dict[str, Tensor]:
     """Values and scales of a weight as DeepGEMM's function makes them that vLLM compiles for GPUs, where 1 / 448 is
     multiplied (elsewhere it divides by 448, and a scale may be another in its last bit)."""

@@ -357,3 +357,25 @@ def test_a_picture_of_no_file(
     with pytest.raises(SystemExit):
         benchmark.main()
     assert "--draw needs --plot" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("where", ["start", "push", "other"])
+def test_an_engine_that_fails_is_recorded_with_its_phase(where: str, load: Any) -> None:
+    """That of what came up first, where clearing away fails, too."""
+    engines = load("quantised_engines")
+
+    def run() -> dict[str, Any]:
+        try:
+            for name in ("start", "push"):
+                with engines.phase(name):
+                    assert where != name, "first\nof two lines"
+            raise KeyError("neither")
+        finally:
+            if where == "push":
+                raise RuntimeError("while the engine ended")
+
+    found = engines.guarded(run)
+    assert found["phase"] == where
+    assert found["failed"].startswith(
+        "KeyError: 'neither'" if where == "other" else "AssertionError: first of two lines"
+    )

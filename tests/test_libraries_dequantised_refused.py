@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from helpers import assert_same_bits
 from processes import spawn
-from test_libraries_dequantised import ROW, assert_streams, in_format, with_lora
+from test_libraries_dequantised import ROW, assert_streams, base_of, in_format, with_lora
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
@@ -73,6 +73,31 @@ def test_a_layer_of_hqq_that_changes() -> None:
     biased = model.get_base_model().model.layers[0].self_attn.q_proj.base_layer
     biased.bias = biased.bias.detach() + 1
     assert_same_bits(dict(weights)["model.layers.0.self_attn.q_proj.bias"], biased.bias)
+
+
+ODD_CASES = ["int8", "int8 in groups of 32", "int8 by tensor", "int4 in groups of 32", "fp8", "hqq 4 bits"]
+
+
+@pytest.mark.parametrize("odd", [torch.nan, torch.inf, -torch.inf, 0.0])
+@pytest.mark.parametrize("case", [*ODD_CASES, "hqq 4 bits, by columns"])
+def test_scales_that_are_no_scales(case: str, odd: float) -> None:
+    """The stream has what the library's own call makes of them, and the adapter on top of what is a number."""
+    model = with_lora(lambda: in_format(case))
+    name, layer = "model.layers.1.mlp.up_proj.weight", model.get_base_model().model.layers[1].mlp.up_proj
+    held = layer.base_layer
+    scale = held.meta["scale"] if "hqq" in case else held.weight.scale
+    with torch.no_grad():
+        scale.view(-1)[scale.numel() // 2] = odd
+    base = base_of(held).detach()
+    assert (base == 0).any() if odd == 0 else not base.isfinite().all()
+    torch.testing.assert_close(dict(MergedWeights(model, adapters=False))[name], base, rtol=0, atol=0, equal_nan=True)
+    update = layer.lora_B["default"].weight.double() @ layer.lora_A["default"].weight.double()
+    wanted = base.double() + layer.scaling["default"] * update.detach()
+    got, numbers = dict(MergedWeights(model))[name], base.isfinite()
+    torch.testing.assert_close(got[~numbers], base[~numbers], rtol=0, atol=0, equal_nan=True)
+    # One rounding to bf16, and that of float32 sums.
+    bound = 2.0**-8 * wanted[numbers].abs() + 2.0**-18 * update.abs().max()
+    assert ((got[numbers].double() - wanted[numbers]).abs() <= bound).all()
 
 
 def test_nothing_is_kept_between_passes() -> None:

@@ -7,6 +7,7 @@ bring one where there is not. FP8 by tensors, and experts, are in test_vllm_quan
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -18,7 +19,15 @@ import policies
 import pytest
 import quantised
 import torch
-from compressed import arguments, by_blocks, by_their_tools, compress, compress_by_blocks, kernel_for_blocks
+from compressed import (
+    arguments,
+    by_blocks,
+    by_their_tools,
+    calibrate,
+    compress,
+    compress_by_blocks,
+    kernel_for_blocks,
+)
 from engines import ask, engine, train
 from torch import Tensor, nn
 
@@ -286,6 +295,73 @@ def test_two_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
                 assert held(llm) == fresh, merge
 
 
+# Scales of the KV cache
+
+
+def scales_of(llm: Any) -> list[list[float]]:
+    layers = [layer for layer in quantised.served(llm).modules() if hasattr(layer, "kv_cache_dtype")]
+    assert all(layer.kv_cache_dtype == "fp8" for layer in layers)
+    names = ("_k_scale", "_v_scale", "_k_scale_float", "_v_scale_float")
+    return [[float(getattr(layer, name)) for name in names] for layer in layers]
+
+
+def lose_scales(llm: Any) -> None:
+    """As sleep at level 2 does where they are parameters, as in vLLM 0.26."""
+    for layer in quantised.served(llm).modules():
+        for name in ("_k_scale", "_v_scale", "_q_scale") if hasattr(layer, "kv_cache_dtype") else ():
+            scale = layer._parameters.pop(name, None)
+            scale = layer._buffers.pop(name) if scale is None else scale
+            layer.register_parameter(name, nn.Parameter(torch.full_like(scale, torch.nan), requires_grad=False))
+
+
+def test_calibrated_scales_of_the_cache_stay_and_are_told_of(tmp_path: Path) -> None:
+    """By one warning for each engine, and in each report."""
+    model = policy()
+    train(model)
+    folder = compress(quantised.save_merged(model, tmp_path / "merged"), arguments("float", "channel"))
+    calibrate(folder, k=0.25, v=0.125)
+    told = r"attn \(k_scale 0.25, v_scale 0.125\) and 1 more layers"
+    with engine(model, folder, **READ | {"enable_lora": True, "max_lora_rank": 8}) as llm:
+        for merge in ("trainer", "engine"):
+            with closing(VllmSync(model, llm, merge=merge, bucket_bytes=BUCKET)) as sync:
+                train(model, 2, 0.02)
+                lose_scales(llm)
+                with pytest.warns(UserWarning, match=f"engine 0.*{told}.*calibrate them again"):
+                    report = sync.push()
+                assert re.search(told, report.calibrated)
+                assert re.search(f"KV cache scales of the engine's checkpoint kept: .*{told}", str(report))
+                with warnings.catch_warnings():
+                    warnings.simplefilter("error")
+                    assert sync.push(mode="adapter" if merge == "trainer" else None).calibrated == report.calibrated
+                assert scales_of(llm) == [[0.25, 0.125] * 2] * 2
+                sync.push(mode="merged")
+                assert_close(llm, model, 0.08)
+
+
+def test_random_scales_of_the_cache_are_refused(tmp_path: Path) -> None:
+    """vLLM's dummy loading fills them, too, and no push brings others. Scales of 1, where the checkpoint has none, stay
+    1 and nothing is told."""
+    model = policy()
+    engines.save_base(model.get_base_model(), tmp_path / "plain")
+    engines.save_base(model.get_base_model(), tmp_path / "base")
+    calibrate(compress(tmp_path / "base", arguments("float", "channel")), k=0.25, v=0.125)
+    with (
+        engine(model, tmp_path / "base", **READ | {"load_format": "dummy"}) as llm,
+        closing(VllmSync(model, llm)) as sync,
+        pytest.raises(PushRefused, match=r'random numbers.*load_format="dummy".*k_scale.*load_format="auto"'),
+    ):
+        sync.push()
+    with (
+        engine(model, tmp_path / "plain", kv_cache_dtype="fp8") as llm,  # of a dummy load, too
+        closing(VllmSync(model, llm, bucket_bytes=BUCKET)) as sync,
+        warnings.catch_warnings(),
+    ):
+        warnings.filterwarnings("error", "engine 0")
+        assert sync.push().calibrated == ""
+        assert scales_of(llm) == [[1.0] * 4] * 2
+        assert_close(llm, model, 0.08)
+
+
 # What is refused
 
 
@@ -416,14 +492,59 @@ def test_compressed_tensors_make_the_same(kind: str, strategy: str) -> None:
             assert torch.equal(values.view(torch.uint8), wanted["weight"].view(torch.uint8))
 
 
-@pytest.mark.parametrize("suffix", ["_scale", "_scale_inv"])
+@pytest.mark.parametrize("strategy", ["tensor", "channel", "block"])
+@pytest.mark.parametrize("kind", ["int", "float"])
+def test_zeros_alone(kind: str, strategy: str) -> None:
+    x = torch.zeros(256, 384, dtype=torch.bfloat16)
+    wanted = by_their_tools(x, arguments(kind, strategy))
+    scheme = Scheme(wanted["weight"].dtype, strategy, "_scale")  # type: ignore[arg-type]
+    (_, values), (_, scales) = scheme.pair("a.weight", x)
+    assert torch.equal(scales, wanted["weight_scale"])
+    assert (scales == torch.finfo(torch.bfloat16).eps).all()
+    assert not values.view(torch.uint8).any(), "no -0 either"
+
+
+@pytest.mark.parametrize("kind", ["int", "float"])
+def test_blocks_that_do_not_divide_the_shape(kind: str) -> None:
+    """As of a weight that zeros fill up, of which its own part is kept."""
+    for rows, cols in ((200, 300), (5, 384), (256, 1)):
+        x = numbers()[0][:rows, :cols].contiguous()
+        padded = nn.functional.pad(x, (0, -cols % 128, 0, -rows % 128))
+        wanted = by_their_tools(padded, arguments(kind, "block"))
+        scheme = Scheme(wanted["weight"].dtype, "block", "_scale")
+        (_, values), (_, scales) = scheme.pair("a.weight", x)
+        assert torch.equal(scales, wanted["weight_scale"])
+        assert values.shape == x.shape
+        assert torch.equal(values.view(torch.uint8), wanted["weight"][:rows, :cols].view(torch.uint8))
+        for made, there in zip(scheme.pair("a.weight", x.to("meta")), (values, scales), strict=True):
+            assert (made[1].shape, made[1].dtype) == (there.shape, there.dtype)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "strategy", "where"),
+    [
+        ("_scale", "block", (1, 1)),
+        ("_scale", "channel", (200, 0)),
+        ("_scale", "tensor", (0,)),
+        ("_scale_inv", "block", (1, 1)),
+    ],
+)
 @pytest.mark.parametrize("odd", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_no_number_shows_in_a_scale(suffix: str, odd: float) -> None:
-    for values in (torch.int8, torch.float8_e4m3fn) if suffix == "_scale" else (torch.float8_e4m3fn,):
-        x = numbers()[0].clone()
+def test_what_is_no_number_shows_in_a_scale(suffix: str, strategy: Any, where: tuple[int, ...], odd: float) -> None:
+    """Of its group; all others are as without it."""
+    for dtype in (torch.int8, torch.float8_e4m3fn) if suffix == "_scale" else (torch.float8_e4m3fn,):
+        x, scheme = numbers()[0].clone(), Scheme(dtype, strategy, suffix)
+        before = [tensor for _, tensor in scheme.pair("a.weight", x)]
         x[200, 150] = odd
-        scales = Scheme(values, "block", suffix).pair("a.weight", x)[1][1]
-        assert [tuple(at) for at in (~scales.isfinite()).nonzero().tolist()] == [(1, 1)]
+        values, scales = (tensor for _, tensor in scheme.pair("a.weight", x))
+        assert [tuple(at) for at in (~scales.isfinite()).nonzero().tolist()] == [where]
+        assert torch.equal(scales[scales.isfinite()], before[1][scales.isfinite()])
+        others = torch.ones(x.shape, dtype=torch.bool)
+        rows, cols = {"block": (slice(128, 256), slice(128, 256)), "channel": (200, slice(None))}.get(
+            strategy, (slice(None), slice(None))
+        )
+        others[rows, cols] = False
+        assert torch.equal(values.view(torch.uint8)[others], before[0].view(torch.uint8)[others])
 
 
 def test_deep_seeks_blocks() -> None:

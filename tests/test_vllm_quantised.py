@@ -23,7 +23,7 @@ from torch import nn
 
 from lora_merge import LoraMergeError, PushFailed, PushRefused, VllmSync
 from lora_merge.engine.modules import Modules
-from lora_merge.engine.vllm.formats import refusal, stale_scales
+from lora_merge.engine.vllm.formats import bring_scales_back, calibrated_scales, refusal, stale_scales
 from lora_merge.serve import load_adapter, unload_adapter
 from lora_merge.stream.filler import Filler
 from lora_merge.stream.places import Places
@@ -512,7 +512,32 @@ def test_what_is_refused(method: Any, dtype: torch.dtype, said: str, monkeypatch
     assert bool(said) == bool(refused)
 
 
-def test_scales_that_are_computed_once_are_refused() -> None:
-    assert "calculate_kv_scales" in stale_scales(SimpleNamespace(calculate_kv_scales=True))
-    assert not stale_scales(SimpleNamespace(calculate_kv_scales=False))
-    assert not stale_scales(SimpleNamespace())
+def test_scales_that_are_computed_once_or_random_are_refused() -> None:
+    calibrated = "attn (k_scale 0.1, v_scale 0.1)"
+    assert "calculate_kv_scales" in stale_scales(SimpleNamespace(calculate_kv_scales=True), "auto", "")
+    assert "random" in stale_scales(SimpleNamespace(), "dummy", calibrated)
+    assert not stale_scales(SimpleNamespace(calculate_kv_scales=False), "auto", calibrated)
+    assert not stale_scales(SimpleNamespace(), "dummy", "")
+
+
+def test_scales_that_are_lost_in_sleep_come_back() -> None:
+    """vLLM 0.26 has those of compressed-tensors as parameters, whose memory sleep at level 2 gives back."""
+    model = nn.ModuleDict({"attention": nn.Module()})
+    layer: Any = model["attention"]
+    layer.kv_cache_dtype, layer._k_scale_float, layer._v_scale_float, layer._q_scale_float = "fp8", 0.25, 0.5, 1.0
+    for name in ("_k_scale", "_v_scale", "_q_scale"):
+        layer.register_parameter(name, nn.Parameter(torch.tensor([torch.nan]), requires_grad=False))
+    modules = Modules(model)
+    assert calibrated_scales(modules) == "attention (k_scale 0.25, v_scale 0.5)"
+    bring_scales_back(modules)
+    found = [layer._k_scale, layer._v_scale, layer._q_scale]
+    assert torch.equal(torch.cat(found), torch.tensor([0.25, 0.5, 1.0]))
+    layer._k_scale = nn.Parameter(torch.tensor([0.25, 0.125]), requires_grad=False)  # by heads
+    bring_scales_back(modules)
+    assert torch.equal(layer._k_scale, torch.tensor([0.25, 0.125]))
+    layer._k_scale.zero_()
+    with pytest.raises(RuntimeError, match=r"attention: .*were lost.*start the engine anew"):
+        bring_scales_back(modules)
+    layer.kv_cache_dtype = "auto"  # nothing computes with them
+    bring_scales_back(Modules(model))
+    assert calibrated_scales(Modules(model)) == ""

@@ -13,6 +13,7 @@ import pytest
 import test_libraries_zero3 as zero3
 import torch
 from processes import spawn
+from test_libraries_zero3_training import training
 from test_shards_merge import device
 from torch import nn
 
@@ -26,7 +27,7 @@ pytestmark = [
 ]
 CASES: list[Callable[[int], None]] = [
     zero3.in_bf16,
-    zero3.training,
+    training,
     zero3.gathered,
     zero3.written_while_gathered,
     zero3.written_inside,

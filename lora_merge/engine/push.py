@@ -19,7 +19,7 @@ from .calls import bind, drive, side_by_side, together
 from .control import Call
 from .passes import Pass, Told
 from .pull import Pull
-from .replica import Replica, SyncReport, check_whole, failure
+from .replica import Replica, SyncReport, check_whole, failure, tell_of_calibrated
 from .sources import Verified
 from .state import State
 from .trainer import Trainer
@@ -89,6 +89,7 @@ class Pushes:
         self._mode, self._rounding, self._healing = mode, rounding, healing
         self._closed = self._interrupted = False
         self._pushed: State | None = None
+        self._told_of: set[int] = set()  # engines with calibrated caches
         self._lock = threading.Lock()
 
     def states(self) -> list[State]:
@@ -212,6 +213,8 @@ class Pushes:
         shares = [replica.coverage for replica in replicas]
         report.coverage = None if None in shares else min(share or 0.0 for share in shares)
         report.reloaded = max((replica.reloaded for replica in replicas), default=0)
+        if self._pushed.kind != "base":  # whose weights the scales are of
+            report.calibrated = tell_of_calibrated(replicas, self._told_of)
         return report
 
     async def _hello(self, beside: Callable[[], None] | None = None, **message: Any) -> list[list[dict[str, Any]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -40,6 +41,8 @@ class SyncReport:
             in the worker with the least; 1.0 is all. None where something else than a push brought the weights.
         reloaded: number of layers that went through the engine's own loading because it changes their layout
             (quantised, prepacked), in the worker with the most.
+        calibrated: which layers of an engine have scales of its KV cache that were calibrated for its checkpoint, and
+            not for what was pushed, in words; "" where none have (docs/vllm.md, Scales of the KV cache).
     """
 
     version: int
@@ -55,6 +58,7 @@ class SyncReport:
     left_out: tuple[str, ...] = ()
     coverage: float | None = None
     reloaded: int = 0
+    calibrated: str = ""
 
     @property
     def gb_s(self) -> float:
@@ -80,6 +84,8 @@ class SyncReport:
         note = f" ({len(out)} left out, which the engine has no part for: {out[0]} to {out[-1]})" if out else ""
         if self.reloaded:
             why += f"; {self.reloaded} layers by the engine's own loading"
+        if self.calibrated:
+            why += f"; KV cache scales of the engine's checkpoint kept: {self.calibrated}"
         over = f" over {'+'.join(self.transports)}" if self.transports else ""
         return (
             f"{self.mode}@{self.version}{by}{base}{over}: {self.tensors} tensors{note}, "
@@ -130,6 +136,11 @@ class Replica:
     def served(self) -> str:
         """The kind of state with which requests in flight began, even if the engine is dirty now."""
         return self.state.kind if self.state.kind != "dirty" else str(self.workers[0]["served"])
+
+    @property
+    def calibrated(self) -> str:
+        """The layers whose KV cache has scales of the engine's checkpoint, in words."""
+        return next((str(worker["calibrated"]) for worker in self.workers if worker.get("calibrated")), "")
 
     @property
     def stands(self) -> bool:
@@ -216,6 +227,32 @@ def failure(
     if not dirty and not late and not valid:
         return PushRefused(f"{text}. Nothing was sent; push again")
     return PushFailed(f"{text}. {f'Dirty engines stay paused; {healing}' if dirty else 'Push again'}")
+
+
+def tell_of_calibrated(replicas: Sequence[Replica], told: set[int]) -> str:
+    """Warn of engines whose KV cache keeps scales that were calibrated for other weights than they now hold: once of
+    each, on the rank that has its handle.
+
+    Args:
+        told: which of them were named before; gets the others.
+
+    Returns:
+        The layers of the first of these engines, in words; "" where there is none.
+    """
+    found = [replica for replica in replicas if replica.calibrated]
+    for replica in found:
+        if replica.control is None or replica.index in told:
+            continue
+        told.add(replica.index)
+        warnings.warn(
+            f"engine {replica.index}: its KV cache keeps the scales of the checkpoint that it was started from, which "
+            f"were calibrated for that one's weights and not for those that are pushed: {replica.calibrated}. Keys and "
+            "values that outgrow the calibrated range (FP8: 448 times the scale) are cut off there. Where the policy "
+            "moves far, start the engine on a checkpoint without k_scale and v_scale, or calibrate them again for a "
+            "merged checkpoint and start it anew on that",
+            stacklevel=2,
+        )
+    return found[0].calibrated if found else ""
 
 
 def check_handle(index: int, control: Control) -> None:

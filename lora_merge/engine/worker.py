@@ -50,7 +50,8 @@ class Worker(Protocol):
         handle of its own), `unfit` (why no push can reach the engine, in words that follow its name; "" where one can),
         `dtype` (of its model), `lora` (`max_rank` and `dtype` of its adapters, None where it serves none), `connector`
         (whether cached blocks lie outside of the engine, too) and `multimodal`; where checkpoints can be quantised also
-        `quantised` (a layer that its own checkpoint holds quantised, "" where none is)."""
+        `quantised` (a layer that its own checkpoint holds quantised, "" where none is), and where caches can have
+        scales of a checkpoint `calibrated` (the layers that have, in words, "" where none has)."""
 
     def served(self, side: Side, state: State) -> State:
         """What it holds, where the weights are in `state`: an adapter may have gone since."""

@@ -63,20 +63,11 @@ def shard_of(name: str, owner: Any, tensor: Any) -> Shard:
     return replace(found, shape=found.shape[::-1], pieces=pieces)
 
 
-def check_flat(name: str, owner: nn.Module) -> None:
-    """Raise `InvalidInput` for a weight that FSDP1 has flattened."""
-    if bits(owner) is not None:
-        raise InvalidInput(
-            f"{name}: quantised by bitsandbytes, and in a flat parameter of FSDP1: its codes cannot be "
-            "read from there; use FSDP2 (fully_shard)"
-        )
-
-
 def _shard_of(name: str, owner: Any, tensor: Any) -> Shard:
     if zero3.is_managed(tensor):
         raise InvalidInput(
             f"{name}: quantised by bitsandbytes, and partitioned by ZeRO-3: its codes cannot be read from "
-            "there; use FSDP2 (bnb_4bit_quant_storage), or ZeRO-2"
+            "there; use FSDP2 and 4 bits (bnb_4bit_quant_storage), or ZeRO-2"
         )
     if bits(owner) == 8:
         return whole(_int8(name, owner, tensor).tensor(tuple(tensor.shape)))

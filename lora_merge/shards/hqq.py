@@ -19,6 +19,8 @@ from ..names import lineage
 from . import Shard, whole, zero3
 
 _LINEAR = "hqq.core.quantize.HQQLinear"
+CODES = "W_q"
+"""The parameter that holds a layer's codes."""
 _layers: dict[type, bool] = {}
 
 

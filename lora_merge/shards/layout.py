@@ -130,7 +130,7 @@ class Layout:
 
     def of(self, name: str, owner: nn.Module, attribute: str) -> Shard | None:
         """What this rank holds of `owner.attribute`; None where there is no such parameter."""
-        if self._flat and (found := self._flat.get((id(owner), attribute))) is not None:
+        if self._flat and (found := self._flat.get((id(owner), quantised.held_as(owner, attribute)))) is not None:
             if attribute == "weight":
                 quantised.check_flat(name, owner)
             return found

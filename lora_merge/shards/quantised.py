@@ -56,6 +56,11 @@ def parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return hqq.parameters(module) if hqq.is_layer(module) else own_parameters(module)
 
 
+def held_as(owner: nn.Module, attribute: str) -> str:
+    """Under which name of its own a module holds a parameter."""
+    return hqq.CODES if attribute == "weight" and hqq.is_layer(owner) else attribute
+
+
 def check_flat(name: str, owner: nn.Module) -> None:
     """Raise `InvalidInput` for a weight that FSDP1 has flattened."""
     if found := how(owner):

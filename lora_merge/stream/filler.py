@@ -236,7 +236,7 @@ class Filler:
             if part.shard.device != self.device and any(isinstance(p.tensor, Packed) for p in part.shard.pieces):
                 raise InvalidInput(
                     f"{part.name}: a quantised weight that is offloaded to {part.shard.device} cannot be merged on "
-                    f"{self.device}; keep it there"
+                    f"{self.device}: keep it on {self.device} while the stream is read (no CPU offloading of the base)"
                 )
         own = ([slot for slot in self.mine(index) if slot.name not in self._wholly] for index in range(len(self.table)))
         views = ([v for slot in slots for _, _, v in self._held(self.entries[slot.name], slot.box)] for slots in own)

@@ -22,6 +22,8 @@ from .compressed import Scheme, scheme_of
 
 _PLAIN = "Unquantized"
 """How the names of vLLM's methods begin that compute with weights as they were loaded."""
+_SCALED_CACHES = ("fp8", "nvfp4")
+"""How vLLM's names for dtypes of a KV cache begin whose numbers have a scale; those by token and head have 1 there."""
 _INSTEAD = (
     "start the engine on the unquantised checkpoint and let vLLM quantise it as it loads "
     '(quantization="fp8_per_block", "fp8_per_channel" and their like), or without quantization'
@@ -65,14 +67,74 @@ def _methods(modules: Modules) -> Iterator[tuple[str, Any, Any]]:
             yield path, layer, method
 
 
-def stale_scales(cache_config: Any) -> str:
-    """Why scales of the KV cache would not be those of what a push brings, in words as of `refusal`."""
-    if not getattr(cache_config, "calculate_kv_scales", False):  # vLLM 0.26
+def caches(modules: Modules) -> list[tuple[str, Any]]:
+    """Attention layers whose KV cache is quantised and has a scale for keys and one for values."""
+    return [
+        (path, layer)
+        for path, layer in modules.paths()
+        if str(getattr(layer, "kv_cache_dtype", "")).startswith(_SCALED_CACHES) and hasattr(layer, "_k_scale_float")
+    ]
+
+
+def calibrated_scales(modules: Modules) -> str:
+    """The layers whose KV cache has scales of the engine's checkpoint, in words; "" where all are 1.
+
+    They were calibrated for the weights of that checkpoint, and a push brings no others. It is not refused for that:
+    floating-point numbers keep their relative error under any scale, and only what outgrows the calibrated range is cut
+    off. The values are those that vLLM has on the host, as weights may be asleep.
+    """
+    found = [
+        (path, layer._k_scale_float, layer._v_scale_float)
+        for path, layer in modules.kept(caches)
+        if (layer._k_scale_float, layer._v_scale_float) != (1.0, 1.0)
+    ]
+    if not found:
         return ""
-    return (
-        "computes the scales of its KV cache from the first request that it gets (calculate_kv_scales), and keeps them "
-        "whatever weights come: start it without calculate_kv_scales"
-    )
+    path, k, v = found[0]
+    return f"{path} (k_scale {k:.3g}, v_scale {v:.3g}){f' and {len(found) - 1} more layers' if found[1:] else ''}"
+
+
+def stale_scales(cache_config: Any, load_format: str, calibrated: str) -> str:
+    """Why scales of the KV cache are those of no weights, or would be those of others than a push brings, in words as
+    of `refusal`.
+
+    Args:
+        cache_config, load_format: vLLM's.
+        calibrated: as of `calibrated_scales`.
+    """
+    if getattr(cache_config, "calculate_kv_scales", False):  # vLLM 0.26
+        return (
+            "computes the scales of its KV cache from the first request that it gets (calculate_kv_scales), and keeps "
+            "them whatever weights come: start it without calculate_kv_scales"
+        )
+    if calibrated and load_format == "dummy":
+        return (
+            'filled the scales of its KV cache with random numbers as it started (load_format="dummy"), and a push '
+            f'brings none: {calibrated}; start it with load_format="auto", or on a checkpoint whose config has no '
+            "kv_cache_scheme"
+        )
+    return ""
+
+
+def bring_scales_back(modules: Modules) -> None:
+    """Write the scales of the KV cache where they belong: where vLLM (0.26, compressed-tensors) has them as parameters,
+    sleep at level 2 loses them like weights, and no stream has them.
+
+    Raises:
+        RuntimeError: they are gone, and were several for one layer, of which vLLM keeps the largest alone on the host.
+    """
+    for path, layer in modules.kept(caches):
+        for name in ("_k_scale", "_v_scale", "_q_scale"):
+            scale, known = layer._parameters.get(name), getattr(layer, f"{name}_float", None)
+            if scale is None or known is None:
+                continue
+            if scale.numel() == 1:
+                scale.data.fill_(known)
+            elif float(scale.max()) != known:
+                raise RuntimeError(
+                    f"{path}: the scales of its KV cache, one for each head, were lost, as in sleep at level 2: start "
+                    "the engine anew, and let it sleep at level 1"
+                )
 
 
 def method_of(layer: Any) -> Any:

@@ -21,7 +21,7 @@ from ..loader import Examination, everything
 from ..modules import Modules, unwrapped, wrapped
 from . import internals
 from .compressed import Scheme, as_in_checkpoint, named_back, schemes_of
-from .formats import Together, method_of
+from .formats import Together, bring_scales_back, method_of
 from .fused import Compared, Fused
 from .reload import Reload, on_meta, packed_kernels, same_layout
 
@@ -141,6 +141,7 @@ class Loader(loader.Loader):
         reload, self._reload = self._reload, None
         derived, tied, computed = self.modules.kept(_derived), self._tied_layers(), self.modules.kept(_computed)
         self.reloaded = 0 if reload is None else reload.done
+        bring_scales_back(self.modules)
         if not (reload or derived or tied or computed):
             return
         if reload is not None:

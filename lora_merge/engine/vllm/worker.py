@@ -23,7 +23,7 @@ from . import internals, own
 from .adapter import ADAPTER_ID, load_adapter, remove_adapter, unserved_modules
 from .backend import LoraMergeWeightTransferEngine
 from .control import other_backend
-from .formats import quantised_checkpoint, refusal, stale_scales
+from .formats import calibrated_scales, quantised_checkpoint, refusal, stale_scales
 from .plugin import BACKEND
 from .side import side_of
 
@@ -97,6 +97,7 @@ class VllmWorker:
             "connector": config.kv_transfer_config is not None,
             "multimodal": bool(self.raw.model_config.is_multimodal_model),
             "quantised": side.modules.kept(quantised_checkpoint),
+            "calibrated": calibrated_scales(side.modules),
         }
 
     def served(self, side: Side, state: State) -> State:
@@ -143,8 +144,11 @@ def _unfit(worker: Any, side: Side) -> str:
             "reaches it: start the engine without speculative_config, or with a method that has no weights "
             '("ngram", "suffix")'
         )
-    if refused := side.modules.kept(refusal) or stale_scales(worker.cache_config):
+    if refused := side.modules.kept(refusal):
         return refused
+    load_format = str(worker.model_runner.load_config.load_format)
+    if stale := stale_scales(worker.cache_config, load_format, calibrated_scales(side.modules)):
+        return stale
     if _engines(worker.parallel_config) > 1:
         return f"is {ONE_ENGINE}"
     if worker.parallel_config.enable_eplb:
