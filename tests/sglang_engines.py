@@ -46,7 +46,10 @@ def engine(model: nn.Module, folder: Path, **options: Any) -> Iterator[Any]:
     if not folder.exists():
         policies.save_base(model.get_base_model() if hasattr(model, "get_base_model") else model, folder)
     bind(options.get("tp_size", 1))
-    started = sglang.Engine(**arguments(model, folder) | options)
+    try:
+        started = sglang.Engine(**arguments(model, folder) | options)
+    finally:
+        bind(1)  # others that tests start have this environment, too
     try:
         yield started
     finally:
