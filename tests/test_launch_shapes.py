@@ -21,8 +21,9 @@ from lora_merge.kernels import cuda, cuda_hopper, cuda_launch, cuda_scaled, cuda
 from lora_merge.kernels.cuda_kernel import Launch, arguments, serves
 from lora_merge.kernels.cuda_launch import PLAIN_LOADS, Portable
 from lora_merge.kernels.layout import PAIRS
+from lora_merge.kernels.merged_first import MergedFirst
 from lora_merge.kernels.scaled import Placed, Scaled
-from lora_merge.kernels.segments import COLS, DESTINATION, FP8, PARTS_A, PARTS_B, RANK, Segment, pack
+from lora_merge.kernels.segments import COLS, DESTINATION, FP8, PARTS_A, PARTS_B, RANK, SOURCE, Segment, pack
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CPU = torch.device("cpu")
@@ -182,8 +183,7 @@ def test_plans_of_results_of_8_bits(kib: int, base: torch.dtype, gpu: Callable[[
         )
         placed.append(Placed(Segment(s.name, s.source, weight.weight, s.lora_A, s.lora_B), weight, 0, 0))
     placed = [p for p in placed if cuda_scaled.WHOLE.serves(pack([p.segment]), CPU).all()]
-    launch = cuda.prepare_scaled(placed, CPU)
-    assert isinstance(launch, cuda_scaled.CudaScaled)
+    launch = cuda_scaled.prepare_scaled(placed, CPU)
     launched = merging(launch.launches, operators.launch_scaled)
     assert all(accepted(one, kib) for one in launched)
     ranks = [p.segment.rank for p in placed]
@@ -194,6 +194,34 @@ def test_plans_of_results_of_8_bits(kib: int, base: torch.dtype, gpu: Callable[[
     made = [int(job[DESTINATION]) for one in merging(launch.launches, operators.split_adapters) for job in one.args[0]]
     assert len(made) == len(set(made)) == 2 * len(paired)
     assert set(made) == {int(row[word]) for row in rows for word in (PARTS_A, PARTS_B)}
+
+
+@pytest.mark.parametrize("adapters", [BF16, FP32])
+def test_results_of_8_bits_are_merged_first_where_adapters_are_in_parts(
+    adapters: torch.dtype, gpu: Callable[[int], None]
+) -> None:
+    """Merges to 16 bits by the launches of any merge, and what is scaled then has no adapters."""
+    gpu(228)
+    placed = []
+    for rank, group in product((0, 1, 32, 64), ("tensor", "channel", "block")):
+        s = make_segment(f"w{rank}", 130, 200, rank, (BF16, BF16, adapters, adapters), CPU)
+        count = {"tensor": 1, "channel": 130, "block": 4}[group]
+        weight = Scaled(torch.empty(130, 200, dtype=FP8), torch.empty(count), group)
+        placed.append(Placed(Segment(s.name, s.source, weight.weight, s.lora_A, s.lora_B), weight, 0, 0))
+    launch = cuda.prepare_scaled(placed, CPU)
+    if adapters == BF16:
+        assert isinstance(launch, cuda_scaled.CudaScaled)
+        return
+    assert isinstance(launch, cuda._InTurn), "those without adapters are scaled where they lie"
+    scaled, first = launch._launches
+    assert isinstance(scaled, cuda_scaled.CudaScaled)
+    assert isinstance(first, MergedFirst)
+    ((merge, scale),) = first._steps
+    merged = [row for one in merging(merge.launches) for row in one.args[0].numpy()]
+    assert sorted(int(row[RANK]) for row in merged) == sorted([1, 32, 64] * 3)
+    rows = [row for one in merging(scale.launches, operators.launch_scaled) for row in one.args[0].numpy()]
+    assert {int(row[RANK]) for row in rows} == {0}
+    assert {int(row[SOURCE]) for row in rows} == {int(row[DESTINATION]) for row in merged}
 
 
 def test_one_kernel_more(gpu: Callable[[int], None]) -> None:
