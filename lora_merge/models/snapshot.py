@@ -11,6 +11,7 @@ garbage collector has to follow.
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, compress
 from operator import attrgetter, is_, itemgetter, methodcaller
@@ -246,6 +247,8 @@ class _Noted:
 
 
 _noted: WeakKeyDictionary[nn.Module, dict[tuple[bool, bool], _Noted]] = WeakKeyDictionary()
+# Meshes hold process groups, whose threads must not outlive the interpreter (gloo: "terminate called").
+atexit.register(_noted.clear)
 
 
 def _inside(wrapper: nn.Module) -> int:
