@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from hypothesis import strategies as st
@@ -118,6 +118,19 @@ def assert_same_bits(got: Tensor, wanted: Tensor, what: str = "result") -> None:
             f"{what}: {int(differ.sum())} of {differ.numel()} elements differ in their bits; the first at {at}: got "
             f"{one}, wanted {other}"
         )
+
+
+def assert_rounded_once(got: Mapping[str, Tensor], wanted_of: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    """Tensors are the exact ones, float64, rounded once to a dtype: as near, and but for ties the very numbers."""
+    off = total = 0
+    for name, wanted in wanted_of.items():
+        assert got[name].dtype == dtype
+        rounded = reference.round_once(wanted, dtype)
+        off += int((rounded != got[name]).sum())
+        total += wanted.numel()
+        error = (got[name].double() - wanted).abs()
+        assert (error <= (rounded.double() - wanted).abs() + 2.0**-18 * wanted.abs().max()).all(), name
+    assert dtype == torch.float32 or off <= 1e-3 * total  # float32 sums are rounded themselves
 
 
 # ---- tensors ---------------------------------------------------------------------------------------------------------

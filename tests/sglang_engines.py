@@ -23,6 +23,8 @@ import torch  # noqa: E402
 from processes import leaving_nothing  # noqa: E402
 from torch import nn  # noqa: E402
 
+from lora_merge import SglangSync  # noqa: E402
+
 GREEDY = {"temperature": 0, "max_new_tokens": 10, "ignore_eos": True}
 LORA = {
     "enable_lora": True,
@@ -84,6 +86,15 @@ def arguments(model: nn.Module, folder: Path) -> dict[str, Any]:
 def do(started: Any, name: str, *given: Any) -> Any:
     """An action of sglang_faulty.py in the engine's schedulers; the first one's answer."""
     return started.loop.run_until_complete(ado(started, name, *given))
+
+
+def mend(started: Any, policy: nn.Module) -> None:
+    """Take faults and delays out of an engine; a dirty one gets a policy."""
+    do(started, "mend")
+    do(started, "slow", 0)
+    sync = SglangSync(policy, started)
+    if any(answer.kind == "dirty" for answer in sync.states()):
+        sync.push()
 
 
 async def ado(started: Any, name: str, *given: Any) -> Any:

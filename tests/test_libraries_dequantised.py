@@ -10,7 +10,7 @@ import models
 import policies
 import pytest
 import torch
-from helpers import assert_same_bits
+from helpers import assert_rounded_once, assert_same_bits
 from hqq.core.quantize import BaseQuantizeConfig, HQQLinear
 from peft import PeftModel
 from test_libraries_quantised import base_of as base_of_bitsandbytes
@@ -44,7 +44,6 @@ from lora_merge import (
 )
 from lora_merge.kernels import packed
 from lora_merge.kernels.packed import Called, Packed
-from lora_merge.kernels.reference import round_once
 from lora_merge.shards.quantised import how, shard_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -143,15 +142,7 @@ def assert_streams(
     """Every weight of the stream is the exact one, rounded once; and it has the names of the plain checkpoint."""
     got = {name: tensor.clone() for name, tensor in stream or MergedWeights(model)}
     assert set(got) == set(plain().state_dict())
-    off = total = 0
-    for name, wanted in exact(model).items():
-        assert got[name].dtype == dtype
-        rounded = round_once(wanted, dtype)
-        off += int((rounded != got[name]).sum())
-        total += wanted.numel()
-        error = (got[name].double() - wanted).abs()
-        assert (error <= (rounded.double() - wanted).abs() + 2.0**-18 * wanted.abs().max()).all(), name
-    assert dtype == torch.float32 or off <= 1e-3 * total  # float32 sums are rounded themselves
+    assert_rounded_once(got, exact(model), dtype)
     return got
 
 

@@ -41,10 +41,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 def mended(started: Any) -> Iterator[None]:
     """The next test finds the engine well."""
     yield
-    do(started, "mend")
-    do(started, "slow", 0)
-    if any(answer.kind == "dirty" for answer in SglangSync(policy(), started).states()):
-        SglangSync(policy(), started).push()
+    sglang_engines.mend(started, policy())
 
 
 def test_the_engine_answers_as_the_trainer_does(started: Any) -> None:

@@ -37,10 +37,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 def mended(wide: Any) -> Iterator[None]:
     """The next test finds the engine well."""
     yield
-    do(wide, "mend")
-    do(wide, "slow", 0)
-    if any(answer.kind == "dirty" for answer in SglangSync(policy(), wide).states()):
-        SglangSync(policy(), wide).push()
+    sglang_engines.mend(wide, policy())
 
 
 def run(wide: Any, scenario: Any) -> Any:

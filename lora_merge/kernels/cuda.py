@@ -21,7 +21,7 @@ from .cuda_tracked import CudaTracked
 from .fused import Fused
 from .layout import INLINE_SEGMENTS, NORM_ROWS, PAIRS
 from .merged_first import MergedFirst
-from .scaled import Placed
+from .scaled import Placed, Scales
 from .segments import FP32, ROWS, UNIT_BEGIN, UNITS_ACROSS, Segment, folded, pack
 from .streams import Streams
 from .together import Together
@@ -105,7 +105,7 @@ def prepare(segments: Sequence[Segment], device: torch.device) -> _Launch:
     return _Launch(segments, device)
 
 
-class _InTurn:
+class _InTurn(Scales):
     """Several launches, one after the other; see `Launch`."""
 
     def __init__(self, launches: Sequence[Launch]) -> None:
@@ -114,9 +114,6 @@ class _InTurn:
     def __call__(self, stochastic: bool, seed: int) -> None:
         for launch in self._launches:
             launch(stochastic, seed)
-
-    def row_norms(self, out: Tensor) -> None:
-        raise NotImplementedError("norms are taken of what is merged in place")
 
 
 def prepare_scaled(placed: Sequence[Placed], device: torch.device) -> Launch:

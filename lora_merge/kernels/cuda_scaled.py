@@ -16,7 +16,7 @@ from .cuda_launch import Portable, before
 from .cuda_repack import repack
 from .cuda_table import BlockShape, no_room
 from .layout import SCALED_BLOCK, SCALED_COL_WARPS, SCALED_CONVERT, SCALED_MEASURE, SCALED_WHOLE
-from .scaled import Placed, by_weight
+from .scaled import Placed, Scales, by_weight
 from .segments import pack
 from .streams import Streams
 
@@ -39,7 +39,7 @@ class _Part(Portable):
 MEASURE, CONVERT, WHOLE = (_Part(part=part) for part in (SCALED_MEASURE, SCALED_CONVERT, SCALED_WHOLE))
 
 
-class CudaScaled:
+class CudaScaled(Scales):
     """See `Launch`: one pass for blocks that are whole; for others one that finds scales and one that uses them.
 
     Args:
@@ -75,9 +75,6 @@ class CudaScaled:
             self._largest.zero_()
         for launch in self.launches:
             launch(stochastic, seed)
-
-    def row_norms(self, out: Tensor) -> None:
-        raise NotImplementedError("norms are taken of what is merged in place")
 
 
 def prepare_scaled(placed: Sequence[Placed], device: torch.device) -> CudaScaled:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import Launch
-from .scaled import MERGED_IN, Placed, Scaled, by_weight, quantise
+from .scaled import MERGED_IN, Placed, Scaled, Scales, by_weight, quantise
 from .segments import Segment
 from .streams import Streams
 
@@ -24,7 +24,7 @@ Prepare = Callable[[Sequence[Segment], torch.device], Launch]
 Scale = Callable[[Sequence[Placed], torch.device], Launch]
 
 
-class MergedFirst:
+class MergedFirst(Scales):
     """See `Launch`.
 
     Args:
@@ -59,11 +59,8 @@ class MergedFirst:
                 merge(stochastic, seed)
                 scale(False, 0)  # of numbers that have these bits already
 
-    def row_norms(self, out: Tensor) -> None:
-        raise NotImplementedError("norms are taken of what is merged in place")
 
-
-class ByOperations:
+class ByOperations(Scales):
     """Scales by tensor operations, weight after weight; see `Launch`.
 
     Args:
@@ -85,9 +82,6 @@ class ByOperations:
                 written[p.row // down : -(-p.rows.stop // down), p.col // across : -(-p.cols.stop // across)] = True
             kept, grid = written.to(self._device), scaled.scales.view(scaled.grid)
             grid.copy_(torch.where(kept, scales.view(scaled.grid), grid))
-
-    def row_norms(self, out: Tensor) -> None:
-        raise NotImplementedError("norms are taken of what is merged in place")
 
 
 class Between:

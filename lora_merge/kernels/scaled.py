@@ -97,6 +97,13 @@ class Placed(NamedTuple):
         return self.scaled.group == "block" and self.row % down == 0 and self.col % across == 0 and all(ends)
 
 
+class Scales:
+    """What launches of results of 8 bits have in common; see `Launch`."""
+
+    def row_norms(self, out: Tensor) -> None:
+        raise NotImplementedError("norms are taken of what is merged in place")
+
+
 def is_scaled(s: Segment) -> bool:
     """Whether a segment's results are scaled; one of 8 bits whose source is, too, is copied."""
     return s.destination.dtype == FP8 and s.source.dtype != FP8
