@@ -5,13 +5,15 @@
 
 Linear layers of Qwen2.5-7B, in bf16, fused as an engine holds them (q, k and v in one weight, gate and up in one), into
 e4m3 with scales for each tensor, channel and block, at several ranks. A copy is one of 3 bytes an element, two read and
-one written; each launch is timed by itself, too. Bits are checked by the tests, not here.
+one written; the merges to 16 bits, and what makes 8 of these, are timed by themselves, too. Bits are checked by the
+tests, not here.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +47,18 @@ def main() -> None:
             plan = planned(weights, group, rank, dtype)
             spent = measure(plan.run, args)
             found: dict[str, Any] = {"group": group, "rank": rank, "adapters": str(dtype).removeprefix("torch.")}
-            parts = getattr(plan._scaled, "variants", ())
-            found["parts_ms"] = [measure(lambda part=part: part(False, 0), args) for part in parts]
+            for number, what in enumerate(("merge_ms", "scale_ms")):
+                found[what] = measure(partial(each, plan, number), args)
             record["runs"].append(found | {"ms": spent, "x_copy": spent / copy})
             print(json.dumps(record["runs"][-1]), flush=True)
             if args.json:
                 args.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def each(plan: Plan, number: int) -> None:
+    """One half of each step of a plan."""
+    for step in plan._scaled._steps:  # type: ignore[union-attr]
+        step[number](False, 0)
 
 
 def normal(rows: int, cols: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Tensor:

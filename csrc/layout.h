@@ -44,15 +44,19 @@ struct Segment {
 };
 static_assert(sizeof(Segment) == 34 * 8, "a segment is 34 words");
 
-struct Scaled {
-  int64_t scale;  // float32: one for each group of the whole weight
-  int64_t largest;  // uint32, likewise: bits of the largest magnitude, as a float32
-  int64_t kind;  // of groups
-  int64_t first_row;  // of the segment in the whole weight
-  int64_t first_col;  // a multiple of a block
-  int64_t across;  // groups side by side
+struct Rounded {
+  int64_t source;  // addresses: numbers of 16 bits, columns side by side,
+  int64_t destination;  // what becomes of them, e4m3, likewise,
+  int64_t scale;  // float32: of the first group, and those after it,
+  int64_t largest;  // and uint32: bits of the largest magnitude, where groups are tensors
+  int64_t rows;
+  int64_t cols;
+  int64_t source_pitch;  // elements from one row to the next
+  int64_t destination_pitch;
+  int64_t across;  // groups side by side in the whole weight
+  int64_t unit_begin;  // its first unit of work within the launch (set in C++)
 };
-static_assert(sizeof(Scaled) == 6 * 8, "and what is beside it 6");
+static_assert(sizeof(Rounded) == 10 * 8, "what is scaled is 10 words");
 
 constexpr int kPairs = 3;
 constexpr int kPartVectors = 256;
@@ -72,10 +76,9 @@ constexpr int kBoxCols = 64;
 constexpr int kHopperCols = 33554432;
 constexpr int kMapBytes = 512;
 constexpr int kScaledBlock = 128;
-constexpr int kScaledColWarps = 2;
-constexpr int kScaledMeasure = 0;
-constexpr int kScaledConvert = 1;
-constexpr int kScaledWhole = 2;
+constexpr int kInlineRounded = 32;
+constexpr int kScaleMeasure = 0;
+constexpr int kScaleConvert = 1;
 constexpr int kUnitElements = 1024;
 constexpr int kRecordBytes = 16;
 constexpr int kCodeBytes = 256;
@@ -106,7 +109,7 @@ std::vector<int64_t> hopper_tiles(int64_t max_rank, int64_t planes, int64_t besi
 bool accepts_tiles(int64_t strip_cols, int64_t held, int64_t stages, int64_t max_rank, int64_t planes, int64_t beside, int64_t per_block);
 std::string cuda_problem();
 void launch_cuda(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment, int64_t n_unit_segment, int32_t* counter, int64_t source_dtype, int64_t destination_dtype, int64_t adapters, int64_t n_units, int64_t n_raw_units, int64_t rows_per_unit, int64_t col_warps, int64_t stages, bool staged_B, int64_t pad, int64_t max_rank, bool stochastic, int64_t seed, int64_t device, void* stream);
-void launch_scaled(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment, int64_t n_unit_segment, const Scaled* scaled, int32_t* counter, int64_t source_dtype, int64_t dtype, int64_t adapters, int64_t part, int64_t n_units, int64_t n_raw_units, int64_t rows_per_unit, int64_t col_warps, int64_t stages, bool staged_B, int64_t pad, int64_t max_rank, bool stochastic, int64_t seed, int64_t device, void* stream);
+void scale_cuda(const Rounded* jobs, int64_t n_jobs, int64_t dtype, int64_t group, int64_t part, int64_t device, void* stream);
 void launch_hopper(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment, int64_t n_unit_segment, int32_t* counter, int64_t dtype, int64_t adapters, int64_t n_units, int64_t n_raw_units, int64_t rows_per_unit, const uint8_t* maps, int64_t strip_cols, int64_t held, int64_t stages, int64_t max_rank, bool stochastic, int64_t seed, int64_t device, void* stream);
 void tensor_maps(const Segment* table, int64_t segments, int64_t adapters, uint8_t* maps);
 void split_adapters(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment, int64_t n_unit_segment, int64_t n_units, int64_t device, void* stream);
@@ -115,8 +118,8 @@ void track_cuda(const Segment* table, int64_t segments, bool on_device, const in
 void track_hopper(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment, int64_t n_unit_segment, int32_t* counter, int64_t dtype, int64_t adapters, int64_t n_units, int64_t n_raw_units, int64_t rows_per_unit, const uint8_t* maps, int64_t strip_cols, int64_t held, int64_t stages, int64_t max_rank, int64_t way, uint8_t* codes, int64_t n_codes, int64_t* records, int64_t n_records, uint8_t* arena, int64_t room, int64_t mark, int64_t* asked, int64_t chunk, uint8_t* before, int64_t room_before, int64_t device, void* stream);
 }  // namespace operators
 #define LORA_MERGE_OPERATORS(X) X(layout_hash) X(cuda_architectures) X(cpu_isas) X(use_threads) X(launch_cpu) X(row_norms_cpu) X(tracked_sizes_cpu) X(track_cpu) X(untrack_cpu) X(retrack_cpu) X(merge_shape) X(accepts_shape) X(hopper_tiles) X(accepts_tiles)
-#define LORA_MERGE_CUDA_OPERATORS(X) X(cuda_problem) X(launch_cuda) X(launch_scaled) X(launch_hopper) X(tensor_maps) X(split_adapters) X(row_norms_cuda) X(track_cuda) X(track_hopper)
+#define LORA_MERGE_CUDA_OPERATORS(X) X(cuda_problem) X(launch_cuda) X(scale_cuda) X(launch_hopper) X(tensor_maps) X(split_adapters) X(row_norms_cuda) X(track_cuda) X(track_hopper)
 
-constexpr const char* kLayoutHash = "a92d6a4f036afa38";
+constexpr const char* kLayoutHash = "b9d2ac6fbc23295b";
 
 }  // namespace lora_merge

@@ -5,7 +5,6 @@
 
 #include "check.h"
 #include "cuda/launch.h"
-#include "cuda/scaled.h"
 #include "cuda/tracked.h"
 #include "table.h"
 
@@ -126,29 +125,25 @@ void launch_cuda(const Segment* table, int64_t segments, bool on_device, const i
   must(launch_merge(source_code(source_dtype), dtype_code(destination_dtype), products_code(adapters), launch, stream));
 }
 
-// What is beside the table lies where it does.
-void launch_scaled(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment,
-                   int64_t n_unit_segment, const Scaled* scaled, int32_t* counter, int64_t source_dtype, int64_t dtype,
-                   int64_t adapters, int64_t part, int64_t n_units, int64_t n_raw_units, int64_t rows_per_unit,
-                   int64_t col_warps, int64_t stages, bool staged_B, int64_t pad, int64_t max_rank, bool stochastic,
-                   int64_t seed, int64_t device, void* stream) {
-  check(part >= kScaledMeasure && part <= kScaledWhole, "unknown part ", part);
-  ScaledLaunch launch = make_launch<ScaledLaunch>(table, segments, on_device, unit_segment, n_unit_segment, counter,
-                                                  n_units, n_raw_units, rows_per_unit, stages, max_rank);
-  set_shape(launch, col_warps, staged_B, pad);
-  if (on_device) {
-    launch.scaled = scaled;
-  } else {
-    for (int64_t i = 0; i < segments; ++i)
-      check(scaled[i].scale != 0 && (part == kScaledWhole || scaled[i].largest != 0), "segment ", i,
-            ": an address of scales is missing");
-    std::memcpy(launch.inline_scaled, scaled, segments * sizeof(Scaled));
+void scale_cuda(const Rounded* jobs, int64_t n_jobs, int64_t dtype, int64_t group, int64_t part, int64_t device,
+                void* stream) {
+  check(n_jobs > 0 && n_jobs <= kInlineRounded, "a launch takes 1 to ", kInlineRounded, " jobs, got ", n_jobs);
+  check(dtype == kBFloat16 || dtype == kFloat16, "numbers of 16 bits are scaled, got dtype code ", dtype);
+  check(group >= kTensor && group <= kBlock && part >= kScaleMeasure && part <= kScaleConvert, "unknown group ", group,
+        " or part ", part);
+  check(part == kScaleConvert || group == kTensor, "tensors are measured alone");
+  for (int64_t i = 0; i < n_jobs; ++i) {
+    const Rounded& job = jobs[i];
+    check(job.rows > 0 && job.cols > 0 && job.rows <= kMaxSide && job.cols <= kMaxSide, "job ", i,
+          ": rows and columns must be between 1 and ", kMaxSide, ", got ", job.rows, " and ", job.cols);
+    check(job.source != 0 && job.destination != 0 && job.scale != 0 && (group != kTensor || job.largest != 0), "job ",
+          i, ": an address is missing");
   }
-  launch.stochastic = stochastic;
-  launch.seed = static_cast<uint64_t>(seed);
+  ScaleLaunch launch{};
+  launch.n_jobs = static_cast<int32_t>(n_jobs);
+  std::memcpy(launch.job, jobs, n_jobs * sizeof(Rounded));
   const OnDevice here(device);
-  must(lora_merge::launch_scaled(dtype_code(source_dtype), dtype_code(dtype), products_code(adapters),
-                                 static_cast<int>(part), launch, stream));
+  must(launch_scale(static_cast<int>(dtype), static_cast<int>(group), static_cast<int>(part), launch, stream));
 }
 
 void launch_hopper(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment,

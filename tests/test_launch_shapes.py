@@ -20,10 +20,9 @@ from lora_merge.errors import BackendUnavailable
 from lora_merge.kernels import cuda, cuda_hopper, cuda_launch, cuda_scaled, cuda_table, native, operators, reference
 from lora_merge.kernels.cuda_kernel import Launch, arguments, serves
 from lora_merge.kernels.cuda_launch import PLAIN_LOADS, Portable
-from lora_merge.kernels.layout import PAIRS
-from lora_merge.kernels.merged_first import MergedFirst
+from lora_merge.kernels.layout import PAIRS, SCALE_CONVERT
 from lora_merge.kernels.scaled import Placed, Scaled
-from lora_merge.kernels.segments import COLS, DESTINATION, FP8, PARTS_A, PARTS_B, RANK, SOURCE, Segment, pack
+from lora_merge.kernels.segments import COLS, DESTINATION, FP8, RANK, Segment, pack
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CPU = torch.device("cpu")
@@ -172,56 +171,35 @@ def test_plans(kib: int, gpu: Callable[[int], None]) -> None:
 @pytest.mark.parametrize("base", [BF16, FP16, FP32])
 @pytest.mark.parametrize("kib", [100, 164, 228])
 def test_plans_of_results_of_8_bits(kib: int, base: torch.dtype, gpu: Callable[[int], None]) -> None:
-    """What is launched is accepted; pairs are made in front of it, for blocks that are whole and for such that are
-    measured first."""
+    """Merged to 16 bits by the launches of any merge, and scaled from there; or from where such numbers lie already."""
     gpu(kib)
     placed = []
-    for rank, whole in product((1, 8, 32, 33, 40, 64, 160, 512), (True, False)):
+    for rank, group in product((0, 1, 32, 33, 64), ("tensor", "channel", "block")):
         s = make_segment(f"w{rank}", 130, 200, rank, (base, BF16, FP32, FP32), CPU)
-        weight = Scaled(
-            torch.empty(130, 200, dtype=FP8), torch.empty(4 if whole else 1), "block" if whole else "tensor"
-        )
-        placed.append(Placed(Segment(s.name, s.source, weight.weight, s.lora_A, s.lora_B), weight, 0, 0))
-    placed = [p for p in placed if cuda_scaled.WHOLE.serves(pack([p.segment]), CPU).all()]
-    launch = cuda_scaled.prepare_scaled(placed, CPU)
-    launched = merging(launch.launches, operators.launch_scaled)
-    assert all(accepted(one, kib) for one in launched)
-    ranks = [p.segment.rank for p in placed]
-    assert ranks.count(32) == 2
-    paired = [rank for rank in ranks if rank > 32 and base != FP32]
-    rows = [row for one in launched if arguments(one)["adapters"] == PAIRS for row in one.args[0].numpy()]
-    assert sorted(int(row[RANK]) for row in rows) == sorted([*paired, *paired[::2]]), "one is measured, then converted"
-    made = [int(job[DESTINATION]) for one in merging(launch.launches, operators.split_adapters) for job in one.args[0]]
-    assert len(made) == len(set(made)) == 2 * len(paired)
-    assert set(made) == {int(row[word]) for row in rows for word in (PARTS_A, PARTS_B)}
-
-
-@pytest.mark.parametrize("adapters", [BF16, FP32])
-def test_results_of_8_bits_are_merged_first_where_adapters_are_in_parts(
-    adapters: torch.dtype, gpu: Callable[[int], None]
-) -> None:
-    """Merges to 16 bits by the launches of any merge, and what is scaled then has no adapters."""
-    gpu(228)
-    placed = []
-    for rank, group in product((0, 1, 32, 64), ("tensor", "channel", "block")):
-        s = make_segment(f"w{rank}", 130, 200, rank, (BF16, BF16, adapters, adapters), CPU)
         count = {"tensor": 1, "channel": 130, "block": 4}[group]
         weight = Scaled(torch.empty(130, 200, dtype=FP8), torch.empty(count), group)
         placed.append(Placed(Segment(s.name, s.source, weight.weight, s.lora_A, s.lora_B), weight, 0, 0))
     launch = cuda.prepare_scaled(placed, CPU)
-    if adapters == BF16:
-        assert isinstance(launch, cuda_scaled.CudaScaled)
-        return
-    assert isinstance(launch, cuda._InTurn), "those without adapters are scaled where they lie"
-    scaled, first = launch._launches
-    assert isinstance(scaled, cuda_scaled.CudaScaled)
-    assert isinstance(first, MergedFirst)
-    ((merge, scale),) = first._steps
-    merged = [row for one in merging(merge.launches) for row in one.args[0].numpy()]
-    assert sorted(int(row[RANK]) for row in merged) == sorted([1, 32, 64] * 3)
-    rows = [row for one in merging(scale.launches, operators.launch_scaled) for row in one.args[0].numpy()]
-    assert {int(row[RANK]) for row in rows} == {0}
-    assert {int(row[SOURCE]) for row in rows} == {int(row[DESTINATION]) for row in merged}
+    ((merge, scale),) = launch._steps
+    launched = merging(merge.launches)
+    assert all(accepted(one, kib) for one in launched)
+    merged = [row for one in launched for row in one.args[0].numpy()]
+    assert sorted(rank for rank in merge.table[:, RANK].tolist() if rank) == sorted([1, 32, 33, 64] * 3)
+    assert len(merged) == serves(PLAIN_LOADS, merge.table, CPU).sum()
+    assert isinstance(scale, cuda_scaled.CudaScale)
+    assert len(jobs(scale)) == 12 + 3 * (base == FP32)
+    assert {source for source, _ in jobs(scale)} <= set(merge.table[:, DESTINATION].tolist())
+    assert (launch._ready is None) == (base == FP32)
+    if launch._ready is not None:
+        assert {source for source, _ in jobs(launch._ready)} == {
+            p.segment.source.data_ptr() for p in placed if p.segment.rank == 0
+        }
+
+
+def jobs(scale: cuda_scaled.CudaScale) -> list[tuple[int, int]]:
+    """Sources and destinations of what is converted."""
+    found = [one for one in scale.launches if one.keywords["part"] == SCALE_CONVERT]
+    return [(int(job[0]), int(job[1])) for one in found for job in one.args[0]]
 
 
 def test_one_kernel_more(gpu: Callable[[int], None]) -> None:

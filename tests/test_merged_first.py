@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import threading
 from typing import Any
@@ -12,9 +13,11 @@ from test_scaled import GROUPS, adapter, base, weight
 from torch import Tensor
 
 from lora_merge import Plan, Segment
-from lora_merge.kernels import cpu, merged_first, native, reference
+from lora_merge.kernels import cpu, layout, merged_first, native, operators, reference
+from lora_merge.kernels.cuda_scaled import CudaScale
 from lora_merge.kernels.merged_first import ByOperations, MergedFirst, between
-from lora_merge.kernels.scaled import Placed, Scaled, place
+from lora_merge.kernels.scaled import Placed, Scaled, place, quantise
+from lora_merge.kernels.segments import FLOATS
 
 CPU = torch.device("cpu")
 BACKENDS = [reference] + ([cpu] if native.load_error() is None else [])
@@ -54,7 +57,8 @@ def test_turns_do_not_show(backend: Any, group: str, run: tuple[bool, int]) -> N
     for room in (1 << 30, 1, 150_000):
         placed, targets = work(group)
         launch = MergedFirst(backend.prepare, ByOperations, placed, CPU, room)
-        assert len(launch._steps) == {1 << 30: 1, 1: len(SHAPES)}.get(room, len(launch._steps))
+        apart = len({p.scaled.weight.data_ptr() for p in placed if p.ready is None})
+        assert len(launch._steps) == {1 << 30: 1, 1: apart}.get(room, len(launch._steps))
         launch(*run)
         found.append(bits(targets))
         launch(*run)  # what the first run left in the memory between changes nothing
@@ -73,6 +77,64 @@ def test_parts_of_weights_leave_the_rest_as_it_was() -> None:
     assert torch.equal(after[128:, 128:], before[128:, 128:])
     assert not torch.equal(after[128:, :128], before[128:, :128])
     assert target.scales.isnan().tolist() == [True, True, False, True]
+
+
+def scale_here(jobs: Tensor, dtype: int, group: int, part: int, device: int) -> None:
+    """What the CUDA kernel does with the words that it gets, on memory of the CPU."""
+
+    def at(address: int, dtype: torch.dtype, rows: int, cols: int, pitch: int) -> Tensor:
+        nbytes = ((rows - 1) * pitch + cols) * dtype.itemsize
+        memory = torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8).view(dtype)
+        return memory.as_strided((rows, cols), (pitch, 1))
+
+    name = {code: name.lower() for name, code in layout.GROUPS.items()}[group]
+    for source, to, scale, largest, rows, cols, source_pitch, pitch, across, _ in jobs.tolist():
+        x = at(source, FLOATS[dtype], rows, cols, source_pitch)
+        if part == layout.SCALE_MEASURE:
+            most = at(largest, torch.float32, 1, 1, 1)
+            most.copy_(torch.maximum(most, x.float().abs().max()))
+            continue
+        if name == "tensor":
+            assert at(largest, torch.float32, 1, 1, 1).item() == x.float().abs().max(), "it has been measured"
+        values, scales = quantise(x, name)  # type: ignore[arg-type]
+        grid = scales.view({"tensor": (1, 1), "channel": (rows, 1)}.get(name, (-(-rows // 128), -(-cols // 128))))
+        at(to, torch.uint8, rows, cols, pitch).copy_(values.view(torch.uint8))
+        at(scale, torch.float32, *grid.shape, across).copy_(grid)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_jobs_of_gpus(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Addresses, sizes and scales of what the CUDA kernel is given are those of the weights: a mock of it, which reads
+    the words, has the bits of the tensor operations; more jobs than a launch takes, and parts of weights."""
+    monkeypatch.setattr(operators, "scale_cuda", scale_here)
+    monkeypatch.setattr("lora_merge.kernels.cuda_scaled.index_of", lambda device: 0)
+
+    def everything() -> tuple[list[Placed], list[Scaled]]:
+        placed, targets = [], []
+        for _ in range(9):
+            some, more = work(group)
+            placed, targets = placed + some, targets + more
+        target = weight(384, 384, group, CPU)
+        if group != "tensor":
+            w = base(384, 384, torch.bfloat16, CPU)
+            boxes = {"block": [(0, 128, 128, 384), (256, 384, 0, 128)], "channel": [(5, 9, 0, 384), (20, 21, 0, 384)]}
+            segments = [
+                Segment("part", w[i:j, k:m], target.weight[i:j, k:m], *adapter(j - i, m - k, 3, torch.float32, CPU))
+                for i, j, k, m in boxes[group]
+            ]
+            placed, targets = placed + place(segments, [target]), [*targets, target]
+        return placed, targets
+
+    found = []
+    for scale in (ByOperations, CudaScale):
+        placed, targets = everything()
+        launch = MergedFirst(reference.prepare, scale, placed, CPU, 1 << 30)
+        if scale is CudaScale:
+            assert max(len(one.args[0]) for one in launch._steps[0][1].launches) == layout.INLINE_ROUNDED
+        launch(False, 0)
+        launch(False, 0)  # what was the largest before does not count
+        found.append(bits(targets))
+    assert_same(found[1], found[0])
 
 
 def test_plans_share_the_memory_between() -> None:

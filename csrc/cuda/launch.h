@@ -45,6 +45,12 @@ struct HopperLaunch : Launch {
   Maps inline_maps[kInlineSegments];
 };
 
+// Whole groups of numbers that become 8 bits and share scales; units of work are counted as it is launched.
+struct ScaleLaunch {
+  int32_t n_jobs;
+  Rounded job[kInlineRounded];
+};
+
 // Each returns a cudaError_t. `stream` is a cudaStream_t of the current device. `adapters`: what products are made of,
 // kBFloat16, kFloat16 (where all is fp16), kFloat32 (three bf16 parts: any adapters), or kPairs where weights and
 // results have 16 bits (of any adapters; their pairs are there: `launch_parts`).
@@ -54,6 +60,7 @@ int encode_maps(const Segment* segments, int n_segments, int adapters, Maps* map
 // Makes pairs (csrc/parts.h) of halves of adapters. A segment is one: `source`, its vectors as rows and its ranks as
 // columns; `destination` is where the pairs go; `key` is 0 for lora_A, 1 for lora_B.
 int launch_parts(const Launch& launch, void* stream);
+int launch_scale(int dtype, int group, int part, const ScaleLaunch& launch, void* stream);
 int launch_row_norms(int source_dtype, const Launch& launch, double* out, void* stream);
 const char* error_name(int error);
 

@@ -11,18 +11,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import Launch, Tracked, native, next_after, operators
+from . import Tracked, native, next_after, operators
 from .cuda_kernel import Work, deal, serves, tensors
 from .cuda_launch import MERGES, PLAIN_LOADS, Portable, launches
 from .cuda_repack import repack
-from .cuda_scaled import prepare_scaled as scale
-from .cuda_table import BlockShape, ceil, no_room, place, products
+from .cuda_scaled import CudaScale
+from .cuda_table import BlockShape, ceil, no_room, place
 from .cuda_tracked import CudaTracked
 from .fused import Fused
-from .layout import INLINE_SEGMENTS, NORM_ROWS, PAIRS
+from .layout import INLINE_SEGMENTS, NORM_ROWS
 from .merged_first import MergedFirst
-from .scaled import Placed, Scales
-from .segments import FP32, ROWS, UNIT_BEGIN, UNITS_ACROSS, Segment, folded, pack
+from .scaled import Placed
+from .segments import ROWS, UNIT_BEGIN, UNITS_ACROSS, Segment, folded, pack
 from .streams import Streams
 from .together import Together
 
@@ -105,27 +105,10 @@ def prepare(segments: Sequence[Segment], device: torch.device) -> _Launch:
     return _Launch(segments, device)
 
 
-class _InTurn(Scales):
-    """Several launches, one after the other; see `Launch`."""
-
-    def __init__(self, launches: Sequence[Launch]) -> None:
-        self._launches = launches
-
-    def __call__(self, stochastic: bool, seed: int) -> None:
-        for launch in self._launches:
-            launch(stochastic, seed)
-
-
-def prepare_scaled(placed: Sequence[Placed], device: torch.device) -> Launch:
-    """In one pass, or two that find scales first. Weights whose adapters are multiplied in parts are merged to 16 bits
-    before: the merge kernels hide six products behind memory, the one that scales does not (one H100, rank 32: 4 to 9
-    copies of what is read and written)."""
-    table, weights = pack([p.segment for p in placed]), np.array([p.scaled.weight.data_ptr() for p in placed])
-    first = np.isin(weights, weights[np.isin(products(table), (FP32, PAIRS))])
-    launches: list[Launch] = [scale(list(compress(placed, ~first)), device)] if not first.all() else []
-    if first.any():
-        launches.append(MergedFirst(prepare, scale, list(compress(placed, first)), device))
-    return launches[0] if len(launches) == 1 else _InTurn(launches)
+def prepare_scaled(placed: Sequence[Placed], device: torch.device) -> MergedFirst:
+    """Merged by launches of `prepare`, which hide products of any adapters behind memory, and scaled from there,
+    by blocks of threads that have whole groups in their registers."""
+    return MergedFirst(prepare, CudaScale, placed, device)
 
 
 def prepare_tracked(segments: Sequence[Segment], device: torch.device) -> Tracked:

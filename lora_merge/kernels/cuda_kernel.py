@@ -1,8 +1,8 @@
 """What a compiled CUDA kernel is to Python: an object that says which segments it serves, which of them go into one
 launch, and how that is made.
 
-A table is dealt to a list of them: `cuda_launch.MERGES`, `cuda_tracked.TRACKED`, or the one of a part in
-`cuda_scaled.py`. A kernel more, or a loader or an epilogue of one that is there, is an object more in such a list.
+A table is dealt to a list of them: `cuda_launch.MERGES` or `cuda_tracked.TRACKED`. A kernel more, or a loader or an
+epilogue of one that is there, is an object more in such a list.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ class Work(NamedTuple):
         numbers: of the segments in the table that was dealt.
         copies: raw copies that ride along.
         behind: segments behind the others, which have no units of work.
-        words: of a table beside that of the segments.
     """
 
     kind: tuple[int, ...]
@@ -54,7 +53,6 @@ class Work(NamedTuple):
     numbers: np.ndarray = NONE
     copies: np.ndarray = NONE
     behind: np.ndarray = NONE
-    words: np.ndarray = NONE
 
     @property
     def processors(self) -> int:
@@ -104,7 +102,7 @@ class Kernel(ABC, Generic[Shape]):
     def units(self, work: Work, shape: Shape) -> Units:
         """How the work is cut for them."""
 
-    def beside(self, work: Work, table: np.ndarray, device: torch.device) -> Sequence[Tensor | int]:
+    def beside(self, work: Work, table: np.ndarray, device: torch.device) -> Sequence[Tensor]:
         """What its operator takes after what all of them do: of a cut table, for where that lies."""
         return ()
 
@@ -139,9 +137,7 @@ def serves(kernels: Sequence[Kernel[Any]], table: np.ndarray, device: torch.devi
     return np.any([kernel.serves(table, device) for kernel in kernels], axis=0)
 
 
-def deal(
-    table: np.ndarray, kernels: Sequence[SomeKernel], device: torch.device, words: np.ndarray = NONE
-) -> list[tuple[SomeKernel, Work]]:
+def deal(table: np.ndarray, kernels: Sequence[SomeKernel], device: torch.device) -> list[tuple[SomeKernel, Work]]:
     """What each launch runs: a segment goes to the last kernel that serves it, and one of them does."""
     taker = np.zeros(len(table), dtype=np.int64)
     for number, kernel in enumerate(kernels[1:], start=1):
@@ -152,8 +148,8 @@ def deal(
         kinds, kind_of = np.unique(np.stack(kernel.kinds(table[mine]), axis=1), axis=0, return_inverse=True)
         for i, kind in enumerate(kinds.tolist()):
             numbers = mine[kind_of.reshape(-1) == i]
-            merges, beside = table[numbers], words[numbers] if len(words) else NONE
-            found.append((kernel, Work(tuple(kind), merges, int(merges[:, RANK].max()), device, numbers, words=beside)))
+            merges = table[numbers]
+            found.append((kernel, Work(tuple(kind), merges, int(merges[:, RANK].max()), device, numbers)))
     return found
 
 

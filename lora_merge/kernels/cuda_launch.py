@@ -35,13 +35,11 @@ class Portable(Kernel[BlockShape]):
     source: int = 0
     operator: ClassVar[Callable[..., None]] = staticmethod(operators.launch_cuda)
     blocks = 2
-    col_warps: ClassVar[int | None] = None
-    """Side by side in its blocks; None: as many as are worth it."""
 
     def serves(self, table: np.ndarray, device: torch.device) -> np.ndarray:
         *dtypes, adapters = self.kinds(table)
         wide = np.any([dtype & 0xFF == FP32 for dtype in dtypes], axis=0)
-        most = most_ranks(self.col_warps or 1, device)[adapters, wide.astype(int)]
+        most = most_ranks(1, device)[adapters, wide.astype(int)]
         return self.reads(table) & (table[:, RANK] <= most)
 
     def reads(self, table: np.ndarray) -> np.ndarray:
@@ -52,8 +50,7 @@ class Portable(Kernel[BlockShape]):
         return table[:, DTYPES] & 0xFF | self.source, table[:, DTYPES] >> 8 & 0xFF, products(table)
 
     def shape(self, work: Work, like: BlockShape | None = None) -> BlockShape | None:
-        wide = like.col_warps if like else self.col_warps
-        warps = (wide, wide) if wide else (1, widest(work.merges))
+        warps = (like.col_warps, like.col_warps) if like else (1, widest(work.merges))
         element_bytes = 4 if FP32 in (work.kind[0] & 0xFF, *work.kind[1:-1]) else 2
         return block_shape(work.max_rank, work.kind[-1], element_bytes, *warps, work.device)
 

@@ -58,16 +58,20 @@ WORDS = sum(field.words for field in SEGMENT)
 OFFSET = {field.name: sum(f.words for f in SEGMENT[:i]) for i, field in enumerate(SEGMENT)}
 """Where a field begins in a row of the table."""
 
-SCALED = (
-    Field("scale", 1, "float32: one for each group of the whole weight"),
-    Field("largest", 1, "uint32, likewise: bits of the largest magnitude, as a float32"),
-    Field("kind", 1, "of groups"),
-    Field("first_row", 1, "of the segment in the whole weight"),
-    Field("first_col", 1, "a multiple of a block"),
-    Field("across", 1, "groups side by side"),
+ROUNDED = (
+    Field("source", 1, "addresses: numbers of 16 bits, columns side by side,"),
+    Field("destination", 1, "what becomes of them, e4m3, likewise,"),
+    Field("scale", 1, "float32: of the first group, and those after it,"),
+    Field("largest", 1, "and uint32: bits of the largest magnitude, where groups are tensors"),
+    Field("rows", 1, ""),
+    Field("cols", 1, ""),
+    Field("source_pitch", 1, "elements from one row to the next"),
+    Field("destination_pitch", 1, ""),
+    Field("across", 1, "groups side by side in the whole weight"),
+    Field("unit_begin", 1, "its first unit of work within the launch (set in C++)"),
 )
-"""Of a segment whose results are of 8 bits: words of a table beside it."""
-SCALED_WORDS = sum(field.words for field in SCALED)
+"""Whole groups of numbers that become 8 bits and share scales: 64-bit words."""
+ROUNDED_WORDS = sum(field.words for field in ROUNDED)
 
 DTYPES = {"BFloat16": 0, "Float16": 1, "Float32": 2, "Raw1": 3, "Raw2": 4, "Raw4": 5, "Raw8": 6}
 """dtype codes; Raw<n> moves bits of n bytes an element."""
@@ -113,11 +117,12 @@ MAP_BYTES = 512
 
 # Results of 8 bits.
 SCALED_BLOCK = 128
-"""Rows and columns of a block that shares a scale; columns, and a part of the rows, of a unit."""
-SCALED_COL_WARPS = SCALED_BLOCK // WARP_COLS
-SCALED_MEASURE, SCALED_CONVERT, SCALED_WHOLE = 0, 1, 2
-"""What a launch does: it finds the largest magnitudes, converts by what was found, or both for blocks that lie whole in
-a segment."""
+"""Rows and columns of a block that shares a scale."""
+INLINE_ROUNDED = 32
+"""What a launch takes, as kernel arguments."""
+SCALE_MEASURE, SCALE_CONVERT = 0, 1
+"""What a launch does: it finds the largest magnitudes of tensors, or converts, by what was found; rows and blocks find
+their own."""
 
 # Tracked merges.
 UNIT_ELEMENTS = 1024
@@ -152,10 +157,9 @@ _CONSTANTS = [
     "HOPPER_COLS",
     "MAP_BYTES",
     "SCALED_BLOCK",
-    "SCALED_COL_WARPS",
-    "SCALED_MEASURE",
-    "SCALED_CONVERT",
-    "SCALED_WHOLE",
+    "INLINE_ROUNDED",
+    "SCALE_MEASURE",
+    "SCALE_CONVERT",
     "UNIT_ELEMENTS",
     "RECORD_BYTES",
     "CODE_BYTES",
@@ -218,10 +222,8 @@ CUDA_OPERATORS = {
         f"{_PLACED}, int32_t* counter, int64_t source_dtype, int64_t destination_dtype, int64_t adapters, {_UNITS}, "
         f"{_SHAPE}, {_RANDOM}, {_WHERE}",
     ),
-    "launch_scaled": (
-        "void",
-        f"{_PLACED}, const Scaled* scaled, int32_t* counter, int64_t source_dtype, int64_t dtype, int64_t adapters, "
-        f"int64_t part, {_UNITS}, {_SHAPE}, {_RANDOM}, {_WHERE}",
+    "scale_cuda": (
+        "void", f"const Rounded* jobs, int64_t n_jobs, int64_t dtype, int64_t group, int64_t part, {_WHERE}",
     ),
     "launch_hopper": (
         "void", f"{_KIND}, {_UNITS}, {_TILES}, {_RANDOM}, {_WHERE}",
@@ -251,12 +253,12 @@ def _type(name: str) -> str:
 
 
 def _body() -> str:
-    fields, scaled = (
+    fields, rounded = (
         [
             f"  {f.type} {f.name}{f'[{f.words}]' if f.words > 1 else ''};{f'  // {f.comment}' if f.comment else ''}"
             for f in words
         ]
-        for words in (SEGMENT, SCALED)
+        for words in (SEGMENT, ROUNDED)
     )
     groups = ", ".join(f"k{name} = {code}" for name, code in GROUPS.items())
     dtypes = ", ".join(f"k{name} = {code}" for name, code in DTYPES.items())
@@ -272,10 +274,10 @@ def _body() -> str:
             "};",
             f'static_assert(sizeof(Segment) == {WORDS} * 8, "a segment is {WORDS} words");',
             "",
-            "struct Scaled {",
-            *scaled,
+            "struct Rounded {",
+            *rounded,
             "};",
-            f'static_assert(sizeof(Scaled) == {SCALED_WORDS} * 8, "and what is beside it {SCALED_WORDS}");',
+            f'static_assert(sizeof(Rounded) == {ROUNDED_WORDS} * 8, "what is scaled is {ROUNDED_WORDS} words");',
             "",
             *(f"constexpr {_type(name)} {_camel(name)} = {globals()[name]};" for name in _CONSTANTS),
             "",

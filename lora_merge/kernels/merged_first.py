@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import Launch
-from .scaled import MERGED_IN, Placed, Scaled, Scales, by_weight, quantise
+from .scaled import MERGED_IN, Placed, Rounded, Scaled, Scales, by_weight, quantise, rectangles
 from .segments import Segment
 from .streams import Streams
 
@@ -21,15 +21,15 @@ ROOM = 64 << 20
 """Bytes of what is merged at a time; of a larger weight as many as it takes."""
 _ALIGNED = 256
 Prepare = Callable[[Sequence[Segment], torch.device], Launch]
-Scale = Callable[[Sequence[Placed], torch.device], Launch]
+Scale = Callable[[Sequence[Rounded], torch.device], Launch]
 
 
 class MergedFirst(Scales):
-    """See `Launch`.
+    """See `Launch`. What needs no merge is scaled where it lies.
 
     Args:
         prepare: a backend's, of segments whose results have 16 bits.
-        scale: lays out what scales 16 bits of rank 0.
+        scale: lays out what scales these.
         placed: what is written; whole groups.
         room: as `ROOM`.
     """
@@ -37,51 +37,47 @@ class MergedFirst(Scales):
     def __init__(
         self, prepare: Prepare, scale: Scale, placed: Sequence[Placed], device: torch.device, room: int = ROOM
     ) -> None:
-        turns = list(_turns(by_weight(placed), room))
+        ready = [job for p in placed if (job := p.ready)]
+        self._ready = scale(ready, device) if ready else None
+        turns = list(_turns(by_weight([p for p in placed if p.ready is None]), room))
         nbytes = max((begin + _nbytes(scaled) for turn in turns for scaled, _, begin in turn), default=0)
         self._between = between(device, nbytes)
         self._steps: list[tuple[Launch, Launch]] = []
         for turn in turns:
             segments: list[Segment] = []
-            left: list[Placed] = []
+            jobs: list[Rounded] = []
             for scaled, some, begin in turn:
                 dtype = MERGED_IN[some[0].segment.source.dtype]
                 merged = self._between.view(begin, _nbytes(scaled), dtype).view(scaled.weight.shape)
-                for p in some:
-                    part = merged[p.rows, p.cols]
-                    segments.append(replace(p.segment, destination=part))
-                    left.append(p._replace(segment=Segment(p.segment.name, part, p.segment.destination)))
-            self._steps.append((prepare(segments, device), scale(left, device)))
+                segments += [replace(p.segment, destination=merged[p.rows, p.cols]) for p in some]
+                jobs += [Rounded(merged[at], scaled, at[0].start, at[1].start) for at in rectangles(scaled, some)]
+            self._steps.append((prepare(segments, device), scale(jobs, device)))
 
     def __call__(self, stochastic: bool, seed: int) -> None:
-        with self._between.used():
-            for merge, scale in self._steps:
-                merge(stochastic, seed)
-                scale(False, 0)  # of numbers that have these bits already
+        if self._ready is not None:
+            self._ready(False, 0)  # numbers that have their bits already
+        if self._steps:
+            with self._between.used():
+                for merge, scale in self._steps:
+                    merge(stochastic, seed)
+                    scale(False, 0)
 
 
 class ByOperations(Scales):
-    """Scales by tensor operations, weight after weight; see `Launch`.
+    """Scales by tensor operations; see `Launch`.
 
     Args:
-        placed: sources of 16 bits without adapters; whole groups.
+        jobs: sources of 16 bits.
     """
 
-    def __init__(self, placed: Sequence[Placed], device: torch.device) -> None:
-        self._weights, self._device = by_weight(placed), device
+    def __init__(self, jobs: Sequence[Rounded], device: torch.device) -> None:
+        self._jobs = jobs
 
     def __call__(self, stochastic: bool, seed: int) -> None:
-        for scaled, some in self._weights:
-            merged = torch.zeros(scaled.weight.shape, dtype=some[0].segment.source.dtype, device=self._device)
-            for p in some:
-                merged[p.rows, p.cols] = p.segment.source
-            weight, scales = quantise(merged, scaled.group)
-            written, (down, across) = torch.zeros(scaled.grid, dtype=torch.bool, device="cpu"), scaled.sizes
-            for p in some:
-                p.segment.destination.view(torch.uint8).copy_(weight[p.rows, p.cols].view(torch.uint8))
-                written[p.row // down : -(-p.rows.stop // down), p.col // across : -(-p.cols.stop // across)] = True
-            kept, grid = written.to(self._device), scaled.scales.view(scaled.grid)
-            grid.copy_(torch.where(kept, scales.view(scaled.grid), grid))
+        for job in self._jobs:
+            weight, scales = quantise(job.source, job.scaled.group)
+            job.destination.view(torch.uint8).copy_(weight.view(torch.uint8))
+            job.scales.copy_(scales.view(job.scales.shape))
 
 
 class Between:

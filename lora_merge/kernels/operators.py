@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import native
-from .layout import MAP_BYTES, SCALED_WORDS, WORDS
+from .layout import MAP_BYTES, ROUNDED_WORDS, WORDS
 
 CPU = -1
 """As GPUs have numbers."""
@@ -149,20 +149,14 @@ def launch_cuda(
     )  # fmt: skip
 
 
-def launch_scaled(
-    table: Tensor, unit_segment: Tensor, counter: Tensor, device: int, source_dtype: int, dtype: int, adapters: int,
-    n_units: int, n_raw_units: int, rows_per_unit: int, col_warps: int, stages: int, staged_B: bool, pad: int,
-    max_rank: int, scaled: Tensor, part: int, stochastic: bool, seed: int,
-) -> None:  # fmt: skip
-    """One launch of the kernel whose results have 8 bits; `part`: `layout.SCALED_MEASURE` and what follows it."""
-    (beside,) = _addresses(
-        table.get_device(), (scaled, "words beside the table", torch.int64, table.shape[0] * SCALED_WORDS)
-    )
-    native.compiled.launch_scaled(
-        *_placed(table, unit_segment, device), beside, _counter(counter, device), source_dtype, dtype, adapters, part,
-        n_units, n_raw_units, rows_per_unit, col_warps, stages, staged_B, pad, max_rank, stochastic, seed,
-        *_where(device),
-    )  # fmt: skip
+def scale_cuda(jobs: Tensor, dtype: int, group: int, part: int, device: int) -> None:
+    """Numbers of 16 bits become 8 and scales; `part`: `layout.SCALE_MEASURE` or `SCALE_CONVERT`.
+
+    Args:
+        jobs: int64 `[jobs, ROUNDED_WORDS]` on the CPU.
+    """
+    (address,) = _addresses(CPU, (jobs, "jobs", torch.int64, 0))
+    native.compiled.scale_cuda(address, jobs.numel() // ROUNDED_WORDS, dtype, group, part, *_where(device))
 
 
 def launch_hopper(

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from ..errors import InvalidInput
 from .layout import GROUPS, SCALED_BLOCK
+from .packed import Packed
 from .segments import FP8, Segment
 
 LARGEST = 448.0
@@ -87,14 +89,43 @@ class Placed(NamedTuple):
         return slice(self.col, self.col + self.segment.source.shape[1])
 
     @property
-    def whole(self) -> bool:
-        """Whether it is made of whole blocks, so that none has to be measured first."""
-        (down, across), (rows, cols) = self.scaled.sizes, self.scaled.weight.shape
-        ends = (
-            (self.rows.stop % down == 0 or self.rows.stop == rows),
-            (self.cols.stop % across == 0 or self.cols.stop == cols),
-        )
-        return self.scaled.group == "block" and self.row % down == 0 and self.col % across == 0 and all(ends)
+    def ready(self) -> Rounded | None:
+        """Its source as what is scaled, where it has the numbers already and makes whole groups by itself."""
+        s = self.segment
+        plain = s.rank == 0 and s.row_scale is None and MERGED_IN[s.source.dtype] == s.source.dtype
+        if not plain or isinstance(s.source, Packed) or (s.source.shape[1] > 1 and s.source.stride(1) != 1):
+            return None
+        whole = zip((self.rows, self.cols), self.scaled.sizes, self.scaled.weight.shape, strict=True)
+        if any(r.start % size or (r.stop % size and r.stop != end) for r, size, end in whole):
+            return None
+        return Rounded(s.source, self.scaled, self.row, self.col)
+
+
+class Rounded(NamedTuple):
+    """Numbers of 16 bits `[rows, cols]` that become whole groups of a weight of 8 bits.
+
+    Attributes:
+        source: columns side by side.
+        row, col: of the weight, where they begin.
+    """
+
+    source: Tensor
+    scaled: Scaled
+    row: int
+    col: int
+
+    @property
+    def destination(self) -> Tensor:
+        rows, cols = self.source.shape
+        return self.scaled.weight[self.row : self.row + rows, self.col : self.col + cols]
+
+    @property
+    def scales(self) -> Tensor:
+        """Those of its groups, `[groups below each other, groups side by side]`."""
+        (down, across), (rows, cols) = self.scaled.sizes, self.source.shape
+        grid = self.scaled.scales.view(self.scaled.grid)
+        row, col = self.row // down, self.col // across
+        return grid[row : row - -rows // down, col : col - -cols // across]
 
 
 class Scales:
@@ -169,9 +200,7 @@ def _place(s: Segment, weights: Sequence[Scaled], begins: np.ndarray) -> Placed:
 def _check_groups(placed: Sequence[Placed]) -> None:
     for scaled, some in by_weight(placed):
         (down, across), (rows, cols) = scaled.sizes, scaled.weight.shape
-        written = np.zeros(scaled.grid, dtype=np.int64)
-        for p in some:
-            written += np.outer(_counts(p.rows, down, scaled.grid[0]), _counts(p.cols, across, scaled.grid[1]))
+        written = _elements(scaled, some)
         full = np.outer(_counts(slice(0, rows), down, scaled.grid[0]), _counts(slice(0, cols), across, scaled.grid[1]))
         if ((written > 0) & (written != full)).any():
             at = tuple(int(i) for i in np.argwhere((written > 0) & (written != full))[0])
@@ -179,6 +208,28 @@ def _check_groups(placed: Sequence[Placed]) -> None:
                 f"{some[0].segment.name}: {written[at]} of {full[at]} elements of {scaled.group} {at} are written, and "
                 "its scale is that of all: write whole groups in one plan"
             )
+
+
+def rectangles(scaled: Scaled, placed: Sequence[Placed]) -> list[tuple[slice, slice]]:
+    """Rows and columns of the groups of a weight that are written."""
+    (down, across), (rows, cols) = scaled.sizes, scaled.weight.shape
+    written = _elements(scaled, placed) > 0
+    found: list[tuple[slice, slice]] = []
+    edges = [0, *(np.flatnonzero((written[1:] != written[:-1]).any(1)) + 1).tolist(), len(written)]
+    for top, bottom in pairwise(edges):  # rows of groups that are alike
+        changes = np.flatnonzero(np.diff(written[top], prepend=False, append=False)).tolist()
+        for left, right in zip(changes[::2], changes[1::2], strict=True):
+            below, beside = min(bottom * down, rows), min(right * across, cols)
+            found.append((slice(top * down, below), slice(left * across, beside)))
+    return found
+
+
+def _elements(scaled: Scaled, placed: Sequence[Placed]) -> np.ndarray:
+    """How many of each group are written."""
+    (down, across), written = scaled.sizes, np.zeros(scaled.grid, dtype=np.int64)
+    for p in placed:
+        written += np.outer(_counts(p.rows, down, scaled.grid[0]), _counts(p.cols, across, scaled.grid[1]))
+    return written
 
 
 def _counts(part: slice, size: int, count: int) -> np.ndarray:

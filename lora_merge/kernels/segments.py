@@ -185,7 +185,7 @@ def folded(s: Segment) -> list[Segment]:
 def _words(s: Segment) -> list[int]:
     source, destination, a, b = s.source, s.destination, s.lora_A, s.lora_B
     pitch = s.pitch or (source.shape[1], 1)
-    if s.row_scale is None and destination.dtype != FP8 and _by_columns(destination, source):
+    if s.row_scale is None and _by_columns(destination, source):
         source, destination, pitch = source.t(), destination.t(), (pitch[1], pitch[0])
         if a is not None and b is not None:
             a, b = b.t(), a.t()
@@ -194,7 +194,7 @@ def _words(s: Segment) -> list[int]:
         m, n, source_stride, destination_stride, code = _copy_layout(source, destination)
         dtypes = code | code << 8
     else:
-        dtypes = FLOATS.index(source.dtype) | _code_of_result(source, destination) << 8
+        dtypes = FLOATS.index(source.dtype) | FLOATS.index(destination.dtype) << 8
     lora = [0, 0, 0, 0]
     if a is not None and b is not None:
         dtypes |= FLOATS.index(a.dtype) << 16 | FLOATS.index(b.dtype) << 24
@@ -234,13 +234,6 @@ def _packed_words(source: Packed) -> list[int]:
         nested = [n.code.data_ptr(), n.absmax.data_ptr(), n.block, n.offset.data_ptr()]
     code = 0 if codes.code is None else codes.code.data_ptr()
     return [source.place, code, codes.absmax.data_ptr(), codes.block, *nested]
-
-
-def _code_of_result(source: Tensor, destination: Tensor) -> int:
-    """A dtype code; of results of 8 bits that of what is scaled to these."""
-    if destination.dtype == FP8:
-        return FP16 if source.dtype == torch.float16 else BF16
-    return FLOATS.index(destination.dtype)
 
 
 def moves_bits(s: Segment) -> bool:

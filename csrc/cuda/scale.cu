@@ -1,0 +1,247 @@
+// Numbers of 16 bits into 8: e4m3 elements of which a group (the whole weight, a row, a block of 128 x 128) shares a
+// scale. What becomes of a number is what vLLM's quantisers make of a weight that is loaded
+// (lora_merge/kernels/scaled.py has the rules).
+//
+// A scale needs the largest magnitude of its group first. A block of threads has all of a block, or of some rows, in its
+// registers, so each number is read once; of tensors the first launch measures, the second converts. Magnitudes are
+// compared as bits, whose order is that of numbers, with NaN above infinity, so that none hides.
+#include <cuda_fp8.h>
+
+#include "tiles.cuh"
+
+namespace lora_merge {
+namespace {
+
+constexpr int kScaleThreads = 256, kScaleWarps = kScaleThreads / 32;
+constexpr int kTileVectors = kScaledBlock / 8;              // of eight columns, side by side in a tile
+constexpr int kTileStep = kScaleThreads / kTileVectors;     // rows from a thread's vector to its next
+constexpr int kTileHeld = kScaledBlock / kTileStep;         // vectors of a thread
+constexpr int kRowHeld = 10;                                // vectors of a row that a lane keeps; further ones are read again
+constexpr float kLargestFp8 = 448.0f;
+
+// Warps that share a row: few, so that each lane has several vectors to wait for at a time.
+__host__ __device__ constexpr int warps_of_row(int64_t cols) {
+  const int64_t vectors = (cols + 7) / 8;
+  int warps = 1;
+  while (warps < kScaleWarps && vectors > 32 * kRowHeld * warps) warps *= 2;
+  return warps;
+}
+
+// A group's scale, and how elements are divided by it.
+struct Divisor {
+  float scale, inverse;
+  bool divides;  // by one division each; else they are multiplied by the inverse
+  bool odd;      // zero, infinite or no number, or its inverse is
+  bool hides;    // a quotient that is no number becomes the largest one, as in vLLM's kernel
+
+  __device__ __forceinline__ Divisor(float largest, int kind) {
+    divides = kind == kChannel, hides = kind == kTensor;
+    if (kind == kTensor) scale = __fdiv_rn(largest, kLargestFp8);
+    // A NaN stays one.
+    else if (kind == kChannel) scale = larger(__fdiv_rn(largest, kLargestFp8), 1.0f / (kLargestFp8 * 512.0f));
+    else scale = __fmul_rn(larger(largest, 1e-4f), 1.0f / kLargestFp8);
+    inverse = __fdiv_rn(1.0f, scale);
+    odd = !(scale > 0.0f && scale < INFINITY && inverse < INFINITY);
+  }
+  static __device__ __forceinline__ float larger(float x, float least) { return x < least ? least : x; }
+
+  // Division rounds right: the quotient by the inverse is off by little, and what remains says by how much. (Tried for
+  // the fractions of all scales and of all bf16 and fp16 numbers.) What remains of a zero would lose its sign.
+  __device__ __forceinline__ float operator()(float x) const {
+    const float quotient = __fmul_rn(x, inverse);
+    return divides ? copysignf(fmaf(fmaf(-quotient, scale, x), inverse, quotient), x) : quotient;
+  }
+  __device__ __noinline__ float carefully(float x) const {
+    const float y = divides ? __fdiv_rn(x, scale) : __fmul_rn(x, inverse);
+    return hides ? fmaxf(-kLargestFp8, fminf(y, kLargestFp8)) : y;
+  }
+};
+
+// The largest magnitude of eight numbers: two of them, as bits of their own format.
+template <typename T>
+__device__ __forceinline__ uint32_t largest2(const Packed<T>& x) {
+  const uint4 w = x.word[0];
+  const uint32_t m = 0x7fff7fff;
+  return __vmaxu2(__vmaxu2(w.x & m, w.y & m), __vmaxu2(w.z & m, w.w & m));
+}
+
+// Of a warp, out of two of each lane: bits of a float32.
+template <typename T>
+__device__ __forceinline__ uint32_t largest_of_warp(uint32_t two) {
+  const uint32_t half = __reduce_max_sync(~0u, max(two & 0xffff, two >> 16));
+  return __float_as_uint(half_as_float(half, std::is_same_v<T, bf16> ? kBFloat16 : kFloat16));
+}
+
+// One job's matrices, in vectors of eight columns.
+template <typename T>
+struct Matrices {
+  const T* source;
+  uint8_t* destination;
+  int64_t source_pitch, destination_pitch;
+  int rows, cols;
+  bool reads, writes;  // whole vectors
+
+  __device__ __forceinline__ explicit Matrices(const Rounded& job)
+      : source(reinterpret_cast<const T*>(job.source)),
+        destination(reinterpret_cast<uint8_t*>(job.destination)),
+        source_pitch(job.source_pitch),
+        destination_pitch(job.destination_pitch),
+        rows(static_cast<int>(job.rows)),
+        cols(static_cast<int>(job.cols)),
+        reads((job.source & 15) == 0 && job.source_pitch % 8 == 0),
+        writes(((job.destination | job.destination_pitch) & 7) == 0) {}
+
+  // What is outside is zeros.
+  __device__ __forceinline__ Packed<T> load(int row, int col) const {
+    Packed<T> x{};
+    if (row >= rows || col >= cols) return x;
+    const T* const from = source + row * source_pitch + col;
+    if (reads && col + 8 <= cols) {
+      x.word[0] = *reinterpret_cast<const uint4*>(from);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        if (col + i < cols) reinterpret_cast<T*>(x.word)[i] = from[i];
+    }
+    return x;
+  }
+
+  __device__ __forceinline__ void store(const Packed<T>& x, const Divisor& by, int row, int col) const {
+    if (row >= rows || col >= cols) return;
+    Eight e = unpack(x);
+    if (by.odd) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) e.value[i] = by.carefully(e.value[i]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) e.value[i] = by(e.value[i]);
+    }
+    uint32_t pair[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      pair[i] = __nv_cvt_float2_to_fp8x2(make_float2(e.value[2 * i], e.value[2 * i + 1]), __NV_SATFINITE, __NV_E4M3);
+    const uint2 bytes = make_uint2(pair[0] | pair[1] << 16, pair[2] | pair[3] << 16);
+    uint8_t* const to = destination + row * destination_pitch + col;
+    if (writes && col + 8 <= cols) {
+      __stcs(reinterpret_cast<uint2*>(to), bytes);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        if (col + i < cols) to[i] = static_cast<uint8_t>((i < 4 ? bytes.x : bytes.y) >> (8 * (i % 4)));
+    }
+  }
+};
+
+// The job that a unit of work belongs to; all lanes of a warp call it.
+__device__ __forceinline__ const Rounded& job_of(const ScaleLaunch& launch, int unit) {
+  static_assert(kInlineRounded <= 32, "a lane each");
+  const int lane = threadIdx.x % 32;
+  const bool begun = lane < launch.n_jobs && launch.job[lane].unit_begin <= unit;
+  return launch.job[31 - __clz(__ballot_sync(~0u, begun))];
+}
+
+// A unit is a tile of 128 x 128: a block that shares a scale, or a part of a tensor that does.
+template <typename T, int Group, int Part>
+__global__ void __launch_bounds__(kScaleThreads) scale_tiles(const __grid_constant__ ScaleLaunch launch) {
+  const Rounded& job = job_of(launch, blockIdx.x);
+  const Matrices<T> matrices(job);
+  const int tile = static_cast<int>(blockIdx.x - job.unit_begin), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int tiles_across = (matrices.cols + kScaledBlock - 1) / kScaledBlock;
+  const int tile_row = tile / tiles_across, tile_col = tile % tiles_across;
+  const int row = tile_row * kScaledBlock + static_cast<int>(threadIdx.x) / kTileVectors;
+  const int col = tile_col * kScaledBlock + static_cast<int>(threadIdx.x) % kTileVectors * 8;
+  __shared__ uint32_t met[kScaleWarps];
+
+  Packed<T> held[kTileHeld];
+#pragma unroll
+  for (int i = 0; i < kTileHeld; ++i) held[i] = matrices.load(row + i * kTileStep, col);
+  uint32_t largest = 0;
+  if constexpr (Group == kBlock || Part == kScaleMeasure) {
+#pragma unroll
+    for (int i = 0; i < kTileHeld; ++i) largest = __vmaxu2(largest, largest2(held[i]));
+    largest = largest_of_warp<T>(largest);
+    if (lane == 0) met[warp] = largest;
+    __syncthreads();
+#pragma unroll
+    for (int w = 0; w < kScaleWarps; ++w) largest = max(largest, met[w]);
+  }
+  uint32_t* const of_tensor = reinterpret_cast<uint32_t*>(job.largest);
+  if constexpr (Part == kScaleMeasure) {
+    if (threadIdx.x == 0) atomicMax(of_tensor, largest);
+    return;
+  }
+  if constexpr (Group == kTensor) largest = *of_tensor;
+  const Divisor by(__uint_as_float(largest), Group);
+  if (threadIdx.x == 0 && (Group == kBlock || tile == 0))
+    reinterpret_cast<float*>(job.scale)[Group == kBlock ? tile_row * job.across + tile_col : 0] = by.scale;
+#pragma unroll
+  for (int i = 0; i < kTileHeld; ++i) matrices.store(held[i], by, row + i * kTileStep, col);
+}
+
+// A unit is as many rows as the warps can share.
+template <typename T>
+__global__ void __launch_bounds__(kScaleThreads) scale_rows(const __grid_constant__ ScaleLaunch launch) {
+  const Rounded& job = job_of(launch, blockIdx.x);
+  const Matrices<T> matrices(job);
+  const int unit = static_cast<int>(blockIdx.x - job.unit_begin), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int sharing = warps_of_row(job.cols), first_warp = warp / sharing * sharing;
+  const int row = unit * (kScaleWarps / sharing) + warp / sharing;
+  const int begin = ((warp - first_warp) * 32 + lane) * 8, step = sharing * 32 * 8;
+  __shared__ uint32_t met[kScaleWarps];
+
+  Packed<T> held[kRowHeld];
+  uint32_t largest = 0;
+#pragma unroll
+  for (int i = 0; i < kRowHeld; ++i) held[i] = matrices.load(row, begin + i * step);
+#pragma unroll
+  for (int i = 0; i < kRowHeld; ++i) largest = __vmaxu2(largest, largest2(held[i]));
+#pragma unroll 1
+  for (int col = begin + kRowHeld * step; col < matrices.cols; col += step)
+    largest = __vmaxu2(largest, largest2(matrices.load(row, col)));
+  largest = largest_of_warp<T>(largest);
+  if (lane == 0) met[warp] = largest;
+  __syncthreads();
+  for (int w = 0; w < sharing; ++w) largest = max(largest, met[first_warp + w]);
+  const Divisor by(__uint_as_float(largest), kChannel);
+  if (begin == 0 && row < matrices.rows) reinterpret_cast<float*>(job.scale)[row] = by.scale;
+#pragma unroll
+  for (int i = 0; i < kRowHeld; ++i) matrices.store(held[i], by, row, begin + i * step);
+#pragma unroll 1
+  for (int col = begin + kRowHeld * step; col < matrices.cols; col += step)
+    matrices.store(matrices.load(row, col), by, row, col);
+}
+
+// Each job's units follow those of the one before it.
+template <typename Units>
+cudaError_t launch_units(void (*kernel)(ScaleLaunch), ScaleLaunch launch, cudaStream_t stream, Units units) {
+  int64_t all = 0;
+  for (int i = 0; i < launch.n_jobs; ++i) {
+    launch.job[i].unit_begin = all;
+    all += units(launch.job[i]);
+  }
+  if (all > INT32_MAX) return cudaErrorInvalidConfiguration;
+  kernel<<<static_cast<unsigned>(all), kScaleThreads, 0, stream>>>(launch);
+  return cudaGetLastError();
+}
+
+template <typename T>
+cudaError_t launch_scale_of(int group, int part, const ScaleLaunch& launch, cudaStream_t stream) {
+  const auto ceil = [](int64_t count, int64_t size) { return (count + size - 1) / size; };
+  if (group == kChannel)
+    return launch_units(scale_rows<T>, launch, stream,
+                        [&](const Rounded& job) { return ceil(job.rows, kScaleWarps / warps_of_row(job.cols)); });
+  const auto tiles = [&](const Rounded& job) { return ceil(job.rows, kScaledBlock) * ceil(job.cols, kScaledBlock); };
+  if (group == kBlock) return launch_units(scale_tiles<T, kBlock, kScaleConvert>, launch, stream, tiles);
+  if (part == kScaleMeasure) return launch_units(scale_tiles<T, kTensor, kScaleMeasure>, launch, stream, tiles);
+  return launch_units(scale_tiles<T, kTensor, kScaleConvert>, launch, stream, tiles);
+}
+
+}  // namespace
+
+int launch_scale(int dtype, int group, int part, const ScaleLaunch& launch, void* stream) {
+  const auto on = static_cast<cudaStream_t>(stream);
+  return dtype == kBFloat16 ? launch_scale_of<bf16>(group, part, launch, on)
+                            : launch_scale_of<__half>(group, part, launch, on);
+}
+
+}  // namespace lora_merge
