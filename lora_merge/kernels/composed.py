@@ -147,18 +147,10 @@ def _blocks(segments: Sequence[Segment]) -> list[list[Segment]]:
 
 
 def _pieces(s: Segment) -> list[Segment]:
+    """Parts of it, in place."""
     rows, cols = s.source.shape
-    step = max(1, BLOCK // cols)
-    return [
-        replace(
-            s,
-            source=s.source[i : i + step],
-            destination=s.source[i : i + step],
-            lora_B=None if s.lora_B is None else s.lora_B[i : i + step],
-            row_scale=None if s.row_scale is None else s.row_scale[i : i + step],
-        )
-        for i in range(0, rows, step)
-    ]
+    step, in_place = max(1, BLOCK // cols), replace(s, destination=s.source)
+    return [in_place.part(i, i + step) for i in range(0, rows, step)]
 
 
 def _like(block: list[Segment]) -> tuple[Tensor, list[Tensor]]:

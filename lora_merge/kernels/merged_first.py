@@ -4,9 +4,10 @@ there."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -17,8 +18,9 @@ from .scaled import MERGED_IN, Placed, Rounded, Scaled, Scales, by_weight, quant
 from .segments import Segment
 from .streams import Streams
 
-ROOM = 64 << 20
-"""Bytes of what is merged at a time; of a larger weight as many as it takes."""
+ROOM = 32 << 20
+"""Bytes of what is merged at a time, which a GPU's cache then holds: some rows of a weight, or all where they share one
+scale."""
 _ALIGNED = 256
 Prepare = Callable[[Sequence[Segment], torch.device], Launch]
 Scale = Callable[[Sequence[Rounded], torch.device], Launch]
@@ -39,18 +41,22 @@ class MergedFirst(Scales):
     ) -> None:
         ready = [job for p in placed if (job := p.ready)]
         self._ready = scale(ready, device) if ready else None
-        turns = list(_turns(by_weight([p for p in placed if p.ready is None]), room))
-        nbytes = max((begin + _nbytes(scaled) for turn in turns for scaled, _, begin in turn), default=0)
+        turns = list(_turns(_bands([p for p in placed if p.ready is None], room), room))
+        nbytes = max((begin + band.nbytes for turn in turns for band, begin in turn), default=0)
         self._between = between(device, nbytes)
         self._steps: list[tuple[Launch, Launch]] = []
         for turn in turns:
             segments: list[Segment] = []
             jobs: list[Rounded] = []
-            for scaled, some, begin in turn:
-                dtype = MERGED_IN[some[0].segment.source.dtype]
-                merged = self._between.view(begin, _nbytes(scaled), dtype).view(scaled.weight.shape)
-                segments += [replace(p.segment, destination=merged[p.rows, p.cols]) for p in some]
-                jobs += [Rounded(merged[at], scaled, at[0].start, at[1].start) for at in rectangles(scaled, some)]
+            for band, begin in turn:
+                dtype = MERGED_IN[band.placed[0].segment.source.dtype]
+                merged = self._between.view(begin, band.nbytes, dtype).view(-1, band.scaled.weight.shape[1])
+                for p in band.placed:
+                    here = slice(p.rows.start - band.row, p.rows.stop - band.row)
+                    segments.append(replace(p.segment, destination=merged[here, p.cols]))
+                for rows, cols in rectangles(band.scaled, band.placed):
+                    here = slice(rows.start - band.row, rows.stop - band.row)
+                    jobs.append(Rounded(merged[here, cols], band.scaled, rows.start, cols.start))
             self._steps.append((prepare(segments, device), scale(jobs, device)))
 
     def __call__(self, stochastic: bool, seed: int) -> None:
@@ -123,22 +129,55 @@ def between(device: torch.device, nbytes: int) -> Between:
         return known
 
 
-def _turns(
-    weights: Sequence[tuple[Scaled, list[Placed]]], room: int
-) -> Iterator[list[tuple[Scaled, list[Placed], int]]]:
-    """Weights that are merged together, each with its segments and where it begins in the memory."""
-    turn: list[tuple[Scaled, list[Placed], int]] = []
+class _Band(NamedTuple):
+    """Rows of a weight, from one border of groups to another.
+
+    Attributes:
+        placed: what is written in them.
+    """
+
+    scaled: Scaled
+    row: int
+    rows: int
+    placed: list[Placed]
+
+    @property
+    def nbytes(self) -> int:
+        """In 16 bits."""
+        return 2 * self.rows * self.scaled.weight.shape[1]
+
+
+def _bands(placed: Sequence[Placed], room: int) -> Iterator[_Band]:
+    """Of each weight, as few and as even as the room allows."""
+    for scaled, some in by_weight(placed):
+        (rows, cols), (group, _) = scaled.weight.shape, scaled.sizes
+        groups = -(-rows // group)
+        most = max(1, room // (2 * cols * group))
+        height = -(-groups // -(-groups // most)) * group
+        for begin in range(0, rows, height):
+            end = min(begin + height, rows)
+            here = [part for p in some if (part := _part(p, begin, end))]
+            if here:
+                yield _Band(scaled, begin, end - begin, here)
+
+
+def _part(p: Placed, begin: int, end: int) -> Placed | None:
+    """Its rows from one to another of the weight."""
+    first, last = max(p.rows.start, begin), min(p.rows.stop, end)
+    if first >= last:
+        return None
+    return p._replace(segment=p.segment.part(first - p.row, last - p.row), row=first)
+
+
+def _turns(bands: Iterable[_Band], room: int) -> Iterator[list[tuple[_Band, int]]]:
+    """Those that are merged together, each with where it begins in the memory."""
+    turn: list[tuple[_Band, int]] = []
     begin = 0
-    for scaled, some in weights:
-        if turn and begin + _nbytes(scaled) > room:
+    for band in bands:
+        if turn and begin + band.nbytes > room:
             yield turn
             turn, begin = [], 0
-        turn.append((scaled, some, begin))
-        begin += -(-_nbytes(scaled) // _ALIGNED) * _ALIGNED
+        turn.append((band, begin))
+        begin += -(-band.nbytes // _ALIGNED) * _ALIGNED
     if turn:
         yield turn
-
-
-def _nbytes(scaled: Scaled) -> int:
-    """Of a weight in 16 bits."""
-    return 2 * scaled.weight.numel()

@@ -85,6 +85,19 @@ class Segment:
     def rank(self) -> int:
         return 0 if self.lora_A is None else self.lora_A.shape[0]
 
+    def part(self, begin: int, end: int) -> Segment:
+        """Some of its rows; stochastic rounding draws for an element what it draws in the whole."""
+        pitch = self.pitch or (self.source.shape[1], 1)
+        return replace(
+            self,
+            source=self.source[begin:end],
+            destination=self.destination[begin:end],
+            lora_B=None if self.lora_B is None else self.lora_B[begin:end],
+            row_scale=None if self.row_scale is None else self.row_scale[begin:end],
+            first=self.first + begin * pitch[0],
+            pitch=pitch,
+        )
+
 
 def same_weights(table: np.ndarray, other: np.ndarray) -> bool:
     """Whether two packed tables name the same rectangles of the same weights in the same order; adapters are free."""
