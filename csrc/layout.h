@@ -9,7 +9,7 @@ namespace lora_merge {
 
 enum Dtype : int { kBFloat16 = 0, kFloat16 = 1, kFloat32 = 2, kRaw1 = 3, kRaw2 = 4, kRaw4 = 5, kRaw8 = 6 };
 enum Format : int { kPlain = 0, kCodes4 = 1, kInt8 = 2 };
-enum Groups : int { kTensor = 0, kChannel = 1, kBlock = 2 };
+enum Groups : int { kTensor = 0, kChannel = 1, kBlock = 2, kCompiled = 3 };
 
 struct Segment {
   int64_t source;  // addresses
@@ -120,6 +120,6 @@ void track_hopper(const Segment* table, int64_t segments, bool on_device, const 
 #define LORA_MERGE_OPERATORS(X) X(layout_hash) X(cuda_architectures) X(cpu_isas) X(use_threads) X(launch_cpu) X(row_norms_cpu) X(tracked_sizes_cpu) X(track_cpu) X(untrack_cpu) X(retrack_cpu) X(merge_shape) X(accepts_shape) X(hopper_tiles) X(accepts_tiles)
 #define LORA_MERGE_CUDA_OPERATORS(X) X(cuda_problem) X(launch_cuda) X(scale_cuda) X(launch_hopper) X(tensor_maps) X(split_adapters) X(row_norms_cuda) X(track_cuda) X(track_hopper)
 
-constexpr const char* kLayoutHash = "b9d2ac6fbc23295b";
+constexpr const char* kLayoutHash = "c7db99bbe96bd082";
 
 }  // namespace lora_merge

@@ -129,7 +129,7 @@ void scale_cuda(const Rounded* jobs, int64_t n_jobs, int64_t dtype, int64_t grou
                 void* stream) {
   check(n_jobs > 0 && n_jobs <= kInlineRounded, "a launch takes 1 to ", kInlineRounded, " jobs, got ", n_jobs);
   check(dtype == kBFloat16 || dtype == kFloat16, "numbers of 16 bits are scaled, got dtype code ", dtype);
-  check(group >= kTensor && group <= kBlock && part >= kScaleMeasure && part <= kScaleConvert, "unknown group ", group,
+  check(group >= kTensor && group <= kCompiled && part >= kScaleMeasure && part <= kScaleConvert, "unknown group ", group,
         " or part ", part);
   check(part == kScaleConvert || group == kTensor, "tensors are measured alone");
   for (int64_t i = 0; i < n_jobs; ++i) {

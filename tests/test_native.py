@@ -206,10 +206,11 @@ def test_gpu_functions_get_what_they_are_declared_with(monkeypatch: pytest.Monke
         for number, field in enumerate(signature(getattr(operators, name)).parameters, start=100):
             if field != "_":  # what the others take and this one does not
                 given[field] = {**of_table, **memory, "device": -1}.get(field, number)
-        if name == "row_norms_cuda":  # takes its device from `out`
-            monkeypatch.setattr(operators, "CPU", -2)
-            monkeypatch.setattr(operators, "_words", lambda t, device: (t.data_ptr(), t.shape[0]))
-        getattr(operators, name)(*given.values())
+        with monkeypatch.context() as patched:
+            if name == "row_norms_cuda":  # takes its device from `out`
+                patched.setattr(operators, "CPU", -2)
+                patched.setattr(operators, "_words", lambda t, device: (t.data_ptr(), t.shape[0]))
+            getattr(operators, name)(*given.values())
         got = recorder.called[name]
         assert (got["device"], got["stream"]) == (-1, 4242), name
         assert got.get("segments", got.get("n_jobs")) == 1

@@ -12,7 +12,7 @@ from conftest import BACKENDS, forced
 from torch import Tensor
 
 from lora_merge import InvalidInput, Plan, Segment
-from lora_merge.kernels.scaled import MERGED_IN, Scaled, quantise
+from lora_merge.kernels.scaled import MERGED_IN, Scaled, put_ties, quantise
 from lora_merge.kernels.segments import copies
 
 FP8 = torch.float8_e4m3fn
@@ -64,7 +64,7 @@ def oracle(x: Tensor, group: str) -> tuple[Tensor, Tensor]:
 
 def weight(rows: int, cols: int, group: str, device: torch.device) -> Scaled:
     """Memory for a weight of 8 bits, full of what nobody would write."""
-    groups = {"tensor": 1, "channel": rows, "block": -(-rows // 128) * -(-cols // 128)}[group]
+    groups = {"tensor": 1, "channel": rows}.get(group, -(-rows // 128) * -(-cols // 128))
     data = torch.full((rows, cols), 0x7F, dtype=torch.uint8, device=device).view(FP8)
     return Scaled(data, torch.full((groups,), float("nan"), device=device), group)  # type: ignore[arg-type]
 
@@ -264,6 +264,50 @@ def test_bad_input(device: torch.device) -> None:
             Plan(segments, scaled)
     assert (block.weight.view(torch.uint8) == 0x7F).all()
     assert block.scales.isnan().all()
+
+
+@pytest.mark.gpu
+def test_blocks_as_they_are_compiled() -> None:
+    """The bits of a function that Triton compiled, of numbers in the middle between two for every scale that has any;
+    the function is written as vLLM's."""
+
+    def by_blocks(x: Tensor) -> tuple[Tensor, Tensor]:
+        (m, n), padded = x.shape, x.new_zeros(-(-x.shape[0] // 128) * 128, -(-x.shape[1] // 128) * 128)
+        padded[:m, :n] = x
+        blocks = padded.view(-1, 128, padded.shape[1] // 128, 128)
+        scale = blocks.abs().float().amax(dim=(1, 3), keepdim=True).clamp(1e-4) / 448.0
+        made = (blocks * (1.0 / scale)).to(FP8)
+        return made.view_as(padded)[:m, :n].contiguous(), scale.view(blocks.shape[0], blocks.shape[2])
+
+    compiled = torch.compile(by_blocks, dynamic=True)
+    for number, (rows, cols) in enumerate([(2048, 2048), (4608, 3584), (1000, 1040), (3584, 18944)]):
+        w = torch.randn(rows, cols, generator=torch.Generator().manual_seed(number)) * 0.1
+        put_ties(w, number)
+        x = w.cuda().bfloat16()
+        values, scales = compiled(x)
+        target = weight(rows, cols, "compiled", x.device)
+        Plan([Segment("w", x, target.weight)], [target]).run()
+        assert torch.equal(target.scales.view(scales.shape), scales)
+        assert torch.equal(target.weight.view(torch.uint8), values.view(torch.uint8))
+        exact = weight(rows, cols, "block", x.device)
+        Plan([Segment("w", x, exact.weight)], [exact]).run()
+        apart = (exact.weight.view(torch.uint8).int() - target.weight.view(torch.uint8).int()).abs()
+        assert apart.max() <= 1
+
+
+def test_ties_are_ties() -> None:
+    """Numbers that are put into blocks are bf16, and an inverse with another last bit makes others of some."""
+    w = torch.rand(256, 1152, generator=torch.Generator().manual_seed(0)) * 0.5
+    put_ties(w, 0)
+    x = w.bfloat16().float()
+    seen = set()
+    for block in x.view(2, 128, 9, 128).transpose(1, 2).reshape(18, 128, 128):
+        scale = block.abs().max().clamp(min=1e-4) * torch.tensor(1 / 448)
+        seen.add(float(scale) / 2.0 ** np.floor(np.log2(float(scale))))
+        inverse = 1 / scale
+        made = [(block * torch.nextafter(inverse, inverse * up)).to(FP8).view(torch.uint8) for up in (0.0, 2.0)]
+        assert not torch.equal(*made)
+    assert len(seen) == 18
 
 
 def test_quantise_is_the_oracle() -> None:

@@ -40,10 +40,16 @@ struct Divisor {
     // A NaN stays one.
     else if (kind == kChannel) scale = larger(__fdiv_rn(largest, kLargestFp8), 1.0f / (kLargestFp8 * 512.0f));
     else scale = __fmul_rn(larger(largest, 1e-4f), 1.0f / kLargestFp8);
-    inverse = __fdiv_rn(1.0f, scale);
+    inverse = kind == kCompiled ? compiled_inverse(scale) : __fdiv_rn(1.0f, scale);
     odd = !(scale > 0.0f && scale < INFINITY && inverse < INFINITY);
   }
   static __device__ __forceinline__ float larger(float x, float least) { return x < least ? least : x; }
+  // The division that Triton compiles: its last bit or two may be others.
+  static __device__ __forceinline__ float compiled_inverse(float x) {
+    float quotient;
+    asm("div.full.f32 %0, %1, %2;" : "=f"(quotient) : "f"(1.0f), "f"(x));
+    return quotient;
+  }
 
   // Division rounds right: the quotient by the inverse is off by little, and what remains says by how much. (Tried for
   // the fractions of all scales and of all bf16 and fp16 numbers.) What remains of a zero would lose its sign.
@@ -106,16 +112,12 @@ struct Matrices {
     return x;
   }
 
+  template <bool Odd>
   __device__ __forceinline__ void store(const Packed<T>& x, const Divisor& by, int row, int col) const {
     if (row >= rows || col >= cols) return;
     Eight e = unpack(x);
-    if (by.odd) {
 #pragma unroll
-      for (int i = 0; i < 8; ++i) e.value[i] = by.carefully(e.value[i]);
-    } else {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) e.value[i] = by(e.value[i]);
-    }
+    for (int i = 0; i < 8; ++i) e.value[i] = Odd ? by.carefully(e.value[i]) : by(e.value[i]);
     uint32_t pair[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i)
@@ -156,7 +158,7 @@ __global__ void __launch_bounds__(kScaleThreads) scale_tiles(const __grid_consta
 #pragma unroll
   for (int i = 0; i < kTileHeld; ++i) held[i] = matrices.load(row + i * kTileStep, col);
   uint32_t largest = 0;
-  if constexpr (Group == kBlock || Part == kScaleMeasure) {
+  if constexpr (Group != kTensor || Part == kScaleMeasure) {
 #pragma unroll
     for (int i = 0; i < kTileHeld; ++i) largest = __vmaxu2(largest, largest2(held[i]));
     largest = largest_of_warp<T>(largest);
@@ -172,10 +174,16 @@ __global__ void __launch_bounds__(kScaleThreads) scale_tiles(const __grid_consta
   }
   if constexpr (Group == kTensor) largest = *of_tensor;
   const Divisor by(__uint_as_float(largest), Group);
-  if (threadIdx.x == 0 && (Group == kBlock || tile == 0))
-    reinterpret_cast<float*>(job.scale)[Group == kBlock ? tile_row * job.across + tile_col : 0] = by.scale;
+  if (threadIdx.x == 0 && (Group != kTensor || tile == 0))
+    reinterpret_cast<float*>(job.scale)[Group != kTensor ? tile_row * job.across + tile_col : 0] = by.scale;
+  if (by.odd) {  // what is rare takes no registers of what is not
+#pragma unroll 1
+    for (int i = 0; i < kTileHeld; ++i)
+      matrices.template store<true>(matrices.load(row + i * kTileStep, col), by, row + i * kTileStep, col);
+    return;
+  }
 #pragma unroll
-  for (int i = 0; i < kTileHeld; ++i) matrices.store(held[i], by, row + i * kTileStep, col);
+  for (int i = 0; i < kTileHeld; ++i) matrices.template store<false>(held[i], by, row + i * kTileStep, col);
 }
 
 // A unit is as many rows as the warps can share.
@@ -204,11 +212,17 @@ __global__ void __launch_bounds__(kScaleThreads) scale_rows(const __grid_constan
   for (int w = 0; w < sharing; ++w) largest = max(largest, met[first_warp + w]);
   const Divisor by(__uint_as_float(largest), kChannel);
   if (begin == 0 && row < matrices.rows) reinterpret_cast<float*>(job.scale)[row] = by.scale;
+  if (by.odd) {
+#pragma unroll 1
+    for (int col = begin; col < matrices.cols; col += step)
+      matrices.template store<true>(matrices.load(row, col), by, row, col);
+    return;
+  }
 #pragma unroll
-  for (int i = 0; i < kRowHeld; ++i) matrices.store(held[i], by, row, begin + i * step);
+  for (int i = 0; i < kRowHeld; ++i) matrices.template store<false>(held[i], by, row, begin + i * step);
 #pragma unroll 1
   for (int col = begin + kRowHeld * step; col < matrices.cols; col += step)
-    matrices.store(matrices.load(row, col), by, row, col);
+    matrices.template store<false>(matrices.load(row, col), by, row, col);
 }
 
 // Each job's units follow those of the one before it.
@@ -232,6 +246,7 @@ cudaError_t launch_scale_of(int group, int part, const ScaleLaunch& launch, cuda
                         [&](const Rounded& job) { return ceil(job.rows, kScaleWarps / warps_of_row(job.cols)); });
   const auto tiles = [&](const Rounded& job) { return ceil(job.rows, kScaledBlock) * ceil(job.cols, kScaledBlock); };
   if (group == kBlock) return launch_units(scale_tiles<T, kBlock, kScaleConvert>, launch, stream, tiles);
+  if (group == kCompiled) return launch_units(scale_tiles<T, kCompiled, kScaleConvert>, launch, stream, tiles);
   if (part == kScaleMeasure) return launch_units(scale_tiles<T, kTensor, kScaleMeasure>, launch, stream, tiles);
   return launch_units(scale_tiles<T, kTensor, kScaleConvert>, launch, stream, tiles);
 }

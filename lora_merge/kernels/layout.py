@@ -79,8 +79,9 @@ FORMATS = {"Plain": 0, "Codes4": 1, "Int8": 2}
 """What lies at a source: elements of its dtype, two codes a byte, or int8 codes, which stand for such elements
 (packed.py)."""
 
-GROUPS = {"Tensor": 0, "Channel": 1, "Block": 2}
-"""What shares a scale where results have 8 bits: the whole weight, a row, a square of `SCALED_BLOCK`."""
+GROUPS = {"Tensor": 0, "Channel": 1, "Block": 2, "Compiled": 3}
+"""What shares a scale where results have 8 bits: the whole weight, a row, a square of `SCALED_BLOCK`, whose inverse is
+rounded right, or as Triton compiles it."""
 
 PAIRS = 3
 """What products are made of, where it is no dtype code: float32 numbers as pairs of fp16."""

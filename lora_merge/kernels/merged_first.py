@@ -43,14 +43,17 @@ class MergedFirst(Scales):
         self._ready = scale(ready, device) if ready else None
         turns = list(_turns(_bands([p for p in placed if p.ready is None], room), room))
         nbytes = max((begin + band.nbytes for turn in turns for band, begin in turn), default=0)
-        self._between = between(device, nbytes)
+        nbytes = -(-nbytes // _ALIGNED) * _ALIGNED
+        self._lanes = Lanes(device, len(turns))
+        self._between = between(device, nbytes * self._lanes.count)
         self._steps: list[tuple[Launch, Launch]] = []
-        for turn in turns:
+        for number, turn in enumerate(turns):
+            own = number % self._lanes.count * nbytes
             segments: list[Segment] = []
             jobs: list[Rounded] = []
             for band, begin in turn:
                 dtype = MERGED_IN[band.placed[0].segment.source.dtype]
-                merged = self._between.view(begin, band.nbytes, dtype).view(-1, band.scaled.weight.shape[1])
+                merged = self._between.view(own + begin, band.nbytes, dtype).view(-1, band.scaled.weight.shape[1])
                 for p in band.placed:
                     here = slice(p.rows.start - band.row, p.rows.stop - band.row)
                     segments.append(replace(p.segment, destination=merged[here, p.cols]))
@@ -64,9 +67,7 @@ class MergedFirst(Scales):
             self._ready(False, 0)  # numbers that have their bits already
         if self._steps:
             with self._between.used():
-                for merge, scale in self._steps:
-                    merge(stochastic, seed)
-                    scale(False, 0)
+                self._lanes.run(self._steps, stochastic, seed)
 
 
 class ByOperations(Scales):
@@ -84,6 +85,43 @@ class ByOperations(Scales):
             weight, scales = quantise(job.source, job.scaled.group)
             job.destination.view(torch.uint8).copy_(weight.view(torch.uint8))
             job.scales.copy_(scales.view(job.scales.shape))
+
+
+class Lanes:
+    """Streams that take turns, each in memory of its own: where the launches of one leave processors idle, at their
+    begin and end, those of the other have work.
+
+    Args:
+        turns: how many there are.
+    """
+
+    def __init__(self, device: torch.device, turns: int) -> None:
+        self._device = device
+        self._beside = torch.cuda.Stream(device) if device.type == "cuda" and turns > 1 else None
+
+    @property
+    def count(self) -> int:
+        return 1 if self._beside is None else 2
+
+    def run(self, steps: Sequence[tuple[Launch, Launch]], stochastic: bool, seed: int) -> None:
+        """All steps; what follows on the current stream follows them."""
+        if self._beside is None:
+            _run(steps, stochastic, seed)
+            return
+        current = torch.cuda.current_stream(self._device)
+        self._beside.wait_stream(current)
+        try:
+            with torch.cuda.stream(self._beside):
+                _run(steps[1::2], stochastic, seed)
+            _run(steps[::2], stochastic, seed)
+        finally:
+            current.wait_stream(self._beside)
+
+
+def _run(steps: Sequence[tuple[Launch, Launch]], stochastic: bool, seed: int) -> None:
+    for merge, scale in steps:
+        merge(stochastic, seed)
+        scale(False, 0)
 
 
 class Between:

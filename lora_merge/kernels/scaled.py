@@ -10,8 +10,10 @@ the group's magnitudes):
 | channel (a row) | `max(largest / 448, 1 / (448 * 512))` | `x / scale` |
 | block (128 x 128) | `max(largest, 1e-4) * (1 / 448)` | `x * (1 / scale)` |
 
-rounded to the nearest e4m3 number, at most 448. A NaN makes its group's scale one, so that it never hides, as it does
-in kernels of vLLM 0.26.
+rounded to the nearest e4m3 number, at most 448. `compiled` blocks are those of a function that Triton compiled, as
+vLLM's is on GPUs: its `1 / scale` (PTX's div.full) may be off by two units of the last place. That shows only in
+numbers that lie in the middle between two others, and only CUDA's kernel knows how; elsewhere they are blocks. A NaN
+makes its group's scale one, so that it never hides, as it does in kernels of vLLM 0.26.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ LARGEST = 448.0
 LEAST_OF_BLOCK = 1e-4
 MERGED_IN = {torch.bfloat16: torch.bfloat16, torch.float16: torch.float16, torch.float32: torch.bfloat16}
 """For each dtype of a base the one that its sums are rounded to before they are scaled."""
-Group: TypeAlias = Literal["tensor", "channel", "block"]
+Group: TypeAlias = Literal["tensor", "channel", "block", "compiled"]
 _CODES = {name.lower(): code for name, code in GROUPS.items()}
 
 
@@ -278,3 +280,24 @@ def quantise(x: Tensor, group: Group) -> tuple[Tensor, Tensor]:
 def _rounded(y: Tensor) -> Tensor:
     """To the nearest one; what is no number stays so."""
     return y.clamp(-LARGEST, LARGEST).to(FP8)
+
+
+def put_ties(numbers: Tensor, first: int) -> None:
+    """Put numbers into a row of each block that lie in the middle between two of e4m3 once they are scaled: for others
+    the last bits of `1 / scale` do not matter, as 16 bits cannot come so close.
+
+    The largest of a block is 448 times an odd number, up to 35, over a power of two. With other ones there are no such
+    numbers: a magnitude of 16 bits has eight significant ones (bf16; of fp16 eleven, and some are left out), and 448 is
+    7 times a power of two.
+
+    Args:
+        numbers: `[..., rows, cols]` in float32, whose magnitudes are below 1.
+        first: which of the odd numbers the first block gets; the others get the following ones in turn.
+    """
+    table = torch.arange(127, dtype=torch.uint8, device="cpu").view(FP8).float()
+    ties = torch.cat([table[-1:], (table[1:] + table[:-1]) / 2])
+    rows, cols = numbers.shape[-2:]
+    across = torch.arange(cols, device="cpu")
+    for count, begin in enumerate(range(0, rows, SCALED_BLOCK)):
+        odd = 2 * ((first + count * -(-cols // SCALED_BLOCK) + across // SCALED_BLOCK) % 18) + 1
+        numbers[..., min(begin + 1, rows - 1), :] = ties[across % SCALED_BLOCK % len(ties)] * odd / 256

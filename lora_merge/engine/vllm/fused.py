@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.plan import Plan
-from ...kernels.scaled import Group, Scaled
+from ...kernels.scaled import Group, Scaled, put_ties
 from ...kernels.segments import FP8, copies
 from ...shards import cut
 from ...stream.places import Places
@@ -289,6 +289,7 @@ def _prove(root: Any, weights: Mapping[str, _Weight]) -> dict[str, Group]:
     """
     given = {}
     recorded, _ = internals.get_layerwise_info(root).restore_metadata
+    fewest = min(weight.scales.numel() for weight in weights.values())
     generator = torch.Generator().manual_seed(0)
     for name, meta in recorded.items():
         numbers = torch.randn(meta.shape, generator=generator, device="cpu")
@@ -299,16 +300,17 @@ def _prove(root: Any, weights: Mapping[str, _Weight]) -> dict[str, Group]:
             numbers *= rows
         given[name] = numbers
     left: dict[str, list[Group]] = {name: list(get_args(Group)) for name in weights}
-    for number in range(-(-_SCALES // min(weight.scales.numel() for weight in weights.values()))):
+    for number in range(-(-_SCALES // fewest)):
         factor = float(torch.rand((), generator=generator, device="cpu")) + 0.5 if number else 1.0
-        _try(root, weights, given, factor, left)
+        trial = {name: some * factor for name, some in given.items()}
+        for name in weights:
+            put_ties(trial[name], number * fewest)
+        _try(root, weights, trial, left)
     return {name: groups[0] for name, groups in left.items()}
 
 
-def _try(
-    root: Any, weights: Mapping[str, _Weight], given: Mapping[str, Tensor], factor: float, left: dict[str, list[Group]]
-) -> None:
-    """One trial, of the numbers in `given` times `factor`; what has other bits than vLLM's goes from `left`.
+def _try(root: Any, weights: Mapping[str, _Weight], given: Mapping[str, Tensor], left: dict[str, list[Group]]) -> None:
+    """One trial, of the numbers in `given`; what has other bits than vLLM's goes from `left`.
 
     Raises:
         _Reloaded: nothing is left of a weight.
@@ -318,7 +320,7 @@ def _try(
         internals.materialize_layer(root, internals.get_layerwise_info(root))
         for name, numbers in given.items():
             parameter = root._parameters[name]
-            parameter.data.copy_(numbers).mul_(factor)
+            parameter.data.copy_(numbers)
             loaded[name] = parameter.data.clone()
         root.__dict__.pop("_already_called_process_weights_after_loading", None)
         root.quant_method.process_weights_after_loading(root)
