@@ -272,11 +272,11 @@ class Check:
 
 
 def checks(m: Machine) -> list[Check]:
-    """Every recorded run that the formulas speak of and that no constant was fitted to."""
-    found = []
+    """Every recorded run of the GPU that the formulas speak of, but those that a constant was fitted to."""
+    found, gpu = [], recorded("merge-qwen2.5-7b.json")["device_name"]
     for path in sorted(RESULTS.glob("*.json")):
         record = json.loads(path.read_text())
-        if record.get("device") == "cuda" and record.get("adapter_dtype") == "bf16":
+        if (record.get("device_name"), record.get("adapter_dtype")) == (gpu, "bf16"):
             points = record.get("points", [record])
             for p in points:
                 ours = p["methods"].get("lora_merge in place")

@@ -1,6 +1,6 @@
 """Runs every path of the CUDA kernels once, on small shapes: compute-sanitizer watches (tests/gpu.sh).
 
-python tests/sanitize.py [plain] [tracked]        (default: both)
+python tests/sanitize.py [plain] [tracked] [scaled]        (default: all)
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 import os
 import sys
+from typing import get_args
 
 os.environ["LORA_MERGE_BACKEND"] = "cuda"
 
@@ -16,17 +17,22 @@ import torch
 from helpers import LAYOUTS, assert_accurate, make_segment
 
 from lora_merge import Plan, Segment
-from lora_merge.kernels import cuda_tracked, fused
+from lora_merge.kernels import cuda, cuda_tracked, fused
+from lora_merge.kernels.cuda_scaled import CudaScale
+from lora_merge.kernels.merged_first import MergedFirst
+from lora_merge.kernels.scaled import Group, Scaled, place
+from lora_merge.kernels.segments import FP8
 from lora_merge.restore import TrackedPlan
 
 DEVICE = torch.device("cuda", 0)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+GROUPS: tuple[Group, ...] = get_args(Group)
 
 
 def main() -> None:
     segments = shapes()
-    for part in sys.argv[1:] or ("plain", "tracked"):
-        {"plain": plain, "tracked": tracked}[part](segments)
+    for part in sys.argv[1:] or PARTS:
+        PARTS[part](segments)
     torch.cuda.synchronize()
     print("all paths ran")
 
@@ -91,5 +97,21 @@ def tracked(segments: list[Segment]) -> None:
             plan.unmerge()
         assert all(torch.equal(s.source, old) for s, old in zip(in_place, before, strict=True))
 
+
+def scaled(_: list[Segment]) -> None:
+    """Results of 8 bits: whole vectors and edges, rows that lanes keep and longer ones, bands in two streams."""
+    for group, base in itertools.product(GROUPS, (BF16, FP16, FP32)):
+        segments, targets = [], []
+        for rank, (rows, cols) in itertools.product((0, 8, 40), ((256, 384), (130, 200), (77, 1), (9, 21000))):
+            s = make_segment("scaled", rows, cols, rank, (base, BF16, FP32, FP32), DEVICE)
+            count = {"tensor": 1, "channel": rows}.get(group, -(-rows // 128) * -(-cols // 128))
+            target = Scaled(torch.empty(rows, cols, dtype=FP8, device=DEVICE), torch.empty(count, device=DEVICE), group)
+            segments.append(dataclasses.replace(s, destination=target.weight))
+            targets.append(target)
+        MergedFirst(cuda.prepare, CudaScale, place(segments, targets), DEVICE, room=1 << 15)(False, 0)
+        assert all(target.scales.isfinite().all() for target in targets)
+
+
+PARTS = {"plain": plain, "tracked": tracked, "scaled": scaled}
 
 main()

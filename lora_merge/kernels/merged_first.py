@@ -18,9 +18,10 @@ from .scaled import MERGED_IN, Placed, Rounded, Scaled, Scales, by_weight, quant
 from .segments import Segment
 from .streams import Streams
 
-ROOM = 32 << 20
-"""Bytes of what is merged at a time, which a GPU's cache then holds: some rows of a weight, or all where they share one
-scale."""
+ROOM = 64 << 20
+"""Bytes of what a stream merges at a time: some rows of a weight, or all where they share one scale. Less would stay in
+a GPU's cache, but launches of few rows take longer than that saves; more is a little faster still (one H100, 7B,
+float32 adapters: 3.0 copies with 32 MiB, 2.7 with 64, 2.5 with 128)."""
 _ALIGNED = 256
 Prepare = Callable[[Sequence[Segment], torch.device], Launch]
 Scale = Callable[[Sequence[Rounded], torch.device], Launch]
