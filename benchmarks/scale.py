@@ -276,7 +276,7 @@ def checks(m: Machine) -> list[Check]:
     found, gpu = [], recorded("merge-qwen2.5-7b.json")["device_name"]
     for path in sorted(RESULTS.glob("*.json")):
         record = json.loads(path.read_text())
-        if (record.get("device_name"), record.get("adapter_dtype")) == (gpu, "bf16"):
+        if record.get("device") == "cuda" and (record["device_name"], record.get("adapter_dtype")) == (gpu, "bf16"):
             points = record.get("points", [record])
             for p in points:
                 ours = p["methods"].get("lora_merge in place")
