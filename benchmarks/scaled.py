@@ -56,8 +56,11 @@ def main() -> None:
 
 
 def each(plan: Plan, number: int) -> None:
-    """One half of each step of a plan."""
-    for step in plan._scaled._steps:  # type: ignore[union-attr]
+    """One half of each step of a plan; what needs no merge is scaled alone."""
+    launch: Any = plan._scaled
+    if number and launch._ready is not None:
+        launch._ready(False, 0)
+    for step in launch._steps:
         step[number](False, 0)
 
 

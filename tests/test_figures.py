@@ -379,3 +379,14 @@ def test_an_engine_that_fails_is_recorded_with_its_phase(where: str, load: Any) 
     assert found["failed"].startswith(
         "KeyError: 'neither'" if where == "other" else "AssertionError: first of two lines"
     )
+
+
+def test_scaled(load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every group and rank has both halves of its time."""
+    scaled = load("scaled")
+    monkeypatch.setattr(scaled, "FUSED", [((64, 32, 32), 128)])
+    monkeypatch.setattr(sys, "argv", ["scaled.py", "--repeats", "1", "--json", str(tmp_path / "scaled.json")])
+    scaled.main()
+    runs = json.loads((tmp_path / "scaled.json").read_text())["runs"]
+    assert len(runs) == len(scaled.GROUPS) * len(scaled.RUNS)
+    assert all(min(run["ms"], run["merge_ms"], run["scale_ms"]) > 0 for run in runs)

@@ -95,8 +95,8 @@ class Plan:
         """Execute every segment, on the current stream; a run on another stream waits for the one before it.
 
         Captured in a CUDA graph, a run reads the plan's own tables at every replay: keep the plan as long as the graph,
-        and let no replay overlap another run of the plan. A plan that is built during a capture runs in that graph
-        alone.
+        and let no replay overlap another run of the plan, or, if it has results of 8 bits, of any plan that has. A plan
+        that is built during a capture runs in that graph alone.
 
         Args:
             rounding: "nearest" (ties to even), or "stochastic": up or down with the probability that makes the
