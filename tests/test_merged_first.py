@@ -5,10 +5,14 @@ from __future__ import annotations
 import ctypes
 import gc
 import threading
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_scaled import GROUPS, adapter, base, weight
 from torch import Tensor
 
@@ -66,6 +70,45 @@ def test_turns_do_not_show(backend: Any, group: str, run: tuple[bool, int]) -> N
         assert_same(bits(targets), found[-1])
     assert_same(found[1], found[0])
     assert_same(found[2], found[0])
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_any_cut(data: st.DataObject) -> None:
+    """However weights are cut into segments and bands, and whichever groups are written: their bits are those of the
+    whole weight, and the rest stays."""
+    group = data.draw(st.sampled_from(GROUPS))
+    rows, cols = data.draw(st.integers(1, 400)), data.draw(st.integers(1, 400))
+    w, target = base(rows, cols, torch.bfloat16, CPU, seed=rows), weight(rows, cols, group, CPU)
+    (down, across), (groups_down, groups_across) = target.sizes, target.grid
+    top = data.draw(st.integers(0, groups_down - 1)) * down
+    bottom = min(data.draw(st.integers(top // down + 1, groups_down)) * down, rows)
+    left = data.draw(st.integers(0, groups_across - 1)) * across
+    right = min(data.draw(st.integers(left // across + 1, groups_across)) * across, cols)
+    edges = sorted({top, bottom, *data.draw(st.lists(st.integers(top, bottom), max_size=4))})
+    a, b = adapter(rows, cols, 3, torch.float32, CPU)
+    segments = [
+        Segment("w", w[i:j, left:right], target.weight[i:j, left:right], a[:, left:right], b[i:j])
+        if data.draw(st.booleans())
+        else Segment("w", w[i:j, left:right], target.weight[i:j, left:right])
+        for i, j in pairwise(edges)
+    ]
+    merged = torch.zeros(rows, cols, dtype=torch.bfloat16)
+    Plan(
+        [replace(s, destination=merged[i:j, left:right]) for s, (i, j) in zip(segments, pairwise(edges), strict=True)]
+    ).run()
+    bits, scales = quantise(merged, group)  # type: ignore[arg-type]
+    MergedFirst(reference.prepare, ByOperations, place(segments, [target]), CPU, data.draw(st.integers(1, 100_000)))(
+        False, 0
+    )
+    here = torch.zeros(rows, cols, dtype=torch.bool)
+    here[top:bottom, left:right] = True
+    written = torch.where(here, bits.view(torch.uint8), torch.full((rows, cols), 0x7F, dtype=torch.uint8))
+    assert torch.equal(target.weight.view(torch.uint8), written)
+    grid = torch.zeros(target.grid, dtype=torch.bool)
+    grid[top // down : -(-bottom // down), left // across : -(-right // across)] = True
+    assert torch.equal(target.scales.view(target.grid)[grid], scales.view(target.grid)[grid])
+    assert target.scales.view(target.grid)[~grid].isnan().all()
 
 
 def test_parts_of_weights_leave_the_rest_as_it_was() -> None:
