@@ -11,8 +11,9 @@ not divided by blocks of 128; that of `grpo-128` is); the others have random wei
 answers are nearly uniform. vLLM's INT8 covers experts alone and is skipped where there are none. A format that vLLM has
 no kernel for here is recorded with its reason. `--time` takes the times of pushes, too, in multiples of a copy of what
 is read and written (bf16, and 8 bits where the engine has these), and beside them those of vLLM's own reload of each
-layer. verl's own way (its worker quantises in blocks, and loads them into an engine on an FP8 checkpoint, whose
-methods it patches) is not among them: it takes verl beside vLLM on a GPU. The JSON is written after every engine.
+layer. Where verl can be imported, an engine on a checkpoint of FP8 blocks takes verl's own update, too: its worker
+quantises whole tensors, merged before and not part of the time, and loads them by the methods that it patches
+(`verl_fp8.py`); a push into the same kind of engine is beside it. The JSON is written after every engine.
 
 Where an engine fails, `phase` says in what: its start, a push, what it generates, or the trainer's forward. A GPU is
 waited for at the end of each. After a CUDA error the others of a run may fail because of it: run the format that failed
@@ -40,6 +41,9 @@ from torch import Tensor, nn
 from lora_merge.bench import report
 
 EXPERTS_ALONE = "int8_per_channel_weight_only"
+CHECKPOINT = "checkpoint"
+"""An engine on a checkpoint that is FP8 in blocks of 128 x 128 already, in the place of vLLM's `quantization`."""
+FP8_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128], "fmt": "e4m3"}
 FORMATS = ["none", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "mxfp8", EXPERTS_ALONE]
 GRPO = {"grpo": 64, "grpo-128": 128}
 """Hidden sizes of the bases that examples/grpo.py teaches."""
@@ -77,6 +81,10 @@ def main() -> None:
                 found = guarded(times_of, model, quantization, way, args)
                 record["pushes"].append({"model": args.time, "format": quantization, "way": way} | found)
                 tell(record["pushes"][-1], record, args)
+        for way, run in {"lora_merge": times_of, "verl, of merged weights": verls_times}.items():
+            found = guarded(run, model, CHECKPOINT, "written", args)
+            record["pushes"].append({"model": args.time, "format": "checkpoint of FP8 blocks", "way": way} | found)
+            tell(record["pushes"][-1], record, args)
 
 
 def arguments() -> argparse.Namespace:
@@ -87,7 +95,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--time", choices=list(sync.SHAPES), help="take the times of pushes of this shape")
     parser.add_argument("--rank", type=int, default=32, help="of the adapters")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--gpu-memory", type=float, default=0.4, help="share of the GPU that an engine may take")
+    parser.add_argument("--gpu-memory", type=float, default=0.4, help="share of the device that an engine may take")
     parser.add_argument("--json", type=Path, metavar="FILE")
     return parser.parse_args()
 
@@ -181,9 +189,12 @@ def engine(folder: Path, quantization: str, args: argparse.Namespace) -> Iterato
     from vllm.config import WeightTransferConfig
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
-    options: dict[str, Any] = {} if quantization == "none" else {"quantization": quantization}
+    options: dict[str, Any] = {} if quantization in ("none", CHECKPOINT) else {"quantization": quantization}
+    if quantization == CHECKPOINT:
+        options["hf_overrides"] = {"quantization_config": FP8_BLOCKS}
+    options |= {"gpu_memory_utilization": args.gpu_memory}
     if args.device == "cuda":
-        options |= {"gpu_memory_utilization": args.gpu_memory, "kv_cache_memory_bytes": 1 << 30}
+        options |= {"kv_cache_memory_bytes": 1 << 30}
     with phase("start"):
         llm = LLM(
             str(folder), load_format="dummy", dtype="bfloat16", enforce_eager=True, skip_tokenizer_init=True,
@@ -262,9 +273,38 @@ def times_of(model: nn.Module, quantization: str, way: str, args: argparse.Names
             return found | {"held_bytes": held, "copy_ms": copy, "x_copy": found["merge_and_load_ms"] / copy}
 
 
+def verls_times(model: nn.Module, quantization: str, way: str, args: argparse.Namespace) -> dict[str, Any]:
+    """verl's updates of such an engine, beside one large copy."""
+    import verl_fp8
+
+    from lora_merge import MergedWeights
+    from lora_merge.bench import timing
+
+    with tempfile.TemporaryDirectory() as folder, verl_fp8.patched():
+        sync.config_of(args.time).save_pretrained(folder)
+        with engine(Path(folder), quantization, args) as llm:
+            merged = {name: tensor.clone() for name, tensor in MergedWeights(model)}
+            nbytes = sum(tensor.nbytes for tensor in merged.values())
+            device = torch.device(args.device)
+            with phase("push"):
+                runner = worker_of(llm).model_runner
+                runs = [
+                    timing.milliseconds(lambda: verl_fp8.update(merged, runner), device) for _ in range(args.repeats)
+                ]
+            held = sum(p.nbytes for p in served(llm).parameters())
+            copy = sync.copy_ms((nbytes + held) // 2, args.device, args.repeats)
+            spent = timing.typical(device)(runs)
+            return {"bytes": nbytes, "total_ms": spent, "held_bytes": held, "copy_ms": copy, "x_copy": spent / copy}
+
+
+def worker_of(llm: Any) -> Any:
+    """Of an engine in this process."""
+    return llm.llm_engine.model_executor.driver_worker.worker
+
+
 def served(llm: Any) -> nn.Module:
     """The model of an engine in this process."""
-    model: nn.Module = llm.llm_engine.model_executor.driver_worker.worker.get_model()
+    model: nn.Module = worker_of(llm).get_model()
     return model
 
 
