@@ -45,7 +45,8 @@ class MergedFirst(Scales):
         turns = list(_turns(_bands([p for p in placed if p.ready is None], room), room))
         nbytes = max((begin + band.nbytes for turn in turns for band, begin in turn), default=0)
         nbytes = -(-nbytes // _ALIGNED) * _ALIGNED
-        self._lanes = Lanes(device, len(turns))
+        # What is larger than the room, since it shares one scale, takes its memory once.
+        self._lanes = Lanes(device, len(turns) if nbytes <= room else 1)
         self._between = between(device, nbytes * self._lanes.count)
         self._steps: list[tuple[Launch, Launch]] = []
         for number, turn in enumerate(turns):
@@ -93,7 +94,7 @@ class Lanes:
     begin and end, those of the other have work.
 
     Args:
-        turns: how many there are.
+        turns: how many may be under way at a time: one, or more.
     """
 
     def __init__(self, device: torch.device, turns: int) -> None:
