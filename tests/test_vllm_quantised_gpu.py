@@ -197,7 +197,7 @@ def test_quantisers() -> None:
         for group, (values, scales) in {
             "tensor": ops.scaled_fp8_quant(w, scale=None),
             "channel": ops.scaled_fp8_quant(w, scale=None, use_per_token_if_dynamic=True),
-            "block": by_blocks(w, block_size=[128, 128], use_ue8m0=False),
+            "compiled": by_blocks(w, block_size=[128, 128], use_ue8m0=False),
         }.items():
             ours = Scaled(torch.empty_like(values), torch.empty_like(scales), group)  # type: ignore[arg-type]
             Plan([Segment("w", w, ours.weight)], [ours]).run()
