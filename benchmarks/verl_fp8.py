@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import no_ray as no_ray  # before verl
+import no_ray  # noqa: F401 - before verl
 from torch import Tensor
 
 

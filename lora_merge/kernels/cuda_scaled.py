@@ -9,7 +9,7 @@ import torch
 
 from . import operators
 from .cuda_table import index_of
-from .layout import INLINE_ROUNDED, SCALE_CONVERT, SCALE_MEASURE
+from .layout import GROUPS, INLINE_ROUNDED, SCALE_CONVERT, SCALE_MEASURE
 from .scaled import Rounded, Scales
 from .segments import FLOATS
 from .streams import Streams
@@ -37,7 +37,7 @@ class CudaScale(Scales):
             for begin in range(0, len(rows), INLINE_ROUNDED):
                 table = torch.tensor(rows[begin : begin + INLINE_ROUNDED], dtype=torch.int64, device="cpu")
                 launch = partial(operators.scale_cuda, table, dtype, group, device=index_of(device))
-                if measured and rows[begin][3]:
+                if group == GROUPS["Tensor"]:
                     self.launches.append(partial(launch, part=SCALE_MEASURE))
                 self.launches.append(partial(launch, part=SCALE_CONVERT))
 
@@ -52,10 +52,8 @@ class CudaScale(Scales):
 def _words(job: Rounded, largest: int) -> list[int]:
     """`layout.ROUNDED`."""
     scaled, (rows, cols) = job.scaled, job.source.shape
-    down, across = scaled.sizes
-    group = job.row // down * scaled.grid[1] + job.col // across
     return [
-        job.source.data_ptr(), job.destination.data_ptr(), scaled.scales.data_ptr() + 4 * group,
+        job.source.data_ptr(), job.destination.data_ptr(), job.scales.data_ptr(),
         largest if scaled.group == "tensor" else 0, rows, cols, job.source.stride(0), job.destination.stride(0),
         scaled.grid[1], 0,
     ]  # fmt: skip

@@ -40,13 +40,19 @@ class MergedFirst(Scales):
     def __init__(
         self, prepare: Prepare, scale: Scale, placed: Sequence[Placed], device: torch.device, room: int = ROOM
     ) -> None:
-        ready = [job for p in placed if (job := p.ready)]
+        ready: list[Rounded] = []
+        merged_first: list[Placed] = []
+        for p in placed:
+            if job := p.ready:
+                ready.append(job)
+            else:
+                merged_first.append(p)
         self._ready = scale(ready, device) if ready else None
-        turns = list(_turns(_bands([p for p in placed if p.ready is None], room), room))
+        turns = list(_turns(_bands(merged_first, room), room))
         nbytes = max((begin + band.nbytes for turn in turns for band, begin in turn), default=0)
         nbytes = -(-nbytes // _ALIGNED) * _ALIGNED
         # What is larger than the room, since it shares one scale, takes its memory once.
-        self._lanes = Lanes(device, len(turns) if nbytes <= room else 1)
+        self._lanes = Lanes(device, two=len(turns) > 1 and nbytes <= room)
         self._between = between(device, nbytes * self._lanes.count)
         self._steps: list[tuple[Launch, Launch]] = []
         for number, turn in enumerate(turns):
@@ -94,12 +100,12 @@ class Lanes:
     begin and end, those of the other have work.
 
     Args:
-        turns: how many may be under way at a time: one, or more.
+        two: whether there is work and memory for two of them; on a CPU there is one.
     """
 
-    def __init__(self, device: torch.device, turns: int) -> None:
+    def __init__(self, device: torch.device, *, two: bool) -> None:
         self._device = device
-        self._beside = torch.cuda.Stream(device) if device.type == "cuda" and turns > 1 else None
+        self._beside = torch.cuda.Stream(device) if two and device.type == "cuda" else None
 
     @property
     def count(self) -> int:
