@@ -30,12 +30,20 @@ class Call:
         method: of `Control`.
         arguments, options: as it takes them.
         wanted: what it has to return for the next one to be made; empty where that may be anything.
+        unless: an earlier one of the same chain: where that returned something true, this one is not made, and returns
+            None.
     """
 
     method: str
     arguments: Sequence[Any] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     wanted: Sequence[Any] = ()
+    unless: Call | None = None
+
+
+def judges(calls: Sequence[Call]) -> list[int | None]:
+    """For every call of a chain the number of the one that decides whether it is made; None where none does."""
+    return [next((at for at, one in enumerate(calls) if one is call.unless), None) for call in calls]
 
 
 class Control:
@@ -106,7 +114,8 @@ class Control:
         return sorted(answers, key=lambda answer: answer["rank"])
 
     async def chain(self, calls: Sequence[Call], returned: list[Any] | None = None) -> list[Any]:
-        """Make calls in their order, up to the first one that does not return what it has to.
+        """Make calls in their order, up to the first one that does not return what it has to, in one message where the
+        handle can.
 
         Args:
             returned: a list that gets what is returned, also where a call raises.
@@ -118,7 +127,10 @@ class Control:
             what a call raises; those after it are not made.
         """
         returned = [] if returned is None else returned
-        for call in calls:
+        for call, number in zip(calls, judges(calls), strict=True):
+            if number is not None and returned[number]:
+                returned.append(None)
+                continue
             returned.append(await getattr(self, call.method)(*call.arguments, **call.options))
             if call.wanted and returned[-1] not in call.wanted:
                 break

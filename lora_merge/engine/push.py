@@ -19,17 +19,17 @@ from .calls import bind, drive, side_by_side, together
 from .control import Call
 from .passes import Pass, Told
 from .pull import Pull
-from .replica import Replica, SyncReport, check_whole, failure, tell_of_calibrated
+from .replica import Replica, SyncReport, check_whole, engines_of, failure, tell_of_calibrated
 from .sources import Verified
 from .state import State
+from .steps import Steps
 from .trainer import Trainer
 from .transport import Route, WorkerId
 from .update import Update
 from .waiting import host_id
 from .web import NotReached, Unfit
 
-_Settle: TypeAlias = Callable[[Replica, Call | None, bool], Coroutine[Any, Any, None]]
-PAUSES = ("keep", "wait", "abort")
+_Settle: TypeAlias = Callable[[Replica, Call | None, bool, bool], Coroutine[Any, Any, None]]
 
 
 class Planner(Protocol):
@@ -85,7 +85,7 @@ class Pushes:
         rounding: str = "nearest",
         healing: str = "the next push heals them",
     ) -> None:
-        self._trainer, self._passes, self._pause = trainer, passes, check_pause(pause)
+        self._trainer, self._passes, self._steps = trainer, passes, Steps(trainer.name, pause)
         self._mode, self._rounding, self._healing = mode, rounding, healing
         self._closed = self._interrupted = False
         self._pushed: State | None = None
@@ -183,20 +183,25 @@ class Pushes:
             except BaseException:
                 await self._sleep_again(replicas, slept)
                 raise
+        # What computes together goes on together, when the ranks have told each other that all of it is well.
+        through = {engine[0].index for engine in engines_of(replicas) if len(engine) == 1}.difference(slept)
         # Requests that are made from here on wait for what this push brings.
         self._mode, held = mode, {replica.index: replica.state for replica in replicas}
         try:
             with report.timed("pause"):
-                await trainer.each(replicas, self._pause_one)
-            for one in passes:
-                await self._pass(one, report, verify, last=one is passes[-1])
+                await trainer.each(replicas, partial(self._steps.pause, mode=mode))
+            for one in passes[:-1]:
+                await self._pass(one, report, verify, "", ())
+            name = passes[-1].state.adapter or f"{mode}@{report.version}"
+            await self._pass(passes[-1], report, verify, name, () if verify else through)
         except BaseException:
             await self._back(replicas, held, passes[-1].state, slept)
             raise
         await trainer.share(replicas)
-        brought = {replica.index: passes[-1].state for replica in replicas if not replica.error}
+        came = [replica for replica in replicas if not replica.error or replica.late]
+        brought = {replica.index: passes[-1].state for replica in came}
         with report.timed("resume"):
-            await trainer.each(replicas, partial(self._resume, slept=slept), failed=True)
+            await trainer.each(replicas, partial(self._steps.go_on, slept=slept), failed=True)
             await trainer.share(replicas)
         if any(replica.error for replica in replicas):
             await trainer.close()
@@ -299,116 +304,47 @@ class Pushes:
         """After a refusal, put engines that were asleep back to sleep at their level."""
 
         async def again(replica: Replica) -> None:
-            try:
-                await replica.handle.sleep(slept[replica.index])
-            finally:
-                # vLLM 0.26 takes one whose KV cache sleeps for asleep, and leaves its weights where they are, as a call
-                # that fails does: then the next push has the KV cache alone to wake.
-                if not any(worker["asleep"] for worker in await replica.handle.rpc("hello")):
-                    await self._tell(replica, "note_pause", waking=True)
+            await self._steps.sleep_again(replica, slept[replica.index])
 
-        await self._trainer.each([r for r in replicas if slept.get(r.index)], again, failed=True)
+        await self._trainer.each([r for r in replicas if r.index in slept], again, failed=True)
 
-    async def _tell(self, replica: Replica, op: str, **message: Any) -> list[dict[str, Any]]:
-        """Call an operation of this push in all workers of an engine; they refuse it if another trainer has claimed the
-        engine."""
-        return await replica.handle.rpc(op, trainer=self._trainer.name, **message)
-
-    def _told(self, op: str, **message: Any) -> Call:
-        """Make the same call as `_tell`, as one of several in a chain."""
-        return Call("rpc", (op,), {"trainer": self._trainer.name, **message})
-
-    async def _pause_one(self, replica: Replica) -> None:
-        pause = Call("pause", (self._pause_of(replica),))
-        if replica.stands:
-            replica.paused_by_us = True
-            await replica.handle.chain([pause])
-            return
-        # Said before: a call that ends here, in a timeout, takes effect there.
-        calls = [Call("paused", wanted=(False,)), self._told("note_pause", paused=True), pause]
-        stood: list[bool] = []
-        try:
-            await replica.handle.chain(calls, stood)
-        finally:
-            replica.paused_by_us = stood[:1] == [False]  # the user's pause stays
-
-    def _pause_of(self, replica: Replica) -> str:
-        """Decide what happens to requests in flight. A request keeps the adapter, or none, with which it began, and a
-        change of mode replaces the weights that it needs: such requests end first, or, where the engine is paused on
-        half-written weights, are ended at once."""
-        switches = {replica.served, self._mode} == {"merged", "adapter"}
-        if replica.stands and replica.state.kind == "dirty" and self._pause != "abort":
-            return "abort" if switches else "keep"
-        return "wait" if switches and self._pause == "keep" else self._pause
-
-    async def _pass(self, one: Pass, report: SyncReport, verify: bool, last: bool) -> None:
+    async def _pass(self, one: Pass, report: SyncReport, verify: bool, name: str, through: Container[int]) -> None:
         """Send one source to its replicas, or tell them what to do by themselves. Errors are noted in them.
 
         Args:
-            last: of the push: caches of the old weights are reset meanwhile.
+            name: what engines call their weights from now on, and caches of the old ones are reset; "" where another
+                pass follows.
+            through: engines for which the push ends with their last call of this pass.
         """
-        source, sent = one.source, None
+        source, sent, steps = one.source, None, self._steps
         replicas = [replica for replica in one.replicas if not replica.error]
-        name = one.state.adapter or f"{report.mode}@{report.version}"
         committed: set[int] = set()
 
-        async def settle(replica: Replica, told: Call | None, whole: bool) -> None:
+        async def settle(replica: Replica, told: Call | None, begins: bool, whole: bool) -> None:
             commits = whole and not one.merges and not verify  # what is compared is so before
-            await self._settle(replica, one, told, name if last else "", commits)
+            ends = commits and replica.index in through
+            await steps.settle(replica, one, told, name=name, begins=begins, commits=commits, ends=ends)
             if commits:
                 committed.add(replica.index)
 
+        async def do(replica: Replica, told: Told) -> None:
+            await settle(replica, steps.told(told.op, **told.message), told.writes, True)
+
+        async def finish(replica: Replica) -> None:
+            if replica.index not in committed:
+                await steps.finish(replica, one, name=name, ends=replica.index in through)
+            if isinstance(sent, Verified):
+                await self._check_arrived(replica, sent)
+
         with report.timed("transfer"):
             if isinstance(source, Told):
-                await self._trainer.each(replicas, partial(self._do, told=source, settle=settle))
+                await self._trainer.each(replicas, partial(do, told=source))
             else:
                 sent = Verified(source.stream if isinstance(source, Pull) else source) if verify else source
                 with source.passing():
                     await self._send(one, source, sent, replicas, settle)
-        finish = partial(self._finish, one=one, sent=sent, committed=committed, name=name if last else "")
         with report.timed("finish"):
             await self._trainer.each(replicas, finish)
-
-    async def _do(self, replica: Replica, told: Told, settle: _Settle) -> None:
-        replica.begun = replica.begun or told.writes
-        await settle(replica, self._told(told.op, **told.message), True)
-
-    async def _settle(self, replica: Replica, one: Pass, told: Call | None, name: str, commits: bool) -> None:
-        """Finish a pass in one replica with one chain of calls: workers run their operation, caches of the old weights
-        are reset, and every worker records the new state.
-
-        Args:
-            told: the workers' operation; None for none.
-            name: what the engine calls its weights from now on; "" if another pass of this push follows.
-            commits: whether the pass ends here.
-        """
-        control, state = replica.handle, one.state
-        calls = [] if told is None else [told]
-        reset: int | None = None
-        if name:
-            # Nothing runs before `_resume`. Requests that were kept, by us or by a user's own pause, hold blocks of it.
-            running = self._pause != "abort" or not replica.paused_by_us
-            reset = len(calls)
-            calls.append(Call("reset_prefix_cache", (running, replica.workers[0]["connector"]), wanted=(True,)))
-            calls += [Call("reset_media_caches")] if replica.workers[0]["multimodal"] else []
-            calls += [] if one.merges else self._names(name, state)  # else when it is merged
-        if commits:
-            calls.append(self._commit(state))
-        returned = await control.chain(calls)
-        if reset is not None and not returned[reset]:
-            raise PushFailed(
-                "the prefix cache could not be reset: requests hold blocks of the old weights; push with pause='keep', "
-                "or when no request is in flight"
-            )
-        if commits:
-            self._committed(replica, one, returned[-1])
-
-    def _names(self, name: str, state: State) -> list[Call]:
-        """Make the calls that tell an engine the name of what it serves from now on."""
-        return [Call("label", (name,)), Call("name_adapter", (state.kind == "adapter",))] if name else []
-
-    def _commit(self, state: State) -> Call:
-        return self._told("commit", full=state.kind != "adapter")
 
     async def _send(
         self,
@@ -423,8 +359,8 @@ class Pushes:
         Args:
             source: of the pass.
             sent: it, with checksums where these are asked for.
-            settle: has each replica do its part, and what comes after it, beside the others; is told whether all has
-                come when that is done.
+            settle: has each replica do its part, and what comes after it, beside the others; is told whether the part
+                may change the engine, and whether all has come when that is done.
         """
         state, verify = one.state, sent is not source
         run: dict[str, Any] = {"rounding": self._rounding if state.kind == "merged" else "nearest"}
@@ -435,29 +371,30 @@ class Pushes:
         begin = {"state": state.to_json(), "changed": changed}
 
         async def prepare(replica: Replica, route: Route) -> None:
-            if isinstance(source, Update | Pull):
-                return  # nothing changes before all workers have it, or are told to read
-            replica.begun = True
+            if isinstance(source, Pull):
+                return  # nobody waits for an engine that does not read
+            calls = []
             if isinstance(source, Filler):
-                await self._tell(replica, "start", digest=source.digest, sent=bool(route.sent), **begin)
+                calls = [self._steps.told("start", digest=source.digest, sent=bool(route.sent), **begin)]
+            await self._steps.make(replica, calls, begins=True)
 
         async def receive(replica: Replica, route: Route) -> None:
             message: dict[str, Any] = {"sessions": self._trainer.sessions, "verify": verify}
-            told: Call | None = None
+            told, call = None, self._steps.told
             if isinstance(source, Pull):
-                replica.begun = True
                 message |= {"scalings": source.scalings, "run": run}
-                told = self._told("pull", digest=source.offered, **begin, **message)
+                told = call("pull", digest=source.offered, **begin, **message)
             elif isinstance(source, AdapterSource):
                 table = to_json(source.table)
-                told = self._told("adapter", table=table, rank=source.rank, state=state.to_json(), **message)
+                told = call("adapter", table=table, rank=source.rank, state=state.to_json(), **message)
             elif isinstance(source, Update):
                 message |= {"scalings": source.scalings, "comes": self._trainer.told(replica, route)}
-                told = self._told("update", digest=source.digest, **message)
+                told = call("update", digest=source.digest, **message)
             elif route.sent:
                 placed = sorted(route.placed.intersection(route.sent))
-                told = self._told("receive", sent=route.sent, placed=placed, **message)
-            await settle(replica, told, not route.placed)  # what is placed may be on its way still
+                told = call("receive", sent=route.sent, placed=placed, **message)
+            begins = not isinstance(source, Update)  # which is merged when all workers have it
+            await settle(replica, told, begins, not route.placed)  # what is placed may be on its way still
 
         if not isinstance(source, Pull):
             await self._trainer.transfer(sent, run, replicas, one.route, prepare, receive)
@@ -481,46 +418,17 @@ class Pushes:
             await self._check_arrived(replica, beside)
 
         async def receive(replica: Replica, route: Route) -> None:
-            message = {"sessions": self._trainer.sessions, "verify": True, "sent": route.sent, "placed": route.sent}
-            await self._tell(replica, "receive", **message)
+            message: dict[str, Any] = {"sessions": self._trainer.sessions, "verify": True}
+            message |= {"sent": route.sent, "placed": route.sent}
+            await self._steps.tell(replica, "receive", **message)
 
         left, every = [replica for replica in replicas if not replica.error], range(len(stream.table))
         await self._trainer.transfer(sent, run, left, Route(frozenset(every), tuple(every)), prepare, receive)
 
-    async def _finish(
-        self, replica: Replica, one: Pass, sent: Sent | None, committed: Container[int], name: str
-    ) -> None:
-        """End a pass in a replica that is not among `committed`: workers that merge by themselves do so when all of
-        them have what has come, others when the trainer has written all, and what has come is compared where that was
-        asked for."""
-        if replica.index not in committed:
-            replica.begun = replica.begun or one.merges
-            ends = [self._commit(one.state)]
-            if one.merges:
-                ends = [self._told("merge", state=one.state.to_json()), *self._names(name, one.state)]
-            self._committed(replica, one, (await replica.handle.chain(ends))[0])
-        if isinstance(sent, Verified):
-            await self._check_arrived(replica, sent)
-
-    def _committed(self, replica: Replica, one: Pass, answers: Sequence[Mapping[str, Any]]) -> None:
-        """Check that every worker holds the new state.
-
-        Args:
-            answers: the workers'.
-        """
-        state = one.state
-        held = {answer["rank"]: answer["state"] for answer in answers}
-        replica.workers = [worker | {"state": held[worker["rank"]]} for worker in replica.workers]
-        shares = [written / elements if elements else None for written, elements in (a["elements"] for a in answers)]
-        replica.coverage = None if None in shares else min(share or 0.0 for share in shares)
-        replica.reloaded = max(a["reloaded"] for a in answers) if one.merges or state.kind != "adapter" else 0
-        if replica.state != state:
-            raise PushFailed(f"the engine holds {replica.state}, not {state}: push again")
-
     async def _check_arrived(self, replica: Replica, sent: Verified) -> None:
         """Raise `PushFailed` unless what came last is what was sent."""
         route = Route.of_buckets(sent)
-        for at, answer in enumerate(await self._tell(replica, "verified")):
+        for at, answer in enumerate(await self._steps.tell(replica, "verified")):
             taken = {slot.name for index in route.by({(replica.index, at)}) for slot in sent.table[index]}
             wrong = [name for name in taken if answer["checksums"].get(name) != sent.checksums[name]]
             wrong += answer["damaged"]
@@ -547,45 +455,6 @@ class Pushes:
                 return
             replica.paused_by_us = replica.paused_by_us or replica.stands
             replica.error, replica.begun = "interrupted", False  # what it holds says the rest
-            await self._resume(replica, slept)
+            await self._steps.go_on(replica, slept)
 
         await self._trainer.each([replica for replica in replicas if replica.control is not None], back, failed=True)
-
-    async def _resume(self, replica: Replica, slept: Mapping[int, int]) -> None:
-        """Put a failed engine into a defined state; another one wakes and resumes, if this push woke and paused it.
-
-        A dirty engine serves nothing: it stays paused, or without its KV cache, until a push has healed it. One to
-        which nothing was written goes back to where it was.
-
-        Args:
-            slept: engines that this push woke -> the level at which their weights slept (0: the KV cache alone did).
-        """
-        control, asleep = replica.handle, replica.index in slept
-        notes: dict[str, bool] = {}
-        calls: list[Call] = []
-        if replica.error and replica.begun:
-            await self._tell(replica, "abort", reason=f"a push failed: {replica.error}")
-        if (replica.error and replica.begun) or replica.state.kind == "dirty":
-            if asleep:
-                notes["waking"] = True
-        else:
-            notes["serves"] = True
-            if asleep and replica.error:
-                await self._sleep_again([replica], slept)
-            elif asleep:
-                # Said before: where waking it fails, the weights are awake, and nothing else tells the next push.
-                await self._tell(replica, "note_pause", waking=True)
-                await control.wake("kv_cache")
-                notes["waking"] = False
-            if replica.paused_by_us:
-                calls.append(Call("resume"))
-                # A pause that timed out may take effect yet: the next push then knows that it is none of the user's.
-                notes["paused"] = bool(replica.error)
-        await control.chain([*calls, Call("rpc", ("end",), {"owner": self._trainer.name, **notes})])
-
-
-def check_pause(pause: str) -> str:
-    """Raise `InvalidInput` unless `pause` is "keep", "wait" or "abort"."""
-    if pause not in PAUSES:
-        raise InvalidInput(f"pause must be one of {', '.join(PAUSES)}, got {pause!r}")
-    return pause

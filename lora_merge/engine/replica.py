@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import PushFailed, PushRefused
-from .control import Control
+from .control import Call, Control
 from .state import State, change
 
 ONE_ENGINE = (
@@ -104,6 +104,9 @@ class Replica:
         paused_by_us: whether a push has paused it, and not its user.
         begun: whether this push has begun to write to it.
         error: what failed in it.
+        due: calls that are made with the next message to it.
+        gone_on: whether it holds what the push brought, and generates with it: it is through.
+        late: what failed when it was to go on, as all had come.
         coverage: the share of its elements that the last full push wrote, in the worker with the least.
         reloaded: as of `SyncReport`.
     """
@@ -114,6 +117,9 @@ class Replica:
     paused_by_us: bool = False
     begun: bool = False
     error: str = ""
+    due: list[Call] = field(default_factory=list)
+    gone_on: bool = False
+    late: Exception | None = None
     coverage: float | None = None
     reloaded: int = 0
 
@@ -136,6 +142,12 @@ class Replica:
     def served(self) -> str:
         """The kind of state with which requests in flight began, even if the engine is dirty now."""
         return self.state.kind if self.state.kind != "dirty" else str(self.workers[0]["served"])
+
+    @property
+    def shares(self) -> dict[str, Any] | None:
+        """Of a data-parallel engine that computes its experts together with others: the `name` that they have in
+        common, and how many `engines` they are; None of one that computes alone."""
+        return self.workers[0].get("shares")
 
     @property
     def calibrated(self) -> str:
@@ -175,19 +187,29 @@ class Replica:
 
 
 def engines_of(replicas: Sequence[Replica]) -> list[list[Replica]]:
-    """Group replicas by engine: one group each, except under vLLM's "external_launcher", where each worker of an engine
-    is a trainer rank with a handle of its own, and all their replicas are one group."""
-    engines: dict[tuple[str, int], list[Replica]] = {}
+    """Group replicas by what computes together: one group each, except where data-parallel engines share their experts,
+    and under vLLM's "external_launcher", where each worker of an engine is a trainer rank with a handle of its own."""
+    engines: dict[tuple[str, Any], list[Replica]] = {}
     for replica in replicas:
         in_pieces = [w["rank"] // w["world"] for w in replica.workers if w["world"] != len(replica.workers)]
-        key = ("in pieces", in_pieces[0]) if in_pieces else ("whole", replica.index)
+        key: tuple[str, Any] = ("in pieces", in_pieces[0]) if in_pieces else ("whole", replica.index)
+        if replica.shares is not None:
+            key = ("sharing", replica.shares["name"])
         engines.setdefault(key, []).append(replica)
     return list(engines.values())
 
 
 def check_whole(replicas: Sequence[Replica]) -> None:
-    """Raise `PushRefused` if some workers of an engine have no handle on any trainer rank."""
+    """Raise `PushRefused` if some workers of an engine, or engines that share experts with one, have no handle on any
+    trainer rank."""
     for engine in engines_of(replicas):
+        shares = engine[0].shares
+        if shares is not None and len(engine) < shares["engines"]:
+            raise PushRefused(
+                f"engine {engine[0].index} computes its experts together with {shares['engines'] - 1} other "
+                f"data-parallel engines, and {shares['engines'] - len(engine)} of these have no handle here: they "
+                "would answer with old experts. Give a list of handles, one for each data-parallel rank"
+            )
         world, first = engine[0].workers[0]["world"], engine[0].workers[0]["rank"]
         there = {worker["rank"] for replica in engine for worker in replica.workers}
         lacking = set(range(first // world * world, (first // world + 1) * world)) - there
@@ -200,11 +222,12 @@ def check_whole(replicas: Sequence[Replica]) -> None:
 
 def fail_together(replicas: Sequence[Replica]) -> None:
     """Give all replicas of one engine the error of the first that failed: one failed worker makes the whole engine
-    dirty."""
+    dirty, if anything was written to any part of it."""
     for engine in engines_of(replicas):
         error = next((replica.error for replica in engine if replica.error), "")
-        for replica in engine:
-            replica.error = replica.error or error
+        begun = any(replica.begun for replica in engine)
+        for replica in engine if error else ():
+            replica.error, replica.begun = replica.error or error, begun
 
 
 def failure(
@@ -217,12 +240,13 @@ def failure(
         brought: by index, what engines hold that failed as they were to go on, when all had come.
     """
     brought = brought or {}
-    gone_on = [r for r in replicas if r.error and r.index in brought]
-    late = [f"engine {r.index} holds {brought[r.index]}, but going on with it failed: {r.error}" for r in gone_on]
-    broken = [r for r in replicas if r.error and r.index not in brought]
+    failed = [replica for replica in replicas if replica.error and not replica.gone_on]
+    stuck = [r for r in failed if r.index in brought]
+    late = [f"engine {r.index} holds {brought[r.index]}, but going on with it failed: {r.error}" for r in stuck]
+    broken = [r for r in failed if r.index not in brought]
     dirty = [f"engine {r.index} is dirty: {r.error}" for r in broken if r.begun]
     as_before = [f"engine {r.index} holds what it held before: {r.error}" for r in broken if not r.begun]
-    valid = [f"engine {r.index} is valid" for r in replicas if not r.error]
+    valid = [f"engine {r.index} is valid" for r in replicas if not r.error or r.gone_on]
     text = "; ".join(dirty + late + as_before + valid)
     if not dirty and not late and not valid:
         return PushRefused(f"{text}. Nothing was sent; push again")

@@ -15,8 +15,9 @@ from ..stream.weights import MergedWeights
 from .calls import drive
 from .control import Control
 from .passes import MERGES, Passes
-from .push import Pushes, check_pause
+from .push import Pushes
 from .replica import SyncReport, check_handle
+from .steps import check_pause
 from .trainer import Trainer
 
 MODES = ("merged", "adapter")

@@ -163,13 +163,13 @@ class Trainer:
     async def share(self, replicas: Sequence[Replica], error: str = "") -> bool:
         """Let every rank know which replicas have failed, and what is known of them; an error of a rank itself fails
         them all, and is told."""
-        known = {r.index: (r.error, r.begun, r.coverage) for r in replicas if r.error or r.begun}
+        known = {r.index: (r.error, r.begun, r.gone_on, r.coverage) for r in replicas if r.error or r.begun}
         answers = await self.gather((known, error))
         for others, failed in answers:
             for replica in replicas:
-                theirs, begun, coverage = others.get(replica.index, ("", False, None))
+                theirs, begun, gone_on, coverage = others.get(replica.index, ("", False, False, None))
                 replica.error = failed or replica.error or theirs  # the cause comes first
-                replica.begun = replica.begun or begun
+                replica.begun, replica.gone_on = replica.begun or begun, replica.gone_on or gone_on
                 replica.coverage = coverage if replica.coverage is None else replica.coverage
         fail_together(replicas)
         return any(failed for _, failed in answers)

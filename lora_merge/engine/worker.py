@@ -50,8 +50,9 @@ class Worker(Protocol):
         handle of its own), `unfit` (why no push can reach the engine, in words that follow its name; "" where one can),
         `dtype` (of its model), `lora` (`max_rank` and `dtype` of its adapters, None where it serves none), `connector`
         (whether cached blocks lie outside of the engine, too) and `multimodal`; where checkpoints can be quantised also
-        `quantised` (a layer that its own checkpoint holds quantised, "" where none is), and where caches can have
-        scales of a checkpoint `calibrated` (the layers that have, in words, "" where none has)."""
+        `quantised` (a layer that its own checkpoint holds quantised, "" where none is), where caches can have
+        scales of a checkpoint `calibrated` (the layers that have, in words, "" where none has), and where engines can
+        compute their experts together `shares` (as of `Replica`)."""
 
     def served(self, side: Side, state: State) -> State:
         """What it holds, where the weights are in `state`: an adapter may have gone since."""
@@ -426,7 +427,7 @@ def _merge(worker: Worker, side: Side, state: dict[str, Any]) -> dict[str, Any]:
         side.abort(told(error))
         raise
     side.end(State(**state))
-    return _settled(worker, side, weights=True)
+    return _settled(worker, side, state, weights=True)
 
 
 def _adapter(worker: Worker, side: Side, table: Any, rank: int, state: dict[str, Any], verify: bool) -> dict[str, Any]:
@@ -447,25 +448,33 @@ def _adapter(worker: Worker, side: Side, table: Any, rank: int, state: dict[str,
     return {}
 
 
-def _commit(worker: Worker, side: Side, full: bool) -> dict[str, Any]:
-    """End a push; an adapter that does not belong to the weights any more goes."""
+def _commit(worker: Worker, side: Side, full: bool, state: dict[str, Any]) -> dict[str, Any]:
+    """End a push; an adapter that does not belong to the weights any more goes.
+
+    Args:
+        full: whether it brought weights.
+        state: what is held now.
+    """
     if full:
         if side.pending is None:
             raise RuntimeError("a push cannot end before all of its buckets came")
         side.loader.finish()
         side.end(side.pending)
-    return _settled(worker, side, weights=full)
+    return _settled(worker, side, state, weights=full)
 
 
-def _settled(worker: Worker, side: Side, weights: bool) -> dict[str, Any]:
+def _settled(worker: Worker, side: Side, state: dict[str, Any], weights: bool) -> dict[str, Any]:
     """What the engine holds after a push; adapters are settled with it.
 
     Args:
-        weights: whether it brought weights.
+        state: what it has to be.
+        weights: whether the push brought weights.
     """
     worker.settle(side, weights)
-    held = worker.served(side, side.held).to_json()
-    return {"state": held, "elements": side.coverage, "reloaded": side.loader.reloaded}
+    held = worker.served(side, side.held)
+    if held != State(**state):
+        raise RuntimeError(f"the engine holds {held}, not {State(**state)}: push again")
+    return {"state": held.to_json(), "elements": side.coverage, "reloaded": side.loader.reloaded}
 
 
 def _verified(worker: Worker, side: Side) -> dict[str, Any]:

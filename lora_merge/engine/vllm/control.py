@@ -7,25 +7,31 @@ import contextlib
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from operator import attrgetter
+from typing import Any, TypeAlias
 
 from ...errors import InvalidInput, PushRefused
 from ..calls import watched, while_alive
-from ..control import Call, Control
+from ..control import Call, Control, judges
 from ..web import NoRoute, Server
 from .core import NAME
 from .plugin import BACKEND, registered
 
-_OF_CORE: dict[str, Callable[..., tuple[str, Sequence[Any]]]] = {
+_OfCore: TypeAlias = dict[str, Callable[..., tuple[str, Sequence[Any]]]]
+_SYNCHRONOUS: _OfCore = {
     "paused": lambda: ("is_sleeping", ()),
     "pause": lambda mode: ("sleep", (0, mode)),
     "resume": lambda: ("wake_up", (["scheduling"],)),
-    "label": lambda version: ("set_weight_version", (version,)),  # 0.26 has none
-    "name_adapter": lambda there: ("", ()),
+    "label": lambda version: ("set_weight_version?", (version,)),  # 0.26 has none
+    "name_adapter": lambda there: ("nothing?", ()),
     "reset_prefix_cache": lambda running, connector: ("reset_prefix_cache", (running, connector)),
 }
-"""What is asked of an engine, as methods of its core, which an `LLMEngine` has under the same names; "" where nothing
-is to be done."""
+"""What is asked of an engine, as `lora_merge_calls` names methods of its core."""
+_ASYNCHRONOUS: _OfCore = _SYNCHRONOUS | {
+    "paused": lambda: ("is_scheduler_paused", ()),
+    "pause": lambda mode: ("pause_scheduler", (mode, False)),
+    "resume": lambda: ("resume_scheduler", ()),
+}
 
 
 class LlmControl(Control):
@@ -33,6 +39,7 @@ class LlmControl(Control):
 
     name = "vLLM"
     plugins = "VLLM_PLUGINS"
+    _of_core = _SYNCHRONOUS
 
     def __init__(self, handle: Any) -> None:
         super().__init__(handle)
@@ -86,36 +93,37 @@ class LlmControl(Control):
         await self._call("reset_mm_cache")
 
     async def chain(self, calls: Sequence[Call], returned: list[Any] | None = None) -> list[Any]:
-        core: Any = getattr(self.engine, "engine_core", None)
-        known = self.workers and hasattr(core, "call_utility") and all(c.method in ("rpc", *_OF_CORE) for c in calls)
-        if not known or getattr(self.engine, "logger_manager", None):  # which is told of some of them on their way
+        if not all(call.method in ("rpc", *self._of_core) for call in calls) or not self._reaches_core():
             return await super().chain(calls, returned)
-        made = [self._of_core(call) for call in calls]
-        asked = [[name, arguments, call.wanted] for call, (name, arguments, _) in zip(calls, made, strict=True) if name]
-        told = json.loads(while_alive(partial(core.call_utility, NAME, asked), self.workers))
-        found, returned = iter(told["returned"]), [] if returned is None else returned
-        for name, _, read in made:
-            if not name:
-                returned.append(None)
-            elif (one := next(found, found)) is not found:
-                returned.append(read(one))
+        asked, reads = list[Sequence[Any]](), list[Callable[[Any], Any]]()
+        for call, unless in zip(calls, judges(calls), strict=True):
+            if call.method == "rpc":
+                number, request = self._request(call.arguments[0], call.options)
+                asked.append(["collective_rpc", ("lora_merge", None, (request,), {}), call.wanted, unless])
+                reads.append(partial(self._answers, number))
             else:
-                break
+                asked.append([*self._of_core[call.method](*call.arguments), call.wanted, unless])
+                reads.append(_as_it_is)
+        told = json.loads(await self._in_core(asked))
+        returned = [] if returned is None else returned
+        for found, read in zip(told["returned"], reads, strict=False):  # fewer where one ended it
+            returned.append(None if found is None else read(found))
         if told["failed"]:
             raise RuntimeError(f"a call to the engine failed: {told['failed']}")
         return returned
 
-    def _of_core(self, call: Call) -> tuple[str, Sequence[Any], Callable[[Any], Any]]:
-        """A call as one of vLLM's engine core: its method ("" where nothing is to be done), the arguments, and how
-        what it returns is read."""
-        if call.method == "rpc":
-            number, request = self._request(call.arguments[0], call.options)
-            return "collective_rpc", ("lora_merge", None, (request,), {}), partial(self._answers, number)
-        name, arguments = _OF_CORE[call.method](*call.arguments)
-        return (name if hasattr(self.engine, name) else ""), arguments, _as_it_is
+    def _reaches_core(self) -> bool:
+        """Whether its core, in another process, can be asked by `lora_merge_calls`."""
+        # The logger is told of some calls on their way.
+        core, logs = getattr(self.engine, "engine_core", None), getattr(self.engine, "logger_manager", None)
+        return bool(self.workers) and hasattr(core, "call_utility") and not logs
+
+    async def _in_core(self, asked: Sequence[Sequence[Any]]) -> str:
+        """What `lora_merge_calls` returns."""
+        return str(await self._call("engine_core.call_utility", NAME, asked))
 
     async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        call = partial(getattr(self.engine, method), *args, **kwargs)
+        call = partial(attrgetter(method)(self.engine), *args, **kwargs)
         return while_alive(call, self.workers) if self.workers else call()
 
 
@@ -123,6 +131,7 @@ class AsyncControl(LlmControl):
     """A `vllm.AsyncLLM`, driven in its own event loop."""
 
     suspends = True
+    _of_core = _ASYNCHRONOUS
 
     async def paused(self) -> bool:
         return bool(await self._call("is_paused"))
@@ -141,8 +150,14 @@ class AsyncControl(LlmControl):
         await self._call("reset_encoder_cache")
         await self._call("reset_mm_cache")
 
+    def _reaches_core(self) -> bool:
+        return hasattr(getattr(self.engine, "engine_core", None), "call_utility_async")
+
+    async def _in_core(self, asked: Sequence[Sequence[Any]]) -> str:
+        return str(await self._call("engine_core.call_utility_async", NAME, asked))
+
     async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return await watched(getattr(self.engine, method)(*args, **kwargs), self.workers)
+        return await watched(attrgetter(method)(self.engine)(*args, **kwargs), self.workers)
 
 
 class RayControl(AsyncControl):

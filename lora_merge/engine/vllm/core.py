@@ -7,7 +7,7 @@ has ten small calls. What one of them finds decides whether the next is made: so
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -19,8 +19,10 @@ def lora_merge_calls(core: Any, calls: Sequence[Sequence[Any]]) -> str | Future[
 
     Args:
         core: vLLM's `EngineCore`.
-        calls: of each the name of the core's method, its arguments, and a list of what it has to return for the next
-            one to be made: empty where that may be anything. (Workers that report an error always end it.)
+        calls: of each the name of the core's method (of one that not every release has, with a "?" behind it: where it
+            is missing, that returns None); its arguments; a list of what it has to return for the next one to be made,
+            empty where that may be anything (workers that report an error always end it); and the number of an earlier
+            call, or None: where that returned something true, this one is not made, and returns None.
 
     Returns:
         JSON: `returned` by those that were made, and, where the one after them has raised, `failed`: what it said.
@@ -41,11 +43,14 @@ class _Calls:
 
     def go_on(self) -> None:
         while self._left:
-            name, arguments, wanted = self._left.pop(0)
+            name, arguments, wanted, unless = self._left.pop(0)
+            if unless is not None and self._returned[unless]:
+                self._returned.append(None)
+                continue
             try:
-                found = getattr(self._core, name)(*arguments)
+                found = self._method(name)(*arguments)
                 if isinstance(found, Future):
-                    self._left.insert(0, (name, (), wanted))
+                    self._left.insert(0, (name, (), wanted, None))
                     found.add_done_callback(self._came)
                     return
                 if not self._may_go_on(found, wanted):
@@ -55,8 +60,14 @@ class _Calls:
                 return
         self._end()
 
+    def _method(self, name: str) -> Callable[..., Any]:
+        if name.endswith("?") and not hasattr(self._core, name[:-1]):
+            return _nothing
+        method: Callable[..., Any] = getattr(self._core, name.removesuffix("?"))
+        return method
+
     def _came(self, found: Future[Any]) -> None:
-        name, _, wanted = self._left.pop(0)
+        name, _, wanted, _ = self._left.pop(0)
         try:
             goes_on = self._may_go_on(found.result(), wanted)
         except Exception as error:
@@ -75,3 +86,7 @@ class _Calls:
 
     def _end(self, failed: str = "") -> None:
         self.ended.set_result(json.dumps({"returned": self._returned, "failed": failed}))
+
+
+def _nothing(*arguments: Any) -> None:
+    """What a method does that this release does not have."""

@@ -6,11 +6,13 @@ answers behind it would be taken for those of the next call, and every later one
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from vllm import envs
 from vllm.config import set_current_vllm_config
@@ -98,6 +100,7 @@ class VllmWorker:
             "multimodal": bool(self.raw.model_config.is_multimodal_model),
             "quantised": side.modules.kept(quantised_checkpoint),
             "calibrated": calibrated_scales(side.modules),
+            "shares": _shares(parallel),
         }
 
     def served(self, side: Side, state: State) -> State:
@@ -175,6 +178,16 @@ def _engines(parallel: Any) -> int:
     if number:
         raise NotFirst(f"this is number {number} of {ONE_ENGINE}")
     return int(count)
+
+
+def _shares(parallel: Any) -> dict[str, Any] | None:
+    """With which engines this one computes its experts, as of `Replica`. (vLLM lets data-parallel engines of dense
+    models run each on its own, and counts one then; the processes of others are one world.)"""
+    if parallel.data_parallel_size == 1:
+        return None
+    store: Any = dist.distributed_c10d._get_default_store()
+    name = store.compare_set("lora_merge/engines", "", secrets.token_hex(8)).decode()
+    return {"name": name, "engines": parallel.data_parallel_size}
 
 
 def _backend(worker: Any) -> str:

@@ -9,7 +9,9 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
@@ -40,6 +42,9 @@ class ServerControl(AsyncControl):
         if self._inside(_offers, "update_weight_version"):  # vLLM 0.26 keeps no versions
             await self._call("update_weight_version", version)
 
+    def _reaches_core(self) -> bool:
+        return bool(self._inside(_offers, "engine_core.call_utility_async"))
+
     async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         wait = partial(self._wait, method, args, kwargs)
         return while_alive(wait, self.workers) if self.workers else wait()
@@ -62,15 +67,17 @@ class ServerControl(AsyncControl):
 
 
 def _offers(server: Any, method: str) -> bool:
-    """In the actor: whether its engine has a method."""
-    return hasattr(server.engine, method)
+    """In the actor: whether its engine, or a part of it, has a method."""
+    with suppress(AttributeError):
+        return callable(attrgetter(method)(server.engine))
+    return False
 
 
 def _begin(server: Any, call: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """In the actor: begin a call of its engine."""
     calls = server.__dict__.setdefault(_CALLS, {})
     loop = server._server_task.get_loop()  # Ray runs this in another thread than the actor's coroutines
-    calls[call] = asyncio.run_coroutine_threadsafe(getattr(server.engine, method)(*args, **kwargs), loop)
+    calls[call] = asyncio.run_coroutine_threadsafe(attrgetter(method)(server.engine)(*args, **kwargs), loop)
 
 
 def _look(server: Any, call: str) -> tuple[Any, str | None] | None:

@@ -1,0 +1,257 @@
+"""What a push asks of one engine, from its pause to its resume, in as few messages as may be.
+
+A message to an engine in another process takes a millisecond. So calls that nobody waits for are `Replica.due` until
+the next message: a pause that keeps requests goes with the first work, and where nothing can be against it any more,
+going on goes with the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ..errors import InvalidInput, PushFailed
+from .calls import EngineGone
+from .control import Call
+from .passes import Pass
+from .replica import Replica
+from .state import State
+
+PAUSES = ("keep", "wait", "abort")
+
+
+class Steps:
+    """The steps of one trainer's pushes, each for one engine whose handle is here.
+
+    Args:
+        owner: name of the trainer.
+        pause: what becomes of requests in flight; one of `PAUSES`.
+    """
+
+    def __init__(self, owner: str, pause: str) -> None:
+        self._owner, self._pause = owner, check_pause(pause)
+
+    def told(self, op: str, **message: Any) -> Call:
+        """An operation of this push in all workers of an engine; they refuse it if another trainer has claimed the
+        engine."""
+        return Call("rpc", (op,), {"trainer": self._owner, **message})
+
+    async def make(
+        self, replica: Replica, calls: Sequence[Call], *, begins: bool = False, returned: list[Any] | None = None
+    ) -> list[Any]:
+        """Make the calls that are due, and then these, in one message.
+
+        Args:
+            begins: whether these may change the engine.
+            returned: a list that gets what these return, also where one raises.
+
+        Returns:
+            it; one shorter than the calls where one did not return what it has to.
+
+        Raises:
+            what a call raises. Where a due one did, the engine is as before, and `Replica.begun` says so.
+        """
+        due, replica.due = replica.due, []
+        made, returned = list[Any](), [] if returned is None else returned
+        lost = False
+        try:
+            if due or calls:
+                await replica.handle.chain([*due, *calls], made)
+        except BaseException as error:
+            lost = isinstance(error, EngineGone) or not isinstance(error, Exception)  # nobody knows how far it came
+            raise
+        finally:
+            returned += made[len(due) :]
+            replica.begun = replica.begun or (begins and (lost or len(made) >= len(due)))
+            if due and due[0].method == "paused":
+                replica.paused_by_us = made[:1] == [False]  # the user's pause stays
+        return returned
+
+    async def tell(self, replica: Replica, op: str, *, begins: bool = False, **message: Any) -> list[dict[str, Any]]:
+        """Make the calls that are due, and an operation in all workers.
+
+        Args:
+            begins: as of `make`.
+
+        Returns:
+            the workers' answers.
+        """
+        [answers] = await self.make(replica, [self.told(op, **message)], begins=begins)
+        return answers
+
+    # ---- pause -------------------------------------------------------------------------------------------------------
+
+    async def pause(self, replica: Replica, mode: str) -> None:
+        """Stop generation; with the next message, where no request is waited for or ended."""
+        pause = self._pause_of(replica, mode)
+        if replica.stands:
+            replica.paused_by_us = True
+            replica.due = [Call("pause", (pause,))]
+        else:
+            paused = Call("paused")
+            # Said before: a call that ends here, in a timeout, takes effect there.
+            noted = self.told("note_pause", paused=True)
+            replica.due = [paused, replace(noted, unless=paused), Call("pause", (pause,), unless=paused)]
+        if pause != "keep":
+            await self.make(replica, [])
+
+    def _pause_of(self, replica: Replica, mode: str) -> str:
+        """Decide what happens to requests in flight. A request keeps the adapter, or none, with which it began, and a
+        change of mode replaces the weights that it needs: such requests end first, or, where the engine is paused on
+        half-written weights, are ended at once."""
+        switches = {replica.served, mode} == {"merged", "adapter"}
+        if replica.stands and replica.state.kind == "dirty" and self._pause != "abort":
+            return "abort" if switches else "keep"
+        return "wait" if switches and self._pause == "keep" else self._pause
+
+    # ---- the work ----------------------------------------------------------------------------------------------------
+
+    async def settle(
+        self, replica: Replica, one: Pass, told: Call | None, *, name: str, begins: bool, commits: bool, ends: bool
+    ) -> None:
+        """Bring a pass to its end in one replica, in one message: workers run their operation, caches of the old
+        weights are reset, every worker records the new state, and generation goes on.
+
+        Args:
+            told: the workers' operation; None for none.
+            name: what the engine calls its weights from now on; "" if another pass of this push follows.
+            begins: whether the operation may change the engine.
+            commits: whether nothing else of the pass follows, so that workers record the new state.
+            ends: whether nothing else of the push does.
+        """
+        calls = [] if told is None else [told]
+        reset = len(calls)
+        if name:
+            # Nothing runs before it goes on. Requests that were kept, by us or by a user's own pause, hold its blocks.
+            running = self._pause != "abort" or not replica.paused_by_us
+            calls.append(Call("reset_prefix_cache", (running, replica.workers[0]["connector"]), wanted=(True,)))
+            calls += [Call("reset_media_caches")] if replica.workers[0]["multimodal"] else []
+            calls += [] if one.merges else _names(name, one.state)  # else when it is merged
+        commit = [self._commit(one)] if commits else []
+        returned = await self._made(replica, [*calls, *commit], begins, ends)
+        if name and not returned[reset]:
+            raise PushFailed(
+                "the prefix cache could not be reset: requests hold blocks of the old weights; push with pause='keep', "
+                "or when no request is in flight"
+            )
+        if commits:
+            _committed(replica, one, returned[len(calls)])
+
+    async def finish(self, replica: Replica, one: Pass, *, name: str, ends: bool) -> None:
+        """End a pass in a replica: workers that merge by themselves do so, as all of them have what has come; others
+        record the new state, as the trainer has written all.
+
+        Args:
+            name, ends: as of `settle`.
+        """
+        calls = [self._commit(one)]
+        if one.merges:
+            calls = [self.told("merge", state=one.state.to_json()), *(_names(name, one.state) if name else [])]
+        _committed(replica, one, (await self._made(replica, calls, one.merges, ends))[0])
+
+    def _commit(self, one: Pass) -> Call:
+        return self.told("commit", full=one.state.kind != "adapter", state=one.state.to_json())
+
+    async def _made(self, replica: Replica, calls: Sequence[Call], begins: bool, ends: bool) -> list[Any]:
+        """Make calls, and let generation go on after them if they are the push's last. Where that fails, all has come:
+        `go_on` raises the error.
+
+        Args:
+            begins: as of `make`.
+
+        Returns:
+            as `make`.
+        """
+        on, returned = self._on(replica) if ends else [], list[Any]()
+        try:
+            await self.make(replica, [*calls, *on], begins=begins, returned=returned)
+        except Exception as error:
+            if not ends or len(returned) < len(calls):
+                raise
+            replica.late = error
+        replica.gone_on = ends and len(returned) == len(calls) + len(on)
+        return returned
+
+    def _on(self, replica: Replica) -> list[Call]:
+        """Generation goes on, if this push has paused it, and the push is over."""
+        paused = next((call for call in replica.due if call.method == "paused"), None)
+        resume = [Call("resume", unless=paused)] if replica.paused_by_us or paused is not None else []
+        return [*resume, self._end(serves=True, paused=False)]
+
+    def _end(self, **notes: bool) -> Call:
+        return Call("rpc", ("end",), {"owner": self._owner, **notes})
+
+    # ---- what comes after --------------------------------------------------------------------------------------------
+
+    async def go_on(self, replica: Replica, slept: Mapping[int, int]) -> None:
+        """Put a failed engine into a defined state; another one wakes and resumes, if this push woke and paused it.
+
+        A dirty engine serves nothing: it stays paused, or without its KV cache, until a push has healed it. One to
+        which nothing was written goes back to where it was.
+
+        Args:
+            slept: engines that this push woke -> the level at which their weights slept (0: the KV cache alone did).
+        """
+        if replica.late is not None:
+            raise replica.late
+        if replica.gone_on:
+            return
+        replica.due = []  # a pause that nobody has asked for yet
+        asleep, notes, calls = replica.index in slept, dict[str, bool](), list[Call]()
+        if replica.error and replica.begun:
+            await self.tell(replica, "abort", reason=f"a push failed: {replica.error}")
+        if (replica.error and replica.begun) or replica.state.kind == "dirty":
+            if asleep:
+                notes["waking"] = True
+        else:
+            notes["serves"] = True
+            if asleep and replica.error:
+                await self.sleep_again(replica, slept[replica.index])
+            elif asleep:
+                # Said before: where waking it fails, the weights are awake, and nothing else tells the next push.
+                await self.tell(replica, "note_pause", waking=True)
+                await replica.handle.wake("kv_cache")
+                notes["waking"] = False
+            if replica.paused_by_us:
+                calls.append(Call("resume"))
+                # A pause that timed out may take effect yet: the next push then knows that it is none of the user's.
+                notes["paused"] = bool(replica.error)
+        await self.make(replica, [*calls, self._end(**notes)])
+
+    async def sleep_again(self, replica: Replica, level: int) -> None:
+        """Put an engine that was asleep back to sleep."""
+        if not level:
+            return
+        try:
+            await replica.handle.sleep(level)
+        finally:
+            # vLLM 0.26 takes one whose KV cache sleeps for asleep, and leaves its weights where they are, as a call
+            # that fails does: then the next push has the KV cache alone to wake.
+            if not any(worker["asleep"] for worker in await replica.handle.rpc("hello")):
+                await self.tell(replica, "note_pause", waking=True)
+
+
+def _names(name: str, state: State) -> list[Call]:
+    """The calls that tell an engine the name of what it serves from now on."""
+    return [Call("label", (name,)), Call("name_adapter", (state.kind == "adapter",))]
+
+
+def _committed(replica: Replica, one: Pass, answers: Sequence[Mapping[str, Any]]) -> None:
+    """Note that every worker holds the new state.
+
+    Args:
+        answers: the workers'.
+    """
+    held = {answer["rank"]: answer["state"] for answer in answers}
+    replica.workers = [worker | {"state": held[worker["rank"]]} for worker in replica.workers]
+    shares = [written / elements if elements else None for written, elements in (a["elements"] for a in answers)]
+    replica.coverage = None if None in shares else min(share or 0.0 for share in shares)
+    replica.reloaded = max(a["reloaded"] for a in answers) if one.merges or one.state.kind != "adapter" else 0
+
+
+def check_pause(pause: str) -> str:
+    """Raise `InvalidInput` unless `pause` is "keep", "wait" or "abort"."""
+    if pause not in PAUSES:
+        raise InvalidInput(f"pause must be one of {', '.join(PAUSES)}, got {pause!r}")
+    return pause
