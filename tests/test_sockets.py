@@ -18,7 +18,7 @@ import torch
 from processes import leaving_nothing, shared
 from test_transport import ALL, CPU, NBYTES, SIZES, SOON_S, Counting, Workers, die, own_address, processes
 
-from lora_merge.engine import links, sockets
+from lora_merge.engine import links, outbox
 from lora_merge.engine.links import Frame, Kind
 from lora_merge.engine.memory import shared_path
 from lora_merge.engine.receiver import Receiver
@@ -175,7 +175,7 @@ def knock(channel: dict[str, Any], said: bytes) -> socket.socket:
     return connection
 
 
-@pytest.mark.parametrize("count", [1, 2 * sockets.STRANGERS])
+@pytest.mark.parametrize("count", [1, 2 * outbox.STRANGERS])
 def test_strangers_are_not_heard_and_hold_nobody_up(count: int) -> None:
     """Silence, junk, a worker's place without its secret: before, while and after a worker connects."""
     ours = one()

@@ -1,4 +1,5 @@
-"""Memory that other processes map: files in POSIX shared memory, and plain allocations on a GPU."""
+"""Memory of buffers: what other processes map (files in POSIX shared memory, plain allocations on a GPU), and what lies
+on the host for this process alone."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import weakref
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -233,6 +234,21 @@ def _cuda_runtime() -> Any:
             return ctypes.CDLL(line.split()[-1])
     major = (torch.version.cuda or "").partition(".")[0]
     return ctypes.CDLL(f"libcudart.so.{major}")
+
+
+def host_buffers(nbytes: int, *, pinned: bool) -> list[Tensor]:
+    """Two buffers of bytes on the host.
+
+    Args:
+        nbytes: of each.
+        pinned: so that copies to and from GPUs need no other memory between.
+    """
+    return [torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned) for _ in range(2)]
+
+
+def bytes_of(data: Tensor) -> memoryview:
+    """Return the memory of a tensor on the host; no copy."""
+    return memoryview(cast(Any, data.numpy()))
 
 
 def shared_path(name: str) -> str:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from ..stream.places import Places
+from .inbox import Inbox
 from .memory import CudaMemory, SharedMemory
 from .nccl import Done, Group
 from .sender import SENDERS
-from .sockets import Inbox
 from .store import reach_store
 from .transport import ABORTED, BUCKETS_TOGETHER, DONE, FILLED, LEFT, PID, Received, hands_over
 from .waiting import TransferAborted, alive, until

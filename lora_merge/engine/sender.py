@@ -20,7 +20,7 @@ from ..stream.buckets import extent
 from ..stream.places import Places, Sent, joined
 from .memory import CudaMemory, SharedMemory
 from .nccl import Done, Group
-from .sockets import Outbox
+from .outbox import Outbox
 from .store import serve_store
 from .transport import (
     ABORTED,

@@ -8,7 +8,7 @@
 | shm | CPU, same host | two buffers in POSIX shared memory |
 | ipc | same GPU, other process | two buffers of a cudaMalloc of their own, opened by the worker |
 | nccl | other GPUs | one broadcast a bucket, from a trainer rank to its workers of a replica, or sends to some |
-| tcp | all else | over a socket to one worker a host, from there in shared memory to the others (sockets.py) |
+| tcp | all else | over a socket to one worker a host, from there in shared memory to the others (outbox.py, inbox.py) |
 
 Engines on hosts without a trainer rank are served by all trainer ranks side by side, over the network cards of all of
 them: an engine's workers on a host by the same rank, so that what all take crosses to a host once; or GPUs by a rank
