@@ -21,8 +21,9 @@ from ..models.operands import Operands, Turn
 from ..names import lineage
 from ..shards.quantised import is_matrix
 from ..stream.buckets import ALIGNMENT, Meta, Table, extent, lay_out
-from ..stream.filler import Entry, Filler
+from ..stream.filler import Filler
 from ..stream.places import Places
+from ..stream.source import Entry
 from ..stream.weights import MergedWeights
 
 ADAPTER_NAME = "lora_merge"

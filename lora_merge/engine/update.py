@@ -25,8 +25,9 @@ from ..models.delta import Delta
 from ..models.live import live
 from ..models.part import Part, learning_of
 from ..stream.buckets import ALIGNMENT, Meta, Table, contents_of, dtype_name, extent, lay_out, to_json
-from ..stream.filler import Entry, Filler
+from ..stream.filler import Filler
 from ..stream.places import Places
+from ..stream.source import Entry
 from ..stream.weights import MergedWeights
 from ..stream.window import Window
 from .factors import Brought, slots_of

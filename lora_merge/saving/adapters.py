@@ -23,7 +23,7 @@ from ..models.peft.folder import read_folder
 from ..names import lineage, named_tensors
 from ..shards import cut
 from ..shards.bitsandbytes import CONV1D
-from ..stream.filler import Entry
+from ..stream.source import Entry
 from ..stream.weights import MergedWeights
 from .checkpoint import Checkpoint
 from .chunks import rows_of

@@ -18,7 +18,7 @@ from ..models.delta import Delta
 from ..models.peft.folder import CONFIG, elsewhere
 from ..names import hf_name
 from ..shards import whole
-from ..stream.filler import Entry
+from ..stream.source import Entry
 from ..verify import Change, change_of
 from .adapters import Sum, assembled, names_in, read_adapter
 from .base import open_base

@@ -21,7 +21,7 @@ from ..models.delta import Delta, Factors, Job, whole_job
 from ..models.operands import MergePlan, Operands, Turn
 from ..shards import Shard, cut, whole
 from ..shards.ranks import Ranks
-from ..stream.filler import Entry
+from ..stream.source import Entry
 from .adapters import Adapter, Sum, assembled, names_in, read_adapter, untied
 from .base import open_base
 from .checkpoint import Checkpoint, find, with_dtype

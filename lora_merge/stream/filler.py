@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Container, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 from math import prod
 from operator import sub
@@ -24,7 +24,6 @@ from ..kernels.packed import Packed, in_reach
 from ..kernels.scaled import Scaled
 from ..kernels.segments import Segment, copies, name_key
 from ..models.claims import reading
-from ..models.conversion import Conversion
 from ..models.delta import Job, whole_job
 from ..models.operands import MergePlan, Operands, Turn
 from ..models.part import Part
@@ -32,11 +31,11 @@ from ..models.staging import Copies, Staging, Storages, needed
 from ..shards import Box, cut, overlap
 from ..shards.exchange import Exchange
 from ..shards.owners import divide
-from ..shards.ranks import Ranks, noted
+from ..shards.ranks import noted
 from .ahead import Ahead
 from .buckets import Meta, Slot, Table, digest_of, extent, lay_out, lay_out_parts
 from .places import Places
-from .window import Window
+from .source import Entry, LazyParts, Source
 
 _WAYS = {
     "merge": "each rank merges what it holds",
@@ -44,68 +43,6 @@ _WAYS = {
     "unshard": "gathered whole, merged, cut",
     "convert": "merged whole, then converted to the checkpoint's layout",
 }
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Entry:
-    """One tensor of the stream.
-
-    Args:
-        meta: what goes out.
-        sources: names of the parts that it is made of; one, except where a conversion joins several.
-        window: what it is of its part; None where it has to be computed from whole parts.
-        tied: name of the tensor of the stream that has the same values, and that checkpoints hold; "" if none has.
-    """
-
-    meta: Meta
-    sources: tuple[str, ...]
-    window: Window | None
-    tied: str = ""
-
-
-class LazyParts(Mapping[str, Part]):
-    """Parts that are read when somebody asks for the first of them: a pass over plans that stand asks for none."""
-
-    def __init__(self, read: Callable[[], Mapping[str, Part]]) -> None:
-        self._read: Callable[[], Mapping[str, Part]] | None = read
-        self._parts: Mapping[str, Part] = {}
-
-    def _all(self) -> Mapping[str, Part]:
-        if self._read is not None:
-            self._parts, self._read = self._read(), None
-        return self._parts
-
-    def __getitem__(self, name: str) -> Part:
-        return self._all()[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._all())
-
-    def __len__(self) -> int:
-        return len(self._all())
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Source:
-    """What a stream is made from, read off a live model.
-
-    Args:
-        parts: by name, in the same order on every rank.
-        tensors: all that reading them depended on, live.
-        held: the memory that they lie in, so that the addresses in plans stay what they are for a pass.
-        ranks: that hold them together.
-        merging: the ranks among them whose adapters' halves make up whole ones (Megatron's tensor-parallel group).
-        device: on which buckets are filled.
-        conversion: computes what no window expresses.
-    """
-
-    parts: Mapping[str, Part]
-    tensors: Sequence[Tensor]
-    held: Sequence[torch.UntypedStorage]
-    ranks: Ranks
-    merging: Ranks
-    device: torch.device
-    conversion: Conversion
 
 
 class Filler:

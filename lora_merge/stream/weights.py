@@ -26,7 +26,8 @@ from ..shards import Shard, cut
 from ..shards.exchange import check_strategy
 from ..shards.ranks import noted
 from .buckets import BUCKET_BYTES, Bucket, Meta, Table, check_bucket_bytes, extent, lay_out, metas
-from .filler import Entry, Filler, LazyParts, Source
+from .filler import Filler
+from .source import Entry, LazyParts, Source
 from .window import window_of
 
 
