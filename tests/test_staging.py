@@ -26,7 +26,7 @@ from lora_merge.engine.factors import Brought
 from lora_merge.engine.shares import Share
 from lora_merge.kernels import plan
 from lora_merge.kernels.segments import Segment
-from lora_merge.models import operands
+from lora_merge.models import row_scales
 from lora_merge.models.operands import MergePlan
 from lora_merge.models.peft.live import Peft
 from lora_merge.models.staging import Staging
@@ -104,7 +104,7 @@ def sharded(rank: int) -> None:
                 plain = Brought(deltas, shares, None, ranks, torch.device("cpu"))
                 plain.refresh()
                 wanted = dict(MergedWeights(model))
-                patch.setattr(operands, "_BROUGHT", 1 << 12)
+                patch.setattr(row_scales, "_BROUGHT", 1 << 12)
                 elsewhere(patch, model=model)
                 brought = Brought(deltas, shares, None, ranks, torch.device("cpu:0"))
                 brought.refresh()
@@ -126,7 +126,7 @@ def test_memory(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> Non
     """During a pass a bucket's share, after it nothing: neither the staging memory, nor the weights."""
     model = models.with_lora(models.qwen2, **CONFIG | options)
     size = sum(tensor.nbytes for _, tensor in MergedWeights(model))
-    monkeypatch.setattr(operands, "_BROUGHT", BUCKET)
+    monkeypatch.setattr(row_scales, "_BROUGHT", BUCKET)
     elsewhere(monkeypatch)
     weights = MergedWeights(model, bucket_bytes=BUCKET)
     with Allocations() as allocations:

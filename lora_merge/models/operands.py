@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from math import prod
 from typing import NamedTuple
@@ -10,23 +10,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.packed import in_reach
 from ..kernels.plan import Plan
 from ..kernels.scaled import Scaled
 from ..kernels.segments import Segment, copies
-from ..shards import Box, Piece, Shard, whole
+from ..shards import Piece, Shard, whole
 from ..shards.exchange import Exchange
-from ..shards.owners import divide
 from ..shards.ranks import Ranks
 from .delta import Delta, Job, Rectangle, in_place, rectangles
-from .staging import Copies, Staging, Storages, needed
-
-# So that the root of DoRA's norms has the same bits on every rank: oneMKL's first call of a function, where several
-# threads make it together, now and then is less exact (pytorch/pytorch#188792). One element is one thread's.
-torch.ones(1, dtype=torch.float64, device="cpu").sqrt()
-
-_BROUGHT = 1 << 26
-"""Bytes of weights that are brought and whose norms are taken at a time."""
+from .row_scales import RowScales
+from .staging import Storages
 
 
 class Turn(NamedTuple):
@@ -108,7 +100,7 @@ class Operands:
                 {delta.name: self._pair(delta, number) for delta in turn.deltas} for number, turn in enumerate(turns)
             ]
         everywhere = {delta.name for turn in turns for delta in turn.deltas if delta.name in turn.everything}
-        self._dora = _RowScales(scaled, self, ranks, everywhere) if any(scaled) else None
+        self._dora = RowScales(scaled, self, ranks, device, everywhere) if any(scaled) else None
 
     def _gather(
         self, named: dict[int, tuple[str, Shard]], lacking: Sequence[set[int]], ranks: Ranks
@@ -316,166 +308,6 @@ def _shapes(delta: Delta) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
 def _room(shape: Sequence[int]) -> int:
     """Elements that a float32 tensor takes, up to where the next one may begin."""
     return -(-prod(shape) // 64) * 64
-
-
-class _Round:
-    """Jobs of which norms are taken in one launch, on one device: a plan has each place once (a weight that is tied
-    comes once for each of its names), and not too much is brought from elsewhere.
-
-    Attributes:
-        nbytes: of what is brought.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._places = device, set[int]()
-        self.jobs: list[Job] = []
-        self.nbytes = 0
-
-    def is_away(self, job: Job) -> bool:
-        return not in_reach(job.source, self._device)
-
-    def take(self, job: Job) -> bool:
-        """Whether there is room for the job; then it is in."""
-        place, more = job.source.data_ptr(), needed(job.source) if self.is_away(job) else 0
-        if place in self._places or (more and self.nbytes and self.nbytes + more > _BROUGHT):
-            return False
-        self._places.add(place)
-        self.jobs.append(job)
-        self.nbytes += more
-        return True
-
-
-def _parts(job: Job) -> Iterator[Job]:
-    """A job, none of whose parts is much to bring."""
-    (first, *start), source = job.start, job.source
-    many = max(_BROUGHT // max(source.nbytes // len(source), 1), 1)
-    for at in range(0, len(source), many):
-        part = source[at : at + many]
-        yield job._replace(start=(first + at, *start), source=part, destination=part)
-
-
-class _Norms(NamedTuple):
-    """A round, laid out.
-
-    Args:
-        copied: brings what lies elsewhere.
-        plan: takes the norms.
-        sums: the places to which these are added.
-    """
-
-    copied: Copies
-    plan: Plan
-    sums: list[Tensor]
-
-
-class _Scaled(NamedTuple):
-    """The deltas whose rows are scaled first in one turn.
-
-    Args:
-        rounds: that take norms of rows.
-        magnitudes: of the deltas.
-        norms: float64, squared, all rows of all of them.
-        scale: float32, the same rows.
-    """
-
-    rounds: list[_Norms]
-    magnitudes: list[Tensor]
-    norms: Tensor
-    scale: Tensor
-
-
-class _RowScales:
-    """DoRA (Liu et al. 2024, eq. 5): rows of W + D keep their direction and get the magnitude as their norm."""
-
-    def __init__(
-        self, turns: Sequence[Sequence[Delta]], operands: Operands, ranks: Ranks, everywhere: Container[str]
-    ) -> None:
-        deltas = [d for turn in turns for d in turn]
-        owned = divide([d.name for d in deltas], [d.weight for d in deltas], ranks)
-        # Where a row is split over ranks, its parts are added up, each once; and where every rank needs all rows.
-        shared = any(d.name in everywhere or _splits(d, boxes) for d, boxes in zip(deltas, owned, strict=True))
-        self._ranks = ranks if shared else Ranks()
-        self._scales: dict[str, Tensor] = {}
-        self._turns: list[_Scaled | None] = []
-        mine = {d.name: boxes[ranks.rank] for d, boxes in zip(deltas, owned, strict=True)}
-        with ranks.vote("norms of rows"):
-            self._lay_out(turns, mine, operands)
-
-    def _lay_out(self, turns: Sequence[Sequence[Delta]], mine: Mapping[str, Sequence[Box]], operands: Operands) -> None:
-        device = operands._device
-        rounds = [self._rounds(turn, mine, device) for turn in turns]
-        self._staging = Staging(device, max((one.nbytes for some in rounds for one in some), default=0))
-        self.held = 0 if self._staging.memory is None else self._staging.memory.nbytes
-        for number, (turn, some) in enumerate(zip(turns, rounds, strict=True)):
-            rows = [d.shape[0] for d in turn]
-            norms = torch.zeros(sum(rows), dtype=torch.float64, device=device)
-            scale = torch.ones(sum(rows), dtype=torch.float32, device=device)
-            self._scales |= {d.name: part for d, part in zip(turn, scale.split(rows), strict=True)}
-            parts = {d.name: part for d, part in zip(turn, norms.split(rows), strict=True)}
-            laid = [self._norms(one, parts, operands, number) for one in some]
-            magnitudes = [operands.whole(d.magnitude, number) for d in turn if d.magnitude is not None]
-            self._turns.append(_Scaled(laid, magnitudes, norms, scale) if turn else None)
-
-    def _rounds(self, deltas: Sequence[Delta], mine: Mapping[str, Sequence[Box]], device: torch.device) -> list[_Round]:
-        rounds: list[_Round] = []
-        for job in (job for delta in deltas for job in in_place(delta)):
-            owned = self._ranks.alone or (job.start, tuple(job.source.shape)) in mine[job.delta.name]
-            for part in (job,) if in_reach(job.source, device) else _parts(job):
-                if owned and not any(one.take(part) for one in rounds):
-                    rounds.append(_Round(device))
-                    rounds[-1].take(part)
-        return rounds
-
-    def _norms(self, some: _Round, parts: Mapping[str, Tensor], operands: Operands, turn: int) -> _Norms:
-        """A round of a turn, laid out; `parts`: by name of the delta, where the norms of all its rows are added up."""
-        away = [job.source for job in some.jobs if some.is_away(job)]
-        rooms = self._staging.lay_out(away)
-        segments: list[Segment] = []
-        sums: list[Tensor] = []
-        coming = iter(rooms)
-        for job in some.jobs:
-            name, here = job.delta.name, next(coming) if some.is_away(job) else job.source
-            job = job._replace(source=here, destination=here)
-            segments += operands.scaled_segments(job, turn, self._scales[name])
-            sums += [parts[name][r.row : r.row + r.source.shape[0]] for r in rectangles(job)]
-        return _Norms(Copies(list(zip(rooms, away, strict=True))), Plan(segments), sums)
-
-    def of(self, delta: Delta) -> Tensor | None:
-        """float32 `[out]`; None for a delta without magnitude."""
-        return self._scales.get(delta.name)
-
-    def release(self) -> None:
-        for turn in self._turns:
-            for some in turn.rounds if turn is not None else ():
-                some.copied.release()
-                some.plan.release()
-        self._staging.wait()
-
-    def run(self, turn: int, storages: Storages | None) -> None:
-        """An error of this rank is raised after the sum over the ranks."""
-        some = self._turns[turn]
-        if some is None:
-            return
-        some.norms.zero_()
-        try:
-            for one in some.rounds:
-                if storages is not None and not one.copied.hold(self._staging.memory, storages):
-                    raise RuntimeError(
-                        "weights that are brought are not where they were when their norms were laid out"
-                    )
-                self._staging.bring(one.copied)
-                for rows, norms in zip(one.sums, one.plan.row_norms(), strict=True):
-                    rows += norms
-        finally:
-            self._ranks.sum_(some.norms)
-        magnitudes = torch.cat([magnitude.flatten() for magnitude in some.magnitudes])
-        some.scale.copy_(magnitudes.double().div_(some.norms.sqrt()))
-
-
-def _splits(delta: Delta, owned: Sequence[Sequence[Box]]) -> bool:
-    """Whether some row of a delta's matrix lies on several ranks."""
-    dims = range(1) if delta.transposed else range(1, len(delta.weight.shape))
-    return any(size[d] != delta.weight.shape[d] for boxes in owned for _, size in boxes for d in dims)
 
 
 class MergePlan:
