@@ -234,7 +234,8 @@ def recipe(cuda: Path | None, target: Path) -> str:
         cuda: the toolkit's folder; None builds for CPUs alone.
         target: the module.
     """
-    sources = [ROOT / "csrc/module.cpp", ROOT / "csrc/watch.cpp", *sorted((ROOT / "csrc/cpu").glob("*.cpp"))]
+    sources = [ROOT / "csrc" / name for name in ("module.cpp", "watch.cpp", "watch_type.cpp")]
+    sources += sorted((ROOT / "csrc/cpu").glob("*.cpp"))
     macros, nvcc = [], ""
     linker, link = linking()
     if GLIBC:

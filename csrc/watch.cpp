@@ -1,16 +1,9 @@
-// Watch: whether Python objects are still what a reading of them saw, without another reading. See watch.h.
+// How objects are noted, and looked at again. See watch.h.
 #include "watch.h"
 
 #include <algorithm>
 #include <array>
 #include <cstring>
-#include <new>
-#include <unordered_map>
-#include <unordered_set>
-#include <vector>
-
-#include "dlpack.h"
-#include "layout.h"
 
 namespace lora_merge::watch {
 namespace {
@@ -44,61 +37,6 @@ bool equal(PyObject* here, PyObject* noted) {
   return PyLong_CheckExact(here) && PyObject_RichCompareBool(here, noted, Py_EQ) == 1;
 }
 
-// One attribute of all objects of a group: of each what is there, as `Tag` says.
-struct Column {
-  PyObject* name;
-  char kind;
-  std::vector<uintptr_t> words;
-};
-
-// Some objects, none of which is reached through another one of them, and what is looked at in each.
-struct Group {
-  std::vector<PyObject*> objects;
-  std::vector<PyTypeObject*> types;
-  std::vector<PyObject*> insides;  // their dicts; of tensors where their storages are, or may have been
-  std::vector<Column> columns;     // none: the objects are tensors
-  std::vector<uintptr_t> words;    // what is known of these
-};
-
-class Watch {
- public:
-  Watch(PyObject* root, DLPackDLTensorFromPyObjectNoSync look) : root_(root), look_(look) { reachable_[root] = 0; }
-
-  ~Watch() {
-    for (PyObject* object : held_) Py_DECREF(object);
-  }
-
-  // Each says whether that can be watched.
-  bool add(PyObject* objects, PyObject* insides, PyObject* names, const char* kinds);
-  bool add_tensors(PyObject* tensors, PyObject* storages);
-  bool give(PyObject* objects);
-
-  void done() { std::unordered_map<PyObject*, size_t>().swap(reachable_); }
-
-  // Whether all is as it was.
-  bool unchanged(PyObject* root) const;
-
-  const std::vector<std::vector<PyObject*>>& given() const { return given_; }
-
- private:
-  PyObject* hold(PyObject* object);
-  void note_typed(PyObject* value, std::vector<uintptr_t>& words);
-  bool note_value(PyObject* value, std::vector<uintptr_t>& words);
-  bool note_dict(PyObject* dict, char kind, std::vector<uintptr_t>& words);
-  bool note(PyObject* value, char kind, std::vector<uintptr_t>& words);
-  Group& room_for(PyObject* object, PyObject* names, const char* kinds);
-  bool same_tensors(const Group& group) const;
-
-  PyObject* root_;
-  DLPackDLTensorFromPyObjectNoSync look_;
-  std::vector<Group> groups_;
-  std::unordered_set<PyObject*> held_;               // what must stay alive: keys, types, values
-  std::unordered_map<PyObject*, size_t> reachable_;  // what may be looked at -> the first group that may, or 0
-  std::vector<std::vector<PyObject*>> given_;        // what `again` gives
-};
-
-// ---- noting --------------------------------------------------------------------------------------------------------
-
 // The object's `__dict__`, borrowed of it; null where it has none.
 PyObject* inside_of(PyObject* object) {
   PyObject* inside = PyObject_GenericGetDict(object, nullptr);
@@ -130,6 +68,10 @@ std::array<uintptr_t, 3> facts(const DLTensor& t) {
   return {reinterpret_cast<uintptr_t>(t.data) + t.byte_offset, join(t.device.device_type, t.device.device_id),
           join(t.ndim, t.dtype.code | t.dtype.bits << 8 | t.dtype.lanes << 16)};
 }
+
+}  // namespace
+
+// ---- noting --------------------------------------------------------------------------------------------------------
 
 PyObject* Watch::hold(PyObject* object) {
   if (held_.insert(object).second) Py_INCREF(object);
@@ -260,6 +202,8 @@ bool Watch::give(PyObject* objects) {
 
 // ---- looking again -------------------------------------------------------------------------------------------------
 
+namespace {
+
 // Each reads what was noted from `at` on, and leaves `at` behind it.
 bool same_value(PyObject* here, const uintptr_t*& at) {
   const uintptr_t noted = *at++;
@@ -331,7 +275,7 @@ constexpr size_t kTogether = 32, kAhead = 8, kLine = 64;
   ask_behind(dict, 5, 3 * kLine);
 }
 
-bool Watch::same_tensors(const Group& group) const {
+bool same_tensors(const Group& group, DLPackDLTensorFromPyObjectNoSync look) {
   const uintptr_t* at = group.words.data();
   const size_t count = group.objects.size();
   for (size_t i = 0; i < count; ++i) {
@@ -342,7 +286,7 @@ bool Watch::same_tensors(const Group& group) const {
       ask(group.insides[i + kAhead], 0, 2 * kLine);
     }
     DLTensor t;
-    if (Py_TYPE(group.objects[i]) != group.types[i] || look_(group.objects[i], &t) != 0 || !same_tensor(t, at))
+    if (Py_TYPE(group.objects[i]) != group.types[i] || look(group.objects[i], &t) != 0 || !same_tensor(t, at))
       return false;
   }
   return true;
@@ -379,150 +323,14 @@ bool same_objects(const Group& group) {
   return true;
 }
 
+}  // namespace
+
 // Groups in their order: an object is touched when what holds it was found to hold it still.
 bool Watch::unchanged(PyObject* root) const {
   if (root != root_) return false;
   for (const Group& group : groups_)
-    if (!(group.columns.empty() ? same_tensors(group) : same_objects(group))) return false;
+    if (!(group.columns.empty() ? same_tensors(group, look_) : same_objects(group))) return false;
   return true;
 }
-
-// ---- the Python type -----------------------------------------------------------------------------------------------
-
-struct Object {
-  PyObject_HEAD Watch* watch;
-};
-
-Watch& of(PyObject* self) { return *reinterpret_cast<Object*>(self)->watch; }
-
-// Whether nothing was raised. What cannot be looked at is not watched; there is nothing wrong with it.
-bool quiet() {
-  const bool raised = PyErr_Occurred() != nullptr;
-  PyErr_Clear();
-  return !raised;
-}
-
-PyObject* answer(bool yes) { return PyBool_FromLong(quiet() && yes); }
-
-bool expect(const char* what, Py_ssize_t wanted, Py_ssize_t got) {
-  if (wanted != got) PyErr_Format(PyExc_TypeError, "Watch.%s takes %zd arguments, got %zd", what, wanted, got);
-  return wanted == got;
-}
-
-bool expect_list(PyObject* object) {
-  if (!PyList_CheckExact(object)) PyErr_SetString(PyExc_TypeError, "a list is expected");
-  return PyList_CheckExact(object);
-}
-
-PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject*) {
-  PyObject *root = nullptr, *exchange = nullptr;
-  if (!PyArg_ParseTuple(arguments, "OO", &root, &exchange)) return nullptr;
-  auto* api = static_cast<DLPackExchangeAPI*>(PyCapsule_GetPointer(exchange, "dlpack_exchange_api"));
-  if (api == nullptr) return nullptr;
-  if (api->header.version.major != 1 || api->dltensor_from_py_object_no_sync == nullptr) {
-    PyErr_Format(PyExc_ValueError, "DLPack 1 with views of tensors is expected, got version %u",
-                 api->header.version.major);
-    return nullptr;
-  }
-  auto allocate = reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc));
-  PyObject* self = allocate(type, 0);
-  if (self == nullptr) return nullptr;
-  auto* watch = new (std::nothrow) Watch(root, api->dltensor_from_py_object_no_sync);
-  reinterpret_cast<Object*>(self)->watch = watch;
-  if (watch == nullptr) {
-    Py_DECREF(self);
-    return PyErr_NoMemory();
-  }
-  return self;
-}
-
-void drop(PyObject* self) {
-  PyTypeObject* type = Py_TYPE(self);
-  delete reinterpret_cast<Object*>(self)->watch;
-  reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
-  Py_DECREF(type);
-}
-
-PyObject* add(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
-  if (!expect("add", kWatchAdd, count) || !expect_list(arguments[0]) || !expect_list(arguments[1])) return nullptr;
-  const char* kinds = PyUnicode_AsUTF8AndSize(arguments[3], nullptr);
-  if (kinds == nullptr || PyTuple_Size(arguments[2]) < 0) return nullptr;
-  try {
-    return answer(of(self).add(arguments[0], arguments[1], arguments[2], kinds));
-  } catch (const std::bad_alloc&) {
-    return PyErr_NoMemory();
-  }
-}
-
-PyObject* add_tensors(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
-  if (!expect("add_tensors", kWatchTensors, count)) return nullptr;
-  if (!expect_list(arguments[0]) || !expect_list(arguments[1])) return nullptr;
-  try {
-    return answer(of(self).add_tensors(arguments[0], arguments[1]));
-  } catch (const std::bad_alloc&) {
-    return PyErr_NoMemory();
-  }
-}
-
-PyObject* give(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
-  if (!expect("give", kWatchGive, count) || !expect_list(arguments[0])) return nullptr;
-  try {
-    return answer(of(self).give(arguments[0]));
-  } catch (const std::bad_alloc&) {
-    return PyErr_NoMemory();
-  }
-}
-
-PyObject* done(PyObject* self, PyObject* const*, Py_ssize_t count) {
-  if (!expect("done", kWatchDone, count)) return nullptr;
-  of(self).done();
-  Py_RETURN_NONE;
-}
-
-PyObject* again(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
-  if (!expect("again", kWatchAgain, count)) return nullptr;
-  const bool same = of(self).unchanged(arguments[0]);
-  if (!quiet() || !same) Py_RETURN_NONE;
-  const auto& given = of(self).given();
-  // All are held before anything is made, which may set off a collection.
-  for (const auto& column : given)
-    for (PyObject* object : column) Py_INCREF(object);
-  PyObject* columns = PyTuple_New(given.size());
-  for (size_t c = 0; c < given.size(); ++c) {
-    PyObject* list = columns == nullptr ? nullptr : PyList_New(given[c].size());
-    for (size_t i = 0; i < given[c].size(); ++i) {
-      if (list == nullptr) {
-        Py_DECREF(given[c][i]);
-      } else {
-        PyList_SetItem(list, i, given[c][i]);
-      }
-    }
-    if (columns != nullptr && (list == nullptr || PyTuple_SetItem(columns, c, list) != 0)) Py_CLEAR(columns);
-  }
-  return columns;
-}
-
-template <class Function>
-PyCFunction method(Function* function) {
-  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
-}
-
-PyMethodDef methods[] = {
-    {"add", method(add), METH_FASTCALL, "Notes attributes of objects; False if that cannot be."},
-    {"add_tensors", method(add_tensors), METH_FASTCALL, "Notes tensors; False if that cannot be."},
-    {"give", method(give), METH_FASTCALL, "Notes a list of what was noted, which `again` is to give."},
-    {"done", method(done), METH_FASTCALL, "Nothing more is noted."},
-    {"again", method(again), METH_FASTCALL, "The lists, if all is as it was; else None."},
-    {nullptr, nullptr, 0, nullptr}};
-
-PyType_Slot slots[] = {{Py_tp_new, reinterpret_cast<void*>(make)},
-                       {Py_tp_dealloc, reinterpret_cast<void*>(drop)},
-                       {Py_tp_methods, methods},
-                       {0, nullptr}};
-PyType_Spec spec = {"lora_merge._C.Watch", sizeof(Object), 0, Py_TPFLAGS_DEFAULT, slots};
-
-}  // namespace
-
-PyObject* type() { return PyType_FromSpec(&spec); }
 
 }  // namespace lora_merge::watch
