@@ -196,19 +196,27 @@ class Core:
         return self.later
 
 
-SAY, ANSWERS = ["say", ["on"], []], ["say", [['{"rank": 0}']], []]
-ERRORS = ["say", [['{"rank": 0}', '{"rank": 1, "error": "x"}']], []]
+def say(what: Any, *wanted: Any, unless: int | None = None) -> list[Any]:
+    return ["say", [what], wanted, unless]
+
+
+SAY, FAIL, ANSWERS = say("on"), ["fail", [], [], None], say(['{"rank": 0}'])
+ERRORS = say(['{"rank": 0}', '{"rank": 1, "error": "x"}'])
 
 
 @pytest.mark.parametrize(
     ("calls", "returned", "failed"),
     [
         ([SAY, ANSWERS, SAY], ["on", ['{"rank": 0}'], "on"], ""),
-        ([["say", [False], [False]], SAY], [False, "on"], ""),
-        ([["say", [True], [False]], SAY], [True], ""),
+        ([say(False, False), SAY], [False, "on"], ""),
+        ([say(True, False), SAY], [True], ""),
+        ([say(False), say("a", unless=0), say("b", unless=1)], [False, "a", None], ""),
+        ([say(True), say("a", unless=0), SAY], [True, None, "on"], ""),
+        ([say(True), say("a", "b", unless=0), SAY], [True, None, "on"], ""),
+        ([["say?", ["on"], [], None], ["lacks?", [1], [], None], SAY], ["on", None, "on"], ""),
         ([ERRORS, SAY], [['{"rank": 0}', '{"rank": 1, "error": "x"}']], ""),
-        ([SAY, ["fail", [], []], SAY], ["on"], "fail: no"),
-        ([SAY, ["unknown", [], []], SAY], ["on"], "unknown: 'Core' object has no attribute 'unknown'"),
+        ([SAY, FAIL, SAY], ["on"], "fail: no"),
+        ([SAY, ["unknown", [], [], None], SAY], ["on"], "unknown: 'Core' object has no attribute 'unknown'"),
     ],
 )  # fmt: skip
 def test_calls_in_one_message_end_with_the_first_one_that_fails(calls: Any, returned: Any, failed: str) -> None:
@@ -216,19 +224,19 @@ def test_calls_in_one_message_end_with_the_first_one_that_fails(calls: Any, retu
     found = lora_merge_calls(core, calls)
     assert isinstance(found, str)
     assert json.loads(found) == {"returned": returned, "failed": failed}
-    assert core.made == [str(one) for one in returned]
+    assert core.made == [str(one) for one in returned if one is not None]
 
 
 @pytest.mark.parametrize("error", [None, ValueError("gone")])
 def test_calls_go_on_when_one_has_ended_that_takes_its_time(error: Exception | None) -> None:
     core = Core()
-    found = lora_merge_calls(core, [SAY, ["wait", [], []], SAY, ["fail", [], []]])
+    found = lora_merge_calls(core, [SAY, ["wait", [], [], None], say("not", unless=0), SAY, FAIL])
     assert isinstance(found, Future)
     assert not found.done()
     assert core.made == ["on"]
     if error is None:
         core.later.set_result(None)
-        assert json.loads(found.result()) == {"returned": ["on", None, "on"], "failed": "fail: no"}
+        assert json.loads(found.result()) == {"returned": ["on", None, None, "on"], "failed": "fail: no"}
     else:
         core.later.set_exception(error)
         assert json.loads(found.result()) == {"returned": ["on"], "failed": "wait: gone"}

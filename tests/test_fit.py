@@ -89,6 +89,29 @@ def test_handles_of_one_engine_belong_together() -> None:
     assert [r.error for r in pieces] == ["", "", "injected", "injected"]
 
 
+def sharing(index: int, name: str, engines: int) -> Replica:
+    """A data-parallel engine that computes its experts together with others."""
+    one = replica(index, (0,), 1)
+    one.workers[0]["shares"] = {"name": name, "engines": engines}
+    return one
+
+
+def test_data_parallel_engines_that_share_experts_fail_together() -> None:
+    """One of two that went on with old weights sent its tokens to the other one's half-written experts."""
+    engines = [sharing(0, "a", 2), sharing(1, "b", 2), sharing(2, "a", 2), sharing(3, "b", 2), replica(4, (0,), 1)]
+    assert [[r.index for r in engine] for engine in engines_of(engines)] == [[0, 2], [1, 3], [4]]
+    check_whole(engines)
+    with pytest.raises(PushRefused, match=r"engine 1 computes its experts together with 1 other.* and 1 of these"):
+        check_whole(engines[:3])
+    engines[2].error, engines[2].begun, engines[4].error = "injected", True, "its own"
+    fail_together(engines)
+    assert [(r.error, r.begun) for r in engines] == [
+        ("injected", True), ("", False), ("injected", True), ("", False), ("its own", False)
+    ]  # fmt: skip
+    told = str(failure(engines))
+    assert "engine 0 is dirty: injected; engine 2 is dirty: injected; engine 4 holds what it held before" in told
+
+
 def test_failures_say_what_each_engine_holds() -> None:
     replicas = [replica(i, (0,), 1) for i in range(3)]
     replicas[0].error = replicas[1].error = "injected"
@@ -97,6 +120,8 @@ def test_failures_say_what_each_engine_holds() -> None:
     assert isinstance(error, PushFailed)
     assert "engine 0 is dirty: injected; engine 1 holds what it held before: injected; engine 2 is valid" in str(error)
     assert isinstance(failure(replicas[1:2]), PushRefused)
+    replicas[0].gone_on = True
+    assert "engine 0 is valid; engine 2 is valid" in str(failure(replicas))
 
 
 class Slow(Control):

@@ -147,7 +147,7 @@ class Replica:
     def shares(self) -> dict[str, Any] | None:
         """Of a data-parallel engine that computes its experts together with others: the `name` that they have in
         common, and how many `engines` they are; None of one that computes alone."""
-        return self.workers[0].get("shares")
+        return next((worker["shares"] for worker in self.workers if worker.get("shares")), None)
 
     @property
     def calibrated(self) -> str:

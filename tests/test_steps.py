@@ -1,0 +1,243 @@
+"""What a push asks of one engine: in how many messages, and what an engine is left as when any call of them fails."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from lora_merge import PushFailed
+from lora_merge.engine.calls import EngineGone, drive
+from lora_merge.engine.control import Call, Control, WorkerFailed
+from lora_merge.engine.passes import Pass, Told
+from lora_merge.engine.replica import Replica
+from lora_merge.engine.state import State
+from lora_merge.engine.steps import Steps
+from lora_merge.engine.transport import Route
+
+NEW = State("merged", 7, trainer="mine")
+READ = Told("read", {}, writes=True)
+DONE = Pass(NEW, READ, [], Route(frozenset(), ()))
+UPDATE = Pass(NEW, READ, [], Route(frozenset(), ()), merges=True)
+STEADY = ["paused", "note_pause", "pause", "read", "reset_prefix_cache", "label", "name_adapter", "commit", "resume"]
+PULLED = [*STEADY, "end"]
+WRITTEN = [["paused", "note_pause", "pause", "start"], ["reset_prefix_cache", "label", "name_adapter"]]
+MERGED = ["merge", "label", "name_adapter", "resume", "end"]
+
+
+class Engine(Control):
+    """A handle that notes what it is asked, message by message.
+
+    Args:
+        broken: the call that raises.
+        late: whether it raises after it has taken effect.
+        paused: whether its user has paused it.
+        forgets: whether it can reset its prefix cache.
+        dies: whether the engine is gone when that call is made: nobody hears what was made before, in that message.
+    """
+
+    def __init__(
+        self, broken: str = "", *, late: bool = False, paused: bool = False, forgets: bool = True, dies: bool = False
+    ) -> None:
+        super().__init__(object())
+        self.broken, self.late, self.forgets, self.dies = broken, late, forgets, dies
+        self.stands, self.by_user = paused, paused
+        self.messages: list[list[str]] = []
+
+    async def chain(self, calls: Sequence[Call], returned: list[Any] | None = None) -> list[Any]:
+        self.messages.append([])
+        heard = list[Any]() if self.dies else returned
+        return await super().chain(calls, heard)
+
+    def __getattribute__(self, name: str) -> Any:
+        asked = object.__getattribute__(self, name)
+        if name not in ("paused", "pause", "resume", "label", "name_adapter", "reset_prefix_cache"):
+            return asked
+        return lambda *arguments: self._made(name, asked(*arguments))
+
+    async def _made(self, name: str, call: Any) -> Any:
+        self.messages[-1].append(name)
+        if name != self.broken:
+            return await call
+        if self.late:
+            await call
+        call.close()
+        raise EngineGone("dead") if self.dies else TimeoutError("injected")
+
+    async def rpc(self, op: str, **message: Any) -> list[dict[str, Any]]:
+        self.messages = self.messages or [[]]
+        self.messages[-1].append(op)
+        if op == self.broken:
+            raise EngineGone("dead") if self.dies else WorkerFailed("injected")
+        return [{"rank": 0, "state": message.get("state"), "elements": [1, 1], "reloaded": 0}]
+
+    async def paused(self) -> bool:
+        return self.stands
+
+    async def pause(self, mode: str) -> None:
+        self.stands = True
+
+    async def resume(self) -> None:
+        self.stands = False
+
+    async def label(self, version: str) -> None: ...
+
+    async def name_adapter(self, there: bool) -> None: ...
+
+    async def reset_prefix_cache(self, running: bool, connector: bool) -> bool:
+        return self.forgets
+
+
+def replica(engine: Engine, **more: Any) -> Replica:
+    known = {"connector": False, "multimodal": False, "paused": False, "served": "merged", "shares": None}
+    worker = {"rank": 0, "world": 1, "launcher": False, "state": State("merged", 6).to_json(), **known, **more}
+    return Replica(0, engine, [worker])
+
+
+def push(one: Replica, steps: Steps, *, written: bool = False, merges: bool = False, ends: bool = True) -> str:
+    """A push into one engine, as `Pushes` makes it; the error of its steps."""
+
+    async def go() -> None:
+        await steps.pause(one, "merged")
+        if written:
+            await steps.make(one, [steps.told("start")], begins=True)
+            await steps.settle(one, DONE, None, name="v", begins=True, commits=False, ends=False)
+            await steps.finish(one, DONE, name="v", ends=ends)
+        elif merges:
+            told = steps.told("update")
+            await steps.settle(one, UPDATE, told, name="v", begins=False, commits=False, ends=False)
+            await steps.finish(one, UPDATE, name="v", ends=ends)
+        else:
+            await steps.settle(one, DONE, steps.told("read"), name="v", begins=True, commits=True, ends=ends)
+
+    try:
+        drive(go())
+    except Exception as error:
+        one.error = f"{type(error).__name__}: {error}"
+    try:
+        drive(steps.go_on(one, {}))
+    except Exception as error:
+        one.error = one.error or f"{type(error).__name__}: {error}"
+    return one.error
+
+
+def test_a_steady_push_is_one_message_to_an_engine_that_reads() -> None:
+    one = replica(engine := Engine())
+    assert not push(one, Steps("mine", "keep"))
+    assert engine.messages == [PULLED]
+    assert one.gone_on
+    assert one.state == NEW
+    assert not engine.stands
+
+
+def test_a_push_that_is_written_or_merged_there_takes_one_to_begin_and_one_to_end() -> None:
+    one = replica(engine := Engine())
+    assert not push(one, Steps("mine", "keep"), written=True)
+    assert engine.messages == [*WRITTEN, ["commit", "resume", "end"]]
+    one = replica(engine := Engine())
+    assert not push(one, Steps("mine", "keep"), merges=True)
+    assert engine.messages == [["paused", "note_pause", "pause", "update", "reset_prefix_cache"], MERGED]
+
+
+@pytest.mark.parametrize("pause", ["wait", "abort"])
+def test_requests_that_end_are_waited_for_in_a_message_of_its_own(pause: str) -> None:
+    one = replica(engine := Engine())
+    assert not push(one, Steps("mine", pause))
+    assert engine.messages == [STEADY[:3], [*STEADY[3:], "end"]]
+
+
+def test_what_does_not_go_on_by_itself_waits_for_the_others() -> None:
+    one = replica(engine := Engine())
+    assert not push(one, Steps("mine", "keep"), ends=False)
+    assert engine.messages == [STEADY[:-1], ["resume", "end"]]
+
+
+@pytest.mark.parametrize("shape", [{}, {"written": True}, {"merges": True}])
+@pytest.mark.parametrize("pause", ["keep", "wait", "abort"])
+def test_a_users_own_pause_stays(shape: dict[str, bool], pause: str) -> None:
+    one = replica(engine := Engine(paused=True))
+    assert not push(one, Steps("mine", pause), **shape)
+    asked = [name for message in engine.messages for name in message]
+    assert not {"note_pause", "pause", "resume"}.intersection(asked)
+    assert engine.stands
+    assert asked[-1] == "end"
+
+
+@pytest.mark.parametrize("shape", [{}, {"written": True}, {"merges": True}])
+def test_an_engine_that_stands_since_a_broken_push_goes_on(shape: dict[str, bool]) -> None:
+    one = replica(engine := Engine(paused=True), paused=True, state=State("dirty", 6, reason="x").to_json())
+    assert not push(one, Steps("mine", "keep"), **shape)
+    assert "paused" not in engine.messages[0]
+    assert not engine.stands
+
+
+FAILING = {
+    # call: whether the engine counts as begun, and so is called off, and whether it holds what came
+    "paused": (False, False),
+    "note_pause": (False, False),
+    "pause": (False, False),
+    "read": (True, False),
+    "reset_prefix_cache": (True, False),
+    "label": (True, False),
+    "name_adapter": (True, False),
+    "commit": (True, False),
+    "resume": (True, True),
+    "end": (True, True),
+}
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("ends", [True, False], ids=["in one message", "in its own"])
+@pytest.mark.parametrize("broken", FAILING)
+def test_each_call_fails(broken: str, ends: bool, late: bool) -> None:
+    """Nothing of an engine that could not be paused has changed: it is not called off, and resumed if it was paused."""
+    begun, came = FAILING[broken]
+    one = replica(engine := Engine(broken, late=late))
+    assert "injected" in push(one, Steps("mine", "keep"), ends=ends)
+    asked = [name for message in engine.messages for name in message]
+    assert one.begun == begun
+    assert ("abort" in asked) == (begun and not came)
+    assert (one.state == NEW) == came
+    assert not one.gone_on
+    assert (one.late is not None) == (came and ends)
+    if broken in ("note_pause", "pause"):
+        assert asked[-2:] == ["resume", "end"]
+        assert not engine.stands
+    if begun and not came:
+        assert engine.stands, "what is dirty does not generate"
+
+
+@pytest.mark.parametrize("broken", PULLED)
+def test_an_engine_dies_in_a_message(broken: str) -> None:
+    """How far it came, nobody knows: it counts as begun."""
+    one = replica(Engine(broken, dies=True))
+    assert "EngineGone" in push(one, Steps("mine", "keep"))
+    assert one.begun
+    assert not one.gone_on
+    assert one.state != NEW
+
+
+def test_a_prefix_cache_that_cannot_be_reset_ends_the_message() -> None:
+    one = replica(engine := Engine(forgets=False))
+    assert "the prefix cache could not be reset" in push(one, Steps("mine", "keep"))
+    assert engine.messages == [STEADY[:5], ["abort"], ["end"]]
+    assert PushFailed.__name__ in one.error
+
+
+def test_an_engine_that_was_never_asked_is_not_paused() -> None:
+    """A rank of the trainer failed before."""
+    one, steps = replica(engine := Engine()), Steps("mine", "keep")
+    drive(steps.pause(one, "merged"))
+    one.error = "another rank's"
+    drive(steps.go_on(one, {}))
+    assert engine.messages == [["end"]]
+    assert not one.due
+
+
+def test_an_engine_that_has_gone_on_is_left_alone_when_another_rank_fails() -> None:
+    one, steps = replica(engine := Engine()), Steps("mine", "keep")
+    assert not push(one, steps)
+    one.error = "another rank's"
+    drive(steps.go_on(one, {}))
+    assert engine.messages == [PULLED]
