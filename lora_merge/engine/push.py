@@ -376,7 +376,7 @@ class Pushes:
             calls = []
             if isinstance(source, Filler):
                 calls = [self._steps.told("start", digest=source.digest, sent=bool(route.sent), **begin)]
-            await self._steps.make(replica, calls, begins=True)
+            await self._steps.make(replica, calls, begins=bool(calls))
 
         async def receive(replica: Replica, route: Route) -> None:
             message: dict[str, Any] = {"sessions": self._trainer.sessions, "verify": verify}
