@@ -10,7 +10,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
 from operator import attrgetter
 from typing import Any
 
@@ -42,8 +42,12 @@ class ServerControl(AsyncControl):
         if self._inside(_offers, "update_weight_version"):  # vLLM 0.26 keeps no versions
             await self._call("update_weight_version", version)
 
-    def _reaches_core(self) -> bool:
+    @cached_property
+    def _offers_core(self) -> bool:
         return bool(self._inside(_offers, "engine_core.call_utility_async"))
+
+    def _reaches_core(self) -> bool:
+        return self._offers_core
 
     async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         wait = partial(self._wait, method, args, kwargs)
