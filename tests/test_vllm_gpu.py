@@ -18,6 +18,7 @@ import launched
 import models
 import pytest
 import torch
+import torch.distributed as dist
 from engines import ask, engine, train
 from processes import spawn
 from sharded_trainer import pushes
@@ -282,6 +283,41 @@ def test_experts_on_the_workers_that_hold_them(tmp_path: Path) -> None:
             train(model, step)
             sync.push(verify=True)
             assert_answers(ask(llm), model)
+
+
+def data_parallel(rank: int, folder: Path, port: int) -> None:
+    """A rank of the trainer, and its engine of two that hold half of the experts each."""
+    own = {"RANK": rank, "RANK_LOCAL": rank, "SIZE": 2, "MASTER_IP": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {f"VLLM_DP_{name}": str(value) for name, value in own.items()}
+    model = policy(engines.qwen3_moe, **MOE)
+    if rank == 0:
+        engines.save_base(model.get_base_model(), folder / "base")
+    dist.barrier()
+    with engine(model, folder / "base", processes=True, enable_expert_parallel=True, **BF16) as llm:
+        sync = VllmSync(model, llm, bucket_bytes=1 << 17)
+        for step in range(2):
+            train(model, step)
+            sync.push(verify=step == 0)
+            assert_answers(ask(llm), model)
+        control = sync._trainer.controls[0]
+        request = control._request
+        if rank == 1:
+            control._request = lambda op, told: request("lost" if op == "commit" else op, told)  # type: ignore[method-assign]
+        with pytest.raises(PushFailed, match=r"engine 0 is dirty.*engine 1 is dirty"):
+            sync.push()
+        control._request = request  # type: ignore[method-assign]
+        assert [state.kind for state in sync.states()] == ["dirty"]
+        train(model, 2)
+        sync.push()
+        assert_answers(ask(llm), model)
+        sync.close()
+        dist.barrier()  # an engine that ends takes the other one with it
+
+
+@needs(2)
+def test_experts_of_data_parallel_engines(tmp_path: Path) -> None:
+    """Each answers with the other one's experts, too: where one is dirty, both are, and both wait."""
+    spawn(2, data_parallel, tmp_path, launched.free_port(), backend="cpu:gloo,cuda:nccl", timeout=ENGINE)
 
 
 @needs(2)

@@ -28,7 +28,9 @@ class SyncReport:
         mode: "merged" or "adapter"; "base" after an adapter from a folder was taken off.
         nbytes: number of bytes that were sent to one replica.
         tensors: number of tensors that were sent.
-        seconds: by phase: check, pause, transfer (merge, send and load; caches are reset beside it), finish, resume.
+        seconds: by phase: check, pause (until requests have ended, where they are waited for or ended; those that are
+            kept stop with the transfer), transfer (merge, send and load; caches are reset beside it), finish, resume
+            (0 where it went with the last message).
         base_sent: whether an adapter push had to send the base first.
         merge: who added the adapters to the base: "trainer" or "engine"; "" in adapter mode.
         merge_why: why the trainer merged where engines could have; "" otherwise.
