@@ -7,7 +7,8 @@
 # Where there are several GPUs, build once, and then run steps side by side, each on one: CUDA_VISIBLE_DEVICES=1 bash
 # tests/gpu.sh OUT figures; `tests` uses all that it sees (TESTS: which ones; DEADLINE: seconds). The machine needs torch,
 # nvcc, pytest with its timeouts, hypothesis, peft and transformers; it reaches no registry. quantised needs bitsandbytes,
-# zero3 DeepSpeed and two GPUs; rollout, rollout-experts and grpo need vLLM (0.26 for torch 2.11), step and step-x2 TRL, too:
+# zero3 DeepSpeed and two GPUs; rollout, rollout-experts, grpo, sync, quantised-engines (verl, too), fsdp-x2 (two GPUs) and
+# fsdp-x4 (four) need vLLM (0.26 for torch 2.11), step and step-x2 TRL, too:
 # an engine for each of three ways, and as many starts, which take most of the time; sglang and sglang-x2 (two GPUs) need
 # SGLang (0.5.17 for torch 2.11; FlashInfer is not needed). Each step should stay below ten minutes (estimated); its record
 # is written after every way.
@@ -87,12 +88,25 @@ for step in $steps; do
     latency) bench latency-$card latency ;;
     energy) bench energy-$card energy ;;
     rollout) bench rollout-$card rollout --shape qwen2.5-7b --plot "$out/rollout-$card.png" ;;
-    rollout-experts) # half of the 48 layers: trainer and engine hold 31 GB each
-      bench rollout-experts-$card rollout --shape qwen3-30b-a3b --layers 24 --plot "$out/rollout-experts-$card.png" ;;
+    rollout-experts) # a third of the 48 layers: CUDA graphs of half of them in three engines took more than ten minutes
+      bench rollout-experts-$card rollout --shape qwen3-30b-a3b --layers 16 --repeats 2 \
+        --plot "$out/rollout-experts-$card.png" ;;
     step) bench step-$card step --shape qwen2.5-7b --plot "$out/step-$card.png" ;;
-    step-x2) bench step-$card-x2 step --shape qwen2.5-7b --ranks 2 --plot "$out/step-$card-x2.png" ;;
+    step-x2) bench step-$card-x2 step --shape qwen2.5-7b --ranks 2 --steps 3 --completions 48 \
+      --plot "$out/step-$card-x2.png" ;;
     grpo) bench grpo-gpu grpo --device cuda --plot "$out/grpo.png" ;;
     quantised) bench quantised-base-$card quantised --device cuda --shape qwen2.5-7b --layers 28 --repeat 20 ;;
+    scaled) bench scaled-$card scaled --device cuda --layers 28 ;;
+    quantised-engines) bench quantised-$card quantised_engines --device cuda --models --time qwen2.5-7b ;;
+    sync) # 7B into an engine in one process, in another, and into one that reads; experts into one that reads
+      bench sync-push-qwen2.5-7b sync --repeats 9 --parts pull same other
+      bench sync-pull-qwen3-30b-a3b-8 sync --shape qwen3-30b-a3b-8 --parts pull ;;
+    fsdp-x2)
+      try python3 -m torch.distributed.run --nproc-per-node 2 benchmarks/fsdp.py --parts push --sleep-mode \
+        --json "$out/fsdp-pull-qwen2.5-7b-x2.json" ;;
+    fsdp-x4) # of 140 GB each
+      try python3 -m torch.distributed.run --nproc-per-node 4 benchmarks/fsdp.py --shape qwen2.5-72b --parts push --tp 2 \
+        --json "$out/fsdp-qwen2.5-72b-x4.json" ;;
     zero3)
       try python3 -m torch.distributed.run --nproc-per-node 2 benchmarks/zero3.py --json "$out/zero3-qwen2.5-7b-x2.json" ;;
     sglang)
