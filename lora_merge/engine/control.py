@@ -83,7 +83,7 @@ class Control:
         return ""
 
     async def rpc(self, op: str, **message: Any) -> list[dict[str, Any]]:
-        """Call an operation of engine/worker.py, or one of the engine's own, in every worker.
+        """Call an operation of engine/operations.py, or one of the engine's own, in every worker.
 
         Returns:
             their answers, in rank order.

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from ...stream.buckets import dtype_name
 from ..modules import Modules
+from ..operations import OPS
 from ..side import Side, side_of
 from ..state import State
-from ..worker import OPS, Op, respond
+from ..worker import Op, respond
 from .adapter import ADAPTER_ID, load_adapter, remove_adapter, unserved_modules
 from .loader import Loader
 from .unfit import unfit

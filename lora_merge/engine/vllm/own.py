@@ -1,5 +1,5 @@
 """What a worker does where the base is what its engine started with, and nobody has pushed one: operations of the
-worker method, as in worker.py."""
+worker method, as in operations.py."""
 
 from __future__ import annotations
 

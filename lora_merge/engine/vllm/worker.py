@@ -17,10 +17,11 @@ from torch import Tensor
 from vllm import envs
 from vllm.config import set_current_vllm_config
 
+from ..operations import OPS
 from ..replica import ONE_ENGINE
 from ..side import Side
 from ..state import State
-from ..worker import OPS, respond
+from ..worker import respond
 from . import internals, own
 from .adapter import ADAPTER_ID, load_adapter, remove_adapter, unserved_modules
 from .backend import LoraMergeWeightTransferEngine
