@@ -89,7 +89,7 @@ def planned(weights: list[tuple[Tensor, tuple[int, ...]]], group: Group, rank: i
         rows, cols = weight.shape
         groups = {"tensor": 1, "channel": rows}.get(group, -(-rows // 128) * -(-cols // 128))
         values = torch.empty(rows, cols, dtype=torch.float8_e4m3fn, device=weight.device)
-        scaled.append(Scaled(values, torch.empty(groups, device=weight.device), group))
+        scaled.append(Scaled(values, torch.empty(groups, device=weight.device), group, weight.dtype))
         for source, to in zip(weight.split(parts), values.split(parts), strict=True):
             pair = normal(rank, cols, weight.device, dtype), normal(len(source), rank, weight.device, dtype)
             segments.append(Segment("w", source, to, *(pair if rank else (None, None))))

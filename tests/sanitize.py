@@ -101,11 +101,12 @@ def tracked(segments: list[Segment]) -> None:
 def scaled(_: list[Segment]) -> None:
     """Results of 8 bits: whole vectors and edges, rows that lanes keep and longer ones, bands in two streams."""
     for group, base in itertools.product(GROUPS, (BF16, FP16, FP32)):
-        segments, targets = [], []
+        segments, targets = [], list[Scaled]()
         for rank, (rows, cols) in itertools.product((0, 8, 40), ((256, 384), (130, 200), (77, 1), (9, 21000))):
             s = make_segment("scaled", rows, cols, rank, (base, BF16, FP32, FP32), DEVICE)
             count = {"tensor": 1, "channel": rows}.get(group, -(-rows // 128) * -(-cols // 128))
-            target = Scaled(torch.empty(rows, cols, dtype=FP8, device=DEVICE), torch.empty(count, device=DEVICE), group)
+            values, scales = torch.empty(rows, cols, dtype=FP8, device=DEVICE), torch.empty(count, device=DEVICE)
+            target = Scaled(values, scales, group, BF16 if len(targets) % 2 else FP16)
             segments.append(dataclasses.replace(s, destination=target.weight))
             targets.append(target)
         MergedFirst(cuda.prepare, CudaScale, place(segments, targets), DEVICE, room=1 << 15)(False, 0)

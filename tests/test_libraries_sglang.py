@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +21,7 @@ from sglang_engines import LORA, ask, assert_answers, engine
 from test_libraries_quantised import eight_bits, four_bits, quantised, with_lora
 from test_libraries_zero3 import engine as deepspeed
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from lora_merge import SglangSync
 from lora_merge.shards import here
@@ -91,12 +92,23 @@ def test_bases_that_their_library_decodes(started: Any, case: str) -> None:
             assert_answers(ask(started, **request), model, greedy=False)
 
 
-def under_zero3(rank: int, folder: Path) -> None:
+def zero3() -> tuple[nn.Module, Any]:
+    """A whole model, and the same one partitioned."""
+    plain, model = (models.with_lora(policies.qwen2, target_modules=policies.LINEARS) for _ in range(2))
+    return plain, deepspeed(model, stage3_param_persistence_threshold=1100)
+
+
+def qlora_fsdp2() -> tuple[nn.Module, Any]:
+    storage = {"quant_type": "nf4", "quant_storage": torch.float32}
+    plain, model = policy(**storage), policy(**storage)
+    for layer in model.get_base_model().model.layers:
+        fully_shard(layer)
+    return plain, fully_shard(model)
+
+
+def sharded(rank: int, build: Callable[[], tuple[nn.Module, Any]], folder: Path) -> None:
     """Two ranks push to rank 0's engine: merged by the trainer, by the engine, and adapters alone."""
-    plain = models.with_lora(policies.qwen2, target_modules=policies.LINEARS)
-    model = deepspeed(
-        models.with_lora(policies.qwen2, target_modules=policies.LINEARS), stage3_param_persistence_threshold=1100
-    )
+    plain, model = build()
     with ExitStack() as stack:
         handle = stack.enter_context(engine(plain, folder / "base", **LORA)) if rank == 0 else None
         dist.barrier()
@@ -108,7 +120,7 @@ def under_zero3(rank: int, folder: Path) -> None:
                     report = sync.push(verify=step == 1)
                     assert report.base_sent == ("trainer" not in way.values() and step == 0)
                     if handle is not None:
-                        assert_answers(ask(handle, lora_path=sync.lora_path()), plain)
+                        assert_answers(ask(handle, lora_path=sync.lora_path()), plain, greedy=False)
 
 
 def train_alike(model: nn.Module) -> None:
@@ -119,5 +131,6 @@ def train_alike(model: nn.Module) -> None:
                 here(parameter).mul_(-1.25)
 
 
-def test_pushes_of_a_trainer_under_zero3(tmp_path: Path) -> None:
-    spawn(2, under_zero3, tmp_path, timeout=timedelta(minutes=8))
+@pytest.mark.parametrize("build", [zero3, qlora_fsdp2])
+def test_pushes_of_a_sharded_trainer(build: Any, tmp_path: Path) -> None:
+    spawn(2, sharded, build, tmp_path, timeout=timedelta(minutes=8))

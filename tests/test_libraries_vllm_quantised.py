@@ -118,7 +118,9 @@ def test_an_engine_that_rounds_the_base(tmp_path: Path) -> None:
 FP8 = {"quantization": "fp8_per_channel", "worker_extension_cls": "quantised.Watched", "dtype": "bfloat16"}
 
 
-@pytest.mark.parametrize("case", ["nf4", "nf4, double", "llm.int8", "int4 in groups of 32"])
+@pytest.mark.parametrize(
+    "case", ["nf4", "nf4, double", "fp4", "llm.int8", "int4 in groups of 32", "int8", "fp8", "hqq 4 bits"]
+)
 def test_an_engine_that_quantises_what_it_loads(case: str, tmp_path: Path) -> None:
     """What the codes stand for and the adapters, rounded to bfloat16, then by vLLM: the bits of a fresh engine on the
     merged checkpoint, wherever the merge happens; and adapters beside the quantised base."""
@@ -129,7 +131,7 @@ def test_an_engine_that_quantises_what_it_loads(case: str, tmp_path: Path) -> No
         right = dequantised.exact
         model = by_their_library(case, torch.bfloat16)
     else:
-        model = policy(quant_type="nf4", compress_statistics="double" in case, dtype=torch.bfloat16)
+        model = policy(quant_type=case[:3], compress_statistics="double" in case, dtype=torch.bfloat16)
     train(model)
     folder = engines_quantised.save_merged(model, tmp_path / "merged", torch.bfloat16)
     with engine(model, folder, **FP8, enable_lora=True, max_lora_rank=8, load_format="auto") as llm:
@@ -177,6 +179,29 @@ def train_alike(model: Any, factor: float) -> None:
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 here(parameter).mul_(factor)
+
+
+def shards_into_floats(rank: int, folder: Path) -> None:
+    """Two ranks; the engine says what the whole model says, in the three ways."""
+    storage = {"quant_type": "nf4", "quant_storage": torch.float32}
+    whole, model = policy(**storage), wrapped_fsdp2(policy(**storage))
+    with ExitStack() as stack:
+        options = {"enable_lora": True, "max_lora_rank": 8, "processes": True}
+        llm = stack.enter_context(engine(whole, folder / "base", **options)) if rank == 0 else None
+        dist.barrier()
+        for way in ({"merge": "trainer"}, {"merge": "engine"}, {"mode": "adapter"}):
+            with closing(VllmSync(model, llm, bucket_bytes=1 << 18, **way)) as sync:
+                for step in range(2):
+                    train_alike(whole, -1.25)
+                    train_alike(model, -1.25)
+                    report = sync.push(verify=step == 1)
+                    assert report.base_sent == ("trainer" not in way.values() and step == 0)
+                    if llm is not None:
+                        assert_answers(ask(llm, sync.lora_request()), whole, greedy=False)
+
+
+def test_shards_of_codes_into_an_engine(tmp_path: Path) -> None:
+    spawn(2, shards_into_floats, tmp_path, timeout=timedelta(minutes=8))
 
 
 def shards_into_fp8(rank: int, build: Any, wrap: Any, folder: Path) -> None:

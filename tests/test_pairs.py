@@ -145,7 +145,9 @@ def spread(rows: int, rank: int, seed: int) -> Tensor:
 def share_of_bound(a: Tensor, b: Tensor, turned: bool = False) -> Tensor:
     """The largest error of each element, in units of what design.md allows, where pairs are used."""
     of_a, of_b = pairs(a), pairs(b)
-    exact, allowed = b.double() @ a.double().t(), PRODUCT_ERROR * (b.double().abs() @ a.double().abs().t())
+    each = b.double()[:, None] * a.double()[None]
+    # In the same order, whichever is a: that of a product of matrices is the machine's.
+    exact, allowed = each.sum(-1), PRODUCT_ERROR * each.abs().sum(-1)
     allowed += 2.0**-24 * exact.abs() + 2.0**-149  # the product's own rounding, and where float32 ends
     share = (product(of_b, of_a, turned) - exact).abs() / allowed
     return torch.where(needs_exact(of_b, of_a), 0.0, share)
@@ -371,7 +373,7 @@ def test_results_of_8_bits_are_those_of_a_merge(group: Group, rank: int, device:
     source = torch.randn(rows, cols, generator=torch.Generator().manual_seed(rank)).to(device, BF16)
     a, b = spread(cols, rank, 1).t().contiguous().to(device), spread(rows, rank, 2).to(device)
     merged, result = torch.full_like(source, 7), torch.zeros_like(source, dtype=torch.float8_e4m3fn)
-    target = Scaled(result, torch.zeros(groups, device=device), group)
+    target = Scaled(result, torch.zeros(groups, device=device), group, BF16)
     Plan([Segment("w", source, merged, a, b, 0.5)]).run()
     Plan([Segment("w", source, result, a, b, 0.5)], [target]).run()
     wanted, scales = quantise(merged.cpu(), group)

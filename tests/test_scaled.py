@@ -12,7 +12,7 @@ from conftest import BACKENDS, forced
 from torch import Tensor
 
 from lora_merge import InvalidInput, Plan, Segment
-from lora_merge.kernels.scaled import MERGED_IN, Scaled, put_ties, quantise
+from lora_merge.kernels.scaled import SCALED_FROM, Scaled, put_ties, quantise
 from lora_merge.kernels.segments import copies
 
 FP8 = torch.float8_e4m3fn
@@ -62,11 +62,11 @@ def oracle(x: Tensor, group: str) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(bits), torch.tensor(np.array(scales, dtype=f))
 
 
-def weight(rows: int, cols: int, group: str, device: torch.device) -> Scaled:
+def weight(rows: int, cols: int, group: str, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Scaled:
     """Memory for a weight of 8 bits, full of what nobody would write."""
     groups = {"tensor": 1, "channel": rows}.get(group, -(-rows // 128) * -(-cols // 128))
     data = torch.full((rows, cols), 0x7F, dtype=torch.uint8, device=device).view(FP8)
-    return Scaled(data, torch.full((groups,), float("nan"), device=device), group)  # type: ignore[arg-type]
+    return Scaled(data, torch.full((groups,), float("nan"), device=device), group, dtype)  # type: ignore[arg-type]
 
 
 def adapter(rows: int, cols: int, rank: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -84,8 +84,7 @@ def base(rows: int, cols: int, dtype: torch.dtype, device: torch.device, seed: i
 def check(segments: list[Segment], target: Scaled, atol: int = 0, **run: Any) -> None:
     """Run it; compare with the oracle on what the same backend merges in 16 bits."""
     Plan(segments, [target]).run(**run)
-    dtype = MERGED_IN[segments[0].source.dtype]
-    merged = torch.zeros(target.weight.shape, dtype=dtype, device=target.weight.device)
+    merged = torch.zeros(target.weight.shape, dtype=target.dtype, device=target.weight.device)
     begin = target.weight.data_ptr()
     for s in segments:
         row, col = divmod(s.destination.data_ptr() - begin, target.weight.shape[1])
@@ -111,11 +110,13 @@ def test_bits(rows: int, cols: int, group: str, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_dtypes_of_bases(dtype: torch.dtype, group: str, device: torch.device) -> None:
-    for adapters, rank in ((torch.float32, 16), (torch.float32, 40), (dtype, 16)):
-        w, target = base(260, 392, dtype, device), weight(260, 392, group, device)
-        a, b = adapter(260, 392, rank, adapters, device)
+@pytest.mark.parametrize("loaded", SCALED_FROM)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_dtypes_of_bases(dtype: torch.dtype, loaded: torch.dtype, group: str, device: torch.device) -> None:
+    """What is scaled was rounded to what the engine loads: an fp16 base in a bf16 engine was rounded to fp16."""
+    for adapters, rank in ((torch.float32, 16), (torch.float32, 40), (dtype, 16), (dtype, 0)):
+        w, target = base(260, 392, dtype, device), weight(260, 392, group, device, loaded)
+        a, b = adapter(260, 392, rank, adapters, device) if rank else (None, None)
         check([Segment("w", w, target.weight, a, b, 0.5)], target)
 
 
@@ -262,6 +263,8 @@ def test_bad_input(device: torch.device) -> None:
     ):
         with pytest.raises(InvalidInput, match=told):
             Plan(segments, scaled)
+    with pytest.raises(InvalidInput, match="must be bfloat16 or float16, got"):
+        replace(block, dtype=torch.float32)
     assert (block.weight.view(torch.uint8) == 0x7F).all()
     assert block.scales.isnan().all()
 

@@ -346,10 +346,12 @@ def test_models(name: str, tmp_path: Path) -> None:
                     assert (bits(llm) == fresh) == same, merge
 
 
-def test_a_float32_trainer_is_rounded_once_before_it_is_quantised(tmp_path: Path) -> None:
-    """Engines that merge would round the base before they add to it, and are refused."""
-    model = models.with_lora(engines.qwen2, **DENSE)
-    merged = quantised.save_merged(model, tmp_path / "merged")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_trainer_of_another_dtype_is_rounded_once_before_it_is_quantised(dtype: torch.dtype, tmp_path: Path) -> None:
+    """To what the engine loads, in layers that are reloaded and in those that are written as they lie. Engines that
+    merge would round the base before they add to it, and are refused."""
+    model = models.with_lora(engines.qwen2, **DENSE, dtype=dtype)
+    merged = quantised.save_merged(model, tmp_path / "merged", torch.float32)
     with engine(model, merged, **CHANNELS | READ | {"dtype": "bfloat16"}) as llm:
         fresh = bits(llm)
         with closing(VllmSync(policy(), llm, bucket_bytes=BUCKET)) as sync:

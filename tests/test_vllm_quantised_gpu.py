@@ -199,7 +199,7 @@ def test_quantisers() -> None:
             "channel": ops.scaled_fp8_quant(w, scale=None, use_per_token_if_dynamic=True),
             "compiled": by_blocks(w, block_size=[128, 128], use_ue8m0=False),
         }.items():
-            ours = Scaled(torch.empty_like(values), torch.empty_like(scales), group)  # type: ignore[arg-type]
+            ours = Scaled(torch.empty_like(values), torch.empty_like(scales), group, w.dtype)  # type: ignore[arg-type]
             Plan([Segment("w", w, ours.weight)], [ours]).run()
             told = group, tuple(w.shape), float(w.abs().max())
             assert int((ours.scales != scales).sum()) == 0, told

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import Launch
-from .scaled import MERGED_IN, Placed, Rounded, Scaled, Scales, by_weight, quantise, rectangles
+from .scaled import Placed, Rounded, Scaled, Scales, by_weight, quantise, rectangles
 from .segments import Segment
 from .streams import Streams
 
@@ -60,8 +60,9 @@ class MergedFirst(Scales):
             segments: list[Segment] = []
             jobs: list[Rounded] = []
             for band, begin in turn:
-                dtype = MERGED_IN[band.placed[0].segment.source.dtype]
-                merged = self._between.view(own + begin, band.nbytes, dtype).view(-1, band.scaled.weight.shape[1])
+                merged = self._between.view(own + begin, band.nbytes, band.scaled.dtype).view(
+                    -1, band.scaled.weight.shape[1]
+                )
                 for p in band.placed:
                     here = slice(p.rows.start - band.row, p.rows.stop - band.row)
                     segments.append(replace(p.segment, destination=merged[here, p.cols]))

@@ -35,8 +35,8 @@ from .segments import FP8, Segment
 LARGEST = 448.0
 """The largest e4m3 number."""
 LEAST_OF_BLOCK = 1e-4
-MERGED_IN = {torch.bfloat16: torch.bfloat16, torch.float16: torch.float16, torch.float32: torch.bfloat16}
-"""For each dtype of a base the one that its sums are rounded to before they are scaled."""
+SCALED_FROM = (torch.bfloat16, torch.float16)
+"""Dtypes that sums can be rounded to before they are scaled."""
 Group: TypeAlias = Literal["tensor", "channel", "block", "compiled"]
 _CODES = {name.lower(): code for name, code in GROUPS.items()}
 
@@ -49,11 +49,18 @@ class Scaled:
         weight: e4m3 `[rows, cols]`, contiguous.
         scales: float32, contiguous: `[1]`, `[rows, 1]`, or `[rows / 128, cols / 128]`, up.
         group: what shares a scale.
+        dtype: in which an engine loads the weight: sums are rounded to it before they are scaled, whatever the base's
+            dtype is; one of `SCALED_FROM`.
     """
 
     weight: Tensor
     scales: Tensor
     group: Group
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        if self.dtype not in SCALED_FROM:
+            raise InvalidInput(f"dtype of a weight of 8 bits must be bfloat16 or float16, got {self.dtype}")
 
     @property
     def code(self) -> int:
@@ -94,7 +101,7 @@ class Placed(NamedTuple):
     def ready(self) -> Rounded | None:
         """Its source as what is scaled, where it has the numbers already and makes whole groups by itself."""
         s = self.segment
-        plain = s.rank == 0 and s.row_scale is None and MERGED_IN[s.source.dtype] == s.source.dtype
+        plain = s.rank == 0 and s.row_scale is None and s.source.dtype == self.scaled.dtype
         if not plain or isinstance(s.source, Packed) or (s.source.shape[1] > 1 and s.source.stride(1) != 1):
             return None
         whole = zip((self.rows, self.cols), self.scaled.sizes, self.scaled.weight.shape, strict=True)
@@ -192,7 +199,7 @@ def _place(s: Segment, weights: Sequence[Scaled], begins: np.ndarray) -> Placed:
             f"{s.name}: the destination must be rows and columns of the weight {tuple(scaled.weight.shape)}, got "
             f"{tuple(s.destination.shape)} with strides {s.destination.stride()}"
         )
-    if s.source.dtype not in MERGED_IN:
+    if s.source.dtype not in (*SCALED_FROM, torch.float32):
         raise InvalidInput(f"{s.name}: the weight must be bfloat16, float16 or float32, got {s.source.dtype}")
     if col % SCALED_BLOCK and scaled.sizes[1] == SCALED_BLOCK:
         raise InvalidInput(f"{s.name}: column {col} is inside of a block of {SCALED_BLOCK}; cut weights between them")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ...kernels.layout import SCALED_BLOCK
 from ...kernels.plan import Plan
-from ...kernels.scaled import LARGEST, Group, Scaled, quantise
+from ...kernels.scaled import LARGEST, SCALED_FROM, Group, Scaled, quantise
 from ...kernels.segments import FLOATS, FP8, Segment
 from ..capture import Capture, Record
 from . import internals
@@ -105,7 +105,8 @@ def _deepseek(weight: Tensor) -> tuple[Tensor, Tensor]:
     if weight.is_meta:
         return quantise(weight, "block")
     grid = [-(-size // SCALED_BLOCK) for size in weight.shape]
-    made = Scaled(torch.empty_like(weight, dtype=FP8), weight.new_empty(grid, dtype=torch.float32), "block")
+    dtype = weight.dtype if weight.dtype in SCALED_FROM else torch.bfloat16
+    made = Scaled(torch.empty_like(weight, dtype=FP8), weight.new_empty(grid, dtype=torch.float32), "block", dtype)
     Plan([Segment("weight", weight, made.weight)], [made]).run()
     return made.weight, made.scales
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.plan import Plan
-from ...kernels.scaled import Group, Scaled, put_ties
+from ...kernels.scaled import SCALED_FROM, Group, Scaled, put_ties
 from ...kernels.segments import FP8, copies
 from ...shards import cut
 from ...stream.places import Places
@@ -37,15 +37,17 @@ router of 16 rows it divides by 448, for others it multiplies by 1 / 448, which 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Weight:
-    """A parameter that vLLM quantises: as matrices `[experts, rows, cols]`, in the order in which it is loaded."""
+    """A parameter that vLLM quantises: as matrices `[experts, rows, cols]`, in the order in which it is loaded, and the
+    dtype that it has then."""
 
     values: Tensor
     scales: Tensor
+    dtype: torch.dtype
 
     def scaled(self, group: Group) -> list[Scaled]:
         """Each matrix with its scales; none where these are not as many as groups."""
         found = [
-            Scaled(values, scales, group)
+            Scaled(values, scales, group, self.dtype)
             for values, scales in zip(self.values, self.scales.view(len(self.values), -1), strict=True)
         ]
         return found if all(s.grid[0] * s.grid[1] == s.scales.numel() for s in found) else []
@@ -177,7 +179,7 @@ class Compared:
         weights = {id(s): s for name in tensors for s in self._places.scaled.get(name, ())}
         pairs = [(t, again(t)) for s in weights.values() for t in (s.weight, s.scales)]
         made = [
-            Scaled(weight, scales, s.group)
+            Scaled(weight, scales, s.group, s.dtype)
             for s, (_, weight), (_, scales) in zip(weights.values(), pairs[::2], pairs[1::2], strict=True)
         ]
         segments = []
@@ -231,8 +233,10 @@ def _read(root: Any, asis: Collection[str]) -> dict[str, _Weight]:
         scale = live[own[0]]
         if scale.dtype != torch.float32 or not scale.is_contiguous() or scale.numel() % len(values):
             raise _Reloaded(f"{own[0]} is {_layout(scale)} for {len(values)} matrices")
+        if meta.dtype not in SCALED_FROM:
+            raise _Reloaded(f"{name} is loaded as {meta.dtype}")
         scales = scales - set(own)
-        found[name] = _Weight(values, scale)
+        found[name] = _Weight(values, scale, meta.dtype)
     if scales or not found:
         raise _Reloaded(f"it holds {', '.join(sorted(scales)) or 'no quantised weight'}")
     return found
@@ -332,7 +336,7 @@ def _try(root: Any, weights: Mapping[str, _Weight], given: Mapping[str, Tensor],
         same = made[name].stride() == live.stride() and made[name].dtype == FP8
         if values is None or len(scales) != 1 or scales[0].shape != weight.scales.shape or not same:
             raise _Reloaded(f"{name} came out as {_layout(made[name])} with scales {[_layout(t) for t in scales]}")
-        source, theirs = loaded[name].view(values.shape), _Weight(values, scales[0])
+        source, theirs = loaded[name].view(values.shape), _Weight(values, scales[0], weight.dtype)
         left[name] = [group for group in left[name] if _same_bits(source, theirs, group)]
         if not left[name]:
             raise _Reloaded(f"{name} came out with other bits than the kernel's")
