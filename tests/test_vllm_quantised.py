@@ -346,15 +346,20 @@ def test_models(name: str, tmp_path: Path) -> None:
                     assert (bits(llm) == fresh) == same, merge
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_a_trainer_of_another_dtype_is_rounded_once_before_it_is_quantised(dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "loaded"),
+    [(torch.float32, "bfloat16"), (torch.float16, "bfloat16"), (torch.float32, "float16"), (torch.bfloat16, "float16")],
+)
+def test_a_trainer_of_another_dtype_is_rounded_once_before_it_is_quantised(
+    dtype: torch.dtype, loaded: str, tmp_path: Path
+) -> None:
     """To what the engine loads, in layers that are reloaded and in those that are written as they lie. Engines that
     merge would round the base before they add to it, and are refused."""
     model = models.with_lora(engines.qwen2, **DENSE, dtype=dtype)
     merged = quantised.save_merged(model, tmp_path / "merged", torch.float32)
-    with engine(model, merged, **CHANNELS | READ | {"dtype": "bfloat16"}) as llm:
+    with engine(model, merged, **CHANNELS | READ | {"dtype": loaded}) as llm:
         fresh = bits(llm)
-        with closing(VllmSync(policy(), llm, bucket_bytes=BUCKET)) as sync:
+        with closing(VllmSync(policy(1), llm, bucket_bytes=BUCKET)) as sync:
             sync.push()
             assert bits(llm) != fresh
         with closing(VllmSync(model, llm, bucket_bytes=BUCKET)) as sync:
