@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,22 @@ def test_an_untied_head(tmp_path: Path) -> None:
     model = models.with_lora(lambda: policies.qwen2(tied=False), **DENSE)
     with engine(model, tmp_path / "base", api_key="abc") as started:
         push_and_ask(model, started)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_an_fp16_policy(dtype: str, tmp_path: Path) -> None:
+    """In an engine of its own dtype, whoever merges, and in one of bf16, to which the trainer rounds once. Logits of a
+    few units carry errors of some 2^-10, or 2^-7, of themselves."""
+    model = models.with_lora(policies.qwen2, **DENSE, dtype=torch.float16)
+    tolerance = {"float16": 0.02, "bfloat16": 0.15}[dtype]
+    with engine(model, tmp_path / "base", dtype=dtype) as started:
+        for merge in ("trainer", "engine") if dtype == "float16" else ("trainer",):
+            with closing(SglangSync(model, started, merge=merge)) as sync:
+                assert sync.push(verify=True).coverage == 1
+                assert_answers(ask(started), model, tolerance=tolerance, greedy=False)
+                policies.train(model)
+                sync.push()
+                assert_answers(ask(started), model, tolerance=tolerance, greedy=False)
 
 
 def test_gemma2(tmp_path: Path) -> None:
