@@ -154,7 +154,12 @@ def test_an_engine_is_in_the_middle_of_one_push_at_a_time() -> None:
         claim.check("second")
     assert not claim.end("second"), "whoever was refused ends nothing"
     claim.check("first")
-    assert not claim.take("first", *here), "its own, which did not end"
+    assert not claim.take("first", *here, "its next push"), "its own, which did not end"
+    claim.check("first", "its next push")
+    with pytest.raises(RuntimeError, match="left behind by a push that was broken off"):
+        claim.check("first", "the one before")
+    assert not claim.end("first", "the one before"), "what was left behind ends nothing"
+    claim.check("first", "its next push")
     assert claim.end("first")
     assert not claim.take("second", *here)
     with pytest.raises(RuntimeError, match="not in the middle of this trainer's push"):

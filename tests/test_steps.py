@@ -44,6 +44,7 @@ class Engine(Control):
         self.broken, self.late, self.forgets, self.dies = broken, late, forgets, dies
         self.stands, self.by_user = paused, paused
         self.messages: list[list[str]] = []
+        self.told: list[dict[str, Any]] = []
 
     async def chain(self, calls: Sequence[Call], returned: list[Any] | None = None) -> list[Any]:
         self.messages.append([])
@@ -68,6 +69,7 @@ class Engine(Control):
     async def rpc(self, op: str, **message: Any) -> list[dict[str, Any]]:
         self.messages = self.messages or [[]]
         self.messages[-1].append(op)
+        self.told.append(message)
         if op == self.broken:
             raise EngineGone("dead") if self.dies else WorkerFailed("injected")
         return [{"rank": 0, "state": message.get("state"), "elements": [1, 1], "reloaded": 0}]
@@ -233,6 +235,18 @@ def test_an_engine_that_was_never_asked_is_not_paused() -> None:
     drive(steps.go_on(one, {}))
     assert engine.messages == [["end"]]
     assert not one.due
+
+
+def test_a_push_is_told_from_the_one_before() -> None:
+    """Whatever that one has left behind, in a message that was interrupted, is refused."""
+    steps, told = Steps("mine", "keep"), list[set[str]]()
+    for _ in range(2):
+        steps.begin()
+        one = replica(engine := Engine())
+        assert not push(one, steps)
+        told.append({message["push"] for message in engine.told})
+        assert len(told[-1]) == 1
+    assert told[0] != told[1]
 
 
 def test_an_engine_that_has_gone_on_is_left_alone_when_another_rank_fails() -> None:

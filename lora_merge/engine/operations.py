@@ -243,13 +243,16 @@ def _note_pause(worker: Worker, side: Side, paused: bool | None = None, waking: 
     return {}
 
 
-def _end(worker: Worker, side: Side, owner: str, serves: bool = False, **notes: bool) -> dict[str, Any]:
+def _end(
+    worker: Worker, side: Side, owner: str, push: str | None = None, serves: bool = False, **notes: bool
+) -> dict[str, Any]:
     """End a push, whatever its outcome; `notes` as in `note_pause`.
 
     Args:
+        owner, push: as of `Claim.end`.
         serves: whether generation goes on with what is held now.
     """
-    if side.claim.end(owner):
+    if side.claim.end(owner, push):
         side.update = None
         _note_pause(worker, side, **notes)
         if serves:

@@ -150,6 +150,7 @@ class Pushes:
 
     async def _locked_push(self, mode: str, verify: bool) -> SyncReport:
         trainer, report = self._trainer, SyncReport(0, mode)
+        self._steps.begin()
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()
         with report.timed("check"):
@@ -271,7 +272,7 @@ class Pushes:
             beside: as of `_hello`.
         """
         replicas: list[Replica] = []
-        claim = {"owner": self._trainer.name, "host": host_id(), "pid": os.getpid()}
+        claim = {"owner": self._trainer.name, "host": host_id(), "pid": os.getpid(), "push": self._steps.push}
         hello = self._hello(beside, claim=claim, streams=streams, updates=updates)
         for rank, introduced in enumerate(await self._trainer.everywhere(hello)):
             mine = rank == self._trainer.world.rank

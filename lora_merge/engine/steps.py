@@ -7,6 +7,7 @@ going on goes with the last.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -30,12 +31,18 @@ class Steps:
     """
 
     def __init__(self, owner: str, pause: str) -> None:
-        self._owner, self._pause = owner, check_pause(pause)
+        self._owner, self._pause, self.push = owner, check_pause(pause), ""
+
+    def begin(self) -> None:
+        """Begin a push, which workers know by `push`: they refuse what another one has left behind. (A call that was
+        interrupted goes on in the engine, and what comes after it in its message would be made in the middle of the
+        next push.)"""
+        self.push = secrets.token_hex(8)
 
     def told(self, op: str, **message: Any) -> Call:
-        """An operation of this push in all workers of an engine; they refuse it if another trainer has claimed the
+        """An operation of this push in all workers of an engine; they refuse it if another push has claimed the
         engine."""
-        return Call("rpc", (op,), {"trainer": self._owner, **message})
+        return Call("rpc", (op,), {"trainer": self._owner, "push": self.push, **message})
 
     async def make(
         self, replica: Replica, calls: Sequence[Call], *, begins: bool = False, returned: list[Any] | None = None
@@ -180,7 +187,7 @@ class Steps:
         return [*resume, self._end(serves=True, paused=False)]
 
     def _end(self, **notes: bool) -> Call:
-        return Call("rpc", ("end",), {"owner": self._owner, **notes})
+        return Call("rpc", ("end",), {"owner": self._owner, "push": self.push, **notes})
 
     # ---- what comes after --------------------------------------------------------------------------------------------
 

@@ -73,8 +73,9 @@ def respond(worker: Worker, ops: Mapping[str, Op], request: str, raised: tuple[t
 
     Args:
         ops: the operations of this engine, by name.
-        request: `{"op": ..., "call": ..., "trainer": ..., "sessions": ..., **arguments}`; `trainer` where it is a call
-            of a push, and `sessions` where buckets come in it: those of the channels through which they come.
+        request: `{"op": ..., "call": ..., "trainer": ..., "push": ..., "sessions": ..., **arguments}`; `trainer` and
+            `push` where it is a call of one (`Claim`), and `sessions` where buckets come in it: those of the channels
+            through which they come.
         raised: errors that are no answer.
 
     Returns:
@@ -91,7 +92,7 @@ def respond(worker: Worker, ops: Mapping[str, Op], request: str, raised: tuple[t
         op, sessions = message.pop("op"), message.pop("sessions", None) if "trainer" in message else None
         with worker.working(op), nullcontext() if sessions is None else side.taking(sessions):
             if "trainer" in message:
-                side.claim.check(message.pop("trainer"))
+                side.claim.check(message.pop("trainer"), message.pop("push", None))
             answer = ops[op](worker, side, **message)
         return json.dumps({"rank": rank, "call": call, **answer})
     except raised:
