@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -230,6 +233,19 @@ def test_calls_in_one_message_end_with_the_first_one_that_fails(calls: Any, retu
     assert isinstance(found, str)
     assert json.loads(found) == {"returned": returned, "failed": failed}
     assert core.made == [str(one) for one in returned if one is not None]
+
+
+def test_an_engine_is_woken_after_calls_that_came_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM ends a pause where it is about to wait for a message: requests that a resume there let go on stood still."""
+    engine = SimpleNamespace(EngineCoreRequestType=SimpleNamespace(WAKEUP="wake up"))
+    monkeypatch.setitem(sys.modules, "vllm.v1.engine", engine)
+    for calls, late in (([SAY], False), ([["wait", [], [], None], SAY], True)):
+        core = Core()
+        core.input_queue = queue.SimpleQueue()  # type: ignore[attr-defined]
+        lora_merge_calls(core, calls)
+        assert core.input_queue.empty()  # type: ignore[attr-defined]
+        core.later.set_result(None)
+        assert core.input_queue.empty() != late  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("error", [None, ValueError("gone")])

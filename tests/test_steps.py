@@ -210,6 +210,13 @@ def test_each_call_fails(broken: str, ends: bool, late: bool) -> None:
         assert engine.stands, "what is dirty does not generate"
 
 
+def test_data_parallel_engines_are_paused_before_their_work() -> None:
+    """vLLM's come to a stop together: one whose pause is still to be said would be waited for."""
+    one = replica(engine := Engine(), shares={"name": "a", "engines": 2})
+    assert not push(one, Steps("mine", "keep"), ends=False)
+    assert engine.messages == [STEADY[:3], STEADY[3:-1], ["resume", "end"]]
+
+
 @pytest.mark.parametrize("broken", PULLED)
 def test_an_engine_dies_in_a_message(broken: str) -> None:
     """How far it came, nobody knows: it counts as begun."""

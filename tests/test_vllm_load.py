@@ -22,7 +22,7 @@ from torch import nn
 
 from lora_merge import InvalidInput, LoraMergeError, PushFailed, PushRefused, UnsupportedAdapter, VllmSync
 from lora_merge.engine.state import OWN, State
-from lora_merge.serve import aload_adapter, load_adapter, unload_adapter
+from lora_merge.serve import aload_adapter, aunload_adapter, load_adapter, unload_adapter
 
 DENSE = {"target_modules": engines.LINEARS}
 EXPERTS = {"target_modules": engines.LINEARS[:4], "target_parameters": engines.EXPERTS}
@@ -379,7 +379,7 @@ async def in_flight(base: Path, folder: Path, model: Any) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    options = engines.engine_options(model) | READ
+    options = engines.engine_options(model) | READ | {"max_model_len": 256, "worker_extension_cls": "engines.Slow"}
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(base), **options))
     try:
         with pytest.raises(InvalidInput, match="has to be awaited"):
@@ -398,6 +398,15 @@ async def in_flight(base: Path, folder: Path, model: Any) -> None:
         assert (await aload_adapter(llm, folder)).version == 1
         assert len((await running).outputs[0].token_ids) == 40
         assert_answers([await answer(10)], model, engines.prompts(1))
+        await llm.collective_rpc("slow", args=(True,))
+        running = asyncio.ensure_future(answer(100))
+        await asyncio.sleep(0.5)
+        assert not running.done()
+        await aunload_adapter(llm)  # one message: it pauses, reads and lets go on
+        # Nothing else is sent to the engine.
+        assert len((await asyncio.wait_for(running, 60)).outputs[0].token_ids) == 100
+        await llm.collective_rpc("slow", args=(False,))
+        assert (await aload_adapter(llm, folder)).version == 3
         output = await answer(4)
         if getattr(output.outputs[0], "weight_versions", None):
             assert folder.name in str(output.outputs[0].weight_versions)

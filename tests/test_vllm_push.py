@@ -97,6 +97,7 @@ class Engine:
             await self.slow(False)
 
         control.pause = full_speed  # type: ignore[method-assign]
+        control._reaches_core = lambda: False  # type: ignore[attr-defined]  # call by call, as over HTTP
         await self.slow(True)
         tasks = [asyncio.create_task(self.request(i, 200, sync.lora_request(), begun[i])) for i in range(count)]
         all_begun = asyncio.gather(*(event.wait() for event in begun))

@@ -17,6 +17,10 @@ class WorkerFailed(RuntimeError):
     """Workers of an engine reported an error; the other workers have done their part."""
 
 
+class Unheard(RuntimeError):
+    """No answer to a message came, and how far the engine came with it, nobody knows."""
+
+
 class OutOfStep(RuntimeError):
     """An engine returned the answers to an earlier call: after a call failed in one worker, the others' answers were
     left unread. The engine cannot be used any more."""

@@ -20,7 +20,7 @@ from .fit import Fit
 from .offer import UpdateOffer
 from .passes import Pass, Told
 from .push import Pushes
-from .replica import Replica, SyncReport, check_handle
+from .replica import Replica, SyncReport, check_handle, engines_of
 from .state import OWN, State
 from .trainer import Trainer
 from .transport import Route
@@ -98,7 +98,9 @@ class Loads:
         update.device = self._device
         report.merge = "engine"
         report.left_out = tuple(sorted(bare.left_out))
-        lost = [replica for replica in replicas if await self._lost(replica, base, update)]
+        gone = {replica.index for replica in replicas if await self._lost(replica, base, update)}
+        engines = [engine for engine in engines_of(replicas) if any(one.index in gone for one in engine)]
+        lost = [replica for engine in engines for replica in engine]
         before, after = (
             State(kind, report.version, OWN, trainer=self._trainer.name, adapter=name)
             for kind, name in (("base", ""), ("merged", self._name))

@@ -443,19 +443,28 @@ class Pushes:
         self, replicas: Sequence[Replica], held: Mapping[int, State], brought: State, slept: Mapping[int, int]
     ) -> None:
         """After an interrupted push, resume engines that hold what they held before, or everything that it was to
-        bring; others, including dirty ones, stay as they are until the next push.
+        bring; others, including dirty ones, stay as they are until the next push. So do those that share experts with
+        one of these, or with one whose handle is not here.
 
         Args:
             held: by replicas before it.
-            slept: as of `_resume`.
+            slept: as of `Steps.go_on`.
         """
+        well: set[int] = set()
+
+        async def ask(replica: Replica) -> None:
+            replica.workers = await replica.handle.rpc("hello")
+            if replica.state in (held[replica.index], brought) and replica.state.kind != "dirty":
+                well.add(replica.index)
 
         async def back(replica: Replica) -> None:
-            replica.workers = await replica.handle.rpc("hello")
-            if replica.state not in (held[replica.index], brought) or replica.state.kind == "dirty":
-                return
             replica.paused_by_us = replica.paused_by_us or replica.stands
-            replica.error, replica.begun = "interrupted", False  # what it holds says the rest
+            replica.error, replica.begun = "interrupted", replica.index not in well  # what it holds says the rest
             await self._steps.go_on(replica, slept)
 
-        await self._trainer.each([replica for replica in replicas if replica.control is not None], back, failed=True)
+        await self._trainer.each(replicas, ask, failed=True)
+        for engine in engines_of(replicas):
+            if engine[0].shares is not None and not well.issuperset(replica.index for replica in engine):
+                well.difference_update(replica.index for replica in engine)
+                await self._trainer.each(engine, back, failed=True)  # dirty
+        await self._trainer.each([replica for replica in replicas if replica.index in well], back, failed=True)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from ..errors import InvalidInput, PushFailed
 from .calls import EngineGone
-from .control import Call
+from .control import Call, Unheard
 from .passes import Pass
 from .replica import Replica
 from .state import State
@@ -61,12 +62,12 @@ class Steps:
         """
         due, replica.due = replica.due, []
         made, returned = list[Any](), [] if returned is None else returned
-        lost = False
+        lost = False  # how far it came, nobody knows
         try:
             if due or calls:
                 await replica.handle.chain([*due, *calls], made)
         except BaseException as error:
-            lost = isinstance(error, EngineGone) or not isinstance(error, Exception)  # nobody knows how far it came
+            lost = isinstance(error, EngineGone | Unheard) or not isinstance(error, Exception)
             raise
         finally:
             returned += made[len(due) :]
@@ -100,7 +101,7 @@ class Steps:
             # Said before: a call that ends here, in a timeout, takes effect there.
             noted = self.told("note_pause", paused=True)
             replica.due = [paused, replace(noted, unless=paused), Call("pause", (pause,), unless=paused)]
-        if pause != "keep":
+        if pause != "keep" or replica.shares is not None:  # such engines come to a stop when all of them are told
             await self.make(replica, [])
 
     def _pause_of(self, replica: Replica, mode: str) -> str:
@@ -214,7 +215,8 @@ class Steps:
         else:
             notes["serves"] = True
             if asleep and replica.error:
-                await self.sleep_again(replica, slept[replica.index])
+                with suppress(Exception):  # what stays awake the next push finds, and the push's own error is told
+                    await self.sleep_again(replica, slept[replica.index])
             elif asleep:
                 # Said before: where waking it fails, the weights are awake, and nothing else tells the next push.
                 await self.tell(replica, "note_pause", waking=True)

@@ -11,8 +11,8 @@ from operator import attrgetter
 from typing import Any, TypeAlias
 
 from ...errors import InvalidInput, PushRefused
-from ..calls import watched, while_alive
-from ..control import Call, Control, judges
+from ..calls import EngineGone, watched, while_alive
+from ..control import Call, Control, Unheard, judges
 from ..web import NoRoute, Server
 from .core import NAME
 from .plugin import BACKEND, registered
@@ -104,7 +104,12 @@ class LlmControl(Control):
             else:
                 asked.append([*self._of_core[call.method](*call.arguments), call.wanted, unless])
                 reads.append(_as_it_is)
-        told = json.loads(await self._in_core(asked))
+        try:
+            told = json.loads(await self._in_core(asked))
+        except EngineGone:
+            raise
+        except Exception as error:
+            raise Unheard(f"{type(error).__name__}: {error}") from error
         returned = [] if returned is None else returned
         for found, read in zip(told["returned"], reads, strict=False):  # fewer where one ended it
             returned.append(None if found is None else read(found))

@@ -39,6 +39,7 @@ class _Calls:
     def __init__(self, core: Any, calls: Sequence[Sequence[Any]]) -> None:
         self._core, self._left = core, list(calls)
         self._returned: list[Any] = []
+        self._late = False
         self.ended: Future[str] = Future()
 
     def go_on(self) -> None:
@@ -67,6 +68,7 @@ class _Calls:
         return method
 
     def _came(self, found: Future[Any]) -> None:
+        self._late = True
         name, _, wanted, _ = self._left.pop(0)
         try:
             goes_on = self._may_go_on(found.result(), wanted)
@@ -85,6 +87,12 @@ class _Calls:
         return not wanted or found in wanted
 
     def _end(self, failed: str = "") -> None:
+        if self._late and hasattr(self._core, "input_queue"):
+            # vLLM tells of what has ended when it has nothing to do, and then waits for a message, whatever the calls
+            # that were made meanwhile have brought: a resume lets requests go on that were kept.
+            from vllm.v1.engine import EngineCoreRequestType
+
+            self._core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
         self.ended.set_result(json.dumps({"returned": self._returned, "failed": failed}))
 
 
