@@ -134,8 +134,8 @@ def _routers(tensors: Mapping[str, Tensor]) -> list[str]:
 
 @contextmanager
 def kernel_for_blocks() -> Iterator[None]:
-    """A kernel for FP8 by blocks where vLLM has none for this CPU, as it takes AMX: it multiplies what values and
-    scales stand for. How layers are loaded and processed is vLLM's own."""
+    """A kernel for FP8 by blocks: it multiplies what values and scales stand for. Of vLLM 0.32's own one needs AMX, and
+    takes no bias of bf16, which this model has. How layers are loaded and processed is vLLM's own."""
     from vllm.model_executor.kernels import linear
     from vllm.model_executor.kernels.linear import Fp8BlockScaledMMLinearKernel
     from vllm.platforms import current_platform
@@ -151,7 +151,7 @@ def kernel_for_blocks() -> Iterator[None]:
             return (inputs @ (B.float() * scales).t()).to(self.config.out_dtype)
 
     kernels: list[Any] = linear._POSSIBLE_FP8_BLOCK_KERNELS[current_platform._enum]
-    kernels.append(Plain)  # the last one that is asked
+    kernels.insert(0, Plain)  # the first one that is asked
     try:
         yield
     finally:
