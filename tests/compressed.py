@@ -134,7 +134,7 @@ def _routers(tensors: Mapping[str, Tensor]) -> list[str]:
 
 @contextmanager
 def kernel_for_blocks() -> Iterator[None]:
-    """A kernel for FP8 by blocks: it multiplies what values and scales stand for. Of vLLM 0.32's own one needs AMX, and
+    """A kernel for FP8 by blocks: it multiplies what values and scales stand for. vLLM 0.32's own needs AMX, and
     takes no bias of bf16, which this model has. How layers are loaded and processed is vLLM's own."""
     from vllm.model_executor.kernels import linear
     from vllm.model_executor.kernels.linear import Fp8BlockScaledMMLinearKernel
