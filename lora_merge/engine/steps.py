@@ -76,16 +76,9 @@ class Steps:
                 replica.paused_by_us = made[:1] == [False]  # the user's pause stays
         return returned
 
-    async def tell(self, replica: Replica, op: str, *, begins: bool = False, **message: Any) -> list[dict[str, Any]]:
-        """Make the calls that are due, and an operation in all workers.
-
-        Args:
-            begins: as of `make`.
-
-        Returns:
-            the workers' answers.
-        """
-        [answers] = await self.make(replica, [self.told(op, **message)], begins=begins)
+    async def tell(self, replica: Replica, op: str, **message: Any) -> list[dict[str, Any]]:
+        """Make the calls that are due, and an operation in all workers; returns their answers."""
+        [answers] = await self.make(replica, [self.told(op, **message)])
         return answers
 
     # ---- pause -------------------------------------------------------------------------------------------------------
