@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from . import internals
+
 NAME = "lora_merge_calls"
 
 
@@ -90,9 +92,7 @@ class _Calls:
         if self._late and hasattr(self._core, "input_queue"):
             # vLLM tells of what has ended when it has nothing to do, and then waits for a message, whatever the calls
             # that were made meanwhile have brought: a resume lets requests go on that were kept.
-            from vllm.v1.engine import EngineCoreRequestType
-
-            self._core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
+            self._core.input_queue.put_nowait((internals.EngineCoreRequestType.WAKEUP, None))
         self.ended.set_result(json.dumps({"returned": self._returned, "failed": failed}))
 
 

@@ -1,4 +1,4 @@
-"""Every name of vLLM's that is used in its workers and belongs to no interface that vLLM promises: `internals.NAME` is
+"""Each name of vLLM's that is used in its processes but belongs to no interface that vLLM promises: `internals.NAME` is
 the thing itself, imported when it is first used, and `lacks` says what a vLLM does not have of all of them.
 
 Read in vLLM 0.26, 0.32 and 0.33; run with 0.26 and 0.32.
@@ -30,6 +30,7 @@ _WHERE = {
     "PEFTHelper": "vllm.lora.peft_helper",
     "CuMemAllocator": "vllm.device_allocator.cumem",
     "get_tp_group": "vllm.distributed.parallel_state",
+    "EngineCoreRequestType": "vllm.v1.engine",
 }
 _LATER = {
     "is_deferred_attention_layer": "vllm.model_executor.layers.attention",
