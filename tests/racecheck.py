@@ -2,9 +2,9 @@
 
 python tests/racecheck.py LOG        (1 if a report is left)
 
-A mark is a pair of comments in csrc/cuda, `// racecheck: begin WHAT` and `// racecheck: end`; csrc/cuda/hopper.cuh says
-why racecheck cannot follow what lies between. A report names two accesses by file and line (the extension is built with
--lineinfo): it is passed over if a write of the two is marked.
+A mark is a pair of comments in csrc/cuda, `// racecheck: begin WHAT` and `// racecheck: end`; csrc/cuda/hopper_ask.cuh
+says why racecheck cannot follow what lies between. A report names two accesses by file and line (the extension is built
+with -lineinfo): it is passed over if a write of the two is marked.
 """
 
 from __future__ import annotations

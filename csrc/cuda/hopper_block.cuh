@@ -1,0 +1,92 @@
+// What a block of the merge kernel for compute capability 9 (hopper.cuh) has in shared memory, and where it lies.
+#pragma once
+#include <cstddef>
+
+#include "hopper_box.cuh"
+#include "hopper_products.cuh"
+#include "tiles.cuh"
+
+namespace lora_merge {
+namespace hopper {
+
+constexpr int kSlots = 8;  // of units: more than tiles in flight can belong to, and the next one
+constexpr int kStoreWarps = 2;
+
+// Warpgroups that multiply: two, or three for a way that waits for latencies more than for memory. With three, a box
+// must take one turn, or a group without a box at the end would keep its turn: up to kManyRank (of all products). And
+// a strip has four: of two, lora_A would be left while another group still reads it.
+constexpr int kManyRank = kChunksOfTurn<3> * kChunk;
+template <int Groups>
+constexpr int kWarpsOfGroups = 4 * Groups;
+template <int Groups>
+constexpr int kBlock = 128 * (Groups + 1);
+
+// Of a segment, what this kernel reads: all but what is of packed sources.
+constexpr int kSlotWords = offsetof(Segment, place) / 8;
+
+// A unit: where it lies in its segment.
+struct Slot {
+  int64_t word[kSlotWords];
+  int64_t unit;
+  int number;  // of the segment
+  int row, row_end, col;
+  __device__ __forceinline__ const Segment& segment() const { return *reinterpret_cast<const Segment*>(word); }
+};
+
+struct Shared {
+  uint64_t full[kMaxStages], done[kMaxStages], empty[kMaxStages];
+  uint64_t full_A[kMaxHeld], empty_A[kMaxHeld];
+  uint64_t given[kSlots];
+  Tile tiles[kMaxStages];
+  Slot slots[kSlots];
+  Before before[kMaxStages];
+};
+
+static_assert(sizeof(Shared) <= kOwn);
+
+struct Block {
+  const HopperLaunch& launch;
+  const Layout& layout;
+  char* const memory;
+  Shared& shared;
+  __device__ __forceinline__ Block(const HopperLaunch& l, const Layout& y, char* m)
+      : launch(l), layout(y), memory(m), shared(*reinterpret_cast<Shared*>(m + y.before_own())) {}
+  __device__ __forceinline__ char* stage(int i) const { return memory + i * layout.stage_bytes; }
+  __device__ __forceinline__ char* stage_B(int i) const { return stage(i) + layout.cols / kBoxCols * kBoxBytes; }
+  __device__ __forceinline__ char* stage_beside(int i) const { return stage_B(i) + layout.bytes_of_B; }
+  __device__ __forceinline__ char* lora_A(int i) const {
+    return memory + layout.stages * layout.stage_bytes + i * layout.bytes_of_A;
+  }
+  __device__ __forceinline__ char* parts_of_A(int box) const {
+    return memory + layout.before_parts() + box * layout.bytes_of_parts;
+  }
+  // Of product p.
+  __device__ __forceinline__ uint32_t* factors_of_A(int i, int p) const {
+    return reinterpret_cast<uint32_t*>(memory + layout.before_factors() + i * layout.bytes_of_factors +
+                                       p * kFactorBytes);
+  }
+  __device__ __forceinline__ uint32_t* factors_of_B(int i, int p) const {
+    return reinterpret_cast<uint32_t*>(stage_B(i) + layout.bytes_of_B - layout.bytes_of_factors + p * kFactorBytes);
+  }
+  __device__ __forceinline__ uint32_t full(int i) const { return shared_address(shared.full + i); }
+  __device__ __forceinline__ uint32_t done(int i) const { return shared_address(shared.done + i); }
+  __device__ __forceinline__ uint32_t empty(int i) const { return shared_address(shared.empty + i); }
+  __device__ __forceinline__ uint32_t full_A(int i) const { return shared_address(shared.full_A + i); }
+  __device__ __forceinline__ uint32_t empty_A(int i) const { return shared_address(shared.empty_A + i); }
+  __device__ __forceinline__ uint32_t given(int i) const { return shared_address(shared.given + i); }
+  __device__ __forceinline__ const Maps& maps_of(int segment) const {
+    return launch.maps != nullptr ? launch.maps[segment] : launch.inline_maps[segment];
+  }
+};
+
+// A position in a ring.
+struct Ring {
+  int stage = 0, parity = 0;
+  __device__ __forceinline__ void advance(int stages, int by = 1) {
+    stage += by;
+    if (stage >= stages) stage -= stages, parity ^= 1;
+  }
+};
+
+}  // namespace hopper
+}  // namespace lora_merge
