@@ -33,6 +33,7 @@ from lora_merge import (
     read_deltas,
     save_merged,
 )
+from lora_merge.models.part import Learning
 from lora_merge.shards.zero3 import _init_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -310,6 +311,24 @@ def parts(rank: int) -> None:
     assert [delta.describe() for delta in read_deltas(model)] == [delta.describe() for delta in read_deltas(plain)]
 
 
+def learning(rank: int) -> None:
+    """What training changes beside the adapters is the same as of the whole model, however parameters are cut."""
+
+    def trained() -> nn.Module:
+        model = models.with_lora(models.qwen2, target_modules=["q_proj"], modules_to_save=["embed_tokens"], bias="all")
+        model.get_base_model().model.norm.weight.requires_grad_(True)
+        return model.to(device())
+
+    found = []
+    for model in (trained(), engine(trained(), **CONFIGS["some persist"])):
+        source = MergedWeights(model).filler().source
+        modules = getattr(model, "module", model).modules()
+        found.append(Learning(modules).names(source.parts, source.ranks, buffers=False))
+    assert found[0] == found[1]
+    assert {name.rpartition(".")[2] for name in found[0]} == {"weight", "bias"}
+    assert len(found[0]) == 8, found[0]  # three biases in each of two layers, the norm, and the embedding
+
+
 def refused(rank: int) -> None:
     """What is kept in a way that is not read, each by name; and what must not be called."""
     model = engine(odd(), **CONFIGS["partitioned"])
@@ -404,6 +423,7 @@ ON_TWO: list[Callable[[int], None]] = [
     in_a_forward,
     moved,
     parts,
+    learning,
     before_the_engine,
     refused,
     tied,

@@ -359,7 +359,7 @@ def test_memory_of_a_trainer_that_died_is_let_go_of(monkeypatch: pytest.MonkeyPa
     """Also when nobody pushes any more; not while it is read."""
     monkeypatch.setattr(side, "_WATCH_S", 0.01)
     here: Any = Side.__new__(Side)
-    here.pulls, here.claim, here._puller = {}, SimpleNamespace(owner="x"), ""
+    here.pulls, here.claim, here.puller = {}, SimpleNamespace(owner="x"), ""
     here.pulling = threading.RLock()
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         pulled: Any = Pulled.__new__(Pulled)

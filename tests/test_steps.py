@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lora_merge import PushFailed
+from lora_merge import PushFailed, PushRefused
 from lora_merge.engine.calls import EngineGone, drive
 from lora_merge.engine.control import Call, Control, WorkerFailed
 from lora_merge.engine.passes import Pass, Told
@@ -164,6 +164,19 @@ def test_a_users_own_pause_stays(shape: dict[str, bool], pause: str) -> None:
     assert not {"note_pause", "pause", "resume"}.intersection(asked)
     assert engine.stands
     assert asked[-1] == "end"
+
+
+@pytest.mark.parametrize("pause", ["keep", "wait", "abort"])
+def test_requests_that_a_user_has_kept_do_not_go_on_in_another_mode(pause: str) -> None:
+    """They would, on the bare base, when that user resumes."""
+    one = replica(engine := Engine(paused=True))
+    with pytest.raises(PushRefused, match="mode 'merged' and was paused by somebody else"):
+        drive(Steps("mine", pause).pause(one, "adapter"))
+    assert not one.begun
+    assert engine.messages == [["paused"]]
+    assert engine.stands
+    slept = replica(Engine(paused=True))
+    drive(Steps("mine", pause).pause(slept, "adapter", {0: 1}))  # vLLM says so of an engine that a push woke, too
 
 
 @pytest.mark.parametrize("shape", [{}, {"written": True}, {"merges": True}])

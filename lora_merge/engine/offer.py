@@ -195,10 +195,10 @@ class PullOffer:
 
     async def _let_go(self, replicas: Sequence[Replica]) -> None:
         """Workers unmap what was offered; the same on every rank. Where one fails, the next push asks again."""
-        if self._stayed.mapped:
+        if self._trainer.offered:
             calls = self._trainer.all_own(replicas, lambda r: r.handle.rpc("let_go", trainer=self._trainer.name))
             await self._trainer.everywhere(calls)
-            self._stayed.mapped = False
+            self._trainer.offered = False
 
     async def _offered(
         self, stream: Filler, replicas: Sequence[Replica], workers: Sequence[Mapping[str, Any]]
@@ -258,7 +258,7 @@ class PullOffer:
     async def _map(self, pull: Pull, sources: Sequence[dict[str, Any]], replicas: Sequence[Replica]) -> str:
         """Why some worker cannot map what the ranks export, in words; "" where all have."""
         message = pull.told(sources)
-        self._stayed.mapped = True
+        self._trainer.offered = True
         found: list[str] = []
 
         async def ask(replica: Replica) -> None:

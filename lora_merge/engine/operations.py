@@ -260,16 +260,16 @@ def _end(
     return {}
 
 
-def _disconnect(worker: Worker, side: Side, sessions: list[str], weights: bool) -> dict[str, Any]:
+def _disconnect(worker: Worker, side: Side, sessions: list[str], weights: str) -> dict[str, Any]:
     """Let go of a trainer's buffers, before the trainer frees them.
 
     Args:
-        weights: and of its weights.
+        weights: the trainer whose weights are let go of, too; "" for none.
     """
     if side.receiver is not None and side.receiver.session in sessions:
         side.disconnect()
-        if weights:
-            side.drop_pulls()
+    if weights and weights == side.puller:
+        side.drop_pulls()
     return {}
 
 

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ..errors import PushRefused
+from ..errors import LoraMergeError, PushRefused, UnsupportedAdapter
+from ..models.live import live
+from ..models.part import Learning
 from ..stream.buckets import Table
 from ..stream.filler import Filler
 from ..stream.weights import MergedWeights
@@ -76,6 +78,7 @@ class Passes:
         self._trainer, self._weights, self._base, self._merge = trainer, weights, base, merge
         self._fit = Fit(trainer)
         self._fingerprint, self._frozen = Fingerprint(), Fingerprint()
+        self._trained: tuple[Filler | None, Learning, list[str]] = None, Learning(()), []
         self._adapter, self._update = Offer(trainer, weights), UpdateOffer(trainer, weights)
         stayed = Stayed()
         self._pulls = {stream: PullOffer(trainer, stream, stayed) for stream in (weights, base)}
@@ -131,8 +134,9 @@ class Passes:
                 passes = await self._after_base(None, replicas, report, verify, of_base)
                 self._who = report.merge = "engine"
                 return passes
-            except PushRefused as error:
-                if self._merge == "engine":
+            except LoraMergeError as error:
+                # An error is one on every rank, but not of the same kind on each: they go on together, or none does.
+                if self._merge == "engine" or not all(await self._trainer.gather(isinstance(error, PushRefused))):
                     raise
                 self._why, of_base = str(error), None
         self._who = report.merge = "trainer"
@@ -175,7 +179,7 @@ class Passes:
             source: AdapterSource | Update = update
             changed: frozenset[str] | None = update.changed
         else:
-            fingerprint = await self._same(lambda: self._fingerprint(base))
+            fingerprint = await self._same(lambda: self._of_frozen(base))
             lacks, source, changed = partial(_lacks_base, fingerprint=fingerprint), adapter, None
         without = [replica for engine in engines_of(replicas) if any(map(lacks, engine)) for replica in engine]
         report.base_sent = bool(without)
@@ -188,6 +192,26 @@ class Passes:
         return (
             [await self._full(bare, self._base, base, without, report, verify, changed), *passes] if without else passes
         )
+
+    def _of_frozen(self, base: Filler) -> str:
+        """The fingerprint of a base that training leaves alone. Collective over the ranks of the model.
+
+        Raises:
+            UnsupportedAdapter: it trains some of it, which an adapter does not bring.
+        """
+        known, learning, _ = self._trained
+        if base.ranks.any(known is not base or learning.moved):
+            learning = Learning(module for _, module in live(self._base.model).modules())
+            names = learning.names(base.source.parts, base.ranks, buffers=False)
+            trained = [name for name, entry in base.entries.items() if not names.isdisjoint(entry.sources)]
+            self._trained = base, learning, trained
+        if trained := self._trained[2]:
+            others = f" (and {len(trained) - 1} more)" if len(trained) > 1 else ""
+            raise UnsupportedAdapter(
+                f"{trained[0]}{others}: is trained beside the adapter (requires_grad), and adapter mode brings the "
+                'adapter alone: freeze it, or push with mode="merged" instead'
+            )
+        return self._fingerprint(base)
 
     async def _same(self, fingerprint: Callable[[], str]) -> str:
         """The fingerprint of the base, which is the same on every rank."""

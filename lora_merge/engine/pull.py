@@ -125,15 +125,10 @@ def unreadable(stream: Filler) -> str:
 
 
 class Stayed:
-    """Whether a model's weights lie where they lay at the last call.
-
-    Attributes:
-        mapped: whether some worker may have memory of them mapped.
-    """
+    """Whether a model's weights lie where they lay at the last call."""
 
     def __init__(self) -> None:
         self._memory: Memory | None = None
-        self.mapped = False
 
     def __call__(self, stream: Filler) -> bool:
         """Of what this rank holds of a stream."""

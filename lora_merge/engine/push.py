@@ -87,7 +87,7 @@ class Pushes:
     ) -> None:
         self._trainer, self._passes, self._steps = trainer, passes, Steps(trainer.name, pause)
         self._mode, self._rounding, self._healing = mode, rounding, healing
-        self._closed = self._interrupted = False
+        self._closed = self._held = False
         self._pushed: State | None = None
         self._told_of: set[int] = set()  # engines with calibrated caches
         self._lock = threading.Lock()
@@ -122,7 +122,7 @@ class Pushes:
     async def aclose(self) -> None:
         """Free buffers and mapped memory, in the event loop of an `AsyncLLM`; see `close`."""
         self._closed = True
-        if self._interrupted:  # a call that was under way then may have come after the end of that push
+        if self._held:
             await self._let_go()
         await self._trainer.close()
 
@@ -135,18 +135,19 @@ class Pushes:
         try:
             return await self._locked_push(self._mode if mode is None else mode, verify)
         except BaseException as error:
-            self._interrupted = not isinstance(error, Exception)
-            await self._let_go()
+            # A call that an interrupt left under way may come after the end of that push.
+            self._held = not await self._let_go() or not isinstance(error, Exception)
             raise
         finally:
             self._passes.release()  # read, perhaps, but not sent: a refusal, an adapter alone
             self._lock.release()
 
-    async def _let_go(self) -> None:
-        """Allow other trainers to push to the engines again."""
+    async def _let_go(self) -> bool:
+        """Allow other trainers to push to the engines again; returns whether all have heard it. (One that is gone is
+        nobody's.)"""
         controls = self._trainer.controls
-        # An engine that is gone is nobody's.
-        await side_by_side(controls, lambda control: control.rpc("end", owner=self._trainer.name), controls)
+        errors = await side_by_side(controls, lambda control: control.rpc("end", owner=self._trainer.name), controls)
+        return not any(errors)
 
     async def _locked_push(self, mode: str, verify: bool) -> SyncReport:
         trainer, report = self._trainer, SyncReport(0, mode)
@@ -188,15 +189,15 @@ class Pushes:
         through = {engine[0].index for engine in engines_of(replicas) if len(engine) == 1}.difference(slept)
         # Requests that are made from here on wait for what this push brings.
         self._mode, held = mode, {replica.index: replica.state for replica in replicas}
+        name = passes[-1].state.adapter or f"{mode}@{report.version}"
         try:
             with report.timed("pause"):
-                await trainer.each(replicas, partial(self._steps.pause, mode=mode))
+                await trainer.each(replicas, partial(self._steps.pause, mode=mode, slept=slept))
             for one in passes[:-1]:
                 await self._pass(one, report, verify, "", ())
-            name = passes[-1].state.adapter or f"{mode}@{report.version}"
             await self._pass(passes[-1], report, verify, name, () if verify else through)
         except BaseException:
-            await self._back(replicas, held, passes[-1].state, slept)
+            await self._back(replicas, held, passes[-1].state, name, slept)
             raise
         await trainer.share(replicas)
         came = [replica for replica in replicas if not replica.error or replica.late]
@@ -440,20 +441,28 @@ class Pushes:
                 )
 
     async def _back(
-        self, replicas: Sequence[Replica], held: Mapping[int, State], brought: State, slept: Mapping[int, int]
+        self,
+        replicas: Sequence[Replica],
+        held: Mapping[int, State],
+        brought: State,
+        name: str,
+        slept: Mapping[int, int],
     ) -> None:
         """After an interrupted push, resume engines that hold what they held before, or everything that it was to
-        bring; others, including dirty ones, stay as they are until the next push. So do those that share experts with
-        one of these, or with one whose handle is not here.
+        bring; others, including dirty ones, stay as they are until the next push. So do those that compute together
+        with one of these, or with one whose handle is not here.
 
         Args:
             held: by replicas before it.
+            name: of what it was to bring.
             slept: as of `Steps.go_on`.
         """
         well: set[int] = set()
 
         async def ask(replica: Replica) -> None:
             replica.workers = await replica.handle.rpc("hello")
+            if replica.state == brought:
+                await self._steps.catch_up(replica, brought, name)  # workers have it before the engine knows of it
             if replica.state in (held[replica.index], brought) and replica.state.kind != "dirty":
                 well.add(replica.index)
 
@@ -464,7 +473,7 @@ class Pushes:
 
         await self._trainer.each(replicas, ask, failed=True)
         for engine in engines_of(replicas):
-            if engine[0].shares is not None and not well.issuperset(replica.index for replica in engine):
+            if len(engine) > 1 and not well.issuperset(replica.index for replica in engine):
                 well.difference_update(replica.index for replica in engine)
                 await self._trainer.each(engine, back, failed=True)  # dirty
         await self._trainer.each([replica for replica in replicas if replica.index in well], back, failed=True)

@@ -89,7 +89,7 @@ class Side:
         self.update: Update | None = None
         self.pulls: dict[str, Pulled] = {}
         self.pulling = threading.RLock()
-        self._puller = ""
+        self.puller = ""
         self.paused, self.waking = False, False
         self.checksums: dict[str, int] = {}
         self.arrived: dict[str, bool] = {}
@@ -195,7 +195,7 @@ class Side:
     def keep_pull(self, digest: str, pulled: Pulled) -> None:
         """Keep the mapped memory of a trainer; it is unmapped when that trainer dies."""
         self.drop_pulls()
-        self.pulls[digest], self._puller = pulled, self.claim.owner
+        self.pulls[digest], self.puller = pulled, self.claim.owner
         threading.Thread(target=_watch, args=(ref(self), ref(pulled)), daemon=True, name="lora_merge").start()
 
     def drop_pulls(self, only: Pulled | None = None) -> None:
@@ -226,7 +226,7 @@ class Side:
         """Open a channel to a trainer and close the one before. Memory mapped from another trainer, which may be dead,
         is unmapped."""
         self.disconnect()
-        if self._puller != self.claim.owner:
+        if self.puller != self.claim.owner:
             self.drop_pulls()
         self.receiver = Receiver(channel, self.device)
 

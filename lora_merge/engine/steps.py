@@ -8,12 +8,12 @@ going on goes with the last.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from ..errors import InvalidInput, PushFailed
+from ..errors import InvalidInput, PushFailed, PushRefused
 from .calls import EngineGone
 from .control import Call, Unheard
 from .passes import Pass
@@ -83,9 +83,20 @@ class Steps:
 
     # ---- pause -------------------------------------------------------------------------------------------------------
 
-    async def pause(self, replica: Replica, mode: str) -> None:
-        """Stop generation; with the next message, where no request is waited for or ended."""
-        pause = self._pause_of(replica, mode)
+    async def pause(self, replica: Replica, mode: str, slept: Container[int] = ()) -> None:
+        """Stop generation; with the next message, where no request is waited for or ended.
+
+        A request keeps the adapter, or none, with which it began, and a change of mode replaces the weights that it
+        needs: such requests end first, or, where the engine is paused on half-written weights, are ended at once.
+
+        Args:
+            slept: indices of engines that this push woke.
+
+        Raises:
+            PushRefused: the mode changes, and the engine is paused by its user, perhaps with requests of the other one.
+        """
+        switches = {replica.served, mode} == {"merged", "adapter"}
+        pause = self._pause_of(replica, switches)
         if replica.stands:
             replica.paused_by_us = True
             replica.due = [Call("pause", (pause,))]
@@ -96,12 +107,18 @@ class Steps:
             replica.due = [paused, replace(noted, unless=paused), Call("pause", (pause,), unless=paused)]
         if pause != "keep" or replica.shares is not None:  # such engines come to a stop when all of them are told
             await self.make(replica, [])
+            if switches and not replica.paused_by_us and replica.index not in slept:
+                raise PushRefused(
+                    f"it holds weights of mode {replica.served!r} and was paused by somebody else: requests that were "
+                    f"kept would go on with those of mode {mode!r}. Resume it before a push that changes the mode"
+                )
 
-    def _pause_of(self, replica: Replica, mode: str) -> str:
-        """Decide what happens to requests in flight. A request keeps the adapter, or none, with which it began, and a
-        change of mode replaces the weights that it needs: such requests end first, or, where the engine is paused on
-        half-written weights, are ended at once."""
-        switches = {replica.served, mode} == {"merged", "adapter"}
+    def _pause_of(self, replica: Replica, switches: bool) -> str:
+        """Decide what happens to requests in flight.
+
+        Args:
+            switches: whether the mode changes.
+        """
         if replica.stands and replica.state.kind == "dirty" and self._pause != "abort":
             return "abort" if switches else "keep"
         return "wait" if switches and self._pause == "keep" else self._pause
@@ -124,18 +141,12 @@ class Steps:
         calls = [] if told is None else [told]
         reset = len(calls)
         if name:
-            # Nothing runs before it goes on. Requests that were kept, by us or by a user's own pause, hold its blocks.
-            running = self._pause != "abort" or not replica.paused_by_us
-            calls.append(Call("reset_prefix_cache", (running, replica.workers[0]["connector"]), wanted=(True,)))
-            calls += [Call("reset_media_caches")] if replica.workers[0]["multimodal"] else []
+            calls += self._forgets(replica)
             calls += [] if one.merges else _names(name, one.state)  # else when it is merged
         commit = [self._commit(one)] if commits else []
         returned = await self._made(replica, [*calls, *commit], begins, ends)
-        if name and not returned[reset]:
-            raise PushFailed(
-                "the prefix cache could not be reset: requests hold blocks of the old weights; push with pause='keep', "
-                "or when no request is in flight"
-            )
+        if name:
+            _check_reset(returned[reset])
         if commits:
             _committed(replica, one, returned[len(calls)])
 
@@ -150,6 +161,13 @@ class Steps:
         if one.merges:
             calls = [self.told("merge", state=one.state.to_json()), *(_names(name, one.state) if name else [])]
         _committed(replica, one, (await self._made(replica, calls, one.merges, ends))[0])
+
+    def _forgets(self, replica: Replica) -> list[Call]:
+        """The calls that reset an engine's caches of the old weights; the first returns whether it could."""
+        # Nothing runs before it goes on. Requests that were kept, by us or by a user's own pause, hold its blocks.
+        running = self._pause != "abort" or not replica.paused_by_us
+        reset = Call("reset_prefix_cache", (running, replica.workers[0]["connector"]), wanted=(True,))
+        return [reset, *([Call("reset_media_caches")] if replica.workers[0]["multimodal"] else [])]
 
     def _commit(self, one: Pass) -> Call:
         return self.told("commit", full=one.state.kind != "adapter", state=one.state.to_json())
@@ -221,6 +239,12 @@ class Steps:
                 notes["paused"] = bool(replica.error)
         await self.make(replica, [*calls, self._end(**notes)])
 
+    async def catch_up(self, replica: Replica, state: State, name: str) -> None:
+        """After an interrupt, do once more what follows the new weights in an engine that has them: its caches are
+        reset, and it is told their name."""
+        replica.due = []
+        _check_reset(*(await self.make(replica, [*self._forgets(replica), *_names(name, state)]))[:1])
+
     async def sleep_again(self, replica: Replica, level: int) -> None:
         """Put an engine that was asleep back to sleep."""
         if not level:
@@ -237,6 +261,15 @@ class Steps:
 def _names(name: str, state: State) -> list[Call]:
     """The calls that tell an engine the name of what it serves from now on."""
     return [Call("label", (name,)), Call("name_adapter", (state.kind == "adapter",))]
+
+
+def _check_reset(done: bool) -> None:
+    """Raise `PushFailed` if the prefix cache was not reset."""
+    if not done:
+        raise PushFailed(
+            "the prefix cache could not be reset: requests hold blocks of the old weights; push with pause='keep', "
+            "or when no request is in flight"
+        )
 
 
 def _committed(replica: Replica, one: Pass, answers: Sequence[Mapping[str, Any]]) -> None:

@@ -30,10 +30,14 @@ class Trainer(TrainerRanks):
     Args:
         controls: of the engines whose handles this rank holds.
         world: all ranks that push.
+
+    Attributes:
+        offered: whether some worker may have memory of the model's weights mapped.
     """
 
     def __init__(self, controls: Sequence[Control], world: Ranks) -> None:
         super().__init__(controls, world)
+        self.offered = False
         self._rounds: list[tuple[Sender, frozenset[int]]] = []
         self._sessions: dict[WorkerId, str] = {}
         self._places: dict[WorkerId, tuple[int, str]] = {}
@@ -250,9 +254,10 @@ class Trainer(TrainerRanks):
         Args:
             weights: they let go of the trainer's weights, too.
         """
-        message = {"sessions": self.sessions, "weights": weights}
-        if self.sessions:  # an engine that is gone has let go already
+        message = {"sessions": self.sessions, "weights": self.name if weights else ""}
+        if self.sessions or (weights and self.offered):  # an engine that is gone has let go already
             await side_by_side(self.controls, lambda control: control.rpc("disconnect", **message), self.controls)
+        self.offered = self.offered and not weights
         await self.gather(None)
         for sender, _ in self._rounds:
             sender.close()

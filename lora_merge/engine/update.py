@@ -16,14 +16,14 @@ from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import PushRefused
 from ..kernels.plan import Plan
 from ..kernels.segments import copies
 from ..models.delta import Delta
 from ..models.live import live
-from ..models.part import Part, learning_of
+from ..models.part import Learning, Part
 from ..stream.buckets import ALIGNMENT, Meta, Table, contents_of, dtype_name, extent, lay_out, to_json
 from ..stream.filler import Filler
 from ..stream.places import Places
@@ -284,7 +284,7 @@ class Updates:
         self.instead = 'merge here (merge="trainer")' if trains else "merge it with PEFT, and start an engine on that"
         self._adapted = MergedWeights(weights.model, bucket_bytes=weights.bucket_bytes)
         self._whole = MergedWeights(weights.model, bucket_bytes=weights.bucket_bytes)
-        self._flags: tuple[list[nn.Parameter], list[bool]] = ([], [])
+        self._learning = Learning(())
         self._known: tuple[Filler, Any, Update] | None = None
 
     def __call__(self, weights: MergedWeights, base: Filler, takers: Takers) -> Update:
@@ -302,8 +302,7 @@ class Updates:
             stream.keep_tied, stream.dtypes = weights.keep_tied, weights.dtypes
         self._adapted.left_out = weights.left_out
         adapted = self._adapted.filler()
-        parameters, flags = self._flags
-        moved = [p.requires_grad for p in parameters] != flags
+        moved = self._learning.moved
         known, key = self._known, (base.digest, takers.key)
         whole = None if known is None or known[2].whole is None else self._whole.filler()
         fresh = known is None or known[0] is not adapted or known[1] != key or known[2].whole is not whole
@@ -332,11 +331,8 @@ class Updates:
                     f"{name}: {entry.meta.dtype} {list(entry.meta.shape)} with adapters, {bare.dtype} "
                     f"{list(bare.shape)} without: {self.instead}"
                 )
-        modules = [module for _, module in live(self._adapted.model).modules()]
-        own = {id(p): p for module in modules for p in module._parameters.values() if p is not None}
-        self._flags = list(own.values()), [p.requires_grad for p in own.values()]
-        learning = learning_of(parts, [p for p in own.values() if p.requires_grad], buffers=self._trains)
-        learning = frozenset().union(*adapted.ranks.gather(learning))
+        self._learning = Learning(module for _, module in live(self._adapted.model).modules())
+        learning = self._learning.names(parts, adapted.ranks, buffers=self._trains)
         whole = frozenset(
             name
             for name, entry in adapted.entries.items()

@@ -90,10 +90,11 @@ def respond(worker: Worker, ops: Mapping[str, Op], request: str, raised: tuple[t
         side = worker.side()
         side.land()
         op, sessions = message.pop("op"), message.pop("sessions", None) if "trainer" in message else None
-        with worker.working(op), nullcontext() if sessions is None else side.taking(sessions):
-            if "trainer" in message:
+        with worker.working(op):
+            if "trainer" in message:  # what another push has left behind must not touch what comes to this one
                 side.claim.check(message.pop("trainer"), message.pop("push", None))
-            answer = ops[op](worker, side, **message)
+            with nullcontext() if sessions is None else side.taking(sessions):
+                answer = ops[op](worker, side, **message)
         return json.dumps({"rank": rank, "call": call, **answer})
     except raised:
         raise

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..shards import Shard
+from ..shards import Shard, here
+from ..shards.ranks import Ranks
 from .delta import Delta
 
 
@@ -38,7 +39,7 @@ class Part:
 def learning_of(parts: Mapping[str, Part], trained: Sequence[Tensor], buffers: bool) -> frozenset[str]:
     """Names of the parts that training changes by itself: those in the memory of a parameter that requires a gradient,
     and buffers."""
-    local = [getattr(parameter, "_local_tensor", parameter) for parameter in trained]
+    local = list(map(here, trained))
     ranges = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in local if t.numel())
     begins = [begin for begin, _ in ranges]
 
@@ -51,3 +52,26 @@ def learning_of(parts: Mapping[str, Part], trained: Sequence[Tensor], buffers: b
         for name, part in parts.items()
         if (buffers and not part.trained) or any(inside(p.tensor) for p in part.shard.pieces if p.tensor.numel())
     )
+
+
+class Learning:
+    """Which parts of a model training changes by itself, as long as the same parameters require a gradient.
+
+    Args:
+        modules: all of the model's.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        own = {id(p): p for module in modules for p in module._parameters.values() if p is not None}
+        self._parameters = list(own.values())
+        self._flags = [p.requires_grad for p in self._parameters]
+
+    @property
+    def moved(self) -> bool:
+        """Whether others require one by now."""
+        return [p.requires_grad for p in self._parameters] != self._flags
+
+    def names(self, parts: Mapping[str, Part], ranks: Ranks, buffers: bool) -> frozenset[str]:
+        """As `learning_of`, on any of the ranks. Collective."""
+        trained = [p for p, flag in zip(self._parameters, self._flags, strict=True) if flag]
+        return frozenset().union(*ranks.gather(learning_of(parts, trained, buffers)))

@@ -68,8 +68,15 @@ class LlmControl(Control):
         return bool(await self._call("is_sleeping"))
 
     async def pause(self, mode: str) -> None:
-        # Nothing of an LLM's is in flight between its calls, and in the caller's own process vLLM refuses to wait.
-        await self._call("sleep", level=0, mode="keep" if mode == "wait" else mode)
+        if mode == "wait":  # vLLM refuses to, in the caller's own process
+            if self.engine.has_unfinished_requests():  # of an LLM nothing is in flight between its calls
+                raise PushRefused(
+                    "requests are in flight that have to end first (pause='wait', or the mode changes), and this "
+                    "engine runs only when its owner steps it: step until has_unfinished_requests() says False, or "
+                    "push with pause='abort'"
+                )
+            mode = "keep"
+        await self._call("sleep", level=0, mode=mode)
 
     async def resume(self) -> None:
         await self._call("wake_up", tags=["scheduling"])
@@ -228,7 +235,9 @@ class HttpControl(LlmControl):
             self._server.post("update_weight_version", body={"new_version": version})
 
     async def reset_prefix_cache(self, running: bool, connector: bool) -> bool:
-        query = {"reset_running_requests": str(running).lower(), "reset_external": str(connector).lower()}
+        # 0.26 does not say whether it could: it can wherever requests that run give up their blocks, and where none do,
+        # this costs nothing. (What its connector did is not known.)
+        query = {"reset_running_requests": "true", "reset_external": str(connector).lower()}
         return bool(self._server.post("reset_prefix_cache", **query).get("success", True))
 
     async def reset_media_caches(self) -> None:
