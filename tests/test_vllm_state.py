@@ -469,6 +469,48 @@ def test_an_evicted_adapter_is_sent_again(llm: LLM) -> None:
     assert_answers(ask(llm, sync.lora_request()), model)
 
 
+def test_requests_in_flight_do_not_change_their_mode(llm: LLM) -> None:
+    """Whoever steps an engine has them between two steps: they went on with the bare base, and nobody said so."""
+    model, inside = policy(), llm.llm_engine
+    VllmSync(model, inside).push()
+    sync = VllmSync(model, inside, mode="adapter")
+    before = sync.states()
+    inside.add_request("in flight", {"prompt_token_ids": engines.prompts()[0]}, engines.GREEDY)
+    inside.step()
+    for pause in ("keep", "wait"):
+        with pytest.raises(PushRefused, match="requests are in flight that have to end first"):
+            VllmSync(model, inside, mode="adapter", pause=pause).push()
+    assert sync.states() == before
+    while inside.has_unfinished_requests():
+        inside.step()
+    sync.push()
+    assert_answers(ask(llm, sync.lora_request()), model)
+
+
+def test_ctrl_c_between_an_adapter_and_the_cache_of_the_one_before(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine held the new one, went on, and answered from what it had cached with the old one."""
+    model, long = policy(), [list(range(3, 43))]
+    sync = VllmSync(model, llm, mode="adapter")
+    sync.push()
+    assert_answers(ask(llm, sync.lora_request(), asked=long), model, long)
+    train(model, 0, 0.5)
+    control, calls = sync._trainer.controls[0], [0]
+    reset = control.reset_prefix_cache
+
+    async def interrupted(*args: Any) -> bool:
+        calls[0] += 1
+        if calls[0] == 1:
+            raise KeyboardInterrupt
+        return await reset(*args)
+
+    monkeypatch.setattr(control, "reset_prefix_cache", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        sync.push()
+    assert not llm.llm_engine.is_sleeping()
+    assert sync.states()[0].kind == "adapter"
+    assert_answers(ask(llm, sync.lora_request(), asked=long), model, long)
+
+
 def test_cached_prefixes_of_the_old_weights_are_gone(llm: LLM) -> None:
     model = policy()
     sync = VllmSync(model, llm)
