@@ -30,6 +30,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 from lora_merge import LoraMergeError, PushFailed, VllmSync
+from lora_merge.engine.adapter import AdapterSource
 from lora_merge.shards import here
 from lora_merge.stream.filler import Filler
 
@@ -70,6 +71,17 @@ def check_answers(llm: Any, sync: VllmSync, plain: Any, tolerance: float, greedy
     engines.assert_answers(ask(llm, sync.lora_request()), plain, tolerance=tolerance, greedy=greedy)
 
 
+def broken(works: Any, at: int, rank: int) -> Any:
+    """A rank other than the first fails, as its part of a bucket has gone (whatever that was)."""
+
+    def call(self: Any, index: int, *args: Any) -> None:
+        works(self, index, *args)
+        if rank == 1 and index == at % len(self.table):
+            raise RuntimeError("injected")
+
+    return call
+
+
 def pushes(
     rank: int, wrap: Any, folder: Path, dtype: torch.dtype, gpus: list[str], options: dict[str, Any], tolerance: float
 ) -> None:
@@ -102,26 +114,43 @@ def pushes(
             for llm in llms:
                 check_answers(llm, sync, plain, tolerance, dtype == torch.float32)
 
-        def broken(works: Any) -> Any:
-            def call(self: Filler, index: int, *args: Any) -> None:
-                works(self, index, *args)
-                if index == 1 and rank == 1:
-                    raise RuntimeError("injected")
-
-            return call
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Filler, "fill", broken(Filler.fill))
-            patch.setattr(Filler, "place", broken(Filler.place))
-            with pytest.raises(PushFailed, match="injected"):
-                sync.push()
-        assert [state.kind for state in sync.states()] == ["dirty"] * len(llms)
-        train_alike(plain)
-        train_alike(model)
-        sync.push(verify=True)
-        for llm in llms:
-            check_answers(llm, sync, plain, tolerance, dtype == torch.float32)
+        for mode, at in (("merged", 1), ("merged", -1), ("adapter", -1)):
+            with pytest.MonkeyPatch.context() as patch:
+                for kind in (Filler, AdapterSource):
+                    patch.setattr(kind, "fill", broken(kind.fill, at, rank))
+                    patch.setattr(kind, "place", broken(kind.place, at, rank))
+                with pytest.raises(PushFailed, match="injected"):
+                    sync.push(mode=mode)
+            assert [state.kind for state in sync.states()] == ["dirty"] * len(llms)
+            train_alike(plain)
+            train_alike(model)
+            sync.push(mode=mode, verify=mode == "merged")
+            for llm in llms:
+                check_answers(llm, sync, plain, tolerance, dtype == torch.float32)
         sync.close()
+        trained_whole(wrap, llms, build, tolerance)
+
+
+def trained_whole(wrap: Any, llms: list[Any], build: dict[str, Any], tolerance: float) -> None:
+    """What is trained whole crosses in each push that engines merge, and is no part of the base: the optimizers of some
+    trainers write it where no version shows it."""
+    linears = [name for name in build["target_modules"] if name != "o_proj"]
+    build = build | {"target_modules": linears, "modules_to_save": ["o_proj"]}
+    plain, model = (models.with_lora(engines.qwen2, **build).to(device()) for _ in range(2))
+    model = wrap(model)
+    sync = VllmSync(model, llms or None, bucket_bytes=1 << 18, merge="engine")
+    for step in range(3):
+        for policy in (plain, model):
+            train_alike(policy)
+            for name, parameter in policy.named_parameters():
+                if "modules_to_save" in name:
+                    here(parameter).data.mul_(-1.25)
+        report = sync.push()
+        assert report.merge == "engine"
+        assert report.base_sent == (step == 0)
+        for llm in llms:
+            check_answers(llm, sync, plain, tolerance, build["dtype"] == torch.float32)
+    sync.close()
 
 
 def offloaded(model: Any) -> nn.Module:

@@ -396,7 +396,9 @@ class Pushes:
                 placed = sorted(route.placed.intersection(route.sent))
                 told = call("receive", sent=route.sent, placed=placed, **message)
             begins = not isinstance(source, Update)  # which is merged when all workers have it
-            await settle(replica, told, begins, not route.placed)  # what is placed may be on its way still
+            # What is placed may be on its way; and a rank that could not do its part of a bucket says so after it.
+            whole = not route.placed and not (sent.collective and sent.table)
+            await settle(replica, told, begins, whole)
 
         if not isinstance(source, Pull):
             await self._trainer.transfer(sent, run, replicas, one.route, prepare, receive)

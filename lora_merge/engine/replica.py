@@ -248,7 +248,8 @@ def failure(
     broken = [r for r in failed if r.index not in brought]
     dirty = [f"engine {r.index} is dirty: {r.error}" for r in broken if r.begun]
     as_before = [f"engine {r.index} holds what it held before: {r.error}" for r in broken if not r.begun]
-    valid = [f"engine {r.index} is valid" for r in replicas if not r.error or r.gone_on]
+    valid = [f"engine {r.index} is valid" for r in replicas if not r.error]
+    valid += [f"engine {r.index} holds what was pushed, but: {r.error}" for r in replicas if r.error and r.gone_on]
     text = "; ".join(dirty + late + as_before + valid)
     if not dirty and not late and not valid:
         return PushRefused(f"{text}. Nothing was sent; push again")
