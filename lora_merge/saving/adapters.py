@@ -5,6 +5,7 @@ part of which parameter. No value of the base is read.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -281,12 +282,7 @@ def untied(base: Checkpoint, adapters: Sum, names: Mapping[str, str]) -> dict[st
     model: Any = adapters.adapters[0].model
     plain = model.get_base_model()
     pairs = {_source(adapters, name): _source(adapters, kept) for name, kept in names.items()}
-    if holds_apart(type(plain), plain.config, pairs) is None:
-        name, kept = next(iter(names.items()))
-        raise UnsupportedAdapter(
-            f"{name} is tied to {kept}, {adapters.name} changes only one of the two, and a {type(plain).__name__} "
-            "cannot hold them apart: train an adapter on both (ensure_weight_tying=True)"
-        )
+    untied_config(type(plain), plain.config, pairs, adapters.name)
     config = copy.deepcopy(dict(base.config))
     for said in (config, config.get("text_config")):
         if isinstance(said, dict) and (said is config or "tie_word_embeddings" in said):
@@ -294,13 +290,17 @@ def untied(base: Checkpoint, adapters: Sum, names: Mapping[str, str]) -> dict[st
     return config
 
 
-def holds_apart(cls: type, config: Any, pairs: Mapping[str, str]) -> Any:
-    """A config of transformers' under which tensors that are tied otherwise are two; None where the class ties them
-    whatever it says.
+def untied_config(cls: type, config: Any, pairs: Mapping[str, str], adapter: str) -> Any:
+    """A config of transformers' under which tensors that are tied otherwise are two. (It unties all that the class
+    ties, so a checkpoint beside it needs every name.)
 
     Args:
         cls: of the model.
-        pairs: names of parameters.
+        pairs: names of parameters; an adapter changes only one of the two.
+        adapter: its name.
+
+    Raises:
+        UnsupportedAdapter: the class ties them whatever its config says, or computes otherwise where they are two.
     """
     config = copy.deepcopy(config)
     for part in (config, getattr(config, "text_config", None)):
@@ -308,10 +308,28 @@ def holds_apart(cls: type, config: Any, pairs: Mapping[str, str]) -> Any:
             part.tie_word_embeddings = False
     try:
         with torch.device("meta"):
-            there = {t.name: t.tensor for t in named_tensors(cls(config))}
-        return None if any(there[a] is there[b] for a, b in pairs.items()) else config
+            model: Any = cls(config)
+        there = {t.name: t.tensor for t in named_tensors(model)}
+        cannot = any(there[a] is there[b] for a, b in pairs.items())
+        reads = any(_reads_flag(kind) for kind in set(map(type, model.modules())))
     except Exception:  # a class of its own, with arguments of its own
-        return None
+        cannot, reads = True, False
+    if cannot or reads:
+        name, kept = next(iter(pairs.items()))
+        why = "computes otherwise where they are two (tie_word_embeddings)" if reads else "cannot hold them apart"
+        raise UnsupportedAdapter(
+            f"{name} is tied to {kept}, {adapter} changes only one of the two, and a {cls.__name__} {why}: train an "
+            "adapter on both (ensure_weight_tying=True)"
+        )
+    return config
+
+
+def _reads_flag(kind: type) -> bool:
+    """Whether a forward asks if weights are tied, as T5's, which scales what goes into a tied head."""
+    try:
+        return "tie_word_embeddings" in inspect.getsource(kind.forward)  # type: ignore[attr-defined]
+    except (OSError, TypeError):  # compiled, or made at run time
+        return False
 
 
 def _source(adapters: Sum, name: str) -> str:

@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..errors import InvalidInput, UnsupportedAdapter
+from ..errors import InvalidInput
 from ..models.live import live
 from ..models.peft.chosen import originals
 from ..names import lineage, walk
 from ..shards.ranks import noted
 from ..stream.weights import MergedWeights
-from .adapters import holds_apart
+from .adapters import untied_config
 from .checkpoint import CONFIG, Checkpoint, find
 from .format import as_bytes
 from .merge import Saved
@@ -97,6 +97,9 @@ def save_merged(
     tensors = [Wanted(meta.name, meta.dtype, tuple(meta.shape)) for meta in weights.metadata()]
     changed = _changed(weights)
     apart = _apart(model, weights, {wanted.name for wanted in tensors})
+    if apart:  # a config that unties some unties all
+        weights.keep_tied = True
+        tensors = [Wanted(meta.name, meta.dtype, tuple(meta.shape)) for meta in weights.metadata()]
     errors: list[Exception] = []
     saved: Saved | None = None
     with ExitStack() as stack:
@@ -166,13 +169,19 @@ def _changed(weights: MergedWeights) -> int:
 
 
 def _apart(model: Any, weights: MergedWeights, names: set[str]) -> dict[str, str]:
-    """Tied tensors of which an adapter changes only one -> the names under which a checkpoint of the base has them."""
+    """Tied parameters of which an adapter changes only one -> those that they are tied to.
+
+    Args:
+        names: of the tensors that a checkpoint needs.
+    """
     bare = MergedWeights(model, adapters=False, bucket_bytes=weights.bucket_bytes)
     bare.keep_tied = True
     with originals(model):
-        ties = dict(bare.filler().ties)
+        filler = bare.filler()
+        pairs = {name: kept for name, kept in filler.ties.items() if name in names and kept in names}
+        sources = {name: filler.entries[name].sources[0] for name in (*pairs, *pairs.values())}
     bare.release()
-    return {name: kept for name, kept in ties.items() if name in names and kept in names}
+    return {sources[name]: sources[kept] for name, kept in pairs.items()}
 
 
 def _pretrained(model: Any) -> Any:
@@ -225,13 +234,7 @@ def _config(inside: Any, apart: Mapping[str, str], tensors: list[Wanted]) -> dic
     """config.json of a model of transformers' as it is saved."""
     cls, config = class_of(inside), inside.config
     if apart:
-        config = holds_apart(cls, config, apart)
-        if config is None:
-            name, kept = next(iter(apart.items()))
-            raise UnsupportedAdapter(
-                f"{name} is tied to {kept}, an adapter changes only one of the two, and a {cls.__name__} cannot hold "
-                "them apart: train an adapter on both (ensure_weight_tying=True)"
-            )
+        config = untied_config(cls, config, apart, "an adapter")
     said: dict[str, Any] = json.loads(config.to_json_string())
     said["architectures"] = [cls.__name__]
     said.pop("quantization_config", None)  # what is streamed of a quantised base are plain weights

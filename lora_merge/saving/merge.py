@@ -254,14 +254,20 @@ class _Output:
         )
 
     def _add_apart(self, apart: Mapping[str, str]) -> dict[str, Any]:
-        """Tied tensors that are two once merged, where the base holds one; returns the config."""
+        """Where tied tensors are two once merged: write each tied one under all its names, as a config that unties some
+        unties all; returns the config."""
         if not apart:
             return dict(self.base.config)
-        for name, kept in apart.items():
-            for there, absent in ((kept, name), (name, kept)):
-                if there in self._names and absent not in self._names:
-                    self.targets[self._names[there]].append(_Target(absent, self.adapters.entries[absent]))
-        return untied(self.base, self.adapters, apart)
+        config = untied(self.base, self.adapters, apart)
+        groups: dict[str, list[str]] = {}
+        for name, kept in self.adapters.adapters[0].ties.items():
+            groups.setdefault(kept, [kept]).append(name)
+        for names in groups.values():
+            there = next((self._names[name] for name in names if name in self._names), None)
+            if there is not None:
+                absent = [name for name in names if name not in self._names]
+                self.targets[there] += [_Target(name, self.adapters.entries[name]) for name in absent]
+        return config
 
     def _wanted(self, base_name: str, target: _Target) -> Wanted:
         return Wanted(target.name, self.dtype_of(base_name, target), self.base.tensors[base_name].shape)
