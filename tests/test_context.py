@@ -874,6 +874,10 @@ def test_peft_cannot_merge_inside(tmp_path: Path) -> None:
         "merge_and_unload": lambda: model.merge_and_unload(),
         "unload": lambda: model.unload(),
         "unload of LoraModel": lambda: model.base_model.unload(),
+        "add_adapter": lambda: model.add_adapter("three", LoraConfig(target_modules=["k_proj"])),
+        "load_adapter": lambda: model.load_adapter(str(tmp_path), "three"),
+        "add_weighted_adapter": lambda: model.base_model.add_weighted_adapter(["one", "two"], [1.0, 1.0], "three"),
+        "inject_adapter": lambda: model.base_model.inject_adapter(model.get_base_model(), "one"),
     }
     adapter = models.outputs(model)
     for name, action in actions.items():
@@ -883,6 +887,7 @@ def test_peft_cannot_merge_inside(tmp_path: Path) -> None:
             model.base_model.enable_adapter_layers()
             torch.testing.assert_close(models.outputs(model), adapter, msg=name)
         assert torch.equal(models.outputs(model), adapter), name
+    assert list(model.peft_config) == ["one", "two"]
     assert not list(tmp_path.iterdir())
     model.get_base_model().save_pretrained(tmp_path)  # after the block
     model.merge_adapter()  # PEFT's own merging works again

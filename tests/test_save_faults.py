@@ -112,7 +112,42 @@ def _header(said: Any) -> Any:
     return do
 
 
+def _linked(base: Path, adapter: Path) -> None:
+    (base / "tokenizer.json").symlink_to(base / "blobs" / "gone")
+
+
+_TWICE = b'{"x":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"x":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}'
+
+
+def _raw(text: bytes) -> Any:
+    def do(base: Path, adapter: Path) -> None:
+        (base / "model-00002-of-00005.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + b"0" * 8)
+
+    return do
+
+
+def _pair_of(first: list[int], second: list[int]) -> dict[str, Any]:
+    return {n: {"dtype": "F32", "shape": [1], "data_offsets": at} for n, at in (("x", first), ("y", second))}
+
+
 BROKEN: dict[str, tuple[Any, str]] = {
+    "a name twice in a header": (_raw(_TWICE), "'x' is there twice"),
+    "tensors over one another": (_header(_pair_of([0, 4], [2, 6])), "y should begin at byte"),
+    "bytes of nobody": (_header(_pair_of([0, 4], [8, 12])), "y should begin at byte"),
+    "bytes behind the last one": (_header({"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}), "ends at"),
+    "a link that leads nowhere": (_linked, "tokenizer.json is a link that leads nowhere"),
+    "an adapter of whole numbers": (
+        _adapter_keys(lambda t: {n: s.to(torch.int8) for n, s in t.items()}),
+        "is torch.int8, expected floating-point numbers",
+    ),
+    "an adapter that float32 cannot hold": (
+        _adapter_keys(lambda t: {n: s.double().fill_(1e300) for n, s in t.items()}),
+        "holds NaN or infinity",
+    ),
+    "an adapter of 8 bits that has diverged": (
+        _adapter_keys(lambda t: {n: s.clone().fill_(float("nan")).to(torch.float8_e4m3fn) for n, s in t.items()}),
+        "holds NaN or infinity",
+    ),
     "the index has no map": (
         lambda b, a: (b / "model.safetensors.index.json").write_text("{}"),
         r"index\.json has no weight_map",
@@ -436,6 +471,62 @@ def test_broken_off(how: signal.Signals, tmp_path: Path) -> None:
             AutoModelForCausalLM.from_pretrained(folder)
     merge_checkpoint(base, [adapter], out, force=True)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["adapter", "base", "out"]
+
+
+LAST = """
+import os, signal, sys
+from lora_merge import merge_checkpoint
+from lora_merge.saving import writer
+def die(*args):
+    os.kill(os.getpid(), signal.SIGKILL)
+def exchanged(*args):
+    real(*args), die()
+real = writer._exchange
+if sys.argv[4] == "renamed": writer.Writer._put = die
+else: writer._exchange = exchanged
+merge_checkpoint(sys.argv[1], [sys.argv[2]], sys.argv[3], force=True)
+"""
+
+
+@pytest.mark.parametrize("before", ["renamed", "removed"])
+def test_killed_in_the_last_steps(before: str, tmp_path: Path) -> None:
+    """When all is written, before the folder has its name, or before what it replaces is removed: the next run clears
+    up."""
+    base, adapter = pair("qwen2", tmp_path)
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "theirs").write_text("kept")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-c", LAST, str(base), str(adapter), str(out), before]
+    assert subprocess.run(command, env=environment, capture_output=True, check=False).returncode == -signal.SIGKILL
+    assert (out / "theirs").exists() == (before == "renamed")
+    assert sum(p.name.startswith(".") for p in tmp_path.iterdir()) == 1
+    merge_checkpoint(base, [adapter], out, force=True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["adapter", "base", "out"]
+    assert not [p for p in out.iterdir() if p.name.startswith(".")]
+
+
+def test_what_links_of_the_base_lead_to_stays(tmp_path: Path) -> None:
+    """As in the cache of the hub: a folder of links, and one of what they lead to."""
+    base, adapter = pair("qwen2", tmp_path)
+    blobs = tmp_path / "blobs"
+    base.rename(blobs)
+    base.mkdir()
+    for file in blobs.iterdir():
+        (base / file.name).symlink_to(file)
+    with pytest.raises(InvalidInput, match="is a link to: name another folder"):
+        merge_checkpoint(base, [adapter], blobs, force=True)
+    merge_checkpoint(base, [adapter], tmp_path / "out")
+
+
+def test_an_index_whose_metadata_is_nothing(tmp_path: Path) -> None:
+    base, adapter = pair("qwen2", tmp_path, shard="20KB")
+    _rewrite(base / "model.safetensors.index.json", metadata=None)
+    _rewrite(base / "config.json", dtype="float32", torch_dtype="float32")
+    merge_checkpoint(base, [adapter], tmp_path / "out", dtype=torch.bfloat16)
+    assert _index(tmp_path / "out")["metadata"]["total_size"] > 0
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["dtype"], config["torch_dtype"]) == ("bfloat16", "bfloat16")
 
 
 def test_two_runs_to_one_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

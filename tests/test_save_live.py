@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoints import assert_same, tensors
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from processes import spawn
 from safetensors.torch import load_file
 from test_shards_merge import Wrap, fsdp1_one_unit, fsdp2, hsdp
@@ -105,6 +105,48 @@ def test_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "full" / "theirs").exists()
     with merged(model), pytest.raises(Exception, match="inside"):
         save_merged(model, tmp_path / "inside")
+
+
+class Holder(nn.Module):
+    """A module of somebody's own around a model."""
+
+    def __init__(self, model: nn.Module, beside: nn.Module | None = None) -> None:
+        super().__init__()
+        self.policy, self.value = model, beside
+
+
+def test_a_model_inside_of_another_module(tmp_path: Path) -> None:
+    """Its config says how checkpoints of it are named: the module around it is no part of that."""
+    from transformers import AutoModelForCausalLM
+
+    model = models.with_lora(models.qwen2)
+    save_merged(Holder(model), tmp_path / "out")
+    _, told = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not told["missing_keys"]
+    assert not told["unexpected_keys"]
+    with checkpoints.nothing_left(tmp_path), pytest.raises(InvalidInput, match=r"value\.weight lies beside the model"):
+        save_merged(Holder(model, nn.Linear(8, 1)), tmp_path / "more")
+
+
+def test_experts_whose_conversion_asks_for_shapes(tmp_path: Path) -> None:
+    """Of parameters, by their names in the model without adapters."""
+    from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
+
+    text = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+            "head_dim": 8, "vocab_size": 99, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+            "intermediate_size": 48}  # fmt: skip
+    vision = {"depth": 1, "hidden_size": 32, "num_heads": 4, "intermediate_size": 48, "out_hidden_size": 32,
+              "deepstack_visual_indexes": [0]}  # fmt: skip
+    base = Qwen3VLMoeForConditionalGeneration(Qwen3VLMoeConfig(text_config=text, vision_config=vision))
+    experts = [f"mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
+    config = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=experts, init_lora_weights=False)
+    model = get_peft_model(base, config)
+    save_merged(model, tmp_path / "out")
+    loaded, told = type(base).from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not told["missing_keys"]
+    wanted = model.merge_and_unload().state_dict()
+    for name, tensor in loaded.state_dict().items():
+        assert (tensor - wanted[name]).abs().max() < 1e-5, name
 
 
 def _sharded(rank: int, wrap: Wrap, kind: str, folder: Path) -> None:

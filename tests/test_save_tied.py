@@ -21,7 +21,8 @@ BART = {"d_model": 32, "vocab_size": 99, "encoder_layers": 1, "decoder_layers": 
 SWITCH = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4,
           "num_experts": 2, "vocab_size": 99, "decoder_start_token_id": 0}  # fmt: skip
 ZAMBA = BERT | {"num_hidden_layers": 6, "layers_block_type": ["mamba", "mamba", "hybrid"] * 2, "mamba_d_state": 8,
-                "n_mamba_heads": 2, "num_key_value_heads": 2, "attention_head_dim": 16, "use_mamba_kernels": False}  # fmt: skip
+                "n_mamba_heads": 2, "num_key_value_heads": 2, "attention_head_dim": 16,
+                "use_mamba_kernels": False}  # fmt: skip
 GEMMA = {"text_config": BERT | {"num_key_value_heads": 2, "head_dim": 8},
          "vision_config": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48,
                            "image_size": 28, "patch_size": 14}, "mm_tokens_per_image": 4}  # fmt: skip

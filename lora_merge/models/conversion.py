@@ -8,6 +8,7 @@ is; no weight is touched.
 from __future__ import annotations
 
 import re
+from collections import ChainMap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..names import lineage, walk
+from ..names import lineage, named_tensors, walk
 
 _PRETRAINED = "transformers.modeling_utils.PreTrainedModel"
 
@@ -43,9 +44,11 @@ class Conversion:
 
     def __init__(self, root: Any | None, prefix: str) -> None:
         self._root, self._prefix = root, prefix
+        self._shapes: dict[str, Tensor] = {}
 
     def outputs(self, metas: Mapping[str, Tensor]) -> list[Made]:
         """The checkpoint tensors that parameters and buffers, given as meta tensors, become."""
+        self._shapes = {name.removeprefix(self._prefix): meta for name, meta in metas.items()}
         storages = {_storage(meta): name for name, meta in metas.items()}
         with _ViewsOnly():
             made = self._revert(metas)
@@ -86,28 +89,37 @@ class Conversion:
         cut = len(self._prefix)
         inside = {name[cut:]: t for name, t in tensors.items() if name.startswith(self._prefix)}
         outside = {name: t for name, t in tensors.items() if not name.startswith(self._prefix)}
-        converted = revert_weight_conversion(self._root, inside)
+        converted = revert_weight_conversion(_Plain(self._root, ChainMap(inside, self._shapes)), inside)
         return outside | {self._prefix + name: _single(t) for name, t in converted.items()}
 
 
 _CODES = {f"transformers.integrations.{method}" for method in ("bitsandbytes", "torchao")}
 
 
-class _Decoded:
-    """A model whose quantised weights count as what they stand for: those of its conversions are left out that read
-    codes and scales out of a checkpoint, which none undoes."""
+class _Plain:
+    """A model as its conversions are to see it: without wrappers around its layers, and its parameters whole, whatever
+    is here of them. Quantised weights count as what they stand for: those conversions are left out that read codes and
+    scales out of a checkpoint, which none undoes.
 
-    def __init__(self, root: Any, conversions: Sequence[Any]) -> None:
-        self._root, self._weight_conversions = root, conversions
+    Args:
+        shapes: parameters by name, as large as they are, of any dtype.
+    """
+
+    def __init__(self, root: Any, shapes: Mapping[str, Tensor]) -> None:
+        self._root, self._shapes = root, shapes
+        known = getattr(root, "_weight_conversions", None)
+        if known:
+            self._weight_conversions = [c for c in known if not any(map(_reads_codes, getattr(c, "operations", ())))]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._root, name)
 
-
-def _decoded(root: Any) -> Any:
-    known = getattr(root, "_weight_conversions", None) or []
-    kept = [c for c in known if not any(map(_reads_codes, getattr(c, "operations", ())))]
-    return root if len(kept) == len(known) else _Decoded(root, kept)
+    def get_parameter(self, name: str) -> Tensor:
+        """As of `nn.Module`: some conversions ask it for shapes."""
+        if name in self._shapes:
+            return self._shapes[name]
+        found: Any = {t.name: t.tensor for t in named_tensors(self._root)}.get(name)
+        return self._root.get_parameter(name) if found is None else found
 
 
 def _reads_codes(operation: Any) -> bool:
@@ -131,7 +143,7 @@ def read_conversion(model: nn.Module) -> Conversion:
                 from transformers.core_model_loading import revert_weight_conversion  # noqa: F401
             except ImportError:  # transformers 4 converts nothing
                 break
-            return Conversion(_decoded(module), f"{name}." if name else "")
+            return Conversion(module, f"{name}." if name else "")
     return Conversion(None, "")
 
 

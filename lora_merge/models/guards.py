@@ -19,8 +19,13 @@ _SAVERS = (
     "save_fp16_model",
     "merge_and_unload",
     "unload",
+    "add_adapter",
+    "load_adapter",
+    "add_weighted_adapter",
+    "inject_adapter",
 )
-"""Methods of transformers, PEFT, diffusers and DeepSpeed that write a checkpoint, or take the adapters off."""
+"""Methods of transformers, PEFT, diffusers and DeepSpeed that write a checkpoint, take the adapters off, or put more on
+(PEFT activates what it has put on at the end, which is refused then: half of it was there)."""
 _NONE = object()
 """Stands for an attribute that a module has not itself."""
 _found: dict[type, dict[str, Any]] = {}
@@ -30,8 +35,8 @@ def refuse(*args: object, **kwargs: object) -> None:
     """Make a stand-in for a method that must not be called inside `merged`."""
     raise AlreadyMerged(
         "inside lora_merge.merged() the adapters are merged and the base is not at hand: leave the block before "
-        "merge_adapter, unmerge_adapter, set_adapter, disable_adapter or unload, and before save_pretrained or the "
-        "like, of the model or of what is in it. MergedWeights streams the merged checkpoint"
+        "merge_adapter, unmerge_adapter, set_adapter, add_adapter, disable_adapter or unload, and before "
+        "save_pretrained or the like, of the model or of what is in it. MergedWeights streams the merged checkpoint"
     )
 
 

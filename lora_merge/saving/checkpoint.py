@@ -28,7 +28,9 @@ _NOT_ALONG = ("README.md", "trainer_state.json", "adapter_config.json")
 _FOLDERS_ALONG = ("additional_chat_templates",)
 _PARTS = "modules.json"
 _WANTED = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.tiktoken", "LICENSE*"]
-_WANTED += ["NOTICE*", "adapter_model.bin"]
+_WANTED += ["NOTICE*", "USE_POLICY*", "adapter_model.bin", "*.spm", "*.codes", "*_Dense/pytorch_model.bin"]
+_PICKLES = ["pytorch_model*.bin"]
+"""Weights of a repository that has no others."""
 
 
 @dataclass(eq=False)
@@ -107,6 +109,8 @@ class Checkpoint:
         for path in sorted(self.folder.iterdir()):
             if path.name.startswith(".") or path.name in _NOT_ALONG or path.name == CONFIG:
                 continue
+            if path.is_symlink() and not path.exists():
+                raise InvalidInput(f"{path} is a link that leads nowhere: fetch the base again, or remove it")
             if path.is_file() and not path.name.endswith((*_WEIGHTS, ".index.json")):
                 yield Path(path.name)
             elif path.is_dir() and (path.name in _FOLDERS_ALONG or path.name in parts):
@@ -159,7 +163,10 @@ def find(named: str | Path, what: str) -> Path:
             "'lora-merge[peft]'"
         ) from error
     try:
-        return Path(snapshot_download(name, allow_patterns=_WANTED))
+        folder = Path(snapshot_download(name, allow_patterns=_WANTED))
+        if what == "base" and not any(folder.glob("*.safetensors")):
+            folder = Path(snapshot_download(name, allow_patterns=[*_WANTED, *_PICKLES]))
+        return folder
     except Exception as error:
         told = str(error).strip().splitlines()
         off = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
@@ -213,7 +220,8 @@ def _told_adapter(folder: Path) -> str:
 
 def with_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """A config that says of another dtype, also of the model's parts (text_config) where it does."""
-    said = {**config, "torch_dtype" if "torch_dtype" in config else "dtype": str(dtype).removeprefix("torch.")}
+    keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
+    said = {**config, **dict.fromkeys(keys, str(dtype).removeprefix("torch."))}
     for key, part in said.items():
         if isinstance(part, dict) and ("dtype" in part or "torch_dtype" in part):
             said[key] = with_dtype(part, dtype)

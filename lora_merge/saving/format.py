@@ -96,7 +96,7 @@ def read_header(file: Path) -> Header:
                 "it again"
             )
         try:
-            told = json.loads(opened.read(length))
+            told = json.loads(opened.read(length), object_pairs_hook=_once)
         except ValueError as error:
             raise InvalidInput(f"{file}: its header is no JSON ({error}); fetch the file again") from None
     if not isinstance(told, dict):
@@ -106,13 +106,31 @@ def read_header(file: Path) -> Header:
         raise InvalidInput(f"{file}: __metadata__ of its header is {metadata!r}, expected texts by name")
     found = [_stored(file, name, said, _LENGTH + length) for name, said in told.items()]
     found.sort(key=lambda stored: (stored.begin, stored.nbytes))
+    end = _LENGTH + length
+    for stored in found:
+        if stored.begin != end:
+            raise InvalidInput(
+                f"{file}: {stored.name} should begin at byte {end}, behind what lies before it, and its header says "
+                f"{stored.begin}; fetch the file again"
+            )
+        end += stored.nbytes
     if found and found[-1].begin + found[-1].nbytes > size:
         last = found[-1]
         raise InvalidInput(
             f"{file} is cut short: {last.name} should end at byte {last.begin + last.nbytes}, and the file has {size} "
             "bytes; fetch it again"
         )
+    if size > end:
+        raise InvalidInput(f"{file} has {size} bytes, and its last tensor ends at byte {end}; fetch the file again")
     return Header(tuple(found), metadata)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, none of whose names is there twice."""
+    names = [name for name, _ in pairs]
+    if len(names) > len(set(names)):
+        raise ValueError(f"{max(names, key=names.count)!r} is there twice")
+    return dict(pairs)
 
 
 def _stored(file: Path, name: str, said: Any, data: int) -> Stored:

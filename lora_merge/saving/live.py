@@ -100,6 +100,9 @@ def save_merged(
     if apart:  # a config that unties some unties all
         weights.keep_tied = True
         tensors = [Wanted(meta.name, meta.dtype, tuple(meta.shape)) for meta in weights.metadata()]
+    around = _around(model, tensors)
+    tensors = [wanted._replace(name=wanted.name.removeprefix(around)) for wanted in tensors]
+    apart = {name.removeprefix(around): kept.removeprefix(around) for name, kept in apart.items()}
     errors: list[Exception] = []
     saved: Saved | None = None
     with ExitStack() as stack:
@@ -123,7 +126,7 @@ def save_merged(
             for name, tensor in bucket.tensors():
                 if writer is not None and not errors:
                     with noted(errors):
-                        writer.write(name, 0, as_bytes(tensor.detach().cpu().contiguous()))
+                        writer.write(name.removeprefix(around), 0, as_bytes(tensor.detach().cpu().contiguous()))
                         continue
                 if errors and ranks.alone:
                     raise errors[0]
@@ -182,6 +185,24 @@ def _apart(model: Any, weights: MergedWeights, names: set[str]) -> dict[str, str
         sources = {name: filler.entries[name].sources[0] for name in (*pairs, *pairs.values())}
     bare.release()
     return {sources[name]: sources[kept] for name, kept in pairs.items()}
+
+
+def _around(model: Any, tensors: Sequence[Wanted]) -> str:
+    """What names have in front where a module of somebody's own holds the model of transformers, whose config says how
+    checkpoints of it are named.
+
+    Raises:
+        InvalidInput: that module holds more than it.
+    """
+    if not isinstance(model, nn.Module):
+        return ""
+    name = next((name for name, module in walk(model) if _PRETRAINED in lineage(type(module))), "")
+    if name and (others := [wanted.name for wanted in tensors if not wanted.name.startswith(f"{name}.")]):
+        raise InvalidInput(
+            f"model: {others[0]} lies beside the model of transformers ({name}), whose config.json has no place for "
+            "it: pass that one alone"
+        )
+    return f"{name}." if name else ""
 
 
 def _pretrained(model: Any) -> Any:

@@ -182,10 +182,13 @@ def _scales(scales: Mapping[str, float], names: Sequence[str]) -> dict[str, floa
 
 
 def _check_apart(out: Path, sources: Sequence[Path]) -> None:
-    """Raise `InvalidInput` if the output would replace a folder that it is made from."""
+    """Raise `InvalidInput` if the output would replace a folder that it is made from, or what links in it lead to."""
     for source in map(Path.resolve, sources):
         if out.resolve() == source or out.resolve() in source.parents or source in out.resolve().parents:
             raise InvalidInput(f"out: {out} holds, is or lies in {source}, which is read: name another folder")
+        for path in source.iterdir():
+            if out.resolve() in path.resolve().parents:
+                raise InvalidInput(f"out: {out} holds {path.resolve()}, which {path} is a link to: name another folder")
 
 
 class _Target(NamedTuple):

@@ -260,22 +260,27 @@ class Writer:
             if self._index is not None:
                 names = {place.name: str(place.file) for place in self.places.values()}
                 said = dict(self._index)
-                said["metadata"] = {**said.get("metadata", {}), "total_size": self.nbytes}
+                more = said.get("metadata")
+                said["metadata"] = {**(more if isinstance(more, dict) else {}), "total_size": self.nbytes}
                 said["weight_map"] = dict(sorted(names.items()))
                 _write_json(self.folder / INDEX, said)
             if self._config is not None:
                 _write_json(self.folder / CONFIG, self._config)
-            (self.folder / _LOCK).unlink()
             _sync(self.folder)
             check_target(self.out, self._force)  # somebody may have been faster
             self._put()
+            # Up to here a run that is killed leaves a lock, so that the next one removes what it left.
+            (self.out / _LOCK).unlink()
+            _sync(self.out)
             _sync(self.out.parent)
 
     def _put(self) -> None:
         """The finished folder to where it belongs."""
         if not self.out.exists() or not any(self.out.iterdir()):
             self.folder.rename(self.out)  # over an empty folder, too
-        elif _exchange(self.folder, self.out):
+            return
+        (self.out / _LOCK).touch()
+        if _exchange(self.folder, self.out):
             shutil.rmtree(self.folder, ignore_errors=True)
         else:
             before = Path(tempfile.mkdtemp(prefix=f".{self.out.name}{_MINE}", dir=self.out.parent))

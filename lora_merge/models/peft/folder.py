@@ -115,7 +115,12 @@ def read_folder(folder: str | Path, base: str | Path | None, dtype: torch.dtype,
 def _check_finite(folder: Path, held: Mapping[str, Tensor]) -> None:
     """Raise where an adapter has numbers that no merged weight should have: its training has diverged."""
     for key, tensor in held.items():
-        if tensor.itemsize > 1 and not bool(torch.isfinite(tensor).all()):
+        if _FACTORS in key and not tensor.is_floating_point():
+            raise InvalidInput(f"{folder}: {key} is {tensor.dtype}, expected floating-point numbers")
+        wide = tensor.itemsize == 1 and tensor.is_floating_point()
+        # In float32, in which it is merged.
+        seen = tensor.float() if wide or tensor.dtype == torch.float64 else tensor
+        if seen.is_floating_point() and not bool(torch.isfinite(seen).all()):
             raise InvalidInput(
                 f"{folder}: {key} holds NaN or infinity, which would be in every weight that it is merged into: take "
                 "an earlier step of its training"
