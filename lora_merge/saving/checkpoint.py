@@ -109,9 +109,10 @@ class Checkpoint:
         for path in sorted(self.folder.iterdir()):
             if path.name.startswith(".") or path.name in _NOT_ALONG or path.name == CONFIG:
                 continue
-            if path.is_symlink() and not path.exists():
+            weights = path.name.endswith((*_WEIGHTS, ".index.json"))
+            if path.is_symlink() and not path.exists() and not weights:
                 raise InvalidInput(f"{path} is a link that leads nowhere: fetch the base again, or remove it")
-            if path.is_file() and not path.name.endswith((*_WEIGHTS, ".index.json")):
+            if path.is_file() and not weights:
                 yield Path(path.name)
             elif path.is_dir() and (path.name in _FOLDERS_ALONG or path.name in parts):
                 yield from (Path(path.name, inner.name) for inner in sorted(path.iterdir()) if inner.is_file())
