@@ -8,7 +8,6 @@ is; no weight is touched.
 from __future__ import annotations
 
 import re
-from collections import ChainMap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,11 +43,11 @@ class Conversion:
 
     def __init__(self, root: Any | None, prefix: str) -> None:
         self._root, self._prefix = root, prefix
-        self._shapes: dict[str, Tensor] = {}
+        self._shapes: dict[str, torch.Size] = {}
 
     def outputs(self, metas: Mapping[str, Tensor]) -> list[Made]:
         """The checkpoint tensors that parameters and buffers, given as meta tensors, become."""
-        self._shapes = {name.removeprefix(self._prefix): meta for name, meta in metas.items()}
+        self._shapes = {name.removeprefix(self._prefix): meta.shape for name, meta in metas.items()}
         storages = {_storage(meta): name for name, meta in metas.items()}
         with _ViewsOnly():
             made = self._revert(metas)
@@ -89,7 +88,8 @@ class Conversion:
         cut = len(self._prefix)
         inside = {name[cut:]: t for name, t in tensors.items() if name.startswith(self._prefix)}
         outside = {name: t for name, t in tensors.items() if not name.startswith(self._prefix)}
-        converted = revert_weight_conversion(_Plain(self._root, ChainMap(inside, self._shapes)), inside)
+        shapes = self._shapes or {name: tensor.shape for name, tensor in inside.items()}
+        converted = revert_weight_conversion(_Plain(self._root, shapes), inside)
         return outside | {self._prefix + name: _single(t) for name, t in converted.items()}
 
 
@@ -102,10 +102,10 @@ class _Plain:
     scales out of a checkpoint, which none undoes.
 
     Args:
-        shapes: parameters by name, as large as they are, of any dtype.
+        shapes: of its parameters, by name.
     """
 
-    def __init__(self, root: Any, shapes: Mapping[str, Tensor]) -> None:
+    def __init__(self, root: Any, shapes: Mapping[str, torch.Size]) -> None:
         self._root, self._shapes = root, shapes
         known = getattr(root, "_weight_conversions", None)
         if known:
@@ -117,7 +117,7 @@ class _Plain:
     def get_parameter(self, name: str) -> Tensor:
         """As of `nn.Module`: some conversions ask it for shapes."""
         if name in self._shapes:
-            return self._shapes[name]
+            return torch.empty(self._shapes[name], device="meta")
         found: Any = {t.name: t.tensor for t in named_tensors(self._root)}.get(name)
         return self._root.get_parameter(name) if found is None else found
 
