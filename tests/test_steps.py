@@ -91,6 +91,12 @@ class Engine(Control):
         return self.forgets
 
 
+class Actor(Engine):
+    """One that does a call after the other, like a Ray actor around an `LLM`: it always stands still."""
+
+    keeps = False  # type: ignore[assignment]
+
+
 def replica(engine: Engine, **more: Any) -> Replica:
     known = {"connector": False, "multimodal": False, "paused": False, "served": "merged", "shares": None}
     worker = {"rank": 0, "world": 1, "launcher": False, "state": State("merged", 6).to_json(), **known, **more}
@@ -177,6 +183,8 @@ def test_requests_that_a_user_has_kept_do_not_go_on_in_another_mode(pause: str) 
     assert engine.stands
     slept = replica(Engine(paused=True))
     drive(Steps("mine", pause).pause(slept, "adapter", {0: 1}))  # vLLM says so of an engine that a push woke, too
+    works_in_calls = replica(Actor(paused=True))
+    drive(Steps("mine", pause).pause(works_in_calls, "adapter"))
 
 
 @pytest.mark.parametrize("shape", [{}, {"written": True}, {"merges": True}])

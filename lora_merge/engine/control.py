@@ -77,6 +77,11 @@ class Control:
         return False
 
     @property
+    def keeps(self) -> bool:
+        """Whether requests may be in flight between its calls, which a pause of its user's keeps."""
+        return True
+
+    @property
     def elsewhere(self) -> bool:
         """Whether, as far as is known, other processes do all the work of its calls."""
         return bool(self.workers)

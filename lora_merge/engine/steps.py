@@ -107,7 +107,8 @@ class Steps:
             replica.due = [paused, replace(noted, unless=paused), Call("pause", (pause,), unless=paused)]
         if pause != "keep" or replica.shares is not None:  # such engines come to a stop when all of them are told
             await self.make(replica, [])
-            if switches and not replica.paused_by_us and replica.index not in slept:
+            stays = not replica.paused_by_us and replica.handle.keeps
+            if switches and stays and replica.index not in slept:
                 raise PushRefused(
                     f"it holds weights of mode {replica.served!r} and was paused by somebody else: requests that were "
                     f"kept would go on with those of mode {mode!r}. Resume it before a push that changes the mode"

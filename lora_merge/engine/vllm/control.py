@@ -180,9 +180,13 @@ class RayControl(AsyncControl):
     def config(self) -> Any:
         return None
 
-    async def paused(self) -> bool:
+    @property
+    def keeps(self) -> bool:
         # An actor around an LLM does one call after the other: it stands still whenever it takes ours.
-        return await super().paused() if hasattr(self.engine, "pause_generation") else True
+        return hasattr(self.engine, "pause_generation")
+
+    async def paused(self) -> bool:
+        return await super().paused() if self.keeps else True
 
     async def reset_media_caches(self) -> None:
         if not hasattr(self.engine, "reset_encoder_cache"):
