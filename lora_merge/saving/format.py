@@ -114,11 +114,10 @@ def read_header(file: Path) -> Header:
                 f"{stored.begin}; fetch the file again"
             )
         end += stored.nbytes
-    if found and found[-1].begin + found[-1].nbytes > size:
-        last = found[-1]
+    if end > size:
         raise InvalidInput(
-            f"{file} is cut short: {last.name} should end at byte {last.begin + last.nbytes}, and the file has {size} "
-            "bytes; fetch it again"
+            f"{file} is cut short: {found[-1].name} should end at byte {end}, and the file has {size} bytes; fetch it "
+            "again"
         )
     if size > end:
         raise InvalidInput(f"{file} has {size} bytes, and its last tensor ends at byte {end}; fetch the file again")

@@ -94,12 +94,12 @@ def save_merged(
     mine = _writes() if write is None else write
     if not ranks.any(mine):
         return None
-    tensors = [Wanted(meta.name, meta.dtype, tuple(meta.shape)) for meta in weights.metadata()]
+    tensors = _wanted(weights)
     changed = _changed(weights)
     apart = _apart(model, weights, {wanted.name for wanted in tensors})
     if apart:  # a config that unties some unties all
         weights.keep_tied = True
-        tensors = [Wanted(meta.name, meta.dtype, tuple(meta.shape)) for meta in weights.metadata()]
+        tensors = _wanted(weights)
     around = _around(model, tensors)
     tensors = [wanted._replace(name=wanted.name.removeprefix(around)) for wanted in tensors]
     apart = {name.removeprefix(around): kept.removeprefix(around) for name, kept in apart.items()}
@@ -163,6 +163,11 @@ def _left(writer: Writer, errors: list[Exception]) -> Iterator[None]:
             raise errors[0]
 
 
+def _wanted(weights: MergedWeights) -> list[Wanted]:
+    """The tensors of a stream."""
+    return [Wanted(meta.name, meta.dtype, tuple(meta.shape)) for meta in weights.metadata()]
+
+
 def _changed(weights: MergedWeights) -> int:
     """How many tensors of a stream have an adapter."""
     filler = weights.filler(whole=True)
@@ -194,9 +199,7 @@ def _around(model: Any, tensors: Sequence[Wanted]) -> str:
     Raises:
         InvalidInput: that module holds more than it.
     """
-    if not isinstance(model, nn.Module):
-        return ""
-    name = next((name for name, module in walk(model) if _PRETRAINED in lineage(type(module))), "")
+    name, _ = _pretrained(model)
     if name and (others := [wanted.name for wanted in tensors if not wanted.name.startswith(f"{name}.")]):
         raise InvalidInput(
             f"model: {others[0]} lies beside the model of transformers ({name}), whose config.json has no place for "
@@ -205,13 +208,13 @@ def _around(model: Any, tensors: Sequence[Wanted]) -> str:
     return f"{name}." if name else ""
 
 
-def _pretrained(model: Any) -> Any:
-    """The model of transformers in a model; None where there is none."""
+def _pretrained(model: Any) -> tuple[str, Any]:
+    """The name of the model of transformers in a model, and it; None where there is none."""
     if isinstance(model, nn.Module):
-        for _, module in walk(model):
+        for name, module in walk(model):
             if _PRETRAINED in lineage(type(module)):
-                return module
-    return None
+                return name, module
+    return "", None
 
 
 def class_of(model: nn.Module) -> type:
@@ -224,7 +227,7 @@ def _beside(
     model: Any, tokenizer: Any, base: str | Path | None, apart: Mapping[str, str], tensors: list[Wanted]
 ) -> Iterator[dict[Path, Path]]:
     """What goes with the weights: where it is to lie, and where it lies now."""
-    inside = _pretrained(model)
+    _, inside = _pretrained(model)
     named = base if base is not None else getattr(getattr(inside, "config", None), "_name_or_path", "")
     folder = (
         find(named, "base") if base is not None else Path(str(named)) if named and Path(str(named)).is_dir() else None
