@@ -144,16 +144,22 @@ def assert_one_policy(place: Path, steps: range, capsys: pytest.CaptureFixture[s
     assert all(1 <= value < 1.0001 for value in high.values())
 
 
-def test_streams_into_verl(place: Path, entry_points: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+@pytest.fixture(scope="module")
+def streamed(place: Path, entry_points: Path) -> str:  # noqa: F811
+    """What a run of two steps prints that streams; its checkpoint is where another run goes on."""
+    return train(place, 2, LOADED, entry_points=entry_points, LORA_MERGE_DTYPE="float32")
+
+
+def test_streams_into_verl(place: Path, streamed: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Switched on by verl's own flag alone: verl's buckets carry our stream into its servers, and every step's
     answers are the policy's."""
-    printed = train(place, 2, LOADED, entry_points=entry_points, LORA_MERGE_DTYPE="float32")
-    assert printed.count("lora_merge takes over the merged weights of FSDPEngineWithLMHead") == 1
-    assert len(re.findall(r"lora_merge: merged@\d over verl's rollout: 27 tensors", printed)) == 3
+    assert streamed.count("lora_merge takes over the merged weights of FSDPEngineWithLMHead") == 1
+    assert len(re.findall(r"lora_merge: merged@\d over verl's rollout: 27 tensors", streamed)) == 3
     assert_one_policy(place, range(1, 3), capsys)
     assert told(place, 2, "tensors") == {1: 27, 2: 27}
 
 
+@pytest.mark.usefixtures("streamed")
 def test_pushes_and_resumes(place: Path, entry_points: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
     """verl goes on from its own checkpoint, of the run before, with whole pushes into its servers: the adapter is there
     once, and every element of the engines was written."""
