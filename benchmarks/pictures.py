@@ -364,9 +364,8 @@ def lines_of(record: Record) -> dict[str, list[tuple[int, float]]]:
 
 WAITING = {
     "rollout.png": ("rollout", "rollout-h200"),
-    "rollout-experts.png": ("rollout", "rollout-experts-h100"),
     "step.png": ("step", "step-h100"),
-    "step-x2.png": ("step", "step-h100-x2"),
+    "step-x2.png": ("step", "step-h200-x2"),
     "grpo.png": ("grpo", "grpo-gpu"),
 }
 """Picture -> the benchmark that draws it, and its record; where the record is not there, neither is the picture."""

@@ -132,7 +132,8 @@ def train(args: argparse.Namespace, folder: Path) -> Record:
         trainer.add_callback(callback_of(clock))
         before = {name: p.cpu().clone() for name, p in trainers.adapted(trainer.model).items()}
         trainer.train()
-        changed = sum(int((p.cpu() != before[name]).sum()) for name, p in trainers.adapted(trainer.model).items())
+        after = trainers.adapted(trainer.model)
+        changed = sum(int((p != before[name].to(p.device)).sum()) for name, p in after.items())
         trainer.vllm_generation.llm.llm_engine.engine_core.shutdown()
     lengths = [entry["completions/mean_length"] for entry in trainer.state.log_history if "loss" in entry]
     if any(length != args.new_tokens for length in lengths):
@@ -163,6 +164,8 @@ def run(args: argparse.Namespace) -> Record:
     record |= {name: getattr(args, name) for name in names}
     record |= {"layers": args.layers or sync.SHAPES[args.shape]["num_hidden_layers"]}
     record |= {"cuda_graphs": args.device == "cuda", "timed_steps": args.steps, "ways": {}}
+    # torchrun gives each rank one thread otherwise, which makes a model's random weights for minutes
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // args.ranks)))
     torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}")
     launcher = (sys.executable, *(torchrun if args.ranks > 1 else ()))
     for name in args.ways:

@@ -38,9 +38,9 @@ class Job(NamedTuple):
     tests: list[str]
 
 
-def collected(tests: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The ids of all tests marked `gpu`, and the files that cannot be imported."""
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "gpu", *tests]
+def collected(tests: Sequence[str], words: str) -> tuple[list[str], list[str]]:
+    """The ids of all tests marked `gpu` whose names pytest's `-k` finds, and the files that cannot be imported."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "gpu", "-k", words, *tests]
     told = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     lines = told.stdout.splitlines()
     broken = [line for line in lines if line.startswith("ERROR")]
@@ -136,6 +136,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("log", type=Path, help="gets all that the tests print")
     parser.add_argument("tests", nargs="*", default=["tests"], help="files and tests as pytest takes them (all)")
+    parser.add_argument("-k", dest="words", default="", help="which of their tests, as pytest's -k (all)")
     parser.add_argument("--gpus", type=int, help="how many there are (all that torch sees)")
     parser.add_argument("--each", type=int, default=5, help="processes at a time on each GPU (%(default)s)")
     parser.add_argument("--limit", type=float, default=300, help="seconds for a process (%(default)s)")
@@ -148,7 +149,7 @@ def main() -> None:
     gpus = [str(gpu) for gpu in range(args.gpus)]
     with args.log.open("w") as log:
         run = Run(log, args.limit, args.deadline)
-        tests, broken = collected(args.tests)
+        tests, broken = collected(args.tests, args.words)
         run.failed += broken
         run.side_by_side(jobs_of(tests), gpus * args.each)
         if len(gpus) > 1:
