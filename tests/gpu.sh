@@ -7,8 +7,8 @@
 # Where there are several GPUs, build once, and then run steps side by side, each on one: CUDA_VISIBLE_DEVICES=1 bash
 # tests/gpu.sh OUT figures; `tests` uses all that it sees (TESTS: which ones; DEADLINE: seconds). The machine needs torch,
 # nvcc, pytest with its timeouts, hypothesis, peft and transformers; it reaches no registry. quantised needs bitsandbytes,
-# zero3 DeepSpeed and two GPUs; rollout, rollout-experts, grpo, sync, quantised-engines (verl, too), fsdp-x2 (two GPUs) and
-# fsdp-x4 (four) need vLLM (0.26 for torch 2.11), step and step-x2 TRL, too:
+# zero3 DeepSpeed and two GPUs; rollout, rollout-experts, grpo, sync, timeline, quantised-engines (verl, too), fsdp-x2
+# (two GPUs) and fsdp-x4 (four) need vLLM (0.26 for torch 2.11), step and step-x2 TRL, too:
 # an engine for each of three ways, and as many starts, which take most of the time; sglang and sglang-x2 (two GPUs) need
 # SGLang (0.5.17 for torch 2.11; FlashInfer is not needed). Each step should stay below ten minutes (estimated); its record
 # is written after every way.
@@ -101,6 +101,9 @@ for step in $steps; do
     sync) # 7B into an engine in one process, in another, and into one that reads; experts into one that reads
       bench sync-push-qwen2.5-7b sync --repeats 9 --parts pull same other
       bench sync-pull-qwen3-30b-a3b-8 sync --shape qwen3-30b-a3b-8 --parts pull ;;
+    timeline) # where the milliseconds of such pushes go; --tp 2 by hand
+      bench timeline-pull-$card timeline
+      bench timeline-write-$card timeline --write ;;
     fsdp-x2)
       try python3 -m torch.distributed.run --nproc-per-node 2 benchmarks/fsdp.py --parts push --sleep-mode \
         --json "$out/fsdp-pull-qwen2.5-7b-x2.json" ;;

@@ -22,7 +22,7 @@ import torch
 from checkpoints import assert_same, pair, tensors, write_adapter, write_base
 from safetensors.torch import load_file, save_file
 
-from lora_merge import InvalidInput, LoraMergeError, MissingExtra, UnsupportedAdapter, merge_checkpoint
+from lora_merge import InvalidInput, LoraMergeError, MissingExtra, UnsupportedAdapter, merge_checkpoint, save_merged
 from lora_merge.saving import chunks, writer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -551,3 +551,22 @@ def test_a_note_on_another_base(tmp_path: Path) -> None:
     write_adapter(tmp_path / "adapter", Path("owner/another-model"), models.qwen2)
     (saved,) = merge_checkpoint(tmp_path / "base", [tmp_path / "adapter"], tmp_path / "out")
     assert "adapter says that it was trained on owner/another-model" in saved.notes[0]
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.down_proj.weight", "model.norm.weight"])  # adapted, and not
+def test_numbers_beyond_float16(name: str, tmp_path: Path) -> None:
+    """A checkpoint of float16 has no infinities that its base has not."""
+    base, adapter = pair("qwen2", tmp_path)
+    (file,) = base.glob("*.safetensors")
+    values = load_file(file)
+    values[name].view(-1)[5] = 1e5
+    save_file(values, file, {"format": "pt"})
+    with pytest.raises(InvalidInput, match=f"{name}: expected merged values up to 65504"):
+        merge_checkpoint(base, [adapter], tmp_path / "out", dtype=torch.float16)
+    with pytest.raises(InvalidInput, match="expected merged values up to 65504"):
+        save_merged(checkpoints.load(base, adapter), tmp_path / "out", dtype=torch.float16)
+    assert not (tmp_path / "out").exists()
+    values[name].view(-1)[5] = torch.inf
+    save_file(values, file, {"format": "pt"})
+    merge_checkpoint(base, [adapter], tmp_path / "out", dtype=torch.float16)
+    assert tensors(tmp_path / "out")[name].isinf().any()

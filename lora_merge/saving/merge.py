@@ -27,7 +27,7 @@ from .base import open_base
 from .checkpoint import Checkpoint, find, with_dtype
 from .chunks import Ahead, Behind, Buffer, Buffers, Rows, rows_of
 from .decoded import Decoded
-from .format import as_bytes
+from .format import as_bytes, check_range
 from .writer import SHARD_SIZE, Wanted, Writer, absolute, check_target, shards_of, size_of, together
 
 Told = Callable[[int, int], None]
@@ -324,6 +324,7 @@ class _Output:
             MergePlan([job], self._operands).run(**self.run)
         if there is not out:
             out.copy_(there)
+        check_range(target.name, out, source)
 
     def _copy(self, name: str, source: Tensor, out: Tensor, rows: Rows) -> None:
         if isinstance(source, Packed):
@@ -368,6 +369,7 @@ class _Output:
                 made = self.adapters.conversion.compute(merged, entry.meta.name)
             else:
                 made = entry.window.fold(cut(merged[entry.sources[0]], entry.window.box))
+            check_range(name, made)
             yield name, made.cpu().contiguous()
 
 

@@ -171,6 +171,8 @@ class Loader(loader.Loader):
 
     def kernels(self) -> list[Any]:
         """What vLLM's CPU layers compute with instead of their parameters."""
+        if self.device.type != "cpu":
+            return []
         linear = [module.__dict__["cpu_linear"] for module in self.modules if "cpu_linear" in module.__dict__]
         return linear + packed_kernels(self.modules)
 
