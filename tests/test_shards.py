@@ -27,7 +27,7 @@ from lora_merge.shards.exchange import Exchange
 from lora_merge.shards.fsdp2 import runs_here, shard_of
 from lora_merge.shards.layout import Layout
 from lora_merge.shards.owners import apart, divide
-from lora_merge.shards.ranks import Ranks, even
+from lora_merge.shards.ranks import _SMALL, Ranks, even
 
 
 class Model(nn.Module):
@@ -218,6 +218,23 @@ def bad_input(rank: int) -> None:
 
 def test_bad_input_is_one_error_on_every_rank() -> None:
     spawn(2, bad_input)
+
+
+def values_of_any_size(rank: int) -> None:
+    """Short ones, and such that go on in a second collective, of some ranks or of all."""
+    ranks = Ranks(dist.group.WORLD)
+    for size in (0, _SMALL - 40, *range(_SMALL - 24, _SMALL + 8), 3 * _SMALL):
+        wanted = ["x" * (size + other) for other in range(ranks.size)]
+        assert ranks.gather(wanted[rank]) == wanted
+        assert ranks.gather(wanted[rank] if rank == 1 else None) == [None, wanted[1], *[None] * (ranks.size - 2)]
+    for flags in ((), (0,), (1, 2)):
+        with ranks.vote("flags") as ballot:
+            ballot.flag = rank in flags
+        assert ballot.flag is bool(flags)
+
+
+def test_values_of_any_size_reach_all_ranks() -> None:
+    spawn(3, values_of_any_size)
 
 
 def test_which_boxes_are_apart() -> None:

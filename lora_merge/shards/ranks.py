@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +18,15 @@ from ..errors import InvalidInput
 _T = TypeVar("_T")
 PADDING = 1.05
 """Parts that differ in size are padded to the largest for one all-gather, if that sends at most this much more."""
+_SMALL = 2040
+"""Bytes of a pickled value that one collective carries."""
+
+
+@dataclass
+class Ballot:
+    """What a rank says in a vote, and then what came of it."""
+
+    flag: bool = False
 
 
 class Ranks:
@@ -59,11 +70,15 @@ class Ranks:
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on some rank."""
+        return self._any([flag])[0]
+
+    def _any(self, flags: list[bool]) -> list[bool]:
+        """Of each flag whether it is set on some rank."""
         if self.alone:
-            return flag
-        there = torch.tensor([flag], dtype=torch.int32, device=self.talks_on(torch.device("cpu")))
+            return flags
+        there = torch.tensor(flags, dtype=torch.int32, device=self.talks_on(torch.device("cpu")))
         dist.all_reduce(there, dist.ReduceOp.MAX, group=self.group)
-        return bool(there.item())
+        return [bool(flag) for flag in there.tolist()]
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """Sum over the ranks, in place."""
@@ -74,12 +89,26 @@ class Ranks:
         return tensor
 
     def gather(self, value: _T) -> list[_T]:
-        """Everybody's small Python value, by rank."""
+        """Everybody's small Python value, by rank: one collective up to `_SMALL` bytes, where torch's
+        `all_gather_object` takes two for the sizes and the bytes."""
         if self.alone:
             return [value]
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        data = pickle.dumps(value)
+        heads = self._gather_bytes(len(data).to_bytes(8, "little") + data[:_SMALL], 8 + _SMALL)
+        sizes = [int.from_bytes(head[:8], "little") for head in heads]
+        longest = max(sizes)
+        rests = self._gather_bytes(data[_SMALL:], longest - _SMALL) if longest > _SMALL else [b""] * self.size
+        return [pickle.loads((head[8:] + rest)[:size]) for size, head, rest in zip(sizes, heads, rests, strict=True)]
+
+    def _gather_bytes(self, data: bytes, room: int) -> list[bytes]:
+        """Everybody's bytes, by rank, each with zeros behind them up to `room`."""
+        mine = torch.zeros(room, dtype=torch.uint8, device="cpu")
+        mine[: len(data)] = torch.frombuffer(bytearray(data) or bytearray(1), dtype=torch.uint8)[: len(data)]
+        mine = mine.to(self.talks_on(mine.device))
+        everybody = mine.new_empty(self.size * room)
+        dist.all_gather_into_tensor(everybody, mine, group=self.group)
+        found = everybody.cpu().numpy().tobytes()
+        return [found[begin : begin + room] for begin in range(0, len(found), room)]
 
     def spread(self, value: _T | None, rank: int) -> _T:
         """Return one rank's Python value on every rank; the values of the others are ignored."""
@@ -89,18 +118,23 @@ class Ranks:
         return values[0]
 
     @contextmanager
-    def vote(self, what: str) -> Iterator[None]:
+    def vote(self, what: str) -> Iterator[Ballot]:
         """If the block raises on any rank, raise on every rank, so that no rank waits in a later collective.
+
+        Yields:
+            a flag that the block may set; after it, it is set if it was on some rank.
 
         Raises:
             its own error where there is one; else `InvalidInput` with the first error of another rank.
         """
         error: Exception | None = None
+        ballot = Ballot()
         try:
-            yield
+            yield ballot
         except Exception as raised:
             error = raised
-        if self.any(error is not None):
+        failed, ballot.flag = self._any([error is not None, ballot.flag])
+        if failed:
             self._raise(what, error)
 
     def _raise(self, what: str, error: Exception | None) -> None:

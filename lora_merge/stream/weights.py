@@ -144,11 +144,12 @@ class MergedWeights:
         """
         with chosen(self.model, self.adapter_names):
             model = live(self.model)  # which looks at it already
-        with model.ranks.vote("MergedWeights"):
-            source, key = self._read(model)
         whole = whole and model.ranks.alone
         known = self._fillers.get(whole)
-        if model.ranks.any(known is None or known.key != key):
+        with model.ranks.vote("MergedWeights") as ballot:
+            source, key = self._read(model)
+            ballot.flag = known is None or known.key != key
+        if ballot.flag:
             source = replace(source, parts=model.united(source.parts))
             with model.ranks.vote("MergedWeights"):
                 entries = self._entries(source.parts, source.conversion)
