@@ -261,6 +261,15 @@ def named_tensors(
                 yield NamedTensor(prefix + key, module, key, buffer)
 
 
+def unsaved_buffers(model: nn.Module) -> Iterator[NamedTensor]:
+    """Buffers that are not persistent: no checkpoint has them."""
+    for name, module in walk(model):
+        for key in module._non_persistent_buffers_set:
+            buffer = module._buffers.get(key)
+            if buffer is not None:
+                yield NamedTensor(f"{name}.{key}" if name else key, module, key, buffer)
+
+
 def own_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The parameters that a module itself holds."""
     for key, parameter in module._parameters.items():
@@ -273,6 +282,19 @@ def lineage(cls: type) -> tuple[str, ...]:
     if cls not in _lineages:
         _lineages[cls] = tuple(f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__)
     return _lineages[cls]
+
+
+def path_of(cls: type) -> str:
+    """Dotted path of a class; where torch has made it of another one (`fully_shard` makes an FSDPLinear of a Linear),
+    of that other one."""
+    paths = lineage(cls)
+    if len(paths) < 2 or not paths[1].startswith(_PARALLEL):
+        return paths[0]
+    return next(path for path in paths[1:] if not path.startswith(_PARALLEL))
+
+
+_PARALLEL = "torch.distributed."
+"""Where the classes are that such a class has in front of the one that it was made of."""
 
 
 def _kind(cls: type) -> str | None:

@@ -578,10 +578,11 @@ def test_memory_shared_in_another_view(view: Callable[[Tensor], Tensor], adapted
         pass
 
 
-def test_buffers_in_the_memory_of_a_weight() -> None:
+@pytest.mark.parametrize("persistent", [True, False])
+def test_buffers_in_the_memory_of_a_weight(persistent: bool) -> None:
     model = two_on_one_memory(Tensor.clone, 1)
     net = model.base_model.model
-    net.register_buffer("row", net[1].base_layer.weight.data[3])
+    net.register_buffer("row", net[1].base_layer.weight.data[3], persistent=persistent)
     with unchanged(model), pytest.raises(UnsupportedAdapter, match=r"row, .*in the memory of 1\.weight"), merged(model):
         pass
 

@@ -52,6 +52,28 @@ class ScaledNormedEmbedding(NormedEmbedding):
         return super().forward(input_ids) * self.embed_scale
 
 
+class ScaledLinear(nn.Linear):
+    """Scales as embeddings do; PEFT scales adapters of these alone."""
+
+    embed_scale = 3.0
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return super().forward(input_ids) * self.embed_scale
+
+
+def unscaled() -> nn.Module:
+    """An embedding whose forward leaves out what PEFT scales the adapter by."""
+    embedding = nn.Embedding(8, 8)
+    embedding.embed_scale = 3.0
+    return embedding
+
+
+def patched_convolution() -> nn.Module:
+    conv = nn.Conv2d(4, 8, 3)
+    conv._conv_forward = lambda x, weight, bias: nn.functional.conv2d(x, weight.sign(), bias)
+    return conv
+
+
 def patched() -> nn.Module:
     linear = nn.Linear(8, 8)
     linear.forward = lambda x: nn.functional.linear(x, linear.weight.sign(), linear.bias)
@@ -74,6 +96,9 @@ STRANGE: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "rows normed": (lambda: NormedEmbedding(8, 8), "NormedEmbedding"),
     "rows normed, then scaled": (lambda: ScaledNormedEmbedding(8, 8), "NormedEmbedding"),
     "convolution": (lambda: HalvedConv(4, 8, 3), r"HalvedConv\._conv_forward"),
+    "convolution of one module": (patched_convolution, r"patched_convolution\.<locals>\.<lambda>"),
+    "a scaled linear layer": (lambda: ScaledLinear(8, 8), "ScaledLinear"),
+    "embeddings that are not scaled": (unscaled, "Embedding.forward, which leaves out its embed_scale"),
     "forward of one module": (patched, r"patched\.<locals>\.<lambda>"),
     "behind accelerate": (lambda: behind_accelerate(patched()), r"patched\.<locals>\.<lambda>"),
 }
@@ -150,3 +175,31 @@ def test_parameters_may_have_any_forward() -> None:
     adapter = model(torch.arange(8))
     with merged(model):
         torch.testing.assert_close(model(torch.arange(8)), adapter)
+
+
+@pytest.mark.parametrize("change", ["convolution", "scale", "factor"])
+def test_what_changes_after_a_merge_is_seen(change: str) -> None:
+    base = (
+        nn.Conv2d(4, 8, 3) if change == "convolution" else nn.Embedding(8, 8) if change == "scale" else nn.Linear(8, 8)
+    )
+    model = on(base).eval()
+    for _ in range(2):
+        with merged(model):
+            pass
+    if change == "convolution":
+        base._conv_forward = patched_convolution()._conv_forward
+    elif change == "scale":
+        base.embed_scale = 3.0
+    else:
+        layer = model.base_model.model[0]
+        layer.lora_A["default"] = ScaledLinear(8, 2, bias=False)
+    with pytest.raises(UnsupportedAdapter, match="computes by"), merged(model):
+        pass
+
+
+@pytest.mark.parametrize("half", ["lora_A", "lora_B"])
+def test_factors_that_compute_otherwise_are_refused(half: str) -> None:
+    model = on(nn.Linear(8, 8))
+    getattr(model.base_model.model[0], half)["default"].forward = torch.tanh
+    with pytest.raises(UnsupportedAdapter, match=rf"0: {half} of 'default', a .*Linear, computes by"):
+        read_deltas(model)

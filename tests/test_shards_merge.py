@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from helpers import assert_same_bits
 from peft import LoraConfig, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import fsdp_auto_wrap_policy
 from processes import spawn
 from torch import Tensor, nn
@@ -60,6 +61,14 @@ def fsdp2(model: Any) -> nn.Module:
 
 def fsdp2_kept(model: Any) -> nn.Module:
     return fully_shard(model, reshard_after_forward=False)
+
+
+def fsdp2_units(model: Any) -> nn.Module:
+    """Each layer with an adapter is a unit of its own: torch makes another class of PEFT's."""
+    for module in list(model.modules()):
+        if isinstance(module, BaseTunerLayer):
+            fully_shard(module)
+    return fully_shard(model)
 
 
 def fsdp2_columns(model: Any) -> nn.Module:
@@ -112,7 +121,7 @@ def fsdp1_flat(model: Any) -> nn.Module:
     )
 
 
-WRAPS: list[Wrap] = [fsdp2, fsdp2_kept, fsdp2_columns, fsdp2_mixed_precision, hsdp, tensor_parallel, fsdp1,
+WRAPS: list[Wrap] = [fsdp2, fsdp2_kept, fsdp2_units, fsdp2_columns, fsdp2_mixed_precision, hsdp, tensor_parallel, fsdp1,
                      fsdp1_one_unit, fsdp1_whole, fsdp1_flat]  # fmt: skip
 FSDP1 = (fsdp1, fsdp1_one_unit, fsdp1_whole, fsdp1_flat)
 """A unit of FSDP1 holds one dtype."""
@@ -375,7 +384,8 @@ def test_four_ranks() -> None:
 
 
 def test_every_model_on_two_ranks() -> None:
-    spawn(2, every_wrap, [fsdp2, fsdp1_one_unit], [name for name in MODELS if "qwen2" not in name or "head" in name])
+    names = [name for name in MODELS if "qwen2" not in name or "head" in name]
+    spawn(2, every_wrap, [fsdp2, fsdp2_units, fsdp1_one_unit], names)
 
 
 def test_rows_that_do_not_divide() -> None:

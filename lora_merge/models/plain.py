@@ -25,6 +25,8 @@ _PACKED_MODULES = {
     "bitsandbytes.nn.modules.Embedding8bit": "8-bit, bitsandbytes",
 }
 """What they keep may be of any dtype (`bnb_4bit_quant_storage`), and a plain tensor once it is sharded."""
+_PARAMETRISED = "bitsandbytes.nn.parametrize.Bnb4bitParametrization"
+"""What lies beside the codes of a parameter that is decoded whenever it is read."""
 _PACKED_NAMES = {"qweight", "qzeros", "weight_packed"}
 """What GPTQ, AWQ and compressed-tensors call the integers into which they pack several weights each."""
 _HIDDEN = ("torch.ao.nn.quantized.", "torch.ao.nn.sparse.quantized.")
@@ -132,6 +134,8 @@ def _quantised(t: NamedTensor) -> str | None:
         found = next((_PACKED_MODULES[p] for p in lineage(type(t.owner)) if p in _PACKED_MODULES), None)
         if found is not None:
             return found
+    if any(_PARAMETRISED in lineage(type(part)) for part in t.owner._modules.values()):
+        return "4-bit, bitsandbytes"
     if local.is_quantized:
         return f"{local.dtype}"
     if t.attribute in _PACKED_NAMES and not local.is_floating_point():

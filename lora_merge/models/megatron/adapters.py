@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import Tensor, nn
 
 from ...errors import AlreadyMerged, UnsupportedAdapter
-from ...names import lineage, register_wrapper
+from ...names import lineage, path_of, register_wrapper
 
 Layer: TypeAlias = Any
 """A layer of some library's, whose attributes differ from class to class."""
@@ -160,7 +160,7 @@ def _canonical(name: str, layer: Layer) -> list[Pair]:
 
 def _bridge_pairs(name: str, adapter: Layer, part: str | None) -> list[Pair]:
     """linear_in is lora_A and linear_out lora_B: 2-D, or 3-D `[local experts, ...]`; or one of each."""
-    path = lineage(type(adapter))[0]
+    path = path_of(type(adapter))
     if path not in _PAIRED:
         raise UnsupportedAdapter(f"{name}: adapters of class {path} cannot be merged here")
     if not isinstance(adapter.activation, nn.Identity):

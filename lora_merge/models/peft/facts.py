@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ...names import Trail, any_wrapper, column, innermost, lineage
+from ...names import Trail, any_wrapper, column, innermost, path_of
 from ..watch import Look, Question
 from .read import (
     _BACKEND,
@@ -32,6 +32,7 @@ from .read import (
 )
 
 _FORWARD, _OLD_FORWARD = methodcaller("get", "forward"), methodcaller("get", "_old_forward")
+_CONV_FORWARD = methodcaller("get", "_conv_forward")
 _LOOK = attrgetter("merged_adapters", "disable_adapters", "active_adapters", "scaling", "lora_variant")
 
 
@@ -89,7 +90,7 @@ def adapter_facts(seen: Trail) -> AdapterFacts:
 def _alike(cls: type, layers: Sequence[PeftLayer], insides: Sequence[dict[str, Any]]) -> AdapterFacts | None:
     """Of linear layers in all of which the same adapters act, attribute by attribute: of thousands of experts,
     `_layer_facts` would take longer than merging them. None where they are not like that, or not as PEFT makes them."""
-    if lineage(cls)[0] != _LINEAR or not _keeps_fields(cls):
+    if path_of(cls) != _LINEAR or not _keeps_fields(cls):
         return None
     try:
         merged, disabled, active, scalings, variants, transposed, children = (
@@ -153,7 +154,7 @@ def _answer(layer: PeftLayer) -> list[Any]:
 
 def _layer_facts(layer: PeftLayer, parts: list[nn.Module]) -> list[Any]:
     """Of one layer; adds the modules of its active adapters to `parts`."""
-    path = lineage(type(layer))[0]
+    path = path_of(type(layer))
     if path not in _READERS:
         there = frozenset() if layer.disable_adapters else frozenset(layer._get_available_adapters())
         return [*layer.merged_adapters, layer.disable_adapters, *layer.active_adapters, there]
@@ -174,11 +175,15 @@ def _layer_facts(layer: PeftLayer, parts: list[nn.Module]) -> list[Any]:
         facts.append(layer.fan_in_fan_out)
     elif path == _EMBEDDING:
         parts += (inside["lora_embedding_A"], inside["lora_embedding_B"])
-        facts.append(innermost(layer).max_norm)
+        facts += (innermost(layer).max_norm, hasattr(innermost(layer), "embed_scale"))
     elif path == _PARAMETER:
         facts += (layer.parameter_name, layer.num_experts, getattr(layer, _SWAPPED, False))
     else:
         base = innermost(layer)
         convs = [base, *(innermost(part) for part in parts[begin:])]
-        facts += [base.groups, *(getattr(conv, what, None) for conv in convs for what in _GEOMETRY)]
+        facts += [
+            id(_CONV_FORWARD(vars(base))),
+            base.groups,
+            *(getattr(conv, what, None) for conv in convs for what in _GEOMETRY),
+        ]
     return facts

@@ -9,6 +9,7 @@ them.
 
 from __future__ import annotations
 
+from functools import cache
 from types import FunctionType
 from typing import Any
 
@@ -60,23 +61,49 @@ def strange_forward(module: nn.Module) -> str | None:
     inside = module.__dict__
     # accelerate calls the forward that was there from one of its own, and keeps it.
     own = [inside[name] for name in ("_old_forward", "forward") if name in inside][:1]
-    return _strange([*own, *_defined(module, "forward")]) or _strange(_defined(module, "_conv_forward"))
+    scales = isinstance(module, nn.Embedding) and hasattr(module, "embed_scale")
+    return _strange([*own, *_defined(type(module), "forward")], scales) or _strange(_convolves(module))
 
 
-def _defined(module: nn.Module, method: str) -> list[Any]:
-    """By the module's classes, the one that is called first."""
-    return [cls.__dict__[method] for cls in type(module).__mro__ if method in cls.__dict__]
+def strange_factor(part: nn.Module) -> str | None:
+    """The same of lora_A or lora_B, quickly: of each class that has been seen only what an instance has in front."""
+    inside = part.__dict__
+    if "forward" in inside or "_old_forward" in inside or "_conv_forward" in inside:
+        return strange_forward(part)
+    cls: type = type(part)
+    return _strange_class(cls)
 
 
-def _strange(functions: list[Any]) -> str | None:
-    """Of functions each of which may call the next one."""
-    for found in functions:
-        function = getattr(found, "__func__", found)
+@cache
+def _strange_class(cls: type) -> str | None:
+    return _strange(_defined(cls, "forward")) or _strange(_defined(cls, "_conv_forward"))
+
+
+def _convolves(module: nn.Module) -> list[Any]:
+    own = [module.__dict__["_conv_forward"]] if "_conv_forward" in module.__dict__ else []
+    return own + _defined(type(module), "_conv_forward")
+
+
+def _defined(cls: type, method: str) -> list[Any]:
+    """By a module's classes, the one that is called first."""
+    return [base.__dict__[method] for base in cls.__mro__ if method in base.__dict__]
+
+
+def _strange(functions: list[Any], scales: bool = False) -> str | None:
+    """Of functions each of which may call the next one.
+
+    Args:
+        scales: whether the adapter is scaled by `embed_scale`; then the base has to be, and else it must not.
+    """
+    scaled = False
+    # accelerate keeps what the class has: it runs once.
+    for function in dict.fromkeys(getattr(found, "__func__", found) for found in functions):
         path = _path(function)
         if path in _LINEAR:
-            return None
-        if not isinstance(function, FunctionType) or _code(function) not in _SCALED:
+            return None if scaled == scales else f"{path}, which leaves out its embed_scale"
+        if not scales or scaled or not isinstance(function, FunctionType) or _code(function) not in _SCALED:
             return path
+        scaled = True
     return None
 
 

@@ -15,7 +15,7 @@ from ...errors import UnsupportedAdapter
 from ...kernels.checks import overlapping
 from ...kernels.packed import memory
 from ...kernels.segments import FLOATS
-from ...names import NamedTensor, named_tensors, walk
+from ...names import NamedTensor, named_tensors, unsaved_buffers, walk
 from ...shards import Address, address, here, quantised
 from ...shards.bitsandbytes import dtypeless
 from ...shards.layout import Known, Layout
@@ -254,7 +254,7 @@ class Peft:
             return
         adapted = {(id(delta.owner), delta.attribute) for delta in deltas}
         held: dict[Hashable, tuple[NamedTensor, bool]] = {}
-        for t in named_tensors(self.key, self._open().parameters):
+        for t in (*named_tensors(self.key, self._open().parameters), *unsaved_buffers(self.key)):
             key = t.name if t.attribute in t.owner._buffers else self._view(t)
             first, merged = held.get(key, (t, False))
             held[key] = first, merged or (id(t.owner), t.attribute) in adapted

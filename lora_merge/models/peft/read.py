@@ -18,13 +18,13 @@ from torch import nn
 
 from ...errors import AlreadyMerged, InvalidInput, LoraMergeError, UnsupportedAdapter
 from ...kernels.segments import FLOATS
-from ...names import check_module, innermost, lineage, walk
+from ...names import check_module, innermost, lineage, path_of, walk
 from ...shards import Shard, quantised, whole
 from ...shards.bitsandbytes import turned
 from ...shards.layout import Layout
 from ..delta import Delta, Factors
 from ..plain import remedy
-from .forwards import strange_forward
+from .forwards import strange_factor, strange_forward
 
 PeftLayer: TypeAlias = Any
 """A layer of PEFT's, whose attributes differ from class to class."""
@@ -192,13 +192,13 @@ def _active(name: str, layer: PeftLayer) -> list[str]:
         )
     if layer.disable_adapters:
         return []
-    there = layer.scaling if lineage(type(layer))[0] in _READERS else layer._get_available_adapters()
+    there = layer.scaling if path_of(type(layer)) in _READERS else layer._get_available_adapters()
     return sorted(adapter for adapter in layer.active_adapters if adapter in there)
 
 
 def _layer_deltas(name: str, layer: PeftLayer, active: list[str], layout: Layout) -> list[Delta]:
     """The deltas of one layer, each checked."""
-    path = lineage(type(layer))[0]
+    path = path_of(type(layer))
     read = _READERS.get(path)
     if read is None:
         reason = _LAYER_REASONS.get(path, "")
@@ -275,6 +275,12 @@ class _Reading(NamedTuple):
         found = []
         for adapter in self.active:
             lora_A, lora_B = (_part(self.layer, kind, adapter) for kind in ("lora_A", "lora_B"))
+            for half, part in (("lora_A", lora_A), ("lora_B", lora_B)):
+                if (forward := strange_factor(part)) is not None:
+                    raise UnsupportedAdapter(
+                        f"{self.name}: {half} of '{adapter}', a {path_of(type(part))}, computes by {forward}; expected "
+                        "the forward of torch's own layer: merging is not what another one does"
+                    )
             if lora_A._parameters.get("bias") is not None:
                 raise UnsupportedAdapter(f"{self.name}: lora_A of '{adapter}' has a bias, which no weight can express")
             halves = self.shard(lora_A, "weight"), self.shard(lora_B, "weight")
