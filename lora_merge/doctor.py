@@ -31,6 +31,8 @@ TRAINERS = {
     "transformers": "lora_merge.integrations.transformers.attach(trainer, engine)",
 }
 """Distribution -> how lora_merge is switched on there."""
+CALLBACKS = ("lightning", "transformers")
+"""Those in which nothing is taken over, and so nothing switched off."""
 PLUGINS = "vllm.general_plugins"
 
 
@@ -103,13 +105,13 @@ def _architecture(device: torch.device) -> str:
 def _first(device: torch.device, names: Sequence[str], found: Findings) -> str:
     """The backend for a device, and why those before it cannot run."""
     modules = {"cpu": cpu, "cuda": cuda, "triton": triton}
-    reasons = [(name, modules[name].unavailable(device)) for name in names if name in modules]
-    passed = [f"{name}: {reason}" for name, reason in reasons if reason is not None]
     try:
+        reasons = [(name, modules[name].unavailable(device)) for name in names if name in modules]
         backend: Any = kernels.pick(device)
     except BackendUnavailable as error:
         found.todo.append(str(error))
         return f"no backend: {error}"
+    passed = [f"{name}: {reason}" for name, reason in reasons if reason is not None]
     chosen = backend.__name__.rpartition(".")[2]
     before = "; ".join(passed[: names.index(chosen)])
     if not before:
@@ -170,7 +172,8 @@ def _trainers(found: Findings) -> None:
     for name, switch in TRAINERS.items():
         installed = _version(name)
         if installed is not None:
-            found.rows.append((name, f"{installed}; {'LORA_MERGE=0 switches it off' if off else switch}"))
+            told = "LORA_MERGE=0 switches it off" if off and name not in CALLBACKS else switch
+            found.rows.append((name, f"{installed}; {told}"))
 
 
 def _version(distribution: str) -> str | None:

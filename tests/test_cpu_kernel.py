@@ -159,6 +159,17 @@ def test_unknown_instruction_set() -> None:
     assert "LORA_MERGE_CPU_ISA=sse9: expected one of those that this machine runs: " in done.stderr
 
 
+@pytest.mark.parametrize("command", [["doctor"], ["doctor", "--json"]])
+def test_unknown_instruction_set_in_the_doctor(command: list[str]) -> None:
+    environment = os.environ | {"LORA_MERGE_CPU_ISA": "sse9"}
+    run = [sys.executable, "-m", "lora_merge", *command]
+    done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    told = " ".join(done.stdout.split())
+    assert "LORA_MERGE_CPU_ISA=sse9: expected one of those that this machine runs" in told
+
+
 def test_threads_change_nothing() -> None:
     before = torch.get_num_threads()
     results = {}

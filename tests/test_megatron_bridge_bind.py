@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,12 @@ def exported(case: Case, folder: Path) -> dict[str, Any]:
     answer: dict[str, Any] = {}
     for who in ("stock", "ours"):
         if who == "ours":
-            assert bind(bridge) is bridge
+            with mock.patch.dict(os.environ, LORA_MERGE="0"):
+                assert bind(bridge) is bridge
+                assert "export_hf_weights" not in vars(bridge)
+            with mock.patch("builtins.print") as told:
+                assert bind(bridge) is bridge
+            assert told.called is (torch.distributed.get_rank() == 0), "one line, on the first rank"
         for merge in (True, False):
             stream = bridge.export_hf_weights(chunks, cpu=True, show_progress=False, merge_adapter_weights=merge)
             answer[f"{who} {merge}"] = {weight.param_name: weight.weight.clone() for weight in stream}

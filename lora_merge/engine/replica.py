@@ -26,12 +26,12 @@ class SyncReport:
     Args:
         version: number of the push, counted by the engine.
         mode: "merged" or "adapter"; "base" after an adapter from a folder was taken off.
-        nbytes: number of bytes that were sent to one replica.
-        tensors: number of tensors that were sent.
+        nbytes: number of bytes that were sent to one replica; without those of the base, where `base_sent`.
+        tensors: number of tensors that were sent, counted alike.
         seconds: by phase: check, pause (until requests have ended, where they are waited for or ended; those that are
             kept stop with the transfer), transfer (merge, send and load; caches are reset beside it), finish, resume
             (0 where it went with the last message).
-        base_sent: whether an adapter push had to send the base first.
+        base_sent: whether the base had to go first, where an adapter goes beside it or is merged by the engine.
         merge: who added the adapters to the base: "trainer" or "engine"; "" in adapter mode.
         merge_why: why the trainer merged where engines could have; "" otherwise.
         transports: how bytes reached the workers (docs/vllm.md, Transports).

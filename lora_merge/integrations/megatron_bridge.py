@@ -16,6 +16,7 @@ from ..errors import InvalidInput
 from ..models.megatron.names import bridge_names
 from ..models.megatron.read import Chunks
 from ..stream.weights import MergedWeights
+from .options import switched_off
 from .takeover import Release
 
 _Bridge = TypeVar("_Bridge")
@@ -45,11 +46,13 @@ def bind(bridge: _Bridge, *, dtype: torch.dtype | None = None, rounding: str = "
         rounding: as for `MergedWeights`.
 
     Returns:
-        the bridge.
+        the bridge; as it was, where LORA_MERGE=0 is set.
 
     Raises:
         TrainerRefused: this release of Megatron-Bridge lacks a name that is used; names it.
     """
+    if switched_off():
+        return bridge
     RELEASE.require(_NAMES)
     from megatron.bridge.models.conversion.model_bridge import HFWeightTuple
 
@@ -83,6 +86,7 @@ def bind(bridge: _Bridge, *, dtype: torch.dtype | None = None, rounding: str = "
         return (HFWeightTuple(name, tensor.cpu() if cpu else tensor) for name, tensor in weights)
 
     bridge.export_hf_weights = export_hf_weights  # type: ignore[attr-defined]
+    RELEASE.announce(f"{type(bridge).__name__}.export_hf_weights: merged weights")
     return bridge
 
 

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from ..errors import BackendUnavailable
 from . import Moves, native, operators
 from .fused import Fused, Journal, Kernels
 from .merged_first import ByOperations, MergedFirst
 from .scaled import Placed
 from .segments import DESTINATION, SOURCE, Segment, pack, same_weights
 
+_ISA = "LORA_MERGE_CPU_ISA"
+
 
 def unavailable(device: torch.device) -> str | None:
-    """Why the CPU kernels cannot run on `device`; None if they can."""
-    return "it needs CPU tensors" if device.type != "cpu" else native.load_error()
+    """Why the CPU kernels cannot run on `device`; None if they can.
+
+    Raises:
+        BackendUnavailable: `LORA_MERGE_CPU_ISA` names instructions that this machine does not run.
+    """
+    reason = "it needs CPU tensors" if device.type != "cpu" else native.load_error()
+    if reason is None and (forced := os.environ.get(_ISA)) and forced not in (isas := native.compiled.cpu_isas()):
+        raise BackendUnavailable(f"{_ISA}={forced}: expected one of those that this machine runs: {', '.join(isas)}")
+    return reason
 
 
 class _Launch:

@@ -230,8 +230,9 @@ def _check_kind(folder: Path, said: Mapping[str, Any]) -> None:
     begun = said.get("init_lora_weights", True)
     if begun not in _BASE_AS_IT_IS:
         raise UnsupportedAdapter(
-            f"{folder}: init_lora_weights={begun!r} changes the base that the adapter belongs to, and the engine has "
-            "the one before: save it again with path_initial_model_for_weight_conversion, which makes it a plain LoRA"
+            f"{folder}: init_lora_weights={begun!r} changes the base that the adapter belongs to, and what it is to be "
+            "merged into is the one before: save it again with path_initial_model_for_weight_conversion, which makes "
+            "it a plain LoRA"
         )
 
 
