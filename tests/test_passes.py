@@ -33,13 +33,13 @@ def test_what_is_trained_beside_an_adapter_is_refused(name: str) -> None:
     model = models.with_lora(models.qwen2)
     passes = planner(model, "trainer", [], Ranks())
     stream = passes._base.filler()
-    before = passes._of_frozen(stream)
+    before = passes._of_frozen(stream, verify=False)
     parameter = model.get_base_model().get_parameter(name.replace("k_proj.", "k_proj.base_layer."))
     parameter.requires_grad_(True)
     with pytest.raises(UnsupportedAdapter, match=f"{name}: is trained beside the adapter"):
-        passes._of_frozen(stream)
+        passes._of_frozen(stream, verify=False)
     parameter.requires_grad_(False)
-    assert passes._of_frozen(stream) == before
+    assert passes._of_frozen(stream, verify=False) == before
 
 
 def out_of_memory_on_one(rank: int) -> None:
@@ -60,7 +60,7 @@ def out_of_memory_on_one(rank: int) -> None:
     passes._fit, passes._update, empty = fit, update, torch.empty
 
     def short(*args: Any, **options: Any) -> Any:
-        if rank and sys._getframe(1).f_code.co_name in ("<listcomp>", "buffers"):
+        if rank and sys._getframe(1).f_code.co_name == "_room":
             raise torch.OutOfMemoryError("injected")
         return empty(*args, **options)
 

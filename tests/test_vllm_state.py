@@ -459,6 +459,34 @@ def test_a_reload_behind_its_back_shows_as_dirty(llm: LLM) -> None:
     assert_answers(ask(llm, sync.lora_request()), model)
 
 
+@pytest.mark.parametrize("merge", ["trainer", "engine"])
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_pushes_inside_of_inference_mode_and_then_outside(llm: LLM, merge: str, use_dora: bool) -> None:
+    """A rollout function that is decorated so pushes, and an evaluation that is not: what a push keeps for the next
+    one must not be of that mode."""
+    model = policy(use_dora=use_dora)
+    model.get_base_model().model.norm.requires_grad_(True)  # goes whole where the engine merges
+    sync = VllmSync(model, llm, merge=merge)
+    for batch in range(5):
+        train(model, batch)
+        with torch.inference_mode(batch in (0, 1, 3)):
+            sync.push()
+        assert_answers(ask(llm), model)
+
+
+@pytest.mark.parametrize("mode", ["merged", "adapter"])
+def test_verify_sees_a_base_that_was_written_through_data(llm: LLM, mode: str) -> None:
+    """It changes no version, and a sample of each weight misses most rows."""
+    model = policy()
+    sync = VllmSync(model, llm, mode=mode, merge="engine")
+    sync.push()
+    weight = model.get_base_model().model.embed_tokens.weight
+    for row in range(3, 9):
+        weight.data[row] *= -1.5
+        sync.push(verify=True)
+        assert_answers(ask(llm, sync.lora_request()), model)
+
+
 def test_an_evicted_adapter_is_sent_again(llm: LLM) -> None:
     model = policy()
     sync = VllmSync(model, llm, mode="adapter")

@@ -252,6 +252,21 @@ def test_lazily_read_tensors_hold_the_adapter() -> None:
     torch.testing.assert_close(lazily[name], merged[name], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_passes_inside_of_inference_mode_and_then_outside(use_dora: bool) -> None:
+    model = models.with_lora(models.qwen2, use_dora=use_dora)
+    stream = MergedWeights(model)
+    for number in range(4):
+        with torch.inference_mode(number in (0, 2)):
+            sent = {name: tensor.clone() for name, tensor in stream}
+        for name, tensor in MergedWeights(model):
+            assert_same_bits(sent[name], tensor, name)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_" in name:
+                    parameter.mul_(-1.1)
+
+
 def test_every_pass_reads_the_adapter_as_it_is_now() -> None:
     model = models.with_lora(models.qwen2)
     weights = MergedWeights(model)

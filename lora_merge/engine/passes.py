@@ -174,12 +174,12 @@ class Passes:
         base = await self._fit(self._base, replicas, read)
         if adapter is None:
             update = await self._update(self._base, base, replicas, self._fit.takers())
-            fingerprint = await self._same(lambda: self._frozen(base, update.whole_names))
+            fingerprint = await self._same(lambda: self._frozen(base, update.whole_names, verify))
             lacks = partial(_lacks_update, fingerprint=fingerprint, digest=update.digest)
             source: AdapterSource | Update = update
             changed: frozenset[str] | None = update.changed
         else:
-            fingerprint = await self._same(lambda: self._of_frozen(base))
+            fingerprint = await self._same(lambda: self._of_frozen(base, verify))
             lacks, source, changed = partial(_lacks_base, fingerprint=fingerprint), adapter, None
         without = [replica for engine in engines_of(replicas) if any(map(lacks, engine)) for replica in engine]
         report.base_sent = bool(without)
@@ -193,8 +193,11 @@ class Passes:
             [await self._full(bare, self._base, base, without, report, verify, changed), *passes] if without else passes
         )
 
-    def _of_frozen(self, base: Filler) -> str:
+    def _of_frozen(self, base: Filler, verify: bool) -> str:
         """The fingerprint of a base that training leaves alone. Collective over the ranks of the model.
+
+        Args:
+            verify: compute it again.
 
         Raises:
             UnsupportedAdapter: it trains some of it, which an adapter does not bring.
@@ -211,7 +214,7 @@ class Passes:
                 f"{trained[0]}{others}: is trained beside the adapter (requires_grad), and adapter mode brings the "
                 'adapter alone: freeze it, or push with mode="merged" instead'
             )
-        return self._fingerprint(base)
+        return self._fingerprint(base, again=verify)
 
     async def _same(self, fingerprint: Callable[[], str]) -> str:
         """The fingerprint of the base, which is the same on every rank."""

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ..inference import outside_inference_mode
 from ..kernels.packed import in_reach
 from ..kernels.plan import Plan
 from ..kernels.segments import Segment
@@ -117,6 +118,7 @@ class RowScales:
         held: bytes of the memory through which weights are brought.
     """
 
+    @outside_inference_mode
     def __init__(
         self,
         turns: Sequence[Sequence[Delta]],

@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.dlpack import from_dlpack
 
 from ..errors import InvalidInput
+from ..inference import outside_inference_mode
 from ..kernels.packed import Packed, in_reach
 from ..kernels.scaled import Scaled
 from ..kernels.segments import Segment, copies, name_key
@@ -200,7 +201,7 @@ class Filler:
         buffers, self._idle = self._idle, []
         if not buffers:
             with self.ranks.vote("two buckets"):
-                buffers = [torch.empty(self.capacity, dtype=torch.uint8, device=self.device) for _ in range(2)]
+                buffers = [_room(self.capacity, self.device) for _ in range(2)]
         with self.passing():
             try:
                 yield buffers
@@ -257,7 +258,7 @@ class Filler:
             buffer = buffers[index % 2]
             if self._held_outside(buffer):
                 self._forget(buffer.data_ptr())
-                buffers[index % 2] = torch.empty_like(buffer)
+                buffers[index % 2] = _room(buffer.numel(), buffer.device)
 
         def fill(index: int) -> tuple[int, Tensor]:
             buffer = buffers[index % 2]
@@ -314,6 +315,7 @@ class Filler:
         lent = self._lent.get(buffer.data_ptr())
         return lent is not None and not lent.expired()
 
+    @outside_inference_mode
     def fill(self, index: int, buffer: Tensor, run: Mapping[str, Any]) -> None:
         """As `Sent.fill`. An error of this rank is raised after the collectives of the bucket."""
         errors: list[Exception] = []
@@ -337,6 +339,7 @@ class Filler:
             if not self._wholly_in[index] and all(slot.name in names for slot in slots)
         )
 
+    @outside_inference_mode
     def place(self, index: int, places: Places, run: Mapping[str, Any]) -> None:
         """As `Sent.place`. An error of this rank is raised after the collectives of the bucket."""
         targets = (
@@ -473,3 +476,8 @@ class _BucketPlan:
     def run(self, run: Mapping[str, Any]) -> None:
         self._staging.bring(self._copied)
         self._plan.run(**run)
+
+
+@outside_inference_mode
+def _room(nbytes: int, device: torch.device) -> Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, device=device)

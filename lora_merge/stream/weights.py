@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidInput
+from ..inference import outside_inference_mode
 from ..kernels.plan import ROUNDINGS
 from ..kernels.segments import FLOATS, raw
 from ..models.claims import Look, check_base, check_readable
@@ -136,6 +137,7 @@ class MergedWeights:
         """Return True without reading the model: a stream is never empty in the sense of `if`."""
         return True
 
+    @outside_inference_mode
     def filler(self, *, whole: bool = False) -> Filler:
         """The stream as it stands now: laid out, with plans that are kept as long as the model's tensors stay.
 
