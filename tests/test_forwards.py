@@ -200,6 +200,6 @@ def test_what_changes_after_a_merge_is_seen(change: str) -> None:
 @pytest.mark.parametrize("half", ["lora_A", "lora_B"])
 def test_factors_that_compute_otherwise_are_refused(half: str) -> None:
     model = on(nn.Linear(8, 8))
-    getattr(model.base_model.model[0], half)["default"].forward = torch.tanh
-    with pytest.raises(UnsupportedAdapter, match=rf"0: {half} of 'default', a .*Linear, computes by"):
+    getattr(model.base_model.model[0], half)["default"] = ScaledLinear(8, 8, bias=False)
+    with pytest.raises(UnsupportedAdapter, match=rf"0: {half} of 'default', a .*ScaledLinear, computes by"):
         read_deltas(model)

@@ -65,23 +65,16 @@ def strange_forward(module: nn.Module) -> str | None:
     return _strange([*own, *_defined(type(module), "forward")], scales) or _strange(_convolves(module))
 
 
-def strange_factor(part: nn.Module) -> str | None:
-    """The same of lora_A or lora_B, quickly: of each class that has been seen only what an instance has in front."""
-    inside = part.__dict__
-    if "forward" in inside or "_old_forward" in inside or "_conv_forward" in inside:
-        return strange_forward(part)
-    cls: type = type(part)
-    return _strange_class(cls)
-
-
 @cache
-def _strange_class(cls: type) -> str | None:
+def strange_factor(cls: type) -> str | None:
+    """The same of a class of lora_A or lora_B, of which there are thousands."""
     return _strange(_defined(cls, "forward")) or _strange(_defined(cls, "_conv_forward"))
 
 
 def _convolves(module: nn.Module) -> list[Any]:
-    own = [module.__dict__["_conv_forward"]] if "_conv_forward" in module.__dict__ else []
-    return own + _defined(type(module), "_conv_forward")
+    defined = _defined(type(module), "_conv_forward")
+    own = module.__dict__.get("_conv_forward") if defined else None
+    return defined if own is None else [own, *defined]
 
 
 def _defined(cls: type, method: str) -> list[Any]:
