@@ -342,6 +342,56 @@ def test_pushes_while_an_async_engine_generates_for_training_and_evaluation(tmp_
     asyncio.run(scenario())
 
 
+def test_requests_that_come_while_the_mode_changes(tmp_path: Path) -> None:
+    """Those that were made for the mode before are ended, and hear so: they went on with the bare base, or asked for an
+    adapter that had gone, which killed the engine. Those of the new mode wait for it."""
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    model = models.with_lora(engines.qwen2, **DENSE)
+    engines.save_base(model.get_base_model(), tmp_path / "base")
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    sampling = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, detokenize=False, logprobs=1)
+    prompt = {"prompt_token_ids": engines.prompts(1)[0]}
+
+    async def scenario() -> None:
+        options = engines.engine_options(model) | {"enable_lora": True, "max_lora_rank": 8, "max_model_len": 256}
+        options["worker_extension_cls"] = "engines.Slow"
+        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(str(tmp_path / "base"), **options))
+
+        async def request(name: str, lora: Any, begun: asyncio.Event | None = None) -> Any:
+            async for output in llm.generate(prompt, sampling, name, lora_request=lora):
+                last = output
+                if begun is not None:
+                    begun.set()
+            return last
+
+        try:
+            sync = VllmSync(model, llm)
+            await sync.apush()
+            for to in ("adapter", "merged", "adapter"):
+                old, begun = sync.lora_request(), asyncio.Event()
+                await llm.collective_rpc("slow", args=(True,))
+                running = asyncio.create_task(request(f"running to {to}", old, begun))
+                await begun.wait()
+                push = asyncio.create_task(sync.apush(mode=to))
+                await asyncio.sleep(0.3)
+                assert not push.done(), "the push waits for what is in flight"
+                late = [asyncio.create_task(request(f"{i} late to {to}", old)) for i in range(2)]
+                fresh = asyncio.create_task(request(f"fresh to {to}", sync.lora_request()))
+                await push
+                await llm.collective_rpc("slow", args=(False,))
+                for output in await asyncio.wait_for(asyncio.gather(*late), 30):
+                    assert output.outputs[0].finish_reason == "abort"
+                    assert not output.outputs[0].token_ids
+                outputs = await asyncio.wait_for(asyncio.gather(running, fresh), 30)
+                assert_answers(outputs, model, [prompt["prompt_token_ids"]] * 2)
+        finally:
+            llm.shutdown()
+
+    asyncio.run(scenario())
+
+
 def test_a_ray_actor(tmp_path: Path) -> None:
     import ray
     from vllm import LLM

@@ -175,6 +175,14 @@ class Control:
     async def name_adapter(self, there: bool) -> None:
         """Allow requests to name the loaded adapter from now on, or forbid it."""
 
+    async def end_strangers(self, adapter: bool) -> None:
+        """End requests that came while a push changed the mode and were made for the other one: their clients hear
+        "abort". Where nobody can tell them, none is.
+
+        Args:
+            adapter: whether adapter mode is the one from now on.
+        """
+
     async def reset_prefix_cache(self, running: bool, connector: bool) -> bool:
         """Drop cached blocks; with `running` also those of requests, which then compute them again. Returns whether it
         worked."""

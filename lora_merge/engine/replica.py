@@ -104,6 +104,7 @@ class Replica:
         control: None where another trainer rank holds its handle.
         workers: in rank order.
         paused_by_us: whether a push has paused it, and not its user.
+        to_adapter: whether a push that changes the mode ends in adapter mode; None where it does not change.
         begun: whether this push has begun to write to it.
         error: what failed in it.
         due: calls that are made with the next message to it.
@@ -117,6 +118,7 @@ class Replica:
     control: Control | None
     workers: list[dict[str, Any]]
     paused_by_us: bool = False
+    to_adapter: bool | None = None
     begun: bool = False
     error: str = ""
     due: list[Call] = field(default_factory=list)

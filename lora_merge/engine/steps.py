@@ -96,6 +96,7 @@ class Steps:
             PushRefused: the mode changes, and the engine is paused by its user, perhaps with requests of the other one.
         """
         switches = {replica.served, mode} == {"merged", "adapter"}
+        replica.to_adapter = mode == "adapter" if switches else None
         pause = self._pause_of(replica, switches)
         if replica.stands:
             replica.paused_by_us = True
@@ -197,7 +198,7 @@ class Steps:
         """Generation goes on, if this push has paused it, and the push is over."""
         paused = next((call for call in replica.due if call.method == "paused"), None)
         resume = [Call("resume", unless=paused)] if replica.paused_by_us or paused is not None else []
-        return [*resume, self._end(serves=True, paused=False)]
+        return [*_ends_strangers(replica), *resume, self._end(serves=True, paused=False)]
 
     def _end(self, **notes: bool) -> Call:
         return Call("rpc", ("end",), {"owner": self._owner, "push": self.push, **notes})
@@ -234,6 +235,8 @@ class Steps:
                 await self.tell(replica, "note_pause", waking=True)
                 await replica.handle.wake("kv_cache")
                 notes["waking"] = False
+            if not replica.error:
+                calls += _ends_strangers(replica)
             if replica.paused_by_us:
                 calls.append(Call("resume"))
                 # A pause that timed out may take effect yet: the next push then knows that it is none of the user's.
@@ -262,6 +265,11 @@ class Steps:
 def _names(name: str, state: State) -> list[Call]:
     """The calls that tell an engine the name of what it serves from now on."""
     return [Call("label", (name,)), Call("name_adapter", (state.kind == "adapter",))]
+
+
+def _ends_strangers(replica: Replica) -> list[Call]:
+    """The call that ends requests which came while the mode changed, and were made for the other one."""
+    return [] if replica.to_adapter is None else [Call("end_strangers", (replica.to_adapter,))]
 
 
 def _check_reset(done: bool) -> None:

@@ -14,7 +14,7 @@ from ...errors import InvalidInput, PushRefused
 from ..calls import EngineGone, watched, while_alive
 from ..control import Call, Control, Unheard, judges
 from ..web import NoRoute, Server
-from .core import NAME
+from .core import NAME, STRANGERS
 from .plugin import BACKEND, registered
 
 _OfCore: TypeAlias = dict[str, Callable[..., tuple[str, Sequence[Any]]]]
@@ -24,6 +24,7 @@ _SYNCHRONOUS: _OfCore = {
     "resume": lambda: ("wake_up", (["scheduling"],)),
     "label": lambda version: ("set_weight_version?", (version,)),  # 0.26 has none
     "name_adapter": lambda there: ("nothing?", ()),
+    "end_strangers": lambda adapter: (STRANGERS, (adapter,)),
     "reset_prefix_cache": lambda running, connector: ("reset_prefix_cache", (running, connector)),
 }
 """What is asked of an engine, as `lora_merge_calls` names methods of its core."""
@@ -157,6 +158,10 @@ class AsyncControl(LlmControl):
     async def label(self, version: str) -> None:
         if hasattr(self.engine, "update_weight_version"):
             await self._call("update_weight_version", version)
+
+    async def end_strangers(self, adapter: bool) -> None:
+        if self._reaches_core():
+            await self._call("engine_core.call_utility_async", STRANGERS, adapter)
 
     async def reset_media_caches(self) -> None:
         await self._call("reset_encoder_cache")

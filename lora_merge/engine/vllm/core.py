@@ -1,4 +1,5 @@
-"""The method `lora_merge_calls` of vLLM's engine core: several of its calls in one message.
+"""Methods of vLLM's engine core: `lora_merge_calls`, several of its calls in one message, and
+`lora_merge_end_strangers`, for what it does not do by itself.
 
 A message to an engine in another process goes through six threads there and back, most of a millisecond, and a push
 has ten small calls. What one of them finds decides whether the next is made: so it is looked at here.
@@ -12,8 +13,9 @@ from concurrent.futures import Future
 from typing import Any
 
 from . import internals
+from .adapter import ADAPTER_ID
 
-NAME = "lora_merge_calls"
+NAME, STRANGERS = "lora_merge_calls", "lora_merge_end_strangers"
 
 
 def lora_merge_calls(core: Any, calls: Sequence[Sequence[Any]]) -> str | Future[str]:
@@ -32,6 +34,24 @@ def lora_merge_calls(core: Any, calls: Sequence[Sequence[Any]]) -> str | Future[
     done = _Calls(core, calls)
     done.go_on()
     return done.ended if not done.ended.done() else done.ended.result()
+
+
+def lora_merge_end_strangers(core: Any, adapter: bool) -> None:
+    """End requests that were made for the other mode: they would go on with the bare base, or ask for an adapter that
+    has gone, which ends a worker. Nothing of them was computed yet, and their clients hear "abort".
+
+    Args:
+        core: vLLM's `EngineCore`, which is paused.
+        adapter: whether adapter mode is the one from now on. Requests with other adapters of the user's stay.
+    """
+    strangers = []
+    for name, request in core.scheduler.requests.items():
+        lora = request.lora_request
+        if lora is None if adapter else (lora is not None and lora.lora_int_id == ADAPTER_ID):
+            strangers.append(name)
+    ended = core.scheduler.finish_requests(strangers, internals.RequestStatus.FINISHED_ABORTED) if strangers else []
+    if ended and hasattr(core, "_send_abort_outputs"):
+        core._send_abort_outputs(ended)
 
 
 class _Calls:

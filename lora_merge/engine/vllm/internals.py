@@ -31,6 +31,7 @@ _WHERE = {
     "CuMemAllocator": "vllm.device_allocator.cumem",
     "get_tp_group": "vllm.distributed.parallel_state",
     "EngineCoreRequestType": "vllm.v1.engine",
+    "RequestStatus": "vllm.v1.request",
 }
 _LATER = {
     "is_deferred_attention_layer": "vllm.model_executor.layers.attention",
