@@ -92,7 +92,7 @@ class EngineSync(Pushes):
         Args:
             mode: "merged" or "adapter" for this and later pushes, the same on every rank; default: as before.
             verify: also compare checksums of every tensor on both sides, and of what lies in the engine where that can
-                be read. Slow: for tests.
+                be read; a base that stays is looked at whole. Slow: for tests.
 
         Returns:
             what was done: version, bytes, seconds by phase, transports.
