@@ -1,7 +1,7 @@
 """Tokens a second of a real vLLM engine: the base alone, merged weights, and vLLM's own LoRA path.
 
     python benchmarks/rollout.py --json rollout-h200.json --plot rollout.png         # GPU: Qwen2.5-7B's shape, rank 32
-    python benchmarks/rollout.py --shape qwen3-30b-a3b --layers 12                   # experts; half of the layers
+    python benchmarks/rollout.py --shape qwen3-30b-a3b --layers 12                   # experts; a quarter of the layers
     python benchmarks/rollout.py --device cpu --shape tiny                           # a smoke test
 
 Two engines, each in a process of its own, started with dummy weights and the same options, with CUDA graphs on a GPU.
