@@ -26,7 +26,7 @@ from timeline_worker import Event, noting
 
 from lora_merge.bench import report
 
-WARM_UP = 5
+WARM_UP = 12
 
 
 def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:

@@ -228,7 +228,7 @@ async def to_its_end(running: asyncio.Future[_T], stop: Callable[[], None] = lam
 
 def on_this_device(work: Callable[[], _T]) -> Callable[[], _T]:
     """Wrap work for another thread, so that it runs on this thread's GPU (a new thread begins with GPU 0)."""
-    device = torch.cuda.current_device() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def there() -> _T:
         if device is not None:

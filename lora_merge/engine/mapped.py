@@ -40,6 +40,14 @@ class Memory:
         # Where one goes, another file may be mapped next; that of a GPU has a number of its own (`_marks`).
         self._living = [StorageWeakRef(storage) for storage in storages if storage.device.type == "cpu"]
         self.marks = _marks(storages)
+        # While one storage is in an allocation, all are that were: CUDA is asked for one of each.
+        firsts = dict(zip(reversed(self.marks), reversed(range(len(storages))), strict=True))
+        alone = [storage.device.type == "cpu" or mark <= 0 for storage, mark in zip(storages, self.marks, strict=True)]
+        self._asked = [at for at, mark in enumerate(self.marks) if alone[at] or firsts[mark] == at]
+
+    def stays(self, storages: Sequence[torch.UntypedStorage]) -> bool:
+        """Whether storages at the same addresses, in the same order, lie in these allocations."""
+        return [self.marks[at] for at in self._asked] == _marks([storages[at] for at in self._asked])
 
     def same_as(self, other: Memory) -> bool:
         """Whether both describe the same allocations."""
@@ -50,7 +58,7 @@ class Memory:
         if any(storage.expired() for storage in self._living):
             return False
         found = [held[at] for at in self._at if at in held]
-        return len(found) == len(self._at) and self.marks == _marks(found)
+        return len(found) == len(self._at) and self.stays(found)
 
 
 class Exports:
@@ -88,7 +96,7 @@ class Exports:
             held: after `release`, the storages there are now, by address.
         """
         if held is None:
-            return self.lies.marks == _marks(self._storages)
+            return self.lies.stays(self._storages)
         return self.lies.same(held)
 
     def release(self) -> None:

@@ -207,6 +207,7 @@ def _commit(worker: Worker, side: Side, full: bool, state: dict[str, Any]) -> di
             raise RuntimeError("a push cannot end before all of its buckets came")
         side.loader.finish()
         side.end(side.pending)
+    side.land()
     return _settled(worker, side, state, weights=full)
 
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from ..errors import InvalidInput, PushFailed, PushRefused
-from ..stream.buckets import metas, to_json
+from ..stream.buckets import Table, metas, to_json
 from ..stream.filler import Filler
 from ..stream.places import Sent
 from .adapter import AdapterSource
@@ -90,6 +90,7 @@ class Pushes:
         self._closed = self._held = False
         self._pushed: State | None = None
         self._told_of: set[int] = set()  # engines with calibrated caches
+        self._counted: tuple[Table, int, int] = ((), 0, 0)  # the last push's table, its tensors and bytes
         self._lock = threading.Lock()
 
     def states(self) -> list[State]:
@@ -152,7 +153,7 @@ class Pushes:
     async def _locked_push(self, mode: str, verify: bool) -> SyncReport:
         trainer, report = self._trainer, SyncReport(0, mode)
         self._steps.begin()
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()
         with report.timed("check"):
             read: list[Filler | None] = []
@@ -212,8 +213,9 @@ class Pushes:
             raise error
         self._pushed, last = passes[-1].state, passes[-1].source
         table = last.stream.table if isinstance(last, Pull) else last.table
-        report.nbytes = sum(slot.nbytes for slots in table for slot in slots)
-        report.tensors = len(metas(table))
+        if table is not self._counted[0]:
+            self._counted = table, len(metas(table)), sum(slot.nbytes for slots in table for slot in slots)
+        _, report.tensors, report.nbytes = self._counted
         kinds = {kind for one in passes for kind in trainer.kinds(one.route)}
         pulled = any(isinstance(one.source, Pull) for one in passes)
         report.transports = tuple(sorted(kinds | {"pull"} if pulled else kinds))

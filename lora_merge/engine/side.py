@@ -217,7 +217,7 @@ class Side:
             self._under_way = torch.cuda.current_stream(self.device).record_event()
 
     def land(self) -> None:
-        """Wait for what the last operation left under way; before every other one."""
+        """Wait for what the last operation left under way."""
         event, self._under_way = self._under_way, None
         if event is not None:
             event.synchronize()

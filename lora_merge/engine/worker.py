@@ -66,6 +66,9 @@ class Worker(Protocol):
 
 
 Op: TypeAlias = Callable[..., dict[str, Any]]
+_FLYING = frozenset({"commit"})
+"""Operations that begin while the device is still at what the one before has left under way (`Side.fly`): what they do
+on it comes after that, and they wait before they answer."""
 
 
 def respond(worker: Worker, ops: Mapping[str, Op], request: str, raised: tuple[type[Exception], ...] = ()) -> str:
@@ -88,8 +91,9 @@ def respond(worker: Worker, ops: Mapping[str, Op], request: str, raised: tuple[t
         message = json.loads(request)
         call = message.pop("call", None)
         side = worker.side()
-        side.land()
         op, sessions = message.pop("op"), message.pop("sessions", None) if "trainer" in message else None
+        if op not in _FLYING:
+            side.land()
         with worker.working(op):
             if "trainer" in message:  # what another push has left behind must not touch what comes to this one
                 side.claim.check(message.pop("trainer"), message.pop("push", None))

@@ -7,6 +7,7 @@ Read in vLLM 0.26, 0.32 and 0.33; run with 0.26 and 0.32.
 from __future__ import annotations
 
 from dataclasses import fields
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -63,14 +64,21 @@ def has(name: str) -> bool:
     return True
 
 
-def lacks(worker: Any) -> list[str]:
-    """What the vLLM of a worker does not have of all that is used here, by dotted name."""
+@cache
+def _lacks() -> tuple[str, ...]:
+    """What this vLLM's modules do not have."""
     lacking = [f"{where}.{name}" for name, where in _WHERE.items() if not has(name)]
     for name, members in _MEMBERS.items():
         if has(name):
             found = __getattr__(name)
             known = {f.name for f in fields(found)} if hasattr(found, "__dataclass_fields__") else set()
             lacking += [f"{name}.{member}" for member in members if member not in known and not hasattr(found, member)]
+    return tuple(lacking)
+
+
+def lacks(worker: Any) -> list[str]:
+    """What the vLLM of a worker does not have of all that is used here, by dotted name."""
+    lacking = [*_lacks()]
     manager = getattr(worker.model_runner, "lora_manager", None)
     if manager is not None:
         inner = getattr(manager, "_adapter_manager", None)

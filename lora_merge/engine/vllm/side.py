@@ -21,7 +21,7 @@ def side_of(model: nn.Module, model_config: Any, device: torch.device) -> side.S
 def asleep() -> int:
     """The level at which the weights of this process sleep at the moment, so that they must not be read: 1 (kept in
     the host's memory) or 2 (thrown away); 0 if they are awake."""
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_initialized():
         return 0
     allocator = internals.CuMemAllocator.instance
     if allocator is None:
