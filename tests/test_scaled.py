@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import combinations
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,7 @@ from conftest import BACKENDS, forced
 from torch import Tensor
 
 from lora_merge import InvalidInput, Plan, Segment
-from lora_merge.kernels.scaled import SCALED_FROM, Scaled, put_ties, quantise
+from lora_merge.kernels.scaled import SCALED_FROM, Scaled, put_ties, quantise, trials
 from lora_merge.kernels.segments import copies
 
 FP8 = torch.float8_e4m3fn
@@ -320,3 +322,18 @@ def test_quantise_is_the_oracle() -> None:
         bits, wanted = oracle(x, group)
         assert torch.equal(found.view(torch.uint8), bits)
         assert torch.equal(scales.view(-1), wanted)
+
+
+@pytest.mark.parametrize("shape", [(128, 128), (16, 128), (1, 40), (16, 128, 128), (3, 128, 1), (8, 64, 32)])
+def test_trials_tell_groups_apart(shape: tuple[int, ...]) -> None:
+    """A weight of one block has as many scales as a tensor, one of a single row as a channel: their bits differ."""
+    left = {frozenset(pair) for pair in combinations(("tensor", "channel", "block"), 2)}
+    for trial in trials({"w": shape, "bias": shape[:1]}, {"w"}, prod(shape[:-2])):
+        matrices = trial["w"].bfloat16().view(-1, *shape[-2:])
+        made = {g: [quantise(m, g) for m in matrices] for g in ("tensor", "channel", "block")}  # type: ignore[arg-type]
+        for pair in list(left):
+            one, other = (made[group] for group in pair)
+            pairs = zip(one, other, strict=True)
+            if any(a.numel() != b.numel() or not torch.equal(a.view(-1), b.view(-1)) for (_, a), (_, b) in pairs):
+                left.remove(pair)
+    assert not left

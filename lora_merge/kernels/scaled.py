@@ -18,7 +18,8 @@ makes its group's scale one, so that it never hides, as it does in kernels of vL
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, NamedTuple, TypeAlias
@@ -287,6 +288,48 @@ def quantise(x: Tensor, group: Group) -> tuple[Tensor, Tensor]:
 def _rounded(y: Tensor) -> Tensor:
     """To the nearest one; what is no number stays so."""
     return y.clamp(-LARGEST, LARGEST).to(FP8)
+
+
+TRIED_SCALES = 32
+"""So many scales of each weight are tried at least. (A scale of 448ths is the same for many numbers whether they are
+divided by 448 or multiplied by 1 / 448. vLLM 0.26 compiles its quantiser of blocks by shape: for a router of 16 rows it
+divides.)"""
+
+
+def trials(
+    shapes: Mapping[str, tuple[int, ...]], quantised: AbstractSet[str], fewest: int
+) -> Iterator[dict[str, Tensor]]:
+    """Numbers of which no two groups make the same scales and values, for a layer whose quantiser is to be known.
+
+    Every other one has ties (`put_ties`), which tell inverses apart, and whose scales are the same by all rules: where
+    a weight is one block, those of the others alone tell it from a tensor that shares a scale.
+
+    Args:
+        shapes: of the layer's parameters, by name.
+        quantised: names of those that become 8 bits.
+        fewest: scales of one of them.
+
+    Yields:
+        float32, by name, on the CPU.
+    """
+    generator = torch.Generator().manual_seed(0)
+    given: dict[str, Tensor] = {}
+    for name, shape in shapes.items():
+        numbers = torch.randn(shape, generator=generator, device="cpu")
+        if name in quantised:  # and no bias, which vLLM 0.26 notes, too
+            rows = torch.rand((*shape[:-1], 1), generator=generator, device="cpu") * 0.1
+            rows[..., ::7, :] *= 1e-37  # some become zeros, with their sign
+            rows[..., ::11, :] = 0
+            numbers *= rows
+        given[name] = numbers
+    for number in range(-(-TRIED_SCALES // fewest)):
+        for ties in (False, True):
+            factor = float(torch.rand((), generator=generator, device="cpu")) + 0.5
+            trial = {name: some * factor for name, some in given.items()}
+            if ties:
+                for name in quantised & trial.keys():
+                    put_ties(trial[name], number * fewest)
+            yield trial
 
 
 def put_ties(numbers: Tensor, first: int) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.plan import Plan
-from ...kernels.scaled import SCALED_FROM, Group, Scaled, put_ties
+from ...kernels.scaled import SCALED_FROM, Group, Scaled, trials
 from ...kernels.segments import FP8, copies
 from ...shards import cut
 from ...stream.places import Places
@@ -30,9 +30,6 @@ from .reload import on_meta
 _log = logging.getLogger(__name__)
 _DEPTH = 6
 """How far objects are looked through for tensors that a layer computes with."""
-_SCALES = 32
-"""So many scales of each weight are compared at least. (vLLM 0.26 compiles its quantiser of blocks by shape: for a
-router of 16 rows it divides by 448, for others it multiplies by 1 / 448, which is the same for many numbers.)"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -285,31 +282,17 @@ def _tensors(thing: Any, seen: set[int], depth: int) -> Iterator[Tensor]:
 
 
 def _prove(root: Any, weights: Mapping[str, _Weight]) -> dict[str, Group]:
-    """Let vLLM process random weights in memory of their own, and compare: until `_SCALES` of each weight have been
-    seen, as one scale may come out the same by another rule, too.
+    """Let vLLM process random weights in memory of their own, and compare.
 
     Raises:
         _Reloaded: no kind of group has the bits.
     """
-    given = {}
     recorded, _ = internals.get_layerwise_info(root).restore_metadata
-    fewest = min(weight.scales.numel() for weight in weights.values())
-    generator = torch.Generator().manual_seed(0)
-    for name, meta in recorded.items():
-        numbers = torch.randn(meta.shape, generator=generator, device="cpu")
-        if name in weights:  # and no bias, which vLLM 0.26 notes, too
-            rows = torch.rand((*meta.shape[:-1], 1), generator=generator, device="cpu") * 0.1
-            rows[..., ::7, :] *= 1e-37  # some become zeros, with their sign
-            rows[..., ::11, :] = 0
-            numbers *= rows
-        given[name] = numbers
+    shapes = {name: tuple(meta.shape) for name, meta in recorded.items()}
     left: dict[str, list[Group]] = {name: list(get_args(Group)) for name in weights}
-    for number in range(-(-_SCALES // fewest)):
-        factor = float(torch.rand((), generator=generator, device="cpu")) + 0.5 if number else 1.0
-        trial = {name: some * factor for name, some in given.items()}
-        for name in weights:
-            put_ties(trial[name], number * fewest)
-        _try(root, weights, trial, left)
+    fewest = min(weight.scales.numel() for weight in weights.values())
+    for given in trials(shapes, weights.keys(), fewest):
+        _try(root, weights, given, left)
     return {name: groups[0] for name, groups in left.items()}
 
 
