@@ -203,3 +203,26 @@ def test_factors_that_compute_otherwise_are_refused(half: str) -> None:
     getattr(model.base_model.model[0], half)["default"] = ScaledLinear(8, 8, bias=False)
     with pytest.raises(UnsupportedAdapter, match=rf"0: {half} of 'default', a .*ScaledLinear, computes by"):
         read_deltas(model)
+
+
+@pytest.mark.parametrize("half", ["lora_A", "lora_B"])
+@pytest.mark.parametrize("before", [0, 2], ids=["first", "later"])
+def test_a_factor_with_a_forward_of_its_own_is_refused(half: str, before: int) -> None:
+    """Also where the model was read before, and is watched; accelerate's forward, around the one there was, is none."""
+    model = on(nn.Linear(8, 8))
+    part = getattr(model.base_model.model[0], half)["default"]
+    for _ in range(before):
+        read_deltas(model)
+        with merged(model):
+            pass
+    add_hook_to_module(part, ModelHook())
+    with merged(model):
+        pass
+    remove_hook_from_module(part)
+    inner = part.forward
+    part.forward = lambda x: 2 * inner(x)
+    with pytest.raises(UnsupportedAdapter, match=rf"0: {half} of 'default', a .*Linear, computes by"), merged(model):
+        pass
+    del part.forward
+    with merged(model):
+        pass

@@ -15,6 +15,7 @@ from torch import nn
 
 from ...names import Trail, any_wrapper, column, innermost, path_of
 from ..watch import Look, Question
+from .forwards import OWN
 from .read import (
     _BACKEND,
     _CODED,
@@ -33,6 +34,7 @@ from .read import (
 
 _FORWARD, _OLD_FORWARD = methodcaller("get", "forward"), methodcaller("get", "_old_forward")
 _CONV_FORWARD = methodcaller("get", "_conv_forward")
+_OWN = tuple(sorted(OWN))
 _LOOK = attrgetter("merged_adapters", "disable_adapters", "active_adapters", "scaling", "lora_variant")
 
 
@@ -84,6 +86,10 @@ def adapter_facts(seen: Trail) -> AdapterFacts:
             (id(m), inside[_MESH]) for m, inside in zip(modules, insides, strict=True) if _MESH in inside
         )
     parts = [innermost(part) for part in found.parts] if any_wrapper(found.parts) else found.parts
+    within = list(map(vars, parts))
+    found.looks.append(Look(parts, _OWN, "t" * len(_OWN), within))
+    if not all(map(OWN.isdisjoint, within)):
+        found.facts.extend(id(inside.get(name)) for inside in within for name in _OWN)
     return found._replace(parts=parts)
 
 

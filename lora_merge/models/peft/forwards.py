@@ -56,6 +56,10 @@ def _code(function: Any) -> tuple[bytes, tuple[str, ...]]:
 _SCALED = {_code(_ScaledWordEmbedding.plain), _code(_ScaledWordEmbedding.cast)}
 
 
+OWN = frozenset({"forward", "_old_forward", "_conv_forward"})
+"""Where a module keeps a forward of its own, before that of its class."""
+
+
 def strange_forward(module: nn.Module) -> str | None:
     """Dotted path of the code in a module's forward that is not known to be linear in its weight; None if all is."""
     inside = module.__dict__
@@ -65,9 +69,13 @@ def strange_forward(module: nn.Module) -> str | None:
     return _strange([*own, *_defined(type(module), "forward")], scales) or _strange(_convolves(module))
 
 
+def strange_factor(part: nn.Module) -> str | None:
+    """The same of a lora_A or lora_B, of which there are thousands: by its class, unless it has a forward of its own."""
+    return _strange_class(type(part)) if OWN.isdisjoint(part.__dict__) else strange_forward(part)
+
+
 @cache
-def strange_factor(cls: type) -> str | None:
-    """The same of a class of lora_A or lora_B, of which there are thousands."""
+def _strange_class(cls: type) -> str | None:
     return _strange(_defined(cls, "forward")) or _strange(_defined(cls, "_conv_forward"))
 
 

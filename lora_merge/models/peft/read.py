@@ -275,11 +275,10 @@ class _Reading(NamedTuple):
         found = []
         for adapter in self.active:
             lora_A, lora_B = (_part(self.layer, kind, adapter) for kind in ("lora_A", "lora_B"))
-            kinds: tuple[type, type] = (type(lora_A), type(lora_B))
-            for half, kind in zip(("lora_A", "lora_B"), kinds, strict=True):
-                if (forward := strange_factor(kind)) is not None:
+            for half, part in (("lora_A", lora_A), ("lora_B", lora_B)):
+                if (forward := strange_factor(part)) is not None:
                     raise UnsupportedAdapter(
-                        f"{self.name}: {half} of '{adapter}', a {path_of(kind)}, computes by {forward}; expected "
+                        f"{self.name}: {half} of '{adapter}', a {path_of(type(part))}, computes by {forward}; expected "
                         "the forward of torch's own layer: merging is not what another one does"
                     )
             if lora_A._parameters.get("bias") is not None:
