@@ -6,6 +6,7 @@ import pkgutil
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import models
@@ -15,9 +16,10 @@ import sglang_engines
 from sglang_engines import ask, assert_answers, do, engine
 from sglang_faults import BUCKET
 
-from lora_merge import PushRefused, SglangSync
+from lora_merge import InvalidInput, PushRefused, SglangSync
 from lora_merge.engine.sglang import internals, plugin
 from lora_merge.engine.sglang.plugin import GOES, HOOKED, REGISTRY
+from lora_merge.serve import load_adapter, unload_adapter
 
 no_leftovers = sglang_engines.no_leftovers
 
@@ -73,6 +75,14 @@ def test_engines_that_no_push_reaches(started: Any, name: str) -> None:
     assert sync.states() == held
     assert_answers(ask(started), model)
     sync.close()
+
+
+def test_adapters_from_folders_are_for_vllm(started: Any, tmp_path: Path) -> None:
+    policy().save_pretrained(tmp_path)
+    with pytest.raises(InvalidInput, match=r"one of vLLM's, got one of SGLang's.*load_lora_adapter"):
+        load_adapter(started, tmp_path)
+    with pytest.raises(InvalidInput, match="one of vLLM's, got one of SGLang's"):
+        unload_adapter([started])
 
 
 def test_models_that_make_something_of_weights(started: Any) -> None:

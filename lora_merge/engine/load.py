@@ -16,16 +16,18 @@ from ..shards.ranks import Ranks
 from ..stream.buckets import dtype_of
 from ..stream.filler import Filler
 from ..stream.weights import MergedWeights
+from .control import Control
 from .fit import Fit
+from .handles import control_of
 from .offer import UpdateOffer
 from .passes import Pass, Told
 from .push import Pushes
 from .replica import Replica, SyncReport, check_handle, engines_of
+from .sglang.control import SglangControl
 from .state import OWN, State
 from .trainer import Trainer
 from .transport import Route
 from .update import Update, converted
-from .vllm.control import control_of
 
 _HEALING = "load it again, which reads the engine's own checkpoint again; where that is refused, start the engine anew"
 _NOWHERE = Route(frozenset(), ())
@@ -186,12 +188,25 @@ def _read(folder: Path, base: str | Path | None, dtype: torch.dtype) -> nn.Modul
     return read_folder(folder, base, dtype, values=True)
 
 
-def _trainer_of(engine: Any) -> Trainer:
-    """This process alone as the one that pushes, whatever other ranks there are."""
+def _controls_of(engine: Any) -> list[Control]:
+    """Of a handle, or of each in a list."""
     engines = engine if isinstance(engine, list | tuple) else [engine]
     if not engines:
         raise InvalidInput("engine must be a handle or a list of them, got none")
     controls = [control_of(one) for one in engines]
+    for control in controls:
+        if isinstance(control, SglangControl):
+            raise InvalidInput(
+                "engine must be one of vLLM's, got one of SGLang's, whose workers merge no adapter onto their own "
+                "checkpoint: serve it by SGLang's load_lora_adapter, or push from a trainer with "
+                'SglangSync(model, engine, merge="engine")'
+            )
+    return controls
+
+
+def _trainer_of(engine: Any) -> Trainer:
+    """This process alone as the one that pushes, whatever other ranks there are."""
+    controls = _controls_of(engine)
     for index, control in enumerate(controls):
         check_handle(index, control)
     return Trainer(controls, Ranks())
@@ -237,6 +252,5 @@ async def _push(pushes: Pushes, verify: bool) -> SyncReport:
 
 def check_blocking(engine: Any) -> None:
     """Raise `InvalidInput` for an engine whose calls have to be awaited."""
-    engines = engine if isinstance(engine, list | tuple) else [engine]
-    if any(control_of(one).suspends for one in engines):
+    if any(control.suspends for control in _controls_of(engine)):
         raise InvalidInput("an AsyncLLM has to be awaited: use aload_adapter() and aunload_adapter() in its event loop")

@@ -70,8 +70,9 @@ def strange_forward(module: nn.Module) -> str | None:
 
 
 def strange_factor(part: nn.Module) -> str | None:
-    """The same of a lora_A or lora_B, of which there are thousands: by its class, unless it has a forward of its own."""
-    return _strange_class(type(part)) if OWN.isdisjoint(part.__dict__) else strange_forward(part)
+    """The same of a lora_A or lora_B, of which there are thousands: by its class, unless it has its own forward."""
+    kind: type = type(part)
+    return _strange_class(kind) if OWN.isdisjoint(part.__dict__) else strange_forward(part)
 
 
 @cache
