@@ -24,7 +24,7 @@ from .models.live import Live, live
 from .models.operands import MergePlan, Operands, Turn
 from .models.peft.chosen import check_names, chosen
 from .models.snapshot import Layed, Owners
-from .shards import Address, cut
+from .shards import Address, cut, here
 from .shards.exchange import Exchange, check_strategy
 from .shards.ranks import Ranks, noted
 from .stream.buckets import BUCKET_BYTES, batched
@@ -152,7 +152,11 @@ def merged(
                 way_back.merge()
         yield model
     finally:
-        to_the_end(lambda: undo.__exit__(*sys.exc_info()))
+        try:
+            to_the_end(lambda: undo.__exit__(*sys.exc_info()))
+        except BaseException:  # an interrupt may come before the first line of a function
+            to_the_end(lambda: undo.__exit__(*sys.exc_info()))
+            raise
 
 
 def _check(weights: dict[Address, Tensor], deltas: Sequence[Delta]) -> None:
@@ -314,10 +318,16 @@ class _Restore:
         if not moved:
             return
         everything = zip(self._weights.items(), self._storages, self._places, self._layouts, strict=True)
+        pairs = []
         for ((begin, device), weight), storage, place, (shape, strides, dtype) in compress(everything, moved):
             memory = torch.empty(0, dtype=dtype, device=device)
             memory.set_(storage, (begin - place) // dtype.itemsize, shape, strides)
-            _copy(weight.data, memory)
+            pairs.append((weight.data, memory))
+        # Where some have changed places, what one is copied over is the base of another.
+        written = {here(weight).untyped_storage().data_ptr() for weight, _ in pairs}
+        bases = [m.clone() if m.untyped_storage().data_ptr() in written else m for _, m in pairs]
+        for (weight, _), base in zip(pairs, bases, strict=True):
+            _copy(weight, base)
 
 
 class _Once:

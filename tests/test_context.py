@@ -309,6 +309,22 @@ def test_weights_moved_inside() -> None:
         assert_same_bits(tensor, before[name], name)
 
 
+@pytest.mark.parametrize("how", ["data", "swap_tensors"])
+def test_weights_that_change_places_inside(how: str) -> None:
+    """Each parameter gets its own base, where it is then: that of one is not written over the other's, yet unread."""
+    model = models.with_lora(models.qwen2, target_modules=["q_proj"])
+    weights = [p for name, p in model.named_parameters() if name.endswith("q_proj.base_layer.weight")]
+    one, two = (weight.detach().clone() for weight in weights)
+    first, second = weights
+    with merged(model):
+        if how == "data":
+            first.data, second.data = second.data, first.data
+        else:
+            torch.utils.swap_tensors(first, second)
+    for weight, base in zip(weights, (one, two), strict=True):
+        assert_same_bits(weight, base, how)
+
+
 def test_adapters_changed_inside() -> None:
     """The way back reads the adapters as they were on entry, whatever becomes of them."""
     for subject in (experts(), *(models.with_lora(models.qwen2, **options) for options in (

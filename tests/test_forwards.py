@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 
+import models
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, XLoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch.nn.utils import prune
+from torch.nn.utils.parametrize import register_parametrization
 
 from lora_merge import UnsupportedAdapter, merged, read_deltas
 
@@ -84,9 +89,10 @@ def behind_accelerate(module: nn.Module) -> nn.Module:
     return add_hook_to_module(module, ModelHook())
 
 
-def on(base: nn.Module) -> PeftModel:
+def on(base: nn.Module, **options: bool) -> PeftModel:
     torch.manual_seed(0)
-    return get_peft_model(nn.Sequential(base), LoraConfig(r=2, target_modules=["0"], init_lora_weights=False))
+    config = LoraConfig(r=2, target_modules=["0"], init_lora_weights=False, **options)  # type: ignore[arg-type]
+    return get_peft_model(nn.Sequential(base), config)
 
 
 STRANGE: dict[str, tuple[Callable[[], nn.Module], str]] = {
@@ -226,3 +232,45 @@ def test_a_factor_with_a_forward_of_its_own_is_refused(half: str, before: int) -
     del part.forward
     with merged(model):
         pass
+
+
+def test_a_layer_of_pefts_with_a_forward_of_its_own_is_told(tmp_path: Path) -> None:
+    """What merging would make of it nobody knows: some replace it by a faster one, and X-LoRA by one that scales."""
+    model = on(nn.Linear(8, 8))
+    layer = model.base_model.model[0]
+    add_hook_to_module(layer, ModelHook())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            read_deltas(model)
+    remove_hook_from_module(layer)
+    inner = layer.forward
+    layer.forward = lambda x: 2 * inner(x)
+    with pytest.warns(UserWarning, match=r"a peft.tuners.lora.layer.Linear computes by test_forwards"), merged(model):
+        pass
+
+
+@pytest.mark.parametrize("of", ["model", "inside"])
+def test_mixed_adapters_are_refused(of: str, tmp_path: Path) -> None:
+    """X-LoRA scales LoRA adapters, which act under names of their own, by what it makes of each token."""
+    for name in ("a", "b"):
+        models.with_lora(models.qwen2, target_modules=["q_proj"]).save_pretrained(tmp_path / name)
+    base = models.qwen2()
+    base.config.use_cache = False
+    adapters = {"0": str(tmp_path / "a"), "1": str(tmp_path / "b")}
+    config = XLoraConfig(task_type="CAUSAL_LM", hidden_size=base.config.hidden_size, adapters=adapters)
+    mixed = get_peft_model(base, config).eval()
+    with pytest.raises(UnsupportedAdapter, match=r"XLORA|X-LoRA"), merged(mixed if of == "model" else base):
+        pass
+
+
+@pytest.mark.parametrize("how", ["prune", "parametrise"])
+def test_biases_that_are_no_parameters_are_refused(how: str) -> None:
+    model = on(nn.Linear(8, 8), lora_bias=True)
+    lora_B = model.base_model.model[0].lora_B["default"]
+    if how == "prune":
+        prune.l1_unstructured(lora_B, "bias", 0.5)
+    else:
+        register_parametrization(lora_B, "bias", nn.Tanh())
+    with pytest.raises(UnsupportedAdapter, match=r"0: the bias of lora_B of 'default' is no parameter"):
+        read_deltas(model)

@@ -115,12 +115,12 @@ def test_another_allocation_with_the_same_handle_is_another_one(monkeypatch: pyt
     model = shared()
     stream = MergedWeights(model).filler()
     first = Pulls(MergedWeights(model))(stream, frozenset())
-    told = first.told([first.exported()])
+    told = first.told("one", [first.exported()])
     assert first.stays()
     marks[0] = 8
     assert not first.stays()
     second = Pulls(MergedWeights(model))(stream, frozenset())
-    assert second.told([second.exported()])["digest"] != told["digest"], "workers map it anew"
+    assert second.told("one", [second.exported()])["digest"] != told["digest"], "workers map it anew"
 
 
 def test_weights_have_to_stay_before_they_are_mapped(monkeypatch: pytest.MonkeyPatch) -> None:

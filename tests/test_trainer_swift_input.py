@@ -13,11 +13,16 @@ from typing import Any
 
 import pytest
 import swift_runs
+import torch
+from peft import get_peft_model
 from swift.rlhf_trainers.rollout_mixin import RolloutTrainerMixin
 from swift.trainers import TrainerFactory
+from swift.tuners import LoraConfig
+from swift.tuners.peft import keep_device_forward
 from swift_runs import arguments, training
+from torch import nn
 
-from lora_merge import InvalidInput
+from lora_merge import InvalidInput, UnsupportedAdapter, merged
 from lora_merge.integrations.ms_swift import PLUGIN, kinds
 from lora_merge.integrations.ms_swift.delivery import Colocated
 from lora_merge.integrations.ms_swift.refusals import refuse, refuse_server
@@ -182,3 +187,20 @@ def test_the_path_of_the_plugin(tmp_path: Path) -> None:
     subprocess.run(build, cwd=ROOT, env=os.environ | {"LORA_MERGE_BUILD": "0"}, check=True, capture_output=True)
     installed = tmp_path / "lib" / PLUGIN.relative_to(ROOT)
     assert [file.name for file in installed.parent.iterdir()] == [PLUGIN.name]
+
+
+def test_factors_whose_forward_swift_wraps() -> None:
+    """Its own brings the input to the weight's device; one that computes otherwise inside of it is refused."""
+    config = LoraConfig(r=2, target_modules=["0"], init_lora_weights=False)
+    model = get_peft_model(nn.Sequential(nn.Linear(8, 8)), config).eval()
+    part = model.base_model.model[0].lora_A["default"]
+    assert part.forward.__func__ is keep_device_forward
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+    adapter = model(x)
+    for _ in range(3):
+        with merged(model):
+            torch.testing.assert_close(model(x), adapter)
+    inner = part.forward_origin
+    part.forward_origin = lambda x: 2 * inner(x)
+    with pytest.raises(UnsupportedAdapter, match=r"0: lora_A of 'default', a .*Linear, computes by"), merged(model):
+        pass

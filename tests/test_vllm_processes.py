@@ -351,7 +351,7 @@ def test_requests_that_come_while_the_mode_changes(tmp_path: Path) -> None:
     model = models.with_lora(engines.qwen2, **DENSE)
     engines.save_base(model.get_base_model(), tmp_path / "base")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-    sampling = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, detokenize=False, logprobs=1)
+    sampling = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True, detokenize=False, logprobs=1)
     prompt = {"prompt_token_ids": engines.prompts(1)[0]}
 
     async def scenario() -> None:
@@ -375,12 +375,15 @@ def test_requests_that_come_while_the_mode_changes(tmp_path: Path) -> None:
                 running = asyncio.create_task(request(f"running to {to}", old, begun))
                 await begun.wait()
                 push = asyncio.create_task(sync.apush(mode=to))
-                await asyncio.sleep(0.3)
+                while sync._mode != to:  # all is checked, and it pauses
+                    await asyncio.sleep(0.01)
+                await asyncio.sleep(0.5)
                 assert not push.done(), "the push waits for what is in flight"
                 late = [asyncio.create_task(request(f"{i} late to {to}", old)) for i in range(2)]
                 fresh = asyncio.create_task(request(f"fresh to {to}", sync.lora_request()))
-                await push
+                await asyncio.sleep(0.2)
                 await llm.collective_rpc("slow", args=(False,))
+                await push
                 for output in await asyncio.wait_for(asyncio.gather(*late), 30):
                     assert output.outputs[0].finish_reason == "abort"
                     assert not output.outputs[0].token_ids

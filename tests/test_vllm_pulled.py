@@ -368,18 +368,18 @@ def test_what_is_no_shared_memory_is_not_mapped(wide: Any, monkeypatch: pytest.M
     """A description is not taken at its word: the stream goes through buckets then, and says why."""
     told = Pull.told
 
-    def forged(self: Pull, sources: Any) -> Any:
+    def forged(self: Pull, trainer: str, sources: Any) -> Any:
         views = next(iter(sources[0]["views"].values()))
         views[0][3] = sources[0]["memory"][views[0][2]]["nbytes"]
-        return told(self, sources)
+        return told(self, trainer, sources)
 
-    def elsewhere(self: Pull, sources: Any) -> Any:
+    def elsewhere(self: Pull, trainer: str, sources: Any) -> Any:
         sources[0]["memory"][0]["path"] = f"/proc/{os.getpid()}/fd/1"
-        return told(self, sources)
+        return told(self, trainer, sources)
 
-    def without(self: Pull, sources: Any) -> Any:
+    def without(self: Pull, trainer: str, sources: Any) -> Any:
         sources[0]["views"].pop(next(name for name in sources[0]["views"] if "q_proj.weight" in name))
-        return told(self, sources)
+        return told(self, trainer, sources)
 
     model = shared(policy())
     why = {
@@ -396,6 +396,18 @@ def test_what_is_no_shared_memory_is_not_mapped(wide: Any, monkeypatch: pytest.M
         assert reason in report.buckets
         assert_answers(ask(wide), model)
         train(model, number)
+        sync.close()
+
+
+def test_two_trainers_of_one_model_take_turns(wide: Any) -> None:
+    """What the one has offered is not the other's, though it is the same memory."""
+    model = shared(policy())
+    pushers = [VllmSync(model, wide), VllmSync(model, wide)]
+    for number in (0, 0, 0, 1, 1, 1, 0, 1, 0, 0, 1):
+        train(model, number)
+        pushers[number].push()
+        assert_answers(ask(wide), model)
+    for sync in pushers:
         sync.close()
 
 

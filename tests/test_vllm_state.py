@@ -161,6 +161,22 @@ def test_merged_mode_leaves_no_adapter_behind(llm: LLM) -> None:
     assert_answers(ask(llm), model)
 
 
+@pytest.mark.parametrize("before", ["adapter", "merged"])
+def test_a_change_of_mode_that_is_refused_changes_no_request(llm: LLM, before: str) -> None:
+    """The engine holds what it held, which is what its requests have to be for."""
+    model = policy()
+    sync = VllmSync(model, llm, mode=before)
+    sync.push()
+    llm.sleep(level=0)
+    with pytest.raises(PushRefused, match="paused by somebody else"):
+        sync.push(mode="merged" if before == "adapter" else "adapter")
+    llm.wake_up(tags=["scheduling"])
+    sync.check()
+    assert (sync.lora_request() is None) == (before == "merged")
+    assert_answers(ask(llm, sync.lora_request()), model)
+    assert sync.push().mode == before
+
+
 REFUSED = {
     "dora": ({"use_dora": True}, "DoRA"),
     "lora_bias": ({"lora_bias": True, "target_modules": ["q_proj", "k_proj"]}, "lora_bias"),

@@ -41,9 +41,11 @@ class Memory:
         self._living = [StorageWeakRef(storage) for storage in storages if storage.device.type == "cpu"]
         self.marks = _marks(storages)
         # While one storage is in an allocation, all are that were: CUDA is asked for one of each.
-        firsts = dict(zip(reversed(self.marks), reversed(range(len(storages))), strict=True))
         alone = [storage.device.type == "cpu" or mark <= 0 for storage, mark in zip(storages, self.marks, strict=True)]
-        self._asked = [at for at, mark in enumerate(self.marks) if alone[at] or firsts[mark] == at]
+        firsts: dict[int, int] = {}
+        for at, mark in enumerate(self.marks):
+            firsts.setdefault(-1 - at if alone[at] else mark, at)
+        self._asked = list(firsts.values())
 
     def stays(self, storages: Sequence[torch.UntypedStorage]) -> bool:
         """Whether storages at the same addresses, in the same order, lie in these allocations."""

@@ -257,7 +257,7 @@ class PullOffer:
 
     async def _map(self, pull: Pull, sources: Sequence[dict[str, Any]], replicas: Sequence[Replica]) -> str:
         """Why some worker cannot map what the ranks export, in words; "" where all have."""
-        message = pull.told(sources)
+        message = pull.told(self._trainer.name, sources)
         self._trainer.offered = True
         found: list[str] = []
 

@@ -82,14 +82,16 @@ class Pull(Beside):
         factors = {"memory": [], "views": {}, **self.factors.description}
         return {**self.exports.description, "why": why, "factors": factors}
 
-    def told(self, sources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def told(self, trainer: str, sources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """What a worker has to know, beside `said`: JSON values.
 
         Args:
+            trainer: its name: a worker keeps what one of them offers, also of two that push the same model.
             sources: what each rank has `exported`, and as it introduces itself (`Trainer.introduced`).
         """
         told: dict[str, Any] = {"update": self.digest, "table": self.stream.digest, "sources": [*sources]}
-        return {"digest": hashlib.blake2b(json.dumps(told).encode(), digest_size=16).hexdigest(), **told}
+        key = json.dumps([trainer, told])
+        return {"digest": hashlib.blake2b(key.encode(), digest_size=16).hexdigest(), **told}
 
 
 def _boxes(stream: Filler, names: Container[str]) -> Places:

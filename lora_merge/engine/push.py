@@ -189,7 +189,8 @@ class Pushes:
         # What computes together goes on together, when the ranks have told each other that all of it is well.
         through = {engine[0].index for engine in engines_of(replicas) if len(engine) == 1}.difference(slept)
         # Requests that are made from here on wait for what this push brings.
-        self._mode, held = mode, {replica.index: replica.state for replica in replicas}
+        before, held = self._mode, {replica.index: replica.state for replica in replicas}
+        self._mode = mode
         name = passes[-1].state.adapter or f"{mode}@{report.version}"
         try:
             with report.timed("pause"):
@@ -199,6 +200,7 @@ class Pushes:
             await self._pass(passes[-1], report, verify, name, () if verify else through)
         except BaseException:
             await self._back(replicas, held, passes[-1].state, name, slept)
+            self._keep_mode(before, replicas, held)
             raise
         await trainer.share(replicas)
         came = [replica for replica in replicas if not replica.error or replica.late]
@@ -207,6 +209,7 @@ class Pushes:
             await trainer.each(replicas, partial(self._steps.go_on, slept=slept), failed=True)
             await trainer.share(replicas)
         if any(replica.error for replica in replicas):
+            self._keep_mode(before, replicas, held)
             await trainer.close()
             error = failure(replicas, self._healing, brought)
             self._passes.broke(error)
@@ -225,6 +228,16 @@ class Pushes:
         if self._pushed.kind != "base":  # whose weights the scales are of
             report.calibrated = tell_of_calibrated(replicas, self._told_of)
         return report
+
+    def _keep_mode(self, mode: str, replicas: Sequence[Replica], held: Mapping[int, State]) -> None:
+        """After a push that left every engine as it was, say of requests what was said before it.
+
+        Args:
+            mode: before it.
+            held: by replicas before it.
+        """
+        if all(not replica.begun and replica.state == held[replica.index] for replica in replicas):
+            self._mode = mode
 
     async def _hello(self, beside: Callable[[], None] | None = None, **message: Any) -> list[list[dict[str, Any]]]:
         """Ask the engines whose handles are here what they are and what they hold.

@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import kernels
 from ..errors import InvalidInput
 from .checks import check_overlaps, check_segment, check_segments, only_norms
-from .packed import read_bytes
+from .packed import Packed, read_bytes
 from .scaled import Scaled, check_scaled, is_scaled, place
 from .segments import Segment, seed_key
 
@@ -46,8 +46,9 @@ class Plan:
         plan.run()
 
     On a GPU it is one launch for each combination of dtypes. The plan reads whatever its tensors hold at the time of
-    `run`. It holds views of all of them, so addresses stay valid as long as it lives, or until `release`; if a
-    parameter is replaced by another tensor, build a new plan (`merged` and `MergedWeights` do so by themselves).
+    `run`. It holds the memory that they have now, so addresses stay valid as long as it lives, or until `release`;
+    if a parameter is replaced by another tensor, or moved (`.data = `, `module.to()`), build a new plan (`merged` and
+    `MergedWeights` do so by themselves).
 
     Args:
         segments: the work; all tensors on one device, no two destinations overlapping.
@@ -81,6 +82,10 @@ class Plan:
         self._rows = [(s.source.shape[0], s.source.numel() > 0) for s in self.segments]
         self._unwritten = next((s.name for s in self.segments if only_norms(s)), None)
         self._unscaled = next((s.name for s in self.segments if s.row_scale is None), None)
+        # Memory, and not just the tensors: `parameter.data = other` lets go of what they had.
+        held = [t for s in self.segments for t in s.tensors() if not isinstance(t, Packed)]
+        held += [t for s in scaled for t in (s.weight, s.scales)]
+        self._memory = [t.untyped_storage() for t in held]
 
     def release(self) -> None:
         """Drop the references to the tensors and keep their addresses, so that the plan keeps no memory alive.
@@ -88,7 +93,7 @@ class Plan:
         Only for an owner that compares the plan's addresses with those of live tensors before every run. (The reference
         backend has no table of addresses and goes on holding the tensors.)
         """
-        self.segments = ()
+        self.segments, self._memory = (), []
 
     @untraced
     def run(self, *, rounding: str = "nearest", seed: int | None = None) -> None:

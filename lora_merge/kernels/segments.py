@@ -85,6 +85,11 @@ class Segment:
     def rank(self) -> int:
         return 0 if self.lora_A is None else self.lora_A.shape[0]
 
+    def tensors(self) -> list[Tensor]:
+        """All that it reads or writes."""
+        found = (self.source, self.destination, self.lora_A, self.lora_B, self.row_scale)
+        return [t for t in found if t is not None]
+
     def part(self, begin: int, end: int) -> Segment:
         """Some of its rows; stochastic rounding draws for an element what it draws in the whole."""
         pitch = self.pitch or (self.source.shape[1], 1)

@@ -57,6 +57,28 @@ def merging(
         InvalidInput: a stream reads the memory of some of them.
     """
     claim = object()
+    try:
+        _claim_merge(claim, layers, weights, left)
+        yield
+    finally:
+
+        def let_go() -> None:
+            with _lock:
+                for seen in _looks.values() if claim in _merged else ():
+                    seen |= _memory(weights.values())
+                _merged.pop(claim, None)
+
+        try:
+            to_the_end(let_go)
+        except BaseException:
+            to_the_end(let_go)  # an interrupt may come before the first line of a function
+            raise
+
+
+def _claim_merge(
+    claim: object, layers: Iterable[object], weights: Mapping[Address, Tensor], left: AbstractSet[int]
+) -> None:
+    """As of `merging`."""
     with _lock:
         there = any(_shared(layers, others) or not held.keys().isdisjoint(weights) for others, held in _merged.values())
         if there or (left and not left.isdisjoint(_memory(weights.values()))):
@@ -70,17 +92,6 @@ def merging(
                 "here on: finish its iteration, or close it, before merged()"
             )
         _merged[claim] = layers, weights
-    try:
-        yield
-    finally:
-
-        def let_go() -> None:
-            with _lock:
-                _merged.pop(claim, None)
-                for seen in _looks.values():
-                    seen |= _memory(weights.values())
-
-        to_the_end(let_go)
 
 
 @contextmanager
@@ -91,18 +102,22 @@ def reading(held: Sequence[torch.UntypedStorage]) -> Iterator[None]:
         AlreadyMerged: some of it is inside `merged`.
     """
     claim = object()
-    with _lock:
-        check_readable(held)
-        _read[claim] = held
+
+    def let_go() -> None:
+        with _lock:
+            _read.pop(claim, None)
+
     try:
+        with _lock:
+            check_readable(held)
+            _read[claim] = held
         yield
     finally:
-
-        def let_go() -> None:
-            with _lock:
-                _read.pop(claim, None)
-
-        to_the_end(let_go)
+        try:
+            to_the_end(let_go)
+        except BaseException:
+            to_the_end(let_go)  # an interrupt may come before the first line of a function
+            raise
 
 
 def check_readable(held: Sequence[torch.UntypedStorage], left: AbstractSet[int] = frozenset()) -> None:

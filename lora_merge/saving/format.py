@@ -120,7 +120,7 @@ def read_header(file: Path) -> Header:
     if not isinstance(told, dict):
         raise InvalidInput(f"{file}: its header is a {type(told).__name__}, expected an object; fetch the file again")
     metadata = told.pop("__metadata__", {})
-    if not isinstance(metadata, dict):
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
         raise InvalidInput(f"{file}: __metadata__ of its header is {metadata!r}, expected texts by name")
     found = [_stored(file, name, said, _LENGTH + length) for name, said in told.items()]
     found.sort(key=lambda stored: (stored.begin, stored.nbytes))

@@ -54,7 +54,11 @@ def chosen(model: Any, names: Sequence[str] | None) -> Iterator[None]:
         replaced.put(_changes(model, list(names)))
         yield
     finally:
-        to_the_end(replaced.back)
+        try:
+            to_the_end(replaced.back)
+        except BaseException:
+            to_the_end(replaced.back)  # an interrupt may come before the first line of a function
+            raise
 
 
 @contextmanager
@@ -67,7 +71,11 @@ def originals(model: Any) -> Iterator[None]:
         replaced.put([([m for m in modules if _WRAPPER in lineage(type(m))], {"_disable_adapters": True})])
         yield
     finally:
-        to_the_end(replaced.back)
+        try:
+            to_the_end(replaced.back)
+        except BaseException:
+            to_the_end(replaced.back)
+            raise
 
 
 def _changes(model: Any, names: list[str]) -> list[tuple[Sequence[nn.Module], dict[str, Any]]]:

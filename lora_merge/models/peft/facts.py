@@ -112,6 +112,10 @@ def _alike(cls: type, layers: Sequence[PeftLayer], insides: Sequence[dict[str, A
         bases = list(map(vars, inner))
         found.looks.append(Look(layers, (*_FIELDS, "fan_in_fan_out", _BACKEND), "vvvvtvt", insides))
         found.looks.append(Look(inner, ("forward", "_old_forward"), "tt", bases))
+        found.looks.append(Look(layers, ("forward", "_old_forward"), "tt", insides))
+        if any(forwards := list(map(_FORWARD, insides))):
+            found.facts.extend(map(id, forwards))
+            found.facts.extend(map(id, map(_OLD_FORWARD, insides)))
         if any(forwards := list(map(_FORWARD, bases))):
             found.facts.extend(map(id, forwards))
             found.facts.extend(map(id, map(_OLD_FORWARD, bases)))
@@ -167,7 +171,8 @@ def _layer_facts(layer: PeftLayer, parts: list[nn.Module]) -> list[Any]:
     merged, disabled, active, scaling, variants = _LOOK(layer)
     inside, begin = layer._modules, len(parts)
     base = vars(inside["base_layer"])
-    facts = [*merged, disabled, id(_FORWARD(base)), id(_OLD_FORWARD(base)), getattr(layer, _BACKEND, None) is None]
+    around = [id(keeps(held)) for keeps in (_FORWARD, _OLD_FORWARD) for held in (base, vars(layer))]
+    facts = [*merged, disabled, *around, getattr(layer, _BACKEND, None) is None]
     lora_A, lora_B = inside["lora_A"]._modules, inside["lora_B"]._modules
     magnitudes = inside["lora_magnitude_vector"]._modules
     for adapter in () if disabled else active:

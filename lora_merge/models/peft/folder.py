@@ -205,10 +205,13 @@ def elsewhere(folder: Path) -> str:
 
 
 def _check_known(folder: Path, said: Mapping[str, Any], config: Any) -> None:
-    if unknown := sorted(key for key, value in said.items() if value is True and not hasattr(config, key)):
+    """Refuse what switches something on that this PEFT does not know: a flag, or the settings of something. Numbers and
+    texts of their own do not; newer releases write them of what is off."""
+    on = {key: value for key, value in said.items() if value is True or (isinstance(value, dict | list) and value)}
+    if unknown := sorted(key for key in on if not hasattr(config, key)):
         raise UnsupportedAdapter(
-            f"{folder}: {CONFIG} says {unknown[0]}=True, which the PEFT here does not know: install the one that saved "
-            "it"
+            f"{folder}: {CONFIG} says {unknown[0]}={on[unknown[0]]!r}, which the PEFT here does not know: install the "
+            "one that saved it"
         )
 
 

@@ -56,23 +56,44 @@ def _code(function: Any) -> tuple[bytes, tuple[str, ...]]:
 _SCALED = {_code(_ScaledWordEmbedding.plain), _code(_ScaledWordEmbedding.cast)}
 
 
-OWN = frozenset({"forward", "_old_forward", "_conv_forward"})
+_SWIFT, _SWIFT_KEEPS = "swift.tuners.peft.keep_device_forward", "forward_origin"
+"""ms-swift's forward of lora_A and lora_B, which brings the input to the weight's device, and where it keeps the one
+that it calls then."""
+OWN = frozenset({"forward", "_old_forward", "_conv_forward", _SWIFT_KEEPS})
 """Where a module keeps a forward of its own, before that of its class."""
 
 
 def strange_forward(module: nn.Module) -> str | None:
     """Dotted path of the code in a module's forward that is not known to be linear in its weight; None if all is."""
-    inside = module.__dict__
-    # accelerate calls the forward that was there from one of its own, and keeps it.
-    own = [inside[name] for name in ("_old_forward", "forward") if name in inside][:1]
     scales = isinstance(module, nn.Embedding) and hasattr(module, "embed_scale")
-    return _strange([*own, *_defined(type(module), "forward")], scales) or _strange(_convolves(module))
+    return _strange([*_own(module), *_defined(type(module), "forward")], scales) or _strange(_convolves(module))
 
 
 def strange_factor(part: nn.Module) -> str | None:
     """The same of a lora_A or lora_B, of which there are thousands: by its class, unless it has its own forward."""
     kind: type = type(part)
-    return _strange_class(kind) if OWN.isdisjoint(part.__dict__) else strange_forward(part)
+    if OWN.isdisjoint(part.__dict__):
+        return _strange_class(kind)
+    own = [part.__dict__.get(_SWIFT_KEEPS) if _path(_function(f)) == _SWIFT else f for f in _own(part)]
+    return _strange([*own, *_defined(kind, "forward")]) or _strange(_convolves(part))
+
+
+def strange_layer(layer: nn.Module) -> str | None:
+    """Dotted path of the forward of a layer of PEFT's that is not PEFT's own, on the layer or on its class; None if it
+    is."""
+    path = _path(_function([*_own(layer), *_defined(type(layer), "forward")][0]))
+    return None if path.startswith("peft.tuners.lora.") else path
+
+
+def _own(module: nn.Module) -> list[Any]:
+    """The forward that is set on a module itself; accelerate calls it from one of its own, and keeps it."""
+    inside = module.__dict__
+    return [inside[name] for name in ("_old_forward", "forward") if name in inside][:1]
+
+
+def _function(found: Any) -> Any:
+    """Of a bound method."""
+    return getattr(found, "__func__", found)
 
 
 @cache
@@ -99,7 +120,7 @@ def _strange(functions: list[Any], scales: bool = False) -> str | None:
     """
     scaled = False
     # accelerate keeps what the class has: it runs once.
-    for function in dict.fromkeys(getattr(found, "__func__", found) for found in functions):
+    for function in dict.fromkeys(map(_function, functions)):
         path = _path(function)
         if path in _LINEAR:
             return None if scaled == scales else f"{path}, which leaves out its embed_scale"

@@ -244,7 +244,11 @@ class Peft:
                 for (owner, attribute, _), tied in zip(swaps, before, strict=True):
                     owner._parameters[attribute] = tied
 
-            to_the_end(tie)
+            try:
+                to_the_end(tie)
+            except BaseException:
+                to_the_end(tie)  # an interrupt may come before the first line of a function
+                raise
 
     def _check_apart(self, deltas: Sequence[Delta]) -> None:
         """Refuse anything that would be merged along, in the memory of an adapted weight: all but that weight itself

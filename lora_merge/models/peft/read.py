@@ -6,6 +6,7 @@ passed over. PEFT is not imported; a model that holds its layers has done so.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -24,12 +25,13 @@ from ...shards.bitsandbytes import turned
 from ...shards.layout import Layout
 from ..delta import Delta, Factors
 from ..plain import remedy
-from .forwards import strange_factor, strange_forward
+from .forwards import strange_factor, strange_forward, strange_layer
 
 PeftLayer: TypeAlias = Any
 """A layer of PEFT's, whose attributes differ from class to class."""
 
 _TUNER_LAYER = "peft.tuners.tuners_utils.BaseTunerLayer"
+_XLORA = "peft.tuners.xlora."
 _PEFT_MODEL = "peft.peft_model.PeftModel"
 _LAYERS = "peft.tuners.lora.layer."
 _VARIANTS = "peft.tuners.lora.variants."
@@ -169,10 +171,11 @@ _kinds: dict[type, str | None] = {}
 
 
 def _peft_types(model: PeftLayer) -> list[tuple[str, str]]:
-    """The active adapters of a `PeftModel` and their types."""
+    """The active adapters of a `PeftModel` and their types; X-LoRA is none of those that it mixes, and acts as well."""
     active = model.active_adapters
     adapters = [active] if isinstance(active, str) else active
-    return [(a, str(getattr(model.peft_config[a].peft_type, "value", "unknown"))) for a in adapters]
+    kinds = {a: str(getattr(config.peft_type, "value", "unknown")) for a, config in model.peft_config.items()}
+    return [(a, kinds[a]) for a in (*adapters, *(a for a in kinds if kinds[a] == "XLORA"))]
 
 
 def _check_peft_type(model: PeftLayer) -> None:
@@ -214,6 +217,16 @@ def _layer_deltas(name: str, layer: PeftLayer, active: list[str], layout: Layout
         raise UnsupportedAdapter(
             f"{name}: the base is sharded by transformers' tensor parallelism (tp_plan); load it without, and "
             "shard it with FSDP2"
+        )
+    if (forward := strange_layer(layer)) is not None:
+        if forward.startswith(_XLORA):
+            raise UnsupportedAdapter(
+                f"{name}: X-LoRA ({forward}) scales the adapter for each token, which no weight can"
+            )
+        warnings.warn(
+            f"lora_merge: a {path} computes by {forward}, not by PEFT's own forward. Merged is what PEFT's adds, "
+            "scaling * lora_B @ lora_A: make sure that this one does the same",
+            stacklevel=2,
         )
     dora = [adapter for adapter in active if _is_dora(name, layer, adapter)]
     if dora and len(active) > 1:
@@ -281,7 +294,7 @@ class _Reading(NamedTuple):
                         f"{self.name}: {half} of '{adapter}', a {path_of(type(part))}, computes by {forward}; expected "
                         "the forward of torch's own layer: merging is not what another one does"
                     )
-            if lora_A._parameters.get("bias") is not None:
+            if getattr(lora_A, "bias", None) is not None:
                 raise UnsupportedAdapter(f"{self.name}: lora_A of '{adapter}' has a bias, which no weight can express")
             halves = self.shard(lora_A, "weight"), self.shard(lora_B, "weight")
             found.append(Factors(*halves, self.scaling(adapter), adapter))
@@ -344,7 +357,13 @@ def _read_bias(reading: _Reading) -> list[Delta]:
     layer, base = reading.layer, reading.base
     factors = []
     for adapter in reading.active:
-        bias = reading.layout.of(reading.name, _part(layer, "lora_B", adapter), "bias")
+        lora_B = _part(layer, "lora_B", adapter)
+        bias = reading.layout.of(reading.name, lora_B, "bias")
+        if bias is None and getattr(lora_B, "bias", None) is not None:
+            raise UnsupportedAdapter(
+                f"{reading.name}: the bias of lora_B of '{adapter}' is no parameter (pruned or parametrised): "
+                "make it one before (torch.nn.utils.prune.remove, remove_parametrizations)"
+            )
         if bias is not None:
             factors.append(Factors(whole(_one(bias.dtype, bias.device)), bias, reading.scaling(adapter), adapter))
     if not factors:
