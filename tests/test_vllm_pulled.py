@@ -403,8 +403,8 @@ def test_two_trainers_of_one_model_take_turns(wide: Any) -> None:
     """What the one has offered is not the other's, though it is the same memory."""
     model = shared(policy())
     pushers = [VllmSync(model, wide), VllmSync(model, wide)]
-    for number in (0, 0, 0, 1, 1, 1, 0, 1, 0, 0, 1):
-        train(model, number)
+    for step, number in enumerate((0, 0, 0, 1, 1, 1, 0, 1, 0, 0, 1)):
+        train(model, step, 0.02)
         pushers[number].push()
         assert_answers(ask(wide), model)
     for sync in pushers:
