@@ -234,7 +234,7 @@ def test_a_factor_with_a_forward_of_its_own_is_refused(half: str, before: int) -
         pass
 
 
-def test_a_layer_of_pefts_with_a_forward_of_its_own_is_told(tmp_path: Path) -> None:
+def test_a_layer_of_pefts_with_a_forward_of_its_own_is_told() -> None:
     """What merging would make of it nobody knows: some replace it by a faster one, and X-LoRA by one that scales."""
     model = on(nn.Linear(8, 8))
     layer = model.base_model.model[0]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -41,10 +41,9 @@ class Look:
             _looks.pop(self, None)
 
 
-@contextmanager
 def merging(
     layers: Iterable[object], weights: Mapping[Address, Tensor], left: AbstractSet[int] = frozenset()
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """For the time of one `merged`.
 
     Args:
@@ -57,22 +56,14 @@ def merging(
         InvalidInput: a stream reads the memory of some of them.
     """
     claim = object()
-    try:
-        _claim_merge(claim, layers, weights, left)
-        yield
-    finally:
 
-        def let_go() -> None:
-            with _lock:
-                for seen in _looks.values() if claim in _merged else ():
-                    seen |= _memory(weights.values())
-                _merged.pop(claim, None)
+    def let_go() -> None:
+        with _lock:
+            for seen in _looks.values() if claim in _merged else ():
+                seen |= _memory(weights.values())
+            _merged.pop(claim, None)
 
-        try:
-            to_the_end(let_go)
-        except BaseException:
-            to_the_end(let_go)  # an interrupt may come before the first line of a function
-            raise
+    return undone(lambda: _claim_merge(claim, layers, weights, left), let_go)
 
 
 def _claim_merge(
@@ -94,8 +85,7 @@ def _claim_merge(
         _merged[claim] = layers, weights
 
 
-@contextmanager
-def reading(held: Sequence[torch.UntypedStorage]) -> Iterator[None]:
+def reading(held: Sequence[torch.UntypedStorage]) -> AbstractContextManager[None]:
     """For the time of one pass of a stream over the memory that is held.
 
     Raises:
@@ -103,21 +93,16 @@ def reading(held: Sequence[torch.UntypedStorage]) -> Iterator[None]:
     """
     claim = object()
 
+    def take() -> None:
+        with _lock:
+            check_readable(held)
+            _read[claim] = held
+
     def let_go() -> None:
         with _lock:
             _read.pop(claim, None)
 
-    try:
-        with _lock:
-            check_readable(held)
-            _read[claim] = held
-        yield
-    finally:
-        try:
-            to_the_end(let_go)
-        except BaseException:
-            to_the_end(let_go)  # an interrupt may come before the first line of a function
-            raise
+    return undone(take, let_go)
 
 
 def check_readable(held: Sequence[torch.UntypedStorage], left: AbstractSet[int] = frozenset()) -> None:
@@ -154,6 +139,25 @@ def _memory(weights: Iterable[Tensor]) -> set[int]:
 
 def _lies_in(held: Sequence[torch.UntypedStorage], memory: AbstractSet[int]) -> bool:
     return not memory.isdisjoint(storage.data_ptr() for storage in held)
+
+
+@contextmanager
+def undone(begin: Callable[[], object], end: Callable[[], object]) -> Iterator[None]:
+    """Do something for the time of a block, and undo it after, whatever interrupts come.
+
+    Args:
+        begin: does it.
+        end: undoes what was done of it; may be begun again.
+    """
+    try:
+        begin()
+        yield
+    finally:
+        try:
+            to_the_end(end)
+        except BaseException:  # an interrupt may come before the first line of a function
+            to_the_end(end)
+            raise
 
 
 def to_the_end(step: Callable[[], object]) -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
 
 from ...errors import InvalidInput
 from ...names import lineage
-from ..claims import to_the_end
+from ..claims import undone
 from ..guards import Replaced
 from .read import _PEFT_MODEL, _TUNER_LAYER
 
@@ -33,8 +33,7 @@ def check_names(names: Any) -> tuple[str, ...] | None:
     return tuple(names)
 
 
-@contextmanager
-def chosen(model: Any, names: Sequence[str] | None) -> Iterator[None]:
+def chosen(model: Any, names: Sequence[str] | None) -> AbstractContextManager[None]:
     """Activate exactly these adapters in a model's forward for the time of a block, in this order, like `set_adapter`
     but without its effect on `requires_grad`.
 
@@ -47,35 +46,17 @@ def chosen(model: Any, names: Sequence[str] | None) -> Iterator[None]:
             (`modules_to_save`).
     """
     if names is None:
-        yield
-        return
-    replaced = Replaced()
-    try:
-        replaced.put(_changes(model, list(names)))
-        yield
-    finally:
-        try:
-            to_the_end(replaced.back)
-        except BaseException:
-            to_the_end(replaced.back)  # an interrupt may come before the first line of a function
-            raise
+        return nullcontext()
+    replaced, wanted = Replaced(), list(names)
+    return undone(lambda: replaced.put(_changes(model, wanted)), replaced.back)
 
 
-@contextmanager
-def originals(model: Any) -> Iterator[None]:
+def originals(model: Any) -> AbstractContextManager[None]:
     """Show a model's modules as the base's own for the time of a block, also those of which adapters hold a copy
     (`modules_to_save`), so that weights which the base ties are seen as tied."""
     modules = model.modules() if isinstance(model, nn.Module) else ()
-    replaced = Replaced()
-    try:
-        replaced.put([([m for m in modules if _WRAPPER in lineage(type(m))], {"_disable_adapters": True})])
-        yield
-    finally:
-        try:
-            to_the_end(replaced.back)
-        except BaseException:
-            to_the_end(replaced.back)
-            raise
+    wrappers, replaced = [m for m in modules if _WRAPPER in lineage(type(m))], Replaced()
+    return undone(lambda: replaced.put([(wrappers, {"_disable_adapters": True})]), replaced.back)
 
 
 def _changes(model: Any, names: list[str]) -> list[tuple[Sequence[nn.Module], dict[str, Any]]]:

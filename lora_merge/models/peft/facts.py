@@ -111,14 +111,10 @@ def _alike(cls: type, layers: Sequence[PeftLayer], insides: Sequence[dict[str, A
         inner: list[nn.Module] = list(map(itemgetter("base_layer"), children))
         bases = list(map(vars, inner))
         found.looks.append(Look(layers, (*_FIELDS, "fan_in_fan_out", _BACKEND), "vvvvtvt", insides))
-        found.looks.append(Look(inner, ("forward", "_old_forward"), "tt", bases))
-        found.looks.append(Look(layers, ("forward", "_old_forward"), "tt", insides))
-        if any(forwards := list(map(_FORWARD, insides))):
-            found.facts.extend(map(id, forwards))
-            found.facts.extend(map(id, map(_OLD_FORWARD, insides)))
-        if any(forwards := list(map(_FORWARD, bases))):
-            found.facts.extend(map(id, forwards))
-            found.facts.extend(map(id, map(_OLD_FORWARD, bases)))
+        for modules, within in ((inner, bases), (layers, insides)):
+            found.looks.append(Look(modules, ("forward", "_old_forward"), "tt", within))
+            forwards = [*map(_FORWARD, within), *map(_OLD_FORWARD, within)]
+            found.facts.extend(map(id, forwards) if any(forwards) else ())
         found.facts.extend(transposed)
         varied = variants.count({}) != len(variants)
         halves = ("lora_A", "lora_B", "lora_magnitude_vector") if varied else ("lora_A", "lora_B")
