@@ -33,6 +33,9 @@ struct Segment {
   int64_t units_across;  // work units side by side in a row of units (set by the backend)
   int64_t parts_A;  // lora_A as pairs of fp16, and its factors: csrc/parts.h (set by the backend), 0 = none
   int64_t parts_B;  // lora_B likewise
+  int64_t scale;  // float32: of the first group, where the result has 8 bits (set by the backend), 0 = none; ...
+  int64_t largest;  // ... uint32: bits of the first group's largest magnitude; ...
+  int64_t scales_across;  // ... and groups side by side in the whole weight
   int64_t place;  // of a packed source: number among the weight's codes of element (0, 0); `source` is where 0 lies
   int64_t code;  // float32 [16]: what codes of 4 bits stand for
   int64_t absmax;  // float32, or bytes where absmax_code is not 0: one a block
@@ -42,7 +45,7 @@ struct Segment {
   int64_t absmax_block;  // ... so many bytes, ...
   int64_t absmax_offset;  // ... plus this float32
 };
-static_assert(sizeof(Segment) == 34 * 8, "a segment is 34 words");
+static_assert(sizeof(Segment) == 37 * 8, "a segment is 37 words");
 
 struct Rounded {
   int64_t source;  // addresses: numbers of 16 bits, columns side by side,
@@ -79,6 +82,7 @@ constexpr int kScaledBlock = 128;
 constexpr int kInlineRounded = 32;
 constexpr int kScaleMeasure = 0;
 constexpr int kScaleConvert = 1;
+constexpr int kScaleWhole = 2;
 constexpr int kUnitElements = 1024;
 constexpr int kRecordBytes = 16;
 constexpr int kCodeBytes = 256;
@@ -111,6 +115,7 @@ std::string cuda_problem();
 void launch_cuda(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment, int64_t n_unit_segment, int32_t* counter, int64_t source_dtype, int64_t destination_dtype, int64_t adapters, int64_t n_units, int64_t n_raw_units, int64_t rows_per_unit, int64_t col_warps, int64_t stages, bool staged_B, int64_t pad, int64_t max_rank, bool stochastic, int64_t seed, int64_t device, void* stream);
 void scale_cuda(const Rounded* jobs, int64_t n_jobs, int64_t dtype, int64_t group, int64_t part, int64_t device, void* stream);
 void launch_hopper(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment, int64_t n_unit_segment, int32_t* counter, int64_t dtype, int64_t adapters, int64_t n_units, int64_t n_raw_units, int64_t rows_per_unit, const uint8_t* maps, int64_t strip_cols, int64_t held, int64_t stages, int64_t max_rank, bool stochastic, int64_t seed, int64_t device, void* stream);
+void launch_hopper_scaled(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment, int64_t n_unit_segment, int32_t* counter, int64_t dtype, int64_t adapters, int64_t n_units, int64_t n_raw_units, int64_t rows_per_unit, const uint8_t* maps, int64_t strip_cols, int64_t held, int64_t stages, int64_t max_rank, int64_t group, int64_t part, bool stochastic, int64_t seed, int64_t device, void* stream);
 void tensor_maps(const Segment* table, int64_t segments, int64_t adapters, uint8_t* maps);
 void split_adapters(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment, int64_t n_unit_segment, int64_t n_units, int64_t device, void* stream);
 void row_norms_cuda(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment, int64_t n_unit_segment, int64_t source_dtype, int64_t n_units, int64_t max_rank, double* out, int64_t device, void* stream);
@@ -118,8 +123,8 @@ void track_cuda(const Segment* table, int64_t segments, bool on_device, const in
 void track_hopper(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment, int64_t n_unit_segment, int32_t* counter, int64_t dtype, int64_t adapters, int64_t n_units, int64_t n_raw_units, int64_t rows_per_unit, const uint8_t* maps, int64_t strip_cols, int64_t held, int64_t stages, int64_t max_rank, int64_t way, uint8_t* codes, int64_t n_codes, int64_t* records, int64_t n_records, uint8_t* arena, int64_t room, int64_t mark, int64_t* asked, int64_t chunk, uint8_t* before, int64_t room_before, int64_t device, void* stream);
 }  // namespace operators
 #define LORA_MERGE_OPERATORS(X) X(layout_hash) X(cuda_architectures) X(cpu_isas) X(use_threads) X(launch_cpu) X(row_norms_cpu) X(tracked_sizes_cpu) X(track_cpu) X(untrack_cpu) X(retrack_cpu) X(merge_shape) X(accepts_shape) X(hopper_tiles) X(accepts_tiles)
-#define LORA_MERGE_CUDA_OPERATORS(X) X(cuda_problem) X(launch_cuda) X(scale_cuda) X(launch_hopper) X(tensor_maps) X(split_adapters) X(row_norms_cuda) X(track_cuda) X(track_hopper)
+#define LORA_MERGE_CUDA_OPERATORS(X) X(cuda_problem) X(launch_cuda) X(scale_cuda) X(launch_hopper) X(launch_hopper_scaled) X(tensor_maps) X(split_adapters) X(row_norms_cuda) X(track_cuda) X(track_hopper)
 
-constexpr const char* kLayoutHash = "c7db99bbe96bd082";
+constexpr const char* kLayoutHash = "15de98411402c32e";
 
 }  // namespace lora_merge

@@ -87,6 +87,13 @@ void set_tiles(HopperLaunch& launch, const uint8_t* maps, int64_t strip_cols, in
   }
 }
 
+void check_scaling(int64_t group, int64_t part) {
+  check(group >= kTensor && group <= kCompiled && part >= kScaleMeasure && part <= kScaleWhole, "unknown group ", group,
+        " or part ", part);
+  const bool block = group == kBlock || group == kCompiled;
+  check(block || part != kScaleWhole, "blocks alone are scaled in one pass of merging, got group ", group);
+}
+
 // What else launches have in these is for `CudaTracked` to know.
 TrackedJournal make_journal(int64_t n_units, int64_t way, uint8_t* codes, int64_t n_codes, int64_t* records,
                             int64_t n_records, uint8_t* arena, int64_t room, int64_t mark, int64_t* asked,
@@ -129,9 +136,8 @@ void scale_cuda(const Rounded* jobs, int64_t n_jobs, int64_t dtype, int64_t grou
                 void* stream) {
   check(n_jobs > 0 && n_jobs <= kInlineRounded, "a launch takes 1 to ", kInlineRounded, " jobs, got ", n_jobs);
   check(dtype == kBFloat16 || dtype == kFloat16, "numbers of 16 bits are scaled, got dtype code ", dtype);
-  check(group >= kTensor && group <= kCompiled && part >= kScaleMeasure && part <= kScaleConvert, "unknown group ", group,
-        " or part ", part);
-  check(part == kScaleConvert || group == kTensor, "tensors are measured alone");
+  check_scaling(group, part);
+  check(part == kScaleConvert || (part == kScaleMeasure && group == kTensor), "tensors are measured alone");
   for (int64_t i = 0; i < n_jobs; ++i) {
     const Rounded& job = jobs[i];
     check(job.rows > 0 && job.cols > 0 && job.rows <= kMaxSide && job.cols <= kMaxSide, "job ", i,
@@ -157,6 +163,22 @@ void launch_hopper(const Segment* table, int64_t segments, bool on_device, const
   launch.seed = static_cast<uint64_t>(seed);
   const OnDevice here(device);
   must(lora_merge::launch_hopper(dtype_code(dtype), products_code(adapters), launch, stream));
+}
+
+void launch_hopper_scaled(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment,
+                          int64_t n_unit_segment, int32_t* counter, int64_t dtype, int64_t adapters, int64_t n_units,
+                          int64_t n_raw_units, int64_t rows_per_unit, const uint8_t* maps, int64_t strip_cols,
+                          int64_t held, int64_t stages, int64_t max_rank, int64_t group, int64_t part, bool stochastic,
+                          int64_t seed, int64_t device, void* stream) {
+  check_scaling(group, part);
+  HopperLaunch launch = make_launch<HopperLaunch>(table, segments, on_device, unit_segment, n_unit_segment, counter,
+                                                  n_units, n_raw_units, rows_per_unit, stages, max_rank);
+  set_tiles(launch, maps, strip_cols, held);
+  launch.stochastic = stochastic;
+  launch.seed = static_cast<uint64_t>(seed);
+  const OnDevice here(device);
+  must(lora_merge::launch_hopper_scaled(dtype_code(dtype), products_code(adapters), static_cast<int>(group),
+                                        static_cast<int>(part), launch, stream));
 }
 
 // The driver wants maps where they are aligned, which the memory that Python has for them need not be.

@@ -94,6 +94,8 @@ class Launch:
         chunks: of a product.
         groups: that multiply.
         units: tiles of each unit, one after the other.
+        in_pairs: whether a group has two boxes side by side, not every other one.
+        blocks: whether the stage of every other tile of a unit is kept until the next one is done, or the unit is.
     """
 
     boxes: int
@@ -104,6 +106,8 @@ class Launch:
     chunks: int
     groups: int
     units: Sequence[int]
+    in_pairs: bool = False
+    blocks: bool = False
     full: list[Barrier] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -167,16 +171,21 @@ class Launch:
             if self.slots[n % SLOTS] is None:
                 return
             assert self.slots[n % SLOTS] == n
-            for box in range(self.boxes):
-                ring, own = (rings[box % self.groups], self.held // self.groups) if wide else (rings[0], self.held)
+            for number in range(self.boxes):
+                group = number % self.groups
+                box = self.box_of(group, number // self.groups) if wide else number
+                ring, own = (rings[group], self.held // self.groups) if wide else (rings[0], self.held)
                 for chunk in range(self.products * self.chunks if wide else 1):
-                    at = ring.stage + (box % self.groups * own if wide else 0)
+                    at = ring.stage + (group * own if wide else 0)
                     yield from self.empty_A[at].wait(ring.parity ^ 1)
                     self.full_A[at].arrive(1)
                     self.copy(self.lora_A, at, (n, box, chunk), self.full_A[at])
                     ring.advance(own)
                     yield True
             n += 1
+
+    def box_of(self, group: int, turn: int) -> int:
+        return 2 * group + turn if self.in_pairs else turn * self.groups + group
 
     def store(self, which: int) -> Steps:
         ring, t = Ring(), 0
@@ -193,7 +202,9 @@ class Launch:
 
     def multiply(self, group: int) -> Steps:
         wide, alone, own = self.planes == 3, self.boxes == 1, self.held // self.groups
-        box, stops, tile_number, ring, ring_A = group, 0, 0, Ring(), Ring()
+        box, stops, tile_number, ring, ring_A = self.box_of(group, 0), 0, 0, Ring(), Ring()
+        end, step = (box + 2, 1) if self.in_pairs else (self.boxes, self.groups)
+        upper: tuple[int, int] | None = None  # stage and number of a tile that is kept
         at_once = {2: 8, 3: 2}[self.groups] // self.products  # kChunksOfTurn
         turns = {1: -(-self.chunks // at_once), 2: self.products, 3: self.products * self.chunks}[self.planes]
 
@@ -213,7 +224,7 @@ class Launch:
                         yield from self.full_A[ring_A.stage].wait(ring_A.parity)
                     if last:
                         self.empty_A[ring_A.stage].arrive()
-                while box < self.boxes:
+                while box < end:
                     at = Ring(ring_A.stage, ring_A.parity)
                     if wide and first:
                         for chunk in range(self.products * self.chunks):
@@ -243,11 +254,22 @@ class Launch:
                         self.empty_A[at.stage].arrive()
                     yield True
                     self.read(self.stage, ring.stage, number)
-                    box += self.groups
-                box -= self.boxes
+                    box += step
+                box -= 2 if self.in_pairs else self.boxes
                 if not wide and last:
                     ring_A.advance(self.held, self.boxes)
                 tile_number += 1
+                if self.blocks and first:
+                    row = 0
+                if self.blocks and row % 2 == 0 and not last:
+                    upper, row = (ring.stage, number), row + 1
+                    ring.advance(self.stages)
+                    continue
+                if upper is not None:
+                    self.read(self.stage, *upper)
+                    self.done[upper[0]].arrive()
+                    upper, row = None, row + 1
+                    yield True
             self.done[ring.stage].arrive()
             stops += tile is None
             ring.advance(self.stages)

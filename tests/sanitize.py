@@ -18,7 +18,7 @@ from helpers import LAYOUTS, assert_accurate, make_segment
 
 from lora_merge import Plan, Segment
 from lora_merge.kernels import cuda, cuda_tracked, fused
-from lora_merge.kernels.cuda_scaled import CudaScale
+from lora_merge.kernels.cuda_scaled import CudaScale, MergedAtOnce, apart
 from lora_merge.kernels.merged_first import MergedFirst
 from lora_merge.kernels.scaled import Group, Scaled, place
 from lora_merge.kernels.segments import FP8
@@ -111,6 +111,26 @@ def scaled(_: list[Segment]) -> None:
             targets.append(target)
         MergedFirst(cuda.prepare, CudaScale, place(segments, targets), DEVICE, room=1 << 15)(False, 0)
         assert all(target.scales.isfinite().all() for target in targets)
+        if base != FP32:
+            at_once(group, base)
+
+
+def at_once(group: Group, base: torch.dtype) -> None:
+    """The same by one kernel, where it is there: blocks whole and cut, strips that lack boxes, all products."""
+    segments, targets = [], list[Scaled]()
+    for (rank, adapters), (rows, cols) in itertools.product(
+        ((8, base), (16, FP32), (40, FP32), (136, base)), ((256, 384), (130, 208), (520, 560))
+    ):
+        s = make_segment("scaled", rows, cols, rank, (base, BF16, adapters, adapters), DEVICE)
+        count = {"tensor": 1, "channel": rows}.get(group, -(-rows // 128) * -(-cols // 128))
+        values, scales = torch.empty(rows, cols, dtype=FP8, device=DEVICE), torch.empty(count, device=DEVICE)
+        targets.append(Scaled(values, scales, group, base))
+        segments.append(dataclasses.replace(s, destination=values))
+    here, _ = apart(place(segments, targets), DEVICE)
+    assert here or torch.cuda.get_device_capability() != (9, 0)
+    if here:
+        MergedAtOnce(here, DEVICE)(False, 0)
+        assert all(p.scaled.scales.isfinite().all() for p in here)
 
 
 PARTS = {"plain": plain, "tracked": tracked, "scaled": scaled}

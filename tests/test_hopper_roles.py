@@ -39,6 +39,15 @@ def test_a_shape(shape: Sequence[int]) -> None:
             Launch(*shape, units).run(seed)
 
 
+@pytest.mark.parametrize("shape", [s for s in chosen() if s[0] == 4 and s[4] == 1 and s[6] == 2], ids=str)
+def test_results_of_eight_bits(shape: Sequence[int]) -> None:
+    """Groups have two boxes side by side; of blocks the upper tile waits for the lower one."""
+    for blocks in (False, True):
+        for units in UNITS:
+            for seed in range(6):
+                Launch(*shape, units, in_pairs=True, blocks=blocks).run(seed)
+
+
 def test_the_model_sees_what_goes_wrong() -> None:
     """Three groups that share strips of two boxes: one leaves lora_A that another one still reads."""
     wrong = 0

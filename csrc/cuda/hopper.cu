@@ -1,6 +1,6 @@
 // The merge kernel for compute capability 9: tensor maps, and what a merge does with products.
 #include "driver.h"
-#include "hopper.cuh"
+#include "hopper_round.cuh"
 
 namespace lora_merge {
 namespace {
@@ -27,55 +27,19 @@ int encode(Encode encode_tiled, TensorMap* out, CUtensorMapDataType type, int si
 
 // Adds and rounds: the result takes W's place.
 struct Merge {
-  static constexpr int kBesideBox = 0;
-  static constexpr bool kCopies = true, kMany = false;
-  static constexpr int kProducts = 1;
+  static constexpr int kBesideBox = 0, kProducts = 1, kBoxesOut = 1;
+  static constexpr bool kCopies = true, kMany = false, kInPairs = false;
   __device__ __forceinline__ int64_t number(const Segment&, int, int) const { return 0; }
   __device__ __forceinline__ int bytes(int) const { return 0; }
   __device__ __forceinline__ void load(uint32_t, int64_t, int, uint32_t) const {}
 
   template <typename T>
-  struct Hand {
-    struct Read {
-      uint32_t word[4][4];
-    };
+  struct Hand : hopper::Rounding<T> {
+    using typename hopper::Rounding<T>::Read;
     __device__ __forceinline__ explicit Hand(const Merge&) {}
-
-    __device__ __forceinline__ Read read(const hopper::Box& box) const {
-      Read read;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) box.load(i, read.word[i]);
-      return read;
-    }
-
     __device__ __forceinline__ void meanwhile(const hopper::Box&, const Read&) const {}
-
     __device__ __forceinline__ void finish(const hopper::Box& box, const Read& read, const float (&sum)[32]) const {
-      const float scaling = box.scaling;
-      const auto added = [&](int i) {
-        Eight x = unpack(reinterpret_cast<const Packed<T>&>(read.word[i]));
-#pragma unroll
-        for (int k = 0; k < 8; ++k) x.value[k] = fmaf(scaling, hopper::product_of(sum, i, k), x.value[k]);
-        return x;
-      };
-      if (box.special) {
-        const Segment& s = box.s;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int row = min(box.tile.row + box.row + i / 2 * 8, static_cast<int>(s.rows) - 1);
-          const Packed<T> rounded =
-              round_special<T>(added(i), s, row, box.tile.col + box.col(i), 8, box.launch.stochastic, box.launch.seed);
-          box.store(i, reinterpret_cast<const uint32_t (&)[4]>(rounded));
-        }
-      } else {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const Eight x = added(i);
-          Packed<T> rounded;
-          round_nearest8(reinterpret_cast<T(&)[8]>(rounded), x.value);
-          box.store(i, reinterpret_cast<const uint32_t (&)[4]>(rounded));
-        }
-      }
+      hopper::Rounding<T>::finish(box, read, sum, [&](int i, const Packed<T>& x) { hopper::store(box, i, x); });
     }
   };
 };
@@ -100,6 +64,14 @@ int encode_maps(const Segment* segments, int n_segments, int adapters, Maps* map
                              int64_t stride, int box_cols, CUtensorMapSwizzle swizzle) {
       return encode<2>(encode_tiled, map, type, size, address, {cols, s.rows}, {stride_of(stride)},
                        {box_cols, kTileRows}, swizzle);
+    };
+    // Results of 8 bits: their rows of 128 bytes are those of two boxes.
+    const auto result = [&] {
+      if (s.scale == 0)
+        return rows_of(&maps[i].destination, kBits, 2, s.destination, s.cols, s.destination_stride[0], kBoxCols,
+                       kSwizzled);
+      return rows_of(&maps[i].destination, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, s.destination, s.cols,
+                     s.destination_stride[0], 2 * kBoxCols, kSwizzled);
     };
     // Ranks of lora_A in the order of `rank_at`, 8q + 4h + 2u + e as e, q, u, h; of pairs h and u in one. Of float32
     // ones that are split in shared memory, in their own order.
@@ -127,9 +99,7 @@ int encode_maps(const Segment* segments, int n_segments, int adapters, Maps* map
                        {a, 8 * a, 2 * a, 4 * a}, {kBoxCols, 2, kChunk / 8, 2, 2}, kSwizzled);
     };
     int error = rows_of(&maps[i].source, kBits, 2, s.source, s.cols, s.source_stride[0], kBoxCols, kSwizzled);
-    if (error == cudaSuccess)
-      error = rows_of(&maps[i].destination, kBits, 2, s.destination, s.cols, s.destination_stride[0], kBoxCols,
-                      kSwizzled);
+    if (error == cudaSuccess) error = result();
     if (error == cudaSuccess) error = adapter();
     if (error != cudaSuccess) return error;
   }

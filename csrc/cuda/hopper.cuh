@@ -20,6 +20,9 @@
 //   kMany            whether it waits for latencies more than for memory
 //   kProducts        1; or 2, of adapters of one rank: the table then has its segments twice, and the adapters of those
 //                    behind come first
+//   kBoxesOut        boxes of W whose place a box of results takes, which has as many bytes as one; 0: nothing goes out
+//   kInPairs         whether a group has two boxes side by side (of strips of four), not every other one; then
+//                    `end_tile(block, stage, row, fragment)` follows a tile's boxes, and says whether it keeps the stage
 //   kBesideBox       bytes of a stage for each box, beside W and lora_B
 //   number(s, r, c)  what the way calls the tile at row r and column c of segment s
 //   bytes(boxes)     that `load(to, number, boxes, barrier)` copies there
@@ -41,6 +44,7 @@ namespace hopper {
 
 // Each of the warps that store takes every other tile: its boxes go out, and when they have left the stage, it is
 // empty.
+template <int BoxesOut>
 __device__ __forceinline__ void store_tiles(const Block& b, int which) {
   if (threadIdx.x % 32 != 0) return;
   Ring ring;
@@ -49,10 +53,11 @@ __device__ __forceinline__ void store_tiles(const Block& b, int which) {
     barrier_wait(b.done(ring.stage), ring.parity);
     const Tile tile = b.shared.tiles[ring.stage];
     if (tile.kind == kStop) break;
-    if (tile.kind == kMerge) {
+    if (BoxesOut > 0 && tile.kind == kMerge) {
       fence_async();  // of what the warps wrote there before they arrived
       const uint32_t from = shared_address(b.stage(ring.stage));
-      for (int i = 0; i < tile.boxes; ++i) store_box(tile.out, tile.col + i * kBoxCols, tile.row, from + i * kBoxBytes);
+      for (int i = 0; i < tile.boxes; i += BoxesOut)
+        store_box(tile.out, tile.col + i * kBoxCols, tile.row, from + i * kBoxBytes);
       commit_stores();
       wait_stores_read();
     }
@@ -89,11 +94,14 @@ __device__ __forceinline__ void merge_tiles(const Block& b, const Way& way) {
   int fragment = (row - lane / 4 + lane % 8) * 128 + (lane / 8 ^ lane % 8) * 16;
   asm volatile("" : "+r"(fragment));  // or the compiler makes it anew for each box
   const int boxes = layout.cols / kBoxCols, group = uniform(threadIdx.x / 128);
-  int next = group;  // box of this group: they go round the groups
+  constexpr int kStep = Way::kInPairs ? 1 : Groups;
+  int next = box_of<Groups, Way>(group, 0);  // box of this group
+  const int end = Way::kInPairs ? next + 2 : boxes;
   const bool alone = boxes == 1;
   typename Way::template Hand<T> hand(way);
   if (group == Groups - 1) pass_turn<Groups>();  // the first turn is the first group's
   int stops = 0;
+  bool keeps = false;  // a stage
   Ring ring_A;  // at the unit's first box
   for (Ring ring; stops < kStoreWarps; ring.advance(layout.stages)) {
     barrier_wait(b.full(ring.stage), ring.parity);
@@ -110,7 +118,7 @@ __device__ __forceinline__ void merge_tiles(const Block& b, const Way& way) {
       [[maybe_unused]] Operand<Adapter> first_B;
       if constexpr (kWide<Adapter>) first_B.load(b.stage_B(ring.stage), 0, row);
 #pragma unroll 1
-      for (; next < boxes; next += Groups) {  // those without columns too: turns go round
+      for (; next < end; next += kStep) {  // those without columns too: turns go round
         Ring at = ring_A;
         const char* lora_A = nullptr;
         if constexpr (kWide<Adapter>) {
@@ -175,14 +183,15 @@ __device__ __forceinline__ void merge_tiles(const Block& b, const Way& way) {
           hand.finish(box, read, sum[Way::kProducts - 1]);
         }
       }
-      next -= boxes;
+      next -= Way::kInPairs ? 2 : boxes;
+      if constexpr (Way::kInPairs) keeps = hand.end_tile(b, ring.stage, row, fragment);
       if (!kWide<Adapter> && tile.last) ring_A.advance(layout.held, boxes);
     } else if (Way::kCopies && kind == kRaw) {
       const Slot& slot = b.shared.slots[tile.slot];
       if (threadIdx.x < kThreads) copy_unit(slot.segment(), static_cast<int>(slot.unit));
     }
     __syncwarp();
-    if (lane == 0) barrier_arrive(b.done(ring.stage));
+    if (lane == 0 && !keeps) barrier_arrive(b.done(ring.stage));
     stops += kind == kStop;
   }
 }
@@ -217,8 +226,8 @@ __global__ void __launch_bounds__(kBlock<Groups>, 1)
   } else {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Groups == 2 ? 88 : 56));
     if (warp == kWarps) ask_for_tiles<Adapter>(b, way);
-    else if (warp <= kWarps + kStoreWarps) store_tiles(b, warp - kWarps - 1);
-    else ask_for_A<Groups, Adapter, Way::kProducts>(b);
+    else if (warp <= kWarps + kStoreWarps) store_tiles<Way::kBoxesOut>(b, warp - kWarps - 1);
+    else ask_for_A<Groups, Adapter, Way>(b);
   }
 #else
   __trap();  // never launched: kernels/cuda.py asks for compute capability 9.0

@@ -175,8 +175,9 @@ __device__ __forceinline__ void ask_for_tiles(const Block& b, const Way& way) {
 // take the one for the other. Where a strip is one box, groups have whole tiles, and perhaps none of a unit: there each
 // group sees each box come and go. float32 ones are split in front of the turns, so there each group has a ring of its
 // own. (tests/hopper_roles.py is a model of all this.)
-template <int Groups, typename Adapter, int Products>
+template <int Groups, typename Adapter, typename Way>
 __device__ __forceinline__ void ask_for_A(const Block& b) {
+  constexpr int Products = Way::kProducts;
   if (threadIdx.x % 32 != 0) return;
   Ring rings[Groups];
   int acquired = -1;
@@ -207,7 +208,7 @@ __device__ __forceinline__ void ask_for_A(const Block& b) {
 #pragma unroll
         for (int g = 0; g < Groups; ++g) {
           if (i + g >= b.layout.cols / kBoxCols) break;
-          const int col = slot.col + (i + g) * kBoxCols;
+          const int col = slot.col + box_of<Groups, Way>(g, i / Groups) * kBoxCols;
 #pragma unroll
           for (int p = 0; p < Products; ++p)
             for (int c = 0; c < chunks; ++c, rings[g].advance(own)) {

@@ -40,6 +40,7 @@ struct Shared {
   Tile tiles[kMaxStages];
   Slot slots[kSlots];
   Before before[kMaxStages];
+  uint32_t met[2][2][4];  // largest magnitudes of a block, of two groups' warps, in turns
 };
 
 static_assert(sizeof(Shared) <= kOwn);
@@ -78,6 +79,12 @@ struct Block {
     return launch.maps != nullptr ? launch.maps[segment] : launch.inline_maps[segment];
   }
 };
+
+// The box of a strip that a group of warps has in its turn number `turn`: they go round the groups, or come in pairs.
+template <int Groups, typename Way>
+__device__ __forceinline__ int box_of(int group, int turn) {
+  return Way::kInPairs ? 2 * group + turn : turn * Groups + group;
+}
 
 // A position in a ring.
 struct Ring {

@@ -30,7 +30,8 @@ template <int Turn>
 struct Track {
   static constexpr bool kThere = Turn != kTrackUnmerge, kBack = Turn != kTrackMerge;
   static constexpr int kBesideBox = kCodesOfBox + kRecordsOfBox, kProducts = kThere && kBack ? 2 : 1;
-  static constexpr bool kCopies = false, kMany = true;
+  static constexpr int kBoxesOut = 1;
+  static constexpr bool kCopies = false, kMany = true, kInPairs = false;
   TrackedJournal journal;
 
   // Of the tile's first box.

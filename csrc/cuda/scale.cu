@@ -1,13 +1,9 @@
 // Numbers of 16 bits into 8: e4m3 elements of which a group (the whole weight, a row, a block of 128 x 128) shares a
-// scale. What becomes of a number is what vLLM's quantisers make of a weight that is loaded
-// (lora_merge/kernels/scaled.py has the rules).
+// scale (scales.cuh).
 //
 // A scale needs the largest magnitude of its group first. A block of threads has all of a block, or of some rows, in its
-// registers, so each number is read once; of tensors the first launch measures, the second converts. Magnitudes are
-// compared as bits, whose order is that of numbers, with NaN above infinity, so that none hides.
-#include <cuda_fp8.h>
-
-#include "tiles.cuh"
+// registers, so each number is read once; of tensors the first launch measures, the second converts.
+#include "scales.cuh"
 
 namespace lora_merge {
 namespace {
@@ -17,7 +13,6 @@ constexpr int kTileVectors = kScaledBlock / 8;              // of eight columns,
 constexpr int kTileStep = kScaleThreads / kTileVectors;     // rows from a thread's vector to its next
 constexpr int kTileHeld = kScaledBlock / kTileStep;         // vectors of a thread
 constexpr int kRowHeld = 10;                                // vectors of a row that a lane keeps; further ones are read again
-constexpr float kLargestFp8 = 448.0f;
 
 // Warps that share a row: few, so that each lane has several vectors to wait for at a time.
 __host__ __device__ constexpr int warps_of_row(int64_t cols) {
@@ -25,57 +20,6 @@ __host__ __device__ constexpr int warps_of_row(int64_t cols) {
   int warps = 1;
   while (warps < kScaleWarps && vectors > 32 * kRowHeld * warps) warps *= 2;
   return warps;
-}
-
-// A group's scale, and how elements are divided by it.
-struct Divisor {
-  float scale, inverse;
-  bool divides;  // by one division each; else they are multiplied by the inverse
-  bool odd;      // zero, infinite or no number, or its inverse is
-  bool hides;    // a quotient that is no number becomes the largest one, as in vLLM's kernel
-
-  __device__ __forceinline__ Divisor(float largest, int kind) {
-    divides = kind == kChannel, hides = kind == kTensor;
-    if (kind == kTensor) scale = __fdiv_rn(largest, kLargestFp8);
-    // A NaN stays one.
-    else if (kind == kChannel) scale = larger(__fdiv_rn(largest, kLargestFp8), 1.0f / (kLargestFp8 * 512.0f));
-    else scale = __fmul_rn(larger(largest, 1e-4f), 1.0f / kLargestFp8);
-    inverse = kind == kCompiled ? compiled_inverse(scale) : __fdiv_rn(1.0f, scale);
-    odd = !(scale > 0.0f && scale < INFINITY && inverse < INFINITY);
-  }
-  static __device__ __forceinline__ float larger(float x, float least) { return x < least ? least : x; }
-  // The division that Triton compiles: its last bit or two may be others.
-  static __device__ __forceinline__ float compiled_inverse(float x) {
-    float quotient;
-    asm("div.full.f32 %0, %1, %2;" : "=f"(quotient) : "f"(1.0f), "f"(x));
-    return quotient;
-  }
-
-  // Division rounds right: the quotient by the inverse is off by little, and what remains says by how much. (Tried for
-  // the fractions of all scales and of all bf16 and fp16 numbers.) What remains of a zero would lose its sign.
-  __device__ __forceinline__ float operator()(float x) const {
-    const float quotient = __fmul_rn(x, inverse);
-    return divides ? copysignf(fmaf(fmaf(-quotient, scale, x), inverse, quotient), x) : quotient;
-  }
-  __device__ __noinline__ float carefully(float x) const {
-    const float y = divides ? __fdiv_rn(x, scale) : __fmul_rn(x, inverse);
-    return hides ? fmaxf(-kLargestFp8, fminf(y, kLargestFp8)) : y;
-  }
-};
-
-// The largest magnitude of eight numbers: two of them, as bits of their own format.
-template <typename T>
-__device__ __forceinline__ uint32_t largest2(const Packed<T>& x) {
-  const uint4 w = x.word[0];
-  const uint32_t m = 0x7fff7fff;
-  return __vmaxu2(__vmaxu2(w.x & m, w.y & m), __vmaxu2(w.z & m, w.w & m));
-}
-
-// Of a warp, out of two of each lane: bits of a float32.
-template <typename T>
-__device__ __forceinline__ uint32_t largest_of_warp(uint32_t two) {
-  const uint32_t half = __reduce_max_sync(~0u, max(two & 0xffff, two >> 16));
-  return __float_as_uint(half_as_float(half, std::is_same_v<T, bf16> ? kBFloat16 : kFloat16));
 }
 
 // One job's matrices, in vectors of eight columns.
@@ -115,13 +59,8 @@ struct Matrices {
   template <bool Odd>
   __device__ __forceinline__ void store(const Packed<T>& x, const Divisor& by, int row, int col) const {
     if (row >= rows || col >= cols) return;
-    Eight e = unpack(x);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) e.value[i] = Odd ? by.carefully(e.value[i]) : by(e.value[i]);
     uint32_t pair[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      pair[i] = __nv_cvt_float2_to_fp8x2(make_float2(e.value[2 * i], e.value[2 * i + 1]), __NV_SATFINITE, __NV_E4M3);
+    divide8<Odd>(pair, unpack(x), by);
     const uint2 bytes = make_uint2(pair[0] | pair[1] << 16, pair[2] | pair[3] << 16);
     uint8_t* const to = destination + row * destination_pitch + col;
     if (writes && col + 8 <= cols) {

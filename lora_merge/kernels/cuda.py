@@ -15,13 +15,13 @@ from . import Tracked, native, next_after, operators
 from .cuda_kernel import Work, deal, serves, tensors
 from .cuda_launch import MERGES, PLAIN_LOADS, Portable, launches
 from .cuda_repack import repack
-from .cuda_scaled import CudaScale
+from .cuda_scaled import CudaScale, MergedAtOnce, apart
 from .cuda_table import BlockShape, ceil, no_room, place
 from .cuda_tracked import CudaTracked
 from .fused import Fused
 from .layout import INLINE_SEGMENTS, NORM_ROWS
 from .merged_first import MergedFirst
-from .scaled import Placed
+from .scaled import Both, Placed, Scales
 from .segments import ROWS, UNIT_BEGIN, UNITS_ACROSS, Segment, folded, pack
 from .streams import Streams
 from .together import Together
@@ -105,10 +105,14 @@ def prepare(segments: Sequence[Segment], device: torch.device) -> _Launch:
     return _Launch(segments, device)
 
 
-def prepare_scaled(placed: Sequence[Placed], device: torch.device) -> MergedFirst:
-    """Merged by launches of `prepare`, which hide products of any adapters behind memory, and scaled from there,
-    by blocks of threads that have whole groups in their registers."""
-    return MergedFirst(prepare, CudaScale, placed, device)
+def prepare_scaled(placed: Sequence[Placed], device: torch.device) -> Scales:
+    """Merged, scaled and converted by one kernel where there is one for it; else merged by launches of `prepare`, and
+    scaled from there, by blocks of threads that have whole groups in their registers."""
+    here, rest = apart(placed, device)
+    parts: list[Scales] = [MergedAtOnce(here, device)] if here else []
+    if rest:
+        parts.append(MergedFirst(prepare, CudaScale, rest, device))
+    return parts[0] if len(parts) == 1 else Both(parts)
 
 
 def prepare_tracked(segments: Sequence[Segment], device: torch.device) -> Tracked:

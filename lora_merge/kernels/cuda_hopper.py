@@ -60,6 +60,9 @@ class Hopper(Kernel[Tiles]):
     blocks = 1
     beside_box = 0
     """That a launch wants in shared memory for each box of a tile."""
+    result_bytes = 2
+    narrowest = 0
+    """Columns of the least strip that a launch takes."""
 
     def serves(self, table: np.ndarray, device: torch.device) -> np.ndarray:
         there = np.where(products(table) == PAIRS, table[:, PARTS_A] != 0, reads_lora_A(table) & reads_lora_B(table))
@@ -69,14 +72,14 @@ class Hopper(Kernel[Tiles]):
         dtype, rank, adapters = table[:, DTYPES] & 0xFF, table[:, RANK], products(table)
         fits = (dtype == table[:, DTYPES] >> 8 & 0xFF) & ((dtype == BF16) | (dtype == FP16)) & (rank > 0)
         fits &= (table[:, COLS] <= HOPPER_COLS) & (table[:, DTYPES] >> 32 == FORMATS["Plain"])
-        for address, stride in ((SOURCE, SOURCE_STRIDE), (DESTINATION, DESTINATION_STRIDE)):
-            fits &= _rows_of_vectors(table, address, stride, 2, table[:, ROWS])
+        for address, stride, size in ((SOURCE, SOURCE_STRIDE, 2), (DESTINATION, DESTINATION_STRIDE, self.result_bytes)):
+            fits &= _rows_of_vectors(table, address, stride, size, table[:, ROWS])
         in_parts = (adapters == FP32) | (adapters == PAIRS)
         fits &= ~(in_parts & _turned(table))  # parts of float32 adapters are summed in one order here
         if not _available(device):
             return fits & False
         room = memory(device).per_block
-        most = np.array([_most_rank(planes(code), self.beside_box, room) for code in range(PAIRS + 1)])
+        most = np.array([_most_rank(planes(code), self.beside_box, room, self.narrowest) for code in range(PAIRS + 1)])
         return fits & (rank <= most[adapters])
 
     def kinds(self, table: np.ndarray) -> Sequence[np.ndarray]:
@@ -147,9 +150,12 @@ def _tiles(max_rank: int, planes: int, beside: int, per_block: int) -> Tiles | N
 
 
 @cache
-def _most_rank(planes: int, beside: int, per_block: int) -> int:
+def _most_rank(planes: int, beside: int, per_block: int, narrowest: int = 0) -> int:
+    def fits(tiles: Tiles | None) -> bool:
+        return tiles is not None and tiles.strip_cols >= narrowest
+
     ranks = range(CHUNK, MAX_RANK + 1, CHUNK)
-    return max((r for r in ranks if _tiles(r, planes, beside, per_block) is not None), default=0)
+    return max((r for r in ranks if fits(_tiles(r, planes, beside, per_block))), default=0)
 
 
 def _available(device: torch.device) -> bool:

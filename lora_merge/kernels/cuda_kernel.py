@@ -8,9 +8,10 @@ epilogue of one that is there, is an object more in such a list.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from inspect import signature
+from types import MappingProxyType
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -74,11 +75,13 @@ class Kernel(ABC, Generic[Shape]):
         name: for people.
         operator: what launches it.
         blocks: of it that share a multiprocessor.
+        options: what its operator takes by name.
     """
 
     name: str
     operator: ClassVar[Callable[..., None]]
     blocks: int
+    options: Mapping[str, int] = MappingProxyType({})
 
     @abstractmethod
     def serves(self, table: np.ndarray, device: torch.device) -> np.ndarray:
@@ -126,6 +129,7 @@ class Kernel(ABC, Generic[Shape]):
         return partial(
             self.operator, placed, unit_segment, counter, index_of(work.device), *work.kind, int(merge_units.sum()),
             int(copy_units.sum()), rows_per_unit, *shape, work.max_rank, *self.beside(work, table, placed.device),
+            **self.options,
         )  # fmt: skip
 
 

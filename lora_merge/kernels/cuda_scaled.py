@@ -1,18 +1,133 @@
-"""Launches of the CUDA kernel that makes 8 bits of 16 (`csrc/cuda/scale.cu`)."""
+"""Launches that make results of 8 bits: merged, scaled and converted by the kernel for compute capability 9
+(`csrc/cuda/hopper_scaled.cu`), or made of 16 bits that are there (`csrc/cuda/scale.cu`)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import ClassVar
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from . import operators
+from .cuda_hopper import Hopper, Tiles
+from .cuda_kernel import Units, Work, tensors
+from .cuda_launch import before, merges
+from .cuda_repack import Repacked, repack
 from .cuda_table import index_of
-from .layout import GROUPS, INLINE_ROUNDED, SCALE_CONVERT, SCALE_MEASURE
-from .scaled import Rounded, Scales
-from .segments import FLOATS
+from .layout import GROUPS, INLINE_ROUNDED, INLINE_SEGMENTS, SCALE_CONVERT, SCALE_MEASURE, SCALE_WHOLE, SCALED_BLOCK
+from .scaled import Placed, Rounded, Scales, by_weight
+from .segments import COLS, FLOATS, LARGEST, SCALE, SCALES_ACROSS, pack
 from .streams import Streams
+
+
+class HopperScaled(Hopper):
+    """The kernel for compute capability 9, whose results become 8 bits on the chip.
+
+    Args:
+        group: code of what shares a scale.
+        part: `layout.SCALE_MEASURE` and what follows it.
+    """
+
+    name = "kernel for compute capability 9 (results of 8 bits)"
+    operator: ClassVar[Callable[..., None]] = staticmethod(operators.launch_hopper_scaled)
+    result_bytes = 1
+    narrowest = 2 * SCALED_BLOCK
+
+    def __init__(self, group: int = 0, part: int = SCALE_MEASURE) -> None:
+        self.options = {"group": group, "part": part}
+
+    def could_serve(self, table: np.ndarray, device: torch.device) -> np.ndarray:
+        return super().could_serve(table, device) & (table[:, COLS] % 16 == 0)
+
+    def units(self, work: Work, shape: Tiles) -> Units:
+        """Of whole blocks."""
+        return super().units(work, shape)._replace(rows=SCALED_BLOCK)
+
+
+class MergedAtOnce(Scales):
+    """See `Launch`: a pass over weights that are scaled by blocks; over others two, as their scales are those of more
+    than a block of threads has.
+
+    Args:
+        placed: those that `apart` gave it.
+    """
+
+    def __init__(self, placed: Sequence[Placed], device: torch.device) -> None:
+        with torch.cuda.device(device):
+            capturing = torch.cuda.is_current_stream_capturing()
+        most = INLINE_SEGMENTS if capturing else max(2 * len(placed), 1)
+        self._largest, made = _laid_out(placed, device)
+        group_of = np.array([p.scaled.code for p in placed])
+        found = before(made, device, most)
+        for part in (SCALE_MEASURE, SCALE_CONVERT, SCALE_WHOLE):
+            for group in np.unique(group_of).tolist():
+                if (part == SCALE_WHOLE) == _is_block(group):
+                    table, kernel = made.table[group_of == group], HopperScaled(group, part)
+                    for begin in range(0, len(table), most):
+                        found += merges(table[begin : begin + most], device, [kernel])
+        self.launches = found
+        self._streams = Streams(device, [self._largest, made.memory, *tensors(found)])
+
+    def __call__(self, stochastic: bool, seed: int) -> None:
+        self._streams.join()
+        if self._largest.numel():
+            self._largest.zero_()
+        for launch in self.launches:
+            launch(stochastic, seed)
+
+
+def apart(placed: Sequence[Placed], device: torch.device) -> tuple[list[Placed], list[Placed]]:
+    """What of weights of 8 bits `MergedAtOnce` takes, weight by weight, and the rest."""
+    kernel, whole = HopperScaled(), [_whole_blocks(p) and not p.segment.peer for p in placed]
+    found = [p for p, fits in zip(placed, whole, strict=True) if fits and p.segment.source.dtype == p.scaled.dtype]
+    if not found or not kernel.could_serve(_table(found), device).any():
+        return [], list(placed)
+    served = kernel.serves(repack(_table(found), device, [kernel]).table, device)
+    taken = {id(p) for p, serves in zip(found, served, strict=True) if serves}
+    here: list[Placed] = []
+    rest: list[Placed] = []
+    for _, some in by_weight(placed):
+        (here if all(id(p) in taken for p in some) else rest).extend(some)
+    return here, rest
+
+
+def _is_block(group: int) -> bool:
+    return group in (GROUPS["Block"], GROUPS["Compiled"])
+
+
+def _whole_blocks(p: Placed) -> bool:
+    """Whether a segment makes whole blocks by itself, where these share scales."""
+    if p.segment.rank == 0:
+        return False
+    if not _is_block(p.scaled.code):
+        return True
+    ends = zip((p.rows, p.cols), p.scaled.weight.shape, strict=True)
+    return all(r.start % SCALED_BLOCK == 0 and (r.stop % SCALED_BLOCK == 0 or r.stop == end) for r, end in ends)
+
+
+def _table(placed: Sequence[Placed]) -> np.ndarray:
+    """Packed segments; the dtype of a result is the one to which it is rounded before it is scaled."""
+    return pack([p.segment for p in placed])
+
+
+def _laid_out(placed: Sequence[Placed], device: torch.device) -> tuple[Tensor, Repacked]:
+    """The table that launches take, and its memory for largest magnitudes."""
+    table, size, begins = _table(placed), 0, {}
+    for scaled, _ in by_weight(placed):
+        if not _is_block(scaled.code):
+            begins[scaled.weight.data_ptr()] = size
+            size += scaled.grid[0]
+    largest = torch.zeros(size, dtype=torch.int32, device=device)
+    for row, p in zip(table, placed, strict=True):
+        down, across = p.scaled.sizes
+        first = p.row // down * p.scaled.grid[1] + p.col // across
+        row[SCALE], row[SCALES_ACROSS] = p.scaled.scales.data_ptr() + 4 * first, p.scaled.grid[1]
+        if (begin := begins.get(p.scaled.weight.data_ptr())) is not None:
+            row[LARGEST] = largest.data_ptr() + 4 * (begin + first)
+    return largest, repack(table, device, [HopperScaled()])
 
 
 class CudaScale(Scales):

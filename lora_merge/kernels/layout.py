@@ -43,6 +43,9 @@ SEGMENT = (
     Field("units_across", 1, "work units side by side in a row of units (set by the backend)"),
     Field("parts_A", 1, "lora_A as pairs of fp16, and its factors: csrc/parts.h (set by the backend), 0 = none"),
     Field("parts_B", 1, "lora_B likewise"),
+    Field("scale", 1, "float32: of the first group, where the result has 8 bits (set by the backend), 0 = none; ..."),
+    Field("largest", 1, "... uint32: bits of the first group's largest magnitude; ..."),
+    Field("scales_across", 1, "... and groups side by side in the whole weight"),
     Field(
         "place", 1, "of a packed source: number among the weight's codes of element (0, 0); `source` is where 0 lies"
     ),
@@ -121,9 +124,9 @@ SCALED_BLOCK = 128
 """Rows and columns of a block that shares a scale."""
 INLINE_ROUNDED = 32
 """What a launch takes, as kernel arguments."""
-SCALE_MEASURE, SCALE_CONVERT = 0, 1
-"""What a launch does: it finds the largest magnitudes of tensors, or converts, by what was found; rows and blocks find
-their own."""
+SCALE_MEASURE, SCALE_CONVERT, SCALE_WHOLE = 0, 1, 2
+"""What a launch does: it finds largest magnitudes; or converts, by what was found (what has whole groups finds them
+itself); or merges, and does both in one pass."""
 
 # Tracked merges.
 UNIT_ELEMENTS = 1024
@@ -161,6 +164,7 @@ _CONSTANTS = [
     "INLINE_ROUNDED",
     "SCALE_MEASURE",
     "SCALE_CONVERT",
+    "SCALE_WHOLE",
     "UNIT_ELEMENTS",
     "RECORD_BYTES",
     "CODE_BYTES",
@@ -228,6 +232,9 @@ CUDA_OPERATORS = {
     ),
     "launch_hopper": (
         "void", f"{_KIND}, {_UNITS}, {_TILES}, {_RANDOM}, {_WHERE}",
+    ),
+    "launch_hopper_scaled": (
+        "void", f"{_KIND}, {_UNITS}, {_TILES}, int64_t group, int64_t part, {_RANDOM}, {_WHERE}",
     ),
     "tensor_maps": ("void", f"{_TABLE}, int64_t adapters, uint8_t* maps"),
     "split_adapters": ("void", f"{_PLACED}, int64_t n_units, {_WHERE}"),

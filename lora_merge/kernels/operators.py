@@ -171,6 +171,19 @@ def launch_hopper(
     )  # fmt: skip
 
 
+def launch_hopper_scaled(
+    table: Tensor, unit_segment: Tensor, counter: Tensor, device: int, dtype: int, adapters: int, n_units: int,
+    n_raw_units: int, rows_per_unit: int, strip_cols: int, held: int, stages: int, max_rank: int, maps: Tensor,
+    stochastic: bool, seed: int, *, group: int, part: int,
+) -> None:  # fmt: skip
+    """One launch of the same that makes results of 8 bits; `part`: `layout.SCALE_MEASURE` and what follows it."""
+    native.compiled.launch_hopper_scaled(
+        *_placed(table, unit_segment, device), _counter(counter, device), dtype, adapters, n_units, n_raw_units,
+        rows_per_unit, _maps(maps, table), strip_cols, held, stages, max_rank, group, part, stochastic, seed,
+        *_where(device),
+    )  # fmt: skip
+
+
 def tensor_maps(table: Tensor, adapters: int) -> Tensor:
     """Tensor maps of a table on the CPU, uint8 `[segments, 512]`."""
     maps = torch.empty((table.shape[0], MAP_BYTES), dtype=torch.uint8, device="cpu")

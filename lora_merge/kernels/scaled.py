@@ -141,8 +141,22 @@ class Rounded(NamedTuple):
 class Scales:
     """What launches of results of 8 bits have in common; see `Launch`."""
 
+    def __call__(self, stochastic: bool, seed: int) -> None:
+        raise NotImplementedError
+
     def row_norms(self, out: Tensor) -> None:
         raise NotImplementedError("norms are taken of what is merged in place")
+
+
+class Both(Scales):
+    """Several of them, one after the other; see `Launch`."""
+
+    def __init__(self, parts: Sequence[Scales]) -> None:
+        self._parts = parts
+
+    def __call__(self, stochastic: bool, seed: int) -> None:
+        for part in self._parts:
+            part(stochastic, seed)
 
 
 def is_scaled(s: Segment) -> bool:

@@ -45,6 +45,7 @@ ABSMAX_CODE, ABSMAX_SCALE = layout.OFFSET["absmax_code"], layout.OFFSET["absmax_
 ABSMAX_BLOCK, ABSMAX_OFFSET = layout.OFFSET["absmax_block"], layout.OFFSET["absmax_offset"]
 UNIT_BEGIN, UNITS_ACROSS = layout.OFFSET["unit_begin"], layout.OFFSET["units_across"]
 PARTS_A, PARTS_B = layout.OFFSET["parts_A"], layout.OFFSET["parts_B"]
+SCALE, LARGEST, SCALES_ACROSS = (layout.OFFSET[name] for name in ("scale", "largest", "scales_across"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +213,8 @@ def _words(s: Segment) -> list[int]:
         m, n, source_stride, destination_stride, code = _copy_layout(source, destination)
         dtypes = code | code << 8
     else:
-        dtypes = FLOATS.index(source.dtype) | FLOATS.index(destination.dtype) << 8
+        rounded = source.dtype if destination.dtype == FP8 else destination.dtype  # of 8 bits: before it is scaled
+        dtypes = FLOATS.index(source.dtype) | FLOATS.index(rounded) << 8
     lora = [0, 0, 0, 0]
     if a is not None and b is not None:
         dtypes |= FLOATS.index(a.dtype) << 16 | FLOATS.index(b.dtype) << 24
