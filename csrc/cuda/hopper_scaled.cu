@@ -16,7 +16,8 @@ namespace {
 
 using hopper::Box;
 
-template <int Part>
+// kScaleMeasure, kScaleConvert or kScaleWhole; Divides: as `Divisor`.
+template <int Part, bool Divides = false>
 struct Scale {
   static constexpr int kBesideBox = 0, kProducts = 1, kBoxesOut = Part == kScaleMeasure ? 0 : 2;
   static constexpr bool kCopies = false, kMany = false, kInPairs = true;
@@ -36,12 +37,14 @@ struct Scale {
     // Of a tensor, what is known: few find more than those before them.
     uint32_t known = 0;
     int64_t of = 0;
+    Divisor by[2];  // of row and row + 8, in both boxes
     int upper = -1, flip = 0;  // stage of the block's upper half; which words warps tell each other in
-    __device__ __forceinline__ explicit Hand(const Scale& way) : group(way.group) {}
+    __device__ __forceinline__ explicit Hand(const Scale& way)
+        : group(way.group), by{{0, way.group}, {0, way.group}} {}
 
     __device__ __forceinline__ Read read(const Box& box) const {
       Read read{hopper::Rounding<T>::read(box), {0, 0}};
-      if constexpr (Part == kScaleConvert) {
+      if (Part == kScaleConvert && box.number % 2 == 0) {
         const uint32_t* const largest = reinterpret_cast<const uint32_t*>(box.s.largest);
 #pragma unroll
         for (int j = 0; j < 2; ++j)
@@ -55,21 +58,35 @@ struct Scale {
 
     __device__ __forceinline__ void finish(const Box& box, const Read& read, const float (&sum)[32]) {
       if constexpr (Part == kScaleConvert) {
-        const Divisor by[2] = {{__uint_as_float(read.largest[0]), group}, {__uint_as_float(read.largest[1]), group}};
-        if (box.tile.col + box.number == 0 && threadIdx.x % 4 == 0 && (group == kChannel || box.tile.row + box.row == 0))
+        if (box.number % 2 == 0) {
 #pragma unroll
-          for (int j = 0; j < 2; ++j)
-            if (box.row + 8 * j < box.tile.rows && (group == kChannel || j == 0))
+          for (int j = 0; j < 2; ++j) {
+            by[j] = {__uint_as_float(read.largest[j]), group};
+            const bool first = group == kChannel || box.tile.row + box.row + j == 0;
+            if (box.tile.col + box.number + threadIdx.x % 4 == 0 && first && box.row + 8 * j < box.tile.rows)
               reinterpret_cast<float*>(box.s.scale)[box.tile.row + box.row + 8 * j] = by[j].scale;
-        hopper::Rounding<T>::finish(box, read.W, sum,
-                                    [&](int i, const Packed<T>& x) { write(box, i, x, by[i / 2]); });
+          }
+        }
+        const auto convert = [&](auto odd) {
+          hopper::Rounding<T>::finish(box, read.W, sum, [&](int i, const Packed<T>& x) {
+            write<decltype(odd)::value>(box, i, x, by[i / 2]);
+          });
+        };
+        if (by[0].odd || by[1].odd) convert(std::true_type{});  // what is rare is out of the way
+        else convert(std::false_type{});
       } else {
-        const bool there = box.number < box.tile.boxes;
+        if (box.number >= box.tile.boxes) return;  // nothing of it goes out
+        const auto round = [&](auto cut) {
+          uint32_t seen[2] = {0, 0};
+          hopper::Rounding<T>::finish(box, read.W, sum, [&](int i, const Packed<T>& x) {
+            seen[i / 2] = larger2<T>(seen[i / 2], largest2(decltype(cut)::value ? inside(box, i, x) : x));
+            if constexpr (Part == kScaleWhole) hopper::store(box, i, x);
+          });
+          met[0] = larger2<T>(met[0], seen[0]), met[1] = larger2<T>(met[1], seen[1]);
+        };
         const bool whole = box.tile.rows >= kTileRows && box.tile.cols >= (box.number + 1) * kBoxCols;
-        hopper::Rounding<T>::finish(box, read.W, sum, [&](int i, const Packed<T>& x) {
-          if (there) note(box, i, x, whole);
-          if constexpr (Part == kScaleWhole) hopper::store(box, i, x);
-        });
+        if (!whole) round(std::true_type{});
+        else round(std::false_type{});
       }
     }
 
@@ -81,28 +98,31 @@ struct Scale {
     }
 
    private:
-    __device__ __forceinline__ void note(const Box& box, int i, Packed<T> x, bool whole) {
-      if (!whole) {
-        const int left = box.row + i / 2 * 8 < box.tile.rows ? box.tile.cols - box.col(i) : 0;
-        uint32_t* const pair = reinterpret_cast<uint32_t*>(x.word);
+    // Zeros in the place of what lies outside of the matrix.
+    __device__ __forceinline__ Packed<T> inside(const Box& box, int i, Packed<T> x) const {
+      const int left = box.row + i / 2 * 8 < box.tile.rows ? box.tile.cols - box.col(i) : 0;
+      uint32_t* const pair = reinterpret_cast<uint32_t*>(x.word);
 #pragma unroll
-        for (int j = 0; j < 4; ++j)
-          if (8 * j >= left) pair[j] = 0;
-      }
-      met[i / 2] = __vmaxu2(met[i / 2], largest2(x));
+      for (int j = 0; j < 4; ++j)
+        if (8 * j >= left) pair[j] = 0;
+      return x;
     }
 
     // A pair of elements is two bytes: lanes of a warp write to as many banks as they can.
+    template <bool Odd>
     __device__ __forceinline__ void write(const Box& box, int i, const Packed<T>& x, const Divisor& by) const {
       uint32_t pair[4];
-      if (by.odd) divide8<true>(pair, unpack(x), by);
-      else divide8<false>(pair, unpack(x), by);
-      const int row = box.row + i / 2 * 8, second = box.number % 2, lane = threadIdx.x;
-      char* const to = box.W - second * hopper::kBoxBytes + row * 128 + lane % 4 * 2;
+      divide8<Odd, Divides>(pair, unpack(x), by);
+      const int second = box.number % 2;
+      // Vectors are swizzled: that of the lane's first pair, and others by their bits.
+      const uint32_t row = shared_address(box.W) - second * hopper::kBoxBytes + box.row * 128 +
+                           threadIdx.x / 4 % 8 * 16 + threadIdx.x % 4 * 2;
 #pragma unroll
       for (int j = 0; j < 4; ++j)
-        *reinterpret_cast<uint16_t*>(to + ((second * 4 + i % 2 * 2 + j / 2) ^ row % 8) * 16 + j % 2 * 8) =
-            static_cast<uint16_t>(pair[j]);
+        asm volatile("st.shared.b16 [%0], %1;" ::"r"((row ^ (second * 64 + i % 2 * 32 + j / 2 * 16)) + i / 2 * 1024 +
+                                                     j % 2 * 8),
+                     "h"(static_cast<uint16_t>(pair[j]))
+                     : "memory");
     }
 
     __device__ __forceinline__ void measured(const hopper::Tile& tile, const hopper::Block& b, int row) {
@@ -113,13 +133,13 @@ struct Scale {
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
           uint32_t two = met[j];
-          two = __vmaxu2(two, __shfl_xor_sync(~0u, two, 1));
-          two = __vmaxu2(two, __shfl_xor_sync(~0u, two, 2));
-          const uint32_t most = float_bits<T>(max(two & 0xffff, two >> 16));
+          two = larger2<T>(two, __shfl_xor_sync(~0u, two, 1));
+          two = larger2<T>(two, __shfl_xor_sync(~0u, two, 2));
+          const uint32_t most = float_bits<T>(larger_half(two));
           if (lane % 4 == 0 && row + 8 * j < tile.rows && most != 0) atomicMax(largest + tile.row + row + 8 * j, most);
         }
       } else {
-        const uint32_t most = largest_of_warp<T>(__vmaxu2(met[0], met[1]));
+        const uint32_t most = largest_of_warp<T>(larger2<T>(met[0], met[1]));
         if (address != of) of = address, known = 0;
         if (lane == 0 && most > known) known = max(most, atomicMax(largest, most));
       }
@@ -135,7 +155,7 @@ struct Scale {
         return true;
       }
       const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, of_group = hopper::group_number();
-      const uint32_t most = largest_of_warp<T>(__vmaxu2(met[0], met[1]));
+      const uint32_t most = largest_of_warp<T>(larger2<T>(met[0], met[1]));
       met[0] = met[1] = 0;
       if (lane == 0) b.shared.met[of_group][flip][warp] = most;
       hopper::group_meets();  // and what the warps' lanes rounded is there
@@ -147,21 +167,26 @@ struct Scale {
       if (threadIdx.x % 128 == 0 && tile.cols > of_group * kScaledBlock)
         reinterpret_cast<float*>(s.scale)[tile.row / kScaledBlock * s.scales_across + tile.col / kScaledBlock +
                                           of_group] = by.scale;
+      const auto convert = [&](int of) {
+        if (by.odd) convert_tile<true>(b, of, row, fragment, by);
+        else convert_tile<false>(b, of, row, fragment, by);
+      };
       if (lower) {
-        convert_tile(b, upper, row, fragment, by);
+        convert(upper);
         __syncwarp();
         if (lane == 0) hopper::barrier_arrive(b.done(upper));
         upper = -1;
       }
-      convert_tile(b, stage, row, fragment, by);
+      convert(stage);
       return false;
     }
 
+    template <bool Odd>
     __device__ __forceinline__ void convert_tile(const hopper::Block& b, int stage, int row, int fragment,
                                                  const Divisor& by) const {
       const hopper::Tile& tile = b.shared.tiles[stage];
       const Segment& s = b.shared.slots[tile.slot].segment();
-#pragma unroll
+#pragma unroll 1
       for (int second = 0; second < 2; ++second) {
         const int number = 2 * hopper::group_number() + second;
         const Box box{b.launch, s,   tile,     b.shared.before[stage], b.stage(stage) + number * hopper::kBoxBytes,
@@ -169,7 +194,7 @@ struct Scale {
         const auto read = hopper::Rounding<T>::read(box);
         __syncwarp();  // before others of the warp write where this lane reads
 #pragma unroll
-        for (int i = 0; i < 4; ++i) write(box, i, reinterpret_cast<const Packed<T>&>(read.word[i]), by);
+        for (int i = 0; i < 4; ++i) write<Odd>(box, i, reinterpret_cast<const Packed<T>&>(read.word[i]), by);
       }
     }
   };
@@ -182,7 +207,7 @@ int launch_hopper_scaled(int dtype, int adapters, int group, int part, const Hop
   const auto run = [&](auto way) { return hopper::launch_in(way, dtype, adapters, launch, stream); };
   switch (part) {
     case kScaleMeasure: return run(Scale<kScaleMeasure>{group});
-    case kScaleConvert: return run(Scale<kScaleConvert>{group});
+    case kScaleConvert: return group == kChannel ? run(Scale<kScaleConvert, true>{group}) : run(Scale<kScaleConvert>{group});
     default: return run(Scale<kScaleWhole>{group});
   }
 }

@@ -56,11 +56,11 @@ struct Matrices {
     return x;
   }
 
-  template <bool Odd>
+  template <bool Odd, bool Divides = false>
   __device__ __forceinline__ void store(const Packed<T>& x, const Divisor& by, int row, int col) const {
     if (row >= rows || col >= cols) return;
     uint32_t pair[4];
-    divide8<Odd>(pair, unpack(x), by);
+    divide8<Odd, Divides>(pair, unpack(x), by);
     const uint2 bytes = make_uint2(pair[0] | pair[1] << 16, pair[2] | pair[3] << 16);
     uint8_t* const to = destination + row * destination_pitch + col;
     if (writes && col + 8 <= cols) {
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kScaleThreads) scale_tiles(const __grid_consta
   uint32_t largest = 0;
   if constexpr (Group != kTensor || Part == kScaleMeasure) {
 #pragma unroll
-    for (int i = 0; i < kTileHeld; ++i) largest = __vmaxu2(largest, largest2(held[i]));
+    for (int i = 0; i < kTileHeld; ++i) largest = larger2<T>(largest, largest2(held[i]));
     largest = largest_of_warp<T>(largest);
     if (lane == 0) met[warp] = largest;
     __syncthreads();
@@ -141,10 +141,10 @@ __global__ void __launch_bounds__(kScaleThreads) scale_rows(const __grid_constan
 #pragma unroll
   for (int i = 0; i < kRowHeld; ++i) held[i] = matrices.load(row, begin + i * step);
 #pragma unroll
-  for (int i = 0; i < kRowHeld; ++i) largest = __vmaxu2(largest, largest2(held[i]));
+  for (int i = 0; i < kRowHeld; ++i) largest = larger2<T>(largest, largest2(held[i]));
 #pragma unroll 1
   for (int col = begin + kRowHeld * step; col < matrices.cols; col += step)
-    largest = __vmaxu2(largest, largest2(matrices.load(row, col)));
+    largest = larger2<T>(largest, largest2(matrices.load(row, col)));
   largest = largest_of_warp<T>(largest);
   if (lane == 0) met[warp] = largest;
   __syncthreads();
@@ -158,10 +158,10 @@ __global__ void __launch_bounds__(kScaleThreads) scale_rows(const __grid_constan
     return;
   }
 #pragma unroll
-  for (int i = 0; i < kRowHeld; ++i) matrices.template store<false>(held[i], by, row, begin + i * step);
+  for (int i = 0; i < kRowHeld; ++i) matrices.template store<false, true>(held[i], by, row, begin + i * step);
 #pragma unroll 1
   for (int col = begin + kRowHeld * step; col < matrices.cols; col += step)
-    matrices.template store<false>(matrices.load(row, col), by, row, col);
+    matrices.template store<false, true>(matrices.load(row, col), by, row, col);
 }
 
 // Each job's units follow those of the one before it.

@@ -1,6 +1,6 @@
 // Scales of groups of 8-bit numbers: from the largest magnitude of a group to its e4m3 elements. What becomes of a number
-// is what vLLM's quantisers make of a weight that is loaded (lora_merge/kernels/scaled.py has the rules). Magnitudes are
-// compared as bits, whose order is that of numbers, with NaN above infinity, so that none hides.
+// is what vLLM's quantisers make of a weight that is loaded (lora_merge/kernels/scaled.py has the rules). Magnitudes that
+// several threads found are compared as bits, whose order is that of numbers, with NaN above infinity, so that none hides.
 #pragma once
 #include <cuda_fp8.h>
 
@@ -36,9 +36,10 @@ struct Divisor {
 
   // Division rounds right: the quotient by the inverse is off by little, and what remains says by how much. (Tried for
   // the fractions of all scales and of all bf16 and fp16 numbers.) What remains of a zero would lose its sign.
-  __device__ __forceinline__ float operator()(float x) const {
+  template <bool Divides>
+  __device__ __forceinline__ float quotient_of(float x) const {
     const float quotient = __fmul_rn(x, inverse);
-    return divides ? copysignf(fmaf(fmaf(-quotient, scale, x), inverse, quotient), x) : quotient;
+    return Divides ? copysignf(fmaf(fmaf(-quotient, scale, x), inverse, quotient), x) : quotient;
   }
   __device__ __noinline__ float carefully(float x) const {
     const float y = divides ? __fdiv_rn(x, scale) : __fmul_rn(x, inverse);
@@ -46,13 +47,24 @@ struct Divisor {
   }
 };
 
-// The largest magnitude of eight numbers: two of them, as bits of their own format.
+// The larger magnitudes of two pairs of numbers: NaN is larger than all. Signs are anything.
+template <typename T>
+__device__ __forceinline__ uint32_t larger2(uint32_t x, uint32_t y) {
+  uint32_t z;
+  if constexpr (std::is_same_v<T, bf16>) asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+  else asm("max.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+  return z;
+}
+
+// The largest magnitudes of eight numbers: two of them.
 template <typename T>
 __device__ __forceinline__ uint32_t largest2(const Packed<T>& x) {
   const uint4 w = x.word[0];
-  const uint32_t m = 0x7fff7fff;
-  return __vmaxu2(__vmaxu2(w.x & m, w.y & m), __vmaxu2(w.z & m, w.w & m));
+  return larger2<T>(larger2<T>(w.x, w.y), larger2<T>(w.z, w.w));
 }
+
+// Their bits, without signs.
+__device__ __forceinline__ uint32_t larger_half(uint32_t two) { return max(two & 0x7fff, two >> 16 & 0x7fff); }
 
 // Bits of the float32 that a number of 16 bits is.
 template <typename T>
@@ -63,14 +75,14 @@ __device__ __forceinline__ uint32_t float_bits(uint32_t half) {
 // Of a warp, out of two of each lane: bits of a float32.
 template <typename T>
 __device__ __forceinline__ uint32_t largest_of_warp(uint32_t two) {
-  return float_bits<T>(__reduce_max_sync(~0u, max(two & 0xffff, two >> 16)));
+  return float_bits<T>(__reduce_max_sync(~0u, larger_half(two)));
 }
 
-// Eight numbers, divided, as four pairs of e4m3. `Odd`: by a divisor that may be `odd`.
-template <bool Odd>
+// Eight numbers, divided, as four pairs of e4m3. Odd: by a divisor that may be `odd`; else Divides is what it `divides`.
+template <bool Odd, bool Divides>
 __device__ __forceinline__ void divide8(uint32_t (&pair)[4], Eight e, const Divisor& by) {
 #pragma unroll
-  for (int i = 0; i < 8; ++i) e.value[i] = Odd ? by.carefully(e.value[i]) : by(e.value[i]);
+  for (int i = 0; i < 8; ++i) e.value[i] = Odd ? by.carefully(e.value[i]) : by.quotient_of<Divides>(e.value[i]);
 #pragma unroll
   for (int i = 0; i < 4; ++i)
     pair[i] = __nv_cvt_float2_to_fp8x2(make_float2(e.value[2 * i], e.value[2 * i + 1]), __NV_SATFINITE, __NV_E4M3);
