@@ -25,6 +25,10 @@ from lora_merge.engine.vllm.core import lora_merge_calls
 from lora_merge.engine.waiting import host_id
 
 
+class Method:
+    """How a layer computes; what is known of a model may be what this says."""
+
+
 def model() -> nn.Module:
     """Two blocks with a buffer, a tied weight, a module under two names, and a place for a module."""
 
@@ -40,6 +44,7 @@ def model() -> nn.Module:
     top.head = nn.Linear(8, 8)
     top.head.weight = top.layers[0].lin.weight
     top.again = top.layers[1]
+    top.head.quant_method = Method()
     return top
 
 
@@ -68,12 +73,16 @@ CHANGES: dict[str, Callable[[nn.Module], object]] = {
     "renamed": renamed,
     "moved": moved,
     "two swapped": lambda top: top.layers._modules.update({"0": top.layers[1], "1": top.layers[0]}),
+    "another method": lambda top: setattr(top.head, "quant_method", Method()),
+    "a method less": lambda top: delattr(top.head, "quant_method"),
+    "a scheme": lambda top: setattr(top.layers[0].lin, "scheme", Method()),
     "nothing": lambda top: None,
 }
 
 
+@pytest.mark.parametrize("watched", [False, True])
 @pytest.mark.parametrize("change", CHANGES)
-def test_modules_that_changed_between_calls_are_found_again(change: str) -> None:
+def test_modules_that_changed_between_calls_are_found_again(change: str, watched: bool) -> None:
     top = model()
     modules, looked = Modules(top), []
 
@@ -88,6 +97,10 @@ def test_modules_that_changed_between_calls_are_found_again(change: str) -> None
         assert [id(t) for t in modules.tensors()] == [id(t) for t in known(top)]
         assert modules.kept(count) == modules.kept(count) == len(list(top.modules()))
         if not step:
+            for _ in range(2 * watched):
+                modules.doubt()
+                modules.tensors()
+            assert (modules._watched() is not None) == watched
             CHANGES[change](top)
     assert len(looked) == (1 if change == "nothing" else 2)
 

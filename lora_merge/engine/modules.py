@@ -16,7 +16,9 @@ from .sampler import facts
 
 _T = TypeVar("_T")
 _MODULES, _PARAMETERS = attrgetter("_modules"), attrgetter("_parameters")
-_WATCHED = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"), "nnnv"
+_METHODS = "quant_method", "scheme"
+"""Where engines keep how a layer computes, which loading may replace; what `kept` finds may depend on it."""
+_WATCHED = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set", *_METHODS), "nnnvtt"
 
 
 class Looked(NamedTuple):
@@ -49,13 +51,14 @@ class Modules:
         self._still: Looked | None = None
         self._paths: list[tuple[str, nn.Module]] = []
         self._each: list[nn.Module] = []
+        self._methods: list[Any] = []
         self._below: list[Any] = []
         self._kept: dict[Any, Any] = {}
         self._sure = False
 
     def forget(self) -> None:
         """Note that modules have changed."""
-        self._paths, self._each, self._below, self._kept, self._facts = [], [], [], {}, []
+        self._paths, self._each, self._methods, self._below, self._kept, self._facts = [], [], [], [], {}, []
         self._unwatch()
 
     def _unwatch(self) -> None:
@@ -66,10 +69,11 @@ class Modules:
         self._sure = False
 
     def _children(self) -> list[Any]:
-        """Of every module that was found how many are below, their names, and which they are (they are alive, so an
-        `id` stands for one module)."""
+        """Of every module that was found how many are below, their names, and which they are, and its methods (all of
+        them are alive, so an `id` stands for one)."""
         below = list(map(_MODULES, self._each))
-        return [*map(len, below), *chain(*below), *map(id, chain.from_iterable(map(dict.values, below)))]
+        ids = map(id, chain(chain.from_iterable(map(dict.values, below)), _methods(self._each)))
+        return [*map(len, below), *chain(*below), *ids]
 
     def paths(self) -> list[tuple[str, nn.Module]]:
         """Every module under every path, in the order of `named_modules(remove_duplicate=False)`, whose nested
@@ -89,7 +93,7 @@ class Modules:
                 ]
                 rest.extend(reversed(below))
             self._each = list({id(module): module for _, module in self._paths}.values())
-            self._below = self._children()
+            self._methods, self._below = _methods(self._each), self._children()
         return self._paths
 
     def __iter__(self) -> Iterator[nn.Module]:
@@ -98,7 +102,7 @@ class Modules:
         return iter(self._each)
 
     def kept(self, find: Callable[[Modules], _T]) -> _T:
-        """What a function finds here; it is asked again when modules have changed."""
+        """What a function finds here; it is asked again when modules or their methods have changed."""
         self.paths()
         if find not in self._kept:
             self._kept[find] = find(self)
@@ -166,6 +170,10 @@ class Modules:
                     found[id(buffer)] = buffer
         with torch._C.DisableTorchFunctionSubclass():
             return [t for t in found.values() if t is not None and t.numel()]
+
+
+def _methods(modules: Sequence[nn.Module]) -> list[Any]:
+    return [inside.get(name) for inside in map(vars, modules) for name in _METHODS]
 
 
 def ties_of(modules: Modules) -> dict[str, str]:

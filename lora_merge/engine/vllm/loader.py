@@ -139,13 +139,13 @@ class Loader(loader.Loader):
         if self._reload is not None and self._reload.lacking:  # their layers are closed by `abort`
             raise RuntimeError(f"these tensors did not come: {', '.join(self._reload.lacking)}")
         reload, self._reload = self._reload, None
-        derived, tied, computed = self.modules.kept(_derived), self._tied_layers(), self.modules.kept(_computed)
         self.reloaded = 0 if reload is None else reload.done
+        if reload is not None and reload.began:  # vLLM's own code has run; of what is written as it lies nothing moves
+            self.modules.doubt()
+        derived, tied, computed = self.modules.kept(_derived), self._tied_layers(), self.modules.kept(_computed)
         bring_scales_back(self.modules)
-        if not (reload or derived or tied or computed):
+        if not (derived or tied or computed):
             return
-        if reload is not None:
-            self.modules.forget()
         with torch.no_grad(), self._bare():
             for layer in derived:
                 layer.process_weights_after_loading(self._config.dtype)

@@ -44,11 +44,14 @@ class Reload:
             for name in entry[1]:
                 self._of.setdefault(name, []).append(entry)
         self._open: dict[int, tuple[Any, Any]] = {}
+        self.began = False
+        """Whether anything is loaded by vLLM's own code."""
         self.done = 0
         """Layers that were processed."""
 
     def before(self, names: Iterable[str]) -> None:
         """Open the layers that these tensors are part of."""
+        self.began = True
         for name in names:
             for layer, _ in self._of.get(name, ()):
                 if id(layer) not in self._open:
