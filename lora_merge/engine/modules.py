@@ -64,6 +64,17 @@ class Modules:
     def _unwatch(self) -> None:
         self._watch, self._tried, self._told, self._still = None, False, {}, None
 
+    @contextmanager
+    def others(self) -> Iterator[None]:
+        """Inside modules are others than before; after, what was known before counts as far as it is so again."""
+        known = dict(vars(self))
+        self.forget()
+        try:
+            yield
+        finally:
+            vars(self).update(known)
+            self.doubt()
+
     def doubt(self) -> None:
         """Begin a new call: modules may have changed since the last one."""
         self._sure = False
@@ -241,28 +252,29 @@ def unwrapped(modules: Modules, find: Callable[[Modules], list[tuple[nn.Module, 
     Args:
         find: as `wrapped`; the same function each time, as `Modules.kept` asks.
     """
-    if not modules.kept(find):
+    found = modules.kept(find)
+    if not found:
         yield
         return
     swapped: list[tuple[Any, str, Any]] = []
     prefixes: list[tuple[Any, str]] = []
     module: Any
-    try:
-        while found := modules.kept(find):
-            for parent, key, wrapper in found:
-                parent._modules[key] = wrapper.base_layer
-                swapped.append((parent, key, wrapper))
-            modules.forget()
-        for module in modules:
-            prefix = getattr(module, "lora_base_layer_prefix", "")  # of some of vLLM's
-            if prefix:
-                prefixes.append((module, prefix))
-                module.lora_base_layer_prefix = ""
-        yield
-    finally:
-        for module, prefix in prefixes:
-            module.lora_base_layer_prefix = prefix
-        for parent, key, wrapper in reversed(swapped):
-            parent._modules[key] = wrapper
-        if swapped:
-            modules.forget()
+    with modules.others():
+        try:
+            while found:
+                for parent, key, wrapper in found:
+                    parent._modules[key] = wrapper.base_layer
+                    swapped.append((parent, key, wrapper))
+                modules.forget()
+                found = modules.kept(find)
+            for module in modules:
+                prefix = getattr(module, "lora_base_layer_prefix", "")  # of some of vLLM's
+                if prefix:
+                    prefixes.append((module, prefix))
+                    module.lora_base_layer_prefix = ""
+            yield
+        finally:
+            for module, prefix in prefixes:
+                module.lora_base_layer_prefix = prefix
+            for parent, key, wrapper in reversed(swapped):
+                parent._modules[key] = wrapper
