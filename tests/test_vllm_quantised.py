@@ -21,7 +21,7 @@ import torch
 from engines import ask, engine, train
 from torch import nn
 
-from lora_merge import LoraMergeError, PushFailed, PushRefused, VllmSync
+from lora_merge import LoraMergeError, MergedWeights, PushFailed, PushRefused, VllmSync
 from lora_merge.engine.modules import Modules
 from lora_merge.engine.vllm.formats import bring_scales_back, calibrated_scales, refusal, stale_scales
 from lora_merge.serve import load_adapter, unload_adapter
@@ -188,6 +188,119 @@ def test_layers_are_reloaded_where_vllm_makes_other_bits(one: Any, monkeypatch: 
         with closing(VllmSync(model, llm, bucket_bytes=1 << 16)) as sync:
             sync.push()
         assert bits(llm) == fresh
+
+
+def of_layers(paths: list[str]) -> set[str]:
+    return {path for path in paths if "layers" in path}
+
+
+def linear(llm: Any) -> list[Any]:
+    """The layers of an engine that hold FP8."""
+    return [m for m in quantised.served(llm).modules() if m._parameters.get("weight_scale") is not None]
+
+
+@pytest.mark.parametrize("who", ["another push", "vLLM"])
+def test_layers_that_a_reload_leaves_with_tensors_of_their_own_are_not_written(
+    one: Any, who: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As experts on GPUs: their kernel reads scales that lie where no parameter is, and what was found of the same
+    layers before does not count any more."""
+    from vllm.model_executor.layers.quantization.online.fp8 import Fp8PtpcOnlineLinearMethod as Method
+
+    llm, model, fresh = one
+    process = Method.process_weights_after_loading
+
+    def keeping(self: Any, layer: Any) -> None:
+        process(self, layer)
+        layer.kept_by_kernel = layer.weight_scale.data
+
+    try:
+        with closing(VllmSync(model, llm, bucket_bytes=1 << 16)) as sync:
+            with quantised.reloaded(llm) as found:
+                sync.push()
+            assert not of_layers(found)
+            with monkeypatch.context() as patched:
+                patched.setattr(Method, "process_weights_after_loading", keeping)
+                if who == "vLLM":
+                    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(MergedWeights(model))})
+                else:
+                    with closing(VllmSync(model, llm, merge="engine", bucket_bytes=1 << 16)) as other:
+                        other.push()
+            assert all(hasattr(layer, "kept_by_kernel") for layer in linear(llm))
+            with quantised.reloaded(llm) as found:
+                sync.push()
+            assert len(of_layers(found)) == 8, found
+        assert bits(llm) == fresh
+    finally:
+        for layer in linear(llm):
+            layer.__dict__.pop("kept_by_kernel", None)
+        quantised.served(llm).__dict__.pop("_lora_merge", None)
+
+
+def test_layers_whose_format_changes_between_pushes_are_tried_anew(one: Any) -> None:
+    from vllm.model_executor.layers.quantization.online.fp8 import Fp8PtpcOnlineLinearMethod as Method
+
+    class Other(Method):
+        """Scales that are not ours, in one bit."""
+
+        def process_weights_after_loading(self, layer: Any) -> None:
+            super().process_weights_after_loading(layer)
+            layer.weight_scale.data.view(torch.uint8)[3, 0] ^= 1
+
+    llm, model, fresh = one
+    before = [layer.quant_method for layer in linear(llm)]
+    with closing(VllmSync(model, llm, bucket_bytes=1 << 16)) as sync:
+        sync.push()
+        try:
+            for layer, method in zip(linear(llm), before, strict=True):
+                layer.quant_method = Other.__new__(Other)
+                vars(layer.quant_method).update(vars(method))
+            with quantised.reloaded(llm) as found:
+                sync.push()
+            assert len(of_layers(found)) == 8, found
+            assert bits(llm) != fresh
+        finally:
+            for layer, method in zip(linear(llm), before, strict=True):
+                layer.quant_method = method
+            quantised.served(llm).__dict__.pop("_lora_merge", None)  # what is reloaded stays so
+        with quantised.reloaded(llm) as found:
+            sync.push()
+        assert not of_layers(found)
+    assert bits(llm) == fresh
+
+
+def test_what_is_known_of_an_engine_is_kept_until_it_changes(one: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether layers are reloaded or written: it took most of the time before a push."""
+    from lora_merge.engine.vllm import worker
+
+    llm, model, fresh = one
+    asked: list[str] = []
+
+    def told(modules: Modules) -> str:
+        asked.append(refusal(modules))
+        return asked[-1]
+
+    monkeypatch.setattr(worker, "refusal", told)
+    for bucket_bytes, reloads in ((1 << 16, False), (1 << 24, True)):
+        asked.clear()
+        with closing(VllmSync(model, llm, bucket_bytes=bucket_bytes)) as sync:
+            for _ in range(4):
+                with quantised.reloaded(llm) as found:
+                    sync.push()
+                assert bool(of_layers(found)) == reloads
+            assert len(asked) <= 1
+            for layer in linear(llm)[:1]:  # a parameter that is another one, and data that has moved
+                layer.weight_scale = nn.Parameter(layer.weight_scale.data.clone(), requires_grad=False)
+                layer.weight.data = layer.weight.t().clone().t()
+            sync.push()
+            assert bits(llm) == fresh
+            layer = linear(llm)[-1]
+            with monkeypatch.context() as patched:
+                patched.setattr(layer, "quant_method", Method())
+                with pytest.raises(PushRefused, match="not known to be made again"):
+                    sync.push()
+            sync.push()
+    assert bits(llm) == fresh
 
 
 def test_what_lies_there_is_the_merge_to_a_rounding_of_the_format(one: Any) -> None:

@@ -25,6 +25,7 @@ from ...stream.places import Places
 from ..capture import Record
 from . import internals
 from .formats import quantises
+from .held import Held
 from .reload import on_meta
 
 _log = logging.getLogger(__name__)
@@ -60,6 +61,9 @@ class Fused:
     def __init__(self) -> None:
         self._proved: dict[Any, dict[str, Group] | str] = {}
         """By the kind of layer: groups of its weights; or why it is reloaded, in words: errors hold what was tried."""
+        self._written: list[tuple[Any, Any]] = []
+        """Layers that can be written, each with its kind."""
+        self._held = Held(())
 
     def places(
         self, roots: Sequence[nn.Module], records: Sequence[Record], dtypes: Mapping[str, torch.dtype],
@@ -73,6 +77,7 @@ class Fused:
             dtypes: of the stream's tensors.
             owners: of the engine's parameters, by path.
         """
+        self._written = []
         of_root = {id(module): number for number, root in enumerate(roots) for module in root.modules()}
         found: list[list[Record]] = [[] for _ in roots]
         for record in records:
@@ -107,7 +112,26 @@ class Fused:
                 views.setdefault(record.name, []).append((window.box, window.unfold(view)))
                 scaled.setdefault(record.name, []).extend(weights[key][1] if key in weights else [])
             together.append(names)
+            self._written.append((root, _kind(root)))
+        self._held = Held(root for root, _ in self._written)
         return Places(views, scaled, together)
+
+    @property
+    def lost(self) -> bool:
+        """Whether some layer that could be written computes in another way by now, or with tensors of its own: vLLM has
+        reloaded it, asked by whoever."""
+        if self._held.same:
+            return False
+        self._held = Held(root for root, _ in self._written)
+        try:
+            for root, kind in self._written:
+                _check_holds_only(root)
+                if _kind(root) != kind:
+                    raise _Reloaded("its format is another")
+        except _Reloaded as reason:
+            _log.debug("layers are looked at anew: %s", reason)
+            return True
+        return False
 
     def _weights(self, root: Any, asis: Collection[str]) -> dict[str, tuple[Tensor, list[Scaled]]]:
         """The quantised parameters of a layer by name: as they are loaded, and by matrices.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...stream.buckets import Slot
+from ...stream.buckets import Slot, Table
 from ...stream.places import Places
 from .. import loader
 from ..capture import Capture, Record, feed
@@ -69,6 +69,12 @@ class Loader(loader.Loader):
         self._reload: Reload | None = None
         self._compared: Compared | None = None
         self._schemes: dict[str, Scheme] = {}  # by name of the stream; of any that came, as it depends on the model
+
+    def examine(self, digest: str, table: Table) -> Examination:
+        """As of the base; kept also for as long as layers hold nothing else."""
+        if self._fused.lost:
+            self._examined = None
+        return super().examine(digest, table)
 
     def begin(self, examination: Examination) -> None:
         """As of the base; waits for layers whose layout changes after loading."""
