@@ -24,6 +24,7 @@ from torch import nn
 from lora_merge import LoraMergeError, MergedWeights, PushFailed, PushRefused, VllmSync
 from lora_merge.engine.modules import Modules
 from lora_merge.engine.vllm.formats import bring_scales_back, calibrated_scales, refusal, stale_scales
+from lora_merge.engine.vllm.fused import Fused
 from lora_merge.serve import load_adapter, unload_adapter
 from lora_merge.stream.filler import Filler
 from lora_merge.stream.places import Places
@@ -72,6 +73,14 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any, li
     merged = quantised.save_merged(model, folder / "merged")
     with engine(model, merged, **CHANNELS | READ | {"enable_lora": True, "max_lora_rank": 8}) as llm:
         yield llm, model, bits(llm)
+
+
+@pytest.fixture
+def anew(one: Any) -> Iterator[tuple[Any, Any, list[dict[str, str]]]]:
+    """`one`, of which no push knows anything yet, and none will know what one did here."""
+    quantised.served(one[0]).__dict__.pop("_lora_merge", None)
+    yield one
+    quantised.served(one[0]).__dict__.pop("_lora_merge", None)
 
 
 @pytest.mark.parametrize("merge", ["trainer", "engine"])
@@ -201,13 +210,13 @@ def linear(llm: Any) -> list[Any]:
 
 @pytest.mark.parametrize("who", ["another push", "vLLM"])
 def test_layers_that_a_reload_leaves_with_tensors_of_their_own_are_not_written(
-    one: Any, who: str, monkeypatch: pytest.MonkeyPatch
+    anew: Any, who: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As experts on GPUs: their kernel reads scales that lie where no parameter is, and what was found of the same
     layers before does not count any more."""
     from vllm.model_executor.layers.quantization.online.fp8 import Fp8PtpcOnlineLinearMethod as Method
 
-    llm, model, fresh = one
+    llm, model, fresh = anew
     process = Method.process_weights_after_loading
 
     def keeping(self: Any, layer: Any) -> None:
@@ -234,10 +243,9 @@ def test_layers_that_a_reload_leaves_with_tensors_of_their_own_are_not_written(
     finally:
         for layer in linear(llm):
             layer.__dict__.pop("kept_by_kernel", None)
-        quantised.served(llm).__dict__.pop("_lora_merge", None)
 
 
-def test_layers_whose_format_changes_between_pushes_are_tried_anew(one: Any) -> None:
+def test_layers_whose_format_changes_between_pushes_are_tried_anew(anew: Any) -> None:
     from vllm.model_executor.layers.quantization.online.fp8 import Fp8PtpcOnlineLinearMethod as Method
 
     class Other(Method):
@@ -247,7 +255,7 @@ def test_layers_whose_format_changes_between_pushes_are_tried_anew(one: Any) -> 
             super().process_weights_after_loading(layer)
             layer.weight_scale.data.view(torch.uint8)[3, 0] ^= 1
 
-    llm, model, fresh = one
+    llm, model, fresh = anew
     before = [layer.quant_method for layer in linear(llm)]
     with closing(VllmSync(model, llm, bucket_bytes=1 << 16)) as sync:
         sync.push()
@@ -269,11 +277,11 @@ def test_layers_whose_format_changes_between_pushes_are_tried_anew(one: Any) -> 
     assert bits(llm) == fresh
 
 
-def test_what_is_known_of_an_engine_is_kept_until_it_changes(one: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_known_of_an_engine_is_kept_until_it_changes(anew: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether layers are reloaded or written: it took most of the time before a push."""
     from lora_merge.engine.vllm import worker
 
-    llm, model, fresh = one
+    llm, model, fresh = anew
     asked: list[str] = []
 
     def told(modules: Modules) -> str:
@@ -332,9 +340,10 @@ def test_an_adapter_beside_the_quantised_base(one: Any) -> None:
         assert bits(llm) == base
 
 
-def test_a_push_that_breaks_off_in_the_middle_of_a_layer(one: Any) -> None:
+def test_a_push_that_breaks_off_in_the_middle_of_a_layer(anew: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The layer is closed again, the engine dirty, and the next push heals it."""
-    llm, model, _ = one
+    llm, model, _ = anew
+    monkeypatch.setattr(Fused, "places", lambda *_: Places({}))  # all are reloaded
     with closing(VllmSync(model, llm, bucket_bytes=BUCKET)) as sync:
         quantised.assert_heals(llm, sync, bits)
 
