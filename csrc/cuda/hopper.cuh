@@ -22,7 +22,8 @@
 //                    behind come first
 //   kBoxesOut        boxes of W whose place a box of results takes, which has as many bytes as one; 0: nothing goes out
 //   kInPairs         whether a group has two boxes side by side (of strips of four), not every other one; then
-//                    `end_tile(block, stage, row, fragment)` follows a tile's boxes, and says whether it keeps the stage
+//                    `end_tile(block, stage, row, fragment)` follows a tile's boxes, and says whether the stage stays
+//                    with the group, which hands it on later
 //   kBesideBox       bytes of a stage for each box, beside W and lora_B
 //   number(s, r, c)  what the way calls the tile at row r and column c of segment s
 //   bytes(boxes)     that `load(to, number, boxes, barrier)` copies there

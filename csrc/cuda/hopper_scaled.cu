@@ -207,7 +207,8 @@ int launch_hopper_scaled(int dtype, int adapters, int group, int part, const Hop
   const auto run = [&](auto way) { return hopper::launch_in(way, dtype, adapters, launch, stream); };
   switch (part) {
     case kScaleMeasure: return run(Scale<kScaleMeasure>{group});
-    case kScaleConvert: return group == kChannel ? run(Scale<kScaleConvert, true>{group}) : run(Scale<kScaleConvert>{group});
+    case kScaleConvert:
+      return group == kChannel ? run(Scale<kScaleConvert, true>{group}) : run(Scale<kScaleConvert>{group});
     default: return run(Scale<kScaleWhole>{group});
   }
 }

@@ -1,18 +1,18 @@
 // Numbers of 16 bits into 8: e4m3 elements of which a group (the whole weight, a row, a block of 128 x 128) shares a
 // scale (scales.cuh).
 //
-// A scale needs the largest magnitude of its group first. A block of threads has all of a block, or of some rows, in its
-// registers, so each number is read once; of tensors the first launch measures, the second converts.
+// A scale needs the largest magnitude of its group first. A block of threads has all of a block, or of some rows, in
+// its registers, so each number is read once; of tensors the first launch measures, the second converts.
 #include "scales.cuh"
 
 namespace lora_merge {
 namespace {
 
 constexpr int kScaleThreads = 256, kScaleWarps = kScaleThreads / 32;
-constexpr int kTileVectors = kScaledBlock / 8;              // of eight columns, side by side in a tile
-constexpr int kTileStep = kScaleThreads / kTileVectors;     // rows from a thread's vector to its next
-constexpr int kTileHeld = kScaledBlock / kTileStep;         // vectors of a thread
-constexpr int kRowHeld = 10;                                // vectors of a row that a lane keeps; further ones are read again
+constexpr int kTileVectors = kScaledBlock / 8;           // of eight columns, side by side in a tile
+constexpr int kTileStep = kScaleThreads / kTileVectors;  // rows from a thread's vector to its next
+constexpr int kTileHeld = kScaledBlock / kTileStep;      // vectors of a thread
+constexpr int kRowHeld = 10;                             // vectors of a row that a lane keeps; others are read again
 
 // Warps that share a row: few, so that each lane has several vectors to wait for at a time.
 __host__ __device__ constexpr int warps_of_row(int64_t cols) {

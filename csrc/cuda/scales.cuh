@@ -1,6 +1,7 @@
-// Scales of groups of 8-bit numbers: from the largest magnitude of a group to its e4m3 elements. What becomes of a number
-// is what vLLM's quantisers make of a weight that is loaded (lora_merge/kernels/scaled.py has the rules). Magnitudes that
-// several threads found are compared as bits, whose order is that of numbers, with NaN above infinity, so that none hides.
+// Scales of groups of 8-bit numbers: from the largest magnitude of a group to its e4m3 elements. What becomes of a
+// number is what vLLM's quantisers make of a weight that is loaded (lora_merge/kernels/scaled.py has the rules).
+// Magnitudes that several threads found are compared as bits, whose order is that of numbers, with NaN above infinity,
+// so that none hides.
 #pragma once
 #include <cuda_fp8.h>
 
@@ -78,7 +79,8 @@ __device__ __forceinline__ uint32_t largest_of_warp(uint32_t two) {
   return float_bits<T>(__reduce_max_sync(~0u, larger_half(two)));
 }
 
-// Eight numbers, divided, as four pairs of e4m3. Odd: by a divisor that may be `odd`; else Divides is what it `divides`.
+// Eight numbers, divided, as four pairs of e4m3. Odd: by a divisor that may be `odd`; else Divides is what it
+// `divides`.
 template <bool Odd, bool Divides>
 __device__ __forceinline__ void divide8(uint32_t (&pair)[4], Eight e, const Divisor& by) {
 #pragma unroll
