@@ -17,7 +17,7 @@ import torch
 from helpers import LAYOUTS, assert_accurate, make_segment
 
 from lora_merge import Plan, Segment
-from lora_merge.kernels import cuda, cuda_tracked, fused
+from lora_merge.kernels import cuda, cuda_tracked, fused, native
 from lora_merge.kernels.cuda_scaled import CudaScale, MergedAtOnce, apart
 from lora_merge.kernels.merged_first import MergedFirst
 from lora_merge.kernels.scaled import Group, Scaled, place
@@ -30,6 +30,7 @@ GROUPS: tuple[Group, ...] = get_args(Group)
 
 
 def main() -> None:
+    assert native.load_error() is None
     segments = shapes()
     for part in sys.argv[1:] or PARTS:
         PARTS[part](segments)
