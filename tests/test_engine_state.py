@@ -105,6 +105,33 @@ def test_modules_that_changed_between_calls_are_found_again(change: str, watched
     assert len(looked) == (1 if change == "nothing" else 2)
 
 
+@pytest.mark.parametrize("watched", [False, True])
+@pytest.mark.parametrize("put_back", [True, False])
+def test_what_was_known_counts_again_after_modules_were_others(put_back: bool, watched: bool) -> None:
+    """As of an engine whose LoRA wrappers are taken out for a load; if something stays another, it is found."""
+    top = model()
+    modules, looked = Modules(top), []
+
+    def count(found: Modules) -> int:
+        looked.append(1)
+        return len(list(found))
+
+    for _ in range(1 + 2 * watched):
+        modules.doubt()
+        modules.tensors()
+    before, head = modules.kept(count), top.head
+    with modules.others():
+        top.head = nn.Sequential(head)
+        assert modules.kept(count) == before + 1
+        assert list(modules) == list(top.modules())
+        if put_back:
+            top.head = head
+    assert modules.kept(count) == len(list(top.modules()))
+    assert len(looked) == (2 if put_back else 3)
+    assert list(modules) == list(top.modules())
+    assert [id(t) for t in modules.tensors()] == [id(t) for t in known(top)]
+
+
 def replaced(t: nn.Parameter) -> None:
     t.data = t.data.clone()
 
