@@ -44,7 +44,7 @@ def test_the_header_is_what_the_description_says() -> None:
 
 def test_words_and_codes() -> None:
     names = [f.name for f in layout.SEGMENT for _ in range(f.words)]
-    assert len(names) == segments.WORDS == 34
+    assert len(names) == segments.WORDS == 37
     assert all(names.index(name) == offset for name, offset in layout.OFFSET.items())
     assert [segments.BF16, segments.FP16, segments.FP32] == [0, 1, 2]
     assert segments.RAW == {1: 3, 2: 4, 4: 5, 8: 6}
@@ -91,7 +91,7 @@ BAD: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
     "int32 words": (lambda: table().int(), "must be contiguous int64"),
     "strided": (lambda: table().repeat(2, 2)[:, ::2], "must be contiguous int64"),
     "one dimension": (lambda: table().view(-1), "must be contiguous int64"),
-    "33 words": (lambda: table()[:, :33].contiguous(), r"must be contiguous int64 \[segments, 34\]"),
+    "36 words": (lambda: table()[:, :36].contiguous(), r"must be contiguous int64 \[segments, 37\]"),
     "unknown source dtype": (lambda: words(dtypes=FP32 + 5), "segment 0: unknown dtypes"),
     "unknown lora_A dtype": (lambda: words(dtypes=FP32 + (7 << 16)), "segment 0: unknown dtypes"),
     "bits beyond the codes": (lambda: words(dtypes=FP32 | 1 << 40), "segment 0: unknown dtypes"),
@@ -210,7 +210,7 @@ def test_gpu_functions_get_what_they_are_declared_with(monkeypatch: pytest.Monke
             if name == "row_norms_cuda":  # takes its device from `out`
                 patched.setattr(operators, "CPU", -2)
                 patched.setattr(operators, "_words", lambda t, device: (t.data_ptr(), t.shape[0]))
-            getattr(operators, name)(*given.values())
+            getattr(operators, name)(**given)
         got = recorder.called[name]
         assert (got["device"], got["stream"]) == (-1, 4242), name
         assert got.get("segments", got.get("n_jobs")) == 1
