@@ -152,9 +152,10 @@ def test_an_adapter_beside_the_quantised_base(one: Any) -> None:
 
 
 def test_a_push_that_breaks_off(one: Any) -> None:
-    """The layer is closed again, the engine dirty, and the next push heals it."""
+    """The layer is closed again, the engine dirty, and the next push heals it. In small buckets, of which several are
+    loaded where only the embedding is."""
     llm, model, _, _ = one
-    with closing(VllmSync(model, llm, bucket_bytes=BUCKET)) as sync:
+    with closing(VllmSync(model, llm, bucket_bytes=1 << 13)) as sync:
         quantised.assert_heals(llm, sync, held)
 
 
