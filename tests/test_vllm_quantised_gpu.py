@@ -159,7 +159,8 @@ CHECKPOINTS: list[tuple[str, str, Any, dict[str, Any]]] = [
 def test_checkpoints_that_are_quantised(
     tools: str, strategy: str, build: Any, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """The bits are those of a fresh engine on the checkpoint that their tools make of the merged weights."""
+    """The bits are those of a fresh engine on the checkpoint that their tools make of the merged weights. Layers of
+    DeepSeek's blocks are written as they lie; first of all, as a reload leaves experts' kernels with own scales."""
     model, other = policy(build), policy(build, seed=1)
     train(model)
     train(other, 5)
@@ -170,6 +171,14 @@ def test_checkpoints_that_are_quantised(
         compress(folder, arguments(tools, strategy))
     with started(model, folder, **BF16 | WATCHED | options) as llm:
         fresh = llm.collective_rpc("bits")
+        for one in (other, model):
+            for bucket_bytes in (BUCKET, 1 << 30):
+                with closing(VllmSync(one, llm, bucket_bytes=bucket_bytes)) as sync:
+                    for verify in (False, True):
+                        with quantised.reloaded(llm) as found:
+                            sync.push(verify=verify)
+                        assert bool(found) == (tools != "DeepSeek's"), found
+                assert (differing(llm, fresh) == []) == (one is model)
         assert_as_fresh(llm, fresh, model, other)
         if "enable_lora" in options:
             with closing(VllmSync(model, llm, mode="adapter", bucket_bytes=BUCKET)) as sync:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 def bits_of(tensor: Tensor) -> str:
     """A digest of its bits."""
-    raw = tensor.detach().reshape(-1).view(torch.uint8).cpu().numpy()
+    raw = tensor.detach().reshape(-1).contiguous().view(torch.uint8).cpu().numpy()
     return hashlib.blake2b(raw.tobytes(), digest_size=8).hexdigest()
 
 

@@ -241,7 +241,7 @@ class Loader:
         places: Places,
         roots: Sequence[nn.Module],
         records: Sequence[Record],
-        dtypes: Mapping[str, torch.dtype],
+        fed: Mapping[str, Tensor],
         owners: Mapping[str, nn.Module],
     ) -> Places:
         """Where a trainer in this process writes to; see `Examination`.
@@ -250,7 +250,7 @@ class Loader:
             places: where any trainer does.
             roots: layers that are laid out anew after loading.
             records: what loading copies.
-            dtypes: of the stream's tensors.
+            fed: the stream, on the meta device.
             owners: of the engine's parameters, by path.
         """
         return places
@@ -313,7 +313,7 @@ class Loader:
         return Examination(
             straight,
             places,
-            self._near(places, roots, capture.records, dtypes, owners),
+            self._near(places, roots, capture.records, dict(fed), owners),
             staged,
             [(view, value) for path, view, value in capture.fills if path not in staged_paths],
             refused,

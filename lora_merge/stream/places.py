@@ -77,8 +77,11 @@ def joined(source: Sent, names: frozenset[str], places: Places) -> frozenset[str
     if not source.joins:
         return names.difference(*places.together)
     while True:
-        there = {slot.name for index in source.straight(names) for slot in source.table[index]}
-        torn = [some for some in places.together if not some.isdisjoint(names) and not some <= there]
+        straight = source.straight(names)
+        there, elsewhere = set[str](), set[str]()  # a large tensor is in several buckets, and has to come with all
+        for index, slots in enumerate(source.table):
+            (there if index in straight else elsewhere).update(slot.name for slot in slots)
+        torn = [some for some in places.together if not some.isdisjoint(names) and not some <= there - elsewhere]
         if not torn:
             return names
         names = names.difference(*torn)

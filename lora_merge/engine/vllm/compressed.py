@@ -73,8 +73,14 @@ class Scheme:
             name: of the weight.
             weight: `[rows, cols]`, in a dtype of 16 or 32 bits; on any device, "meta" too.
         """
-        values, scales = _deepseek(weight) if self.suffix == "_scale_inv" else self._symmetric(weight)
+        values, scales = _deepseek(weight) if self.by_kernel else self._symmetric(weight)
         return [(name, values), (f"{name}{self.suffix}", scales)]
+
+    @property
+    def by_kernel(self) -> bool:
+        """Whether the kernel that scales what is merged makes these bits: it computes in float32, and
+        compressed-tensors in the weight's dtype."""
+        return self.suffix == "_scale_inv"
 
     def _symmetric(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Symmetric values and scales, with the bits of compressed-tensors: `largest / 127.5` or `/ 448` and
@@ -202,7 +208,7 @@ def as_in_checkpoint(tensors: Sequence[tuple[str, Tensor]], schemes: Mapping[str
 
 def named_back(
     capture: Capture, refused: Mapping[str, str], schemes: Mapping[str, Scheme], dtype: torch.dtype
-) -> dict[str, str]:
+) -> tuple[dict[str, str], list[Record]]:
     """Have what was recorded of pairs say the names of the stream, and in which dtype that comes.
 
     Args:
@@ -211,14 +217,21 @@ def named_back(
         dtype: in which the engine wants them.
 
     Returns:
-        Why it does not take tensors of the stream.
+        Why it does not take tensors of the stream; and what was recorded of scales, by their own names, which is in the
+        capture no more.
     """
-    of_scales = {f"{name}{scheme.suffix}": name for name, scheme in schemes.items()}
+    of_scales = weights_of(schemes)
+    scales = [record for record in capture.records if record.name in of_scales]
     capture.records = [
         replace(record, dtype=dtype) if record.name in schemes else record
         for record in capture.records
-        if record.name not in of_scales  # they go where their values go
+        if record.name not in of_scales
     ]
     capture.made = [(frozenset(of_scales.get(n, n) for n in names), tensor) for names, tensor in capture.made]
-    scales = {of_scales[name]: f"{name}: {why}" for name, why in refused.items() if name in of_scales}
-    return scales | {name: why for name, why in refused.items() if name not in of_scales}
+    why = {of_scales[name]: f"{name}: {said}" for name, said in refused.items() if name in of_scales}
+    return why | {name: said for name, said in refused.items() if name not in of_scales}, scales
+
+
+def weights_of(schemes: Mapping[str, Scheme]) -> dict[str, str]:
+    """The tensors of a stream by the names of their scales."""
+    return {f"{name}{scheme.suffix}": name for name, scheme in schemes.items()}

@@ -1,15 +1,17 @@
-"""Layers that vLLM quantises, written as they lie: a trainer in the engine's process merges, scales and converts in one
-launch, and no layer goes through vLLM's reload.
+"""Layers of 8 bits, written as they lie: a trainer in the engine's process merges, scales and converts in one launch,
+and no layer goes through vLLM's reload.
 
-Nothing is taken for granted of what vLLM makes of a layer. It is tried: vLLM's own code processes random weights for
-each kind of layer, and where memory of the same layout gets the same bits from our kernel, values and scales, layers of
-this kind can be written. Any other goes through the reload (reload.py), as all do for a trainer in another process.
+Nothing is taken for granted of what vLLM makes of a layer, be it loaded with plain weights, which vLLM quantises, or
+with values and scales, as its checkpoint has them. It is tried: random weights are loaded for each kind of layer, and
+processed by vLLM's own code, and where memory of the same layout gets the same bits from our kernel, values and scales,
+layers of this kind can be written. Any other goes through the reload (reload.py), as all do for a trainer in another
+process.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, get_args
@@ -22,8 +24,9 @@ from ...kernels.scaled import SCALED_FROM, Group, Scaled, trials
 from ...kernels.segments import FP8, copies
 from ...shards import cut
 from ...stream.places import Places
-from ..capture import Record
+from ..capture import Copy, Record
 from . import internals
+from .compressed import Scheme, weights_of
 from .formats import quantises
 from .held import Held
 from .reload import on_meta
@@ -35,8 +38,8 @@ _DEPTH = 6
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Weight:
-    """A parameter that vLLM quantises: as matrices `[experts, rows, cols]`, in the order in which it is loaded, and the
-    dtype that it has then."""
+    """A parameter of 8 bits: as matrices `[experts, rows, cols]`, in the order in which it is loaded, and the dtype in
+    which the stream has it."""
 
     values: Tensor
     scales: Tensor
@@ -51,6 +54,100 @@ class _Weight:
         return found if all(s.grid[0] * s.grid[1] == s.scales.numel() for s in found) else []
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Loading:
+    """How a layer is filled.
+
+    Args:
+        root: the layer.
+        records: what is copied into it: of the stream, and of scales that are made of it.
+        fed: the stream, on the meta device.
+        schemes: of those of its tensors that are loaded as values and scales.
+    """
+
+    root: Any
+    records: Sequence[Record]
+    fed: Mapping[str, Tensor]
+    schemes: Mapping[str, Scheme]
+
+    @property
+    def recorded(self) -> Mapping[str, Tensor]:
+        """The parameters that it has while it is loaded, on the meta device."""
+        parameters, _ = internals.get_layerwise_info(self.root).restore_metadata
+        return parameters
+
+    @property
+    def asis(self) -> set[str]:
+        """Names of parameters that stay what they are while it is loaded."""
+        return {_key(r) for r in self.records if r.copy is not None and not r.copy.destination.is_meta}
+
+    @property
+    def pairs(self) -> set[str]:
+        """Names of parameters that get values of pairs."""
+        return {_key(r) for r in self.records if r.name in self.schemes}
+
+    @property
+    def plain(self) -> dict[str, tuple[Tensor, torch.dtype]]:
+        """What there is while it is loaded, but for scales of pairs; each with the dtype in which the stream has it."""
+        scales = {_key(r) for r in self.records if r.name not in self.fed}
+        dtypes = {_key(r): r.dtype for r in self.records}
+        return {key: (meta, dtypes.get(key, meta.dtype)) for key, meta in self.recorded.items() if key not in scales}
+
+    @property
+    def way(self) -> tuple[Any, ...]:
+        """Where pairs are copied to; equal for layers that are filled alike."""
+        if not self.schemes:
+            return ()
+        weights = weights_of(self.schemes)
+        names = [weights.get(r.name, r.name) for r in self.records]
+        order = {name: number for number, name in enumerate(dict.fromkeys(names))}
+        return tuple(
+            (order[name], r.name in weights, _key(r), r.dtype, tuple(self.fed[name].shape), c.offset, c.stride,
+             v.storage_offset(), tuple(v.shape), v.stride())
+            for name, r in zip(names, self.records, strict=True)
+            if (c := r.copy) is not None and (v := c.destination).is_meta
+        )  # fmt: skip
+
+    def load(self, numbers: Mapping[str, Tensor]) -> None:
+        """Fill the memory that it has for it.
+
+        Args:
+            numbers: for all that is `plain`, in its dtype. Of what is loaded as pairs, they make up the tensors of the
+                stream, and the pairs of these go where loading copies them.
+        """
+        parameters = {key: self.root._parameters[key].data for key in self.recorded}
+        for key, parameter in parameters.items():
+            parameter.copy_(numbers[key]) if key in numbers else parameter.fill_(torch.nan)
+        of: dict[str, list[tuple[str, Copy]]] = {}
+        for record in self.records:
+            if record.copy is not None:
+                of.setdefault(record.name, []).append((_key(record), record.copy))
+        for name, scheme in self.schemes.items():
+            meta = self.fed[name]
+            tensor = torch.zeros(meta.shape, dtype=meta.dtype, device=next(iter(numbers.values())).device)
+            for key, copy in of[name]:
+                _source(tensor, copy).copy_(_place(numbers[key], copy))
+            for of_pair, made in scheme.pair(name, tensor):
+                for key, copy in of.get(of_pair, ()):
+                    _place(parameters[key], copy).copy_(_source(made, copy))
+
+
+def _source(tensor: Tensor, copy: Copy) -> Tensor:
+    """What of a contiguous tensor is copied."""
+    return tensor.as_strided(copy.destination.shape, copy.stride, copy.offset)
+
+
+def _place(tensor: Tensor, copy: Copy) -> Tensor:
+    """Where it goes in one that lies as the parameter does of which the copy was recorded."""
+    view = copy.destination
+    return tensor.as_strided(view.shape, view.stride(), tensor.storage_offset() + view.storage_offset())
+
+
+def _key(record: Record) -> str:
+    """The name that a parameter has in its layer."""
+    return record.path.rpartition(".")[2]
+
+
 class _Reloaded(Exception):
     """Why a layer goes through vLLM's reload."""
 
@@ -61,59 +158,65 @@ class Fused:
     def __init__(self) -> None:
         self._proved: dict[Any, dict[str, Group] | str] = {}
         """By the kind of layer: groups of its weights; or why it is reloaded, in words: errors hold what was tried."""
-        self._written: list[tuple[Any, Any]] = []
+        self._written: list[tuple[_Loading, Any]] = []
         """Layers that can be written, each with its kind."""
         self._held = Held(())
 
     def places(
-        self, roots: Sequence[nn.Module], records: Sequence[Record], dtypes: Mapping[str, torch.dtype],
-        owners: Mapping[str, nn.Module],
+        self, roots: Sequence[nn.Module], records: Sequence[Record], fed: Mapping[str, Tensor],
+        owners: Mapping[str, nn.Module], schemes: Mapping[str, Scheme],
     ) -> Places:  # fmt: skip
         """Where the tensors of the stream lie that go to layers which can be written.
 
         Args:
             roots: layers that are laid out anew after loading.
-            records: what loading copies.
-            dtypes: of the stream's tensors.
+            records: what loading copies, of scales that are made of the stream, too.
+            fed: the stream, on the meta device.
             owners: of the engine's parameters, by path.
+            schemes: of the stream's tensors that are loaded as values and scales.
         """
         self._written = []
         of_root = {id(module): number for number, root in enumerate(roots) for module in root.modules()}
+        of_scales, outside = weights_of(schemes), set[str]()
         found: list[list[Record]] = [[] for _ in roots]
         for record in records:
             if record.path in owners and id(owners[record.path]) in of_root:
                 found[of_root[id(owners[record.path])]].append(record)
-        outside = {r.name for r in records if r.path not in owners or id(owners[r.path]) not in of_root}
+            else:
+                outside.add(of_scales.get(record.name, record.name))
         views: dict[str, list[Any]] = {}
         scaled: dict[str, list[Scaled]] = {}
         together = []
         for root, some in zip(roots, found, strict=True):
-            names = frozenset(record.name for record in some)
+            names = frozenset(of_scales.get(record.name, record.name) for record in some)
             if not names:
                 continue
             try:
                 for record in some:
-                    if record.copy is None or record.copy.destination.dtype != dtypes[record.name]:
+                    of_scale = record.name in of_scales
+                    if record.copy is None or (not of_scale and record.dtype != fed[record.name].dtype):
                         raise _Reloaded(f"{record.name} is not copied to {record.path} as it comes")
                 if shared := names & outside or names & views.keys():
                     raise _Reloaded(f"{min(shared)} goes to other layers, too")
-                asis = {r.path.rpartition(".")[2] for r in some if r.copy and not r.copy.destination.is_meta}
-                weights = self._weights(root, asis)
+                loading = _Loading(root, some, fed, {n: schemes[n] for n in names if n in schemes})
+                weights = self._weights(loading)
             except _Reloaded as reason:
                 _log.debug("%s of %s is reloaded: %s", type(root).__name__, min(names), reason)
                 continue
             for record in some:
+                if record.name in of_scales:
+                    continue
                 assert record.copy is not None
-                key, window, view = record.path.rpartition(".")[2], record.copy.window, record.copy.destination
+                key, window, view = _key(record), record.copy.window, record.copy.destination
                 if view.is_meta:  # of what there is while the layer is loaded
                     parameter: Any = root._parameters[key]
                     live = weights[key][0] if key in weights else parameter.detach()
-                    view = live.as_strided(view.shape, view.stride(), live.storage_offset() + view.storage_offset())
+                    view = _place(live, record.copy)
                 views.setdefault(record.name, []).append((window.box, window.unfold(view)))
                 scaled.setdefault(record.name, []).extend(weights[key][1] if key in weights else [])
             together.append(names)
-            self._written.append((root, _kind(root)))
-        self._held = Held(root for root, _ in self._written)
+            self._written.append((loading, _kind(loading)))
+        self._held = Held(loading.root for loading, _ in self._written)
         return Places(views, scaled, together)
 
     @property
@@ -122,34 +225,31 @@ class Fused:
         reloaded it, asked by whoever."""
         if self._held.same:
             return False
-        self._held = Held(root for root, _ in self._written)
+        self._held = Held(loading.root for loading, _ in self._written)
         try:
-            for root, kind in self._written:
-                _check_holds_only(root)
-                if _kind(root) != kind:
+            for loading, kind in self._written:
+                _check_holds_only(loading.root)
+                if _kind(loading) != kind:
                     raise _Reloaded("its format is another")
         except _Reloaded as reason:
             _log.debug("layers are looked at anew: %s", reason)
             return True
         return False
 
-    def _weights(self, root: Any, asis: Collection[str]) -> dict[str, tuple[Tensor, list[Scaled]]]:
-        """The quantised parameters of a layer by name: as they are loaded, and by matrices.
-
-        Args:
-            asis: names of parameters that stay what they are while it is loaded.
+    def _weights(self, loading: _Loading) -> dict[str, tuple[Tensor, list[Scaled]]]:
+        """The parameters of 8 bits of a layer by name: as they are loaded, and by matrices.
 
         Raises:
             _Reloaded: it cannot be written.
         """
-        found = _read(root, asis)
+        root, found = loading.root, _read(loading)
         if internals.get_tp_group().world_size > 1:
             raise _Reloaded("tensor parallelism")
         _check_holds_only(root)
-        kind = _kind(root)
+        kind = _kind(loading)
         if kind not in self._proved:
             try:
-                self._proved[kind] = _prove(root, found)
+                self._proved[kind] = _prove(loading, found)
             except torch.OutOfMemoryError as error:  # there may be room the next time
                 raise _Reloaded("no memory to try it") from error
             except _Reloaded as reason:
@@ -160,7 +260,7 @@ class Fused:
         groups = self._proved[kind]
         if isinstance(groups, str):
             raise _Reloaded(groups)
-        recorded, _ = internals.get_layerwise_info(root).restore_metadata
+        recorded = loading.recorded
         return {key: (w.values.view(recorded[key].shape), w.scaled(groups[key])) for key, w in found.items()}
 
 
@@ -216,36 +316,40 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-def _kind(root: Any) -> Any:
-    """Layers with the same one are processed alike."""
-    recorded, _ = internals.get_layerwise_info(root).restore_metadata
+def _kind(loading: _Loading) -> Any:
+    """Layers with the same one are filled and processed alike."""
+    root: Any = loading.root
     kernel = getattr(root.quant_method, "fp8_linear", getattr(root.quant_method, "fp8_backend", None))
     return (
-        type(root), type(root.quant_method), str(kernel) if hasattr(kernel, "name") else type(kernel),
-        tuple((name, tuple(t.shape), t.dtype) for name, t in recorded.items()),
+        type(root), type(root.quant_method), str(kernel) if hasattr(kernel, "name") else type(kernel), loading.way,
+        tuple((name, tuple(t.shape), t.dtype) for name, t in loading.recorded.items()),
         tuple((name, tuple(t.shape), t.stride(), t.dtype) for name, t in root._parameters.items() if t is not None),
     )  # fmt: skip
 
 
-def _read(root: Any, asis: Collection[str]) -> dict[str, _Weight]:
-    """The quantised parameters of a layer.
+def _read(loading: _Loading) -> dict[str, _Weight]:
+    """The parameters of 8 bits of a layer.
 
     Raises:
         _Reloaded: something of it is neither these, their scales, nor as it was loaded.
     """
-    if not quantises(root) or any(True for _ in root.children()) or "cpu_linear" in root.__dict__:
+    root, pairs, asis, loaded = loading.root, loading.pairs, loading.asis, loading.plain
+    if not (pairs or quantises(root)) or any(True for _ in root.children()) or "cpu_linear" in root.__dict__:
         raise _Reloaded("vLLM does not quantise it, or it holds other layers")
-    recorded, buffers = internals.get_layerwise_info(root).restore_metadata
+    if other := next((name for name, scheme in loading.schemes.items() if not scheme.by_kernel), None):
+        raise _Reloaded(f"the scales of {other} are of its own dtype in the checkpoint, and the kernel's of float32")
+    _, buffers = internals.get_layerwise_info(root).restore_metadata
     live = {name: p.data for name, p in root._parameters.items() if p is not None}
     held = {name for name, buffer in root._buffers.items() if buffer is not None}
-    if missing := (recorded.keys() - live.keys()) | (held - buffers.keys()):
+    if missing := (loaded.keys() - live.keys()) | (held - buffers.keys()):
         raise _Reloaded(f"{min(missing)} is there before or after loading only")
-    scales, found = live.keys() - recorded.keys() - set(asis), {}
-    if both := recorded.keys() & set(asis):
+    if both := loading.recorded.keys() & asis:
         raise _Reloaded(f"{min(both)} lies elsewhere while it is loaded, but not all of it")
-    for name, meta in recorded.items():
+    scales, found = live.keys() - loaded.keys() - asis, {}
+    for name, (meta, dtype) in loaded.items():
         tensor = live[name]
-        if (tensor.shape, tensor.stride(), tensor.dtype) == (meta.shape, meta.stride(), meta.dtype):
+        same = (tensor.shape, tensor.stride(), tensor.dtype) == (meta.shape, meta.stride(), meta.dtype)
+        if same and name not in pairs:
             continue
         own = [scale for scale in scales if scale.startswith(f"{name}_scale")]
         values = _as_loaded(tensor, meta)
@@ -254,12 +358,12 @@ def _read(root: Any, asis: Collection[str]) -> dict[str, _Weight]:
         scale = live[own[0]]
         if scale.dtype != torch.float32 or not scale.is_contiguous() or scale.numel() % len(values):
             raise _Reloaded(f"{own[0]} is {_layout(scale)} for {len(values)} matrices")
-        if meta.dtype not in SCALED_FROM:
-            raise _Reloaded(f"{name} is loaded as {meta.dtype}")
+        if dtype not in SCALED_FROM:
+            raise _Reloaded(f"{name} comes as {dtype}")
         scales = scales - set(own)
-        found[name] = _Weight(values, scale, meta.dtype)
+        found[name] = _Weight(values, scale, dtype)
     if scales or not found:
-        raise _Reloaded(f"it holds {', '.join(sorted(scales)) or 'no quantised weight'}")
+        raise _Reloaded(f"it holds {', '.join(sorted(scales)) or 'no weight of 8 bits'}")
     return found
 
 
@@ -269,7 +373,7 @@ def _layout(tensor: Tensor) -> str:
 
 def _as_loaded(tensor: Tensor, meta: Tensor) -> Tensor | None:
     """A quantised weight as matrices of the shape in which it is loaded; None where its elements lie otherwise."""
-    if meta.dim() not in (2, 3):
+    if meta.dim() not in (2, 3) or not meta.is_contiguous():
         return None
     if tensor.shape == meta.shape and tensor.is_contiguous():
         return tensor.view(-1, *meta.shape[-2:])
@@ -305,45 +409,44 @@ def _tensors(thing: Any, seen: set[int], depth: int) -> Iterator[Tensor]:
             yield from _tensors(part, seen, depth + 1)
 
 
-def _prove(root: Any, weights: Mapping[str, _Weight]) -> dict[str, Group]:
-    """Let vLLM process random weights in memory of their own, and compare.
+def _prove(loading: _Loading, weights: Mapping[str, _Weight]) -> dict[str, Group]:
+    """Load random weights into memory of their own, let vLLM process them, and compare.
 
     Raises:
         _Reloaded: no kind of group has the bits.
     """
-    recorded, _ = internals.get_layerwise_info(root).restore_metadata
-    shapes = {name: tuple(meta.shape) for name, meta in recorded.items()}
+    shapes = {name: tuple(meta.shape) for name, (meta, _) in loading.plain.items()}
     left: dict[str, list[Group]] = {name: list(get_args(Group)) for name in weights}
     fewest = min(weight.scales.numel() for weight in weights.values())
     for given in trials(shapes, weights.keys(), fewest):
-        _try(root, weights, given, left)
+        _try(loading, weights, given, left)
     return {name: groups[0] for name, groups in left.items()}
 
 
-def _try(root: Any, weights: Mapping[str, _Weight], given: Mapping[str, Tensor], left: dict[str, list[Group]]) -> None:
+def _try(
+    loading: _Loading, weights: Mapping[str, _Weight], given: Mapping[str, Tensor], left: dict[str, list[Group]]
+) -> None:
     """One trial, of the numbers in `given`; what has other bits than vLLM's goes from `left`.
 
     Raises:
         _Reloaded: nothing is left of a weight.
     """
-    loaded = {}
+    root, plain = loading.root, loading.plain
     with _untouched(root), on_meta([root]):
         internals.materialize_layer(root, internals.get_layerwise_info(root))
-        for name, numbers in given.items():
-            parameter = root._parameters[name]
-            parameter.data.copy_(numbers)
-            loaded[name] = parameter.data.clone()
+        numbers = {name: given[name].to(root._parameters[name].device, dtype) for name, (_, dtype) in plain.items()}
+        loading.load(numbers)
         root.__dict__.pop("_already_called_process_weights_after_loading", None)
         root.quant_method.process_weights_after_loading(root)
         made = {name: p.data for name, p in root._parameters.items() if p is not None}
     for name, weight in weights.items():
-        values = _as_loaded(made[name], loaded[name])
+        values = _as_loaded(made[name], plain[name][0])
         scales = [t for key, t in made.items() if key.startswith(f"{name}_scale")]
         live = root._parameters[name]
         same = made[name].stride() == live.stride() and made[name].dtype == FP8
         if values is None or len(scales) != 1 or scales[0].shape != weight.scales.shape or not same:
             raise _Reloaded(f"{name} came out as {_layout(made[name])} with scales {[_layout(t) for t in scales]}")
-        source, theirs = loaded[name].view(values.shape), _Weight(values, scales[0], weight.dtype)
+        source, theirs = numbers[name].view(values.shape), _Weight(values, scales[0], weight.dtype)
         left[name] = [group for group in left[name] if _same_bits(source, theirs, group)]
         if not left[name]:
             raise _Reloaded(f"{name} came out with other bits than the kernel's")

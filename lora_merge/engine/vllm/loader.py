@@ -69,6 +69,7 @@ class Loader(loader.Loader):
         self._reload: Reload | None = None
         self._compared: Compared | None = None
         self._schemes: dict[str, Scheme] = {}  # by name of the stream; of any that came, as it depends on the model
+        self._of_scales: list[Record] = []  # of the last dry run
 
     def examine(self, digest: str, table: Table) -> Examination:
         """As of the base; kept also for as long as layers hold nothing else."""
@@ -103,10 +104,10 @@ class Loader(loader.Loader):
         places: Places,
         roots: Sequence[nn.Module],
         records: Sequence[Record],
-        dtypes: Mapping[str, torch.dtype],
+        fed: Mapping[str, Tensor],
         owners: Mapping[str, nn.Module],
     ) -> Places:
-        found = self._fused.places(roots, records, dtypes, owners)
+        found = self._fused.places(roots, [*records, *self._of_scales], fed, owners, self._schemes)
         return Places({**places.views, **found.views}, found.scaled, found.together)
 
     def _through(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
@@ -122,10 +123,11 @@ class Loader(loader.Loader):
         """As of the base; of layers whose checkpoint is quantised, of what that holds in the place of a weight."""
         capture, refused = super()._recorded(tensors, owners, fed)
         schemes, unfit = schemes_of(capture.records, owners, dict(fed))
+        self._of_scales = []
         if schemes:
             self._schemes |= schemes
             capture, refused = super()._recorded(tensors, owners, as_in_checkpoint(fed, schemes))
-            refused = named_back(capture, refused, schemes, self._config.dtype)
+            refused, self._of_scales = named_back(capture, refused, schemes, self._config.dtype)
         return capture, refused | unfit
 
     def load_layers(
