@@ -1,7 +1,7 @@
 """Engines on checkpoints in DeepSeek's blocks whose layers a trainer in their process writes as they lie: which are
 written, the bits, and what goes through the reload instead.
 
-Experts, and vLLM 0.26, are in test_vllm_quantised_gpu.py.
+Engines with experts, and vLLM 0.26, are in test_vllm_quantised_gpu.py.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import engines
@@ -23,9 +24,15 @@ from engines import engine, train
 from policies import FUSED
 from test_vllm_compressed import BUCKET, READ, assert_close, even, held, policy
 from torch import nn
+from weight_bits import bits_of
 
-from lora_merge import PushFailed, VllmSync
+from lora_merge import Plan, PushFailed, VllmSync
+from lora_merge.engine.capture import Capture, feed
+from lora_merge.engine.loader import everything
 from lora_merge.engine.vllm import fused
+from lora_merge.engine.vllm.compressed import Scheme, as_in_checkpoint, named_back
+from lora_merge.engine.vllm.reload import on_meta
+from lora_merge.kernels.segments import copies
 from lora_merge.stream.filler import Filler
 from lora_merge.stream.places import Places
 from lora_merge.verify import coverage
@@ -296,6 +303,86 @@ def test_a_trainer_of_another_dtype(dtype: torch.dtype, loaded: str, tmp_path: P
                 sync.push(verify=True)
             assert set(found) <= LEFT
             assert (llm.collective_rpc("bits") == fresh) == same
+
+
+class Fp8MoEMethod:
+    """By the name of vLLM's method for experts, which has no kernel for a CPU."""
+
+    weight_block_size = (128, 128)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        for name in list(layer._parameters):
+            layer.register_parameter(name, nn.Parameter(layer._parameters[name].data.clone(), requires_grad=False))
+
+
+class Experts(nn.Module):
+    """Experts `[3, 2 * middle, 256]` and `[3, 256, middle]` as vLLM loads them.
+
+    Args:
+        middle: rows of gate and of up.
+        swapped: whether scales of up are loaded where those of gate belong.
+    """
+
+    def __init__(self, middle: int, swapped: bool = False) -> None:
+        from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+
+        super().__init__()
+        self.middle, self.swapped, self.quant_method = middle, swapped, Fp8MoEMethod()
+        for name, rows, cols in (("w13", 2 * middle, 256), ("w2", 256, middle)):
+            values = torch.zeros(3, rows, cols, dtype=torch.float8_e4m3fn)
+            self.register_parameter(f"{name}_weight", nn.Parameter(values, requires_grad=False))
+            grid = torch.zeros(3, -(-rows // 128), -(-cols // 128))
+            self.register_parameter(f"{name}_weight_scale_inv", nn.Parameter(grid, requires_grad=False))
+        record_metadata_for_reloading(self)
+
+    def load_weights(self, tensors: Any) -> None:
+        for name, tensor in tensors:
+            expert, which, part = name.split(".", 2)
+            into = self._parameters["w2_" + part if which == "down" else "w13_" + part][int(expert)]
+            second = (which == "up") != (self.swapped and part.endswith("inv"))
+            start = tensor.shape[0] if second and which != "down" else 0
+            into[start : start + tensor.shape[0]].copy_(tensor)
+
+
+@pytest.mark.parametrize(
+    ("middle", "swapped", "said"),
+    [(256, False, ""), (256, True, "w13_weight came out with other bits"), (224, False, "w13_weight came out with")],
+)
+def test_experts(
+    middle: int, swapped: bool, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each expert is a weight of its own; what is merged to the places has the bits of what is loaded."""
+    from vllm.distributed import parallel_state
+
+    monkeypatch.setattr(parallel_state, "get_tp_group", lambda: SimpleNamespace(world_size=1))
+    caplog.set_level(logging.DEBUG, fused.__name__)
+    layer, scheme = Experts(middle, swapped), Scheme(torch.float8_e4m3fn, "block", "_scale_inv")
+    shapes = {"gate": (middle, 256), "up": (middle, 256), "down": (256, middle)}
+    stream = {f"{e}.{w}.weight": torch.randn(shape).bfloat16() for e in range(3) for w, shape in shapes.items()}
+    fed = {name: tensor.to("meta") for name, tensor in stream.items()}
+    schemes = dict.fromkeys(fed, scheme)
+    pairs = as_in_checkpoint(list(fed.items()), schemes)
+    with on_meta([layer]):
+        owners = dict(layer.named_parameters())
+        capture = Capture(owners, pairs, everything(layer))
+        assert feed(layer, capture, pairs) == {}
+    refused, of_scales = named_back(capture, {}, schemes, torch.bfloat16)
+    assert not refused
+    records = [*capture.records, *of_scales]
+    places = fused.Fused().places([layer], records, fed, dict.fromkeys(owners, layer), schemes)
+    assert said in caplog.text
+    assert bool(places.views) == (not said)
+    if said:
+        return
+    layer.load_weights(as_in_checkpoint(list(stream.items()), schemes))
+    wanted = {name: bits_of(p) for name, p in layer.named_parameters()}
+    for parameter in layer.parameters():
+        parameter.data.zero_()
+    segments = [
+        s for name, found in places.views.items() for _, view in found for s in copies(name, stream[name], view)
+    ]
+    Plan(segments, list({id(s): s for found in places.scaled.values() for s in found}.values())).run()
+    assert {name: bits_of(p) for name, p in layer.named_parameters()} == wanted
 
 
 def assert_as_fresh(
