@@ -19,8 +19,10 @@ from .integrations.options import switched_off
 from .kernels import cpu, cuda, cuda_hopper, native, triton
 from .kernels.cuda_kernel import deal
 from .kernels.cuda_launch import MERGES
+from .kernels.cuda_scaled import HopperScaled, apart
 from .kernels.packed import Codes
-from .kernels.segments import Segment, pack
+from .kernels.scaled import Scaled, place
+from .kernels.segments import FP8, Segment, pack
 
 TRAINERS = {
     "trl": "LORA_MERGE=1 trl grpo ..., or lora_merge.integrations.trl.attach(trainer)",
@@ -139,6 +141,11 @@ def _kinds(device: torch.device) -> Iterator[tuple[str, str]]:
         segment = Segment(what, weight, plain(weight.dtype, *weight.shape), lora_A, lora_B)
         ((kernel, _),) = deal(pack([segment]), MERGES, device)
         yield what, kernel.name
+    values = plain(FP8, 64, 64)
+    target = Scaled(values, plain(fp32, 1), "tensor", bf16)
+    segment = Segment("results", plain(bf16, 64, 64), values, plain(bf16, 8, 64), plain(bf16, 64, 8))
+    at_once, _ = apart(place([segment], [target]), device)
+    yield "results of 8 bits", HopperScaled.name if at_once else "merged to 16 bits first, and scaled from there"
     if torch.cuda.get_device_capability(device)[0] == 9 and not cuda_hopper._available(device):
         yield "  why", "the module was compiled without 9.0a, so that Hopper's own kernel is not in it"
 

@@ -61,10 +61,12 @@ def test_gpus_and_their_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "compute capability 9 (tensor maps" in found["  16-bit weights"]
     assert found["    rows of no whole 16 bytes"] == found["  float32 weights"] == "portable kernel (cp.async, mma)"
     assert "decodes" in found["  quantised weights"]
+    assert "results of 8 bits" in found["  results of 8 bits"]
     monkeypatch.setattr(cuda_hopper, "_available", lambda device: False)
     assert "compiled without 9.0a" in rows()["    why"]
     gpu(monkeypatch, (8, 9), ("80",))
     assert rows()["  16-bit weights"] == "portable kernel (cp.async, mma)"
+    assert rows()["  results of 8 bits"].startswith("merged to 16 bits first")
 
 
 def test_a_gpu_that_no_code_fits(monkeypatch: pytest.MonkeyPatch) -> None:
