@@ -23,7 +23,7 @@ from lora_merge.kernels.segments import seed_key
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 ALL = [*GROUPS, "compiled"]
-SHAPES = [(64, 256), (128, 128), (1024, 1024), (1000, 1200), (130, 144), (40, 16), (192, 400), (2500, 272), (257, 3584)]
+SHAPES = [(64, 256), (128, 128), (1024, 1024), (1000, 1200), (130, 144), (40, 16), (192, 400), (2508, 272), (257, 3584)]
 """Whole blocks and parts of them; strips that lack boxes; more units than one of a block of threads."""
 
 
@@ -145,6 +145,18 @@ def test_in_a_graph_and_through_a_plan() -> None:
         assert all(map(torch.equal, bits([target]), expected))
 
 
+@on_hopper
+def test_made_in_inference_mode() -> None:
+    for group in ALL:
+        segment, target = of(group, 512, 768, 16, GPU)
+        with torch.inference_mode():
+            plan = Plan([segment], [target])
+        plan.run()
+        expected = bits([target])
+        check([segment], [target])
+        assert all(map(torch.equal, bits([target]), expected))
+
+
 def test_which_weights_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of whole vectors, whole blocks, no memory of another GPU, all of a weight or none; a strip of two blocks."""
     assert native.load_error() is None
@@ -164,6 +176,9 @@ def test_which_weights_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
         assert taken([replace(segment, source=segment.source.float())], [target]) == 0
         assert taken([Segment("w", segment.source, target.weight)], [target]) == 0
         assert taken([segment], [replace(target, dtype=FP16)]) == 0
+        column = weight(4096, 1, group, CPU)
+        w, lora_A, lora_B = (torch.zeros(shape, dtype=BF16).t() for shape in ((1, 4096), (1, 8), (8, 4096)))
+        assert taken([Segment("w", w, column.weight, lora_A, lora_B)], [column]) == 0
         for rows, cols, rank, count in ((640, 520, 16, 0), (640, 528, 16, 1), (1, 256, 8, 1), (640, 512, 384, 0)):
             other, its = of(group, rows, cols, rank, CPU, adapters=BF16)
             assert taken([other], [its]) == count, (group, rows, cols, rank)

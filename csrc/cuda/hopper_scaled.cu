@@ -19,8 +19,8 @@ using hopper::Box;
 // kScaleMeasure, kScaleConvert or kScaleWhole; Divides: as `Divisor`.
 template <int Part, bool Divides = false>
 struct Scale {
-  static constexpr int kBesideBox = 0, kProducts = 1, kBoxesOut = Part == kScaleMeasure ? 0 : 2;
-  static constexpr bool kCopies = false, kMany = false, kInPairs = true;
+  [[maybe_unused]] static constexpr int kBesideBox = 0, kProducts = 1, kBoxesOut = Part == kScaleMeasure ? 0 : 2;
+  [[maybe_unused]] static constexpr bool kCopies = false, kMany = false, kInPairs = true;
   int group;
   __device__ __forceinline__ int64_t number(const Segment&, int, int) const { return 0; }
   __device__ __forceinline__ int bytes(int) const { return 0; }
@@ -48,7 +48,7 @@ struct Scale {
         const uint32_t* const largest = reinterpret_cast<const uint32_t*>(box.s.largest);
 #pragma unroll
         for (int j = 0; j < 2; ++j)
-          if (box.row + 8 * j < box.tile.rows)
+          if (group != kChannel || box.row + 8 * j < box.tile.rows)
             read.largest[j] = __ldg(largest + (group == kChannel ? box.tile.row + box.row + 8 * j : 0));
       }
       return read;
@@ -74,6 +74,7 @@ struct Scale {
         };
         if (by[0].odd || by[1].odd) convert(std::true_type{});  // what is rare is out of the way
         else convert(std::false_type{});
+        __syncwarp();
       } else {
         if (box.number >= box.tile.boxes) return;  // nothing of it goes out
         const auto round = [&](auto cut) {

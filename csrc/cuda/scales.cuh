@@ -51,10 +51,14 @@ struct Divisor {
 // The larger magnitudes of two pairs of numbers: NaN is larger than all. Signs are anything.
 template <typename T>
 __device__ __forceinline__ uint32_t larger2(uint32_t x, uint32_t y) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 860  // which has no such instruction
+  return __vmaxu2(x & 0x7fff7fff, y & 0x7fff7fff);
+#else
   uint32_t z;
   if constexpr (std::is_same_v<T, bf16>) asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
   else asm("max.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
   return z;
+#endif
 }
 
 // The largest magnitudes of eight numbers: two of them.

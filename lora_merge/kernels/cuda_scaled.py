@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import compress
 from typing import ClassVar
 
 import numpy as np
@@ -81,12 +82,10 @@ class MergedAtOnce(Scales):
 
 def apart(placed: Sequence[Placed], device: torch.device) -> tuple[list[Placed], list[Placed]]:
     """What of weights of 8 bits `MergedAtOnce` takes, weight by weight, and the rest."""
-    kernel, whole = HopperScaled(), [_whole_blocks(p) and not p.segment.peer for p in placed]
-    found = [p for p, fits in zip(placed, whole, strict=True) if fits and p.segment.source.dtype == p.scaled.dtype]
-    if not found or not kernel.could_serve(_table(found), device).any():
-        return [], list(placed)
+    kernel, found = HopperScaled(), [p for p in placed if _fits(p)]
+    found = list(compress(found, kernel.could_serve(_table(found), device)))
     served = kernel.serves(repack(_table(found), device, [kernel]).table, device)
-    taken = {id(p) for p, serves in zip(found, served, strict=True) if serves}
+    taken = set(map(id, compress(found, served)))
     here: list[Placed] = []
     rest: list[Placed] = []
     for _, some in by_weight(placed):
@@ -98,9 +97,11 @@ def _is_block(group: int) -> bool:
     return group in (GROUPS["Block"], GROUPS["Compiled"])
 
 
-def _whole_blocks(p: Placed) -> bool:
-    """Whether a segment makes whole blocks by itself, where these share scales."""
-    if p.segment.rank == 0:
+def _fits(p: Placed) -> bool:
+    """Whether a segment is one for the kernel, as far as its table does not show it: of whole blocks, where these share
+    scales. (A column may lie there as a row, whose scales are others.)"""
+    s = p.segment
+    if s.rank == 0 or s.peer or s.source.dtype != p.scaled.dtype or s.source.shape[1] == 1:
         return False
     if not _is_block(p.scaled.code):
         return True
@@ -120,7 +121,7 @@ def _laid_out(placed: Sequence[Placed], device: torch.device) -> tuple[Tensor, R
         if not _is_block(scaled.code):
             begins[scaled.weight.data_ptr()] = size
             size += scaled.grid[0]
-    largest = torch.zeros(size, dtype=torch.int32, device=device)
+    largest = _magnitudes(size, device)
     for row, p in zip(table, placed, strict=True):
         down, across = p.scaled.sizes
         first = p.row // down * p.scaled.grid[1] + p.col // across
@@ -139,7 +140,7 @@ class CudaScale(Scales):
 
     def __init__(self, jobs: Sequence[Rounded], device: torch.device) -> None:
         measured = sum(job.scaled.group == "tensor" for job in jobs)
-        self._largest = torch.zeros(measured, dtype=torch.int32, device=device)
+        self._largest = _magnitudes(measured, device)
         self._streams = Streams(device, [self._largest])
         found: dict[tuple[int, int], list[list[int]]] = {}
         at = self._largest.data_ptr()
@@ -162,6 +163,12 @@ class CudaScale(Scales):
             self._largest.zero_()
         for launch in self.launches:
             launch()
+
+
+def _magnitudes(count: int, device: torch.device) -> Tensor:
+    """Memory for largest ones. Each run begins with zeros, also outside of the inference mode that it was made in."""
+    with torch.inference_mode(False):
+        return torch.zeros(count, dtype=torch.int32, device=device)
 
 
 def _words(job: Rounded, largest: int) -> list[int]:
