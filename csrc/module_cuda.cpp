@@ -74,6 +74,11 @@ void set_shape(Launch& launch, int64_t col_warps, bool staged_B, int64_t pad) {
   launch.pad = static_cast<int32_t>(pad);
 }
 
+void set_rounding(Launch& launch, bool stochastic, int64_t seed) {
+  launch.stochastic = stochastic;
+  launch.seed = static_cast<uint64_t>(seed);
+}
+
 // Maps lie where the table does.
 void set_tiles(HopperLaunch& launch, const uint8_t* maps, int64_t strip_cols, int64_t held) {
   launch.strip_cols = static_cast<int32_t>(strip_cols);
@@ -126,8 +131,7 @@ void launch_cuda(const Segment* table, int64_t segments, bool on_device, const i
   Launch launch = make_launch<Launch>(table, segments, on_device, unit_segment, n_unit_segment, counter, n_units,
                                       n_raw_units, rows_per_unit, stages, max_rank);
   set_shape(launch, col_warps, staged_B, pad);
-  launch.stochastic = stochastic;
-  launch.seed = static_cast<uint64_t>(seed);
+  set_rounding(launch, stochastic, seed);
   const OnDevice here(device);
   must(launch_merge(source_code(source_dtype), dtype_code(destination_dtype), products_code(adapters), launch, stream));
 }
@@ -159,8 +163,7 @@ void launch_hopper(const Segment* table, int64_t segments, bool on_device, const
   HopperLaunch launch = make_launch<HopperLaunch>(table, segments, on_device, unit_segment, n_unit_segment, counter,
                                                   n_units, n_raw_units, rows_per_unit, stages, max_rank);
   set_tiles(launch, maps, strip_cols, held);
-  launch.stochastic = stochastic;
-  launch.seed = static_cast<uint64_t>(seed);
+  set_rounding(launch, stochastic, seed);
   const OnDevice here(device);
   must(lora_merge::launch_hopper(dtype_code(dtype), products_code(adapters), launch, stream));
 }
@@ -174,8 +177,7 @@ void launch_hopper_scaled(const Segment* table, int64_t segments, bool on_device
   HopperLaunch launch = make_launch<HopperLaunch>(table, segments, on_device, unit_segment, n_unit_segment, counter,
                                                   n_units, n_raw_units, rows_per_unit, stages, max_rank);
   set_tiles(launch, maps, strip_cols, held);
-  launch.stochastic = stochastic;
-  launch.seed = static_cast<uint64_t>(seed);
+  set_rounding(launch, stochastic, seed);
   const OnDevice here(device);
   must(lora_merge::launch_hopper_scaled(dtype_code(dtype), products_code(adapters), static_cast<int>(group),
                                         static_cast<int>(part), launch, stream));

@@ -17,6 +17,8 @@ import weight_bits
 from torch import Tensor, nn
 
 from lora_merge import MergedWeights, PushFailed, VllmSync
+from lora_merge.stream.filler import Filler
+from lora_merge.stream.places import Places
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max
@@ -121,6 +123,24 @@ def assert_heals(llm: Any, sync: VllmSync, held: Callable[[Any], Any]) -> None:
         assert not any(p.is_meta for p in served(llm).parameters())
         sync.push()
         assert held(llm) == wanted, where
+
+
+def wrong_in_one_bit(part: str, name: str) -> Callable[..., None]:
+    """`Filler.place` that changes one bit of a written weight, or of its scales, after its last bucket.
+
+    Args:
+        part: "weight" or "scales".
+        name: of a tensor of the stream.
+    """
+    place = Filler.place
+
+    def wrong(self: Filler, index: int, places: Places, run: Any) -> None:
+        place(self, index, places, run)
+        if index == max(at for at, slots in enumerate(self.table) for slot in slots if slot.name == name):
+            [scaled] = places.scaled[name]
+            getattr(scaled, part).view(-1).view(torch.uint8)[5] ^= 1
+
+    return wrong
 
 
 def exact_merge(model: Any) -> dict[str, Tensor]:

@@ -118,17 +118,9 @@ def test_written_between_other_ways(one: Any) -> None:
 @pytest.mark.parametrize("part", ["weight", "scales"])
 def test_a_layer_that_is_written_wrong_shows(one: Any, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     llm, model, fresh = one
-    place, name = Filler.place, "model.layers.1.self_attn.v_proj.weight"
-
-    def wrong(self: Filler, index: int, places: Places, run: Any) -> None:
-        place(self, index, places, run)
-        if index == max(at for at, slots in enumerate(self.table) for slot in slots if slot.name == name):
-            [scaled] = places.scaled[name]
-            getattr(scaled, part).view(-1).view(torch.uint8)[5] ^= 1
-
     with closing(VllmSync(model, llm, bucket_bytes=NARROW)) as sync:
         with monkeypatch.context() as patched:
-            patched.setattr(Filler, "place", wrong)
+            patched.setattr(Filler, "place", quantised.wrong_in_one_bit(part, "model.layers.1.self_attn.v_proj.weight"))
             with pytest.raises(PushFailed, match="did not arrive as they were sent"):
                 sync.push(verify=True)
         assert [state.kind for state in sync.states()] == ["dirty"]
