@@ -112,8 +112,9 @@ bool accepts_shape(int64_t col_warps, int64_t stages, bool staged_B, int64_t pad
   return accepts(shape, max_rank, planes, element_bytes, per_block);
 }
 
-std::vector<int64_t> hopper_tiles(int64_t max_rank, int64_t planes, int64_t beside, int64_t per_block) {
-  const auto t = hopper::choose_tiles(max_rank, planes, beside, per_block);
+std::vector<int64_t> hopper_tiles(int64_t max_rank, int64_t planes, int64_t beside, int64_t per_block,
+                                  bool ahead) {
+  const auto t = hopper::choose_tiles(max_rank, planes, beside, per_block, ahead);
   if (!t) return {};
   return {t->strip_cols, t->held, t->stages};
 }

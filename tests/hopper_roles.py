@@ -94,7 +94,8 @@ class Launch:
         chunks: of a product.
         groups: that multiply.
         units: tiles of each unit, one after the other.
-        in_pairs: whether a group has two boxes side by side, not every other one.
+        in_pairs: whether a group has two boxes side by side, half a tile; halves go round the groups, without turns,
+            but of float32 adapters in parts.
         blocks: whether the stage of every other tile of a unit is kept until the next one is done, or the unit is.
     """
 
@@ -117,7 +118,8 @@ class Launch:
         self.full, self.empty = barriers(self.stages, 1), barriers(self.stages, 1)
         self.done = barriers(self.stages, self.groups)
         self.full_A = barriers(self.held, 1)
-        self.empty_A = barriers(self.held, self.groups if self.boxes == 1 else 1)
+        self.goes_round = self.in_pairs and self.planes != 3
+        self.empty_A = barriers(self.held, self.groups if self.boxes == 1 or self.goes_round else 1)
         self.given = barriers(SLOTS, 1)
         self.turns = [Turn() for _ in range(self.groups)]
         self.stage: list[Any] = [None] * self.stages
@@ -203,15 +205,15 @@ class Launch:
     def multiply(self, group: int) -> Steps:
         wide, alone, own = self.planes == 3, self.boxes == 1, self.held // self.groups
         box, stops, tile_number, ring, ring_A = self.box_of(group, 0), 0, 0, Ring(), Ring()
-        end, step = (box + 2, 1) if self.in_pairs else (self.boxes, self.groups)
+        end, step, half, row = self.boxes, 1 if self.in_pairs else self.groups, group, 0
         upper: tuple[int, int] | None = None  # stage and number of a tile that is kept
-        at_once = {2: 8, 3: 2}[self.groups] // self.products  # kChunksOfTurn
+        at_once = {2: 8, 3: 2, 4: 2}[self.groups] // self.products  # kChunksOfTurn
         turns = {1: -(-self.chunks // at_once), 2: self.products, 3: self.products * self.chunks}[self.planes]
 
         def pass_turn() -> None:
             self.turns[(group + 1) % self.groups].arrive()
 
-        if group == self.groups - 1:
+        if group == self.groups - 1 and not self.goes_round:
             pass_turn()
         while stops < STORE_WARPS:
             yield from self.full[ring.stage].wait(ring.parity)
@@ -224,6 +226,12 @@ class Launch:
                         yield from self.full_A[ring_A.stage].wait(ring_A.parity)
                     if last:
                         self.empty_A[ring_A.stage].arrive()
+                if self.in_pairs:  # whole blocks, or tiles, go round the groups
+                    box, end = (2 * half, 2 * half + 2) if half < 2 else (self.boxes, self.boxes)
+                    if first and self.goes_round:
+                        for i in range(self.boxes):
+                            at = Ring(ring_A.stage, ring_A.parity).advance(self.held, i)
+                            yield from self.full_A[at.stage].wait(at.parity)
                 while box < end:
                     at = Ring(ring_A.stage, ring_A.parity)
                     if wide and first:
@@ -236,39 +244,45 @@ class Launch:
                             yield True
                     if not wide:
                         at.advance(self.held, box)
-                        if first:
+                        if first and not self.goes_round:
                             yield from self.full_A[at.stage].wait(at.parity)
                     self.read(self.stage, ring.stage, number)
                     for turn in range(turns):
-                        if not alone or turn == 0:
+                        if not self.goes_round and (not alone or turn == 0):
                             yield from self.turns[group].sync()
                         if not wide:
                             self.read(self.lora_A, at.stage, (unit, box, 0))
                         yield True
-                        if not alone or turn == turns - 1:
+                        if not self.goes_round and (not alone or turn == turns - 1):
                             pass_turn()
                         yield True
                         if not wide:
                             self.read(self.lora_A, at.stage, (unit, box, 0))
-                    if not wide and last:
+                    if not wide and last and not self.goes_round:
                         self.empty_A[at.stage].arrive()
                     yield True
                     self.read(self.stage, ring.stage, number)
                     box += step
-                box -= 2 if self.in_pairs else self.boxes
+                if not self.in_pairs:
+                    box -= self.boxes
+                elif last and self.goes_round:
+                    for i in range(self.boxes):
+                        self.empty_A[Ring(ring_A.stage).advance(self.held, i).stage].arrive()
                 if not wide and last:
                     ring_A.advance(self.held, self.boxes)
                 tile_number += 1
-                if self.blocks and first:
-                    row = 0
-                if self.blocks and row % 2 == 0 and not last:
-                    upper, row = (ring.stage, number), row + 1
+                row = 0 if first else row + 1
+                owns, over = half < 2, not self.blocks or last or row % 2 == 1
+                if over:
+                    half = half + self.groups - 2 if half < 2 else half - 2
+                if owns and not over:
+                    upper = ring.stage, number
                     ring.advance(self.stages)
                     continue
                 if upper is not None:
                     self.read(self.stage, *upper)
                     self.done[upper[0]].arrive()
-                    upper, row = None, row + 1
+                    upper = None
                     yield True
             self.done[ring.stage].arrive()
             stops += tile is None

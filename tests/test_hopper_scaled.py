@@ -15,6 +15,7 @@ from test_scaled import GROUPS, adapter, base, weight
 
 from lora_merge import Plan, Segment
 from lora_merge.kernels import cuda, cuda_hopper, cuda_table, native
+from lora_merge.kernels.cuda_kernel import Units
 from lora_merge.kernels.cuda_scaled import CudaScale, HopperScaled, MergedAtOnce, apart
 from lora_merge.kernels.merged_first import MergedFirst
 from lora_merge.kernels.scaled import Scaled, place
@@ -58,8 +59,11 @@ def check(segments: Sequence[Segment], targets: Sequence[Scaled], stochastic: bo
 
 
 @on_hopper
+@pytest.mark.parametrize("of_unit", [128, 512])
 @pytest.mark.parametrize("group", ALL)
-def test_shapes(group: str) -> None:
+def test_shapes(group: str, of_unit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With few rows in a unit, as small weights have, and with many, as many large ones have together."""
+    monkeypatch.setattr(HopperScaled, "units", lambda self, work, shape: Units(shape.strip_cols, of_unit))
     for (rows, cols), (rank, adapters) in itertools.product(
         SHAPES, ((1, BF16), (8, BF16), (32, FP32), (40, BF16), (72, FP32), (128, BF16))
     ):

@@ -97,8 +97,8 @@ def test_what_a_launch_refuses() -> None:
 @pytest.mark.parametrize("kib", GPUS)
 @pytest.mark.parametrize("beside", [0, 1088], ids=["merge", "tracked"])
 def test_every_choice_of_tiles_is_accepted(kib: int, beside: int) -> None:
-    for planes, rank in product((1, 2, 3), range(1, 513)):
-        tiles = NATIVE.hopper_tiles(rank, planes, beside, block(kib))
+    for planes, rank, ahead in product((1, 2, 3), range(1, 513), (False, True)):
+        tiles = NATIVE.hopper_tiles(rank, planes, beside, block(kib), ahead)
         if tiles:
             assert NATIVE.accepts_tiles(*tiles, rank, planes, beside, block(kib)), (planes, rank, tiles)
 

@@ -21,9 +21,10 @@
 //   kProducts        1; or 2, of adapters of one rank: the table then has its segments twice, and the adapters of those
 //                    behind come first
 //   kBoxesOut        boxes of W whose place a box of results takes, which has as many bytes as one; 0: nothing goes out
-//   kInPairs         whether a group has two boxes side by side (of strips of four), not every other one; then
-//                    `end_tile(block, stage, row, fragment)` follows a tile's boxes, and says whether the stage stays
-//                    with the group, which hands it on later
+//   kInPairs         whether a group has two boxes side by side (half of a strip of four), not every other one. Halves
+//                    go round the groups, without turns, but of float32 adapters: `ends_block(tile)` says whether the
+//                    next tile's are for the next ones. `end_tile(block, stage, row, fragment, half)` follows the boxes,
+//                    and says whether the stage stays with the group, which hands it on later
 //   kBesideBox       bytes of a stage for each box, beside W and lora_B
 //   number(s, r, c)  what the way calls the tile at row r and column c of segment s
 //   bytes(boxes)     that `load(to, number, boxes, barrier)` copies there
@@ -95,12 +96,14 @@ __device__ __forceinline__ void merge_tiles(const Block& b, const Way& way) {
   int fragment = (row - lane / 4 + lane % 8) * 128 + (lane / 8 ^ lane % 8) * 16;
   asm volatile("" : "+r"(fragment));  // or the compiler makes it anew for each box
   const int boxes = layout.cols / kBoxCols, group = uniform(threadIdx.x / 128);
-  constexpr int kStep = Way::kInPairs ? 1 : Groups;
+  constexpr bool kRound = goes_round<Adapter, Way>();
+  constexpr int kStep = Way::kInPairs ? 1 : Groups, kTurns = kRound ? 0 : Groups;
   int next = box_of<Groups, Way>(group, 0);  // box of this group
-  const int end = Way::kInPairs ? next + 2 : boxes;
+  int end = boxes;
+  [[maybe_unused]] int half = group;  // in pairs: which half of the tile's columns this group has; none from 2 on
   const bool alone = boxes == 1;
   typename Way::template Hand<T> hand(way);
-  if (group == Groups - 1) pass_turn<Groups>();  // the first turn is the first group's
+  if (group == Groups - 1) pass_turn<kTurns>();  // the first turn is the first group's
   int stops = 0;
   bool keeps = false;  // a stage
   Ring ring_A;  // at the unit's first box
@@ -116,6 +119,13 @@ __device__ __forceinline__ void merge_tiles(const Block& b, const Way& way) {
         if (tile.first) barrier_wait(b.full_A(ring_A.stage), ring_A.parity);
         if (tile.last && lane == 0) barrier_arrive(b.empty_A(ring_A.stage));
       }
+      if constexpr (Way::kInPairs) {
+        next = half < 2 ? 2 * half : boxes, end = half < 2 ? next + 2 : boxes;
+        if (kRound && tile.first) {  // all of it, as each group sees each box come and go
+          Ring at = ring_A;
+          for (int i = 0; i < boxes; ++i, at.advance(layout.held)) barrier_wait(b.full_A(at.stage), at.parity);
+        }
+      }
       [[maybe_unused]] Operand<Adapter> first_B;
       if constexpr (kWide<Adapter>) first_B.load(b.stage_B(ring.stage), 0, row);
 #pragma unroll 1
@@ -127,7 +137,7 @@ __device__ __forceinline__ void merge_tiles(const Block& b, const Way& way) {
           lora_A = b.parts_of_A(next);
         } else {
           at.advance(layout.held, next);
-          if (tile.first) barrier_wait(b.full_A(at.stage), at.parity);
+          if (!kRound && tile.first) barrier_wait(b.full_A(at.stage), at.parity);
           lora_A = b.lora_A(at.stage);
         }
         char* const W = b.stage(ring.stage) + next * kBoxBytes;
@@ -138,7 +148,7 @@ __device__ __forceinline__ void merge_tiles(const Block& b, const Way& way) {
         const MatrixA<Adapter> a(shared_address(lora_A));
         const char* const from_B = b.stage_B(ring.stage);
         const auto leave_A = [&] {
-          if (kWide<Adapter> || !tile.last) return;
+          if (kRound || kWide<Adapter> || !tile.last) return;
           __syncwarp();
           if (lane == 0) barrier_arrive(b.empty_A(at.stage));
         };
@@ -148,11 +158,11 @@ __device__ __forceinline__ void merge_tiles(const Block& b, const Way& way) {
           const auto multiply = [&](int p, Operand<Adapter>& first, const Segment& of, float scaling,
                                     const auto& work) {
             if constexpr (kPaired<Adapter>)
-              // A group of those that take whole tiles in turn may have one less: a tile is one turn, or the other group
-              // would wait for its second one for ever.
-              multiply_pairs<Groups, Way::kProducts == 1>(sum, from_B, row, a, p * chunks, chunks, !alone || p == 0,
-                                     !alone || p + 1 == Way::kProducts, work);
-            else multiply_all_wide<Groups>(sum, first, from_B, row, a, p * chunks, rank, work);
+              // A group of those that take whole tiles in turn may have one less: a tile is one turn, or the other
+              // group would wait for its second one for ever.
+              multiply_pairs<kTurns, Way::kProducts == 1 && Groups == 2>(
+                  sum, from_B, row, a, p * chunks, chunks, !alone || p == 0, !alone || p + 1 == Way::kProducts, work);
+            else multiply_all_wide<kTurns>(sum, first, from_B, row, a, p * chunks, rank, work);
             box.scaling = scaling;
             if constexpr (kPaired<Adapter>) {
               const uint32_t *const rows = b.factors_of_B(ring.stage, p), *const cols = b.factors_of_A(at.stage, p);
@@ -174,7 +184,7 @@ __device__ __forceinline__ void merge_tiles(const Block& b, const Way& way) {
           hand.finish(box, read, sum);
         } else {
           float sum[Way::kProducts][32];
-          multiply_all_narrow<Groups, Adapter>(sum, from_B, row, a, chunks, meanwhile);
+          multiply_all_narrow<Groups, kTurns, Adapter>(sum, from_B, row, a, chunks, meanwhile);
           leave_A();
           if constexpr (Way::kProducts == 2) {
             box.scaling = box.before.scaling;
@@ -184,8 +194,19 @@ __device__ __forceinline__ void merge_tiles(const Block& b, const Way& way) {
           hand.finish(box, read, sum[Way::kProducts - 1]);
         }
       }
-      next -= Way::kInPairs ? 2 : boxes;
-      if constexpr (Way::kInPairs) keeps = hand.end_tile(b, ring.stage, row, fragment);
+      if constexpr (Way::kInPairs) {
+        const bool over = hand.ends_block(tile);
+        keeps = half < 2 && hand.end_tile(b, ring.stage, row, fragment, half);
+        if (over) half = half < 2 ? half + Groups - 2 : half - 2;
+        if (kRound && tile.last) {
+          __syncwarp();
+          Ring at = ring_A;
+          if (lane == 0)
+            for (int i = 0; i < boxes; ++i, at.advance(layout.held)) barrier_arrive(b.empty_A(at.stage));
+        }
+      } else {
+        next -= boxes;
+      }
       if (!kWide<Adapter> && tile.last) ring_A.advance(layout.held, boxes);
     } else if (Way::kCopies && kind == kRaw) {
       const Slot& slot = b.shared.slots[tile.slot];
@@ -213,7 +234,9 @@ __global__ void __launch_bounds__(kBlock<Groups>, 1)
     }
     for (int i = 0; i < layout.held; ++i) {
       barrier_init(b.full_A(i), 1);
-      barrier_init(b.empty_A(i), layout.cols == kBoxCols ? kWarps : 4);  // else of the group that read it last
+      // Of all groups, or of the one that read it last.
+      const bool all = layout.cols == kBoxCols || goes_round<Adapter, Way>();
+      barrier_init(b.empty_A(i), all ? kWarps : 4);
     }
     for (int i = 0; i < kSlots; ++i) barrier_init(b.given(i), 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -222,10 +245,10 @@ __global__ void __launch_bounds__(kBlock<Groups>, 1)
   __syncthreads();
   const int warp = threadIdx.x / 32;
   if (warp < kWarps) {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Groups == 2 ? 208 : 152));
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters<Groups>[0]));
     merge_tiles<T, Groups, Adapter>(b, way);
   } else {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Groups == 2 ? 88 : 56));
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters<Groups>[1]));
     if (warp == kWarps) ask_for_tiles<Adapter>(b, way);
     else if (warp <= kWarps + kStoreWarps) store_tiles<Way::kBoxesOut>(b, warp - kWarps - 1);
     else ask_for_A<Groups, Adapter, Way>(b);
@@ -258,9 +281,14 @@ int launch_groups(const Way& way, const HopperLaunch& launch, cudaStream_t strea
 
 template <typename T, typename Adapter, typename Way>
 int launch_adapters(const Way& way, const HopperLaunch& launch, cudaStream_t stream) {
-  if constexpr (Way::kMany && kPlanes<Adapter> == 1)
-    if (launch.max_rank <= kManyRank && launch.strip_cols == 4 * kBoxCols) return launch_groups<T, 3, Adapter>(way, launch, stream);
-  return launch_groups<T, 2, Adapter>(way, launch, stream);
+  if constexpr (goes_round<Adapter, Way>()) {  // as many as there are registers for: pairs have three sums
+    return launch_groups<T, kPaired<Adapter> ? 3 : 4, Adapter>(way, launch, stream);
+  } else {
+    if constexpr (Way::kMany && kPlanes<Adapter> == 1)
+      if (launch.max_rank <= kManyRank && launch.strip_cols == 4 * kBoxCols)
+        return launch_groups<T, 3, Adapter>(way, launch, stream);
+    return launch_groups<T, 2, Adapter>(way, launch, stream);
+  }
 }
 
 template <typename T, typename Way>

@@ -10,16 +10,19 @@ namespace lora_merge {
 namespace hopper {
 
 constexpr int kSlots = 8;  // of units: more than tiles in flight can belong to, and the next one
-constexpr int kStoreWarps = 2;
+constexpr int kStoreWarps = 2, kMostGroups = 4;
 
-// Warpgroups that multiply: two, or three for a way that waits for latencies more than for memory. With three, a box
-// must take one turn, or a group without a box at the end would keep its turn: up to kManyRank (of all products). And
-// a strip has four: of two, lora_A would be left while another group still reads it.
+// Warpgroups that multiply: two, or three for a way that waits for latencies more than for memory, or four. With three
+// in turns, a box must take one turn, or a group without a box at the end would keep its turn: up to kManyRank (of all
+// products). And a strip has four: of two, lora_A would be left while another group still reads it.
 constexpr int kManyRank = kChunksOfTurn<3> * kChunk;
 template <int Groups>
 constexpr int kWarpsOfGroups = 4 * Groups;
 template <int Groups>
 constexpr int kBlock = 128 * (Groups + 1);
+// Of lanes that multiply, and of the others: together what a block gets.
+template <int Groups>
+constexpr int kRegisters[2] = {Groups == 2 ? 208 : Groups == 3 ? 152 : 104, Groups == 2 ? 88 : Groups == 3 ? 56 : 64};
 
 // Of a segment, what this kernel reads: all but what is of packed sources.
 constexpr int kSlotWords = offsetof(Segment, place) / 8;
@@ -40,7 +43,7 @@ struct Shared {
   Tile tiles[kMaxStages];
   Slot slots[kSlots];
   Before before[kMaxStages];
-  uint32_t met[2][2][4];  // largest magnitudes of a block, of two groups' warps, in turns
+  uint32_t met[kMostGroups][2][4];  // largest magnitudes of a block, of each group's warps, in turns
 };
 
 static_assert(sizeof(Shared) <= kOwn);
@@ -79,6 +82,12 @@ struct Block {
     return launch.maps != nullptr ? launch.maps[segment] : launch.inline_maps[segment];
   }
 };
+
+// Whether halves of tiles go round the groups. (lora_A in parts is split by the groups that always have these boxes.)
+template <typename Adapter, typename Way>
+__host__ __device__ constexpr bool goes_round() {
+  return Way::kInPairs && !kWide<Adapter>;
+}
 
 // The box of a strip that a group of warps has in its turn number `turn`: they go round the groups, or come in pairs.
 template <int Groups, typename Way>

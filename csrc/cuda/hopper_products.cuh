@@ -107,12 +107,15 @@ __device__ __forceinline__ int group_number() { return static_cast<int>(threadId
 __device__ __forceinline__ void group_meets() {
   asm volatile("bar.sync %0, 128;" ::"r"(kFirstGroup + group_number()) : "memory");
 }
+// Turns: groups that have them; 0: none.
+template <int Turns>
 __device__ __forceinline__ void await_turn() {
-  asm volatile("bar.sync %0, 256;" ::"r"(kFirstTurn + group_number()) : "memory");
+  if constexpr (Turns > 0) asm volatile("bar.sync %0, 256;" ::"r"(kFirstTurn + group_number()) : "memory");
 }
-template <int Groups>
+template <int Turns>
 __device__ __forceinline__ void pass_turn() {
-  asm volatile("bar.arrive %0, 256;" ::"r"(kFirstTurn + (group_number() + 1) % Groups) : "memory");
+  if constexpr (Turns > 0)
+    asm volatile("bar.arrive %0, 256;" ::"r"(kFirstTurn + (group_number() + 1) % Turns) : "memory");
 }
 
 // As there are registers for lora_B.
@@ -122,19 +125,19 @@ constexpr int kChunksOfTurn = Groups == 2 ? 8 : 2;
 // A turn: of each product the next `count` chunks from c on, of Most of them at the most. They are added to its sum in
 // the matrix unit; its chunk 0 begins it. A product has `chunks`, and those of the next one follow. `meanwhile()` is
 // called while the matrix unit works.
-template <int Groups, typename Adapter, int Most, int Products, typename Meanwhile>
+template <int Turns, typename Adapter, int Most, int Products, typename Meanwhile>
 __device__ __forceinline__ void multiply_narrow(float (&sum)[Products][32], const char* from_B, int row,
                                                 const MatrixA<Adapter>& a, int chunks, int c, int count,
                                                 const Meanwhile& meanwhile) {
   if constexpr (Most > 1)
     if (count < Most)
-      return multiply_narrow<Groups, Adapter, Most - 1>(sum, from_B, row, a, chunks, c, count, meanwhile);
+      return multiply_narrow<Turns, Adapter, Most - 1>(sum, from_B, row, a, chunks, c, count, meanwhile);
   Operand<Adapter> b[Products][Most];
 #pragma unroll
   for (int p = 0; p < Products; ++p)
 #pragma unroll
     for (int i = 0; i < Most; ++i) b[p][i].load(from_B, p * chunks + c + i, row);
-  await_turn();
+  await_turn<Turns>();
 #pragma unroll
   for (int p = 0; p < Products; ++p)
 #pragma unroll
@@ -148,7 +151,7 @@ __device__ __forceinline__ void multiply_narrow(float (&sum)[Products][32], cons
       b[p][i].multiply(sum[p], 0, 1, a(p * chunks + c + i, 1), 1);
     }
   wgmma_commit();
-  pass_turn<Groups>();
+  pass_turn<Turns>();
   meanwhile();
   wgmma_wait();
 #pragma unroll
@@ -160,23 +163,23 @@ __device__ __forceinline__ void multiply_narrow(float (&sum)[Products][32], cons
 }
 
 // All turns of narrow products, each with a sum of its own.
-template <int Groups, typename Adapter, int Products, typename Meanwhile>
+template <int Groups, int Turns, typename Adapter, int Products, typename Meanwhile>
 __device__ __forceinline__ void multiply_all_narrow(float (&sum)[Products][32], const char* from_B, int row,
                                                     const MatrixA<Adapter>& a, int chunks, const Meanwhile& meanwhile) {
   constexpr int kMost = kChunksOfTurn<Groups> / Products;
-  multiply_narrow<Groups, Adapter, kMost>(sum, from_B, row, a, chunks, 0, chunks, meanwhile);
+  multiply_narrow<Turns, Adapter, kMost>(sum, from_B, row, a, chunks, 0, chunks, meanwhile);
 #pragma unroll 1
   for (int c = kMost; c < chunks; c += kMost)
-    multiply_narrow<Groups, Adapter, kMost>(sum, from_B, row, a, chunks, c, chunks - c, [] {});
+    multiply_narrow<Turns, Adapter, kMost>(sum, from_B, row, a, chunks, c, chunks - c, [] {});
 }
 
 // A turn of float32 adapters, in three parts: a chunk. The small products on their own: the matrix unit cuts what it
 // adds, and would cut the large sum for each. Steps: 1 where the second one has no rank.
-template <int Groups, bool First, int Steps, typename Meanwhile>
+template <int Turns, bool First, int Steps, typename Meanwhile>
 __device__ __forceinline__ void multiply_wide(float (&sum)[32], Operand<float>& b, const MatrixA<float>& a, int c,
                                               const Meanwhile& meanwhile) {
   float small[32], large[32];
-  await_turn();
+  await_turn<Turns>();
   b.settle();
   wgmma_begin();
 #pragma unroll
@@ -184,7 +187,7 @@ __device__ __forceinline__ void multiply_wide(float (&sum)[32], Operand<float>& 
 #pragma unroll
   for (int h = 0; h < Steps; ++h) b.multiply(large, 0, h, a(c, h), h > 0);
   wgmma_commit();
-  pass_turn<Groups>();
+  pass_turn<Turns>();
   meanwhile();
   wgmma_wait();
   settle(small);
@@ -199,19 +202,19 @@ __device__ __forceinline__ void multiply_wide(float (&sum)[32], Operand<float>& 
 
 // All turns of float32 adapters: their sums over a rank, from chunk `begin` on. `first`: the operand of this one, which
 // all boxes of a tile share, as splitting takes long.
-template <int Groups, typename Meanwhile>
+template <int Turns, typename Meanwhile>
 __device__ __forceinline__ void multiply_all_wide(float (&sum)[32], Operand<float>& first, const char* from_B, int row,
                                                   const MatrixA<float>& a, int begin, int rank,
                                                   const Meanwhile& meanwhile) {
   const int end = begin + (rank + kChunk - 1) / kChunk;
   // The second step has no rank below 4, see `rank_at`.
-  if (rank <= 4) return multiply_wide<Groups, true, 1>(sum, first, a, begin, meanwhile);
-  multiply_wide<Groups, true, 2>(sum, first, a, begin, meanwhile);
+  if (rank <= 4) return multiply_wide<Turns, true, 1>(sum, first, a, begin, meanwhile);
+  multiply_wide<Turns, true, 2>(sum, first, a, begin, meanwhile);
 #pragma unroll 1
   for (int c = begin + 1; c < end; ++c) {
     Operand<float> b;
     b.load(from_B, c, row);
-    multiply_wide<Groups, false, 2>(sum, b, a, c, [] {});
+    multiply_wide<Turns, false, 2>(sum, b, a, c, [] {});
   }
 }
 
@@ -220,7 +223,7 @@ __device__ __forceinline__ void multiply_all_wide(float (&sum)[32], Operand<floa
 // of them: what the matrix unit cuts off those is lost in the rest, so they are summed there over all ranks. `takes`,
 // `passes`: whether this one begins and ends the group's turn. Ahead: whether there are registers for chunks that
 // overlap.
-template <int Groups, bool Ahead, typename Adapter, typename Meanwhile>
+template <int Turns, bool Ahead, typename Adapter, typename Meanwhile>
 __device__ __forceinline__ void multiply_pairs(float (&sum)[32], const char* from_B, int row, const MatrixA<Adapter>& a,
                                                int begin, int chunks, bool takes, bool passes,
                                                const Meanwhile& meanwhile) {
@@ -246,7 +249,7 @@ __device__ __forceinline__ void multiply_pairs(float (&sum)[32], const char* fro
   for (int i = 0; i < 32; ++i) sum[i] = 0;
   const int end = begin + chunks;
   b[0].load(from_B, begin, row);
-  if (takes) await_turn();
+  if (takes) await_turn<Turns>();
   issue(b[0], large[0], begin, 0);
   int c = begin + 1;
   if constexpr (Ahead) {
@@ -265,18 +268,18 @@ __device__ __forceinline__ void multiply_pairs(float (&sum)[32], const char* fro
     if (c < end) {
       b[1].load(from_B, c, row);
       issue(b[1], large[1], c, 1);
-      if (passes) pass_turn<Groups>();
+      if (passes) pass_turn<Turns>();
       wgmma_wait<1>();
       fold(b[0], large[0]);
       wgmma_wait<0>();
       fold(b[1], large[1]);
     } else {
-      if (passes) pass_turn<Groups>();
+      if (passes) pass_turn<Turns>();
       wgmma_wait<0>();
       fold(b[0], large[0]);
     }
   } else {
-    if (c == end && passes) pass_turn<Groups>();
+    if (c == end && passes) pass_turn<Turns>();
     meanwhile();
     wgmma_wait<0>();
     fold(b[0], large[0]);
@@ -284,7 +287,7 @@ __device__ __forceinline__ void multiply_pairs(float (&sum)[32], const char* fro
     for (; c < end; ++c) {
       b[0].load(from_B, c, row);
       issue(b[0], large[0], c, 1);
-      if (c + 1 == end && passes) pass_turn<Groups>();
+      if (c + 1 == end && passes) pass_turn<Turns>();
       wgmma_wait<0>();
       fold(b[0], large[0]);
     }

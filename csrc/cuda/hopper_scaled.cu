@@ -92,10 +92,15 @@ struct Scale {
     }
 
     // What follows a tile's boxes, of all warps of a group. Whether its stage stays with them.
-    __device__ __forceinline__ bool end_tile(const hopper::Block& b, int stage, int row, int fragment) {
+    __device__ __forceinline__ bool end_tile(const hopper::Block& b, int stage, int row, int fragment, int half) {
       if constexpr (Part == kScaleMeasure) measured(b.shared.tiles[stage], b, row);
-      if constexpr (Part == kScaleWhole) return block_done(b, stage, row, fragment);
+      if constexpr (Part == kScaleWhole) return block_done(b, stage, row, fragment, half);
       return false;
+    }
+
+    // Whether the next tile is another group's: a block is done with its lower tile, or with the unit's last one.
+    __device__ __forceinline__ bool ends_block(const hopper::Tile& tile) const {
+      return Part != kScaleWhole || tile.last || tile.row / kTileRows % 2 != 0;
     }
 
    private:
@@ -147,11 +152,10 @@ struct Scale {
       met[0] = met[1] = 0;
     }
 
-    // A block is done with its lower tile, or with the unit's last one.
-    __device__ __forceinline__ bool block_done(const hopper::Block& b, int stage, int row, int fragment) {
+    __device__ __forceinline__ bool block_done(const hopper::Block& b, int stage, int row, int fragment, int half) {
       const hopper::Tile& tile = b.shared.tiles[stage];
       const bool lower = tile.row / kTileRows % 2 != 0;
-      if (!lower && !tile.last) {
+      if (!ends_block(tile)) {
         upper = stage;
         return true;
       }
@@ -165,12 +169,12 @@ struct Scale {
       flip ^= 1;
       const Divisor by(__uint_as_float(largest), group);
       const Segment& s = b.shared.slots[tile.slot].segment();
-      if (threadIdx.x % 128 == 0 && tile.cols > of_group * kScaledBlock)
+      if (threadIdx.x % 128 == 0 && tile.cols > half * kScaledBlock)
         reinterpret_cast<float*>(s.scale)[tile.row / kScaledBlock * s.scales_across + tile.col / kScaledBlock +
-                                          of_group] = by.scale;
+                                          half] = by.scale;
       const auto convert = [&](int of) {
-        if (by.odd) convert_tile<true>(b, of, row, fragment, by);
-        else convert_tile<false>(b, of, row, fragment, by);
+        if (by.odd) convert_tile<true>(b, of, row, fragment, half, by);
+        else convert_tile<false>(b, of, row, fragment, half, by);
       };
       if (lower) {
         convert(upper);
@@ -184,12 +188,12 @@ struct Scale {
 
     template <bool Odd>
     __device__ __forceinline__ void convert_tile(const hopper::Block& b, int stage, int row, int fragment,
-                                                 const Divisor& by) const {
+                                                 int half, const Divisor& by) const {
       const hopper::Tile& tile = b.shared.tiles[stage];
       const Segment& s = b.shared.slots[tile.slot].segment();
 #pragma unroll 1
       for (int second = 0; second < 2; ++second) {
-        const int number = 2 * hopper::group_number() + second;
+        const int number = 2 * half + second;
         const Box box{b.launch, s,   tile,     b.shared.before[stage], b.stage(stage) + number * hopper::kBoxBytes,
                       nullptr,  number, row, fragment, false,                  0};
         const auto read = hopper::Rounding<T>::read(box);

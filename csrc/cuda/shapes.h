@@ -125,7 +125,8 @@ constexpr bool accepts(const Tiles& t, int max_rank, int planes, int beside, int
 }
 
 // Wide strips read lora_B less often; stages hide the latency of memory. None where the rank leaves no room.
-inline std::optional<Tiles> choose_tiles(int max_rank, int planes, int beside, int per_block) {
+// `ahead`: of the next unit's lora_A as much as there is room for.
+inline std::optional<Tiles> choose_tiles(int max_rank, int planes, int beside, int per_block, bool ahead) {
   const auto most_stages = [&](int strip_cols, int held) {
     int stages = kMaxStages;
     while (stages > 0 && !accepts({strip_cols, held, stages}, max_rank, planes, beside, per_block)) --stages;
@@ -140,7 +141,8 @@ inline std::optional<Tiles> choose_tiles(int max_rank, int planes, int beside, i
     if (tiles.stages == 0) continue;
     // What is left is for the next unit's lora_A where that takes long to bring; else blocks that wait for it stay side
     // by side.
-    while (planes != 3 && max_rank * planes > 96 && most_stages(tiles.strip_cols, tiles.held + 1) == tiles.stages)
+    const bool more = planes != 3 && (ahead || max_rank * planes > 96);
+    while (more && most_stages(tiles.strip_cols, tiles.held + 1) == tiles.stages)
       ++tiles.held;
     return tiles;
   }

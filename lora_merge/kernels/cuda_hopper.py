@@ -63,6 +63,9 @@ class Hopper(Kernel[Tiles]):
     result_bytes = 2
     narrowest = 0
     """Columns of the least strip that a launch takes."""
+    ahead = False
+    """Whether lora_A of the next unit is brought as early as there is room for it. Else blocks of threads that wait for
+    it stay side by side, and read rows of W and lora_B together."""
 
     def serves(self, table: np.ndarray, device: torch.device) -> np.ndarray:
         there = np.where(products(table) == PAIRS, table[:, PARTS_A] != 0, reads_lora_A(table) & reads_lora_B(table))
@@ -88,7 +91,8 @@ class Hopper(Kernel[Tiles]):
     def shape(self, work: Work, like: Tiles | None = None) -> Tiles | None:
         if work.max_rank > MAX_RANK:
             return None
-        return _tiles(work.max_rank, planes(work.kind[-1]), self.beside_box, memory(work.device).per_block)
+        room = memory(work.device).per_block
+        return _tiles(work.max_rank, planes(work.kind[-1]), self.beside_box, room, self.ahead)
 
     def units(self, work: Work, shape: Tiles) -> Units:
         """Of few rows, so that blocks that share rows stay side by side; more where there is much of lora_A to bring,
@@ -143,9 +147,9 @@ def _rows_of_vectors(
 
 
 @cache
-def _tiles(max_rank: int, planes: int, beside: int, per_block: int) -> Tiles | None:
+def _tiles(max_rank: int, planes: int, beside: int, per_block: int, ahead: bool = False) -> Tiles | None:
     """Chosen where launches check it: csrc/cuda/shapes.h. None if the rank leaves no room."""
-    numbers = native.compiled.hopper_tiles(max_rank, planes, beside, per_block)
+    numbers = native.compiled.hopper_tiles(max_rank, planes, beside, per_block, ahead)
     return Tiles(*numbers) if numbers else None
 
 

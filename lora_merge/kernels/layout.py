@@ -213,7 +213,9 @@ OPERATORS = {
         "int64_t col_warps, int64_t stages, bool staged_B, int64_t pad, int64_t max_rank, int64_t planes, "
         "int64_t element_bytes, int64_t per_block",
     ),
-    "hopper_tiles": ("std::vector<int64_t>", "int64_t max_rank, int64_t planes, int64_t beside, int64_t per_block"),
+    "hopper_tiles": (
+        "std::vector<int64_t>", "int64_t max_rank, int64_t planes, int64_t beside, int64_t per_block, bool ahead",
+    ),
     "accepts_tiles": (
         "bool",
         "int64_t strip_cols, int64_t held, int64_t stages, int64_t max_rank, int64_t planes, int64_t beside, "
