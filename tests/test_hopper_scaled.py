@@ -15,7 +15,7 @@ from test_scaled import GROUPS, adapter, base, weight
 
 from lora_merge import Plan, Segment
 from lora_merge.kernels import cuda, cuda_hopper, cuda_table, native
-from lora_merge.kernels.cuda_kernel import Units
+from lora_merge.kernels.cuda_kernel import Units, Work
 from lora_merge.kernels.cuda_scaled import CudaScale, HopperScaled, MergedAtOnce, apart
 from lora_merge.kernels.merged_first import MergedFirst
 from lora_merge.kernels.scaled import Scaled, place
@@ -63,7 +63,7 @@ def check(segments: Sequence[Segment], targets: Sequence[Scaled], stochastic: bo
 @pytest.mark.parametrize("group", ALL)
 def test_shapes(group: str, of_unit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With few rows in a unit, as small weights have, and with many, as many large ones have together."""
-    monkeypatch.setattr(HopperScaled, "units", lambda self, work, shape: Units(shape.strip_cols, of_unit))
+    monkeypatch.setattr(HopperScaled, "units", lambda self, work, shape: Units(shape.strip_cols, of_unit, of_unit))
     for (rows, cols), (rank, adapters) in itertools.product(
         SHAPES, ((1, BF16), (8, BF16), (32, FP32), (40, BF16), (72, FP32), (128, BF16))
     ):
@@ -196,6 +196,8 @@ def test_which_weights_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = HopperScaled()
     most = [cuda_hopper._most_rank(planes, 0, 227 << 10, kernel.narrowest) for planes in (1, 2, 3)]
     for planes, rank in zip((1, 2, 3), most, strict=True):
-        tiles = [cuda_hopper._tiles(r, planes, 0, 227 << 10) for r in range(32, rank + 1, 32)]
-        assert all(t is not None and t.strip_cols == kernel.narrowest for t in tiles)
+        for tiles in (cuda_hopper._tiles(r, planes, 0, 227 << 10, kernel.ahead) for r in range(32, rank + 1, 32)):
+            assert tiles is not None
+            assert tiles.strip_cols == kernel.narrowest
+            assert not kernel.units(Work((0, 0, 0), np.empty((0, 0)), rank, CPU), tiles).rows % 128, "half a block"
     assert np.array(most).min() >= 32

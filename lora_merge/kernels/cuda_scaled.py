@@ -17,10 +17,10 @@ from .cuda_hopper import Hopper, Tiles
 from .cuda_kernel import Units, Work, tensors
 from .cuda_launch import before, merges
 from .cuda_repack import Repacked, repack
-from .cuda_table import ceil, index_of
+from .cuda_table import index_of
 from .layout import GROUPS, INLINE_ROUNDED, INLINE_SEGMENTS, SCALE_CONVERT, SCALE_MEASURE, SCALE_WHOLE, SCALED_BLOCK
 from .scaled import Placed, Rounded, Scales, by_weight
-from .segments import COLS, FLOATS, LARGEST, ROWS, SCALE, SCALES_ACROSS, pack
+from .segments import COLS, FLOATS, LARGEST, SCALE, SCALES_ACROSS, pack
 from .streams import Streams
 
 
@@ -45,13 +45,8 @@ class HopperScaled(Hopper):
         return super().could_serve(table, device) & (table[:, COLS] % 16 == 0)
 
     def units(self, work: Work, shape: Tiles) -> Units:
-        """Of whole blocks; of more rows while there are several units for each block of threads, as each unit waits for
-        its lora_A. As measured."""
-        rows, cols = work.merges[:, ROWS], work.merges[:, COLS]
-        for of_unit in (4 * SCALED_BLOCK, 2 * SCALED_BLOCK):
-            if (ceil(rows, of_unit) * ceil(cols, shape.strip_cols)).sum() >= 8 * work.processors:
-                return Units(shape.strip_cols, of_unit)
-        return Units(shape.strip_cols, SCALED_BLOCK)
+        """Of whole blocks, and many rows, as each unit waits for its lora_A. As measured."""
+        return Units(shape.strip_cols, 4 * SCALED_BLOCK, SCALED_BLOCK)
 
 
 class MergedAtOnce(Scales):
