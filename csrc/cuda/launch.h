@@ -56,7 +56,7 @@ struct ScaleLaunch {
 // results have 16 bits (of any adapters; their pairs are there: `launch_parts`).
 int launch_merge(int source_dtype, int destination_dtype, int adapters, const Launch& launch, void* stream);
 int launch_hopper(int dtype, int adapters, const HopperLaunch& launch, void* stream);
-// Results of 8 bits, of two groups: strips of 256 columns, units of whole blocks. `group`, `part`: layout.h.
+// Results of 8 bits: strips of 256 columns, units of whole blocks. `group`, `part`: layout.h.
 int launch_hopper_scaled(int dtype, int adapters, int group, int part, const HopperLaunch& launch, void* stream);
 int encode_maps(const Segment* segments, int n_segments, int adapters, Maps* maps);
 // Makes pairs (csrc/parts.h) of halves of adapters. A segment is one: `source`, its vectors as rows and its ranks as
