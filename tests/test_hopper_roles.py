@@ -17,7 +17,8 @@ UNITS = ([1], [2], [3], [1, 1], [3, 1, 1, 2], [1] * 12, [2, 1] * 5, [7, 7], [])
 
 
 def chosen(ahead: bool = False) -> list[tuple[int, ...]]:
-    """Boxes, held, stages, planes, products, chunks of a product, groups; each with the most chunks."""
+    """Boxes, held, stages, planes, products, chunks of a product, groups; each with the most chunks. `ahead`: those of
+    results of 8 bits."""
     found = {}
     for planes in (1, 2, 3):
         for beside, products in ((0, 1),) if ahead else ((0, 1), (BESIDE, 1), (BESIDE, 2)):
@@ -27,7 +28,8 @@ def chosen(ahead: bool = False) -> list[tuple[int, ...]]:
                     continue
                 strip, held, stages = tiles
                 many = beside > 0 and planes == 1 and rank <= MANY_RANK and strip == 256
-                key = strip // 64, held, stages, planes, products, 3 if many else 2
+                groups = {1: 4, 2: 3, 3: 2}[planes] if ahead else 3 if many else 2
+                key = strip // 64, held, stages, planes, products, groups
                 found[key] = max(-(-rank // 32) // products, 1)
     return [(*key[:5], chunks, key[5]) for key, chunks in found.items()]
 
@@ -43,8 +45,6 @@ def test_a_shape(shape: Sequence[int]) -> None:
 def test_results_of_eight_bits(shape: Sequence[int]) -> None:
     """Groups have two boxes side by side, as many as there are registers for; of blocks the upper tile waits for the
     lower one."""
-    boxes, held, stages, planes, products, chunks, _ = shape
-    shape = boxes, held, stages, planes, products, chunks, {1: 4, 2: 3, 3: 2}[planes]
     for blocks in (False, True):
         for units in UNITS:
             for seed in range(6):
