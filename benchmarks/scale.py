@@ -303,7 +303,11 @@ def checks(m: Machine) -> list[Check]:
     found += _push("push to TP=2, written from one GPU", push, ways, m.write_fixed_ms)
     push = recorded("fsdp-write-qwen2.5-7b-x2.json")["push"]
     ways = max(m.merge_ms(size / 2), m.wire_ms(size / 2, 2))
-    return found + _push("push of FSDP2 over two GPUs, written to TP=2 on them", push, ways, m.write_fixed_ms)
+    found += _push("push of FSDP2 over two GPUs, written to TP=2 on them", push, ways, m.write_fixed_ms)
+    push = recorded("fsdp-qwen2.5-72b-x4.json")["push"]
+    size = push["bytes"] / GB
+    ways = max(m.merge_ms(size / 2), m.wire_ms(size / 2, 4))
+    return found + _push("72B: push of FSDP2 over four GPUs, written to TP=2 on two", push, ways, m.write_fixed_ms)
 
 
 def _push(what: str, record: dict[str, Any], predicted: float, fixed: float) -> list[Check]:
