@@ -120,9 +120,9 @@ std::vector<int64_t> hopper_tiles(int64_t max_rank, int64_t planes, int64_t besi
 }
 
 bool accepts_tiles(int64_t strip_cols, int64_t held, int64_t stages, int64_t max_rank, int64_t planes, int64_t beside,
-                   int64_t per_block) {
+                   bool ahead, int64_t per_block) {
   const hopper::Tiles tiles{static_cast<int>(strip_cols), static_cast<int>(held), static_cast<int>(stages)};
-  return hopper::accepts(tiles, max_rank, planes, beside, per_block);
+  return hopper::accepts(tiles, max_rank, planes, beside, ahead, per_block);
 }
 
 }  // namespace operators

@@ -13,7 +13,7 @@ from typing import Any
 
 Steps = Iterator[bool]
 """A role: whether it got on."""
-SLOTS, STORE_WARPS, PAIRS = 8, 2, 2
+SLOTS, STORE_WARPS, NEXT = 8, 2, 2
 
 
 class Stuck(AssertionError):
@@ -94,8 +94,8 @@ class Launch:
         chunks: of a product.
         groups: that multiply.
         units: tiles of each unit, one after the other.
-        in_pairs: whether a group has two boxes side by side, half a tile; halves go round the groups, without turns,
-            but of float32 adapters in parts.
+        ahead: whether lora_A of float32 adapters is split ahead: groups then have no turns, and any of them any box.
+        in_pairs: whether a group has two boxes side by side, half a tile; halves go round the groups, without turns.
         blocks: whether the stage of every other tile of a unit is kept until the next one is done, or the unit is.
     """
 
@@ -107,6 +107,7 @@ class Launch:
     chunks: int
     groups: int
     units: Sequence[int]
+    ahead: bool = False
     in_pairs: bool = False
     blocks: bool = False
     full: list[Barrier] = field(init=False)
@@ -118,8 +119,11 @@ class Launch:
         self.full, self.empty = barriers(self.stages, 1), barriers(self.stages, 1)
         self.done = barriers(self.stages, self.groups)
         self.full_A = barriers(self.held, 1)
-        self.goes_round = self.in_pairs and self.planes != 3
-        self.empty_A = barriers(self.held, self.groups if self.boxes == 1 or self.goes_round else 1)
+        self.splits = self.planes == 3 and not self.ahead  # the groups do
+        self.any_box = self.in_pairs or (self.planes == 3 and self.ahead)
+        self.empty_A = barriers(self.held, self.groups if self.boxes == 1 or self.any_box else 1)
+        self.next_A, self.split = barriers(NEXT, 1), Ring()
+        self.coming: list[Any] = [None] * NEXT
         self.given = barriers(SLOTS, 1)
         self.turns = [Turn() for _ in range(self.groups)]
         self.stage: list[Any] = [None] * self.stages
@@ -166,28 +170,51 @@ class Launch:
             yield True
 
     def ask_for_A(self) -> Steps:
-        wide, n = self.planes == 3, 0
-        rings = [Ring() for _ in range(self.groups)]
+        n, rings = 0, [Ring() for _ in range(self.groups)]
         while True:
             yield from self.given[n % SLOTS].wait(n // SLOTS % 2)
             if self.slots[n % SLOTS] is None:
                 return
             assert self.slots[n % SLOTS] == n
+            if self.planes == 3 and self.ahead:
+                yield from self.split_unit(n, rings[0])
+                n += 1
+                continue
             for number in range(self.boxes):
-                group = number % self.groups
-                box = self.box_of(group, number // self.groups) if wide else number
-                ring, own = (rings[group], self.held // self.groups) if wide else (rings[0], self.held)
-                for chunk in range(self.products * self.chunks if wide else 1):
-                    at = ring.stage + (group * own if wide else 0)
-                    yield from self.empty_A[at].wait(ring.parity ^ 1)
-                    self.full_A[at].arrive(1)
-                    self.copy(self.lora_A, at, (n, box, chunk), self.full_A[at])
-                    ring.advance(own)
-                    yield True
+                group = number % self.groups if self.splits else 0
+                ring, own = (rings[group], self.held // self.groups) if self.splits else (rings[0], self.held)
+                at = ring.stage + group * own
+                yield from self.empty_A[at].wait(ring.parity ^ 1)
+                self.full_A[at].arrive(1)
+                self.copy(self.lora_A, at, (n, number), self.full_A[at])
+                ring.advance(own)
+                yield True
             n += 1
 
-    def box_of(self, group: int, turn: int) -> int:
-        return 2 * group + turn if self.in_pairs else turn * self.groups + group
+    def split_unit(self, n: int, ring: Ring) -> Steps:
+        coming, chunks = Ring(self.split.stage, self.split.parity), self.boxes * self.products
+
+        def load(chunk: int) -> None:
+            if chunk < chunks:
+                self.next_A[coming.stage].arrive(1)
+                self.copy(self.coming, coming.stage, (n, chunk), self.next_A[coming.stage])
+            coming.advance(NEXT)
+
+        load(0)
+        for chunk in range(chunks):
+            load(chunk + 1)
+            if chunk % self.products == 0:
+                yield from self.empty_A[ring.stage].wait(ring.parity ^ 1)
+            yield from self.next_A[self.split.stage].wait(self.split.parity)
+            self.lora_A[ring.stage] = "being written"
+            yield True
+            self.read(self.coming, self.split.stage, (n, chunk))
+            self.split.advance(NEXT)
+            if chunk % self.products == self.products - 1:
+                self.lora_A[ring.stage] = (n, chunk // self.products)
+                self.full_A[ring.stage].arrive()
+                ring.advance(self.held)
+            yield True
 
     def store(self, which: int) -> Steps:
         ring, t = Ring(), 0
@@ -203,17 +230,17 @@ class Launch:
             ring.advance(self.stages)
 
     def multiply(self, group: int) -> Steps:
-        wide, alone, own = self.planes == 3, self.boxes == 1, self.held // self.groups
-        box, stops, tile_number, ring, ring_A = self.box_of(group, 0), 0, 0, Ring(), Ring()
+        alone, own = self.boxes == 1, self.held // self.groups
+        box, stops, tile_number, ring, ring_A = group, 0, 0, Ring(), Ring()
         end, step, half, row = self.boxes, 1 if self.in_pairs else self.groups, group, 0
         upper: tuple[int, int] | None = None  # stage and number of a tile that is kept
         at_once = {2: 8, 3: 2, 4: 2}[self.groups] // self.products  # kChunksOfTurn
-        turns = {1: -(-self.chunks // at_once), 2: self.products, 3: self.products * self.chunks}[self.planes]
+        turns = -(-self.chunks // at_once) if self.planes == 1 else self.products
 
         def pass_turn() -> None:
             self.turns[(group + 1) % self.groups].arrive()
 
-        if group == self.groups - 1 and not self.goes_round:
+        if group == self.groups - 1 and not self.any_box:
             pass_turn()
         while stops < STORE_WARPS:
             yield from self.full[ring.stage].wait(ring.parity)
@@ -228,47 +255,48 @@ class Launch:
                         self.empty_A[ring_A.stage].arrive()
                 if self.in_pairs:  # whole blocks, or tiles, go round the groups
                     box, end = (2 * half, 2 * half + 2) if half < 2 else (self.boxes, self.boxes)
-                    if first and self.goes_round:
-                        for i in range(self.boxes):
-                            at = Ring(ring_A.stage, ring_A.parity).advance(self.held, i)
-                            yield from self.full_A[at.stage].wait(at.parity)
+                    for i in range(self.boxes if first else 0):
+                        at = Ring(ring_A.stage, ring_A.parity).advance(self.held, i)
+                        yield from self.full_A[at.stage].wait(at.parity)
                 while box < end:
                     at = Ring(ring_A.stage, ring_A.parity)
-                    if wide and first:
-                        for chunk in range(self.products * self.chunks):
-                            there = group * own + ring_A.stage
-                            yield from self.full_A[there].wait(ring_A.parity)
-                            self.read(self.lora_A, there, (unit, box, chunk))
-                            self.empty_A[there].arrive()
-                            ring_A.advance(own)
-                            yield True
-                    if not wide:
+                    if self.splits and first:
+                        there = group * own + ring_A.stage
+                        yield from self.full_A[there].wait(ring_A.parity)
+                        self.read(self.lora_A, there, (unit, box))
+                        self.empty_A[there].arrive()
+                        ring_A.advance(own)
+                        yield True
+                    if not self.splits:
                         at.advance(self.held, box)
-                        if first and not self.goes_round:
+                        if (first or self.any_box) and not self.in_pairs:
                             yield from self.full_A[at.stage].wait(at.parity)
                     self.read(self.stage, ring.stage, number)
                     for turn in range(turns):
-                        if not self.goes_round and (not alone or turn == 0):
+                        if not self.any_box and (not alone or turn == 0):
                             yield from self.turns[group].sync()
-                        if not wide:
-                            self.read(self.lora_A, at.stage, (unit, box, 0))
+                        if not self.splits:
+                            self.read(self.lora_A, at.stage, (unit, box))
                         yield True
-                        if not self.goes_round and (not alone or turn == turns - 1):
+                        if not self.any_box and (not alone or turn == turns - 1):
                             pass_turn()
                         yield True
-                        if not wide:
-                            self.read(self.lora_A, at.stage, (unit, box, 0))
-                    if not wide and last and not self.goes_round:
+                        if not self.splits:
+                            self.read(self.lora_A, at.stage, (unit, box))
+                    if not self.splits and last and not self.any_box:
                         self.empty_A[at.stage].arrive()
                     yield True
                     self.read(self.stage, ring.stage, number)
                     box += step
                 if not self.in_pairs:
                     box -= self.boxes
-                elif last and self.goes_round:
+                if self.any_box and last:
                     for i in range(self.boxes):
-                        self.empty_A[Ring(ring_A.stage).advance(self.held, i).stage].arrive()
-                if not wide and last:
+                        at = Ring(ring_A.stage, ring_A.parity).advance(self.held, i)
+                        if not self.in_pairs:
+                            yield from self.full_A[at.stage].wait(at.parity)
+                        self.empty_A[at.stage].arrive()
+                if not self.splits and last:
                     ring_A.advance(self.held, self.boxes)
                 tile_number += 1
                 row = 0 if first else row + 1
@@ -289,7 +317,7 @@ class Launch:
             ring.advance(self.stages)
 
     def state(self) -> list[tuple[int, ...]]:
-        every = (*self.full, *self.empty, *self.done, *self.full_A, *self.empty_A, *self.given)
+        every = (*self.full, *self.empty, *self.done, *self.full_A, *self.empty_A, *self.given, *self.next_A)
         return [barrier.state() for barrier in every] + [(turn.there, turn.over) for turn in self.turns]
 
     @staticmethod

@@ -254,7 +254,7 @@ def test_where_pairs_go(rank: int, dtypes: tuple[torch.dtype, torch.dtype], monk
 def test_shared_memory(adapters: int, monkeypatch: pytest.MonkeyPatch) -> None:
     planes = cuda_table.planes(adapters)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: H200)
-    for rank in range(8, cuda_hopper._most_rank(planes, 0, 227 << 10) + 1, 8):
+    for rank in range(8, cuda_hopper._most_rank(planes, 0, 227 << 10, False, 0) + 1, 8):
         work = Work((0, adapters), NONE, rank, torch.device("cpu"))
         tiles = HOPPER.shape(work)
         assert tiles is not None
@@ -299,8 +299,8 @@ def test_units_of_the_journal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [one.func.__name__ for one in tracked._launches] == ["track_cuda"] * 2 + ["track_hopper"] * 2
     for of in map(arguments, tracked._launches[2:]):
         tiles = [of[name] for name in ("strip_cols", "held", "stages", "max_rank")]
-        beside = cuda_tracked.TrackedHopper.beside_box
-        assert native.compiled.accepts_tiles(*tiles, cuda_table.planes(of["adapters"]), beside, 227 << 10)
+        beside, ahead = cuda_tracked.TrackedHopper.beside_box, cuda_tracked.TrackedHopper.ahead
+        assert native.compiled.accepts_tiles(*tiles, cuda_table.planes(of["adapters"]), beside, ahead, 227 << 10)
     first = dict(zip(tracked._names, np.concatenate(tracked._first).tolist(), strict=True))
     ends = [*sorted(first.values())[1:], tracked.units]
     for name, end in zip(sorted(first, key=first.__getitem__), ends, strict=True):

@@ -16,39 +16,40 @@ MANY_RANK = 64
 UNITS = ([1], [2], [3], [1, 1], [3, 1, 1, 2], [1] * 12, [2, 1] * 5, [7, 7], [])
 
 
-def chosen(ahead: bool = False) -> list[tuple[int, ...]]:
-    """Boxes, held, stages, planes, products, chunks of a product, groups; each with the most chunks. `ahead`: those of
-    results of 8 bits."""
+def chosen(eight_bits: bool = False) -> list[tuple[int, ...]]:
+    """Boxes, held, stages, planes, products, chunks of a product, groups, whether lora_A is ahead; each with the most
+    chunks. `eight_bits`: those of results of 8 bits, else of merges and tracked ones."""
     found = {}
     for planes in (1, 2, 3):
-        for beside, products in ((0, 1),) if ahead else ((0, 1), (BESIDE, 1), (BESIDE, 2)):
-            for rank in range(1, 513):
+        for beside, products in ((0, 1),) if eight_bits else ((0, 1), (BESIDE, 1), (BESIDE, 2)):
+            for rank in range(1, products * 32 + 1 if planes == 3 else 513):
+                ahead = eight_bits or beside > 0
                 tiles = NATIVE.hopper_tiles(rank, planes, beside, block(228), ahead)
                 if not tiles or (products > 1 and rank < 64):
                     continue
                 strip, held, stages = tiles
-                many = beside > 0 and planes == 1 and rank <= MANY_RANK and strip == 256
-                groups = {1: 4, 2: 3, 3: 2}[planes] if ahead else 3 if many else 2
-                key = strip // 64, held, stages, planes, products, groups
+                many = beside > 0 and (planes == 3 or (planes == 1 and rank <= MANY_RANK and strip == 256))
+                groups = (4 if planes == 1 else 3) if eight_bits else 3 if many else 2
+                key = strip // 64, held, stages, planes, products, groups, ahead
                 found[key] = max(-(-rank // 32) // products, 1)
-    return [(*key[:5], chunks, key[5]) for key, chunks in found.items()]
+    return [(*key[:5], chunks, *key[5:]) for key, chunks in found.items()]
 
 
 @pytest.mark.parametrize("shape", chosen(), ids=lambda shape: "-".join(map(str, shape)))
 def test_a_shape(shape: Sequence[int]) -> None:
     for units in UNITS:
         for seed in range(6):
-            Launch(*shape, units).run(seed)
+            Launch(*shape[:7], units, ahead=bool(shape[7])).run(seed)
 
 
-@pytest.mark.parametrize("shape", [s for s in chosen(ahead=True) if s[0] == 4], ids=str)
+@pytest.mark.parametrize("shape", [s for s in chosen(eight_bits=True) if s[0] == 4], ids=str)
 def test_results_of_eight_bits(shape: Sequence[int]) -> None:
     """Groups have two boxes side by side, as many as there are registers for; of blocks the upper tile waits for the
     lower one."""
     for blocks in (False, True):
         for units in UNITS:
             for seed in range(6):
-                Launch(*shape, units, in_pairs=True, blocks=blocks).run(seed)
+                Launch(*shape[:7], units, ahead=True, in_pairs=True, blocks=blocks).run(seed)
 
 
 def test_the_model_sees_what_goes_wrong() -> None:

@@ -59,7 +59,7 @@ def check(segments: Sequence[Segment], targets: Sequence[Scaled], stochastic: bo
 
 
 @on_hopper
-@pytest.mark.parametrize("of_unit", [128, 512])
+@pytest.mark.parametrize("of_unit", [128, 1024])
 @pytest.mark.parametrize("group", ALL)
 def test_shapes(group: str, of_unit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With few rows in a unit, as small weights have, and with many, as many large ones have together."""
@@ -194,7 +194,7 @@ def test_which_weights_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
         assert taken([replace(upper, lora_A=None, lora_B=None), lower], [target]) == 0
         assert taken([upper, replace(lower, peer=True)], [target]) == 0
     kernel = HopperScaled()
-    most = [cuda_hopper._most_rank(planes, 0, 227 << 10, kernel.narrowest) for planes in (1, 2, 3)]
+    most = [cuda_hopper._most_rank(planes, 0, 227 << 10, kernel.ahead, kernel.narrowest) for planes in (1, 2, 3)]
     for planes, rank in zip((1, 2, 3), most, strict=True):
         for tiles in (cuda_hopper._tiles(r, planes, 0, 227 << 10, kernel.ahead) for r in range(32, rank + 1, 32)):
             assert tiles is not None

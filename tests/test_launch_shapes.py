@@ -86,12 +86,14 @@ def test_what_a_launch_refuses() -> None:
     assert not NATIVE.accepts_shape(*good, 513, 1, 2, block(228))
     assert not NATIVE.accepts_shape(*good, 32, 1, 2, bytes_of(good, 32, 1, 2))  # without the kernel's own
     for bad in ([192, 4, 2], [256, 4, 1], [256, 4, 7], [256, 3, 2], [256, 17, 2]):
-        assert not NATIVE.accepts_tiles(*bad, 32, 1, 0, block(228)), bad
-    assert not NATIVE.accepts_tiles(256, 5, 2, 32, 3, 0, block(228))
-    assert [NATIVE.accepts_tiles(64, 2, 2, 32, planes, 0, block(228)) for planes in (1, 2, 3)] == [False, True, False]
+        assert not NATIVE.accepts_tiles(*bad, 32, 1, 0, False, block(228)), bad
+    assert not NATIVE.accepts_tiles(256, 5, 2, 32, 3, 0, False, block(228))
+    assert not NATIVE.accepts_tiles(256, 4, 2, 65, 3, 0, True, block(228))
+    for planes in (1, 2, 3):
+        assert NATIVE.accepts_tiles(64, 2, 2, 32, planes, 0, False, block(228)) == (planes == 2)
     for planes in (0, 4):
-        assert not NATIVE.accepts_tiles(256, 4, 2, 32, planes, 0, block(228))
-        assert NATIVE.accepts_tiles(256, 4, 2, 32, 2, 0, block(228))
+        assert not NATIVE.accepts_tiles(256, 4, 2, 32, planes, 0, False, block(228))
+        assert NATIVE.accepts_tiles(256, 4, 2, 32, 2, 0, False, block(228))
 
 
 @pytest.mark.parametrize("kib", GPUS)
@@ -100,7 +102,7 @@ def test_every_choice_of_tiles_is_accepted(kib: int, beside: int) -> None:
     for planes, rank, ahead in product((1, 2, 3), range(1, 513), (False, True)):
         tiles = NATIVE.hopper_tiles(rank, planes, beside, block(kib), ahead)
         if tiles:
-            assert NATIVE.accepts_tiles(*tiles, rank, planes, beside, block(kib)), (planes, rank, tiles)
+            assert NATIVE.accepts_tiles(*tiles, rank, planes, beside, ahead, block(kib)), (planes, rank, tiles)
 
 
 @pytest.mark.parametrize(("kib", "planes", "element_bytes", "most"), [

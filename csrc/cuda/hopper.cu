@@ -28,7 +28,7 @@ int encode(Encode encode_tiled, TensorMap* out, CUtensorMapDataType type, int si
 // Adds and rounds: the result takes W's place.
 struct Merge {
   static constexpr int kBesideBox = 0, kProducts = 1, kBoxesOut = 1;
-  static constexpr bool kCopies = true, kMany = false, kInPairs = false;
+  static constexpr bool kCopies = true, kMany = false, kAhead = false, kInPairs = false;
   __device__ __forceinline__ int64_t number(const Segment&, int, int) const { return 0; }
   __device__ __forceinline__ int bytes(int) const { return 0; }
   __device__ __forceinline__ void load(uint32_t, int64_t, int, uint32_t) const {}

@@ -8,7 +8,7 @@
 //           16-byte vectors are swizzled (vector v of row r at v ^ r % 8).
 //   lora_B  64 rows, all ranks, beside W in the stage: a box a chunk of 32 ranks.
 //   lora_A  the strip's columns, all ranks, once a unit, ahead of it as W is: boxes of 64 columns. float32 ones are
-//           split into three bf16 parts when their unit begins; pairs (parts.h) come with their factors.
+//           split into three bf16 parts, ahead or when their unit begins; pairs (parts.h) come with their factors.
 //   wgmma   64 rows x 64 columns x 16 ranks; lora_B from registers, lora_A from shared memory. All ranks are summed in
 //           the matrix unit; of float32 adapters, also as pairs, 32 of them, which are then added to the rest (round to
 //           nearest).
@@ -21,10 +21,12 @@
 //   kProducts        1; or 2, of adapters of one rank: the table then has its segments twice, and the adapters of those
 //                    behind come first
 //   kBoxesOut        boxes of W whose place a box of results takes, which has as many bytes as one; 0: nothing goes out
+//   kAhead           whether lora_A of the next unit is brought as early as there is room for it, and float32 lora_A
+//                    split ahead: for a way that takes long for a box
 //   kInPairs         whether a group has two boxes side by side (half of a strip of four), not every other one. Halves
-//                    go round the groups, without turns, but of float32 adapters: `ends_block(tile)` says whether the
-//                    next tile's are for the next ones. `end_tile(block, stage, row, fragment, half)` follows the boxes,
-//                    and says whether the stage stays with the group, which hands it on later
+//                    go round the groups, without turns: `ends_block(tile)` says whether the next tile's are for the
+//                    next ones. `end_tile(block, stage, row, fragment, half)` follows the boxes, and says whether the
+//                    stage stays with the group, which hands it on later
 //   kBesideBox       bytes of a stage for each box, beside W and lora_B
 //   number(s, r, c)  what the way calls the tile at row r and column c of segment s
 //   bytes(boxes)     that `load(to, number, boxes, barrier)` copies there
@@ -72,17 +74,14 @@ __device__ __forceinline__ void store_tiles(const Block& b, int which) {
 
 // The parts of a box of float32 lora_A, by the group that has this box.
 template <int Groups>
-__device__ __forceinline__ void split_box(const Block& b, Ring& ring, int box, int chunks) {
-  const int own = b.layout.held / Groups;
+__device__ __forceinline__ void split_box(const Block& b, Ring& ring, int box) {
+  const int own = b.layout.held / Groups, at = group_number() * own + ring.stage;
   group_meets();  // the last unit's are no longer read
-#pragma unroll 1
-  for (int c = 0; c < chunks; ++c, ring.advance(own)) {
-    const int at = group_number() * own + ring.stage;
-    barrier_wait(b.full_A(at), ring.parity);
-    split_A(b.parts_of_A(box) + c * 3 * kPartBytes, b.lora_A(at));
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(b.empty_A(at));
-  }
+  barrier_wait(b.full_A(at), ring.parity);
+  split_A<128>(b.parts_of_A(box), b.lora_A(at));
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) barrier_arrive(b.empty_A(at));
+  ring.advance(own);
   fence_async();
   group_meets();
 }
@@ -96,9 +95,11 @@ __device__ __forceinline__ void merge_tiles(const Block& b, const Way& way) {
   int fragment = (row - lane / 4 + lane % 8) * 128 + (lane / 8 ^ lane % 8) * 16;
   asm volatile("" : "+r"(fragment));  // or the compiler makes it anew for each box
   const int boxes = layout.cols / kBoxCols, group = uniform(threadIdx.x / 128);
-  constexpr bool kRound = goes_round<Adapter, Way>();
-  constexpr int kStep = Way::kInPairs ? 1 : Groups, kTurns = kRound ? 0 : Groups;
-  int next = box_of<Groups, Way>(group, 0);  // box of this group
+  constexpr bool kAny = kAnyBox<Adapter, Way>, kSplits = kWide<Adapter> && !Way::kAhead;
+  // Halves of tiles take so little time that a look at each box's barrier shows (2.1 copies where it is 2.0).
+  constexpr bool kAtOnce = Way::kInPairs;
+  constexpr int kStep = Way::kInPairs ? 1 : Groups, kTurns = kAny ? 0 : Groups;
+  int next = group;  // box of this group
   int end = boxes;
   [[maybe_unused]] int half = group;  // in pairs: which half of the tile's columns this group has; none from 2 on
   const bool alone = boxes == 1;
@@ -119,25 +120,24 @@ __device__ __forceinline__ void merge_tiles(const Block& b, const Way& way) {
         if (tile.first) barrier_wait(b.full_A(ring_A.stage), ring_A.parity);
         if (tile.last && lane == 0) barrier_arrive(b.empty_A(ring_A.stage));
       }
-      if constexpr (Way::kInPairs) {
-        next = half < 2 ? 2 * half : boxes, end = half < 2 ? next + 2 : boxes;
-        if (kRound && tile.first) {  // all of it, as each group sees each box come and go
-          Ring at = ring_A;
-          for (int i = 0; i < boxes; ++i, at.advance(layout.held)) barrier_wait(b.full_A(at.stage), at.parity);
-        }
+      if constexpr (Way::kInPairs) next = half < 2 ? 2 * half : boxes, end = half < 2 ? next + 2 : boxes;
+      if (kAtOnce && tile.first) {
+        Ring at = ring_A;
+        for (int i = 0; i < boxes; ++i, at.advance(layout.held)) barrier_wait(b.full_A(at.stage), at.parity);
       }
       [[maybe_unused]] Operand<Adapter> first_B;
-      if constexpr (kWide<Adapter>) first_B.load(b.stage_B(ring.stage), 0, row);
+      if constexpr (kWide<Adapter>)
+        if (next < end) first_B.load(b.stage_B(ring.stage), 0, row);
 #pragma unroll 1
       for (; next < end; next += kStep) {  // those without columns too: turns go round
         Ring at = ring_A;
         const char* lora_A = nullptr;
-        if constexpr (kWide<Adapter>) {
-          if (tile.first) split_box<Groups>(b, ring_A, next, Way::kProducts * chunks);
+        if constexpr (kSplits) {
+          if (tile.first) split_box<Groups>(b, ring_A, next);
           lora_A = b.parts_of_A(next);
         } else {
           at.advance(layout.held, next);
-          if (!kRound && tile.first) barrier_wait(b.full_A(at.stage), at.parity);
+          if (!kAtOnce && (kAny || tile.first)) barrier_wait(b.full_A(at.stage), at.parity);
           lora_A = b.lora_A(at.stage);
         }
         char* const W = b.stage(ring.stage) + next * kBoxBytes;
@@ -148,7 +148,7 @@ __device__ __forceinline__ void merge_tiles(const Block& b, const Way& way) {
         const MatrixA<Adapter> a(shared_address(lora_A));
         const char* const from_B = b.stage_B(ring.stage);
         const auto leave_A = [&] {
-          if (kRound || kWide<Adapter> || !tile.last) return;
+          if (kAny || kSplits || !tile.last) return;
           __syncwarp();
           if (lane == 0) barrier_arrive(b.empty_A(at.stage));
         };
@@ -162,7 +162,7 @@ __device__ __forceinline__ void merge_tiles(const Block& b, const Way& way) {
               // group would wait for its second one for ever.
               multiply_pairs<kTurns, Way::kProducts == 1 && Groups == 2>(
                   sum, from_B, row, a, p * chunks, chunks, !alone || p == 0, !alone || p + 1 == Way::kProducts, work);
-            else multiply_all_wide<kTurns>(sum, first, from_B, row, a, p * chunks, rank, work);
+            else multiply_wide<kTurns>(sum, first, a, p, rank, work);
             box.scaling = scaling;
             if constexpr (kPaired<Adapter>) {
               const uint32_t *const rows = b.factors_of_B(ring.stage, p), *const cols = b.factors_of_A(at.stage, p);
@@ -175,7 +175,7 @@ __device__ __forceinline__ void merge_tiles(const Block& b, const Way& way) {
             multiply(0, first_B, *box.before.segment, box.before.scaling, meanwhile);
             hand.begin(box, read, sum);
             Operand<Adapter> second_B;
-            if constexpr (kWide<Adapter>) second_B.load(from_B, chunks, row);
+            if constexpr (kWide<Adapter>) second_B.load(from_B, 1, row);
             multiply(1, second_B, s, tile.scaling, [] {});
           } else {
             multiply(0, first_B, s, tile.scaling, meanwhile);
@@ -198,16 +198,18 @@ __device__ __forceinline__ void merge_tiles(const Block& b, const Way& way) {
         const bool over = hand.ends_block(tile);
         keeps = half < 2 && hand.end_tile(b, ring.stage, row, fragment, half);
         if (over) half = half < 2 ? half + Groups - 2 : half - 2;
-        if (kRound && tile.last) {
-          __syncwarp();
-          Ring at = ring_A;
-          if (lane == 0)
-            for (int i = 0; i < boxes; ++i, at.advance(layout.held)) barrier_arrive(b.empty_A(at.stage));
-        }
       } else {
         next -= boxes;
       }
-      if (!kWide<Adapter> && tile.last) ring_A.advance(layout.held, boxes);
+      if (kAny && tile.last) {
+        __syncwarp();
+        Ring at = ring_A;
+        for (int i = 0; lane == 0 && i < boxes; ++i, at.advance(layout.held)) {
+          if (!kAtOnce) barrier_wait(b.full_A(at.stage), at.parity);
+          barrier_arrive(b.empty_A(at.stage));
+        }
+      }
+      if (!kSplits && tile.last) ring_A.advance(layout.held, boxes);
     } else if (Way::kCopies && kind == kRaw) {
       const Slot& slot = b.shared.slots[tile.slot];
       if (threadIdx.x < kThreads) copy_unit(slot.segment(), static_cast<int>(slot.unit));
@@ -235,10 +237,11 @@ __global__ void __launch_bounds__(kBlock<Groups>, 1)
     for (int i = 0; i < layout.held; ++i) {
       barrier_init(b.full_A(i), 1);
       // Of all groups, or of the one that read it last.
-      const bool all = layout.cols == kBoxCols || goes_round<Adapter, Way>();
+      const bool all = layout.cols == kBoxCols || kAnyBox<Adapter, Way>;
       barrier_init(b.empty_A(i), all ? kWarps : 4);
     }
     for (int i = 0; i < kSlots; ++i) barrier_init(b.given(i), 1);
+    for (int i = 0; i < kNext; ++i) barrier_init(b.next_A(i), 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     fence_async();
   }
@@ -260,16 +263,18 @@ __global__ void __launch_bounds__(kBlock<Groups>, 1)
 
 template <typename T, int Groups, typename Adapter, typename Way>
 int launch_groups(const Way& way, const HopperLaunch& launch, cudaStream_t stream) {
-  static_assert(!kWide<Adapter> || Groups == 2, "`accepts` shares out held boxes of float32 lora_A to two groups");
+  constexpr bool kSplits = kWide<Adapter> && !Way::kAhead;
+  static_assert(!kSplits || Groups == 2, "`accepts` shares out held boxes of float32 lora_A to two groups");
   int device = 0, processors = 0, per_block = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   if (error != cudaSuccess) return error;
   const Tiles tiles{launch.strip_cols, launch.held, launch.stages};
-  if (!accepts(tiles, launch.max_rank, kPlanes<Adapter>, Way::kBesideBox, per_block))
+  if (!accepts(tiles, launch.max_rank, kPlanes<Adapter>, Way::kBesideBox, Way::kAhead, per_block) ||
+      (kWide<Adapter> && launch.max_rank > Way::kProducts * kChunk))
     return cudaErrorInvalidConfiguration;
-  const Layout layout = layout_of(tiles, launch.max_rank, kPlanes<Adapter>, Way::kBesideBox);
+  const Layout layout = layout_of(tiles, launch.max_rank, kPlanes<Adapter>, Way::kBesideBox, Way::kAhead);
   const auto kernel = merge_kernel<T, Groups, Adapter, Way>;
   error = allow_shared(kernel, layout.total());
   if (error != cudaSuccess) return error;
@@ -281,8 +286,8 @@ int launch_groups(const Way& way, const HopperLaunch& launch, cudaStream_t strea
 
 template <typename T, typename Adapter, typename Way>
 int launch_adapters(const Way& way, const HopperLaunch& launch, cudaStream_t stream) {
-  if constexpr (goes_round<Adapter, Way>()) {  // as many as there are registers for: pairs have three sums
-    return launch_groups<T, kPaired<Adapter> ? 3 : 4, Adapter>(way, launch, stream);
+  if constexpr (kAnyBox<Adapter, Way>) {  // as many as there are registers for: products of parts have several sums
+    return launch_groups<T, kPlanes<Adapter> == 1 ? 4 : 3, Adapter>(way, launch, stream);
   } else {
     if constexpr (Way::kMany && kPlanes<Adapter> == 1)
       if (launch.max_rank <= kManyRank && launch.strip_cols == 4 * kBoxCols)

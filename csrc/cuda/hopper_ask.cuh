@@ -170,17 +170,52 @@ __device__ __forceinline__ void ask_for_tiles(const Block& b, const Way& way) {
   }
 }
 
+// float32 lora_A of a unit, from column `col` on, becomes parts ahead of the products: by a warp, chunk by chunk, while
+// the next one is under way. `ring`: of boxes in parts; `next`: of chunks that come.
+template <int Products>
+__device__ __forceinline__ void split_unit(const Block& b, const TensorMap* const (&lora_A)[Products], int col,
+                                           Ring& ring, Ring& next) {
+  const int lane = threadIdx.x % 32, chunks = b.layout.cols / kBoxCols * Products;
+  Ring coming = next;
+  const auto load = [&](int n) {
+    if (lane == 0 && n < chunks) {
+      const uint32_t barrier = b.next_A(coming.stage);
+      barrier_arrive_expect(barrier, chunk_bytes(3));
+      load_box(shared_address(b.next_lora_A(coming.stage)), lora_A[n % Products], col + n / Products * kBoxCols, 0,
+               barrier);
+    }
+    coming.advance(kNext);
+  };
+  load(0);
+#pragma unroll 1
+  for (int n = 0; n < chunks; ++n, next.advance(kNext)) {
+    const int at = ring.stage, p = n % Products;
+    load(n + 1);
+    if (p == 0) barrier_wait(b.empty_A(at), ring.parity ^ 1);
+    barrier_wait(b.next_A(next.stage), next.parity);
+    split_A<32>(b.lora_A(at) + p * 3 * kPartBytes, b.next_lora_A(next.stage));
+    fence_async();
+    __syncwarp();
+    if (p + 1 < Products) continue;
+    if (lane == 0) barrier_arrive(b.full_A(at));
+    ring.advance(b.layout.held);
+  }
+}
+
 // Another warp asks for lora_A, box by box, as soon as a unit is given and there is room. Boxes follow each other round
 // the ring: a group that waits for one has had its turn after that box was used which lay there before, or it would
 // take the one for the other. Where a strip is one box, groups have whole tiles, and perhaps none of a unit: there each
-// group sees each box come and go. float32 ones are split in front of the turns, so there each group has a ring of its
-// own. (tests/hopper_roles.py is a model of all this.)
+// group sees each box come and go. float32 ones that groups split in front of their turns have a ring for each group;
+// split ahead they go round in parts. (tests/hopper_roles.py is a model of all this.)
 template <int Groups, typename Adapter, typename Way>
 __device__ __forceinline__ void ask_for_A(const Block& b) {
   constexpr int Products = Way::kProducts;
-  if (threadIdx.x % 32 != 0) return;
+  constexpr bool kSplits = kSplitsAhead<Adapter, Way>;
+  const int lane = threadIdx.x % 32;
+  if (!kSplits && lane != 0) return;
   Ring rings[Groups];
   int acquired = -1;
+  [[maybe_unused]] Ring next;
   for (int n = 0;; ++n) {
     barrier_wait(b.given(n % kSlots), n / kSlots % 2);
     const Slot& slot = b.shared.slots[n % kSlots];
@@ -195,43 +230,42 @@ __device__ __forceinline__ void ask_for_A(const Block& b) {
       lora_A[p] = &b.maps_of(at).lora_A;
       if constexpr (kPaired<Adapter>) factors[p] = reinterpret_cast<const uint32_t*>(lora_merge::factors_of_A(*of));
     }
-    if (b.launch.maps != nullptr && slot.number != acquired) {
+    if (b.launch.maps != nullptr && slot.number != acquired && lane == 0) {
 #pragma unroll
       for (int p = 0; p < Products; ++p) acquire_map(lora_A[p]);
       acquired = slot.number;
     }
-    const int chunks = (static_cast<int>(s.rank) + kChunk - 1) / kChunk;
+    [[maybe_unused]] const int chunks = (static_cast<int>(s.rank) + kChunk - 1) / kChunk;
     constexpr int kChunkBytes = chunk_bytes(kPlanes<Adapter>);
-    if constexpr (kWide<Adapter>) {
+    if constexpr (kWide<Adapter> && !kSplits) {
+      static_assert(Products == 1);
       const int own = b.layout.held / Groups;
       for (int i = 0; i < b.layout.cols / kBoxCols; i += Groups)
 #pragma unroll
         for (int g = 0; g < Groups; ++g) {
-          if (i + g >= b.layout.cols / kBoxCols) break;
-          const int col = slot.col + box_of<Groups, Way>(g, i / Groups) * kBoxCols;
-#pragma unroll
-          for (int p = 0; p < Products; ++p)
-            for (int c = 0; c < chunks; ++c, rings[g].advance(own)) {
-              const int at = g * own + rings[g].stage;
-              barrier_wait(b.empty_A(at), rings[g].parity ^ 1);
-              barrier_arrive_expect(b.full_A(at), kChunkBytes);
-              load_box(shared_address(b.lora_A(at)), lora_A[p], col, c * kChunk, b.full_A(at));
-            }
+          const int at = g * own + rings[g].stage;
+          barrier_wait(b.empty_A(at), rings[g].parity ^ 1);
+          barrier_arrive_expect(b.full_A(at), kChunkBytes);
+          load_box(shared_address(b.lora_A(at)), lora_A[0], slot.col + (i + g) * kBoxCols, 0, b.full_A(at));
+          rings[g].advance(own);
         }
-      continue;
-    }
-    Ring& ring = rings[0];
-    for (int i = 0; i < b.layout.cols / kBoxCols; ++i, ring.advance(b.layout.held)) {
-      const int col = slot.col + i * kBoxCols, at = ring.stage;
-      const bool there = kPaired<Adapter> && col < s.cols;  // factors of these columns
-      const uint32_t to = shared_address(b.lora_A(at)), barrier = b.full_A(at);
-      barrier_wait(b.empty_A(at), ring.parity ^ 1);
-      barrier_arrive_expect(barrier, Products * (chunks * kChunkBytes + (there ? kFactorBytes : 0)));
+    } else if constexpr (kSplits) {
+      split_unit<Products>(b, lora_A, slot.col, rings[0], next);
+    } else {
+      Ring& ring = rings[0];
+      for (int i = 0; i < b.layout.cols / kBoxCols; ++i, ring.advance(b.layout.held)) {
+        const int col = slot.col + i * kBoxCols, at = ring.stage;
+        const bool there = kPaired<Adapter> && col < s.cols;  // factors of these columns
+        const uint32_t to = shared_address(b.lora_A(at)), barrier = b.full_A(at);
+        barrier_wait(b.empty_A(at), ring.parity ^ 1);
+        barrier_arrive_expect(barrier, Products * (chunks * kChunkBytes + (there ? kFactorBytes : 0)));
 #pragma unroll
-      for (int p = 0; p < Products; ++p) {
-        for (int c = 0; c < chunks; ++c)
-          load_ranks(to + (p * chunks + c) * kChunkBytes, lora_A[p], col, c * kChunk, barrier);
-        if (there) load_run(shared_address(b.factors_of_A(at, p)), factors[p] + factor_at(col), kFactorBytes, barrier);
+        for (int p = 0; p < Products; ++p) {
+          for (int c = 0; c < chunks; ++c)
+            load_ranks(to + (p * chunks + c) * kChunkBytes, lora_A[p], col, c * kChunk, barrier);
+          if (there)
+            load_run(shared_address(b.factors_of_A(at, p)), factors[p] + factor_at(col), kFactorBytes, barrier);
+        }
       }
     }
   }

@@ -39,7 +39,7 @@ struct Slot {
 struct Shared {
   uint64_t full[kMaxStages], done[kMaxStages], empty[kMaxStages];
   uint64_t full_A[kMaxHeld], empty_A[kMaxHeld];
-  uint64_t given[kSlots];
+  uint64_t given[kSlots], next_A[kNext];
   Tile tiles[kMaxStages];
   Slot slots[kSlots];
   Before before[kMaxStages];
@@ -64,6 +64,8 @@ struct Block {
   __device__ __forceinline__ char* parts_of_A(int box) const {
     return memory + layout.before_parts() + box * layout.bytes_of_parts;
   }
+  // Where chunks of float32 lora_A come that are split ahead.
+  __device__ __forceinline__ char* next_lora_A(int i) const { return parts_of_A(0) + i * chunk_bytes(3); }
   // Of product p.
   __device__ __forceinline__ uint32_t* factors_of_A(int i, int p) const {
     return reinterpret_cast<uint32_t*>(memory + layout.before_factors() + i * layout.bytes_of_factors +
@@ -78,22 +80,18 @@ struct Block {
   __device__ __forceinline__ uint32_t full_A(int i) const { return shared_address(shared.full_A + i); }
   __device__ __forceinline__ uint32_t empty_A(int i) const { return shared_address(shared.empty_A + i); }
   __device__ __forceinline__ uint32_t given(int i) const { return shared_address(shared.given + i); }
+  __device__ __forceinline__ uint32_t next_A(int i) const { return shared_address(shared.next_A + i); }
   __device__ __forceinline__ const Maps& maps_of(int segment) const {
     return launch.maps != nullptr ? launch.maps[segment] : launch.inline_maps[segment];
   }
 };
 
-// Whether halves of tiles go round the groups. (lora_A in parts is split by the groups that always have these boxes.)
+// Whether the warp that asks for lora_A splits it into parts. Else the groups do, each the boxes that it always has.
 template <typename Adapter, typename Way>
-__host__ __device__ constexpr bool goes_round() {
-  return Way::kInPairs && !kWide<Adapter>;
-}
-
-// The box of a strip that a group of warps has in its turn number `turn`: they go round the groups, or come in pairs.
-template <int Groups, typename Way>
-__device__ __forceinline__ int box_of(int group, int turn) {
-  return Way::kInPairs ? 2 * group + turn : turn * Groups + group;
-}
+constexpr bool kSplitsAhead = kWide<Adapter>&& Way::kAhead;
+// Whether groups have no turns, and any group any box, so that each sees each box of lora_A come and go.
+template <typename Adapter, typename Way>
+constexpr bool kAnyBox = Way::kInPairs || kSplitsAhead<Adapter, Way>;
 
 // A position in a ring.
 struct Ring {

@@ -19,12 +19,13 @@ __device__ __forceinline__ int rank_at(int place) {
   return place % 8 / 2 * 8 + place / 16 * 4 + place / 8 % 2 * 2 + place % 2;
 }
 
-// A chunk of float32 lora_A, 32 ranks of 64 columns in their own order, becomes three planes. By a group of warps.
+// A chunk of float32 lora_A, 32 ranks of 64 columns in their own order, becomes three planes. By so many threads.
+template <int Threads>
 __device__ __forceinline__ void split_A(char* to, const char* from) {
   const int v = threadIdx.x % 8;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int place = threadIdx.x % 128 / 8 + i * 16;
+#pragma unroll 4
+  for (int i = 0; i < 256 / Threads; ++i) {
+    const int place = threadIdx.x % Threads / 8 + i * (Threads / 8);
     const float4* const rank = reinterpret_cast<const float4*>(from + rank_at(place) * 256) + 2 * v;
     const float4 x = rank[0], y = rank[1];
     uint32_t part[4][3];
@@ -173,49 +174,36 @@ __device__ __forceinline__ void multiply_all_narrow(float (&sum)[Products][32], 
     multiply_narrow<Turns, Adapter, kMost>(sum, from_B, row, a, chunks, c, chunks - c, [] {});
 }
 
-// A turn of float32 adapters, in three parts: a chunk. The small products on their own: the matrix unit cuts what it
-// adds, and would cut the large sum for each. Steps: 1 where the second one has no rank.
-template <int Turns, bool First, int Steps, typename Meanwhile>
-__device__ __forceinline__ void multiply_wide(float (&sum)[32], Operand<float>& b, const MatrixA<float>& a, int c,
-                                              const Meanwhile& meanwhile) {
-  float small[32], large[32];
+// Float32 adapters, in three parts: chunk `c`, which is all, in a turn. The small products on their own: the matrix
+// unit cuts what it adds, and would cut the large sum for each. Steps: 1 where the second one has no rank.
+template <int Turns, int Steps, typename Meanwhile>
+__device__ __forceinline__ void multiply_steps(float (&sum)[32], Operand<float>& b, const MatrixA<float>& a, int c,
+                                               const Meanwhile& meanwhile) {
+  float small[32];
   await_turn<Turns>();
   b.settle();
   wgmma_begin();
 #pragma unroll
   for (int h = 0; h < Steps; ++h) b.multiply_small(small, a, c, h, h > 0);
 #pragma unroll
-  for (int h = 0; h < Steps; ++h) b.multiply(large, 0, h, a(c, h), h > 0);
+  for (int h = 0; h < Steps; ++h) b.multiply(sum, 0, h, a(c, h), h > 0);
   wgmma_commit();
   pass_turn<Turns>();
   meanwhile();
   wgmma_wait();
   settle(small);
-  settle(large);
+  settle(sum);
   b.settle();
 #pragma unroll
-  for (int i = 0; i < 32; ++i) {
-    const float chunk = large[i] + small[i];
-    sum[i] = First ? chunk : sum[i] + chunk;
-  }
+  for (int i = 0; i < 32; ++i) sum[i] += small[i];
 }
 
-// All turns of float32 adapters: their sums over a rank, from chunk `begin` on. `first`: the operand of this one, which
-// all boxes of a tile share, as splitting takes long.
 template <int Turns, typename Meanwhile>
-__device__ __forceinline__ void multiply_all_wide(float (&sum)[32], Operand<float>& first, const char* from_B, int row,
-                                                  const MatrixA<float>& a, int begin, int rank,
-                                                  const Meanwhile& meanwhile) {
-  const int end = begin + (rank + kChunk - 1) / kChunk;
+__device__ __forceinline__ void multiply_wide(float (&sum)[32], Operand<float>& b, const MatrixA<float>& a, int c,
+                                              int rank, const Meanwhile& meanwhile) {
   // The second step has no rank below 4, see `rank_at`.
-  if (rank <= 4) return multiply_wide<Turns, true, 1>(sum, first, a, begin, meanwhile);
-  multiply_wide<Turns, true, 2>(sum, first, a, begin, meanwhile);
-#pragma unroll 1
-  for (int c = begin + 1; c < end; ++c) {
-    Operand<float> b;
-    b.load(from_B, c, row);
-    multiply_wide<Turns, false, 2>(sum, b, a, c, [] {});
-  }
+  if (rank <= 4) multiply_steps<Turns, 1>(sum, b, a, c, meanwhile);
+  else multiply_steps<Turns, 2>(sum, b, a, c, meanwhile);
 }
 
 // All turns of pairs: one, of all chunks, as each takes long. Large products of 32 ranks are summed in the matrix unit,

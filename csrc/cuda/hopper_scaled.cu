@@ -20,7 +20,7 @@ using hopper::Box;
 template <int Part, bool Divides = false>
 struct Scale {
   [[maybe_unused]] static constexpr int kBesideBox = 0, kProducts = 1, kBoxesOut = Part == kScaleMeasure ? 0 : 2;
-  [[maybe_unused]] static constexpr bool kCopies = false, kMany = false, kInPairs = true;
+  [[maybe_unused]] static constexpr bool kCopies = false, kMany = false, kAhead = true, kInPairs = true;
   int group;
   __device__ __forceinline__ int64_t number(const Segment&, int, int) const { return 0; }
   __device__ __forceinline__ int bytes(int) const { return 0; }
@@ -72,6 +72,7 @@ struct Scale {
             write<decltype(odd)::value>(box, i, x, by[i / 2]);
           });
         };
+        __syncwarp();  // before others of the warp write where this lane reads
         if (by[0].odd || by[1].odd) convert(std::true_type{});  // what is rare is out of the way
         else convert(std::false_type{});
         __syncwarp();

@@ -31,7 +31,7 @@ struct Track {
   static constexpr bool kThere = Turn != kTrackUnmerge, kBack = Turn != kTrackMerge;
   static constexpr int kBesideBox = kCodesOfBox + kRecordsOfBox, kProducts = kThere && kBack ? 2 : 1;
   static constexpr int kBoxesOut = 1;
-  static constexpr bool kCopies = false, kMany = true, kInPairs = false;
+  static constexpr bool kCopies = false, kMany = true, kAhead = true, kInPairs = false;
   TrackedJournal journal;
 
   // Of the tile's first box.

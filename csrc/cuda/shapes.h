@@ -75,6 +75,7 @@ namespace hopper {
 
 constexpr int kBoxBytes = kTileRows * kBoxCols * 2;
 constexpr int kMaxStages = 6, kMaxHeld = 12;
+constexpr int kNext = 2;    // chunks of a box of float32 lora_A that are under way to be split ahead
 constexpr int kOwn = 3072;  // shared memory of barriers, tiles and segments
 
 struct Tiles {
@@ -90,58 +91,67 @@ LORA_MERGE_HD constexpr int chunk_bytes(int planes) { return kPartBytes * (plane
 constexpr int kFactorBytes = 4 * kFactorWords;
 static_assert(kFactorsAtOnce == 64);
 
-// Shared memory: the stages, boxes of lora_A, those of the strip split into parts, the factors of boxes of pairs, the
-// kernel's own. A stage: W, lora_B with its factors, what the way wants beside them.
+// Shared memory: the stages, boxes of lora_A, those of the strip split into parts, or where they are split ahead what
+// comes next, the factors of boxes of pairs, the kernel's own. A stage: W, lora_B with its factors, what the way wants
+// beside them.
 struct Layout {
-  int cols, stage_bytes, stages, bytes_of_A, held, bytes_of_parts, bytes_of_factors, bytes_of_B;
+  int cols, stage_bytes, stages, bytes_of_A, held, bytes_of_parts, bytes_of_next, bytes_of_factors, bytes_of_B;
   LORA_MERGE_HD constexpr int before_parts() const { return stages * stage_bytes + held * bytes_of_A; }
-  LORA_MERGE_HD constexpr int before_factors() const { return before_parts() + cols / kBoxCols * bytes_of_parts; }
+  LORA_MERGE_HD constexpr int before_factors() const {
+    return before_parts() + cols / kBoxCols * bytes_of_parts + bytes_of_next;
+  }
   LORA_MERGE_HD constexpr int before_own() const { return before_factors() + held * bytes_of_factors; }
   LORA_MERGE_HD constexpr int total() const { return before_own() + kOwn; }
 };
 
-// Of float32 lora_A (three planes) a box is held chunk by chunk; `beside`: bytes for each box of W.
-constexpr Layout layout_of(const Tiles& tiles, int max_rank, int planes, int beside) {
+// `beside`: bytes for each box of W. `ahead`: lora_A of the next unit is brought as early as there is room for it, and
+// float32 lora_A (three planes) then split ahead of the products: else a box of it is held as it comes, and split by
+// those who multiply.
+constexpr Layout layout_of(const Tiles& tiles, int max_rank, int planes, int beside, bool ahead) {
   const int chunks = chunks_of(max_rank), factors = planes == 2 ? 2 * kFactorBytes : 0;
+  const int of_A = chunks * chunk_bytes(planes), of_parts = planes == 3 ? 3 * chunks * kPartBytes : 0;
   const int of_B = chunks * chunk_bytes(planes) + factors;
   return {tiles.strip_cols,
           (tiles.strip_cols / kBoxCols * (kBoxBytes + beside) + of_B + 1023) & -1024,
           tiles.stages,
-          chunk_bytes(planes) * (planes == 3 ? 1 : chunks),
+          planes == 3 && ahead ? of_parts : of_A,
           tiles.held,
-          planes == 3 ? 3 * chunks * kPartBytes : 0,
+          ahead ? 0 : of_parts,
+          planes == 3 && ahead ? kNext * chunk_bytes(planes) : 0,
           factors,
           of_B};
 }
 
 // Whether a launch takes them, where a block may have `per_block` bytes of shared memory. Held boxes of float32 lora_A
-// are shared out to two groups; of others a strip's are there at once.
-constexpr bool accepts(const Tiles& t, int max_rank, int planes, int beside, int per_block) {
+// that are not split ahead are shared out to two groups; of others a strip's are there at once. In parts there is a
+// chunk of each of two products (kernels/cuda_table.py has pairs for more).
+constexpr bool accepts(const Tiles& t, int max_rank, int planes, int beside, bool ahead, int per_block) {
   const bool known = (t.strip_cols == 256 || t.strip_cols == 128 || (t.strip_cols == 64 && planes == 2)) &&
                      t.stages >= 2 && t.stages <= kMaxStages && t.held > 0 && t.held <= kMaxHeld && max_rank >= 0 &&
-                     max_rank <= kMaxRank && planes >= 1 && planes <= 3;
-  const bool held = planes == 3 ? t.held % 2 == 0 : t.held >= t.strip_cols / kBoxCols;
-  return known && held && layout_of(t, max_rank, planes, beside).total() <= per_block;
+                     max_rank <= (planes == 3 ? 2 * kChunk : kMaxRank) && planes >= 1 && planes <= 3;
+  const bool held = planes == 3 && !ahead ? t.held % 2 == 0 : t.held >= t.strip_cols / kBoxCols;
+  return known && held && layout_of(t, max_rank, planes, beside, ahead).total() <= per_block;
 }
 
 // Wide strips read lora_B less often; stages hide the latency of memory. None where the rank leaves no room.
-// `ahead`: of the next unit's lora_A as much as there is room for.
 inline std::optional<Tiles> choose_tiles(int max_rank, int planes, int beside, int per_block, bool ahead) {
   const auto most_stages = [&](int strip_cols, int held) {
     int stages = kMaxStages;
-    while (stages > 0 && !accepts({strip_cols, held, stages}, max_rank, planes, beside, per_block)) --stages;
+    while (stages > 0 && !accepts({strip_cols, held, stages}, max_rank, planes, beside, ahead, per_block)) --stages;
     return stages;
   };
   struct Try {
     int strip_cols, held, planes;  // of adapters that try it; 0: all do
   };
-  for (const Try& t : {Try{256, 4, 0}, Try{128, 4, 3}, Try{128, 2, 0}, Try{64, 1, 2}}) {
+  // Split ahead, half of the next unit's is there while this one's is read.
+  const int held = planes == 3 && ahead ? 6 : 4;
+  for (const Try& t : {Try{256, held, 0}, Try{128, 4, 3}, Try{128, 2, 0}, Try{64, 1, 2}}) {
     if (t.planes != 0 && t.planes != planes) continue;
     Tiles tiles{t.strip_cols, t.held, most_stages(t.strip_cols, t.held)};
     if (tiles.stages == 0) continue;
     // What is left is for the next unit's lora_A where that takes long to bring; else blocks that wait for it stay side
     // by side.
-    const bool more = planes != 3 && (ahead || max_rank * planes > 96);
+    const bool more = ahead || (planes != 3 && max_rank * planes > 96);
     while (more && most_stages(tiles.strip_cols, tiles.held + 1) == tiles.stages)
       ++tiles.held;
     return tiles;

@@ -64,8 +64,9 @@ class Hopper(Kernel[Tiles]):
     narrowest = 0
     """Columns of the least strip that a launch takes."""
     ahead = False
-    """Whether lora_A of the next unit is brought as early as there is room for it. Else blocks of threads that wait for
-    it stay side by side, and read rows of W and lora_B together."""
+    """Whether lora_A of the next unit is brought as early as there is room for it, and float32 lora_A split ahead
+    (csrc/cuda/hopper.cuh: `kAhead`). Else blocks of threads that wait for it stay side by side, and read rows of W and
+    lora_B together."""
 
     def serves(self, table: np.ndarray, device: torch.device) -> np.ndarray:
         there = np.where(products(table) == PAIRS, table[:, PARTS_A] != 0, reads_lora_A(table) & reads_lora_B(table))
@@ -81,8 +82,8 @@ class Hopper(Kernel[Tiles]):
         fits &= ~(in_parts & _turned(table))  # parts of float32 adapters are summed in one order here
         if not _available(device):
             return fits & False
-        room = memory(device).per_block
-        most = np.array([_most_rank(planes(code), self.beside_box, room, self.narrowest) for code in range(PAIRS + 1)])
+        beside = self.beside_box, memory(device).per_block, self.ahead
+        most = np.array([_most_rank(planes(code), *beside, self.narrowest) for code in range(PAIRS + 1)])
         return fits & (rank <= most[adapters])
 
     def kinds(self, table: np.ndarray) -> Sequence[np.ndarray]:
@@ -147,19 +148,19 @@ def _rows_of_vectors(
 
 
 @cache
-def _tiles(max_rank: int, planes: int, beside: int, per_block: int, ahead: bool = False) -> Tiles | None:
+def _tiles(max_rank: int, planes: int, beside: int, per_block: int, ahead: bool) -> Tiles | None:
     """Chosen where launches check it: csrc/cuda/shapes.h. None if the rank leaves no room."""
     numbers = native.compiled.hopper_tiles(max_rank, planes, beside, per_block, ahead)
     return Tiles(*numbers) if numbers else None
 
 
 @cache
-def _most_rank(planes: int, beside: int, per_block: int, narrowest: int = 0) -> int:
+def _most_rank(planes: int, beside: int, per_block: int, ahead: bool, narrowest: int) -> int:
     def fits(tiles: Tiles | None) -> bool:
         return tiles is not None and tiles.strip_cols >= narrowest
 
     ranks = range(CHUNK, MAX_RANK + 1, CHUNK)
-    return max((r for r in ranks if fits(_tiles(r, planes, beside, per_block))), default=0)
+    return max((r for r in ranks if fits(_tiles(r, planes, beside, per_block, ahead))), default=0)
 
 
 def _available(device: torch.device) -> bool:

@@ -46,7 +46,7 @@ class HopperScaled(Hopper):
 
     def units(self, work: Work, shape: Tiles) -> Units:
         """Of whole blocks, and many rows, as each unit waits for its lora_A. As measured."""
-        return Units(shape.strip_cols, 4 * SCALED_BLOCK, SCALED_BLOCK)
+        return Units(shape.strip_cols, 8 * SCALED_BLOCK, SCALED_BLOCK)
 
 
 class MergedAtOnce(Scales):

@@ -17,7 +17,7 @@ from .cuda_kernel import Launch, Units, Work, arguments, deal, tensors
 from .cuda_launch import Portable
 from .cuda_launch import before as launches_before
 from .cuda_repack import repack
-from .cuda_table import BlockShape, ceil
+from .cuda_table import BlockShape, ceil, planes
 from .fused import Journal, Kernels
 from .layout import (
     BOX_COLS,
@@ -68,6 +68,12 @@ class TrackedHopper(Hopper):
     """That multiply at most."""
     beside_box = TILE_ROWS * BOX_COLS // UNIT_ELEMENTS * (RECORD_BYTES + CODE_BYTES)
     """The records and codes of its four units."""
+    ahead = True
+
+    def units(self, work: Work, shape: Tiles) -> Units:
+        """As of merges, but of more rows where one warp splits lora_A into parts. As measured."""
+        units = super().units(work, shape)
+        return units._replace(most=512) if planes(work.kind[-1]) == 3 else units
 
     def tile(self, shape: Tiles) -> tuple[int, int]:
         return TILE_ROWS, BOX_COLS

@@ -219,7 +219,7 @@ OPERATORS = {
     "accepts_tiles": (
         "bool",
         "int64_t strip_cols, int64_t held, int64_t stages, int64_t max_rank, int64_t planes, int64_t beside, "
-        "int64_t per_block",
+        "bool ahead, int64_t per_block",
     ),
 }  # fmt: skip
 CUDA_OPERATORS = {
