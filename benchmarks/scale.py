@@ -69,7 +69,7 @@ class Machine:
     bucket_ms: float = 0
     fixed_ms: float = 0
     write_fixed_ms: float = 0
-    update_copies: float = 1.57
+    update_copies: float = 1.63
     engine_fixed_ms: float = 0
     cards_a_node: int = 8
     gpus_a_node: int = 8
