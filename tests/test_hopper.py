@@ -283,6 +283,19 @@ def test_large_segments_have_short_units(monkeypatch: pytest.MonkeyPatch) -> Non
     assert rows(*[(768, 2048)] * 100) == rows((8960, 1536), (1536, 1536)) == 256
 
 
+def test_units_of_tracked_merges() -> None:
+    """Longer ones of float32 adapters: a warp splits their lora_A."""
+    segment = make_segment("w", 4096, 4096, 8, (BF16,) * 4, torch.device("cpu"))
+    for adapters, ranks, rows in ((BF16, 32, 256), (FP32, 32, 512), (FP32, 64, 512)):
+        work = Work(
+            (0, layout.DTYPES[{BF16: "BFloat16", FP32: "Float32"}[adapters]]),
+            pack([segment]),
+            ranks,
+            segment.source.device,
+        )
+        assert cuda_tracked.TrackedHopper().units(work, cuda_hopper.Tiles(256, 4, 2)).most == rows, (adapters, ranks)
+
+
 def test_units_of_the_journal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each segment has units of its own, whichever kernel tracks it."""
     monkeypatch.setattr(cuda_hopper, "_available", lambda device: True)

@@ -95,7 +95,7 @@ __device__ __forceinline__ void merge_tiles(const Block& b, const Way& way) {
   int fragment = (row - lane / 4 + lane % 8) * 128 + (lane / 8 ^ lane % 8) * 16;
   asm volatile("" : "+r"(fragment));  // or the compiler makes it anew for each box
   const int boxes = layout.cols / kBoxCols, group = uniform(threadIdx.x / 128);
-  constexpr bool kAny = kAnyBox<Adapter, Way>, kSplits = kWide<Adapter> && !Way::kAhead;
+  constexpr bool kAny = kAnyBox<Adapter, Way>, kSplits = kGroupsSplit<Adapter, Way>;
   // Halves of tiles take so little time that a look at each box's barrier shows (2.1 copies where it is 2.0).
   constexpr bool kAtOnce = Way::kInPairs;
   constexpr int kStep = Way::kInPairs ? 1 : Groups, kTurns = kAny ? 0 : Groups;
@@ -263,8 +263,7 @@ __global__ void __launch_bounds__(kBlock<Groups>, 1)
 
 template <typename T, int Groups, typename Adapter, typename Way>
 int launch_groups(const Way& way, const HopperLaunch& launch, cudaStream_t stream) {
-  constexpr bool kSplits = kWide<Adapter> && !Way::kAhead;
-  static_assert(!kSplits || Groups == 2, "`accepts` shares out held boxes of float32 lora_A to two groups");
+  static_assert(!kGroupsSplit<Adapter, Way> || Groups == 2, "`accepts` shares out held boxes of float32 lora_A to two");
   int device = 0, processors = 0, per_block = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);

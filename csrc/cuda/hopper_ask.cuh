@@ -210,9 +210,9 @@ __device__ __forceinline__ void split_unit(const Block& b, const TensorMap* cons
 template <int Groups, typename Adapter, typename Way>
 __device__ __forceinline__ void ask_for_A(const Block& b) {
   constexpr int Products = Way::kProducts;
-  constexpr bool kSplits = kSplitsAhead<Adapter, Way>;
+  constexpr bool kAhead = kSplitsAhead<Adapter, Way>;
   const int lane = threadIdx.x % 32;
-  if (!kSplits && lane != 0) return;
+  if (!kAhead && lane != 0) return;
   Ring rings[Groups];
   int acquired = -1;
   [[maybe_unused]] Ring next;
@@ -237,7 +237,7 @@ __device__ __forceinline__ void ask_for_A(const Block& b) {
     }
     [[maybe_unused]] const int chunks = (static_cast<int>(s.rank) + kChunk - 1) / kChunk;
     constexpr int kChunkBytes = chunk_bytes(kPlanes<Adapter>);
-    if constexpr (kWide<Adapter> && !kSplits) {
+    if constexpr (kGroupsSplit<Adapter, Way>) {
       static_assert(Products == 1);
       const int own = b.layout.held / Groups;
       for (int i = 0; i < b.layout.cols / kBoxCols; i += Groups)
@@ -249,7 +249,7 @@ __device__ __forceinline__ void ask_for_A(const Block& b) {
           load_box(shared_address(b.lora_A(at)), lora_A[0], slot.col + (i + g) * kBoxCols, 0, b.full_A(at));
           rings[g].advance(own);
         }
-    } else if constexpr (kSplits) {
+    } else if constexpr (kAhead) {
       split_unit<Products>(b, lora_A, slot.col, rings[0], next);
     } else {
       Ring& ring = rings[0];

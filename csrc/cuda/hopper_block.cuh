@@ -86,9 +86,11 @@ struct Block {
   }
 };
 
-// Whether the warp that asks for lora_A splits it into parts. Else the groups do, each the boxes that it always has.
+// Who splits float32 lora_A into parts: the warp that asks for it, or the groups, each the boxes that it always has.
 template <typename Adapter, typename Way>
 constexpr bool kSplitsAhead = kWide<Adapter>&& Way::kAhead;
+template <typename Adapter, typename Way>
+constexpr bool kGroupsSplit = kWide<Adapter> && !Way::kAhead;
 // Whether groups have no turns, and any group any box, so that each sees each box of lora_A come and go.
 template <typename Adapter, typename Way>
 constexpr bool kAnyBox = Way::kInPairs || kSplitsAhead<Adapter, Way>;
