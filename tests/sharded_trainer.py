@@ -52,18 +52,18 @@ class Told:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.sizes: list[int] = []
         self.collectives = 0
-        gather, reduce = Ranks._gather_bytes, dist.all_reduce
+        gather, reduce = Ranks._gather_heads, dist.all_reduce
 
-        def gathered(ranks: Ranks, data: bytes, room: int) -> list[bytes]:
-            self.sizes.append(len(data))
+        def gathered(ranks: Ranks, data: bytes) -> list[bytes]:
+            self.sizes.append(int.from_bytes(data[:8], "little"))
             self.collectives += 1
-            return gather(ranks, data, room)
+            return gather(ranks, data)
 
         def reduced(*args: Any, **options: Any) -> Any:
             self.collectives += 1
             return reduce(*args, **options)
 
-        patch.setattr(Ranks, "_gather_bytes", gathered)
+        patch.setattr(Ranks, "_gather_heads", gathered)
         patch.setattr(dist, "all_reduce", reduced)
 
 

@@ -237,6 +237,27 @@ def test_values_of_any_size_reach_all_ranks() -> None:
     spawn(3, values_of_any_size)
 
 
+def one_long_value(rank: int) -> None:
+    """The ranks without one send nothing for it."""
+    ranks, summed, add = Ranks(dist.group.WORLD), list[int](), Ranks.sum_
+
+    def sum_(self: Ranks, tensor: Tensor) -> Tensor:
+        summed.append(tensor.nbytes)
+        return add(self, tensor)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Ranks, "sum_", sum_)
+        for long in range(ranks.size):
+            values = ranks.gather(bytes(range(256)) * 400 if rank == long else b"short")
+            assert values == [bytes(range(256)) * 400 if other == long else b"short" for other in range(ranks.size)]
+    assert len(summed) == ranks.size
+    assert max(summed) < 256 * 400, "the bytes of one value, less its head"
+
+
+def test_one_long_value() -> None:
+    spawn(4, one_long_value)
+
+
 def test_which_boxes_are_apart() -> None:
     rows = [((i, 0), (1, 4)) for i in range(3)]
     assert apart([*rows, ((3, 0), (2, 2)), ((3, 2), (2, 2))])

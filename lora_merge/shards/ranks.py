@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
@@ -90,25 +91,32 @@ class Ranks:
 
     def gather(self, value: _T) -> list[_T]:
         """Everybody's small Python value, by rank: one collective up to `_SMALL` bytes, where torch's
-        `all_gather_object` takes two for the sizes and the bytes."""
+        `all_gather_object` takes two for the sizes and the bytes. A second one for what is longer moves these bytes
+        alone: of many ranks often one has something to say."""
         if self.alone:
             return [value]
         data = pickle.dumps(value)
-        heads = self._gather_bytes(len(data).to_bytes(8, "little") + data[:_SMALL], 8 + _SMALL)
+        heads = self._gather_heads(len(data).to_bytes(8, "little") + data[:_SMALL])
         sizes = [int.from_bytes(head[:8], "little") for head in heads]
-        longest = max(sizes)
-        rests = self._gather_bytes(data[_SMALL:], longest - _SMALL) if longest > _SMALL else [b""] * self.size
+        rests = self._gather_rests(data[_SMALL:], [max(size - _SMALL, 0) for size in sizes])
         return [pickle.loads((head[8:] + rest)[:size]) for size, head, rest in zip(sizes, heads, rests, strict=True)]
 
-    def _gather_bytes(self, data: bytes, room: int) -> list[bytes]:
-        """Everybody's bytes, by rank, each with zeros behind them up to `room`."""
-        mine = torch.zeros(room, dtype=torch.uint8, device="cpu")
-        mine[: len(data)] = torch.frombuffer(bytearray(data) or bytearray(1), dtype=torch.uint8)[: len(data)]
+    def _gather_heads(self, data: bytes) -> list[bytes]:
+        """Everybody's first bytes, by rank, each with zeros behind them."""
+        mine = torch.zeros(8 + _SMALL, dtype=torch.uint8, device="cpu")
+        mine[: len(data)] = _bytes(data)
         mine = mine.to(self.talks_on(mine.device))
-        everybody = mine.new_empty(self.size * room)
+        everybody = mine.new_empty(self.size * len(mine))
         dist.all_gather_into_tensor(everybody, mine, group=self.group)
-        found = everybody.cpu().numpy().tobytes()
-        return [found[begin : begin + room] for begin in range(0, len(found), room)]
+        return _parts(everybody, [len(mine)] * self.size)
+
+    def _gather_rests(self, data: bytes, sizes: Sequence[int]) -> list[bytes]:
+        """Everybody's other bytes, by rank, of which there are so many: a sum to which each rank adds its own part."""
+        together = torch.zeros(sum(sizes), dtype=torch.uint8, device="cpu")
+        if len(together):
+            together.split(list(sizes))[self.rank].copy_(_bytes(data))
+            self.sum_(together)
+        return _parts(together, sizes)
 
     def spread(self, value: _T | None, rank: int) -> _T:
         """Return one rank's Python value on every rank; the values of the others are ignored."""
@@ -222,6 +230,16 @@ def noted(errors: list[Exception]) -> Iterator[None]:
         yield
     except Exception as error:
         errors.append(error)
+
+
+def _bytes(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data) or bytearray(1), dtype=torch.uint8)[: len(data)]
+
+
+def _parts(tensor: Tensor, sizes: Sequence[int]) -> list[bytes]:
+    """Its consecutive parts of so many bytes."""
+    found, ends = tensor.cpu().numpy().tobytes(), list(accumulate(sizes))
+    return [found[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
 
 def _nothing() -> None:
