@@ -222,17 +222,39 @@ def ahead(
     TILE_N: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """Ask for a tile's weights, if there is such a unit: they come into the L2 cache, and take no register."""
-    if AHEAD > 0 and ALIGN > 1 and PTX and not INTERPRETED:  # noqa: SIM102  the compiler knows this, and the GPU the next
+    """Ask for a tile's weights, if there is such a unit."""
+    if AHEAD > 0 and ALIGN > 1:  # noqa: SIM102  the compiler knows this, and the GPU the next
         if unit < units:
             segment, row, column = corner(table, unit_segment, unit, TILE_M, TILE_N)
-            STEP: tl.constexpr = AHEAD * 8 // DTYPE.primitive_bitwidth
-            part = tl.arange(0, TILE_M * TILE_N // STEP)
-            i = tl.minimum(row + part // (TILE_N // STEP), tl.load(segment + ROWS) - 1).to(tl.int64)
-            j = tl.minimum(column + part % (TILE_N // STEP) * STEP, tl.load(segment + COLS) - 1)
-            at = tl.load(segment + SOURCE).to(tl.pointer_type(DTYPE)) + i * tl.load(segment + SOURCE_STRIDE) + j
-            ask: tl.constexpr = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
-            tl.inline_asm_elementwise(ask, "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
+            ask(segment, row, column, DTYPE, ALIGN, TILE_M, TILE_N, AHEAD)
+
+
+@triton.jit
+def ask(
+    segment,
+    row,
+    column,
+    DTYPE: tl.constexpr,
+    ALIGN: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """Ask for a tile's weights."""
+    if AHEAD > 0 and ALIGN > 1:
+        STEP: tl.constexpr = AHEAD * 8 // DTYPE.primitive_bitwidth
+        part = tl.arange(0, TILE_M * TILE_N // STEP)
+        i = tl.minimum(row + part // (TILE_N // STEP), tl.load(segment + ROWS) - 1).to(tl.int64)
+        j = tl.minimum(column + part % (TILE_N // STEP) * STEP, tl.load(segment + COLS) - 1)
+        prefetch(tl.load(segment + SOURCE).to(tl.pointer_type(DTYPE)) + i * tl.load(segment + SOURCE_STRIDE) + j)
+
+
+@triton.jit
+def prefetch(at):
+    """Ask for what pointers point to: it comes into the L2 cache, and takes no register."""
+    if PTX and not INTERPRETED:
+        asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
+        tl.inline_asm_elementwise(asm, "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit

@@ -74,7 +74,7 @@ MERGE = Shape(64, 128, 4, 3, 168, 128, 2)
 """Of adapters of 16 bits and up to `RANK_BLOCK` ranks, as measured on an H200 (docs/performance.md)."""
 MERGE_LONG = Shape(64, 128, 4, ONE_A_TILE, 0, 0, 2)
 """Of all others: a program that goes from tile to tile has no registers for more."""
-TRACKED = Shape(64, 64, 4, 4, 128, 32, 1)
+TRACKED = Shape(64, 64, 4, 4, 128, 64, 1)
 TRACKED_WIDE = Shape(64, 64, 4, 3, 168, 128, 1)
 """Of the same tile, as all tiles of a journal are. Wide adapters are split into parts, which takes registers."""
 NORMS = Shape(64, 128, 4, ONE_A_TILE, 0, 0, 2)
