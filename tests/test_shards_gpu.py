@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from processes import spawn
+from test_shards import one_long_value, values_of_any_size
 from test_shards_adapters import ahead, changing, failing, two_ranks
 from test_shards_merge import MODELS, WRAPS, every_wrap, fsdp1, fsdp2, fsdp2_columns, hsdp, layers_of, tensor_parallel
 from test_shards_parts import many, several
@@ -44,6 +46,13 @@ def test_adapters_come_bucket_by_bucket() -> None:
 @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
 def test_offloaded_shards(backend: str) -> None:
     spawn(2, every_wrap, [fsdp2_offloaded], ["qwen2"], backend=backend)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("values", [values_of_any_size, one_long_value])
+def test_values(values: Callable[[int], None]) -> None:
+    """Python values: bytes are gathered and summed on GPUs."""
+    spawn(2, values, backend="nccl")
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
