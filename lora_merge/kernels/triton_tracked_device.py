@@ -8,7 +8,7 @@ W is still there on the way out, and on the way back all else has been written b
 turns.
 
 A block's threads wait for each other whenever something goes from one to another, and with few blocks on a
-multiprocessor that is what a tile's time goes to. So words are in the order of threads (`_in_order`), weights and
+multiprocessor that is what a tile's time goes to. So words are in the order of threads (`_by_word`), weights and
 products are brought together once (`_beside`), and a tile's sums are made in one go (`_totals`).
 
 The compiled kernels have another order of codes, that of their own threads, and keep escapes in order of warps: Triton
@@ -109,10 +109,9 @@ def track(
             if RANK_BLOCKS > 0:
                 product = products(segment, i, j, LORA_A_T, LORA_B_T, LORA_ALIGN, RANK_BLOCKS, TILE_M, TILE_N, BLOCK_K)
                 lifted, product = _beside(lifted, product)
-            value = _value(lifted, SOURCE_T)
-            total = value
+            total = _value(lifted, SOURCE_T)
             if RANK_BLOCKS > 0:
-                total = tl.fma(product, scaling_of(segment), value)
+                total = tl.fma(product, scaling_of(segment), total)
             if SCALED:
                 total *= _row_scale(segment, i)[:, None]
             edge = (row + TILE_M > rows) | (column + TILE_N > cols)
@@ -130,7 +129,7 @@ def track(
                 words &= _inside((rows - row).to(tl.int32), (cols - column).to(tl.int32), TILE_M, TILE_N)
             tl.store(words_at, words)
             checksums = _checksums(written, unit, TILE_M, TILE_N)
-            escapes = words & (words >> 1) & 0x55555555
+            escapes = words & (words >> 1) & 0x55555555  # bit 2 * t for an element t that escapes
             count = _ones(escapes)
             checksum, escaped, turns = tl.reduce((checksums, count, count), 0, _totals)
             need = (escaped * SIZE + 3).to(tl.int64) // 4 * 4
@@ -221,7 +220,7 @@ def untrack(
             inside = (i < rows)[:, None] & (j < cols)[None, :]
             words = tl.load(_codes_at(codes, first + unit, TILE_M, TILE_N))
             written = tl.load(at, inside, other=0, eviction_policy="evict_first")
-            escapes = words & (words >> 1) & 0x55555555
+            escapes = words & (words >> 1) & 0x55555555  # bit 2 * t for an element t that escapes
             count = _ones(escapes)
             escaped = arena + place // SIZE + (tl.cumsum(count, axis=0) - count)
             bits = tl.load(escaped, escapes != 0, other=0)  # early, as it comes a long way
@@ -297,7 +296,7 @@ def _checksums(written, unit, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
     place = tl.reshape(tl.arange(0, 8 * ALONE), [1, 1, 8, 1, ALONE])
     factor = (_stir(unit.to(tl.int32) + word) | 1) ^ (_stir(place + 0x5BD1E995) << 1)
     terms = bits.to(tl.uint32, bitcast=True).to(tl.int64) * factor.to(tl.int64)
-    return _in_order(tl.sum(tl.sum(terms, axis=4), axis=2), TILE_M, TILE_N)
+    return _by_word(terms, TILE_M, TILE_N)
 
 
 @triton.jit
@@ -333,7 +332,7 @@ def _lowered(lifted, SOURCE_T: tl.constexpr):
 @triton.jit
 def _beside(lifted, product):
     """Both as they are, but joined and split again, so that the compiler moves the weights to the threads that have the
-    products, once, and not each thing that is computed of them to where it came from."""
+    products, once, and not each thing that is computed of them to where it came from. Triton 3.9 sees through it."""
     lifted, bits = tl.split(tl.join(lifted, product.to(tl.int32, bitcast=True)))
     return lifted, bits.to(tl.float32, bitcast=True)
 
@@ -386,11 +385,12 @@ def _pack(code, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
     """int32 `[words of a tile]`."""
     shift = 4 * tl.arange(0, 8)[:, None, None] + 2 * tl.arange(0, 2)[None, None, :]
     shifted = tl.reshape(code, [TILE_M, TILE_N // 64, 8, 4, 2]) << shift[None, None, :, :, :]
-    return _in_order(tl.sum(tl.sum(shifted, axis=4), axis=2), TILE_M, TILE_N)
+    return _by_word(shifted, TILE_M, TILE_N)
 
 
 @triton.jit
 def _unpack(words, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    """int32 `[TILE_M, TILE_N]`, what `_pack` had."""
     shift = 4 * tl.arange(0, 8)[:, None, None] + 2 * tl.arange(0, 2)[None, None, :]
     words = tl.trans(tl.reshape(words, [2, TILE_N // 64, TILE_M // 16, 8, 4]), 2, 0, 3, 1, 4)
     words = tl.reshape(words, [TILE_M, TILE_N // 64, 1, 4, 1])
@@ -398,14 +398,14 @@ def _unpack(words, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
 
 
 @triton.jit
-def _in_order(by_row, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
-    """One number for each word, `[TILE_M, TILE_N // 64, 4]`, in a row, in the order of threads.
+def _by_word(elements, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    """`[words]` in the order of threads: the sum over each word of `[TILE_M, TILE_N // 64, 8, 4, 2 or 1]` elements.
 
     That is the order in which Triton gives a row to threads; by rows of the tile, all words would change threads. A
     warp of the matrix unit has 16 rows, a thread of it every eighth one.
     """
-    parts = tl.reshape(by_row, [TILE_M // 16, 2, 8, TILE_N // 64, 4])
-    return tl.reshape(tl.trans(parts, 1, 3, 0, 2, 4), [TILE_M * TILE_N // 16])
+    sums = tl.reshape(tl.sum(tl.sum(elements, axis=4), axis=2), [TILE_M // 16, 2, 8, TILE_N // 64, 4])
+    return tl.reshape(tl.trans(sums, 1, 3, 0, 2, 4), [TILE_M * TILE_N // 16])
 
 
 @triton.jit
