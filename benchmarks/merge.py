@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from lora_merge import InvalidInput
 from lora_merge.bench import job
 from lora_merge.bench.options import add_options
 
@@ -24,7 +25,10 @@ def main() -> None:
     args = parser.parse_args()
     if (args.model is None) != (args.adapter is None):
         parser.error("--model and --adapter come together")
-    job.run(args)
+    try:
+        job.run(args)
+    except InvalidInput as error:
+        parser.exit(1, f"{error}\n")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ class BackendUnavailable(LoraMergeError, RuntimeError):
 
 
 class MissingExtra(LoraMergeError, ImportError):
-    """An optional dependency is not installed; names the extra that brings it."""
+    """An optional dependency is not installed, or fails to import; names the extra that brings it, or what failed."""
 
 
 class PushRefused(LoraMergeError, RuntimeError):

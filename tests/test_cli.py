@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import pty
+import re
 import shlex
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
 import lora_merge
-from lora_merge import LoraMergeError, MergedWeights, cli, verify
+from lora_merge import LoraMergeError, MergedWeights, MissingExtra, cli, verify
 from lora_merge.commands import output
 from lora_merge.commands.inspect import _targets
 from lora_merge.saving.inspect import inspect_adapter
@@ -251,6 +252,66 @@ def test_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: 
         status, told = as_json(capsys, "bench", *more)
         assert status == cli.REFUSED
         assert match in told["error"]
+
+
+def test_bench_of_what_has_no_room(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine swapped; hours of measuring ended at a file that could not be written."""
+    status, told = as_json(capsys, "bench", "--shape", "like-kimi-k2")
+    assert status == cli.REFUSED
+    assert re.search(r"like-kimi-k2 in bf16 takes [\d.]+ GB, and [\d.]+ GB are free", told["error"])
+    line = ["bench", "--shape", "tiny", "--repeat", "1", "--rank", "4"]
+    (tmp_path / "file").write_text("")
+    for option, file in (("--save", tmp_path / "file" / "x.json"), ("--plot", tmp_path)):
+        status, told = as_json(capsys, *line, option, file)
+        assert (status, told["kind"]) == (cli.REFUSED, "InvalidInput")
+        assert f"{file} cannot be written" in told["error"]
+    for folder, match in ((tmp_path / "none", "with config.json"), (tmp_path, "cannot be loaded")):
+        for name in ("config.json", "adapter_config.json"):
+            (tmp_path / name).write_text("{}")
+        status, told = as_json(capsys, "bench", "--model", folder, "--adapter", tmp_path)
+        assert (status, told["kind"]) == (cli.REFUSED, "InvalidInput")
+        assert match in told["error"]
+
+    from lora_merge.bench import room
+
+    left = iter([1 << 30])  # the model has room, a second copy of its weights has not
+    monkeypatch.setattr(room, "free", lambda device: next(left, 500_000))
+    status, told = as_json(capsys, *line)
+    assert status == 0
+    assert "takes" in told["skipped"]["lora_merge out of place"]
+    assert told["methods"].keys() >= {"lora_merge in place", "peft"}
+
+
+def test_free_memory_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lora_merge.bench import room
+
+    assert room._of_container(tmp_path) is None
+    for name, value in (("memory.max", "max"), ("memory.current", "700"), ("memory.stat", "anon 5\ninactive_file 50")):
+        (tmp_path / name).write_text(f"{value}\n")
+    assert room._of_container(tmp_path) is None
+    (tmp_path / "memory.max").write_text("1000\n")
+    assert room._of_container(tmp_path) == 350
+    monkeypatch.setattr(room, "_of_container", lambda: 350)
+    assert room.free(torch.device("cpu")) == 350
+
+
+def test_what_is_installed_and_fails_to_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torchvision of another torch breaks transformers' imports: "pip install" does not help."""
+    from lora_merge.extras import needed
+
+    extra = ("a test takes it", "it", "no_it")
+    with pytest.raises(MissingExtra, match=r"^a test takes it: pip install it$"), needed(*extra):
+        import no_it  # noqa: F401
+    lazy = ModuleNotFoundError("Could not import module 'PreTrainedModel'")
+    lazy.__cause__ = RuntimeError("operator torchvision::nms does not exist")
+    for error in (RuntimeError("operator torchvision::nms does not exist"), lazy):
+        match = r"installed here but fails to import \(RuntimeError: operator torchvision"
+        with pytest.raises(MissingExtra, match=match), needed(*extra):
+            raise error
+    with pytest.raises(MissingExtra, match=r"fails to import.*No module named 'other'"), needed(*extra):
+        raise ModuleNotFoundError("No module named 'other'", name="other")
 
 
 def test_bench_without_its_extra(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -80,6 +81,17 @@ def _licence() -> bytes:
         return (ROOT / "LICENSE").read_bytes()
     files = distribution("lora-merge").files or ()
     return next(Path(str(file.locate())) for file in files if file.name == "LICENSE").read_bytes()
+
+
+def elements(folder: Path) -> int:
+    """Return how many elements the weights of a checkpoint have; 0 where its files are no safetensors."""
+    from safetensors import safe_open
+
+    total = 0
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            total += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+    return total
 
 
 def load(

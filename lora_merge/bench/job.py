@@ -22,9 +22,11 @@ from torch import Tensor, nn
 import lora_merge
 
 from .. import kernels
+from ..extras import root_of
 from ..kernels.cuda_table import PARTS_RANK
 from . import checkpoint, report, shapes, timing
 from .accuracy import Accuracy, accuracy_of, compare, same_bits
+from .room import check_files, lacking
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -145,6 +147,18 @@ METHODS: dict[str, Callable[[PeftModel, Sequence[Matrix]], Method]] = {
 }
 
 
+ROOM = {
+    "lora_merge in place": 0.0,
+    "lora_merge out of place": 1.0,
+    "lora_merge into bf16": 0.5,
+    "merged() enter+exit": 0.25,
+    "peft": 0.0,
+    "addmm_": 0.0,
+}
+"""What methods take beside the weights, in multiples of their bytes; a method without room is skipped."""
+_BESIDE = 12
+"""Bytes an element of the largest weight that drawing, merging and checking it take: three float32."""
+
 BUDGET_S = 10
 """Seconds of timed runs a method, after which no further one begins: `addmm_` of bf16 is slow on some CPUs."""
 
@@ -219,12 +233,17 @@ def compare_methods(
 ) -> report.Record:
     """Every method on the same weights, and both limits of the machine, measured before and after them."""
     nbytes = sum(m.weight.nbytes for m in matrices)
+    largest = max(_BESIDE * m.weight.numel() for m in matrices)
     progress.say("the machine's limits: one large copy of the same bytes, and products of matrices")
     copies, operations = timing.copies(nbytes, args.device, args.repeat), timing.operations(args.device, args.repeat)
     measured: dict[str, dict[str, Any]] = {}
     skipped: dict[str, str] = {}
     for name, make in methods.items():
         progress.say(name)
+        if why := lacking("it", int(ROOM.get(name, 0) * nbytes) + largest, args.device):
+            skipped[name] = why
+            progress.advance()
+            continue
         try:
             measured[name] = measure(make(model, matrices), matrices, args.device, args.repeat)
         except torch.OutOfMemoryError as error:
@@ -281,11 +300,17 @@ def prepare(args: argparse.Namespace, progress: report.Progress) -> tuple[PeftMo
     """The model to merge, its matrices, and what to call its shape."""
     dtype, adapter_dtype = DTYPES[args.dtype], DTYPES[args.adapter_dtype]
     if args.shape:
+        sizes = [rows * cols for _, rows, cols in shapes.SHAPES[args.shape].matrices()]
+        _check_room(f"{args.shape} in {args.dtype}", dtype.itemsize * sum(sizes) + _BESIDE * max(sizes), args.device)
         progress.say(f"drawing weights of {args.shape}")
         model, base = shapes.random_model(shapes.SHAPES[args.shape], args.rank, dtype, adapter_dtype, args.device)
         return model, matrices_of(model, base), args.shape
     folder, adapter = args.model, args.adapter
-    if folder is None:
+    if folder is not None:
+        for option, where, file in (("--model", folder, "config.json"), ("--adapter", adapter, "adapter_config.json")):
+            if not (where / file).is_file():
+                raise lora_merge.InvalidInput(f"{option} {where}: expected a folder with {file}, and there is none")
+    else:
         folder = args.work / f"qwen2-128m-{args.dtype}"
         adapter = args.work / f"{folder.name}-adapter-rank{args.rank}"
         if not folder.exists():
@@ -295,9 +320,19 @@ def prepare(args: argparse.Namespace, progress: report.Progress) -> tuple[PeftMo
             progress.say(f"training {adapter.name}")
             losses = checkpoint.train_adapter(adapter, folder, args.rank)
             progress.note(f"  {len(losses)} steps on the licence: loss {losses[0]:.2f} -> {losses[-1]:.2f}")
+    _check_room(str(folder), 2 * checkpoint.elements(folder) * dtype.itemsize, args.device)
     progress.say(f"loading {folder.name} and {adapter.name}")
-    model, base = checkpoint.load(folder, adapter, dtype, adapter_dtype, args.device)
+    try:
+        model, base = checkpoint.load(folder, adapter, dtype, adapter_dtype, args.device)
+    except (OSError, ValueError, RuntimeError) as error:  # what transformers, PEFT and safetensors say of bad files
+        raise lora_merge.InvalidInput(f"{folder} with {adapter} cannot be loaded ({root_of(error)})") from error
     return model, matrices_of(model, base), folder.name
+
+
+def _check_room(what: str, nbytes: int, device: torch.device) -> None:
+    """Raise `InvalidInput` if a model has no room: a CPU would swap, and everything else on it with it."""
+    if why := lacking(what, nbytes, device):
+        raise lora_merge.InvalidInput(f"{why}: choose a smaller --shape or --model, or a machine with more memory")
 
 
 @torch.no_grad()
@@ -308,6 +343,7 @@ def run(args: argparse.Namespace, *, quiet: bool = False) -> report.Record:
         args: as `options.add_options` names them.
         quiet: print nothing.
     """
+    check_files([args.json_file, args.plot])
     methods = METHODS | ({"lora_merge into bf16": into_bf16} if args.dtype == "fp32" else {})
     with report.Progress(steps=len(methods), quiet=quiet) as progress:
         with torch.enable_grad():

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from .room import free
+
 Call = Callable[[], object]
 
 
@@ -108,12 +110,12 @@ def milliseconds(call: Call, device: torch.device) -> float:
 def copies(nbytes: int, device: torch.device, repeat: int) -> list[float]:
     """The limit: milliseconds of one large copy that reads and writes `nbytes` once each.
 
-    Where two such buffers do not fit beside the model on a GPU, a smaller copy, its time scaled up.
+    Where two such buffers do not fit beside the model, a smaller copy, its time scaled up.
     """
-    size = nbytes
     if device.type == "cuda":
         torch.cuda.empty_cache()
-        size = min(nbytes, torch.cuda.mem_get_info(device)[0] // 3)
+    left = free(device)
+    size = nbytes if left is None else min(nbytes, left // 3)
     source = torch.ones(size, dtype=torch.uint8, device=device)
     destination = torch.zeros_like(source)
     times = [milliseconds(lambda: destination.copy_(source), device) for _ in range(repeat + 1)]

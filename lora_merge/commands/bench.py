@@ -8,6 +8,7 @@ from pathlib import Path
 from ..bench import check_extra
 from ..bench.options import add_options, cache
 from ..errors import InvalidInput
+from ..extras import needed
 from .output import add_json, tell
 
 
@@ -27,7 +28,8 @@ def bench(options: argparse.Namespace) -> int:
     if options.device.type == "cuda":
         _check_cuda()
     check_extra(options.plot is not None)
-    from ..bench.job import run
+    with needed("bench takes PEFT and transformers", "'lora-merge[bench]'", "peft", "transformers"):
+        from ..bench.job import run
 
     record = run(options, quiet=options.json)
     if options.json:

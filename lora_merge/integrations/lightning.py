@@ -14,12 +14,10 @@ from typing import Any
 
 from torch import nn
 
-try:
-    from lightning.pytorch import Callback
-except ImportError as error:
-    from ..errors import MissingExtra
+from ..extras import needed
 
-    raise MissingExtra("this integration needs Lightning: pip install lightning") from error
+with needed("this integration needs Lightning", "lightning", "lightning"):
+    from lightning.pytorch import Callback
 
 from ..engine.vllm.sync import VllmSync
 from .options import Options

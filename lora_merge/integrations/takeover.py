@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch.distributed as dist
 
 from ..errors import LoraMergeError, MissingExtra
+from ..extras import root_of
 from .options import SWITCH
 
 
@@ -102,8 +103,13 @@ def _missing(where: str, attributes: Sequence[str]) -> list[str]:
     try:
         found = import_module(module)
         owner = getattr(found, attribute) if attribute else found
-    except (ImportError, AttributeError):
+    except AttributeError:
         return [where.replace(":", ".")]
+    except ModuleNotFoundError as error:
+        plain = module.startswith(error.name or " ")
+        return [where.replace(":", ".") + ("" if plain else f" ({root_of(error)})")]
+    except Exception as error:  # of a library that it imports, perhaps: a torchvision of another torch raises any
+        return [f"{where.replace(':', '.')} ({root_of(error)})"]
     return [f"{where.replace(':', '.')}.{name}" for name in attributes if not hasattr(owner, name)]
 
 

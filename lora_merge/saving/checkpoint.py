@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import InvalidInput, MissingExtra
+from ..errors import InvalidInput
+from ..extras import needed
 from ..kernels.segments import FLOATS
 from .chunks import Buffer, Rows, Take
 from .format import Stored, as_bytes, read_header, read_into
@@ -156,13 +157,9 @@ def find(named: str | Path, what: str) -> Path:
         raise InvalidInput(
             f"{what} {name!r}: there is no such folder here, and it is no name of a repository (owner/name)"
         )
-    try:
+    why = f"{what} {name!r} is no folder here; to fetch a repository takes huggingface_hub"
+    with needed(why, "'lora-merge[peft]'", "huggingface_hub"):
         from huggingface_hub import snapshot_download
-    except ImportError as error:
-        raise MissingExtra(
-            f"{what} {name!r} is no folder here; to fetch a repository takes huggingface_hub: pip install "
-            "'lora-merge[peft]'"
-        ) from error
     try:
         folder = Path(snapshot_download(name, allow_patterns=_WANTED))
         if what == "base" and not any(folder.glob("*.safetensors")):

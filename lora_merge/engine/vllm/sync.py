@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from ...errors import InvalidInput, MissingExtra
+from ...errors import InvalidInput
+from ...extras import needed
 from ..adapter import ADAPTER_NAME
 from ..control import Control
 from ..sync import EngineSync
@@ -61,10 +62,8 @@ class VllmSync(EngineSync):
         return control_of(engine)
 
     def _require(self) -> None:
-        try:
+        with needed("VllmSync needs vLLM", "'lora-merge[vllm]'", "vllm"):
             import vllm  # noqa: F401
-        except ImportError as error:
-            raise MissingExtra("VllmSync needs vLLM: pip install 'lora-merge[vllm]'") from error
 
     def _complaint(self, model: nn.Module) -> str:
         return complaint(model)

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from ...errors import InvalidInput, MissingExtra
+from ...errors import InvalidInput
+from ...extras import needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +63,9 @@ def groups_of(model: Any) -> tuple[Groups, ProcessGroups]:
         raise InvalidInput("a Megatron model, but torch.distributed is not initialised: init_process_group first")
     pg: Any = getattr(model, "pg_collection", None)
     if any(getattr(pg, name, None) is None for name in ("tp", "expt_tp", "ep", "mp", "tp_ep_pp")):
-        try:
+        with needed("a Megatron model takes megatron-core", "'lora-merge[megatron]'", "megatron"):
             from megatron.core import parallel_state
             from megatron.core.process_groups_config import ProcessGroupCollection
-        except ImportError as error:
-            raise MissingExtra(f"pip install 'lora-merge[megatron]': {error}") from None
         if not parallel_state.model_parallel_is_initialized():
             raise InvalidInput("the parallel groups of Megatron are not initialised: initialize_model_parallel first")
         pg = ProcessGroupCollection.use_mpu_process_groups()

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...errors import InvalidInput, MissingExtra, UnsupportedAdapter
+from ...errors import InvalidInput, UnsupportedAdapter
+from ...extras import needed
 from ...names import hf_name, named_tensors, own_parameters
 
 CONFIG = "adapter_config.json"
@@ -54,11 +55,9 @@ def read_folder(folder: str | Path, base: str | Path | None, dtype: torch.dtype,
         InvalidInput: the folder holds no adapter, or it does not fit its base; the base cannot be found.
         UnsupportedAdapter: it is no LoRA, or was trained on another base than the one that is named.
     """
-    try:
+    with needed("reading an adapter takes PEFT and transformers", "'lora-merge[peft]'", "peft", "transformers"):
         import transformers  # noqa: F401
         from peft import PeftConfig, PeftModel, load_peft_weights
-    except ImportError as error:
-        raise MissingExtra("reading an adapter takes PEFT and transformers: pip install 'lora-merge[peft]'") from error
     folder = Path(folder)
     said = _said(folder)
     _check_kind(folder, said)
