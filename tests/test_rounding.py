@@ -219,6 +219,46 @@ def test_stochastic_is_unbiased(backend: Backend, out: torch.dtype) -> None:
     assert ((moved - 1).abs() < spread * ulp(wanted[:2], out) / b[:2, 0].double().abs()).all()
 
 
+@pytest.mark.parametrize("exponent", [-32, -33, -40])
+def test_stochastic_is_unbiased_far_below_the_least_number(backend: Backend, exponent: int) -> None:
+    """Values below 2^-32, where more bits fall off than there are random ones, are served on average, too.
+
+    So few of them become 2^-24 that the test cannot wait for it: the random bits are counted that would round up.
+    """
+    draws = torch.arange(1 << 16, dtype=torch.int64) << 15  # every 2^15th of 31 bits: an even grid of probabilities
+    value = torch.full(draws.shape, 1.5 * 2.0**exponent)
+    up = reference.round_stochastic(value, torch.float16, draws).double().mean().item()
+    wanted, grid = 1.5 * 2.0**exponent, 2.0 ** -(16 + 24)
+    assert abs(up - wanted) <= grid, f"{up / wanted:.3f} of the value"
+    # Random bits below a bound round up: the bound is the probability times 2^31, to one.
+    bound = int(1.5 * 2.0 ** (exponent + 24 + 31))
+    near = torch.tensor([(1 << 31) - max(bound, 1) + at for at in (-1, 0)]) & ((1 << 31) - 1)
+    low, high = reference.round_stochastic(value[:2], torch.float16, near).tolist()
+    assert (low, high) == (0, 2.0**-24 if bound else 0)
+    source = value[:512].view(16, 32).to(backend.device)
+    s = Segment("tiny", source, torch.zeros(16, 32, dtype=torch.float16, device=backend.device))
+    run(s, rounding="stochastic", seed=3)
+    drawn = reference.random_bits(s, slice(0, 16), seed_key(3))
+    assert_same_bits(s.destination, reference.round_stochastic(source, torch.float16, drawn))
+
+
+@pytest.mark.parametrize("out", SHORT)
+def test_stochastic_overflows_where_nearest_does(backend: Backend, out: torch.dtype) -> None:
+    """Chance turns no finite number into infinity."""
+    largest = torch.finfo(out).max
+    edge = (
+        largest + (largest - torch.nextafter(torch.tensor(largest, dtype=out), torch.tensor(0.0, dtype=out)).item()) / 2
+    )
+    below = torch.nextafter(torch.tensor(edge, dtype=torch.float32), torch.tensor(0.0))
+    finite = torch.tensor([largest, (largest + edge) / 2, below.item()], dtype=torch.float32)
+    infinite = torch.tensor([edge, math.inf], dtype=torch.float32)
+    values = torch.cat([finite, -finite, infinite, -infinite])[:, None].expand(10, 256).contiguous().to(backend.device)
+    s = Segment("large", values, torch.zeros(10, 256, dtype=out, device=backend.device))
+    run(s, rounding="stochastic", seed=7)
+    assert (s.destination[:6].abs().double() == largest).all()
+    assert_same_bits(s.destination[6:], values[6:].sign().mul(math.inf).to(out))
+
+
 def test_seeds_and_names_draw_apart(backend: Backend) -> None:
     """The same seed draws the same bits, another seed or another weight's name other ones; float32 draws none."""
     source = torch.full((16, 128), 1.0 + 2.0**-8, device=backend.device)  # halfway between two bf16

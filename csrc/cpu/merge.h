@@ -96,18 +96,28 @@ typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
 
 // float32 bits, free of NaN payloads, to an output type: the dropped bits are compared with random ones by adding and
 // cutting. The same function as round_stochastic in lora_merge/kernels/reference.py.
-inline Words round_stochastic(Words word, Words random, const BFloat16*) { return (word + (random >> 16)) >> 16; }
+// Chance gives no infinity: above the largest number, it goes where nearest rounding goes.
+inline Words round_stochastic(Words word, Words random, const BFloat16*) {
+  const Words magnitude = word & 0x7fffffff, kept = (magnitude + (random >> 16)) >> 16;
+  const Words half = magnitude - 0x7f7f0000 < 0x8000 ? Words{} + 0x7f7f : kept;
+  return (magnitude - 0x7f7f8000 < 0x8000 ? Words{} + 0x7f80 : half) | (word >> 31 << 15);
+}
 
 inline Words round_stochastic(Words word, Words random, const Float16*) {
   const Words exponent = word >> 23 & 0xff, fraction = word & 0x7fffff;
-  // 13 bits fall off a normal number, more below 2^-14, where the step stays 2^-24.
+  // 13 bits fall off a normal number, more below 2^-14, where the step stays 2^-24. Where more than 31 do, the first of
+  // them are cut: below 2^-31 the probability is a multiple of 2^-31.
   const Words significand = exponent > 0 ? fraction | 0x800000 : fraction;
+  const Words cut = exponent < 64 ? Words{} + 31 : 95 - exponent;
+  const Words known = exponent < 95 ? significand >> cut : significand;
   const Words deep = exponent < 95 ? Words{} + 31 : 126 - exponent;
   const Words shift = exponent >= 113 ? Words{} + 13 : deep;
-  const Words kept = (significand + (random & (((Words{} + 1) << shift) - 1))) >> shift;
+  const Words kept = (known + (random & (((Words{} + 1) << shift) - 1))) >> shift;
   const Words half = exponent >= 113 ? kept + ((exponent - 113) << 10) : kept;
-  const Words finite = half > 0x7c00 ? Words{} + 0x7c00 : half;
-  const Words magnitude = (word & 0x7fffffff) > 0x7f800000 ? Words{} + 0x7e00 : finite;
+  const Words size = word & 0x7fffffff;
+  const Words largest = half > 0x7bff ? Words{} + 0x7bff : half;
+  const Words finite = size >= 0x477ff000 ? Words{} + 0x7c00 : largest;
+  const Words magnitude = size > 0x7f800000 ? Words{} + 0x7e00 : finite;
   return magnitude | (word >> 31 << 15);
 }
 

@@ -79,7 +79,8 @@ __device__ __forceinline__ void round_nearest8(__half (&out)[8], const float (&x
   for (int i = 0; i < 4; ++i) reinterpret_cast<__half2*>(out)[i] = __floats2half2_rn(x[2 * i], x[2 * i + 1]);
 }
 
-// Stochastic rounding: as many random bits as fall off are added before cutting (reference.round_stochastic).
+// Stochastic rounding: as many random bits as fall off are added before cutting (reference.round_stochastic). Where
+// nearest rounding gives infinity, it gives infinity, and nowhere else.
 template <typename T>
 __device__ __forceinline__ T round_stochastic(float x, uint32_t bits);
 template <>
@@ -88,18 +89,22 @@ __device__ __forceinline__ float round_stochastic<float>(float x, uint32_t) {
 }
 template <>
 __device__ __forceinline__ bf16 round_stochastic<bf16>(float x, uint32_t bits) {
-  if (!isfinite(x)) return __float2bfloat16_rn(x);
-  return __ushort_as_bfloat16(static_cast<unsigned short>((__float_as_uint(x) + (bits >> 16)) >> 16));
+  const uint32_t word = __float_as_uint(x), size = word & 0x7fffffff;
+  if (size >= 0x7f7f8000) return __float2bfloat16_rn(x);  // infinity or NaN
+  const uint32_t half = min((size + (bits >> 16)) >> 16, 0x7f7fu);
+  return __ushort_as_bfloat16(static_cast<unsigned short>(half | (word >> 31 << 15)));
 }
 template <>
 __device__ __forceinline__ __half round_stochastic<__half>(float x, uint32_t bits) {
-  if (!isfinite(x)) return __float2half_rn(x);
   const uint32_t word = __float_as_uint(x), exponent = (word >> 23) & 0xff, fraction = word & 0x7fffff;
+  if ((word & 0x7fffffff) >= 0x477ff000) return __float2half_rn(x);  // infinity or NaN
   const uint32_t significand = exponent > 0 ? fraction | 0x800000 : fraction;
-  const uint32_t shift = min(13 + (exponent < 113 ? 113 - exponent : 0), 31u);
-  uint32_t half = (significand + (bits & ((1u << shift) - 1))) >> shift;
+  const uint32_t falls = 13 + (exponent < 113 ? 113 - exponent : 0), shift = min(falls, 31u);
+  // Where more than 31 bits fall off, the first of them are cut: the probability is a multiple of 2^-31.
+  const uint32_t known = significand >> min(falls - shift, 31u);
+  uint32_t half = (known + (bits & ((1u << shift) - 1))) >> shift;
   if (exponent >= 113) half += (exponent - 113) << 10;
-  return __ushort_as_half(static_cast<unsigned short>(min(half, 0x7c00u) | (word >> 31 << 15)));
+  return __ushort_as_half(static_cast<unsigned short>(min(half, 0x7bffu) | (word >> 31 << 15)));
 }
 
 // Two float32 as sums of three bf16 each (3 x 8 significant bits hold all 24): one word for each of the three parts,

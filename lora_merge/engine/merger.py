@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.plan import Plan
+from ..kernels.ranges import check_segments_range
 from ..kernels.segments import copies
 from ..kernels.tracked import TrackedPlan
 from ..models.delta import Job, in_place
@@ -107,6 +108,7 @@ class Merger:
 
         Raises:
             NotRestored: somebody has written to the weights.
+            InvalidInput: merged values are beyond float16.
             torch.OutOfMemoryError: no memory for the way back.
             After either, the weights are neither the base nor anything else.
         """
@@ -198,13 +200,16 @@ class _Products(Factored):
             self.tracked.merge()
         else:
             self.tracked.remerge(before.tracked)
+        check_segments_range(self.tracked.segments)
 
     def merged(self, name: str, base: Tensor) -> Tensor:
         """A tensor of the stream with its product, in memory of its own."""
         number, window = self._said.tensors[name]
         out = torch.empty_like(base)
         job = Job(self.deltas[number], window.start, window.unfold(base), window.unfold(out))
-        Plan(self.segments(number, job)).run()
+        plan = Plan(self.segments(number, job))
+        plan.run()
+        check_segments_range(plan.segments)
         return out
 
 

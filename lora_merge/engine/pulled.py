@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.plan import Plan
+from ..kernels.ranges import check_segments_range
 from ..kernels.segments import Segment, copies
 from ..models.delta import Job
 from ..shards import Box, cut, overlap
@@ -143,6 +144,7 @@ class Pulled:
         factored, plan = self._made
         factored.take(coming)
         plan.run(**run)
+        check_segments_range(plan.segments)
 
     def _segments(self, factored: Factored) -> Iterator[Segment]:
         for name, (number, _) in self.said.tensors.items():

@@ -131,22 +131,26 @@ def round_stochastic(x: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
     """float32 to `dtype`: up in magnitude with the probability of the part cut off, which `bits` decides.
 
     The dropped low bits of the significand are compared with as many random ones by adding and cutting. A float32
-    output drops nothing: it is the float32 sum itself. NaN and infinity pass; a finite value may round to infinity
-    only where rounding to nearest could.
+    output drops nothing: it is the float32 sum itself. NaN passes. Infinity comes where rounding to nearest gives it,
+    and nowhere else: a value above the largest number that nearest rounding brings back to it comes back to it. The
+    mean is the value, but for that, and to within 2^-55 in fp16, where the probability is a multiple of 2^-31.
     """
     if dtype == torch.float32:
         return x
     word = x.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    size = word & 0x7FFFFFFF
     if dtype == torch.bfloat16:
-        rounded = ((word + (bits >> 16)) & 0xFFFF0000).to(torch.int64)
-        signed = torch.where(rounded >= 1 << 31, rounded - (1 << 32), rounded).to(torch.int32).view(torch.float32)
-        return torch.where(torch.isfinite(x), signed, x).to(dtype)
-    sign, exponent, fraction = word >> 31, (word >> 23) & 0xFF, word & 0x7FFFFF
-    # fp16: 13 bits fall off a normal number, more below 2^-14, where the step stays 2^-24.
-    significand = torch.where(exponent > 0, fraction | 0x800000, fraction)
-    shift = (13 + (113 - exponent).clamp(min=0)).clamp(max=31)
-    kept = (significand + (bits & ((1 << shift) - 1))) >> shift
-    half = torch.where(exponent >= 113, kept + ((exponent - 113) << 10), kept).clamp(max=0x7C00)
-    half = half | (sign << 15)
-    signed = torch.where(half >= 1 << 15, half - (1 << 16), half).to(torch.int16).view(torch.float16)
-    return torch.where(torch.isfinite(x), signed, x.to(dtype))
+        kept = (size + (bits >> 16)) >> 16
+    else:
+        exponent, fraction = size >> 23, size & 0x7FFFFF
+        # fp16: 13 bits fall off a normal number, more below 2^-14, where the step stays 2^-24.
+        significand = torch.where(exponent > 0, fraction | 0x800000, fraction)
+        falls = 13 + (113 - exponent).clamp(min=0)
+        shift = falls.clamp(max=31)
+        kept = ((significand >> (falls - shift).clamp(max=31)) + (bits & ((1 << shift) - 1))) >> shift
+        kept = torch.where(exponent >= 113, kept + ((exponent - 113) << 10), kept)
+    largest = torch.tensor(torch.finfo(dtype).max, dtype=dtype).view(torch.int16).item()
+    half = kept.clamp(max=largest) | (word >> 31 << 15)
+    signed = torch.where(half >= 1 << 15, half - (1 << 16), half).to(torch.int16).view(dtype)
+    to_nearest = x.to(dtype)
+    return torch.where(torch.isfinite(to_nearest), signed, to_nearest)

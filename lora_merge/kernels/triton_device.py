@@ -419,16 +419,23 @@ def _avalanche(x):
 
 @triton.jit
 def _round_stochastic(x, bits, DTYPE: tl.constexpr):
-    """Up in magnitude with the probability of the part that is cut off; NaN and infinity pass."""
+    """Round up in magnitude with the probability of the part that is cut off; to infinity where `nearest` does."""
     word = x.to(tl.uint32, bitcast=True)
-    exponent = (word >> 23) & 0xFF
+    size = word & 0x7FFFFFFF
     if DTYPE == tl.bfloat16:
-        kept = (word + (bits >> 16)) >> 16
+        kept = tl.minimum((size + (bits >> 16)) >> 16, 0x7F7F)
+        infinite = size >= 0x7F7F8000
     else:
-        # fp16: 13 bits fall off a normal number, more below 2^-14, where the step stays 2^-24.
+        # fp16: 13 bits fall off a normal number, more below 2^-14, where the step stays 2^-24. Where more than 31 do,
+        # the first of them are cut: the probability is a multiple of 2^-31.
+        exponent = (size >> 23).to(tl.int32)
         significand = tl.where(exponent > 0, (word & 0x7FFFFF) | 0x800000, word & 0x7FFFFF)
-        shift = tl.minimum(13 + tl.maximum(113 - exponent.to(tl.int32), 0), 31).to(tl.uint32)
-        kept = (significand + (bits & ((tl.full(shift.shape, 1, tl.uint32) << shift) - 1))) >> shift
-        kept += tl.maximum(exponent.to(tl.int32) - 113, 0).to(tl.uint32) << 10
-        kept = tl.minimum(kept, 0x7C00) | ((word >> 31) << 15)
-    return tl.where(exponent < 255, kept.to(tl.uint16).to(DTYPE, bitcast=True), nearest(x, DTYPE))
+        falls = 13 + tl.maximum(113 - exponent, 0)
+        shift = tl.minimum(falls, 31).to(tl.uint32)
+        known = significand >> tl.minimum(tl.maximum(falls - 31, 0), 31).to(tl.uint32)
+        kept = (known + (bits & ((tl.full(shift.shape, 1, tl.uint32) << shift) - 1))) >> shift
+        kept += tl.maximum(exponent - 113, 0).to(tl.uint32) << 10
+        kept = tl.minimum(kept, 0x7BFF)
+        infinite = size >= 0x477FF000
+    kept = kept | ((word >> 31) << 15)
+    return tl.where(infinite, nearest(x, DTYPE), kept.to(tl.uint16).to(DTYPE, bitcast=True))

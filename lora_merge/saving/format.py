@@ -45,24 +45,6 @@ _LONGEST = 100_000_000
 _ALIGNED = 8
 
 
-def check_range(name: str, made: Tensor, source: object = None) -> None:
-    """Raise `InvalidInput` where a float16 result is infinite and what it is made of is not: 65504 is the largest.
-
-    Args:
-        name: of the tensor.
-        made: the result.
-        source: the weights before; None where these are not at hand.
-    """
-    if made.dtype != torch.float16 or not bool(made.isinf().any()):
-        return
-    if isinstance(source, Tensor) and source.is_floating_point() and bool(source.isinf().any()):
-        return
-    raise InvalidInput(
-        f"{name}: expected merged values up to 65504, the largest number of float16, got larger ones: write bfloat16 "
-        "or float32 instead (dtype=, --dtype bf16)"
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class Stored:
     """One tensor of a file.

@@ -22,7 +22,7 @@ from ..shards.ranks import noted
 from ..stream.weights import MergedWeights
 from .adapters import untied_config
 from .checkpoint import CONFIG, Checkpoint, find
-from .format import as_bytes, check_range
+from .format import as_bytes
 from .merge import Saved
 from .writer import SHARD_SIZE, Wanted, Writer, shards_of, size_of
 
@@ -126,8 +126,6 @@ def save_merged(
             for name, tensor in bucket.tensors():
                 if writer is not None and not errors:
                     with noted(errors):
-                        if dtype is not None:
-                            check_range(name, tensor)
                         writer.write(name.removeprefix(around), 0, as_bytes(tensor.detach().cpu().contiguous()))
                         continue
                 if errors and ranks.alone:

@@ -16,6 +16,7 @@ from ..errors import InvalidInput
 from ..kernels.checks import check_device
 from ..kernels.packed import Packed, moved
 from ..kernels.plan import Plan, check_rounding
+from ..kernels.ranges import check_range, made_of
 from ..kernels.segments import FLOATS, Segment, copies
 from ..models.delta import Delta, Factors, Job, whole_job
 from ..models.operands import MergePlan, Operands, Turn
@@ -27,7 +28,7 @@ from .base import open_base
 from .checkpoint import Checkpoint, find, with_dtype
 from .chunks import Ahead, Behind, Buffer, Buffers, Rows, rows_of
 from .decoded import Decoded
-from .format import as_bytes, check_range
+from .format import as_bytes
 from .writer import SHARD_SIZE, Wanted, Writer, absolute, check_target, shards_of, size_of, together
 
 Told = Callable[[int, int], None]
@@ -324,7 +325,7 @@ class _Output:
             MergePlan([job], self._operands).run(**self.run)
         if there is not out:
             out.copy_(there)
-        check_range(target.name, out, source)
+        check_range([(target.name, out)], made_of(source))
 
     def _copy(self, name: str, source: Tensor, out: Tensor, rows: Rows) -> None:
         if isinstance(source, Packed):
@@ -362,6 +363,7 @@ class _Output:
                 operands = Operands([Turn([here], everything={here.name})], Ranks(), self.device)
                 operands.refresh()
                 MergePlan([whole_job(here, values, out)], operands).run(**self.run)
+            check_range([(source, out)], made_of(values))
             merged[source] = out
         for name, entry in entries.items():
             assert entry is not None
@@ -369,7 +371,6 @@ class _Output:
                 made = self.adapters.conversion.compute(merged, entry.meta.name)
             else:
                 made = entry.window.fold(cut(merged[entry.sources[0]], entry.window.box))
-            check_range(name, made)
             yield name, made.cpu().contiguous()
 
 

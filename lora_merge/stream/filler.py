@@ -22,6 +22,7 @@ from torch.utils.dlpack import from_dlpack
 from ..errors import InvalidInput
 from ..inference import outside_inference_mode
 from ..kernels.packed import Packed, in_reach
+from ..kernels.ranges import check_range, made_of, narrows
 from ..kernels.scaled import Scaled
 from ..kernels.segments import Segment, copies, name_key
 from ..models.claims import reading
@@ -79,6 +80,7 @@ class Filler:
         """Name -> name of the tensor here that is the same one."""
         self._elsewhere = {name: part for name, part in source.parts.items() if not part.shard.pieces}
         self._order = tuple(source.parts)
+        self._narrow = frozenset(entry.meta.name for entry in entries if _narrow(entry, source.parts))
         self._wholly = {name for name, entry in self.entries.items() if entry.window is None or unshard}
         if whole:
             self.table: Table = lay_out([entry.meta for entry in entries], bucket_bytes)
@@ -322,9 +324,11 @@ class Filler:
         with self._filling:
             with noted(errors):
                 self._operands.refresh(index, self.storages)
-                own = (slot for slot in self.mine(index) if slot.name not in self._wholly)
+                own = [slot for slot in self.mine(index) if slot.name not in self._wholly]
                 targets = ((slot.name, slot.box, slot.view(buffer), index) for slot in own)
                 self._plan((index, False), buffer.data_ptr(), targets).run(run)
+                narrow = (slot for slot in own if slot.name in self._narrow)
+                check_range(((slot.name, slot.view(buffer)) for slot in narrow), self._bases)
             if self._wholly_in[index]:
                 self._fill_wholly(index, buffer, run, errors)
             self.ranks.all_gather_parts(buffer, self._sizes[index])()
@@ -342,15 +346,21 @@ class Filler:
     @outside_inference_mode
     def place(self, index: int, places: Places, run: Mapping[str, Any]) -> None:
         """As `Sent.place`. An error of this rank is raised after the collectives of the bucket."""
-        targets = (
+        with self._filling:
+            self._operands.refresh(index, self.storages)
+            self._plan((index, True), ref(places), self._targets(index, places), places.scaled).run(run)
+            if narrow := self._narrow | places.narrow:
+                written = (target for target in self._targets(index, places) if target[0] in narrow)
+                check_range(((name, view) for name, _, view, _ in written), self._bases, places.scaled)
+
+    def _targets(self, index: int, places: Places) -> Iterator[tuple[str, Box, Tensor, int]]:
+        """As of `_plan`, of a bucket that is placed."""
+        return (
             (slot.name, met, cut(view, (tuple(map(sub, met[0], box[0])), met[1])), turn)
             for turn, slot in self._due_with(index, places)
             for box, view in places.views.get(slot.name, ())
             if (met := overlap(slot.box, box)) is not None
         )
-        with self._filling:
-            self._operands.refresh(index, self.storages)
-            self._plan((index, True), ref(places), targets, places.scaled).run(run)
 
     def _due_with(self, index: int, places: Places) -> list[tuple[int, Slot]]:
         """The slots that are placed with a bucket, each with its own bucket: tensors that are written as one come with
@@ -456,7 +466,20 @@ class Filler:
             jobs = [] if part.delta is None else [whole_job(part.delta, whole, out)]
             segments = copies(part.name, whole, out) if part.delta is None else []
             MergePlan(jobs, self._operands, segments, index).run(**run)
+            if narrows(whole.dtype, dtype, part.delta is not None):
+                check_range([(part.name, out)], made_of(whole))
         return merged
+
+    def _bases(self, name: str) -> list[Tensor]:
+        """What this rank holds of the parameters of a tensor."""
+        parts = (self.source.parts[source] for source in self.entries[name].sources)
+        return [piece.tensor for part in parts for piece in part.shard.pieces]
+
+
+def _narrow(entry: Entry, parts: Mapping[str, Part]) -> bool:
+    """Whether its merged values can be infinite where what they are made of is not."""
+    some = [parts[name] for name in entry.sources]
+    return any(narrows(part.shard.dtype, entry.meta.dtype, part.delta is not None) for part in some)
 
 
 class _BucketPlan:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from ..kernels.ranges import NARROW
 from ..kernels.scaled import Scaled
 from ..shards import Box
 from .buckets import Table
@@ -35,6 +37,11 @@ class Places:
             here = (name for name, found in self.views.items() if all(view.device == device for _, view in found))
             self._on[device] = frozenset(here)
         return self._on[device]
+
+    @cached_property
+    def narrow(self) -> frozenset[str]:
+        """Names of the tensors that are rounded to float16 before they are scaled."""
+        return frozenset(name for name, found in self.scaled.items() if any(some.dtype == NARROW for some in found))
 
     _on: dict[torch.device, frozenset[str]] = field(default_factory=dict, init=False)
 
