@@ -19,6 +19,7 @@ from ..kernels.plan import Plan, check_rounding
 from ..kernels.segments import FLOATS, Segment, copies
 from ..models.delta import Delta, Factors, Job, whole_job
 from ..models.operands import MergePlan, Operands, Turn
+from ..models.peft.folder import notes_of
 from ..shards import Shard, cut, whole
 from ..shards.ranks import Ranks
 from ..stream.source import Entry
@@ -496,6 +497,7 @@ def _notes(base: Checkpoint, adapters: Sum) -> tuple[str, ...]:
     scale does not change."""
     found = list(base.notes)
     for adapter in adapters.adapters:
+        found += notes_of(adapter.model)
         configs: Any = getattr(adapter.model, "peft_config", {})
         said = str(getattr(configs.get("default"), "base_model_name_or_path", None) or "")
         if adapter.scale != 1.0 and adapter.whole:
