@@ -63,6 +63,12 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="largest size of one weight file, such as 5GB or 500MiB (default: the same files as the base)",
     )
+    parser.add_argument(
+        "--tokenizer",
+        choices=("base", "adapter"),
+        help="whose tokenizer, chat template and processor go along (default: the adapter's where it has one that "
+        "differs from the base's, and a note says in what)",
+    )
     parser.add_argument("--force", action="store_true", help="replace everything that is in DIR")
     parser.add_argument("--verify", action="store_true", help="read the result back from disk and compare checksums")
     add_json(parser)
@@ -85,6 +91,7 @@ def merge(options: argparse.Namespace) -> int:
             rounding=options.rounding,
             seed=options.seed,
             shard_size=options.shard_size,
+            tokenizer=options.tokenizer,
             force=options.force,
             verify=options.verify,
             progress=told,

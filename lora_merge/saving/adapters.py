@@ -42,6 +42,7 @@ class Adapter:
         ties: name of a tied tensor -> the name under which checkpoints hold it.
         whole: names of the parameters that the adapter brings whole.
         scale: factor of what it adds.
+        folder: that it lies in.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Adapter:
     ties: Mapping[str, str]
     whole: frozenset[str]
     scale: float = 1.0
+    folder: Path = Path()
 
     def delta(self, parameter: str) -> Delta | None:
         """What it adds to a parameter."""
@@ -91,7 +93,7 @@ def read_adapter(name: str, folder: Path, base: Checkpoint, dtype: torch.dtype, 
     # PEFT saves embeddings along that an adapter targets: they are the base's own, and those of every such adapter.
     same = {_place(parts[n]) for n in whole if _is_the_bases(base, n, parts[n].shard.pieces[0].tensor)}
     whole = frozenset(n for n in whole if _place(parts[n]) not in same)
-    adapter = Adapter(name, model, parts, dict(filler.entries), dict(plain.ties), whole, scale)
+    adapter = Adapter(name, model, parts, dict(filler.entries), dict(plain.ties), whole, scale, folder)
     for stream in (weights, bare):
         stream.release()
     if not whole and not any(part.delta for part in parts.values()):
@@ -117,6 +119,14 @@ class Sum:
     def entries(self) -> Mapping[str, Entry]:
         """As of `Adapter`."""
         return self.adapters[0].entries
+
+    @property
+    def rows(self) -> int | None:
+        """Rows of the embedding; None where the model does not say which it is."""
+        try:
+            return int(self.adapters[0].model.get_base_model().get_input_embeddings().weight.shape[0])  # type: ignore[operator, union-attr]
+        except (AttributeError, NotImplementedError):
+            return None
 
     @property
     def conversion(self) -> Conversion:

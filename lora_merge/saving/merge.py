@@ -29,6 +29,7 @@ from .checkpoint import Checkpoint, find, with_dtype
 from .chunks import Ahead, Behind, Buffer, Buffers, Rows, rows_of
 from .decoded import Decoded
 from .format import as_bytes, check_range
+from .tokenizer import aligned, along_with
 from .writer import SHARD_SIZE, Wanted, Writer, absolute, check_target, shards_of, size_of, together
 
 Told = Callable[[int, int], None]
@@ -85,6 +86,7 @@ def merge_checkpoint(
     rounding: str = "nearest",
     seed: int | None = None,
     shard_size: int | str | None = None,
+    tokenizer: str | None = None,
     force: bool = False,
     verify: bool = False,
     progress: Told | None = None,
@@ -94,7 +96,8 @@ def merge_checkpoint(
         lora_merge.merge_checkpoint("Qwen/Qwen2.5-7B", "checkpoints/step-400", "merged")
 
     No model is loaded: the base's files are read a chunk at a time, merged with one rounding, and written. The result
-    has the base's tensor names, files, config and tokenizer. It is complete, or it is not there.
+    has the base's tensor names, files and config, and the adapter's tokenizer where that is another one. It is
+    complete, or it is not there.
 
     Args:
         base: folder of a model in Hugging Face's layout, or the name of a repository on the hub (owner/name); one that
@@ -110,6 +113,8 @@ def merge_checkpoint(
         seed: as in `merge`.
         shard_size: largest size of one weight file, in bytes or as "5GB"; default: the same files as the base; of a
             quantised base 5 GB.
+        tokenizer: "base" or "adapter": whose tokenizer, chat template and processor go along; default: the adapter's
+            where its folder has one that differs, and a note says in what.
         force: replace everything that is in `out`.
         verify: read the result back from disk and compare checksums.
         progress: called with (bytes done, bytes in all) as it goes on.
@@ -152,7 +157,7 @@ def merge_checkpoint(
         sums = [Sum([adapter]) for adapter in read] if each else [Sum(read)]
         run = {"rounding": rounding} if seed is None else {"rounding": rounding, "seed": seed}
         outputs = [
-            _Output(checkpoint, adapters_, one, dtype, device, run, size, force, verify)
+            _Output(checkpoint, adapters_, one, dtype, device, run, size, tokenizer, force, verify)
             for adapters_, one in zip(sums, outs, strict=True)
         ]
         together(output.writer for output in outputs)
@@ -216,6 +221,7 @@ class _Output:
         device: torch.device,
         run: Mapping[str, Any],
         shard_size: int | None,
+        tokenizer: str | None,
         force: bool,
         verify: bool,
     ) -> None:
@@ -228,6 +234,8 @@ class _Output:
         config = self._add_apart(adapters.apart())
         if dtype is not None:
             config = with_dtype(config, dtype)
+        folders = [(adapter.name, adapter.folder) for adapter in adapters.adapters]
+        self.along = along_with(base.folder, base.along(), folders, tokenizer, adapters.rows)
         self._deltas = {
             source: _on(delta, device)
             for targets in self.targets.values()
@@ -251,8 +259,9 @@ class _Output:
             files,
             metadata=base.metadata,
             index=(base.index or {}) if (several and shard_size is None) or len(files) > 1 else None,
-            config=config,
-            along={path: base.folder / path for path in base.along()},
+            config=aligned(config, self.along.tokens),
+            along=self.along.files,
+            made=self.along.made,
             force=force,
             check=verify,
         )
@@ -462,7 +471,7 @@ def _pass(
             files=len({place.file for place in output.writer.places.values()}),
             seconds=seconds,
             verified=bytes_,
-            notes=_notes(base, output.adapters),
+            notes=_notes(base, output),
         )
         for output, bytes_ in zip(outputs, compared, strict=True)
     ]
@@ -492,11 +501,11 @@ def _wholes(base: Checkpoint, outputs: Sequence[_Output]) -> Iterator[tuple[_Out
                 yield output, name, tensor
 
 
-def _notes(base: Checkpoint, adapters: Sum) -> tuple[str, ...]:
-    """List warnings: of the base, an adapter that was trained on another base of the same shapes, and tensors that a
-    scale does not change."""
-    found = list(base.notes)
-    for adapter in adapters.adapters:
+def _notes(base: Checkpoint, output: _Output) -> tuple[str, ...]:
+    """List warnings: of the base, an adapter that was trained on another base of the same shapes, tensors that a scale
+    does not change, and whose tokenizer it is."""
+    found = [*base.notes, *output.along.notes]
+    for adapter in output.adapters.adapters:
         found += notes_of(adapter.model)
         configs: Any = getattr(adapter.model, "peft_config", {})
         said = str(getattr(configs.get("default"), "base_model_name_or_path", None) or "")
