@@ -85,9 +85,15 @@ def test_what_cannot_be_placed_is_refused(saved: tuple[Path, Path, dict[str, Ten
     base, adapter, _ = saved
     for number, (files, match) in enumerate(
         [
-            ({"extra.safetensors": {f"{KEY}vision.weight": torch.rand(3)}}, "extra.safetensors .*vision.weight.* no pl"),
+            (
+                {"extra.safetensors": {f"{KEY}vision.weight": torch.rand(3)}},
+                "extra.safetensors .*vision.weight.* no pl",
+            ),
             ({"extra.bin": {f"{KEY}norm.weight": torch.rand(3)}}, r"norm.weight as \[3\], and the base has \[32\]"),
-            ({"a.pt": {f"{KEY}norm.weight": torch.rand(32)}, "b.pt": {f"{KEY}norm.weight": torch.rand(32)}}, "other va"),
+            (
+                {"a.pt": {f"{KEY}norm.weight": torch.rand(32)}, "b.pt": {f"{KEY}norm.weight": torch.rand(32)}},
+                "other va",
+            ),
             ({"q.pt": {f"{KEY}layers.0.self_attn.q_proj.weight": torch.rand(32, 32)}}, "the adapter changes, too"),
         ]
     ):

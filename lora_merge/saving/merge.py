@@ -24,7 +24,7 @@ from ..shards import Shard, cut, whole
 from ..shards.ranks import Ranks
 from ..stream.source import Entry
 from .adapters import Adapter, Sum, assembled, names_in, read_adapter, untied
-from .base import open_base
+from .base import open_base, packed_notes
 from .checkpoint import Checkpoint, find, with_dtype
 from .chunks import Ahead, Behind, Buffer, Buffers, Rows, rows_of
 from .decoded import Decoded
@@ -146,6 +146,12 @@ def merge_checkpoint(
         check_target(one, force)
         _check_apart(one, [home, *folders])
     checkpoint = open_base(home)
+    if dtype is not None and checkpoint.packed:
+        checkpoint.close()
+        raise InvalidInput(
+            f"dtype={str(dtype).removeprefix('torch.')} (--dtype): {home} is quantised ({checkpoint.packed}), and what "
+            "is packed there goes along as it lies: leave dtype out, which keeps that of each weight"
+        )
     if size is None and isinstance(checkpoint, Decoded):
         size = SHARD_SIZE  # its files were cut for weights of other sizes
     try:
@@ -504,7 +510,7 @@ def _wholes(base: Checkpoint, outputs: Sequence[_Output]) -> Iterator[tuple[_Out
 def _notes(base: Checkpoint, output: _Output) -> tuple[str, ...]:
     """List warnings: of the base, an adapter that was trained on another base of the same shapes, tensors that a scale
     does not change, and whose tokenizer it is."""
-    found = [*base.notes, *output.along.notes]
+    found = [*base.notes, *packed_notes(base), *output.along.notes]
     for adapter in output.adapters.adapters:
         found += notes_of(adapter.model)
         configs: Any = getattr(adapter.model, "peft_config", {})

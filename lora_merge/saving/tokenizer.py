@@ -107,8 +107,8 @@ def along_with(
         return along
     mine = {name: (folder, words) for name, folder in adapters if (words := read_words(folder)).files}
     if choice == "adapter" and not mine:
-        told = ", ".join(str(folder) for _, folder in adapters)
-        raise InvalidInput(f"tokenizer='adapter' (--tokenizer adapter): {told} holds none; take the base's")
+        folders = ", ".join(str(folder) for _, folder in adapters)
+        raise InvalidInput(f"tokenizer='adapter' (--tokenizer adapter): {folders} holds none; take the base's")
     ours = read_words(base)
     differing = {name: one for name, one in mine.items() if choice == "adapter" or differences(ours, one[1])}
     if not differing:
@@ -175,8 +175,8 @@ def differences(base: Words, mine: Words) -> list[str]:
         found.append("chat template")
     more = {token: n for token, n in mine.added.items() if base.ids.get(token) != n}
     if more:
-        named = ", ".join(list(more)[:_MANY]) + (", ..." if len(more) > _MANY else "")
-        found.append(f"{len(more)} added token{'s' * (len(more) > 1)} ({named})")
+        some = ", ".join(list(more)[:_MANY]) + (", ..." if len(more) > _MANY else "")
+        found.append(f"{len(more)} added token{'s' * (len(more) > 1)} ({some})")
     changed = [k for k, text in mine.special.items() if base.special.get(k) != text]
     found += [f"{key} {mine.special[key]} for {base.special.get(key, 'none')}" for key in changed]
     plain = {token: n for token, n in mine.ids.items() if token not in mine.added}
@@ -277,9 +277,9 @@ def _put(along: Along, folder: Path, base: Words, mine: Words) -> None:
     own += [path for path in mine.files if processed and path not in own]
     along.files |= {path: folder / path for path in own}
     config = Path(_CONFIG)
-    if config in along.files and not mine.templates and base.templates and mine.whole:
-        if not any(_is(path.as_posix(), _TEMPLATES) for path in along.files):  # it was in the base's configuration
-            along.made[config] = {**json_of(folder / _CONFIG), "chat_template": base.templates.get("")}
+    apart = any(_is(path.as_posix(), _TEMPLATES) for path in along.files)
+    if mine.whole and not mine.templates and "" in base.templates and not apart:  # it was in the base's configuration
+        along.made[config] = {**json_of(folder / _CONFIG), "chat_template": base.templates[""]}
     for file, part in _PROCESSORS.items():
         nested = Path(_NESTED) in own and Path(file) not in own and Path(file) in along.files
         if nested and mine.processors[part]:  # older releases of transformers read the file, newer ones the part
@@ -322,4 +322,3 @@ def aligned(config: Mapping[str, Any], tokens: Mapping[str, int], *, every_end: 
         several = key == "eos_token_id" and any(one != number for one in ends)
         said[key] = [number, *(one for one in ends if one != number)] if several else number
     return said
-

@@ -1,8 +1,8 @@
-"""Weights that lie in an adapter's folder beside the adapter, because the trainer trained them whole: ms-swift's
-`vit.safetensors`, `non_lora_trainables.bin` of LLaVA's family, and other files whose tensors are the model's.
+"""Weights that lie in an adapter's folder beside the adapter, because the trainer trained them whole.
 
-They are taken where each tensor has the name and the shape of a parameter of the base. A file of weights that is neither
-that nor known to be something else is refused by name.
+Such are ms-swift's `vit.safetensors` and `non_lora_trainables.bin` of LLaVA's family. They are taken where each tensor
+has the name and the shape of a parameter of the base. A file of weights that is neither that nor known to be something
+else is refused by name.
 """
 
 from __future__ import annotations

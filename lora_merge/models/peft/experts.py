@@ -64,7 +64,9 @@ def as_laid_out_here(
             continue
         lora_A, lora_B = (held[key] for key in keys)
         sides = lora_A.shape[-1], lora_B.shape[0]
-        fitting = [turned for turned in (False, True) if sides == (shape[2 if turned else 1], shape[1 if turned else 2])]
+        fitting = [
+            turned for turned in (False, True) if sides == (shape[2 if turned else 1], shape[1 if turned else 2])
+        ]
         here = bool(getattr(layer, "_did_swap_in_out_features", False))
         there = fitting[0] if len(fitting) == 1 else here
         if len(fitting) == 2:
@@ -102,8 +104,8 @@ def _written(folder: object, said: Mapping[str, Any], name: str, is_transposed: 
 
 
 def scale_as_trained(folder: object, said: Mapping[str, Any], model: nn.Module, held: Mapping[str, Tensor]) -> None:
-    """Give layers that PEFT fuses out of an expert's linear layers the scaling that the adapter's file says. PEFT doubles
-    rank and alpha for them, which is another scaling under rsLoRA, and leaves `alpha_pattern` out.
+    """Give layers that PEFT fuses out of an expert's linear layers the scaling that the adapter's file says. PEFT
+    doubles rank and alpha for them, which is another scaling under rsLoRA, and leaves `alpha_pattern` out.
 
     Args:
         folder: of the adapter, for errors.
@@ -114,7 +116,9 @@ def scale_as_trained(folder: object, said: Mapping[str, Any], model: nn.Module, 
     Raises:
         UnsupportedAdapter: the layers that become one parameter were trained with several scalings.
     """
-    fused = [layer for name, layer in _wrappers(model) if f"{name}.lora_A.weight" not in held or _is_router(said, layer)]
+    fused = [
+        layer for name, layer in _wrappers(model) if f"{name}.lora_A.weight" not in held or _is_router(said, layer)
+    ]
     if not fused:
         return
     found: dict[str, dict[float, str]] = {}
