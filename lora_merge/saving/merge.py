@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -29,6 +30,7 @@ from .checkpoint import Checkpoint, find, with_dtype
 from .chunks import Ahead, Behind, Buffer, Buffers, Rows, rows_of
 from .decoded import Decoded
 from .format import as_bytes, check_range
+from .origin import DoubtfulBase, origin_of
 from .tokenizer import aligned, along_with
 from .writer import SHARD_SIZE, Wanted, Writer, absolute, check_target, shards_of, size_of, together
 
@@ -87,6 +89,7 @@ def merge_checkpoint(
     seed: int | None = None,
     shard_size: int | str | None = None,
     tokenizer: str | None = None,
+    strict: bool = False,
     force: bool = False,
     verify: bool = False,
     progress: Told | None = None,
@@ -115,6 +118,8 @@ def merge_checkpoint(
             quantised base 5 GB.
         tokenizer: "base" or "adapter": whose tokenizer, chat template and processor go along; default: the adapter's
             where its folder has one that differs, and a note says in what.
+        strict: refuse an adapter that, by what it says of its base and the base of itself, was trained on another one;
+            default: warn (`DoubtfulBase`).
         force: replace everything that is in `out`.
         verify: read the result back from disk and compare checksums.
         progress: called with (bytes done, bytes in all) as it goes on.
@@ -160,6 +165,7 @@ def merge_checkpoint(
             read_adapter(name, folder, checkpoint, held, factors[name])
             for name, folder in zip(names, folders, strict=True)
         ]
+        _check_origins(read, checkpoint, strict)
         sums = [Sum([adapter]) for adapter in read] if each else [Sum(read)]
         run = {"rounding": rounding} if seed is None else {"rounding": rounding, "seed": seed}
         outputs = [
@@ -170,6 +176,16 @@ def merge_checkpoint(
         return _pass(checkpoint, outputs, read, begin, verify, progress or (lambda done, of: None))
     finally:
         checkpoint.close()
+
+
+def _check_origins(adapters: Sequence[Adapter], base: Checkpoint, strict: bool) -> None:
+    for adapter in adapters:
+        for doubt in origin_of(adapter.name, adapter.folder, adapter.model, base).doubts:
+            if strict:
+                raise InvalidInput(
+                    f"{doubt}; name the base that the adapter was trained on, or merge without strict (--strict)"
+                )
+            warnings.warn(doubt, DoubtfulBase, stacklevel=3)
 
 
 def _names(folders: Sequence[Path], given: Sequence[str | Path]) -> list[str]:
@@ -513,13 +529,11 @@ def _notes(base: Checkpoint, output: _Output) -> tuple[str, ...]:
     found = [*base.notes, *packed_notes(base), *output.along.notes]
     for adapter in output.adapters.adapters:
         found += notes_of(adapter.model)
-        configs: Any = getattr(adapter.model, "peft_config", {})
-        said = str(getattr(configs.get("default"), "base_model_name_or_path", None) or "")
+        origin = origin_of(adapter.name, adapter.folder, adapter.model, base)
+        found += (*origin.doubts, *origin.notes)
         if adapter.scale != 1.0 and adapter.whole:
             found.append(
                 f"the scale {adapter.scale:g} of {adapter.name} is not that of tensors which it brings whole: "
                 f"{min(adapter.whole)} and {len(adapter.whole) - 1} more"
             )
-        if said and Path(said).name not in base.folder.resolve().as_posix() and not Path(said).is_dir():
-            found.append(f"{adapter.name} says that it was trained on {said}; merged into {base.folder}")
     return tuple(found)
