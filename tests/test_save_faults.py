@@ -60,7 +60,9 @@ def _pointer(base: Path, adapter: Path) -> None:
 def _packed(base: Path, adapter: Path) -> None:
     file = base / "model-00002-of-00005.safetensors"
     held = load_file(file)
-    save_file(held | {"model.layers.0.q.qweight": torch.zeros(3, dtype=torch.int32)}, file, {"format": "pt"})
+    save_file(
+        held | {"model.layers.0.self_attn.q_proj.qweight": torch.zeros(3, dtype=torch.int32)}, file, {"format": "pt"}
+    )
 
 
 def _float8(base: Path, adapter: Path) -> None:

@@ -202,7 +202,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
         "weight_block_size: None: of FP8, bases with a scale for each block of a weight are read.*load the base in",
     ),
     "fixed scales of activations": (_config(activation_scheme="static"), r"fixed scales of activations \(static\)"),
-    "another format": (_config(quant_method="gptq"), "quantization_config: gptq.*read are plain bases, and"),
+    "another format": (_config(quant_method="gptq"), "quantization_config: gptq.*decoded are bitsandbytes"),
 }  # fmt: skip
 
 

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from checkpoints import assert_same, tensors
 from peft import LoraConfig, get_peft_model
 from processes import spawn
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_shards_merge import Wrap, fsdp1_one_unit, fsdp2, hsdp
 from torch import Tensor, nn
 
-from lora_merge import InvalidInput, MergedWeights, Saved, merged, save_merged
+from lora_merge import InvalidInput, MergedWeights, Saved, merge_checkpoint, merged, save_merged
 from lora_merge.saving import writer
 
 
@@ -274,3 +274,37 @@ def test_names_that_are_none() -> None:
     with pytest.raises(InvalidInput, match="no adapters of PEFT's"):
         list(MergedWeights(models.qwen2(), adapter_names=["one"]))
     assert model.active_adapters == ["one", "two"]
+
+
+def test_what_the_class_does_not_build(tmp_path: Path) -> None:
+    """A head for several tokens at once comes from the base, bit for bit; data beside the weights, too."""
+    base, adapter = checkpoints.pair("qwen2", tmp_path)
+    more = {"mtp.fc.weight": torch.randn(5, 3).bfloat16(), "mtp.step": torch.tensor(7)}
+    held = load_file(base / "model.safetensors")
+    save_file(held | more, base / "model.safetensors", {"format": "pt"})
+    torch.save({"speaker": torch.rand(3)}, base / "spk_dict.pt")
+    torch.save({name: t.clone() for name, t in held.items()}, base / "copy.pt")
+    (base / "optimizer.pt").write_text("of a trainer")
+    model: Any = checkpoints.load(base, adapter)
+    wanted = streamed(model) | more
+    for number, options in enumerate(({"base": base}, {}, {"base": base, "max_shard_size": "20KB"})):
+        saved = save_merged(model, tmp_path / f"{number}", verify=True, **options)
+        assert_same(tensors(tmp_path / f"{number}"), wanted)
+        assert saved is not None
+        assert saved.verified == sum(t.nbytes for t in wanted.values())
+    merge_checkpoint(base, adapter, tmp_path / "disk")
+    assert_same(tensors(tmp_path / "disk"), wanted)
+    for folder in ("0", "1", "disk"):
+        assert (tmp_path / folder / "spk_dict.pt").read_bytes() == (base / "spk_dict.pt").read_bytes()
+        assert not {p.name for p in (tmp_path / folder).iterdir()} & {"copy.pt", "optimizer.pt"}
+    inside = model.get_base_model()
+    inside.config._name_or_path = inside.name_or_path = ""
+    inside.config.num_nextn_predict_layers = 1
+    lacking = save_merged(model, tmp_path / "without")
+    assert lacking is not None
+    assert any("num_nextn_predict_layers" in note and "pass base=" in note for note in lacking.notes)
+    config = json.loads((base / "config.json").read_text()) | {"architectures": ["Qwen2Model"]}
+    (base / "config.json").write_text(json.dumps(config))
+    other = save_merged(model, tmp_path / "other", base=base)
+    assert other is not None
+    assert "a Qwen2Model, holds 2 tensors that a Qwen2ForCausalLM does not build, mtp" in other.notes[0]

@@ -53,6 +53,7 @@ def _words(found: Inspected) -> str:
     lines = [f"{name:<{width}}  {value}" for name, value in rows]
     if found.base is not None and not found.problems:
         lines += ["", f"it fits {found.base} ({found.dtype}):", *_table(found)]
+    lines += [line for note in found.notes for line in ("", f"note: {note}")]
     if found.problems:
         lines += ["", f"it does not fit {found.base}:", *(f"  {problem}" for problem in found.problems)]
     return "\n".join(lines)

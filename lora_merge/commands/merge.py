@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import sys
+import warnings
 
 import torch
 
@@ -63,6 +64,17 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="largest size of one weight file, such as 5GB or 500MiB (default: the same files as the base)",
     )
+    parser.add_argument(
+        "--tokenizer",
+        choices=("base", "adapter"),
+        help="whose tokenizer, chat template and processor go along (default: the adapter's where it has one that "
+        "differs from the base's, and a note says in what)",
+    )
+    parser.add_argument(
+        "--strict",
+        action="store_true",
+        help="refuse an adapter that, by what it says of its base, was trained on another one (default: a note)",
+    )
     parser.add_argument("--force", action="store_true", help="replace everything that is in DIR")
     parser.add_argument("--verify", action="store_true", help="read the result back from disk and compare checksums")
     add_json(parser)
@@ -71,9 +83,11 @@ def add(parser: argparse.ArgumentParser) -> None:
 def merge(options: argparse.Namespace) -> int:
     """Run it."""
     from ..saving import merge_checkpoint
+    from ..saving.origin import DoubtfulBase
 
     _give_back_memory()
-    with progress("merging") as told:
+    with progress("merging") as told, warnings.catch_warnings():
+        warnings.simplefilter("ignore", DoubtfulBase)  # a note says it below
         saved = merge_checkpoint(
             options.base,
             options.adapters,
@@ -85,6 +99,8 @@ def merge(options: argparse.Namespace) -> int:
             rounding=options.rounding,
             seed=options.seed,
             shard_size=options.shard_size,
+            tokenizer=options.tokenizer,
+            strict=options.strict,
             force=options.force,
             verify=options.verify,
             progress=told,

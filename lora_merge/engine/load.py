@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from torch import nn
 
 from ..errors import InvalidInput, PushRefused
 from ..kernels.checks import check_device
-from ..models.peft.folder import needs_values, read_folder
+from ..models.peft.folder import needs_values, notes_of, read_folder
 from ..shards.ranks import Ranks
 from ..stream.buckets import dtype_of
 from ..stream.filler import Filler
@@ -181,11 +182,12 @@ def _not_unloadable(replica: Replica) -> str:
 
 def _read(folder: Path, base: str | Path | None, dtype: torch.dtype) -> nn.Module:
     """The adapter; with the values of its base where what it adds depends on them."""
-    if not needs_values(folder):
-        model = read_folder(folder, base, dtype)
-        if not converted(MergedWeights(model).filler()):
-            return model
-    return read_folder(folder, base, dtype, values=True)
+    model = None if needs_values(folder) else read_folder(folder, base, dtype)
+    if model is None or converted(MergedWeights(model).filler()):
+        model = read_folder(folder, base, dtype, values=True)
+    for note in notes_of(model):
+        warnings.warn(note, stacklevel=2)
+    return model
 
 
 def _controls_of(engine: Any) -> list[Control]:

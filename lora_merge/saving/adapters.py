@@ -26,6 +26,7 @@ from ..shards import cut
 from ..shards.bitsandbytes import CONV1D
 from ..stream.source import Entry
 from ..stream.weights import MergedWeights
+from .base import check_plain
 from .checkpoint import Checkpoint
 from .chunks import rows_of
 
@@ -42,6 +43,7 @@ class Adapter:
         ties: name of a tied tensor -> the name under which checkpoints hold it.
         whole: names of the parameters that the adapter brings whole.
         scale: factor of what it adds.
+        folder: that it lies in.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Adapter:
     ties: Mapping[str, str]
     whole: frozenset[str]
     scale: float = 1.0
+    folder: Path = Path()
 
     def delta(self, parameter: str) -> Delta | None:
         """What it adds to a parameter."""
@@ -91,7 +94,7 @@ def read_adapter(name: str, folder: Path, base: Checkpoint, dtype: torch.dtype, 
     # PEFT saves embeddings along that an adapter targets: they are the base's own, and those of every such adapter.
     same = {_place(parts[n]) for n in whole if _is_the_bases(base, n, parts[n].shard.pieces[0].tensor)}
     whole = frozenset(n for n in whole if _place(parts[n]) not in same)
-    adapter = Adapter(name, model, parts, dict(filler.entries), dict(plain.ties), whole, scale)
+    adapter = Adapter(name, model, parts, dict(filler.entries), dict(plain.ties), whole, scale, folder)
     for stream in (weights, bare):
         stream.release()
     if not whole and not any(part.delta for part in parts.values()):
@@ -117,6 +120,14 @@ class Sum:
     def entries(self) -> Mapping[str, Entry]:
         """As of `Adapter`."""
         return self.adapters[0].entries
+
+    @property
+    def rows(self) -> int | None:
+        """Rows of the embedding; None where the model does not say which it is."""
+        try:
+            return int(self.adapters[0].model.get_base_model().get_input_embeddings().weight.shape[0])  # type: ignore[operator]
+        except (AttributeError, NotImplementedError):
+            return None
 
     @property
     def conversion(self) -> Conversion:
@@ -217,14 +228,21 @@ def names_in(base: Checkpoint, adapters: Sum) -> dict[str, Entry]:
     ties = adapters.adapters[0].ties
     for name, entry in entries.items():
         changed = [source for source in entry.sources if adapters.changes(source)]
+        if changed and name not in there and base.packed and not _tied_there(name, ties, there):
+            check_plain(base, name, adapters.name)
         if changed and name not in there and ties.get(name, name) not in there and not _tied_there(name, ties, there):
             raise InvalidInput(
                 f"{base.folder} holds no {name}, which {adapters.name} changes: it is another model than the adapter "
                 "was trained on, or its tensors have other names than transformers writes; then load the model, put "
                 "the adapter on with PeftModel.from_pretrained, and use lora_merge.save_merged"
             )
-    for name, entry in found.items():
+    for name, entry in list(found.items()):
         stored = base.tensors[name]
+        if any(adapters.changes(s) for s in entry.sources):
+            check_plain(base, name, adapters.name)
+        elif base.packed and (stored.shape != entry.meta.shape or stored.dtype not in _FLOATS):
+            del found[name]  # codes under the weight's own name, which go along as they lie
+            continue
         if stored.shape != entry.meta.shape:
             raise InvalidInput(
                 f"{base.folder}: {name} is {list(stored.shape)} in {stored.file.name}, and {list(entry.meta.shape)} by "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,13 +24,22 @@ CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _PICKLED, _PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".ot", ".onnx", ".ckpt", ".npz")
-"""Endings of files that hold weights, or what a trainer keeps; they are not taken along."""
+_OTHERS = (".h5", ".msgpack", ".gguf", ".ot", ".onnx", ".ckpt")
+"""Endings of files that hold weights in other formats; they are not taken along."""
+_MODELS = re.compile(
+    r"(model|pytorch_model|diffusion_pytorch_model|consolidated|adapter_model|flax_model|tf_model|optimi[sz]er|scheduler|"
+    r"scaler|rng_state|training_args|random_states)([-_.].*)?\.(safetensors|bin|pt|pth|npz)"
+)
+"""How transformers names weights, Llama's and Mistral's authors theirs, and trainers what they keep."""
+_TENSORS = (".safetensors", ".bin", ".pt", ".pth")
 _NOT_ALONG = ("README.md", "trainer_state.json", "adapter_config.json")
 _FOLDERS_ALONG = ("additional_chat_templates",)
 _PARTS = "modules.json"
 _WANTED = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.tiktoken", "LICENSE*"]
 _WANTED += ["NOTICE*", "USE_POLICY*", "adapter_model.bin", "*.spm", "*.codes", "*_Dense/pytorch_model.bin"]
+_WANTED += ["non_lora_*.bin"]
+_DATA = ["*.pt", "*.npz", "*.ttf"]
+"""What models read beside their weights; adapters' repositories have optimizers under such names."""
 _PICKLES = ["pytorch_model*.bin"]
 """Weights of a repository that has no others."""
 
@@ -47,6 +57,7 @@ class Checkpoint:
         index: what its index says beside the map of names; None where there is no index.
         config: config.json.
         notes: what may be worth a look.
+        packed: how weights of it are quantised that go along as they lie, in words; "" where none are.
     """
 
     folder: Path
@@ -56,6 +67,7 @@ class Checkpoint:
     index: Mapping[str, Any] | None
     config: Mapping[str, Any]
     notes: tuple[str, ...] = ()
+    packed: str = ""
     _pickled: Mapping[str, Tensor] = field(default_factory=dict)
     _open: dict[Path, int] = field(default_factory=dict)
 
@@ -104,13 +116,13 @@ class Checkpoint:
 
     def along(self) -> Iterator[Path]:
         """Files that go with the weights, relative to the folder: tokenizer, generation config, templates, code,
-        licence, what sentence-transformers keeps in folders; not the weights, config.json, the index, README and what
-        a trainer keeps."""
+        licence, data that the model reads beside its weights (Qwen2.5-Omni's speakers), what sentence-transformers
+        keeps in folders; not the weights, config.json, the index, README and what a trainer keeps."""
         parts = _parts(self.folder / _PARTS)
         for path in sorted(self.folder.iterdir()):
             if path.name.startswith(".") or path.name in _NOT_ALONG or path.name == CONFIG:
                 continue
-            weights = path.name.endswith((*_WEIGHTS, ".index.json"))
+            weights = self._is_weights(path)
             if path.is_symlink() and not path.exists() and not weights:
                 raise InvalidInput(f"{path} is a link that leads nowhere: fetch the base again, or remove it")
             if path.is_file() and not weights:
@@ -118,11 +130,36 @@ class Checkpoint:
             elif path.is_dir() and (path.name in _FOLDERS_ALONG or path.name in parts):
                 yield from (Path(path.name, inner.name) for inner in sorted(path.iterdir()) if inner.is_file())
 
+    def _is_weights(self, path: Path) -> bool:
+        """Whether a file holds weights of the model, by its name, the index, or the names of tensors in it."""
+        name = path.name
+        if name.endswith((*_OTHERS, ".index.json")) or _MODELS.fullmatch(name):
+            return True
+        if not name.endswith(_TENSORS) or not path.is_file():
+            return False
+        lying = self._lying()
+        return any(stored.file.name == name for stored in lying.values()) or not _names_in(path).isdisjoint(lying)
+
+    def _lying(self) -> Mapping[str, Stored]:
+        """The tensors in its files."""
+        return self.tensors
+
     @property
     def dtype(self) -> torch.dtype:
         """In which its floating-point tensors can all be held."""
         floats = {dtype for name in self.tensors if (dtype := self.kept(name)) in FLOATS}
         return floats.pop() if len(floats) == 1 else torch.float32
+
+
+def _names_in(path: Path) -> set[str]:
+    """Names of the tensors in a file; none where it holds something else."""
+    try:
+        if path.suffix == ".safetensors":
+            return {stored.name for stored in read_header(path).tensors}
+        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return set(loaded) if isinstance(loaded, dict) else set()
+    except Exception:  # objects of somebody's own: no weights, as a file without an index is not read as such
+        return set()
 
 
 @contextmanager
@@ -161,9 +198,10 @@ def find(named: str | Path, what: str) -> Path:
     with needed(why, "'lora-merge[peft]'", "huggingface_hub"):
         from huggingface_hub import snapshot_download
     try:
-        folder = Path(snapshot_download(name, allow_patterns=_WANTED))
+        wanted = [*_WANTED, *_DATA] if what == "base" else _WANTED
+        folder = Path(snapshot_download(name, allow_patterns=wanted))
         if what == "base" and not any(folder.glob("*.safetensors")):
-            folder = Path(snapshot_download(name, allow_patterns=[*_WANTED, *_PICKLES]))
+            folder = Path(snapshot_download(name, allow_patterns=[*wanted, *_PICKLES]))
         return folder
     except Exception as error:
         told = str(error).strip().splitlines()
@@ -200,6 +238,11 @@ def open_checkpoint(folder: Path) -> Checkpoint:
             f"{_told_adapter(folder)}"
         )
     return Checkpoint(folder=folder, config=config, **found)
+
+
+def holds_weights(folder: Path) -> bool:
+    """Whether a folder has the files that a base's weights are in, or their index."""
+    return any((folder / name).is_file() for name in (SINGLE, INDEX, _PICKLED, _PICKLED_INDEX))
 
 
 def _parts(file: Path) -> set[str]:

@@ -99,6 +99,9 @@ class Decoded(Checkpoint):
             for name, stored in self.tensors.items()
         }
 
+    def _lying(self) -> Mapping[str, Stored]:
+        return self.raw.tensors
+
     def close(self) -> None:
         self.raw.close()
 

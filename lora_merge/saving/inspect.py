@@ -15,15 +15,16 @@ from torch import Tensor
 from ..errors import InvalidInput, UnsupportedAdapter
 from ..kernels.segments import FLOATS
 from ..models.delta import Delta
-from ..models.peft.folder import CONFIG, elsewhere
+from ..models.peft.folder import CONFIG, elsewhere, notes_of
 from ..names import hf_name
 from ..shards import whole
 from ..stream.source import Entry
 from ..verify import Change, change_of
 from .adapters import Sum, assembled, names_in, read_adapter
-from .base import open_base
+from .base import open_base, packed_notes
 from .checkpoint import Checkpoint, find, json_of, readable
 from .format import read_header
+from .origin import origin_of
 
 _FILE, _PICKLED = "adapter_model.safetensors", "adapter_model.bin"
 _FACTOR = re.compile(r"\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(\.weight|\.bias)?$")
@@ -90,6 +91,7 @@ class Inspected:
         dtype: of the base.
         updates: of each parameter.
         problems: why it does not fit the base.
+        notes: what is worth a look: a base that it was not trained on, files beside it that are not read.
     """
 
     folder: Path
@@ -109,6 +111,7 @@ class Inspected:
     dtype: str = ""
     updates: tuple[Update, ...] = ()
     problems: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 _TOLD = [
@@ -198,8 +201,11 @@ def _held_against(alone: Inspected, base: Checkpoint) -> Inspected:
         "dtype": str(base.dtype).removeprefix("torch."),
     }
     try:
-        adapter = Sum([read_adapter(alone.folder.name, alone.folder, base, base.dtype)])
+        one = read_adapter(alone.folder.name, alone.folder, base, base.dtype)
+        adapter = Sum([one])
         adapter.check()
+        origin = origin_of(one.name, one.folder, one.model, base)
+        common["notes"] = (*origin.doubts, *origin.notes, *notes_of(one.model), *packed_notes(base))
         found = names_in(base, adapter)
         updates = tuple(_updates(base, adapter, found))
     except (InvalidInput, UnsupportedAdapter) as error:

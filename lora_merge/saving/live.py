@@ -24,6 +24,7 @@ from .adapters import untied_config
 from .checkpoint import CONFIG, Checkpoint, find
 from .format import as_bytes
 from .merge import Saved
+from .rest import Rest, rest_of
 from .writer import SHARD_SIZE, Wanted, Writer, shards_of, size_of
 
 _BUCKET = 64 << 20
@@ -63,9 +64,9 @@ def save_merged(
         seed: as in `merge`.
         adapter_names: as for `MergedWeights`.
         tokenizer: anything with `save_pretrained`; default: the tokenizer's files in `base`.
-        base: folder (or repository in the cache) from which tokenizer, chat templates and code are copied, and, for a
-            model without a config of transformers' (Megatron's), config.json; default: the model's `name_or_path`, if
-            that is a folder.
+        base: folder (or repository in the cache) from which tokenizer, chat templates and code are copied, tensors that
+            the model's class does not build (MTP heads), and, for a model without a config of transformers'
+            (Megatron's), config.json; default: the model's `name_or_path`, if that is a folder.
         force: replace everything that is in `out`.
         verify: read the result back from disk and compare checksums.
         write: whether this rank writes; default: rank 0 of the world does. Pass True on another rank if rank 0 does not
@@ -103,13 +104,19 @@ def save_merged(
     around = _around(model, tensors)
     tensors = [wanted._replace(name=wanted.name.removeprefix(around)) for wanted in tensors]
     apart = {name.removeprefix(around): kept.removeprefix(around) for name, kept in apart.items()}
+    rest = Rest()
     errors: list[Exception] = []
     saved: Saved | None = None
     with ExitStack() as stack:
         with ranks.vote("save_merged"):
             writer: Writer | None = None
             if mine:
-                along = stack.enter_context(_beside(model, tokenizer, base, apart, tensors))
+                folder, (_, inside) = _home(model, base), _pretrained(model)
+                names = {wanted.name for wanted in tensors}
+                rest = rest_of(inside, class_of(model if inside is None else inside), folder, base is not None, names)
+                stack.callback(rest.close)
+                tensors += rest.tensors
+                along = stack.enter_context(_beside(model, tokenizer, folder, rest, apart, tensors))
                 config = along.pop(Path(CONFIG), None)
                 writer = Writer(
                     out,
@@ -134,6 +141,7 @@ def save_merged(
             if errors:
                 raise errors[0]
             if writer is not None:
+                rest.write(writer)
                 compared = writer.verify() if verify else None
                 stack.close()
                 saved = Saved(
@@ -145,7 +153,7 @@ def save_merged(
                     files=len(shards),
                     seconds=time.perf_counter() - begin,
                     verified=compared,
-                    notes=() if any("tokeniz" in path.name for path in along) else (_NO_TOKENIZER,),
+                    notes=(*rest.notes, *(() if any("tokeniz" in path.name for path in along) else (_NO_TOKENIZER,))),
                 )
     return saved
 
@@ -222,20 +230,25 @@ def class_of(model: nn.Module) -> type:
     return next(cls for cls in type(model).__mro__ if not cls.__module__.startswith("torch.distributed"))
 
 
+def _home(model: Any, base: str | Path | None) -> Path | None:
+    """The folder of the base; None where it is not known."""
+    if base is not None:
+        return find(base, "base")
+    _, inside = _pretrained(model)
+    named = str(getattr(getattr(inside, "config", None), "_name_or_path", "") or "")
+    return Path(named) if named and Path(named).is_dir() else None
+
+
 @contextmanager
 def _beside(
-    model: Any, tokenizer: Any, base: str | Path | None, apart: Mapping[str, str], tensors: list[Wanted]
+    model: Any, tokenizer: Any, folder: Path | None, rest: Rest, apart: Mapping[str, str], tensors: list[Wanted]
 ) -> Iterator[dict[Path, Path]]:
     """What goes with the weights: where it is to lie, and where it lies now."""
     _, inside = _pretrained(model)
-    named = base if base is not None else getattr(getattr(inside, "config", None), "_name_or_path", "")
-    folder = (
-        find(named, "base") if base is not None else Path(str(named)) if named and Path(str(named)).is_dir() else None
-    )
     with tempfile.TemporaryDirectory() as made:
         found: dict[Path, Path] = {}
         if folder is not None:
-            beside = Checkpoint(folder, {}, {}, {}, None, {})
+            beside = rest.base or Checkpoint(folder, {}, {}, {}, None, {})
             found |= {path: folder / path for path in beside.along()}
             if (folder / CONFIG).is_file():
                 found[Path(CONFIG)] = folder / CONFIG

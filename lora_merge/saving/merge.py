@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -20,15 +21,18 @@ from ..kernels.ranges import check_range, made_of
 from ..kernels.segments import FLOATS, Segment, copies
 from ..models.delta import Delta, Factors, Job, whole_job
 from ..models.operands import MergePlan, Operands, Turn
+from ..models.peft.folder import notes_of
 from ..shards import Shard, cut, whole
 from ..shards.ranks import Ranks
 from ..stream.source import Entry
 from .adapters import Adapter, Sum, assembled, names_in, read_adapter, untied
-from .base import open_base
+from .base import open_base, packed_notes
 from .checkpoint import Checkpoint, find, with_dtype
 from .chunks import Ahead, Behind, Buffer, Buffers, Rows, rows_of
 from .decoded import Decoded
 from .format import as_bytes
+from .origin import DoubtfulBase, origin_of
+from .tokenizer import aligned, along_with
 from .writer import SHARD_SIZE, Wanted, Writer, absolute, check_target, shards_of, size_of, together
 
 Told = Callable[[int, int], None]
@@ -85,6 +89,8 @@ def merge_checkpoint(
     rounding: str = "nearest",
     seed: int | None = None,
     shard_size: int | str | None = None,
+    tokenizer: str | None = None,
+    strict: bool = False,
     force: bool = False,
     verify: bool = False,
     progress: Told | None = None,
@@ -94,7 +100,8 @@ def merge_checkpoint(
         lora_merge.merge_checkpoint("Qwen/Qwen2.5-7B", "checkpoints/step-400", "merged")
 
     No model is loaded: the base's files are read a chunk at a time, merged with one rounding, and written. The result
-    has the base's tensor names, files, config and tokenizer. It is complete, or it is not there.
+    has the base's tensor names, files and config, and the adapter's tokenizer where that is another one. It is
+    complete, or it is not there.
 
     Args:
         base: folder of a model in Hugging Face's layout, or the name of a repository on the hub (owner/name); one that
@@ -110,6 +117,10 @@ def merge_checkpoint(
         seed: as in `merge`.
         shard_size: largest size of one weight file, in bytes or as "5GB"; default: the same files as the base; of a
             quantised base 5 GB.
+        tokenizer: "base" or "adapter": whose tokenizer, chat template and processor go along; default: the adapter's
+            where its folder has one that differs, and a note says in what.
+        strict: refuse an adapter that, by what it says of its base and the base of itself, was trained on another one;
+            default: warn (`DoubtfulBase`).
         force: replace everything that is in `out`.
         verify: read the result back from disk and compare checksums.
         progress: called with (bytes done, bytes in all) as it goes on.
@@ -141,6 +152,12 @@ def merge_checkpoint(
         check_target(one, force)
         _check_apart(one, [home, *folders])
     checkpoint = open_base(home)
+    if dtype is not None and checkpoint.packed:
+        checkpoint.close()
+        raise InvalidInput(
+            f"dtype={str(dtype).removeprefix('torch.')} (--dtype): {home} is quantised ({checkpoint.packed}), and what "
+            "is packed there goes along as it lies: leave dtype out, which keeps that of each weight"
+        )
     if size is None and isinstance(checkpoint, Decoded):
         size = SHARD_SIZE  # its files were cut for weights of other sizes
     try:
@@ -149,16 +166,27 @@ def merge_checkpoint(
             read_adapter(name, folder, checkpoint, held, factors[name])
             for name, folder in zip(names, folders, strict=True)
         ]
+        _check_origins(read, checkpoint, strict)
         sums = [Sum([adapter]) for adapter in read] if each else [Sum(read)]
         run = {"rounding": rounding} if seed is None else {"rounding": rounding, "seed": seed}
         outputs = [
-            _Output(checkpoint, adapters_, one, dtype, device, run, size, force, verify)
+            _Output(checkpoint, adapters_, one, dtype, device, run, size, tokenizer, force, verify)
             for adapters_, one in zip(sums, outs, strict=True)
         ]
         together(output.writer for output in outputs)
         return _pass(checkpoint, outputs, read, begin, verify, progress or (lambda done, of: None))
     finally:
         checkpoint.close()
+
+
+def _check_origins(adapters: Sequence[Adapter], base: Checkpoint, strict: bool) -> None:
+    for adapter in adapters:
+        for doubt in origin_of(adapter.name, adapter.folder, adapter.model, base).doubts:
+            if strict:
+                raise InvalidInput(
+                    f"{doubt}; name the base that the adapter was trained on, or merge without strict (--strict)"
+                )
+            warnings.warn(doubt, DoubtfulBase, stacklevel=3)
 
 
 def _names(folders: Sequence[Path], given: Sequence[str | Path]) -> list[str]:
@@ -216,6 +244,7 @@ class _Output:
         device: torch.device,
         run: Mapping[str, Any],
         shard_size: int | None,
+        tokenizer: str | None,
         force: bool,
         verify: bool,
     ) -> None:
@@ -228,6 +257,8 @@ class _Output:
         config = self._add_apart(adapters.apart())
         if dtype is not None:
             config = with_dtype(config, dtype)
+        folders = [(adapter.name, adapter.folder) for adapter in adapters.adapters]
+        self.along = along_with(base.folder, base.along(), folders, tokenizer, adapters.rows)
         self._deltas = {
             source: _on(delta, device)
             for targets in self.targets.values()
@@ -251,8 +282,9 @@ class _Output:
             files,
             metadata=base.metadata,
             index=(base.index or {}) if (several and shard_size is None) or len(files) > 1 else None,
-            config=config,
-            along={path: base.folder / path for path in base.along()},
+            config=aligned(config, self.along.tokens),
+            along=self.along.files,
+            made=self.along.made,
             force=force,
             check=verify,
         )
@@ -462,7 +494,7 @@ def _pass(
             files=len({place.file for place in output.writer.places.values()}),
             seconds=seconds,
             verified=bytes_,
-            notes=_notes(base, output.adapters),
+            notes=_notes(base, output),
         )
         for output, bytes_ in zip(outputs, compared, strict=True)
     ]
@@ -492,18 +524,17 @@ def _wholes(base: Checkpoint, outputs: Sequence[_Output]) -> Iterator[tuple[_Out
                 yield output, name, tensor
 
 
-def _notes(base: Checkpoint, adapters: Sum) -> tuple[str, ...]:
-    """List warnings: of the base, an adapter that was trained on another base of the same shapes, and tensors that a
-    scale does not change."""
-    found = list(base.notes)
-    for adapter in adapters.adapters:
-        configs: Any = getattr(adapter.model, "peft_config", {})
-        said = str(getattr(configs.get("default"), "base_model_name_or_path", None) or "")
+def _notes(base: Checkpoint, output: _Output) -> tuple[str, ...]:
+    """List warnings: of the base, an adapter that was trained on another base of the same shapes, tensors that a scale
+    does not change, and whose tokenizer it is."""
+    found = [*base.notes, *packed_notes(base), *output.along.notes]
+    for adapter in output.adapters.adapters:
+        found += notes_of(adapter.model)
+        origin = origin_of(adapter.name, adapter.folder, adapter.model, base)
+        found += (*origin.doubts, *origin.notes)
         if adapter.scale != 1.0 and adapter.whole:
             found.append(
                 f"the scale {adapter.scale:g} of {adapter.name} is not that of tensors which it brings whole: "
                 f"{min(adapter.whole)} and {len(adapter.whole) - 1} more"
             )
-        if said and Path(said).name not in base.folder.resolve().as_posix() and not Path(said).is_dir():
-            found.append(f"{adapter.name} says that it was trained on {said}; merged into {base.folder}")
     return tuple(found)

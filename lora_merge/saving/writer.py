@@ -93,6 +93,7 @@ class Writer:
         index: further entries of the index; None where a single file needs none.
         config: of config.json; None for none.
         along: files to be copied: where each goes, relative to the folder, and where it comes from.
+        made: files of JSON to be written, by where each goes; instead of one that would be copied.
         force: replace what is in `out`.
         check: keep checksums of what is written, for `verify`.
 
@@ -110,12 +111,13 @@ class Writer:
         index: Mapping[str, Any] | None = None,
         config: Mapping[str, Any] | None = None,
         along: Mapping[Path, Path] | None = None,
+        made: Mapping[Path, Mapping[str, Any]] | None = None,
         force: bool = False,
         check: bool = False,
     ) -> None:
         self.out = absolute(out)
         self._metadata, self._index, self._config = metadata, index, config
-        self._along, self._force, self._check = along or {}, force, check
+        self._along, self._made_files, self._force, self._check = along or {}, made or {}, force, check
         self._made = {name: make_header(Path(name), tensors, metadata) for name, tensors in files.items()}
         self.places: dict[str, Stored] = {}
         for name, (_, places) in self._made.items():
@@ -257,13 +259,15 @@ class Writer:
                 (self.folder / to).parent.mkdir(exist_ok=True)
                 shutil.copyfile(source, self.folder / to)  # what a link leads to; not its permissions
                 _sync(self.folder / to)
+            for to, said in self._made_files.items():
+                _write_json(self.folder / to, said)
             if self._index is not None:
                 names = {place.name: str(place.file) for place in self.places.values()}
-                said = dict(self._index)
-                more = said.get("metadata")
-                said["metadata"] = {**(more if isinstance(more, dict) else {}), "total_size": self.nbytes}
-                said["weight_map"] = dict(sorted(names.items()))
-                _write_json(self.folder / INDEX, said)
+                index = dict(self._index)
+                more = index.get("metadata")
+                index["metadata"] = {**(more if isinstance(more, dict) else {}), "total_size": self.nbytes}
+                index["weight_map"] = dict(sorted(names.items()))
+                _write_json(self.folder / INDEX, index)
             if self._config is not None:
                 _write_json(self.folder / CONFIG, self._config)
             _sync(self.folder)

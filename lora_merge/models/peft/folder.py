@@ -14,16 +14,18 @@ import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from ...errors import InvalidInput, UnsupportedAdapter
+from ...errors import InvalidInput, LoraMergeError, UnsupportedAdapter
 from ...extras import needed
 from ...names import hf_name, named_tensors, own_parameters
+from .beside import FILES, put, read_beside
+from .experts import as_laid_out_here, scale_as_trained
 
 CONFIG = "adapter_config.json"
-_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 _ALIGNED = 64
 _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
 """MAP_NORESERVE, which Python names only from 3.13 on."""
@@ -31,6 +33,7 @@ _FACTORS = "lora_"
 """What names of an adapter's own tensors contain, magnitudes among them."""
 _BASE_AS_IT_IS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 """What `init_lora_weights` says of adapters that are trained on the base as it is; others begin with another one."""
+_notes: WeakKeyDictionary[nn.Module, tuple[str, ...]] = WeakKeyDictionary()
 _CLASSES = {
     "SEQ_CLS": "AutoModelForSequenceClassification",
     "TOKEN_CLS": "AutoModelForTokenClassification",
@@ -57,12 +60,12 @@ def read_folder(folder: str | Path, base: str | Path | None, dtype: torch.dtype,
     """
     with needed("reading an adapter takes PEFT and transformers", "'lora-merge[peft]'", "peft", "transformers"):
         import transformers  # noqa: F401
-        from peft import PeftConfig, PeftModel, load_peft_weights
+        from peft import PeftConfig, PeftModel, load_peft_weights, set_peft_model_state_dict
     folder = Path(folder)
     said = _said(folder)
     _check_kind(folder, said)
-    if not any((folder / name).is_file() for name in _FILES):
-        raise InvalidInput(f"{folder} holds no {_FILES[0]}, which the adapter's tensors are in; save or fetch it again")
+    if not any((folder / name).is_file() for name in FILES):
+        raise InvalidInput(f"{folder} holds no {FILES[0]}, which the adapter's tensors are in; save or fetch it again")
     try:
         config: Any = PeftConfig.from_pretrained(str(folder))
     except Exception as error:
@@ -93,8 +96,10 @@ def read_folder(folder: str | Path, base: str | Path | None, dtype: torch.dtype,
             warnings.simplefilter("ignore")  # what PEFT warns of is an error below
             _check_sizes(folder, model, held)
             adapted = PeftModel(model, config)
-            problems = adapted.load_adapter(str(folder), "default", is_trainable=True, torch_device="cpu")
-    except InvalidInput:
+            held = as_laid_out_here(folder, said, adapted, held)
+            problems = set_peft_model_state_dict(adapted, held, "default")
+            scale_as_trained(folder, said, adapted, held)
+    except LoraMergeError:
         raise
     except Exception as error:
         first = str(error).strip().splitlines()
@@ -102,13 +107,22 @@ def read_folder(folder: str | Path, base: str | Path | None, dtype: torch.dtype,
         raise InvalidInput(
             f"{folder}: the adapter does not fit the base {named} ({type(error).__name__}: {told}); {other}"
         ) from error
-    if lacking := [*problems.missing_keys, *problems.unexpected_keys]:
+    missing = [key for key in problems.missing_keys if _FACTORS in key]  # the others are the base's
+    if lacking := [*missing, *problems.unexpected_keys]:
         raise InvalidInput(
-            f"{folder}: the adapter does not fit the base {named}: {len(problems.missing_keys)} of its tensors are not "
+            f"{folder}: the adapter does not fit the base {named}: {len(missing)} of its tensors are not "
             f"in the file, {len(problems.unexpected_keys)} of the file's have no place, {lacking[0]} for one; {other}"
         )
-    _mark_whole(folder, adapted, {hf_name(key) for key in held if _FACTORS not in key})
+    beside = read_beside(folder, adapted, held)
+    put(adapted, beside)
+    _mark_whole(folder, adapted, {hf_name(key) for key in held if _FACTORS not in key} | beside.tensors.keys())
+    _notes[adapted] = tuple(beside.notes)
     return adapted.eval()
+
+
+def notes_of(model: nn.Module) -> tuple[str, ...]:
+    """List what `read_folder` has left out of an adapter's folder, and why."""
+    return _notes.get(model, ())
 
 
 def _check_finite(folder: Path, held: Mapping[str, Tensor]) -> None:
