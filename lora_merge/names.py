@@ -36,7 +36,8 @@ _WRAPPERS = {
     "megatron.bridge.peft.adapter_wrapper.AdapterWrapper": "to_wrap",
 }
 """Class -> the child that it wraps. By name, so that nothing is imported to look."""
-_STRIPPED = {"base_layer", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+_IN_FILES = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+_STRIPPED = {"base_layer", *_IN_FILES}
 
 
 _LOOP = "a module of the model contains itself, so that its weights have names without end: take that child out"
@@ -68,6 +69,15 @@ def hf_name(name: str) -> str:
     while "modules_to_save" in parts:
         at = parts.index("modules_to_save")
         del parts[at : at + 2]
+    return ".".join(parts)
+
+
+def unwrapped(key: str) -> str:
+    """A name out of a file, without what wrappers have added to it: `_orig_mod`, `_checkpoint_wrapped_module` and
+    `_fsdp_wrapped_module` anywhere, `module` in front, also behind `base_model.model`, which is taken off, too."""
+    parts = [part for part in key.split(".") if part not in _IN_FILES]
+    while parts[:1] == ["module"] or parts[:2] == ["base_model", "model"]:
+        parts = parts[1 if parts[0] == "module" else 2 :]
     return ".".join(parts)
 
 

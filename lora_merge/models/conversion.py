@@ -8,7 +8,7 @@ is; no weight is touched.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,6 +145,27 @@ def read_conversion(model: nn.Module) -> Conversion:
                 break
             return Conversion(module, f"{name}." if name else "")
     return Conversion(None, "")
+
+
+def loading_names(model: Any) -> Callable[[str], str]:
+    """From a name in a checkpoint to that of the parameter, as transformers has it when it loads a model."""
+    prefix = getattr(model, "base_model_prefix", "") or None
+    names = {t.name: True for t in named_tensors(model)}
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+        renamings = [t for t in get_model_conversion_mapping(model) if isinstance(t, WeightRenaming)]
+        return lambda name: str(rename_source_key(name, renamings, [], prefix, names)[0])
+    except ImportError:  # transformers 4
+
+        def renamed(name: str) -> str:
+            if prefix is None or name in names:
+                return name
+            inner = name.removeprefix(f"{prefix}.")
+            return inner if inner != name and inner in names else f"{prefix}.{name}"
+
+        return renamed
 
 
 def tied_keys(model: nn.Module) -> list[str]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InvalidInput, UnsupportedAdapter
-from ..models.conversion import Conversion, read_conversion
+from ..models.conversion import Conversion, loading_names, read_conversion
 from ..models.delta import Delta
 from ..models.part import Part, learning_of
 from ..models.peft.chosen import originals
@@ -78,10 +78,10 @@ def read_adapter(name: str, folder: Path, base: Checkpoint, dtype: torch.dtype, 
     Raises:
         InvalidInput, UnsupportedAdapter, MissingExtra: as `read_folder`; names the folder.
     """
-    model = read_folder(folder, base.folder, dtype)
+    model: Any = read_folder(folder, base.folder, dtype)
     turned = {t.name for t in named_tensors(model) if t.attribute == "weight" and CONV1D in lineage(type(t.owner))}
     if turned:
-        renamed = _renamer(model)
+        renamed = loading_names(model.get_base_model())
         base.turn({n for n in base.tensors if n in turned or renamed(n) in turned})
     weights, bare = MergedWeights(model), MergedWeights(model, adapters=False)
     weights.keep_tied = bare.keep_tied = True
@@ -213,7 +213,8 @@ def names_in(base: Checkpoint, adapters: Sum) -> dict[str, Entry]:
         InvalidInput: an adapter changes a tensor that the base does not hold, or holds in another shape.
     """
     entries, found = adapters.entries, dict[str, Entry]()
-    renamed = _renamer(adapters.adapters[0].model)
+    model: Any = adapters.adapters[0].model
+    renamed = loading_names(model.get_base_model())
     by_source = {entry.sources[0]: entry for entry in entries.values() if len(entry.sources) == 1}
     for name in base.tensors:
         entry = entries.get(name)
@@ -267,28 +268,6 @@ def _tied_there(name: str, ties: Mapping[str, str], there: set[str]) -> bool:
 
 def _count(entries: Mapping[str, Entry], sources: tuple[str, ...]) -> int:
     return sum(entry.sources == sources for entry in entries.values())
-
-
-def _renamer(model: Any) -> Any:
-    """From a name in a file to that of the parameter, as transformers has it when it loads."""
-    base = model.get_base_model()
-    prefix = getattr(base, "base_model_prefix", "") or None
-    names = {t.name: True for t in named_tensors(model)}
-    try:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightRenaming, rename_source_key
-
-        renamings = [t for t in get_model_conversion_mapping(base) if isinstance(t, WeightRenaming)]
-        return lambda name: rename_source_key(name, renamings, [], prefix, names)[0]
-    except ImportError:  # transformers 4
-
-        def renamed(name: str) -> str:
-            if prefix is None or name in names:
-                return name
-            inner = name.removeprefix(f"{prefix}.")
-            return inner if inner != name and inner in names else f"{prefix}.{name}"
-
-        return renamed
 
 
 def untied(base: Checkpoint, adapters: Sum, names: Mapping[str, str]) -> dict[str, Any]:

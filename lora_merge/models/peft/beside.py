@@ -114,11 +114,12 @@ def _take(
 
 
 def put(model: nn.Module, beside: Beside) -> None:
-    """Give the base's parameters the values that lie beside the adapter."""
+    """Give the base's parameters the values that lie beside the adapter; these then require a gradient, as in training."""
     with torch.no_grad():
         for t in named_tensors(model, own_parameters):
             if t.name in beside.tensors:
                 t.tensor.copy_(beside.tensors[t.name])
+                t.tensor.requires_grad_()
 
 
 def _adapted(model: nn.Module) -> Iterator[str]:

@@ -24,6 +24,7 @@ from ...extras import needed
 from ...names import hf_name, named_tensors, own_parameters
 from .beside import FILES, put, read_beside
 from .experts import as_laid_out_here, scale_as_trained
+from .matching import advice, match
 
 CONFIG = "adapter_config.json"
 _ALIGNED = 64
@@ -34,13 +35,10 @@ _FACTORS = "lora_"
 _BASE_AS_IT_IS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 """What `init_lora_weights` says of adapters that are trained on the base as it is; others begin with another one."""
 _notes: WeakKeyDictionary[nn.Module, tuple[str, ...]] = WeakKeyDictionary()
-_CLASSES = {
-    "SEQ_CLS": "AutoModelForSequenceClassification",
-    "TOKEN_CLS": "AutoModelForTokenClassification",
-    "QUESTION_ANS": "AutoModelForQuestionAnswering",
-    "FEATURE_EXTRACTION": "AutoModel",
-}
-"""Task of an adapter -> the class of transformers' that it is trained on, whatever wrote the base."""
+_WIDEST = (
+    *("AutoModelForTextToWaveform", "AutoModelForMultimodalLM", "AutoModelForImageTextToText"),
+    *("AutoModelForCausalLM", "AutoModelForSeq2SeqLM"),
+)
 
 
 def read_folder(folder: str | Path, base: str | Path | None, dtype: torch.dtype, *, values: bool = False) -> nn.Module:
@@ -87,17 +85,17 @@ def read_folder(folder: str | Path, base: str | Path | None, dtype: torch.dtype,
         ) from error
     _check_finite(folder, held)
     model = _base(str(named), dtype, values, given=base is not None)
-    other = _other_class(said, model, base is not None)
+    matched = match(folder, model, held, config)
+    view, held = matched.view, matched.tensors
     config.init_lora_weights = True  # all values come from the file; MiCA's would be taken off the base's
     config.inference_mode = False  # then what it trains requires a gradient, as in training
-    problems: Any = None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what PEFT warns of is an error below
-            _check_sizes(folder, model, held)
-            adapted = PeftModel(model, config)
+            _check_sizes(folder, view.root, held)
+            adapted: Any = PeftModel(view.root, config)
             held = as_laid_out_here(folder, said, adapted, held)
-            problems = set_peft_model_state_dict(adapted, held, "default")
+            problems: Any = set_peft_model_state_dict(adapted, dict(held), "default")
             scale_as_trained(folder, said, adapted, held)
     except LoraMergeError:
         raise
@@ -105,17 +103,21 @@ def read_folder(folder: str | Path, base: str | Path | None, dtype: torch.dtype,
         first = str(error).strip().splitlines()
         told = "; ".join(line.strip() for line in first[:3])
         raise InvalidInput(
-            f"{folder}: the adapter does not fit the base {named} ({type(error).__name__}: {told}); {other}"
+            f"{folder}: the adapter does not fit the base {named} ({type(error).__name__}: {told}); "
+            f"{advice(matched, said, given=base is not None)}"
         ) from error
-    missing = [key for key in problems.missing_keys if _FACTORS in key]  # the others are the base's
+    missing = [key for key in problems.missing_keys if _FACTORS in key and ".default" in key]
     if lacking := [*missing, *problems.unexpected_keys]:
         raise InvalidInput(
             f"{folder}: the adapter does not fit the base {named}: {len(missing)} of its tensors are not "
-            f"in the file, {len(problems.unexpected_keys)} of the file's have no place, {lacking[0]} for one; {other}"
+            f"in the file, {len(problems.unexpected_keys)} of the file's have no place, {lacking[0]} for one; "
+            f"{advice(matched, said, given=base is not None)}"
         )
+    _mark_whole(folder, adapted, {hf_name(key) for key in held if _FACTORS not in key})
+    view.give_back(model)
+    adapted.base_model.model = model  # the whole base, of which the view is a part
     beside = read_beside(folder, adapted, held)
     put(adapted, beside)
-    _mark_whole(folder, adapted, {hf_name(key) for key in held if _FACTORS not in key} | beside.tensors.keys())
     _notes[adapted] = tuple(beside.notes)
     return adapted.eval()
 
@@ -153,18 +155,6 @@ def _check_sizes(folder: Path, model: nn.Module, held: Mapping[str, Tensor]) -> 
                 f"call model.resize_token_embeddings({tensor.shape[0]}), put the adapter on with "
                 "PeftModel.from_pretrained, and use lora_merge.save_merged"
             )
-
-
-def _other_class(said: Mapping[str, Any], model: nn.Module, given: bool) -> str:
-    """What to do about an adapter that does not fit its base."""
-    cls = _CLASSES.get(str(said.get("task_type")))
-    if cls is not None:
-        return (
-            f"it was trained for {said['task_type']}, and the base here is a {type(model).__name__}: load the base "
-            f"with transformers.{cls}, put the adapter on with PeftModel.from_pretrained, and use "
-            "lora_merge.save_merged"
-        )
-    return "name the base that it was trained on" if given else "pass base= if it was trained on another one"
 
 
 def _mark_whole(folder: Path, model: nn.Module, saved: set[str]) -> None:
@@ -258,17 +248,12 @@ def _base(name: str, dtype: torch.dtype, values: bool, given: bool) -> nn.Module
 
     try:
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)  # which does not ask
-        written = next(iter(getattr(config, "architectures", None) or ()), "")
-        cls = getattr(transformers, written, None)
+        cls = _class_of(config)
         if values:
-            found = cls or transformers.AutoModelForCausalLM
-            return found.from_pretrained(name, dtype=dtype, trust_remote_code=False)
+            loaded: nn.Module = cls.from_pretrained(name, dtype=dtype, trust_remote_code=False)
+            return loaded.requires_grad_(False)  # PEFT freezes only what it is put on
         with torch.device("meta"):
-            model = (
-                transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-                if cls is None
-                else cls(config)
-            )
+            model = cls.from_config(config, trust_remote_code=False) if hasattr(cls, "from_config") else cls(config)
     except Exception as error:
         told = str(error).strip().splitlines()
         whose = "base" if given else "the adapter's base_model_name_or_path"
@@ -278,7 +263,22 @@ def _base(name: str, dtype: torch.dtype, values: bool, given: bool) -> nn.Module
             "with code of its own: load it, put the adapter on with PeftModel.from_pretrained, and use "
             "lora_merge.save_merged"
         ) from error
-    return _placed(model.to(dtype))
+    return _placed(model.to(dtype)).requires_grad_(False)
+
+
+def _class_of(config: Any) -> Any:
+    """The class that wrote a base; where its config names one that transformers does not have (as Qwen2.5-Omni's does),
+    transformers' own for such a config, the widest first."""
+    import transformers
+
+    written = next(iter(getattr(config, "architectures", None) or ()), "")
+    if cls := getattr(transformers, written, None):
+        return cls
+    for kind in _WIDEST:
+        found = getattr(getattr(transformers, kind, None), "_model_mapping", {}).get(type(config), None)
+        if isinstance(found, type):
+            return found
+    return transformers.AutoModelForCausalLM
 
 
 def _placed(model: nn.Module) -> nn.Module:
