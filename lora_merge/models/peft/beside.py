@@ -114,7 +114,7 @@ def _take(
 
 
 def put(model: nn.Module, beside: Beside) -> None:
-    """Give the base's parameters the values that lie beside the adapter; these then require a gradient, as in training."""
+    """Give the base's parameters the values that lie beside the adapter; these require a gradient, as in training."""
     with torch.no_grad():
         for t in named_tensors(model, own_parameters):
             if t.name in beside.tensors:
