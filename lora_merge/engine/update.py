@@ -21,6 +21,7 @@ from torch import Tensor
 from ..errors import PushRefused
 from ..kernels.plan import Plan
 from ..kernels.segments import copies
+from ..models.conversion import TRAIN_AS_ONE
 from ..models.delta import Delta
 from ..models.live import live
 from ..models.part import Learning, Part
@@ -324,7 +325,7 @@ class Updates:
         if others := adapted.entries.keys() ^ base.entries.keys():
             raise PushRefused(
                 f"an adapter changes tied tensors apart ({', '.join(sorted(others))}), and the base that an engine "
-                f"holds has one for all: {self.instead}"
+                f"holds has one for all: {self.instead}, or {TRAIN_AS_ONE}"
             )
         for name, entry in adapted.entries.items():
             if entry.meta != (bare := base.entries[name].meta):

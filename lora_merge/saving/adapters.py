@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InvalidInput, UnsupportedAdapter
-from ..models.conversion import Conversion, read_conversion
+from ..models.conversion import TRAIN_AS_ONE, Conversion, read_conversion
 from ..models.delta import Delta
 from ..models.part import Part, learning_of
 from ..models.peft.chosen import originals
@@ -347,9 +347,8 @@ def untied_config(cls: type, config: Any, pairs: Mapping[str, str], adapter: str
         name, kept = next(iter(pairs.items()))
         why = "computes otherwise where they are two (tie_word_embeddings)" if reads else "cannot hold them apart"
         raise UnsupportedAdapter(
-            f"{name} is tied to {kept}, {adapter} does not change both alike, and a {cls.__name__} {why}: train an "
-            "adapter on both with ensure_weight_tying=True. (PEFT 0.21 ties the two as long as they keep the base's "
-            "dtype: for a 16-bit base also pass autocast_adapter_dtype=False)"
+            f"{name} is tied to {kept}, {adapter} does not change both alike, and a {cls.__name__} {why}: "
+            f"{TRAIN_AS_ONE}"
         )
     return config
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 TOKENS = "peft.tuners.trainable_tokens.layer.TrainableTokensLayer"
 TRAINED = "trainable_tokens_delta"
 """The layer's rows, and what their names in files contain."""
+WRAPPED = "token_adapter"
+"""The layer inside the wrapper that LoRA puts it in."""
 
 
 def read_tokens(reading: _Reading) -> list[Delta]:
