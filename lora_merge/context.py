@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import compress, count
 from math import prod
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from . import kernels
 from .errors import InvalidInput, NotRestored
+from .kernels.replaced import ReplacedRows
 from .kernels.segments import raw
 from .kernels.tracked import TrackedPlan
 from .models.claims import Look, merging, to_the_end
@@ -204,7 +205,7 @@ class _Restore:
     def merge(self) -> None:
         """All of it. What is noted for the way back, and PEFT told, while a device works."""
         for merge in self.merges:
-            merge.merge(self.note)
+            merge.merge(self.note, self._weights.values())
         self.note()
 
     def note(self) -> None:
@@ -383,7 +384,8 @@ def _merges_for(
 class _Merge:
     """The deltas of one device, merged where they lie.
 
-    A weight that is merged in place is tracked; what a tied one's other users get is new: nothing to restore.
+    A weight that is merged in place is tracked, and rows that are replaced are kept; what a tied one's other users get
+    is new: nothing to restore.
 
     Attributes:
         places: names of weights and addresses of what is merged of them.
@@ -393,7 +395,9 @@ class _Merge:
         self._operands = Operands([Turn(deltas, jobs)], ranks, device, private=True)
         here = [job for job in jobs if job.source is job.destination]
         self.places = [(job.delta.name, job.source.data_ptr()) for job in jobs]
-        self._tracked = TrackedPlan([segment for job in here for segment in self._operands.segments(job)])
+        segments = [segment for job in here for segment in self._operands.segments(job)]
+        self._tracked = TrackedPlan([segment for segment in segments if segment.rank])
+        self._replaced = ReplacedRows([segment for segment in segments if not segment.rank])
         self._apart = MergePlan([job for job in jobs if job.source is not job.destination], self._operands)
 
     def release(self) -> None:
@@ -406,14 +410,26 @@ class _Merge:
         """What is collective over the ranks; `first`: to be called before a weight is written here."""
         self._operands.refresh()
 
-    def merge(self, aside: Callable[[], object]) -> None:
-        """`aside`: to be called while the device works; or not."""
+    def merge(self, aside: Callable[[], object], weights: Iterable[Tensor]) -> None:
+        """Merge.
+
+        Args:
+            aside: to be called while the device works; or not.
+            weights: what is merged in place, live.
+        """
         self._tracked.merge(aside)
+        self._replaced.merge(weights)
         self._apart.run()
 
     def unmerge(self, aside: Callable[[], object]) -> None:
         """Puts back what was merged in place, where something was; `aside` as for `merge`."""
-        self._tracked.unmerge(aside)
+        errors: list[Exception] = []
+        with noted(errors):
+            self._tracked.unmerge(aside)
+        with noted(errors):
+            self._replaced.unmerge()
+        if errors:
+            raise errors[0] if len(errors) == 1 else NotRestored("; ".join(map(str, errors)))
 
     def moved(self, moves: kernels.Moves) -> bool:
         """As `TrackedPlan.moved`."""
@@ -452,7 +468,7 @@ class _Unshard(_Merge):
         for job in (job for job in self._jobs if job.delta.name in wholes):
             job.destination.copy_(cut(wholes[job.delta.name], (job.start, tuple(job.destination.shape))))
 
-    def merge(self, aside: Callable[[], object]) -> None:
+    def merge(self, aside: Callable[[], object], weights: Iterable[Tensor]) -> None:
         """Done already."""
 
     def unmerge(self, aside: Callable[[], object]) -> None:

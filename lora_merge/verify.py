@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from itertools import pairwise
 from operator import add
 from typing import Any
@@ -181,6 +181,8 @@ def change_of(delta: Delta, dtype: torch.dtype, rounding: str = "nearest", seed:
     operands = Operands([Turn([delta], everything={delta.name})], Ranks(), weight.device)
     operands.refresh()
     MergePlan([whole_job(delta, weight, rounded)], operands).run(rounding=rounding, seed=seed)
+    if delta.rows:
+        return _replaced(delta, weight, rounded)
     lora_A, lora_B, scaling = operands.factors(delta)
     magnitude = None if delta.magnitude is None else operands.whole(delta.magnitude).flatten().double()
     found = Change()
@@ -193,11 +195,25 @@ def change_of(delta: Delta, dtype: torch.dtype, rounding: str = "nearest", seed:
             exact = base + scaling * (b[rows] @ a)
             if magnitude is not None:
                 exact *= (magnitude[rows] / torch.linalg.vector_norm(exact, dim=1)).unsqueeze(1)
-            change, there = exact - base, r[rows].double() - base
-            lost = r[rows].double() - exact
-            w2, d2, l2, a2 = (float(t.square().sum()) for t in (base, change, lost, there))
-            found += Change(w2, d2, l2, a2, float((there * change).sum()))
+            found += _change(base, exact, r[rows].double())
     return found
+
+
+def _change(base: Tensor, exact: Tensor, rounded: Tensor) -> Change:
+    change, there, lost = exact - base, rounded - base, rounded - exact
+    w2, d2, l2, a2 = (float(t.square().sum()) for t in (base, change, lost, there))
+    return Change(w2, d2, l2, a2, float((there * change).sum()))
+
+
+def _replaced(delta: Delta, weight: Tensor, rounded: Tensor) -> Change:
+    """Of a weight of which rows are replaced."""
+    rest = torch.linalg.vector_norm(weight, dtype=torch.float64).square()
+    found = Change()
+    for rows in delta.rows:
+        at = torch.tensor(rows.indices, device=weight.device)
+        values = rows.values.pieces[0].tensor.to(weight.device)
+        found += _change(weight[at].double(), values.double(), rounded[at].double())
+    return replace(found, weight=float(rest))
 
 
 _BLOCK = 1 << 22

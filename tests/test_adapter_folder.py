@@ -138,7 +138,7 @@ def test_what_is_said_of_it(tmp_path: Path) -> None:
     folder = tmp_path / "adapter"
     told = (folder / "adapter_config.json").read_text()
     for changes, kind, match in [
-        ({"trainable_token_indices": [1, 5]}, UnsupportedAdapter, "trainable_token_indices: .* replaces rows"),
+        ({"trainable_token_indices": [1, 5]}, InvalidInput, "does not fit the base"),
         ({"layer_replication": [[0, 2], [1, 2]]}, UnsupportedAdapter, "layer_replication: .* more layers"),
         ({"init_lora_weights": "loftq"}, UnsupportedAdapter, "init_lora_weights='loftq' changes the base"),
         ({"peft_type": None}, UnsupportedAdapter, "an adapter of type None"),

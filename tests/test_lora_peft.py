@@ -398,11 +398,6 @@ def other_tuner(config: peft.PeftConfig) -> Callable[[], PeftModel]:
     return lambda: get_peft_model(models.qwen2(), config)
 
 
-def trainable_tokens() -> PeftModel:
-    config = LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices={"embed_tokens": [1, 2]})
-    return get_peft_model(models.qwen2(), config)
-
-
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "quantised int8": (lambda: small_with(set_weight(torch.zeros(8, 8, dtype=torch.int8))), "1.weight.*int8"),
     "quantised fp8": (lambda: small_with(set_weight(torch.zeros(8, 8, dtype=torch.float8_e4m3fn))), "1.weight.*float8"),
@@ -439,7 +434,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "module used bare too": (shared_module, "1.weight: its module is also used as 2"),
     "parameter adapted twice": (adapted_twice, "1.weight: two adapter layers"),
-    "trainable tokens": (trainable_tokens, "model.embed_tokens: .*TrainableTokensLayer"),
     "IA3": (other_tuner(peft.IA3Config(target_modules=["v_proj"], feedforward_modules=[])), "IA3"),
     "LoHa": (other_tuner(peft.LoHaConfig(target_modules=["v_proj"])), "LOHA"),
     "AdaLoRA": (other_tuner(peft.AdaLoraConfig(target_modules=["v_proj"], total_step=10)), "ADALORA"),

@@ -294,7 +294,7 @@ def test_what_does_not_fit(wide: tuple[Any, Path], tmp_path: Path) -> None:
         (tmp_path / "sizes", base, InvalidInput, "does not fit the base.*size mismatch"),
         (tmp_path / "llama", None, PushRefused, "another model than the engine serves.*nothing would fill"),
         (tmp_path / "deep", None, PushRefused, "another model than the engine serves"),
-        (tmp_path / "tied", None, PushRefused, "one of two tied tensors.*merge it with PEFT"),
+        (tmp_path / "tied", None, PushRefused, "changes tied tensors apart.*merge it with PEFT"),
         (tmp_path / "half", None, InvalidInput, "does not fit the base.*have no place"),
         (tmp_path / "pissa", None, UnsupportedAdapter, "changes the base that the adapter belongs to"),
         (tmp_path / "nameless", None, InvalidInput, "names no base model: pass base="),

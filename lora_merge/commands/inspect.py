@@ -49,6 +49,7 @@ def _words(found: Inspected) -> str:
     ]
     if found.whole:
         rows.append(("whole", f"{len(found.whole)} tensors, {found.whole[0]} for one"))
+    rows += [("replaces", f"{many} rows of {name}") for name, many in found.replaced.items()]
     width = max(len(name) for name, _ in rows)
     lines = [f"{name:<{width}}  {value}" for name, value in rows]
     if found.base is not None and not found.problems:

@@ -108,6 +108,8 @@ class AdapterSource:
 
 
 def _check_served(name: str, delta: Delta, entry: Entry) -> None:
+    if delta.rows:
+        raise UnsupportedAdapter(f"{name}: the engine cannot serve trainable tokens beside its base{_INSTEAD}")
     if delta.magnitude is not None:
         raise UnsupportedAdapter(f"{name}: the engine cannot serve DoRA as an adapter{_INSTEAD}")
     if len(delta.weight.shape) == 1 or name.endswith(".bias"):

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..kernels.segments import FLOATS
+from ..models.conversion import TRAIN_AS_ONE
 from ..stream.window import Window, window_of
 from .judge import ANOTHER_SIZE
 
@@ -252,8 +253,8 @@ def torn(capture: Capture, ties: dict[str, str]) -> dict[str, str]:
     for record in capture.records:
         names.setdefault(record.path, set()).add(record.name)
     return {
-        name: f"the engine ties it to {', '.join(sorted(names[first]))}, but here an adapter changes only one of "
-        "the two: start the engine with tie_word_embeddings=False"
+        name: f"the engine ties it to {', '.join(sorted(names[first]))}, but here adapters change the two "
+        f"apart: start the engine with tie_word_embeddings=False, or {TRAIN_AS_ONE}"
         for path, first in ties.items()
         for name in names.get(path, set()) - names.get(first, set())
         if first in names

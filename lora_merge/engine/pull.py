@@ -176,7 +176,13 @@ class Pulls:
         return whole is pull.whole and pull.stays()
 
     def _made(self, stream: Filler, blocked: frozenset[str]) -> Pull:
-        names = frozenset(name for name in stream.windows() if name not in blocked)
+        parts = stream.source.parts
+        replaced = {name for name, part in parts.items() if part.delta is not None and part.delta.rows}
+        names = frozenset(
+            name
+            for name in stream.windows()
+            if name not in blocked and replaced.isdisjoint(stream.entries[name].sources)
+        )
         for setting in ("keep_tied", "dtypes", "rounding", "dtype"):
             setattr(self._whole, setting, getattr(self._weights, setting))
         self._whole.left_out = names | self._weights.left_out

@@ -21,6 +21,7 @@ from torch import Tensor
 from ..errors import PushRefused
 from ..kernels.plan import Plan
 from ..kernels.segments import copies
+from ..models.conversion import TRAIN_AS_ONE
 from ..models.delta import Delta
 from ..models.live import live
 from ..models.part import Learning, Part
@@ -232,8 +233,9 @@ def converted(adapted: Filler) -> list[str]:
 
 
 def _by_factors(entry: Entry, parts: Mapping[str, Part]) -> bool:
-    """Whether a tensor of the stream is a box of one parameter that an adapter changes."""
-    return entry.window is not None and parts[entry.sources[0]].delta is not None
+    """Whether a tensor of the stream is a box of one parameter that an adapter adds to: replaced rows make it whole."""
+    delta = parts[entry.sources[0]].delta
+    return entry.window is not None and delta is not None and not delta.rows
 
 
 def _box(entry: Entry) -> Window:
@@ -322,8 +324,8 @@ class Updates:
             raise PushRefused(f"the model has no active adapter, so there is nothing to merge; {self.instead}")
         if others := adapted.entries.keys() ^ base.entries.keys():
             raise PushRefused(
-                f"an adapter changes only one of two tied tensors ({', '.join(sorted(others))}), and the base that an "
-                f"engine holds has but one: {self.instead}"
+                f"an adapter changes tied tensors apart ({', '.join(sorted(others))}), and the base that an engine "
+                f"holds has one for all: {self.instead}, or {TRAIN_AS_ONE}"
             )
         for name, entry in adapted.entries.items():
             if entry.meta != (bare := base.entries[name].meta):

@@ -19,6 +19,12 @@ from torch.overrides import TorchFunctionMode
 from ..names import lineage, named_tensors, walk
 
 _PRETRAINED = "transformers.modeling_utils.PreTrainedModel"
+TRAIN_AS_ONE = (
+    "train an adapter on both with ensure_weight_tying=True. (Its factors are one as long as they share memory: that "
+    "takes a PEFT that shares it, as 0.21 does, autocast_adapter_dtype=False where the base has 16 bits, and adapters "
+    "that are put on after the model was moved or converted)"
+)
+"""What to do where adapters change tied weights apart."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Delta: what the active adapters add to one parameter; and the rectangles that this comes to.
+"""Delta: what the active adapters make of one parameter; and the rectangles that this comes to.
 
 `peft/read.py` reads deltas out of live PEFT models, `megatron/read.py` out of Megatron's; `operands.py` makes segments
 of them.
@@ -39,22 +39,54 @@ class Factors:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """Rows of a parameter that one adapter puts others in the place of, live (`trainable_token_indices`).
+
+    Args:
+        indices: their numbers, each once.
+        values: `[rows, in]`, in this order: what the rows are, not what is added to them.
+        adapter: its name, where it has one.
+    """
+
+    indices: tuple[int, ...]
+    values: Shard
+    adapter: str = ""
+
+
+class Run(NamedTuple):
+    """Rows of a parameter that follow each other and come from one place.
+
+    Args:
+        first, many: numbers of the rows.
+        which: of the delta's `rows`; None: they are the base's.
+        at: where they begin in its values.
+    """
+
+    first: int
+    many: int
+    which: int | None = None
+    at: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Delta:
-    """What the active adapters add to one parameter: `sum(scaling * lora_B @ lora_A)`, once for each expert; made by
-    `read_deltas`.
+    """What the active adapters make of one parameter, as read by `read_deltas`.
+
+    They add `sum(scaling * lora_B @ lora_A)`, once for each expert, or replace some of its rows.
 
     A parameter is one matrix or `experts` matrices; below, `[out, in]` is the shape of one, whichever way it is stored.
 
     Args:
         name: HF checkpoint name of the parameter (`model.layers.0.self_attn.q_proj.weight`).
         weight: the part of the parameter that this rank holds.
-        factors: lora_A, lora_B and scaling of each active adapter; never empty.
+        factors: lora_A, lora_B and scaling of each active adapter; empty only where rows are replaced.
         experts: None for one matrix (a bias counts as `[out, 1]`, a convolution as `[out, in*kernel]`), else the
             number of matrices along the parameter's first dimension.
         transposed: a matrix is stored `[in, out]` (`fan_in_fan_out`, Embedding, transposed experts).
         magnitude: DoRA's magnitude vector, any shape with `out` elements; rows are scaled to that norm.
         owner: the module that holds the live parameter.
         attribute: the parameter's name in that module.
+        rows: what adapters put in the place of rows of a matrix; no row twice. Nothing is added to such a parameter.
     """
 
     name: str
@@ -65,6 +97,7 @@ class Delta:
     magnitude: Shard | None = None
     owner: nn.Module | None = None
     attribute: str = ""
+    rows: tuple[Rows, ...] = ()
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -74,10 +107,35 @@ class Delta:
         return (cols, rows) if self.transposed else (rows, cols)
 
     def shards(self) -> Iterator[Shard]:
-        """lora_A and lora_B of every adapter."""
+        """lora_A and lora_B of every adapter, and the values of replaced rows."""
         for factors in self.factors:
             yield factors.lora_A
             yield factors.lora_B
+        for rows in self.rows:
+            yield rows.values
+
+    def runs(self, begin: int, count: int) -> Iterator[Run]:
+        """Say where some rows that follow each other come from: the base, or `rows`."""
+        end = begin + count
+        found = sorted((row, which, at) for which, some in enumerate(self.rows) for at, row in enumerate(some.indices))
+        run: Run | None = None
+        for row, which, at in found:
+            if not begin <= row < end:
+                continue
+            if run is not None and (row, which, at) == (run.first + run.many, run.which, run.at + run.many):
+                run = run._replace(many=run.many + 1)
+                continue
+            if run is not None:
+                yield run
+                begin = run.first + run.many
+            if begin < row:
+                yield Run(begin, row - begin)
+            run = Run(row, 1, which, at)
+        if run is not None:
+            yield run
+            begin = run.first + run.many
+        if begin < end:
+            yield Run(begin, end - begin)
 
     def matrices(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """Logical `[out, in]` views, one for each expert, of a tensor laid out as the whole parameter."""
@@ -89,7 +147,22 @@ class Delta:
         """Everything that a plan depends on; a plan serves as long as keys stay equal."""
         adapters = (*[(f.lora_A.key(), f.lora_B.key(), f.scaling) for f in self.factors],)
         magnitude = None if self.magnitude is None else self.magnitude.key()
-        return self.name, self.experts, self.transposed, self.weight.key(), adapters, magnitude
+        return self.name, self.experts, self.transposed, self.weight.key(), adapters, magnitude, self._replaced()
+
+    def update(self) -> tuple[Any, ...]:
+        """What is done to the parameter, wherever it is adapted: equal for two places of one parameter (a tied weight)
+        if both do the same to it, by the same memory. An embedding holds the factors of its head the other way round.
+        """
+        if self.experts is not None or self.magnitude is not None:
+            return self.key()[1:]
+        factors = []
+        for f in self.factors:
+            out, into = (f.lora_A, f.lora_B) if self.transposed else (f.lora_B, f.lora_A)
+            factors.append((_side(out, self.transposed), _side(into, self.transposed), f.scaling))
+        return self.weight.key(), *factors, self._replaced()
+
+    def _replaced(self) -> tuple[Any, ...]:
+        return (*[(rows.indices, rows.values.key()) for rows in self.rows],)
 
     def describe(self) -> str:
         """What must be equal on every rank, in words."""
@@ -99,7 +172,25 @@ class Delta:
             for f in self.factors
         )
         kind = f"{self.experts or ''}{' transposed' if self.transposed else ''}{' DoRA' if self.magnitude else ''}"
+        if self.rows:
+            told = (
+                f"{r.adapter!r}: rows {list(r.indices)} by {r.values.dtype} {list(r.values.shape)}" for r in self.rows
+            )
+            adapters = ", ".join([*([adapters] if adapters else []), *told])
         return f"{self.name} {self.weight.dtype} {list(self.weight.shape)}{kind} + {adapters}"
+
+
+def _side(shard: Shard, turned: bool) -> tuple[Any, ...]:
+    """As `Shard.key`, of the transposed tensor where it is turned."""
+
+    def way(numbers: Sequence[int]) -> tuple[int, ...]:
+        return tuple(reversed(numbers)) if turned else tuple(numbers)
+
+    places = [
+        (way(p.start), way(p.tensor.shape), p.tensor.data_ptr(), p.tensor.device, way(p.tensor.stride()))
+        for p in shard.pieces
+    ]
+    return way(shard.shape), shard.dtype, *places
 
 
 class LazyList(Sequence[_T]):

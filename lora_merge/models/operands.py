@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
 from math import prod
 from typing import NamedTuple
@@ -97,7 +97,12 @@ class Operands:
             self._copies = Plan(self._made_private(names)) if private else None
             self._beside = _Beside(turns, device)
             self._pairs = [
-                {delta.name: self._pair(delta, number) for delta in turn.deltas} for number, turn in enumerate(turns)
+                {delta.name: self._pair(delta, number) for delta in turn.deltas if delta.factors}
+                for number, turn in enumerate(turns)
+            ]
+            self._rows = [
+                {d.name: [self.whole(rows.values, number) for rows in d.rows] for d in turn.deltas if d.rows}
+                for number, turn in enumerate(turns)
             ]
         everywhere = {delta.name for turn in turns for delta in turn.deltas if delta.name in turn.everything}
         self._dora = RowScales(scaled, self, ranks, device, everywhere) if any(scaled) else None
@@ -137,6 +142,7 @@ class Operands:
     def _lacking(self, turn: Turn, scaled: Sequence[Delta]) -> set[int]:
         """ids of the shards that have to be gathered for this rank in a turn, in which these rows are scaled first."""
         lacking = {id(d.magnitude) for d in scaled}
+        lacking |= {id(rows.values) for delta in turn.deltas for rows in delta.rows}
         for delta in turn.deltas:
             if delta.name in turn.everything or len(delta.factors) > 1:
                 lacking |= {id(shard) for shard in delta.shards()}
@@ -187,6 +193,8 @@ class Operands:
 
     def scaled_segments(self, job: Job, turn: int, row_scale: Tensor | None) -> list[Segment]:
         """As `segments`, with row factors that come from elsewhere."""
+        if job.delta.rows:
+            return [s for r in rectangles(job) for s in self._replaced(job.delta, r, turn)]
         (a, b, scaling), delta = self._pairs[turn][job.delta.name], job.delta
         segments = []
         for r in rectangles(job):
@@ -198,6 +206,20 @@ class Operands:
                 Segment(delta.name, r.source, r.destination, lora_A, lora_B, scaling, scale, r.first, r.pitch)
             )
         return segments
+
+    def _replaced(self, delta: Delta, r: Rectangle, turn: int) -> Iterator[Segment]:
+        """The copies that a rectangle comes to where an adapter replaces rows: of these, and of the base's others,
+        which stay where they are if it is merged in place."""
+        stays = r.source.data_ptr() == r.destination.data_ptr() and r.source.stride() == r.destination.stride()
+        values = self._rows[turn][delta.name]
+        for first, many, which, at in delta.runs(r.row, r.source.shape[0]):
+            begin, cols = first - r.row, r.source.shape[1]
+            if which is None and stays:
+                continue
+            mine = r.source[begin : begin + many]
+            source = mine if which is None else values[which][at : at + many, r.col : r.col + cols]
+            destination = r.destination[begin : begin + many]
+            yield Segment(delta.name, source, destination, first=r.first + begin * r.pitch[0], pitch=r.pitch)
 
     @property
     def nbytes(self) -> int:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InvalidInput, UnsupportedAdapter
-from ..models.conversion import Conversion, loading_names, read_conversion
+from ..models.conversion import TRAIN_AS_ONE, Conversion, loading_names, read_conversion
 from ..models.delta import Delta
 from ..models.part import Part, learning_of
 from ..models.peft.chosen import originals
@@ -64,6 +64,11 @@ class Adapter:
             raise UnsupportedAdapter(
                 f"{self.name}: a scale of {self.scale} on a DoRA adapter: its rows keep the norms that were "
                 "trained, so that this is no smaller step; merge it with scale 1"
+            )
+        if delta.rows:
+            raise UnsupportedAdapter(
+                f"{self.name}: a scale of {self.scale} on rows that the adapter replaces (trainable_token_indices): "
+                "they are what was trained, not what is added; merge it with scale 1"
             )
         factors = tuple(replace(f, scaling=f.scaling * self.scale) for f in delta.factors)
         return replace(delta, factors=factors)
@@ -142,7 +147,10 @@ class Sum:
         found = [d for a in self.adapters if (d := a.delta(parameter)) is not None]
         if not found:
             return None
-        return found[0] if len(found) == 1 else replace(found[0], factors=tuple(f for d in found for f in d.factors))
+        if len(found) == 1:
+            return found[0]
+        rows = tuple(some for d in found for some in d.rows)
+        return replace(found[0], factors=tuple(f for d in found for f in d.factors), rows=rows)
 
     def whole(self, parameter: str) -> Tensor | None:
         """The values of a parameter that one of them brings whole; None where the base's are taken."""
@@ -165,6 +173,7 @@ class Sum:
                     f"{parameter}: {wholes[0].name} brings it whole (modules_to_save, or trained biases), and "
                     f"{others[0].name} changes it too: there is no sum of these; merge them apart (--each)"
                 )
+            self._check_rows(parameter, [(a, d) for a, d in found if d.rows], found)
             dora = next((a for a, d in found if d.magnitude is not None), None)
             if dora is not None and len(found) > 1:
                 raise UnsupportedAdapter(
@@ -172,13 +181,33 @@ class Sum:
                     "them apart (--each), or one after another"
                 )
 
+    def _check_rows(
+        self, parameter: str, replaced: Sequence[tuple[Adapter, Delta]], found: Sequence[tuple[Adapter, Delta]]
+    ) -> None:
+        """Raise where adapters replace rows that another one changes too."""
+        if replaced and len(replaced) < len(found):
+            other = next(a for a, d in found if not d.rows)
+            raise UnsupportedAdapter(
+                f"{parameter}: {replaced[0][0].name} replaces rows of it (trainable_token_indices), and {other.name} "
+                "changes it too: there is no sum of these; merge them apart (--each)"
+            )
+        taken: dict[int, str] = {}
+        for adapter, delta in replaced:
+            for index in (index for rows in delta.rows for index in rows.indices):
+                if index in taken:
+                    raise UnsupportedAdapter(
+                        f"{parameter}: {taken[index]} and {adapter.name} both replace row {index} of it "
+                        "(trainable_token_indices): there is no sum of these; merge them apart (--each)"
+                    )
+                taken[index] = adapter.name
+
     def apart(self) -> dict[str, str]:
         """Names of tied tensors that differ once merged -> the names under which the base has them."""
         found = {}
         for name, kept in self.adapters[0].ties.items():
             one, other = (self.entries[n].sources[0] for n in (name, kept))
             keys = [
-                [None if (d := a.parts[n].delta) is None else d.key()[1:] for a in self.adapters] for n in (one, other)
+                [None if (d := a.parts[n].delta) is None else d.update() for a in self.adapters] for n in (one, other)
             ]
             wholes = [[_place(a.parts[n]) if n in a.whole else None for a in self.adapters] for n in (one, other)]
             if keys[0] != keys[1] or wholes[0] != wholes[1]:
@@ -293,7 +322,7 @@ def untied_config(cls: type, config: Any, pairs: Mapping[str, str], adapter: str
 
     Args:
         cls: of the model.
-        pairs: names of parameters; an adapter changes only one of the two.
+        pairs: names of parameters that an adapter makes two.
         adapter: its name.
 
     Raises:
@@ -315,8 +344,8 @@ def untied_config(cls: type, config: Any, pairs: Mapping[str, str], adapter: str
         name, kept = next(iter(pairs.items()))
         why = "computes otherwise where they are two (tie_word_embeddings)" if reads else "cannot hold them apart"
         raise UnsupportedAdapter(
-            f"{name} is tied to {kept}, {adapter} changes only one of the two, and a {cls.__name__} {why}: train an "
-            "adapter on both (ensure_weight_tying=True)"
+            f"{name} is tied to {kept}, {adapter} does not change both alike, and a {cls.__name__} {why}: "
+            f"{TRAIN_AS_ONE}"
         )
     return config
 

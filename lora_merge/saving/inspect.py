@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from ..errors import InvalidInput, UnsupportedAdapter
 from ..kernels.segments import FLOATS
 from ..models.delta import Delta
 from ..models.peft.folder import CONFIG, elsewhere, notes_of
+from ..models.peft.tokens import TRAINED, WRAPPED
 from ..names import hf_name
 from ..shards import whole
 from ..stream.source import Entry
@@ -87,6 +88,7 @@ class Inspected:
         dtypes: of them.
         modules: that it targets.
         whole: names of tensors that it brings whole.
+        replaced: names of weights of which it replaces rows (`trainable_token_indices`) -> how many.
         base: folder of the base that it was held against; None for none.
         dtype: of the base.
         updates: of each parameter.
@@ -112,6 +114,7 @@ class Inspected:
     updates: tuple[Update, ...] = ()
     problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    replaced: Mapping[str, int] = field(default_factory=dict)
 
 
 _TOLD = [
@@ -150,10 +153,13 @@ def _alone(folder: Path) -> Inspected:
     config = json_of(folder / CONFIG)
     tensors = _tensors(folder)
     grouped: dict[str, dict[str, tuple[int, ...]]] = {}
-    wholes = []
+    wholes, replaced = [], {}
     for key, (_, shape) in tensors.items():
         found = _FACTOR.search(key)
-        if found is None:
+        if key.endswith(f".{TRAINED}"):
+            module = key.removesuffix(f".{TRAINED}").removesuffix(f".{WRAPPED}")
+            replaced[f"{hf_name(module)}.weight"] = shape[0]
+        elif found is None:
             wholes.append(hf_name(key))
         else:
             grouped.setdefault(hf_name(key[: found.start()]), {})[key[found.start() + 1 :]] = shape
@@ -174,6 +180,7 @@ def _alone(folder: Path) -> Inspected:
         dtypes=tuple(sorted({str(dtype).removeprefix("torch.") for dtype, _ in tensors.values()})),
         modules=modules,
         whole=tuple(sorted(wholes)),
+        replaced=replaced,
     )
 
 

@@ -79,8 +79,8 @@ def save_merged(
     Raises:
         InvalidInput: `out` cannot be written (it is not empty, no room, no permission), or an argument does not fit.
             Nothing is left there. On all ranks.
-        UnsupportedAdapter, AlreadyMerged: as `MergedWeights`; also where an adapter changes only one of two tied
-            tensors that the model's class cannot hold apart.
+        UnsupportedAdapter, AlreadyMerged: as `MergedWeights`; also where adapters change tied tensors apart
+            that the model's class cannot hold apart.
     """
     begin = time.perf_counter()
     size = size_of(max_shard_size)
@@ -185,7 +185,7 @@ def _changed(weights: MergedWeights) -> int:
 
 
 def _apart(model: Any, weights: MergedWeights, names: set[str]) -> dict[str, str]:
-    """Tied parameters of which an adapter changes only one -> those that they are tied to.
+    """Tied parameters that adapters change apart -> those that they are tied to.
 
     Args:
         names: of the tensors that a checkpoint needs.

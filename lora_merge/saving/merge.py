@@ -414,7 +414,8 @@ def _on(delta: Delta, device: torch.device) -> Delta:
 
     factors = tuple(Factors(there(f.lora_A), there(f.lora_B), f.scaling) for f in delta.factors)
     magnitude = None if delta.magnitude is None else there(delta.magnitude)
-    return replace(delta, factors=factors, magnitude=magnitude)
+    rows = tuple(replace(some, values=there(some.values)) for some in delta.rows)
+    return replace(delta, factors=factors, magnitude=magnitude, rows=rows)
 
 
 @dataclass(eq=False)

@@ -13,6 +13,7 @@ from ...names import lineage
 from ..claims import undone
 from ..guards import Replaced
 from .read import _PEFT_MODEL, _TUNER_LAYER
+from .tokens import TOKENS
 
 _TUNER = "peft.tuners.tuners_utils.BaseTuner"
 _WRAPPER = "peft.utils.other.ModulesToSaveWrapper"
@@ -69,9 +70,16 @@ def _changes(model: Any, names: list[str]) -> list[tuple[Sequence[nn.Module], di
         raise InvalidInput("adapter_names: the model holds no adapters of PEFT's, which are what has names here")
     if unknown := [name for name in names if name not in there]:
         raise InvalidInput(f"adapter_names: there is no adapter {unknown[0]!r}; there are {', '.join(sorted(there))}")
+    # PEFT's layers of trainable tokens fail on adapters that they do not hold.
+    tokens = [layer for layer in layers if TOKENS in lineage(type(layer))]
+    ids = set(map(id, tokens))
+    layers = [layer for layer in layers if id(layer) not in ids]
     changes: list[tuple[Sequence[nn.Module], dict[str, Any]]] = [
         (layers, {"_active_adapter": names, "_disable_adapters": False})
     ]
+    for layer in tokens:
+        own = [name for name in names if name in layer.token_indices]
+        changes.append(([layer], {"_active_adapter": own, "_disable_adapters": False}))
     for wrapper in wrappers:
         own = [name for name in names if name in wrapper.modules_to_save]
         if len(own) > 1:

@@ -31,6 +31,7 @@ from .read import (
     _kind,
     _peft_types,
 )
+from .tokens import TOKENS, TRAINED
 
 _FORWARD, _OLD_FORWARD = methodcaller("get", "forward"), methodcaller("get", "_old_forward")
 _CONV_FORWARD = methodcaller("get", "_conv_forward")
@@ -158,12 +159,24 @@ def _answer(layer: PeftLayer) -> list[Any]:
     return [*facts, *map(id, parts)]
 
 
+def _token_facts(layer: PeftLayer, parts: list[nn.Module]) -> list[Any]:
+    """Of a layer of trainable tokens."""
+    inside, base = layer._modules, vars(layer._modules["base_layer"])
+    parts.append(inside[TRAINED])
+    facts = [*layer.merged_adapters, layer.disable_adapters, *layer.active_adapters]
+    facts += [id(keeps(held)) for keeps in (_FORWARD, _OLD_FORWARD) for held in (base, vars(layer))]
+    facts += [(name, tuple(layer.token_indices[name])) for name in layer.active_adapters if name in layer.token_indices]
+    return [*facts, getattr(innermost(layer), "max_norm", None), hasattr(innermost(layer), "embed_scale")]
+
+
 def _layer_facts(layer: PeftLayer, parts: list[nn.Module]) -> list[Any]:
     """Of one layer; adds the modules of its active adapters to `parts`."""
     path = path_of(type(layer))
     if path not in _READERS:
         there = frozenset() if layer.disable_adapters else frozenset(layer._get_available_adapters())
         return [*layer.merged_adapters, layer.disable_adapters, *layer.active_adapters, there]
+    if path == TOKENS:
+        return _token_facts(layer, parts)
     merged, disabled, active, scaling, variants = _LOOK(layer)
     inside, begin = layer._modules, len(parts)
     base = vars(inside["base_layer"])

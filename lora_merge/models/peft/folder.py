@@ -25,12 +25,15 @@ from ...names import hf_name, named_tensors, own_parameters
 from .beside import FILES, put, read_beside
 from .experts import as_laid_out_here, scale_as_trained
 from .matching import advice, match
+from .read import _KINDS
+from .tokens import TRAINED
+from .tying import tie_again
 
 CONFIG = "adapter_config.json"
 _ALIGNED = 64
 _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
 """MAP_NORESERVE, which Python names only from 3.13 on."""
-_FACTORS = "lora_"
+_OWN = ("lora_", TRAINED)
 """What names of an adapter's own tensors contain, magnitudes among them."""
 _BASE_AS_IT_IS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 """What `init_lora_weights` says of adapters that are trained on the base as it is; others begin with another one."""
@@ -106,20 +109,26 @@ def read_folder(folder: str | Path, base: str | Path | None, dtype: torch.dtype,
             f"{folder}: the adapter does not fit the base {named} ({type(error).__name__}: {told}); "
             f"{advice(matched, said, given=base is not None)}"
         ) from error
-    missing = [key for key in problems.missing_keys if _FACTORS in key and ".default" in key]
+    missing = [key for key in problems.missing_keys if _own(key) and ".default" in key]
     if lacking := [*missing, *problems.unexpected_keys]:
         raise InvalidInput(
             f"{folder}: the adapter does not fit the base {named}: {len(missing)} of its tensors are not "
             f"in the file, {len(problems.unexpected_keys)} of the file's have no place, {lacking[0]} for one; "
             f"{advice(matched, said, given=base is not None)}"
         )
-    _mark_whole(folder, adapted, {hf_name(key) for key in held if _FACTORS not in key})
+    _mark_whole(folder, adapted, {hf_name(key) for key in held if not _own(key)})
     view.give_back(model)
     adapted.base_model.model = model  # the whole base, of which the view is a part
     beside = read_beside(folder, adapted, held)
     put(adapted, beside)
     _notes[adapted] = tuple(beside.notes)
+    tie_again(adapted)
     return adapted.eval()
+
+
+def _own(key: str) -> bool:
+    """Return True if a tensor is the adapter's own, and none of the base's."""
+    return any(part in key for part in _OWN)
 
 
 def notes_of(model: nn.Module) -> tuple[str, ...]:
@@ -130,7 +139,7 @@ def notes_of(model: nn.Module) -> tuple[str, ...]:
 def _check_finite(folder: Path, held: Mapping[str, Tensor]) -> None:
     """Raise where an adapter has numbers that no merged weight should have: its training has diverged."""
     for key, tensor in held.items():
-        if _FACTORS in key and not tensor.is_floating_point():
+        if _own(key) and not tensor.is_floating_point():
             raise InvalidInput(f"{folder}: {key} is {tensor.dtype}, expected floating-point numbers")
         wide = tensor.itemsize == 1 and tensor.is_floating_point()
         # In float32, in which it is merged.
@@ -147,7 +156,7 @@ def _check_sizes(folder: Path, model: nn.Module, held: Mapping[str, Tensor]) -> 
     `resize_token_embeddings` PEFT saves the embeddings along."""
     there = {t.name: t.tensor for t in named_tensors(model, own_parameters)}
     for key, tensor in held.items():
-        mine = there.get(hf_name(key)) if _FACTORS not in key else None
+        mine = there.get(hf_name(key)) if not _own(key) else None
         if mine is not None and mine.shape != tensor.shape:
             raise InvalidInput(
                 f"{folder}: the adapter brings {hf_name(key)} as {list(tensor.shape)}, and the base has "
@@ -221,12 +230,9 @@ def _check_known(folder: Path, said: Mapping[str, Any], config: Any) -> None:
 def _check_kind(folder: Path, said: Mapping[str, Any]) -> None:
     """Refuse, by what its configuration says, what no weight of its base can express."""
     kind = str(said.get("peft_type"))
-    if kind != "LORA":
-        raise UnsupportedAdapter(f"{folder}: an adapter of type {kind}; only LoRA adapters can be merged here")
-    if said.get("trainable_token_indices"):
+    if kind not in _KINDS:
         raise UnsupportedAdapter(
-            f"{folder}: trainable_token_indices: the adapter replaces rows of the embedding, which is no sum that can "
-            "be merged here; PEFT's merge_and_unload does it"
+            f"{folder}: an adapter of type {kind}; only LoRA adapters and trainable tokens can be merged here"
         )
     if said.get("layer_replication"):
         raise UnsupportedAdapter(

@@ -35,6 +35,10 @@ _LINEAR = {
 }
 
 
+_PEFTS = ("peft.tuners.lora.", "peft.tuners.trainable_tokens.layer.")
+"""Where the forwards of the layers are that are read."""
+
+
 class _ScaledWordEmbedding(nn.Embedding):
     """The forwards of transformers' scaled embeddings; each model has its own copy. PEFT's layer scales the adapter by
     `embed_scale` too."""
@@ -82,7 +86,7 @@ def strange_layer(layer: nn.Module) -> str | None:
     """Dotted path of the forward of a layer of PEFT's that is not PEFT's own, on the layer or on its class; None if it
     is."""
     path = _path(_function([*_own(layer), *_defined(type(layer), "forward")][0]))
-    return None if path.startswith("peft.tuners.lora.") else path
+    return None if path.startswith(_PEFTS) else path
 
 
 def _own(module: nn.Module) -> list[Any]:

@@ -95,12 +95,23 @@ class Peft:
     def adapters(self) -> tuple[list[object], Sequence[Delta]]:
         snapshot, indices = self.snapshot(), self._indices
         if indices is None:
-            deltas: Sequence[Delta] = self._read().deltas
+            deltas: Sequence[Delta] = self._once()
             self._layers = [(active, [layer]) for layer, active in self._read().layers]
         else:
-            deltas = LazyList(lambda: self._read().deltas)
+            deltas = LazyList(self._once)
             self._layers = [(active, some(snapshot.modules, numbers)) for active, numbers in indices.layers]
         return list(chain.from_iterable(layers for _, layers in self._layers)), deltas
+
+    def _once(self) -> list[Delta]:
+        """What adapters do to each parameter in place: of a tied one to all of whose users they do the same, one."""
+        seen: set[Hashable] = set()
+        found = []
+        for delta in self._read().deltas:
+            where = self._read().place(delta)
+            if where not in seen or not self._read().alike(where):
+                found.append(delta)
+            seen.add(where)
+        return found
 
     def parts(self, *, adapters: bool, keep_tied: bool) -> dict[str, Part]:
         found = self._read().deltas if adapters else []
@@ -133,7 +144,7 @@ class Peft:
         alike = [
             [t.name for t, _ in group]
             for group in groups.values()
-            if len(group) > 1 and len({None if d is None else d.key()[1:] for _, d in group}) == 1
+            if len(group) > 1 and len({None if d is None else d.update() for _, d in group}) == 1
         ]
         patterns = tied_keys(self.key) if alike else []
         kept = [(saved_names(names, patterns), names) for names in alike]
@@ -200,8 +211,9 @@ class Peft:
 
     @contextmanager
     def jobs(self, deltas: Sequence[Delta], copy: Callable[[Address], Tensor]) -> Iterator[Sequence[Job]]:
-        """The first adapted user of a tied weight merges in place; its other users get a parameter of their own, which
-        is the copy, or a merged tensor if they have an adapter too."""
+        """The first adapted user of a tied weight merges in place. Its other users see that where adapters do the same
+        to all; else each gets a parameter of its own, which is the copy, or a merged tensor if it has an adapter too.
+        """
         if not self._layout.flat:
             self._written = self._adapted(deltas)
             self._layout.check_free(self._written, self._name)
@@ -227,7 +239,10 @@ class Peft:
                     source, destination = copy(where), torch.empty_like(source)
                 swaps.append((delta.owner, delta.attribute, destination))
             begun.add(where)
-            users[where].remove((delta.owner, delta.attribute))
+            if self._read().alike(where):
+                users[where] = []
+            else:
+                users[where].remove((delta.owner, delta.attribute))
             jobs.append(whole_job(delta, source, destination))
         swaps += [(owner, attribute, copy(where)) for where in users for owner, attribute in users[where]]
         if not swaps:
@@ -280,15 +295,17 @@ class Peft:
         _apart[self.key] = facts
 
     def _sharded_jobs(self, deltas: Sequence[Delta]) -> list[Job]:
-        """What is sharded cannot be held apart: a tied weight must not have an adapter."""
-        places = {(id(owner), key): users for users in self._read().users.values() for owner, key in users}
+        """What is sharded cannot be held apart: adapters have to do the same to all users of a tied weight."""
         for delta in deltas:
-            users = places[id(delta.owner), delta.attribute]
-            if len(users) > 1:
+            where = self._read().place(delta)
+            users = self._read().users[where]
+            if len(users) > 1 and not self._read().alike(where):
                 names = ", ".join(f"{type(owner).__name__}.{key}" for owner, key in users)
                 raise UnsupportedAdapter(
-                    f"{delta.name}: an adapter on a tied weight ({names}) that is sharded: its users would need "
-                    "weights of their own; untie them, or sync with MergedWeights, which streams them apart"
+                    f"{delta.name}: an adapter on a tied weight ({names}) that is sharded, and that the adapter does "
+                    "not change alike for all its users: they would need weights of their own. (Sharding gives the "
+                    "factors that ensure_weight_tying=True ties memory of their own: they train apart.) Untie the "
+                    "weights, or sync with MergedWeights, which streams them apart"
                 )
         return [job for delta in deltas for job in in_place(delta)]
 

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
@@ -26,6 +26,7 @@ from ...shards.layout import Layout
 from ..delta import Delta, Factors
 from ..plain import remedy
 from .forwards import strange_factor, strange_forward, strange_layer
+from .tokens import TOKENS, read_tokens
 
 PeftLayer: TypeAlias = Any
 """A layer of PEFT's, whose attributes differ from class to class."""
@@ -33,6 +34,8 @@ PeftLayer: TypeAlias = Any
 _TUNER_LAYER = "peft.tuners.tuners_utils.BaseTunerLayer"
 _XLORA = "peft.tuners.xlora."
 _PEFT_MODEL = "peft.peft_model.PeftModel"
+_KINDS = ("LORA", "TRAINABLE_TOKENS")
+"""Types of adapters that are read."""
 _LAYERS = "peft.tuners.lora.layer."
 _VARIANTS = "peft.tuners.lora.variants."
 
@@ -63,7 +66,7 @@ _SWAPPED = "_did_swap_in_out_features"
 _GEOMETRY = ("kernel_size", "stride", "padding", "dilation", "padding_mode")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Adapters:
     """What a model's forward adds to its base weights, and where.
 
@@ -79,6 +82,22 @@ class Adapters:
     deltas: list[Delta]
     users: dict[Hashable, list[tuple[nn.Module, str]]]
     layout: Layout
+
+    @cached_property
+    def _places(self) -> dict[tuple[int, str], Hashable]:
+        return {(id(owner), key): where for where, users in self.users.items() for owner, key in users}
+
+    @cached_property
+    def _updates(self) -> dict[tuple[int, str], Hashable]:
+        return {(id(delta.owner), delta.attribute): delta.update() for delta in self.deltas}
+
+    def place(self, delta: Delta) -> Hashable:
+        """Under which the places of its parameter are among `users`."""
+        return self._places[id(delta.owner), delta.attribute]
+
+    def alike(self, where: Hashable) -> bool:
+        """Whether adapters do the same to a parameter at all its places."""
+        return len({self._updates.get((id(owner), key)) for owner, key in self.users[where]}) == 1
 
 
 def read_deltas(model: nn.Module) -> list[Delta]:
@@ -180,8 +199,10 @@ def _peft_types(model: PeftLayer) -> list[tuple[str, str]]:
 
 def _check_peft_type(model: PeftLayer) -> None:
     for adapter, kind in _peft_types(model):
-        if kind != "LORA":
-            raise UnsupportedAdapter(f"adapter '{adapter}' is of type {kind}; only LoRA adapters can be merged here")
+        if kind not in _KINDS:
+            raise UnsupportedAdapter(
+                f"adapter '{adapter}' is of type {kind}; only LoRA adapters and trainable tokens can be merged here"
+            )
 
 
 def _active(name: str, layer: PeftLayer) -> list[str]:
@@ -195,7 +216,7 @@ def _active(name: str, layer: PeftLayer) -> list[str]:
         )
     if layer.disable_adapters:
         return []
-    there = layer.scaling if path_of(type(layer)) in _READERS else layer._get_available_adapters()
+    there = layer.scaling if path_of(type(layer)) in _SCALED else layer._get_available_adapters()
     return sorted(adapter for adapter in layer.active_adapters if adapter in there)
 
 
@@ -228,7 +249,7 @@ def _layer_deltas(name: str, layer: PeftLayer, active: list[str], layout: Layout
             "scaling * lora_B @ lora_A: make sure that this one does the same",
             stacklevel=2,
         )
-    dora = [adapter for adapter in active if _is_dora(name, layer, adapter)]
+    dora = [adapter for adapter in active if path != TOKENS and _is_dora(name, layer, adapter)]
     if dora and len(active) > 1:
         raise UnsupportedAdapter(
             f"{name}: DoRA adapter '{dora[0]}' beside others ({', '.join(active)}): their result depends on the "
@@ -425,6 +446,8 @@ def _check(delta: Delta) -> None:
         tensor = weight.pieces[0].tensor
         if not tensor.is_contiguous():
             raise UnsupportedAdapter(f"{delta.name}: the base must be contiguous, got strides {tensor.stride()}")
+    for rows in delta.rows:
+        _check_values(delta, "trainable_tokens_delta", rows.values)
     if len(weight.shape) < (1 if delta.experts is None else 2):
         raise UnsupportedAdapter(f"{delta.name}: the base has shape {weight.shape}, which is no matrix")
     (out, cols), experts = delta.shape, delta.experts or 1
@@ -468,7 +491,9 @@ _READERS: dict[str, Callable[[_Reading], list[Delta]]] = {
     _PARAMETER: _read_parameter,
     **dict.fromkeys(_CODED, _read_linear),
 }
+_SCALED = frozenset(_READERS)
+"""Those whose adapters have a scaling each."""
+_READERS[TOKENS] = read_tokens
 _LAYER_REASONS = {
     _LAYERS + "MultiheadAttention": ": its forward replaces the base's parameters by new ones at every call",
-    "peft.tuners.trainable_tokens.layer.TrainableTokensLayer": ": trainable tokens replace rows, not add to them",
 }
