@@ -228,7 +228,7 @@ class Server:
         Raises:
             Unfit: it says something else.
         """
-        answer = self.post(route, body, **query)
+        answer = self.post(route, body=body, **query)
         if any(answer.get(name) != value for name, value in done.items()) or (
             answer and not done and not (or_says and all(name in answer for name in or_says))
         ):
