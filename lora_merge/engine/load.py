@@ -31,6 +31,7 @@ from .transport import Route
 from .update import Update, converted
 
 _HEALING = "load it again, which reads the engine's own checkpoint again; where that is refused, start the engine anew"
+_READ = (".json", ".safetensors", ".bin", ".pt")
 _NOWHERE = Route(frozenset(), ())
 
 
@@ -185,7 +186,8 @@ def _not_unloadable(replica: Replica) -> str:
 
 
 def _files(folder: Path) -> list[Path]:
-    return [path for path in folder.iterdir() if path.is_file()] if folder.is_dir() else []
+    """Those that an adapter is read from."""
+    return [path for path in folder.iterdir() if path.suffix in _READ] if folder.is_dir() else []
 
 
 def _read(folder: Path, base: str | Path | None, dtype: torch.dtype) -> nn.Module:
