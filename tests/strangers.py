@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import threading
-from collections.abc import Iterator
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, TypeAlias
@@ -52,11 +56,85 @@ def answering(**given: Answer) -> Iterator[tuple[str, list[str]]]:
     """
     paths = {"" if path == "other" else f"/{path}": answer for path, answer in given.items()}
     handler = type("Handler", (Other,), {"given": paths, "asked": []})
+    with _serving(handler) as url:
+        yield url, handler.asked
+
+
+class Front(Other):
+    """What stands in front of engines.
+
+    Attributes:
+        engine: which one a path is sent to next; or what is answered in its place.
+    """
+
+    engine: Callable[[str], str | Answer]
+
+    def _answer(self) -> None:
+        to = type(self).engine(self.path.partition("?")[0])
+        if not isinstance(to, str):
+            self.given = {"": to}
+            super()._answer()
+            return
+        self.asked.append(self.path)
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0))) or None
+        headers = {"Content-Type": JSON}
+        request = urllib.request.Request(to + self.path, body, headers, method=self.command)
+        try:
+            with urllib.request.urlopen(request) as response:
+                code, text = response.status, response.read()
+        except urllib.error.HTTPError as error:
+            code, text = error.code, error.read()
+        self.close_connection = True
+        self.send_response(code)
+        self.send_header("Content-Type", JSON)
+        self.end_headers()
+        self.wfile.write(text)
+
+    do_GET = do_POST = _answer
+
+
+@contextmanager
+def in_front(engine: Callable[[str], str | Answer]) -> Iterator[tuple[str, list[str]]]:
+    """A server in front of engines: its URL, and the paths that it was asked for.
+
+    Args:
+        engine: as of `Front`.
+    """
+    handler = type("Handler", (Front,), {"engine": staticmethod(engine), "asked": []})
+    with _serving(handler) as url:
+        yield url, handler.asked
+
+
+@contextmanager
+def saying(raw: bytes) -> Iterator[tuple[str, list[bytes]]]:
+    """What answers to every request with these bytes and hangs up: its URL, and the requests."""
+    heard: list[bytes] = []
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                with listening.accept()[0] as one:
+                    heard.append(one.recv(1 << 16))
+                    with contextlib.suppress(OSError):
+                        one.sendall(raw)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}", heard
+        finally:
+            listening.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+@contextmanager
+def _serving(handler: type[Other]) -> Iterator[str]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_address[1]}", handler.asked
+        yield f"http://127.0.0.1:{server.server_address[1]}"
     finally:
         server.shutdown()
         thread.join()

@@ -27,9 +27,9 @@ import pytest
 import sglang_engines
 import sglang_faulty
 from sglang_engines import ask, assert_answers, do, engine, spans
-from strangers import HTML, JSON, Answer, answering
+from strangers import HTML, JSON, Answer, answering, in_front
 
-from lora_merge import PushFailed, PushRefused, SglangSync
+from lora_merge import LoraMergeError, PushFailed, PushRefused, SglangSync
 from lora_merge.engine.sglang.control import HttpControl
 
 DENSE = {"target_modules": policies.LINEARS}
@@ -207,6 +207,31 @@ def test_a_call_that_fails(server: str, route: str, late: bool, monkeypatch: pyt
     sync.push(verify=True)
     assert_answers(answers(server), model)
     sync.close()
+
+
+LIES = {
+    "pause_generation": (
+        '{"status": "ok"}',
+        "holds what it held before.*says that it has paused, and its",
+    ),
+    "continue_generation": ("{}", r"holds merged@\d+, but going on with it failed.*answered 200 and \{\}, where an"),
+    "update_weight_version": ('{"success": true}', "is dirty.*answered 200 and .*, where an engine that has done it"),
+}
+"""What something in front answers in the engine's place, and what a push says of it."""
+
+
+@pytest.mark.parametrize("route", LIES)
+def test_what_was_not_done(server: str, route: str) -> None:
+    model, (answer, match) = policy(), LIES[route]
+    with (
+        in_front(lambda path: (200, JSON, answer) if path == f"/{route}" else server) as (url, _),
+        contextlib.closing(SglangSync(model, url)) as sync,
+        pytest.raises(LoraMergeError, match=match),
+    ):
+        sync.push()
+    with contextlib.closing(SglangSync(model, server)) as sync:
+        sync.push()
+    assert_answers(answers(server), model)
 
 
 def test_nobody_listens() -> None:

@@ -9,6 +9,7 @@ import resource
 import socket
 import threading
 import time
+from base64 import b32encode, b64encode
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -98,8 +99,14 @@ def test_a_bucket_crosses_once_a_host() -> None:
     ours = Sender(dict.fromkeys(PLACES, "tcp"), NBYTES, CPU, hosts=HOSTS)
     workers = Workers(ours, "cpu", transfers=2)
     ours.connect(workers.gone)
-    files = {Path(shared_path(ours.channel(*place)["shared"])) for place in PLACES}
+    channels = [ours.channel(*place) for place in PLACES]
+    files = {Path(shared_path(channel["shared"])) for channel in channels}
     assert len(files) == 3
+    for secret in (bytes.fromhex(channel["secret"]) for channel in channels):  # everybody can list names of files
+        for at in range(len(secret) - 2):
+            piece = secret[at : at + 3]
+            told = (piece.hex(), *(code(piece).decode().lower().rstrip("=")[:4] for code in (b32encode, b64encode)))
+            assert not any(word in file.name.partition("tcp-")[2].lower() for word in told for file in files)
     for turn in (1, 2):
         workers.wait()
         ours.begin(source := Counting())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import multiprocessing
 import os
@@ -13,6 +14,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,10 @@ import models
 import pytest
 import torch
 from engines import GREEDY, ask, assert_answers, engine, train
+from strangers import JSON, in_front
 from vllm import SamplingParams
 
-from lora_merge import InvalidInput, PushFailed, PushRefused, VllmSync
+from lora_merge import InvalidInput, LoraMergeError, PushFailed, PushRefused, VllmSync
 from lora_merge.engine.sender import Sender
 from lora_merge.stream.weights import Filler
 from lora_merge.verify import coverage
@@ -235,6 +238,71 @@ def test_one_replica_fails_and_the_other_is_valid(servers: list[Server], monkeyp
     monkeypatch.undo()
     sync.push()
     assert [server.generate(prompt) for server in servers] == [greedy(model, prompt)] * 2
+
+
+@pytest.mark.parametrize("how", ["in turn", "by route", "once"])
+def test_a_load_balancer_in_front_of_replicas(servers: list[Server], how: str) -> None:
+    """One would be paused, and another one written to."""
+    model = models.with_lora(engines.qwen2, seed=3, **DENSE)
+    with closing(VllmSync(model, [server.url for server in servers])) as sync:
+        sync.push()
+        before, turn = sync.states(), itertools.count()
+
+    def engine(path: str) -> str:
+        at = next(turn)
+        if how == "in turn":
+            return servers[at % 2].url
+        if how == "by route":  # workers are the same all the time, and what is asked of the engine goes elsewhere
+            return servers[path == "/collective_rpc" and at % 3 == 0].url
+        return servers[path == "/collective_rpc" and at == 10].url
+
+    with in_front(engine) as (url, asked):
+        with closing(VllmSync(model, url)) as sync, pytest.raises(LoraMergeError, match="by more than one engine"):
+            sync.push()
+        assert how == "once" or set(asked) == {"/collective_rpc"}, "nothing was paused"
+    with closing(VllmSync(model, [server.url for server in servers])) as sync:
+        assert sync.states() == before
+        train(model)
+        sync.push()
+    prompt = engines.prompts()[0]
+    assert [server.generate(prompt) for server in servers] == [greedy(model, prompt)] * 2
+
+
+def test_an_engine_that_is_started_anew_between_pushes(servers: list[Server]) -> None:
+    """At the same URL."""
+    model, now = models.with_lora(engines.qwen2, seed=3, **DENSE), [0]
+    with in_front(lambda path: servers[now[0]].url) as (url, _), closing(VllmSync(model, url)) as sync:
+        for now[0] in (0, 1):
+            train(model, now[0])
+            sync.push()
+            prompt = engines.prompts()[0]
+            assert servers[now[0]].generate(prompt) == greedy(model, prompt)
+
+
+LIES = {
+    "pause": ((200, JSON, "{}"), "engine 0 holds what it held before.*answered 200 and {}, where an engine"),
+    "is_paused": ((200, JSON, "{}"), "engine 0 holds what it held before.*JSON of something else"),
+    "reset_prefix_cache": ((200, JSON, '{"ok": true}'), "engine 0 is dirty.*JSON of something else"),
+    "resume": ((200, JSON, '{"status": "ok"}'), r"holds merged@\d+, but going on with it failed.*answered 200 and"),
+}
+"""What something in front answers in the engine's place, and what a push says of it."""
+
+
+@pytest.mark.parametrize("route", LIES)
+def test_what_was_not_done(servers: list[Server], route: str) -> None:
+    model, (answer, match) = models.with_lora(engines.qwen2, seed=3, **DENSE), LIES[route]
+    url = servers[0].url
+    with (
+        in_front(lambda path: answer if path == f"/{route}" else url) as (front, _),
+        closing(VllmSync(model, front)) as sync,
+        pytest.raises(LoraMergeError, match=match),
+    ):
+        sync.push()
+    with closing(VllmSync(model, url)) as sync:
+        sync.push()
+        assert not sync._trainer.controls[0]._server.get("is_paused")["is_paused"]  # type: ignore[attr-defined]
+    prompt = engines.prompts()[0]
+    assert servers[0].generate(prompt) == greedy(model, prompt)
 
 
 def test_a_users_pause_stays(servers: list[Server]) -> None:

@@ -25,12 +25,14 @@ from .passes import Pass, Told
 from .push import Pushes
 from .replica import Replica, SyncReport, check_handle, engines_of
 from .sglang.control import SglangControl
+from .stamps import difference, stamps
 from .state import OWN, State
 from .trainer import Trainer
 from .transport import Route
 from .update import Update, converted
 
 _HEALING = "load it again, which reads the engine's own checkpoint again; where that is refused, start the engine anew"
+_READ = (".json", ".safetensors", ".bin", ".pt")
 _NOWHERE = Route(frozenset(), ())
 
 
@@ -85,7 +87,13 @@ class Loads:
             raise PushRefused(
                 f"the engines compute in {' and '.join(sorted(dtypes))}: load the adapter into each by itself"
             )
+        files = stamps(_files(self._folder))
         model = await self._trainer.blocking(lambda: _read(self._folder, self._base, dtype_of(dtypes.pop())))
+        if differs := difference(files, stamps(_files(self._folder))):
+            raise PushRefused(
+                f"{self._folder} was written to while it was read, so that its tensors may be of two adapters: "
+                f"{differs}. Load it when it is saved"
+            )
         weights, bare = MergedWeights(model), MergedWeights(model, adapters=False)
         offer = UpdateOffer(self._trainer, weights, trains=False)
         self._streams = [weights, bare, offer]
@@ -116,9 +124,7 @@ class Loads:
         """Whether the engine's checkpoint has to be read again; if not, workers now have what merging takes of it."""
         if replica.state.kind == "dirty":
             return True
-        if all(worker["base"] == OWN and update.digest in worker["ready"] for worker in replica.workers):
-            return False
-        lost = False
+        lost = False  # asked of all: what they keep of the checkpoint may have been written to since
 
         async def own(one: Replica) -> None:
             nonlocal lost
@@ -178,6 +184,11 @@ def _not_unloadable(replica: Replica) -> str:
     if any(worker["base"] != OWN for worker in replica.workers):
         return ", and cannot take it off any more: load the adapter again, which reads its checkpoint, and unload then"
     return ""
+
+
+def _files(folder: Path) -> list[Path]:
+    """Those that an adapter is read from."""
+    return [path for path in folder.iterdir() if path.suffix in _READ] if folder.is_dir() else []
 
 
 def _read(folder: Path, base: str | Path | None, dtype: torch.dtype) -> nn.Module:

@@ -11,8 +11,8 @@ link. Buckets of a GPU go through pinned memory on either side.
 
 from __future__ import annotations
 
-import base64
 import os
+import secrets
 import socket
 import threading
 from collections.abc import Callable, Container, Mapping
@@ -87,6 +87,8 @@ class Outbox:
         first: dict[tuple[int, str], WorkerId] = {}
         leaders = {place: first.setdefault((place[0], host), place) for place, host in hosts.items()}
         self._members = {place: _Member(leader) for place, leader in leaders.items()}
+        # Everybody on a host can list them, so that nothing of a secret is in them.
+        self._shared = {leader: f"tcp-{secrets.token_hex(10)}" for leader in leaders.values()}
         self._changed = threading.Condition()
         self._number, self._aborted, self._closed = 0, False, False
         self._filled: dict[int, _Filled] = {}
@@ -103,9 +105,8 @@ class Outbox:
         """How this worker's `Inbox` reaches it: JSON values. Whoever has them is heard as this worker."""
         leader = self._members[place].leader
         together = [other for other, member in self._members.items() if member.leader == leader]
-        name = base64.b32encode(secret_of(self._secret, leader)[:10]).decode().lower()
         return {"address": self._address, "port": self._port, "secret": secret_of(self._secret, place).hex()} | {
-            "place": list(place), "at": together.index(place), "members": len(together), "shared": f"tcp-{name}"
+            "place": list(place), "at": together.index(place), "members": len(together), "shared": self._shared[leader]
         }  # fmt: skip
 
     def connect(self, gone: Callable[[], set[int]] = nobody) -> None:

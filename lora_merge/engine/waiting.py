@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import time
 from collections.abc import Callable
@@ -52,6 +53,17 @@ def alive(pid: int) -> bool:
 def host_id() -> str:
     """Return a string that is equal for processes that can share memory and look each other up by process id."""
     return _host_of(os.getpid())
+
+
+def process_id() -> str:
+    """Return a string that no other process has, on this host or another one, now or later."""
+    return _process_of(os.getpid())
+
+
+@cache
+def _process_of(pid: int) -> str:
+    """The same for the process with this number (it changes after a fork)."""
+    return f"{pid} of {socket.gethostname()}, {secrets.token_hex(8)}"
 
 
 @cache

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .side import Side
 from .state import State
-from .waiting import told
+from .waiting import process_id, told
 
 _log = logging.getLogger(__name__)
 
@@ -82,8 +82,8 @@ def respond(worker: Worker, ops: Mapping[str, Op], request: str, raised: tuple[t
         raised: errors that are no answer.
 
     Returns:
-        `{"rank": ..., "call": ..., **answer}`; `call` is the request's, so that an answer to another one shows. An
-        error is the answer `{"error": ...}`.
+        `{"rank": ..., "call": ..., "process": ..., **answer}`; `call` is the request's, so that an answer to another
+        one shows, and `process` is the same as long as this process lives. An error is the answer `{"error": ...}`.
     """
     call, rank = None, -1
     try:
@@ -99,9 +99,9 @@ def respond(worker: Worker, ops: Mapping[str, Op], request: str, raised: tuple[t
                 side.claim.check(message.pop("trainer"), message.pop("push", None))
             with nullcontext() if sessions is None else side.taking(sessions):
                 answer = ops[op](worker, side, **message)
-        return json.dumps({"rank": rank, "call": call, **answer})
+        return json.dumps({"rank": rank, "call": call, "process": process_id(), **answer})
     except raised:
         raise
     except Exception as error:
         _log.exception("lora_merge")
-        return json.dumps({"rank": rank, "call": call, "error": told(error)})
+        return json.dumps({"rank": rank, "call": call, "process": process_id(), "error": told(error)})

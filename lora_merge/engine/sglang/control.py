@@ -15,11 +15,14 @@ from ...errors import InvalidInput
 from ..adapter import ADAPTER_NAME
 from ..calls import to_its_end, watched, while_alive
 from ..control import Control
+from ..one_server import OneServer
 from ..web import Answered, NoRoute, Server, Unfit
 from . import internals
 from .adapter import reference
 from .plugin import HOOKED, PREFIX
 
+_DONE = {"status": "ok"}
+"""What its server answers when it has done something."""
 LOOK_S = 0.02
 """Seconds between two looks at whether requests have ended."""
 
@@ -35,7 +38,7 @@ class SglangControl(Control):
         try:
             # Of several data-parallel engines the first one's: the others refuse a push in the same words.
             answers, _ = json.JSONDecoder().raw_decode(message)
-            if not isinstance(answers, list):
+            if not isinstance(answers, list) or not answers or not all(isinstance(one, dict) for one in answers):
                 raise ValueError
         except ValueError as error:
             raise self._stranger(message.replace(request, "...")) from error
@@ -191,14 +194,15 @@ async def _named(registry: Any, there: bool) -> None:
         await registry.unregister(ADAPTER_NAME)
 
 
-class HttpControl(SglangControl):
+class HttpControl(OneServer, SglangControl):
     """A running `sglang.launch_server`, by its URL. JSON goes in and out."""
 
     adapters = "its server does not know adapters that a scheduler loaded by itself"
 
     def __init__(self, handle: str) -> None:
         super().__init__(handle)
-        self._server = Server(handle, "is this the URL of an SGLang server, and not of another one, or of a router?")
+        hint = "is this the URL of an SGLang server, and not of another one, or of a router?"
+        self._server = Server(handle, hint, "http://host:30000")
 
     async def _checked(self, action: str) -> str:
         try:
@@ -232,14 +236,20 @@ class HttpControl(SglangControl):
     async def paused(self) -> bool:
         return any(answer["paused"] for answer in await self.rpc("requests"))
 
+    async def pause(self, mode: str) -> None:
+        await super().pause(mode)
+        if not await self.paused():  # its schedulers themselves say so
+            raise Unfit(f"{self._server.url} says that it has paused, and its schedulers go on: {self._server.hint}")
+
     async def _pause(self, mode: str) -> None:
-        self._server.post("pause_generation", body={"mode": mode})
+        self._server.do("pause_generation", _DONE, {"mode": mode})
 
     async def resume(self) -> None:
-        self._server.post("continue_generation", body={})
+        self._server.do("continue_generation", _DONE, {})
 
     async def label(self, version: str) -> None:
-        self._server.post("update_weight_version", body={"new_version": version, "abort_all_requests": False})
+        done, body = {"success": True, "new_version": version}, {"new_version": version, "abort_all_requests": False}
+        self._server.do("update_weight_version", done, body)
 
 
 def _without_plugin(release: str, told: str) -> Unfit:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,10 +18,40 @@ from torch import Tensor
 from ...shards import cut
 from ...stream.buckets import Meta, Slot, Table, extent, lay_out, metas
 from ..loader import Examination, Loader
+from ..stamps import Stamp, difference, stamp
 from . import internals
+from .reads import Sources, changed, check_unchanged, read_by
 
+Files: TypeAlias = Mapping[str, Stamp]
 _SMALL = 1 << 16
 """Elements of a tensor of which all are compared."""
+
+
+class Kept:
+    """The files that tensors are mapped from which are kept. They are looked at as they were opened: a folder that is
+    removed or replaced changes nothing of what is mapped, but what is written into these files does.
+
+    Args:
+        files: that were just read.
+        where: they lie, in words.
+    """
+
+    def __init__(self, files: Files, where: str) -> None:
+        self._where = where
+        self._open = {path: Path(path).open("rb") for path in files}  # noqa: SIM115 - as long as this is there
+        self._before = {path: _contents(file) for path, file in self._open.items()}
+
+    def check(self) -> None:
+        """Raise `RuntimeError` where something has been written into one of them."""
+        now = {path: _contents(file) for path, file in self._open.items()}
+        if differs := difference(self._before, now):
+            raise RuntimeError(changed(self._where, differs))
+
+
+def _contents(file: BinaryIO) -> Stamp | None:
+    """Of an open file, whatever becomes of its names."""
+    found = stamp(file.fileno())
+    return found and found._replace(changed=0)
 
 
 class Checkpoint:
@@ -38,14 +69,17 @@ class Checkpoint:
         """Tensors by name, on the CPU, in the dtypes that are wanted.
 
         Raises:
-            RuntimeError: the engine was not loaded from a checkpoint, or it lacks some of them.
+            RuntimeError: the engine was not loaded from a checkpoint, that has changed since, or it lacks some of them.
         """
         if not wanted:
             return {}
         found: dict[str, Tensor] = {}
-        for name, tensor in self._stream():
+        loader = self._loader()
+        self.check_unchanged()
+        for name, tensor in loader.get_all_weights(self._config, self._model):
             if name in wanted:
                 found[name] = tensor
+        self.check_unchanged(read_by(loader))
         where = self._config.model
         if lacking := sorted(wanted.keys() - found.keys()):
             raise RuntimeError(
@@ -60,8 +94,19 @@ class Checkpoint:
                 )
         return {name: found[name].to(meta.dtype) for name, meta in wanted.items()}
 
-    def _stream(self) -> Any:
-        """All that vLLM reads of it."""
+    def check_unchanged(self, read: Sources | None = None) -> Files:
+        """Return the files that the engine's weights came from, which are what they were.
+
+        Args:
+            read: what was read of them now.
+
+        Raises:
+            RuntimeError: they are not.
+        """
+        return check_unchanged(self._model, f"the checkpoint {self._config.model}", read)
+
+    def _loader(self) -> Any:
+        """vLLM's, that reads it."""
         config = copy.copy(self._load_config)
         config.use_tqdm_on_load = False
         loader = internals.get_model_loader(config)
@@ -70,7 +115,12 @@ class Checkpoint:
                 f"the engine was started with load_format={self._load_config.load_format!r}, so that its weights "
                 "cannot be read again; start it on a checkpoint of safetensors"
             )
-        return loader.get_all_weights(self._config, self._model)
+        return loader
+
+    def kept(self) -> Kept:
+        """What its tensors are mapped from, just after they were read."""
+        where = f"the checkpoint {self._config.model}"
+        return Kept(self.check_unchanged(), where)
 
     def check(self, loader: Loader, examination: Examination, table: Table) -> None:
         """Raise `RuntimeError` where the engine holds something else than its checkpoint: small tensors are compared

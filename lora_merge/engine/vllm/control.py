@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 from ...errors import InvalidInput, PushRefused
 from ..calls import EngineGone, watched, while_alive
 from ..control import Call, Control, Unheard, judges
+from ..one_server import OneServer
 from ..web import NoRoute, Server
 from .core import NAME, STRANGERS
 from .plugin import BACKEND, registered
@@ -204,7 +205,7 @@ class RayControl(AsyncControl):
         return ray.get(getattr(self.engine, method).remote(*args, **kwargs))
 
 
-class HttpControl(LlmControl):
+class HttpControl(OneServer, LlmControl):
     """A running `vllm serve` with `VLLM_SERVER_DEV_MODE=1`, by its URL. JSON goes in and out."""
 
     adapters = "its API server does not know adapters that a worker loaded by itself"
@@ -220,38 +221,55 @@ class HttpControl(LlmControl):
 
     async def _ask(self, request: str) -> Sequence[str]:
         answer = self._server.post("collective_rpc", body={"method": "lora_merge", "args": [request]})
-        if not isinstance(answer, dict) or "results" not in answer:
+        results = answer.get("results")
+        if not isinstance(results, list) or not results or not all(map(_is_object, results)):
             raise self._server.unlike(answer)
-        return answer["results"]
+        return results
 
     async def paused(self) -> bool:
-        return bool(self._server.get("is_paused")["is_paused"])
+        answer = self._server.get("is_paused")
+        if not isinstance(answer.get("is_paused"), bool):
+            raise self._server.unlike(answer)
+        return bool(answer["is_paused"])
 
     async def pause(self, mode: str) -> None:
-        self._server.post("pause", mode=mode, clear_cache="false")
+        self._server.do("pause", {"status": "paused"}, mode=mode, clear_cache="false")
 
     async def resume(self) -> None:
-        self._server.post("resume")
+        self._server.do("resume", {"status": "resumed"})
 
     async def wake(self, tag: str) -> None:
-        self._server.post("wake_up", tags=tag)
+        # It says "sleeping" while other memory is still unmapped; what the workers say is looked at next.
+        self._server.do("wake_up", {}, or_says=("status", "tags"), tags=tag)
 
     async def sleep(self, level: int) -> None:
-        self._server.post("sleep", level=str(level))
+        self._server.do("sleep", {}, or_says=("status", "level"), level=str(level))
 
     async def label(self, version: str) -> None:
         with contextlib.suppress(NoRoute):  # vLLM 0.26 keeps no versions
-            self._server.post("update_weight_version", body={"new_version": version})
+            done = {"success": True, "new_version": version}
+            self._server.do("update_weight_version", done, {"new_version": version})
 
     async def reset_prefix_cache(self, running: bool, connector: bool) -> bool:
         # 0.26 does not say whether it could: it can wherever requests that run give up their blocks, and where none do,
         # this costs nothing. (What its connector did is not known.)
         query = {"reset_running_requests": "true", "reset_external": str(connector).lower()}
-        return bool(self._server.post("reset_prefix_cache", **query).get("success", True))
+        answer = self._server.post("reset_prefix_cache", **query)
+        if answer and not isinstance(answer.get("success"), bool):
+            raise self._server.unlike(answer)
+        return bool(answer.get("success", True))
 
     async def reset_media_caches(self) -> None:
-        self._server.post("reset_encoder_cache")
-        self._server.post("reset_mm_cache")
+        self._server.do("reset_encoder_cache", {})
+        self._server.do("reset_mm_cache", {})
+
+
+def _is_object(answer: Any) -> bool:
+    """Whether something is JSON of an object, as workers answer."""
+    try:
+        return isinstance(json.loads(answer), dict)
+    except (TypeError, ValueError):
+        return False
 
 
 def _as_it_is(found: Any) -> Any:

@@ -37,8 +37,10 @@ _WHERE = {
 _LATER = {
     "is_deferred_attention_layer": "vllm.model_executor.layers.attention",
     "build_mm_input_norm": "vllm.model_executor.layers.fusion.mm_input_norm",
+    "DefaultModelLoader": "vllm.model_executor.model_loader.default_loader",
+    "RunaiModelStreamerLoader": "vllm.model_executor.model_loader.runai_streamer_loader",
 }
-"""What 0.26 does not have, and does not need."""
+"""What pushes do without where a release does not have it, as 0.26 has no norms of inputs."""
 _MEMBERS = {
     "LayerReloadingInfo": ("restore_metadata", "kernel_tensors", "kernel_non_persistent_buffers", "reset"),
     "LoRAModel": ("from_lora_tensors",),

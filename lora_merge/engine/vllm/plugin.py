@@ -3,9 +3,12 @@ started, `vllm.platform_plugins` in every process that imports it."""
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
+from typing import Any
 
 BACKEND = "lora_merge"
 
@@ -47,6 +50,8 @@ def register() -> None:
 
         return lora_merge(self, request)
 
+    if not hasattr(WorkerBase, "lora_merge"):
+        WorkerBase.__init__ = _watching(WorkerBase.__init__)
     WorkerBase.lora_merge = lora_merge
     core = sys.modules.get("vllm.v1.engine.core")  # where one is made, or runs in this process, it is there by now
     if core is not None:
@@ -54,6 +59,20 @@ def register() -> None:
 
         setattr(core.EngineCore, NAME, lora_merge_calls)
         setattr(core.EngineCore, STRANGERS, lora_merge_end_strangers)
+
+
+def _watching(make: Callable[..., None]) -> Callable[..., None]:
+    """The constructor of workers, in front of which it begins to be noted what is read. (Here vLLM's loaders would be
+    imported in every process.)"""
+
+    @functools.wraps(make)
+    def __init__(worker: Any, *args: Any, **kwargs: Any) -> None:
+        from .reads import watch
+
+        watch()
+        make(worker, *args, **kwargs)
+
+    return __init__
 
 
 def registered() -> bool:
