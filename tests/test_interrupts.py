@@ -67,7 +67,7 @@ class Halted(Engine):
 def after_ctrl_c(engine: Halted, replicas: list[Replica]) -> list[str]:
     """What the engine is asked then."""
     pushes = Pushes(Trainer([engine], Ranks()), SimpleNamespace(), pause="keep", mode="adapter")  # type: ignore[arg-type]
-    pushes._steps.begin()
+    pushes._steps.begin(pushes._trainer.name)
     drive(pushes._back(replicas, dict.fromkeys(range(len(replicas)), OLD), NEW, "lora_merge", {}))
     return [name for message in engine.messages for name in message]
 
