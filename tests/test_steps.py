@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,12 +11,13 @@ import pytest
 
 from lora_merge import PushFailed, PushRefused
 from lora_merge.engine.calls import EngineGone, drive
-from lora_merge.engine.control import Call, Control, WorkerFailed
+from lora_merge.engine.control import Call, Control, Moved, NotOurs, WorkerFailed
 from lora_merge.engine.passes import Pass, Told
-from lora_merge.engine.replica import Replica
+from lora_merge.engine.replica import Replica, failure
 from lora_merge.engine.state import State
 from lora_merge.engine.steps import Steps
 from lora_merge.engine.transport import Route
+from lora_merge.engine.vllm.control import RayControl
 
 NEW = State("merged", 7, trainer="mine")
 READ = Told("read", {}, writes=True)
@@ -46,6 +49,8 @@ class Engine(Control):
         self.messages: list[list[str]] = []
         self.told: list[dict[str, Any]] = []
 
+    refuses: type[WorkerFailed] = WorkerFailed
+
     async def chain(self, calls: Sequence[Call], returned: list[Any] | None = None) -> list[Any]:
         self.messages.append([])
         heard = list[Any]() if self.dies else returned
@@ -71,7 +76,7 @@ class Engine(Control):
         self.messages[-1].append(op)
         self.told.append(message)
         if op == self.broken:
-            raise EngineGone("dead") if self.dies else WorkerFailed("injected")
+            raise EngineGone("dead") if self.dies else self.refuses("injected")
         return [{"rank": 0, "state": message.get("state"), "elements": [1, 1], "reloaded": 0}]
 
     async def paused(self) -> bool:
@@ -232,6 +237,54 @@ def test_each_call_fails(broken: str, ends: bool, late: bool) -> None:
         assert not engine.still
     if begun and not came:
         assert engine.still, "what is dirty does not generate"
+
+
+@pytest.mark.parametrize("ends", [True, False])
+@pytest.mark.parametrize("broken", ["claimed", "note_pause", "read", "commit"])
+def test_an_engine_that_another_trainer_holds_is_left_alone(broken: str, ends: bool) -> None:
+    """It is that one's to resume, and neither as before nor dirty by this push."""
+    one = replica(engine := Engine(broken))
+    engine.refuses = NotOurs
+    assert bool(push(one, Steps("mine", "keep"), ends=ends)) == (broken != "claimed" or not ends)
+    asked = [name for message in engine.messages for name in message]
+    if one.error:
+        assert asked[-1] == broken
+        assert one.lost
+        assert one.begun == (broken in ("commit", "claimed")), "what was refused did nothing"
+        assert not one.gone_on
+        failed = failure([one])
+        word = "is another trainer's by now" if one.begun else "was not changed by this push"
+        assert word in str(failed)
+        assert isinstance(failed, PushFailed if one.begun else PushRefused)
+
+
+def test_an_engine_that_was_resumed_in_a_push_stands_still_again() -> None:
+    """With nothing cached of half-written weights."""
+    for resumed in (True, False):
+        one = replica(engine := Engine("commit"))
+        engine.refuses = Moved if resumed else WorkerFailed
+        assert push(one, Steps("mine", "keep"))
+        again = ["note_pause", "pause", "reset_prefix_cache"] if resumed else []
+        assert engine.messages[1:] == [["abort", "paused", *again], ["end"]]
+        assert engine.still
+
+
+class Generating(RayControl):
+    """An actor around an `LLM`, which computes something between two calls, or does not."""
+
+    def __init__(self, by: int) -> None:
+        super().__init__(object())
+        self.steps = itertools.count(step=by)
+
+    async def _ask(self, request: str) -> list[str]:
+        return [json.dumps({"rank": 0, "call": json.loads(request)["call"], "steps": next(self.steps)})]
+
+
+def test_an_actor_that_generates_beside_a_push_does_not_stand_still() -> None:
+    """With `max_concurrency` above 1; it was taken to be at nothing else whenever it took a call."""
+    assert drive(Generating(0).stands())
+    with pytest.raises(PushRefused, match="max_concurrency above 1"):
+        drive(Generating(1).stands())
 
 
 def test_data_parallel_engines_are_paused_before_their_work() -> None:

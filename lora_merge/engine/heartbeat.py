@@ -47,13 +47,13 @@ class Heartbeat:
         """End; when this returns, no call is under way (but for one that an engine does not answer)."""
         self._over.set()
         tasks, self._tasks = self._tasks, []
+        thread, self._thread = self._thread, None
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-        if self._thread is not None:
-            self._thread.join(BEAT_S)
-            self._thread = None
+        if thread is not None:
+            thread.join(BEAT_S)
 
     async def _awaited(self, control: Control) -> None:
         while True:

@@ -144,9 +144,9 @@ class Pushes:
             self._held = not await self._let_go() or not isinstance(error, Exception)
             raise
         finally:
-            await self._beats.end()
             self._passes.release()  # read, perhaps, but not sent: a refusal, an adapter alone
             self._lock.release()
+            await self._beats.end()
 
     async def _let_go(self) -> bool:
         """Allow other trainers to push to the engines again; returns whether all have heard it. (One that is gone is

@@ -251,8 +251,9 @@ def failure(
     failed = [replica for replica in replicas if replica.error and not replica.gone_on]
     stuck = [r for r in failed if r.index in brought]
     late = [f"engine {r.index} holds {brought[r.index]}, but going on with it failed: {r.error}" for r in stuck]
-    taken = [f"engine {r.index} is another trainer's by now: {r.error}" for r in failed if r.lost and r.begun]
-    broken = [r for r in failed if r.index not in brought and not (r.lost and r.begun)]
+    gone = [r for r in failed if r.index not in brought and r.lost and r.begun]
+    taken = [f"engine {r.index} is another trainer's by now: {r.error}" for r in gone]
+    broken = [r for r in failed if r.index not in brought and r not in gone]
     dirty = [f"engine {r.index} is dirty: {r.error}" for r in broken if r.begun]
     left = "was not changed by this push"  # but perhaps by another one
     as_before = [
