@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -19,9 +21,12 @@ import torch
 from test_steady import python_calls
 from torch import Tensor, nn
 
+from lora_merge.engine import heartbeat
 from lora_merge.engine.claim import SILENT_S, Claim, ClaimLost, Stepped, claim_of, under_way
+from lora_merge.engine.control import Control
 from lora_merge.engine.modules import Modules
 from lora_merge.engine.sampler import Sampler, facts
+from lora_merge.engine.steps import Steps
 from lora_merge.engine.vllm.core import lora_merge_calls
 from lora_merge.engine.waiting import born, host_id
 
@@ -271,6 +276,47 @@ def test_parent_and_forked_child_are_two_trainers() -> None:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         assert not claim.take(**claim_of(trainer.name, "the parent's next"))
+
+
+class Far(Control):
+    """An engine whose workers are on another host."""
+
+    def __init__(self, suspends: bool) -> None:
+        super().__init__(object())
+        self.far, self._suspends, self.heard = True, suspends, queue.SimpleQueue[str]()
+
+    @property
+    def suspends(self) -> bool:
+        return self._suspends
+
+    async def rpc(self, op: str, **message: Any) -> list[dict[str, Any]]:
+        self.heard.put(op)
+        raise OSError("no answer")
+
+
+def test_engines_elsewhere_hear_that_a_trainer_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a thread, or in the event loop; a call that fails is not the last, and nothing comes behind the end."""
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.01)
+    steps, threads = Steps("mine", "keep"), threading.active_count()
+    called, awaited, near = Far(False), Far(True), Far(True)
+    near.far = False
+
+    async def work() -> None:
+        beats = heartbeat.Heartbeat(steps.beat)
+        for _ in range(2):
+            beats.begin([called, awaited, near])
+        for far in (called, awaited):
+            for _ in range(3):
+                assert await asyncio.to_thread(far.heard.get, timeout=10) == "claimed"
+        await beats.end()
+        for far in (called, awaited):
+            while not far.heard.empty():
+                far.heard.get()
+        await asyncio.sleep(0.05)
+        assert all(far.heard.empty() for far in (called, awaited, near))
+
+    asyncio.run(work())
+    assert threading.active_count() <= threads
 
 
 def test_an_engine_stands_still_from_the_first_call_behind_the_pause() -> None:
