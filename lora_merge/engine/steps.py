@@ -262,7 +262,7 @@ class Steps:
         stops = [
             replace(self.told("note_pause", paused=True), unless=unless),
             Call("pause", ("keep",), unless=unless),
-            Call("reset_prefix_cache", (True, replica.workers[0]["connector"]), unless=unless),
+            Call("reset_prefix_cache", (True, bool(replica.workers[0]["connector"])), unless=unless),
         ]
         await self.make(replica, [self.told("abort", reason=f"a push failed: {replica.error}"), paused, *stops])
 
