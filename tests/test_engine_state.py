@@ -240,6 +240,10 @@ def test_a_push_of_this_process_that_is_over_holds_no_engine() -> None:
         with under_way("second"):
             assert claim.take(**claim_of("second", "another"))
     with under_way("second"):
+        said = claim_of("second", "another")
+        with under_way("first"):
+            assert not claim.take(**claim_of("first", "its next"))
+            assert claim.take(**said), "it was written before the first began, and comes after"
         assert not claim.take(**claim_of("second", "another"))
     with pytest.raises(ClaimLost):
         claim.check("first", "a push")

@@ -46,6 +46,7 @@ def claim_of(owner: str, push: str) -> dict[str, Any]:
         "pid": pid,
         "born": born(pid),
         "push": push,
+        "at": time.monotonic_ns(),
         "living": sorted(_under_way),
     }
 
@@ -55,7 +56,7 @@ class Claim:
 
     def __init__(self) -> None:
         self._owner, self._host, self._pid, self._born, self._push = "", "", 0, 0, ""
-        self._heard = 0.0
+        self._heard, self._at = 0.0, 0
         self._steps: int | None = None
 
     @property
@@ -64,7 +65,14 @@ class Claim:
         return self._owner
 
     def take(
-        self, owner: str, host: str, pid: int, push: str = "", born: int = 0, living: Collection[str] | None = None
+        self,
+        owner: str,
+        host: str,
+        pid: int,
+        push: str = "",
+        born: int = 0,
+        at: int = 0,
+        living: Collection[str] = (),
     ) -> str:
         """Claim the engine for a push that begins.
 
@@ -73,17 +81,18 @@ class Claim:
             host, pid: process that makes its control calls.
             push: which one of its pushes begins: calls that one before has left behind are refused from here on.
             born: when that process began.
-            living: trainers that are in a push in that process; None where it does not say.
+            at, living: when that process wrote this, and which of its trainers were in a push then. What it wrote
+                before another of them did says nothing of that one, whichever comes first.
 
         Returns:
             who else is in the middle of one, in words; the claim is then not taken.
         """
-        same = living is not None and (host, pid, born) == (self._host, self._pid, self._born)
-        over = same and living is not None and self._owner not in living  # its end was never heard here
+        same = (host, pid, born) == (self._host, self._pid, self._born)
+        over = same and at > self._at and self._owner not in living  # its end was never heard here
         if self._owner not in ("", owner) and not over and self._there():
             return f"process {self._pid} on {self._host.partition('/')[0]}"
         self._owner, self._host, self._pid, self._born, self._push = owner, host, pid, born, push
-        self._steps = None
+        self._at, self._steps = at, None
         self.hear()
         return ""
 
