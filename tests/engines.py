@@ -42,6 +42,8 @@ from torch import Tensor, nn
 from vllm import LLM, SamplingParams
 from vllm.config import WeightTransferConfig
 
+from lora_merge.engine import claim
+
 
 def mixtral() -> nn.Module:
     from transformers import MixtralConfig, MixtralForCausalLM
@@ -288,6 +290,10 @@ class Slow:
 
         if on:
             runner.execute_model = late
+
+    def silent(self, seconds: float) -> None:
+        """Take a trainer on another host for dead sooner, or later."""
+        claim.SILENT_S = seconds
 
 
 def ask(llm: LLM, lora: Any = None, asked: Sequence[Sequence[int]] | None = None) -> list[Any]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -18,11 +21,14 @@ import torch
 from test_steady import python_calls
 from torch import Tensor, nn
 
-from lora_merge.engine.claim import SILENT_S, Claim
+from lora_merge.engine import heartbeat
+from lora_merge.engine.claim import SILENT_S, Claim, ClaimLost, Stepped, claim_of, under_way
+from lora_merge.engine.control import Control
 from lora_merge.engine.modules import Modules
 from lora_merge.engine.sampler import Sampler, facts
+from lora_merge.engine.steps import Steps
 from lora_merge.engine.vllm.core import lora_merge_calls
-from lora_merge.engine.waiting import host_id
+from lora_merge.engine.waiting import born, host_id
 
 
 class Method:
@@ -224,6 +230,108 @@ def test_nobody_waits_for_a_trainer_that_died_in_a_push(monkeypatch: pytest.Monk
     monkeypatch.setattr(time, "monotonic", lambda: now + 2 * SILENT_S)
     assert not claim.take("second", host_id(), os.getpid())
     gone.wait()
+
+
+def test_a_push_of_this_process_that_is_over_holds_no_engine() -> None:
+    """Its end was never heard: the object that made it may be gone, and nobody else would ever push again."""
+    claim = Claim()
+    with under_way("first"):
+        assert not claim.take(**claim_of("first", "a push"))
+        with under_way("second"):
+            assert claim.take(**claim_of("second", "another"))
+    with under_way("second"):
+        said = claim_of("second", "another")
+        with under_way("first"):
+            assert not claim.take(**claim_of("first", "its next"))
+            assert claim.take(**said), "it was written before the first began, and comes after"
+        assert not claim.take(**claim_of("second", "another"))
+    with pytest.raises(ClaimLost):
+        claim.check("first", "a push")
+
+
+def test_a_process_that_was_given_the_number_of_a_dead_one_is_another_one() -> None:
+    claim = Claim()
+    assert born(os.getpid()) > 0
+    assert not claim.take("dead", host_id(), os.getpid(), born=born(os.getpid()) - 1, living=["dead"])
+    with under_way("second"):
+        assert not claim.take(**claim_of("second", "a push"))
+    assert born(1 << 22) == 0, "no process has this number"
+
+
+def test_parent_and_forked_child_are_two_trainers() -> None:
+    from lora_merge.engine.trainer import Trainer
+    from lora_merge.shards.ranks import Ranks
+
+    claim, trainer, (reads, writes) = Claim(), Trainer([], Ranks()), os.pipe()
+    with under_way(trainer.name):
+        assert not claim.take(**claim_of(trainer.name, "the parent's"))
+        if not (child := os.fork()):
+            with under_way(trainer.name):
+                os.write(writes, json.dumps(claim_of(trainer.name, "the child's")).encode())
+                time.sleep(60)
+            os._exit(0)
+        theirs = json.loads(os.read(reads, 1 << 16))
+        assert claim.take(**theirs), "the parent lives, and is in a push"
+        claim.check(trainer.name, "the parent's")
+        assert not claim.end(theirs["owner"])
+        assert claim.end(trainer.name)
+        assert not claim.take(**theirs)
+        assert claim.take(**claim_of(trainer.name, "the parent's next")), "the child lives"
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        assert not claim.take(**claim_of(trainer.name, "the parent's next"))
+
+
+class Far(Control):
+    """An engine whose workers are on another host."""
+
+    def __init__(self, suspends: bool) -> None:
+        super().__init__(object())
+        self.far, self._suspends, self.heard = True, suspends, queue.SimpleQueue[str]()
+
+    @property
+    def suspends(self) -> bool:
+        return self._suspends
+
+    async def rpc(self, op: str, **message: Any) -> list[dict[str, Any]]:
+        self.heard.put(op)
+        raise OSError("no answer")
+
+
+def test_engines_elsewhere_hear_that_a_trainer_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a thread, or in the event loop; a call that fails is not the last, and nothing comes behind the end."""
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.01)
+    steps, threads = Steps("mine", "keep"), threading.active_count()
+    called, awaited, near = Far(False), Far(True), Far(True)
+    near.far = False
+
+    async def work() -> None:
+        beats = heartbeat.Heartbeat(steps.beat)
+        for _ in range(2):
+            beats.begin([called, awaited, near])
+        for far in (called, awaited):
+            for _ in range(3):
+                assert await asyncio.to_thread(far.heard.get, timeout=10) == "claimed"
+        await beats.end()
+        for far in (called, awaited):
+            while not far.heard.empty():
+                far.heard.get()
+        await asyncio.sleep(0.05)
+        assert all(far.heard.empty() for far in (called, awaited, near))
+
+    asyncio.run(work())
+    assert threading.active_count() <= threads
+
+
+def test_an_engine_stands_still_from_the_first_call_behind_the_pause() -> None:
+    claim = Claim()
+    claim.take("mine", host_id(), os.getpid(), "a push")
+    for _ in range(2):
+        claim.check_still(7)
+    with pytest.raises(Stepped, match="somebody has resumed it"):
+        claim.check_still(8)
+    claim.take("mine", host_id(), os.getpid(), "the next")
+    claim.check_still(8)
 
 
 class Core:

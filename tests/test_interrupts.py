@@ -67,7 +67,7 @@ class Halted(Engine):
 def after_ctrl_c(engine: Halted, replicas: list[Replica]) -> list[str]:
     """What the engine is asked then."""
     pushes = Pushes(Trainer([engine], Ranks()), SimpleNamespace(), pause="keep", mode="adapter")  # type: ignore[arg-type]
-    pushes._steps.begin()
+    pushes._steps.begin(pushes._trainer.name)
     drive(pushes._back(replicas, dict.fromkeys(range(len(replicas)), OLD), NEW, "lora_merge", {}))
     return [name for message in engine.messages for name in message]
 
@@ -76,10 +76,10 @@ def test_an_engine_with_new_weights_forgets_what_it_cached_of_the_old_ones() -> 
     """Its workers had the adapter, and Ctrl-C came before its prefix cache was reset: answers were of both."""
     engine = Halted({0: NEW})
     asked = after_ctrl_c(engine, [Replica(0, engine, [engine.about(0)])])
-    assert asked == ["hello", "reset_prefix_cache", "label", "name_adapter", "resume", "end"]
-    assert not engine.stands
+    assert asked == ["hello", "claimed", *["reset_prefix_cache", "label", "name_adapter"], "claimed", "resume", "end"]
+    assert not engine.still
     engine = Halted({0: OLD})
-    assert after_ctrl_c(engine, [Replica(0, engine, [engine.about(0)])]) == ["hello", "resume", "end"]
+    assert after_ctrl_c(engine, [Replica(0, engine, [engine.about(0)])]) == ["hello", "claimed", "resume", "end"]
 
 
 @pytest.mark.parametrize("more", [{"forgets": False}, {"broken": "reset_prefix_cache"}, {"broken": "label"}])
@@ -87,7 +87,7 @@ def test_one_that_cannot_stays_paused(more: dict[str, Any]) -> None:
     engine = Halted({0: NEW}, **more)
     asked = after_ctrl_c(engine, [Replica(0, engine, [engine.about(0)])])
     assert "resume" not in asked
-    assert engine.stands
+    assert engine.still
 
 
 @pytest.mark.parametrize("state", [OLD, NEW, DIRTY])
@@ -97,7 +97,7 @@ def test_a_piece_of_an_engine_does_not_go_on_by_itself(state: State) -> None:
     replicas = [Replica(rank, None if rank else engine, [engine.about(0) | {"rank": rank}]) for rank in (0, 1)]
     asked = after_ctrl_c(engine, replicas)
     assert "resume" not in asked
-    assert engine.stands
+    assert engine.still
 
 
 def test_who_could_not_be_told_of_the_end_is_told_when_the_trainer_closes() -> None:

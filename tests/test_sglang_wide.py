@@ -17,6 +17,7 @@ from test_sglang_models import DENSE, push_and_ask
 from torch import nn
 
 from lora_merge import PushFailed, PushRefused, SglangSync
+from lora_merge.engine.steps import Steps
 
 no_leftovers = sglang_engines.no_leftovers
 
@@ -164,6 +165,38 @@ def test_a_users_own_pause_with_requests_in_flight(wide: Any, pause: str, mode: 
     for prompt, output in zip(policies.prompts(), run(wide, scenario()), strict=False):
         assert len(output["output_ids"]) == TOKENS
         assert spans(output, prompt, old, model) < TOKENS
+    assert_answers(ask(wide), model)
+    sync.close()
+
+
+def test_somebody_resumes_it_in_the_middle(wide: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it answers then is no policy's: the push says so, and the engine stands still until the next one."""
+    from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+    model, manager, settle = policy(), wide.tokenizer_manager, Steps.settle
+    sync = SglangSync(model, wide, bucket_bytes=BUCKET)
+    sync.push()
+    policies.train(model, size=0.2)
+
+    async def meddled(self: Steps, *args: Any, **options: Any) -> None:
+        await manager.continue_generation(ContinueGenerationReqInput())
+        await asyncio.sleep(0.5)
+        await settle(self, *args, **options)
+
+    async def scenario() -> list[Any]:
+        tasks = await flying(wide, TOKENS)
+        with monkeypatch.context() as patch:
+            patch.setattr(Steps, "settle", meddled)
+            with pytest.raises(PushFailed, match=r"engine 0 is dirty: .*somebody has resumed it"):
+                await sync.apush()
+        assert manager.is_pause
+        assert (await sync.astates())[0].kind == "dirty"
+        await sync.apush()
+        assert not manager.is_pause
+        await ado(wide, "slow", 0)
+        return await asyncio.gather(*tasks)
+
+    run(wide, scenario())
     assert_answers(ask(wide), model)
     sync.close()
 

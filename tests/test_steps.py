@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,20 +11,21 @@ import pytest
 
 from lora_merge import PushFailed, PushRefused
 from lora_merge.engine.calls import EngineGone, drive
-from lora_merge.engine.control import Call, Control, WorkerFailed
+from lora_merge.engine.control import Call, Control, Moved, NotOurs, WorkerFailed
 from lora_merge.engine.passes import Pass, Told
-from lora_merge.engine.replica import Replica
+from lora_merge.engine.replica import Replica, failure
 from lora_merge.engine.state import State
 from lora_merge.engine.steps import Steps
 from lora_merge.engine.transport import Route
+from lora_merge.engine.vllm.control import RayControl
 
 NEW = State("merged", 7, trainer="mine")
 READ = Told("read", {}, writes=True)
 DONE = Pass(NEW, READ, [], Route(frozenset(), ()))
 UPDATE = Pass(NEW, READ, [], Route(frozenset(), ()), merges=True)
-STEADY = ["paused", "note_pause", "pause", "read", "reset_prefix_cache", "label", "name_adapter", "commit", "resume"]
+STEADY = ["stands", "note_pause", "pause", "read", "reset_prefix_cache", "label", "name_adapter", "commit", "resume"]
 PULLED = [*STEADY, "end"]
-WRITTEN = [["paused", "note_pause", "pause", "start"], ["reset_prefix_cache", "label", "name_adapter"]]
+WRITTEN = [["stands", "note_pause", "pause", "start"], ["reset_prefix_cache", "label", "name_adapter"]]
 MERGED = ["merge", "label", "name_adapter", "resume", "end"]
 
 
@@ -42,9 +45,11 @@ class Engine(Control):
     ) -> None:
         super().__init__(object())
         self.broken, self.late, self.forgets, self.dies = broken, late, forgets, dies
-        self.stands, self.by_user = paused, paused
+        self.still, self.by_user = paused, paused
         self.messages: list[list[str]] = []
         self.told: list[dict[str, Any]] = []
+
+    refuses: type[WorkerFailed] = WorkerFailed
 
     async def chain(self, calls: Sequence[Call], returned: list[Any] | None = None) -> list[Any]:
         self.messages.append([])
@@ -53,7 +58,7 @@ class Engine(Control):
 
     def __getattribute__(self, name: str) -> Any:
         asked = object.__getattribute__(self, name)
-        if name not in ("paused", "pause", "resume", "label", "name_adapter", "reset_prefix_cache"):
+        if name not in ("paused", "stands", "pause", "resume", "label", "name_adapter", "reset_prefix_cache"):
             return asked
         return lambda *arguments: self._made(name, asked(*arguments))
 
@@ -71,17 +76,20 @@ class Engine(Control):
         self.messages[-1].append(op)
         self.told.append(message)
         if op == self.broken:
-            raise EngineGone("dead") if self.dies else WorkerFailed("injected")
+            raise EngineGone("dead") if self.dies else self.refuses("injected")
         return [{"rank": 0, "state": message.get("state"), "elements": [1, 1], "reloaded": 0}]
 
     async def paused(self) -> bool:
-        return self.stands
+        return self.still
+
+    async def stands(self) -> bool:
+        return self.still
 
     async def pause(self, mode: str) -> None:
-        self.stands = True
+        self.still = True
 
     async def resume(self) -> None:
-        self.stands = False
+        self.still = False
 
     async def label(self, version: str) -> None: ...
 
@@ -136,7 +144,7 @@ def test_a_steady_push_is_one_message_to_an_engine_that_reads() -> None:
     assert engine.messages == [PULLED]
     assert one.gone_on
     assert one.state == NEW
-    assert not engine.stands
+    assert not engine.still
 
 
 def test_a_push_that_is_written_or_merged_there_takes_one_to_begin_and_one_to_end() -> None:
@@ -145,7 +153,7 @@ def test_a_push_that_is_written_or_merged_there_takes_one_to_begin_and_one_to_en
     assert engine.messages == [*WRITTEN, ["commit", "resume", "end"]]
     one = replica(engine := Engine())
     assert not push(one, Steps("mine", "keep"), merges=True)
-    assert engine.messages == [["paused", "note_pause", "pause", "update", "reset_prefix_cache"], MERGED]
+    assert engine.messages == [["stands", "note_pause", "pause", "update", "reset_prefix_cache"], MERGED]
 
 
 @pytest.mark.parametrize("pause", ["wait", "abort"])
@@ -158,7 +166,7 @@ def test_requests_that_end_are_waited_for_in_a_message_of_its_own(pause: str) ->
 def test_what_does_not_go_on_by_itself_waits_for_the_others() -> None:
     one = replica(engine := Engine())
     assert not push(one, Steps("mine", "keep"), ends=False)
-    assert engine.messages == [STEADY[:-1], ["resume", "end"]]
+    assert engine.messages == [STEADY[:-1], ["claimed", "resume", "end"]]
 
 
 @pytest.mark.parametrize("shape", [{}, {"written": True}, {"merges": True}])
@@ -168,7 +176,7 @@ def test_a_users_own_pause_stays(shape: dict[str, bool], pause: str) -> None:
     assert not push(one, Steps("mine", pause), **shape)
     asked = [name for message in engine.messages for name in message]
     assert not {"note_pause", "pause", "resume"}.intersection(asked)
-    assert engine.stands
+    assert engine.still
     assert asked[-1] == "end"
 
 
@@ -179,8 +187,8 @@ def test_requests_that_a_user_has_kept_do_not_go_on_in_another_mode(pause: str) 
     with pytest.raises(PushRefused, match="mode 'merged' and was paused by somebody else"):
         drive(Steps("mine", pause).pause(one, "adapter"))
     assert not one.begun
-    assert engine.messages == [["paused"]]
-    assert engine.stands
+    assert engine.messages == [["stands"]]
+    assert engine.still
     slept = replica(Engine(paused=True))
     drive(Steps("mine", pause).pause(slept, "adapter", {0: 1}))  # vLLM says so of an engine that a push woke, too
     works_in_calls = replica(Actor(paused=True))
@@ -191,13 +199,13 @@ def test_requests_that_a_user_has_kept_do_not_go_on_in_another_mode(pause: str) 
 def test_an_engine_that_stands_since_a_broken_push_goes_on(shape: dict[str, bool]) -> None:
     one = replica(engine := Engine(paused=True), paused=True, state=State("dirty", 6, reason="x").to_json())
     assert not push(one, Steps("mine", "keep"), **shape)
-    assert "paused" not in engine.messages[0]
-    assert not engine.stands
+    assert "stands" not in engine.messages[0]
+    assert not engine.still
 
 
 FAILING = {
     # call: whether the engine counts as begun, and so is called off, and whether it holds what came
-    "paused": (False, False),
+    "stands": (False, False),
     "note_pause": (False, False),
     "pause": (False, False),
     "read": (True, False),
@@ -226,16 +234,64 @@ def test_each_call_fails(broken: str, ends: bool, late: bool) -> None:
     assert (one.late is not None) == (came and ends)
     if broken in ("note_pause", "pause"):
         assert asked[-2:] == ["resume", "end"]
-        assert not engine.stands
+        assert not engine.still
     if begun and not came:
-        assert engine.stands, "what is dirty does not generate"
+        assert engine.still, "what is dirty does not generate"
+
+
+@pytest.mark.parametrize("ends", [True, False])
+@pytest.mark.parametrize("broken", ["claimed", "note_pause", "read", "commit"])
+def test_an_engine_that_another_trainer_holds_is_left_alone(broken: str, ends: bool) -> None:
+    """It is that one's to resume, and neither as before nor dirty by this push."""
+    one = replica(engine := Engine(broken))
+    engine.refuses = NotOurs
+    assert bool(push(one, Steps("mine", "keep"), ends=ends)) == (broken != "claimed" or not ends)
+    asked = [name for message in engine.messages for name in message]
+    if one.error:
+        assert asked[-1] == broken
+        assert one.lost
+        assert one.begun == (broken in ("commit", "claimed")), "what was refused did nothing"
+        assert not one.gone_on
+        failed = failure([one])
+        word = "is another trainer's by now" if one.begun else "was not changed by this push"
+        assert word in str(failed)
+        assert isinstance(failed, PushFailed if one.begun else PushRefused)
+
+
+def test_an_engine_that_was_resumed_in_a_push_stands_still_again() -> None:
+    """With nothing cached of half-written weights."""
+    for resumed in (True, False):
+        one = replica(engine := Engine("commit"))
+        engine.refuses = Moved if resumed else WorkerFailed
+        assert push(one, Steps("mine", "keep"))
+        again = ["note_pause", "pause", "reset_prefix_cache"] if resumed else []
+        assert engine.messages[1:] == [["abort", "paused", *again], ["end"]]
+        assert engine.still
+
+
+class Generating(RayControl):
+    """An actor around an `LLM`, which computes something between two calls, or does not."""
+
+    def __init__(self, by: int) -> None:
+        super().__init__(object())
+        self.steps = itertools.count(step=by)
+
+    async def _ask(self, request: str) -> list[str]:
+        return [json.dumps({"rank": 0, "call": json.loads(request)["call"], "steps": next(self.steps)})]
+
+
+def test_an_actor_that_generates_beside_a_push_does_not_stand_still() -> None:
+    """With `max_concurrency` above 1; it was taken to be at nothing else whenever it took a call."""
+    assert drive(Generating(0).stands())
+    with pytest.raises(PushRefused, match="max_concurrency above 1"):
+        drive(Generating(1).stands())
 
 
 def test_data_parallel_engines_are_paused_before_their_work() -> None:
     """vLLM's come to a stop together: one whose pause is still to be said would be waited for."""
     one = replica(engine := Engine(), shares={"name": "a", "engines": 2})
     assert not push(one, Steps("mine", "keep"), ends=False)
-    assert engine.messages == [STEADY[:3], STEADY[3:-1], ["resume", "end"]]
+    assert engine.messages == [STEADY[:3], STEADY[3:-1], ["claimed", "resume", "end"]]
 
 
 @pytest.mark.parametrize("broken", PULLED)
@@ -251,7 +307,7 @@ def test_an_engine_dies_in_a_message(broken: str) -> None:
 def test_a_prefix_cache_that_cannot_be_reset_ends_the_message() -> None:
     one = replica(engine := Engine(forgets=False))
     assert "the prefix cache could not be reset" in push(one, Steps("mine", "keep"))
-    assert engine.messages == [STEADY[:5], ["abort"], ["end"]]
+    assert engine.messages == [STEADY[:5], ["abort", "paused"], ["end"]]
     assert PushFailed.__name__ in one.error
 
 
@@ -269,7 +325,7 @@ def test_a_push_is_told_from_the_one_before() -> None:
     """Whatever that one has left behind, in a message that was interrupted, is refused."""
     steps, told = Steps("mine", "keep"), list[set[str]]()
     for _ in range(2):
-        steps.begin()
+        steps.begin("mine")
         one = replica(engine := Engine())
         assert not push(one, steps)
         told.append({message["push"] for message in engine.told})

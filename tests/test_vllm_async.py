@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import itertools
 import os
 import threading
 import time
@@ -14,13 +16,16 @@ from typing import Any
 import engines
 import models
 import pytest
+import torch
 from engines import assert_answers, train
 from vllm import AsyncEngineArgs, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from lora_merge import PushFailed, PushRefused, VllmSync
+from lora_merge.engine import claim, heartbeat, push
 from lora_merge.engine.adapter import AdapterSource
 from lora_merge.engine.sender import Sender
+from lora_merge.engine.steps import Steps
 from lora_merge.stream.filler import Filler
 
 pytestmark = pytest.mark.usefixtures("no_leftovers")
@@ -219,11 +224,107 @@ async def cancelled_before_the_first_byte(llm: AsyncLLM, model: Any) -> None:
     await sync.aclose()
 
 
+async def resumed_in_the_middle(llm: AsyncLLM, model: Any) -> None:
+    """By the rollout's own controller: what it answers then is no policy's. The push says so, and the engine stands."""
+    settle, names = Steps.settle, itertools.count()
+
+    async def meddled(self: Steps, *args: Any, **options: Any) -> None:
+        await llm.resume_generation()
+        await request(llm, f"in the middle, {next(names)}", 3)
+        await settle(self, *args, **options)
+
+    for merge in ("trainer", "engine"):
+        sync = VllmSync(model, llm, merge=merge, bucket_bytes=1 << 17)
+        await sync.apush()
+        train(model)
+        with torch.no_grad():  # so that the base goes again
+            model.base_model.model.model.norm.weight.mul_(1.01)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Steps, "settle", meddled)
+            with pytest.raises(PushFailed, match=r"engine 0 is dirty: .*somebody has resumed it"):
+                await sync.apush()
+        assert (await sync.astates())[0].kind == "dirty"
+        assert await llm.is_paused()
+        await sync.apush()
+        assert not await llm.is_paused()
+        await assert_serves(llm, model, f"after a push by the {merge}")
+        await sync.aclose()
+
+
+async def a_users_pause_that_drains(llm: AsyncLLM, model: Any) -> None:
+    """Its requests end on the weights that they began with, and it ends when they have; whoever is asked."""
+    for where in ("in the core", "by its calls"):
+        sync = VllmSync(model, llm, bucket_bytes=1 << 17)
+        control: Any = sync._trainer.controls[0]
+        if where == "by its calls":
+            control._reaches_core = lambda: False
+        await sync.apush()
+        old = copy.deepcopy(model)
+        await llm.collective_rpc("slow", args=(True,))
+        running = await in_flight(llm, f"drains, {where}")
+        pausing = asyncio.create_task(llm.pause_generation(mode="wait", clear_cache=False))
+        while not await llm.is_paused():
+            await asyncio.sleep(0.01)
+        train(model, size=-0.05)
+        pushing = asyncio.create_task(sync.apush())
+        await asyncio.sleep(0.5)
+        assert not pausing.done(), "it returns too early"
+        assert not pushing.done()
+        await llm.collective_rpc("slow", args=(False,))
+        assert (await pushing).mode == "merged"
+        await asyncio.wait_for(pausing, 5)
+        assert engines.log_prob_errors([await running], old, engines.prompts(1)).max() < 1e-4
+        assert await llm.is_paused(), "the user paused and did not ask to go on"
+        await llm.resume_generation()
+        await assert_serves(llm, model, f"after a pause that drained, {where}")
+        await sync.aclose()
+
+
+async def who_waits_on_another_host(llm: AsyncLLM, model: Any) -> None:
+    """It keeps its claim while it lives. One of whom nothing is heard loses it, which does the engine no harm."""
+    other = copy.deepcopy(model)
+    train(other, 5, 0.02)
+    first, second = (VllmSync(m, llm, pause=p, bucket_bytes=1 << 17) for m, p in ((model, "wait"), (other, "keep")))
+    await first.apush()
+    await llm.collective_rpc("silent", args=(1.0,))
+    for beat_s in (0.2, 1000.0):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(heartbeat, "BEAT_S", beat_s)
+            for module in (push, claim):
+                patch.setattr(module, "host_id", lambda: "elsewhere/1/2/3")
+            await llm.collective_rpc("slow", args=(True,))
+            running = await in_flight(llm, f"is waited for, {beat_s}")
+            train(model, size=-0.05)
+            pushing = asyncio.create_task(first.apush())
+            await asyncio.sleep(2.0)
+            assert not pushing.done()
+            if beat_s < 1:
+                with pytest.raises(PushRefused, match="in the middle of another trainer's push"):
+                    await second.apush()
+                await llm.collective_rpc("slow", args=(False,))
+                await pushing
+            else:
+                await llm.collective_rpc("slow", args=(False,))
+                await second.apush()
+                with pytest.raises(PushRefused, match=r"engine 0 was not changed by this push: .*not in the middle of"):
+                    await pushing
+            await running
+        assert not await llm.is_paused()
+        await assert_serves(llm, model if beat_s < 1 else other, f"after {beat_s}")
+    await llm.collective_rpc("silent", args=(60.0,))
+    await first.aclose()
+    await second.aclose()
+
+
 @pytest.mark.parametrize(
     "scenarios",
     [
         (
             users_pauses,
+            resumed_in_the_middle,
+            a_users_pause_that_drains,
+            who_waits_on_another_host,
             pauses_that_fail,
             cancelled,
             healed_in_the_other_mode,

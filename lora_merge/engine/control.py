@@ -3,18 +3,30 @@ handle."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+LOOK_S = 0.02
+"""Seconds between two looks at what an engine does."""
 TIMEOUT_S = 600
 """Seconds that a control call over HTTP may take."""
 
 
 class WorkerFailed(RuntimeError):
     """Workers of an engine reported an error; the other workers have done their part."""
+
+
+class NotOurs(WorkerFailed):
+    """An engine is not in the middle of this trainer's push (any more): nothing was done."""
+
+
+class Moved(WorkerFailed):
+    """An engine has generated in the middle of a push."""
 
 
 class Unheard(RuntimeError):
@@ -58,6 +70,7 @@ class Control:
         engine: what is called.
         workers: process ids of its workers on this host, other processes than this one. A call that is under way when
             the engine dies is left without an answer for ever.
+        far: whether it has workers on other hosts, which cannot look this process up.
     """
 
     adapters: str | None = None
@@ -70,6 +83,7 @@ class Control:
     def __init__(self, handle: Any) -> None:
         self.handle = self.engine = handle
         self.workers: list[int] = []
+        self.far = False
 
     @property
     def suspends(self) -> bool:
@@ -79,6 +93,11 @@ class Control:
     @property
     def keeps(self) -> bool:
         """Whether requests may be in flight between its calls, which a pause of its user's keeps."""
+        return True
+
+    @property
+    def beats(self) -> bool:
+        """Whether calls can be made beside one that is under way."""
         return True
 
     @property
@@ -119,7 +138,10 @@ class Control:
             )
         errors = [f"worker {answer['rank']}: {answer['error']}" for answer in answers if "error" in answer]
         if errors:
-            raise WorkerFailed("; ".join(errors) if len(answers) > 1 else answers[0]["error"])
+            known = {"lost": NotOurs, "stepped": Moved}
+            kinds = [known[answer["why"]] for answer in answers if answer.get("why") in known]
+            raised = kinds[0] if kinds else WorkerFailed
+            raise raised("; ".join(dict.fromkeys(errors)) if len(answers) > 1 else answers[0]["error"])
         return sorted(answers, key=lambda answer: answer["rank"])
 
     async def chain(self, calls: Sequence[Call], returned: list[Any] | None = None) -> list[Any]:
@@ -150,8 +172,26 @@ class Control:
         raise NotImplementedError
 
     async def paused(self) -> bool:
-        """Whether generation stands still already."""
+        """Whether generation is paused; requests that its user's pause lets end may run on."""
         raise NotImplementedError
+
+    async def stands(self) -> bool:
+        """Whether generation is paused, and stands still: a pause of its user's that lets requests end first is waited
+        for."""
+        return await self.paused()
+
+    async def moves(self) -> bool:
+        """Whether the engine generates. A call to its workers is made between two steps, so that a step lies between
+        two calls wherever there is something to compute."""
+        counts = list[list[int]]()
+        for _ in range(3):
+            counts.append([answer["steps"] for answer in await self.rpc("steps")])
+            await self._rest()
+        return any(count != counts[0] for count in counts)
+
+    async def _rest(self) -> None:
+        """Wait for a moment."""
+        await asyncio.sleep(LOOK_S) if self.suspends else time.sleep(LOOK_S)
 
     async def pause(self, mode: str) -> None:
         """Stop generation; `mode` is one of `PAUSES`."""

@@ -261,6 +261,17 @@ def _end(
     return {}
 
 
+def _claimed(worker: Worker, side: Side) -> dict[str, Any]:
+    """Say that the engine is in the middle of the trainer's push: what comes behind this in a message is made only
+    then. It also tells that the trainer lives."""
+    return {}
+
+
+def _steps(worker: Worker, side: Side) -> dict[str, Any]:
+    """Say how often the model has computed something."""
+    return {"steps": worker.stepped()}
+
+
 def _disconnect(worker: Worker, side: Side, sessions: list[str], weights: str) -> dict[str, Any]:
     """Let go of a trainer's buffers, before the trainer frees them.
 
@@ -287,5 +298,7 @@ OPS: dict[str, Op] = {
     "abort": _abort,
     "note_pause": _note_pause,
     "end": _end,
+    "claimed": _claimed,
+    "steps": _steps,
     "disconnect": _disconnect,
 }

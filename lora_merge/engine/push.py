@@ -16,7 +16,9 @@ from ..stream.filler import Filler
 from ..stream.places import Sent
 from .adapter import AdapterSource
 from .calls import bind, drive, side_by_side, together
+from .claim import claim_of, under_way
 from .control import Call
+from .heartbeat import Heartbeat
 from .passes import Pass, Told
 from .pull import Pull
 from .replica import Replica, SyncReport, check_whole, engines_of, failure, tell_of_calibrated
@@ -92,6 +94,7 @@ class Pushes:
         self._told_of: set[int] = set()  # engines with calibrated caches
         self._counted: tuple[Table, int, int] = ((), 0, 0)  # the last push's table, its tensors and bytes
         self._lock = threading.Lock()
+        self._beats = Heartbeat(self._steps.beat)
 
     def states(self) -> list[State]:
         """Ask each engine whose handle this rank holds what it holds now. Not collective.
@@ -134,7 +137,8 @@ class Pushes:
         if not self._lock.acquire(blocking=False):
             raise PushRefused("another push is under way; two at the same time cannot both win")
         try:
-            return await self._locked_push(self._mode if mode is None else mode, verify)
+            with under_way(self._trainer.name):
+                return await self._locked_push(self._mode if mode is None else mode, verify)
         except BaseException as error:
             # A call that an interrupt left under way may come after the end of that push.
             self._held = not await self._let_go() or not isinstance(error, Exception)
@@ -142,6 +146,7 @@ class Pushes:
         finally:
             self._passes.release()  # read, perhaps, but not sent: a refusal, an adapter alone
             self._lock.release()
+            await self._beats.end()
 
     async def _let_go(self) -> bool:
         """Allow other trainers to push to the engines again; returns whether all have heard it. (One that is gone is
@@ -152,7 +157,7 @@ class Pushes:
 
     async def _locked_push(self, mode: str, verify: bool) -> SyncReport:
         trainer, report = self._trainer, SyncReport(0, mode)
-        self._steps.begin()
+        self._steps.begin(trainer.name)
         if torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()
         with report.timed("check"):
@@ -258,8 +263,9 @@ class Pushes:
                     f"engine {index} does not answer as one of lora_merge's: {error}. If it does not know the method, "
                     f"is lora-merge installed where its workers run, and does {control.plugins} allow it?"
                 ) from error
-            elsewhere = (worker["pid"] for worker in workers if worker["host"] == host_id())
-            control.workers = [pid for pid in elsewhere if pid != os.getpid()]
+            here = [worker["pid"] for worker in workers if worker["host"] == host_id()]
+            control.far = len(here) < len(workers)
+            control.workers = [pid for pid in here if pid != os.getpid()]
             introduced[index] = [worker | {"no_adapters": control.adapters} for worker in workers]
 
         controls = self._trainer.controls
@@ -288,9 +294,11 @@ class Pushes:
             beside: as of `_hello`.
         """
         replicas: list[Replica] = []
-        claim = {"owner": self._trainer.name, "host": host_id(), "pid": os.getpid(), "push": self._steps.push}
+        claim = claim_of(self._trainer.name, self._steps.push)
         hello = self._hello(beside, claim=claim, streams=streams, updates=updates)
-        for rank, introduced in enumerate(await self._trainer.everywhere(hello)):
+        everyone = await self._trainer.everywhere(hello)
+        self._beats.begin(self._trainer.controls)
+        for rank, introduced in enumerate(everyone):
             mine = rank == self._trainer.world.rank
             for index, workers in enumerate(introduced):
                 control = self._trainer.controls[index] if mine else None

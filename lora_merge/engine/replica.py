@@ -106,6 +106,8 @@ class Replica:
         paused_by_us: whether a push has paused it, and not its user.
         to_adapter: whether a push that changes the mode ends in adapter mode; None where it does not change.
         begun: whether this push has begun to write to it.
+        lost: whether it is not in the middle of this push any more: what becomes of it is for another trainer to say.
+        moved: whether it has generated in the middle of this push.
         error: what failed in it.
         due: calls that are made with the next message to it.
         gone_on: whether it holds what the push brought, and generates with it: it is through.
@@ -120,6 +122,8 @@ class Replica:
     paused_by_us: bool = False
     to_adapter: bool | None = None
     begun: bool = False
+    lost: bool = False
+    moved: bool = False
     error: str = ""
     due: list[Call] = field(default_factory=list)
     gone_on: bool = False
@@ -247,13 +251,18 @@ def failure(
     failed = [replica for replica in replicas if replica.error and not replica.gone_on]
     stuck = [r for r in failed if r.index in brought]
     late = [f"engine {r.index} holds {brought[r.index]}, but going on with it failed: {r.error}" for r in stuck]
-    broken = [r for r in failed if r.index not in brought]
+    gone = [r for r in failed if r.index not in brought and r.lost and r.begun]
+    taken = [f"engine {r.index} is another trainer's by now: {r.error}" for r in gone]
+    broken = [r for r in failed if r.index not in brought and r not in gone]
     dirty = [f"engine {r.index} is dirty: {r.error}" for r in broken if r.begun]
-    as_before = [f"engine {r.index} holds what it held before: {r.error}" for r in broken if not r.begun]
+    left = "was not changed by this push"  # but perhaps by another one
+    as_before = [
+        f"engine {r.index} {left if r.lost else 'holds what it held before'}: {r.error}" for r in broken if not r.begun
+    ]
     valid = [f"engine {r.index} is valid" for r in replicas if not r.error]
     valid += [f"engine {r.index} holds what was pushed, but: {r.error}" for r in replicas if r.error and r.gone_on]
-    text = "; ".join(dirty + late + as_before + valid)
-    if not dirty and not late and not valid:
+    text = "; ".join(dirty + late + taken + as_before + valid)
+    if not dirty and not late and not taken and not valid:
         return PushRefused(f"{text}. Nothing was sent; push again")
     return PushFailed(f"{text}. {f'Dirty engines stay paused; {healing}' if dirty else 'Push again'}")
 

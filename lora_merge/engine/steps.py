@@ -15,12 +15,14 @@ from typing import Any
 
 from ..errors import InvalidInput, PushFailed, PushRefused
 from .calls import EngineGone
-from .control import Call, Unheard
+from .control import Call, Control, Moved, NotOurs, Unheard
 from .passes import Pass
 from .replica import Replica
 from .state import State
 
 PAUSES = ("keep", "wait", "abort")
+_ANY_TIME = frozenset({"note_pause", "claimed", "abort", "verified"})
+"""Operations that are told before an engine stands still, or when all has come, or nothing more will."""
 
 
 class Steps:
@@ -34,16 +36,22 @@ class Steps:
     def __init__(self, owner: str, pause: str) -> None:
         self._owner, self._pause, self.push = owner, check_pause(pause), ""
 
-    def begin(self) -> None:
-        """Begin a push, which workers know by `push`: they refuse what another one has left behind. (A call that was
-        interrupted goes on in the engine, and what comes after it in its message would be made in the middle of the
-        next push.)"""
-        self.push = secrets.token_hex(8)
+    def begin(self, owner: str) -> None:
+        """Begin a push of this trainer, which workers know by `push`: they refuse what another one has left behind. (A
+        call that was interrupted goes on in the engine, and what comes after it in its message would be made in the
+        middle of the next push.)"""
+        self._owner, self.push = owner, secrets.token_hex(8)
+
+    async def beat(self, control: Control) -> None:
+        """Have workers hear that this trainer lives."""
+        call = self.told("claimed")
+        await control.rpc(*call.arguments, **call.options)
 
     def told(self, op: str, **message: Any) -> Call:
         """An operation of this push in all workers of an engine; they refuse it if another push has claimed the
-        engine."""
-        return Call("rpc", (op,), {"trainer": self._owner, "push": self.push, **message})
+        engine. Those that write refuse it, too, if the engine has generated since the first of them."""
+        still = {} if op in _ANY_TIME else {"still": True}
+        return Call("rpc", (op,), {"trainer": self._owner, "push": self.push, **still, **message})
 
     async def make(
         self, replica: Replica, calls: Sequence[Call], *, begins: bool = False, returned: list[Any] | None = None
@@ -68,11 +76,13 @@ class Steps:
                 await replica.handle.chain([*due, *calls], made)
         except BaseException as error:
             lost = isinstance(error, EngineGone | Unheard) or not isinstance(error, Exception)
+            replica.lost, replica.moved = isinstance(error, NotOurs), isinstance(error, Moved)
             raise
         finally:
             returned += made[len(due) :]
-            replica.begun = replica.begun or (begins and (lost or len(made) >= len(due)))
-            if due and due[0].method == "paused":
+            # The call behind those that were made is the one that failed; where it was refused, it did nothing.
+            replica.begun = replica.begun or (begins and (lost or len(made) >= len(due) + replica.lost))
+            if due and due[0].method == "stands":
                 replica.paused_by_us = made[:1] == [False]  # the user's pause stays
         return returned
 
@@ -100,9 +110,9 @@ class Steps:
         pause = self._pause_of(replica, switches)
         if replica.stands:
             replica.paused_by_us = True
-            replica.due = [Call("pause", (pause,))]
+            replica.due = [self.told("claimed"), Call("pause", (pause,))]
         else:
-            paused = Call("paused")
+            paused = Call("stands")
             # Said before: a call that ends here, in a timeout, takes effect there.
             noted = self.told("note_pause", paused=True)
             replica.due = [paused, replace(noted, unless=paused), Call("pause", (pause,), unless=paused)]
@@ -196,7 +206,7 @@ class Steps:
 
     def _on(self, replica: Replica) -> list[Call]:
         """Generation goes on, if this push has paused it, and the push is over."""
-        paused = next((call for call in replica.due if call.method == "paused"), None)
+        paused = next((call for call in replica.due if call.method == "stands"), None)
         resume = [Call("resume", unless=paused)] if replica.paused_by_us or paused is not None else []
         return [*_ends_strangers(replica), *resume, self._end(serves=True, paused=False)]
 
@@ -216,12 +226,12 @@ class Steps:
         """
         if replica.late is not None:
             raise replica.late
-        if replica.gone_on:
-            return
         replica.due = []  # a pause that nobody has asked for yet
+        if replica.gone_on or replica.lost:
+            return
         asleep, notes, calls = replica.index in slept, dict[str, bool](), list[Call]()
         if replica.error and replica.begun:
-            await self.tell(replica, "abort", reason=f"a push failed: {replica.error}")
+            await self._stop(replica)
         if (replica.error and replica.begun) or replica.state.kind == "dirty":
             if asleep:
                 notes["waking"] = True
@@ -241,18 +251,33 @@ class Steps:
                 calls.append(Call("resume"))
                 # A pause that timed out may take effect yet: the next push then knows that it is none of the user's.
                 notes["paused"] = bool(replica.error)
-        await self.make(replica, [*calls, self._end(**notes)])
+        claimed = [self.told("claimed")] if calls else []  # they ask for no claim by themselves
+        await self.make(replica, [*claimed, *calls, self._end(**notes)])
+
+    async def _stop(self, replica: Replica) -> None:
+        """Call an engine off that holds a part of a push, and have it stand still where somebody has resumed it:
+        blocks that it has cached meanwhile are of no weights that there were."""
+        paused = Call("paused")
+        unless = None if replica.moved else paused  # one whose requests are to end first steps on
+        stops = [
+            replace(self.told("note_pause", paused=True), unless=unless),
+            Call("pause", ("keep",), unless=unless),
+            Call("reset_prefix_cache", (True, bool(replica.workers[0]["connector"])), unless=unless),
+        ]
+        await self.make(replica, [self.told("abort", reason=f"a push failed: {replica.error}"), paused, *stops])
 
     async def catch_up(self, replica: Replica, state: State, name: str) -> None:
         """After an interrupt, do once more what follows the new weights in an engine that has them: its caches are
         reset, and it is told their name."""
         replica.due = []
-        _check_reset(*(await self.make(replica, [*self._forgets(replica), *_names(name, state)]))[:1])
+        calls = [self.told("claimed"), *self._forgets(replica), *_names(name, state)]
+        _check_reset((await self.make(replica, calls))[1])
 
     async def sleep_again(self, replica: Replica, level: int) -> None:
         """Put an engine that was asleep back to sleep."""
         if not level:
             return
+        await self.tell(replica, "claimed")
         try:
             await replica.handle.sleep(level)
         finally:

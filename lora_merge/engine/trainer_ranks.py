@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -65,16 +66,22 @@ class TrainerRanks:
         world: all ranks that push.
 
     Attributes:
-        name: what engines know them by.
         hosts: on which they run.
     """
 
     def __init__(self, controls: Sequence[Control], world: Ranks) -> None:
         self.controls, self.world = list(controls), world
-        self.name = world.gather(secrets.token_hex(8))[0]  # the store is shared with other pushers of these ranks
+        self._name = world.gather(secrets.token_hex(8))[0]  # the store is shared with other pushers of these ranks
+        self._process = os.getpid()
         self.hosts = frozenset(world.gather(host_id()))
         self._begun = 0
         self._ended_before = Ended(world, f"{self.name}/0", ())
+
+    @property
+    def name(self) -> str:
+        """What engines know these ranks by. A process that was forked from one is another trainer."""
+        here = os.getpid()
+        return self._name if here == self._process else f"{self._name}/{here}"
 
     async def blocking(self, work: Callable[[], _T]) -> _T:
         """Run something that may wait for other ranks, without holding up an event loop that an engine lives in."""
@@ -143,13 +150,14 @@ class TrainerRanks:
     async def share(self, replicas: Sequence[Replica], error: str = "") -> bool:
         """Let every rank know which replicas have failed, and what is known of them; an error of a rank itself fails
         them all, and is told."""
-        known = {r.index: (r.error, r.begun, r.gone_on, r.coverage) for r in replicas if r.error or r.begun}
+        known = {r.index: (r.error, r.begun, r.lost, r.gone_on, r.coverage) for r in replicas if r.error or r.begun}
         answers = await self.gather((known, error))
         for others, failed in answers:
             for replica in replicas:
-                theirs, begun, gone_on, coverage = others.get(replica.index, ("", False, False, None))
+                theirs, begun, lost, gone_on, coverage = others.get(replica.index, ("", False, False, False, None))
                 replica.error = failed or replica.error or theirs  # the cause comes first
                 replica.begun, replica.gone_on = replica.begun or begun, replica.gone_on or gone_on
+                replica.lost = replica.lost or lost
                 replica.coverage = coverage if replica.coverage is None else replica.coverage
         fail_together(replicas)
         return any(failed for _, failed in answers)

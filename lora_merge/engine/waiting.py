@@ -41,13 +41,32 @@ def until(ready: Callable[[], bool], check: Callable[[], None]) -> None:
         now = time.monotonic()
 
 
-def alive(pid: int) -> bool:
-    """Whether a process of this host runs; a zombie does not."""
+def alive(pid: int, born: int = 0) -> bool:
+    """Whether a process of this host runs; a zombie does not.
+
+    Args:
+        born: when it began, as `born` says it: another process may have been given its number since. 0 for any.
+    """
+    stat = _stat(pid)
+    return bool(stat) and stat[0] not in "ZX" and born in (0, int(stat[_BORN]))
+
+
+def born(pid: int) -> int:
+    """When a process of this host began, in ticks since the host did; 0 where there is none."""
+    stat = _stat(pid)
+    return int(stat[_BORN]) if stat else 0
+
+
+_BORN = 19
+"""Where `_stat` has the time at which a process began."""
+
+
+def _stat(pid: int) -> list[str]:
+    """What the kernel says of a process, from its state on; nothing where there is none."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] not in "ZX"
+        return []
 
 
 def host_id() -> str:

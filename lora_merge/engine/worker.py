@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from .claim import ClaimLost, Stepped
 from .side import Side
 from .state import State
 from .waiting import process_id, told
@@ -35,6 +36,9 @@ class Worker(Protocol):
 
     def side(self) -> Side:
         """What is kept here between calls."""
+
+    def stepped(self) -> int:
+        """How often the model has computed something for requests here; from the first question on."""
 
     def working(self, op: str) -> AbstractContextManager[Any]:
         """What an operation runs in."""
@@ -76,14 +80,15 @@ def respond(worker: Worker, ops: Mapping[str, Op], request: str, raised: tuple[t
 
     Args:
         ops: the operations of this engine, by name.
-        request: `{"op": ..., "call": ..., "trainer": ..., "push": ..., "sessions": ..., **arguments}`; `trainer` and
-            `push` where it is a call of one (`Claim`), and `sessions` where buckets come in it: those of the channels
-            through which they come.
+        request: `{"op": ..., "call": ..., "trainer": ..., "push": ..., "still": ..., "sessions": ..., **arguments}`;
+            `trainer` and `push` where it is a call of one (`Claim`), `still` where that one has paused the engine,
+            and `sessions` where buckets come in it: those of the channels through which they come.
         raised: errors that are no answer.
 
     Returns:
         `{"rank": ..., "call": ..., "process": ..., **answer}`; `call` is the request's, so that an answer to another
-        one shows, and `process` is the same as long as this process lives. An error is the answer `{"error": ...}`.
+        one shows, and `process` is the same as long as this process lives. An error is the answer `{"error": ...}`, with
+        `why` for those that a push has to know: "lost" (`ClaimLost`) and "stepped" (`Stepped`).
     """
     call, rank = None, -1
     try:
@@ -91,17 +96,25 @@ def respond(worker: Worker, ops: Mapping[str, Op], request: str, raised: tuple[t
         message = json.loads(request)
         call = message.pop("call", None)
         side = worker.side()
-        op, sessions = message.pop("op"), message.pop("sessions", None) if "trainer" in message else None
+        op, ours, still = message.pop("op"), "trainer" in message, message.pop("still", False)
+        sessions = message.pop("sessions", None) if ours else None
         if op not in _FLYING:
             side.land()
         with worker.working(op):
-            if "trainer" in message:  # what another push has left behind must not touch what comes to this one
+            if ours:  # what another push has left behind must not touch what comes to this one
                 side.claim.check(message.pop("trainer"), message.pop("push", None))
             with nullcontext() if sessions is None else side.taking(sessions):
+                if still:
+                    side.claim.check_still(worker.stepped())
                 answer = ops[op](worker, side, **message)
+            if ours:  # it may have taken long
+                side.claim.hear()
         return json.dumps({"rank": rank, "call": call, "process": process_id(), **answer})
     except raised:
         raise
+    except (ClaimLost, Stepped) as error:
+        why = "lost" if isinstance(error, ClaimLost) else "stepped"
+        return json.dumps({"rank": rank, "call": call, "process": process_id(), "error": str(error), "why": why})
     except Exception as error:
         _log.exception("lora_merge")
         return json.dumps({"rank": rank, "call": call, "process": process_id(), "error": told(error)})

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import threading
-import time
 from collections.abc import Coroutine, Sequence
 from functools import partial
 from typing import Any
@@ -23,9 +22,6 @@ from .plugin import HOOKED, PREFIX
 
 _DONE = {"status": "ok"}
 """What its server answers when it has done something."""
-LOOK_S = 0.02
-"""Seconds between two looks at whether requests have ended."""
-
 
 class SglangControl(Control):
     """What all handles share."""
@@ -76,9 +72,6 @@ class SglangControl(Control):
             if begun:
                 await self._rest()
 
-    async def _rest(self) -> None:
-        time.sleep(LOOK_S)
-
     async def sleep(self, level: int) -> None:
         await self.rpc("unmap")
 
@@ -125,6 +118,11 @@ class EngineControl(SglangControl):
     async def paused(self) -> bool:
         return bool(self.engine.is_pause)
 
+    async def stands(self) -> bool:
+        if await self.paused():
+            await self._ended()  # "abort" waits until its requests have gone
+        return await self.paused()
+
     async def pause(self, mode: str) -> None:
         if mode == "wait":
             await self._run(self._hold())
@@ -139,9 +137,6 @@ class EngineControl(SglangControl):
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
         await self._run(self.engine.pause_generation(PauseGenerationReqInput(mode=mode)))
-
-    async def _rest(self) -> None:
-        await asyncio.sleep(LOOK_S) if self.suspends else await super()._rest()
 
     async def resume(self) -> None:
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput

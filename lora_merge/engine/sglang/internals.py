@@ -57,6 +57,7 @@ _OF_SCHEDULERS = (
     "server_args",
     "model_config",
     "_engine_paused",
+    "forward_ct",
 )
 _OF_ARGUMENTS = (
     "cpu_offload_gb",

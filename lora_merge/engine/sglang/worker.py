@@ -76,6 +76,9 @@ class SglangWorker:
         manager = self.manager
         return side_of(self.model, lambda: Side(Loader(Modules(self.model), self.device), lambda: asleep(manager)))
 
+    def stepped(self) -> int:
+        return int(self.scheduler.forward_ct)
+
     def working(self, op: str) -> AbstractContextManager[Any]:
         return nullcontext()
 

@@ -15,12 +15,13 @@ from ..calls import EngineGone, watched, while_alive
 from ..control import Call, Control, Unheard, judges
 from ..one_server import OneServer
 from ..web import NoRoute, Server
-from .core import NAME, STRANGERS
+from .core import NAME, STANDS, STRANGERS
 from .plugin import BACKEND, registered
 
 _OfCore: TypeAlias = dict[str, Callable[..., tuple[str, Sequence[Any]]]]
 _SYNCHRONOUS: _OfCore = {
     "paused": lambda: ("is_sleeping", ()),
+    "stands": lambda: (STANDS, ("is_sleeping",)),
     "pause": lambda mode: ("sleep", (0, mode)),
     "resume": lambda: ("wake_up", (["scheduling"],)),
     "label": lambda version: ("set_weight_version?", (version,)),  # 0.26 has none
@@ -31,6 +32,7 @@ _SYNCHRONOUS: _OfCore = {
 """What is asked of an engine, as `lora_merge_calls` names methods of its core."""
 _ASYNCHRONOUS: _OfCore = _SYNCHRONOUS | {
     "paused": lambda: ("is_scheduler_paused", ()),
+    "stands": lambda: (STANDS, ("is_scheduler_paused",)),
     "pause": lambda mode: ("pause_scheduler", (mode, False)),
     "resume": lambda: ("resume_scheduler", ()),
 }
@@ -46,6 +48,10 @@ class LlmControl(Control):
     def __init__(self, handle: Any) -> None:
         super().__init__(handle)
         self.engine = getattr(handle, "llm_engine", handle)
+
+    @property
+    def beats(self) -> bool:
+        return False  # its client has one socket, for one thread
 
     def config(self) -> Any:
         """The engine's `VllmConfig`, where this process has it; else None."""
@@ -145,10 +151,14 @@ class AsyncControl(LlmControl):
     """A `vllm.AsyncLLM`, driven in its own event loop."""
 
     suspends = True
+    beats = True
     _of_core = _ASYNCHRONOUS
 
     async def paused(self) -> bool:
         return bool(await self._call("is_paused"))
+
+    async def stands(self) -> bool:
+        return await _stands(self)
 
     async def pause(self, mode: str) -> None:
         await self._call("pause_generation", mode=mode, clear_cache=False)
@@ -192,7 +202,29 @@ class RayControl(AsyncControl):
         return hasattr(self.engine, "pause_generation")
 
     async def paused(self) -> bool:
-        return await super().paused() if self.keeps else True
+        return await super().paused() if self.keeps else not await self.moves()
+
+    async def stands(self) -> bool:
+        if self.keeps:
+            return await super().stands()
+        if await self.moves():  # nothing of an LLM's could pause it
+            raise PushRefused(
+                "this actor around an LLM generates beside the calls of a push (max_concurrency above 1?): push when "
+                "its generate() has returned, or start the actor with max_concurrency=1"
+            )
+        return True
+
+    async def pause(self, mode: str) -> None:
+        if self.keeps:
+            await super().pause(mode)
+        else:  # after a failure
+            await self._call("sleep", level=0, mode=mode)
+
+    async def resume(self) -> None:
+        if self.keeps:
+            await super().resume()
+        else:
+            await self._call("wake_up", tags=["scheduling"])
 
     async def reset_media_caches(self) -> None:
         if not hasattr(self.engine, "reset_encoder_cache"):
@@ -209,6 +241,7 @@ class HttpControl(OneServer, LlmControl):
     """A running `vllm serve` with `VLLM_SERVER_DEV_MODE=1`, by its URL. JSON goes in and out."""
 
     adapters = "its API server does not know adapters that a worker loaded by itself"
+    beats = True
 
     def __init__(self, handle: str) -> None:
         super().__init__(handle)
@@ -231,6 +264,9 @@ class HttpControl(OneServer, LlmControl):
         if not isinstance(answer.get("is_paused"), bool):
             raise self._server.unlike(answer)
         return bool(answer["is_paused"])
+
+    async def stands(self) -> bool:
+        return await _stands(self)
 
     async def pause(self, mode: str) -> None:
         self._server.do("pause", {"status": "paused"}, mode=mode, clear_cache="false")
@@ -270,6 +306,14 @@ def _is_object(answer: Any) -> bool:
         return isinstance(json.loads(answer), dict)
     except (TypeError, ValueError):
         return False
+
+
+async def _stands(control: Control) -> bool:
+    """As `Control.stands`, of an engine whose core cannot be asked. One that is paused and generates all the same does
+    so in a pause that lets requests end first."""
+    if await control.paused() and await control.moves():
+        await control.pause("wait")
+    return await control.paused()
 
 
 def _as_it_is(found: Any) -> Any:

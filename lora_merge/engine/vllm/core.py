@@ -1,5 +1,5 @@
 """Methods of vLLM's engine core: `lora_merge_calls`, several of its calls in one message, and
-`lora_merge_end_strangers`, for what it does not do by itself.
+`lora_merge_end_strangers` and `lora_merge_stands`, for what it does not do by itself.
 
 A message to an engine in another process goes through six threads there and back, most of a millisecond, and a push
 has ten small calls. What one of them finds decides whether the next is made: so it is looked at here.
@@ -15,7 +15,7 @@ from typing import Any
 from . import internals
 from .adapter import ADAPTER_ID
 
-NAME, STRANGERS = "lora_merge_calls", "lora_merge_end_strangers"
+NAME, STRANGERS, STANDS = "lora_merge_calls", "lora_merge_end_strangers", "lora_merge_stands"
 
 
 def lora_merge_calls(core: Any, calls: Sequence[Sequence[Any]]) -> str | Future[str]:
@@ -52,6 +52,35 @@ def lora_merge_end_strangers(core: Any, adapter: bool) -> None:
     ended = core.scheduler.finish_requests(strangers, internals.RequestStatus.FINISHED_ABORTED) if strangers else []
     if ended and hasattr(core, "_send_abort_outputs"):
         core._send_abort_outputs(ended)
+
+
+def lora_merge_stands(core: Any, paused: str) -> bool | Future[bool]:
+    """Whether generation is paused, when it stands still: requests that its user's pause lets end first are waited for.
+
+    Args:
+        core: vLLM's `EngineCore`.
+        paused: its method that says whether it is paused.
+    """
+
+    def now() -> bool:
+        return bool(getattr(core, paused)())
+
+    state = getattr(getattr(core.scheduler, "pause_state", None), "name", "")
+    if state != "PAUSED_NEW" or not hasattr(core, "has_work") or not core.has_work():
+        return now()
+    found: Future[bool] = Future()
+
+    def ended(pause: Future[Any]) -> None:
+        if (error := pause.exception()) is not None:
+            found.set_exception(error)
+        else:
+            found.set_result(now())
+
+    pause = core.pause_scheduler("wait", False)  # the same once more: it changes nothing, and ends with the user's own
+    if pause is None:
+        return now()
+    pause.add_done_callback(ended)
+    return found
 
 
 class _Calls:

@@ -29,6 +29,7 @@ from .control import other_backend
 from .formats import calibrated_scales, quantised_checkpoint, refusal, stale_scales
 from .plugin import BACKEND
 from .side import side_of
+from .stepped import stepped
 
 _WITHOUT_WEIGHTS = {"ngram", "ngram_gpu", "suffix"}
 """Methods of speculative decoding that draft without a model."""
@@ -74,6 +75,9 @@ class VllmWorker:
     @property
     def device(self) -> torch.device:
         return self.raw.device
+
+    def stepped(self) -> int:
+        return stepped(self.raw.model_runner)
 
     def side(self) -> Side:
         return side_of(self.raw.get_model(), self.raw.model_config, self.raw.device)
