@@ -260,7 +260,8 @@ class Pushes:
                 ) from error
             elsewhere = (worker["pid"] for worker in workers if worker["host"] == host_id())
             control.workers = [pid for pid in elsewhere if pid != os.getpid()]
-            introduced[index] = [worker | {"no_adapters": control.adapters} for worker in workers]
+            lacks = {"no_adapters": control.adapters, "no_media": control.media}
+            introduced[index] = [worker | lacks for worker in workers]
 
         controls = self._trainer.controls
         failure: BaseException | None = None

@@ -1,5 +1,5 @@
 """Methods of vLLM's engine core: `lora_merge_calls`, several of its calls in one message, and
-`lora_merge_end_strangers`, for what it does not do by itself.
+`lora_merge_end_strangers` and `lora_merge_holders`, for what it does not do by itself.
 
 A message to an engine in another process goes through six threads there and back, most of a millisecond, and a push
 has ten small calls. What one of them finds decides whether the next is made: so it is looked at here.
@@ -15,7 +15,7 @@ from typing import Any
 from . import internals
 from .adapter import ADAPTER_ID
 
-NAME, STRANGERS = "lora_merge_calls", "lora_merge_end_strangers"
+NAME, STRANGERS, HOLDERS = "lora_merge_calls", "lora_merge_end_strangers", "lora_merge_holders"
 
 
 def lora_merge_calls(core: Any, calls: Sequence[Sequence[Any]]) -> str | Future[str]:
@@ -52,6 +52,20 @@ def lora_merge_end_strangers(core: Any, adapter: bool) -> None:
     ended = core.scheduler.finish_requests(strangers, internals.RequestStatus.FINISHED_ABORTED) if strangers else []
     if ended and hasattr(core, "_send_abort_outputs"):
         core._send_abort_outputs(ended)
+
+
+def lora_merge_holders(core: Any) -> str:
+    """Return the ids of requests whose blocks vLLM cannot take from them: those that wait for more of their input
+    (streaming-input sessions), or for blocks of other engines. Running ones give theirs up when its prefix cache is
+    reset.
+
+    Args:
+        core: vLLM's `EngineCore`, which is paused.
+    """
+    scheduler = core.scheduler
+    running = {request.request_id for request in scheduler.running}
+    blocks = scheduler.kv_cache_manager.get_block_ids
+    return ", ".join(name for name in scheduler.requests if name not in running and any(blocks(name)))
 
 
 class _Calls:

@@ -50,10 +50,11 @@ def register() -> None:
     WorkerBase.lora_merge = lora_merge
     core = sys.modules.get("vllm.v1.engine.core")  # where one is made, or runs in this process, it is there by now
     if core is not None:
-        from .core import NAME, STRANGERS, lora_merge_calls, lora_merge_end_strangers
+        from .core import HOLDERS, NAME, STRANGERS, lora_merge_calls, lora_merge_end_strangers, lora_merge_holders
 
         setattr(core.EngineCore, NAME, lora_merge_calls)
         setattr(core.EngineCore, STRANGERS, lora_merge_end_strangers)
+        setattr(core.EngineCore, HOLDERS, lora_merge_holders)
 
 
 def registered() -> bool:
