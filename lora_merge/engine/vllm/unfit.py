@@ -116,6 +116,15 @@ def _offloads(worker: Any) -> str:
     )
 
 
+def _shares_weights(worker: Any) -> str:
+    if str(worker.vllm_config.load_config.load_format) != "ipc_cache":  # vLLM 0.32 on
+        return ""
+    return (
+        'has its weights from a daemon that gives the same memory to other engines (load_format="ipc_cache"), which a '
+        "push to one of them would change: start it with another load_format"
+    )
+
+
 def _keeps_blocks(worker: Any) -> str:
     config = worker.vllm_config.kv_transfer_config
     if config is None or not config.kv_connector:
@@ -212,6 +221,7 @@ _REFUSED: tuple[Reason, ...] = (
     _updating,
     _drafts,
     _offloads,
+    _shares_weights,
     _keeps_blocks,
     _keeps_encodings,
     _scores,
