@@ -50,9 +50,7 @@ def qwen3_5() -> Any:
 def qwen3_5_moe() -> Any:
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     experts |= {"shared_expert_intermediate_size": 16}
-    config = transformers.Qwen3_5MoeConfig(
-        text_config=_TEXT | _DELTA | experts, vision_config=_QWEN_VISION, **_IMAGES
-    )
+    config = transformers.Qwen3_5MoeConfig(text_config=_TEXT | _DELTA | experts, vision_config=_QWEN_VISION, **_IMAGES)
     return models.eager(transformers.Qwen3_5MoeForConditionalGeneration(config))
 
 
@@ -158,9 +156,7 @@ PARTS = {
         auto("AutoModelForCausalLM"),
         {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
     ),
-    "text of Gemma": Part(
-        gemma3, around(transformers.Gemma3ForCausalLM, lambda m: m.model.language_model), _SOME
-    ),
+    "text of Gemma": Part(gemma3, around(transformers.Gemma3ForCausalLM, lambda m: m.model.language_model), _SOME),
     "text of LLaVA": Part(
         llava, around(transformers.LlamaForCausalLM, lambda m: m.model.language_model), _SOME | {"bias": "all"}
     ),

@@ -8,7 +8,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ import pytest
 import torch
 from engines import assert_answers, train
 from vllm import AsyncEngineArgs, SamplingParams
+from vllm.engine.protocol import StreamingInput
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from lora_merge import PushFailed, PushRefused, VllmSync
@@ -317,10 +319,56 @@ async def who_waits_on_another_host(llm: AsyncLLM, model: Any) -> None:
     await second.aclose()
 
 
+async def streaming_sessions(llm: AsyncLLM, model: Any) -> None:
+    """One that waits for more of its input keeps its blocks whatever a push does: the push is refused by its name
+    before a byte is written, or ends it."""
+    sync = VllmSync(model, llm, bucket_bytes=1 << 17)
+    await sync.apush()
+    prompt, answered, more = engines.prompts(1)[0], asyncio.Event(), asyncio.Event()
+
+    async def inputs() -> AsyncGenerator[StreamingInput, None]:
+        yield StreamingInput({"prompt_token_ids": prompt})  # type: ignore[typeddict-item]
+        await more.wait()
+        yield StreamingInput({"prompt_token_ids": prompt})  # type: ignore[typeddict-item]
+
+    async def session() -> str | None:
+        tokens, reason = 0, None
+        deltas = RequestOutputKind.DELTA
+        sampling = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, detokenize=False, output_kind=deltas)
+        async for output in llm.generate(inputs(), sampling, "a session"):
+            tokens, reason = tokens + len(output.outputs[0].token_ids), output.outputs[0].finish_reason
+            if tokens >= 3:
+                answered.set()
+            if reason == "abort":  # vLLM itself would wait for the end of its input
+                break
+        return reason
+
+    running = asyncio.create_task(session())
+    await answered.wait()
+    before = await sync.astates()
+    for pause in ("keep", "wait"):
+        train(model, 5)
+        other = VllmSync(model, llm, pause=pause, bucket_bytes=1 << 17)
+        with pytest.raises(
+            PushRefused, match=r"streaming-input sessions.*\(a session.*pause='abort'.*Nothing was sent"
+        ):
+            await other.apush()
+        await other.aclose()
+        assert await sync.astates() == before
+        assert not await llm.is_paused()
+    aborts = VllmSync(model, llm, pause="abort", bucket_bytes=1 << 17)
+    await aborts.apush()
+    assert await running == "abort"
+    await assert_serves(llm, model, "after a session")
+    await aborts.aclose()
+    await sync.aclose()
+
+
 @pytest.mark.parametrize(
     "scenarios",
     [
         (
+            streaming_sessions,
             users_pauses,
             resumed_in_the_middle,
             a_users_pause_that_drains,

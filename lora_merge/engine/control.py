@@ -75,6 +75,8 @@ class Control:
 
     adapters: str | None = None
     """Why adapters cannot be served over this handle."""
+    media: str | None = None
+    """Why encoders' caches cannot be reset over this handle."""
     name: ClassVar[str] = ""
     """Of this kind of engines."""
     plugins: ClassVar[str] = ""
@@ -229,5 +231,11 @@ class Control:
         raise NotImplementedError
 
     async def reset_media_caches(self) -> None:
-        """Forget cached encoder outputs and multimodal inputs."""
+        """Forget what encoders made of images and other media, and queries that wait to be scored. (Inputs as
+        processors leave them depend on no weights: where those are cached they stay.)"""
         raise NotImplementedError
+
+    async def holders(self) -> str:
+        """Name the requests of a paused engine whose cached blocks no reset can drop, as they wait for more of their
+        input; "" for none."""
+        return ""

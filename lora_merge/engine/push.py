@@ -266,7 +266,8 @@ class Pushes:
             here = [worker["pid"] for worker in workers if worker["host"] == host_id()]
             control.far = len(here) < len(workers)
             control.workers = [pid for pid in here if pid != os.getpid()]
-            introduced[index] = [worker | {"no_adapters": control.adapters} for worker in workers]
+            lacks = {"no_adapters": control.adapters, "no_media": control.media}
+            introduced[index] = [worker | lacks for worker in workers]
 
         controls = self._trainer.controls
         failure: BaseException | None = None

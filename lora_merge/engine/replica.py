@@ -187,6 +187,8 @@ class Replica:
                 )
             if worker["unfit"]:
                 raise PushRefused(f"engine {self.index} {worker['unfit']}")
+            if worker["multimodal"] and worker.get("no_media"):
+                raise PushRefused(f"engine {self.index} caches what its encoder made, but {worker['no_media']}")
             if worker["world"] != len(self.workers) and not worker["launcher"]:
                 raise PushRefused(
                     f"engine {self.index} has {worker['world']} workers, of which {len(self.workers)} answer; give a "

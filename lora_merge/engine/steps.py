@@ -80,10 +80,18 @@ class Steps:
             raise
         finally:
             returned += made[len(due) :]
+            held = next((f for call, f in zip(due, made, strict=False) if call.wanted and f not in call.wanted), "")
             # The call behind those that were made is the one that failed; where it was refused, it did nothing.
-            replica.begun = replica.begun or (begins and (lost or len(made) >= len(due) + replica.lost))
+            came = lost or len(made) >= len(due) + replica.lost
+            replica.begun = replica.begun or (begins and came and not held)
             if due and due[0].method == "stands":
                 replica.paused_by_us = made[:1] == [False]  # the user's pause stays
+        if held:
+            raise PushRefused(
+                f"requests that wait for more of their input (streaming-input sessions), or for blocks of another "
+                f"engine, hold cached blocks of its weights, and vLLM drops no block of theirs ({held}): let them end, "
+                "or push with pause='abort', which ends them unless somebody else has paused the engine"
+            )
         return returned
 
     async def tell(self, replica: Replica, op: str, **message: Any) -> list[dict[str, Any]]:
@@ -105,17 +113,17 @@ class Steps:
         Raises:
             PushRefused: the mode changes, and the engine is paused by its user, perhaps with requests of the other one.
         """
-        switches = {replica.served, mode} == {"merged", "adapter"}
+        switches, holders = {replica.served, mode} == {"merged", "adapter"}, Call("holders", wanted=("",))
         replica.to_adapter = mode == "adapter" if switches else None
         pause = self._pause_of(replica, switches)
         if replica.stands:
             replica.paused_by_us = True
-            replica.due = [self.told("claimed"), Call("pause", (pause,))]
+            replica.due = [self.told("claimed"), Call("pause", (pause,)), holders]
         else:
             paused = Call("stands")
             # Said before: a call that ends here, in a timeout, takes effect there.
             noted = self.told("note_pause", paused=True)
-            replica.due = [paused, replace(noted, unless=paused), Call("pause", (pause,), unless=paused)]
+            replica.due = [paused, replace(noted, unless=paused), Call("pause", (pause,), unless=paused), holders]
         if pause != "keep" or replica.shares is not None:  # such engines come to a stop when all of them are told
             await self.make(replica, [])
             stays = not replica.paused_by_us and replica.handle.keeps
@@ -158,7 +166,7 @@ class Steps:
         commit = [self._commit(one)] if commits else []
         returned = await self._made(replica, [*calls, *commit], begins, ends)
         if name:
-            _check_reset(returned[reset])
+            _check_reset(replica, returned[reset])
         if commits:
             _committed(replica, one, returned[len(calls)])
 
@@ -178,7 +186,7 @@ class Steps:
         """The calls that reset an engine's caches of the old weights; the first returns whether it could."""
         # Nothing runs before it goes on. Requests that were kept, by us or by a user's own pause, hold its blocks.
         running = self._pause != "abort" or not replica.paused_by_us
-        reset = Call("reset_prefix_cache", (running, replica.workers[0]["connector"]), wanted=(True,))
+        reset = Call("reset_prefix_cache", (running, bool(replica.workers[0]["connector"])), wanted=(True,))
         return [reset, *([Call("reset_media_caches")] if replica.workers[0]["multimodal"] else [])]
 
     def _commit(self, one: Pass) -> Call:
@@ -271,7 +279,7 @@ class Steps:
         reset, and it is told their name."""
         replica.due = []
         calls = [self.told("claimed"), *self._forgets(replica), *_names(name, state)]
-        _check_reset((await self.make(replica, calls))[1])
+        _check_reset(replica, (await self.make(replica, calls))[1])
 
     async def sleep_again(self, replica: Replica, level: int) -> None:
         """Put an engine that was asleep back to sleep."""
@@ -297,13 +305,16 @@ def _ends_strangers(replica: Replica) -> list[Call]:
     return [] if replica.to_adapter is None else [Call("end_strangers", (replica.to_adapter,))]
 
 
-def _check_reset(done: bool) -> None:
+def _check_reset(replica: Replica, done: bool) -> None:
     """Raise `PushFailed` if the prefix cache was not reset."""
-    if not done:
-        raise PushFailed(
-            "the prefix cache could not be reset: requests hold blocks of the old weights; push with pause='keep', "
-            "or when no request is in flight"
-        )
+    if done:
+        return
+    connector = replica.workers[0]["connector"]
+    outside = f", or its KV connector ({connector}) said that it cannot forget its own" if connector else ""
+    raise PushFailed(
+        f"the prefix cache could not be reset: requests hold blocks of the old weights{outside}; push with "
+        "pause='keep', or when no request is in flight"
+    )
 
 
 def _committed(replica: Replica, one: Pass, answers: Sequence[Mapping[str, Any]]) -> None:

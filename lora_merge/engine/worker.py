@@ -47,10 +47,11 @@ class Worker(Protocol):
         """What it says of itself in `hello`: `rank`, `world` (workers of the engine), `launcher` (whether each has a
         handle of its own), `unfit` (why no push can reach the engine, in words that follow its name; "" where one can),
         `dtype` (of its model), `lora` (`max_rank` and `dtype` of its adapters, None where it serves none), `connector`
-        (whether cached blocks lie outside of the engine, too) and `multimodal`; where checkpoints can be quantised also
-        `quantised` (a layer that its own checkpoint holds quantised, "" where none is), where caches can have
-        scales of a checkpoint `calibrated` (the layers that have, in words, "" where none has), and where engines can
-        compute their experts together `shares` (as of `Replica`)."""
+        (what keeps cached blocks outside of the engine, too, by name; "" for nothing) and `multimodal` (whether caches
+        of encoders have to be reset); where checkpoints can be quantised also `quantised` (a layer that its own
+        checkpoint holds quantised, "" where none is), where caches can have scales of a checkpoint `calibrated` (the
+        layers that have, in words, "" where none has), and where engines can compute their experts together `shares`
+        (as of `Replica`)."""
 
     def served(self, side: Side, state: State) -> State:
         """What it holds, where the weights are in `state`: an adapter may have gone since."""
@@ -87,8 +88,8 @@ def respond(worker: Worker, ops: Mapping[str, Op], request: str, raised: tuple[t
 
     Returns:
         `{"rank": ..., "call": ..., "process": ..., **answer}`; `call` is the request's, so that an answer to another
-        one shows, and `process` is the same as long as this process lives. An error is the answer `{"error": ...}`, with
-        `why` for those that a push has to know: "lost" (`ClaimLost`) and "stepped" (`Stepped`).
+        one shows, and `process` is the same as long as this process lives. An error is the answer `{"error": ...}`,
+        with `why` for those that a push has to know: "lost" (`ClaimLost`) and "stepped" (`Stepped`).
     """
     call, rank = None, -1
     try:

@@ -23,6 +23,7 @@ from .plugin import HOOKED, PREFIX
 _DONE = {"status": "ok"}
 """What its server answers when it has done something."""
 
+
 class SglangControl(Control):
     """What all handles share."""
 

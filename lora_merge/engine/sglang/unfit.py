@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from ..replica import ONE_ENGINE
+from ..unfit import Reason, first, where
 from . import internals
 
 _WITHOUT_WEIGHTS = {"NGRAM"}
@@ -38,9 +38,8 @@ def unfit(manager: Any) -> str:
             'its file failed to import there (the scheduler logs "Ignore import error when loading sglang.srt..."). '
             'Mend what the log names, or, if that is wanted, start it with model_impl="transformers"'
         )
-    for applies, why in _REFUSED:
-        if applies(arguments):
-            return why
+    if why := first(_REFUSED, arguments):
+        return why
     if any(getattr(manager, name, None) for name in _UPDATING):
         return "is in the middle of a weight update of SGLang's own: finish it first (end_weight_update)"
     algorithm = str(arguments.speculative_algorithm or "")
@@ -57,32 +56,58 @@ def unfit(manager: Any) -> str:
     return ""
 
 
-_REFUSED: tuple[tuple[Callable[[Any], bool], str], ...] = (
-    (lambda a: a.enable_dp_attention, "runs attention data-parallel (enable_dp_attention): start it without"),
-    (lambda a: a.dp_size > 1, f"is {ONE_ENGINE}"),
-    (lambda a: a.pp_size > 1, "is cut into stages (pp_size): start it with pp_size=1 and tensor parallelism"),
-    (
+def _has(*names: str) -> Any:
+    """Whether arguments have one of these set; releases have not all of them."""
+    return lambda arguments: any(getattr(arguments, name, None) not in (None, False, 0, "none") for name in names)
+
+
+_REFUSED: tuple[Reason, ...] = (
+    where(lambda a: a.enable_dp_attention, "runs attention data-parallel (enable_dp_attention): start it without"),
+    where(lambda a: a.dp_size > 1, f"is {ONE_ENGINE}"),
+    where(lambda a: a.pp_size > 1, "is cut into stages (pp_size): start it with pp_size=1 and tensor parallelism"),
+    where(
         lambda a: a.enable_eplb or a.ep_num_redundant_experts > 0 or a.init_expert_location != "trivial",
         "moves its experts about or doubles some (enable_eplb, ep_num_redundant_experts, init_expert_location), and a "
         "push would put them where they were at first: start it without these",
     ),
-    (
+    where(
         lambda a: a.disaggregation_mode != "null",
         "serves prefill and decode apart (disaggregation_mode), where cached blocks of the old weights lie in other "
         "engines, too: start it without",
     ),
-    (
-        lambda a: a.enable_hierarchical_cache or a.enable_lmcache,
-        "keeps cached blocks outside of the GPU, too (enable_hierarchical_cache, enable_lmcache), which a push does "
-        "not reach: start it without",
+    where(
+        lambda a: a.enable_hierarchical_cache or a.enable_lmcache or _has("enable_flexkv", "enable_hisparse")(a),
+        "keeps cached blocks outside of the GPU, too (enable_hierarchical_cache, enable_lmcache, enable_flexkv, "
+        "enable_hisparse), which a push does not reach: start it without",
     ),
-    (
+    where(
+        _has("radix_cache_backend"),
+        "keeps cached blocks in a prefix cache that is not SGLang's own (radix_cache_backend), of which it is not "
+        "known whether it forgets those of the old weights: start it without",
+    ),
+    where(
         lambda a: a.cpu_offload_gb > 0 or a.offload_group_size > 0,
         "keeps weights in the host's memory (cpu_offload_gb, offload_group_size): start it without",
     ),
-    (
+    where(
+        _has("kt_weight_path"),
+        "computes experts on the CPU, with weights of their own file (kt_weight_path), which a push does not reach: "
+        "start it without",
+    ),
+    where(
+        _has("enable_elastic_expert_backup", "elastic_ep_backend"),
+        "starts experts anew from copies or from its checkpoint (enable_elastic_expert_backup, elastic_ep_backend), "
+        "which a push does not reach: start it without",
+    ),
+    where(
+        lambda a: (getattr(a, "dwdp_size", None) or 1) > 1,
+        "fetches experts' weights from other GPUs as it computes (dwdp_size), perhaps those of before a push: start it "
+        "with dwdp_size=1",
+    ),
+    where(
         lambda a: a.weight_cache_mode != "off",
         "shares its weights with other engines (weight_cache_mode), which a push to one of them would change: start it "
         'with weight_cache_mode="off"',
     ),
 )
+"""Settings under which something that belongs to the old weights outlives a push, of SGLang's `ServerArgs`."""

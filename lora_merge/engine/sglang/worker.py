@@ -90,7 +90,7 @@ class SglangWorker:
             "unfit": unfit(self.manager),
             "dtype": str(next(self.model.parameters()).dtype).removeprefix("torch."),
             "lora": lora and {"max_rank": lora.max_lora_rank, "dtype": dtype_name(lora.dtype)},
-            "connector": False,
+            "connector": "",
             "multimodal": False,
         }
 

@@ -15,7 +15,7 @@ from ..calls import EngineGone, watched, while_alive
 from ..control import Call, Control, Unheard, judges
 from ..one_server import OneServer
 from ..web import NoRoute, Server
-from .core import NAME, STANDS, STRANGERS
+from .core import HOLDERS, NAME, STANDS, STRANGERS
 from .plugin import BACKEND, registered
 
 _OfCore: TypeAlias = dict[str, Callable[..., tuple[str, Sequence[Any]]]]
@@ -28,6 +28,8 @@ _SYNCHRONOUS: _OfCore = {
     "name_adapter": lambda there: ("nothing?", ()),
     "end_strangers": lambda adapter: (STRANGERS, (adapter,)),
     "reset_prefix_cache": lambda running, connector: ("reset_prefix_cache", (running, connector)),
+    "reset_media_caches": lambda: ("reset_encoder_cache", ()),
+    "holders": lambda: (HOLDERS, ()),
 }
 """What is asked of an engine, as `lora_merge_calls` names methods of its core."""
 _ASYNCHRONOUS: _OfCore = _SYNCHRONOUS | {
@@ -104,8 +106,29 @@ class LlmControl(Control):
         return bool(await self._call("reset_prefix_cache", running, connector))
 
     async def reset_media_caches(self) -> None:
+        # Not reset_mm_cache: it empties the processors' caches, which hold inputs as the user sent them, on one side
+        # of vLLM's process boundary at a time. A request that refers to an input on the other side is lost then, and
+        # with mm_processor_cache_type="shm" it ends the engine.
         await self._call("reset_encoder_cache")
-        await self._call("reset_mm_cache")
+
+    async def holders(self) -> str:
+        core = getattr(getattr(self.engine, "engine_core", None), "engine_core", None)
+        if hasattr(core, HOLDERS):  # in this process
+            return str(getattr(core, HOLDERS)())
+        return await self._holders_elsewhere() if self._reaches_core() else await self._tried()
+
+    async def _holders_elsewhere(self) -> str:
+        return str(await self._call("engine_core.call_utility", HOLDERS))
+
+    async def _tried(self) -> str:
+        """As `holders`, of an engine whose core cannot be asked: it has them where it cannot drop its blocks now."""
+        try:
+            done = await self.reset_prefix_cache(True, False)
+        except Exception as error:
+            if "reset KV cache" not in str(error):  # vLLM's own words
+                raise
+            done = False
+        return "" if done else "their ids cannot be asked for over this handle"
 
     async def chain(self, calls: Sequence[Call], returned: list[Any] | None = None) -> list[Any]:
         if not all(call.method in ("rpc", *self._of_core) for call in calls) or not self._reaches_core():
@@ -174,9 +197,8 @@ class AsyncControl(LlmControl):
         if self._reaches_core():
             await self._call("engine_core.call_utility_async", STRANGERS, adapter)
 
-    async def reset_media_caches(self) -> None:
-        await self._call("reset_encoder_cache")
-        await self._call("reset_mm_cache")
+    async def _holders_elsewhere(self) -> str:
+        return str(await self._call("engine_core.call_utility_async", HOLDERS))
 
     def _reaches_core(self) -> bool:
         return hasattr(getattr(self.engine, "engine_core", None), "call_utility_async")
@@ -226,10 +248,10 @@ class RayControl(AsyncControl):
         else:
             await self._call("wake_up", tags=["scheduling"])
 
-    async def reset_media_caches(self) -> None:
-        if not hasattr(self.engine, "reset_encoder_cache"):
-            raise PushRefused("the encoder cache of a multimodal model can only be reset in an actor around AsyncLLM")
-        await super().reset_media_caches()
+    @property
+    def media(self) -> str | None:  # type: ignore[override]
+        there = hasattr(self.engine, "reset_encoder_cache")
+        return None if there else "an actor around an LLM does not offer its reset: make one around an AsyncLLM"
 
     async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         import ray
@@ -297,7 +319,6 @@ class HttpControl(OneServer, LlmControl):
 
     async def reset_media_caches(self) -> None:
         self._server.do("reset_encoder_cache", {})
-        self._server.do("reset_mm_cache", {})
 
 
 def _is_object(answer: Any) -> bool:

@@ -1,5 +1,5 @@
 """Methods of vLLM's engine core: `lora_merge_calls`, several of its calls in one message, and
-`lora_merge_end_strangers` and `lora_merge_stands`, for what it does not do by itself.
+`lora_merge_end_strangers`, `lora_merge_stands` and `lora_merge_holders`, for what it does not do by itself.
 
 A message to an engine in another process goes through six threads there and back, most of a millisecond, and a push
 has ten small calls. What one of them finds decides whether the next is made: so it is looked at here.
@@ -15,7 +15,8 @@ from typing import Any
 from . import internals
 from .adapter import ADAPTER_ID
 
-NAME, STRANGERS, STANDS = "lora_merge_calls", "lora_merge_end_strangers", "lora_merge_stands"
+NAME, STRANGERS = "lora_merge_calls", "lora_merge_end_strangers"
+STANDS, HOLDERS = "lora_merge_stands", "lora_merge_holders"
 
 
 def lora_merge_calls(core: Any, calls: Sequence[Sequence[Any]]) -> str | Future[str]:
@@ -83,6 +84,20 @@ def lora_merge_stands(core: Any, paused: str) -> bool | Future[bool]:
     return found
 
 
+def lora_merge_holders(core: Any) -> str:
+    """Return the ids of requests whose blocks vLLM cannot take from them: those that wait for more of their input
+    (streaming-input sessions), or for blocks of other engines. Running ones give theirs up when its prefix cache is
+    reset.
+
+    Args:
+        core: vLLM's `EngineCore`, which is paused.
+    """
+    scheduler = core.scheduler
+    running = {request.request_id for request in scheduler.running}
+    blocks = scheduler.kv_cache_manager.get_block_ids
+    return ", ".join(name for name in scheduler.requests if name not in running and any(blocks(name)))
+
+
 class _Calls:
     """Calls under way; where one of them ends later (vLLM pauses when its requests have come to a stop), so do the
     others."""
@@ -147,3 +162,12 @@ class _Calls:
 
 def _nothing(*arguments: Any) -> None:
     """What a method does that this release does not have."""
+
+
+OF_CORE: dict[str, Callable[..., Any]] = {
+    NAME: lora_merge_calls,
+    STRANGERS: lora_merge_end_strangers,
+    STANDS: lora_merge_stands,
+    HOLDERS: lora_merge_holders,
+}
+"""What vLLM's `EngineCore` gets, by the names that it is called by."""

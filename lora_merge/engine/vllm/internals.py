@@ -31,6 +31,9 @@ _WHERE = {
     "PEFTHelper": "vllm.lora.peft_helper",
     "CuMemAllocator": "vllm.device_allocator.cumem",
     "get_tp_group": "vllm.distributed.parallel_state",
+    "KVConnectorBase_V1": "vllm.distributed.kv_transfer.kv_connector.v1.base",
+    "get_kv_transfer_group": "vllm.distributed.kv_transfer",
+    "has_kv_transfer_group": "vllm.distributed.kv_transfer",
     "EngineCoreRequestType": "vllm.v1.engine",
     "RequestStatus": "vllm.v1.request",
 }
@@ -46,6 +49,7 @@ _MEMBERS = {
     "LoRAModel": ("from_lora_tensors",),
     "PEFTHelper": ("from_dict", "validate_legal"),
     "CuMemAllocator": ("instance",),
+    "KVConnectorBase_V1": ("reset_cache",),
 }
 _OF_MANAGERS = ("modules", "packed_modules", "add_adapter", "activate_adapter", "remove_adapter", "capacity")
 

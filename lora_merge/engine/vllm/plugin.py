@@ -55,11 +55,10 @@ def register() -> None:
     WorkerBase.lora_merge = lora_merge
     core = sys.modules.get("vllm.v1.engine.core")  # where one is made, or runs in this process, it is there by now
     if core is not None:
-        from .core import NAME, STANDS, STRANGERS, lora_merge_calls, lora_merge_end_strangers, lora_merge_stands
+        from .core import OF_CORE
 
-        setattr(core.EngineCore, NAME, lora_merge_calls)
-        setattr(core.EngineCore, STRANGERS, lora_merge_end_strangers)
-        setattr(core.EngineCore, STANDS, lora_merge_stands)
+        for name, method in OF_CORE.items():
+            setattr(core.EngineCore, name, method)
 
 
 def _watching(make: Callable[..., None]) -> Callable[..., None]:
