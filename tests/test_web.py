@@ -19,6 +19,7 @@ from lora_merge.engine.web import Answered, NotReached, Server, Unfit
 
 HINT = "is it the right one?"
 SECRET = "0123456789abcdef" * 4
+PROXY = "LORA_MERGE_HTTP_PROXY"
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 
 
@@ -29,7 +30,7 @@ def raw(body: str, *headers: str, code: str = "200 OK", length: int | None = Non
 
 @pytest.fixture(autouse=True)
 def no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*PROXIES, "no_proxy", "NO_PROXY", web.PROXY):
+    for name in (*PROXIES, "no_proxy", "NO_PROXY", PROXY):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -48,12 +49,12 @@ def test_proxies_of_the_environment_hear_nothing(monkeypatch: pytest.MonkeyPatch
 def test_a_proxy_that_the_user_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is asked for other hosts, never for this one."""
     with saying(raw('{"proxied": 1}')) as (proxy, overheard), saying(raw('{"a": 1}')) as (url, _):
-        monkeypatch.setenv(web.PROXY, proxy)
+        monkeypatch.setenv(PROXY, proxy)
         assert Server(url, HINT).get("is_paused") == {"a": 1}
         assert Server("http://no-such-host.invalid:8000", HINT).get("is_paused") == {"proxied": 1}
         assert overheard[0].startswith(b"GET http://no-such-host.invalid:8000/is_paused ")
-        monkeypatch.setenv(web.PROXY, "proxy:3128")
-        with pytest.raises(InvalidInput, match=f"{web.PROXY} must be a URL"):
+        monkeypatch.setenv(PROXY, "proxy:3128")
+        with pytest.raises(InvalidInput, match=f"{PROXY} must be a URL"):
             Server("http://no-such-host.invalid:8000", HINT).get("is_paused")
 
 

@@ -26,9 +26,6 @@ from ..errors import InvalidInput
 from .control import TIMEOUT_S
 from .links import SILENT_S, watched
 
-PROXY = "LORA_MERGE_HTTP_PROXY"
-"""The environment variable that names a proxy for control calls. `http_proxy` and its like are for other things, and
-control calls carry the secrets by which buckets are authenticated."""
 MOST = 1 << 28
 """Bytes of an answer: what is more is no engine's."""
 _PIECE = 1 << 16
@@ -106,11 +103,12 @@ class _Stays(urllib.request.HTTPRedirectHandler):
 
 def _proxies(request: urllib.request.Request) -> dict[str, str]:
     """Through which proxy a request goes, as urllib takes it; never one to this host itself."""
-    proxy = os.environ.get(PROXY, "")
+    # `http_proxy` and its like are for other things, and control calls carry the secrets of channels.
+    proxy = os.environ.get("LORA_MERGE_HTTP_PROXY", "")
     if not proxy or _loopback(urllib.parse.urlsplit(request.full_url).hostname or ""):
         return {}
     if not proxy.startswith(("http://", "https://")):
-        raise InvalidInput(f"{PROXY} must be a URL like http://proxy:3128, got {proxy!r}")
+        raise InvalidInput(f"LORA_MERGE_HTTP_PROXY must be a URL like http://proxy:3128, got {proxy!r}")
     return {"http": proxy, "https": proxy}
 
 
