@@ -114,7 +114,8 @@ def read_folder(folder: str | Path, base: str | Path | None, dtype: torch.dtype,
             f"{folder}: the adapter does not fit the base {named}: {len(missing)} of its tensors are not "
             f"in the file, {len(problems.unexpected_keys)} of the file's have no place, {lacking[0]} for one; {other}"
         )
-    beside = read_beside(folder, adapted, held)
+    beside = read_beside(folder, Path(str(named)), adapted, held)
+    _check_finite(folder, beside.tensors)
     put(adapted, beside)
     _mark_whole(folder, adapted, {hf_name(key) for key in held if _FACTORS not in key} | beside.tensors.keys())
     _notes[adapted] = tuple(beside.notes)
