@@ -55,10 +55,14 @@ def test_what_was_trained_whole_is_merged(
     state |= {"rng_state_0.pth": {"cpu": torch.rand(3)}, "notes.bin": {"step": 3}}
     folder = beside(adapter, tmp_path / "a", {file: {KEY + n: t for n, t in mine.items()}} | state)
     (folder / "global_step7").mkdir()
+    for one in (base, folder):  # trainers copy along what the model reads beside its weights
+        torch.save({"weight": torch.ones(2)}, one / "sparse_linear.pt")
     (one,) = merge_checkpoint(base, folder, tmp_path / "out")
     assert_same(tensors(tmp_path / "out"), merged | {f"model.{n}": t for n, t in mine.items()})
     assert one.changed == 4
     assert not one.notes
+    assert (one.folder / "sparse_linear.pt").exists()
+    (base / "sparse_linear.pt").unlink()
 
 
 def test_what_is_no_part_of_it_is_named(saved: tuple[Path, Path, dict[str, Tensor]], tmp_path: Path) -> None:

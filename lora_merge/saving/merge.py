@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -21,17 +20,16 @@ from ..kernels.ranges import check_range, made_of
 from ..kernels.segments import FLOATS, Segment, copies
 from ..models.delta import Delta, Factors, Job, whole_job
 from ..models.operands import MergePlan, Operands, Turn
-from ..models.peft.folder import notes_of
 from ..shards import Shard, cut, whole
 from ..shards.ranks import Ranks
 from ..stream.source import Entry
 from .adapters import Adapter, Sum, assembled, names_in, read_adapter, untied
-from .base import open_base, packed_notes
+from .base import open_base
 from .checkpoint import Checkpoint, find, with_dtype
 from .chunks import Ahead, Behind, Buffer, Buffers, Rows, rows_of
 from .decoded import Decoded
 from .format import as_bytes
-from .origin import DoubtfulBase, origin_of
+from .notes import check_origins, notes_for
 from .tokenizer import aligned, along_with
 from .writer import SHARD_SIZE, Wanted, Writer, absolute, check_target, shards_of, size_of, together
 
@@ -166,7 +164,7 @@ def merge_checkpoint(
             read_adapter(name, folder, checkpoint, held, factors[name])
             for name, folder in zip(names, folders, strict=True)
         ]
-        _check_origins(read, checkpoint, strict)
+        check_origins(read, checkpoint, strict)
         sums = [Sum([adapter]) for adapter in read] if each else [Sum(read)]
         run = {"rounding": rounding} if seed is None else {"rounding": rounding, "seed": seed}
         outputs = [
@@ -177,16 +175,6 @@ def merge_checkpoint(
         return _pass(checkpoint, outputs, read, begin, verify, progress or (lambda done, of: None))
     finally:
         checkpoint.close()
-
-
-def _check_origins(adapters: Sequence[Adapter], base: Checkpoint, strict: bool) -> None:
-    for adapter in adapters:
-        for doubt in origin_of(adapter.name, adapter.folder, adapter.model, base).doubts:
-            if strict:
-                raise InvalidInput(
-                    f"{doubt}; name the base that the adapter was trained on, or merge without strict (--strict)"
-                )
-            warnings.warn(doubt, DoubtfulBase, stacklevel=3)
 
 
 def _names(folders: Sequence[Path], given: Sequence[str | Path]) -> list[str]:
@@ -495,7 +483,7 @@ def _pass(
             files=len({place.file for place in output.writer.places.values()}),
             seconds=seconds,
             verified=bytes_,
-            notes=_notes(base, output),
+            notes=notes_for(base, output.adapters.adapters, output.along.notes),
         )
         for output, bytes_ in zip(outputs, compared, strict=True)
     ]
@@ -523,19 +511,3 @@ def _wholes(base: Checkpoint, outputs: Sequence[_Output]) -> Iterator[tuple[_Out
         for group in groups.values():
             for name, tensor in output.make_wholly(group):
                 yield output, name, tensor
-
-
-def _notes(base: Checkpoint, output: _Output) -> tuple[str, ...]:
-    """List warnings: of the base, an adapter that was trained on another base of the same shapes, tensors that a scale
-    does not change, and whose tokenizer it is."""
-    found = [*base.notes, *packed_notes(base), *output.along.notes]
-    for adapter in output.adapters.adapters:
-        found += notes_of(adapter.model)
-        origin = origin_of(adapter.name, adapter.folder, adapter.model, base)
-        found += (*origin.doubts, *origin.notes)
-        if adapter.scale != 1.0 and adapter.whole:
-            found.append(
-                f"the scale {adapter.scale:g} of {adapter.name} is not that of tensors which it brings whole: "
-                f"{min(adapter.whole)} and {len(adapter.whole) - 1} more"
-            )
-    return tuple(found)

@@ -109,6 +109,8 @@ def along_with(
     if choice == "adapter" and not mine:
         folders = ", ".join(str(folder) for _, folder in adapters)
         raise InvalidInput(f"tokenizer='adapter' (--tokenizer adapter): {folders} holds none; take the base's")
+    if not mine:
+        return along
     ours = read_words(base)
     differing = {name: one for name, one in mine.items() if choice == "adapter" or differences(ours, one[1])}
     if not differing:
@@ -136,8 +138,20 @@ def read_words(folder: Path) -> Words:
     """Read what a folder's tokenizer is.
 
     Raises:
-        InvalidInput: a file of it is no JSON.
+        InvalidInput: a file of it is no JSON, or says something else than a tokenizer's does.
     """
+    try:
+        return _read(folder)
+    except InvalidInput:  # which is a ValueError
+        raise
+    except (TypeError, ValueError, KeyError, AttributeError, OSError) as error:
+        raise InvalidInput(
+            f"{folder}: the files of its tokenizer cannot be read ({type(error).__name__}: {error}); save it again, or "
+            "take the base's without a look at either with tokenizer='base' (--tokenizer base)"
+        ) from error
+
+
+def _read(folder: Path) -> Words:
     files = tuple(_files(folder))
     there = {path.as_posix() for path in files}
 

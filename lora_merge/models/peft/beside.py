@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from filecmp import cmp
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +51,12 @@ class Beside:
     notes: list[str] = field(default_factory=list)
 
 
-def read_beside(folder: Path, model: nn.Module, held: Mapping[str, Tensor]) -> Beside:
+def read_beside(folder: Path, base: Path, model: nn.Module, held: Mapping[str, Tensor]) -> Beside:
     """Read the weights beside an adapter.
 
     Args:
         folder: of it.
+        base: folder of the base, if it is one: trainers copy files from there that the model reads beside its weights.
         model: the adapter's layers on its base.
         held: tensors of the adapter's own file.
 
@@ -65,7 +67,7 @@ def read_beside(folder: Path, model: nn.Module, held: Mapping[str, Tensor]) -> B
     shapes = {t.name: tuple(t.tensor.shape) for t in named_tensors(model, own_parameters)}
     whole = {hf_name(key): tensor for key, tensor in held.items() if _FACTORS not in key}
     adapted = set(_adapted(model))
-    for name, tensors in _files(folder, found.notes):
+    for name, tensors in _files(folder, base, found.notes):
         own = {hf_name(key): tensor for key, tensor in tensors.items() if _FACTORS not in key}
         if not own:
             found.notes.append(f"{folder.name}: {name} holds factors of LoRA, too; read are those of {FILES[0]}")
@@ -134,7 +136,7 @@ def _is_a_model(own: Mapping[str, Tensor], shapes: Mapping[str, Any], adapted: s
     return bool(adapted & shapes.keys()) and adapted & shapes.keys() <= own.keys()
 
 
-def _files(folder: Path, notes: list[str]) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
+def _files(folder: Path, base: Path, notes: list[str]) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
     """The files of tensors, by name; those of one model together."""
     together: dict[str, Tensor] = {}
     first = ""  # of the files of a whole model
@@ -142,7 +144,7 @@ def _files(folder: Path, notes: list[str]) -> Iterator[tuple[str, Mapping[str, T
         name = path.name
         if name.startswith(".") or name in FILES or not name.endswith(_ENDINGS) or not path.is_file():
             continue
-        if _STATE.match(name):
+        if _STATE.match(name) or ((base / name).is_file() and cmp(path, base / name, shallow=False)):
             continue
         tensors = _tensors(path)
         if tensors is None:

@@ -119,7 +119,8 @@ def read_folder(folder: str | Path, base: str | Path | None, dtype: torch.dtype,
     _mark_whole(folder, adapted, {hf_name(key) for key in held if not _own(key)})
     view.give_back(model)
     adapted.base_model.model = model  # the whole base, of which the view is a part
-    beside = read_beside(folder, adapted, held)
+    beside = read_beside(folder, Path(str(named)), adapted, held)
+    _check_finite(folder, beside.tensors)
     put(adapted, beside)
     _notes[adapted] = tuple(beside.notes)
     tie_again(adapted)
