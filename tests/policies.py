@@ -74,7 +74,7 @@ def train(model: nn.Module, seed: int = 1, size: float = 0.05) -> None:
     g = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "lora_" in name:
+            if "lora_" in name or "trainable_tokens_delta" in name:
                 parameter.add_((torch.randn(parameter.shape, generator=g) * size).to(parameter))
 
 

@@ -315,6 +315,25 @@ def test_what_does_not_fit(wide: tuple[Any, Path], tmp_path: Path) -> None:
         unload_adapter([])
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True},
+        {"target_modules": ["q_proj"], "trainable_token_indices": {"embed_tokens": [3, 17, 18, 250]}},
+    ],
+    ids=["one update", "tokens"],
+)
+def test_tied_weights_that_change_alike(config: dict[str, Any], wide: tuple[Any, Path], tmp_path: Path) -> None:
+    """Rows take the base's others with them, so that its weights are read here."""
+    llm, base = wide
+    model = policy(**config)
+    engines.train(model, size=0.05)
+    load_adapter(llm, saved(model, tmp_path / "adapter", base))
+    assert_answers(ask(llm), model)
+    unload_adapter(llm)
+    assert_base(llm, model)
+
+
 def test_engines_whose_checkpoint_is_not_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of layers that are laid out anew nothing is known but what the checkpoint says: it has to be the engine's."""
     model = policy()

@@ -403,6 +403,36 @@ def test_what_only_the_trainer_can_merge(wide: Any) -> None:
                 assert why in sync.push().merge_why
 
 
+TIED: dict[str, dict[str, Any]] = {
+    "one update": {"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True},
+    "tokens": {"target_modules": ["q_proj"], "trainable_token_indices": {"embed_tokens": list(range(0, 256, 3))}},
+}
+
+
+@pytest.mark.parametrize("kind", TIED)
+def test_tied_weights_that_change_alike(kind: str, wide: Any) -> None:
+    """One tensor for the engine, whoever merges."""
+    model = policy(**TIED[kind])
+    for merge in ("trainer", "engine"):
+        with closing(VllmSync(model, wide, merge=merge, bucket_bytes=1 << 17)) as sync:
+            for step in range(2):
+                train(model, step, size=0.05)
+                assert sync.push(verify=step == 1).merge == merge
+                assert_answers(ask(wide), model)
+                assert all(c.complete for c in coverage(wide))
+
+
+def test_tokens_of_an_untied_model(tmp_path: Path) -> None:
+    rows = {"embed_tokens": list(range(0, 256, 3)), "lm_head": list(range(1, 256, 5))}
+    model = policy(build=lambda: engines.qwen2(tied=False), target_modules=["q_proj"], trainable_token_indices=rows)
+    with engine(model, tmp_path / "base") as llm:
+        for merge in ("trainer", "engine"):
+            with closing(VllmSync(model, llm, merge=merge)) as sync:
+                train(model, 3, size=0.05)
+                assert sync.push().merge == merge
+                assert_answers(ask(llm), model)
+
+
 def shards(rank: int, folder: Path) -> None:
     """Whole factors out of what the ranks hold; each rank serves the workers that it would serve anyway."""
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
