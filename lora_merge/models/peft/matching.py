@@ -212,14 +212,17 @@ def advice(found: Match, said: Mapping[str, Any], *, given: bool) -> str:
             f"the names of modules differ from the base's by {front!r} in front of them, which is no name that a "
             "wrapper known here adds: take it off the names in the adapter's file"
         )
-    return f"the base has no module of the name {_split(found.lost[0])[0]}: {other}"
+    return (
+        f"the base, a {kind}, has no module of the name {_split(found.lost[0])[0]}: {other}; if it was trained on "
+        "another class of the same base, load that, put the adapter on with PeftModel.from_pretrained, and use "
+        "lora_merge.save_merged"
+    )
 
 
 def _front(path: str, modules: Mapping[str, nn.Module]) -> str:
-    """What a module's name has in front of the longest name of a module that it ends with; "" where it ends with none
-    that is below another one."""
+    """What a module's name has in front of the longest name of a module that it ends with; "" where there is none."""
     parts = path.split(".")
-    for at in range(1, len(parts) - 1):
+    for at in range(1, len(parts)):
         if ".".join(parts[at:]) in modules:
             return ".".join(parts[:at]) + "."
     return ""
@@ -278,8 +281,8 @@ def _parts(base: nn.Module) -> Iterator[View]:
         if name and _PRETRAINED in lineage(type(module)):
             yield View(module, {"": name}, loading_names(module))
     for head in _language_models(base):
-        prefix = head.base_model_prefix
-        inner = getattr(head, prefix, None)
+        # Not by base_model_prefix: that of MllamaForCausalLM is no name in it.
+        prefix, inner = next((c for c in head.named_children() if _PRETRAINED in lineage(type(c[1]))), ("", None))
         for name, module in base.named_modules():
             if inner is None or type(module) is not type(inner) or _sizes(module) != _sizes(inner):
                 continue
@@ -359,25 +362,29 @@ def _retarget(config: Any, found: Match) -> None:
             return path != head and type(modules.get(path)).__name__ in ("Linear", "Conv1D")
         return bool(check_target_module_exists(config, name))
 
-    there = {path for path in found.targets if path in modules}
-    if not found.fits or not found.moved or all(targeted(path, path) for path in there):
+    if not found.fits or not found.moved:
         return
-    fronts = {_fronts(old, new) for old, new in found.moved.items()}
+    there = {path for path in found.targets if path in modules}
     old_names = {new: old for old, new in found.moved.items()}
-    for path, module in modules.items():
-        if path not in old_names and isinstance(module, nn.Linear | nn.Embedding):
-            old = next((before + path[len(now) :] for before, now in fronts if path.startswith(now)), path)
-            if targeted(old, path):
-                there.add(path)
-                old_names[path] = old
-    for patterns in (config.rank_pattern, config.alpha_pattern):
-        if patterns:
-            says = {path: get_pattern_key(patterns, old_names.get(path, path)) for path in there}
-            mine = {re.escape(path): patterns[key] for path, key in says.items() if key in patterns}
-            patterns.clear()
-            patterns.update(mine)
-    config.target_modules = there
-    config.exclude_modules = config.layers_to_transform = config.layers_pattern = None
+    if not all(targeted(path, path) for path in there):
+        fronts = {_fronts(old, new) for old, new in found.moved.items()}
+        for path, module in modules.items():
+            if path not in old_names and isinstance(module, nn.Linear | nn.Embedding):
+                old = next((before + path[len(now) :] for before, now in fronts if path.startswith(now)), path)
+                if targeted(old, path):
+                    there.add(path)
+                    old_names[path] = old
+        config.target_modules = there
+        config.exclude_modules = config.layers_to_transform = config.layers_pattern = None
+    for patterns, usual in ((config.rank_pattern, config.r), (config.alpha_pattern, config.lora_alpha)):
+        mine: dict[str, int] = {}
+        for path in there if patterns else ():
+            old = old_names.get(path, path)
+            keys = (get_pattern_key(patterns, name) for name in (old, unwrapped(old)))
+            mine[re.escape(path)] = next((patterns[key] for key in keys if key in patterns), usual)
+        rest = dict(patterns)
+        patterns.clear()
+        patterns.update(mine | {key: value for key, value in rest.items() if key not in mine})  # the first one counts
 
 
 def _fronts(old: str, new: str) -> tuple[str, str]:
