@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import InvalidInput
-from .kernels.segments import FLOATS
+from .kernels.checks import check_dtype
 from .models.delta import Delta, whole_job
 from .models.operands import MergePlan, Operands, Turn
 from .models.peft.read import read_deltas
@@ -113,7 +113,7 @@ class RoundingLoss:
 
 
 def rounding_loss(
-    model: nn.Module, dtype: torch.dtype = torch.bfloat16, *, rounding: str = "nearest", seed: int | None = None
+    model: nn.Module, dtype: torch.dtype | str = torch.bfloat16, *, rounding: str = "nearest", seed: int | None = None
 ) -> list[RoundingLoss]:
     """Measure how much of each adapter's update is lost when merged weights are rounded to the rollout's dtype.
 
@@ -132,9 +132,10 @@ def rounding_loss(
         InvalidInput: another dtype, or a sharded model.
         UnsupportedAdapter, AlreadyMerged: as `read_deltas`.
     """
-    if dtype not in FLOATS:
-        raise InvalidInput(f"dtype must be bfloat16, float16 or float32, got {dtype}")
-    changes = ((delta.name, change_of(delta, dtype, rounding, seed)) for delta in read_deltas(model))
+    found = check_dtype(dtype)
+    if found is None:
+        raise InvalidInput("dtype must be bfloat16, float16 or float32, got None")
+    changes = ((delta.name, change_of(delta, found, rounding, seed)) for delta in read_deltas(model))
     return [RoundingLoss(name, change.loss, change.cosine) for name, change in changes]
 
 

@@ -67,7 +67,7 @@ MERGES: dict[str, tuple[Callable[[Case], object], str]] = {
     "integer lora_A": (lambda c: merge_(c.w, c.a.int(), c.b, 1.0), r"lora_A must be bfloat16.*int32"),
     "complex lora_B": (lambda c: merge_(c.w, c.a, c.b.to(torch.complex64), 1.0), r"lora_B must be .*complex64"),
     "integer out": (lambda c: merge(c.w, c.a, c.b, 1.0, out=c.integer), r"destination must be bfloat16.*int32"),
-    "integer result": (lambda c: merge(c.w, c.a, c.b, 1.0, dtype=torch.int8), r"result must be bfloat16.*int8"),
+    "integer result": (lambda c: merge(c.w, c.a, c.b, 1.0, dtype=torch.int8), r"dtype must be bfloat16.*int8"),
     "out and dtype": (
         lambda c: merge(c.w, c.a, c.b, 1.0, out=c.out, dtype=torch.bfloat16),
         r"out has dtype torch.float32, but dtype=torch.bfloat16",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,16 +31,78 @@ def check_device(device: str | torch.device) -> torch.device:
     return found
 
 
+def check_dtype(dtype: object) -> torch.dtype | None:
+    """Return the dtype of results, which may be given by its name; None stays None.
+
+    Raises:
+        InvalidInput: it is none of bfloat16, float16 and float32.
+    """
+    named = {str(known).removeprefix("torch."): known for known in FLOATS}
+    found = named.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+    if found is None and dtype is None:
+        return None
+    if not isinstance(found, torch.dtype) or found not in FLOATS:
+        raise InvalidInput(f"dtype must be bfloat16, float16 or float32, got {dtype!r}")
+    return found
+
+
+def check_scaling(scaling: Any) -> float:
+    """Return a factor as a float; raise `InvalidInput` unless it is one real number that a float holds."""
+    if isinstance(scaling, Tensor):
+        number = scaling.numel() == 1 and not scaling.is_complex()
+    else:
+        number = hasattr(type(scaling), "__float__")
+    if not number:
+        raise InvalidInput(f"scaling must be one real number, got {scaling!r}")
+    try:
+        return float(scaling)
+    except OverflowError as error:
+        raise InvalidInput("scaling must be finite in float32, got a number above 10^308") from error
+
+
+def check_word(label: str, value: object) -> None:
+    """Raise `InvalidInput` unless a value is a whole number that a word of the table holds."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise InvalidInput(f"{label} must be a whole number, got {value!r}")
+    if not -(2**63) <= value < 2**63:
+        raise InvalidInput(f"{label} must fit in 64 bits, got one of {value.bit_length()} bits")
+
+
+def check_dense(label: str, tensor: Tensor) -> None:
+    """Raise `InvalidInput` unless a tensor's elements are numbers that lie at its strides."""
+    kind = ""
+    if tensor.is_nested:
+        kind = "a nested tensor"
+    elif tensor.layout is not torch.strided:
+        kind = f"layout {tensor.layout}"
+    elif tensor.is_quantized:
+        kind = "a quantised one"
+    elif tensor.is_neg() or tensor.is_conj():
+        kind = "a lazily negated or conjugated view; pass its resolve_neg() or resolve_conj()"
+    if kind:
+        raise InvalidInput(f"{label} must be a dense tensor, got {kind}")
+
+
 def check_segments(given: object) -> tuple[Segment, ...]:
     """The segments of a plan; raise `InvalidInput` unless they are segments whose tensors are tensors."""
     segments = tuple(given) if isinstance(given, Iterable) else (given,)
     for index, s in enumerate(segments):
         if not isinstance(s, Segment):
             raise InvalidInput(f"segments must be Segments, got a {type(s).__name__} at {index}")
+        if not isinstance(s.name, str):
+            raise InvalidInput(f"name of segment {index} must be a string, got {s.name!r}")
         for label in ("source", "destination", "lora_A", "lora_B", "row_scale"):
             value, optional = getattr(s, label), label not in ("source", "destination")
             if not isinstance(value, Tensor) and not (value is None and optional):
                 raise InvalidInput(f"{s.name}: {label} must be a tensor, got a {type(value).__name__}")
+        if not isinstance(s.scaling, float):
+            check_scaling(s.scaling)
+        check_word(f"{s.name}: first", s.first)
+        if s.pitch is not None:
+            if not isinstance(s.pitch, (tuple, list)) or len(s.pitch) != 2:
+                raise InvalidInput(f"{s.name}: pitch must be two whole numbers, got {s.pitch!r}")
+            for step in s.pitch:
+                check_word(f"{s.name}: pitch", step)
     return segments
 
 
@@ -54,13 +117,9 @@ def check_segment(s: Segment) -> None:
     ):
         if tensor is None:
             continue
+        check_dense(f"{s.name}: {label}", tensor)
         if tensor.dim() != dims:
             raise InvalidInput(f"{s.name}: {label} must have {dims} dimensions, got shape {tuple(tensor.shape)}")
-        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_neg():
-            kind = (
-                f"layout {tensor.layout}" if tensor.layout is not torch.strided else "a quantised or lazily negated one"
-            )
-            raise InvalidInput(f"{s.name}: {label} must be a dense tensor, got {kind}")
         if tensor.device.type == "meta":
             raise InvalidInput(f"{s.name}: {label} is a meta tensor and holds no values; load it first")
         if tensor.device != s.source.device:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidInput
+from .checks import check_dense, check_dtype, check_scaling, check_word
 from .plan import Plan, check_rounding
 from .segments import FLOATS, Segment
 
@@ -53,8 +54,9 @@ def merge_(weight: Tensor, lora_A: Tensor, lora_B: Tensor, scaling: float) -> Te
     Raises:
         InvalidInput: something does not fit; nothing was written.
     """
-    _check_arguments(scaling, weight=weight, lora_A=lora_A, lora_B=lora_B)
-    torch.ops.lora_merge.merge_(weight.detach(), lora_A.detach(), lora_B.detach(), float(scaling))
+    factor = _check_arguments(scaling, weight=weight, lora_A=lora_A, lora_B=lora_B)
+    _check_written("weight", weight)
+    torch.ops.lora_merge.merge_(weight.detach(), *_resolved(lora_A, lora_B), factor)
     return weight
 
 
@@ -75,8 +77,7 @@ def unmerge_(weight: Tensor, lora_A: Tensor, lora_B: Tensor, scaling: float) -> 
     Raises:
         InvalidInput: something does not fit; nothing was written.
     """
-    _check_arguments(scaling, weight=weight, lora_A=lora_A, lora_B=lora_B)
-    return merge_(weight, lora_A, lora_B, -float(scaling))
+    return merge_(weight, lora_A, lora_B, -check_scaling(scaling))
 
 
 def merge(
@@ -86,7 +87,7 @@ def merge(
     scaling: float,
     *,
     out: Tensor | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     rounding: str = "nearest",
     seed: int | None = None,
 ) -> Tensor:
@@ -100,7 +101,7 @@ def merge(
         lora_B: `[out, r]`, any of the three dtypes.
         scaling: finite factor (`alpha / r` in PEFT).
         out: `[out, in]` tensor to write, any strides; apart from `weight`, or `weight` itself.
-        dtype: of the result where `out` is not given; default: the weight's.
+        dtype: of the result where `out` is not given, also by name ("bfloat16"); default: the weight's.
         rounding: "nearest" (ties to even), or "stochastic", whose mean is the unrounded value.
         seed: of stochastic rounding, needed there and only there; the same seed draws the same bits.
 
@@ -111,15 +112,16 @@ def merge(
         InvalidInput: something does not fit; nothing was written.
     """
     check_rounding(rounding, seed)
-    _check_arguments(scaling, weight=weight, lora_A=lora_A, lora_B=lora_B, **({} if out is None else {"out": out}))
-    if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise InvalidInput(f"dtype must be a torch.dtype (torch.bfloat16), got {dtype!r}")
-    weight, lora_A, lora_B = weight.detach(), lora_A.detach(), lora_B.detach()
+    beside = {} if out is None else {"out": out}
+    factor = _check_arguments(scaling, weight=weight, lora_A=lora_A, lora_B=lora_B, **beside)
+    dtype = check_dtype(dtype)
+    weight, lora_A, lora_B = _resolved(weight, lora_A, lora_B)
     if out is None:
-        return torch.ops.lora_merge.merge(weight, lora_A, lora_B, float(scaling), dtype, rounding, seed)
+        return torch.ops.lora_merge.merge(weight, lora_A, lora_B, factor, dtype, rounding, seed)
+    _check_written("out", out)
     if dtype is not None and dtype != out.dtype:
         raise InvalidInput(f"out has dtype {out.dtype}, but dtype={dtype} was asked for; pass one of the two")
-    torch.ops.lora_merge.merge_out(weight, lora_A, lora_B, float(scaling), rounding, seed, out=out.detach())
+    torch.ops.lora_merge.merge_out(weight, lora_A, lora_B, factor, rounding, seed, out=out.detach())
     return out
 
 
@@ -159,8 +161,9 @@ def run_segments(
         InvalidInput: lists differ in length, or a segment does not fit; nothing was written.
     """
     _check_lists(destinations, sources=sources, lora_A=lora_A, lora_B=lora_B)
-    for scale, name in zip(scaling, names, strict=False):
-        _check_arguments(scale)
+    check_rounding(rounding, seed)
+    scaling = [check_scaling(scale) for scale in scaling]
+    for name in names:
         if not isinstance(name, str):
             raise InvalidInput(f"names must be strings, got {name!r}")
     first = [0] * len(destinations) if first is None else first
@@ -168,24 +171,36 @@ def run_segments(
     if not all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pitch):
         raise InvalidInput(f"pitch must have two numbers a destination, got {pitch!r}")
     flat = [step for pair in pitch for step in pair]
+    for label, numbers in (("first", first), ("pitch", flat)):
+        for number in numbers:
+            check_word(label, number)
     torch.ops.lora_merge.run_segments(
         destinations, sources, lora_A, lora_B, scaling, names, first, flat, rounding, seed
     )
 
 
-def _check_arguments(scaling: Any, **tensors: Any) -> None:
-    """Raise `InvalidInput`, naming the argument, unless these are tensors and the factor is one number."""
+def _check_arguments(scaling: Any, **tensors: Any) -> float:
+    """Return the factor; raise `InvalidInput`, naming the argument, unless these are tensors and it is one number."""
     for label, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             hint = "; pass its .weight" if isinstance(getattr(tensor, "weight", None), Tensor) else ""
             raise InvalidInput(f"{label} must be a tensor, got a {type(tensor).__name__}{hint}")
-    number = (
-        scaling.numel() == 1 and not scaling.is_complex()
-        if isinstance(scaling, Tensor)
-        else hasattr(type(scaling), "__float__")
-    )
-    if not number:
-        raise InvalidInput(f"scaling must be one real number, got {scaling!r}")
+        if tensor.is_nested:
+            check_dense(label, tensor)
+    return check_scaling(scaling)
+
+
+def _check_written(label: str, tensor: Tensor) -> None:
+    """Refuse what cannot be written as it lies, such as a view that is negated as it is read."""
+    if not torch.compiler.is_compiling():  # which traces no question for a lazy view, and makes none
+        check_dense(label, tensor)
+
+
+def _resolved(*tensors: Tensor) -> list[Tensor]:
+    """What is read, as it lies in memory: a lazily negated view is copied."""
+    if torch.compiler.is_compiling():
+        return [t.detach() for t in tensors]
+    return [(t.resolve_neg() if t.is_neg() else t).detach() for t in tensors]
 
 
 def _check_lists(destinations: Any, **lists: Any) -> None:

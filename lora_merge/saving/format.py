@@ -37,6 +37,8 @@ DTYPES: dict[str, torch.dtype] = {
     "F8_E5M2": torch.float8_e5m2,
     "C64": torch.complex64,
 }
+if hasattr(torch, "float8_e8m0fnu"):  # from torch 2.7 on
+    DTYPES["F8_E8M0"] = torch.float8_e8m0fnu
 """Code in a header -> torch's dtype."""
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 _LENGTH = 8
@@ -144,7 +146,9 @@ def _stored(file: Path, name: str, said: Any, data: int) -> Stored:
             f"{file}: its header says of {name} {said!r}, expected dtype, shape and data_offsets; fetch the file again"
         )
     if code not in DTYPES:
-        raise InvalidInput(f"{file}: {name} is of dtype {code}, which torch does not have: it cannot be copied")
+        raise InvalidInput(
+            f"{file}: {name} is of dtype {code}, expected one of {', '.join(DTYPES)}: save it as one of these"
+        )
     stored = Stored(name, DTYPES[code], tuple(shape), file, data + offsets[0])
     if stored.nbytes != offsets[1] - offsets[0]:
         raise InvalidInput(
@@ -162,6 +166,11 @@ def make_header(
     end, begins = 0, []
     for name, dtype, shape in tensors:
         nbytes = prod(shape) * dtype.itemsize
+        if dtype not in CODES:
+            raise InvalidInput(
+                f"{name}: expected a dtype that safetensors files hold ({', '.join(DTYPES)}), got {dtype}: leave it "
+                "out (register_buffer(..., persistent=False)), or convert it"
+            )
         said[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [end, end + nbytes]}
         begins.append(end)
         end += nbytes

@@ -37,7 +37,7 @@ def save_merged(
     out: str | Path,
     *,
     max_shard_size: int | str = SHARD_SIZE,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     rounding: str = "nearest",
     seed: int | None = None,
     adapter_names: Sequence[str] | None = None,

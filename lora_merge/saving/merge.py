@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidInput
-from ..kernels.checks import check_device
+from ..kernels.checks import check_device, check_dtype
 from ..kernels.packed import Packed, moved
 from ..kernels.plan import Plan, check_rounding
 from ..kernels.ranges import check_range, made_of
@@ -83,7 +83,7 @@ def merge_checkpoint(
     each: bool = False,
     scales: Mapping[str, float] | None = None,
     device: str | torch.device = "cpu",
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     rounding: str = "nearest",
     seed: int | None = None,
     shard_size: int | str | None = None,
@@ -132,8 +132,7 @@ def merge_checkpoint(
         MissingExtra: peft or transformers is not installed.
     """
     check_rounding(rounding, seed)
-    if dtype is not None and dtype not in FLOATS:
-        raise InvalidInput(f"dtype must be bfloat16, float16 or float32, got {dtype}")
+    dtype = check_dtype(dtype)
     device = check_device(device)
     size = None if shard_size is None else size_of(shard_size)
     adapters = [adapters] if isinstance(adapters, str | Path) else adapters

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..errors import InvalidInput
 from ..inference import outside_inference_mode
+from ..kernels.checks import check_dtype
 from ..kernels.plan import ROUNDINGS
 from ..kernels.segments import FLOATS, raw
 from ..models.claims import Look, check_base, check_readable
@@ -83,7 +84,7 @@ class MergedWeights:
         model: Any,
         *,
         bucket_bytes: int = BUCKET_BYTES,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         rounding: str = "nearest",
         adapters: bool = True,
         adapter_names: Sequence[str] | None = None,
@@ -91,8 +92,6 @@ class MergedWeights:
     ) -> None:
         if rounding not in ROUNDINGS:
             raise InvalidInput(f"rounding must be one of {', '.join(ROUNDINGS)}, got {rounding!r}")
-        if dtype is not None and dtype not in FLOATS:
-            raise InvalidInput(f"dtype must be bfloat16, float16 or float32, got {dtype}")
         if not isinstance(adapters, bool):
             raise InvalidInput(f"adapters must be True or False, got {adapters!r}; set_adapter chooses which ones act")
         self.adapter_names = check_names(adapter_names)
@@ -101,7 +100,7 @@ class MergedWeights:
         check_strategy(strategy)
         check_bucket_bytes(bucket_bytes)
         check_model(model)
-        self.model, self.bucket_bytes, self.dtype, self.rounding = model, bucket_bytes, dtype, rounding
+        self.model, self.bucket_bytes, self.dtype, self.rounding = model, bucket_bytes, check_dtype(dtype), rounding
         self.adapters, self.strategy = adapters, strategy
         self.keep_tied = False
         """Stream every name of a tied weight, for an engine that holds them apart."""

@@ -233,6 +233,8 @@ class Peft:
         for delta in deltas:
             assert delta.owner is not None
             source = destination = delta.weight.pieces[0].tensor
+            if not source.numel():  # has no address, and nothing to be merged
+                continue
             where = address(source)
             if where in begun:
                 with torch.inference_mode(False):
