@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from . import kernels
 from .errors import InvalidInput, NotRestored
+from .kernels.plan import writes
 from .kernels.segments import raw
 from .kernels.tracked import TrackedPlan
 from .models.claims import Look, merging, to_the_end
@@ -342,6 +343,7 @@ class _Once:
             self._done = True
 
 
+@writes
 def _copy(to: Tensor, source: Tensor) -> None:
     """The bits; the values where a parameter was converted."""
     with torch.inference_mode():
@@ -447,6 +449,7 @@ class _Unshard(_Merge):
         if errors:
             raise errors[0]
 
+    @writes
     def _merge_wholes(self, deltas: Sequence[Delta], wholes: dict[str, Tensor]) -> None:
         MergePlan([whole_job(d, wholes[d.name], wholes[d.name]) for d in deltas], self._operands).run()
         for job in (job for job in self._jobs if job.delta.name in wholes):
