@@ -238,22 +238,24 @@ class _Restore:
     def _leave(self) -> None:
         """May be begun again after an interrupt."""
         self._check_memory()
-        found: list[tuple[list[bool], list[Tensor]]] = []
+        found: list[tuple[list[bool], list[Tensor], list[Tensor]]] = []
 
         def look() -> None:
             with noted(self._errors):
                 self._model.on()
-                found[:] = [(self._moved(), self._owners.lost())]
+                found[:] = [(self._moved(), self._owners.lost(), self._owners.cut_off())]
 
         aside = _Once(look)
         for merge in self.merges:
             with noted(self._errors):
                 merge.unmerge(aside)
         aside()
-        for moved, lost in found:
+        for moved, lost, cut_off in found:
             self._put(moved)
             with noted(self._errors):
-                self._check_places(lost)
+                self._check_places(lost, "Parameter", "parameters")
+            with noted(self._errors):
+                self._check_places(cut_off, "module", "modules")
         if self._errors:
             _merges.pop(self._model.key, None)  # what could not be unmerged is merged for good
             self._left = True
@@ -292,15 +294,16 @@ class _Restore:
             "no weight of the model could be restored; load the base again"
         )
 
-    def _check_places(self, lost: Sequence[Tensor]) -> None:
-        """What another Parameter than the restored one would do in the model is not known here."""
+    def _check_places(self, lost: Sequence[Tensor], what: str, those: str) -> None:
+        """What another Parameter than the restored one, or a module with one, would do in the model is not known
+        here."""
         if lost:
             ids = set(map(id, lost))
             names = self._names({begin for (begin, _), w in self._weights.items() if id(w) in ids}.__contains__)
             raise NotRestored(
-                f"{names}: another Parameter took their place inside merged() and holds what "
+                f"{names}: another {what} took their place inside merged() and holds what "
                 "was there then, merged or not; the base came back to those that were there before. Load these weights "
-                "again, and replace parameters outside of the block"
+                f"again, and replace {those} outside of the block"
             )
 
     def _names(self, there: Callable[[int], bool]) -> str:

@@ -16,6 +16,7 @@ from ..errors import AlreadyMerged, InvalidInput
 from ..shards import Address, here
 from .signals import Deferred
 
+
 class _Claim:
     """What one `merged`, or one pass of a stream, holds as long as it is under way. A claim ends with its holder, also
     where interrupts kept the holder from letting go of it."""
