@@ -1,4 +1,4 @@
-"""What users do inside `merged` beside generating: autocast around it, copies, other modules, Ctrl-C again and again."""
+"""What users do inside `merged` beside generating: autocast around it, copies, other modules, many interrupts."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_autocast_around_a_block(bias: bool) -> None:
             with autocast():
                 see("nested")
         see("after")
-        with pytest.raises(ValueError, match="mine"), autocast(), merged(model):
+        with pytest.raises(ValueError, match="mine"), autocast(), merged(model):  # noqa: PT012
             see("inside again")
             raise ValueError("mine")
         see("after an error")
@@ -161,7 +161,7 @@ def test_copies(how: str) -> None:
     wanted = models.outputs(model)
     for _ in range(2):
         with merged(model):
-            with pytest.raises(AlreadyMerged, match="Copy it before or after the block"):
+            with pytest.raises(AlreadyMerged, match="Copy it before or after"):
                 COPIES[how](model)
             plain = copy.deepcopy(model.state_dict())  # tensors may be
         assert plain

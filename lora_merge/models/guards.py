@@ -47,9 +47,9 @@ def refuse_copy(*args: object, **kwargs: object) -> None:
     would share weights that go back, and its adapters would not act then.
     """
     raise AlreadyMerged(
-        "inside lora_merge.merged() a module with adapters is neither copied (copy.deepcopy) nor pickled (torch.save of "
-        "the module): the copy would hold merged weights for good. Copy it before or after the block; state_dict() "
-        "gives the merged tensors, lora_merge.save_merged writes them as a checkpoint"
+        "inside lora_merge.merged() a module with adapters is neither copied (copy.deepcopy) nor pickled "
+        "(torch.save of the module): the copy would hold merged weights for good. Copy it before or "
+        "after the block; state_dict() gives the merged tensors, lora_merge.save_merged writes them as a checkpoint"
     )
 
 

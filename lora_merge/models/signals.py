@@ -45,8 +45,9 @@ class Deferred:
             _deferring.remove(self)
         for number, handler in reversed(self._handlers):
             handler.waits = False  # where an interrupt ends this loop, a handler that stays passes everything on
-            if signal.getsignal(number) is handler:
-                signal.signal(number, handler.before)
+            before, there = handler.before, signal.getsignal(number)
+            if there is handler:
+                signal.signal(number, before)
         late: BaseException | None = None
         handlers = {number: handler.before for number, handler in self._handlers}
         self._handlers = []

@@ -192,8 +192,8 @@ def owners(snapshot: Snapshot, weights: Iterable[Tensor], indices: Indices | Non
     found = {(id(module), key): (module, key, tensor) for module, key, tensor in places if id(tensor) in ids}
     if not found:
         return Owners([], [], [])
-    owning = list(map(list, zip(*found.values(), strict=True)))
-    return Owners(*owning, *_way_to(owning[0], snapshot.modules))
+    modules, keys, held = (list(column) for column in zip(*found.values(), strict=True))
+    return Owners(modules, keys, held, *_way_to(modules, snapshot.modules))
 
 
 def _way_to(

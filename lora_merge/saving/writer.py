@@ -25,7 +25,7 @@ from typing import IO, Any, NamedTuple
 import torch
 
 from ..errors import InvalidInput, LoraMergeError
-from .checkpoint import CONFIG, INDEX, SINGLE
+from .checkpoint import CONFIG, INDEX, SINGLE, readable
 from .format import Stored, make_header, read_header, read_into, write_from
 
 try:
@@ -255,6 +255,8 @@ class Writer:
         self._flush()
         with _told(self.out):
             for to, source in self._along.items():
+                with readable(source):
+                    source.open("rb").close()
                 (self.folder / to).parent.mkdir(exist_ok=True)
                 shutil.copyfile(source, self.folder / to)  # what a link leads to; not its permissions
                 _sync(self.folder / to)
