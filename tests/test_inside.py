@@ -294,7 +294,7 @@ def test_floods_of_interrupts() -> None:
         survive(number)
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter.view(torch.uint8), bits[name].view(torch.uint8)), name
-        assert signal.getsignal(signal.SIGALRM) is handler
-    signal.signal(signal.SIGALRM, before)
+    claims.to_the_end(lambda: None)  # puts back what the last interrupt may have left
+    assert signal.signal(signal.SIGALRM, before) is handler
     with merged(model):
         pass

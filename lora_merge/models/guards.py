@@ -43,8 +43,8 @@ def refuse(*args: object, **kwargs: object) -> None:
 def refuse_copy(*args: object, **kwargs: object) -> None:
     """Make a stand-in for what copying and pickling ask of a module (`__getstate__`).
 
-    A copy would keep merged weights, and PEFT's marks of them, for good: nothing takes them off it again. A shallow copy
-    would share weights that go back, and its adapters would not act then.
+    A copy would keep merged weights, and PEFT's marks of them, for good: nothing takes them off it again. A shallow
+    copy would share weights that go back, and its adapters would not act then.
     """
     raise AlreadyMerged(
         "inside lora_merge.merged() a module with adapters is neither copied (copy.deepcopy) nor pickled "

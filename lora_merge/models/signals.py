@@ -32,6 +32,8 @@ class Deferred:
             return
         for number in _NUMBERS:
             before = signal.getsignal(number)
+            while isinstance(before, _Handler) and not before.waits:  # that an interrupt has left there
+                before = before.before
             if callable(before) and getattr(before, "__name__", "") != "_sighandler_noop":  # asyncio's raises nothing
                 handler = _Handler(before, self._came)
                 self._handlers.append((number, handler))
