@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from . import kernels
 from .errors import InvalidInput, NotRestored
+from .kernels.plan import writes
 from .kernels.replaced import ReplacedRows
 from .kernels.segments import raw
 from .kernels.tracked import TrackedPlan
@@ -238,22 +239,24 @@ class _Restore:
     def _leave(self) -> None:
         """May be begun again after an interrupt."""
         self._check_memory()
-        found: list[tuple[list[bool], list[Tensor]]] = []
+        found: list[tuple[list[bool], list[Tensor], list[Tensor]]] = []
 
         def look() -> None:
             with noted(self._errors):
                 self._model.on()
-                found[:] = [(self._moved(), self._owners.lost())]
+                found[:] = [(self._moved(), self._owners.lost(), self._owners.cut_off())]
 
         aside = _Once(look)
         for merge in self.merges:
             with noted(self._errors):
                 merge.unmerge(aside)
         aside()
-        for moved, lost in found:
+        for moved, lost, cut_off in found:
             self._put(moved)
             with noted(self._errors):
-                self._check_places(lost)
+                self._check_places(lost, "Parameter", "parameters")
+            with noted(self._errors):
+                self._check_places(cut_off, "module", "modules")
         if self._errors:
             _merges.pop(self._model.key, None)  # what could not be unmerged is merged for good
             self._left = True
@@ -292,15 +295,16 @@ class _Restore:
             "no weight of the model could be restored; load the base again"
         )
 
-    def _check_places(self, lost: Sequence[Tensor]) -> None:
-        """What another Parameter than the restored one would do in the model is not known here."""
+    def _check_places(self, lost: Sequence[Tensor], what: str, those: str) -> None:
+        """What another Parameter than the restored one, or a module with one, would do in the model is not known
+        here."""
         if lost:
             ids = set(map(id, lost))
             names = self._names({begin for (begin, _), w in self._weights.items() if id(w) in ids}.__contains__)
             raise NotRestored(
-                f"{names}: another Parameter took their place inside merged() and holds what "
+                f"{names}: another {what} took their place inside merged() and holds what "
                 "was there then, merged or not; the base came back to those that were there before. Load these weights "
-                "again, and replace parameters outside of the block"
+                f"again, and replace {those} outside of the block"
             )
 
     def _names(self, there: Callable[[int], bool]) -> str:
@@ -343,6 +347,7 @@ class _Once:
             self._done = True
 
 
+@writes
 def _copy(to: Tensor, source: Tensor) -> None:
     """The bits; the values where a parameter was converted."""
     with torch.inference_mode():
@@ -463,6 +468,7 @@ class _Unshard(_Merge):
         if errors:
             raise errors[0]
 
+    @writes
     def _merge_wholes(self, deltas: Sequence[Delta], wholes: dict[str, Tensor]) -> None:
         MergePlan([whole_job(d, wholes[d.name], wholes[d.name]) for d in deltas], self._operands).run()
         for job in (job for job in self._jobs if job.delta.name in wholes):

@@ -548,6 +548,40 @@ def test_two_runs_to_one_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     tensors(tmp_path / "out")
 
 
+def test_two_forced_runs_to_one_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From two threads, both ready to put their folder there: each took the other's lock for its own, and one that had
+    replaced the folder said that nothing was there."""
+    base, adapter = pair("qwen2", tmp_path)
+    merge_checkpoint(base, [adapter], tmp_path / "out")
+    ready, put = threading.Barrier(2, timeout=60), writer.Writer._put
+    errors: list[Exception] = []
+
+    def slow(self: writer.Writer) -> None:
+        put(self)
+        time.sleep(0.3)  # the other one comes between
+
+    def flush(self: writer.Writer) -> None:
+        ready.wait()
+
+    def run() -> None:
+        try:
+            merge_checkpoint(base, [adapter], tmp_path / "out", force=True)
+        except Exception as error:
+            errors.append(error)
+
+    monkeypatch.setattr(writer.Writer, "_flush", flush)
+    monkeypatch.setattr(writer.Writer, "_put", slow)
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["adapter", "base", "out"]
+    assert not list((tmp_path / "out").glob(".*"))
+    tensors(tmp_path / "out")
+
+
 def test_a_note_on_another_base(tmp_path: Path) -> None:
     write_base(tmp_path / "base", models.qwen2, torch.float32)
     write_adapter(tmp_path / "adapter", Path("owner/another-model"), models.qwen2)

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import InvalidInput
+
 # Everything lies on this disk; neither library needs to ask a hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -103,14 +105,27 @@ def load(
     from transformers import AutoModelForCausalLM
 
     with _quiet():
-        base = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype)
-        model = PeftModel.from_pretrained(base, adapter).to(device)
+        with _told("--model", checkpoint):
+            base = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype)
+        with _told("--adapter", adapter):
+            model = PeftModel.from_pretrained(base, str(adapter))
+        model = model.to(device)
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
     for layer in layers:
         layer.lora_A.to(adapter_dtype)
         layer.lora_B.to(adapter_dtype)
     bases = [layer.get_base_layer().weight.detach().clone() for layer in layers]
     return model, bases.__getitem__
+
+
+@contextmanager
+def _told(option: str, folder: Path) -> Iterator[None]:
+    """What a library says of a folder that it cannot load is an error that names the option."""
+    try:
+        yield
+    except Exception as error:
+        told = str(error).strip().partition("\n")[0]
+        raise InvalidInput(f"{option} {folder} cannot be loaded: {type(error).__name__}: {told}") from error
 
 
 @contextmanager

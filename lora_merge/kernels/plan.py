@@ -39,6 +39,24 @@ def untraced(function: Callable[_P, _T]) -> Callable[_P, _T]:
     return call
 
 
+def writes(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Mark what writes weights in place: after it, autocast's casts of them are forgotten.
+
+    Inside `torch.autocast` torch keeps its casts of float32 parameters that require a gradient, by tensor and whatever
+    the tensor holds, until the outermost block ends. A forward would go on with the old weights. All casts are dropped,
+    those of enclosing blocks and of other threads too; they are made again when they are needed.
+    """
+
+    @wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        try:
+            return function(*args, **kwargs)
+        finally:
+            torch.clear_autocast_cache()
+
+    return call
+
+
 class Plan:
     """Segments that were checked and laid out once, to be run every step in one launch.
 
@@ -96,6 +114,7 @@ class Plan:
         self.segments, self._memory = (), []
 
     @untraced
+    @writes
     def run(self, *, rounding: str = "nearest", seed: int | None = None) -> None:
         """Execute every segment, on the current stream; a run on another stream waits for the one before it.
 

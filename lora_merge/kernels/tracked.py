@@ -18,7 +18,7 @@ from .. import kernels
 from ..errors import AlreadyMerged, InvalidInput, NotRestored
 from .checks import check_overlaps, check_segment, check_segments
 from .packed import Packed
-from .plan import untraced
+from .plan import untraced, writes
 from .segments import FLOATS, Segment
 
 
@@ -79,6 +79,7 @@ class TrackedPlan:
         return self._tracked.nbytes if self._tracked else 0
 
     @untraced
+    @writes
     @torch.inference_mode()
     def merge(self, meanwhile: Callable[[], object] = kernels.idle) -> None:
         """Merge in place, on the current stream; waits for the device. If it raises, weights are as before.
@@ -97,6 +98,7 @@ class TrackedPlan:
         self._tracked.merge(meanwhile)
 
     @untraced
+    @writes
     @torch.inference_mode()
     def unmerge(self, meanwhile: Callable[[], object] = kernels.idle) -> None:
         """Put every bit back as it was before `merge`, and free what that took; waits for the device.
@@ -120,6 +122,7 @@ class TrackedPlan:
         return self._tracked is None or self._tracked.moved(moves)
 
     @untraced
+    @writes
     @torch.inference_mode()
     def remerge(self, before: TrackedPlan, meanwhile: Callable[[], object] = kernels.idle) -> None:
         """Take the place of a plan that is merged: `before.unmerge()` and `self.merge()`, bit for bit.

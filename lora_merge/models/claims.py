@@ -7,17 +7,25 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, contextmanager
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import AlreadyMerged, InvalidInput
 from ..shards import Address, here
+from .signals import Deferred
+
+
+class _Claim:
+    """What one `merged`, or one pass of a stream, holds as long as it is under way. A claim ends with its holder, also
+    where interrupts kept the holder from letting go of it."""
+
 
 _lock = threading.Lock()
-_merged: dict[object, tuple[Iterable[object], Mapping[Address, Tensor]]] = {}
+_merged: WeakKeyDictionary[_Claim, tuple[Iterable[object], Mapping[Address, Tensor]]] = WeakKeyDictionary()
 """The adapter layers and weights of each `merged`."""
-_read: dict[object, Sequence[torch.UntypedStorage]] = {}
+_read: WeakKeyDictionary[_Claim, Sequence[torch.UntypedStorage]] = WeakKeyDictionary()
 """What the passes of streams that are under way read."""
 _looks: dict[Look, set[int]] = {}
 """Who looks at a model now, and the memory that left `merged` meanwhile."""
@@ -55,7 +63,7 @@ def merging(
         AlreadyMerged: some of them are inside `merged`, or were when they were looked at.
         InvalidInput: a stream reads the memory of some of them.
     """
-    claim = object()
+    claim = _Claim()
 
     def let_go() -> None:
         with _lock:
@@ -67,7 +75,7 @@ def merging(
 
 
 def _claim_merge(
-    claim: object, layers: Iterable[object], weights: Mapping[Address, Tensor], left: AbstractSet[int]
+    claim: _Claim, layers: Iterable[object], weights: Mapping[Address, Tensor], left: AbstractSet[int]
 ) -> None:
     """As of `merging`."""
     with _lock:
@@ -91,7 +99,7 @@ def reading(held: Sequence[torch.UntypedStorage]) -> AbstractContextManager[None
     Raises:
         AlreadyMerged: some of it is inside `merged`.
     """
-    claim = object()
+    claim = _Claim()
 
     def take() -> None:
         with _lock:
@@ -161,16 +169,20 @@ def undone(begin: Callable[[], object], end: Callable[[], object]) -> Iterator[N
 
 
 def to_the_end(step: Callable[[], object]) -> None:
-    """Run a cleanup step, which may be begun again, to its end; an interrupt meanwhile (a second Ctrl-C) is raised
-    after it."""
-    late: BaseException | None = None
-    while True:
-        try:
-            step()
-            break
-        except Exception:
-            raise
-        except BaseException as interrupt:
-            late = interrupt
+    """Run a cleanup step, which may be begun again, to its end. Interrupts meanwhile, however many (Ctrl-C again and
+    again), are raised after it."""
+    signals, late = Deferred(), None
+    try:
+        while True:
+            try:
+                signals.defer()
+                step()
+                break
+            except Exception:
+                raise
+            except BaseException as interrupt:  # one that came before signals waited, or that is no signal's
+                late = interrupt
+    finally:
+        signals.deliver()
     if late is not None:
         raise late

@@ -40,6 +40,19 @@ def refuse(*args: object, **kwargs: object) -> None:
     )
 
 
+def refuse_copy(*args: object, **kwargs: object) -> None:
+    """Make a stand-in for what copying and pickling ask of a module (`__getstate__`).
+
+    A copy would keep merged weights, and PEFT's marks of them, for good: nothing takes them off it again. A shallow
+    copy would share weights that go back, and its adapters would not act then.
+    """
+    raise AlreadyMerged(
+        "inside lora_merge.merged() a module with adapters is neither copied (copy.deepcopy) nor pickled "
+        "(torch.save of the module): the copy would hold merged weights for good. Copy it before or "
+        "after the block; state_dict() gives the merged tensors, lora_merge.save_merged writes them as a checkpoint"
+    )
+
+
 def guarded(modules: Sequence[nn.Module]) -> list[tuple[Sequence[nn.Module], dict[str, Any]]]:
     """The modules that save themselves, class by class, with what is to stand for those of their methods."""
     return [([modules[at] for at in numbers], new) for numbers, new in savers(modules)]

@@ -78,6 +78,9 @@ class Indices(NamedTuple):
         owners: for each place that holds one of them the number among their modules of its module, ...
         keys: ... under which name, ...
         held: ... and the number of the parameter.
+        above: numbers of the modules that these modules are in, at any depth, ...
+        children: ... under which name, ...
+        below: ... and the number of the module there.
         savers: as `guards.savers` of its modules.
     """
 
@@ -89,6 +92,9 @@ class Indices(NamedTuple):
     owners: list[int]
     keys: list[str]
     held: list[int]
+    above: list[int]
+    children: list[str]
+    below: list[int]
     savers: list[tuple[list[int], dict[str, Any]]]
 
 
@@ -97,11 +103,15 @@ class Owners(NamedTuple):
 
     Args:
         modules, keys, held: one of each for every place.
+        above, children, below: the way from the model to these modules: a module, the name of a child, and the child.
     """
 
     modules: Sequence[nn.Module]
     keys: Sequence[str]
     held: Sequence[Tensor]
+    above: Sequence[nn.Module] = ()
+    children: Sequence[str] = ()
+    below: Sequence[nn.Module] = ()
 
     def lost(self) -> list[Tensor]:
         """Those that are in their places no more."""
@@ -110,6 +120,18 @@ class Owners(NamedTuple):
         if all(map(is_, now, self.held)):
             return []
         return [held for held, there in zip(self.held, now, strict=True) if held is not there]
+
+    def cut_off(self) -> list[Tensor]:
+        """Those that are in their modules, and another module has taken the place of one that leads there; not where
+        it was wrapped."""
+        children = column("_modules", list(map(vars, self.above)), self.above)
+        now = list(map(dict.get, children, self.children))
+        if all(map(is_, now, self.below)):
+            return []
+        pairs = [(b, n) for b, n in zip(self.below, now, strict=True) if n is not None and n is not b]
+        gone = [before for before, there in pairs if all(module is not before for module in there.modules())]
+        lost = {id(module) for before in gone for module in before.modules()}
+        return [held for held, module in zip(self.held, self.modules, strict=True) if id(module) in lost]
 
 
 _indices: WeakKeyDictionary[nn.Module, Indices] = WeakKeyDictionary()
@@ -143,6 +165,9 @@ def note(
         [modules[id(module)] for module in places.modules],
         list(places.keys),
         [parameters[id(weight)] for weight in places.held],
+        [modules[id(module)] for module in places.above],
+        list(places.children),
+        [modules[id(module)] for module in places.below],
         savers(snapshot.modules),
     )
 
@@ -159,11 +184,35 @@ def owners(snapshot: Snapshot, weights: Iterable[Tensor], indices: Indices | Non
         indices: in the snapshot, where the weights are theirs: nothing has to be looked for then.
     """
     if indices is not None:
-        return Owners(some(snapshot.modules, indices.owners), indices.keys, some(snapshot.parameters, indices.held))
+        modules, held = snapshot.modules, some(snapshot.parameters, indices.held)
+        way = some(modules, indices.above), indices.children, some(modules, indices.below)
+        return Owners(some(modules, indices.owners), indices.keys, held, *way)
     ids = set(map(id, weights))
-    held = ((module, key, tensor) for module in snapshot.modules for key, tensor in module._parameters.items())
-    found = {(id(module), key): (module, key, tensor) for module, key, tensor in held if id(tensor) in ids}
-    return Owners(*map(list, zip(*found.values(), strict=True))) if found else Owners([], [], [])
+    places = ((module, key, tensor) for module in snapshot.modules for key, tensor in module._parameters.items())
+    found = {(id(module), key): (module, key, tensor) for module, key, tensor in places if id(tensor) in ids}
+    if not found:
+        return Owners([], [], [])
+    modules, keys, held = (list(column) for column in zip(*found.values(), strict=True))
+    return Owners(modules, keys, held, *_way_to(modules, snapshot.modules))
+
+
+def _way_to(
+    modules: Sequence[nn.Module], everything: Sequence[nn.Module]
+) -> tuple[list[nn.Module], list[str], list[nn.Module]]:
+    """Where these modules are, and where the modules are that they are in, and so on; see `Owners`."""
+    parents: dict[int, list[tuple[nn.Module, str, nn.Module]]] = {}
+    for module in {id(module): module for module in everything}.values():
+        for name, child in module._modules.items():
+            if child is not None:
+                parents.setdefault(id(child), []).append((module, name, child))
+    way, seen, left = [], set(map(id, modules)), list(modules)
+    while left:
+        for step in parents.get(id(left.pop()), ()):
+            way.append(step)
+            if id(step[0]) not in seen:
+                seen.add(id(step[0]))
+                left.append(step[0])
+    return [above for above, _, _ in way], [name for _, name, _ in way], [below for _, _, below in way]
 
 
 def some(of: Sequence[_T], numbers: Sequence[int]) -> Sequence[_T]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -25,7 +26,7 @@ from ..shards.ranks import Ranks
 from ..stream.source import Entry
 from .adapters import Adapter, Sum, assembled, names_in, read_adapter, untied
 from .base import open_base
-from .checkpoint import Checkpoint, find, with_dtype
+from .checkpoint import Checkpoint, find, readable, with_dtype
 from .chunks import Ahead, Behind, Buffer, Buffers, Rows, rows_of
 from .decoded import Decoded
 from .format import as_bytes
@@ -202,9 +203,11 @@ def _check_apart(out: Path, sources: Sequence[Path]) -> None:
     for source in map(Path.resolve, sources):
         if out.resolve() == source or out.resolve() in source.parents or source in out.resolve().parents:
             raise InvalidInput(f"out: {out} holds, is or lies in {source}, which is read: name another folder")
-        for path in source.iterdir():
-            if out.resolve() in path.resolve().parents:
-                raise InvalidInput(f"out: {out} holds {path.resolve()}, which {path} is a link to: name another folder")
+        with readable(source):
+            links = {path: Path(os.path.realpath(path)) for path in source.iterdir()}  # a link to itself stays
+        for path, leads in links.items():
+            if out.resolve() in leads.parents:
+                raise InvalidInput(f"out: {out} holds {leads}, which {path} is a link to: name another folder")
 
 
 class _Target(NamedTuple):

@@ -15,16 +15,17 @@ import re
 import shutil
 import sys
 import tempfile
+import threading
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import torch
 
 from ..errors import InvalidInput, LoraMergeError
-from .checkpoint import CONFIG, INDEX, SINGLE
+from .checkpoint import CONFIG, INDEX, SINGLE, readable
 from .format import Stored, make_header, read_header, read_into, write_from
 
 try:
@@ -256,6 +257,8 @@ class Writer:
         self._flush()
         with _told(self.out):
             for to, source in self._along.items():
+                with readable(source):
+                    source.open("rb").close()
                 (self.folder / to).parent.mkdir(exist_ok=True)
                 shutil.copyfile(source, self.folder / to)  # what a link leads to; not its permissions
                 _sync(self.folder / to)
@@ -271,10 +274,11 @@ class Writer:
             if self._config is not None:
                 _write_json(self.folder / CONFIG, self._config)
             _sync(self.folder)
-            check_target(self.out, self._force)  # somebody may have been faster
-            self._put()
-            # Up to here a run that is killed leaves a lock, so that the next one removes what it left.
-            (self.out / _LOCK).unlink()
+            with _alone(self.out.parent):
+                check_target(self.out, self._force)  # somebody may have been faster
+                self._put()
+                # Up to here a run that is killed leaves a lock, so that the next one removes what it left.
+                (self.out / _LOCK).unlink()
             _sync(self.out)
             _sync(self.out.parent)
 
@@ -344,6 +348,22 @@ def _locked(file: Path) -> IO[bytes]:
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
     made.rename(file)
     return opened
+
+
+_putting = threading.Lock()
+
+
+@contextmanager
+def _alone(parent: Path) -> Iterator[None]:
+    """Among all runs, of this process and of others, the only one that puts a folder there: of two that replace the
+    same folder at once, each would take the other's lock for its own."""
+    with _putting, ExitStack() as stack:
+        if fcntl is not None:
+            descriptor = os.open(parent, os.O_RDONLY)
+            stack.callback(os.close, descriptor)
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
 
 
 def _exchange(one: Path, other: Path) -> bool:

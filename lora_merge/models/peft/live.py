@@ -22,7 +22,7 @@ from ...shards.layout import Known, Layout
 from ..claims import to_the_end
 from ..conversion import Conversion, read_conversion, saved_names, tied_keys
 from ..delta import Delta, Job, LazyList, in_place, whole_job
-from ..guards import Replaced, guarded, refuse
+from ..guards import Replaced, guarded, refuse, refuse_copy
 from ..part import Part
 from ..plain import check_plain
 from ..snapshot import Indices, Layed, Owners, Snapshot, again, indices_in, layouts, note, owners, some, take
@@ -314,7 +314,7 @@ class Peft:
     def off(self) -> None:
         """Makes PEFT's forward take its merged path, and keeps PEFT from merging and unmerging, and everything in the
         model from saving: there are merged weights under the base's names."""
-        merged = {"merge": refuse, "unmerge": refuse}
+        merged = {"merge": refuse, "unmerge": refuse, "__getstate__": refuse_copy}
         layers = [(which, {"merged_adapters": list(active), **merged}) for active, which in self._layers if active]
         modules, indices = self.snapshot().modules, self._indices
         saving = guarded(modules) if indices is None else [(some(modules, at), new) for at, new in indices.savers]
