@@ -48,14 +48,15 @@ def test_bits_names_and_files(kind: str, tmp_path: Path) -> None:
     assert_same(tensors(tmp_path / "out"), streamed(model))
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(p.name for p in base.iterdir())
     assert saved.verified == saved.nbytes == sum(t.nbytes for t in tensors(tmp_path / "out").values())
-    assert saved.changed >= len(read_deltas(model)) or kind in ("gpt_oss",)
+    # PEFT loads one update of two tied names as two.
+    assert saved.changed >= len(read_deltas(model)) or kind in ("gpt_oss", "both of a tied model")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").eval()
     if next(merged.parameters()).dtype == torch.float32:  # in bf16 rounding is seen
         wanted, got = (m(models.tokens()).logits for m in (model, merged))
         assert (wanted - got).abs().max() <= 1e-5 * wanted.abs().max()
     config, before = (json.loads((p / "config.json").read_text()) for p in (tmp_path / "out", base))
     if "of a tied model" in kind:
-        assert config.pop("tie_word_embeddings") is False
+        assert config.pop("tie_word_embeddings") is kind.startswith("both")  # which are one update
         before.pop("tie_word_embeddings")
     assert config == before
 

@@ -21,13 +21,14 @@ import lora_merge
 from lora_merge.kernels import cpu
 from lora_merge.shards import Shard
 
-# step -> (launches, bytes of new tensors in multiples of the adapted weights, Python calls), measured: 10, 413 and
-# 386 calls (none for a linear adapter layer or module, see `models/snapshot.py`; two or three for a compiled call,
-# which check its tensors); the rest is exact.
+# step -> (launches, bytes of new tensors in multiples of the adapted weights, Python calls), measured: 11, 507 and
+# 419 calls (none for a linear adapter layer or module, see `models/snapshot.py`; two or three for a compiled call,
+# which check its tensors; one for autocast's cache; some 20 for each cleanup that holds signals back, of which `merged`
+# has four); the rest is exact.
 LIMITS = {
-    "plan": (1, 0.0, 10),
-    "merged": (1, 0.08, 430),
-    "buckets": (2, 0.0, 400),
+    "plan": (1, 0.0, 11),
+    "merged": (1, 0.08, 520),
+    "buckets": (2, 0.0, 430),
 }
 
 

@@ -282,7 +282,7 @@ def test_an_engine_that_is_started_anew_between_pushes(servers: list[Server]) ->
 LIES = {
     "pause": ((200, JSON, "{}"), "engine 0 holds what it held before.*answered 200 and {}, where an engine"),
     "is_paused": ((200, JSON, "{}"), "engine 0 holds what it held before.*JSON of something else"),
-    "reset_prefix_cache": ((200, JSON, '{"ok": true}'), "engine 0 is dirty.*JSON of something else"),
+    "reset_prefix_cache": ((200, JSON, '{"ok": true}'), "engine 0 holds what it held before.*JSON of something else"),
     "resume": ((200, JSON, '{"status": "ok"}'), r"holds merged@\d+, but going on with it failed.*answered 200 and"),
 }
 """What something in front answers in the engine's place, and what a push says of it."""

@@ -271,7 +271,7 @@ def test_layers_whose_format_changes_between_pushes_are_tried_anew(anew: Any) ->
 
 def test_what_is_known_of_an_engine_is_kept_until_it_changes(anew: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether layers are reloaded or written: it took most of the time before a push."""
-    from lora_merge.engine.vllm import worker
+    from lora_merge.engine.vllm import unfit
 
     llm, model, fresh = anew
     asked: list[str] = []
@@ -280,7 +280,7 @@ def test_what_is_known_of_an_engine_is_kept_until_it_changes(anew: Any, monkeypa
         asked.append(refusal(modules))
         return asked[-1]
 
-    monkeypatch.setattr(worker, "refusal", told)
+    monkeypatch.setattr(unfit, "refusal", told)
     for bucket_bytes, reloads in ((1 << 16, False), (1 << 24, True)):
         asked.clear()
         with closing(VllmSync(model, llm, bucket_bytes=bucket_bytes)) as sync:

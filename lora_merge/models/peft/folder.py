@@ -109,7 +109,7 @@ def read_folder(folder: str | Path, base: str | Path | None, dtype: torch.dtype,
             f"{folder}: the adapter does not fit the base {named} ({type(error).__name__}: {told}); "
             f"{advice(matched, said, given=base is not None)}"
         ) from error
-    missing = [key for key in problems.missing_keys if _own(key) and ".default" in key]
+    missing = _missing(adapted, set(problems.missing_keys))
     if lacking := [*missing, *problems.unexpected_keys]:
         raise InvalidInput(
             f"{folder}: the adapter does not fit the base {named}: {len(missing)} of its tensors are not "
@@ -125,6 +125,19 @@ def read_folder(folder: str | Path, base: str | Path | None, dtype: torch.dtype,
     _notes[adapted] = tuple(beside.notes)
     tie_again(adapted)
     return adapted.eval()
+
+
+def _missing(adapted: nn.Module, keys: set[str]) -> list[str]:
+    """List the tensors of an adapter that its file did not bring, but for those that are the same as one that came: of
+    tied weights PEFT saves one.
+
+    Args:
+        keys: all of the model that did not come.
+    """
+    there = dict(adapted.named_parameters(remove_duplicate=False))
+    came = {id(parameter) for name, parameter in there.items() if name not in keys}
+    own = [key for key in sorted(keys) if _own(key) and ".default" in key]
+    return [key for key in own if id(there.get(key)) not in came]
 
 
 def _own(key: str) -> bool:
