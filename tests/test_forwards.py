@@ -274,3 +274,49 @@ def test_biases_that_are_no_parameters_are_refused(how: str) -> None:
         register_parametrization(lora_B, "bias", nn.Tanh())
     with pytest.raises(UnsupportedAdapter, match=r"0: the bias of lora_B of 'default' is no parameter"):
         read_deltas(model)
+
+
+def _mamba() -> nn.Module:
+    from transformers import MambaConfig, MambaForCausalLM
+
+    sizes = {"hidden_size": 16, "state_size": 4, "num_hidden_layers": 1, "vocab_size": 32, "time_step_rank": 2}
+    return MambaForCausalLM(MambaConfig(**sizes)).eval()
+
+
+class _Wrapped(nn.Module):
+    """Reads weights in all ways that are no computation, and one that is; calls its children under a decorator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called, self.looked_at, self.read = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    @torch.no_grad()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def inside() -> torch.Tensor:
+            return self.called(x) + x @ self.called.weight
+
+        if isinstance(self.looked_at.weight, torch.Tensor) and x.dtype != self.looked_at.weight.dtype:
+            x = x.to(self.looked_at.weight.dtype)
+        return self.looked_at(inside()) + x @ self.read.weight.T
+
+
+CALLED = {
+    "mamba's dt_proj": (_mamba, "dt_proj", "MambaMixer"),
+    "mamba's in_proj": (_mamba, "in_proj", ""),
+    "attention of torch's": (lambda: nn.TransformerEncoderLayer(8, 2, 8), "out_proj", "MultiheadAttention"),
+    "read": (_Wrapped, "read", "_Wrapped"),
+    "called in a function inside": (_Wrapped, "called", ""),
+    "looked at": (_Wrapped, "looked_at", ""),
+}
+
+
+@pytest.mark.parametrize("case", CALLED)
+def test_modules_that_are_not_called(case: str) -> None:
+    """Mamba multiplies by `dt_proj.weight` itself: the adapter did nothing in training, and was served all the same."""
+    build, target, reader = CALLED[case]
+    model = get_peft_model(build(), LoraConfig(r=2, target_modules=[target], init_lora_weights=False))
+    if not reader:
+        assert read_deltas(model)
+        return
+    with pytest.raises(UnsupportedAdapter, match=rf"{target}: .*{reader} computes with this module's weight itself"):
+        read_deltas(model)

@@ -7,7 +7,7 @@ passed over. PEFT is not imported; a model that holds its layers has done so.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -27,6 +27,7 @@ from ..delta import Delta, Factors
 from ..plain import remedy
 from .forwards import strange_factor, strange_forward, strange_layer
 from .tokens import TOKENS, read_tokens
+from .uncalled import read_itself
 
 PeftLayer: TypeAlias = Any
 """A layer of PEFT's, whose attributes differ from class to class."""
@@ -129,7 +130,9 @@ def read_adapters(model: nn.Module, layout: Layout | None = None) -> Adapters:
     layout = layout or Layout(model)
     found = Adapters([], [], {}, layout)
     layer_name, seen, bare, adapted = "", set(), {}, set()
+    classes: dict[str, type] = {}
     for name, module in walk(model):
+        classes[name] = type(module)
         kind = _kind(type(module))
         if kind == _TUNER_LAYER:
             layer_name = name
@@ -141,6 +144,7 @@ def read_adapters(model: nn.Module, layout: Layout | None = None) -> Adapters:
         if kind == _TUNER_LAYER:
             with _readable(name, module):
                 active = _active(name, module)
+                _check_called(name, classes)
                 deltas = _layer_deltas(name, module, active, layout) if active else []
             found.layers.append((module, active))
             for delta in deltas:
@@ -163,6 +167,21 @@ def read_adapters(model: nn.Module, layout: Layout | None = None) -> Adapters:
                 "place a module of its own (it may share the parameter)"
             )
     return found
+
+
+def _check_called(name: str, classes: Mapping[str, type]) -> None:
+    """Raise `UnsupportedAdapter` if the module around an adapted one does not call it.
+
+    Args:
+        classes: of the modules by name.
+    """
+    around, _, child = name.rpartition(".")
+    if around in classes and (reader := read_itself(classes[around], child)):
+        raise UnsupportedAdapter(
+            f"{name}: {reader} computes with this module's weight itself, and does not call the module, so that its "
+            f"adapter does nothing, and merged it would: leave {child} out of target_modules, or train the weight "
+            "through target_parameters"
+        )
 
 
 @contextmanager
