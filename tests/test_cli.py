@@ -284,6 +284,32 @@ def test_bench_of_what_has_no_room(
     assert told["methods"].keys() >= {"lora_merge in place", "peft"}
 
 
+def test_files_of_an_adapter_that_cannot_be_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No permission is told as such, and not as a file that is cut short; numbers that are text, without a trace."""
+    base, adapter = pair("qwen2", tmp_path)
+    there = Path.open
+
+    def closed(path: Path, *arguments: Any, **options: Any) -> Any:
+        if path.name == "adapter_model.safetensors":
+            raise PermissionError(13, "Permission denied", str(path))
+        return there(path, *arguments, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", closed)
+        status, told = as_json(capsys, "merge", base, adapter, "--out", tmp_path / "out")
+        assert status == cli.REFUSED
+        assert "cannot be read (Permission denied)" in told["error"]
+        assert "LFS" not in told["error"]
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    for value in ("eight", [8]):
+        (adapter / "adapter_config.json").write_text(json.dumps(config | {"r": value}))
+        status, told = as_json(capsys, "inspect", adapter)
+        assert status == cli.REFUSED
+        assert f"expected a number for r, got {value!r}" in told["error"]
+
+
 def test_free_memory_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lora_merge.bench import room
 

@@ -170,8 +170,8 @@ def _alone(folder: Path) -> Inspected:
         folder=folder,
         kind=str(config.get("peft_type", "unknown")),
         trained_on=str(config.get("base_model_name_or_path") or ""),
-        rank=int(config.get("r") or 0),
-        alpha=float(config.get("lora_alpha") or 0),
+        rank=int(_number(folder, config, "r")),
+        alpha=_number(folder, config, "lora_alpha"),
         ranks=tuple(sorted({module.rank for module in modules})),
         targets=config.get("target_modules"),
         options={key: config[key] for key in _TOLD if key in config and config[key] not in _USUAL},
@@ -182,6 +182,14 @@ def _alone(folder: Path) -> Inspected:
         whole=tuple(sorted(wholes)),
         replaced=replaced,
     )
+
+
+def _number(folder: Path, config: Mapping[str, Any], key: str) -> float:
+    """Return a number of an adapter's configuration; 0 where it is not there."""
+    value = config.get(key) or 0
+    if not isinstance(value, int | float):
+        raise InvalidInput(f"{folder / CONFIG}: expected a number for {key}, got {value!r}")
+    return float(value)
 
 
 def _tensors(folder: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:

@@ -79,7 +79,11 @@ def read_folder(folder: str | Path, base: str | Path | None, dtype: torch.dtype,
     if not named:
         raise InvalidInput(f"{folder / CONFIG} names no base model: pass base=, the engine's model")
     try:
+        with next(folder / name for name in FILES if (folder / name).is_file()).open("rb"):
+            pass
         held = load_peft_weights(str(folder), device="cpu")
+    except OSError as error:
+        raise InvalidInput(f"{folder}: the file of its tensors cannot be read ({error.strerror or error})") from error
     except Exception as error:
         told = str(error).strip().partition("\n")[0]
         raise InvalidInput(
