@@ -126,7 +126,8 @@ def read_folder(folder: str | Path, base: str | Path | None, dtype: torch.dtype,
     beside = read_beside(folder, Path(str(named)), adapted, held)
     _check_finite(folder, beside.tensors)
     put(adapted, beside)
-    _notes[adapted] = tuple(beside.notes)
+    part = [] if view.root is model else [f"{folder.name} was trained on {view.named()} of {type(model).__name__}"]
+    _notes[adapted] = (*part, *beside.notes)
     tie_again(adapted)
     return adapted.eval()
 

@@ -58,6 +58,10 @@ class View:
                 return ".".join(filter(None, (outer, path[len(inner) :].removeprefix("."))))
         return None
 
+    def named(self) -> str:
+        """Return what this part of the base is, in words."""
+        return f"the {type(self.root).__name__} around {', '.join(filter(None, self.parts.values()))}"
+
     def give_back(self, base: nn.Module) -> None:
         """Put what PEFT has set in the place of modules of this model into the base, too."""
         for inner, outer in self.parts.items():
