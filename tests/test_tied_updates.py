@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import models
+import peft
 import pytest
 import torch
 from checkpoints import tensors, write_base
 from helpers import assert_same_bits
+from packaging.version import Version
 from peft import LoraConfig, PeftModel, get_peft_model
 from processes import spawn
 from test_shards_merge import fsdp2
@@ -116,6 +118,8 @@ def test_saved_as_tied(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     model = policy(dtype, **SAVED[kind])
+    if kind == "both whole" and Version(peft.__version__) < Version("0.19"):
+        pytest.skip("this PEFT trains two copies, which part")
     if "whole" not in kind and not shares(model):
         pytest.skip("this PEFT does not tie them")
     write_base(tmp_path / "base", tied, dtype)

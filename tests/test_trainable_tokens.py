@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import models
+import peft
 import pytest
 import torch
 import torch.distributed as dist
 from checkpoints import tensors, write_base
 from helpers import assert_same_bits
+from packaging.version import Version
 from peft import LoraConfig, PeftModel, TrainableTokensConfig, get_peft_model
 from processes import spawn
 from test_shards_merge import fsdp1, fsdp1_one_unit, fsdp2, fsdp2_columns, local_bits
@@ -32,6 +34,7 @@ from lora_merge.models.delta import Delta, Run
 from lora_merge.saving.inspect import inspect_adapter
 from lora_merge.verify import change_of
 
+OLD = Version(peft.__version__) < Version("0.19")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 ROWS = [5, 100, 7, 8, 0]
 """Out of order; the last row of the vocabulary among them."""
@@ -97,7 +100,10 @@ def test_in_place_and_streamed(kind: str) -> None:
     """The forward inside is PEFT's with the adapter; every bit comes back; the stream is what lies there inside."""
     torch.manual_seed(0)
     model = KINDS[kind]()
-    wanted, apart = prompts(model), kind == "tied, rows of two kinds"
+    apart = kind == "tied, rows of two kinds"
+    if apart and OLD:
+        pytest.skip("this PEFT knows no rows of a linear layer")
+    wanted = prompts(model)
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     bits = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     stream = streamed(model)
@@ -159,6 +165,7 @@ def test_adapters_of_which_one_has_rows() -> None:
     assert ((stochastic.float() - expected(model)).abs() <= 2**-7 * expected(model).abs()).all()
 
 
+@pytest.mark.skipif(OLD, reason="this PEFT gives the tied head another layer for each adapter")
 def test_two_adapters_with_rows_of_their_own() -> None:
     """PEFT activates one of them; its layer takes several whose rows differ."""
     model = policy()
