@@ -437,6 +437,8 @@ def test_arguments(tmp_path: Path) -> None:
     ]:
         with checkpoints.nothing_left(tmp_path), pytest.raises(InvalidInput, match=match):
             merge_checkpoint(base, [adapter], tmp_path / "out", **options)
+    with pytest.raises(InvalidInput, match="is a URL"):
+        merge_checkpoint(base, [adapter], "s3://bucket/out")
     with pytest.raises(InvalidInput, match="at least one"):
         merge_checkpoint(base, [], tmp_path / "out")
     with pytest.raises(InvalidInput, match="both called 'adapter'"):

@@ -237,6 +237,14 @@ BROKEN: dict[str, tuple[Any, str]] = {
         _adapter_keys(lambda t: {n: s.clone().fill_(float("nan")) if "k_proj" in n else s for n, s in t.items()}),
         "k_proj.* holds NaN or infinity",
     ),
+    "a config that nests without end": (
+        lambda b, a: (b / "config.json").write_text("[" * 200_000),
+        r"config\.json cannot be read: maximum recursion depth",
+    ),
+    "an adapter's config that nests without end": (
+        lambda b, a: (a / "adapter_config.json").write_text("[" * 200_000),
+        r"adapter_config\.json cannot be read: maximum recursion depth",
+    ),
     "an adapter of another size": (
         _adapter_keys(lambda t: {n: torch.ones(s.shape[0] + 1, s.shape[1]) for n, s in t.items()}),
         "does not fit the base .*size mismatch",

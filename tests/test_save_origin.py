@@ -4,6 +4,7 @@ base is held against it."""
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import warnings
 from pathlib import Path
@@ -96,3 +97,12 @@ def test_no_false_alarm(home: Path, tmp_path: Path) -> None:
     adapter = telling(home, tmp_path / "other", base_model_name_or_path="Qwen/Qwen2-1.5B")
     with pytest.raises(InvalidInput, match=r"says that it was trained on Qwen/Qwen2-1\.5B; merged into .*a qwen2"):
         merge_checkpoint(cached, adapter, tmp_path / "out", strict=True)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes")
+def test_a_model_card_that_is_a_pipe(home: Path, tmp_path: Path) -> None:
+    """Opening it would wait for a writer that never comes."""
+    adapter = telling(home, tmp_path / "a", base_model_name_or_path=None)
+    (adapter / "README.md").unlink(missing_ok=True)
+    os.mkfifo(adapter / "README.md")
+    merge_checkpoint(home / "qwen", adapter, tmp_path / "out")

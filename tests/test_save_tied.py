@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,10 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from torch import nn
 
-from lora_merge import UnsupportedAdapter, merge_checkpoint, save_merged
+from lora_merge import InvalidInput, UnsupportedAdapter, merge_checkpoint, save_merged
 
 BERT = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 99}
 BART = {"d_model": 32, "vocab_size": 99, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
@@ -26,6 +26,8 @@ ZAMBA = BERT | {"num_hidden_layers": 6, "layers_block_type": ["mamba", "mamba", 
 GEMMA = {"text_config": BERT | {"num_key_value_heads": 2, "head_dim": 8},
          "vision_config": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48,
                            "image_size": 28, "patch_size": 14}, "mm_tokens_per_image": 4}  # fmt: skip
+T5 = {"d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 1, "num_heads": 2, "vocab_size": 99,
+      "decoder_start_token_id": 0}  # fmt: skip
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "bert, head": ("BertForMaskedLM", BERT, {"target_modules": ["cls.predictions.decoder"]}),
     "roberta, embedding": ("XLMRobertaForMaskedLM", BERT, {"target_modules": ["word_embeddings"]}),
@@ -35,6 +37,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "bart, shared whole": ("BartForConditionalGeneration", BART,
                            {"target_modules": ["q_proj"], "modules_to_save": ["shared"]}),
     "zamba, a shared block": ("ZambaForCausalLM", ZAMBA, {"target_modules": ["q_proj"]}),
+    "t5, all that is tied": ("T5ForConditionalGeneration", T5,
+                             {"target_modules": ["q", "embed_tokens"], "ensure_weight_tying": True}),
     "gemma 3, head": ("Gemma3ForConditionalGeneration", GEMMA, {"target_modules": ["lm_head"]}),
 }  # fmt: skip
 
@@ -62,7 +66,7 @@ def logits(model: nn.Module) -> torch.Tensor:
     ids = torch.randint(3, 90, (1, 8), generator=torch.Generator().manual_seed(0))
     more = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
     with torch.no_grad():
-        return copy.deepcopy(model).double().eval()(input_ids=ids, **more).logits
+        return model.double().eval()(input_ids=ids, **more).logits
 
 
 def save(live: bool, model: Any, folder: Path) -> None:
@@ -93,3 +97,13 @@ def test_a_class_that_computes_otherwise_where_they_are_two_is_refused(live: boo
     with pytest.raises(UnsupportedAdapter, match="computes otherwise where they are two"):
         save(live, model, tmp_path)
     assert not (tmp_path / "out").exists()
+
+
+def test_the_file_of_tied_adapters_is_whole(tmp_path: Path) -> None:
+    """PEFT's configuration names one of T5's four tied modules, and a file that lacks another layer is not taken."""
+    adapter = {"target_modules": ["q", "embed_tokens"], "ensure_weight_tying": True}
+    policy("T5ForConditionalGeneration", T5, adapter, tmp_path)
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    save_file({k: t for k, t in load_file(file).items() if "decoder.block.0.layer.1" not in k}, file)
+    with pytest.raises(InvalidInput, match="2 of its tensors are not in the file"):
+        save(False, None, tmp_path)

@@ -21,6 +21,7 @@ from torch import Tensor
 from ..errors import PushRefused
 from ..kernels.plan import Plan
 from ..kernels.segments import copies
+from ..models.brought import brought
 from ..models.conversion import TRAIN_AS_ONE
 from ..models.delta import Delta
 from ..models.live import live
@@ -333,7 +334,8 @@ class Updates:
                     f"{name}: {entry.meta.dtype} {list(entry.meta.shape)} with adapters, {bare.dtype} "
                     f"{list(bare.shape)} without: {self.instead}"
                 )
-        self._learning = Learning(module for _, module in live(self._adapted.model).modules())
+        model = live(self._adapted.model)
+        self._learning = Learning((module for _, module in model.modules()), brought(self._adapted.model))
         learning = self._learning.names(parts, adapted.ranks, buffers=self._trains)
         whole = frozenset(
             name

@@ -59,12 +59,14 @@ class Learning:
 
     Args:
         modules: all of the model's.
+        brought: tensors that have been trained, whether they require a gradient or not.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, modules: Iterable[nn.Module], brought: Iterable[Tensor] = ()) -> None:
         own = {id(p): p for module in modules for p in module._parameters.values() if p is not None}
         self._parameters = list(own.values())
         self._flags = [p.requires_grad for p in self._parameters]
+        self._brought = list(brought)
 
     @property
     def moved(self) -> bool:
@@ -73,5 +75,6 @@ class Learning:
 
     def names(self, parts: Mapping[str, Part], ranks: Ranks, buffers: bool) -> frozenset[str]:
         """As `learning_of`, on any of the ranks. Collective."""
-        trained = [p for p, flag in zip(self._parameters, self._flags, strict=True) if flag]
+        learning = [p for p, flag in zip(self._parameters, self._flags, strict=True) if flag]
+        trained = [*learning, *self._brought]
         return frozenset().union(*ranks.gather(learning_of(parts, trained, buffers)))

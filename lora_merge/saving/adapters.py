@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InvalidInput, UnsupportedAdapter
+from ..models.brought import brought
 from ..models.conversion import TRAIN_AS_ONE, Conversion, loading_names, read_conversion
 from ..models.delta import Delta
 from ..models.part import Part, learning_of
@@ -94,8 +95,7 @@ def read_adapter(name: str, folder: Path, base: Checkpoint, dtype: torch.dtype, 
     with originals(model):
         plain = bare.filler()
     parts = dict(filler.source.parts)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    whole = learning_of(parts, trained, buffers=False)
+    whole = learning_of(parts, brought(model), buffers=False)
     # PEFT saves embeddings along that an adapter targets: they are the base's own, and those of every such adapter.
     same = {_place(parts[n]) for n in whole if _is_the_bases(base, n, parts[n].shard.pieces[0].tensor)}
     whole = frozenset(n for n in whole if _place(parts[n]) not in same)
@@ -278,7 +278,8 @@ def names_in(base: Checkpoint, adapters: Sum) -> dict[str, Entry]:
                 f"{base.folder}: {name} is {list(stored.shape)} in {stored.file.name}, and {list(entry.meta.shape)} by "
                 "its config.json: they do not belong together; fetch the base again"
             )
-        if any(adapters.changes(s) for s in entry.sources) and stored.dtype not in _FLOATS:
+        counts = stored.dtype == entry.meta.dtype  # of integers, as a norm's number of batches, which come whole
+        if any(adapters.changes(s) for s in entry.sources) and stored.dtype not in _FLOATS and not counts:
             raise InvalidInput(
                 f"{base.folder}: {name} is {stored.dtype}, and {adapters.name} changes it: expected bfloat16, float16 "
                 "or float32"

@@ -282,7 +282,7 @@ def json_of(file: Path, why: str = "") -> dict[str, Any]:
         raise InvalidInput(f"{file.parent} holds no {file.name}{f', {why}' if why else ''}{_told_adapter(file.parent)}")
     try:
         said = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise InvalidInput(f"{file} cannot be read: {error}") from error
     if not isinstance(said, dict):
         raise InvalidInput(f"{file} must hold a JSON object, got a {type(said).__name__}")

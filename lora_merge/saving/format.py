@@ -99,7 +99,7 @@ def read_header(file: Path) -> Header:
             )
         try:
             told = json.loads(opened.read(length), object_pairs_hook=_once)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidInput(f"{file}: its header is no JSON ({error}); fetch the file again") from None
     if not isinstance(told, dict):
         raise InvalidInput(f"{file}: its header is a {type(told).__name__}, expected an object; fetch the file again")

@@ -105,7 +105,7 @@ def _config(trained_on: str) -> dict[str, Any]:
 def _said(file: Path) -> dict[str, Any]:
     try:
         said = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return said if isinstance(said, dict) else {}
 
@@ -113,7 +113,7 @@ def _said(file: Path) -> dict[str, Any]:
 def _card(file: Path) -> str:
     """The base that a model card names."""
     try:
-        found = _CARD.match(file.read_text(encoding="utf-8"))
+        found = _CARD.match(file.read_text(encoding="utf-8")) if file.is_file() else None  # a pipe would be waited for
     except (OSError, ValueError):
         return ""
     return found[1] if found else ""

@@ -54,7 +54,13 @@ class Wanted(NamedTuple):
 
 
 def absolute(path: str | Path) -> Path:
-    """A path from the root, without `..`; links stay."""
+    """A path from the root, without `..`; links stay.
+
+    Raises:
+        InvalidInput: it is a URL, of which a folder of that name would be made.
+    """
+    if "://" in str(path):
+        raise InvalidInput(f"{path} is a URL, expected a folder of this machine: write there, and upload the result")
     return Path(os.path.normpath(Path(path).expanduser().absolute()))
 
 

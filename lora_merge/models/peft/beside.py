@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ...errors import InvalidInput
 from ...names import hf_name, lineage, named_tensors, own_parameters
+from ..brought import bring
 
 FILES = ("adapter_model.safetensors", "adapter_model.bin")
 """What the adapter's own tensors are in."""
@@ -116,12 +117,13 @@ def _take(
 
 
 def put(model: nn.Module, beside: Beside) -> None:
-    """Give the base's parameters the values that lie beside the adapter; these require a gradient, as in training."""
+    """Give the base's tensors the values that lie beside the adapter; parameters among them require a gradient, as in
+    training."""
     with torch.no_grad():
         for t in named_tensors(model, own_parameters):
             if t.name in beside.tensors:
                 t.tensor.copy_(beside.tensors[t.name])
-                t.tensor.requires_grad_()
+    bring(model, named_tensors(model, own_parameters), beside.tensors.keys())
 
 
 def _adapted(model: nn.Module) -> Iterator[str]:

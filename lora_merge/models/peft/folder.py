@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ...errors import InvalidInput, LoraMergeError, UnsupportedAdapter
 from ...extras import needed
 from ...names import hf_name, named_tensors, own_parameters
+from ..brought import bring, brought
 from .beside import FILES, put, read_beside
 from .experts import as_laid_out_here, scale_as_trained
 from .matching import advice, match
@@ -37,6 +38,11 @@ _OWN = ("lora_", TRAINED)
 """What names of an adapter's own tensors contain, magnitudes among them."""
 _BASE_AS_IT_IS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 """What `init_lora_weights` says of adapters that are trained on the base as it is; others begin with another one."""
+_AGAIN = "save it again with the PEFT that trained it"
+_LEFT_OUT = (
+    "PEFT before 0.21 leaves the biases out of what it saves under bias='lora_only'. While the trained model is "
+    "loaded, save it with lora_merge.save_merged"
+)
 _notes: WeakKeyDictionary[nn.Module, tuple[str, ...]] = WeakKeyDictionary()
 _WIDEST = (
     *("AutoModelForTextToWaveform", "AutoModelForMultimodalLM", "AutoModelForImageTextToText"),
@@ -120,7 +126,7 @@ def read_folder(folder: str | Path, base: str | Path | None, dtype: torch.dtype,
             f"in the file, {len(problems.unexpected_keys)} of the file's have no place, {lacking[0]} for one; "
             f"{advice(matched, said, given=base is not None)}"
         )
-    _mark_whole(folder, adapted, {hf_name(key) for key in held if not _own(key)})
+    _mark_whole(folder, adapted, {hf_name(key) for key in held if not _own(key)}, config.bias)
     view.give_back(model)
     adapted.base_model.model = model  # the whole base, of which the view is a part
     beside = read_beside(folder, Path(str(named)), adapted, held)
@@ -185,26 +191,26 @@ def _check_sizes(folder: Path, model: nn.Module, held: Mapping[str, Tensor]) -> 
             )
 
 
-def _mark_whole(folder: Path, model: nn.Module, saved: set[str]) -> None:
-    """Let exactly those parameters of the base require a gradient that the folder holds whole.
+def _mark_whole(folder: Path, model: nn.Module, saved: set[str], bias: str) -> None:
+    """Note what the folder holds whole, and let exactly these parameters of the base require a gradient.
 
     Args:
         saved: their names.
+        bias: what the adapter's configuration says of biases.
     """
-    there = [(t.name, t.tensor) for t in named_tensors(model, own_parameters)]
-    if surplus := sorted(saved - {name for name, _ in there}):
+    there = list(named_tensors(model, own_parameters))
+    if surplus := sorted(saved - {t.name for t in there}):
         raise InvalidInput(
             f"{folder}: {surplus[0]} is in the adapter's file, and its base has no such parameter; pass the base that "
             "it was trained on"
         )
-    held = {id(tensor) for name, tensor in there if name in saved}  # tied ones have several names
-    for name, tensor in there:
-        if id(tensor) in held:
-            tensor.requires_grad_()
-        elif tensor.requires_grad:
+    bring(model, there, saved)
+    held = set(map(id, brought(model)))
+    for t in there:
+        if t.tensor.requires_grad and id(t.tensor) not in held:
             raise InvalidInput(
-                f"{folder}: the adapter's configuration says that {name} was trained, and its file does not hold it: "
-                "save it again with the PEFT that trained it"
+                f"{folder}: the adapter's configuration says that {t.name} was trained, and its file does not hold it: "
+                f"{_LEFT_OUT if bias == 'lora_only' and t.attribute == 'bias' else _AGAIN}"
             )
 
 
@@ -222,7 +228,7 @@ def _said(folder: Path) -> dict[str, Any]:
         )
     try:
         said = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InvalidInput(f"{folder / CONFIG} cannot be read: {error}; save the adapter again") from error
     if not isinstance(said, dict):
         raise InvalidInput(f"{folder / CONFIG} must hold a JSON object, got a {type(said).__name__}")

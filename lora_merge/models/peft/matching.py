@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ...errors import InvalidInput
 from ...names import lineage, unwrapped
 from ..conversion import loading_names
+from .tying import target_tied
 
 _PRETRAINED = "transformers.modeling_utils.PreTrainedModel"
 _FRONT = "base_model.model."
@@ -110,6 +111,8 @@ def match(folder: Path, base: nn.Module, held: Mapping[str, Tensor], config: Any
         InvalidInput: the names fit two places, or two of them are one.
     """
     first = _Places(View(base, {"": ""}, loading_names(base))).of_all(folder, held)
+    if first.fits and getattr(config, "ensure_weight_tying", False):
+        target_tied(base, config, first.targets)
     named = (getattr(config, "auto_mapping", None) or {}).get("base_model_class")
     exact = first.fits and not first.moved
     if exact and named in (None, type(base).__name__):

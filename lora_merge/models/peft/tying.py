@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -32,6 +35,27 @@ def tie_again(model: nn.Module) -> None:
                 for mine, shared in zip(second, first, strict=True):
                     turned = shared.t() if other.transposed else shared
                     parameters[mine.data_ptr()].data = turned
+
+
+def target_tied(base: nn.Module, config: Any, adapted: Collection[str]) -> None:
+    """Let a configuration name the modules of tied weights that a file adapts.
+
+    Of a weight that several modules share, `ensure_weight_tying=True` adapts all, and PEFT saves a configuration that
+    names one of them. Reading it, PEFT finds the others again where that one is the model's input embedding and the
+    other its head (Qwen2), and not where there are more of them (T5's `shared`).
+
+    Args:
+        adapted: names of the modules that the file adapts.
+    """
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    modules = dict(base.named_modules())
+    named = {name for name in modules if name and check_target_module_exists(config, name)}
+    tied = {id(weight) for name in named if isinstance(weight := getattr(modules[name], "weight", None), Tensor)}
+    others = {name for name in adapted if name not in named and name in modules}
+    if others and all(id(getattr(modules[name], "weight", None)) in tied for name in others):
+        config.target_modules = named | others  # what the file lacks of those that are named is told later
+        config.exclude_modules = config.layers_to_transform = config.layers_pattern = None
 
 
 def _sides(delta: Delta) -> list[Tensor]:
