@@ -217,6 +217,14 @@ BROKEN: dict[str, tuple[Any, str]] = {
         lambda b, a: _rewrite(a / "adapter_config.json", init_lora_weights="olora"),
         "changes the base that the adapter belongs to",
     ),
+    "another base was meant, which no conversion brings back": (
+        lambda b, a: _rewrite(a / "adapter_config.json", init_lora_weights="loftq"),
+        r"changes the base .*no conversion .*save_merged",
+    ),
+    "an initialisation that is not known": (
+        lambda b, a: _rewrite(a / "adapter_config.json", init_lora_weights="new", auto_mapping=5),
+        r"is not known here, and may change the base .*save_merged",
+    ),
     "keys that have no place": (
         _adapter_keys(lambda t: t | {"base_model.model.model.layers.9.mlp.up_proj.lora_A.weight": torch.ones(4, 32)}),
         "1 of the file's have no place",

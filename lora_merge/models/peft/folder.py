@@ -43,6 +43,8 @@ _LEFT_OUT = (
     "PEFT before 0.21 leaves the biases out of what it saves under bias='lora_only'. While the trained model is "
     "loaded, save it with lora_merge.save_merged"
 )
+_CONVERTED = ("pissa", "olora", "corda", "lora_ga")
+"""How `init_lora_weights` begins where PEFT can make an adapter of the base before."""
 _notes: WeakKeyDictionary[nn.Module, tuple[str, ...]] = WeakKeyDictionary()
 _WIDEST = (
     *("AutoModelForTextToWaveform", "AutoModelForMultimodalLM", "AutoModelForImageTextToText"),
@@ -266,11 +268,26 @@ def _check_kind(folder: Path, said: Mapping[str, Any]) -> None:
         )
     begun = said.get("init_lora_weights", True)
     if begun not in _BASE_AS_IT_IS:
-        raise UnsupportedAdapter(
-            f"{folder}: init_lora_weights={begun!r} changes the base that the adapter belongs to, and what it is to be "
-            "merged into is the one before: save it again with path_initial_model_for_weight_conversion, which makes "
-            "it a plain LoRA"
+        raise UnsupportedAdapter(f"{folder}: init_lora_weights={begun!r} {_other_base(str(begun).lower())}")
+
+
+def _other_base(begun: str) -> str:
+    """Say what an initialisation does to the base, and what to do about it.
+
+    Args:
+        begun: what `init_lora_weights` says.
+    """
+    if begun.startswith(_CONVERTED):
+        return (
+            "changes the base that the adapter belongs to, and what it is to be merged into is the one before: save it "
+            "again with path_initial_model_for_weight_conversion, which makes it a plain LoRA"
         )
+    what = "changes" if begun == "loftq" else "is not known here, and may change"
+    # PEFT converts LoftQ's with a warning, and what comes out belongs to a base that differs by what quantising lost.
+    return (
+        f"{what} the base that the adapter belongs to, and PEFT has no conversion that makes it an exact LoRA of the "
+        "base before: while the trained model is loaded, save it with lora_merge.save_merged"
+    )
 
 
 def _base(name: str, dtype: torch.dtype, values: bool, given: bool) -> nn.Module:

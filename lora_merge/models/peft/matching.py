@@ -113,7 +113,8 @@ def match(folder: Path, base: nn.Module, held: Mapping[str, Tensor], config: Any
     first = _Places(View(base, {"": ""}, loading_names(base))).of_all(folder, held)
     if first.fits and getattr(config, "ensure_weight_tying", False):
         target_tied(base, config, first.targets)
-    named = (getattr(config, "auto_mapping", None) or {}).get("base_model_class")
+    mapping = getattr(config, "auto_mapping", None)
+    named = mapping.get("base_model_class") if isinstance(mapping, Mapping) else None
     exact = first.fits and not first.moved
     if exact and named in (None, type(base).__name__):
         return first
