@@ -20,7 +20,8 @@ from checkpoints import tensors
 from helpers import assert_same_bits
 from processes import spawn
 from test_shards_errors import FAULTS, assert_refused, enter
-from test_shards_merge import MODELS, Odd, check, device, local_bits, odd
+from test_shards_merge import MODELS, Odd, check, cut, device, held_inside, local_bits, odd, read_deltas_merged
+from test_trainable_tokens import KINDS as TOKENS
 from torch import Tensor, nn
 
 from lora_merge import (
@@ -380,6 +381,27 @@ def tied(rank: int) -> None:
         assert_same_bits(tensor, wanted[name], name)
 
 
+def tokens(rank: int) -> None:
+    """Trained rows replace those of an embedding and a head that are cut between them: streamed, in place, and back."""
+    for kind in ("tied", "both, untied"):
+        plain = TOKENS[kind]().to(device())
+        wanted, held = dict(MergedWeights(plain)), held_inside(plain)
+        for config in ("partitioned", "some persist"):
+            model = engine(TOKENS[kind]().to(device()), **CONFIGS[config])
+            before, weights = local_bits(model), MergedWeights(model, bucket_bytes=4096)
+            for strategy in (None, "unshard", None):
+                got = dict(weights)
+                assert got.keys() == wanted.keys()
+                for name, tensor in got.items():
+                    assert_same_bits(tensor, wanted[name], f"{kind} {config} {name}")
+                with merged(model, strategy=strategy):
+                    for delta in read_deltas_merged(model):
+                        for piece in delta.weight.pieces:
+                            assert_same_bits(piece.tensor, cut(held[delta.name], piece.box), f"{config} {delta.name}")
+                for now, then in zip(local_bits(model), before, strict=True):
+                    assert_same_bits(now, then, f"{kind} {config}: a partition after merging")
+
+
 def fails_on_one_rank(rank: int) -> None:
     """It is an error on every rank, wherever it comes up on one; nothing is changed, and forwards find each other."""
 
@@ -427,6 +449,7 @@ ON_TWO: list[Callable[[int], None]] = [
     before_the_engine,
     refused,
     tied,
+    tokens,
     fails_on_one_rank,
     after_the_end,
     under_autocast,  # the last: DeepSpeed then takes all engines of the process for such
