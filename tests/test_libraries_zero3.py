@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
@@ -214,6 +215,25 @@ def written_inside(rank: int) -> None:
         parameter.data[:] = 1.0
     changed = [n for n, (a, b) in enumerate(zip(local_bits(model), before, strict=True)) if not torch.equal(a, b)]
     assert changed, numbers
+
+
+def replaced_inside(rank: int) -> None:
+    """Another module in the place of one that was merged is found by name, and all weights come back."""
+    model = engine(MODELS["qwen2 float32"](), **CONFIGS["some persist"])
+    before, mlp = local_bits(model), model.module.get_base_model().model.layers[1].mlp
+    for _ in range(2):
+        there = mlp.up_proj
+        expected = pytest.raises(NotRestored, match=r"layers\.1\.mlp\.up_proj\.weight: another module")
+        with expected, merged(model):
+            loss_of(model, rank, 0)
+            mlp.up_proj = nn.Linear(32, 48)
+        mlp.up_proj = there
+        for now, then in zip(local_bits(model), before, strict=True):
+            assert_same_bits(now, then)
+        with merged(model):
+            loss_of(model, rank, 0)
+            with pytest.raises(AlreadyMerged, match="Copy it before or after"):
+                copy.deepcopy(there)
 
 
 def raising(*_: object) -> None:
@@ -441,6 +461,7 @@ ON_TWO: list[Callable[[int], None]] = [
     gathered,
     written_while_gathered,
     written_inside,
+    replaced_inside,
     raised_inside,
     in_a_forward,
     moved,
