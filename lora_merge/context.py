@@ -239,7 +239,7 @@ class _Restore:
     def _leave(self) -> None:
         """May be begun again after an interrupt."""
         self._check_memory()
-        found: list[tuple[list[bool], list[Tensor], list[Tensor]]] = []
+        found: list[tuple[list[bool], list[Tensor | str], list[Tensor | str]]] = []
 
         def look() -> None:
             with noted(self._errors):
@@ -295,12 +295,18 @@ class _Restore:
             "no weight of the model could be restored; load the base again"
         )
 
-    def _check_places(self, lost: Sequence[Tensor], what: str, those: str) -> None:
+    def _check_places(self, lost: Sequence[Tensor | str], what: str, those: str) -> None:
         """What another Parameter than the restored one, or a module with one, would do in the model is not known
         here."""
         if lost:
             ids = set(map(id, lost))
-            names = self._names({begin for (begin, _), w in self._weights.items() if id(w) in ids}.__contains__)
+            spans = [
+                range(begin, begin + prod(shape) * dtype.itemsize)
+                for ((begin, _), w), (shape, _, dtype) in zip(self._weights.items(), self._layouts, strict=True)
+                if id(w) in ids
+            ]
+            told = {name for name in lost if isinstance(name, str)}
+            names = self._names(lambda place: any(place in span for span in spans)) or ", ".join(sorted(told))
             raise NotRestored(
                 f"{names}: another {what} took their place inside merged() and holds what "
                 "was there then, merged or not; the base came back to those that were there before. Load these weights "

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import bases_of_parts as bases
 import models
 import pytest
 import torch
+from bases_of_parts import CLIP, IMAGES, ROTARY, TEXT
 from checkpoints import tensors
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
@@ -22,17 +24,6 @@ from lora_merge.models.peft.folder import read_folder
 from lora_merge.saving.inspect import inspect_adapter
 
 transformers = pytest.importorskip("transformers", minversion="5")
-_TEXT = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "head_dim": 16,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "pad_token_id": 0,
-}
-_ROTARY = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
 _DELTA = {
     "layer_types": ["full_attention"] * 2,
     "linear_num_key_heads": 2,
@@ -49,40 +40,31 @@ _QWEN_VISION = {
     "patch_size": 4,
     "num_position_embeddings": 16,
 }
-_IMAGES = {"image_token_id": 60, "video_token_id": 61, "vision_start_token_id": 62, "vision_end_token_id": 63}
-_CLIP = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 8,
-    "patch_size": 4,
-}
 
 
 def qwen3_5() -> Any:
-    config = transformers.Qwen3_5Config(text_config=_TEXT | _DELTA, vision_config=_QWEN_VISION, **_IMAGES)
+    config = transformers.Qwen3_5Config(text_config=TEXT | _DELTA, vision_config=_QWEN_VISION, **IMAGES)
     return transformers.Qwen3_5ForConditionalGeneration(config)
 
 
 def qwen3_5_moe() -> Any:
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     experts |= {"shared_expert_intermediate_size": 16}
-    config = transformers.Qwen3_5MoeConfig(text_config=_TEXT | _DELTA | experts, vision_config=_QWEN_VISION, **_IMAGES)
+    config = transformers.Qwen3_5MoeConfig(text_config=TEXT | _DELTA | experts, vision_config=_QWEN_VISION, **IMAGES)
     return models.eager(transformers.Qwen3_5MoeForConditionalGeneration(config))
 
 
 def qwen2_vl() -> Any:
-    text = {k: v for k, v in _TEXT.items() if k != "head_dim"} | {"rope_parameters": _ROTARY}
+    text = {k: v for k, v in TEXT.items() if k != "head_dim"} | {"rope_parameters": ROTARY}
     vision = {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "patch_size": 4, "mlp_ratio": 2}
-    config = transformers.Qwen2VLConfig(text_config=text, vision_config=vision, **_IMAGES)
+    config = transformers.Qwen2VLConfig(text_config=text, vision_config=vision, **IMAGES)
     return transformers.Qwen2VLForConditionalGeneration(config)
 
 
 def llava() -> Any:
     config = transformers.LlavaConfig(
-        vision_config=transformers.CLIPVisionConfig(**_CLIP),
-        text_config=transformers.LlamaConfig(**_TEXT),
+        vision_config=transformers.CLIPVisionConfig(**CLIP),
+        text_config=transformers.LlamaConfig(**TEXT),
         image_token_index=60,
     )
     return transformers.LlavaForConditionalGeneration(config)
@@ -90,15 +72,15 @@ def llava() -> Any:
 
 def gemma3() -> Any:
     config = transformers.Gemma3Config(
-        text_config=transformers.Gemma3TextConfig(**_TEXT, query_pre_attn_scalar=16),
-        vision_config=transformers.SiglipVisionConfig(**_CLIP),
+        text_config=transformers.Gemma3TextConfig(**TEXT, query_pre_attn_scalar=16),
+        vision_config=transformers.SiglipVisionConfig(**CLIP),
         mm_tokens_per_image=1,
     )
     return transformers.Gemma3ForConditionalGeneration(config)
 
 
 def mllama() -> Any:
-    text = {k: v for k, v in _TEXT.items() if k != "head_dim"} | {"cross_attention_layers": [1]}
+    text = {k: v for k, v in TEXT.items() if k != "head_dim"} | {"cross_attention_layers": [1]}
     text |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
     vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_global_layers": 1}
     vision |= {"attention_heads": 2, "image_size": 8, "patch_size": 4, "vision_output_dim": 64}
@@ -108,7 +90,7 @@ def mllama() -> Any:
 
 
 def omni() -> Any:
-    text = {k: v for k, v in _TEXT.items() if k != "head_dim"} | {"rope_parameters": _ROTARY}
+    text = {k: v for k, v in TEXT.items() if k != "head_dim"} | {"rope_parameters": ROTARY}
     audio = {"num_mel_bins": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 32}
     audio |= {"d_model": 32, "output_dim": 32, "n_window": 4, "max_source_positions": 32}
     vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
@@ -126,11 +108,11 @@ def omni() -> Any:
 
 
 def qwen3() -> Any:
-    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**_TEXT))
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**TEXT))
 
 
 def masked(kind: str) -> Any:
-    sizes = {k: v for k, v in _TEXT.items() if k not in ("head_dim", "num_key_value_heads")}
+    sizes = {k: v for k, v in TEXT.items() if k not in ("head_dim", "num_key_value_heads")}
     if kind == "ModernBert":
         sizes |= {"cls_token_id": 1, "sep_token_id": 2, "bos_token_id": 1, "eos_token_id": 2}
     return getattr(transformers, f"{kind}ForMaskedLM")(getattr(transformers, f"{kind}Config")(**sizes))
@@ -154,6 +136,10 @@ def auto(kind: str) -> Callable[[Path], Any]:
     return lambda folder: getattr(transformers, kind).from_pretrained(folder, dtype=torch.float32)
 
 
+def text_of(whole: Any) -> Any:
+    return whole.model.language_model
+
+
 @dataclass(frozen=True)
 class Part:
     """What an adapter is trained on: a base, how the model is taken out of its folder, and PEFT's options."""
@@ -163,21 +149,18 @@ class Part:
     options: dict[str, Any]
 
 
+_VL = "AutoModelForImageTextToText"
 _SOME = {"target_modules": ["q_proj", "down_proj"]}
+_EXPERTS = {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+_HALF = {"target_modules": ["q", "wo"]}
 _BERT = {"target_modules": r"encoder.*\.(query|dense)", "task_type": "FEATURE_EXTRACTION"}
 PARTS = {
     "text": Part(qwen3_5, auto("AutoModelForCausalLM"), _SOME | {"modules_to_save": ["lm_head"]}),
     "text, all linear": Part(qwen3_5, auto("AutoModelForCausalLM"), {"target_modules": "all-linear"}),
     "text and head": Part(qwen3_5, auto("AutoModelForCausalLM"), {"target_modules": ["o_proj", "lm_head"]}),
-    "experts": Part(
-        qwen3_5_moe,
-        auto("AutoModelForCausalLM"),
-        {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
-    ),
-    "text of Gemma": Part(gemma3, around(transformers.Gemma3ForCausalLM, lambda m: m.model.language_model), _SOME),
-    "text of LLaVA": Part(
-        llava, around(transformers.LlamaForCausalLM, lambda m: m.model.language_model), _SOME | {"bias": "all"}
-    ),
+    "experts": Part(qwen3_5_moe, auto("AutoModelForCausalLM"), _EXPERTS),
+    "text of Gemma": Part(gemma3, around(transformers.Gemma3ForCausalLM, text_of), _SOME),
+    "text of LLaVA": Part(llava, around(transformers.LlamaForCausalLM, text_of), _SOME | {"bias": "all"}),
     "text of Mllama": Part(mllama, auto("AutoModelForCausalLM"), _SOME),
     "thinker": Part(omni, auto("Qwen2_5OmniThinkerForConditionalGeneration"), _SOME),
     "encoder": Part(qwen3, auto("AutoModel"), _SOME | {"task_type": "FEATURE_EXTRACTION", "use_dora": True}),
@@ -186,6 +169,14 @@ PARTS = {
         lambda: masked("ModernBert"), auto("AutoModel"), {"target_modules": ["Wqkv", "Wo"], "bias": "lora_only"}
     ),
     "images": Part(qwen3_5, auto("AutoModel"), {"target_modules": ["qkv", "q_proj"]}),
+    "text of LLaVA-OneVision": Part(bases.llava_onevision, around(transformers.Qwen2ForCausalLM, text_of), _SOME),
+    "text of PaliGemma": Part(bases.paligemma, around(transformers.GemmaForCausalLM, text_of), _SOME),
+    "text of InternVL": Part(bases.internvl, around(transformers.Qwen2ForCausalLM, text_of), _SOME),
+    "text of Qwen3-VL": Part(bases.qwen3_vl_moe, lambda folder: text_of(auto(_VL)(folder)), _EXPERTS),
+    "images of Qwen3-VL": Part(bases.qwen3_vl, auto("AutoModel"), {"target_modules": ["qkv", "q_proj"]}),
+    "thinker of Qwen3": Part(bases.qwen3_omni, auto("Qwen3OmniMoeThinkerForConditionalGeneration"), _EXPERTS),
+    "T5": Part(bases.t5, auto("T5EncoderModel"), _HALF),
+    "T5, by its task": Part(bases.t5, auto("T5EncoderModel"), _HALF | {"task_type": "FEATURE_EXTRACTION"}),
 }
 
 
@@ -339,3 +330,16 @@ def test_a_part_that_there_is_twice(tmp_path: Path) -> None:
     model.save_pretrained(adapter)
     with pytest.raises(InvalidInput, match=r"is encoder\.block\.0\.\S+ or decoder\.block\.0\.\S+ of the base"):
         read_folder(adapter, base, torch.float32)
+
+
+def test_half_of_a_file(tmp_path: Path) -> None:
+    """An adapter of the encoder alone is one, and what a file of the whole model has lost is missed."""
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    written(bases.t5, base)
+    for options, lost in [({}, "decoder"), ({"task_type": "SEQ_2_SEQ_LM"}, "decoder"), ({}, "encoder.block.1")]:
+        kind = "T5EncoderModel" if lost.startswith("encoder") else "AutoModelForSeq2SeqLM"
+        trained(auto(kind)(base), **_HALF, **options).save_pretrained(adapter)
+        file = adapter / "adapter_model.safetensors"
+        save_file({k: t for k, t in load_file(file).items() if lost not in k}, file, {"format": "pt"})
+        with pytest.raises(InvalidInput, match="of its tensors are not in the file"):
+            read_folder(adapter, base, torch.float32)

@@ -16,11 +16,14 @@ import pytest
 import torch
 from helpers import assert_same_bits
 from peft import LoraConfig, PeftModel, get_peft_model
+from processes import spawn
+from test_shards_merge import forward, fsdp1, fsdp2, local_bits
 from torch import Tensor, nn
 
 import lora_merge
 from lora_merge import AlreadyMerged, NotRestored, merged
 from lora_merge.models import claims, signals
+from lora_merge.shards.layout import Layout
 
 # ---- autocast --------------------------------------------------------------------------------------------------------
 
@@ -133,6 +136,34 @@ def test_another_module_inside(what: str, later: bool) -> None:
     with pytest.raises(NotRestored, match=r"layers\.1\.self_attn\.q_proj\.weight: another module"), merged(model):
         REPLACED[what](layer)
     assert_same_bits(weight, bits, "the weight that was there before")
+
+
+def replaced_on_shards(rank: int) -> None:
+    """The same where ranks hold parts; what is wrapped, or was gathered inside, is no other one."""
+    for wrap in (fsdp2, fsdp1):
+        model = wrap(models.with_lora(models.qwen2))
+        Layout(model).reshard()
+        before = local_bits(model)
+        _, layer = (module for module in model.modules() if type(module).__name__.endswith("DecoderLayer"))
+        for strategy in (None, None, "unshard"):
+            with merged(model, strategy=strategy):
+                forward(model)
+                layer.mlp.up_proj = nn.Sequential(layer.mlp.up_proj)
+            layer.mlp.up_proj = layer.mlp.up_proj[0]
+            there = layer.self_attn.q_proj
+            expected = pytest.raises(NotRestored, match=r"layers\.1\.self_attn\.q_proj\.weight: another module")
+            with expected, merged(model, strategy=strategy):
+                layer.self_attn.q_proj = nn.Linear(32, 32)
+            layer.self_attn.q_proj = there
+            with merged(model), pytest.raises(AlreadyMerged, match="Copy it before or after"):
+                copy.deepcopy(there)
+            Layout(model).reshard()
+            for now, then in zip(local_bits(model), before, strict=True):
+                assert_same_bits(now, then, f"{wrap.__name__}, {strategy}")
+
+
+def test_another_module_inside_a_model_that_is_sharded() -> None:
+    spawn(2, replaced_on_shards)
 
 
 def test_a_module_that_is_wrapped_inside() -> None:

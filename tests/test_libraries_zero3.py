@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
@@ -20,7 +21,8 @@ from checkpoints import tensors
 from helpers import assert_same_bits
 from processes import spawn
 from test_shards_errors import FAULTS, assert_refused, enter
-from test_shards_merge import MODELS, Odd, check, device, local_bits, odd
+from test_shards_merge import MODELS, Odd, check, cut, device, held_inside, local_bits, odd, read_deltas_merged
+from test_trainable_tokens import KINDS as TOKENS
 from torch import Tensor, nn
 
 from lora_merge import (
@@ -215,6 +217,25 @@ def written_inside(rank: int) -> None:
     assert changed, numbers
 
 
+def replaced_inside(rank: int) -> None:
+    """Another module in the place of one that was merged is found by name, and all weights come back."""
+    model = engine(MODELS["qwen2 float32"](), **CONFIGS["some persist"])
+    before, mlp = local_bits(model), model.module.get_base_model().model.layers[1].mlp
+    for _ in range(2):
+        there = mlp.up_proj
+        expected = pytest.raises(NotRestored, match=r"layers\.1\.mlp\.up_proj\.weight: another module")
+        with expected, merged(model):
+            loss_of(model, rank, 0)
+            mlp.up_proj = nn.Linear(32, 48)
+        mlp.up_proj = there
+        for now, then in zip(local_bits(model), before, strict=True):
+            assert_same_bits(now, then)
+        with merged(model):
+            loss_of(model, rank, 0)
+            with pytest.raises(AlreadyMerged, match="Copy it before or after"):
+                copy.deepcopy(there)
+
+
 def raising(*_: object) -> None:
     raise RuntimeError("injected")
 
@@ -380,6 +401,27 @@ def tied(rank: int) -> None:
         assert_same_bits(tensor, wanted[name], name)
 
 
+def tokens(rank: int) -> None:
+    """Trained rows replace those of an embedding and a head that are cut between them: streamed, in place, and back."""
+    for kind in ("tied", "both, untied"):
+        plain = TOKENS[kind]().to(device())
+        wanted, held = dict(MergedWeights(plain)), held_inside(plain)
+        for config in ("partitioned", "some persist"):
+            model = engine(TOKENS[kind]().to(device()), **CONFIGS[config])
+            before, weights = local_bits(model), MergedWeights(model, bucket_bytes=4096)
+            for strategy in (None, "unshard", None):
+                got = dict(weights)
+                assert got.keys() == wanted.keys()
+                for name, tensor in got.items():
+                    assert_same_bits(tensor, wanted[name], f"{kind} {config} {name}")
+                with merged(model, strategy=strategy):
+                    for delta in read_deltas_merged(model):
+                        for piece in delta.weight.pieces:
+                            assert_same_bits(piece.tensor, cut(held[delta.name], piece.box), f"{config} {delta.name}")
+                for now, then in zip(local_bits(model), before, strict=True):
+                    assert_same_bits(now, then, f"{kind} {config}: a partition after merging")
+
+
 def fails_on_one_rank(rank: int) -> None:
     """It is an error on every rank, wherever it comes up on one; nothing is changed, and forwards find each other."""
 
@@ -419,6 +461,7 @@ ON_TWO: list[Callable[[int], None]] = [
     gathered,
     written_while_gathered,
     written_inside,
+    replaced_inside,
     raised_inside,
     in_a_forward,
     moved,
@@ -427,6 +470,7 @@ ON_TWO: list[Callable[[int], None]] = [
     before_the_engine,
     refused,
     tied,
+    tokens,
     fails_on_one_rank,
     after_the_end,
     under_autocast,  # the last: DeepSpeed then takes all engines of the process for such

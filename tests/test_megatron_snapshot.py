@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -20,7 +21,7 @@ from test_megatron_read import Case
 from torch import Tensor, nn
 
 import lora_merge.models.megatron.live
-from lora_merge import LoraMergeError, MergedWeights, NotRestored, UnsupportedAdapter, context, merged
+from lora_merge import AlreadyMerged, LoraMergeError, MergedWeights, NotRestored, UnsupportedAdapter, context, merged
 from lora_merge.kernels.segments import raw
 from lora_merge.megatron import Chunks
 from lora_merge.models import snapshot
@@ -185,6 +186,35 @@ def train(case: Case) -> None:
         assert outcome(lambda: inside(model)) == entered
     with pytest.raises(NotRestored, match=r"mlp\.gate_proj\.weight, .*\.up_proj\.weight: the memory"), merged(model):
         weight.untyped_storage().resize_(0)
+
+
+def replaced(case: Case) -> None:
+    """Another module in the place of one that was merged, around its adapter or in it; and a copy."""
+    (chunk,) = made(case)
+    model = Chunks([chunk], vocab_size=101)
+    base, mlp = [p.detach().clone() for p in chunk.parameters()], innermost(chunk).decoder.layers[0].mlp
+    layer, told = mlp.linear_fc1, r"mlp\.gate_proj\.weight, .*\.up_proj\.weight: another module"
+    parts: list[tuple[Any, str]] = [(mlp, "linear_fc1"), (layer, "to_wrap" if case.style == "bridge" else "base_layer")]
+    for _ in range(2):  # read, and as it is known
+        for owner, key in parts:
+            there = getattr(owner, key)
+            with pytest.raises(NotRestored, match=told), merged(model):
+                setattr(owner, key, torch.nn.Linear(4, 4))
+            setattr(owner, key, there)
+        with merged(model):
+            for copied in (layer, mlp):
+                with pytest.raises(AlreadyMerged, match="Copy it before or after"):
+                    copy.deepcopy(copied)
+            owner, key = parts[0]
+            setattr(owner, key, torch.nn.Sequential(layer))
+        setattr(owner, key, layer)
+        assert all(torch.equal(raw(p.detach()), raw(was)) for p, was in zip(chunk.parameters(), base, strict=True))
+    assert "__getstate__" not in vars(layer)
+
+
+def test_another_module_inside() -> None:
+    for style in ("bridge", "mcore"):
+        POOL.run(1, replaced, Case("llama", Grid(), 1, style))
 
 
 def test_a_model_in_training_is_not_read_again() -> None:

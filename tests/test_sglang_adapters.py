@@ -91,6 +91,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: policy(target_modules=["q_proj", "k_proj", "v_proj"], lora_bias=True),
         "cannot serve lora_bias",
     ),
+    "trainable tokens": (
+        lambda: policy(trainable_token_indices={"embed_tokens": [3, 17]}),
+        "cannot serve TrainableTokens",
+    ),
     "modules_to_save": (lambda: policy(modules_to_save=["lm_head"]), "cannot serve ModulesToSave"),
     "experts": (
         lambda: models.with_lora(

@@ -93,6 +93,20 @@ def test_schedulers_read_the_trainer_s_weights_where_they_lie(started: Any) -> N
     sync.close()
 
 
+def test_trainable_tokens(started: Any) -> None:
+    """Rows of a tied embedding, some of them in the prompts: one tensor for the engine, whoever merges."""
+    rows = {"embed_tokens": list(range(0, 256, 3))}
+    model = models.with_lora(policies.qwen2, target_modules=["q_proj"], trainable_token_indices=rows)
+    for merge in ("trainer", "engine"):
+        sync = SglangSync(model, started, merge=merge, bucket_bytes=BUCKET)
+        for step in range(2):
+            policies.train(model, step)
+            report = sync.push(verify=step == 1)
+            assert (report.merge, report.coverage) == (merge, 1)
+            assert_answers(ask(started), model)
+        sync.close()
+
+
 def wrong_shape(model: Any) -> None:
     model.model.layers[1].self_attn.q_proj = nn.Linear(128, 64)
 

@@ -17,6 +17,7 @@ import models
 import pytest
 import torch
 from engines import ask, assert_answers, engine, train
+from peft import LoraConfig, get_peft_model
 from test_vllm_processes import Server, greedy
 from torch import nn
 
@@ -332,6 +333,47 @@ def test_tied_weights_that_change_alike(config: dict[str, Any], wide: tuple[Any,
     assert_answers(ask(llm), model)
     unload_adapter(llm)
     assert_base(llm, model)
+
+
+def trained_on(part: Any, folder: Path, base: Path, **options: Any) -> Path:
+    """An adapter on a part of a model, which then acts in the whole of it; saved."""
+    adapted: Any = get_peft_model(part, LoraConfig(r=4, init_lora_weights=False, **options)).eval()
+    return saved(adapted, folder, base)
+
+
+def test_an_adapter_of_an_encoder(wide: tuple[Any, Path], tmp_path: Path) -> None:
+    """AutoModel makes a model without the head of the one that is served."""
+    llm, base = wide
+    whole, bits = policy().unload().eval(), llm.collective_rpc("bits")
+    options = {"target_modules": ["q_proj", "down_proj"], "task_type": "FEATURE_EXTRACTION"}
+    folder = trained_on(whole.model, tmp_path / "adapter", base, **options)
+    with pytest.warns(UserWarning, match="was trained on the Qwen2Model around model of Qwen2ForCausalLM"):
+        load_adapter(llm, folder)
+    assert_answers(ask(llm), whole)
+    unload_adapter(llm)
+    assert llm.collective_rpc("bits") == bits
+
+
+def test_an_adapter_of_the_text_of_a_model_with_images(tmp_path: Path) -> None:
+    """The engine has that as a part, with names of its own."""
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(0)
+    whole, base = engines.idefics3().eval(), tmp_path / "base"
+    with engine(whole, base, **READ, limit_mm_per_prompt={"image": 0}) as llm:
+        bare = ask(llm)
+        assert_answers(bare, whole)
+        text = LlamaForCausalLM(whole.config.text_config)
+        text.model, text.lm_head = whole.model.text_model, whole.lm_head
+        folder = trained_on(text, tmp_path / "adapter", base, target_modules=[*engines.LINEARS, "lm_head"])
+        whole.lm_head = text.lm_head
+        with pytest.warns(UserWarning, match="was trained on the LlamaForCausalLM around model.text_model, lm_head"):
+            report = load_adapter(llm, folder)
+        assert all("vision_model" in name or "connector" in name for name in report.left_out)
+        assert_answers(ask(llm), whole)
+        unload_adapter(llm)
+        for now, then in zip(ask(llm), bare, strict=True):
+            assert now.outputs[0].token_ids == then.outputs[0].token_ids
 
 
 def test_engines_whose_checkpoint_is_not_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,26 +102,32 @@ class Owners(NamedTuple):
     """Places of a model that hold some of its parameters: modules, names of their parameters, and these.
 
     Args:
-        modules, keys, held: one of each for every place.
+        modules, keys, held: one of each for every place; of what FSDP1 manages, of which a rank may hold nothing, the
+            name in the place of the parameter.
         above, children, below: the way from the model to these modules: a module, the name of a child, and the child.
+        stay: whether modules hold these parameters until somebody replaces them. Sharded ones give way to what
+            was gathered.
     """
 
     modules: Sequence[nn.Module]
     keys: Sequence[str]
-    held: Sequence[Tensor]
+    held: Sequence[Tensor | str]
     above: Sequence[nn.Module] = ()
     children: Sequence[str] = ()
     below: Sequence[nn.Module] = ()
+    stay: bool = True
 
-    def lost(self) -> list[Tensor]:
+    def lost(self) -> list[Tensor | str]:
         """Those that are in their places no more."""
+        if not self.stay:
+            return []
         parameters = column("_parameters", list(map(vars, self.modules)), self.modules)
         now = list(map(dict.get, parameters, self.keys))
         if all(map(is_, now, self.held)):
             return []
         return [held for held, there in zip(self.held, now, strict=True) if held is not there]
 
-    def cut_off(self) -> list[Tensor]:
+    def cut_off(self) -> list[Tensor | str]:
         """Those that are in their modules, and another module has taken the place of one that leads there; not where
         it was wrapped."""
         children = column("_modules", list(map(vars, self.above)), self.above)
@@ -194,6 +200,12 @@ def owners(snapshot: Snapshot, weights: Iterable[Tensor], indices: Indices | Non
         return Owners([], [], [])
     modules, keys, held = (list(column) for column in zip(*found.values(), strict=True))
     return Owners(modules, keys, held, *_way_to(modules, snapshot.modules))
+
+
+def named_owners(snapshot: Snapshot, names: Iterable[tuple[nn.Module, str]]) -> Owners:
+    """The places of parameters that are known by their names: the modules that own them, and these."""
+    modules, held = (list(column) for column in zip(*names, strict=True))
+    return Owners(modules, [], held, *_way_to(modules, snapshot.modules), stay=False)
 
 
 def _way_to(

@@ -17,6 +17,8 @@ from torch import Tensor
 from ..errors import InvalidInput
 from ..extras import needed
 from ..kernels.segments import FLOATS
+from ..models.peft.files import CONFIG as ADAPTER_CONFIG
+from ..models.peft.files import PICKLED as ADAPTER_PICKLED
 from .chunks import Buffer, Rows, Take
 from .format import Stored, as_bytes, read_header, read_into
 
@@ -32,11 +34,11 @@ _MODELS = re.compile(
 )
 """How transformers names weights, Llama's and Mistral's authors theirs, and trainers what they keep."""
 _TENSORS = (".safetensors", ".bin", ".pt", ".pth")
-_NOT_ALONG = ("README.md", "trainer_state.json", "adapter_config.json")
+_NOT_ALONG = ("README.md", "trainer_state.json", ADAPTER_CONFIG)
 _FOLDERS_ALONG = ("additional_chat_templates",)
 _PARTS = "modules.json"
 _WANTED = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.tiktoken", "LICENSE*"]
-_WANTED += ["NOTICE*", "USE_POLICY*", "adapter_model.bin", "*.spm", "*.codes", "*_Dense/pytorch_model.bin"]
+_WANTED += ["NOTICE*", "USE_POLICY*", ADAPTER_PICKLED, "*.spm", "*.codes", "*_Dense/pytorch_model.bin"]
 _WANTED += ["non_lora_*.bin"]
 _DATA = ["*.pt", "*.npz", "*.ttf"]
 """What models read beside their weights; adapters' repositories have optimizers under such names."""
@@ -254,7 +256,7 @@ def _parts(file: Path) -> set[str]:
 
 
 def _told_adapter(folder: Path) -> str:
-    if (folder / "adapter_config.json").is_file():
+    if (folder / ADAPTER_CONFIG).is_file():
         return "; it holds an adapter: the base comes first, then the adapters"
     return ""
 

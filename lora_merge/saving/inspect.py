@@ -15,7 +15,8 @@ from torch import Tensor
 from ..errors import InvalidInput, UnsupportedAdapter
 from ..kernels.segments import FLOATS
 from ..models.delta import Delta
-from ..models.peft.folder import CONFIG, elsewhere, notes_of
+from ..models.peft.files import CONFIG, PICKLED, TENSORS, file_of
+from ..models.peft.folder import elsewhere, notes_of
 from ..models.peft.tokens import TRAINED, WRAPPED
 from ..names import hf_name
 from ..shards import whole
@@ -27,7 +28,6 @@ from .checkpoint import Checkpoint, find, json_of, readable
 from .format import read_header
 from .origin import origin_of
 
-_FILE, _PICKLED = "adapter_model.safetensors", "adapter_model.bin"
 _FACTOR = re.compile(r"\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(\.weight|\.bias)?$")
 
 
@@ -193,16 +193,17 @@ def _number(folder: Path, config: Mapping[str, Any], key: str) -> float:
 
 
 def _tensors(folder: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    if (folder / _FILE).is_file():
-        with readable(folder / _FILE):
-            return {stored.name: (stored.dtype, stored.shape) for stored in read_header(folder / _FILE).tensors}
-    if (folder / _PICKLED).is_file():
+    file = file_of(folder)
+    if file is not None and file.name == PICKLED:
         try:
-            loaded = torch.load(folder / _PICKLED, map_location="cpu", weights_only=True, mmap=True)
+            loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:
-            raise InvalidInput(f"{folder / _PICKLED} cannot be read: {type(error).__name__}: {error}") from error
+            raise InvalidInput(f"{file} cannot be read: {type(error).__name__}: {error}") from error
         return {name: (t.dtype, tuple(t.shape)) for name, t in loaded.items() if isinstance(t, Tensor)}
-    raise InvalidInput(f"{folder} holds no {_FILE}, which the adapter's tensors are in; save it again")
+    if file is not None:
+        with readable(file):
+            return {stored.name: (stored.dtype, stored.shape) for stored in read_header(file).tensors}
+    raise InvalidInput(f"{folder} holds no {TENSORS}, which the adapter's tensors are in; save it again")
 
 
 def _rank(shapes: Mapping[str, tuple[int, ...]]) -> int:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from ..models.peft.files import CONFIG as ADAPTER_CONFIG
 from .checkpoint import CONFIG, Checkpoint
 
 _TEXT = ("text_config", "thinker_config", "llm_config", "language_config", "decoder")
@@ -49,7 +50,7 @@ def origin_of(name: str, folder: Path, model: nn.Module, base: Checkpoint) -> Or
         model: the adapter on the base.
         base: that it is merged into.
     """
-    said = _said(folder / "adapter_config.json")
+    said = _said(folder / ADAPTER_CONFIG)
     trained_on = str(said.get("base_model_name_or_path") or "") or _card(folder / "README.md")
     doubts = list(_doubts(name, said, trained_on, model, base))
     if doubts or not trained_on or _same(trained_on, base.folder):

@@ -21,7 +21,7 @@ from ...shards import Address, Shard, address
 from ...shards.ranks import Ranks
 from ..conversion import Conversion
 from ..delta import Delta, Factors, Job, LazyList, in_place
-from ..guards import Replaced, guarded
+from ..guards import Replaced, guarded, refuse_copy
 from ..part import Part
 from ..snapshot import Indices, Layed, Owners, Snapshot, Taking, indices_in, layouts, note, owners, some
 from .groups import Groups, ProcessGroups, groups_of, replica
@@ -178,7 +178,7 @@ class Megatron:
     def off(self) -> None:
         savers = Replaced()
         self._off.callback(savers.back)
-        savers.put(guarded(self.snapshot().modules))
+        savers.put([*guarded(self.snapshot().modules), (self._layers, {"__getstate__": refuse_copy})])
         self._off.enter_context(layers_off(("", layer) for layer in self._layers))
 
     def on(self) -> None:

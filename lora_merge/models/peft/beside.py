@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from ...errors import InvalidInput
 from ...names import hf_name, lineage, named_tensors, own_parameters
 from ..brought import bring
+from .files import FILES, TENSORS, file_of
 
-FILES = ("adapter_model.safetensors", "adapter_model.bin")
-"""What the adapter's own tensors are in."""
 _ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 _STATE = re.compile(
     r"(optimi[sz]er|optim|scheduler|lr_scheduler|scaler|grad_scaler|sampler|dl_state|rng_state|random_states|"
@@ -71,7 +70,7 @@ def read_beside(folder: Path, base: Path, model: nn.Module, held: Mapping[str, T
     for name, tensors in _files(folder, base, found.notes):
         own = {hf_name(key): tensor for key, tensor in tensors.items() if _FACTORS not in key}
         if not own:
-            found.notes.append(f"{folder.name}: {name} holds factors of LoRA, too; read are those of {FILES[0]}")
+            found.notes.append(f"{folder.name}: {name} holds factors of LoRA, too; those of {_own(folder)} are read")
         elif all(map(_VALUE_HEAD.fullmatch, own)):
             found.notes.append(
                 f"{folder.name}: {name} holds a value head, which is no part of the base, and is not in the result; a "
@@ -109,11 +108,18 @@ def _take(
             )
         before = found.tensors.get(key, whole.get(key))
         if before is not None and not torch.equal(before, tensor):
+            first = found.files.get(key) or _own(folder)
             raise InvalidInput(
-                f"{folder}: {key} is in {found.files.get(key, FILES[0])} and, with other values, in {name}: move the "
-                "one out of the folder that is not meant"
+                f"{folder}: {key} is in {first} and, with other values, in {name}: move the one out of the folder that "
+                "is not meant"
             )
         found.tensors[key], found.files[key] = tensor, name
+
+
+def _own(folder: Path) -> str:
+    """Return the name of the file of the adapter's own tensors."""
+    file = file_of(folder)
+    return TENSORS if file is None else file.name
 
 
 def put(model: nn.Module, beside: Beside) -> None:

@@ -23,14 +23,14 @@ from ...errors import InvalidInput, LoraMergeError, UnsupportedAdapter
 from ...extras import needed
 from ...names import hf_name, named_tensors, own_parameters
 from ..brought import bring, brought
-from .beside import FILES, put, read_beside
+from .beside import put, read_beside
 from .experts import as_laid_out_here, scale_as_trained
+from .files import CONFIG, TENSORS, file_of
 from .matching import advice, match
 from .read import _KINDS
 from .tokens import TRAINED
 from .tying import tie_again
 
-CONFIG = "adapter_config.json"
 _ALIGNED = 64
 _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
 """MAP_NORESERVE, which Python names only from 3.13 on."""
@@ -73,8 +73,9 @@ def read_folder(folder: str | Path, base: str | Path | None, dtype: torch.dtype,
     folder = Path(folder)
     said = _said(folder)
     _check_kind(folder, said)
-    if not any((folder / name).is_file() for name in FILES):
-        raise InvalidInput(f"{folder} holds no {FILES[0]}, which the adapter's tensors are in; save or fetch it again")
+    file = file_of(folder)
+    if file is None:
+        raise InvalidInput(f"{folder} holds no {TENSORS}, which the adapter's tensors are in; save or fetch it again")
     try:
         config: Any = PeftConfig.from_pretrained(str(folder))
     except Exception as error:
@@ -87,7 +88,7 @@ def read_folder(folder: str | Path, base: str | Path | None, dtype: torch.dtype,
     if not named:
         raise InvalidInput(f"{folder / CONFIG} names no base model: pass base=, the engine's model")
     try:
-        with next(folder / name for name in FILES if (folder / name).is_file()).open("rb"):
+        with file.open("rb"):
             pass
         held = load_peft_weights(str(folder), device="cpu")
     except OSError as error:

@@ -25,7 +25,20 @@ from ..delta import Delta, Job, LazyList, in_place, whole_job
 from ..guards import Replaced, guarded, refuse, refuse_copy
 from ..part import Part
 from ..plain import check_plain
-from ..snapshot import Indices, Layed, Owners, Snapshot, again, indices_in, layouts, note, owners, some, take
+from ..snapshot import (
+    Indices,
+    Layed,
+    Owners,
+    Snapshot,
+    again,
+    indices_in,
+    layouts,
+    named_owners,
+    note,
+    owners,
+    some,
+    take,
+)
 from .idle import warn_if_idle
 from .read import Adapters, PeftLayer, read_adapters
 
@@ -200,7 +213,12 @@ class Peft:
         return layouts(weights.values()) if self._indices is None else self._indices.layouts
 
     def owners(self, weights: Mapping[Address, Tensor]) -> Owners:
-        return Owners([], [], []) if self.sharded else owners(self.snapshot(), weights.values(), self._indices)
+        if not self.sharded:
+            return owners(self.snapshot(), weights.values(), self._indices)
+        if self._layout.flat:
+            return named_owners(self.snapshot(), [(d.owner, d.name) for d in self._once() if d.owner is not None])
+        places = owners(self.snapshot(), self._written, self._indices)
+        return places._replace(held=list(map(here, places.held)), stay=False)
 
     def _note_indices(self) -> None:
         """Keep where things are; not of what FSDP1 manages, which modules need not hold."""

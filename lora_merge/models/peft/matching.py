@@ -32,6 +32,8 @@ _CLASSES = {
     "QUESTION_ANS": "AutoModelForQuestionAnswering",
 }
 """Task of an adapter -> the class of transformers' that it is trained on, whatever wrote the base."""
+_OF_ENCODERS = (None, "FEATURE_EXTRACTION")
+"""Tasks of adapters that are trained on an encoder of a base, under the base's own names."""
 _EVERY = "all-linear"
 """What PEFT calls all linear modules but the head."""
 _HEADS = {"unembed_tokens"}
@@ -116,12 +118,16 @@ def match(folder: Path, base: nn.Module, held: Mapping[str, Tensor], config: Any
     mapping = getattr(config, "auto_mapping", None)
     named = mapping.get("base_model_class") if isinstance(mapping, Mapping) else None
     exact = first.fits and not first.moved
-    if exact and named in (None, type(base).__name__):
+    whole = exact and _brings_all(config, first)
+    if whole and named in (None, type(base).__name__):
         return first
     found = [first, *(_Places(view).of_all(folder, held) for view in _parts(base))]
     fitting = [one for one in found if one.fits]
     trained_on = [one for one in fitting if type(one.view.root).__name__ == named]
-    fitting = trained_on or ([first] if exact else fitting)
+    if exact and not trained_on:
+        encoders = [] if whole or config.task_type not in _OF_ENCODERS else fitting
+        fitting = [one for one in encoders if one.places == first.places and _brings_all(config, one)][:1] or [first]
+    fitting = trained_on or fitting
     if not fitting:
         return first
     for other in fitting[1:]:
@@ -288,6 +294,7 @@ def _parts(base: nn.Module) -> Iterator[View]:
     for name, module in base.named_modules():
         if name and _PRETRAINED in lineage(type(module)):
             yield View(module, {"": name}, loading_names(module))
+    yield from _encoders(base)
     for head in _language_models(base):
         # Not by base_model_prefix: that of MllamaForCausalLM is no name in it.
         prefix, inner = next((c for c in head.named_children() if _PRETRAINED in lineage(type(c[1]))), ("", None))
@@ -305,6 +312,25 @@ def _parts(base: nn.Module) -> Iterator[View]:
                 setattr(around, mine, base.get_submodule(output))
                 parts[mine] = output
             yield View(around, parts, loaded)
+
+
+def _encoders(base: nn.Module) -> Iterator[View]:
+    """What AutoModelForTextEncoding makes of models of an encoder and a decoder: the encoder under its own name."""
+    import transformers
+
+    mapping = transformers.AutoModelForTextEncoding._model_mapping
+    for name, module in base.named_modules():
+        cls = mapping.get(type(getattr(module, "config", None)), None) if _PRETRAINED in lineage(type(module)) else None
+        if not isinstance(cls, type) or isinstance(module, cls):
+            continue
+        around: Any = _language_model(cls, module.config)
+        mine = {} if around is None else dict(around.named_children())
+        there = dict(module.named_children())
+        if mine and mine.keys() < there.keys() and all(_sizes(mine[key]) == _sizes(there[key]) for key in mine):
+            loaded = loading_names(around)
+            for key in mine:
+                setattr(around, key, there[key])
+            yield View(around, {key: f"{name}.{key}" if name else key for key in mine}, loaded)
 
 
 def _sizes(module: nn.Module | None) -> dict[str, torch.Size]:
@@ -353,6 +379,16 @@ def _configs(config: Any) -> Iterator[Any]:
     yield config
     for key in getattr(config, "sub_configs", None) or ():
         yield from _configs(getattr(config, key, None))
+
+
+def _brings_all(config: Any, found: Match) -> bool:
+    """Whether a file has an adapter for every module of a view that its configuration names."""
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    if not config.target_modules or str(config.target_modules).lower() == _EVERY:
+        return True
+    weights = {name for name, module in found.view.root.named_modules() if "weight" in module._parameters}
+    return all(name in found.targets for name in weights if check_target_module_exists(config, name))
 
 
 def _retarget(config: Any, found: Match) -> None:
