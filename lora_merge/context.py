@@ -408,6 +408,7 @@ class _Merge:
         self._replaced = ReplacedRows([segment for segment in segments if not segment.rank])
         self._apart = MergePlan([job for job in jobs if job.source is not job.destination], self._operands)
         self._device, self._narrow = device, any(job.source.dtype == NARROW for job in here)
+        self._rows = {job.delta.name for job in here if job.delta.magnitude is not None}
 
     def release(self) -> None:
         """As `Plan.release`."""
@@ -437,7 +438,8 @@ class _Merge:
         in_place(aside)
         if self._narrow:
             names = {place: name for name, place in self.places}
-            results = ((names.get(w.data_ptr(), "a weight"), w) for w in weights if w.device == self._device)
+            mine = ((names.get(w.data_ptr(), "a weight"), w) for w in weights if w.device == self._device)
+            results = ((name, w, name in self._rows) for name, w in mine)
             check_in_place(results, lambda: self.unmerge(kernels.idle), in_place)
         run_in_range(self._apart.plan)
 
@@ -491,7 +493,10 @@ class _Unshard(_Merge):
 
     def merge(self, aside: Callable[[], object], weights: Iterable[Tensor]) -> None:
         """Done already, but for the look at what it made; raises as `_Merge.merge`."""
-        made = [Made(j.delta.name, base, j.destination) for j, base in zip(self._jobs, self._bases, strict=True)]
+        made = [
+            Made(job.delta.name, base, job.destination, job.delta.magnitude is not None)
+            for job, base in zip(self._jobs, self._bases, strict=True)
+        ]
         check_range([(some.name, some.result) for some in made], lambda: made)
 
     def unmerge(self, aside: Callable[[], object]) -> None:

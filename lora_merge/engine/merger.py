@@ -200,7 +200,7 @@ class _Products(Factored):
             self.tracked.merge()
         else:
             self.tracked.remerge(before.tracked)
-        written = ((s.name, s.destination) for s in self.tracked.segments)
+        written = ((s.name, s.destination, s.row_scale is not None) for s in self.tracked.segments)
         check_in_place(written, self.tracked.unmerge, self.tracked.merge)
 
     def merged(self, name: str, base: Tensor) -> Tensor:

@@ -33,11 +33,13 @@ class Made(NamedTuple):
         name: of the tensor.
         base: the elements before, on any device.
         result: the same elements, merged.
+        rows: they are scaled by the norms of rows (DoRA), so that a NaN of the base is in all of its row.
     """
 
     name: str
     base: Tensor
     result: Tensor
+    rows: bool = False
 
 
 def narrows(source: torch.dtype, destination: torch.dtype, adapted: bool) -> bool:
@@ -70,7 +72,7 @@ def check_range(
     sharing: dict[int, tuple[Scaled, list[Made]]] = {}
     for some in made():
         if some.result.dtype == NARROW:
-            _Beyond.of(some.result).refuse(some.name, some.base)
+            _Beyond.of(some.result).refuse(some.name, some.base, some.rows)
         for of_it in scaled.get(some.name, ()):
             if of_it.dtype == NARROW:
                 sharing.setdefault(id(of_it), (of_it, []))[1].append(some)
@@ -89,12 +91,12 @@ def run_in_range(plan: Plan, run: Mapping[str, Any] = MappingProxyType({})) -> N
         return
     adapted = ((s, s.rank > 0 or s.row_scale is not None) for s in plan.segments)
     narrow = [s for s, changed in adapted if narrows(s.source.dtype, s.destination.dtype, changed)]
-    made = (Made(s.name, s.source, s.destination) for s in narrow)
+    made = (Made(s.name, s.source, s.destination, s.row_scale is not None) for s in narrow)
     check_range([(s.name, s.destination) for s in narrow], lambda: made)
 
 
 def check_in_place(
-    results: Iterable[tuple[str, Tensor]],
+    results: Iterable[tuple[str, Tensor, bool]],
     back: Callable[[], object],
     again: Callable[[], object],
 ) -> None:
@@ -102,17 +104,17 @@ def check_in_place(
     what was not finite before. What raises leaves the base there.
 
     Args:
-        results: names and merged weights, live, views of any strides.
+        results: names and merged weights, live, views of any strides; and `rows` as of `Made`.
         back: brings the base back.
         again: merges as before; called where nothing is refused.
     """
-    narrow = [(name, result.detach()) for name, result in results if result.dtype == NARROW and result.numel()]
-    if finite([result for _, result in narrow]):
+    narrow = [Made(name, w.detach(), w.detach(), rows) for name, w, rows in results if w.dtype == NARROW and w.numel()]
+    if finite([some.result for some in narrow]):
         return
-    beyond = [(name, result, _Beyond.of(result)) for name, result in narrow if not finite([result])]
+    beyond = [(some, _Beyond.of(some.result)) for some in narrow if not finite([some.result])]
     back()
-    for name, base, where in beyond:
-        where.refuse(name, base)
+    for some, where in beyond:
+        where.refuse(some.name, some.base, some.rows)
     again()
 
 
@@ -126,10 +128,16 @@ class _Beyond(NamedTuple):
     def of(cls, result: Tensor) -> _Beyond:
         return cls(result.isinf(), result.isnan())
 
-    def refuse(self, name: str, base: Tensor | None = None) -> None:
-        """Raise `InvalidInput` where the base of some of them is finite; None stands for one that is."""
+    def refuse(self, name: str, base: Tensor | None = None, rows: bool = False) -> None:
+        """Raise `InvalidInput` where the base of some of them is finite; None stands for one that is.
+
+        Args:
+            rows: as of `Made`. Which row a NaN comes from is not looked for: others may hold parts of it.
+        """
         held = None if base is None else torch.isfinite(base).to(self.nan.device)
         infinite, nan = (bool((some if held is None else some & held).any()) for some in self)
+        if rows and held is not None and not bool(held.all()):
+            nan = False
         if infinite:
             raise InvalidInput(
                 f"{name}: expected merged values up to 65504, the largest number of float16, got larger ones: write "

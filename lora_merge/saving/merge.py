@@ -346,7 +346,7 @@ class _Output:
             job = Job(delta, start, entry.window.unfold(source), entry.window.unfold(there))
             finite = MergePlan([job], self._operands).run(**self.run)
         if not finite and narrows(source.dtype, there.dtype, delta is not None):
-            made = Made(target.name, source, there)
+            made = Made(target.name, source, there)  # of DoRA whole tensors are made: see make_wholly
             check_range([(target.name, there)], lambda: [made])
         if there is not out:
             out.copy_(there)

@@ -448,7 +448,8 @@ class Filler:
 
     def _made(self, targets: Iterable[tuple[str, Box, Tensor, int]]) -> Iterator[Made]:
         """What was merged of what."""
-        return (Made(name, view, result) for name, _, _, view, result, _ in self._rectangles(targets))
+        for name, delta, _, view, result, _ in self._rectangles(targets):
+            yield Made(name, view, result, delta is not None and delta.magnitude is not None)
 
     def _fill_wholly(self, index: int, buffer: Tensor, run: Mapping[str, Any], errors: list[Exception]) -> None:
         """Tensors that are made of whole parameters: gather these, merge, convert, and keep what this rank sends."""
