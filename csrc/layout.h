@@ -101,7 +101,7 @@ std::string layout_hash();
 std::vector<std::string> cuda_architectures();
 std::vector<std::string> cpu_isas();
 void use_threads(void* parallel_for, void* num_threads);
-void launch_cpu(const Segment* table, int64_t segments, bool stochastic, int64_t seed);
+bool launch_cpu(const Segment* table, int64_t segments, bool stochastic, int64_t seed);
 void row_norms_cpu(const Segment* table, int64_t segments, double* out, int64_t n_out);
 int64_t tracked_sizes_cpu(const Segment* table, int64_t segments, int64_t* first_unit);
 void track_cpu(const Segment* table, int64_t segments, uint8_t* codes, int64_t n_codes, int64_t* records, int64_t n_records, uint8_t* arena, int64_t room, int64_t mark, int64_t* asked);
@@ -125,6 +125,6 @@ void track_hopper(const Segment* table, int64_t segments, bool on_device, const 
 #define LORA_MERGE_OPERATORS(X) X(layout_hash) X(cuda_architectures) X(cpu_isas) X(use_threads) X(launch_cpu) X(row_norms_cpu) X(tracked_sizes_cpu) X(track_cpu) X(untrack_cpu) X(retrack_cpu) X(merge_shape) X(accepts_shape) X(hopper_tiles) X(accepts_tiles)
 #define LORA_MERGE_CUDA_OPERATORS(X) X(cuda_problem) X(launch_cuda) X(scale_cuda) X(launch_hopper) X(launch_hopper_scaled) X(tensor_maps) X(split_adapters) X(row_norms_cuda) X(track_cuda) X(track_hopper)
 
-constexpr const char* kLayoutHash = "39c2e5f49b0838be";
+constexpr const char* kLayoutHash = "8a07c060a8891978";
 
 }  // namespace lora_merge

@@ -45,9 +45,9 @@ void use_threads(void* parallel_for, void* num_threads) {
 
 // ---- CPU -----------------------------------------------------------------------------------------------------------
 
-void launch_cpu(const Segment* table, int64_t segments, bool stochastic, int64_t seed) {
+bool launch_cpu(const Segment* table, int64_t segments, bool stochastic, int64_t seed) {
   check_words(table, segments);
-  cpu::launch(table, segments, stochastic, static_cast<uint64_t>(seed));
+  return cpu::launch(table, segments, stochastic, static_cast<uint64_t>(seed));
 }
 
 void row_norms_cpu(const Segment* table, int64_t segments, double* out, int64_t n_out) {

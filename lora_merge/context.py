@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from . import kernels
 from .errors import InvalidInput, NotRestored
 from .kernels.plan import writes
+from .kernels.ranges import NARROW, Made, check_in_place, check_range, run_in_range
 from .kernels.replaced import ReplacedRows
 from .kernels.segments import raw
 from .kernels.tracked import TrackedPlan
@@ -87,7 +88,8 @@ def merged(
     and only parts of adapters cross between ranks. Units that are gathered at the moment are resharded at entry and
     exit.
 
-    Time: a merge at entry and one at exit; each waits once for the device. Memory while inside: 2 bits for each element
+    Time: a merge at entry and one at exit; each waits once for the device (of float16 twice at entry: values beyond
+    65504 are refused). Memory while inside: 2 bits for each element
     of the adapted weights, and what rounding moved further than one step; together 0.15 of the bytes of a bf16 weight
     and 0.08 of a float32 one for updates up to a tenth of the weights, 0.25 of a bf16 one for updates of their size, at
     most 1.14. From the first entry on also a copy of the adapters, so that they may be trained or replaced inside. A
@@ -113,7 +115,8 @@ def merged(
     Raises:
         InvalidInput: an unknown option or adapter, no LoRA layers, a weight that does not fit, ranks that disagree, or
             a stream (`MergedWeights`, `VllmSync`) of these weights that is under way. On every rank, before anything is
-            written.
+            written. Or merged values of float16 that are infinite or NaN where the base is not: on every rank, once the
+            base is back.
         UnsupportedAdapter: an adapter without an exact merge; names the module and the reason. As above.
         AlreadyMerged: the weights hold adapters already, or the model is inside `merged` now. As above.
         NotRestored: at exit, on the rank that finds it: merged weights were written inside, their memory was given
@@ -410,6 +413,8 @@ class _Merge:
         self._tracked = TrackedPlan([segment for segment in segments if segment.rank])
         self._replaced = ReplacedRows([segment for segment in segments if not segment.rank])
         self._apart = MergePlan([job for job in jobs if job.source is not job.destination], self._operands)
+        self._device, self._narrow = device, any(job.source.dtype == NARROW for job in here)
+        self._rows = {job.delta.name for job in here if job.delta.magnitude is not None}
 
     def release(self) -> None:
         """As `Plan.release`."""
@@ -427,10 +432,22 @@ class _Merge:
         Args:
             aside: to be called while the device works; or not.
             weights: what is merged in place, live.
+
+        Raises:
+            InvalidInput: merged values are beyond float16.
         """
-        self._tracked.merge(aside)
-        self._replaced.merge(weights)
-        self._apart.run()
+
+        def in_place(aside: Callable[[], object] = kernels.idle) -> None:
+            self._tracked.merge(aside)
+            self._replaced.merge(weights)
+
+        in_place(aside)
+        if self._narrow:
+            names = {place: name for name, place in self.places}
+            mine = ((names.get(w.data_ptr(), "a weight"), w) for w in weights if w.device == self._device)
+            results = ((name, w, name in self._rows) for name, w in mine)
+            check_in_place(results, lambda: self.unmerge(kernels.idle), in_place)
+        run_in_range(self._apart.plan)
 
     def unmerge(self, aside: Callable[[], object]) -> None:
         """Puts back what was merged in place, where something was; `aside` as for `merge`."""
@@ -481,7 +498,12 @@ class _Unshard(_Merge):
             job.destination.copy_(cut(wholes[job.delta.name], (job.start, tuple(job.destination.shape))))
 
     def merge(self, aside: Callable[[], object], weights: Iterable[Tensor]) -> None:
-        """Done already."""
+        """Done already, but for the look at what it made; raises as `_Merge.merge`."""
+        made = [
+            Made(job.delta.name, base, job.destination, job.delta.magnitude is not None)
+            for job, base in zip(self._jobs, self._bases, strict=True)
+        ]
+        check_range([(some.name, some.result) for some in made], lambda: made)
 
     def unmerge(self, aside: Callable[[], object]) -> None:
         for job, base in zip(self._jobs, self._bases, strict=False):  # none before `gather`

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import models
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from lora_merge import InvalidInput, MergedWeights, UnsupportedAdapter
+from lora_merge import InvalidInput, MergedWeights, UnsupportedAdapter, save_merged
 from lora_merge.models.plain import remedy
 
 
@@ -41,6 +43,7 @@ def noted(model: nn.Module, method: str = "vptq") -> nn.Module:
     return model
 
 
+EXPONENTS = getattr(torch, "float8_e8m0fnu", torch.float8_e5m2)  # from torch 2.7 on
 CASES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "fp8": (lambda: head(lambda w: w.to(torch.float8_e4m3fn)), r"lm_head.weight: .*quantised .*float8_e4m3fn"),
     "int8": (lambda: head(lambda w: w.to(torch.int8)), r"lm_head.weight: .*quantised .*int8.*; load the base in"),
@@ -55,6 +58,14 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str]] = {
         r"up_proj.weight_packed: .*quantised",
     ),
     "an int8 buffer": (lambda: packed(weight=torch.ones(48, 32, dtype=torch.int8)), r"up_proj.weight: .*quantised"),
+    "mxfp4": (
+        lambda: packed(blocks=torch.ones(48, 16, dtype=torch.uint8), exponents=torch.ones(48, 1).to(EXPONENTS)),
+        r"up_proj.exponents: .*quantised .*torch.float8_e",
+    ),
+    "scales of 8 bits": (
+        lambda: packed(scales=torch.ones(48, 1).to(EXPONENTS)),
+        r"up_proj.scales: .*quantised .*torch.float8_e",
+    ),
     "torch's own": (dynamic, r"layers.0.self_attn.q_proj: the base is quantised"),
     "said by transformers": (
         lambda: noted(models.qwen2()),
@@ -91,6 +102,32 @@ def test_integers_that_are_values() -> None:
     streamed = dict(MergedWeights(model))
     for name, tensor in model.model.layers[1].mlp.up_proj.named_buffers():
         assert torch.equal(streamed[f"model.layers.1.mlp.up_proj.{name}"], tensor)
+
+
+BYTES = ("float8_e8m0fnu", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e4m3fn", "float8_e5m2")
+BYTES = tuple(name for name in BYTES if hasattr(torch, name))  # the first one from torch 2.7 on
+
+
+@pytest.mark.parametrize("kind", ["buffer", "parameter"])
+@pytest.mark.parametrize("name", BYTES)
+def test_numbers_of_8_bits_that_are_values(name: str, kind: str, tmp_path: Path) -> None:
+    """Tables that no adapter touches and that scale nothing: every bit is streamed and saved, whatever dtype weights
+    become."""
+    model = models.with_lora(models.qwen2, target_modules=["q_proj"])
+    layer, every = model.base_model.model.model.layers[0], torch.arange(256).to(torch.uint8)
+    table = every.view(getattr(torch, name))
+    if kind == "buffer":
+        layer.register_buffer("table", table.view(16, 16))
+    else:
+        layer.table = nn.Parameter(table, requires_grad=False)
+    for dtype in (None, torch.float16):
+        got = dict(MergedWeights(model, dtype=dtype))["model.layers.0.table"]
+        assert got.dtype == table.dtype
+        assert torch.equal(got.view(torch.uint8).flatten(), every)
+    save_merged(model, tmp_path / "out")
+    saved = load_file(tmp_path / "out" / "model.safetensors")["model.layers.0.table"]
+    assert saved.dtype == table.dtype
+    assert torch.equal(saved.view(torch.uint8).flatten(), every)
 
 
 class OtherLinear(nn.Linear):

@@ -37,6 +37,7 @@ inline int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step 
 
 // One thread's working memory, about 850 KiB; what an instruction set does not touch has no pages.
 struct alignas(64) Scratch {
+  bool beyond = false;  // whether a result of float16 was infinite or NaN
   float a[kPackedA + kMaxRank * kMaxPanel];
   float b[kMaxTileRows * kMaxRank];
   float sums[kMaxTileRows * kMaxPanel];

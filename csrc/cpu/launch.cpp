@@ -119,16 +119,19 @@ std::vector<std::string> isas() {
   return names;
 }
 
-void launch(const Segment* segments, int64_t count, bool stochastic, uint64_t seed) {
+bool launch(const Segment* segments, int64_t count, bool stochastic, uint64_t seed) {
   const Kernels& k = kernels();
   int64_t apart = 0;  // elements whose result lies elsewhere than their source
   for (const Segment* s = segments; s < segments + count; ++s) {
     if (s->source != s->destination && !is_raw(*s)) apart += s->rows * s->cols;
   }
+  std::atomic<bool> finite{true};
   for_units<Scratch>(segments, count, merge_cut, [&](int64_t, int64_t, Unit unit, Scratch& scratch) {
     unit.streamed = apart > kStreamed && unit.segment->source != unit.segment->destination;
     is_raw(*unit.segment) ? copy(unit) : k.merge(unit, stochastic, seed, scratch);
+    if (scratch.beyond) finite = false;
   });
+  return finite;
 }
 
 void row_norms(const Segment* segments, int64_t count, double* out) {

@@ -7,8 +7,9 @@
 
 namespace lora_merge::cpu {
 
-// Executes every segment. `seed` is xored with each segment's key; only stochastic rounding looks at it.
-void launch(const Segment* segments, int64_t count, bool stochastic, uint64_t seed);
+// Executes every segment; whether all results of float16 that were computed are finite. `seed` is xored with each
+// segment's key; only stochastic rounding looks at it.
+bool launch(const Segment* segments, int64_t count, bool stochastic, uint64_t seed);
 
 // Writes the squared norm of each row of source + scaling * B A, segment after segment.
 void row_norms(const Segment* segments, int64_t count, double* out);

@@ -158,6 +158,22 @@ inline void store_rounded(Out* to, F x, Words random) {
   __builtin_memcpy(to, &half, sizeof half);
 }
 
+// Whether some of these are infinite or NaN: without the sign, their bits reach 7c00, and with 400 more the highest one.
+inline bool any_beyond(const Float16* from, int64_t n, int64_t step) {
+  Halves all{};
+  uint16_t rest = 0;
+  int64_t j = 0;
+  for (; step == 1 && j + kLanes <= n; j += kLanes) {
+    Halves some;
+    __builtin_memcpy(&some, from + j, sizeof some);
+    all |= (some & 0x7fff) + 0x400;
+  }
+  for (; j < n; ++j) rest |= (from[j * step].bits & 0x7fff) + 0x400;
+  for (int l = 0; l < kLanes; ++l) rest |= all[l];
+  return rest >> 15 != 0;
+}
+inline bool any_beyond(const void*, int64_t, int64_t) { return false; }  // other types reach as far as the sums do
+
 constexpr int64_t kCoded = 0x100;  // beside the dtype codes
 
 inline bool is_coded(const Segment& s) { return s.dtypes >> 32 != kPlain; }
@@ -176,6 +192,7 @@ struct Merge {
   F scaling;
   bool adjacent;  // elements of a row, in tiles of the source and in the destination
   float* sums;    // of a tile that does not lie inside
+  bool* beyond;   // set where a result is infinite or NaN, of float16
   Out* stripe;    // where rows of tiles wait for whole cache lines; null: they go straight to `to`
   uint64_t key, first, pitch[2];
   Offsets offsets;
@@ -194,6 +211,7 @@ struct Merge {
         scaling(set(scaling_of(s))),
         adjacent(w.adjacent() && to.step[1] == 1),
         sums(m.sums),
+        beyond(&m.beyond),
         stripe(streams(unit) ? reinterpret_cast<Out*>(m.stripe) : nullptr),
         key(s.key ^ seed),
         first(s.first + unit.row * s.pitch[0] + unit.col * s.pitch[1]),
@@ -247,8 +265,12 @@ struct Merge {
     for (int l = 0; l < kTileRows; ++l, here += step, index += pitch[0]) put_plain(here, t[l], index);
   }
 
-  // A row of tiles is done.
+  // A row of tiles is done, and still in the nearest cache.
   void end(int64_t i, int64_t j, int64_t rows, int64_t cols) const {
+    for (int64_t l = 0; l < rows; ++l) {
+      const Out* done = stripe ? stripe + l * kStripe + j : to.at(i + l, j);
+      if (any_beyond(done, cols, stripe ? 1 : to.step[1])) *beyond = true;
+    }
     if (!stripe) return;
     const int64_t bytes = cols * sizeof(Out), lines = bytes / kLine * kLine;
     for (int64_t l = 0; l < rows; ++l) {

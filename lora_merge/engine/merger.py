@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.plan import Plan
-from ..kernels.ranges import check_segments_range
+from ..kernels.ranges import check_in_place, run_in_range
 from ..kernels.segments import copies
 from ..kernels.tracked import TrackedPlan
 from ..models.delta import Job, in_place
@@ -200,16 +200,15 @@ class _Products(Factored):
             self.tracked.merge()
         else:
             self.tracked.remerge(before.tracked)
-        check_segments_range(self.tracked.segments)
+        written = ((s.name, s.destination, s.row_scale is not None) for s in self.tracked.segments)
+        check_in_place(written, self.tracked.unmerge, self.tracked.merge)
 
     def merged(self, name: str, base: Tensor) -> Tensor:
         """A tensor of the stream with its product, in memory of its own."""
         number, window = self._said.tensors[name]
         out = torch.empty_like(base)
         job = Job(self.deltas[number], window.start, window.unfold(base), window.unfold(out))
-        plan = Plan(self.segments(number, job))
-        plan.run()
-        check_segments_range(plan.segments)
+        run_in_range(Plan(self.segments(number, job)))
         return out
 
 

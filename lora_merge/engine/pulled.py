@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.plan import Plan
-from ..kernels.ranges import check_segments_range
+from ..kernels.ranges import run_in_range
 from ..kernels.segments import Segment, copies
 from ..models.delta import Job
 from ..shards import Box, cut, overlap
@@ -143,8 +143,7 @@ class Pulled:
             self._made = factored, Plan(list(self._segments(factored)))
         factored, plan = self._made
         factored.take(coming)
-        plan.run(**run)
-        check_segments_range(plan.segments)
+        run_in_range(plan, run)
 
     def _segments(self, factored: Factored) -> Iterator[Segment]:
         for name, (number, _) in self.said.tensors.items():

@@ -36,8 +36,12 @@ _PREFERENCE = {"cuda": ("cuda", "triton", "reference"), "cpu": ("cpu", "referenc
 class Launch(Protocol):
     """A table made ready to run on a device."""
 
-    def __call__(self, stochastic: bool, seed: int) -> None:
-        """Run all segments; `seed` is the word of `segments.seed_key`. GPU work goes to the current stream."""
+    def __call__(self, stochastic: bool, seed: int) -> bool | None:
+        """Run all segments; `seed` is the word of `segments.seed_key`. GPU work goes to the current stream.
+
+        Returns:
+            whether all results of float16 that were computed are finite; None where that is not known without a look.
+        """
 
     def row_norms(self, out: Tensor) -> None:
         """Write to `out`, float64 `[sum of rows]`, the squared norm of every row, segment after segment.

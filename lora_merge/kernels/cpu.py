@@ -34,8 +34,8 @@ class _Launch:
     def __init__(self, table: Tensor) -> None:
         self.table = table
 
-    def __call__(self, stochastic: bool, seed: int) -> None:
-        operators.launch_cpu(self.table, stochastic, seed)
+    def __call__(self, stochastic: bool, seed: int) -> bool:
+        return operators.launch_cpu(self.table, stochastic, seed)
 
     def row_norms(self, out: Tensor) -> None:
         operators.row_norms_cpu(self.table, out)

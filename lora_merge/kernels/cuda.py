@@ -77,7 +77,7 @@ class _Launch:
         made, far = repack(near, device, MERGES), repack(peers, device, PLAIN_LOADS)
         found = launches(made, device, most) + launches(far, device, most, PLAIN_LOADS)
         self._streams = Streams(device, [made.memory, far.memory, *tensors(found)])
-        self.launches: list[Callable[[bool, int], None]] = [*found]
+        self.launches: list[Callable[[bool, int], object]] = [*found]
         if rest:
             self.launches.append(next_after("cuda", device, no_room(rest, device)).prepare(rest, device))
 

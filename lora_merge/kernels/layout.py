@@ -196,7 +196,7 @@ OPERATORS = {
     "cuda_architectures": ("std::vector<std::string>", ""),
     "cpu_isas": ("std::vector<std::string>", ""),
     "use_threads": ("void", "void* parallel_for, void* num_threads"),
-    "launch_cpu": ("void", f"{_TABLE}, {_RANDOM}"),
+    "launch_cpu": ("bool", f"{_TABLE}, {_RANDOM}"),
     "row_norms_cpu": ("void", f"{_TABLE}, double* out, int64_t n_out"),
     "tracked_sizes_cpu": ("int64_t", f"{_TABLE}, int64_t* first_unit"),
     "track_cpu": ("void", f"{_TABLE}, {_JOURNAL}"),

@@ -69,9 +69,9 @@ def _named(device: int) -> str:
 # ---- CPU -------------------------------------------------------------------------------------------------------------
 
 
-def launch_cpu(table: Tensor, stochastic: bool, seed: int) -> None:
-    """Execute every segment."""
-    native.compiled.launch_cpu(*_words(table, CPU), stochastic, seed)
+def launch_cpu(table: Tensor, stochastic: bool, seed: int) -> bool:
+    """Execute every segment; whether all results of float16 that were computed are finite."""
+    return native.compiled.launch_cpu(*_words(table, CPU), stochastic, seed)
 
 
 def row_norms_cpu(table: Tensor, out: Tensor) -> None:

@@ -115,7 +115,7 @@ class Plan:
 
     @untraced
     @writes
-    def run(self, *, rounding: str = "nearest", seed: int | None = None) -> None:
+    def run(self, *, rounding: str = "nearest", seed: int | None = None) -> bool | None:
         """Execute every segment, on the current stream; a run on another stream waits for the one before it.
 
         Captured in a CUDA graph, a run reads the plan's own tables at every replay: keep the plan as long as the graph,
@@ -127,6 +127,10 @@ class Plan:
                 mean exact.
             seed: of stochastic rounding; needed there, and only there.
 
+        Returns:
+            whether all results of float16 that were computed (not copied) are finite; None where the backend does not
+            see that on its way.
+
         Raises:
             InvalidInput: `rounding` and `seed` do not fit each other, or a destination cannot be written. Nothing was
                 written.
@@ -134,9 +138,9 @@ class Plan:
         check_rounding(rounding, seed)
         if self._unwritten is not None:
             raise InvalidInput(f"{self._unwritten}: a quantised weight cannot be written; pass another destination")
-        for launch in (self._launch, self._scaled):
-            if launch is not None:
-                launch(rounding == "stochastic", seed_key(seed or 0))
+        launches = [launch for launch in (self._launch, self._scaled) if launch is not None]
+        finite = [launch(rounding == "stochastic", seed_key(seed or 0)) for launch in launches]
+        return None if None in finite else all(finite)
 
     @untraced
     def row_norms(self) -> list[Tensor]:

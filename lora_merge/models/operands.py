@@ -360,6 +360,6 @@ class MergePlan:
         """As `Plan.release`."""
         self.plan.release()
 
-    def run(self, *, rounding: str = "nearest", seed: int | None = None) -> None:
+    def run(self, *, rounding: str = "nearest", seed: int | None = None) -> bool | None:
         """As `Plan.run`."""
-        self.plan.run(rounding=rounding, seed=seed)
+        return self.plan.run(rounding=rounding, seed=seed)

@@ -140,7 +140,29 @@ def _quantised(t: NamedTensor) -> str | None:
         return f"{local.dtype}"
     if t.attribute in _PACKED_NAMES and not local.is_floating_point():
         return f"{t.attribute} of a {type(t.owner).__name__}"
-    whole_weight = t.attribute in t.owner._parameters or t.attribute == "weight"
-    if local.dtype.itemsize == 1 and local.dtype != torch.bool and (whole_weight or local.is_floating_point()):
+    if _is_byte(local) and (_holds_weight(t) or (local.is_floating_point() and _among_codes(t))):
         return f"{local.dtype}"
     return None
+
+
+def _is_byte(t: Tensor) -> bool:
+    return t.dtype.itemsize == 1 and t.dtype != torch.bool
+
+
+def _holds_weight(t: NamedTensor) -> bool:
+    """Whether a tensor of bytes is in the place of a weight: scales of these may be anywhere. A power of two without a
+    sign (e8m0), or a single row, is none."""
+    if t.attribute not in t.owner._parameters:
+        return t.attribute == "weight"
+    exponents = t.tensor.dtype == getattr(torch, "float8_e8m0fnu", None)
+    return t.attribute == "weight" or not t.tensor.is_floating_point() or not (exponents or t.tensor.dim() < 2)
+
+
+def _among_codes(t: NamedTensor) -> bool:
+    """Whether a floating-point tensor of bytes is, or has, scales: by its module's names, or by other bytes there."""
+    beside = {**t.owner._parameters, **t.owner._buffers}
+    return any(
+        "scale" in name.lower() or (name != t.attribute and _is_byte(tensor))
+        for name, tensor in beside.items()
+        if tensor is not None
+    )

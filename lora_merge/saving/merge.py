@@ -17,7 +17,7 @@ from ..errors import InvalidInput
 from ..kernels.checks import check_device, check_dtype
 from ..kernels.packed import Packed, moved
 from ..kernels.plan import Plan, check_rounding
-from ..kernels.ranges import check_range, made_of
+from ..kernels.ranges import Made, check_range, narrows, run_in_range
 from ..kernels.segments import FLOATS, Segment, copies
 from ..models.delta import Delta, Factors, Job, whole_job
 from ..models.operands import MergePlan, Operands, Turn
@@ -339,26 +339,28 @@ class _Output:
         there = out if self.device.type == "cpu" else torch.empty_like(out, device=self.device)
         source = moved(source, self.device)
         if delta is None or entry is None or entry.window is None:
-            self._copy(target.name, source, there, rows)
+            finite = self._copy(target.name, source, there, rows)
         else:
             shape = tuple(source.shape)
             start, _ = entry.window.outer(((rows.begin, *(0 for _ in shape[1:])), shape))
             job = Job(delta, start, entry.window.unfold(source), entry.window.unfold(there))
-            MergePlan([job], self._operands).run(**self.run)
+            finite = MergePlan([job], self._operands).run(**self.run)
+        if not finite and narrows(source.dtype, there.dtype, delta is not None):
+            made = Made(target.name, source, there)  # of DoRA whole tensors are made: see make_wholly
+            check_range([(target.name, there)], lambda: [made])
         if there is not out:
             out.copy_(there)
-        check_range([(target.name, out)], made_of(source))
 
-    def _copy(self, name: str, source: Tensor, out: Tensor, rows: Rows) -> None:
+    def _copy(self, name: str, source: Tensor, out: Tensor, rows: Rows) -> bool | None:
+        """As `Plan.run`."""
         if isinstance(source, Packed):
-            Plan([Segment(name, source, out, first=rows.begin * source.shape[1])]).run(**self.run)
-            return
+            return Plan([Segment(name, source, out, first=rows.begin * source.shape[1])]).run(**self.run)
         if source.dtype == out.dtype or source.dtype not in FLOATS:
             out.copy_(source)
-            return
+            return None
         first = rows.begin * (source.numel() // max(source.shape[0], 1)) if source.dim() else 0
         flat = Segment(name, source.reshape(1, -1), out.view(1, -1), first=first, pitch=(source.numel(), 1))
-        Plan([flat]).run(**self.run)
+        return Plan([flat]).run(**self.run)
 
     def make_wholly(self, targets: Mapping[str, tuple[str, _Target]]) -> Iterator[tuple[str, Tensor]]:
         """Tensors that share their parameters, each whole.
@@ -378,14 +380,13 @@ class _Output:
             out = torch.empty(values.shape, dtype=dtype, device=self.device)
             delta = self._deltas.get(source)
             if delta is None:
-                segments = copies(source, values, out)
-                Plan(segments).run(**self.run)
+                plan = Plan(copies(source, values, out))
             else:
                 here = replace(delta, weight=whole(values))
                 operands = Operands([Turn([here], everything={here.name})], Ranks(), self.device)
                 operands.refresh()
-                MergePlan([whole_job(here, values, out)], operands).run(**self.run)
-            check_range([(source, out)], made_of(values))
+                plan = MergePlan([whole_job(here, values, out)], operands).plan
+            run_in_range(plan, self.run)
             merged[source] = out
         for name, entry in entries.items():
             assert entry is not None

@@ -22,11 +22,11 @@ from torch.utils.dlpack import from_dlpack
 from ..errors import InvalidInput
 from ..inference import outside_inference_mode
 from ..kernels.packed import Packed, in_reach
-from ..kernels.ranges import check_range, made_of, narrows
+from ..kernels.ranges import Made, check_range, narrows, run_in_range
 from ..kernels.scaled import Scaled
 from ..kernels.segments import Segment, copies, name_key
 from ..models.claims import reading
-from ..models.delta import Job, whole_job
+from ..models.delta import Delta, Job, whole_job
 from ..models.operands import MergePlan, Operands, Turn
 from ..models.part import Part
 from ..models.staging import Copies, Staging, Storages, needed
@@ -326,9 +326,10 @@ class Filler:
                 self._operands.refresh(index, self.storages)
                 own = [slot for slot in self.mine(index) if slot.name not in self._wholly]
                 targets = ((slot.name, slot.box, slot.view(buffer), index) for slot in own)
-                self._plan((index, False), buffer.data_ptr(), targets).run(run)
-                narrow = (slot for slot in own if slot.name in self._narrow)
-                check_range(((slot.name, slot.view(buffer)) for slot in narrow), self._bases)
+                if not self._plan((index, False), buffer.data_ptr(), targets).run(run):
+                    narrow = [slot for slot in own if slot.name in self._narrow]
+                    written = ((slot.name, slot.box, slot.view(buffer), index) for slot in narrow)
+                    check_range(((slot.name, slot.view(buffer)) for slot in narrow), lambda: self._made(written))
             if self._wholly_in[index]:
                 self._fill_wholly(index, buffer, run, errors)
             self.ranks.all_gather_parts(buffer, self._sizes[index])()
@@ -348,10 +349,12 @@ class Filler:
         """As `Sent.place`. An error of this rank is raised after the collectives of the bucket."""
         with self._filling:
             self._operands.refresh(index, self.storages)
-            self._plan((index, True), ref(places), self._targets(index, places), places.scaled).run(run)
+            if self._plan((index, True), ref(places), self._targets(index, places), places.scaled).run(run):
+                return
             if narrow := self._narrow | places.narrow:
-                written = (target for target in self._targets(index, places) if target[0] in narrow)
-                check_range(((name, view) for name, _, view, _ in written), self._bases, places.scaled)
+                written = [target for target in self._targets(index, places) if target[0] in narrow]
+                views = ((name, view) for name, _, view, _ in written)
+                check_range(views, lambda: self._made(written), places.scaled)
 
     def _targets(self, index: int, places: Places) -> Iterator[tuple[str, Box, Tensor, int]]:
         """As of `_plan`, of a bucket that is placed."""
@@ -412,13 +415,7 @@ class Filler:
     def _make_plan(
         self, index: int, targets: Iterable[tuple[str, Box, Tensor, int]], scaled: Mapping[str, Sequence[Scaled]]
     ) -> _BucketPlan:
-        boxes = []
-        for name, box, target, turn in targets:
-            entry = self.entries[name]
-            assert entry.window is not None
-            delta, unfolded = self.source.parts[entry.sources[0]].delta, entry.window.unfold(target)
-            for start, inner, view in self._held(entry, box):
-                boxes.append((name, delta, start, view, cut(unfolded, inner), turn))
+        boxes = list(self._rectangles(targets))
         away = [view for _, _, _, view, _, _ in boxes if not in_reach(view, self.device)]
         staged = self._staging.lay_out(away)
         sources, jobs, segments = iter(staged), list[Job](), list[Segment]()
@@ -437,6 +434,22 @@ class Filler:
         weights = {id(s): s for name, _, _, _, _, _ in boxes for s in scaled.get(name, ())}
         plan = MergePlan(jobs, self._operands, segments, index, list(weights.values()))
         return _BucketPlan(plan, copied, self._staging)
+
+    def _rectangles(
+        self, targets: Iterable[tuple[str, Box, Tensor, int]]
+    ) -> Iterator[tuple[str, Delta | None, tuple[int, ...], Tensor, Tensor, int]]:
+        """What is merged from where to where: name, delta, start in the whole parameter, base, result, bucket."""
+        for name, box, target, turn in targets:
+            entry = self.entries[name]
+            assert entry.window is not None
+            delta, unfolded = self.source.parts[entry.sources[0]].delta, entry.window.unfold(target)
+            for start, inner, view in self._held(entry, box):
+                yield name, delta, start, view, cut(unfolded, inner), turn
+
+    def _made(self, targets: Iterable[tuple[str, Box, Tensor, int]]) -> Iterator[Made]:
+        """What was merged of what."""
+        for name, delta, _, view, result, _ in self._rectangles(targets):
+            yield Made(name, view, result, delta is not None and delta.magnitude is not None)
 
     def _fill_wholly(self, index: int, buffer: Tensor, run: Mapping[str, Any], errors: list[Exception]) -> None:
         """Tensors that are made of whole parameters: gather these, merge, convert, and keep what this rank sends."""
@@ -465,15 +478,8 @@ class Filler:
             merged[part.name] = out = torch.empty(whole.shape, dtype=dtype, device=self.device)
             jobs = [] if part.delta is None else [whole_job(part.delta, whole, out)]
             segments = copies(part.name, whole, out) if part.delta is None else []
-            MergePlan(jobs, self._operands, segments, index).run(**run)
-            if narrows(whole.dtype, dtype, part.delta is not None):
-                check_range([(part.name, out)], made_of(whole))
+            run_in_range(MergePlan(jobs, self._operands, segments, index).plan, run)
         return merged
-
-    def _bases(self, name: str) -> list[Tensor]:
-        """What this rank holds of the parameters of a tensor."""
-        parts = (self.source.parts[source] for source in self.entries[name].sources)
-        return [piece.tensor for part in parts for piece in part.shard.pieces]
 
 
 def _narrow(entry: Entry, parts: Mapping[str, Part]) -> bool:
@@ -496,9 +502,10 @@ class _BucketPlan:
         self._plan.release()
         self._copied.release()
 
-    def run(self, run: Mapping[str, Any]) -> None:
+    def run(self, run: Mapping[str, Any]) -> bool | None:
+        """As `Plan.run`."""
         self._staging.bring(self._copied)
-        self._plan.run(**run)
+        return self._plan.run(**run)
 
 
 @outside_inference_mode
