@@ -235,7 +235,8 @@ class Filler:
             for _, plan in self._plans.values():
                 plan.release()
             self._staging.release()
-            self.source, self._by_address = replace(self.source, parts={}, tensors=(), modules=(), held=()), None
+            source, self._by_address = self.source, None
+            self.source = replace(source, parts={}, tensors=(), counted=(), modules=(), held=())
 
     def filled(self, buffers: list[Tensor], run: Mapping[str, Any]) -> Iterator[tuple[int, Tensor]]:
         """Fill bucket after bucket; yield `(index, buffer)`, to be read as `Ahead` says.

@@ -61,6 +61,8 @@ class Source:
     Args:
         parts: by name, in the same order on every rank.
         tensors: all that reading them depended on, live.
+        counted: tensors whose version counters tell of writes to these: an in-place operation on a DTensor counts its
+            own, not that of the part which is here.
         modules: of the model, the model itself first, live.
         held: the memory that they lie in, so that the addresses in plans stay what they are for a pass.
         ranks: that hold them together.
@@ -71,6 +73,7 @@ class Source:
 
     parts: Mapping[str, Part]
     tensors: Sequence[Tensor]
+    counted: Sequence[Tensor]
     modules: Sequence[nn.Module]
     held: Sequence[torch.UntypedStorage]
     ranks: Ranks

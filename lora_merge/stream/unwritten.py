@@ -31,7 +31,7 @@ class Unwritten:
     """
 
     def __init__(self, source: Source, layers: Sequence[int]) -> None:
-        self._tensors, self._modules = source.tensors, source.modules
+        self._tensors, self._modules = source.counted, source.modules
         self._layers = [source.modules[at] for at in layers]
         try:
             self._versions = list(map(_version, self._tensors))

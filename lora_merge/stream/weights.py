@@ -262,8 +262,10 @@ class MergedWeights:
                 known = key, device, model.conversion()
             check_readable(held, left)
         self._known = key, device, conversion = known
-        live_now = snapshot.tensors, snapshot.modules
-        return Source(parts, *live_now, held, model.ranks, model.merging, device, conversion), key
+        tensors = snapshot.tensors
+        counted = tensors if model.ranks.alone else [*tensors, *snapshot.parameters]
+        seen = tensors, counted, snapshot.modules
+        return Source(parts, *seen, held, model.ranks, model.merging, device, conversion), key
 
     def _read_again(self, snapshot: Snapshot) -> Mapping[str, Part]:
         with chosen(self.model, self.adapter_names), Look() as left:
