@@ -23,6 +23,7 @@ from .kernels.segments import raw
 from .kernels.tracked import TrackedPlan
 from .models.claims import Look, merging, to_the_end
 from .models.delta import Delta, Job, LazyList, whole_job
+from .models.frozen import warn_if_frozen
 from .models.live import Live, live
 from .models.operands import MergePlan, Operands, Turn
 from .models.peft.chosen import check_names, chosen
@@ -77,8 +78,12 @@ def merged(
     Inside the block the base weights hold `round(W + scaling * lora_B @ lora_A)` and the adapters add nothing on top.
     After the block, also when it raises, every parameter and buffer is bit for bit what it was. Adapters are merged as
     they stand: live scalings, several at once (rounded once), DoRA, `lora_bias`, fused experts. Weights stay at their
-    addresses, so CUDA graphs and compiled modules stay valid. `requires_grad`, gradients, optimizer state and PEFT's
-    flags are not touched.
+    addresses, so compiled modules stay valid, and CUDA graphs that were captured inside a block. `requires_grad`,
+    gradients, optimizer state and PEFT's flags are not touched.
+
+    What recorded the forward before the block (a CUDA graph, `torch.jit.trace`, `torch.export`) has the adapters in it
+    and adds them once more inside; docs/compile.md. Let no forward run in another thread while a block is entered or
+    left.
 
     Train outside of the block, or keep forward and backward both inside: autograd refuses a backward pass that crosses
     the border. `save_pretrained` and the like are refused inside, on the model and on its parts; `state_dict()` is not,
@@ -126,6 +131,7 @@ def merged(
         raise InvalidInput(f"restore must be 'exact', got {restore!r}")
     check_strategy(strategy)
     names = check_names(adapter_names)
+    warn_if_frozen()
     undo = ExitStack()
     try:
         undo.enter_context(chosen(model, names))

@@ -8,12 +8,14 @@ import io
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import models
 import pytest
 import torch
+import torch._inductor.config
 from helpers import assert_same_bits
 from peft import LoraConfig, PeftModel, get_peft_model
 from processes import spawn
@@ -329,3 +331,14 @@ def test_floods_of_interrupts() -> None:
     assert signal.signal(signal.SIGALRM, before) is handler
     with merged(model):
         pass
+
+
+def test_compiled_code_that_freezes_weights_is_told() -> None:
+    """Its constants are the weights of its first call, in any later block."""
+    model = models.with_lora(models.qwen2)
+    with torch._inductor.config.patch(freezing=True), pytest.warns(UserWarning, match="FREEZING"), merged(model):
+        pass
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with merged(model):
+            pass

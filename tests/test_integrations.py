@@ -146,3 +146,12 @@ def test_a_pass_that_nobody_begins_is_ended_once() -> None:
     one.close()
     one.close()
     assert ended == ["offloaded"]
+
+
+def test_a_model_in_place_of_its_trainer_is_told() -> None:
+    transformers = pytest.importorskip("lora_merge.integrations.transformers")
+    trl = pytest.importorskip("lora_merge.integrations.trl")
+    with pytest.raises(TrainerRefused, match=r"trainer of TRL's .*, got Linear"):
+        trl.attach(nn.Linear(2, 2))
+    with pytest.raises(InvalidInput, match="Trainer of transformers, got Linear"):
+        transformers.attach(nn.Linear(2, 2), None)

@@ -31,7 +31,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from lora_merge import LoraMergeError, MergedWeights, merged
+from lora_merge import InvalidInput, LoraMergeError, MergedWeights, merged
 
 
 def enter(model: nn.Module, **options: Any) -> None:
@@ -246,6 +246,24 @@ def to_the_end_of(model: nn.Module, **options: Any) -> None:
         pass
 
 
+def written_on_one_rank(rank: int) -> None:
+    """In the middle of a pass, as an optimizer's step in another thread may do it; the others hear of it."""
+    model = fully_shard(odd())
+    stream = iter(MergedWeights(model, bucket_bytes=512))
+    next(stream)
+    if rank == 1:
+        with torch.no_grad():
+            next(p for name, p in model.named_parameters() if "lora_B" in name).mul_(2)
+    with pytest.raises(InvalidInput, match="while the model was streamed" if rank == 1 else ""):
+        list(stream)
+    dict(MergedWeights(model))
+
+
+def goes_wrong_on_one_rank(rank: int) -> None:
+    fails_on_one_rank(rank)
+    written_on_one_rank(rank)
+
+
 FAULTS: list[tuple[str, Callable[..., None], dict[str, Any]]] = [
     ("lora_merge.context.TrackedPlan", enter, {}),
     ("lora_merge.models.operands.Operands._made_private", enter, {}),
@@ -263,7 +281,7 @@ FAULTS: list[tuple[str, Callable[..., None], dict[str, Any]]] = [
 
 def test_a_failure_on_one_rank_leaves_nobody_waiting() -> None:
     """It is an error on every rank, wherever it comes up on one, and changes nothing."""
-    spawn(2, fails_on_one_rank)
+    spawn(2, goes_wrong_on_one_rank)
 
 
 def distributed(*, uncovered: str) -> nn.Module:

@@ -82,6 +82,8 @@ def attach(trainer: Trainer, engine: Any, *, every: int = 1, options: Options | 
     Raises:
         InvalidInput: an argument that does not fit, or a trainer that pushes already.
     """
+    if not hasattr(trainer, "callback_handler"):
+        raise InvalidInput(f"trainer must be a Trainer of transformers, got {type(trainer).__name__}")
     if any(isinstance(one, PushCallback) for one in trainer.callback_handler.callbacks):
         raise InvalidInput("this trainer pushes already: give one attach() a list of engines")
     callback = PushCallback(trainer, Pusher(engine, every, options, trainer="this trainer", log=_log))

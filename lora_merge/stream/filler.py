@@ -38,6 +38,7 @@ from .ahead import Ahead
 from .buckets import Meta, Slot, Table, digest_of, extent, lay_out, lay_out_parts
 from .places import Places
 from .source import Entry, LazyParts, Source
+from .unwritten import Unwritten, layers_of, unwritten
 
 _WAYS = {
     "merge": "each rank merges what it holds",
@@ -79,7 +80,7 @@ class Filler:
         self.ties = {entry.meta.name: entry.tied for entry in entries if entry.tied}
         """Name -> name of the tensor here that is the same one."""
         self._elsewhere = {name: part for name, part in source.parts.items() if not part.shard.pieces}
-        self._order = tuple(source.parts)
+        self._order, self._layers = tuple(source.parts), layers_of(source)
         self._narrow = frozenset(entry.meta.name for entry in entries if _narrow(entry, source.parts))
         self._wholly = {name for name, entry in self.entries.items() if entry.window is None or unshard}
         if whole:
@@ -217,10 +218,11 @@ class Filler:
 
         Raises:
             AlreadyMerged: the weights are inside `merged`.
+            InvalidInput: what the pass reads was written meanwhile; of sharded models `handed` raises it, on all ranks.
         """
         self._passes += 1
         try:
-            with reading(self.source.held):
+            with reading(self.source.held), unwritten(self.source, self._layers, self.ranks.alone):
                 yield
         finally:
             self._passes -= 1
@@ -233,7 +235,8 @@ class Filler:
             for _, plan in self._plans.values():
                 plan.release()
             self._staging.release()
-            self.source, self._by_address = replace(self.source, parts={}, tensors=(), held=()), None
+            source, self._by_address = self.source, None
+            self.source = replace(source, parts={}, tensors=(), counted=(), modules=(), held=())
 
     def filled(self, buffers: list[Tensor], run: Mapping[str, Any]) -> Iterator[tuple[int, Tensor]]:
         """Fill bucket after bucket; yield `(index, buffer)`, to be read as `Ahead` says.
@@ -255,6 +258,7 @@ class Filler:
     ) -> Generator[tuple[int, Tensor, Callable[[], None]], None, None]:
         """As `filled`, but the consumer says when the next bucket is filled, as `Ahead.handed` says."""
         errors: list[Exception] = []
+        read = None if self.ranks.alone else Unwritten(self.source, self._layers)
 
         def free(index: int) -> None:
             buffer = buffers[index % 2]
@@ -279,6 +283,8 @@ class Filler:
         with self.ranks.vote("a pass over the weights"):
             if errors:
                 raise errors[0]
+            if read is not None:
+                read.check()
 
     def describe(self) -> str:
         """Which way every tensor goes, and what a pass costs."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..models.conversion import Conversion
 from ..models.part import Part
@@ -61,6 +61,9 @@ class Source:
     Args:
         parts: by name, in the same order on every rank.
         tensors: all that reading them depended on, live.
+        counted: tensors whose version counters tell of writes to these: an in-place operation on a DTensor counts its
+            own, not that of the part which is here.
+        modules: of the model, the model itself first, live.
         held: the memory that they lie in, so that the addresses in plans stay what they are for a pass.
         ranks: that hold them together.
         merging: the ranks among them whose adapters' halves make up whole ones (Megatron's tensor-parallel group).
@@ -70,6 +73,8 @@ class Source:
 
     parts: Mapping[str, Part]
     tensors: Sequence[Tensor]
+    counted: Sequence[Tensor]
+    modules: Sequence[nn.Module]
     held: Sequence[torch.UntypedStorage]
     ranks: Ranks
     merging: Ranks

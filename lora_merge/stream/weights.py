@@ -49,7 +49,8 @@ class MergedWeights:
     needs memory for the whole model. A consumer that works on a CUDA stream of its own holds tensors until it is done.
 
     `merged` refuses the model while a pass is under way, and a pass is refused inside `merged`. To end a pass early,
-    `close()` the iterator or drop it.
+    `close()` the iterator or drop it. Train, load weights and call PEFT's `merge_adapter` between passes: a bucket is
+    merged when it is asked for, and a pass in which weights or adapters were written ends in an error.
 
     Sharded models (FSDP2, FSDP1, ZeRO-3, Megatron): iterate on every rank, to the end; every method is collective. Each
     rank merges what it holds, and sees every tensor whole. Tensors come in the order in which they become whole.
@@ -73,8 +74,9 @@ class MergedWeights:
 
     Raises:
         InvalidInput: an argument that does not fit (at once). When the model is read: weights on several devices,
-            quantised, sparse or without values; ranks that disagree. An error on one rank of a sharded model is raised
-            on the others as `InvalidInput` after the last bucket; the tensors of that pass must not be used.
+            quantised, sparse or without values; ranks that disagree. At the end of a pass: weights or adapters were
+            written meanwhile, so that its tensors must not be used together. An error on one rank of a sharded model
+            is raised on the others as `InvalidInput` after the last bucket; the tensors of that pass must not be used.
         UnsupportedAdapter: an adapter without an exact merge; names the module and the reason.
         AlreadyMerged: the weights hold adapters already; also with `adapters=False`.
     """
@@ -260,7 +262,10 @@ class MergedWeights:
                 known = key, device, model.conversion()
             check_readable(held, left)
         self._known = key, device, conversion = known
-        return Source(parts, snapshot.tensors, held, model.ranks, model.merging, device, conversion), key
+        tensors = snapshot.tensors
+        counted = tensors if model.ranks.alone else [*tensors, *snapshot.parameters]
+        seen = tensors, counted, snapshot.modules
+        return Source(parts, *seen, held, model.ranks, model.merging, device, conversion), key
 
     def _read_again(self, snapshot: Snapshot) -> Mapping[str, Part]:
         with chosen(self.model, self.adapter_names), Look() as left:

@@ -38,7 +38,11 @@ def generation_of(trainer: Any) -> Any:
             f"{other} brings its weights to vLLM with code of its own, which lora_merge does not take over; it takes "
             f"over {SHARED}. {OFF}"
         )
-    if not getattr(getattr(trainer, "args", None), "use_vllm", False):
+    if not hasattr(trainer, "args"):
+        raise TrainerRefused(
+            f"trainer must be a trainer of TRL's ({SHARED}), got {kind.__name__}: pass what GRPOTrainer(...) returned"
+        )
+    if not getattr(trainer.args, "use_vllm", False):
         raise TrainerRefused(
             f"{kind.__name__} rolls out without vLLM: pass use_vllm=True in its configuration (--use_vllm). {OFF}"
         )

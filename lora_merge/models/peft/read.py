@@ -229,9 +229,9 @@ def _active(name: str, layer: PeftLayer) -> list[str]:
     (`set_adapter` of a set)."""
     if layer.merged_adapters:
         raise AlreadyMerged(
-            f"{name}: the base weight already holds the adapters {', '.join(layer.merged_adapters)}. Inside "
-            "lora_merge.merged(), leave it first. After PEFT's merge_adapter(), call unmerge_adapter(); that subtracts "
-            "and does not bring back the exact weights, so reload the base model where they matter"
+            f"{name or 'the model'}: the base weight already holds the adapters {', '.join(layer.merged_adapters)}. "
+            "Inside lora_merge.merged(), leave it first. After PEFT's merge_adapter(), call unmerge_adapter(); that "
+            "subtracts and does not bring back the exact weights, so reload the base model where they matter"
         )
     if layer.disable_adapters:
         return []
