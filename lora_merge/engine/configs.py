@@ -25,7 +25,7 @@ _KEYS = (
 )  # fmt: skip
 """Settings that change what comes out of the same weights, as transformers' configurations call them."""
 _OFF = {"sliding_window", "attn_logit_softcapping", "final_logit_softcapping"}
-"""Of these None means that a model does without; elsewhere it stands for a default, which engines write out."""
+"""Of these None, or 0, means that a model does without; elsewhere it is a default, which engines write out."""
 _RENAMED = "deepseek_"
 """How names begin that vLLM gives to kinds of rotary embeddings, in the configuration itself."""
 _SHOWN = 48
@@ -92,7 +92,7 @@ def _flat(found: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]
         elif (value is None and key not in _OFF) or str(value).startswith(_RENAMED):
             continue
         else:
-            yield f"{above}{key}", value
+            yield f"{above}{key}", (value or None) if key in _OFF else value
 
 
 def _shown(value: Any) -> str:
