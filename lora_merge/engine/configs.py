@@ -28,6 +28,7 @@ _OFF = {"sliding_window", "attn_logit_softcapping", "final_logit_softcapping"}
 """Of these None, or 0, means that a model does without; elsewhere it is a default, which engines write out."""
 _RENAMED = "deepseek_"
 """How names begin that vLLM gives to kinds of rotary embeddings, in the configuration itself."""
+_HEADS = "num_attention_heads", "num_key_value_heads", "head_dim"
 _SHOWN = 48
 
 
@@ -43,6 +44,8 @@ def computing(config: Any) -> dict[str, Any]:
     found = {key: getattr(text, key) for key in _KEYS if hasattr(text, key)}
     if "rope_parameters" in found:
         found.pop("rope_scaling", None)  # its older name, for the same settings
+    if hasattr(text, "original_num_attention_heads"):  # SGLang adds heads of zeros, for workers that share them on CPUs
+        found = {key: value for key, value in found.items() if key not in _HEADS}
     flat: dict[str, Any] = json.loads(json.dumps(dict(_flat(found)), default=str))
     return flat
 
