@@ -13,6 +13,7 @@ import torch
 
 from lora_merge import PushFailed, PushRefused
 from lora_merge.engine.calls import drive, side_by_side, together, while_alive
+from lora_merge.engine.configs import computing, differences
 from lora_merge.engine.control import Control
 from lora_merge.engine.judge import judge
 from lora_merge.engine.replica import Replica, check_whole, engines_of, fail_together, failure
@@ -227,3 +228,25 @@ def test_a_call_that_is_interrupted_comes_before_the_next_one() -> None:
             while_alive(slow, [])
     while_alive(lambda: done.append("end"), [])
     assert done == ["begin", "end"]
+
+
+def test_settings_in_which_models_of_one_shape_differ() -> None:
+    from transformers import DeepseekV3Config, Qwen2Config
+
+    ours = computing(Qwen2Config())
+    assert not differences(ours, computing(Qwen2Config(vocab_size=7, max_position_embeddings=99)))
+    other = Qwen2Config(
+        num_attention_heads=16, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+    )
+    said = 'num_attention_heads 32 (engine: 16), rope_parameters.rope_type "default" (engine: "linear")'
+    assert differences(ours, computing(other)) == said
+    other.original_num_attention_heads = 12  # as SGLang notes where it has added some
+    assert "heads" not in differences(ours, computing(other))
+    for off in (None, 0):
+        windowed = Qwen2Config()
+        windowed.sliding_window = off
+        assert not differences(ours, computing(windowed))
+    renamed = DeepseekV3Config()
+    renamed.rope_parameters = renamed.rope_parameters | {"rope_type": "deepseek_yarn"}  # as vLLM does, in place
+    assert not differences(computing(DeepseekV3Config()), computing(renamed))
+    assert computing(None) == {}

@@ -56,11 +56,15 @@ def test_the_engine_answers_as_the_trainer_does(started: Any) -> None:
     for _ in range(2):
         policies.train(model)
         report = sync.push()
+        assert not report.differs
         outputs = sync.generate(
             input_ids=policies.prompts(), sampling_params=sglang_engines.GREEDY, return_logprob=True
         )
         assert_answers(outputs, model)
         assert {output["meta_info"]["weight_version"] for output in outputs} == {f"merged@{report.version}"}
+    model.config.rms_norm_eps = 1e-5
+    with pytest.warns(UserWarning, match=r"engine 0 computes otherwise.*rms_norm_eps 1e-05 \(engine: 1e-06\)"):
+        assert sync.push().differs
     sync.close()
     with pytest.raises(InvalidInput, match="closed"):
         sync.push()

@@ -104,12 +104,19 @@ def test_kinds(kind: str, tmp_path: Path) -> None:
             report = load_adapter(llm, folder, verify=version == 2)
             assert report.merge == "engine"
             assert report.version == version
+            assert not report.differs
             assert_answers(ask(llm), policy, **inexact)
         assert not unload_adapter(llm).nbytes
         assert_base(llm, other, **inexact)
         load_adapter(llm, second)
         load_adapter(llm, second)  # counts once
         assert_answers(ask(llm), other, **inexact)
+        if kind == "qwen2":  # a base of the same names and shapes
+            twin = tmp_path / "twin" / "config.json"
+            twin.parent.mkdir()
+            twin.write_text(json.dumps(json.loads((base / "config.json").read_text()) | {"rms_norm_eps": 1e-5}))
+            with pytest.warns(UserWarning, match=r"computes otherwise.*rms_norm_eps 1e-05 \(engine: 1e-06\)"):
+                assert load_adapter(llm, first, base=twin.parent).differs
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -488,6 +489,35 @@ def test_pushes_inside_of_inference_mode_and_then_outside(llm: LLM, merge: str, 
         with torch.inference_mode(batch in (0, 1, 3)):
             sync.push()
         assert_answers(ask(llm), model)
+
+
+def test_pushes_under_another_default_device(llm: LLM) -> None:
+    """An engine in this process makes tensors of its own when it lays out what came: on that device they computed
+    nothing, or ended it."""
+    model = policy()
+    sync = VllmSync(model, llm)
+    with torch.device("meta"):
+        sync.push()
+        assert sync.states()
+    assert_answers(ask(llm), model)
+
+
+def test_an_engine_that_computes_otherwise_is_told_of(llm: LLM) -> None:
+    """The same names and shapes, and another model: it answered with the right weights and another base of its rotary
+    embeddings."""
+    model = policy()
+    model.config.rms_norm_eps, model.config.sliding_window = 1e-5, 4096
+    model.config.rope_parameters = model.config.rope_parameters | {"rope_theta": 5e5}
+    sync = VllmSync(model, llm)
+    said = r"engine 0 computes otherwise.*rms_norm_eps 1e-05 \(engine: 1e-06\), rope_parameters.rope_theta 500000"
+    with pytest.warns(UserWarning, match=said):
+        report = sync.push()
+    assert "sliding_window 4096 (engine: null)" in report.differs
+    assert f"an engine computes otherwise: {report.differs}" in str(report)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert sync.push().differs == report.differs  # told of once
+        assert not VllmSync(policy(), llm).push().differs
 
 
 @pytest.mark.parametrize("mode", ["merged", "adapter"])

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from ..inference import outside_inference_mode
+from ..inference import outside_default_device, outside_inference_mode
 from .waiting import CHECK_S, alive
 
 _T = TypeVar("_T")
@@ -128,6 +128,7 @@ async def watched(awaited: Awaitable[_T], pids: Sequence[int]) -> _T:
     return call.result()
 
 
+@outside_default_device
 @outside_inference_mode
 def drive(coroutine: Coroutine[Any, Any, _T]) -> _T:
     """Run a coroutine that never suspends."""

@@ -17,6 +17,7 @@ from ..shards.ranks import Ranks
 from ..stream.buckets import dtype_of
 from ..stream.filler import Filler
 from ..stream.weights import MergedWeights
+from .configs import computing, config_of, tell_of_differences
 from .control import Control
 from .fit import Fit
 from .handles import control_of
@@ -94,6 +95,7 @@ class Loads:
                 f"{self._folder} was written to while it was read, so that its tensors may be of two adapters: "
                 f"{differs}. Load it when it is saved"
             )
+        report.differs = tell_of_differences(replicas, computing(config_of(model)), set())
         weights, bare = MergedWeights(model), MergedWeights(model, adapters=False)
         offer = UpdateOffer(self._trainer, weights, trains=False)
         self._streams = [weights, bare, offer]

@@ -17,6 +17,7 @@ from ..stream.places import Sent
 from .adapter import AdapterSource
 from .calls import bind, drive, side_by_side, together
 from .claim import claim_of, under_way
+from .configs import tell_of_differences
 from .control import Call
 from .heartbeat import Heartbeat
 from .passes import Pass, Told
@@ -75,6 +76,7 @@ class Pushes:
         mode: of the first push, unless it says another.
         rounding: of merged weights.
         healing: of dirty engines, in words.
+        computing: how the trainer's model computes, as of `computing` in configs.py.
     """
 
     def __init__(
@@ -86,9 +88,11 @@ class Pushes:
         mode: str,
         rounding: str = "nearest",
         healing: str = "the next push heals them",
+        computing: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
         self._trainer, self._passes, self._steps = trainer, passes, Steps(trainer.name, pause)
         self._mode, self._rounding, self._healing = mode, rounding, healing
+        self._computing, self._told_to_differ = computing, set[tuple[int, str]]()
         self._closed = self._held = False
         self._pushed: State | None = None
         self._told_of: set[int] = set()  # engines with calibrated caches
@@ -168,6 +172,7 @@ class Pushes:
                 read.append(self._passes.read(mode))
 
             replicas = await self._introduce(*known, beside)
+            report.differs = tell_of_differences(replicas, self._computing(), self._told_to_differ)
             report.version = max(replica.state.version for replica in replicas) + 1
             slept = {replica.index: replica.asleep for replica in replicas if replica.asleep or replica.waking}
             try:

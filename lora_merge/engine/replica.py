@@ -45,6 +45,8 @@ class SyncReport:
             (quantised, prepacked), in the worker with the most.
         calibrated: which layers of an engine have scales of its KV cache that were calibrated for its checkpoint, and
             not for what was pushed, in words; "" where none have (docs/vllm.md, Scales of the KV cache).
+        differs: in which settings an engine's configuration says that it computes otherwise than the trainer's model,
+            in words; "" where none does.
     """
 
     version: int
@@ -61,6 +63,7 @@ class SyncReport:
     coverage: float | None = None
     reloaded: int = 0
     calibrated: str = ""
+    differs: str = ""
 
     @property
     def gb_s(self) -> float:
@@ -88,6 +91,8 @@ class SyncReport:
             why += f"; {self.reloaded} layers by the engine's own loading"
         if self.calibrated:
             why += f"; KV cache scales of the engine's checkpoint kept: {self.calibrated}"
+        if self.differs:
+            why += f"; an engine computes otherwise: {self.differs}"
         over = f" over {'+'.join(self.transports)}" if self.transports else ""
         return (
             f"{self.mode}@{self.version}{by}{base}{over}: {self.tensors} tensors{note}, "
@@ -161,6 +166,11 @@ class Replica:
     def calibrated(self) -> str:
         """The layers whose KV cache has scales of the engine's checkpoint, in words."""
         return next((str(worker["calibrated"]) for worker in self.workers if worker.get("calibrated")), "")
+
+    @property
+    def computing(self) -> dict[str, Any]:
+        """How its configuration says that it computes, as of `computing` in configs.py; empty where nothing is said."""
+        return dict(self.workers[0].get("computing") or {})
 
     @property
     def stands(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any, ClassVar
 
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from ..shards.ranks import Ranks
 from ..stream.buckets import BUCKET_BYTES
 from ..stream.weights import MergedWeights
 from .calls import drive
+from .configs import computing, config_of
 from .control import Control
 from .passes import MERGES, Passes
 from .push import Pushes
@@ -65,7 +67,9 @@ class EngineSync(Pushes):
         if told := self._complaint(model):
             warnings.warn(told, stacklevel=3)
         passes = Passes(trainer, self._weights, self._base, merge)
-        super().__init__(trainer, passes, pause=pause, mode=mode, rounding=rounding)
+        super().__init__(
+            trainer, passes, pause=pause, mode=mode, rounding=rounding, computing=partial(computing, config_of(model))
+        )
 
     @staticmethod
     def _control_of(engine: Any) -> Control:

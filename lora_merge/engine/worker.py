@@ -51,7 +51,7 @@ class Worker(Protocol):
         of encoders have to be reset); where checkpoints can be quantised also `quantised` (a layer that its own
         checkpoint holds quantised, "" where none is), where caches can have scales of a checkpoint `calibrated` (the
         layers that have, in words, "" where none has), and where engines can compute their experts together `shares`
-        (as of `Replica`)."""
+        (as of `Replica`). And `computing`: how its configuration says that it computes (configs.py)."""
 
     def served(self, side: Side, state: State) -> State:
         """What it holds, where the weights are in `state`: an adapter may have gone since."""

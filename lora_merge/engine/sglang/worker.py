@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...stream.buckets import dtype_name
+from ..configs import computing
 from ..modules import Modules
 from ..operations import OPS
 from ..side import Side, side_of
@@ -92,6 +93,7 @@ class SglangWorker:
             "lora": lora and {"max_rank": lora.max_lora_rank, "dtype": dtype_name(lora.dtype)},
             "connector": "",
             "multimodal": False,
+            "computing": computing(self.manager.tp_worker.model_runner.model_config.hf_config),
         }
 
     @property

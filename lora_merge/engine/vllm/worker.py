@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from vllm.config import set_current_vllm_config
 
+from ..configs import computing
 from ..operations import OPS
 from ..side import Side
 from ..state import State
@@ -92,6 +93,7 @@ class VllmWorker:
             "quantised": side.modules.kept(quantised_checkpoint),
             "calibrated": calibrated_scales(side.modules),
             "shares": _shares(parallel),
+            "computing": computing(self.raw.model_config.hf_config),
         }
 
     def served(self, side: Side, state: State) -> State:
