@@ -6,7 +6,7 @@ ARGS ?=
 
 VENV := .venv
 PY := $(VENV)/bin/python
-SOURCES := pyproject.toml setup.py $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/*)
+SOURCES := pyproject.toml setup.py $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/* csrc/watch/*)
 
 # Real vLLM engines on the CPU, with pins that hold together, in an environment of their own.
 VLLM := .venv-vllm

@@ -234,7 +234,7 @@ def recipe(cuda: Path | None, target: Path) -> str:
         cuda: the toolkit's folder; None builds for CPUs alone.
         target: the module.
     """
-    sources = [ROOT / "csrc" / name for name in ("module.cpp", "watch.cpp", "watch_type.cpp")]
+    sources = [ROOT / "csrc" / name for name in ("module.cpp", "watch/watch.cpp", "watch/watch_type.cpp")]
     sources += sorted((ROOT / "csrc/cpu").glob("*.cpp"))
     macros, nvcc = [], ""
     linker, link = linking()
@@ -244,7 +244,7 @@ def recipe(cuda: Path | None, target: Path) -> str:
         nvcc = str(cuda / "bin" / "nvcc")
         built = architectures(os.environ.get("TORCH_CUDA_ARCH_LIST", ""), gpus(), known_to(Path(nvcc)))
         say(f"CUDA kernels for {', '.join(built)}, by {nvcc}")
-        sources += [ROOT / "csrc/module_cuda.cpp", *sorted((ROOT / "csrc/cuda").glob("*.cu"))]
+        sources += [ROOT / "csrc/module_cuda.cpp", *sorted((ROOT / "csrc/cuda").rglob("*.cu"))]
         macros = [f"-DLORA_MERGE_CUDA_ARCHITECTURES='\"{','.join(built)}\"'"]
         # The runtime inside: which one torch has does not matter.
         link += [*cudart(cuda), "-lcudart_static", "-ldl", "-lrt"]

@@ -1,4 +1,4 @@
-"""A model of the roles in csrc/cuda/hopper.cuh: every barrier, turn and copy, and no arithmetic.
+"""A model of the roles in csrc/cuda/sm90/merge.cuh: every barrier, turn and copy, and no arithmetic.
 
 Roles take steps in random order, so that a run shows what one schedule does: a role that waits for ever, or a box that
 is read while it holds something else. The model is kept like the kernel by hand: what changes there changes here.

@@ -2,7 +2,7 @@
 
 python tests/racecheck.py LOG        (1 if a report is left)
 
-A mark is a pair of comments in csrc/cuda, `// racecheck: begin WHAT` and `// racecheck: end`; csrc/cuda/hopper_ask.cuh
+A mark is a pair of comments in csrc/cuda, `// racecheck: begin WHAT` and `// racecheck: end`; csrc/cuda/sm90/producer.cuh
 says why racecheck cannot follow what lies between. A report names two accesses by file and line (the extension is built
 with -lineinfo): it is passed over if a write of the two is marked.
 """
@@ -21,7 +21,7 @@ _ACCESS = re.compile(r"(Read|Write) access at .*? in (?:\S*/)?([\w.]+):(\d+)")
 def marked() -> dict[tuple[str, int], str]:
     """What is written on a line of a file."""
     found: dict[tuple[str, int], str] = {}
-    for path in sorted(SOURCES.iterdir()):
+    for path in sorted(SOURCES.rglob("*.*")):
         what = ""
         for number, line in enumerate(path.read_text().splitlines(), 1):
             mark = re.search(r"// racecheck: (begin (.*)|end)$", line)

@@ -23,16 +23,16 @@ def access(kind: str, file: str, line: int) -> str:
 
 def test_marks() -> None:
     marks = racecheck.marked()
-    assert {file for file, _ in marks} == {"hopper_ask.cuh", "hopper_device.cuh"}
+    assert {file for file, _ in marks} == {"producer.cuh", "ptx.cuh"}
     assert len(set(marks.values())) == 4
     assert len(marks) < 50, "marks are for single writes, not for whole files"
 
 
 @pytest.mark.parametrize(("first", "second", "left"), [
-    (access("Write", "hopper_ask.cuh", WORDS), access("Read", "hopper.cuh", 400), False),
-    (access("Read", "tiles.cuh", 70), access("Write", "hopper_ask.cuh", WORDS), False),
-    (access("Read", "hopper_ask.cuh", WORDS), access("Write", "hopper.cuh", 400), True),
-    (access("Write", "hopper.cuh", 200), access("Read", "hopper.cuh", 210), True),
+    (access("Write", "sm90/producer.cuh", WORDS), access("Read", "sm90/merge.cuh", 400), False),
+    (access("Read", "tiles.cuh", 70), access("Write", "sm90/producer.cuh", WORDS), False),
+    (access("Read", "sm90/producer.cuh", WORDS), access("Write", "sm90/merge.cuh", 400), True),
+    (access("Write", "sm90/merge.cuh", 200), access("Read", "sm90/merge.cuh", 210), True),
     (access("Write", "merge.cuh", WORDS), access("Read", "merge.cuh", 10), True),
     ("Write access at void hopper()+0x10", "Read access at void hopper()+0x20", True),
 ])  # fmt: skip

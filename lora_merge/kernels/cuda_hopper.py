@@ -1,4 +1,4 @@
-"""Launches of the CUDA kernel for compute capability 9 (`csrc/cuda/hopper.cuh`): which segments it serves, and how.
+"""Launches of the CUDA kernel for compute capability 9 (`csrc/cuda/sm90/merge.cuh`): which segments it serves, and how.
 
 Its results are those of the kernel for any GPU bit for bit, so a segment goes wherever it is faster: this one reaches
 the speed of a copy at ranks and adapter dtypes where the other one is bound by its products. It moves tiles by tensor
@@ -65,7 +65,7 @@ class Hopper(Kernel[Tiles]):
     """Columns of the least strip that a launch takes."""
     ahead = False
     """Whether lora_A of the next unit is brought as early as there is room for it, and float32 lora_A split ahead
-    (csrc/cuda/hopper.cuh: `kAhead`). Else blocks of threads that wait for it stay side by side, and read rows of W and
+    (csrc/cuda/sm90/merge.cuh: `kAhead`). Else blocks of threads that wait for it stay side by side, and read rows of W and
     lora_B together."""
 
     def serves(self, table: np.ndarray, device: torch.device) -> np.ndarray:

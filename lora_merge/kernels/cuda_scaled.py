@@ -1,5 +1,5 @@
 """Launches that make results of 8 bits: merged, scaled and converted by the kernel for compute capability 9
-(`csrc/cuda/hopper_scaled.cu`), or made of 16 bits that are there (`csrc/cuda/scale.cu`)."""
+(`csrc/cuda/sm90/scaled.cu`), or made of 16 bits that are there (`csrc/cuda/scale.cu`)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Tracked merges by the compiled CUDA kernels: a launch for each dtype, kind of adapter and kernel
-(`csrc/cuda/tracked.cu`, and `hopper_tracked.cu` for what `TrackedHopper` serves)."""
+(`csrc/cuda/sm80/tracked.cu`, and `sm90/tracked.cu` for what `TrackedHopper` serves)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Watch: tells that a live model needs no new reading, because nothing that the last reading looked at has changed.
 
-The compiled module (csrc/watch.cpp) keeps what the reading saw: which objects, of which classes, what is in their
+The compiled module (csrc/watch/watch.cpp) keeps what the reading saw: which objects, of which classes, what is in their
 dicts, and of tensors class, address, shape, strides, dtype and device. It looks at all of that again in one call. What
 it cannot keep (a dict of a class of its own, a tensor that is no plain one, what is reached in another way than through
 modules), or where there is no compiled module, there is no watch, and everything is read each time.

@@ -1,7 +1,7 @@
 // W and B on their way from memory to the stages of a warp.
 #pragma once
-#include "adapters.cuh"
-#include "tiles.cuh"
+#include "../adapters.cuh"
+#include "../tiles.cuh"
 
 namespace lora_merge {
 

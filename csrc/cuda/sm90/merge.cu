@@ -1,6 +1,6 @@
 // The merge kernel for compute capability 9: tensor maps, and what a merge does with products.
-#include "driver.h"
-#include "hopper_round.cuh"
+#include "../driver.h"
+#include "round.cuh"
 
 namespace lora_merge {
 namespace {

@@ -7,7 +7,7 @@
 #include <cuda_runtime.h>
 
 #include "stream.cuh"
-#include "tracked.cuh"
+#include "../tracked.cuh"
 
 namespace lora_merge {
 namespace {

@@ -1,6 +1,6 @@
 // Instructions of compute capability 9.0: barriers in shared memory, copies of tiles by tensor maps, products by wgmma.
 #pragma once
-#include "device.cuh"
+#include "../device.cuh"
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define LORA_MERGE_HOPPER 1
@@ -68,7 +68,7 @@ __device__ __forceinline__ void load_ranks(uint32_t shared, const TensorMap* map
       "l"(map), "r"(col), "r"(rank / 8), "r"(0), "r"(barrier)
       : "memory");
 }
-// racecheck: begin the journal's copies (see hopper_ask.cuh)
+// racecheck: begin the journal's copies (see sm90/producer.cuh)
 // A run of bytes, whole 16-byte vectors.
 __device__ __forceinline__ void load_run(uint32_t shared, const void* from, int bytes, uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),

@@ -21,7 +21,7 @@
 // number is split into three bf16 parts, and the six products above 2^-26 are summed, large and small ones apart; or
 // they come as pairs of fp16 (parts.h; lora_merge/kernels/cuda_table.py says which do), of which three products are.
 #pragma once
-#include "copies.cuh"
+#include "../copies.cuh"
 #include "norms.cuh"
 #include "stream.cuh"
 

@@ -1,7 +1,7 @@
 // Tiles and boxes of the kernel for compute capability 9, and what becomes of a box's scaled sums.
 #pragma once
-#include "adapters.cuh"
-#include "hopper_device.cuh"
+#include "../adapters.cuh"
+#include "ptx.cuh"
 
 namespace lora_merge {
 namespace hopper {

@@ -1,6 +1,6 @@
 // Codes and what they stand for (lora_merge/kernels/packed.py says what): eight columns of a row at a time.
 #pragma once
-#include "tiles.cuh"
+#include "../tiles.cuh"
 
 namespace lora_merge {
 

@@ -1,10 +1,10 @@
-// What a block of the merge kernel for compute capability 9 (hopper.cuh) has in shared memory, and where it lies.
+// What a block of the merge kernel for compute capability 9 (sm90/merge.cuh) has in shared memory, and where it lies.
 #pragma once
 #include <cstddef>
 
-#include "hopper_box.cuh"
-#include "hopper_products.cuh"
-#include "tiles.cuh"
+#include "box.cuh"
+#include "mma.cuh"
+#include "../tiles.cuh"
 
 namespace lora_merge {
 namespace hopper {

@@ -1,4 +1,4 @@
-// Merges whose results have 8 bits, on compute capability 9: the walk of hopper.cuh, and scales as scale.cu has them.
+// Merges whose results have 8 bits, on compute capability 9: the walk of sm90/merge.cuh, and scales as scale.cu has them.
 //
 // Sums are rounded to 16 bits in the registers of the lanes that multiply, and never leave the chip as such.
 //
@@ -8,8 +8,8 @@
 //                      largest magnitudes and writes nothing else, the second one merges once more, and converts.
 //
 // e4m3 elements of two boxes take the place of the first one's W: a row of either is 128 bytes, and a warp's own.
-#include "hopper_round.cuh"
-#include "scales.cuh"
+#include "round.cuh"
+#include "../scales.cuh"
 
 namespace lora_merge {
 namespace {

@@ -1,7 +1,7 @@
 // lora_A and lora_B of the kernel for compute capability 9: to shared memory, to registers, through the matrix units.
 #pragma once
-#include "adapters.cuh"
-#include "hopper_device.cuh"
+#include "../adapters.cuh"
+#include "ptx.cuh"
 
 namespace lora_merge {
 namespace hopper {

@@ -1,10 +1,10 @@
-// Tracked merges on compute capability 9: the walk of hopper.cuh, and beside W's tiles those of the journal.
+// Tracked merges on compute capability 9: the walk of sm90/merge.cuh, and beside W's tiles those of the journal.
 //
 // A unit of the journal is what a warp has of a box of 64 x 64: 16 rows. A half is what a lane has of a row. Boxes of
 // a segment are numbered along the columns first, so that codes and records of a tile are a run in memory each, and
 // come with its W.
-#include "hopper.cuh"
-#include "tracked.cuh"
+#include "merge.cuh"
+#include "../tracked.cuh"
 
 namespace lora_merge {
 namespace {

@@ -1,8 +1,8 @@
-// The two warps of the merge kernel for compute capability 9 (hopper.cuh) that ask for tiles: one for those of W and
+// The two warps of the merge kernel for compute capability 9 (sm90/merge.cuh) that ask for tiles: one for those of W and
 // lora_B, by units that it takes, and one for those of lora_A.
 #pragma once
-#include "copies.cuh"
-#include "hopper_block.cuh"
+#include "../copies.cuh"
+#include "block.cuh"
 
 namespace lora_merge {
 namespace hopper {

@@ -3,8 +3,8 @@
 
 #include <new>
 
-#include "dlpack.h"
-#include "layout.h"
+#include "../dlpack.h"
+#include "../layout.h"
 #include "watch.h"
 
 namespace lora_merge::watch {

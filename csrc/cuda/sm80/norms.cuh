@@ -1,7 +1,7 @@
 // Norms of the rows of W + scaling B A, for DoRA.
 #pragma once
-#include "adapters.cuh"
-#include "tiles.cuh"
+#include "../adapters.cuh"
+#include "../tiles.cuh"
 
 namespace lora_merge {
 

@@ -39,7 +39,7 @@
 // that one, and float32 adapters of turned segments (lora_merge/kernels/cuda_hopper.py). W and the result are read and
 // written as the matrix unit's fragments.
 #pragma once
-#include "hopper_ask.cuh"
+#include "producer.cuh"
 
 namespace lora_merge {
 namespace hopper {

@@ -1,6 +1,6 @@
 // What a merge makes of a box's products, in the kernel for compute capability 9: W plus these, rounded.
 #pragma once
-#include "hopper.cuh"
+#include "merge.cuh"
 
 namespace lora_merge {
 namespace hopper {

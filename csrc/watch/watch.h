@@ -5,8 +5,8 @@
 #include <unordered_set>
 #include <vector>
 
-#include "dlpack.h"
-#include "python.h"
+#include "../dlpack.h"
+#include "../python.h"
 
 namespace lora_merge::watch {
 
