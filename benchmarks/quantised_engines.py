@@ -311,7 +311,7 @@ def served(llm: Any) -> nn.Module:
 @contextmanager
 def loading(way: str) -> Iterator[None]:
     """Layers that an engine quantises are written as they lie, or go through vLLM's own reload."""
-    from lora_merge.engine.vllm.fused import Fused
+    from lora_merge.engine.vllm.loading.fused import Fused
     from lora_merge.stream.places import Places
 
     places = Fused.places

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from lora_merge import Plan, Segment
 from lora_merge.bench import report, timing
-from lora_merge.kernels import cuda
-from lora_merge.kernels.merged_first import MergedFirst
-from lora_merge.kernels.scaled import Group, Scaled
+from lora_merge.kernels.cuda import backend as cuda
+from lora_merge.kernels.scaled.two_step import MergedFirst
+from lora_merge.kernels.scaled.weights import Group, Scaled
 
 FUSED = [((3584, 512, 512), 3584), ((3584,), 3584), ((18944, 18944), 3584), ((3584,), 18944)]
 """Of a layer's weights: rows of their parts, and columns."""

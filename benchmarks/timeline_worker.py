@@ -34,9 +34,9 @@ class Timeline:
 
     def note_events(self) -> None:
         """Begin to note. Where the engine's core is in this process, its own steps are noted, too."""
-        from lora_merge.engine.pulled import Pulled
-        from lora_merge.engine.side import Side
         from lora_merge.engine.vllm import core, worker
+        from lora_merge.engine.worker.pull import Pulled
+        from lora_merge.engine.worker.session import Side
 
         self._events: list[Event] = []
         operations, method = cast(Any, worker), core._Calls._method

@@ -1,4 +1,4 @@
-// What Python and C++ must agree on. Written by `python lora_merge/kernels/layout.py`: change it there.
+// What Python and C++ must agree on. Written by `python lora_merge/kernels/bindings/layout.py`: change it there.
 // clang-format off
 #pragma once
 #include <cstdint>

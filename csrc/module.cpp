@@ -1,5 +1,5 @@
 // The Python module lora_merge._C: a segment table in, memory behind its addresses written. It knows numbers and
-// addresses; lora_merge/kernels/operators.py checks the tensors that they are of.
+// addresses; lora_merge/kernels/bindings/operators.py checks the tensors that they are of.
 #include <sstream>
 
 #include "check.h"

@@ -14,13 +14,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from . import kernels
 from .errors import InvalidInput, NotRestored
+from .kernels import backend as kernels
 from .kernels.plan import writes
 from .kernels.ranges import NARROW, Made, check_in_place, check_range, run_in_range
 from .kernels.replaced import ReplacedRows
 from .kernels.segments import raw
-from .kernels.tracked import TrackedPlan
+from .kernels.tracked.plan import TrackedPlan
 from .models.claims import Look, merging, to_the_end
 from .models.delta import Delta, Job, LazyList, whole_job
 from .models.frozen import warn_if_frozen

@@ -9,20 +9,24 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from . import __version__, kernels
+from . import __version__
 from .errors import BackendUnavailable, InvalidInput
 from .integrations.options import switched_off
-from .kernels import cpu, cuda, cuda_hopper, native, triton
-from .kernels.cuda_kernel import deal
-from .kernels.cuda_launch import MERGES
-from .kernels.cuda_scaled import HopperScaled, apart
+from .kernels import backend as kernels
+from .kernels import cpu
+from .kernels.bindings import native
+from .kernels.cuda import backend as cuda
+from .kernels.cuda import hopper as cuda_hopper
+from .kernels.cuda.kernel import deal
+from .kernels.cuda.merge import MERGES
+from .kernels.cuda.scaled import HopperScaled, apart
 from .kernels.packed import Codes
-from .kernels.scaled import Scaled, place
+from .kernels.scaled.weights import Scaled, place
 from .kernels.segments import FP8, Segment, pack
+from .kernels.triton import backend as triton
 
 TRAINERS = {
     "trl": "LORA_MERGE=1 trl grpo ..., or lora_merge.integrations.trl.attach(trainer)",
@@ -109,12 +113,11 @@ def _first(device: torch.device, names: Sequence[str], found: Findings) -> str:
     modules = {"cpu": cpu, "cuda": cuda, "triton": triton}
     try:
         reasons = [(name, modules[name].unavailable(device)) for name in names if name in modules]
-        backend: Any = kernels.pick(device)
+        chosen = kernels.name_of(kernels.pick(device))
     except BackendUnavailable as error:
         found.todo.append(str(error))
         return f"no backend: {error}"
     passed = [f"{name}: {reason}" for name, reason in reasons if reason is not None]
-    chosen = backend.__name__.rpartition(".")[2]
     before = "; ".join(passed[: names.index(chosen)])
     if not before:
         return chosen

@@ -1,5 +1,5 @@
 """Merging in place and back, bit for bit: `TrackedPlan` (docs/restore.md)."""
 
-from .kernels.tracked import TrackedPlan
+from .kernels.tracked.plan import TrackedPlan
 
 __all__ = ["TrackedPlan"]

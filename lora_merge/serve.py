@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from .engine.calls import drive
-from .engine.load import check_blocking, load, unload
-from .engine.replica import SyncReport
+from .engine.control.calls import drive
+from .engine.load_adapter import check_blocking, load, unload
+from .engine.push.replica import SyncReport
 
 __all__ = ["aload_adapter", "aunload_adapter", "load_adapter", "unload_adapter"]
 

@@ -56,7 +56,7 @@ def coverage(engine: Any) -> list[Coverage]:
         InvalidInput: `engine` is no handle of a vLLM or SGLang engine.
         RuntimeError, OSError: the engine does not answer, or has to be awaited.
     """
-    from .engine.calls import drive
+    from .engine.control.calls import drive
 
     return drive(acoverage(engine))
 

@@ -18,9 +18,10 @@ if AMD is not None:
     torch.version.hip = "6.4"  # type: ignore[assignment]  # before the kernels are imported
 
 from lora_merge import Segment  # noqa: E402
-from lora_merge.kernels import triton as backend  # noqa: E402
-from lora_merge.kernels import triton_device, triton_tracked_device  # noqa: E402
-from lora_merge.kernels.triton_tracked import TritonTracked  # noqa: E402
+from lora_merge.kernels.triton import backend  # noqa: E402
+from lora_merge.kernels.triton import merge_kernels as triton_device  # noqa: E402
+from lora_merge.kernels.triton import tracked_kernels as triton_tracked_device  # noqa: E402
+from lora_merge.kernels.triton.tracked import TritonTracked  # noqa: E402
 
 CPU = torch.device("cpu")
 F, H, B = torch.float32, torch.float16, torch.bfloat16

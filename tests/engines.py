@@ -42,7 +42,7 @@ from torch import Tensor, nn
 from vllm import LLM, SamplingParams
 from vllm.config import WeightTransferConfig
 
-from lora_merge.engine import claim
+from lora_merge.engine.worker import lease as claim
 
 
 def mixtral() -> nn.Module:
@@ -315,7 +315,7 @@ def fail_at_each_bucket(sync: Any, llm: Any, model: Any, error: type[BaseExcepti
         the report of the push after each failure, which goes through.
     """
     from lora_merge import LoraMergeError
-    from lora_merge.engine.update import Update
+    from lora_merge.engine.payload.update import Update
 
     fill, count = Update.fill, len(sync._passes._update._updates._known[2].table)
     assert count > 1

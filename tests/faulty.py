@@ -8,11 +8,11 @@ from typing import Any
 
 import first_calls
 
-from lora_merge.engine.merger import _Products
-from lora_merge.engine.side import Side
 from lora_merge.engine.vllm import worker as ours
-from lora_merge.engine.vllm.loader import Loader
-from lora_merge.kernels.tracked import TrackedPlan
+from lora_merge.engine.vllm.loading.loader import Loader
+from lora_merge.engine.worker.merger import _Products
+from lora_merge.engine.worker.session import Side
+from lora_merge.kernels.tracked.plan import TrackedPlan
 
 _WHERE: dict[str, tuple[Any, str]] = {
     "bucket": (Loader, "load"),

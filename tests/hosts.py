@@ -71,8 +71,8 @@ def pushed(sync: Any, merge: str, *, verify: bool) -> None:
 
 def are_elsewhere(sync: Any, count: int) -> None:
     """The only engine of a push has so many workers, and none of them is on this host."""
-    from lora_merge.engine.calls import drive
-    from lora_merge.engine.waiting import host_id
+    from lora_merge.engine.control.calls import drive
+    from lora_merge.engine.transport.liveness import host_id
 
     workers = drive(sync._trainer.controls[0].rpc("hello"))
     assert len(workers) == count

@@ -20,7 +20,7 @@ from torch import nn
 from vllm import LLM
 
 from lora_merge import PushFailed, VllmSync
-from lora_merge.engine.vllm.loader import Loader
+from lora_merge.engine.vllm.loading.loader import Loader
 
 LAUNCHED = {"distributed_executor_backend": "external_launcher", "weight_transfer_config": None, "seed": 0}
 

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lora_merge import MergedWeights
-from lora_merge.engine.adapter import AdapterSource, filler_of
+from lora_merge.engine.payload.adapter import AdapterSource, filler_of
 from lora_merge.megatron import Chunks
 
 

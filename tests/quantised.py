@@ -46,7 +46,7 @@ def served(llm: Any) -> nn.Module:
 @contextmanager
 def reloaded(llm: Any) -> Iterator[list[str]]:
     """Paths of the layers of an engine in this process that go through the reload inside."""
-    from lora_merge.engine.vllm.reload import Reload
+    from lora_merge.engine.vllm.loading.reload import Reload
 
     paths = {id(module): path for path, module in served(llm).named_modules()}
     found: list[str] = []

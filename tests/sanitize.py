@@ -17,11 +17,14 @@ import torch
 from helpers import LAYOUTS, assert_accurate, make_segment
 
 from lora_merge import Plan, Segment
-from lora_merge.kernels import cuda, cuda_tracked, fused, native
-from lora_merge.kernels.cuda_scaled import CudaScale, MergedAtOnce, apart
-from lora_merge.kernels.merged_first import MergedFirst
-from lora_merge.kernels.scaled import Group, Scaled, place
+from lora_merge.kernels.bindings import native
+from lora_merge.kernels.cuda import backend as cuda
+from lora_merge.kernels.cuda import tracked as cuda_tracked
+from lora_merge.kernels.cuda.scaled import CudaScale, MergedAtOnce, apart
+from lora_merge.kernels.scaled.two_step import MergedFirst
+from lora_merge.kernels.scaled.weights import Group, Scaled, place
 from lora_merge.kernels.segments import FP8
+from lora_merge.kernels.tracked import one_pass as fused
 from lora_merge.restore import TrackedPlan
 
 DEVICE = torch.device("cuda", 0)

@@ -74,9 +74,9 @@ def _break(where: str, after: int, dies: bool) -> None:
 def _where(name: str) -> tuple[Any, str]:
     from sglang.srt.lora.lora_manager import LoRAManager
 
-    from lora_merge.engine.loader import Loader
-    from lora_merge.engine.merger import _Products
-    from lora_merge.engine.side import Side
+    from lora_merge.engine.worker.loader import Loader
+    from lora_merge.engine.worker.merger import _Products
+    from lora_merge.engine.worker.session import Side
 
     return {
         "bucket": (Loader, "load"),

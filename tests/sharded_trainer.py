@@ -29,7 +29,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 from lora_merge import LoraMergeError, PushFailed, VllmSync
-from lora_merge.engine.adapter import AdapterSource
+from lora_merge.engine.payload.adapter import AdapterSource
 from lora_merge.shards import here
 from lora_merge.shards.ranks import Ranks
 from lora_merge.stream.filler import Filler

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from vllm.model_executor.layers import utils
 
 from lora_merge.engine.state import State
-from lora_merge.engine.vllm.loader import Loader
+from lora_merge.engine.vllm.loading.loader import Loader
 
 
 def _plain(layer: nn.Module, remove_weight: bool) -> None:

@@ -10,8 +10,8 @@ import shared_weights
 import sliced_weights_gpu
 import torch.distributed as dist
 
-from lora_merge.engine import transport
-from lora_merge.engine.vllm.loader import Loader
+from lora_merge.engine.transport import routing as transport
+from lora_merge.engine.vllm.loading.loader import Loader
 
 if not os.environ.get("EXPERTS_ANEW"):
     Loader._laid_anew = lambda self: []  # type: ignore[method-assign]

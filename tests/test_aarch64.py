@@ -20,7 +20,7 @@ from helpers import LAYOUTS, assert_accurate, in_place, make_segment
 from torch import Tensor
 
 from lora_merge import Segment
-from lora_merge.kernels import native
+from lora_merge.kernels.bindings import native
 from lora_merge.kernels.segments import (
     DESTINATION,
     FLOATS,

@@ -17,7 +17,8 @@ import torch
 from helpers import LAYOUTS, assert_accurate, assert_same_bits, bits, cut, in_place, make_segment, pairwise
 
 from lora_merge import Segment
-from lora_merge.kernels import cpu, native, operators
+from lora_merge.kernels import cpu
+from lora_merge.kernels.bindings import native, operators
 from lora_merge.kernels.segments import seed_key
 
 CPU = torch.device("cpu")

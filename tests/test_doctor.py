@@ -9,8 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lora_merge import cli, doctor, kernels
-from lora_merge.kernels import cuda, cuda_hopper, native, triton_device
+from lora_merge import cli, doctor
+from lora_merge.kernels import backend as kernels
+from lora_merge.kernels.bindings import native
+from lora_merge.kernels.cuda import backend as cuda
+from lora_merge.kernels.cuda import hopper as cuda_hopper
+from lora_merge.kernels.triton import merge_kernels as triton_device
 
 
 @pytest.fixture(autouse=True)

@@ -21,14 +21,14 @@ import torch
 from test_steady import python_calls
 from torch import Tensor, nn
 
-from lora_merge.engine import heartbeat
-from lora_merge.engine.claim import SILENT_S, Claim, ClaimLost, Stepped, claim_of, under_way
-from lora_merge.engine.control import Control
-from lora_merge.engine.modules import Modules
-from lora_merge.engine.sampler import Sampler, facts
-from lora_merge.engine.steps import Steps
+from lora_merge.engine.control.base import Control
+from lora_merge.engine.fingerprint import Sampler, facts
+from lora_merge.engine.push import heartbeat
+from lora_merge.engine.push.sequence import Steps
+from lora_merge.engine.transport.liveness import born, host_id
 from lora_merge.engine.vllm.core import lora_merge_calls
-from lora_merge.engine.waiting import born, host_id
+from lora_merge.engine.worker.lease import SILENT_S, Claim, ClaimLost, Stepped, claim_of, under_way
+from lora_merge.engine.worker.modules import Modules
 
 
 class Method:
@@ -259,7 +259,7 @@ def test_a_process_that_was_given_the_number_of_a_dead_one_is_another_one() -> N
 
 
 def test_parent_and_forked_child_are_two_trainers() -> None:
-    from lora_merge.engine.trainer import Trainer
+    from lora_merge.engine.push.channels import Trainer
     from lora_merge.shards.ranks import Ranks
 
     claim, trainer, (reads, writes) = Claim(), Trainer([], Ranks()), os.pipe()

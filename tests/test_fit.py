@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from lora_merge import PushFailed, PushRefused
-from lora_merge.engine.calls import drive, side_by_side, together, while_alive
 from lora_merge.engine.configs import computing, differences
-from lora_merge.engine.control import Control
-from lora_merge.engine.judge import judge
-from lora_merge.engine.replica import Replica, check_whole, engines_of, fail_together, failure
+from lora_merge.engine.control.base import Control
+from lora_merge.engine.control.calls import drive, side_by_side, together, while_alive
+from lora_merge.engine.push.channels import Trainer
+from lora_merge.engine.push.evaluation import judge
+from lora_merge.engine.push.replica import Replica, check_whole, engines_of, fail_together, failure
 from lora_merge.engine.state import State, change
-from lora_merge.engine.trainer import Trainer
 from lora_merge.shards.ranks import Ranks
 from lora_merge.stream.buckets import Meta
 
@@ -206,7 +206,7 @@ def test_an_interrupt_does_not_wait_for_calls_that_wait_for_us(when: str, monkey
             interrupt()
 
     if when != "in the work":
-        monkeypatch.setattr("lora_merge.engine.calls.time.sleep", interrupt)
+        monkeypatch.setattr("lora_merge.engine.control.calls.time.sleep", interrupt)
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         drive(together([Blocking()], [receives], work, give_up=given_up.set))
@@ -223,7 +223,9 @@ def test_a_call_that_is_interrupted_comes_before_the_next_one() -> None:
         done.append("begin")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lora_merge.engine.calls.Look.__call__", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(
+            "lora_merge.engine.control.calls.Look.__call__", lambda self: (_ for _ in ()).throw(KeyboardInterrupt)
+        )
         with pytest.raises(KeyboardInterrupt):
             while_alive(slow, [])
     while_alive(lambda: done.append("end"), [])

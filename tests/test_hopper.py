@@ -14,21 +14,16 @@ import pytest
 import torch
 from helpers import LAYOUTS, make_segment
 
-from lora_merge import kernels
-from lora_merge.kernels import (
-    cuda,
-    cuda_hopper,
-    cuda_repack,
-    cuda_table,
-    cuda_tracked,
-    fused,
-    idle,
-    layout,
-    native,
-    operators,
-)
-from lora_merge.kernels.cuda_kernel import NONE, Work, arguments
-from lora_merge.kernels.cuda_launch import MERGES
+from lora_merge.kernels import backend as kernels
+from lora_merge.kernels.backend import idle
+from lora_merge.kernels.bindings import layout, native, operators
+from lora_merge.kernels.cuda import backend as cuda
+from lora_merge.kernels.cuda import hopper as cuda_hopper
+from lora_merge.kernels.cuda import repack as cuda_repack
+from lora_merge.kernels.cuda import table as cuda_table
+from lora_merge.kernels.cuda import tracked as cuda_tracked
+from lora_merge.kernels.cuda.kernel import NONE, Work, arguments
+from lora_merge.kernels.cuda.merge import MERGES
 from lora_merge.kernels.segments import (
     COLS,
     DESTINATION,
@@ -43,6 +38,7 @@ from lora_merge.kernels.segments import (
     Segment,
     pack,
 )
+from lora_merge.kernels.tracked import one_pass as fused
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

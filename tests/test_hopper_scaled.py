@@ -14,11 +14,14 @@ from test_hopper import on_hopper
 from test_scaled import GROUPS, adapter, base, weight
 
 from lora_merge import Plan, Segment
-from lora_merge.kernels import cuda, cuda_hopper, cuda_table, native
-from lora_merge.kernels.cuda_kernel import Units, Work
-from lora_merge.kernels.cuda_scaled import CudaScale, HopperScaled, MergedAtOnce, apart
-from lora_merge.kernels.merged_first import MergedFirst
-from lora_merge.kernels.scaled import Scaled, place
+from lora_merge.kernels.bindings import native
+from lora_merge.kernels.cuda import backend as cuda
+from lora_merge.kernels.cuda import hopper as cuda_hopper
+from lora_merge.kernels.cuda import table as cuda_table
+from lora_merge.kernels.cuda.kernel import Units, Work
+from lora_merge.kernels.cuda.scaled import CudaScale, HopperScaled, MergedAtOnce, apart
+from lora_merge.kernels.scaled.two_step import MergedFirst
+from lora_merge.kernels.scaled.weights import Scaled, place
 from lora_merge.kernels.segments import seed_key
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -32,7 +32,7 @@ MERGED = """
 import sys, warnings
 sys.path.append({torch!r})
 import torch, lora_merge
-from lora_merge.kernels import native
+from lora_merge.kernels.bindings import native
 torch.manual_seed(0)
 weight, lora_A, lora_B = torch.randn(5, 9), torch.randn(2, 9), torch.randn(5, 2)
 with warnings.catch_warnings():

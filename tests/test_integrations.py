@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from lora_merge import InvalidInput, MergedWeights, MissingExtra, SyncReport
+from lora_merge.integrations.compat import Release, TrainerRefused
+from lora_merge.integrations.metrics import Counted, PolicyGap, hold, metrics
 from lora_merge.integrations.options import Options, switched_off, switched_on
-from lora_merge.integrations.takeover import Release, TrainerRefused
-from lora_merge.integrations.telling import Counted, PolicyGap, hold, metrics
 from lora_merge.integrations.tied import check_tied
 from lora_merge.verify import logprob_gap
 

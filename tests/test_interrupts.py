@@ -17,18 +17,18 @@ from test_steps import Engine
 from torch import Tensor, nn
 
 from lora_merge import PushFailed
-from lora_merge.engine.calls import drive
-from lora_merge.engine.loader import Loader
-from lora_merge.engine.modules import Modules
-from lora_merge.engine.operations import OPS
-from lora_merge.engine.push import Pushes
-from lora_merge.engine.replica import Replica
-from lora_merge.engine.sender import Sender
-from lora_merge.engine.side import Side
+from lora_merge.engine.control.calls import drive
+from lora_merge.engine.push.channels import Trainer
+from lora_merge.engine.push.pusher import Pushes
+from lora_merge.engine.push.replica import Replica
 from lora_merge.engine.state import State
-from lora_merge.engine.trainer import Trainer
-from lora_merge.engine.waiting import host_id
-from lora_merge.engine.worker import respond
+from lora_merge.engine.transport.liveness import host_id
+from lora_merge.engine.transport.sender import Sender
+from lora_merge.engine.worker.commands import OPS
+from lora_merge.engine.worker.loader import Loader
+from lora_merge.engine.worker.modules import Modules
+from lora_merge.engine.worker.rpc import respond
+from lora_merge.engine.worker.session import Side
 from lora_merge.shards.ranks import Ranks
 from lora_merge.stream.buckets import Meta, lay_out
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lora_merge.engine.judge import ANOTHER_SIZE, fit
+from lora_merge.engine.push.evaluation import ANOTHER_SIZE, fit
 
 TIES = {"lm_head.weight": "embed.weight"}
 

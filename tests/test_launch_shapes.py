@@ -15,13 +15,19 @@ import pytest
 import torch
 from helpers import assert_accurate, make_segment
 
-from lora_merge import kernels
 from lora_merge.errors import BackendUnavailable
-from lora_merge.kernels import cuda, cuda_hopper, cuda_launch, cuda_scaled, cuda_table, native, operators, reference
-from lora_merge.kernels.cuda_kernel import Launch, arguments, serves
-from lora_merge.kernels.cuda_launch import PLAIN_LOADS, Portable
-from lora_merge.kernels.layout import PAIRS, SCALE_CONVERT
-from lora_merge.kernels.scaled import Placed, Scaled
+from lora_merge.kernels import backend as kernels
+from lora_merge.kernels import reference
+from lora_merge.kernels.bindings import native, operators
+from lora_merge.kernels.bindings.layout import PAIRS, SCALE_CONVERT
+from lora_merge.kernels.cuda import backend as cuda
+from lora_merge.kernels.cuda import hopper as cuda_hopper
+from lora_merge.kernels.cuda import merge as cuda_launch
+from lora_merge.kernels.cuda import scaled as cuda_scaled
+from lora_merge.kernels.cuda import table as cuda_table
+from lora_merge.kernels.cuda.kernel import Launch, arguments, serves
+from lora_merge.kernels.cuda.merge import PLAIN_LOADS, Portable
+from lora_merge.kernels.scaled.weights import Placed, Scaled
 from lora_merge.kernels.segments import COLS, DESTINATION, FP8, RANK, Segment, pack
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -260,7 +266,7 @@ def test_what_has_no_room_is_run_elsewhere(gpu: Callable[[int], None], monkeypat
 
 def test_parts_of_a_tracked_merge_go_back_together() -> None:
     """Where one part fails there, those before it are brought back; names of changed weights are of all parts."""
-    from lora_merge.kernels.together import Together
+    from lora_merge.kernels.tracked.split import Together
 
     class Part:
         nbytes = 3

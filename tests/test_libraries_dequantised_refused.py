@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 from torchao.quantization import Int4Tensor
 
 from lora_merge import InvalidInput, LoraMergeError, MergedWeights, UnsupportedAdapter, merged
-from lora_merge.engine.pull import Stayed, unreadable
+from lora_merge.engine.payload.pull import Stayed, unreadable
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -31,7 +31,7 @@ from lora_merge import (
     read_deltas,
     save_merged,
 )
-from lora_merge.engine.pull import Stayed, unreadable
+from lora_merge.engine.payload.pull import Stayed, unreadable
 from lora_merge.kernels.packed import Packed
 from lora_merge.kernels.reference import round_once
 from lora_merge.shards.bitsandbytes import _decodes_rows, bits, shard_of

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from lora_merge.engine.loader import Loader
-from lora_merge.engine.modules import Modules
+from lora_merge.engine.worker.loader import Loader
+from lora_merge.engine.worker.modules import Modules
 from lora_merge.stream.buckets import Meta, extent, lay_out
 
 

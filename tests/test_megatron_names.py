@@ -19,8 +19,8 @@ import megatron_models as mm
 import torch
 
 from lora_merge import InvalidInput, UnsupportedAdapter, merged
-from lora_merge.engine.adapter import _check_experts
-from lora_merge.models.megatron import adapters as adapters
+from lora_merge.engine.payload.adapter import _check_experts
+from lora_merge.models.megatron import adapters
 from lora_merge.models.megatron.groups import replica
 from lora_merge.models.megatron.names import bridge_names, names_of, row_blocks
 from lora_merge.models.megatron.read import read

@@ -17,10 +17,13 @@ from test_scaled import GROUPS, adapter, base, weight
 from torch import Tensor
 
 from lora_merge import Plan, Segment
-from lora_merge.kernels import cpu, layout, merged_first, native, operators, reference
-from lora_merge.kernels.cuda_scaled import CudaScale
-from lora_merge.kernels.merged_first import ByOperations, MergedFirst, between
-from lora_merge.kernels.scaled import Placed, Scaled, place, quantise
+from lora_merge.kernels import cpu, reference
+from lora_merge.kernels.backend import name_of
+from lora_merge.kernels.bindings import layout, native, operators
+from lora_merge.kernels.cuda.scaled import CudaScale
+from lora_merge.kernels.scaled import two_step as merged_first
+from lora_merge.kernels.scaled.two_step import ByOperations, MergedFirst, between
+from lora_merge.kernels.scaled.weights import Placed, Scaled, place, quantise
 from lora_merge.kernels.segments import FLOATS
 
 CPU = torch.device("cpu")
@@ -52,7 +55,7 @@ def assert_same(got: list[Tensor], wanted: list[Tensor]) -> None:
     assert all(torch.equal(one, other) for one, other in zip(got, wanted, strict=True))
 
 
-@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.__name__.rpartition(".")[2])
+@pytest.mark.parametrize("backend", BACKENDS, ids=name_of)
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("run", [(False, 0), (True, 5)], ids=["nearest", "stochastic"])
 def test_turns_do_not_show(backend: Any, group: str, run: tuple[bool, int]) -> None:
@@ -151,7 +154,7 @@ def test_jobs_of_gpus(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Addresses, sizes and scales of what the CUDA kernel is given are those of the weights: a mock of it, which reads
     the words, has the bits of the tensor operations; more jobs than a launch takes, and parts of weights."""
     monkeypatch.setattr(operators, "scale_cuda", scale_here)
-    monkeypatch.setattr("lora_merge.kernels.cuda_scaled.index_of", lambda device: 0)
+    monkeypatch.setattr("lora_merge.kernels.cuda.scaled.index_of", lambda device: 0)
 
     def everything() -> tuple[list[Placed], list[Scaled]]:
         placed, targets = [], []
@@ -195,7 +198,7 @@ def test_plans_share_the_memory_between() -> None:
 
 def test_runs_in_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """They have one memory, and one of them at a time."""
-    monkeypatch.setenv("LORA_MERGE_BACKEND", BACKENDS[-1].__name__.rpartition(".")[2])
+    monkeypatch.setenv("LORA_MERGE_BACKEND", name_of(BACKENDS[-1]))
     made = [work("channel") for _ in range(4)]
     plans = [Plan([p.segment for p in placed], targets) for placed, targets in made]
     plans[0].run()

@@ -17,7 +17,8 @@ import pytest
 import torch
 from helpers import make_segment
 
-from lora_merge.kernels import cpu, layout, native, operators, segments
+from lora_merge.kernels import cpu, segments
+from lora_merge.kernels.bindings import layout, native, operators
 from lora_merge.kernels.segments import pack
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,7 +38,7 @@ def table() -> torch.Tensor:
 
 
 def test_the_header_is_what_the_description_says() -> None:
-    """Else: `python lora_merge/kernels/layout.py`."""
+    """Else: `python lora_merge/kernels/bindings/layout.py`."""
     assert (ROOT / "csrc" / "layout.h").read_text() == layout.header()
     assert NATIVE.layout_hash() == layout.HASH
 
@@ -258,7 +259,7 @@ spec = importlib.util.spec_from_file_location("elsewhere._C", sys.argv[1])
 other = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(other)
 import torch, lora_merge
-from lora_merge.kernels import native
+from lora_merge.kernels.bindings import native
 assert native.load_error() is None, native.load_error()
 assert native.compiled is not other
 assert other.layout_hash() == native.compiled.layout_hash()
@@ -287,7 +288,7 @@ def test_a_checkout_takes_the_installed_module(tmp_path: Path) -> None:
     shutil.copy(library, installed / "lora_merge")
     code = (
         "import sys; sys.meta_path = [f for f in sys.meta_path if 'editable' not in repr(f)]\n"
-        "import lora_merge; from lora_merge.kernels import native\n"
+        "import lora_merge; from lora_merge.kernels.bindings import native\n"
         "print(lora_merge.__file__, native.load_error(), native.compiled and native.compiled.__file__)"
     )
     command, environment = [sys.executable, "-P", "-c", code], dict(os.environ)
@@ -350,7 +351,7 @@ def test_which_gpus_run_an_architecture(architecture: str, on: list[str], not_on
 @pytest.mark.parametrize("capability", [(10, 0), (12, 0)])
 def test_a_binary_without_code_for_this_gpu(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton runs, and the reason is told; a launch would fail with `no kernel image is available`."""
-    from lora_merge.kernels import cuda
+    from lora_merge.kernels.cuda import backend as cuda
 
     monkeypatch.setattr(native, "architectures", lambda: ("80", "90a"))
     monkeypatch.setattr(native, "has_cuda", lambda: True)
@@ -366,7 +367,7 @@ def test_a_binary_without_code_for_this_gpu(capability: tuple[int, int], monkeyp
 
 @pytest.mark.gpu
 def test_gpu_operators_refuse_other_tensors() -> None:
-    from lora_merge.kernels import cuda
+    from lora_merge.kernels.cuda import backend as cuda
 
     device = torch.device("cuda", 0)
     many = [

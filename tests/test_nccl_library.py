@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from lora_merge.engine import nccl, nccl_library
-from lora_merge.engine.nccl_library import Library
+from lora_merge.engine.transport import nccl, nccl_library
+from lora_merge.engine.transport.nccl_library import Library
 
 SOURCE = """
 #include <stdio.h>

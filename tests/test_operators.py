@@ -17,8 +17,9 @@ from conftest import Backend
 from helpers import assert_accurate, assert_same_bits, make_segment
 from torch import Tensor
 
-from lora_merge import BackendUnavailable, Plan, Segment, kernels, merge, merge_, run_segments, unmerge_
-from lora_merge.kernels import native
+from lora_merge import BackendUnavailable, Plan, Segment, merge, merge_, run_segments, unmerge_
+from lora_merge.kernels import backend as kernels
+from lora_merge.kernels.bindings import native
 from lora_merge.kernels.segments import pack
 
 OPERATORS = torch.ops.lora_merge
@@ -225,7 +226,9 @@ def test_cuda_graph_of_the_operators(name: str, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("capturing", [True, False])
 def test_tables_of_a_captured_launch_are_arguments(capturing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many launches as it takes, in the table's order; outside of a capture one table. Says nothing about a GPU."""
-    from lora_merge.kernels import cuda, cuda_hopper, cuda_launch
+    from lora_merge.kernels.cuda import backend as cuda
+    from lora_merge.kernels.cuda import hopper as cuda_hopper
+    from lora_merge.kernels.cuda import merge as cuda_launch
 
     segments = [make_segment(f"w{i}", 3, 8, 2, (torch.float32,) * 4, torch.device("cpu")) for i in range(20)]
     table = pack(segments)
@@ -302,7 +305,7 @@ def test_compiled_kernels_are_the_default() -> None:
 
 @pytest.mark.gpu
 def test_compiled_kernels_are_the_default_on_a_gpu() -> None:
-    assert kernels.pick(torch.device("cuda")).__name__ == "lora_merge.kernels.cuda"
+    assert kernels.pick(torch.device("cuda")).__name__ == "lora_merge.kernels.cuda.backend"
 
 
 WITHOUT_EXTENSION = """
@@ -337,7 +340,8 @@ def test_works_without_the_extension() -> None:
 
 
 def test_triton_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lora_merge.kernels import triton, triton_device
+    from lora_merge.kernels.triton import backend as triton
+    from lora_merge.kernels.triton import merge_kernels as triton_device
 
     assert triton.unavailable(torch.device("mps")) == "it needs CUDA tensors"
     monkeypatch.setattr(triton_device.INTERPRETED, "value", False)

@@ -15,7 +15,7 @@ from torch import Tensor
 from lora_merge import InvalidInput, Plan, Segment
 from lora_merge.kernels.packed import INT8_STEP, Codes, Nested, Packed
 from lora_merge.kernels.segments import FLOATS
-from lora_merge.kernels.tracked import TrackedPlan
+from lora_merge.kernels.tracked.plan import TrackedPlan
 
 
 def codes_of(

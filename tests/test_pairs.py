@@ -12,10 +12,16 @@ import torch
 from helpers import PRODUCT_ERROR, assert_same_bits, bound
 from torch import Tensor
 
-from lora_merge import Plan, kernels
-from lora_merge.kernels import cuda, cuda_hopper, cuda_launch, cuda_repack, idle, layout
+from lora_merge import Plan
+from lora_merge.kernels import backend as kernels
+from lora_merge.kernels.backend import idle
+from lora_merge.kernels.bindings import layout
+from lora_merge.kernels.cuda import backend as cuda
+from lora_merge.kernels.cuda import hopper as cuda_hopper
+from lora_merge.kernels.cuda import merge as cuda_launch
+from lora_merge.kernels.cuda import repack as cuda_repack
 from lora_merge.kernels.packed import Codes
-from lora_merge.kernels.scaled import Group, Scaled, quantise
+from lora_merge.kernels.scaled.weights import Group, Scaled, quantise
 from lora_merge.kernels.segments import Segment, pack
 
 BF16, FP16 = torch.bfloat16, torch.float16

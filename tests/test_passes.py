@@ -13,11 +13,11 @@ from processes import spawn
 from torch.distributed.fsdp import fully_shard
 
 from lora_merge import MergedWeights, UnsupportedAdapter
-from lora_merge.engine.calls import drive
-from lora_merge.engine.passes import Passes
-from lora_merge.engine.replica import Replica, SyncReport
+from lora_merge.engine.control.calls import drive
+from lora_merge.engine.push.channels import Trainer
+from lora_merge.engine.push.planner import Passes
+from lora_merge.engine.push.replica import Replica, SyncReport
 from lora_merge.engine.state import State
-from lora_merge.engine.trainer import Trainer
 from lora_merge.shards.ranks import Ranks
 
 

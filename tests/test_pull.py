@@ -21,13 +21,15 @@ from helpers import assert_same_bits
 from torch import Tensor
 
 from lora_merge import MergedWeights
-from lora_merge.engine import mapped, memory, side
-from lora_merge.engine.mapped import Exports, Mapped
-from lora_merge.engine.memory import NotExported
-from lora_merge.engine.products import Described, Update, _bring
-from lora_merge.engine.pull import Pull, Pulls, Stayed, readable, unreadable
-from lora_merge.engine.pulled import Pulled, nearest
-from lora_merge.engine.side import Side
+from lora_merge.engine.payload.pull import Pull, Pulls, Stayed, readable, unreadable
+from lora_merge.engine.payload.spec import Described, Update, _bring
+from lora_merge.engine.transport import memory
+from lora_merge.engine.transport import peer_memory as mapped
+from lora_merge.engine.transport.memory import NotExported
+from lora_merge.engine.transport.peer_memory import Exports, Mapped
+from lora_merge.engine.worker import session as side
+from lora_merge.engine.worker.pull import Pulled, nearest
+from lora_merge.engine.worker.session import Side
 from lora_merge.shards import Piece
 from lora_merge.stream.buckets import extent
 from lora_merge.stream.places import Places

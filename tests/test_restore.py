@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from lora_merge import Plan, Segment
 from lora_merge.errors import AlreadyMerged, InvalidInput, NotRestored
-from lora_merge.kernels import composed, fused
 from lora_merge.kernels.segments import FLOATS
+from lora_merge.kernels.tracked import composed
+from lora_merge.kernels.tracked import one_pass as fused
 from lora_merge.restore import TrackedPlan
 
 VALUES = (0.0, -0.0, 1e-42, -6e-8, float("inf"), float("-inf"), float("nan"), 6e4, -1e-30)

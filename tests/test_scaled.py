@@ -14,7 +14,7 @@ from conftest import BACKENDS, forced
 from torch import Tensor
 
 from lora_merge import InvalidInput, Plan, Segment
-from lora_merge.kernels.scaled import SCALED_FROM, Scaled, put_ties, quantise, trials
+from lora_merge.kernels.scaled.weights import SCALED_FROM, Scaled, put_ties, quantise, trials
 from lora_merge.kernels.segments import copies
 
 FP8 = torch.float8_e4m3fn

@@ -13,7 +13,7 @@ from types import ModuleType
 
 import pytest
 
-from lora_merge.kernels import native
+from lora_merge.kernels.bindings import native
 
 ROOT = Path(__file__).resolve().parents[1]
 KNOWN = {"75", "80", "86", "87", "88", "89", "90", "100", "103", "110", "120", "121"}

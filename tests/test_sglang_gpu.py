@@ -23,7 +23,7 @@ from test_sglang_server import act, answers, serving
 from torch import Tensor, nn
 
 from lora_merge import MergedWeights, PushFailed, PushRefused, SglangSync
-from lora_merge.engine.update import Update
+from lora_merge.engine.payload.update import Update
 from lora_merge.stream.filler import Filler
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(find_spec("sglang") is None, reason="needs SGLang")]

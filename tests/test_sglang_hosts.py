@@ -16,8 +16,8 @@ from sglang_engines import assert_answers
 from test_sglang_server import act, answers, policy, serving
 
 from lora_merge import LoraMergeError, PushFailed, PushRefused, SglangSync
-from lora_merge.engine import links
-from lora_merge.engine.update import Update
+from lora_merge.engine.payload.update import Update
+from lora_merge.engine.transport import tcp_link as links
 from lora_merge.stream.filler import Filler
 
 BUCKET = 1 << 17

@@ -17,7 +17,7 @@ from test_sglang_models import DENSE, push_and_ask
 from torch import nn
 
 from lora_merge import PushFailed, PushRefused, SglangSync
-from lora_merge.engine.steps import Steps
+from lora_merge.engine.push.sequence import Steps
 
 no_leftovers = sglang_engines.no_leftovers
 

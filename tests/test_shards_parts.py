@@ -17,8 +17,8 @@ from test_shards_merge import EXPERTS, device, fsdp2, fsdp2_columns, hsdp
 from torch import Tensor
 
 from lora_merge import InvalidInput, read_deltas
-from lora_merge.engine.factors import Brought, slots_of
-from lora_merge.engine.shares import Share
+from lora_merge.engine.payload.factors import Brought, slots_of
+from lora_merge.engine.payload.recipients import Share
 from lora_merge.shards import Box, Piece, Shard, cut
 from lora_merge.shards.parts import Parts
 from lora_merge.shards.ranks import Ranks

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lora_merge import InvalidInput, MergedWeights
-from lora_merge.kernels import native
+from lora_merge.kernels.bindings import native
 from lora_merge.models import snapshot
 from lora_merge.models.live import live
 

@@ -15,9 +15,9 @@ from memory import assert_nobody_holds_weights
 from torch import Tensor
 
 from lora_merge import MergedWeights
-from lora_merge.engine.shares import Takers, shares_of
-from lora_merge.engine.transport import Route
-from lora_merge.engine.update import Update, Updates
+from lora_merge.engine.payload.recipients import Takers, shares_of
+from lora_merge.engine.payload.update import Update, Updates
+from lora_merge.engine.transport.routing import Route
 from lora_merge.stream.window import Window
 
 WORKERS = [(0, 0), (0, 1), (1, 0), (1, 1)]

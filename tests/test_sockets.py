@@ -19,12 +19,13 @@ import torch
 from processes import leaving_nothing, shared
 from test_transport import ALL, CPU, NBYTES, SIZES, SOON_S, Counting, Workers, die, own_address, processes
 
-from lora_merge.engine import links, outbox
-from lora_merge.engine.links import Frame, Kind
-from lora_merge.engine.memory import shared_path
-from lora_merge.engine.receiver import Receiver
-from lora_merge.engine.sender import Sender
-from lora_merge.engine.waiting import TransferAborted
+from lora_merge.engine.transport import tcp_link as links
+from lora_merge.engine.transport import tcp_sender as outbox
+from lora_merge.engine.transport.liveness import TransferAborted
+from lora_merge.engine.transport.memory import shared_path
+from lora_merge.engine.transport.receiver import Receiver
+from lora_merge.engine.transport.sender import Sender
+from lora_merge.engine.transport.tcp_link import Frame, Kind
 
 PLACES = [(0, 0), (0, 1), (0, 2), (1, 0)]
 HOSTS = {(0, 0): "a", (0, 1): "a", (0, 2): "b", (1, 0): "a"}

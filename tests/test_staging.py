@@ -22,8 +22,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lora_merge import MergedWeights, read_deltas
-from lora_merge.engine.factors import Brought
-from lora_merge.engine.shares import Share
+from lora_merge.engine.payload.factors import Brought
+from lora_merge.engine.payload.recipients import Share
 from lora_merge.kernels import plan
 from lora_merge.kernels.segments import Segment
 from lora_merge.models import row_scales

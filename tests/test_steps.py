@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from lora_merge import PushFailed, PushRefused
-from lora_merge.engine.calls import EngineGone, drive
-from lora_merge.engine.control import Call, Control, Moved, NotOurs, WorkerFailed
-from lora_merge.engine.passes import Pass, Told
-from lora_merge.engine.replica import Replica, failure
+from lora_merge.engine.control.base import Call, Control, Moved, NotOurs, WorkerFailed
+from lora_merge.engine.control.calls import EngineGone, drive
+from lora_merge.engine.push.planner import Pass, Told
+from lora_merge.engine.push.replica import Replica, failure
+from lora_merge.engine.push.sequence import Steps
 from lora_merge.engine.state import State
-from lora_merge.engine.steps import Steps
-from lora_merge.engine.transport import Route
+from lora_merge.engine.transport.routing import Route
 from lora_merge.engine.vllm.control import RayControl
 
 NEW = State("merged", 7, trainer="mine")

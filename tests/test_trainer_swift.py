@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from swift_runs import Stock, arguments, assert_is, assert_untouched, before_answers, engine_weights, policy, training
 
 from lora_merge import PushFailed, PushRefused, VllmSync
-from lora_merge.engine.vllm.loader import Loader
-from lora_merge.integrations.telling import PolicyGap
+from lora_merge.engine.vllm.loading.loader import Loader
+from lora_merge.integrations.metrics import PolicyGap
 
 nothing_set, said = swift_runs.nothing_set, swift_runs.said
 EXACT = 1e-4

@@ -23,11 +23,11 @@ from swift_runs import arguments, training
 from torch import nn
 
 from lora_merge import InvalidInput, UnsupportedAdapter, merged
+from lora_merge.integrations.compat import TrainerRefused
 from lora_merge.integrations.ms_swift import PLUGIN, kinds
 from lora_merge.integrations.ms_swift.delivery import Colocated
 from lora_merge.integrations.ms_swift.refusals import refuse, refuse_server
 from lora_merge.integrations.options import Options
-from lora_merge.integrations.takeover import TrainerRefused
 
 ROOT = Path(__file__).parents[1]
 nothing_set = swift_runs.nothing_set

@@ -22,9 +22,9 @@ import swift_runs
 import test_trainer_swift_processes as processes
 from test_trainer_swift_processes import at, environment
 
+from lora_merge.integrations.compat import TrainerRefused
 from lora_merge.integrations.ms_swift.refusals import refuse_megatron
 from lora_merge.integrations.options import Options
-from lora_merge.integrations.takeover import TrainerRefused
 
 HERE = Path(__file__).parent
 nothing_set, base, server = swift_runs.nothing_set, processes.base, processes.server

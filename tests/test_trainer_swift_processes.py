@@ -26,10 +26,10 @@ from test_shards_merge import fsdp2
 from torch import Tensor
 
 from lora_merge import MergedWeights, PushFailed, PushRefused
+from lora_merge.integrations.metrics import PolicyGap
 from lora_merge.integrations.ms_swift import PLUGIN
 from lora_merge.integrations.ms_swift.delivery import Served
 from lora_merge.integrations.options import Options
-from lora_merge.integrations.telling import PolicyGap
 
 HERE = Path(__file__).parent
 nothing_set = swift_runs.nothing_set

@@ -25,9 +25,9 @@ from trl_training import arguments, kept, lora, policy, prompts, vowels
 import lora_merge.integrations.trl as lm
 from lora_merge import AlreadyMerged, InvalidInput, PushFailed, PushRefused
 from lora_merge.engine.vllm import plugin
-from lora_merge.engine.vllm.loader import Loader
-from lora_merge.integrations.takeover import TrainerRefused
-from lora_merge.integrations.telling import PolicyGap
+from lora_merge.engine.vllm.loading.loader import Loader
+from lora_merge.integrations.compat import TrainerRefused
+from lora_merge.integrations.metrics import PolicyGap
 from lora_merge.integrations.trl.attach import attached
 from lora_merge.integrations.trl.switch import _attached_first, _prepare_engine, max_lora_rank
 

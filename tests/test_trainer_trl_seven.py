@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from trl_training import arguments, base_weights, changed, kept, logged, lora, policy, prompts, vowels
 
 import lora_merge.integrations.trl as lm
-from lora_merge.integrations.takeover import TrainerRefused
+from lora_merge.integrations.compat import TrainerRefused
 
 pytestmark = pytest.mark.usefixtures("no_leftovers")
 no_leftovers = engines.no_leftovers

@@ -26,16 +26,16 @@ from torch import Tensor
 from torch.distributed import DistNetworkError, TCPStore
 
 from lora_merge import InvalidInput
-from lora_merge.engine import nccl
-from lora_merge.engine.control import Control
-from lora_merge.engine.memory import CudaMemory
-from lora_merge.engine.receiver import Receiver
-from lora_merge.engine.replica import Replica
-from lora_merge.engine.sender import Sender
-from lora_merge.engine.store import interface, reach_store, serve_store
-from lora_merge.engine.trainer import Trainer
-from lora_merge.engine.transport import Route, assign, clash
-from lora_merge.engine.waiting import TransferAborted, host_id
+from lora_merge.engine.control.base import Control
+from lora_merge.engine.push.channels import Trainer
+from lora_merge.engine.push.replica import Replica
+from lora_merge.engine.transport import nccl
+from lora_merge.engine.transport.liveness import TransferAborted, host_id
+from lora_merge.engine.transport.memory import CudaMemory
+from lora_merge.engine.transport.receiver import Receiver
+from lora_merge.engine.transport.rendezvous import interface, reach_store, serve_store
+from lora_merge.engine.transport.routing import Route, assign, clash
+from lora_merge.engine.transport.sender import Sender
 from lora_merge.shards.ranks import Ranks
 from lora_merge.stream.buckets import Meta, Table, extent, lay_out
 from lora_merge.stream.places import Places
@@ -48,7 +48,7 @@ LIMIT_S = 90
 SOON_S = 30
 """Time enough on a busy machine, and less than anything lasts that waits for somebody who does not come."""
 processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(["torch", "lora_merge.engine.receiver"])
+processes.set_forkserver_preload(["torch", "lora_merge.engine.transport.receiver"])
 
 
 class Counting:

@@ -16,8 +16,8 @@ from helpers import assert_same_bits, in_place, make_segment, pairwise
 
 from lora_merge import Plan, Segment
 from lora_merge.errors import NotRestored
-from lora_merge.kernels import triton_device
 from lora_merge.kernels.segments import FLOATS, UNIT_BEGIN, UNITS_ACROSS, WORDS
+from lora_merge.kernels.triton import merge_kernels as triton_device
 from lora_merge.restore import TrackedPlan
 
 TRITON = [pytest.param(("triton", "cuda"), marks=pytest.mark.gpu)] if GPU else [("triton", "cpu")]
@@ -57,7 +57,7 @@ def test_tables_made_during_a_capture(backend: Backend, monkeypatch: pytest.Monk
     for s in segments:
         s.destination.zero_()
     with monkeypatch.context() as patch:
-        patch.setattr("lora_merge.kernels.triton_table._capturing", lambda device: True)
+        patch.setattr("lora_merge.kernels.triton.table._capturing", lambda device: True)
         plan = Plan(segments)
     plan.run()
     for s, result in zip(segments, wanted, strict=True):

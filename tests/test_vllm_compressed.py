@@ -33,9 +33,9 @@ from engines import ask, engine, train
 from torch import Tensor, nn
 
 from lora_merge import LoraMergeError, PushRefused, VllmSync
-from lora_merge.engine.modules import Modules
-from lora_merge.engine.vllm.compressed import Scheme
-from lora_merge.engine.vllm.formats import refusal
+from lora_merge.engine.vllm.loading.compressed import Scheme
+from lora_merge.engine.vllm.loading.formats import refusal
+from lora_merge.engine.worker.modules import Modules
 from lora_merge.serve import load_adapter
 from lora_merge.verify import coverage
 

@@ -27,11 +27,11 @@ from torch import nn
 from weight_bits import bits_of
 
 from lora_merge import Plan, PushFailed, VllmSync
-from lora_merge.engine.capture import Capture, feed
-from lora_merge.engine.loader import everything
-from lora_merge.engine.vllm import fused
-from lora_merge.engine.vllm.compressed import Scheme, as_in_checkpoint, named_back
-from lora_merge.engine.vllm.reload import on_meta
+from lora_merge.engine.vllm.loading import fused
+from lora_merge.engine.vllm.loading.compressed import Scheme, as_in_checkpoint, named_back
+from lora_merge.engine.vllm.loading.reload import on_meta
+from lora_merge.engine.worker.dry_run import Capture, feed
+from lora_merge.engine.worker.loader import everything
 from lora_merge.kernels.segments import copies
 from lora_merge.stream.filler import Filler
 from lora_merge.stream.places import Places

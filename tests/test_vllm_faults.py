@@ -19,8 +19,8 @@ from engines import ask, assert_answers, engine, train
 from strangers import HTML, JSON, Answer, answering
 
 from lora_merge import LoraMergeError, PushFailed, PushRefused, VllmSync
-from lora_merge.engine.calls import drive
-from lora_merge.engine.control import OutOfStep, WorkerFailed
+from lora_merge.engine.control.base import OutOfStep, WorkerFailed
+from lora_merge.engine.control.calls import drive
 from lora_merge.engine.vllm.control import LlmControl
 from lora_merge.stream.filler import Filler
 from lora_merge.verify import coverage

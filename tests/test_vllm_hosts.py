@@ -22,10 +22,10 @@ from hosts import Other, run_on_two
 from test_vllm_processes import Server, greedy, push_and_die
 
 from lora_merge import LoraMergeError, PushFailed, PushRefused, VllmSync
-from lora_merge.engine import links
-from lora_merge.engine.claim import SILENT_S
-from lora_merge.engine.sender import Sender
-from lora_merge.engine.update import Update
+from lora_merge.engine.payload.update import Update
+from lora_merge.engine.transport import tcp_link as links
+from lora_merge.engine.transport.sender import Sender
+from lora_merge.engine.worker.lease import SILENT_S
 from lora_merge.stream.filler import Filler
 
 DENSE = {"target_modules": engines.LINEARS}

@@ -23,7 +23,7 @@ from torch import nn
 
 from lora_merge import InvalidInput, LoraMergeError, PushFailed, PushRefused, UnsupportedAdapter, VllmSync
 from lora_merge.engine.state import OWN, State
-from lora_merge.engine.vllm import checkpoint
+from lora_merge.engine.vllm.loading import checkpoint
 from lora_merge.serve import aload_adapter, aunload_adapter, load_adapter, unload_adapter
 
 DENSE = {"target_modules": engines.LINEARS}

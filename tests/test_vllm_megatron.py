@@ -20,7 +20,7 @@ from processes import spawn
 from torch import Tensor
 
 from lora_merge import MergedWeights, Segment, VllmSync
-from lora_merge.engine.pull import MOVED
+from lora_merge.engine.payload.pull import MOVED
 from lora_merge.megatron import Chunks
 
 SIZES = {"head_dim": 32, "heads": (8, 4)}

@@ -24,10 +24,10 @@ from vllm.model_executor.utils import replace_parameter
 from vllm.v1.attention.backend import AttentionImplBase
 
 from lora_merge import MergedWeights, PushFailed, PushRefused, VllmSync
-from lora_merge.engine.modules import Modules
 from lora_merge.engine.vllm import worker as worker_module
 from lora_merge.engine.vllm.decorated import complaint, decorated
-from lora_merge.engine.vllm.loader import Loader
+from lora_merge.engine.vllm.loading.loader import Loader
+from lora_merge.engine.worker.modules import Modules
 from lora_merge.stream.buckets import Meta, lay_out
 from lora_merge.verify import coverage
 

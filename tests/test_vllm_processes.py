@@ -27,7 +27,7 @@ from strangers import JSON, in_front
 from vllm import SamplingParams
 
 from lora_merge import InvalidInput, LoraMergeError, PushFailed, PushRefused, VllmSync
-from lora_merge.engine.sender import Sender
+from lora_merge.engine.transport.sender import Sender
 from lora_merge.stream.weights import Filler
 from lora_merge.verify import coverage
 

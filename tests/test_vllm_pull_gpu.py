@@ -28,9 +28,9 @@ from test_vllm_gpu import BF16, DENSE, ENGINE, MOE, TOLERANCE, needs, policy
 from torch import nn
 
 from lora_merge import MergedWeights, PushFailed, VllmSync
-from lora_merge.engine import offer
-from lora_merge.engine.pull import MOVED, Pull
-from lora_merge.engine.replica import SyncReport
+from lora_merge.engine.payload.pull import MOVED, Pull
+from lora_merge.engine.push import offers as offer
+from lora_merge.engine.push.replica import SyncReport
 
 pytestmark = pytest.mark.gpu
 assert_answers = partial(engines.assert_answers, tolerance=TOLERANCE, greedy=False)

@@ -26,10 +26,10 @@ from test_shards_merge import fsdp1, fsdp2, fsdp2_columns
 from torch import nn
 
 from lora_merge import LoraMergeError, MergedWeights, PushFailed, PushRefused, VllmSync
-from lora_merge.engine import offer
-from lora_merge.engine.pull import MOVED, Pull, Pulls
-from lora_merge.engine.push import Pushes
-from lora_merge.engine.replica import SyncReport
+from lora_merge.engine.payload.pull import MOVED, Pull, Pulls
+from lora_merge.engine.push import offers as offer
+from lora_merge.engine.push.pusher import Pushes
+from lora_merge.engine.push.replica import SyncReport
 from lora_merge.shards import here
 from lora_merge.verify import coverage
 

@@ -22,9 +22,9 @@ from engines import ask, engine, train
 from torch import nn
 
 from lora_merge import LoraMergeError, MergedWeights, PushFailed, PushRefused, VllmSync
-from lora_merge.engine.modules import Modules
-from lora_merge.engine.vllm.formats import bring_scales_back, calibrated_scales, refusal, stale_scales
-from lora_merge.engine.vllm.fused import Fused
+from lora_merge.engine.vllm.loading.formats import bring_scales_back, calibrated_scales, refusal, stale_scales
+from lora_merge.engine.vllm.loading.fused import Fused
+from lora_merge.engine.worker.modules import Modules
 from lora_merge.serve import load_adapter, unload_adapter
 from lora_merge.stream.filler import Filler
 from lora_merge.stream.places import Places

@@ -20,8 +20,8 @@ from test_vllm_gpu import BF16, DENSE, MOE, needs
 from torch import Tensor, nn
 
 from lora_merge import Plan, Segment, VllmSync
-from lora_merge.engine.vllm.fused import Fused
-from lora_merge.kernels.scaled import Scaled
+from lora_merge.engine.vllm.loading.fused import Fused
+from lora_merge.kernels.scaled.weights import Scaled
 from lora_merge.stream.places import Places
 from lora_merge.verify import coverage
 

@@ -18,8 +18,8 @@ from vllm.config.load import LoadConfig
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from lora_merge import PushRefused
-from lora_merge.engine import load
-from lora_merge.engine.vllm import reads
+from lora_merge.engine import load_adapter as load
+from lora_merge.engine.vllm.loading import reads
 from lora_merge.serve import load_adapter, unload_adapter
 
 pytestmark = pytest.mark.usefixtures("no_leftovers")

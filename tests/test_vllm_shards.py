@@ -23,8 +23,8 @@ from test_shards_merge import fsdp1, fsdp1_flat, fsdp2, hsdp
 from torch import nn
 
 from lora_merge import VllmSync
-from lora_merge.engine import transport
-from lora_merge.engine.pull import MOVED
+from lora_merge.engine.payload.pull import MOVED
+from lora_merge.engine.transport import routing as transport
 from lora_merge.shards import here
 
 pytestmark = pytest.mark.usefixtures("no_leftovers")

@@ -21,10 +21,10 @@ from sharded_trainer import train_alike
 from test_shards_merge import fsdp2
 
 from lora_merge import LoraMergeError, VllmSync
-from lora_merge.engine.outbox import Outbox
-from lora_merge.engine.replica import SyncReport
-from lora_merge.engine.transport import Route, WorkerId
-from lora_merge.engine.update import Update
+from lora_merge.engine.payload.update import Update
+from lora_merge.engine.push.replica import SyncReport
+from lora_merge.engine.transport.routing import Route, WorkerId
+from lora_merge.engine.transport.tcp_sender import Outbox
 from lora_merge.shards.parts import Parts
 
 pytestmark = pytest.mark.usefixtures("no_leftovers")

@@ -24,8 +24,8 @@ from vllm import LLM
 import lora_merge.engine.sync
 import lora_merge.engine.vllm.side
 from lora_merge import MergedWeights, PushFailed, PushRefused, UnsupportedAdapter, VllmSync
-from lora_merge.engine.passes import Passes
-from lora_merge.engine.vllm.loader import Loader
+from lora_merge.engine.push.planner import Passes
+from lora_merge.engine.vllm.loading.loader import Loader
 from lora_merge.stream.weights import Filler
 
 DENSE = {"target_modules": engines.LINEARS}
@@ -266,8 +266,10 @@ def test_names_shapes_and_fused_groups_are_checked_before_the_first_byte(llm: LL
 def test_engines_are_judged_anew_when_something_changed(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Judging looks at every name; what stream and engines said at the last push need not be looked at again."""
     judged = []
-    real = lora_merge.engine.fit.judge
-    monkeypatch.setattr(lora_merge.engine.fit, "judge", lambda *args: (judged.append(args), real(*args))[1])
+    real = lora_merge.engine.push.compatibility.judge
+    monkeypatch.setattr(
+        lora_merge.engine.push.compatibility, "judge", lambda *args: (judged.append(args), real(*args))[1]
+    )
     model = policy()
     sync = VllmSync(model, llm)
     counts = []

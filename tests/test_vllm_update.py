@@ -22,9 +22,9 @@ from test_shards_merge import fsdp2, fsdp2_columns
 from torch import nn
 
 from lora_merge import InvalidInput, LoraMergeError, PushFailed, PushRefused, VllmSync
-from lora_merge.engine.replica import SyncReport
-from lora_merge.engine.update import Update
-from lora_merge.kernels.tracked import TrackedPlan
+from lora_merge.engine.payload.update import Update
+from lora_merge.engine.push.replica import SyncReport
+from lora_merge.kernels.tracked.plan import TrackedPlan
 from lora_merge.verify import coverage
 
 DENSE = {"target_modules": engines.LINEARS}

@@ -13,7 +13,7 @@ from engines import ask, engine, train
 from test_vllm_gpu import BF16, DENSE, MOE, assert_answers, policy
 
 from lora_merge import VllmSync
-from lora_merge.engine.replica import SyncReport
+from lora_merge.engine.push.replica import SyncReport
 
 pytestmark = pytest.mark.gpu
 BITS = {"worker_extension_cls": "weight_bits.Bits"}

@@ -23,7 +23,7 @@ from sharded_trainer import check_answers, train_alike
 from test_shards_merge import fsdp1, fsdp2, fsdp2_columns
 
 from lora_merge import LoraMergeError, PushFailed, VllmSync
-from lora_merge.engine.replica import SyncReport
+from lora_merge.engine.push.replica import SyncReport
 from lora_merge.stream.filler import Filler
 from lora_merge.verify import coverage
 
@@ -252,7 +252,7 @@ def test_an_interrupt_while_it_writes(wide: Any, monkeypatch: pytest.MonkeyPatch
 
 def test_what_leads_out_of_a_worker_s_memory_is_not_mapped(wide: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A description is not taken at its word: it goes through buckets then, and says why."""
-    from lora_merge.engine import trainer
+    from lora_merge.engine.push import channels as trainer
 
     found = trainer.Trainer._exports
 

@@ -15,7 +15,7 @@ from test_snapshot import BUILDS, CHANGES, UNKNOWN, looked_at, q_proj, read, set
 from torch import nn
 
 from lora_merge import InvalidInput, merged, names
-from lora_merge.kernels import native
+from lora_merge.kernels.bindings import native
 from lora_merge.models import snapshot
 from lora_merge.models.peft.facts import _PROPERTIES
 from lora_merge.models.snapshot import take

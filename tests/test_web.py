@@ -13,9 +13,9 @@ import pytest
 from strangers import saying
 
 from lora_merge import InvalidInput
-from lora_merge.engine import web
-from lora_merge.engine.waiting import process_id
-from lora_merge.engine.web import Answered, NotReached, Server, Unfit
+from lora_merge.engine.control import http as web
+from lora_merge.engine.control.http import Answered, NotReached, Server, Unfit
+from lora_merge.engine.transport.liveness import process_id
 
 HINT = "is it the right one?"
 SECRET = "0123456789abcdef" * 4

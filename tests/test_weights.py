@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lora_merge import InvalidInput, MergedWeights, UnsupportedAdapter, save_merged
-from lora_merge.engine.adapter import AdapterSource, filler_of
+from lora_merge.engine.payload.adapter import AdapterSource, filler_of
 from lora_merge.stream.buckets import ALIGNMENT, Meta, checksum, extent, from_json, lay_out, to_json
 from lora_merge.stream.places import Places
 

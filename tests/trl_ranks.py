@@ -28,7 +28,7 @@ from trl import GRPOTrainer
 
 import lora_merge.integrations.trl as lm
 from lora_merge import PushFailed
-from lora_merge.engine.vllm.loader import Loader
+from lora_merge.engine.vllm.loading.loader import Loader
 
 ZERO3 = {
     "train_micro_batch_size_per_gpu": "auto",

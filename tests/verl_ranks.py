@@ -25,8 +25,8 @@ from verl.workers.rollout.sglang_rollout.utils import get_named_tensor_buckets
 from verl_engines import engine_of
 
 from lora_merge.errors import InvalidInput, LoraMergeError
-from lora_merge.integrations.takeover import TrainerRefused
-from lora_merge.integrations.telling import PolicyGap
+from lora_merge.integrations.compat import TrainerRefused
+from lora_merge.integrations.metrics import PolicyGap
 from lora_merge.integrations.verl_engines.rollout import LoraMergeServerAdapter
 
 

@@ -1,5 +1,5 @@
 // Scales of groups of 8-bit numbers: from the largest magnitude of a group to its e4m3 elements. What becomes of a
-// number is what vLLM's quantisers make of a weight that is loaded (lora_merge/kernels/scaled.py has the rules).
+// number is what vLLM's quantisers make of a weight that is loaded (lora_merge/kernels/scaled/weights.py has the rules).
 // Magnitudes that several threads found are compared as bits, whose order is that of numbers, with NaN above infinity,
 // so that none hides.
 #pragma once

@@ -124,7 +124,7 @@ constexpr Layout layout_of(const Tiles& tiles, int max_rank, int planes, int bes
 
 // Whether a launch takes them, where a block may have `per_block` bytes of shared memory. Held boxes of float32 lora_A
 // that are not split ahead are shared out to two groups; of others a strip's are there at once. In parts there is a
-// chunk of each of two products (kernels/cuda_table.py has pairs for more).
+// chunk of each of two products (kernels/cuda/table.py has pairs for more).
 constexpr bool accepts(const Tiles& t, int max_rank, int planes, int beside, bool ahead, int per_block) {
   const bool known = (t.strip_cols == 256 || t.strip_cols == 128 || (t.strip_cols == 64 && planes == 2)) &&
                      t.stages >= 2 && t.stages <= kMaxStages && t.held > 0 && t.held <= kMaxHeld && max_rank >= 0 &&

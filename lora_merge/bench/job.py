@@ -12,8 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -21,9 +20,9 @@ from torch import Tensor, nn
 
 import lora_merge
 
-from .. import kernels
 from ..extras import root_of
-from ..kernels.cuda_table import PARTS_RANK
+from ..kernels import backend as kernels
+from ..kernels.cuda.table import PARTS_RANK
 from . import checkpoint, report, shapes, timing
 from .accuracy import Accuracy, accuracy_of, compare, same_bits
 from .room import check_files, lacking
@@ -272,7 +271,7 @@ def compare_methods(
         "products_ms": products_ms,
         "operations_s": operations,
         "repeat": args.repeat,
-        "backend": cast(ModuleType, kernels.pick(args.device)).__name__.rpartition(".")[2],
+        "backend": kernels.name_of(kernels.pick(args.device)),
         "methods": measured,
         "skipped": skipped,
         **report.provenance(args.device),

@@ -11,7 +11,7 @@ from ..bench.options import device
 from .output import add_json, tell
 
 if TYPE_CHECKING:
-    from ..engine.replica import SyncReport
+    from ..engine.push.replica import SyncReport
 
 
 def add_load(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from .replica import Replica
+from .push.replica import Replica
 
 _KEYS = (
     "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon",

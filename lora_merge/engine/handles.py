@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .control import Control
+from .control.base import Control
 
 
 def control_of(engine: Any) -> Control:

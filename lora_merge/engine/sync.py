@@ -13,14 +13,14 @@ from ..errors import InvalidInput, PushRefused
 from ..shards.ranks import Ranks
 from ..stream.buckets import BUCKET_BYTES
 from ..stream.weights import MergedWeights
-from .calls import drive
 from .configs import computing, config_of
-from .control import Control
-from .passes import MERGES, Passes
-from .push import Pushes
-from .replica import SyncReport, check_handle
-from .steps import check_pause
-from .trainer import Trainer
+from .control.base import Control
+from .control.calls import drive
+from .push.channels import Trainer
+from .push.planner import MERGES, Passes
+from .push.pusher import Pushes
+from .push.replica import SyncReport, check_handle
+from .push.sequence import check_pause
 
 MODES = ("merged", "adapter")
 

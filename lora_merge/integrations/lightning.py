@@ -20,9 +20,9 @@ with needed("this integration needs Lightning", "lightning", "lightning"):
     from lightning.pytorch import Callback
 
 from ..engine.vllm.sync import VllmSync
+from .metrics import metrics
 from .options import Options
 from .pushing import Pusher
-from .telling import metrics
 
 _log = logging.getLogger(__name__)
 

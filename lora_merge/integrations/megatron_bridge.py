@@ -16,8 +16,8 @@ from ..errors import InvalidInput
 from ..models.megatron.names import bridge_names
 from ..models.megatron.read import Chunks
 from ..stream.weights import MergedWeights
+from .compat import Release
 from .options import switched_off
-from .takeover import Release
 
 _Bridge = TypeVar("_Bridge")
 RELEASE = Release("Megatron-Bridge", "megatron-bridge", ("0.3.1",))

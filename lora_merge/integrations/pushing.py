@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from ..engine.replica import SyncReport
+from ..engine.push.replica import SyncReport
 from ..engine.vllm.sync import VllmSync
 from ..errors import InvalidInput
 from .options import Options

@@ -14,12 +14,12 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
-from ..engine.replica import SyncReport
+from ..engine.push.replica import SyncReport
 from ..engine.vllm.sync import VllmSync
 from ..errors import InvalidInput
+from .metrics import metrics
 from .options import Options
 from .pushing import Pusher
-from .telling import metrics
 
 _log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidInput
-from .layout import MAX_RANK, MAX_SIDE
+from .bindings.layout import MAX_RANK, MAX_SIDE
 from .packed import Packed, in_reach, memory
 from .segments import FLOATS, FP8, RAW, Segment, folded, moves_bits
 

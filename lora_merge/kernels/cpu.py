@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from ..errors import BackendUnavailable
-from . import Moves, native, operators
-from .fused import Fused, Journal, Kernels
-from .merged_first import ByOperations, MergedFirst
-from .scaled import Placed
+from .backend import Moves
+from .bindings import native, operators
+from .scaled.two_step import ByOperations, MergedFirst
+from .scaled.weights import Placed
 from .segments import DESTINATION, SOURCE, Segment, pack, same_weights
+from .tracked.one_pass import Fused, Journal, Kernels
 
 _ISA = "LORA_MERGE_CPU_ISA"
 

@@ -2,7 +2,7 @@
 
 Each public function is a thin wrapper around an operator `torch.ops.lora_merge.*` with a schema and a fake
 implementation, so it can be traced by torch.compile and captured in a CUDA graph. All operators build segments and
-run a `Plan`; which kernels execute it is decided in `lora_merge.kernels`.
+run a `Plan`; which kernels execute it is decided in `lora_merge.kernels.backend`.
 """
 
 from __future__ import annotations

@@ -10,11 +10,11 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from .. import kernels
 from ..errors import InvalidInput
+from . import backend as kernels
 from .checks import check_overlaps, check_segment, check_segments, only_norms
 from .packed import Packed, read_bytes
-from .scaled import Scaled, check_scaled, is_scaled, place
+from .scaled.weights import Scaled, check_scaled, is_scaled, place
 from .segments import Segment, seed_key
 
 ROUNDINGS = ("nearest", "stochastic")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidInput
-from .scaled import Scaled
+from .scaled.weights import Scaled
 from .segments import FP8
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .composed import Composed
-from .merged_first import ByOperations, MergedFirst
-from .scaled import Placed
+from .scaled.two_step import ByOperations, MergedFirst
+from .scaled.weights import Placed
 from .segments import Segment, moves_bits, name_key
+from .tracked.composed import Composed
 
 BLOCK = 1 << 18
 """Elements worked on at a time: a few MiB of float64, whatever the size of the weight."""

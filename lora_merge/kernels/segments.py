@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import layout
+from .bindings import layout
 from .packed import Codes, Packed
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)

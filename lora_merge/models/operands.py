@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.plan import Plan
-from ..kernels.scaled import Scaled
+from ..kernels.scaled.weights import Scaled
 from ..kernels.segments import Segment, copies
 from ..shards import Piece, Shard, whole
 from ..shards.exchange import Exchange

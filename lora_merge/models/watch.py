@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ..kernels import native
+from ..kernels.bindings import native
 
 Question = Callable[[Any], object]
 

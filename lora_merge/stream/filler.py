@@ -23,7 +23,7 @@ from ..errors import InvalidInput
 from ..inference import outside_inference_mode
 from ..kernels.packed import Packed, in_reach
 from ..kernels.ranges import Made, check_range, narrows, run_in_range
-from ..kernels.scaled import Scaled
+from ..kernels.scaled.weights import Scaled
 from ..kernels.segments import Segment, copies, name_key
 from ..models.claims import reading
 from ..models.delta import Delta, Job, whole_job

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.ranges import NARROW
-from ..kernels.scaled import Scaled
+from ..kernels.scaled.weights import Scaled
 from ..shards import Box
 from .buckets import Table
 

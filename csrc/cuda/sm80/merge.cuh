@@ -19,7 +19,7 @@
 //
 // bf16 adapters are multiplied as they are, and fp16 ones of fp16 weights. All others keep float32 accuracy: each
 // number is split into three bf16 parts, and the six products above 2^-26 are summed, large and small ones apart; or
-// they come as pairs of fp16 (parts.h; lora_merge/kernels/cuda_table.py says which do), of which three products are.
+// they come as pairs of fp16 (parts.h; lora_merge/kernels/cuda/table.py says which do), of which three products are.
 #pragma once
 #include "../copies.cuh"
 #include "norms.cuh"

@@ -36,7 +36,7 @@
 //
 // Ranks are permuted as in merge.cuh, so that a lane reads eight adjacent ranks of lora_B, and the sums are those of
 // merge.cuh, bit for bit: which of the two kernels runs a segment is free. Odd starts, strides and dtypes are left to
-// that one, and float32 adapters of turned segments (lora_merge/kernels/cuda_hopper.py). W and the result are read and
+// that one, and float32 adapters of turned segments (lora_merge/kernels/cuda/hopper.py). W and the result are read and
 // written as the matrix unit's fragments.
 #pragma once
 #include "producer.cuh"
@@ -257,7 +257,7 @@ __global__ void __launch_bounds__(kBlock<Groups>, 1)
     else ask_for_A<Groups, Adapter, Way>(b);
   }
 #else
-  __trap();  // never launched: kernels/cuda.py asks for compute capability 9.0
+  __trap();  // never launched: kernels/cuda/backend.py asks for compute capability 9.0
 #endif
 }
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..adapter import ADAPTER_NAME
+from ..payload.adapter import ADAPTER_NAME
 
 ADAPTER_ID = "lora_merge"
 """The one id of the adapter, in loading and in every request."""

@@ -11,11 +11,11 @@ from functools import partial
 from typing import Any
 
 from ...errors import InvalidInput
-from ..adapter import ADAPTER_NAME
-from ..calls import to_its_end, watched, while_alive
-from ..control import Control
-from ..one_server import OneServer
-from ..web import Answered, NoRoute, Server, Unfit
+from ..control.base import Control
+from ..control.calls import to_its_end, watched, while_alive
+from ..control.http import Answered, NoRoute, Server, Unfit
+from ..control.one_server import OneServer
+from ..payload.adapter import ADAPTER_NAME
 from . import internals
 from .adapter import reference
 from .plugin import HOOKED, PREFIX

@@ -1,4 +1,4 @@
-"""Into SGLang's parameters: what is different there from engine/loader.py.
+"""Into SGLang's parameters: what is different there from engine/worker/loader.py.
 
 SGLang leaves unquantised weights as its own `load_weights` puts them, so that all of them go straight. What it makes of
 weights beside them, and what it lays out anew, is refused by name.
@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .. import loader
-from ..modules import Modules, unwrapped, wrapped
+from ..worker import loader
+from ..worker.modules import Modules, unwrapped, wrapped
 
 _AS_LOADED = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
 _EXPERTS = "UnquantizedFusedMoEMethod"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ...errors import InvalidInput
-from ..adapter import ADAPTER_NAME
-from ..control import Control
+from ..control.base import Control
+from ..payload.adapter import ADAPTER_NAME
 from ..sync import EngineSync
 from .control import EngineControl, control_of
 

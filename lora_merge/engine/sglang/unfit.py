@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..replica import ONE_ENGINE
+from ..push.replica import ONE_ENGINE
 from ..unfit import Reason, first, where
 from . import internals
 

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from ...stream.buckets import dtype_name
 from ..configs import computing
-from ..modules import Modules
-from ..operations import OPS
-from ..side import Side, side_of
 from ..state import State
-from ..worker import Op, respond
+from ..worker.commands import OPS
+from ..worker.modules import Modules
+from ..worker.rpc import Op, respond
+from ..worker.session import Side, side_of
 from .adapter import ADAPTER_ID, load_adapter, remove_adapter, unserved_modules
 from .loader import Loader
 from .unfit import unfit

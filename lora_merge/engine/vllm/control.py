@@ -11,10 +11,10 @@ from operator import attrgetter
 from typing import Any, TypeAlias
 
 from ...errors import InvalidInput, PushRefused
-from ..calls import EngineGone, watched, while_alive
-from ..control import Call, Control, Unheard, judges
-from ..one_server import OneServer
-from ..web import NoRoute, Server
+from ..control.base import Call, Control, Unheard, judges
+from ..control.calls import EngineGone, watched, while_alive
+from ..control.http import NoRoute, Server
+from ..control.one_server import OneServer
 from .core import HOLDERS, NAME, STANDS, STRANGERS
 from .plugin import BACKEND, registered
 

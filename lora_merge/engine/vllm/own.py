@@ -8,11 +8,11 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from ...stream.buckets import metas
-from .. import operations
-from ..merger import Merger
-from ..side import Coming, Side
 from ..state import OWN, WEIGHTS, State
-from .checkpoint import Checkpoint, Kept, load_again
+from ..worker import commands as operations
+from ..worker.merger import Merger
+from ..worker.session import Coming, Side
+from .loading.checkpoint import Checkpoint, Kept, load_again
 
 _KEPT: WeakKeyDictionary[Merger, Kept] = WeakKeyDictionary()
 """The files that what a merger keeps is mapped from."""

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import side
-from ..modules import Modules
+from ..worker import session as side
+from ..worker.modules import Modules
 from . import internals
-from .loader import Loader
+from .loading.loader import Loader
 
 
 def side_of(model: nn.Module, model_config: Any, device: torch.device) -> side.Side:

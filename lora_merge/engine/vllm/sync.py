@@ -8,8 +8,8 @@ from torch import nn
 
 from ...errors import InvalidInput
 from ...extras import needed
-from ..adapter import ADAPTER_NAME
-from ..control import Control
+from ..control.base import Control
+from ..payload.adapter import ADAPTER_NAME
 from ..sync import EngineSync
 from .adapter import ADAPTER_ID
 from .control import LlmControl, control_of

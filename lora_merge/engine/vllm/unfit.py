@@ -7,13 +7,13 @@ from typing import Any
 
 from vllm import envs
 
-from ..replica import ONE_ENGINE
-from ..side import Side
+from ..push.replica import ONE_ENGINE
 from ..unfit import Reason, first
+from ..worker.session import Side
 from . import internals
 from .backend import LoraMergeWeightTransferEngine
 from .control import other_backend
-from .formats import calibrated_scales, refusal, stale_scales
+from .loading.formats import calibrated_scales, refusal, stale_scales
 from .plugin import BACKEND
 
 _WITHOUT_WEIGHTS = {"ngram", "ngram_gpu", "suffix"}

@@ -17,13 +17,13 @@ from torch import Tensor
 from vllm.config import set_current_vllm_config
 
 from ..configs import computing
-from ..operations import OPS
-from ..side import Side
 from ..state import State
-from ..worker import respond
+from ..worker.commands import OPS
+from ..worker.rpc import respond
+from ..worker.session import Side
 from . import own
 from .adapter import ADAPTER_ID, load_adapter, remove_adapter, unserved_modules
-from .formats import calibrated_scales, quantised_checkpoint
+from .loading.formats import calibrated_scales, quantised_checkpoint
 from .side import side_of
 from .stepped import stepped
 from .unfit import NotFirst, unfit

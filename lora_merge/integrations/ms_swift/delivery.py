@@ -9,15 +9,15 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...engine.replica import SyncReport
-from ...engine.waiting import told
+from ...engine.push.replica import SyncReport
+from ...engine.transport.liveness import told
 from ...errors import PushFailed, PushRefused
 from ...models.live import live
 from ...shards.ranks import Ranks, noted
 from ...stream.weights import MergedWeights
+from ..compat import TrainerRefused, off
 from ..options import Options
 from ..pushing import KeptSync
-from ..takeover import TrainerRefused, off
 from ..tied import check_tied
 
 

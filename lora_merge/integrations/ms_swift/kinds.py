@@ -6,8 +6,8 @@ import sys
 from importlib import import_module
 from typing import Any
 
+from ..compat import Release
 from ..options import switched_off
-from ..takeover import Release
 
 RELEASE = Release("ms-swift", "ms_swift", ("4.6.0",))
 TAKEN = ("grpo", "gkd")

@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from ...models.megatron.read import Chunks
+from ..metrics import both_float32
 from ..options import Options
-from ..telling import both_float32
 from .kinds import RELEASE
 from .pushes import Pushes, compared
 from .refusals import refuse_megatron

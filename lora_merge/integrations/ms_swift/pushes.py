@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ...errors import AlreadyMerged, InvalidInput, PushRefused, UnsupportedAdapter
 from ...shards.ranks import Ranks
+from ..compat import TrainerRefused, off
+from ..metrics import PREFIX, PolicyGap, gap_of_tokens, hold, metrics
 from ..options import Options
-from ..takeover import TrainerRefused, off
-from ..telling import PREFIX, PolicyGap, gap_of_tokens, hold, metrics
 from .delivery import Colocated, Served
 from .kinds import RELEASE
 from .refusals import refuse_server

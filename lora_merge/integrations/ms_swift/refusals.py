@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from ..compat import TrainerRefused, off
 from ..options import SWITCH, Options
-from ..takeover import TrainerRefused, off
 
 
 def refuse(model: Any, args: Any, options: Options) -> None:

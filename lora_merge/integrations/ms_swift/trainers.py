@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from ..metrics import both_float32
 from ..options import Options
-from ..telling import both_float32
 from .kinds import RELEASE
 from .pushes import Compared, Pushes, compared
 from .refusals import refuse, refuse_check

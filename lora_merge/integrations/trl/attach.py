@@ -9,8 +9,8 @@ from ...errors import InvalidInput
 from ...models.plain import check_plain
 from ...names import named_tensors, walk
 from ...shards import quantised
+from ..compat import TrainerRefused
 from ..options import Options, switched_off
-from ..takeover import TrainerRefused
 from .check import check_comparable, watch
 from .release import OFF, RELEASE, generation_of
 from .rollout import Colocated, Rollout, Server

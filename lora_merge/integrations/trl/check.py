@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from ...verify import LogprobGap
-from ..takeover import TrainerRefused
-from ..telling import both_float32, gap_of_tokens, hold
+from ..compat import TrainerRefused
+from ..metrics import both_float32, gap_of_tokens, hold
 from .release import OFF
 from .rollout import Rollout
 

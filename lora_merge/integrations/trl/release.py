@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..takeover import Release, TrainerRefused, off
+from ..compat import Release, TrainerRefused, off
 
 RELEASE = Release("TRL", "trl", ("1.16.0",))
 OFF = off("TRL")

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...engine.replica import SyncReport
+from ...engine.push.replica import SyncReport
 from ...errors import InvalidInput, PushRefused
 from ...stream.buckets import dtype_of
 from ...stream.weights import MergedWeights
+from ..compat import TrainerRefused
+from ..metrics import Counted, metrics
 from ..options import Options
 from ..pushing import KeptSync
-from ..takeover import TrainerRefused
-from ..telling import Counted, metrics
 from ..tied import check_tied
 from .release import GENERATION, OFF
 

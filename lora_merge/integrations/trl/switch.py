@@ -9,8 +9,8 @@ from importlib import import_module
 from typing import Any, get_args
 
 from ...shards.bitsandbytes import bits
+from ..compat import TrainerRefused
 from ..options import Options
-from ..takeover import TrainerRefused
 from .attach import attach, attached
 from .engine import engine_options
 from .release import GENERATION, OFF, apart

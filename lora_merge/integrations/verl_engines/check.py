@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..takeover import TrainerRefused
-from ..telling import gap_of_tokens, hold
+from ..compat import TrainerRefused
+from ..metrics import gap_of_tokens, hold
 
 
 def check_batch(batch: Any, bound: float = 0.02, *, exact: bool = False) -> dict[str, float]:

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 from ...shards.ranks import Ranks
+from ..compat import TrainerRefused, off
+from ..metrics import metrics
 from ..options import SWITCH
-from ..takeover import TrainerRefused, off
-from ..telling import metrics
 from .check import check_batch
 from .registry import RELEASE, merges
 from .stream import FLAG, Stream

@@ -7,8 +7,8 @@ import os
 from contextlib import suppress
 from typing import Any
 
+from ..compat import Release, TrainerRefused
 from ..options import switched_off
-from ..takeover import Release, TrainerRefused
 
 RELEASE = Release("verl", "verl", ("0.9.1",))
 _MODEL = "language_model"

@@ -16,12 +16,12 @@ from typing import Any
 
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
-from ...engine.calls import while_alive
+from ...engine.control.calls import while_alive
 from ...engine.vllm.control import AsyncControl
 from ...engine.vllm.plugin import BACKEND
 from ...engine.vllm.sync import VllmSync
+from ..compat import TrainerRefused
 from ..pushing import KeptSync
-from ..takeover import TrainerRefused
 from .stream import CONFIGURED, FLAG, Pass
 
 LOOK_S = 0.002

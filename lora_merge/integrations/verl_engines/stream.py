@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...engine.replica import SyncReport
+from ...engine.push.replica import SyncReport
 from ...engine.vllm.plugin import BACKEND
 from ...engine.vllm.sync import VllmSync
 from ...errors import InvalidInput, LoraMergeError
 from ...stream.buckets import dtype_of
 from ...stream.weights import MergedWeights
+from ..compat import TrainerRefused, off
+from ..metrics import Counted, both_float32
 from ..options import SWITCH, Options
-from ..takeover import TrainerRefused, off
-from ..telling import Counted, both_float32
 from ..tied import check_tied
 
 FLAG = "actor_rollout_ref.model.lora.merge=True"

@@ -1,0 +1,1 @@
+"""How an engine is told what to do: handles, side by side, over HTTP."""

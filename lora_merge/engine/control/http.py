@@ -1,0 +1,307 @@
+"""HTTP to an engine's server. Where its host is gone, or cut off, a request ends soon, and not when the longest control
+call would have ended.
+
+A control call reaches the server that the URL names, or fails: proxies of the environment are left aside, redirects are
+not followed, and an answer counts only where it is the one that the server gives.
+"""
+
+from __future__ import annotations
+
+import http.client
+import ipaddress
+import json
+import os
+import re
+import socket
+import ssl
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping, Sequence
+from email.message import Message
+from typing import Any
+
+from ...errors import InvalidInput
+from ..transport.tcp_link import SILENT_S, watched
+from .base import TIMEOUT_S
+
+MOST = 1 << 28
+"""Bytes of an answer: what is more is no engine's."""
+_PIECE = 1 << 16
+
+
+class Unfit(RuntimeError):
+    """What answers is nothing that a push can reach; says what it is, and what to do."""
+
+
+class NoRoute(Unfit):
+    """A server does not know a route."""
+
+
+class Answered(RuntimeError):
+    """A server knows a route, and answers with an error.
+
+    Args:
+        code: of HTTP.
+        body: of the answer.
+    """
+
+    def __init__(self, url: str, code: int, body: str) -> None:
+        super().__init__(f"{url} answered {code}: {body}")
+        self.code, self.body = code, body
+
+
+class NotReached(OSError):
+    """No server answers at a URL."""
+
+
+class TooMuch(RuntimeError):
+    """An answer has no end, or takes too long to come."""
+
+
+_UNKNOWN = (404, 405, 501)
+"""By which servers say that they do not know a route, or no POST to it."""
+_LOCKED = (401, 403)
+_LONGEST = 2000
+"""Characters of an answer that a message has at most."""
+_SECRET = re.compile("[0-9a-fA-F]{64,}")
+"""What may be a secret of a channel: servers repeat what they do not understand."""
+
+
+class _Watched(http.client.HTTPConnection):
+    """A connection that gives up after `SILENT_S` if the host does not answer; a server that is busy has the request's
+    own limit."""
+
+    def connect(self) -> None:
+        limit, self.timeout = self.timeout, SILENT_S
+        super().connect()
+        self.sock.settimeout(limit)
+        watched(self.sock)
+
+
+class _Https(_Watched, http.client.HTTPSConnection):
+    """Over TLS."""
+
+
+class _HttpHandler(urllib.request.HTTPHandler):
+    def http_open(self, request: urllib.request.Request) -> Any:
+        return self.do_open(_Watched, request)
+
+
+class _HttpsHandler(urllib.request.HTTPSHandler):
+    def https_open(self, request: urllib.request.Request) -> Any:
+        return self.do_open(_Https, request)
+
+
+class _Stays(urllib.request.HTTPRedirectHandler):
+    """Follows no redirect: 301 to 303 would make a GET of a POST, and any of them asks another server."""
+
+    def redirect_request(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+
+def _proxies(request: urllib.request.Request) -> dict[str, str]:
+    """Through which proxy a request goes, as urllib takes it; never one to this host itself."""
+    # `http_proxy` and its like are for other things, and control calls carry the secrets of channels.
+    proxy = os.environ.get("LORA_MERGE_HTTP_PROXY", "")
+    if not proxy or _loopback(urllib.parse.urlsplit(request.full_url).hostname or ""):
+        return {}
+    if not proxy.startswith(("http://", "https://")):
+        raise InvalidInput(f"LORA_MERGE_HTTP_PROXY must be a URL like http://proxy:3128, got {proxy!r}")
+    return {"http": proxy, "https": proxy}
+
+
+def _loopback(host: str) -> bool:
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def send(request: urllib.request.Request, seconds: float) -> tuple[bytes, str]:
+    """Send a request, and return the body of the answer, and of what kind it is, in words.
+
+    Args:
+        seconds: that the server may take.
+
+    Raises:
+        urllib.error.HTTPError: it answers with an error, or sends elsewhere.
+        OSError: it is not reached, or gone.
+        http.client.HTTPException: it does not speak HTTP, or the answer is cut off.
+        TooMuch: the answer has no end.
+    """
+    handlers = urllib.request.ProxyHandler(_proxies(request)), _HttpHandler, _HttpsHandler, _Stays
+    end = time.monotonic() + seconds
+    with urllib.request.build_opener(*handlers).open(request, timeout=seconds) as response:
+        if response.status != http.HTTPStatus.OK:  # "accepted" is not "done"
+            raise urllib.error.HTTPError(request.full_url, response.status, response.reason, response.headers, response)
+        return _whole(response, end), _kind(response.headers)
+
+
+def _whole(response: Any, end: float) -> bytes:
+    """All of an answer."""
+    read = bytearray()
+    while piece := response.read1(_PIECE):
+        read += piece
+        if len(read) > MOST:
+            raise TooMuch(f"its answer is longer than {MOST} bytes")
+        if time.monotonic() > end:
+            raise TooMuch(f"its answer has no end after {TIMEOUT_S} s")
+    if response.length:
+        raise http.client.IncompleteRead(bytes(read), response.length)
+    return bytes(read)
+
+
+def _kind(headers: Message) -> str:
+    """Of an answer, by its headers: its content, and whose it is."""
+    server = headers.get("Server")
+    return (headers.get("Content-Type") or "content of no type") + (f" from {server}" if server else "")
+
+
+def checked_url(url: str, example: str) -> str:
+    """The URL of a server, without a slash at its end.
+
+    Raises:
+        InvalidInput: something of it would not reach the server with every call.
+    """
+    where = f"engine must be a URL like {example}"
+    try:
+        parts = urllib.parse.urlsplit(url)
+        host, _ = parts.hostname, parts.port
+    except ValueError as error:
+        raise InvalidInput(f"{where}, got {url!r} ({error})") from error
+    if parts.scheme not in ("http", "https") or not host or re.search(r"[\s\\]", url):
+        raise InvalidInput(f"{where}, got {url!r}")
+    if parts.username is not None or parts.password is not None:
+        raise InvalidInput(
+            f"{where}, got one of {host} with a user or password in it, which control calls do not send: leave it out, "
+            "and let the server listen on a private interface"
+        )
+    if "?" in url or "#" in url:
+        raise InvalidInput(f"{where}, got {url!r}: a query or fragment is part of no control call, leave it out")
+    url = url.rstrip("/")
+    if url.endswith("/v1"):
+        raise InvalidInput(
+            f"{where}, got {url!r}: the OpenAI API lies at /v1, control calls above it: {url.removesuffix('/v1')}"
+        )
+    return url
+
+
+class Server:
+    """An engine's server; JSON goes in and out.
+
+    Args:
+        url: of it.
+        hint: what to look at where something else answers, in words.
+        example: of such a URL.
+
+    Raises:
+        InvalidInput: the URL is none.
+    """
+
+    def __init__(self, url: str, hint: str, example: str = "http://host:8000") -> None:
+        self.url, self.hint = checked_url(url, example), hint
+
+    def post(self, route: str, body: Any = None, **query: str) -> dict[str, Any]:
+        """Returns an answer in JSON; {} for one that is empty."""
+        url = f"{self.url}/{route}" + (f"?{urllib.parse.urlencode(query)}" if query else "")
+        data = None if body is None else json.dumps(body).encode()
+        return self._send(urllib.request.Request(url, data, {"Content-Type": "application/json"}, method="POST"))
+
+    def get(self, route: str) -> dict[str, Any]:
+        return self._send(urllib.request.Request(f"{self.url}/{route}"))
+
+    def do(
+        self, route: str, done: Mapping[str, Any], body: Any = None, or_says: Sequence[str] = (), **query: str
+    ) -> None:
+        """Have the server do something, and see that it says so.
+
+        Args:
+            done: what its answer says where it has; {} where that is empty.
+            or_says: what an answer has, whatever it is, of releases that do not leave it empty.
+
+        Raises:
+            Unfit: it says something else.
+        """
+        answer = self.post(route, body=body, **query)
+        if any(answer.get(name) != value for name, value in done.items()) or (
+            answer and not done and not (or_says and all(name in answer for name in or_says))
+        ):
+            wanted = json.dumps(dict(done)) if done else "an empty answer"
+            raise Unfit(
+                f"{self.url}/{route} answered 200 and {_shown(json.dumps(answer))}, where an engine that has done it "
+                f"gives {wanted}: {self.hint} Is something in front of it that answers in its place?"
+            )
+
+    def unlike(self, answer: object) -> Unfit:
+        """The error for an answer in JSON that is not one of such a server."""
+        return Unfit(f"{self.url} answers with JSON of something else ({_shown(json.dumps(answer))}): {self.hint}")
+
+    def _send(self, request: urllib.request.Request) -> dict[str, Any]:
+        """Raises `Unfit`, `Answered`, `NotReached`."""
+        url = request.full_url
+        try:
+            text, kind = send(request, TIMEOUT_S)
+        except urllib.error.HTTPError as error:
+            raise self._error(url, error) from error
+        except urllib.error.URLError as error:
+            raise NotReached(_why(self.url, error.reason)) from error
+        except TimeoutError as error:
+            raise NotReached(f"{url} has not answered in {TIMEOUT_S} s: does the engine still run?") from error
+        except (ConnectionError, http.client.IncompleteRead) as error:
+            told = f"{url} does not answer and closes the connection: {self.hint} Did it end just now?"
+            raise NotReached(told) from error
+        except http.client.HTTPException as error:
+            raise Unfit(f"{url} does not answer in HTTP ({error!r}): {self.hint}") from error
+        except TooMuch as error:
+            raise Unfit(f"{url}: {error}: {self.hint}") from error
+        try:
+            answer = json.loads(text) if text else {}
+        except ValueError as error:
+            raise Unfit(f"{url} answers with {kind}, which is not JSON: {self.hint}") from error
+        if not isinstance(answer, dict):
+            raise self.unlike(answer)
+        return answer
+
+    def _error(self, url: str, error: urllib.error.HTTPError) -> RuntimeError:
+        detail, kind = _shown(error.read(_LONGEST).decode(errors="replace")), _kind(error.headers)
+        if 200 <= error.code < 400:
+            to = error.headers.get("Location")
+            elsewhere = f", which sends it to {to}: give the URL of the engine itself" if to else ", which is not done"
+            return Unfit(
+                f"{url} answered {error.code}{elsewhere}. Control calls follow no redirects (a POST would become a "
+                f"GET, or reach another server): {self.hint}"
+            )
+        if error.code in _LOCKED:
+            return Unfit(
+                f"{url} answered {error.code} ({detail}): it asks for an API key, and pushes have none to give: start "
+                "the server without (--api-key, --admin-api-key), and let it listen on a private interface alone"
+            )
+        if error.code in _UNKNOWN or "html" in kind:
+            error_of = NoRoute if error.code in _UNKNOWN else Unfit
+            return error_of(f"{url} answered {error.code} ({kind}): {self.hint}")
+        return Answered(url, error.code, detail)
+
+
+def _shown(text: str) -> str:
+    """What a message says of an answer: not all, and no secret that is in it."""
+    return _SECRET.sub("...", text)[:_LONGEST]
+
+
+def _why(url: str, reason: object) -> str:
+    """Why no server answers at a URL, and what to look at."""
+    if isinstance(reason, ConnectionRefusedError):
+        return f"nothing listens at {url} (connection refused): is the server running, and is this its port?"
+    if isinstance(reason, socket.gaierror):
+        return f"the host of {url} is not known ({reason.strerror}): is it spelt right?"
+    if isinstance(reason, ssl.SSLCertVerificationError):
+        return (
+            f"the certificate of {url} is not trusted here ({reason.verify_message}): is this the right host? Name the "
+            "certificates that you trust in SSL_CERT_FILE"
+        )
+    if isinstance(reason, ssl.SSLError):
+        return f"{url} does not speak TLS as it should ({reason.reason}): is it https, and not http?"
+    return f"{url} is not reached ({reason}): is the server running, and can this host reach it?"

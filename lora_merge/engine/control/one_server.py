@@ -1,0 +1,61 @@
+"""An engine behind a URL is one process. A load balancer in front of several looks like one, and spreads the calls of a
+push over them: one would be paused, another one written to. So each worker says in every answer which process it is,
+and a push ends where that changes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from .base import Control
+from .http import Server, Unfit
+
+LOOKS = 8
+"""How often a server is asked who it is when it is met: in turn or by chance, a balancer then shows itself."""
+
+
+class Another(Unfit):
+    """Another process answers than the one before."""
+
+
+class OneServer(Control):
+    """A server that is the same from call to call. Engines are started anew at the same URL between two pushes, so
+    whoever answers at the start of a push may be another one."""
+
+    _server: Server
+    _process: tuple[str, ...] | None = None
+
+    async def rpc(self, op: str, **message: Any) -> list[dict[str, Any]]:
+        if self._process is None:
+            await self._meet()  # before anybody is claimed for a push
+        try:
+            return await super().rpc(op, **message)
+        except Another:
+            if op != "hello":
+                raise
+        self._process = None
+        await self._meet()
+        return await super().rpc(op, **message)
+
+    async def _meet(self) -> None:
+        for _ in range(LOOKS):
+            await super().rpc("hello")
+
+    def _answers(self, call: str, told: Sequence[str]) -> list[dict[str, Any]]:
+        # Looked at before anything else: what is wrong with answers of another engine says nothing of this one.
+        answers = [json.loads(answer) for answer in told]
+        here = tuple(sorted(f"{answer.get('rank')}: {answer.get('process')}" for answer in answers))
+        before, self._process = self._process or here, self._process or here
+        if here != before:
+            raise Another(
+                f"{self._server.url} is answered by more than one engine (process {_first(before)}, then "
+                f"{_first(here)}): is a load balancer or a service in front of replicas, or was the engine started "
+                "anew in the middle of a push? Give a list with the URL of each replica, by a way that leads to it "
+                "alone"
+            )
+        return super()._answers(call, told)
+
+
+def _first(processes: tuple[str, ...]) -> str:
+    return processes[0].partition(": ")[2] if processes else "of no worker"

@@ -1,0 +1,271 @@
+"""An adapter from a folder into running engines, onto the checkpoint that they were started from, and off it again."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import InvalidInput, PushRefused
+from ..kernels.checks import check_device
+from ..models.peft.folder import needs_values, notes_of, read_folder
+from ..shards.ranks import Ranks
+from ..stream.buckets import dtype_of
+from ..stream.filler import Filler
+from ..stream.weights import MergedWeights
+from .configs import computing, config_of, tell_of_differences
+from .control.base import Control
+from .handles import control_of
+from .payload.update import Update, converted
+from .push.channels import Trainer
+from .push.compatibility import Fit
+from .push.offers import UpdateOffer
+from .push.planner import Pass, Told
+from .push.pusher import Pushes
+from .push.replica import Replica, SyncReport, check_handle, engines_of
+from .sglang.control import SglangControl
+from .stamps import difference, stamps
+from .state import OWN, State
+from .transport.routing import Route
+
+_HEALING = "load it again, which reads the engine's own checkpoint again; where that is refused, start the engine anew"
+_READ = (".json", ".safetensors", ".bin", ".pt")
+_NOWHERE = Route(frozenset(), ())
+
+
+class Loads:
+    """Plans the passes of a load.
+
+    Args:
+        trainer: this process, with the engines.
+        folder, base: as of `read_folder`.
+        name: under which the engine serves it.
+        device: on which buckets are filled.
+    """
+
+    def __init__(
+        self, trainer: Trainer, folder: Path, base: str | Path | None, name: str, device: torch.device
+    ) -> None:
+        self._trainer, self._folder, self._base, self._name, self._device = trainer, folder, base, name, device
+        self._streams: list[MergedWeights | UpdateOffer] = []
+
+    def read(self, mode: str) -> None:
+        """Nothing is read before the engine has said its dtype."""
+
+    def known(self, mode: str) -> tuple[list[str], list[str]]:
+        return [], []
+
+    def broke(self, error: BaseException) -> None:
+        """It is made once."""
+
+    def release(self) -> None:
+        for stream in self._streams:
+            stream.release()
+
+    async def __call__(
+        self, replicas: Sequence[Replica], report: SyncReport, verify: bool, read: Filler | None
+    ) -> list[Pass]:
+        """As of `Planner`."""
+        for replica in replicas:
+            if replica.state.kind not in ("nothing", "dirty") and replica.state.base != OWN:
+                raise PushRefused(
+                    f"engine {replica.index} holds {replica.state}, which a trainer pushed over the checkpoint that it "
+                    "was started from, and an adapter is loaded onto that: push it from a trainer, or start the engine "
+                    "anew"
+                )
+            if layer := next((w["quantised"] for w in replica.workers if w.get("quantised")), ""):
+                raise PushRefused(
+                    f"engine {replica.index} was started on a checkpoint that is quantised ({layer}), and an adapter "
+                    "is merged onto what that was quantised from, which the engine does not hold: push from a trainer "
+                    "that does (VllmSync), or start the engine on the unquantised checkpoint and let vLLM quantise it"
+                )
+        dtypes = {worker["dtype"] for replica in replicas for worker in replica.workers}
+        if len(dtypes) > 1:
+            raise PushRefused(
+                f"the engines compute in {' and '.join(sorted(dtypes))}: load the adapter into each by itself"
+            )
+        files = stamps(_files(self._folder))
+        model = await self._trainer.blocking(lambda: _read(self._folder, self._base, dtype_of(dtypes.pop())))
+        if differs := difference(files, stamps(_files(self._folder))):
+            raise PushRefused(
+                f"{self._folder} was written to while it was read, so that its tensors may be of two adapters: "
+                f"{differs}. Load it when it is saved"
+            )
+        report.differs = tell_of_differences(replicas, computing(config_of(model)), set())
+        weights, bare = MergedWeights(model), MergedWeights(model, adapters=False)
+        offer = UpdateOffer(self._trainer, weights, trains=False)
+        self._streams = [weights, bare, offer]
+        try:
+            fit = Fit(self._trainer)
+            base = await fit(bare, replicas)
+        except PushRefused as error:
+            raise PushRefused(
+                f"{self._folder}: the adapter's base is another model than the engine serves, or the engine cannot be "
+                f"pushed to: {error}"
+            ) from error
+        update = await offer(bare, base, replicas, fit.takers())
+        update.device = self._device
+        report.merge = "engine"
+        report.left_out = tuple(sorted(bare.left_out))
+        gone = {replica.index for replica in replicas if await self._lost(replica, base, update)}
+        engines = [engine for engine in engines_of(replicas) if any(one.index in gone for one in engine)]
+        lost = [replica for engine in engines for replica in engine]
+        before, after = (
+            State(kind, report.version, OWN, trainer=self._trainer.name, adapter=name)
+            for kind, name in (("base", ""), ("merged", self._name))
+        )
+        message = {"digest": base.digest, "update": update.digest, "state": before.to_json()}
+        passes = [Pass(after, update, replicas, Route.of_buckets(update), merges=True)]
+        return [Pass(before, Told("reread", message, writes=True), lost, _NOWHERE), *passes] if lost else passes
+
+    async def _lost(self, replica: Replica, base: Filler, update: Update) -> bool:
+        """Whether the engine's checkpoint has to be read again; if not, workers now have what merging takes of it."""
+        if replica.state.kind == "dirty":
+            return True
+        lost = False  # asked of all: what they keep of the checkpoint may have been written to since
+
+        async def own(one: Replica) -> None:
+            nonlocal lost
+            answers = await one.handle.rpc("own", trainer=self._trainer.name, digest=base.digest, update=update.digest)
+            lost = any(answer["lost"] for answer in answers)
+
+        await self._trainer.all_own([replica], own)
+        return lost
+
+
+class Unloads:
+    """Plans the pass of an unload.
+
+    Args:
+        trainer: this process, with the engines.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def read(self, mode: str) -> None:
+        """There is nothing to read."""
+
+    def known(self, mode: str) -> tuple[list[str], list[str]]:
+        return [], []
+
+    def broke(self, error: BaseException) -> None:
+        """It is made once."""
+
+    def release(self) -> None:
+        """Nothing is read."""
+
+    async def __call__(
+        self, replicas: Sequence[Replica], report: SyncReport, verify: bool, read: Filler | None
+    ) -> list[Pass]:
+        """As of `Planner`."""
+        for replica in replicas:
+            if why := _not_unloadable(replica):
+                raise PushRefused(f"engine {replica.index} holds {replica.state}{why}")
+        report.merge = "engine"
+        state = State("base", report.version, OWN, trainer=self._trainer.name)
+        return [Pass(state, Told("unload", {}, writes=False), replicas, _NOWHERE, merges=True)]
+
+
+def _not_unloadable(replica: Replica) -> str:
+    """Why nothing can be unloaded from an engine, and what to do; "" where it can."""
+    state = replica.state
+    if state.kind == "dirty":
+        return ": load an adapter, which reads the engine's own checkpoint again, or start the engine anew"
+    if state.kind == "nothing" or (state.kind == "base" and state.base == OWN):
+        return ": no adapter is loaded, there is nothing to unload"
+    if state.base != OWN:
+        return (
+            ", which a trainer pushed over the checkpoint that it was started from: push from there without the "
+            "adapter (model.disable_adapter()), or start the engine anew"
+        )
+    if any(worker["base"] != OWN for worker in replica.workers):
+        return ", and cannot take it off any more: load the adapter again, which reads its checkpoint, and unload then"
+    return ""
+
+
+def _files(folder: Path) -> list[Path]:
+    """Those that an adapter is read from."""
+    return [path for path in folder.iterdir() if path.suffix in _READ] if folder.is_dir() else []
+
+
+def _read(folder: Path, base: str | Path | None, dtype: torch.dtype) -> nn.Module:
+    """The adapter; with the values of its base where what it adds depends on them."""
+    model = None if needs_values(folder) else read_folder(folder, base, dtype)
+    if model is None or converted(MergedWeights(model).filler()):
+        model = read_folder(folder, base, dtype, values=True)
+    for note in notes_of(model):
+        warnings.warn(note, stacklevel=2)
+    return model
+
+
+def _controls_of(engine: Any) -> list[Control]:
+    """Of a handle, or of each in a list."""
+    engines = engine if isinstance(engine, list | tuple) else [engine]
+    if not engines:
+        raise InvalidInput("engine must be a handle or a list of them, got none")
+    controls = [control_of(one) for one in engines]
+    for control in controls:
+        if isinstance(control, SglangControl):
+            raise InvalidInput(
+                "engine must be one of vLLM's, got one of SGLang's, whose workers merge no adapter onto their own "
+                "checkpoint: serve it by SGLang's load_lora_adapter, or push from a trainer with "
+                'SglangSync(model, engine, merge="engine")'
+            )
+    return controls
+
+
+def _trainer_of(engine: Any) -> Trainer:
+    """This process alone as the one that pushes, whatever other ranks there are."""
+    controls = _controls_of(engine)
+    for index, control in enumerate(controls):
+        check_handle(index, control)
+    return Trainer(controls, Ranks())
+
+
+async def load(
+    engine: Any,
+    folder: str | Path,
+    *,
+    base: str | Path | None,
+    name: str | None,
+    device: str | torch.device,
+    pause: str,
+    verify: bool,
+) -> SyncReport:
+    """As `serve.load_adapter`."""
+    trainer, folder = _trainer_of(engine), Path(folder)
+    name = folder.resolve().name if name is None else name
+    return await _push(
+        Pushes(
+            trainer,
+            Loads(trainer, folder, base, name, check_device(device)),
+            pause=pause,
+            mode="merged",
+            healing=_HEALING,
+        ),
+        verify,
+    )
+
+
+async def unload(engine: Any, *, pause: str) -> SyncReport:
+    """As `serve.unload_adapter`."""
+    trainer = _trainer_of(engine)
+    return await _push(Pushes(trainer, Unloads(trainer), pause=pause, mode="base", healing=_HEALING), False)
+
+
+async def _push(pushes: Pushes, verify: bool) -> SyncReport:
+    try:
+        return await pushes._push(None, verify)
+    finally:
+        await pushes.aclose()
+
+
+def check_blocking(engine: Any) -> None:
+    """Raise `InvalidInput` for an engine whose calls have to be awaited."""
+    if any(control.suspends for control in _controls_of(engine)):
+        raise InvalidInput("an AsyncLLM has to be awaited: use aload_adapter() and aunload_adapter() in its event loop")

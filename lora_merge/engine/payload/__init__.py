@@ -1,0 +1,1 @@
+"""What is sent in a push."""

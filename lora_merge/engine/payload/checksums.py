@@ -1,0 +1,100 @@
+"""Around what is sent: checksums of it, and a fingerprint of the base."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Collection, Container, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...kernels.packed import memory
+from ...stream.buckets import Slot, checksum, combined
+from ...stream.filler import Filler
+from ...stream.places import Places, Sent
+from ..fingerprint import Sampler
+
+
+def add_checksums(sums: dict[str, int], slots: Sequence[Slot], data: Tensor) -> None:
+    """Add the slots of a bucket to the checksums of their tensors."""
+    for slot in slots:
+        sums[slot.name] = combined([sums.get(slot.name, 0), checksum(slot.view(data), slot.start, slot.whole)])
+
+
+class Verified:
+    """What is sent, and the checksum of every tensor of it."""
+
+    def __init__(self, inner: Sent) -> None:
+        self.inner, self.table, self.device, self.capacity = inner, inner.table, inner.device, inner.capacity
+        self.shared, self.takers, self.joins = inner.shared, inner.takers, inner.joins
+        self.collective = True  # checksums are of what was filled on this rank
+        self.checksums: dict[str, int] = {}
+
+    def alone(self, index: int) -> bool:
+        """As of `Sent`: each rank makes all checksums."""
+        return False
+
+    def fill(self, index: int, buffer: Tensor, run: Mapping[str, Any]) -> None:
+        self.inner.fill(index, buffer, run)
+        if index == 0:
+            self.checksums = {}
+        add_checksums(self.checksums, self.table[index], buffer)
+
+    def straight(self, names: Container[str]) -> frozenset[int]:
+        return self.inner.straight(names)
+
+    def place(self, index: int, places: Places, run: Mapping[str, Any]) -> None:
+        self.inner.place(index, places, run)
+
+
+def _version(tensor: Tensor) -> int:
+    """Of what was made in inference mode (HQQ's scales) none is kept: there the sample has to do."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+class Fingerprint:
+    """Fingerprint of a stream: names, shapes, dtypes and checksums of all its bytes, however it is cut and sharded;
+    computed again when a parameter was written (by its version counter, or by what a sample of it shows)."""
+
+    def __init__(self) -> None:
+        self._samplers: defaultdict[torch.device, Sampler] = defaultdict(Sampler)
+        self._key: Any = None
+        self._value = ""
+
+    def __call__(self, filler: Filler, without: Collection[str] = (), again: bool = False) -> str:
+        """Collective over the ranks of the stream.
+
+        Args:
+            without: names of tensors that do not count.
+            again: compute it whatever the versions and the sample say: what writes through `.data` changes no version,
+                and a sample misses most rows.
+        """
+        tensors: Sequence[Tensor] = filler.source.tensors
+        if without:
+            entries = [entry for name, entry in filler.entries.items() if name not in without]
+            parts = dict.fromkeys(source for entry in entries for source in entry.sources)
+            pieces = [piece for name in parts for piece in filler.source.parts[name].shard.pieces]
+            tensors = [tensor for piece in pieces for tensor in memory(piece.tensor)]
+        by_device: defaultdict[torch.device, list[Tensor]] = defaultdict(list)  # offloaded weights, buffers on a GPU
+        for tensor in tensors:
+            by_device[tensor.device].append(tensor)
+        samples = [self._samplers[device](some) for device, some in by_device.items()]
+        key = (filler.key, without, list(map(_version, tensors)), samples)
+        if filler.ranks.any(again or key != self._key):
+            sums: dict[str, int] = {}
+            source = filler.source
+            with filler.buffers() as buffers:
+                for index, data in filler.filled(buffers, {}):
+                    add_checksums(sums, filler.table[index], data)
+                buffers.clear()  # not needed again for long
+            filler.source = source
+            lines = sorted(
+                (name, str(entry.meta.dtype), entry.meta.shape, sums[name])
+                for name, entry in filler.entries.items()
+                if name not in without
+            )
+            digest = hashlib.blake2b(repr(lines).encode(), digest_size=16)
+            self._key, self._value = key, digest.hexdigest()
+        return self._value

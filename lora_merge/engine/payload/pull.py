@@ -1,0 +1,220 @@
+"""Weights that workers of other processes read where the trainer has them, and merge into their own tensors.
+
+The other way round (mapped.py) takes an engine whose memory can be exported, which the memory of sleep mode and of
+expandable segments cannot. The trainer then exports the memory that its parameters lie in, and its adapters, where they
+can be exported as the kernels read them; all else comes in buckets beside it, as for an engine that merges by itself
+(update.py). Each worker reads what it needs of every rank's boxes, adds the products with the trainer's kernels, and
+writes its own slices: the bits are those of a merge in the trainer.
+
+On GPUs over CUDA IPC. A worker on another GPU than a rank reads its weights by plain loads, over NVLink.
+
+What other processes have mapped is not free when its owner frees it. So only weights that lie where they lay at the
+push before are exported: those of a trainer that offloads them between pushes never are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Container, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...kernels.packed import Packed
+from ...shards import Box
+from ...stream.filler import Filler
+from ...stream.places import Places
+from ...stream.weights import MergedWeights
+from ..transport.peer_memory import Exports, Memory, exportable
+from .update import Beside
+
+MOVED = (
+    "the trainer's weights do not lie where they lay at the push before, and are mapped once they stay (what workers "
+    "have mapped, an offload would not free)"
+)
+
+
+class Pull(Beside):
+    """A stream as workers pull it.
+
+    Args:
+        stream: as it fits the engines.
+        whole: the stream of the tensors that go whole; None where there are none.
+        names: of the tensors that are read here.
+        bucket_bytes: of adapters.
+
+    Attributes:
+        exports: the memory that this rank's part lies in; it is not held.
+        factors: the memory of the adapters that workers read, each whole on every rank.
+        offered: under which workers know it, with what all ranks export.
+    """
+
+    offered = ""
+
+    def __init__(self, stream: Filler, whole: Filler | None, names: Container[str], bucket_bytes: int) -> None:
+        straight = {name: entry for name, entry in stream.entries.items() if name in names}
+        super().__init__(stream, whole, "", straight, bucket_bytes, read=lambda factors: _readable(factors, stream))
+        self.stream, self.straight_names = stream, frozenset(straight)
+        self.exports = Exports(_boxes(stream, straight), (), "the trainer's")
+        self.exports.release()
+        there = {name: self._brought().tensors[name] for name in self.said["there"]}
+        self.factors = Exports(_wholes(there), (), "the trainer's")
+
+    def stays(self) -> bool:
+        """Whether what this rank exports lies in the same memory still. (Adapters do: they are held.)"""
+        return self.exports.hold({storage.data_ptr(): storage for storage in self.stream.source.held})
+
+    def settle(self) -> None:
+        """Read the adapters and wait for the device: from here on workers may read the weights. Collective over the
+        ranks of the model; an error of this rank is raised after the collectives."""
+        self._brought().refresh()
+        if self.stream.device.type == "cuda":
+            torch.cuda.synchronize(self.stream.device)
+
+    def _refresh(self) -> None:
+        """`settle` did."""
+
+    def exported(self) -> dict[str, Any]:
+        """What this rank exports: JSON values."""
+        why = self.exports.description["why"] or self.factors.description["why"]
+        factors = {"memory": [], "views": {}, **self.factors.description}
+        return {**self.exports.description, "why": why, "factors": factors}
+
+    def told(self, trainer: str, sources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """What a worker has to know, beside `said`: JSON values.
+
+        Args:
+            trainer: its name: a worker keeps what one of them offers, also of two that push the same model.
+            sources: what each rank has `exported`, and as it introduces itself (`Trainer.introduced`).
+        """
+        told: dict[str, Any] = {"update": self.digest, "table": self.stream.digest, "sources": [*sources]}
+        key = json.dumps([trainer, told])
+        return {"digest": hashlib.blake2b(key.encode(), digest_size=16).hexdigest(), **told}
+
+
+def _boxes(stream: Filler, names: Container[str]) -> Places:
+    """The boxes of parameters that this rank sends of these tensors, in coordinates of the whole parameter."""
+    views: dict[str, list[tuple[Box, Tensor]]] = {}
+    for index in range(len(stream.table)):
+        for slot in stream.mine(index):
+            if slot.name in names:
+                found = [((start, tuple(view.shape)), view) for start, view in stream.held(slot.name, slot.box)]
+                views.setdefault(slot.name, []).extend(found)
+    return Places(views)
+
+
+def _wholes(tensors: Mapping[str, Tensor]) -> Places:
+    return Places({name: [(((0,) * t.dim(), tuple(t.shape)), t)] for name, t in tensors.items()})
+
+
+def _readable(factors: Mapping[str, Tensor], stream: Filler) -> set[str]:
+    """Names of the factors that workers can read where every rank has them. Collective over the ranks of the model."""
+    here = {n: t for n, t in factors.items() if t.device == stream.device and t.is_contiguous() and t.numel()}
+    return set[str].intersection(*stream.ranks.gather(exportable(here)))
+
+
+def unreadable(stream: Filler) -> str:
+    """Why other processes cannot read what this rank holds of a stream, in words; "" where they can, as far as that can
+    be said without asking CUDA."""
+    for part in stream.source.parts.values():
+        if any(isinstance(piece.tensor, Packed) for piece in part.shard.pieces):
+            return f"{part.name} is quantised"
+        if part.shard.pieces and part.shard.device != stream.device:
+            return f"{part.name} is offloaded to {part.shard.device}"
+    return ""
+
+
+class Stayed:
+    """Whether a model's weights lie where they lay at the last call."""
+
+    def __init__(self) -> None:
+        self._memory: Memory | None = None
+
+    def __call__(self, stream: Filler) -> bool:
+        """Of what this rank holds of a stream."""
+        pieces = [piece.tensor for part in stream.source.parts.values() for piece in part.shard.pieces]
+        # What codes stand for lies nowhere (`unreadable` says so).
+        found = {s.data_ptr(): s for s in (p.untyped_storage() for p in pieces if not isinstance(p, Packed))}
+        before, self._memory = self._memory, Memory(found.values())
+        return before is not None and before.same(found) and self._memory.same_as(before)
+
+
+class Pulls:
+    """Makes streams something that workers can pull; kept while a stream, and its memory, stay what they were.
+
+    Args:
+        weights: the stream.
+    """
+
+    def __init__(self, weights: MergedWeights) -> None:
+        self._weights = weights
+        self._whole = MergedWeights(weights.model, bucket_bytes=weights.bucket_bytes, adapters=weights.adapters)
+        self._known: tuple[frozenset[str], Pull] | None = None
+
+    def __call__(self, stream: Filler, blocked: frozenset[str]) -> Pull:
+        """The stream. Collective over the ranks of the model.
+
+        Args:
+            blocked: names of the tensors that some engine takes another way, or holds in another dtype.
+        """
+        known = self._known[1] if self._known is not None and self._known[0] == blocked else None
+        if stream.ranks.any(not self.stands(stream, known)):
+            self._known = None
+            known = self._made(stream, blocked)
+            self._known = blocked, known
+        assert known is not None
+        return known
+
+    def stands(self, stream: Filler, pull: Pull | None) -> bool:
+        """Whether what was made last is what would be made of the stream now, as far as this rank can say: then it
+        serves another pass. Collective, as making streams is."""
+        if pull is None or pull.stream is not stream:
+            return False
+        whole = None if pull.whole is None else self._whole.filler()
+        return whole is pull.whole and pull.stays()
+
+    def _made(self, stream: Filler, blocked: frozenset[str]) -> Pull:
+        parts = stream.source.parts
+        replaced = {name for name, part in parts.items() if part.delta is not None and part.delta.rows}
+        names = frozenset(
+            name
+            for name in stream.windows()
+            if name not in blocked and replaced.isdisjoint(stream.entries[name].sources)
+        )
+        for setting in ("keep_tied", "dtypes", "rounding", "dtype"):
+            setattr(self._whole, setting, getattr(self._weights, setting))
+        self._whole.left_out = names | self._weights.left_out
+        whole = self._whole.filler() if names != frozenset(stream.entries) else None
+        return Pull(stream, whole, names, self._weights.bucket_bytes)
+
+    def forget(self) -> None:
+        """Drop the adapters: nobody pulls any more."""
+        self._known = None
+
+    def release(self) -> None:
+        """As `MergedWeights.release`."""
+        self._whole.release()
+
+
+def readable(workers: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str, Any]]) -> str:
+    """Why some worker cannot read the memory of all ranks of some group, in words; "" where all can, if CUDA lets them.
+
+    Args:
+        workers, ranks: as they introduce themselves; ranks of a `group` hold the model together.
+    """
+    groups = {rank["group"]: [one for one in ranks if one["group"] == rank["group"]] for rank in ranks}
+    for worker in workers:
+        if any((worker["pid"], worker["host"]) == (rank["pid"], rank["host"]) for rank in ranks):
+            return "an engine runs in the trainer's process"
+        apart = [next((rank for rank in group if not _together(worker, rank)), None) for group in groups.values()]
+        if (rank := apart[0]) is not None and None not in apart:
+            return f"a worker on {worker['device']} shares no memory with a rank on {rank['device']}"
+    return ""
+
+
+def _together(worker: Mapping[str, Any], rank: Mapping[str, Any]) -> bool:
+    """Whether two processes may share memory: on one host, of GPUs, or of the CPU."""
+    devices = worker["device"], rank["device"]
+    return worker["host"] == rank["host"] and (devices[0] == devices[1] or "cpu" not in devices)

@@ -1,0 +1,198 @@
+"""An update in a worker: what was told of it, what has come of it, and its adapters as kernels read them there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...kernels.plan import Plan
+from ...kernels.segments import Segment, copies, raw
+from ...models.delta import Delta, Factors, Job
+from ...models.operands import Operands, Turn
+from ...shards import Piece, Shard, whole
+from ...shards.ranks import Ranks
+from ...stream.buckets import Slot, Table, dtype_of, extent, from_json
+from ...stream.window import Window
+
+
+@dataclass(frozen=True, eq=False)
+class Described:
+    """An update as `Update.said` tells it.
+
+    Args:
+        base: digest of what is in the table of the base (`contents_of`).
+        table: of its buckets.
+        factors: how many of them hold factors; the others hold whole tensors.
+        deltas: of each what a `Delta` has beside its tensors.
+        shares: number of a delta, its first expert there and how many (0 and 1 of one matrix), of all shares.
+        there: names of the factors that the worker reads where the trainer has them.
+        tensors: of each tensor of the stream that a product is added to: which delta's, and its window there.
+        copied: of tensors that the worker reads where the trainer has them, with no product: the window.
+    """
+
+    base: str
+    table: Table
+    factors: int
+    deltas: Sequence[Mapping[str, Any]]
+    shares: Sequence[tuple[int, int, int]]
+    there: Sequence[str]
+    tensors: Mapping[str, tuple[int, Window]]
+    copied: Mapping[str, Window]
+
+    @classmethod
+    def read(cls, said: Mapping[str, Any]) -> Described:
+        """Off the wire."""
+        windows = {name: Window(tuple(start), tuple(size), tuple(dims)) for name, start, size, dims in said["windows"]}
+        tensors = {name: (number, windows.pop(name)) for name, number in said["tensors"]}
+        shares = [(number, first, many) for number, first, many in said["shares"]]
+        table = from_json(said["slots"])
+        return cls(said["base"], table, said["factors"], said["deltas"], shares, said["there"], tensors, windows)
+
+    @property
+    def whole(self) -> frozenset[str]:
+        """Names of the tensors that come whole."""
+        return frozenset(slot.name for slots in self.table[self.factors :] for slot in slots)
+
+    @property
+    def changed(self) -> frozenset[str]:
+        """Names of all tensors that it changes."""
+        return self.whole.union(self.tensors)
+
+
+@dataclass(eq=False)
+class Update:
+    """An update that comes, and is merged when all workers of the engine have it.
+
+    Args:
+        scalings: of each adapter of each delta.
+        data: its buckets, by number: those that this worker takes.
+    """
+
+    said: Described
+    scalings: list[list[float]]
+    data: dict[int, Tensor] = field(default_factory=dict)
+
+    def whole(self) -> Iterator[tuple[Slot, Tensor]]:
+        """The slots of tensors that came whole, each with its bucket."""
+        for index in range(self.said.factors, len(self.said.table)):
+            for slot in self.said.table[index]:
+                yield slot, self.data[index]
+
+
+class Factored:
+    """The adapters of an update, in memory of this worker's own, as kernels read them.
+
+    Args:
+        coming: an update like it.
+        pieces: of each delta, by number, what lies here of its weight; none where it is left out.
+        device: of the worker.
+        read: the factors that come in no bucket, by name; read where they are.
+        far: of such factors, each time copied to here.
+    """
+
+    def __init__(
+        self,
+        coming: Update,
+        pieces: Mapping[int, Sequence[Piece]],
+        device: torch.device,
+        read: Mapping[str, Tensor] = {},
+        far: Mapping[str, Tensor] = {},
+    ) -> None:
+        said = coming.said
+        self._said, self._scalings, self._came = said, coming.scalings, frozenset(coming.data)
+        self.memory = {
+            index: torch.empty(extent(said.table[index]), dtype=torch.uint8, device=device)
+            for index in coming.data
+            if index < said.factors
+        }
+        self._tensors = {
+            slot.name: slot.view(data) for index, data in self.memory.items() for slot in said.table[index]
+        }
+        brought = {name: torch.empty_like(there) for name, there in far.items()}
+        self._bring = _bring(far, brought) if far else None
+        self._tensors |= {**read, **brought}
+        self.deltas = [
+            _delta(told, told["shape"], [], pieces.get(number, ()), device) for number, told in enumerate(said.deltas)
+        ]
+        self._shares: dict[int, list[tuple[int, int, Delta]]] = {}
+        for number, first, many in said.shares:
+            if f"{number}.{first}.0.lora_A" in self._tensors:
+                self._shares.setdefault(number, []).append((first, many, self._share(number, first, many, device)))
+        held = [delta for shares in self._shares.values() for _, _, delta in shares]
+        self._operands = Operands([Turn(held)], Ranks(), device)
+
+    def is_like(self, coming: Update) -> bool:
+        """Whether another update has the same tensors."""
+        return coming.said is self._said and coming.data.keys() == self._came
+
+    def serves(self, coming: Update) -> bool:
+        """Whether it goes the same way: scalings are the plan's."""
+        return self.is_like(coming) and coming.scalings == self._scalings
+
+    def segments(self, number: int, job: Job) -> list[Segment]:
+        """Of a job of a delta.
+
+        Raises:
+            RuntimeError: a factor that it takes has not come to this worker.
+        """
+        told = self._said.deltas[number]
+        scale = self._tensors.get(f"{number}.row_scale")
+        shares = self._shares.get(number, [])
+        if told["experts"] is None:
+            found = [self._operands.scaled_segments(job._replace(delta=delta), 0, scale) for _, _, delta in shares]
+            there = bool(found)
+        else:
+            begin, found, missing = job.start[0], [], job.source.shape[0]
+            for first, many, delta in shares:
+                at, to = max(begin, first), min(begin + job.source.shape[0], first + many)
+                if at < to:
+                    source, destination = (t[at - begin : to - begin] for t in (job.source, job.destination))
+                    part = Job(delta, (at - first, *job.start[1:]), source, destination)
+                    found.append(self._operands.scaled_segments(part, 0, scale))
+                    missing -= to - at
+            there = not missing
+        if not there or (scale is None and told["row_scale"]):
+            raise RuntimeError(f"{told['name']} lies in this worker, and its adapter was not sent here: push again")
+        return [segment for some in found for segment in some]
+
+    def take(self, coming: Update) -> None:
+        """The factors of an update come to lie here."""
+        for index, to in self.memory.items():
+            to.copy_(coming.data[index])
+        if self._bring is not None:
+            self._bring.run()
+        self._operands.refresh()
+
+    def _share(self, number: int, first: int, many: int, device: torch.device) -> Delta:
+        told = self._said.deltas[number]
+        factors = []
+        for which, scaling in enumerate(self._scalings[number]):
+            lora_A, lora_B = (self._tensors[f"{number}.{first}.{which}.lora_{half}"] for half in "AB")
+            factors.append(Factors(whole(lora_A), whole(lora_B), scaling))
+        shape = told["shape"] if told["experts"] is None else [many, *told["shape"][1:]]
+        # Operands leave out what nobody holds; what has no place here may be part of a layer that is laid out anew.
+        delta = _delta(told, shape, factors, (Piece((), torch.empty(0)),), device)
+        if delta.experts is None:
+            return delta
+        return replace(delta, experts=many, name=f"{delta.name}[{first}:]" if first else delta.name)
+
+
+def _bring(far: Mapping[str, Tensor], here: Mapping[str, Tensor]) -> Plan:
+    """A plan that copies tensors of another GPU to this one, bits as they are, in one launch."""
+    pairs = ((name, raw(there), raw(here[name])) for name, there in far.items())
+    return Plan([replace(segment, peer=True) for pair in pairs for segment in copies(*pair)])
+
+
+def _delta(
+    told: Mapping[str, Any],
+    shape: Sequence[int],
+    factors: Sequence[Factors],
+    pieces: Sequence[Piece],
+    device: torch.device,
+) -> Delta:
+    held = Shard(tuple(shape), dtype_of(told["dtype"]), device, tuple(pieces))
+    return Delta(told["name"], held, tuple(factors), told["experts"], told["transposed"])

@@ -1,0 +1,353 @@
+"""What training has changed since the base, for engines that merge by themselves: the factors of the adapters, and the
+tensors that are trained whole.
+
+An engine that holds the base gets lora_A and lora_B as they are, the factors of DoRA's rows, and every tensor that is
+no base weight plus a product: what training changes itself (`modules_to_save`, biases), buffers, and what only the
+trainer can convert to the checkpoint's layout, merged there. Its workers add the products to their own slices with the
+kernel that the trainer would have used, so the bits are those of a merge in the trainer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from ...errors import PushRefused
+from ...kernels.plan import Plan
+from ...kernels.segments import copies
+from ...models.brought import brought
+from ...models.conversion import TRAIN_AS_ONE
+from ...models.delta import Delta
+from ...models.live import live
+from ...models.part import Learning, Part
+from ...stream.buckets import ALIGNMENT, Meta, Table, contents_of, dtype_name, extent, lay_out, to_json
+from ...stream.filler import Filler
+from ...stream.places import Places
+from ...stream.source import Entry
+from ...stream.weights import MergedWeights
+from ...stream.window import Window
+from ..transport.routing import WorkerId
+from .factors import Brought, slots_of
+from .recipients import Takers, shares_of
+
+
+class Beside:
+    """What workers need beside a base that they can read, as buckets: adapters' factors first, then whole tensors.
+
+    Args:
+        adapted: the stream of the model with its adapters; its settings are those that fit the engines.
+        whole: the stream of the tensors that go whole; None where there are none.
+        base: digest of what is in the table of the base (`contents_of`); "" where the base is read with it.
+        straight: of the adapted stream, by name, what the engine makes of boxes of parameters and factors.
+        takers: which workers take which tensors; None where all take all.
+        read: of factors, by name: which of them workers read where they lie; they go in no bucket. The same on every
+            rank. None: all go in buckets.
+
+    Attributes:
+        takers: of buckets that not all workers take: who does.
+        device: on which buckets are filled; may be set to another one than the model's.
+        said: what workers have to know to merge it, as JSON values, but for the scalings.
+        scalings: of each adapter of each delta.
+        digest: of `said`.
+        changed: names of the tensors that it changes.
+        whole_names: those of them that go whole.
+
+    """
+
+    def __init__(
+        self,
+        adapted: Filler,
+        whole: Filler | None,
+        base: str,
+        straight: Mapping[str, Entry],
+        bucket_bytes: int,
+        takers: Takers | None = None,
+        read: Callable[[Mapping[str, Tensor]], Container[str]] | None = None,
+    ) -> None:
+        self.device, self._adapted, self.whole = adapted.device, adapted, whole
+        self.collective = self.shared = not adapted.source.ranks.alone
+        self.joins = False
+        parts = adapted.source.parts
+        self.whole_names = frozenset(() if whole is None else whole.entries)
+        numbers: dict[int, int] = {}
+        deltas: list[Delta] = []
+        self._parts: list[str] = []
+        merged = {name: delta for name, e in straight.items() if (delta := parts[e.sources[0]].delta) is not None}
+        for name, delta in merged.items():
+            if numbers.setdefault(id(delta), len(deltas)) == len(deltas):
+                deltas.append(delta)
+                self._parts.append(straight[name].sources[0])
+        self.scalings = [[f.scaling for f in delta.factors] for delta in deltas]
+        self._fresh = False
+        windows = ((name, numbers[id(delta)], _box(straight[name])) for name, delta in merged.items())
+        self._shares = shares_of(deltas, windows, takers)
+        self._factors: Brought | None = None
+        there: list[str] = []
+        known = list(slots_of(deltas, self._shares))
+        if read is not None:
+            found = read(self._brought().tensors)
+            there = [meta.name for _, meta in known if meta.name in found]
+        groups: dict[frozenset[WorkerId] | None, list[Meta]] = {}
+        for them, meta in known:
+            if meta.name not in there:
+                groups.setdefault(them, []).append(meta)
+        self._plans: dict[int, tuple[int, Plan]] = {}
+        laid = {them: lay_out(metas, max(bucket_bytes, ALIGNMENT)) for them, metas in groups.items()}
+        factors = tuple(slots for table in laid.values() for slots in table)
+        who = [them for them, table in laid.items() for _ in table]
+        self.takers = {index: them for index, them in enumerate(who) if them is not None}
+        self._count = len(factors)
+        self.table: Table = (*factors, *(() if whole is None else whole.table))
+        self.capacity = max([extent(slots) for slots in factors] + [0 if whole is None else whole.capacity])
+        self.changed = self.whole_names.union(straight)
+        self.said: dict[str, Any] = {
+            "base": base,
+            "slots": to_json(self.table),
+            "factors": self._count,
+            "there": there,
+            "deltas": [_described(delta) for delta in deltas],
+            "shares": [[share.number, share.first, share.many] for share in self._shares],
+            "tensors": [[name, numbers[id(delta)]] for name, delta in merged.items()],
+            "windows": [[name, *_window(entry)] for name, entry in straight.items()],
+        }
+        self.digest = hashlib.blake2b(json.dumps(self.said).encode(), digest_size=16).hexdigest()
+
+    def _deltas(self) -> list[Delta]:
+        """Asked for anew: a delta holds its weight, and a model's weights are not held between pushes."""
+        deltas = [self._adapted.source.parts[name].delta for name in self._parts]
+        return [delta for delta in deltas if delta is not None]
+
+    def _brought(self, workers: Container[WorkerId] | None = None) -> Brought:
+        """The factors on this rank; laid out when they are first asked for, which is collective.
+
+        Args:
+            workers: whose shares are brought here then; None for all.
+        """
+        if self._factors is None:
+            ranks = self._adapted.source.ranks
+            self._factors = Brought(self._deltas(), self._shares, workers, ranks, self.device)
+        return self._factors
+
+    def alone(self, index: int) -> bool:
+        """As of `Sent`: the factors are gathered with the first bucket."""
+        return not self.collective or 0 < index < self._count
+
+    def fill(self, index: int, buffer: Tensor, run: Mapping[str, Any]) -> None:
+        """As `Sent.fill`."""
+        # Ranks that share a model do so together, with the first bucket, which all of them fill. Another one may begin
+        # with any: nobody whom it serves takes those before.
+        if index == 0 or (not self.collective and not self._fresh):
+            self._refresh()
+            self._fresh = True
+        if index >= self._count:
+            assert self.whole is not None
+            here = buffer.to(self.whole.device)  # the buffer itself, unless `device` was set to another one
+            self.whole.fill(index - self._count, here, run)
+            if here is not buffer:
+                buffer.copy_(here)
+            return
+        brought = self._brought()
+        if not brought.for_some_of(self.takers.get(index)):
+            return  # it is filled for the sake of other ranks
+        at, plan = self._plans.get(index, (0, None))
+        if plan is None or at != buffer.data_ptr():
+            sources = [(slot, brought.tensors[slot.name]) for slot in self.table[index]]
+            plan = Plan([part for slot, s in sources for part in copies(slot.name, s, slot.view(buffer).view(s.shape))])
+            plan.release()  # the buffer is its owner's; that it is where it was is looked at
+            self._plans[index] = buffer.data_ptr(), plan
+        plan.run()
+
+    def _refresh(self) -> None:
+        """The factors as the live adapters have them now."""
+        self._brought().refresh(self._adapted.storages)
+
+    def straight(self, names: Container[str]) -> frozenset[int]:
+        """None: workers merge what they got."""
+        return frozenset()
+
+    def place(self, index: int, places: Places, run: Mapping[str, Any]) -> None:
+        raise NotImplementedError("an update goes in buckets")
+
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """As `Filler.passing`."""
+        self._fresh = False
+        with ExitStack() as stack:
+            for filler in (self._adapted, self.whole):
+                if filler is not None:
+                    stack.enter_context(filler.passing())
+            try:
+                yield
+            finally:
+                if self._factors is not None:
+                    self._factors.release()
+
+
+class Update(Beside):
+    """What training has changed since the base that an engine holds."""
+
+    _served: Mapping[WorkerId, int] | None = None
+
+    def serves(self, served: Mapping[WorkerId, int] | None) -> bool:
+        """Whether `serve` was called with this last; the same on every rank."""
+        return self._factors is not None and served == self._served
+
+    def serve(self, served: Mapping[WorkerId, int] | None, rank: int) -> None:
+        """From now on bring to each rank what its workers take; collective over the ranks of the model.
+
+        Args:
+            served: each worker's rank of the trainer; None where every rank makes everything.
+            rank: this one of them.
+        """
+        self.forget()
+        self._brought(None if served is None else {place for place, by in served.items() if by == rank})
+        self._served = served
+
+    def forget(self) -> None:
+        """Until `serve` is called again, serve nobody."""
+        self._factors, self._plans = None, {}
+
+    @cached_property
+    def apart(self) -> bool:
+        """Whether workers take more by themselves than it costs to send each of them what all take."""
+        sizes = [sum(slot.nbytes for slot in slots) for slots in self.table]
+        own = sum(size * len(self.takers[index]) for index, size in enumerate(sizes) if index in self.takers)
+        workers = frozenset().union(*self.takers.values())
+        return own > len(workers) * sum(size for index, size in enumerate(sizes) if index not in self.takers)
+
+
+def converted(adapted: Filler) -> list[str]:
+    """Names of the tensors that adapters change and that go whole, as only a conversion makes them: of the base's
+    values."""
+    parts = adapted.source.parts
+    return [
+        name
+        for name, entry in adapted.entries.items()
+        if not _by_factors(entry, parts) and any(parts[source].delta for source in entry.sources)
+    ]
+
+
+def _by_factors(entry: Entry, parts: Mapping[str, Part]) -> bool:
+    """Whether a tensor of the stream is a box of one parameter that an adapter adds to: replaced rows make it whole."""
+    delta = parts[entry.sources[0]].delta
+    return entry.window is not None and delta is not None and not delta.rows
+
+
+def _box(entry: Entry) -> Window:
+    """Which box of its parameter a tensor is."""
+    assert entry.window is not None
+    return entry.window
+
+
+def _check(straight: Mapping[str, Entry], parts: Mapping[str, Part], instead: str) -> None:
+    """Raise `PushRefused` where a merge in the engine would not have the bits of one in the trainer."""
+    for name, entry in straight.items():
+        dtype = parts[entry.sources[0]].shard.dtype
+        if dtype != entry.meta.dtype:
+            raise PushRefused(
+                f"{name} is {dtype} here and {entry.meta.dtype} in the engine: merged there it would be rounded twice; "
+                f"start the engine with the dtype of the base, or {instead}"
+            )
+
+
+def _window(entry: Entry) -> list[Any]:
+    window = _box(entry)
+    return [list(window.start), list(window.size), list(window.dims)]
+
+
+def _described(delta: Delta) -> dict[str, Any]:
+    """A delta in JSON values, without its factors."""
+    return {
+        "name": delta.name,
+        "shape": list(delta.weight.shape),
+        "dtype": dtype_name(delta.weight.dtype),
+        "experts": delta.experts,
+        "transposed": delta.transposed,
+        "adapters": len(delta.factors),
+        "row_scale": delta.magnitude is not None,
+    }
+
+
+class Updates:
+    """Makes what training changes in a model something that engines can be sent; kept while it stays what it was.
+
+    Args:
+        weights: the stream of the model.
+        trains: whether the model trains, so that buffers move. Else it is an adapter from a folder.
+    """
+
+    def __init__(self, weights: MergedWeights, *, trains: bool = True) -> None:
+        self._trains = trains
+        self.instead = 'merge here (merge="trainer")' if trains else "merge it with PEFT, and start an engine on that"
+        self._adapted = MergedWeights(weights.model, bucket_bytes=weights.bucket_bytes)
+        self._whole = MergedWeights(weights.model, bucket_bytes=weights.bucket_bytes)
+        self._learning = Learning(())
+        self._known: tuple[Filler, Any, Update] | None = None
+
+    def __call__(self, weights: MergedWeights, base: Filler, takers: Takers) -> Update:
+        """The update of the model as it is now. Collective over the ranks of the model.
+
+        Args:
+            weights: the stream of the base, with the settings with which it fits the engines.
+            base: that stream.
+            takers: which workers take which tensors of it.
+
+        Raises:
+            PushRefused: only the trainer can merge this; says why.
+        """
+        for stream in (self._adapted, self._whole):
+            stream.keep_tied, stream.dtypes = weights.keep_tied, weights.dtypes
+        self._adapted.left_out = weights.left_out
+        adapted = self._adapted.filler()
+        moved = self._learning.moved
+        known, key = self._known, (base.digest, takers.key)
+        whole = None if known is None or known[2].whole is None else self._whole.filler()
+        fresh = known is None or known[0] is not adapted or known[1] != key or known[2].whole is not whole
+        if adapted.ranks.any(fresh or moved):
+            known = self._known = adapted, key, self._made(adapted, base, takers)
+        assert known is not None
+        return known[2]
+
+    def release(self) -> None:
+        """As `MergedWeights.release`."""
+        for stream in (self._adapted, self._whole):
+            stream.release()
+
+    def _made(self, adapted: Filler, base: Filler, takers: Takers) -> Update:
+        parts = adapted.source.parts
+        if not any(part.delta is not None for part in parts.values()):
+            raise PushRefused(f"the model has no active adapter, so there is nothing to merge; {self.instead}")
+        if others := adapted.entries.keys() ^ base.entries.keys():
+            raise PushRefused(
+                f"an adapter changes tied tensors apart ({', '.join(sorted(others))}), and the base that an engine "
+                f"holds has one for all: {self.instead}, or {TRAIN_AS_ONE}"
+            )
+        for name, entry in adapted.entries.items():
+            if entry.meta != (bare := base.entries[name].meta):
+                raise PushRefused(
+                    f"{name}: {entry.meta.dtype} {list(entry.meta.shape)} with adapters, {bare.dtype} "
+                    f"{list(bare.shape)} without: {self.instead}"
+                )
+        model = live(self._adapted.model)
+        self._learning = Learning((module for _, module in model.modules()), brought(self._adapted.model))
+        learning = self._learning.names(parts, adapted.ranks, buffers=self._trains)
+        whole = frozenset(
+            name
+            for name, entry in adapted.entries.items()
+            if not learning.isdisjoint(entry.sources)
+            or (not _by_factors(entry, parts) and any(parts[source].delta for source in entry.sources))
+        )
+        self._whole.left_out = frozenset(adapted.entries) - whole | self._adapted.left_out
+        whole_filler = self._whole.filler() if whole else None
+        straight = {
+            name: entry for name, entry in adapted.entries.items() if name not in whole and _by_factors(entry, parts)
+        }
+        _check(straight, parts, self.instead)
+        contents = contents_of(base.table)
+        return Update(adapted, whole_filler, contents, straight, self._adapted.bucket_bytes, takers)

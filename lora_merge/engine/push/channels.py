@@ -1,0 +1,405 @@
+"""The trainer's channels to the engines' workers: which rank serves which worker, and one transfer over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Coroutine, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from ...errors import PushRefused
+from ...shards.ranks import Ranks
+from ...stream.filler import Filler
+from ...stream.places import Places, Sent
+from ..control.base import Control
+from ..control.calls import bind, side_by_side, together
+from ..transport.liveness import told
+from ..transport.peer_memory import Direct, Mapped, direct, united
+from ..transport.rendezvous import interface
+from ..transport.routing import Route, WorkerId, assign, clash, introduction
+from ..transport.sender import Sender
+from .ranks import Ended, TrainerRanks
+from .replica import Replica
+
+_T = TypeVar("_T")
+
+
+class Trainer(TrainerRanks):
+    """The ranks that push together, and their channels to all workers.
+
+    Args:
+        controls: of the engines whose handles this rank holds.
+        world: all ranks that push.
+
+    Attributes:
+        offered: whether some worker may have memory of the model's weights mapped.
+    """
+
+    def __init__(self, controls: Sequence[Control], world: Ranks) -> None:
+        super().__init__(controls, world)
+        self.offered = False
+        self._rounds: list[tuple[Sender, frozenset[int]]] = []
+        self._sessions: dict[WorkerId, str] = {}
+        self._places: dict[WorkerId, tuple[int, str]] = {}
+        self._hosts: dict[WorkerId, str] = {}
+        self._nbytes, self._apart = 0, False
+        self._mapped: dict[str, _Mapping] = {}
+
+    @property
+    def sessions(self) -> list[str]:
+        """Of the open channels, those of all ranks."""
+        return sorted(set(self._sessions.values()))
+
+    @property
+    def served(self) -> dict[WorkerId, int]:
+        """Each worker's rank of the trainer, over the open channels."""
+        return {place: rank for place, (rank, _) in self._places.items()}
+
+    # Channels
+
+    def introduced(self, source: Filler) -> dict[str, Any]:
+        """This rank's `introduction`, and its `group`: a number that those have who hold the model together."""
+        first = source.ranks.global_rank(0) if source.collective else self.world.rank
+        return {**introduction(source.device), "group": first}
+
+    async def map(self, source: Filler, replicas: Sequence[Replica], at: Mapping[int, Sequence[str]]) -> Direct:
+        """Map the engines' own tensors into the ranks that will write to them, where that goes; kept while they stay
+        where they are.
+
+        Args:
+            source: what will be written.
+            at: of each replica the `Exports.digest` of every worker.
+
+        Returns:
+            what goes straight into the engines of other processes; the same on every rank.
+        """
+        known = self._mapped.get(source.digest)
+        key = [at[replica.index] for replica in replicas]
+        if known is not None and known.key == key:
+            return known.direct
+        await self.unmap(source.digest)
+        trainers = await self.gather(self.introduced(source))
+        serving = assign(trainers, [replica.workers for replica in replicas])
+        away = {(replicas[r].index, w): rank for (r, w), (rank, kind) in serving.items() if kind != "local"}
+        workers = {(r.index, w): worker for r in replicas for w, worker in enumerate(r.workers)}
+        found = await self._exports(source, replicas, away)
+        direct, made = self._direct(trainers, workers, away, found), dict[WorkerId, Mapped]()
+        failed = ""
+        try:
+            for place, exports in found.items() if direct.names else ():
+                if trainers[away[place]]["group"] == trainers[self.world.rank]["group"]:
+                    made[place] = Mapped(exports, source.device, workers[place]["pid"])
+        except Exception as error:
+            failed = f"a worker's memory cannot be mapped here: {told(error)}"
+        failures = [text for text in await self.gather(failed) if text]
+        if failures:
+            for mapped in made.values():
+                mapped.close()
+            direct, made = Direct(frozenset(), failures[0]), {}
+        self._mapped[source.digest] = _Mapping(key, direct, made, united(made.values()))
+        return direct
+
+    async def _exports(
+        self, source: Filler, replicas: Sequence[Replica], away: Container[WorkerId]
+    ) -> dict[WorkerId, Mapping[str, Any]]:
+        """What each worker in another process exports, on every rank."""
+        mine: dict[WorkerId, Mapping[str, Any]] = {}
+
+        async def ask(replica: Replica) -> None:
+            if any((replica.index, w) in away for w in range(len(replica.workers))):
+                for w, answer in enumerate(await replica.handle.rpc("exports", digest=source.digest)):
+                    mine[replica.index, w] = answer
+
+        answers = await self.everywhere(self._ask_all(replicas, ask, mine))
+        return {place: found for some in answers for place, found in some.items() if place in away}
+
+    async def _ask_all(
+        self, replicas: Sequence[Replica], ask: Callable[[Replica], Coroutine[Any, Any, None]], answers: _T
+    ) -> _T:
+        await self.all_own(replicas, ask)
+        return answers
+
+    def _direct(
+        self,
+        trainers: Sequence[Mapping[str, Any]],
+        workers: Mapping[WorkerId, Mapping[str, Any]],
+        away: Mapping[WorkerId, int],
+        found: Mapping[WorkerId, Mapping[str, Any]],
+    ) -> Direct:
+        """What goes straight; nothing where some rank that would write shares no host with some worker. To each worker
+        those write that hold the model with the rank that serves it."""
+        for (r, w), rank in away.items():
+            writers = [trainer for trainer in trainers if trainer["group"] == trainers[rank]["group"]]
+            if any((trainer["device"] == "cpu") != (workers[r, w]["device"] == "cpu") for trainer in writers):
+                return Direct(
+                    frozenset(), f"worker {w} of engine {r} is on a GPU and the trainer is not, or vice versa"
+                )
+            if any(trainer["host"] != workers[r, w]["host"] for trainer in writers):
+                return Direct(
+                    frozenset(), f"worker {w} of engine {r} shares no memory with every rank that would write"
+                )
+        return direct([found[place] for place in away])
+
+    async def unmap(self, digest: str) -> None:
+        """Let go of engines' tensors. Collective."""
+        if digest in self._mapped:
+            for mapped in self._mapped.pop(digest).mapped.values():
+                mapped.close()
+
+    def route(self, source: Sent, digest: str, compare: bool) -> Route:
+        """How a source goes to engines in other processes: as `map` found."""
+        known = self._mapped.get(digest)
+        if known is None or not known.direct.names:
+            return Route.of_buckets(source)
+        return Route.to(source, known.direct.names, known.places, compare)
+
+    def _spared(self, route: Route, failed: Container[int]) -> Route:
+        """A route that writes to none of the replicas that have failed: they may be somebody else's by now."""
+        for known in self._mapped.values():
+            if known.places is route.places and any(index in failed for index, _ in known.mapped):
+                left = [mapped for (index, _), mapped in known.mapped.items() if index not in failed]
+                return route._replace(places=united(left))
+        return route
+
+    async def connect(
+        self, replicas: Sequence[Replica], nbytes: int, device: torch.device, sent: bool, apart: bool
+    ) -> None:
+        """Channels to all workers, with two buffers of at least `nbytes`; kept from push to push.
+
+        Args:
+            sent: whether buckets go to workers in other processes at all.
+            apart: as of `assign`.
+
+        Raises:
+            PushRefused: some engine cannot be reached; no channel is left open.
+        """
+        open_ = {(r.index, w): worker["session"] for r in replicas for w, worker in enumerate(r.workers)}
+        apart = apart and sent
+        enough = not sent or (self._nbytes >= nbytes and all(kind != "write" for _, kind in self._places.values()))
+        if open_ == self._sessions and enough and apart == self._apart:
+            return
+        await self.close_channels()
+        size = max(nbytes, 1)
+        trainers = await self.gather(introduction(device))
+        places = assign(trainers, [r.workers for r in replicas], apart)
+        if not sent:
+            places = {at: (rank, kind if kind == "local" else "write") for at, (rank, kind) in places.items()}
+        if why := clash(trainers[0], [r.workers for r in replicas], {at: kind for at, (_, kind) in places.items()}):
+            raise PushRefused(f"no channel to the engine: {why}")
+        try:
+            hosts = {
+                (r.index, w): worker["host"]
+                for r in replicas
+                for w, worker in enumerate(r.workers)
+                if places[r.index, w][1] in ("nccl", "tcp")
+            }
+            made = await self.everywhere(self._make_senders(places, size, device, hosts))
+        except Exception:
+            await self.close_channels()
+            raise
+        channels = {place: channel for some in made for place, channel in some.items()}
+        own = [r for r in replicas if r.control is not None]
+        ended = self.ended(replicas)
+
+        async def connect(replica: Replica) -> None:
+            ranked = {str(w["rank"]): channels[replica.index, at] for at, w in enumerate(replica.workers)}
+            await replica.handle.rpc("connect", trainer=self.name, channels=ranked)
+
+        def join() -> None:
+            for sender, _ in self._rounds:
+                sender.connect(ended)
+
+        calls = [bind(connect, replica) for replica in own]
+        errors, failure = await together(
+            [r.handle for r in own], calls, join, ended=lambda i: ended.add(own[i].index), stop=self._stop
+        )
+        # An engine's own error comes first: this rank's is often no more than that nobody came.
+        failed = next((told(error) for error in (*errors, failure) if error is not None), "")
+        failures = [text for text in await self.gather(failed) if text]
+        if failures:
+            await self.close_channels()
+            raise PushRefused(f"no channel to the engine: {'; '.join(dict.fromkeys(failures))}")
+        for sender, _ in self._rounds:
+            sender.opened()
+        self._sessions = {place: channel["session"] for place, channel in channels.items()}
+        self._places, self._hosts, self._nbytes, self._apart = places, hosts, size, apart
+
+    async def _make_senders(
+        self,
+        places: Mapping[WorkerId, tuple[int, str]],
+        nbytes: int,
+        device: torch.device,
+        hosts: Mapping[WorkerId, str],
+    ) -> dict[WorkerId, dict[str, Any]]:
+        """This rank's ends, a sender a round, and what its workers have to know of them.
+
+        Args:
+            hosts: of workers that are reached over a network.
+        """
+        for some in _rounds(places):
+            mine = {place: places[place][1] for place in some if places[place][0] == self.world.rank}
+            sender = Sender(mine, nbytes, device, interface(list(hosts.values())), hosts)
+            self._rounds.append((sender, frozenset(r for r, _ in some)))
+        return {place: sender.channel(*place) for sender, _ in self._rounds for place in sender.kinds}
+
+    async def close(self) -> None:
+        """Give buffers and handles back, and the engines' tensors. Collective."""
+        for digest in list(self._mapped):
+            await self.unmap(digest)
+        await self.close_channels(weights=True)
+
+    async def close_channels(self, *, weights: bool = False) -> None:
+        """Give buffers and handles back: workers let go first. Collective.
+
+        Args:
+            weights: they let go of the trainer's weights, too.
+        """
+        message = {"sessions": self.sessions, "weights": self.name if weights else ""}
+        if self.sessions or (weights and self.offered):  # an engine that is gone has let go already
+            await side_by_side(self.controls, lambda control: control.rpc("disconnect", **message), self.controls)
+        self.offered = self.offered and not weights
+        await self.gather(None)
+        for sender, _ in self._rounds:
+            sender.close()
+        self._rounds, self._sessions, self._places, self._hosts, self._nbytes = [], {}, {}, {}, 0
+
+    # One transfer
+
+    def told(self, replica: Replica, route: Route) -> dict[str, dict[str, list[int]]] | None:
+        """`Route.told` of every worker of a replica, by its rank; None where all workers take everything."""
+        if not route.takers:
+            return None
+        ranked = ((str(worker["rank"]), (replica.index, at)) for at, worker in enumerate(replica.workers))
+        return {rank: route.told(place, self._places, self._hosts) for rank, place in ranked}
+
+    def kinds(self, route: Route) -> tuple[str, ...]:
+        """Names of the transports that a transfer takes."""
+        used = {kind for _, kind in self._places.values() if kind == "local" or route.sent}
+        away = any(kind != "local" for _, kind in self._places.values())
+        return tuple(sorted(used | ({"write"} if route.placed and away else set())))
+
+    async def transfer(
+        self,
+        source: Sent,
+        run: Mapping[str, Any],
+        replicas: Sequence[Replica],
+        route: Route,
+        prepare: Callable[[Replica, Route], Coroutine[Any, Any, Any]],
+        receive: Callable[[Replica, Route], Coroutine[Any, Any, Any]],
+        settle: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Send one source to some replicas. Errors are noted in the replicas, on every rank.
+
+        Args:
+            run: arguments of `Plan.run`.
+            route: to engines in other processes.
+            prepare: what comes before, of each replica whose handle is here.
+            receive: the control calls beside, in which its workers take the buckets.
+            settle: what every rank has done before any of these calls.
+        """
+        for sender, indices in self._rounds:
+            ended = self.ended(replicas)
+            group = [r for r in replicas if r.index in indices]
+            how = Route.of_buckets(source) if sender.local else route
+            await self.each(group, _along(how, prepare))
+            failure = ""
+            try:
+                await self.blocking(settle)
+                sender.begin(source, bool(how.sent))
+            except Exception as error:
+                failure = told(error)
+            if await self.share(replicas, failure):
+                continue  # on every rank: none may wait for the one that cannot fill
+            failed = indices - {r.index for r in group if not r.error}
+            for index in failed:
+                ended.add(index)
+            how = self._spared(how, failed)
+            own = [r for r in group if r.control is not None and not r.error]
+            failure = await self._send(sender, source, run, own, receive, ended, how)
+            await self.share(replicas, failure)
+
+    async def _send(
+        self,
+        sender: Sender,
+        source: Sent,
+        run: Mapping[str, Any],
+        own: Sequence[Replica],
+        receive: Callable[[Replica, Route], Coroutine[Any, Any, Any]],
+        ended: Ended,
+        route: Route,
+    ) -> str:
+        """This rank's part in a round: serve its workers, and make the control calls of its engines; its own failure,
+        in words."""
+        if sender.local:
+            sender.offer(source, run, ended)
+            for replica in own:
+                await self.each([replica], _along(route, receive))
+            try:
+                await self.blocking(sender.drain)
+            except Exception as error:
+                return told(error)
+            return ""
+
+        if not source.table:  # workers read all there is
+            await self.each(own, _along(route, receive))
+            return ""
+
+        def serve() -> None:
+            # A rank that serves no worker fills only buckets that all ranks take part in.
+            if sender.kinds or source.collective:
+                try:
+                    sender.serve(source, run, ended, route)
+                except BaseException:
+                    sender.abort()  # whatever it was: workers wait for buckets
+                    raise
+
+        calls = [bind(receive, replica, route) for replica in own]
+        errors, failure = await together(
+            [r.handle for r in own], calls, serve, ended=lambda i: ended.add(own[i].index), stop=self._stop,
+            give_up=sender.abort,
+        )  # fmt: skip
+        for replica, raised in zip(own, errors, strict=True):
+            replica.error = replica.error or (told(raised) if raised is not None else "")
+        return "" if failure is None else told(failure)
+
+    def _stop(self) -> None:
+        """The push was cancelled: fill no more, and tell the workers."""
+        for sender, _ in self._rounds:
+            sender.stop()
+
+
+def _along(
+    route: Route, step: Callable[[Replica, Route], Coroutine[Any, Any, Any]]
+) -> Callable[[Replica], Coroutine[Any, Any, Any]]:
+    return lambda replica: step(replica, route)
+
+
+class _Mapping(NamedTuple):
+    """Engines' tensors, mapped for a stream.
+
+    Args:
+        key: `Exports.digest` of every worker then.
+        direct: what goes straight.
+        mapped: those of the workers that this rank writes to.
+        places: theirs, together.
+    """
+
+    key: list[Sequence[str]]
+    direct: Direct
+    mapped: dict[WorkerId, Mapped]
+    places: Places
+
+
+def _rounds(places: Mapping[WorkerId, tuple[int, str]]) -> list[list[WorkerId]]:
+    """Places that are served at the same time: all workers elsewhere first, then one engine in each trainer process,
+    which pulls at its own pace."""
+    elsewhere = [place for place, (_, kind) in places.items() if kind != "local"]
+    here: list[list[WorkerId]] = []
+    turns: dict[int, int] = {}
+    for place, (rank, kind) in places.items():
+        if kind == "local":
+            turn = turns[rank] = turns.get(rank, -1) + 1
+            if turn == len(here):
+                here.append([])
+            here[turn].append(place)
+    return [*([elsewhere] if elsewhere else []), *here]

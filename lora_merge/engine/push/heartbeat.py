@@ -1,0 +1,68 @@
+"""Signs of life to engines that cannot look this process up, while a push waits or works: they would take it for dead
+(`claim.SILENT_S`)."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from typing import Any
+
+from ..control.base import Control
+from ..control.calls import drive
+from ..worker.lease import SILENT_S
+
+BEAT_S = SILENT_S / 4
+"""Seconds between two signs of life."""
+
+
+class Heartbeat:
+    """Calls that are made beside those of a push.
+
+    Args:
+        beat: one of them. Where it fails, the push's own calls say so.
+    """
+
+    def __init__(self, beat: Callable[[Control], Coroutine[Any, Any, Any]]) -> None:
+        self._beat = beat
+        self._tasks: list[asyncio.Task[None]] = []
+        self._thread: threading.Thread | None = None
+        self._over = threading.Event()
+
+    def begin(self, controls: Sequence[Control]) -> None:
+        """Begin; harmless where it has begun."""
+        far = [control for control in controls if control.far and control.beats]
+        if self._tasks or self._thread is not None:
+            return
+        self._over = threading.Event()
+        self._tasks = [asyncio.ensure_future(self._awaited(control)) for control in far if control.suspends]
+        if called := [control for control in far if not control.suspends]:
+            self._thread = threading.Thread(
+                target=self._called, args=(called, self._over), daemon=True, name="lora_merge"
+            )
+            self._thread.start()
+
+    async def end(self) -> None:
+        """End; when this returns, no call is under way (but for one that an engine does not answer)."""
+        self._over.set()
+        tasks, self._tasks = self._tasks, []
+        thread, self._thread = self._thread, None
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        if thread is not None:
+            thread.join(BEAT_S)
+
+    async def _awaited(self, control: Control) -> None:
+        while True:
+            await asyncio.sleep(BEAT_S)
+            with suppress(Exception):
+                await self._beat(control)
+
+    def _called(self, controls: Sequence[Control], over: threading.Event) -> None:
+        while not over.wait(BEAT_S):
+            for control in controls:
+                with suppress(Exception):
+                    drive(self._beat(control))

@@ -1,0 +1,277 @@
+"""What follows a base, an adapter or an update: read as vLLM can serve it, and every engine asked whether it can."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...errors import PushRefused
+from ...stream.buckets import dtype_of
+from ...stream.filler import Filler
+from ...stream.weights import MergedWeights
+from ..payload.adapter import AdapterSource, filler_of
+from ..payload.pull import MOVED, Pull, Pulls, Stayed, readable, unreadable
+from ..payload.recipients import Takers
+from ..payload.update import Update, Updates
+from .channels import Trainer
+from .replica import Replica
+
+_INSTEAD = '; push with mode="merged" instead'
+
+
+class Offer:
+    """Makes the adapter of a model something that engines can be sent; kept while it stays what it was.
+
+    Args:
+        weights: the stream of the model.
+    """
+
+    def __init__(self, trainer: Trainer, weights: MergedWeights) -> None:
+        self._trainer, self._weights = trainer, weights
+        self._known: tuple[Filler, torch.dtype, AdapterSource] | None = None
+
+    async def __call__(self, replicas: Sequence[Replica]) -> AdapterSource:
+        """The adapter.
+
+        Raises:
+            PushRefused: some engine cannot serve it; says so, and that merged mode can.
+        """
+        for replica in replicas:
+            if replica.workers[0]["no_adapters"]:
+                raise PushRefused(
+                    f"engine {replica.index} cannot take an adapter: {replica.workers[0]['no_adapters']}{_INSTEAD}"
+                )
+            if any(worker["lora"] is None for worker in replica.workers):
+                raise PushRefused(f"engine {replica.index} was started without enable_lora=True{_INSTEAD}")
+        loras = [worker["lora"] for replica in replicas for worker in replica.workers]
+        dtype, limit = dtype_of(loras[0]["dtype"]), min(lora["max_rank"] for lora in loras)
+        made: list[AdapterSource] = []
+        await self._trainer.everywhere(self._try(dtype, limit, made, replicas))
+        return made[0]
+
+    def _read(self, dtype: torch.dtype) -> AdapterSource:
+        filler = filler_of(self._weights)
+        if self._known is None or self._known[0] is not filler or self._known[1] != dtype:
+            self._known = filler, dtype, AdapterSource(self._weights, filler, dtype)
+        return self._known[2]
+
+    async def _try(
+        self, dtype: torch.dtype, limit: int, made: list[AdapterSource], replicas: Sequence[Replica]
+    ) -> None:
+        source = await self._trainer.blocking(lambda: self._read(dtype))
+        made.append(source)
+        if not source.modules:
+            raise PushRefused(
+                "the model has no active adapter to send: activate one (set_adapter), or push mode='merged'"
+            )
+        if source.rank > limit:
+            raise PushRefused(f"the adapter's rank {source.rank} is above the engine's max_lora_rank {limit}{_INSTEAD}")
+
+        async def ask(replica: Replica) -> None:
+            answers = await replica.handle.rpc("adapter_modules", modules=source.modules)
+            unserved = sorted({name for answer in answers for name in answer["unserved"]})
+            if unserved:
+                raise PushRefused(f"{replica.handle.name} has no LoRA layer for {', '.join(unserved)}{_INSTEAD}")
+
+        await self._trainer.all_own(replicas, ask)
+
+
+class UpdateOffer:
+    """Makes what training has changed in a model something that engines can merge.
+
+    Args:
+        weights: the stream of the model.
+        trains: as of `Updates`.
+    """
+
+    def __init__(self, trainer: Trainer, weights: MergedWeights, *, trains: bool = True) -> None:
+        self._trainer, self._updates = trainer, Updates(weights, trains=trains)
+        self._last = ""
+
+    def known(self) -> list[str]:
+        """The digest of the last one, if there was one."""
+        return [self._last] if self._last else []
+
+    def release(self) -> None:
+        """As `MergedWeights.release`."""
+        self._updates.release()
+
+    async def __call__(
+        self, weights: MergedWeights, base: Filler, replicas: Sequence[Replica], takers: Takers
+    ) -> Update:
+        """The update; what the workers of `replicas` are ready for is noted in them.
+
+        Args:
+            weights, base, takers: as of `Updates`.
+
+        Raises:
+            PushRefused: some engine cannot merge it, or nobody but the trainer; says why.
+        """
+        made: list[Update] = []
+        for answers in await self._trainer.everywhere(self._try(weights, base, made, replicas, takers)):
+            for replica in replicas:
+                for worker, ready in zip(replica.workers, answers.get(replica.index, ()), strict=False):
+                    worker["ready"] = [made[0].digest] if ready else []
+        self._last = made[0].digest
+        return made[0]
+
+    async def _try(
+        self,
+        weights: MergedWeights,
+        base: Filler,
+        made: list[Update],
+        replicas: Sequence[Replica],
+        takers: Takers,
+    ) -> dict[int, list[bool]]:
+        update = await self._trainer.blocking(lambda: self._updates(weights, base, takers))
+        made.append(update)
+        ready: dict[int, list[bool]] = {}
+
+        async def ask(replica: Replica) -> None:
+            if all(update.digest in worker["ready"] for worker in replica.workers):
+                return
+            call = partial(replica.handle.rpc, "examine_update", digest=update.digest, base=base.digest)
+            answers = await call()
+            if any("unknown" in answer for answer in answers):
+                answers = await call(said=update.said)
+            if found := [problem for answer in answers for problem in answer["problems"]]:
+                raise PushRefused(
+                    f"engine {replica.index} cannot merge by itself: {found[0]}"
+                    f"{f' (and {len(found) - 1} more)' if len(found) > 1 else ''}; {self._updates.instead}"
+                )
+            ready[replica.index] = [answer["ready"] for answer in answers]
+
+        await self._trainer.all_own(replicas, ask)
+        return ready
+
+
+class PullOffer:
+    """Makes a stream something that workers on this host can read where the trainer has it.
+
+    Args:
+        weights: the stream.
+        stayed: whether the model's weights lie where they lay, for all streams of it.
+    """
+
+    def __init__(self, trainer: Trainer, weights: MergedWeights, stayed: Stayed) -> None:
+        self._trainer, self._pulls, self._stayed = trainer, Pulls(weights), stayed
+        self._last: Pull | None = None
+        self._looked: tuple[Filler, bool] | None = None
+        self._refused: tuple[Any, ...] = (None, (), "")
+
+    def known(self) -> list[str]:
+        """Under which workers know the last one, if there was one."""
+        return [self._last.offered] if self._last is not None else []
+
+    def release(self) -> None:
+        """As `MergedWeights.release`."""
+        self._looked = None
+        self._pulls.release()
+
+    def look(self, stream: Filler) -> None:
+        """Look already, in this push, whether the last one serves again. Collective, as making streams is."""
+        self._looked = stream, self._pulls.stands(stream, self._last)
+
+    async def __call__(self, stream: Filler, replicas: Sequence[Replica]) -> tuple[Pull | None, str]:
+        """The stream; None where some worker cannot read it, and why, in words. Collective.
+
+        Args:
+            stream: as it fits the engines, which know its table.
+        """
+        workers = [worker for replica in replicas for worker in replica.workers]
+        who = [(worker["host"], worker["pid"], worker["device"]) for worker in workers]
+        if self._refused[:2] == (stream, who):  # a model whose memory is elsewhere is another stream
+            return None, self._refused[2]
+        pull, why = await self._offered(stream, replicas, workers)
+        self._last = pull
+        if pull is None:
+            self._pulls.forget()
+            await self._let_go(replicas)
+        self._refused = (None, (), "") if pull is not None or why == MOVED else (stream, who, why)
+        return pull, why
+
+    async def _let_go(self, replicas: Sequence[Replica]) -> None:
+        """Workers unmap what was offered; the same on every rank. Where one fails, the next push asks again."""
+        if self._trainer.offered:
+            calls = self._trainer.all_own(replicas, lambda r: r.handle.rpc("let_go", trainer=self._trainer.name))
+            await self._trainer.everywhere(calls)
+            self._trainer.offered = False
+
+    async def _offered(
+        self, stream: Filler, replicas: Sequence[Replica], workers: Sequence[Mapping[str, Any]]
+    ) -> tuple[Pull | None, str]:
+        trainer, last = self._trainer, self._last
+        looked, self._looked = self._looked, None
+        if looked is not None and looked[0] is stream:
+            stands = looked[1]
+        else:
+            stands = await trainer.blocking(partial(self._pulls.stands, stream, last))
+        ready = stands and last is not None and all(last.offered in worker["ready"] for worker in workers)
+        if not await trainer.blocking(lambda: trainer.world.any(not ready)):
+            return last, ""
+        told = await trainer.gather((unreadable(stream), trainer.introduced(stream), self._stayed(stream)))
+        ranks = [rank for _, rank, _ in told]
+        why = next((why for why, *_ in told if why), "") or readable(workers, ranks)
+        if not why and not all(stayed for *_, stayed in told):
+            why = MOVED
+        if why:
+            return None, why
+        blocked = frozenset(await self._blocked(stream, replicas))
+        (pull, *_), exported = await self._made(stream, blocked)
+        sources = [found | rank for found, rank in zip(exported, ranks, strict=True)]
+        why = next((found["why"] for found in sources if found["why"]), "")
+        if len({found.pop("digest") for found in sources}) > 1:
+            why = why or "the adapters of some ranks lie in memory that can be mapped, those of others do not"
+        why = why or await self._map(pull, sources, replicas)
+        if why:
+            return None, why
+        await trainer.close_channels()  # those of a push before have room for all that is read from now on
+        return pull, ""
+
+    async def _made(self, stream: Filler, blocked: frozenset[str]) -> tuple[list[Pull], list[dict[str, Any]]]:
+        """This rank's, and what all ranks export."""
+        made: list[Pull] = []
+
+        async def make() -> dict[str, Any]:
+            made.append(await self._trainer.blocking(lambda: self._pulls(stream, blocked)))
+            return {**made[0].exported(), "digest": made[0].digest}
+
+        return made, await self._trainer.everywhere(make())
+
+    async def _blocked(self, stream: Filler, replicas: Sequence[Replica]) -> set[str]:
+        """Names of the tensors that some worker does not take as a box of a parameter, in their dtype."""
+        mine: set[str] = set()
+
+        async def ask(replica: Replica) -> None:
+            for answer in await replica.handle.rpc("blocked", digest=stream.digest):
+                mine.update(answer["blocked"])
+
+        async def asked() -> set[str]:
+            await self._trainer.all_own(replicas, ask)
+            return mine
+
+        return set().union(*await self._trainer.everywhere(asked()))
+
+    async def _map(self, pull: Pull, sources: Sequence[dict[str, Any]], replicas: Sequence[Replica]) -> str:
+        """Why some worker cannot map what the ranks export, in words; "" where all have."""
+        message = pull.told(self._trainer.name, sources)
+        self._trainer.offered = True
+        found: list[str] = []
+
+        async def ask(replica: Replica) -> None:
+            call = partial(replica.handle.rpc, "offer", trainer=self._trainer.name, **message)
+            answers = await call()
+            if any("unknown" in answer for answer in answers):
+                answers = await call(said=pull.said)
+            found.extend(f"engine {replica.index}: {answer['why']}" for answer in answers if answer["why"])
+
+        async def asked() -> list[str]:
+            await self._trainer.all_own(replicas, ask)
+            return found
+
+        failures = [why for some in await self._trainer.everywhere(asked()) for why in some]
+        pull.offered = message["digest"]
+        return failures[0] if failures else ""

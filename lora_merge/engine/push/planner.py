@@ -1,0 +1,258 @@
+"""What a push sends to whom: all merged weights; or the base where an engine lacks it, and after it an adapter, or what
+training has changed, which the engine merges by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from ...errors import LoraMergeError, PushRefused, UnsupportedAdapter
+from ...models.live import live
+from ...models.part import Learning
+from ...stream.buckets import Table
+from ...stream.filler import Filler
+from ...stream.weights import MergedWeights
+from ..payload.adapter import AdapterSource
+from ..payload.checksums import Fingerprint
+from ..payload.pull import Pull, Stayed
+from ..payload.update import Update
+from ..state import State
+from ..transport.routing import Route
+from .channels import Trainer
+from .compatibility import Fit
+from .offers import Offer, PullOffer, UpdateOffer
+from .replica import Replica, SyncReport, engines_of
+
+MERGES = ("auto", "trainer", "engine")
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """An operation that workers run without receiving anything, such as going back to their own checkpoint.
+
+    Args:
+        op, message: the operation and its arguments.
+        writes: whether it changes weights.
+    """
+
+    op: str
+    message: Mapping[str, Any]
+    writes: bool
+    table: Table = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One transfer of a push: a source, and the replicas that get it.
+
+    Args:
+        state: what the replicas hold after it.
+        route: how its buckets reach engines in other processes.
+        changed: of a base: names of the tensors that updates will change, which the engines merge onto it; None where
+            none will come.
+        merges: whether workers merge at the end what they received.
+    """
+
+    state: State
+    source: Filler | Pull | AdapterSource | Update | Told
+    replicas: Sequence[Replica]
+    route: Route
+    changed: frozenset[str] | None = None
+    merges: bool = False
+
+
+class Passes:
+    """Plans the passes of a push; everything that can be checked is checked then.
+
+    Args:
+        trainer: the ranks that push.
+        weights: the stream of the model.
+        base: the stream of its base.
+        merge: who adds the adapters to the base: "trainer", "engine", or "auto": the engine where some worker runs on
+            another host than every rank of the trainer, and what is to be merged allows it.
+    """
+
+    def __init__(self, trainer: Trainer, weights: MergedWeights, base: MergedWeights, merge: str) -> None:
+        self._trainer, self._weights, self._base, self._merge = trainer, weights, base, merge
+        self._fit = Fit(trainer)
+        self._fingerprint, self._frozen = Fingerprint(), Fingerprint()
+        self._trained: tuple[Filler | None, Learning, list[str]] = None, Learning(()), []
+        self._adapter, self._update = Offer(trainer, weights), UpdateOffer(trainer, weights)
+        stayed = Stayed()
+        self._pulls = {stream: PullOffer(trainer, stream, stayed) for stream in (weights, base)}
+        self._who = "trainer" if merge == "auto" else merge
+        self._why = ""
+
+    def read(self, mode: str) -> Filler:
+        """The stream that a push most likely begins with, and whether workers may pull it as they did. Collective."""
+        stream = self._stream(mode)
+        filler = stream.filler()
+        self._pulls[stream].look(filler)
+        return filler
+
+    def _stream(self, mode: str) -> MergedWeights:
+        return self._weights if mode == "merged" and self._who == "trainer" else self._base
+
+    def known(self, mode: str) -> tuple[list[str], list[str]]:
+        """Digests of the tables of that stream, and of updates, that engines are asked for when they introduce
+        themselves."""
+        stream = self._stream(mode)
+        return self._fit.known(stream), [*self._update.known(), *self._pulls[stream].known()]
+
+    def broke(self, error: BaseException) -> None:
+        """Note that a push which engines merge has failed: with "auto" the trainer merges from now on."""
+        if self._merge == "auto" and self._who == "engine":
+            self._who, self._why = "trainer", f"a push that engines merged by themselves failed: {error}"
+
+    def release(self) -> None:
+        """As `MergedWeights.release`, of all streams."""
+        streams: list[MergedWeights | UpdateOffer | PullOffer] = [self._weights, self._base, self._update]
+        for stream in (*streams, *self._pulls.values()):
+            stream.release()
+
+    async def __call__(
+        self, replicas: Sequence[Replica], report: SyncReport, verify: bool, read: Filler | None
+    ) -> list[Pass]:
+        """What has to be sent to whom.
+
+        Args:
+            report: says the mode and the version; is told what was left out, and who merges.
+            verify: everything goes in buckets, too.
+            read: what `read` gave.
+
+        Raises:
+            PushRefused: something does not fit; every engine is as before.
+        """
+        begun = self._stream(report.mode)
+        of_base = read if begun is self._base else None
+        if report.mode == "adapter":
+            return await self._after_base(await self._adapter(replicas), replicas, report, verify, of_base)
+        if self._in_engine(replicas):
+            try:
+                passes = await self._after_base(None, replicas, report, verify, of_base)
+                self._who = report.merge = "engine"
+                return passes
+            except LoraMergeError as error:
+                # An error is one on every rank, but not of the same kind on each: they go on together, or none does.
+                if self._merge == "engine" or not all(await self._trainer.gather(isinstance(error, PushRefused))):
+                    raise
+                self._why, of_base = str(error), None
+        self._who = report.merge = "trainer"
+        report.merge_why = self._why
+        filler = await self._fit(self._weights, replicas, read if begun is self._weights else None)
+        report.left_out = tuple(sorted(self._weights.left_out))
+        state = State("merged", report.version, trainer=self._trainer.name)
+        return [await self._full(state, self._weights, filler, replicas, report, verify)]
+
+    def _in_engine(self, replicas: Sequence[Replica]) -> bool:
+        """Whether the engines are to merge; the same on every rank."""
+        if self._merge != "auto":
+            return self._merge == "engine"
+        workers = (worker for replica in replicas for worker in replica.workers)
+        return not self._why and any(worker["host"] not in self._trainer.hosts for worker in workers)
+
+    async def _after_base(
+        self,
+        adapter: AdapterSource | None,
+        replicas: Sequence[Replica],
+        report: SyncReport,
+        verify: bool,
+        read: Filler | None,
+    ) -> list[Pass]:
+        """Plan what follows the base, and the base itself for engines that do not hold this one.
+
+        Args:
+            adapter: what follows; None for an update, which the engines merge.
+        """
+        if adapter is None and self._weights.rounding != "nearest":
+            raise PushRefused(
+                f"rounding={self._weights.rounding!r} is drawn where the trainer merges: engines round to nearest; "
+                'pass merge="trainer"'
+            )
+        base = await self._fit(self._base, replicas, read)
+        if adapter is None:
+            update = await self._update(self._base, base, replicas, self._fit.takers())
+            fingerprint = await self._same(lambda: self._frozen(base, update.whole_names, verify))
+            lacks = partial(_lacks_update, fingerprint=fingerprint, digest=update.digest)
+            source: AdapterSource | Update = update
+            changed: frozenset[str] | None = update.changed
+        else:
+            fingerprint = await self._same(lambda: self._of_frozen(base, verify))
+            lacks, source, changed = partial(_lacks_base, fingerprint=fingerprint), adapter, None
+        without = [replica for engine in engines_of(replicas) if any(map(lacks, engine)) for replica in engine]
+        report.base_sent = bool(without)
+        report.left_out = tuple(sorted(self._base.left_out)) if without else ()
+        bare, after = (
+            State(kind, report.version, fingerprint, trainer=self._trainer.name)
+            for kind in ("base", "merged" if adapter is None else "adapter")
+        )
+        passes = [Pass(after, source, replicas, Route.of_buckets(source), merges=adapter is None)]
+        return (
+            [await self._full(bare, self._base, base, without, report, verify, changed), *passes] if without else passes
+        )
+
+    def _of_frozen(self, base: Filler, verify: bool) -> str:
+        """The fingerprint of a base that training leaves alone. Collective over the ranks of the model.
+
+        Args:
+            verify: compute it again.
+
+        Raises:
+            UnsupportedAdapter: it trains some of it, which an adapter does not bring.
+        """
+        known, learning, _ = self._trained
+        if base.ranks.any(known is not base or learning.moved):
+            learning = Learning(module for _, module in live(self._base.model).modules())
+            names = learning.names(base.source.parts, base.ranks, buffers=False)
+            trained = [name for name, entry in base.entries.items() if not names.isdisjoint(entry.sources)]
+            self._trained = base, learning, trained
+        if trained := self._trained[2]:
+            others = f" (and {len(trained) - 1} more)" if len(trained) > 1 else ""
+            raise UnsupportedAdapter(
+                f"{trained[0]}{others}: is trained beside the adapter (requires_grad), and adapter mode brings the "
+                'adapter alone: freeze it, or push with mode="merged" instead'
+            )
+        return self._fingerprint(base, again=verify)
+
+    async def _same(self, fingerprint: Callable[[], str]) -> str:
+        """The fingerprint of the base, which is the same on every rank."""
+        found = await self._trainer.everywhere(self._trainer.blocking(fingerprint))
+        if len(set(found)) > 1:
+            raise PushRefused(
+                f"the trainer's ranks hold different base weights; their fingerprints: {found}. Load the same base on "
+                "every rank"
+            )
+        return found[0]
+
+    async def _full(
+        self,
+        state: State,
+        weights: MergedWeights,
+        filler: Filler,
+        replicas: Sequence[Replica],
+        report: SyncReport,
+        verify: bool,
+        changed: frozenset[str] | None = None,
+    ) -> Pass:
+        """A pass of all weights: straight into the engines, where these can be mapped; else read by them, where the
+        trainer's can."""
+        found = await self._trainer.map(filler, replicas, self._fit.at)
+        report.buckets = found.why
+        if found.why:
+            pull, why = await self._pulls[weights](filler, replicas)
+            if pull is not None:
+                report.buckets = ""
+                return Pass(state, pull, replicas, Route.of_buckets(pull), changed)
+            report.buckets = f"{found.why}; and {why}"
+        return Pass(state, filler, replicas, self._trainer.route(filler, filler.digest, verify), changed)
+
+
+def _lacks_base(replica: Replica, fingerprint: str) -> bool:
+    return replica.state.kind not in ("base", "adapter") or replica.state.base != fingerprint
+
+
+def _lacks_update(replica: Replica, fingerprint: str, digest: str) -> bool:
+    """Whether some worker cannot merge an update onto what it holds now."""
+    return any(worker["base"] != fingerprint or digest not in worker["ready"] for worker in replica.workers)

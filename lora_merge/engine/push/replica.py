@@ -1,0 +1,311 @@
+"""One engine as a push sees it, and what a push reports."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...errors import PushFailed, PushRefused
+from ..control.base import Call, Control
+from ..state import State, change
+
+ONE_ENGINE = (
+    "several data-parallel engines behind one handle, of which only the first one's answers come back: give a "
+    "list of handles, one for each data-parallel rank"
+)
+
+
+@dataclass(slots=True)
+class SyncReport:
+    """What one push did; `push` returns it, and `print` shows it as one line.
+
+    Args:
+        version: number of the push, counted by the engine.
+        mode: "merged" or "adapter"; "base" after an adapter from a folder was taken off.
+        nbytes: number of bytes that were sent to one replica; without those of the base, where `base_sent`.
+        tensors: number of tensors that were sent, counted alike.
+        seconds: by phase: check, pause (until requests have ended, where they are waited for or ended; those that are
+            kept stop with the transfer), transfer (merge, send and load; caches are reset beside it), finish, resume
+            (0 where it went with the last message).
+        base_sent: whether the base had to go first, where an adapter goes beside it or is merged by the engine.
+        merge: who added the adapters to the base: "trainer" or "engine"; "" in adapter mode.
+        merge_why: why the trainer merged where engines could have; "" otherwise.
+        transports: how bytes reached the workers (docs/vllm.md, Transports).
+        buckets: why engines in other processes got buckets instead of direct writes; "" where they were written
+            directly.
+        left_out: names that were not sent because every engine was started without that part of the model
+            (`limit_mm_per_prompt` of 0: no vision tower).
+        coverage: share of the elements of the engines' parameters and persistent buffers that the last full push wrote,
+            in the worker with the least; 1.0 is all. None where something else than a push brought the weights.
+        reloaded: number of layers that went through the engine's own loading because it changes their layout
+            (quantised, prepacked), in the worker with the most.
+        calibrated: which layers of an engine have scales of its KV cache that were calibrated for its checkpoint, and
+            not for what was pushed, in words; "" where none have (docs/vllm.md, Scales of the KV cache).
+        differs: in which settings an engine's configuration says that it computes otherwise than the trainer's model,
+            in words; "" where none does.
+    """
+
+    version: int
+    mode: str
+    nbytes: int = 0
+    tensors: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    base_sent: bool = False
+    merge: str = ""
+    merge_why: str = ""
+    transports: tuple[str, ...] = ()
+    buckets: str = ""
+    left_out: tuple[str, ...] = ()
+    coverage: float | None = None
+    reloaded: int = 0
+    calibrated: str = ""
+    differs: str = ""
+
+    @property
+    def gb_s(self) -> float:
+        """GB (10^9 bytes) a second, merging, sending and loading together."""
+        spent = self.seconds.get("transfer", 0.0)
+        return self.nbytes / spent / 1e9 if spent else 0.0
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Add the time that the block takes to a phase."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - begin
+
+    def __str__(self) -> str:
+        phases = "  ".join(f"{phase} {1e3 * spent:.1f}" for phase, spent in self.seconds.items())
+        by = " by the engine" if self.merge == "engine" else ""
+        base = " after the base" if self.base_sent else ""
+        out = self.left_out
+        why = f"; through buckets: {self.buckets}" if self.buckets else ""
+        note = f" ({len(out)} left out, which the engine has no part for: {out[0]} to {out[-1]})" if out else ""
+        if self.reloaded:
+            why += f"; {self.reloaded} layers by the engine's own loading"
+        if self.calibrated:
+            why += f"; KV cache scales of the engine's checkpoint kept: {self.calibrated}"
+        if self.differs:
+            why += f"; an engine computes otherwise: {self.differs}"
+        over = f" over {'+'.join(self.transports)}" if self.transports else ""
+        return (
+            f"{self.mode}@{self.version}{by}{base}{over}: {self.tensors} tensors{note}, "
+            f"{self.nbytes / 1e6:.1f} MB, {self.gb_s:.1f} GB/s; ms: {phases}{why}"
+        )
+
+
+@dataclass(slots=True)
+class Replica:
+    """One engine, or the part of it that one handle reaches, and what its workers said about themselves.
+
+    Args:
+        index: of all handles of the trainer.
+        control: None where another trainer rank holds its handle.
+        workers: in rank order.
+        paused_by_us: whether a push has paused it, and not its user.
+        to_adapter: whether a push that changes the mode ends in adapter mode; None where it does not change.
+        begun: whether this push has begun to write to it.
+        lost: whether it is not in the middle of this push any more: what becomes of it is for another trainer to say.
+        moved: whether it has generated in the middle of this push.
+        error: what failed in it.
+        due: calls that are made with the next message to it.
+        gone_on: whether it holds what the push brought, and generates with it: it is through.
+        late: what failed when it was to go on, as all had come.
+        coverage: the share of its elements that the last full push wrote, in the worker with the least.
+        reloaded: as of `SyncReport`.
+    """
+
+    index: int
+    control: Control | None
+    workers: list[dict[str, Any]]
+    paused_by_us: bool = False
+    to_adapter: bool | None = None
+    begun: bool = False
+    lost: bool = False
+    moved: bool = False
+    error: str = ""
+    due: list[Call] = field(default_factory=list)
+    gone_on: bool = False
+    late: Exception | None = None
+    coverage: float | None = None
+    reloaded: int = 0
+
+    @property
+    def handle(self) -> Control:
+        """The control plane of the engine; only on the rank that holds its handle."""
+        assert self.control is not None
+        return self.control
+
+    @property
+    def state(self) -> State:
+        """What the engine holds: the state that all its workers report, or dirty if they differ."""
+        states = [State(**worker["state"]) for worker in self.workers]
+        broken = next((s for s in states if s.kind == "dirty"), None)
+        if broken is None and any(s != states[0] for s in states):
+            return change(states[0], "break", reason=f"its workers disagree: {', '.join(map(str, states))}")
+        return broken or states[0]
+
+    @property
+    def served(self) -> str:
+        """The kind of state with which requests in flight began, even if the engine is dirty now."""
+        return self.state.kind if self.state.kind != "dirty" else str(self.workers[0]["served"])
+
+    @property
+    def shares(self) -> dict[str, Any] | None:
+        """Of a data-parallel engine that computes its experts together with others: the `name` that they have in
+        common, and how many `engines` they are; None of one that computes alone."""
+        return next((worker["shares"] for worker in self.workers if worker.get("shares")), None)
+
+    @property
+    def calibrated(self) -> str:
+        """The layers whose KV cache has scales of the engine's checkpoint, in words."""
+        return next((str(worker["calibrated"]) for worker in self.workers if worker.get("calibrated")), "")
+
+    @property
+    def computing(self) -> dict[str, Any]:
+        """How its configuration says that it computes, as of `computing` in configs.py; empty where nothing is said."""
+        return dict(self.workers[0].get("computing") or {})
+
+    @property
+    def stands(self) -> bool:
+        """Whether the engine is still paused by a push that failed or whose trainer died."""
+        return any(worker["paused"] for worker in self.workers)
+
+    @property
+    def asleep(self) -> int:
+        """The sleep level of its weights; 0 if they are awake."""
+        return max(int(worker["asleep"]) for worker in self.workers)
+
+    @property
+    def waking(self) -> bool:
+        """Whether a failed push woke its weights but not its KV cache."""
+        return any(worker["waking"] for worker in self.workers)
+
+    def check(self) -> None:
+        """Raise `PushRefused` if the engine cannot be pushed to."""
+        for worker in self.workers:
+            if worker["busy"]:
+                raise PushRefused(
+                    f"engine {self.index} is in the middle of another trainer's push ({worker['busy']}); two at the "
+                    "same time cannot both win: push again when that one has ended"
+                )
+            if worker["unfit"]:
+                raise PushRefused(f"engine {self.index} {worker['unfit']}")
+            if worker["multimodal"] and worker.get("no_media"):
+                raise PushRefused(f"engine {self.index} caches what its encoder made, but {worker['no_media']}")
+            if worker["world"] != len(self.workers) and not worker["launcher"]:
+                raise PushRefused(
+                    f"engine {self.index} has {worker['world']} workers, of which {len(self.workers)} answer; give a "
+                    "handle that reaches all of them"
+                )
+
+
+def engines_of(replicas: Sequence[Replica]) -> list[list[Replica]]:
+    """Group replicas by what computes together: one group each, except where data-parallel engines share their experts,
+    and under vLLM's "external_launcher", where each worker of an engine is a trainer rank with a handle of its own."""
+    engines: dict[tuple[str, Any], list[Replica]] = {}
+    for replica in replicas:
+        in_pieces = [w["rank"] // w["world"] for w in replica.workers if w["world"] != len(replica.workers)]
+        key: tuple[str, Any] = ("in pieces", in_pieces[0]) if in_pieces else ("whole", replica.index)
+        if replica.shares is not None:
+            key = ("sharing", replica.shares["name"])
+        engines.setdefault(key, []).append(replica)
+    return list(engines.values())
+
+
+def check_whole(replicas: Sequence[Replica]) -> None:
+    """Raise `PushRefused` if some workers of an engine, or engines that share experts with one, have no handle on any
+    trainer rank."""
+    for engine in engines_of(replicas):
+        shares = engine[0].shares
+        if shares is not None and len(engine) < shares["engines"]:
+            raise PushRefused(
+                f"engine {engine[0].index} computes its experts together with {shares['engines'] - 1} other "
+                f"data-parallel engines, and {shares['engines'] - len(engine)} of these have no handle here: they "
+                "would answer with old experts. Give a list of handles, one for each data-parallel rank"
+            )
+        world, first = engine[0].workers[0]["world"], engine[0].workers[0]["rank"]
+        there = {worker["rank"] for replica in engine for worker in replica.workers}
+        lacking = set(range(first // world * world, (first // world + 1) * world)) - there
+        if len(there) != world and lacking:
+            raise PushRefused(
+                f"engine {engine[0].index} has {world} workers, one on each of {world} ranks, and those of ranks "
+                f"{', '.join(map(str, sorted(lacking)))} are missing: give the LLM of every rank, on that rank"
+            )
+
+
+def fail_together(replicas: Sequence[Replica]) -> None:
+    """Give all replicas of one engine the error of the first that failed: one failed worker makes the whole engine
+    dirty, if anything was written to any part of it."""
+    for engine in engines_of(replicas):
+        error = next((replica.error for replica in engine if replica.error), "")
+        begun = any(replica.begun for replica in engine)
+        for replica in engine if error else ():
+            replica.error, replica.begun = replica.error or error, begun
+
+
+def failure(
+    replicas: Sequence[Replica], healing: str = "the next push heals them", brought: Mapping[int, State] | None = None
+) -> PushFailed | PushRefused:
+    """Make the error for a push that broke off in some engines; it names them, and says what each engine holds now.
+
+    Args:
+        healing: what becomes of dirty ones.
+        brought: by index, what engines hold that failed as they were to go on, when all had come.
+    """
+    brought = brought or {}
+    failed = [replica for replica in replicas if replica.error and not replica.gone_on]
+    stuck = [r for r in failed if r.index in brought]
+    late = [f"engine {r.index} holds {brought[r.index]}, but going on with it failed: {r.error}" for r in stuck]
+    gone = [r for r in failed if r.index not in brought and r.lost and r.begun]
+    taken = [f"engine {r.index} is another trainer's by now: {r.error}" for r in gone]
+    broken = [r for r in failed if r.index not in brought and r not in gone]
+    dirty = [f"engine {r.index} is dirty: {r.error}" for r in broken if r.begun]
+    left = "was not changed by this push"  # but perhaps by another one
+    as_before = [
+        f"engine {r.index} {left if r.lost else 'holds what it held before'}: {r.error}" for r in broken if not r.begun
+    ]
+    valid = [f"engine {r.index} is valid" for r in replicas if not r.error]
+    valid += [f"engine {r.index} holds what was pushed, but: {r.error}" for r in replicas if r.error and r.gone_on]
+    text = "; ".join(dirty + late + taken + as_before + valid)
+    if not dirty and not late and not taken and not valid:
+        return PushRefused(f"{text}. Nothing was sent; push again")
+    return PushFailed(f"{text}. {f'Dirty engines stay paused; {healing}' if dirty else 'Push again'}")
+
+
+def tell_of_calibrated(replicas: Sequence[Replica], told: set[int]) -> str:
+    """Warn of engines whose KV cache keeps scales that were calibrated for other weights than they now hold: once of
+    each, on the rank that has its handle.
+
+    Args:
+        told: which of them were named before; gets the others.
+
+    Returns:
+        The layers of the first of these engines, in words; "" where there is none.
+    """
+    found = [replica for replica in replicas if replica.calibrated]
+    for replica in found:
+        if replica.control is None or replica.index in told:
+            continue
+        told.add(replica.index)
+        warnings.warn(
+            f"engine {replica.index}: its KV cache keeps the scales of the checkpoint that it was started from, which "
+            f"were calibrated for that one's weights and not for those that are pushed: {replica.calibrated}. Keys and "
+            "values that outgrow the calibrated range (FP8: 448 times the scale) are cut off there. Where the policy "
+            "moves far, start the engine on a checkpoint without k_scale and v_scale, or calibrate them again for a "
+            "merged checkpoint and start it anew on that",
+            stacklevel=2,
+        )
+    return found[0].calibrated if found else ""
+
+
+def check_handle(index: int, control: Control) -> None:
+    """Raise `PushRefused` if this process can already tell that no push can reach the engine behind a handle."""
+    if unfit := control.unfit():
+        raise PushRefused(f"engine {index} {unfit}")

@@ -1,0 +1,337 @@
+"""What a push asks of one engine, from its pause to its resume, in as few messages as may be.
+
+A message to an engine in another process takes a millisecond. So calls that nobody waits for are `Replica.due` until
+the next message: a pause that keeps requests goes with the first work, and where nothing can be against it any more,
+going on goes with the last.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Container, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from ...errors import InvalidInput, PushFailed, PushRefused
+from ..control.base import Call, Control, Moved, NotOurs, Unheard
+from ..control.calls import EngineGone
+from ..state import State
+from .planner import Pass
+from .replica import Replica
+
+PAUSES = ("keep", "wait", "abort")
+_ANY_TIME = frozenset({"note_pause", "claimed", "abort", "verified"})
+"""Operations that are told before an engine stands still, or when all has come, or nothing more will."""
+
+
+class Steps:
+    """The steps of one trainer's pushes, each for one engine whose handle is here.
+
+    Args:
+        owner: name of the trainer.
+        pause: what becomes of requests in flight; one of `PAUSES`.
+    """
+
+    def __init__(self, owner: str, pause: str) -> None:
+        self._owner, self._pause, self.push = owner, check_pause(pause), ""
+
+    def begin(self, owner: str) -> None:
+        """Begin a push of this trainer, which workers know by `push`: they refuse what another one has left behind. (A
+        call that was interrupted goes on in the engine, and what comes after it in its message would be made in the
+        middle of the next push.)"""
+        self._owner, self.push = owner, secrets.token_hex(8)
+
+    async def beat(self, control: Control) -> None:
+        """Have workers hear that this trainer lives."""
+        call = self.told("claimed")
+        await control.rpc(*call.arguments, **call.options)
+
+    def told(self, op: str, **message: Any) -> Call:
+        """An operation of this push in all workers of an engine; they refuse it if another push has claimed the
+        engine. Those that write refuse it, too, if the engine has generated since the first of them."""
+        still = {} if op in _ANY_TIME else {"still": True}
+        return Call("rpc", (op,), {"trainer": self._owner, "push": self.push, **still, **message})
+
+    async def make(
+        self, replica: Replica, calls: Sequence[Call], *, begins: bool = False, returned: list[Any] | None = None
+    ) -> list[Any]:
+        """Make the calls that are due, and then these, in one message.
+
+        Args:
+            begins: whether these may change the engine.
+            returned: a list that gets what these return, also where one raises.
+
+        Returns:
+            it; one shorter than the calls where one did not return what it has to.
+
+        Raises:
+            what a call raises. Where a due one did, the engine is as before, and `Replica.begun` says so.
+        """
+        due, replica.due = replica.due, []
+        made, returned = list[Any](), [] if returned is None else returned
+        lost = False  # how far it came, nobody knows
+        try:
+            if due or calls:
+                await replica.handle.chain([*due, *calls], made)
+        except BaseException as error:
+            lost = isinstance(error, EngineGone | Unheard) or not isinstance(error, Exception)
+            replica.lost, replica.moved = isinstance(error, NotOurs), isinstance(error, Moved)
+            raise
+        finally:
+            returned += made[len(due) :]
+            held = next((f for call, f in zip(due, made, strict=False) if call.wanted and f not in call.wanted), "")
+            # The call behind those that were made is the one that failed; where it was refused, it did nothing.
+            came = lost or len(made) >= len(due) + replica.lost
+            replica.begun = replica.begun or (begins and came and not held)
+            if due and due[0].method == "stands":
+                replica.paused_by_us = made[:1] == [False]  # the user's pause stays
+        if held:
+            raise PushRefused(
+                f"requests that wait for more of their input (streaming-input sessions), or for blocks of another "
+                f"engine, hold cached blocks of its weights, and vLLM drops no block of theirs ({held}): let them end, "
+                "or push with pause='abort', which ends them unless somebody else has paused the engine"
+            )
+        return returned
+
+    async def tell(self, replica: Replica, op: str, **message: Any) -> list[dict[str, Any]]:
+        """Make the calls that are due, and an operation in all workers; returns their answers."""
+        [answers] = await self.make(replica, [self.told(op, **message)])
+        return answers
+
+    # ---- pause -------------------------------------------------------------------------------------------------------
+
+    async def pause(self, replica: Replica, mode: str, slept: Container[int] = ()) -> None:
+        """Stop generation; with the next message, where no request is waited for or ended.
+
+        A request keeps the adapter, or none, with which it began, and a change of mode replaces the weights that it
+        needs: such requests end first, or, where the engine is paused on half-written weights, are ended at once.
+
+        Args:
+            slept: indices of engines that this push woke.
+
+        Raises:
+            PushRefused: the mode changes, and the engine is paused by its user, perhaps with requests of the other one.
+        """
+        switches, holders = {replica.served, mode} == {"merged", "adapter"}, Call("holders", wanted=("",))
+        replica.to_adapter = mode == "adapter" if switches else None
+        pause = self._pause_of(replica, switches)
+        if replica.stands:
+            replica.paused_by_us = True
+            replica.due = [self.told("claimed"), Call("pause", (pause,)), holders]
+        else:
+            paused = Call("stands")
+            # Said before: a call that ends here, in a timeout, takes effect there.
+            noted = self.told("note_pause", paused=True)
+            replica.due = [paused, replace(noted, unless=paused), Call("pause", (pause,), unless=paused), holders]
+        if pause != "keep" or replica.shares is not None:  # such engines come to a stop when all of them are told
+            await self.make(replica, [])
+            stays = not replica.paused_by_us and replica.handle.keeps
+            if switches and stays and replica.index not in slept:
+                raise PushRefused(
+                    f"it holds weights of mode {replica.served!r} and was paused by somebody else: requests that were "
+                    f"kept would go on with those of mode {mode!r}. Resume it before a push that changes the mode"
+                )
+
+    def _pause_of(self, replica: Replica, switches: bool) -> str:
+        """Decide what happens to requests in flight.
+
+        Args:
+            switches: whether the mode changes.
+        """
+        if replica.stands and replica.state.kind == "dirty" and self._pause != "abort":
+            return "abort" if switches else "keep"
+        return "wait" if switches and self._pause == "keep" else self._pause
+
+    # ---- the work ----------------------------------------------------------------------------------------------------
+
+    async def settle(
+        self, replica: Replica, one: Pass, told: Call | None, *, name: str, begins: bool, commits: bool, ends: bool
+    ) -> None:
+        """Bring a pass to its end in one replica, in one message: workers run their operation, caches of the old
+        weights are reset, every worker records the new state, and generation goes on.
+
+        Args:
+            told: the workers' operation; None for none.
+            name: what the engine calls its weights from now on; "" if another pass of this push follows.
+            begins: whether the operation may change the engine.
+            commits: whether nothing else of the pass follows, so that workers record the new state.
+            ends: whether nothing else of the push does.
+        """
+        calls = [] if told is None else [told]
+        reset = len(calls)
+        if name:
+            calls += self._forgets(replica)
+            calls += [] if one.merges else _names(name, one.state)  # else when it is merged
+        commit = [self._commit(one)] if commits else []
+        returned = await self._made(replica, [*calls, *commit], begins, ends)
+        if name:
+            _check_reset(replica, returned[reset])
+        if commits:
+            _committed(replica, one, returned[len(calls)])
+
+    async def finish(self, replica: Replica, one: Pass, *, name: str, ends: bool) -> None:
+        """End a pass in a replica: workers that merge by themselves do so, as all of them have what has come; others
+        record the new state, as the trainer has written all.
+
+        Args:
+            name, ends: as of `settle`.
+        """
+        calls = [self._commit(one)]
+        if one.merges:
+            calls = [self.told("merge", state=one.state.to_json()), *(_names(name, one.state) if name else [])]
+        _committed(replica, one, (await self._made(replica, calls, one.merges, ends))[0])
+
+    def _forgets(self, replica: Replica) -> list[Call]:
+        """The calls that reset an engine's caches of the old weights; the first returns whether it could."""
+        # Nothing runs before it goes on. Requests that were kept, by us or by a user's own pause, hold its blocks.
+        running = self._pause != "abort" or not replica.paused_by_us
+        reset = Call("reset_prefix_cache", (running, bool(replica.workers[0]["connector"])), wanted=(True,))
+        return [reset, *([Call("reset_media_caches")] if replica.workers[0]["multimodal"] else [])]
+
+    def _commit(self, one: Pass) -> Call:
+        return self.told("commit", full=one.state.kind != "adapter", state=one.state.to_json())
+
+    async def _made(self, replica: Replica, calls: Sequence[Call], begins: bool, ends: bool) -> list[Any]:
+        """Make calls, and let generation go on after them if they are the push's last. Where that fails, all has come:
+        `go_on` raises the error.
+
+        Args:
+            begins: as of `make`.
+
+        Returns:
+            as `make`.
+        """
+        on, returned = self._on(replica) if ends else [], list[Any]()
+        try:
+            await self.make(replica, [*calls, *on], begins=begins, returned=returned)
+        except Exception as error:
+            if not ends or len(returned) < len(calls):
+                raise
+            replica.late = error
+        replica.gone_on = ends and len(returned) == len(calls) + len(on)
+        return returned
+
+    def _on(self, replica: Replica) -> list[Call]:
+        """Generation goes on, if this push has paused it, and the push is over."""
+        paused = next((call for call in replica.due if call.method == "stands"), None)
+        resume = [Call("resume", unless=paused)] if replica.paused_by_us or paused is not None else []
+        return [*_ends_strangers(replica), *resume, self._end(serves=True, paused=False)]
+
+    def _end(self, **notes: bool) -> Call:
+        return Call("rpc", ("end",), {"owner": self._owner, "push": self.push, **notes})
+
+    # ---- what comes after --------------------------------------------------------------------------------------------
+
+    async def go_on(self, replica: Replica, slept: Mapping[int, int]) -> None:
+        """Put a failed engine into a defined state; another one wakes and resumes, if this push woke and paused it.
+
+        A dirty engine serves nothing: it stays paused, or without its KV cache, until a push has healed it. One to
+        which nothing was written goes back to where it was.
+
+        Args:
+            slept: engines that this push woke -> the level at which their weights slept (0: the KV cache alone did).
+        """
+        if replica.late is not None:
+            raise replica.late
+        replica.due = []  # a pause that nobody has asked for yet
+        if replica.gone_on or replica.lost:
+            return
+        asleep, notes, calls = replica.index in slept, dict[str, bool](), list[Call]()
+        if replica.error and replica.begun:
+            await self._stop(replica)
+        if (replica.error and replica.begun) or replica.state.kind == "dirty":
+            if asleep:
+                notes["waking"] = True
+        else:
+            notes["serves"] = True
+            if asleep and replica.error:
+                with suppress(Exception):  # what stays awake the next push finds, and the push's own error is told
+                    await self.sleep_again(replica, slept[replica.index])
+            elif asleep:
+                # Said before: where waking it fails, the weights are awake, and nothing else tells the next push.
+                await self.tell(replica, "note_pause", waking=True)
+                await replica.handle.wake("kv_cache")
+                notes["waking"] = False
+            if not replica.error:
+                calls += _ends_strangers(replica)
+            if replica.paused_by_us:
+                calls.append(Call("resume"))
+                # A pause that timed out may take effect yet: the next push then knows that it is none of the user's.
+                notes["paused"] = bool(replica.error)
+        claimed = [self.told("claimed")] if calls else []  # they ask for no claim by themselves
+        await self.make(replica, [*claimed, *calls, self._end(**notes)])
+
+    async def _stop(self, replica: Replica) -> None:
+        """Call an engine off that holds a part of a push, and have it stand still where somebody has resumed it:
+        blocks that it has cached meanwhile are of no weights that there were."""
+        paused = Call("paused")
+        unless = None if replica.moved else paused  # one whose requests are to end first steps on
+        stops = [
+            replace(self.told("note_pause", paused=True), unless=unless),
+            Call("pause", ("keep",), unless=unless),
+            Call("reset_prefix_cache", (True, bool(replica.workers[0]["connector"])), unless=unless),
+        ]
+        await self.make(replica, [self.told("abort", reason=f"a push failed: {replica.error}"), paused, *stops])
+
+    async def catch_up(self, replica: Replica, state: State, name: str) -> None:
+        """After an interrupt, do once more what follows the new weights in an engine that has them: its caches are
+        reset, and it is told their name."""
+        replica.due = []
+        calls = [self.told("claimed"), *self._forgets(replica), *_names(name, state)]
+        _check_reset(replica, (await self.make(replica, calls))[1])
+
+    async def sleep_again(self, replica: Replica, level: int) -> None:
+        """Put an engine that was asleep back to sleep."""
+        if not level:
+            return
+        await self.tell(replica, "claimed")
+        try:
+            await replica.handle.sleep(level)
+        finally:
+            # vLLM 0.26 takes one whose KV cache sleeps for asleep, and leaves its weights where they are, as a call
+            # that fails does: then the next push has the KV cache alone to wake.
+            if not any(worker["asleep"] for worker in await replica.handle.rpc("hello")):
+                await self.tell(replica, "note_pause", waking=True)
+
+
+def _names(name: str, state: State) -> list[Call]:
+    """The calls that tell an engine the name of what it serves from now on."""
+    return [Call("label", (name,)), Call("name_adapter", (state.kind == "adapter",))]
+
+
+def _ends_strangers(replica: Replica) -> list[Call]:
+    """The call that ends requests which came while the mode changed, and were made for the other one."""
+    return [] if replica.to_adapter is None else [Call("end_strangers", (replica.to_adapter,))]
+
+
+def _check_reset(replica: Replica, done: bool) -> None:
+    """Raise `PushFailed` if the prefix cache was not reset."""
+    if done:
+        return
+    connector = replica.workers[0]["connector"]
+    outside = f", or its KV connector ({connector}) said that it cannot forget its own" if connector else ""
+    raise PushFailed(
+        f"the prefix cache could not be reset: requests hold blocks of the old weights{outside}; push with "
+        "pause='keep', or when no request is in flight"
+    )
+
+
+def _committed(replica: Replica, one: Pass, answers: Sequence[Mapping[str, Any]]) -> None:
+    """Note that every worker holds the new state.
+
+    Args:
+        answers: the workers'.
+    """
+    held = {answer["rank"]: answer["state"] for answer in answers}
+    replica.workers = [worker | {"state": held[worker["rank"]]} for worker in replica.workers]
+    shares = [written / elements if elements else None for written, elements in (a["elements"] for a in answers)]
+    replica.coverage = None if None in shares else min(share or 0.0 for share in shares)
+    replica.reloaded = max(a["reloaded"] for a in answers) if one.merges or one.state.kind != "adapter" else 0
+
+
+def check_pause(pause: str) -> str:
+    """Raise `InvalidInput` unless `pause` is "keep", "wait" or "abort"."""
+    if pause not in PAUSES:
+        raise InvalidInput(f"pause must be one of {', '.join(PAUSES)}, got {pause!r}")
+    return pause

@@ -1,0 +1,269 @@
+"""Memory of buffers: what other processes map (files in POSIX shared memory, plain allocations on a GPU), and what lies
+on the host for this process alone."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import weakref
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ...errors import InvalidInput
+from .liveness import SHARED, TransferAborted
+
+_PREFIX = "lora_merge-"
+_BUFFER_ID, _IS_MANAGED, _MEMPOOL_HANDLE = 7, 8, 17
+"""CU_POINTER_ATTRIBUTE_*"""
+
+
+class SharedMemory:
+    """A file in shared memory that goes away with its owner, or one of another process.
+
+    Args:
+        name: of a new file, or its `path` in the process that made it.
+        nbytes: of the file.
+
+    Raises:
+        InvalidInput: the path is none of ours, or there is not enough shared memory.
+    """
+
+    def __init__(self, name: str, nbytes: int, *, create: bool = False) -> None:
+        self.path = _checked(shared_path(name) if create else name)
+        if create:
+            descriptor = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+            weakref.finalize(self, _unlink, self.path)
+            try:
+                os.posix_fallocate(descriptor, 0, nbytes)
+            except OSError as error:
+                self.hide()
+                raise InvalidInput(
+                    f"no {nbytes} bytes of shared memory in {SHARED}: {error}. Make it larger (docker run --shm-size), "
+                    "or pass a smaller bucket_bytes"
+                ) from error
+            finally:
+                os.close(descriptor)
+        self.tensor: Tensor = _mapped(self.path, nbytes)
+
+    def hide(self) -> None:
+        """Remove the file's name once everybody has mapped it, so that a crash leaves nothing behind."""
+        _unlink(self.path)
+
+
+class NotExported(RuntimeError):
+    """This memory cannot be mapped by another process."""
+
+
+class CudaMemory:
+    """A cudaMalloc of its own, or one of another process: what PyTorch's and vLLM's allocators hand out cannot
+    always be exported (expandable segments, sleep mode). Given back by `close`, or when nobody holds this any more; no
+    view of `tensor` may be used after that.
+
+    Args:
+        nbytes: of it.
+        device: on which `tensor` is: it may be another one than that on which the other process made it.
+        handle: of another process's; None for one of its own.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device, handle: bytes | None = None) -> None:
+        self._device, self._runtime, self._owner = device, _cuda_runtime(), handle is None
+        with torch.cuda.device(device):
+            torch.cuda.current_stream(device)  # the context exists
+            pointer = ctypes.c_void_p()
+            if handle is None:
+                self._check(self._runtime.cudaMalloc(ctypes.byref(pointer), ctypes.c_size_t(nbytes)), "cudaMalloc")
+                exported = _IpcHandle()
+                self._check(self._runtime.cudaIpcGetMemHandle(ctypes.byref(exported), pointer), "cudaIpcGetMemHandle")
+                handle = bytes(exported)
+            else:
+                flags = ctypes.c_uint(1)  # cudaIpcMemLazyEnablePeerAccess
+                code = self._runtime.cudaIpcOpenMemHandle(
+                    ctypes.byref(pointer), _IpcHandle.from_buffer_copy(handle), flags
+                )
+                self._check(code, "cudaIpcOpenMemHandle")
+        self.handle = handle
+        # Not by way of an array interface: a tensor on the device that uses it, also where the memory is another GPU's.
+        storage = torch._C._construct_storage_from_data_pointer(pointer.value or 0, device, nbytes)
+        self.tensor = torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (nbytes,), (1,))
+        free = self._runtime.cudaFree if self._owner else self._runtime.cudaIpcCloseMemHandle
+        self._free = weakref.finalize(self, _give_back, free, pointer, device)
+
+    def _check(self, code: int, what: str) -> None:
+        if code:
+            self._runtime.cudaGetErrorString.restype = ctypes.c_char_p
+            raise RuntimeError(f"{what} failed: {self._runtime.cudaGetErrorString(code).decode()}")
+
+    def close(self) -> None:
+        self._free()
+
+
+def _give_back(free: Any, pointer: ctypes.c_void_p, device: torch.device) -> None:
+    with torch.cuda.device(device):
+        torch.cuda.synchronize(device)
+        free(pointer)
+
+
+def exported(storage: torch.UntypedStorage, handles: dict[int, bytes]) -> tuple[bytes, int, int]:
+    """How other processes map memory of this one's GPU: the handle of the allocation in which a storage lies, the bytes
+    of that, and where the storage begins in it.
+
+    Args:
+        handles: those that were asked for before, by where allocations begin: CUDA takes half a millisecond for each.
+
+    Raises:
+        NotExported: managed memory, the memory of vLLM's sleep mode and SGLang's memory saver, expandable segments;
+            says which where CUDA does.
+    """
+    runtime, handle = _cuda_runtime(), _IpcHandle()
+    base, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
+    with torch.cuda.device(storage.device):
+        found = _driver().cuMemGetAddressRange_v2(
+            ctypes.byref(base), ctypes.byref(nbytes), ctypes.c_uint64(storage.data_ptr())
+        )
+        if not found and base.value in handles:
+            return handles[base.value], nbytes.value, storage.data_ptr() - base.value
+        if found or runtime.cudaIpcGetMemHandle(ctypes.byref(handle), ctypes.c_void_p(base.value)):
+            runtime.cudaGetLastError()  # else the next kernel's check would find it
+            raise NotExported(_maker(storage.data_ptr()))
+    handles[base.value] = bytes(handle)
+    return bytes(handle), nbytes.value, storage.data_ptr() - base.value
+
+
+def _maker(address: int) -> str:
+    """Why CUDA does not export memory, in words."""
+    if _attribute(address, _IS_MANAGED, ctypes.c_int()):
+        return "it is managed memory (cudaMallocManaged), which CUDA does not export"
+    if _attribute(address, _MEMPOOL_HANDLE, ctypes.c_void_p()):
+        return "it is of a pool of cudaMallocAsync, which CUDA does not export so (PYTORCH_CUDA_ALLOC_CONF)"
+    return "an allocator made it whose memory CUDA does not export (sleep mode, memory saver, expandable segments)"
+
+
+def _attribute(address: int, attribute: int, found: Any) -> Any:
+    """An attribute of memory on a GPU; None where CUDA does not know."""
+    wrong = _driver().cuPointerGetAttribute(ctypes.byref(found), ctypes.c_int(attribute), ctypes.c_uint64(address))
+    return None if wrong else found.value
+
+
+def allocations(storages: Sequence[torch.UntypedStorage]) -> list[int]:
+    """Numbers that no other allocation of this process ever has: memory that was given back, and taken again at the
+    same address, has another one. -1 where CUDA does not know.
+
+    Args:
+        storages: all on one GPU.
+    """
+    if not storages:
+        return []
+    number = ctypes.c_ulonglong()
+    told, attribute, ask = ctypes.byref(number), ctypes.c_int(_BUFFER_ID), _driver().cuPointerGetAttribute
+    found = []
+    with torch.cuda.device(storages[0].device):
+        for storage in storages:
+            wrong = ask(told, attribute, ctypes.c_uint64(storage.data_ptr()))
+            found.append(-1 if wrong else number.value)
+    return found
+
+
+@cache
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+class SharedFiles:
+    """The files in shared memory that this process has mapped and holds open, as it is now."""
+
+    def __init__(self) -> None:
+        self._open: dict[tuple[int, int], str] = {}
+        for entry in os.scandir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                there = Path(entry.path).stat()
+                self._open[there.st_dev, there.st_ino] = f"/proc/{os.getpid()}/fd/{entry.name}"
+        self._mapped: list[tuple[int, int, int, tuple[int, int]]] = []
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            addresses, access, offset, device, inode = line.split()[:5]
+            if access[3] == "s":
+                begin, end = (int(address, 16) for address in addresses.split("-"))
+                major, minor = (int(number, 16) for number in device.split(":"))
+                self._mapped.append((begin, end, int(offset, 16), (os.makedev(major, minor), int(inode))))
+
+    def exported(self, storage: torch.UntypedStorage) -> tuple[str, int, int, int]:
+        """How other processes of this user map a storage: a path, the file's number (a path may be another file's
+        later) and bytes, and where the storage begins in it.
+
+        Raises:
+            NotExported: it lies in this process's own memory.
+        """
+        at = storage.data_ptr()
+        for begin, end, offset, file in self._mapped:
+            if begin <= at < end and file in self._open:
+                return self._open[file], file[1], Path(self._open[file]).stat().st_size, at - begin + offset
+        raise NotExported("it lies in memory of its own process")
+
+
+def _mapped(path: str, nbytes: int) -> Tensor:
+    """A file in shared memory as a tensor.
+
+    Raises:
+        TransferAborted: there is none any more. (`torch.from_file` would make one, which nobody would take away.)
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except FileNotFoundError as error:
+        raise TransferAborted("the trainer has closed its channel, or is gone; push again") from error
+    try:
+        if os.fstat(descriptor).st_size < nbytes:
+            raise InvalidInput(f"{path} holds {os.fstat(descriptor).st_size} bytes, {nbytes} were announced")
+        return torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=nbytes, dtype=torch.uint8)
+    finally:
+        os.close(descriptor)
+
+
+class _IpcHandle(ctypes.Structure):
+    _fields_ = [("reserved", ctypes.c_byte * 64)]
+
+
+def _cuda_runtime() -> Any:
+    """The CUDA runtime that torch has loaded."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if "libcudart" in line:
+            return ctypes.CDLL(line.split()[-1])
+    major = (torch.version.cuda or "").partition(".")[0]
+    return ctypes.CDLL(f"libcudart.so.{major}")
+
+
+def host_buffers(nbytes: int, *, pinned: bool) -> list[Tensor]:
+    """Two buffers of bytes on the host.
+
+    Args:
+        nbytes: of each.
+        pinned: so that copies to and from GPUs need no other memory between.
+    """
+    return [torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned) for _ in range(2)]
+
+
+def bytes_of(data: Tensor) -> memoryview:
+    """Return the memory of a tensor on the host; no copy."""
+    return memoryview(cast(Any, data.numpy()))
+
+
+def shared_path(name: str) -> str:
+    """Where the file of a name is."""
+    return str(SHARED / f"{_PREFIX}{name}")
+
+
+def _checked(path: str) -> str:
+    """A path off the wire: only our own names in shared memory are opened."""
+    name = Path(path).name
+    if path != str(SHARED / name) or not name.startswith(_PREFIX):
+        raise InvalidInput(f"{path!r} is not a buffer of lora_merge")
+    return path
+
+
+def _unlink(path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        Path(path).unlink()

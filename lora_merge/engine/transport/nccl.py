@@ -1,0 +1,300 @@
+"""NCCL between a trainer's rank and the workers of one replica, and why nobody is left hanging in it.
+
+NCCL itself never gives up: a broadcast that one member does not join spins on the GPUs of all others. So there is a
+store beside it, in the trainer's process. Before anybody broadcasts, the workers report there that they are ready, and
+the trainer says whether the transfer takes place. Who fails later says so there as well; a thread of every member
+looks, and aborts its communicator, which ends a broadcast that waits for ever. A member that dies shows too: a trainer
+by its store, a worker by its control call. The communicator itself is made in a thread, which is left behind if it
+waits for a member that does not come.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .liveness import CHECK_S, TransferAborted, until
+from .nccl_library import Library
+from .rendezvous import TIMEOUT, Store
+
+GRACE_S = 2.0
+"""Seconds in which a broadcast ends whose receivers have all it carries."""
+_MISSING = "a worker of the engine did not come: its control call ended before the NCCL group was complete"
+
+
+class Done(Protocol):
+    """What tells when a broadcast is through; a CUDA event."""
+
+    def query(self) -> bool: ...
+
+
+class Nccl:
+    """A communicator on one GPU a member; what rank 0 sends to all or some, on a stream of its own."""
+
+    def __init__(self, store: Store, rank: int, world: int, device: torch.device) -> None:
+        self._library, self._device = Library(), device
+        if rank == 0:
+            known = self._library.unique_id()
+            store.set("id", known)
+        else:
+            known = _told(store)
+        with torch.cuda.device(device):
+            self._communicator = self._library.join(known, rank, world)
+        self._stream = torch.cuda.Stream(device)
+        # The first broadcast waits for all members while it is enqueued, to connect them.
+        first = torch.zeros(1, dtype=torch.uint8, device=device)
+        self.broadcast(first)
+        self._stream.synchronize()
+        del first  # not before: its memory would be somebody else's
+
+    @staticmethod
+    def check() -> None:
+        """Raise if no communicator can be made here; found out later, the other members would already wait."""
+        Library()
+
+    def broadcast(self, data: Tensor) -> Done:
+        return self._after(lambda stream: self._library.broadcast(self._communicator, data, stream))
+
+    def send(self, data: Tensor, ranks: Sequence[int]) -> Done:
+        """To some members, at the same time."""
+        return self._after(lambda stream: self._library.send(self._communicator, data, ranks, stream))
+
+    def receive(self, data: Tensor) -> Done:
+        """What rank 0 sends to this one."""
+        return self._after(lambda stream: self._library.receive(self._communicator, data, stream))
+
+    def _after(self, enqueue: Callable[[int], None]) -> Done:
+        """Enqueue something after the current stream's work so far."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.device(self._device):
+            enqueue(self._stream.cuda_stream)
+        return self._stream.record_event()
+
+    def abort(self) -> None:
+        self._library.abort(self._communicator)
+
+
+def _told(store: Store) -> bytes:
+    """The communicator's id, as the trainer has put it into the store. Not by a `get` that waits: nobody else of this
+    process could ask the store meanwhile who has left."""
+    until(lambda: store.has("id") or bool(store.get("left")), lambda: None)
+    told = store.get("id") if store.has("id") else None
+    if told is None:
+        raise TransferAborted((store.get("left") or b"").decode())
+    return told
+
+
+class Group:
+    """Rank 0 is the trainer's, the others are the workers of one replica.
+
+    Args:
+        store: see `serve_store` and `reach_store`.
+        name: of the group in its store.
+    """
+
+    def __init__(self, store: Store, name: str, rank: int, world: int, device: torch.device) -> None:
+        self._store, self._rank, self._world, self._device = store.under(name), rank, world, device
+        self._number = 0
+        self._nccl: Nccl | None = None
+        self._lock = threading.Lock()
+        self._over: threading.Event | None = None
+        self._last: Done | None = None
+        self._awaited: Done | None = None
+        self.lost = ""
+        if rank == 0:
+            start = {"transfer": "0", "verdict": "", "left": ""} | dict.fromkeys(self._ready_keys(), "-1")
+            for key, value in start.items():
+                self._store.set(key, value)
+
+    def open(self, gone: Callable[[], bool] = lambda: False) -> None:
+        """Make the communicator; every member does at the same time.
+
+        Args:
+            gone: whether the control call has ended in which the workers do so.
+
+        Raises:
+            TransferAborted: a member has failed before or meanwhile.
+            RuntimeError: NCCL cannot be used here.
+        """
+        try:
+            Nccl.check()
+            if self._rank:
+                self.join()
+            elif why := self.decide(gone, TIMEOUT.total_seconds()):
+                raise TransferAborted(why)
+            self._make(gone)
+        except TransferAborted as error:
+            self.leave(str(error))
+            raise
+        except BaseException as error:
+            self.leave(f"a member of the NCCL group could not join it: {error}")
+            raise
+
+    def _make(self, gone: Callable[[], bool]) -> None:
+        """The communicator, in a thread: NCCL waits for all members in one call that nothing ends."""
+        raised: list[BaseException] = []
+
+        def make() -> None:
+            try:
+                made = Nccl(self._store, self._rank, self._world, self._device)
+            except BaseException as error:
+                raised.append(error)
+                return
+            with self._lock:
+                if not self.lost:
+                    self._nccl = made
+                    return
+            made.abort()
+
+        thread = threading.Thread(target=make, daemon=True)
+        patience = GRACE_S
+
+        def look() -> None:
+            nonlocal patience
+            reason = self._reason()
+            if not reason and gone():
+                patience -= CHECK_S
+                reason = "its control call ended before its NCCL group was made" if patience < 0 else ""
+            if reason:
+                raise TransferAborted(reason)
+
+        thread.start()
+        until(lambda: not thread.is_alive(), look)
+        if raised:
+            raise raised[0]
+
+    # The trainer
+
+    def announce(self) -> None:
+        """A transfer begins; before its workers are called."""
+        self._number += 1
+        with suppress(Exception):
+            self._store.set("transfer", str(self._number))
+
+    def decide(self, gone: Callable[[], bool], seconds: float = math.inf) -> str:
+        """Wait until all workers are ready, or some worker never will be: why no transfer takes place, "" if it does.
+
+        The workers are told the same: who hears it first and leaves for it must not put another reason in its place.
+        """
+        why, end = "", time.monotonic() + seconds
+
+        def settled() -> bool:
+            nonlocal why
+            over = gone() or time.monotonic() > end
+            # Asked last: a worker that fails says why before its control call ends.
+            why = self._reason() or (_MISSING if over else "")
+            return bool(why) or all(int(n or -1) == self._number for n in self._store.multi_get(self._ready_keys()))
+
+        until(settled, lambda: None)
+        with suppress(Exception):
+            self._store.set("verdict", f"{self._number} {why}")
+        return why
+
+    # A worker
+
+    def join(self) -> None:
+        """Report that this worker is ready for the announced transfer; returns when it takes place.
+
+        Raises:
+            TransferAborted: it does not.
+        """
+        try:
+            number = int(self._store.get("transfer") or -1)
+            self._store.set(f"ready/{self._rank}", str(number))
+        except Exception as error:
+            raise TransferAborted("the trainer is gone") from error
+
+        def settled() -> bool:
+            reason, decided, why = self._reason(), "", ""
+            with suppress(Exception):  # the trainer has died since: so says the next look
+                decided, _, why = (self._store.get("verdict") or b"").decode().partition(" ")
+            # A worker that heard it before has left for it.
+            reason = (why if decided == str(number) else "") or reason
+            if reason:
+                raise TransferAborted(reason)
+            return decided == str(number)
+
+        until(settled, lambda: None)
+
+    # Both
+
+    def watch(self, gone: Callable[[], bool] = lambda: False) -> None:
+        """From now on, and until `rest`, abort the communicator when a member has left."""
+        self._over = threading.Event()
+        threading.Thread(target=self._watch, args=(self._over, gone), daemon=True).start()
+
+    def rest(self) -> None:
+        if self._over is not None:
+            self._over.set()
+
+    def hand(self, data: Tensor, ranks: Sequence[int]) -> Done | None:
+        """On rank 0, enqueue a bucket for some members after the current stream's work so far; returns None if the
+        group is lost, or nobody takes it."""
+        if len(ranks) == self._world - 1:
+            return self._enqueue(lambda nccl: nccl.broadcast(data))
+        return self._enqueue(lambda nccl: nccl.send(data, ranks)) if ranks else None
+
+    def take(self, data: Tensor, apart: bool = False) -> Done | None:
+        """A worker enqueues what it takes of rank 0, as `hand`.
+
+        Args:
+            apart: some members do not take it.
+        """
+        return self._enqueue(lambda nccl: nccl.receive(data) if apart else nccl.broadcast(data))
+
+    def _enqueue(self, start: Callable[[Nccl], Done]) -> Done | None:
+        with self._lock:
+            if self.lost or self._nccl is None:
+                return None
+            self._last = start(self._nccl)
+            return self._last
+
+    def wait(self, done: Done | None) -> bool:
+        """Wait for a broadcast; whether it went through."""
+        self._awaited = done
+        until(lambda: bool(self.lost) or done is None or done.query(), lambda: None)
+        return not self.lost and done is not None
+
+    def leave(self, reason: str) -> None:
+        """Tell all members to give up, and give up: the group cannot be used any more."""
+        with suppress(Exception):
+            self._store.set_first("left", reason)
+        self.close(reason)
+
+    def close(self, reason: str = "closed") -> None:
+        """Abort the communicator and whatever waits in it."""
+        self.rest()
+        with self._lock:
+            self.lost = self.lost or reason
+            nccl, self._nccl = self._nccl, None
+            if nccl is not None:
+                nccl.abort()
+
+    def _watch(self, over: threading.Event, gone: Callable[[], bool]) -> None:
+        patience = GRACE_S
+        while not over.wait(CHECK_S):
+            reason = self._reason()
+            # Not where all broadcasts are through: this engine may be done, and the trainer wait for another one.
+            under_way = any(done is not None and not done.query() for done in (self._awaited, self._last))
+            if not reason and gone() and under_way:
+                patience -= CHECK_S
+                reason = "its control call ended in the middle of the transfer" if patience < 0 else ""
+            if reason:
+                self.leave(reason)
+
+    def _reason(self) -> str:
+        """Why a member has left, or "" if none has."""
+        try:
+            return (self._store.get("left") or b"").decode()
+        except Exception:
+            return "the trainer died in the middle of a push"
+
+    def _ready_keys(self) -> list[str]:
+        return [f"ready/{rank}" for rank in range(1, self._world)]

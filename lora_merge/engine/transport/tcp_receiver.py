@@ -1,0 +1,238 @@
+"""A worker's end of buckets over plain sockets; the trainer's is outbox.py.
+
+A thread of the worker that leads on a host asks for a bucket whenever there is room for one, receives it, and publishes
+it to the others of that host. With several workers there its two buffers are in shared memory, beside a mailbox as the
+one of `transport`, whose words carry the number of the transfer: that is what the others ask the trainer for.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .liveness import TransferAborted, alive, told, until
+from .memory import SharedMemory, bytes_of, host_buffers, shared_path
+from .routing import ABORTED, DONE, FILLED, LEFT, PID, WORDS, WORKERS
+from .tcp_link import Frame, Kind, Link, reach
+
+_GAVE_UP = "the trainer gave up in the middle of a push"
+_PAGE = 4096
+"""Bytes: the buffers in shared memory begin at a page behind the mailbox."""
+
+
+class Inbox:
+    """A worker's end.
+
+    Args:
+        channel: this worker's `Outbox.channel`.
+        nbytes: of a buffer.
+        device: of the worker.
+
+    Raises:
+        TransferAborted: the trainer is not reached, or has given up.
+        InvalidInput: there is not enough shared memory.
+    """
+
+    def __init__(self, channel: Mapping[str, Any], nbytes: int, device: torch.device) -> None:
+        self._at, self._members, self._device = channel["at"], channel["members"], device
+        self._nbytes, self._why = nbytes, ""
+        self._file: SharedMemory | None = None
+        self._link: Link | None = None
+        self._box: Any = None  # int64
+        self._buffers: list[Tensor] = []
+        self._bucket: Tensor | None = None
+        self._unpin: Callable[[], object] | None = None
+        self._thread: threading.Thread | None = None
+        try:
+            if self._leads:
+                self._prepare(channel["shared"])  # before the others hear that it is there
+            self._link = link = _reached(channel)
+            _told(link, Kind.READY)
+            if not self._leads:
+                self._prepare(channel["shared"])
+            self._sign()
+            if device.type != "cpu":
+                self._bucket = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def _leads(self) -> bool:
+        return self._at == 0
+
+    @property
+    def _mine(self) -> int:
+        return WORKERS + WORDS * self._at
+
+    def _sign(self) -> None:
+        self._box[self._mine + PID] = os.getpid()
+        if self._file is not None and self._box[WORKERS + PID :: WORDS].all():
+            self._file.hide()  # all have mapped it: a crash leaves nothing behind
+
+    def _prepare(self, name: str) -> None:
+        """The mailbox and the buffers: the leader's own, and the others' if there are any."""
+        words, cuda = WORKERS + WORDS * self._members, self._device.type == "cuda"
+        begin = -(-8 * words // _PAGE) * _PAGE
+        if self._members == 1:
+            self._box = torch.zeros(words, dtype=torch.int64, device="cpu").numpy()
+            self._buffers = host_buffers(self._nbytes, pinned=cuda)
+            return
+        path = shared_path(name)
+        self._file = SharedMemory(name if self._leads else path, begin + 2 * self._nbytes, create=self._leads)
+        self._box = self._file.tensor[: 8 * words].view(torch.int64).numpy()
+        data = self._file.tensor[begin:]
+        if cuda:
+            self._unpin = weakref.finalize(self, _pin(data))
+        self._buffers = list(data.split(self._nbytes))
+
+    def take(self, sizes: Sequence[int]) -> Iterator[Tensor]:
+        """The buckets of a transfer, of these sizes: on the worker's device, to be read until the next one is asked
+        for; work on the current stream counts.
+
+        Raises:
+            TransferAborted: no more comes.
+        """
+        link, box = self._link, self._box
+        if link is None:
+            raise TransferAborted("this channel is closed; push again")
+        try:
+            link.send(Frame(Kind.WHICH))
+            number = _told(link, Kind.NOW).transfer
+        except Exception as error:
+            if self._leads:
+                self._tell(error)
+            raise
+        if self._leads:
+            self._thread = threading.Thread(target=self._receive, args=(link, number, sizes), daemon=True)
+            self._thread.start()
+        for index, size in enumerate(sizes):
+            mark = _mark(number, index + 1)
+            until(lambda: box[FILLED] >= mark or box[ABORTED], self._look)  # noqa: B023, it is called at once
+            if box[FILLED] < mark:
+                raise TransferAborted(self._why or _ABORTED[int(box[ABORTED])])
+            data = self._buffers[index % 2]
+            if self._bucket is None:
+                yield data
+            else:
+                self._bucket[:size].copy_(data[:size], non_blocking=True)
+                torch.cuda.current_stream(self._device).synchronize()
+                box[self._mine + DONE] = mark
+                yield self._bucket
+            box[self._mine + DONE] = mark
+        if self._thread is not None:
+            self._thread.join()
+
+    def leave(self) -> None:
+        """Note that this worker takes no more buckets, of any transfer."""
+        if self._box is not None and self._leads:
+            self._give_up(_FAILED)
+        elif self._box is not None:
+            self._box[self._mine + LEFT] = 1
+        if self._link is not None:
+            self._link.close()
+
+    def close(self) -> None:
+        """Let go of everything; a bucket that is on its way is not waited for."""
+        self.leave()
+        if self._thread is not None:
+            self._thread.join()
+        if self._unpin is not None:
+            self._unpin()
+        if self._file is not None:
+            self._file.hide()
+        self._box, self._buffers, self._bucket, self._file, self._link = None, [], None, None, None
+
+    def _look(self) -> None:
+        """Raise `TransferAborted` where the worker that takes buckets for this host is gone."""
+        if not alive(int(self._box[WORKERS + PID])):
+            raise TransferAborted(_ABORTED[_FAILED])
+
+    # The leader's thread
+
+    def _receive(self, link: Link, number: int, sizes: Sequence[int]) -> None:
+        """Ask for buckets as there is room, and publish them."""
+        box, before = self._box, int(self._box[FILLED])
+        try:
+            for index, size in enumerate(sizes):
+                self._room(before if index < 2 else _mark(number, index - 1))
+                frame = Frame(Kind.TAKE, number, index)
+                link.send(frame)
+                bucket = Frame(Kind.BUCKET, number, index, size)
+                if _told(link, Kind.BUCKET) != bucket:
+                    raise TransferAborted("the trainer sends another bucket than the one that is due")
+                link.receive_bucket(bucket, bytes_of(self._buffers[index % 2])[:size])
+                box[FILLED] = _mark(number, index + 1)
+        except BaseException as error:
+            self._tell(error)
+
+    def _tell(self, error: BaseException) -> None:
+        """Tell the others on this host why no more comes, before `leave` says that this worker failed."""
+        self._why = str(error) if isinstance(error, TransferAborted) else told(error)
+        self._give_up(_TRAINER if self._why == _GAVE_UP else _BROKE)
+
+    def _room(self, mark: int) -> None:
+        """Wait until everybody on this host is done with what lies where the next bucket goes."""
+        box, ours = self._box, [WORKERS + WORDS * at for at in range(self._members)]
+
+        def free() -> bool:
+            return bool(box[ABORTED]) or all(box[at + DONE] >= mark or box[at + LEFT] for at in ours)
+
+        def look() -> None:
+            for at in ours:
+                if box[at + PID] and not alive(int(box[at + PID])):
+                    box[at + LEFT] = 1
+
+        until(free, look)
+        if box[ABORTED]:
+            raise TransferAborted(_ABORTED[int(box[ABORTED])])
+
+    def _give_up(self, code: int) -> None:
+        self._box[ABORTED] = self._box[ABORTED] or code
+
+
+_TRAINER, _BROKE, _FAILED = 1, 2, 3
+_ABORTED = {
+    _TRAINER: _GAVE_UP,
+    _BROKE: "the connection to the trainer broke in the middle of a push",
+    _FAILED: "the worker that takes the buckets for this host failed, or died, in the middle of a push",
+}
+"""Why no more comes, as the leader says it to the others."""
+
+
+def _reached(channel: Mapping[str, Any]) -> Link:
+    r, w = channel["place"]
+    return reach(channel["address"], channel["port"], bytes.fromhex(channel["secret"]), (r, w))
+
+
+def _told(link: Link, wanted: Kind) -> Frame:
+    """What the trainer says.
+
+    Raises:
+        TransferAborted: that it gives up, or something else than what is due.
+    """
+    answer = link.receive()
+    if answer.kind == Kind.ABORT:
+        raise TransferAborted(_GAVE_UP)
+    if answer.kind != wanted:
+        raise TransferAborted(f"the trainer says {answer.kind.name} instead of {wanted.name}")
+    return answer
+
+
+def _mark(number: int, count: int) -> int:
+    """So many buckets of a transfer, as a word of the mailbox: more than any of the transfers before."""
+    return number << 32 | count
+
+
+def _pin(data: Tensor) -> Callable[[], object]:
+    """Pin shared memory: what undoes it."""
+    runtime, address = torch.cuda.cudart(), data.data_ptr()
+    torch.cuda.check_error(runtime.cudaHostRegister(address, data.numel(), 0))
+    return partial(runtime.cudaHostUnregister, address)

@@ -1,0 +1,314 @@
+"""The trainer's end of buckets over plain sockets, to hosts that share neither memory nor an NCCL group with it; the
+workers' is inbox.py.
+
+Every worker has a link to the trainer's rank that serves it (links.py), which listens until all have come. Of an
+engine's workers on one host the first one leads: it asks for a bucket whenever it has room for one, and publishes it
+where the others of that host read it, too. So a bucket crosses to a host once.
+
+As a worker asks for each bucket, nothing is on its way that nobody has room for, and one that leaves just closes its
+link. Buckets of a GPU go through pinned memory on either side.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Container, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .liveness import CHECK_S, TransferAborted
+from .memory import bytes_of, host_buffers
+from .rendezvous import listen
+from .routing import WorkerId, nobody
+from .tcp_link import GREETING_S, Frame, Kind, Link, digest, secret_of, welcome
+
+STRANGERS = 64
+"""Who has connected and not greeted yet: of more, the first one is shown out."""
+
+
+class _Filled(NamedTuple):
+    """A bucket to be sent.
+
+    Args:
+        data: its bytes.
+        ready: returns when they are there.
+        digests: of its pieces.
+    """
+
+    data: memoryview
+    ready: Callable[[], object]
+    digests: list[Future[bytes]]
+
+
+@dataclass(slots=True)
+class _Member:
+    """A worker as the trainer sees it.
+
+    Args:
+        leader: who takes the buckets for its host.
+        link: once it has come.
+        due: buckets of this transfer that it takes, of those that were handed over so far.
+        sent: how many of these have gone out.
+    """
+
+    leader: WorkerId
+    link: Link | None = None
+    lost: bool = False
+    due: list[int] = field(default_factory=list)
+    sent: int = 0
+
+
+class Outbox:
+    """The trainer's end: hands buckets to workers as they ask for them.
+
+    Args:
+        address: at which it listens.
+        hosts: of each worker.
+        nbytes: of a buffer.
+        device: of the buckets.
+
+    Attributes:
+        nbytes: bytes of buckets that have gone out so far.
+
+    Raises:
+        InvalidInput: this machine has no such address.
+    """
+
+    def __init__(self, address: str, hosts: Mapping[WorkerId, str], nbytes: int, device: torch.device) -> None:
+        self._secret, self._address = os.urandom(32), address
+        first: dict[tuple[int, str], WorkerId] = {}
+        leaders = {place: first.setdefault((place[0], host), place) for place, host in hosts.items()}
+        self._members = {place: _Member(leader) for place, leader in leaders.items()}
+        # Everybody on a host can list them, so that nothing of a secret is in them.
+        self._shared = {leader: f"tcp-{secrets.token_hex(10)}" for leader in leaders.values()}
+        self._changed = threading.Condition()
+        self._number, self._aborted, self._closed = 0, False, False
+        self._filled: dict[int, _Filled] = {}
+        self._past = 0
+        self._greeted: list[socket.socket] = []
+        self.nbytes = 0
+        self._pinned = host_buffers(nbytes, pinned=True) if device.type == "cuda" else []
+        self._listening = listen(address)
+        self._port = self._listening.getsockname()[1]
+        self._threads: list[threading.Thread] = []
+        self._run(self._accept)
+
+    def channel(self, place: WorkerId) -> dict[str, Any]:
+        """How this worker's `Inbox` reaches it: JSON values. Whoever has them is heard as this worker."""
+        leader = self._members[place].leader
+        together = [other for other, member in self._members.items() if member.leader == leader]
+        return {"address": self._address, "port": self._port, "secret": secret_of(self._secret, place).hex()} | {
+            "place": list(place), "at": together.index(place), "members": len(together), "shared": self._shared[leader]
+        }  # fmt: skip
+
+    def connect(self, gone: Callable[[], set[int]] = nobody) -> None:
+        """Wait until all workers have come. From then on nobody else can connect.
+
+        Args:
+            gone: replicas whose control call has ended in which workers come.
+
+        Raises:
+            TransferAborted: a worker did not.
+        """
+        while True:
+            ended = gone()  # asked first: a worker comes before its control call ends
+            with self._changed:
+                lacking = [place for place, member in self._members.items() if member.link is None]
+                left = [place for place, member in self._members.items() if member.lost]
+                if not lacking and not left:
+                    break
+                for r, w in left:
+                    raise TransferAborted(f"worker {w} of engine {r} connected, and left again")
+                for r, w in lacking:
+                    if r in ended:
+                        raise TransferAborted(f"worker {w} of engine {r} did not connect: its control call ended")
+                self._changed.wait(CHECK_S)
+        self._shut()
+
+    def announce(self) -> None:
+        """A transfer begins."""
+        with self._changed:
+            self._number, self._aborted = self._number + 1, False
+            self._filled, self._past = {}, 0
+            for member in self._members.values():
+                member.due, member.sent = [], 0
+
+    def hand(self, turn: int, data: Tensor, takers: Container[WorkerId]) -> None:
+        """Queue a bucket for sending.
+
+        Args:
+            turn: its number in this transfer.
+            data: uint8; stays as it is until `wait` has returned for it. Work on the current stream counts.
+            takers: workers that take it: it goes to each host that has one.
+        """
+        leaders = {member.leader for place, member in self._members.items() if place in takers}
+        if not leaders:
+            return
+        ready: Callable[[], object] = _at_once
+        if self._pinned:
+            data = self._pinned[turn % 2][: data.numel()].copy_(data, non_blocking=True)
+            ready = torch.cuda.current_stream().record_event().synchronize
+        view = bytes_of(data)
+        with self._changed:
+            self._filled[turn] = _Filled(view, ready, digest(view, ready))
+            for leader in leaders:
+                self._members[leader].due.append(turn)
+            self._changed.notify_all()
+
+    def wait(self, turn: int, gone: Callable[[], set[int]], stopped: Callable[[], bool]) -> None:
+        """Wait until everybody who is still there has the buckets up to this one.
+
+        Args:
+            gone: replicas whose control call has ended, or that have none.
+            stopped: nobody is waited for any more.
+        """
+        while not stopped():
+            left = gone()
+            with self._changed:
+                waiting = [
+                    place
+                    for place, member in self._members.items()
+                    if not member.lost and place[0] not in left and any(t <= turn for t in member.due[member.sent :])
+                ]
+                if not waiting:
+                    break
+                self._changed.wait(CHECK_S)
+        with self._changed:
+            self._past = turn + 1
+            self._filled.pop(turn, None)
+
+    def abort(self) -> None:
+        """End this transfer. Workers that have not connected yet cannot any more."""
+        self._shut()
+        with self._changed:
+            self._aborted = True
+            self._changed.notify_all()
+            lacking = any(member.link is None for member in self._members.values())
+        if lacking:
+            self.close()
+
+    def close(self) -> None:
+        """End all connections."""
+        self._shut()
+        with self._changed:
+            self._closed, self._filled = True, {}
+            self._changed.notify_all()
+            links = [member.link for member in self._members.values() if member.link is not None]
+            for connection in self._greeted:
+                _hang_up(connection)
+        for link in links:
+            link.close()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(GREETING_S)
+        self._pinned = []
+
+    def _shut(self) -> None:
+        _hang_up(self._listening)
+        self._listening.close()
+
+    # Threads
+
+    def _run(self, work: Callable[..., None], *args: Any) -> None:
+        thread = threading.Thread(target=work, args=args, daemon=True)
+        self._threads = [*(one for one in self._threads if one.is_alive()), thread]
+        thread.start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):  # it was shut
+            while True:
+                connection, _ = self._listening.accept()
+                with self._changed:
+                    self._greeted.append(connection)
+                    if len(self._greeted) > STRANGERS:
+                        _hang_up(self._greeted.pop(0))
+                self._run(self._meet, connection)
+
+    def _meet(self, connection: socket.socket) -> None:
+        """Somebody has connected."""
+        came = welcome(connection, self._secret)
+        with self._changed:
+            self._greeted = [other for other in self._greeted if other is not connection]
+            member = self._members.get(came[0]) if came is not None else None
+            if came is None or member is None or member.link is not None or self._closed:
+                connection.close()
+                return
+            member.link = came[1]
+            self._changed.notify_all()
+        try:
+            self._serve(member, came[1])
+        except TransferAborted:
+            pass
+        finally:
+            came[1].close()
+            with self._changed:
+                member.lost = True
+                self._changed.notify_all()
+
+    def _serve(self, member: _Member, link: Link) -> None:
+        leader = self._members[member.leader]
+        self._until(lambda: leader.link is not None or leader.lost, link)
+        link.send(Frame(Kind.READY))
+        while True:
+            asked = link.receive()
+            if asked.kind == Kind.WHICH:
+                with self._changed:
+                    answer = Frame(Kind.ABORT) if self._aborted else Frame(Kind.NOW, self._number)
+                link.send(answer)
+            elif asked.kind == Kind.TAKE:
+                self._send(member, link, asked)
+            else:
+                raise TransferAborted(f"a worker says {asked.kind.name}")
+
+    def _send(self, member: _Member, link: Link, asked: Frame) -> None:
+        """Answer who has room for a bucket."""
+
+        def over() -> bool:
+            # What is past was not waited for on behalf of an engine whose control call has ended.
+            if self._aborted or self._number != asked.transfer:
+                return True
+            return asked.bucket < len(member.due) and member.due[asked.bucket] < self._past
+
+        if not over() and asked.bucket != member.sent:
+            raise TransferAborted("a worker asks for a bucket whose turn it is not")
+        self._until(lambda: over() or asked.bucket < len(member.due), link)
+        with self._changed:
+            bucket = None if over() else self._filled.get(member.due[asked.bucket])
+        if bucket is None:
+            link.send(asked._replace(kind=Kind.ABORT))
+            return
+        bucket.ready()
+        frame = asked._replace(kind=Kind.BUCKET, nbytes=len(bucket.data))
+        link.send_bucket(frame, bucket.data, bucket.digests)
+        with self._changed:
+            self.nbytes += len(bucket.data)
+            if self._number == asked.transfer:
+                member.sent = asked.bucket + 1
+            self._changed.notify_all()
+
+    def _until(self, ready: Callable[[], bool], link: Link) -> None:
+        """Wait for something while nothing is due from the other side of a link."""
+        with self._changed:
+            while not ready():
+                if self._closed:
+                    raise TransferAborted("the channel was closed")
+                link.look()
+                self._changed.wait(CHECK_S)
+
+
+def _at_once() -> None:
+    """Nothing has to be waited for."""
+
+
+def _hang_up(connection: socket.socket) -> None:
+    """Close a socket while another thread waits in it."""
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)

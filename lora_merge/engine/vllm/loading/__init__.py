@@ -1,0 +1,1 @@
+"""How vLLM lays weights out when it loads them."""

@@ -1,0 +1,218 @@
+"""Engines whose weights are quantised: which layers vLLM quantises as it loads them, so that a push can load them
+again, and what is refused.
+
+A layer that quantises takes plain weights and computes with values of a few bits and their scales (`uses_meta_device`
+of vLLM's methods). It is one more layer that is laid out anew after loading (reload.py): vLLM's own code makes of a
+push what it makes of a checkpoint, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ...worker.modules import Modules
+from .. import internals
+from .compressed import Scheme, scheme_of
+
+_PLAIN = "Unquantized"
+"""How the names of vLLM's methods begin that compute with weights as they were loaded."""
+_SCALED_CACHES = ("fp8", "nvfp4")
+"""How vLLM's names for dtypes of a KV cache begin whose numbers have a scale; those by token and head have 1 there."""
+_INSTEAD = (
+    "start the engine on the unquantised checkpoint and let vLLM quantise it as it loads "
+    '(quantization="fp8_per_block", "fp8_per_channel" and their like), or without quantization'
+)
+
+
+def refusal(modules: Modules) -> str:
+    """Why merged weights cannot be loaded into a model, in words that follow the engine's name: "" where they can."""
+    for path, layer, method in _methods(modules):
+        if type(method).__name__.startswith(_PLAIN) or _has_scales_alone(layer):
+            continue
+        scheme = scheme_of(path, layer)
+        if isinstance(scheme, Scheme):
+            continue
+        if scheme is not None:
+            return scheme
+        if not quantises(layer):
+            kind = type(getattr(layer, "scheme", method)).__name__
+            return (
+                f"makes something of {path} ({kind}) after loading that is not known to be made again when weights "
+                f"come; {_INSTEAD}"
+            )
+        if _shared_with_other_engines(method):
+            return (
+                f"quantises {path} together with other data-parallel engines, and a push to this one would wait for "
+                "them: start it with enable_expert_parallel=True"
+            )
+    return ""
+
+
+def quantised_checkpoint(modules: Modules) -> str:
+    """The first layer that is loaded with quantised weights; "" where none is."""
+    return next((path for path, layer, _ in _methods(modules) if isinstance(scheme_of(path, layer), Scheme)), "")
+
+
+def _methods(modules: Modules) -> Iterator[tuple[str, Any, Any]]:
+    """Layers with vLLM's methods for them. (LoRA's wrappers show that of the layer inside, which comes by itself.)"""
+    for path, layer in modules.paths():
+        method = method_of(layer)
+        if method is not None and not isinstance(layer, internals.BaseLayerWithLoRA):
+            yield path, layer, method
+
+
+def caches(modules: Modules) -> list[tuple[str, Any]]:
+    """Attention layers whose KV cache is quantised and has a scale for keys and one for values."""
+    return [
+        (path, layer)
+        for path, layer in modules.paths()
+        if str(getattr(layer, "kv_cache_dtype", "")).startswith(_SCALED_CACHES) and hasattr(layer, "_k_scale_float")
+    ]
+
+
+def calibrated_scales(modules: Modules) -> str:
+    """The layers whose KV cache has scales of the engine's checkpoint, in words; "" where all are 1.
+
+    They were calibrated for the weights of that checkpoint, and a push brings no others. It is not refused for that:
+    floating-point numbers keep their relative error under any scale, and only what outgrows the calibrated range is cut
+    off. The values are those that vLLM has on the host, as weights may be asleep.
+    """
+    found = [
+        (path, layer._k_scale_float, layer._v_scale_float)
+        for path, layer in modules.kept(caches)
+        if (layer._k_scale_float, layer._v_scale_float) != (1.0, 1.0)
+    ]
+    if not found:
+        return ""
+    path, k, v = found[0]
+    return f"{path} (k_scale {k:.3g}, v_scale {v:.3g}){f' and {len(found) - 1} more layers' if found[1:] else ''}"
+
+
+def stale_scales(cache_config: Any, load_format: str, calibrated: str) -> str:
+    """Why scales of the KV cache are those of no weights, or would be those of others than a push brings, in words as
+    of `refusal`.
+
+    Args:
+        cache_config, load_format: vLLM's.
+        calibrated: as of `calibrated_scales`.
+    """
+    if getattr(cache_config, "calculate_kv_scales", False):  # vLLM 0.26
+        return (
+            "computes the scales of its KV cache from the first request that it gets (calculate_kv_scales), and keeps "
+            "them whatever weights come: start it without calculate_kv_scales"
+        )
+    if calibrated and load_format == "dummy":
+        return (
+            'filled the scales of its KV cache with random numbers as it started (load_format="dummy"), and a push '
+            f'brings none: {calibrated}; start it with load_format="auto", or on a checkpoint whose config has no '
+            "kv_cache_scheme"
+        )
+    return ""
+
+
+def bring_scales_back(modules: Modules) -> None:
+    """Write the scales of the KV cache where they belong: where vLLM (0.26, compressed-tensors) has them as parameters,
+    sleep at level 2 loses them like weights, and no stream has them.
+
+    Raises:
+        RuntimeError: they are gone, and were several for one layer, of which vLLM keeps the largest alone on the host.
+    """
+    for path, layer in modules.kept(caches):
+        for name in ("_k_scale", "_v_scale", "_q_scale"):
+            scale, known = layer._parameters.get(name), getattr(layer, f"{name}_float", None)
+            if scale is None or known is None:
+                continue
+            if scale.numel() == 1:
+                scale.data.fill_(known)
+            elif float(scale.max()) != known:
+                raise RuntimeError(
+                    f"{path}: the scales of its KV cache, one for each head, were lost, as in sleep at level 2: start "
+                    "the engine anew, and let it sleep at level 1"
+                )
+
+
+def method_of(layer: Any) -> Any:
+    """vLLM's method for a layer, None where it has none; of experts under LoRA, around whose method vLLM 0.26 puts
+    another one, the method inside."""
+    method = getattr(layer, "quant_method", None)
+    return getattr(method, "old_quant_method", method)
+
+
+def quantises(layer: Any) -> bool:
+    """Whether vLLM quantises this layer as it loads it."""
+    return bool(getattr(getattr(layer, "quant_method", None), "uses_meta_device", False))
+
+
+def _has_scales_alone(layer: nn.Module) -> bool:
+    """Whether what a method quantises here is the cache of an attention layer, whose scales are no weights."""
+    return hasattr(layer, "kv_cache_dtype")
+
+
+def _shared_with_other_engines(method: Any) -> bool:
+    """Whether scales of experts are agreed on by more workers than those of this engine."""
+    parts = getattr(getattr(method, "moe", None), "tp_size", 1)
+    return bool(parts > internals.get_tp_group().world_size)
+
+
+class Together:
+    """The workers that quantise a layer together: of a matrix that is cut, each scale is of the whole, and vLLM (0.32)
+    takes the largest element over all of them. Who failed does not come, and the others would wait for ever; so before
+    each of these layers everybody says that he is there, and who fails says so instead.
+
+    Args:
+        modules: of the worker's model.
+    """
+
+    def __init__(self, modules: Modules) -> None:
+        self._modules = modules
+        self._group: Any = None
+        self._last: Any = None
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """One operation of the worker method, on all workers of the engine. If it fails on one, it fails on all of them
+        that share scales."""
+        self._group = self._modules.kept(_sharing)
+        try:
+            yield
+            self.go_on()
+        except BaseException:
+            self._leave()
+            raise
+        finally:
+            self._group = None
+
+    def go_on(self) -> None:
+        """Wait for the other workers before a layer that is quantised together with them.
+
+        Raises:
+            RuntimeError: another worker has failed.
+        """
+        if self._group is None:
+            return
+        failed = torch.zeros(1, dtype=torch.int32, device="cpu")
+        dist.all_reduce(failed, dist.ReduceOp.MAX, group=self._group)
+        if failed.item():
+            self._group = None
+            raise RuntimeError("another worker of this engine failed, with which this one quantises its weights")
+
+    def _leave(self) -> None:
+        """Tell the workers that wait, or will wait, that this one has failed. Nobody is waited for: the others may wait
+        for this process."""
+        if self._group is not None:
+            failed = torch.ones(1, dtype=torch.int32, device="cpu")
+            with suppress(RuntimeError):  # they are gone
+                self._last = dist.all_reduce(failed, dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+
+def _sharing(modules: Modules) -> Any:
+    """The process group of the workers over which matrices are cut, where some layer quantises; else None."""
+    if not any(map(quantises, modules)) or (group := internals.get_tp_group()).world_size == 1:
+        return None
+    return group.cpu_group

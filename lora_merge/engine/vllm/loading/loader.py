@@ -1,0 +1,311 @@
+"""Into vLLM's parameters: what is different there from engine/worker/loader.py.
+
+Layers that vLLM lays out anew after loading (prepacked on CPUs, shuffled experts) go through `load_weights` into memory
+of their own (reload.py), and what it makes of several layers' weights is made again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ....stream.buckets import Slot, Table
+from ....stream.places import Places
+from ...worker import loader
+from ...worker.dry_run import Capture, Record, feed
+from ...worker.loader import Examination, everything
+from ...worker.modules import Modules, unwrapped, wrapped
+from .. import internals
+from .compressed import Scheme, as_in_checkpoint, named_back, schemes_of
+from .formats import Together, bring_scales_back, method_of
+from .fused import Compared, Fused
+from .reload import Reload, on_meta, packed_kernels, same_layout
+
+_AS_LOADED = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
+"""Methods that leave weights on a CUDA device as they were loaded."""
+_EXPERTS, _PLAIN_EXPERTS = "UnquantizedFusedMoEMethod", {"TRITON", "BATCHED_TRITON"}
+"""The method for experts, and those of its backends that leave them as they were loaded (0.26, 0.32)."""
+_ENGINE_OWNED = {
+    "_expert_map",
+    "expert_mask",
+    "expert_global_to_physical",
+    "expert_physical_to_global",
+    "expert_local_to_global",
+    "W_UV",
+    "W_UK_T",
+    "W_UK_T_dcp_qrep",
+}
+"""Tensors that vLLM computes and no checkpoint holds; MLA's may be views of the weight that they come from."""
+_COMPUTED = {"FusedMMInputNorm"}
+"""Modules whose persistent buffers vLLM makes from the processor's settings: in no checkpoint, and random after a dummy
+load."""
+_OF_CACHE = ("q_scale", "k_scale", "v_scale", "prob_scale", "_zero_point")
+"""How the names of such parameters end; vLLM 0.26 has them where a checkpoint is of compressed-tensors."""
+_HOOK = "process_weights_after_loading"
+_IDLE = "vllm.v1.attention.backend"
+"""Where the hook of attention backends is defined that does nothing."""
+_NOT_BUILT = "StageMissingLayer"
+"""What vLLM puts in the place of a part that its settings leave out."""
+
+
+class Loader(loader.Loader):
+    """Loads full weight sets into one worker's model.
+
+    Args:
+        modules: of the live vLLM model, LoRA wrappers and all.
+        model_config: vLLM's.
+        device: of the worker.
+    """
+
+    def __init__(self, modules: Modules, model_config: Any, device: torch.device) -> None:
+        super().__init__(modules, device)
+        self._config = model_config
+        self.together = Together(modules)
+        self._fused = Fused()
+        self._reload: Reload | None = None
+        self._compared: Compared | None = None
+        self._schemes: dict[str, Scheme] = {}  # by name of the stream; of any that came, as it depends on the model
+        self._of_scales: list[Record] = []  # of the last dry run
+
+    def examine(self, digest: str, table: Table) -> Examination:
+        """As of the base; kept also for as long as layers hold nothing else."""
+        if self._fused.lost:
+            self._examined = None
+        return super().examine(digest, table)
+
+    def begin(self, examination: Examination) -> None:
+        """As of the base; waits for layers whose layout changes after loading."""
+        super().begin(examination)
+        self._compared, self.reloaded = None, 0
+        if examination.staged:
+            self._reload = Reload(examination.layers, examination.touched, self.device.type, self.together)
+
+    def written(self, names: Collection[str]) -> None:
+        if self._reload is not None:
+            self._reload.written(names)
+
+    def arrived(
+        self, examination: Examination, slots: Sequence[Slot], data: Tensor, placed: bool = False
+    ) -> dict[str, bool]:
+        equal = super().arrived(examination, slots, data, placed)
+        if not placed or not examination.near.together:
+            return equal
+        if self._compared is None:
+            self._compared = Compared(examination.near)
+        whole = [found for slot in slots if slot.name in self._compared.of for found in self._staged(slot, data)]
+        return equal | self._compared.add(whole)
+
+    def _near(
+        self,
+        places: Places,
+        roots: Sequence[nn.Module],
+        records: Sequence[Record],
+        fed: Mapping[str, Tensor],
+        owners: Mapping[str, nn.Module],
+    ) -> Places:
+        found = self._fused.places(roots, [*records, *self._of_scales], fed, owners, self._schemes)
+        return Places({**places.views, **found.views}, found.scaled, found.together)
+
+    def _through(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+        assert self._reload is not None
+        names = [name for name, _ in tensors]
+        self._reload.before(names)
+        super()._through(as_in_checkpoint(tensors, self._schemes))
+        self._reload.after(names)
+
+    def _recorded(
+        self, tensors: dict[str, Tensor], owners: Mapping[str, nn.Module], fed: list[tuple[str, Tensor]]
+    ) -> tuple[Capture, dict[str, str]]:
+        """As of the base; of layers whose checkpoint is quantised, of what that holds in the place of a weight."""
+        capture, refused = super()._recorded(tensors, owners, fed)
+        schemes, unfit = schemes_of(capture.records, owners, dict(fed))
+        self._of_scales = []
+        if schemes:
+            self._schemes |= schemes
+            capture, refused = super()._recorded(tensors, owners, as_in_checkpoint(fed, schemes))
+            refused, self._of_scales = named_back(capture, refused, schemes, self._config.dtype)
+        return capture, refused | unfit
+
+    def load_layers(
+        self,
+        examination: Examination,
+        layers: Sequence[tuple[nn.Module, frozenset[str]]],
+        tensor: Callable[[str], Tensor],
+    ) -> None:
+        self._reload = Reload(layers, examination.touched, self.device.type, self.together)
+        done: set[str] = set()
+        with torch.no_grad(), self._bare():
+            for _, names in layers:
+                self._through([(name, tensor(name)) for name in sorted(names - done)])
+                done |= names
+
+    def finish(self) -> None:
+        if self._reload is not None and self._reload.lacking:  # their layers are closed by `abort`
+            raise RuntimeError(f"these tensors did not come: {', '.join(self._reload.lacking)}")
+        reload, self._reload = self._reload, None
+        self.reloaded = 0 if reload is None else reload.done
+        if reload is not None and reload.began:  # vLLM's own code has run; of what is written as it lies nothing moves
+            self.modules.doubt()
+        derived, tied, computed = self.modules.kept(_derived), self._tied_layers(), self.modules.kept(_computed)
+        bring_scales_back(self.modules)
+        if not (derived or tied or computed):
+            return
+        with torch.no_grad(), self._bare():
+            for layer in derived:
+                layer.process_weights_after_loading(self._config.dtype)
+            for layer in self._tied_layers():
+                layer.quant_method.process_weights_after_loading(layer)
+            for layer in computed:
+                self._compute(layer)
+
+    def _compute(self, layer: nn.Module) -> None:
+        """Bring buffers that vLLM makes itself to what it would make them now."""
+        made = internals.build_mm_input_norm(self._config)
+        for key, buffer in layer._buffers.items():
+            if buffer is not None:
+                buffer.copy_(made._buffers[key])
+
+    def abort(self) -> None:
+        """Put the engine's own tensors back into layers that a broken load left open."""
+        if self._reload is not None:
+            with torch.no_grad(), self._bare():
+                self._reload.abort()
+        self._reload = None
+        super().abort()
+
+    def kernels(self) -> list[Any]:
+        """What vLLM's CPU layers compute with instead of their parameters."""
+        if self.device.type != "cpu":
+            return []
+        linear = [module.__dict__["cpu_linear"] for module in self.modules if "cpu_linear" in module.__dict__]
+        return linear + packed_kernels(self.modules)
+
+    def _bare(self) -> AbstractContextManager[None]:
+        """Return the model without vLLM's LoRA wrappers, whose names `load_weights` does not know."""
+        return unwrapped(self.modules, _wrapped)
+
+    def _as_loading(self, layers: Sequence[nn.Module]) -> AbstractContextManager[None]:
+        return on_meta(layers)
+
+    def _filled(self, module: nn.Module) -> dict[str, Tensor | None]:
+        if type(module).__name__ in _COMPUTED:
+            return {}
+        if not hasattr(module, "kv_cache_dtype"):
+            found = super()._filled(module)
+        else:  # attention has scales of a quantised cache, which vLLM sets itself: buffers, or parameters (0.26)
+            found = {key: t for key, t in module._parameters.items() if not key.endswith(_OF_CACHE)}
+        return {key: tensor for key, tensor in found.items() if key not in _ENGINE_OWNED}
+
+    def _unreachable(self) -> dict[str, str]:
+        return _unreachable(self.modules)
+
+    def _absent(self, fed: Sequence[tuple[str, Tensor]]) -> list[str]:
+        """Which tensors are for parts that vLLM did not build (`limit_mm_per_prompt` of 0) but keeps on the meta device
+        beside the model: with these in their places, `load_weights` takes or refuses them, and passes over others."""
+        parts = [
+            (parent, key, stage)
+            for parent in self.modules
+            for key, stage in parent._modules.items()
+            if type(stage).__name__ == _NOT_BUILT and isinstance(stage.__dict__.get("module"), nn.Module)
+        ]
+        if not parts or not fed:
+            return []
+        tensors: dict[str, Tensor] = {}
+        try:
+            for number, (parent, key, stage) in enumerate(parts):
+                parent._modules[key] = part = stage.__dict__["module"]
+                tensors |= {f"{number}.{name}": t for name, t in [*part.named_parameters(), *part.named_buffers()]}
+            capture = Capture(tensors, list(fed), everything(self.model))
+            refused = feed(self.model, capture, list(fed))
+        finally:
+            for parent, key, stage in parts:
+                parent._modules[key] = stage
+        return sorted(refused.keys() | {record.name for record in capture.records})
+
+    def _laid_anew(self) -> list[Any]:
+        """Layers that vLLM processes after loading; the outermost where they nest."""
+        tied = {id(layer) for layer in self._tied_layers()}
+        inside: set[int] = set()
+        layers = []
+        for module in self.modules:
+            method = method_of(module)
+            if method is None or id(module) in tied or id(module) in inside or _deferred(module):
+                continue
+            if self.device.type == "cuda" and _as_loaded(method) and same_layout(module):
+                continue
+            inside.update(map(id, module.modules()))
+            layers.append(module)
+        return layers
+
+    def _tied_layers(self) -> list[Any]:
+        """Layers on a CPU that compute from a packed copy of a parameter that another layer loads (a tied head)."""
+        if self.device.type != "cpu":
+            return []
+        seen: set[int] = set()
+        tied = []
+        for module in self.modules:
+            own = {id(p) for p in module._parameters.values() if p is not None and p.numel()}
+            if own and own <= seen and getattr(module, "quant_method", None) is not None:
+                tied.append(module)
+            seen |= own
+        return tied
+
+
+def _as_loaded(method: Any) -> bool:
+    """Whether a layer with this method keeps its weights on a GPU as `load_weights` puts them."""
+    kind = type(method).__name__
+    if kind == _EXPERTS:
+        backend = getattr(getattr(method, "unquantized_backend", None), "name", "")
+        return backend in _PLAIN_EXPERTS and torch.version.hip is None  # which pads them
+    return kind in _AS_LOADED
+
+
+def _deferred(module: nn.Module) -> bool:
+    """Whether vLLM calls this module's hook after loads and reloads, when all other layers are done."""
+    if internals.has("is_deferred_attention_layer"):
+        return bool(internals.is_deferred_attention_layer(module))
+    kinds = internals.Attention, internals.MLAAttention, internals.MMEncoderAttention  # vLLM 0.26
+    return isinstance(module, kinds) and callable(getattr(module, _HOOK, None))
+
+
+def _derived(modules: Modules) -> list[Any]:
+    """Attention layers whose hook may keep something that it makes of weights: MLA's matrices, sinks in float32."""
+    return [module for module in modules if _deferred(module) and not _keeps_nothing(module)]
+
+
+def _keeps_nothing(layer: Any) -> bool:
+    """Plain attention over a backend without a hook: only the scales of its cache would be set back, in six small
+    steps a layer."""
+    plain = getattr(type(layer), _HOOK) is getattr(internals.Attention, _HOOK)
+    return plain and getattr(layer.impl, _HOOK).__module__ == _IDLE
+
+
+def _unreachable(modules: Modules) -> dict[str, str]:
+    """Parts of a model that make something of weights which no reload makes again, and why they are refused."""
+    why = {}
+    for path, module in modules.paths():
+        if _deferred(module):
+            projection = module._modules.get("kv_b_proj")
+            if isinstance(projection, nn.Module) and not getattr(projection, "weight", torch.empty(1)).numel():
+                why[f"{path}.kv_b_proj"] = (
+                    "the engine's attention backend packed this weight and dropped it, which vLLM cannot reload: start "
+                    'the engine with attention_backend="CPU_MLA"'
+                )
+        elif hasattr(module, _HOOK) and hasattr(module, "load_weights"):
+            why[path or type(module).__name__] = (
+                f"{type(module).__name__}.{_HOOK} makes something of all its weights when the engine starts, and vLLM "
+                "does not make it again after a reload: start a new engine on a checkpoint instead"
+            )
+    return why
+
+
+def _wrapped(modules: Modules) -> list[tuple[nn.Module, str, Any]]:
+    return wrapped(modules, internals.BaseLayerWithLoRA)
+
+
+def _computed(modules: Modules) -> list[nn.Module]:
+    return [module for module in modules if type(module).__name__ in _COMPUTED]

@@ -1,0 +1,150 @@
+"""Which trainer's push an engine is in the middle of; a second trainer is told, and refused. And whether the engine has
+stood still since that push paused it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ..transport.liveness import alive, born, host_id
+
+SILENT_S = 60.0
+"""Seconds without a call, after which a trainer that cannot be looked up from here counts as dead."""
+
+_under_way: set[str] = set()
+"""Trainers of this process that are in a push."""
+os.register_at_fork(after_in_child=_under_way.clear)
+
+
+class ClaimLost(RuntimeError):
+    """A trainer asks for something in an engine that is not in the middle of its push (any more)."""
+
+
+class Stepped(RuntimeError):
+    """An engine has generated in the middle of a push that had paused it."""
+
+
+@contextmanager
+def under_way(owner: str) -> Iterator[None]:
+    """Note that a push of this trainer goes on in this process while the block runs."""
+    _under_way.add(owner)
+    try:
+        yield
+    finally:
+        _under_way.discard(owner)
+
+
+def claim_of(owner: str, push: str) -> dict[str, Any]:
+    """What `Claim.take` takes, of a push of this process."""
+    pid = os.getpid()
+    return {
+        "owner": owner,
+        "host": host_id(),
+        "pid": pid,
+        "born": born(pid),
+        "push": push,
+        "at": time.monotonic_ns(),
+        "living": sorted(_under_way),
+    }
+
+
+class Claim:
+    """A worker's reservation for one trainer, from the first call of a push to the last, or until that trainer dies."""
+
+    def __init__(self) -> None:
+        self._owner, self._host, self._pid, self._born, self._push = "", "", 0, 0, ""
+        self._heard, self._at = 0.0, 0
+        self._steps: int | None = None
+
+    @property
+    def owner(self) -> str:
+        """Name of the trainer; "" where no push is under way."""
+        return self._owner
+
+    def take(
+        self,
+        owner: str,
+        host: str,
+        pid: int,
+        push: str = "",
+        born: int = 0,
+        at: int = 0,
+        living: Collection[str] = (),
+    ) -> str:
+        """Claim the engine for a push that begins.
+
+        Args:
+            owner: name of the trainer.
+            host, pid: process that makes its control calls.
+            push: which one of its pushes begins: calls that one before has left behind are refused from here on.
+            born: when that process began.
+            at, living: when that process wrote this, and which of its trainers were in a push then. What it wrote
+                before another of them did says nothing of that one, whichever comes first.
+
+        Returns:
+            who else is in the middle of one, in words; the claim is then not taken.
+        """
+        same = (host, pid, born) == (self._host, self._pid, self._born)
+        over = same and at > self._at and self._owner not in living  # its end was never heard here
+        if self._owner not in ("", owner) and not over and self._there():
+            return f"process {self._pid} on {self._host.partition('/')[0]}"
+        self._owner, self._host, self._pid, self._born, self._push = owner, host, pid, born, push
+        self._at, self._steps = at, None
+        self.hear()
+        return ""
+
+    def check(self, owner: str, push: str | None = None) -> None:
+        """Raise unless this trainer has the claim; every call of a push asks.
+
+        Args:
+            push: of which the call is; None for any of the trainer's.
+
+        Raises:
+            ClaimLost: it has not, or another of its pushes has begun.
+        """
+        if owner == self._owner and push not in (None, self._push):
+            raise ClaimLost("this call was left behind by a push that was broken off; another one has begun")
+        if owner != self._owner:
+            whose = "another" if self._owner else "no"
+            raise ClaimLost(
+                f"this engine is not in the middle of this trainer's push: {whose} trainer holds it now; push again "
+                "when nobody else does"
+            )
+        self.hear()
+
+    def hear(self) -> None:
+        """Note that the trainer lives."""
+        self._heard = time.monotonic()
+
+    def check_still(self, steps: int) -> None:
+        """Raise if the engine has generated since the first call of a push that was made when it stood still.
+
+        Args:
+            steps: that it has made until now.
+
+        Raises:
+            Stepped: it has.
+        """
+        if self._steps is None:
+            self._steps = steps
+        if steps != self._steps:
+            raise Stepped(
+                "the engine has generated in the middle of this push, which had paused it: somebody has resumed it (a "
+                "rollout's own controller?). What it answered meanwhile comes from weights that are neither the old "
+                "ones nor the new ones. Resume it when the push has ended, or leave that to the push"
+            )
+
+    def end(self, owner: str, push: str | None = None) -> bool:
+        """End a push, as of `check`; returns whether the trainer had the claim for it until now."""
+        held = owner == self._owner and push in (None, self._push)
+        if held:
+            self._owner = ""
+        return held
+
+    def _there(self) -> bool:
+        if self._host == host_id():
+            return alive(self._pid, self._born)
+        return time.monotonic() - self._heard < SILENT_S

@@ -1,0 +1,376 @@
+"""Into an engine's parameters: a dry run of the model's own `load_weights` first, then buckets along what it showed.
+
+The dry run feeds meta tensors to `load_weights` and writes down every copy that it would make instead of making it.
+So the engine's own code says, before the first byte, which names it does not take, which shapes do not fit, and which
+elements of which parameter nothing would fill (a missing k_proj, one expert's gate); and where every part of every
+tensor goes. Parameters whose layout after loading is the one at loading are then filled straight from the bucket, one
+launch a bucket. The others go through `load_weights`: what some engines lay out anew after loading, and what loading
+computes something of. What is different from engine to engine is in the methods that their own `Loader` has instead.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...kernels.plan import Plan
+from ...kernels.segments import copies
+from ...shards import Box, Piece, cut, numel, overlap
+from ...stream.buckets import Slot, Table, dtype_name, metas
+from ...stream.places import Places
+from ...stream.window import Window
+from ..transport.peer_memory import Exports
+from .dry_run import Capture, Copy, Record, coverage, feed, torn
+from .modules import Modules, ties_of, unchanged
+
+
+@dataclass(eq=False)
+class Examination:
+    """What the dry run of one table showed.
+
+    Args:
+        copies: what goes straight, by name.
+        places: the same for a trainer that writes there, of tensors that the engine holds in the stream's dtype.
+        near: the same for a trainer in this process, which writes to some layers that are laid out anew, too.
+        staged: names that go through `load_weights`, whole.
+        fills: constants that loading writes (padding).
+        refused: name -> why `load_weights` does not take it.
+        ignored: names that filled nothing here.
+        absent: those among them that would fill a part which the engine was started without (a vision tower).
+        missing: parameters and persistent buffers that stay unfilled, in words.
+        partial: name -> elements that are taken here, of tensors of which others are left.
+        elements: elements filled and elements there are.
+        dtypes: name -> dtype that the engine holds it in.
+        layers: that are laid out anew after loading, each with the names that it is made of.
+        touched: modules that get something of the stream, by `id`.
+    """
+
+    copies: dict[str, list[Copy]]
+    places: Places
+    near: Places
+    staged: set[str]
+    fills: list[tuple[Tensor, Any]] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    ignored: list[str] = field(default_factory=list)
+    absent: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    partial: dict[str, int] = field(default_factory=dict)
+    elements: tuple[int, int] = (0, 0)
+    dtypes: dict[str, str] = field(default_factory=dict)
+    layers: list[tuple[nn.Module, frozenset[str]]] = field(default_factory=list)
+    touched: frozenset[int] = frozenset()
+    _exports: Exports | None = None
+
+    @property
+    def exports(self) -> Exports:
+        """How trainers in other processes of this host map the places."""
+        if self._exports is None or (self._exports.digest and not self._exports.hold()):
+            blocked = self.staged.union(self.copies).difference(self.places.views)
+            self._exports = Exports(self.places, blocked)
+        return self._exports
+
+    def pieces(self, name: str, window: Window) -> Iterator[Piece]:
+        """Where the engine has a tensor that goes straight, as boxes of the parameter that it is a window of."""
+        for copy in self.copies.get(name, ()):
+            start, _ = window.outer(copy.window.box)
+            yield Piece(start, window.unfold(copy.window.unfold(copy.destination)))
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal for two examinations of which the trainer would hear the same."""
+        sorts = sorted(self.partial.items()), sorted(self.dtypes.items())
+        said = (self.refused, self.ignored, self.absent, self.missing, self.elements, *sorts)
+        return hashlib.blake2b(repr(said).encode(), digest_size=16).hexdigest()
+
+
+class Loader:
+    """Loads full weight sets into one worker's model.
+
+    Args:
+        modules: of the engine's live model, LoRA wrappers and all.
+        device: of the worker.
+    """
+
+    def __init__(self, modules: Modules, device: torch.device) -> None:
+        self.model: Any = modules.model
+        self.modules, self.device = modules, device
+        self._examined: tuple[Any, Examination] | None = None
+        self._plans: dict[Hashable, tuple[int, Sequence[Slot], Plan]] = {}
+        self._begun: dict[str, tuple[Tensor, int]] = {}
+        self.reloaded = 0
+        """Layers that the last load had the engine lay out anew."""
+
+    @property
+    def ties(self) -> bool:
+        """Whether some parameter has two names here (a head tied to the embedding)."""
+        return bool(self.modules.told(ties_of))
+
+    def examine(self, digest: str, table: Table) -> Examination:
+        """The dry run; kept for as long as table (by its digest) and parameters stay the same. Nothing is written."""
+        key = digest, self.modules.look().facts
+        if self._examined is None or self._examined[0] != key:
+            with torch.no_grad(), self._bare():
+                self._examined = key, self._dry_run(table)
+            self._plans.clear()
+        return self._examined[1]
+
+    def begin(self, examination: Examination) -> None:
+        """Fill what loading fills with constants."""
+        with torch.no_grad():
+            for view, value in examination.fills:
+                view.fill_(value)
+
+    def load(
+        self,
+        examination: Examination,
+        index: Hashable,
+        slots: Sequence[Slot],
+        data: Tensor,
+        keep: Callable[[str, Tensor], object],
+    ) -> None:
+        """Write one bucket into the engine, on the current stream; `data` may be reused after that work.
+
+        Args:
+            index: under which its plan is kept, for slots that are the same object the next time.
+            keep: told of every whole tensor that goes through `load_weights`, before it does.
+        """
+        at, known, plan = self._plans.get(index, (0, (), None))
+        if plan is None or at != data.data_ptr() or known is not slots:
+            found = [pair for slot in slots for pair in pairs(examination, slot, data)]
+            plan = Plan([segment for source, to in found for segment in copies("engine", source, to)])
+            self._plans[index] = (data.data_ptr(), slots, plan)
+        plan.run()
+        tensors = [whole for slot in slots if slot.name in examination.staged for whole in self._staged(slot, data)]
+        if tensors:
+            for name, tensor in tensors:
+                keep(name, tensor)
+            with torch.no_grad(), self._bare():
+                self._through(tensors)
+
+    def written(self, names: Collection[str]) -> None:
+        """The trainer has written what of these tensors goes through `load_weights` otherwise."""
+
+    def load_layers(
+        self,
+        examination: Examination,
+        layers: Sequence[tuple[nn.Module, frozenset[str]]],
+        tensor: Callable[[str], Tensor],
+    ) -> None:
+        """Make some of the layers again that are laid out anew after loading.
+
+        Args:
+            layers: with the names that each is made of.
+            tensor: makes one of these, whole, in memory of its own: `load_weights` may write to it.
+        """
+        raise NotImplementedError("this engine lays no layer out anew")
+
+    def _staged(self, slot: Slot, data: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Keep a slot of a tensor that goes through `load_weights`; yield the tensor when it is whole. In memory of its
+        own, as `load_weights` may write to what it is given (GPT-OSS zeroes biases)."""
+        if slot.name not in self._begun:
+            self._begun[slot.name] = torch.empty(slot.whole, dtype=slot.dtype, device=data.device), 0
+        tensor, filled = self._begun[slot.name]
+        cut(tensor, slot.box).copy_(slot.view(data))
+        filled += slot.nbytes // slot.dtype.itemsize
+        self._begun[slot.name] = tensor, filled
+        if filled == tensor.numel():
+            del self._begun[slot.name]
+            yield slot.name, tensor
+
+    def arrived(
+        self, examination: Examination, slots: Sequence[Slot], data: Tensor, placed: bool = False
+    ) -> dict[str, bool]:
+        """Whether the engine's parameters hold the bucket's values, bit for bit: of what went straight, and of what the
+        trainer has written, once all that shares scales is there.
+
+        Args:
+            placed: the trainer has written what has a place.
+        """
+        equal: dict[str, bool] = {}
+        for slot in slots:
+            found = pairs(examination, slot, data)
+            if slot.shape == slot.whole:
+                # Not by way of windows, so that a mistake there shows.
+                flat = slot.view(data).view(-1)
+                straight = examination.copies.get(slot.name, ())
+                found = ((flat[c.offset :].as_strided(c.destination.shape, c.stride), c.destination) for c in straight)
+            for source, to in found:
+                there = source.to(to.dtype).contiguous().view(-1).view(torch.uint8)
+                here = to.contiguous().view(-1).view(torch.uint8)
+                equal[slot.name] = equal.get(slot.name, True) and torch.equal(here, there)
+        return equal
+
+    def finish(self) -> None:
+        """Everything is loaded: what the engine makes of several layers' weights is made again."""
+
+    def abort(self) -> None:
+        """Forget what a broken load left open."""
+        self._begun = {}
+
+    def let_go(self) -> None:
+        """Forget plans that read buckets: their memory goes away."""
+        self._plans.clear()
+
+    # What is different from engine to engine
+
+    def kernels(self) -> list[Any]:
+        """What layers compute with instead of their parameters; made anew whenever these are processed."""
+        return []
+
+    def _bare(self) -> AbstractContextManager[None]:
+        """The model as `load_weights` knows it."""
+        return nullcontext()
+
+    def _laid_anew(self) -> list[nn.Module]:
+        """Layers that are laid out anew after loading; the outermost where they nest."""
+        return []
+
+    def _as_loading(self, layers: Sequence[nn.Module]) -> AbstractContextManager[None]:
+        """These layers as they are at loading."""
+        return nullcontext()
+
+    def _near(
+        self,
+        places: Places,
+        roots: Sequence[nn.Module],
+        records: Sequence[Record],
+        fed: Mapping[str, Tensor],
+        owners: Mapping[str, nn.Module],
+    ) -> Places:
+        """Where a trainer in this process writes to; see `Examination`.
+
+        Args:
+            places: where any trainer does.
+            roots: layers that are laid out anew after loading.
+            records: what loading copies.
+            fed: the stream, on the meta device.
+            owners: of the engine's parameters, by path.
+        """
+        return places
+
+    def _through(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+        """Load whole tensors that do not go straight."""
+        self.model.load_weights(iter(tensors))
+
+    def _filled(self, module: nn.Module) -> dict[str, Tensor | None]:
+        """Parameters and persistent buffers of a module that a checkpoint has to fill."""
+        buffers = {k: b for k, b in module._buffers.items() if k not in module._non_persistent_buffers_set}
+        return {**module._parameters, **buffers}
+
+    def _unreachable(self) -> dict[str, str]:
+        """Parts of a model that make something of weights which is not made again, and why they are refused."""
+        return {}
+
+    def _absent(self, fed: Sequence[tuple[str, Tensor]]) -> list[str]:
+        """Which tensors are for parts of the model that the engine was started without."""
+        return []
+
+    # The dry run
+
+    def _dry_run(self, table: Table) -> Examination:
+        fed = [(meta.name, torch.empty(meta.shape, dtype=meta.dtype, device="meta")) for meta in metas(table).values()]
+        ties = ties_of(self.modules)
+        roots = self._laid_anew()
+        named = list(self.model.named_modules())
+        with self._as_loading(roots), unchanged([module for _, module in named]) as made:
+            tensors = self._engine_tensors()
+            owners = {path: owner for path, (_, owner) in tensors.items()}
+            capture, refused = self._recorded({path: tensor for path, (tensor, _) in tensors.items()}, owners, fed)
+            for number, name, parameter in made():
+                prefix, owner = named[number]
+                capture.adopt(path := f"{prefix}.{name}" if prefix else name, parameter)
+                owners[path] = owner
+            missing, elements = coverage(capture, ties)
+        refused |= torn(capture, ties) | self._unreachable()
+        outermost = {id(layer): root for root in roots for layer in root.modules()}
+        names: dict[int, set[str]] = {id(root): set() for root in roots}
+        for record in capture.records:
+            if record.path in owners and id(owners[record.path]) in outermost:
+                names[id(outermost[id(owners[record.path])])].add(record.name)
+        staged_paths = {path for path, owner in owners.items() if id(owner) in outermost}
+        staged = {r.name for r in capture.records if r.copy is None or r.path in staged_paths}
+        straight: dict[str, list[Copy]] = {}
+        for record in capture.records:
+            if record.copy is not None and record.name not in staged:
+                straight.setdefault(record.name, []).append(record.copy)
+        taken = straight.keys() | staged
+        dtypes = {meta.name: meta.dtype for meta in metas(table).values()}
+        places = Places(
+            {
+                name: [(copy.window.box, copy.window.unfold(copy.destination)) for copy in found]
+                for name, found in straight.items()
+                if all(copy.destination.dtype == dtypes[name] for copy in found)
+            }
+        )
+        ignored = {name: tensor for name, tensor in fed if name not in taken and name not in refused}
+        return Examination(
+            straight,
+            places,
+            self._near(places, roots, capture.records, dict(fed), owners),
+            staged,
+            [(view, value) for path, view, value in capture.fills if path not in staged_paths],
+            refused,
+            list(ignored),
+            self._absent(list(ignored.items())),
+            missing,
+            _partial(capture.records, dict(fed)),
+            elements,
+            {r.name: dtype_name(r.dtype) for r in capture.records},
+            [(root, frozenset(names[id(root)])) for root in roots],
+            frozenset(id(owners[r.path]) for r in capture.records if r.path in owners),
+        )
+
+    def _recorded(
+        self, tensors: dict[str, Tensor], owners: Mapping[str, nn.Module], fed: list[tuple[str, Tensor]]
+    ) -> tuple[Capture, dict[str, str]]:
+        """What `load_weights` copies, and which tensors it does not take, and why.
+
+        Args:
+            tensors: of the engine, by path, that a checkpoint fills.
+            owners: of them, by path.
+            fed: tensors of the stream, on the meta device.
+        """
+        capture = Capture(tensors, fed, everything(self.model))
+        return capture, feed(self.model, capture, fed)
+
+    def _engine_tensors(self) -> dict[str, tuple[Tensor, nn.Module]]:
+        """What a checkpoint has to fill, and whose it is, by path."""
+        return {
+            f"{name}.{key}" if name else key: (tensor, module)
+            for name, module in self.model.named_modules()
+            for key, tensor in self._filled(module).items()
+            if tensor is not None and tensor.numel()
+        }
+
+
+def _partial(records: Sequence[Record], fed: Mapping[str, Tensor]) -> dict[str, int]:
+    """Of tensors of which some elements are taken: how many."""
+    boxes: dict[str, set[Box]] = {}
+    for record in records:
+        whole = ((0,) * fed[record.name].dim(), tuple(fed[record.name].shape))
+        boxes.setdefault(record.name, set()).add(whole if record.copy is None else record.copy.window.box)
+    taken = {name: numel(list(some)) for name, some in boxes.items()}
+    return {name: count for name, count in taken.items() if count < fed[name].numel()}
+
+
+def pairs(examination: Examination, slot: Slot, data: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """What of a slot goes straight: its view in the bucket, and its place in the engine."""
+    view = slot.view(data)
+    for copy in examination.copies.get(slot.name, ()):
+        box = overlap(slot.box, copy.window.box)
+        if box is not None:
+            inside = tuple(b - s for b, s in zip(box[0], slot.start, strict=True)), box[1]
+            yield copy.window.fold(cut(view, inside)), cut(copy.destination, copy.window.inner(box))
+
+
+def everything(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """All that the engine holds, non-persistent buffers, too."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()

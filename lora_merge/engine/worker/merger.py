@@ -1,0 +1,226 @@
+"""An engine that merges by itself: its worker holds the base, adds what training has changed (payload/update.py), and
+takes it off again, exactly, before the next one.
+
+Parameters that keep the layout in which they are loaded are merged where they lie, tracked (kernels/tracked): 2 bits
+an element bring the base back. Updates that follow one another come to lie in two memories in turn, so that one takes
+the place of the other in one pass (`TrackedPlan.remerge`). Layers that are laid out anew after loading are made again
+from a copy of their base, as loading takes it, which is kept here. Where the base is the engine's own checkpoint, what
+is kept is what lies in its files, and tensors that come whole are kept, too: so an update can be followed by any other
+one, or by none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...kernels.plan import Plan
+from ...kernels.ranges import check_in_place, run_in_range
+from ...kernels.segments import copies
+from ...kernels.tracked.plan import TrackedPlan
+from ...models.delta import Job, in_place
+from ...shards import Piece, cut
+from ...stream.buckets import Meta, Table, contents_of, dtype_of, lay_out
+from ..payload.spec import Described, Factored, Update
+from ..state import OWN
+from .loader import Examination, Loader, pairs
+
+
+class Merger:
+    """What a worker keeps to merge updates: which base lies here, and what brings it back.
+
+    Args:
+        loader: into the model.
+        examination: of the base's table.
+        table: the base's.
+        base: fingerprint of the base, or `OWN`.
+        changed: names of the tensors that updates will change; of the engine's own base `adopt` is told.
+    """
+
+    def __init__(
+        self,
+        loader: Loader,
+        examination: Examination,
+        table: Table,
+        base: str,
+        changed: frozenset[str],
+    ) -> None:
+        self._loader, self._examination = loader, examination
+        self.base, self.own, self._contents = base, base == OWN, contents_of(table)
+        self._needed = self._layers_of(changed)
+        self._kept: dict[str, Tensor] = {}
+        self._plan: _Products | None = None
+        self._spare: _Products | None = None  # of the update before: the next one's may come to lie there
+        self._before: Described | None = None
+        self._facts: list[Any] = []
+
+    def keep(self, name: str, tensor: Tensor) -> None:
+        """A tensor of the base that layers are made of which are laid out anew after loading."""
+        if name in self._needed:
+            self._kept[name] = tensor.clone()
+
+    def adopt(self, tensors: Mapping[str, Tensor]) -> None:
+        """Tensors of the engine's own checkpoint, as `wanted` says."""
+        self._kept.update(tensors)
+
+    def wanted(self, said: Described) -> frozenset[str]:
+        """Names of the tensors of the base that have to be kept here for an update and what follows it, and are not."""
+        return self._needs(said).difference(self._kept)
+
+    def _needs(self, said: Described) -> frozenset[str]:
+        layers = self._layers_of(self._touched(said))
+        return layers | said.whole if self.own else layers - said.whole
+
+    def holds(self, contents: str) -> bool:
+        """Whether the base still lies where it was, with the same contents."""
+        return contents == self._contents and self._facts == self._loader.modules.look().facts
+
+    def nothing(self) -> Update:
+        """Drop what is kept to restore the base."""
+        return Update(Described(self._contents, (), 0, (), (), (), {}, {}), [])
+
+    def settle(self) -> None:
+        """Note where the weights lie, after all of a base or update has arrived."""
+        self._facts = self._loader.modules.look().facts
+
+    def lacks(self, said: Described) -> bool:
+        """Whether an update cannot be merged onto what is kept here, so that the base has to be sent again."""
+        if not self.holds(said.base):
+            return True
+        before = self._before
+        if not self.own and before is not None and not before.whole <= said.whole:
+            return True  # their base was overwritten
+        return bool(self.wanted(said))
+
+    def _touched(self, said: Described) -> frozenset[str]:
+        """Names of the tensors that are not what they were, when this update follows the one before."""
+        return said.changed if self._before is None else said.changed | self._before.changed
+
+    def _layers_of(self, names: frozenset[str]) -> frozenset[str]:
+        """All names that the layers are made of which are laid out anew and have some of these."""
+        return frozenset().union(*(own for _, own in self._examination.layers if own & names))
+
+    def merge(self, coming: Update) -> None:
+        """Take the update before off, and merge this one.
+
+        Raises:
+            NotRestored: somebody has written to the weights.
+            InvalidInput: merged values are beyond float16.
+            torch.OutOfMemoryError: no memory for the way back.
+            After either, the weights are neither the base nor anything else.
+        """
+        touched = self._touched(coming.said)
+        plan = self._merge_products(coming)
+        gone = frozenset() if self._before is None else self._before.whole - coming.said.whole
+        self._plan, self._before = plan, coming.said
+        self._write_whole(coming, gone)
+        self._make_layers(coming, plan, touched)
+        self._loader.finish()
+
+    def _merge_products(self, coming: Update) -> _Products | None:
+        """Merge what an update adds where parameters lie, in the place of what the one before added."""
+        before, self._plan = self._plan, None
+        plan, self._spare = self._spare, None
+        if before is not None and not before.is_like(coming):
+            before.tracked.unmerge()
+            plan = before = None  # their memory is free before the next one's is taken
+        if not coming.said.tensors:
+            return None
+        if plan is None or not plan.serves(coming):
+            plan = None
+            plan = _Products(coming, self._examination, self._loader.device)
+        plan.merge(coming, before)
+        self._spare = before
+        return plan
+
+    def _write_whole(self, coming: Update, gone: frozenset[str]) -> None:
+        """What goes straight of the tensors that came whole, and the base of those that came before and do not now."""
+        moved = [pair for slot, data in coming.whole() for pair in pairs(self._examination, slot, data)]
+        for name in gone.intersection(self._examination.copies):
+            base = self._kept[name].to(self._loader.device).contiguous()
+            (slots,) = lay_out([Meta(name, base.dtype, tuple(base.shape))], 1 << 62)
+            moved += pairs(self._examination, slots[0], base.view(-1).view(torch.uint8))
+        if moved:
+            Plan([segment for source, to in moved for segment in copies("engine", source, to)]).run()
+
+    def _make_layers(self, coming: Update, plan: _Products | None, touched: frozenset[str]) -> None:
+        """Layers that are laid out anew, of their base and what has changed."""
+        layers = [(layer, names) for layer, names in self._examination.layers if names & touched]
+        staged = self._layers_of(touched)
+        came: dict[str, Tensor] = {}
+        for slot, data in coming.whole():
+            if slot.name in staged:
+                if slot.name not in came:
+                    came[slot.name] = torch.empty(slot.whole, dtype=slot.dtype, device=data.device)
+                cut(came[slot.name], slot.box).copy_(slot.view(data))
+
+        def tensor(name: str) -> Tensor:
+            if name in came:
+                return came[name]
+            if plan is not None and name in coming.said.tensors:
+                return plan.merged(name, self._kept[name].to(self._loader.device))
+            return self._kept[name].to(self._loader.device, copy=True)
+
+        if layers:
+            self._loader.load_layers(self._examination, layers, tensor)
+
+
+class _Products(Factored):
+    """The products of one update on their way into a worker's tensors, and back.
+
+    Args:
+        coming: an update like it.
+        examination: of the base's table.
+        device: of the worker.
+    """
+
+    def __init__(self, coming: Update, examination: Examination, device: torch.device) -> None:
+        places: dict[int, list[Piece]] = {}
+        for name, (number, window) in coming.said.tensors.items():
+            places.setdefault(number, []).extend(examination.pieces(name, window))
+        super().__init__(coming, places, device)
+        self.tracked = TrackedPlan(
+            [
+                segment
+                for number, delta in enumerate(self.deltas)
+                for job in in_place(delta)
+                for segment in self.segments(number, job)
+            ],
+            keep=True,
+        )
+
+    def merge(self, coming: Update, before: _Products | None) -> None:
+        """Merge the products of an update in the place of those before. They come to lie here: taking them off needs
+        them again."""
+        self.take(coming)
+        if before is None:
+            self.tracked.merge()
+        else:
+            self.tracked.remerge(before.tracked)
+        written = ((s.name, s.destination, s.row_scale is not None) for s in self.tracked.segments)
+        check_in_place(written, self.tracked.unmerge, self.tracked.merge)
+
+    def merged(self, name: str, base: Tensor) -> Tensor:
+        """A tensor of the stream with its product, in memory of its own."""
+        number, window = self._said.tensors[name]
+        out = torch.empty_like(base)
+        job = Job(self.deltas[number], window.start, window.unfold(base), window.unfold(out))
+        run_in_range(Plan(self.segments(number, job)))
+        return out
+
+
+def problems(said: Described, examination: Examination) -> list[str]:
+    """Why updates cannot be merged into what a dry run of their base showed, in words; none where they can."""
+    found = []
+    for name, (number, _) in said.tensors.items():
+        wanted = dtype_of(said.deltas[number]["dtype"])
+        held = {copy.destination.dtype for copy in examination.copies.get(name, ())}
+        if held - {wanted}:
+            found.append(f"{name}: {wanted} in the trainer, {held.pop()} in the engine")
+    anew = frozenset[str]().union(*(names for _, names in examination.layers))
+    for name in sorted(said.changed & examination.staged - anew):
+        found.append(f"{name}: loading makes something else of it in the engine, which a merge there would not")
+    return found

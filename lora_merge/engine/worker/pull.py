@@ -1,0 +1,183 @@
+"""A worker's end of a pull: the trainer's memory, mapped, and the plan that merges from there into the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...kernels.plan import Plan
+from ...kernels.ranges import run_in_range
+from ...kernels.segments import Segment, copies
+from ...models.delta import Job
+from ...shards import Box, cut, overlap
+from ..payload.spec import Described, Factored, Update
+from ..transport.peer_memory import Mapped
+from .loader import Examination
+
+
+class _There(NamedTuple):
+    """A box of a parameter in the trainer's memory.
+
+    Args:
+        peer: it is another GPU's memory.
+    """
+
+    box: Box
+    view: Tensor
+    peer: bool
+
+
+class _Taken(NamedTuple):
+    """A part of such a box that is copied here: its start in the whole parameter, its source and its destination."""
+
+    start: tuple[int, ...]
+    source: Tensor
+    destination: Tensor
+    peer: bool
+
+
+class Pulled:
+    """What a trainer exports, and where it goes here.
+
+    Args:
+        said: what goes how.
+        table: digest of the stream's table.
+        examination: of that table.
+        sources: what each rank of the trainer exports, and as it introduces itself: those of a `group` export the
+            model between them. The nearest group is read.
+        here: the `introduction` of this worker.
+        device: of the worker.
+
+    Attributes:
+        pids: of the processes whose memory is mapped.
+        closed: whether nothing is mapped any more.
+
+    Raises:
+        RuntimeError, OSError: it cannot be mapped here, or does not have all that is read of it.
+    """
+
+    def __init__(
+        self,
+        said: Described,
+        table: str,
+        examination: Examination,
+        sources: Sequence[Mapping[str, Any]],
+        here: Mapping[str, Any],
+        device: torch.device,
+    ) -> None:
+        self.said, self.table, self.examination, self.device = said, table, examination, device
+        self._made: tuple[Factored, Plan] | None = None
+        self._mapped: list[Mapped] = []
+        self.pids: set[int] = set()
+        self.closed = False
+        self._views: dict[str, list[_There]] = {}
+        self._read: dict[str, Tensor] = {}
+        near = nearest(sources, here)
+        self._far = near["device"] != here["device"]
+        """Factors are of another GPU, and copied to here for each merge: kernels read them again and again."""
+        try:
+            for source in (source for source in sources if source["group"] == near["group"]):
+                views = {name: self._met(name, found) for name, found in source["views"].items()}
+                mapped = self._map(source, {name: found for name, found in views.items() if found})
+                peer = source["device"] != here["device"]
+                for name, found in mapped.views.items():
+                    self._views.setdefault(name, []).extend(_There(box, view, peer) for box, view in found)
+            if said.there:
+                lie = self._map({**near, **near["factors"]}, near["factors"]["views"]).views
+                if lacking := [name for name in said.there if name not in lie]:
+                    raise RuntimeError(f"an adapter's {lacking[0]} is not exported")
+                self._read = {name: lie[name][0][1] for name in said.there}
+            for name in (*said.tensors, *said.copied):
+                self._check(name)
+        except BaseException:
+            self.close()
+            raise
+
+    def _map(self, source: Mapping[str, Any], views: Mapping[str, Any]) -> Mapped:
+        self.pids.add(source["pid"])
+        self._mapped.append(Mapped({**source, "views": views}, self.device, source["pid"]))
+        return self._mapped[-1]
+
+    def _met(self, name: str, found: Sequence[Any]) -> list[Any]:
+        """Those of a rank's boxes of a tensor of which this worker holds some."""
+        if name not in self.said.tensors and name not in self.said.copied:
+            return []
+        boxes = [piece.box for piece in self.examination.pieces(name, self._window(name))]
+        return [told for told in found if any(overlap((tuple(told[0]), tuple(told[1])), box) for box in boxes)]
+
+    def _window(self, name: str) -> Any:
+        return self.said.tensors[name][1] if name in self.said.tensors else self.said.copied[name]
+
+    def _check(self, name: str) -> None:
+        """Nothing of the engine may be left as it was because nobody exports it."""
+        for view, boxes in self._places(name):
+            found = sum(taken.destination.numel() for taken in boxes)
+            if found != view.numel():
+                raise RuntimeError(f"{name}: {found} of {view.numel()} elements that this worker holds are exported")
+
+    def _places(self, name: str) -> Iterator[tuple[Tensor, list[_Taken]]]:
+        """Each place of a tensor in this engine, and what of it comes from where."""
+        for piece in self.examination.pieces(name, self._window(name)):
+            boxes = []
+            for there in self._views.get(name, ()):
+                met = overlap(there.box, piece.box)
+                if met is not None:
+                    source, to = cut(there.view, _inside(met, there.box)), cut(piece.tensor, _inside(met, piece.box))
+                    boxes.append(_Taken(met[0], source, to, there.peer))
+            yield piece.tensor, boxes
+
+    def merge(self, coming: Update, run: Mapping[str, Any]) -> None:
+        """Merge what came beside it with what lies there, into the engine's tensors.
+
+        Args:
+            run: arguments of `Plan.run`.
+        """
+        if self._made is None or not self._made[0].serves(coming):
+            self._made = None
+            near, far = ({}, self._read) if self._far else (self._read, {})
+            factored = Factored(coming, {}, self.device, near, far)
+            self._made = factored, Plan(list(self._segments(factored)))
+        factored, plan = self._made
+        factored.take(coming)
+        run_in_range(plan, run)
+
+    def _segments(self, factored: Factored) -> Iterator[Segment]:
+        for name, (number, _) in self.said.tensors.items():
+            for _, boxes in self._places(name):
+                for taken in boxes:
+                    job = Job(factored.deltas[number], taken.start, taken.source, taken.destination)
+                    yield from _from_there(factored.segments(number, job), taken)
+        for name, window in self.said.copied.items():
+            _, shape = window.inner(window.box)
+            for _, boxes in self._places(name):
+                for taken in boxes:
+                    begin, _ = window.inner((taken.start, tuple(taken.source.shape)))
+                    source, to = window.fold(taken.source), window.fold(taken.destination)
+                    yield from _from_there(copies(name, source, to, begin, shape), taken)
+
+    def close(self) -> None:
+        """Unmap the trainer's memory."""
+        self._made, self._views, self._read = None, {}, {}
+        for mapped in self._mapped:
+            mapped.close()
+        self._mapped, self.closed = [], True
+
+
+def nearest(sources: Sequence[Mapping[str, Any]], here: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What the rank exports that shares this worker's GPU, or else its host, as all of its group do."""
+    away = {source["group"] for source in sources if source["host"] != here["host"]}
+    on_host = [source for source in sources if source["group"] not in away]
+    return next((source for source in on_host if source["device"] == here["device"]), (*on_host, sources[0])[0])
+
+
+def _from_there(segments: Sequence[Segment], taken: _Taken) -> Iterator[Segment]:
+    for segment in segments:
+        yield replace(segment, peer=True) if taken.peer else segment
+
+
+def _inside(met: Box, box: Box) -> Box:
+    return tuple(a - b for a, b in zip(met[0], box[0], strict=True)), met[1]

@@ -1,0 +1,307 @@
+"""State that this package keeps in a worker between the calls of a push, beside the model's weights."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from ...stream.buckets import Slot, Table, extent
+from ...stream.places import Places
+from ..fingerprint import Sampler
+from ..payload.checksums import add_checksums
+from ..payload.spec import Described, Update
+from ..state import WEIGHTS, State, change
+from ..transport.liveness import alive
+from ..transport.receiver import Receiver
+from ..transport.routing import Received
+from .lease import Claim
+from .loader import Examination, Loader
+from .merger import Merger
+from .pull import Pulled
+
+_SIDE = "_lora_merge"
+_TABLES = 8
+"""Tables that are kept: those of a few streams, each as a push may change it until it fits."""
+_WATCH_S = 2.0
+"""Seconds between two looks at whether a trainer lives whose memory is mapped here."""
+_UPDATES = 2
+"""Descriptions of updates that are kept."""
+
+
+class Coming(NamedTuple):
+    """A full push that has begun.
+
+    Args:
+        examination: of its table.
+        digest: of the table.
+        state: that it brings.
+        merger: keeps what merging updates onto it takes; None where none will come.
+    """
+
+    examination: Examination
+    digest: str
+    state: State
+    merger: Merger | None = None
+
+
+class Side:
+    """The worker's side of all pushes.
+
+    Args:
+        loader: into the model.
+        asleep: the level at which the weights sleep at the moment, so that they must not be read: 1 (kept elsewhere) or
+            2 (thrown away); 0 if they are awake.
+
+    Attributes:
+        claim: whose push the engine is in the middle of.
+        tables: what was examined last, by digest; a trainer may come back to one in the same push.
+        held: what the weights were when this package last looked.
+        served: the kind of state in which generation went on last: what requests that stand still began with.
+        coming: a full push that has begun, until it ends or is aborted.
+        pending: what it has brought, from its last bucket to its commit.
+        merger: merges updates onto the base that was brought last; None where none could be.
+        updates: what was told of updates last, by digest.
+        update: one that has come, until it is merged.
+        pulling: held while something reads from there, or lets go of it.
+        pulls: what one trainer exports, by the digest under which it was offered; one at the most.
+        began: whether a push has begun that neither ended nor was aborted.
+        paused, waking: whether generation stands still because of a push, and whether the KV cache still sleeps.
+        checksums, arrived: of a verified transfer: checksums by name, and whether the parameters hold these bits.
+        coverage: elements that the last full push wrote, and elements there are.
+    """
+
+    def __init__(self, loader: Loader, asleep: Callable[[], int]) -> None:
+        self.device, self.modules, self.loader, self.asleep = loader.device, loader.modules, loader, asleep
+        self.receiver: Receiver | None = None
+        self.tables: dict[str, Table] = {}
+        self.claim = Claim()
+        self.held, self.coming, self.pending, self.began = State(), None, None, False
+        self.served = self.held.kind
+        self.merger: Merger | None = None
+        self.updates: dict[str, Described] = {}
+        self.update: Update | None = None
+        self.pulls: dict[str, Pulled] = {}
+        self.pulling = threading.RLock()
+        self.puller = ""
+        self.paused, self.waking = False, False
+        self.checksums: dict[str, int] = {}
+        self.arrived: dict[str, bool] = {}
+        self.coverage: tuple[int, int] = (0, 0)
+        self._under_way: torch.cuda.Event | None = None
+        self._sampler = Sampler()
+        self._sample = ""
+        self._kernels: list[Any] = []
+
+    coming: Coming | None
+    pending: State | None
+
+    # What the engine holds
+
+    def state(self) -> State:
+        """What the weights are; "dirty" if they changed since this package wrote them."""
+        if (self.held.kind not in WEIGHTS and self.merger is None) or self.asleep():
+            return self.held
+        kernels = self.loader.kernels()
+        same = len(kernels) == len(self._kernels) and all(a is b for a, b in zip(kernels, self._kernels, strict=True))
+        if not same or self._sampler(*self.modules.look()) != self._sample:
+            self.gone("its weights were changed by something else: a sleep, a reload, an update")
+        return self.held
+
+    def ready(self, digest: str) -> bool:
+        """Whether the update with this digest can be merged onto the present weights, or the stream that was offered
+        under it can be pulled."""
+        if digest in self.pulls:
+            pulled = self.pulls[digest]
+            table = None if self.asleep() else self.tables.get(pulled.table)
+            return table is not None and self.loader.examine(pulled.table, table) is pulled.examination
+        if self.merger is None or self.held.kind == "dirty":
+            return False
+        return digest in self.updates and not self.merger.lacks(self.updates[digest])
+
+    def begin(self, reason: str) -> None:
+        """Begin to write: the engine is dirty, for `reason`, until the push ends."""
+        self.held, self.began = change(self.held, "begin", reason=reason), True
+
+    def came(self) -> None:
+        """Note that all buckets of a full push have arrived."""
+        assert self.coming is not None
+        self.pending, self.coverage = self.coming.state, self.coming.examination.elements
+
+    def end(self, brought: State) -> None:
+        """End a push: record the new state and a fingerprint of the weights."""
+        self.held, self.began = change(self.held, "end", brought=brought), False
+        if self.coming is not None:
+            self.merger = self.coming.merger
+        if self.merger is not None:
+            self.merger.settle()
+        self.coming = self.pending = self.update = None
+        self._note()
+
+    def own(self, merger: Merger) -> None:
+        """Note that the weights are those that the engine was started with, and that updates can be merged onto
+        them."""
+        merger.settle()
+        self.merger = merger
+        self._note()
+
+    def new_merger(self, digest: str, base: str, changed: frozenset[str] = frozenset()) -> Merger:
+        """A `Merger` onto the base of an examined table."""
+        table = self.tables[digest]
+        return Merger(self.loader, self.loader.examine(digest, table), table, base, changed)
+
+    def _note(self) -> None:
+        """Record a fingerprint of the weights."""
+        self._sample = self._sampler(*self.modules.look())
+        self._kernels = self.loader.kernels()
+
+    def abort(self, reason: str | None) -> None:
+        """Clean up after a broken push. The engine becomes dirty if that push had begun to write, or if a reason is
+        given."""
+        self.loader.abort()
+        if self.began or reason is not None:
+            self.held = change(self.held, "break", reason=reason or "a push broke off in the middle")
+            self.merger = None
+        self.coming, self.pending, self.update, self.began = None, None, None, False
+
+    def gone(self, reason: str) -> None:
+        """Note that the contents of the weights' memory are lost; `reason` says why. The state becomes dirty."""
+        self.merger = None
+        if self.held.kind in WEIGHTS:
+            self.held = change(self.held, "overwrite", reason=reason)
+
+    def evicted(self) -> None:
+        """Note that the adapter was removed; the base is unchanged."""
+        self.held = change(self.held, "evict")
+
+    def keep_table(self, digest: str, table: Table | None = None) -> None:
+        """Keep an examined table, and make it the last to be dropped."""
+        self.tables[digest] = self.tables.pop(digest) if table is None else table
+        for old in list(self.tables)[:-_TABLES]:
+            del self.tables[old]
+
+    def keep_update(self, digest: str, said: Described) -> None:
+        """Keep the description of an update."""
+        self.updates[digest] = said
+        for old in list(self.updates)[:-_UPDATES]:
+            del self.updates[old]
+
+    def keep_pull(self, digest: str, pulled: Pulled) -> None:
+        """Keep the mapped memory of a trainer; it is unmapped when that trainer dies."""
+        self.drop_pulls()
+        self.pulls[digest], self.puller = pulled, self.claim.owner
+        threading.Thread(target=_watch, args=(ref(self), ref(pulled)), daemon=True, name="lora_merge").start()
+
+    def drop_pulls(self, only: Pulled | None = None) -> None:
+        """Unmap what a trainer exports.
+
+        Args:
+            only: if it is this.
+        """
+        with self.pulling:
+            while self.pulls and only in (None, *self.pulls.values()):
+                self.pulls.popitem()[1].close()
+
+    # A transfer
+
+    def fly(self) -> None:
+        """End an operation while the device is still at it: the engine can do meanwhile what needs no worker, such as
+        resetting its prefix cache, in which vLLM goes over all blocks (2.5 ms for 100,000)."""
+        if self.device.type == "cuda":
+            self._under_way = torch.cuda.current_stream(self.device).record_event()
+
+    def land(self) -> None:
+        """Wait for what the last operation left under way."""
+        event, self._under_way = self._under_way, None
+        if event is not None:
+            event.synchronize()
+
+    def connect(self, channel: dict[str, Any]) -> None:
+        """Open a channel to a trainer and close the one before. Memory mapped from another trainer, which may be dead,
+        is unmapped."""
+        self.disconnect()
+        if self.puller != self.claim.owner:
+            self.drop_pulls()
+        self.receiver = Receiver(channel, self.device)
+
+    def disconnect(self) -> None:
+        """Unmap the trainer's memory, and drop plans that read it."""
+        self.loader.let_go()
+        if self.receiver is not None:
+            self.receiver.close()
+            self.receiver = None
+
+    @contextmanager
+    def taking(self, sessions: Sequence[str]) -> Iterator[None]:
+        """Run a transfer. If it fails here, even before the first bucket, the trainer is told not to wait for this
+        worker, and layers that were opened for loading are closed again.
+
+        Args:
+            sessions: of the channels of this transfer: another trainer may have connected meanwhile.
+        """
+        try:
+            yield
+        except BaseException:
+            self.loader.abort()
+            if self.receiver is not None and self.receiver.session in sessions:
+                self.receiver.left()
+            raise
+
+    def take(
+        self,
+        table: Table,
+        use: Callable[[Sequence[Slot], Received], None],
+        verify: bool,
+        places: Places | None = None,
+        sent: Sequence[int] | None = None,
+        placed: Sequence[int] = (),
+        apart: Sequence[int] = (),
+    ) -> None:
+        """Receive the buckets of a table, as `Receiver.receive`, and hand each to `use` with its slots.
+
+        Args:
+            sent: which of them come; None for all.
+        """
+        if self.receiver is None:
+            raise RuntimeError("no trainer is connected")
+        self.checksums, self.arrived = {}, {}
+        sizes = {index: extent(table[index]) for index in (range(len(table)) if sent is None else sent)}
+        with closing(self.receiver.receive(sizes, frozenset(placed), places, verify, frozenset(apart))) as buckets:
+            for received in buckets:
+                if verify and received.data is not None:
+                    add_checksums(self.checksums, table[received.index], received.data)
+                use(table[received.index], received)
+
+    def look(self, examination: Examination, slots: Sequence[Slot], data: Tensor, placed: bool = False) -> None:
+        """Note whether the parameters hold the values of a bucket."""
+        for name, same in self.loader.arrived(examination, slots, data, placed).items():
+            self.arrived[name] = self.arrived.get(name, True) and same
+
+
+def _watch(side: ref[Side], pulled: ref[Pulled]) -> None:
+    """Watch a trainer whose memory is mapped here: if it dies and nobody pushes again, unmap its memory, which is not
+    freed before."""
+    while True:
+        time.sleep(_WATCH_S)
+        here, what = side(), pulled()
+        if here is None or what is None or what.closed:
+            return
+        if not all(map(alive, what.pids)):
+            here.drop_pulls(what)
+            return
+        del here, what
+
+
+def side_of(model: nn.Module, make: Callable[[], Side]) -> Side:
+    """Return the `Side` of a model for one call to a worker; it is made at first use."""
+    if _SIDE not in model.__dict__:
+        model.__dict__[_SIDE] = make()
+    side: Side = model.__dict__[_SIDE]
+    side.modules.doubt()
+    return side

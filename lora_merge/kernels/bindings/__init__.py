@@ -1,0 +1,1 @@
+"""What Python and the compiled module agree on: the table's layout, and its functions."""

@@ -1,0 +1,1 @@
+"""The compiled kernels for GPUs: `backend` prepares tables for them."""

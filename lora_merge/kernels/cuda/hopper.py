@@ -1,0 +1,168 @@
+"""Launches of the CUDA kernel for compute capability 9 (`csrc/cuda/sm90/merge.cuh`): which segments it serves, and how.
+
+Its results are those of the kernel for any GPU bit for bit, so a segment goes wherever it is faster: this one reaches
+the speed of a copy at ranks and adapter dtypes where the other one is bound by its products. It moves tiles by tensor
+maps, which ask for rows of whole 16-byte vectors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..bindings import native, operators
+from ..bindings.layout import CHUNK, HOPPER_COLS, MAX_RANK, PAIRS
+from ..segments import (
+    BF16,
+    COLS,
+    DESTINATION,
+    DESTINATION_STRIDE,
+    DTYPES,
+    FORMATS,
+    FP16,
+    FP32,
+    LORA_A,
+    LORA_A_STRIDE,
+    LORA_B,
+    LORA_B_STRIDE,
+    PARTS_A,
+    PITCH,
+    RANK,
+    ROWS,
+    SOURCE,
+    SOURCE_STRIDE,
+)
+from .kernel import Kernel, Units, Work
+from .table import memory, planes, products
+
+RANKS = 8
+"""Of a 16-bit adapter: a multiple of so many."""
+
+
+class Tiles(NamedTuple):
+    """How a block works: `HopperLaunch` in csrc/cuda/launch.h."""
+
+    strip_cols: int
+    held: int
+    stages: int
+
+
+class Hopper(Kernel[Tiles]):
+    """The kernel for compute capability 9."""
+
+    name = "kernel for compute capability 9 (tensor maps, wgmma)"
+    operator: ClassVar[Callable[..., None]] = staticmethod(operators.launch_hopper)
+    blocks = 1
+    beside_box = 0
+    """That a launch wants in shared memory for each box of a tile."""
+    result_bytes = 2
+    narrowest = 0
+    """Columns of the least strip that a launch takes."""
+    ahead = False
+    """Whether lora_A of the next unit is brought as early as there is room for it, and float32 lora_A split ahead
+    (csrc/cuda/sm90/merge.cuh: `kAhead`). Else blocks of threads that wait for it stay side by side, and read rows of W
+    and lora_B together."""
+
+    def serves(self, table: np.ndarray, device: torch.device) -> np.ndarray:
+        there = np.where(products(table) == PAIRS, table[:, PARTS_A] != 0, reads_lora_A(table) & reads_lora_B(table))
+        return self.could_serve(table, device) & there.astype(bool)
+
+    def could_serve(self, table: np.ndarray, device: torch.device) -> np.ndarray:
+        dtype, rank, adapters = table[:, DTYPES] & 0xFF, table[:, RANK], products(table)
+        fits = (dtype == table[:, DTYPES] >> 8 & 0xFF) & ((dtype == BF16) | (dtype == FP16)) & (rank > 0)
+        fits &= (table[:, COLS] <= HOPPER_COLS) & (table[:, DTYPES] >> 32 == FORMATS["Plain"])
+        for address, stride, size in ((SOURCE, SOURCE_STRIDE, 2), (DESTINATION, DESTINATION_STRIDE, self.result_bytes)):
+            fits &= _rows_of_vectors(table, address, stride, size, table[:, ROWS])
+        in_parts = (adapters == FP32) | (adapters == PAIRS)
+        fits &= ~(in_parts & _turned(table))  # parts of float32 adapters are summed in one order here
+        if not _available(device):
+            return fits & False
+        beside = self.beside_box, memory(device).per_block, self.ahead
+        most = np.array([_most_rank(planes(code), *beside, self.narrowest) for code in range(PAIRS + 1)])
+        return fits & (rank <= most[adapters])
+
+    def kinds(self, table: np.ndarray) -> Sequence[np.ndarray]:
+        return table[:, DTYPES] & 0xFF, products(table)
+
+    def shape(self, work: Work, like: Tiles | None = None) -> Tiles | None:
+        if work.max_rank > MAX_RANK:
+            return None
+        room = memory(work.device).per_block
+        return _tiles(work.max_rank, planes(work.kind[-1]), self.beside_box, room, self.ahead)
+
+    def units(self, work: Work, shape: Tiles) -> Units:
+        """Of few rows, so that blocks that share rows stay side by side; more where there is much of lora_A to bring,
+        or where the next unit is mostly of another segment: its tensor maps take time, too. As measured."""
+        chunks = -(-work.max_rank // CHUNK) * planes(work.kind[-1])
+        short = chunks <= 2 and self.are_large(work)
+        return Units(shape.strip_cols, 512 if chunks > 4 else 128 if short else 256)
+
+    def are_large(self, work: Work) -> bool:
+        """Whether most elements lie in segments that have several units of 128 rows for each block."""
+        elements = (work.merges[:, ROWS] * work.merges[:, COLS]).astype(float)
+        return bool((elements**2).sum() >= elements.sum() * 128 * 256 * 8 * work.processors)
+
+    def beside(self, work: Work, table: np.ndarray, device: torch.device) -> Sequence[Tensor]:
+        return (operators.tensor_maps(torch.from_numpy(table), work.kind[-1]).to(device),)
+
+
+def reads_lora_A(table: np.ndarray) -> np.ndarray:
+    """Of which segments without pairs this kernel can read lora_A where it lies: of the products' dtype, rows of whole
+    vectors."""
+    return _reads(table, 16) & _rows_of_vectors(table, LORA_A, LORA_A_STRIDE, _size(table), table[:, RANK])
+
+
+def reads_lora_B(table: np.ndarray) -> np.ndarray:
+    """The same of lora_B."""
+    return _reads(table, 24) & _rows_of_vectors(table, LORA_B, LORA_B_STRIDE, _size(table), table[:, ROWS])
+
+
+def _reads(table: np.ndarray, shift: int) -> np.ndarray:
+    """Ranks of 16 bits come eight at a time: their map takes them apart."""
+    dtype = products(table)
+    return (table[:, DTYPES] >> shift & 0xFF == dtype) & ((dtype == FP32) | (table[:, RANK] % RANKS == 0))
+
+
+def _size(table: np.ndarray) -> np.ndarray:
+    return np.where(products(table) == FP32, 4, 2)
+
+
+def _turned(table: np.ndarray) -> np.ndarray:
+    """As `turned` in csrc/segments.h."""
+    row, col = table[:, PITCH], table[:, PITCH + 1]
+    return (row < col) | ((row == col) & (table[:, ROWS] < table[:, COLS]))
+
+
+def _rows_of_vectors(
+    table: np.ndarray, address: int, stride: int, size: np.ndarray | int, rows: np.ndarray
+) -> np.ndarray:
+    """Whether rows are runs of elements that start at whole 16-byte vectors."""
+    row, col = table[:, stride], table[:, stride + 1]
+    starts = (table[:, address] % 16 == 0) & ((row * size % 16 == 0) & (row > 0) | (rows == 1))
+    return starts & (col == 1)
+
+
+@cache
+def _tiles(max_rank: int, planes: int, beside: int, per_block: int, ahead: bool) -> Tiles | None:
+    """Chosen where launches check it: csrc/cuda/shapes.h. None if the rank leaves no room."""
+    numbers = native.compiled.hopper_tiles(max_rank, planes, beside, per_block, ahead)
+    return Tiles(*numbers) if numbers else None
+
+
+@cache
+def _most_rank(planes: int, beside: int, per_block: int, ahead: bool, narrowest: int) -> int:
+    def fits(tiles: Tiles | None) -> bool:
+        return tiles is not None and tiles.strip_cols >= narrowest
+
+    ranks = range(CHUNK, MAX_RANK + 1, CHUNK)
+    return max((r for r in ranks if fits(_tiles(r, planes, beside, per_block, ahead))), default=0)
+
+
+def _available(device: torch.device) -> bool:
+    """Whether the device is of this kind, and the extension was compiled for it (for sm_90a, not only for sm_80)."""
+    return torch.cuda.get_device_capability(device) == (9, 0) and "90a" in native.architectures()

@@ -1,0 +1,190 @@
+"""Launches that make results of 8 bits: merged, scaled and converted by the kernel for compute capability 9
+(`csrc/cuda/sm90/scaled.cu`), or made of 16 bits that are there (`csrc/cuda/scale.cu`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import compress
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..bindings import operators
+from ..bindings.layout import (
+    GROUPS,
+    INLINE_ROUNDED,
+    INLINE_SEGMENTS,
+    SCALE_CONVERT,
+    SCALE_MEASURE,
+    SCALE_WHOLE,
+    SCALED_BLOCK,
+)
+from ..scaled.weights import Placed, Rounded, Scales, by_weight
+from ..segments import COLS, FLOATS, LARGEST, SCALE, SCALES_ACROSS, pack
+from ..streams import Streams
+from .hopper import Hopper, Tiles
+from .kernel import Units, Work, tensors
+from .merge import before, merges
+from .repack import Repacked, repack
+from .table import index_of
+
+
+class HopperScaled(Hopper):
+    """The kernel for compute capability 9, whose results become 8 bits on the chip.
+
+    Args:
+        group: code of what shares a scale.
+        part: `layout.SCALE_MEASURE` and what follows it.
+    """
+
+    name = "kernel for compute capability 9 (results of 8 bits)"
+    operator: ClassVar[Callable[..., None]] = staticmethod(operators.launch_hopper_scaled)
+    result_bytes = 1
+    narrowest = 2 * SCALED_BLOCK
+    ahead = True
+
+    def __init__(self, group: int = 0, part: int = SCALE_MEASURE) -> None:
+        self.options = {"group": group, "part": part}
+
+    def could_serve(self, table: np.ndarray, device: torch.device) -> np.ndarray:
+        return super().could_serve(table, device) & (table[:, COLS] % 16 == 0)
+
+    def units(self, work: Work, shape: Tiles) -> Units:
+        """Of whole blocks, and many rows, as each unit waits for its lora_A. As measured."""
+        return Units(shape.strip_cols, 8 * SCALED_BLOCK, SCALED_BLOCK)
+
+
+class MergedAtOnce(Scales):
+    """See `Launch`: a pass over weights that are scaled by blocks; over others two, as their scales are those of more
+    than a block of threads has.
+
+    Args:
+        placed: those that `apart` gave it.
+    """
+
+    def __init__(self, placed: Sequence[Placed], device: torch.device) -> None:
+        with torch.cuda.device(device):
+            capturing = torch.cuda.is_current_stream_capturing()
+        most = INLINE_SEGMENTS if capturing else max(2 * len(placed), 1)
+        self._largest, made = _laid_out(placed, device)
+        group_of = np.array([p.scaled.code for p in placed])
+        found = before(made, device, most)
+        for part in (SCALE_MEASURE, SCALE_CONVERT, SCALE_WHOLE):
+            for group in np.unique(group_of).tolist():
+                if (part == SCALE_WHOLE) == _is_block(group):
+                    table, kernel = made.table[group_of == group], HopperScaled(group, part)
+                    for begin in range(0, len(table), most):
+                        found += merges(table[begin : begin + most], device, [kernel])
+        self.launches = found
+        self._streams = Streams(device, [self._largest, made.memory, *tensors(found)])
+
+    def __call__(self, stochastic: bool, seed: int) -> None:
+        self._streams.join()
+        if self._largest.numel():
+            self._largest.zero_()
+        for launch in self.launches:
+            launch(stochastic, seed)
+
+
+def apart(placed: Sequence[Placed], device: torch.device) -> tuple[list[Placed], list[Placed]]:
+    """What of weights of 8 bits `MergedAtOnce` takes, weight by weight, and the rest."""
+    kernel, found = HopperScaled(), [p for p in placed if _fits(p)]
+    found = list(compress(found, kernel.could_serve(_table(found), device)))
+    served = kernel.serves(repack(_table(found), device, [kernel]).table, device)
+    taken = set(map(id, compress(found, served)))
+    here: list[Placed] = []
+    rest: list[Placed] = []
+    for _, some in by_weight(placed):
+        (here if all(id(p) in taken for p in some) else rest).extend(some)
+    return here, rest
+
+
+def _is_block(group: int) -> bool:
+    return group in (GROUPS["Block"], GROUPS["Compiled"])
+
+
+def _fits(p: Placed) -> bool:
+    """Whether a segment is one for the kernel, as far as its table does not show it: of whole blocks, where these share
+    scales. (A column may lie there as a row, whose scales are others.)"""
+    s = p.segment
+    if s.rank == 0 or s.peer or s.source.dtype != p.scaled.dtype or s.source.shape[1] == 1:
+        return False
+    if not _is_block(p.scaled.code):
+        return True
+    ends = zip((p.rows, p.cols), p.scaled.weight.shape, strict=True)
+    return all(r.start % SCALED_BLOCK == 0 and (r.stop % SCALED_BLOCK == 0 or r.stop == end) for r, end in ends)
+
+
+def _table(placed: Sequence[Placed]) -> np.ndarray:
+    """Packed segments; the dtype of a result is the one to which it is rounded before it is scaled."""
+    return pack([p.segment for p in placed])
+
+
+def _laid_out(placed: Sequence[Placed], device: torch.device) -> tuple[Tensor, Repacked]:
+    """The table that launches take, and its memory for largest magnitudes."""
+    table, size, begins = _table(placed), 0, {}
+    for scaled, _ in by_weight(placed):
+        if not _is_block(scaled.code):
+            begins[scaled.weight.data_ptr()] = size
+            size += scaled.grid[0]
+    largest = _magnitudes(size, device)
+    for row, p in zip(table, placed, strict=True):
+        down, across = p.scaled.sizes
+        first = p.row // down * p.scaled.grid[1] + p.col // across
+        row[SCALE], row[SCALES_ACROSS] = p.scaled.scales.data_ptr() + 4 * first, p.scaled.grid[1]
+        if (begin := begins.get(p.scaled.weight.data_ptr())) is not None:
+            row[LARGEST] = largest.data_ptr() + 4 * (begin + first)
+    return largest, repack(table, device, [HopperScaled()])
+
+
+class CudaScale(Scales):
+    """See `Launch`: a pass over blocks and rows, two over tensors. The jobs travel as arguments.
+
+    Args:
+        jobs: sources of 16 bits.
+    """
+
+    def __init__(self, jobs: Sequence[Rounded], device: torch.device) -> None:
+        measured = sum(job.scaled.group == "tensor" for job in jobs)
+        self._largest = _magnitudes(measured, device)
+        self._streams = Streams(device, [self._largest])
+        found: dict[tuple[int, int], list[list[int]]] = {}
+        at = self._largest.data_ptr()
+        for job in jobs:
+            kind = FLOATS.index(job.source.dtype), job.scaled.code
+            found.setdefault(kind, []).append(_words(job, at))
+            at += 4 * (job.scaled.group == "tensor")
+        self.launches: list[partial[None]] = []
+        for (dtype, group), rows in found.items():
+            for begin in range(0, len(rows), INLINE_ROUNDED):
+                table = torch.tensor(rows[begin : begin + INLINE_ROUNDED], dtype=torch.int64, device="cpu")
+                launch = partial(operators.scale_cuda, table, dtype, group, device=index_of(device))
+                if group == GROUPS["Tensor"]:
+                    self.launches.append(partial(launch, part=SCALE_MEASURE))
+                self.launches.append(partial(launch, part=SCALE_CONVERT))
+
+    def __call__(self, stochastic: bool, seed: int) -> None:
+        self._streams.join()
+        if self._largest.numel():
+            self._largest.zero_()
+        for launch in self.launches:
+            launch()
+
+
+def _magnitudes(count: int, device: torch.device) -> Tensor:
+    """Memory for largest ones. Each run begins with zeros, also outside of the inference mode that it was made in."""
+    with torch.inference_mode(False):
+        return torch.zeros(count, dtype=torch.int32, device=device)
+
+
+def _words(job: Rounded, largest: int) -> list[int]:
+    """`layout.ROUNDED`."""
+    scaled, (rows, cols) = job.scaled, job.source.shape
+    return [
+        job.source.data_ptr(), job.destination.data_ptr(), job.scales.data_ptr(),
+        largest if scaled.group == "tensor" else 0, rows, cols, job.source.stride(0), job.destination.stride(0),
+        scaled.grid[1], 0,
+    ]  # fmt: skip

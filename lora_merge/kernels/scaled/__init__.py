@@ -1,0 +1,1 @@
+"""Results of 8 bits that share scales."""

@@ -1,0 +1,1 @@
+"""The portable second implementation for GPUs: `backend` prepares tables for it."""
