@@ -4,6 +4,9 @@ TORCH ?= torch==2.13.0
 PEFT_OLDEST ?= peft==0.18.1
 ARGS ?=
 
+# Folders of the tests that need no engine, no trainer and no library beside PEFT.
+CORE := $(addprefix tests/,kernels models shards stream saving engine package)
+
 VENV := .venv
 PY := $(VENV)/bin/python
 SOURCES := pyproject.toml setup.py $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/* csrc/watch/*)
@@ -24,7 +27,7 @@ bench: $(VENV)/installed
 	$(PY) benchmarks/merge.py --plot benchmarks/work/merge.png $(ARGS)
 
 test: $(VENV)/installed
-	$(PY) -m pytest $(foreach kind,aarch64 installs vllm megatron libraries trainer sglang,--ignore-glob='tests/test_$(kind)*') $(ARGS)
+	$(PY) -m pytest $(CORE) $(ARGS)
 
 # All environments that tests run in, so that suites can run side by side afterwards.
 environments: $(VENV)/installed $(foreach kind,peft-oldest megatron libraries,$(VENV)/$(kind)/done) $(VLLM)/installed \
@@ -36,33 +39,31 @@ test-all: test test-installs test-aarch64 test-peft test-vllm test-sglang test-s
 
 # The tests that start vLLM: about 3 GB of packages. One of them trains with megatron-core, one with DeepSpeed.
 test-vllm: $(VLLM)/installed $(VENV)/megatron/done $(VENV)/libraries/done
-	PYTHONPATH=$(VENV)/megatron $(VLLM)/bin/python -m pytest $(ARGS) tests/test_vllm_*.py
-	PYTHONPATH=$(VENV)/libraries TORCH_EXTENSIONS_DIR=$(EXTENSIONS)/vllm $(VLLM)/bin/python -m pytest $(ARGS) \
-		tests/test_libraries_vllm.py tests/test_libraries_vllm_quantised.py
+	PYTHONPATH=$(VENV)/megatron $(VLLM)/bin/python -m pytest $(ARGS) tests/vllm
+	PYTHONPATH=$(VENV)/libraries TORCH_EXTENSIONS_DIR=$(EXTENSIONS)/vllm $(VLLM)/bin/python -m pytest $(ARGS) tests/libraries_vllm
 
 # The tests that start SGLang: about 2 GB of packages. Of some the trainer has bitsandbytes or DeepSpeed.
 test-sglang: $(SGLANG)/installed $(VENV)/libraries/done
-	$(SGLANG)/bin/python -m pytest $(ARGS) $(filter-out %_verl.py,$(wildcard tests/test_sglang_*.py))
-	PYTHONPATH=$(VENV)/libraries TORCH_EXTENSIONS_DIR=$(EXTENSIONS)/sglang $(SGLANG)/bin/python -m pytest $(ARGS) \
-		tests/test_libraries_sglang.py
+	$(SGLANG)/bin/python -m pytest $(ARGS) tests/sglang
+	PYTHONPATH=$(VENV)/libraries TORCH_EXTENSIONS_DIR=$(EXTENSIONS)/sglang $(SGLANG)/bin/python -m pytest $(ARGS) tests/libraries_sglang
 
 # SGLang's other supported release, in the place of the one there: by `make test-all` alone.
 test-sglang-next: $(SGLANG)/next/done
 	PYTHONPATH=$(CURDIR)/$(SGLANG)/next $(SGLANG)/bin/python -m pytest $(ARGS) \
-		$(foreach part,push refused models adapters wide server,tests/test_sglang_$(part).py)
+		$(foreach part,push refused models adapters wide server,tests/sglang/test_sglang_$(part).py)
 
 # verl, whose rollouts SGLang serves: by `make test-all` alone.
 test-sglang-verl: $(SGLANG)/verl/done
-	PYTHONPATH=$(CURDIR)/$(SGLANG)/verl $(SGLANG)/bin/python -m pytest $(ARGS) tests/test_sglang_verl.py
+	PYTHONPATH=$(CURDIR)/$(SGLANG)/verl $(SGLANG)/bin/python -m pytest $(ARGS) tests/trainers/verl_sglang
 
 # The tests that use PEFT, once more with the oldest release that is supported, which has no MiCA.
 test-peft: $(VENV)/installed $(VENV)/peft-oldest/done
-	PYTHONPATH=$(VENV)/peft-oldest $(PY) -m pytest $(ARGS) --deselect tests/test_adapter_folder.py::test_a_mica_adapter \
-		$$(grep -lE '^ *(import|from) (models|peft)' tests/test_*.py | grep -vE 'test_(vllm|sglang|megatron|libraries|trainer)')
+	PYTHONPATH=$(VENV)/peft-oldest $(PY) -m pytest $(ARGS) --deselect tests/models/test_adapter_folder.py::test_a_mica_adapter \
+		$$(grep -rlE --include='test_*.py' '^ *(import|from) (models|peft)' $(CORE))
 
 # The tests on real megatron-core models, with Megatron-Bridge's adapters.
 test-megatron: $(VENV)/installed $(VENV)/megatron/done
-	PYTHONPATH=$(VENV)/megatron $(PY) -m pytest $(ARGS) tests/test_megatron_*.py
+	PYTHONPATH=$(VENV)/megatron $(PY) -m pytest $(ARGS) tests/megatron
 
 lint: $(VENV)/installed
 	$(VENV)/bin/ruff check
@@ -71,10 +72,7 @@ lint: $(VENV)/installed
 
 # The tests with libraries that trainers bring: DeepSpeed, bitsandbytes, torchao, HQQ.
 test-libraries: $(VENV)/installed $(VENV)/libraries/done
-	PYTHONPATH=$(VENV)/libraries TORCH_EXTENSIONS_DIR=$(EXTENSIONS) $(PY) -m pytest $(ARGS) \
-		tests/test_libraries.py tests/test_libraries_quantised.py tests/test_libraries_quantised_saved.py \
-		tests/test_libraries_quantised_sharded.py tests/test_libraries_dequantised.py tests/test_libraries_dequantised_refused.py \
-		tests/test_libraries_zero3.py tests/test_libraries_zero3_training.py
+	PYTHONPATH=$(VENV)/libraries TORCH_EXTENSIONS_DIR=$(EXTENSIONS) $(PY) -m pytest $(ARGS) tests/libraries
 
 # Real trainers with real vLLM engines. They exclude each other, so each has packages of its own beside vLLM's.
 TRAINERS := plain trl swift verl
@@ -82,7 +80,7 @@ test-trainers: $(foreach trainer,$(TRAINERS),test-$(trainer))
 test-verl: $(VENV)/megatron/done
 test-trl test-swift: $(VENV)/libraries/done
 test-%: $(VLLM)/%/done
-	PYTHONPATH=$(CURDIR)/$(VLLM)/$* TORCH_EXTENSIONS_DIR=$(EXTENSIONS)/vllm $(VLLM)/bin/python -m pytest $(ARGS) tests/test_trainer_$**.py
+	PYTHONPATH=$(CURDIR)/$(VLLM)/$* TORCH_EXTENSIONS_DIR=$(EXTENSIONS)/vllm $(VLLM)/bin/python -m pytest $(ARGS) tests/trainers/$*
 
 # Which packages are installed is known the next time, too: make takes what a pattern rule makes on its way for scratch.
 .PRECIOUS: $(VLLM)/%/done
@@ -110,18 +108,18 @@ WHEEL := .venv-wheel
 test-wheel: wheel
 	rm -rf $(WHEEL) && $(PYTHON) -m venv $(WHEEL)
 	$(WHEEL)/bin/python -m pip install -qq "$(TORCH)" dist/lora_merge-*manylinux*.whl hypothesis pytest pytest-timeout triton
-	env PATH=$(CURDIR)/$(WHEEL)/bin $(WHEEL)/bin/pytest tests/test_kernels.py tests/test_cpu_kernel.py tests/test_restore.py $(ARGS)
+	env PATH=$(CURDIR)/$(WHEEL)/bin $(WHEEL)/bin/pytest tests/kernels/test_kernels.py tests/kernels/test_cpu_kernel.py tests/kernels/test_restore.py $(ARGS)
 	env PATH=$(CURDIR)/$(WHEEL)/bin $(WHEEL)/bin/lora-merge doctor
 	for python in python3.12 python3.13 python3.14 $(wildcard $(HOME)/.pyenv/versions/3.1[1-9]*/bin/python); do \
 		if $$python --version > /dev/null 2>&1; then \
-			$$python -I tests/other_python.py $$(echo $(CURDIR)/$(WHEEL)/lib/python*/site-packages/lora_merge) || exit 1; \
+			$$python -I tests/support/other_python.py $$(echo $(CURDIR)/$(WHEEL)/lib/python*/site-packages/lora_merge) || exit 1; \
 		fi; \
 	done
 	$(PY) -c 'import glob, os; [size] = map(os.path.getsize, glob.glob("dist/*manylinux*")); assert size < 30e6, size'
 
 # What pip makes of the sources by itself: the checkout, the source distribution, the pure wheel; how long an import takes.
 test-installs: $(VENV)/installed
-	$(PY) -m pytest $(ARGS) tests/test_installs.py
+	$(PY) -m pytest $(ARGS) tests/builds/test_installs.py
 
 # The same for aarch64, compiled here: by Debian's g++-aarch64-linux-gnu or what CXX_AARCH64 names. Where nvcc is, the
 # kernels for GPUs are in it, too, with that machine's runtime of CUDA.
@@ -145,12 +143,12 @@ aarch64: $(VENV)/installed $(AARCH64)/python
 	CXX="$(abspath $(PY)) -m ziglang c++ -target aarch64-linux-gnu.2.28" LORA_MERGE_CUDA=0 \
 		$(PY) setup.py -q build_ext --build-temp $(AARCH64)/temp --build-lib $(AARCH64)/lib
 
-$(AARCH64)/python: tests/emulator.sh
+$(AARCH64)/python: tests/support/emulator.sh
 	sh $< $(@D)
 
 # Its bits, beside those of this machine.
 test-aarch64: aarch64
-	$(PY) -m pytest tests/test_aarch64.py $(ARGS)
+	$(PY) -m pytest tests/builds/test_aarch64.py $(ARGS)
 
 # The wheel for aarch64 with its torch and tests, emulated: some 20 minutes, 1 GB of packages.
 TREE := $(AARCH64)/tree
@@ -159,7 +157,7 @@ test-wheel-aarch64: wheel-aarch64 $(AARCH64)/python $(AARCH64)/packages
 	$(PY) -m zipfile -e dist/lora_merge-*aarch64.whl $(TREE)
 	cp -r pyproject.toml tests $(TREE)
 	cd $(TREE) && PYTHONPATH=$(abspath $(TREE)):$(abspath $(AARCH64))/packages $(abspath $(AARCH64))/python -m pytest \
-		-o timeout=3600 tests/test_cpu_kernel.py tests/test_restore.py -k "not triton" $(ARGS)
+		-o timeout=3600 tests/kernels/test_cpu_kernel.py tests/kernels/test_restore.py -k "not triton" $(ARGS)
 
 $(AARCH64)/packages: $(AARCH64)/python requirements/aarch64.txt
 	rm -rf $@

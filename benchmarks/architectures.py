@@ -59,7 +59,7 @@ MLA = {
     "moe_intermediate_size": 64,
 }
 TOLERANCE = 12e-6
-"""Of log-probs, in float32: some ten roundings of each forward, see tests/engines.py."""
+"""Of log-probs, in float32: some ten roundings of each forward, see tests/support/engines.py."""
 OTHER = "other answers"
 FRESH = "as a fresh engine"
 """Whose answers are further from the trainer's than `TOLERANCE`, too."""
@@ -190,7 +190,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where the record goes; rows that it has of others stay")
     parser.add_argument("--timeout", type=float, default=600, help="seconds for one architecture")
     args = parser.parse_args()
-    sys.path[:0] = [str(HERE.parent.parent / "tests"), str(HERE.parent.parent)]
+    sys.path[:0] = [str(HERE.parent.parent / "tests" / "support"), str(HERE.parent.parent)]
     import engines  # type: ignore[import-not-found]  # noqa: F401 - vLLM, transformers and PEFT, for all children
 
     chosen = [a for n in args.only or [""] for a in ARCHITECTURES if a.title.startswith(n)]

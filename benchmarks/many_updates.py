@@ -28,7 +28,7 @@ from torch import Tensor
 from lora_merge import MergedWeights, VllmSync
 from lora_merge.bench import report
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """What vLLM keeps in one parameter."""
 ACTING = (["default"], ["narrow"], ["default", "narrow"])

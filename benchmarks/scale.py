@@ -49,8 +49,8 @@ RESULTS = Path(__file__).resolve().parent / "results"
 GB = 1e9
 AGREEMENTS = 7
 """Small collectives of a steady push from FSDP: one for each of six values that all ranks tell, and two flags; counted
-by tests/sharded_trainer.py. (Where one rank has the handles of several engines, what they say of their workers may take
-one more.)"""
+by tests/support/sharded_trainer.py. (Where one rank has the handles of several engines, what they say of their workers
+may take one more.)"""
 
 
 @dataclass(frozen=True)

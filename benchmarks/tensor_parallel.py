@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from lora_merge.bench.shapes import SHAPES, Shape
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
 
 def build(shape: Shape, layers: int, tp: int, style: str, rank: int, device: torch.device) -> list[Any]:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from trainers import Trainer, tokenizer
 from trainers_swift import random_weights
 
-TESTS = str(Path(__file__).parents[1] / "tests")
+TESTS = str(Path(__file__).parents[1] / "tests" / "support")
 BUCKET_MB = 2048
 """verl's `update_weights_bucket_megabytes`."""
 

@@ -8,8 +8,8 @@ namespace lora_merge {
 namespace hopper {
 
 // racecheck reports what one warp hands to others: a lane's access, `__syncwarp` and another lane's arrival at a
-// barrier are a chain that it does not follow. (With one lane that writes, tests/sanitize.py was clean.) Such writes
-// stand between marks like these two; tests/racecheck.py passes over reports of them, and of nothing else.
+// barrier are a chain that it does not follow. (With one lane that writes, tests/support/sanitize.py was clean.) Such writes
+// stand between marks like these two; tests/support/racecheck.py passes over reports of them, and of nothing else.
 // racecheck: begin words of a segment
 // By a warp, a word a lane: tiles are asked for as late as this takes, and through one lane it takes some percent of a
 // merge.
@@ -206,7 +206,7 @@ __device__ __forceinline__ void split_unit(const Block& b, const TensorMap* cons
 // the ring: a group that waits for one has had its turn after that box was used which lay there before, or it would
 // take the one for the other. Where a strip is one box, groups have whole tiles, and perhaps none of a unit: there each
 // group sees each box come and go. float32 ones that groups split in front of their turns have a ring for each group;
-// split ahead they go round in parts. (tests/hopper_roles.py is a model of all this.)
+// split ahead they go round in parts. (tests/support/hopper_roles.py is a model of all this.)
 template <int Groups, typename Adapter, typename Way>
 __device__ __forceinline__ void ask_for_A(const Block& b) {
   constexpr int Products = Way::kProducts;

@@ -1,0 +1,120 @@
+"""The main job, end to end: `python benchmarks/merge.py` on small weights, as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from docs_code import fenced
+from repository import ROOT
+
+import lora_merge
+from lora_merge.bench import checkpoint
+
+METHODS = ["lora_merge in place", "lora_merge out of place", "merged() enter+exit", "peft", "addmm_"]
+FIELDS = {"ms", "x_copy", "gb_s", "extra_bytes", "max_ulp", "misrounded", "restored"}
+
+# Elements that float32 accumulation rounds to the other side, where updates are up to a tenth of the weights.
+MISROUNDED = {"bf16": 1e-4, "fp16": 1e-3}
+
+
+def bench(*arguments: str | Path) -> str:
+    """Run the benchmark in a process of its own; returns what it prints."""
+    command = [sys.executable, "benchmarks/merge.py", "--repeat", "2", *map(str, arguments)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, f"{command} failed:\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def check(record: dict, dtype: str) -> None:
+    """The names, and what holds for our methods whatever the machine."""
+    assert {"device", "torch", "shape", "rank", "dtype", "bytes", "copy_ms"} <= record.keys()
+    assert record["device"] == "cpu"
+    assert record["torch"] == torch.__version__
+    assert record["dtype"] == dtype
+    into = ["lora_merge into bf16"] if dtype == "fp32" else []
+    assert list(record["methods"]) == METHODS + into
+    for name, figures in record["methods"].items():
+        assert figures.keys() >= FIELDS, name
+        assert figures["ms"] > 0, name
+        traffic = 0.75 if name in into else 1.0  # four bytes read and two written, instead of four
+        assert figures["x_copy"] == pytest.approx(figures["ms"] / (traffic * record["copy_ms"])), name
+        assert figures["gb_s"] == pytest.approx(2 * traffic * record["bytes"] / figures["ms"] / 1e6), name
+        assert figures["elements"] * (4 if dtype == "fp32" else 2) == record["bytes"], (
+            f"{name}: every element is looked at"
+        )
+        assert figures["restored"] is (name in ("lora_merge out of place", "merged() enter+exit", *into)), name
+    ours = [record["methods"][name] for name in METHODS[:3]]
+    for figures in ours:
+        assert figures["of_bound"] <= 1
+        assert figures["misrounded"] <= MISROUNDED.get(dtype, 1)
+        accuracy = {key: figures[key] for key in ("max_ulp", "misrounded", "of_bound")}
+        assert accuracy == {key: ours[0][key] for key in accuracy}, (
+            "in place, out of place and merged() give the same bits"
+        )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "adapter_dtype", "rank"), [("bf16", "fp32", 32), ("fp16", "bf16", 5), ("fp32", "fp32", 8)]
+)
+def test_shape(tmp_path: Path, dtype: str, adapter_dtype: str, rank: int) -> None:
+    """Random weights of a known shape: JSON, table and picture."""
+    data, picture = tmp_path / "out.json", tmp_path / "deeper" / "out.png"
+    options = ("--dtype", dtype, "--adapter-dtype", adapter_dtype, "--rank", str(rank))
+    printed = bench("--shape", "tiny", *options, "--json", data, "--plot", picture)
+    record = json.loads(data.read_text())
+    check(record, dtype)
+    assert (record["shape"], record["rank"], record["adapter_dtype"]) == ("tiny", rank, adapter_dtype)
+    assert all(name in printed for name in METHODS)
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+@pytest.fixture(scope="module")
+def disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a checkpoint, `base`, and an `adapter` trained on it, the way the default job makes them."""
+    folder = tmp_path_factory.mktemp("disk")
+    sizes = {"hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 2, "num_attention_heads": 4}
+    checkpoint.write_checkpoint(folder / "base", checkpoint.QWEN2 | sizes, torch.bfloat16)
+    losses = checkpoint.train_adapter(folder / "adapter", folder / "base", rank=4, steps=24)
+    assert sum(losses[-8:]) < sum(losses[:8]), "training learns something"
+    return folder
+
+
+def test_checkpoint(disk: Path, tmp_path: Path) -> None:
+    """A real checkpoint and a real adapter, read back from disk."""
+    bench("--model", disk / "base", "--adapter", disk / "adapter", "--json", tmp_path / "out.json")
+    record = json.loads((tmp_path / "out.json").read_text())
+    check(record, "bf16")
+    assert (record["shape"], record["rank"], record["matrices"]) == ("base", 4, 14)
+
+
+def test_readme() -> None:
+    """README's first example runs as it stands, and does what its comments say; so does the one for tensors."""
+    first, _, tensors = fenced((ROOT / "README.md").read_text())
+    made, block, used = first.partition("with lora_merge")
+    names: dict[str, Any] = {}
+    exec(made, names)
+    before = {name: tensor.clone() for name, tensor in names["model"].state_dict().items()}
+    exec(block + used, names)
+    for name, tensor in names["model"].state_dict().items():
+        assert torch.equal(tensor, before[name]), f"{name} is not what it was before the block"
+    weight = "model.layers.0.self_attn.q_proj.weight"
+    layer = names["model"].get_submodule("base_model.model.model.layers.0.self_attn.q_proj")
+    lora_A, lora_B, scaling = layer.lora_A.default.weight, layer.lora_B.default.weight, layer.scaling["default"]
+    assert names["answer"].shape[1] > 3, "it generated"
+    base = layer.base_layer.weight.detach()
+    merged = lora_merge.merge(base, lora_A, lora_B, scaling)
+    assert not torch.equal(base, merged)
+    assert torch.equal(dict(lora_merge.MergedWeights(names["model"]))[weight], merged)
+
+    names = {"torch": torch, "lora_merge": lora_merge, "weight": base.clone(), "slot": torch.zeros_like(base)}
+    exec(tensors, names | {"lora_A": lora_A, "lora_B": lora_B, "scaling": scaling})
+    assert torch.equal(names["weight"], merged)
+    assert torch.equal(names["slot"], lora_merge.merge(merged, lora_A, lora_B, scaling))

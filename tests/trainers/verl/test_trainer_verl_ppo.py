@@ -1,0 +1,171 @@
+"""Whole runs of verl's `main_ppo`: GRPO of two workers under Ray, with verl's vLLM servers, on CPUs."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+if find_spec("verl") is None:
+    pytest.skip("verl's tests run in an environment of their own", allow_module_level=True)
+
+import verl_model
+from vllm_name import folder as vllm_by_name
+
+from tests.trainers.verl.test_trainer_verl import entry_points, environment  # noqa: F401
+
+FLOAT32 = "{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}"
+PUSHED = "+actor_rollout_ref.rollout.engine_kwargs.vllm.weight_transfer_config={backend:lora_merge}"
+LOADED = "+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=verl_worker.Unpacked"
+
+# Dozens of processes are started, each of which imports PyTorch, verl and vLLM: minutes, where another suite runs, too.
+LIMIT_S = 1200
+pytestmark = pytest.mark.timeout(LIMIT_S + 60)
+
+
+def arguments(place: Path, steps: int, *more: str) -> list[str]:
+    """A run of two workers, each with a server of its own; everything in float32, so that each token's ratio is 1."""
+    actor, rollout, model = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))
+    return [
+        f"data.train_files={place}/questions.parquet",
+        f"data.val_files={place}/questions.parquet",
+        "data.train_batch_size=8",
+        "data.max_prompt_length=32",
+        "data.max_response_length=16",
+        "data.dataloader_num_workers=0",
+        f"{model}.path={place}/model",
+        f"+{model}.override_config.attn_implementation=eager",
+        f"{model}.use_remove_padding=False",
+        f"{model}.enable_gradient_checkpointing=False",
+        f"{model}.lora_rank=8",
+        f"{model}.lora_alpha=32",
+        f"{model}.lora.merge=True",
+        f"{actor}.strategy=fsdp2",
+        f"{actor}.use_torch_compile=False",
+        f"{actor}.fsdp_config.use_torch_compile=False",
+        f"+{actor}.fsdp_config.mixed_precision={FLOAT32}",
+        f"{actor}.optim.lr=1e-2",
+        f"{actor}.ppo_mini_batch_size=8",
+        f"{actor}.ppo_micro_batch_size_per_gpu=8",
+        f"{rollout}.name=vllm",
+        f"{rollout}.dtype=float32",
+        f"{rollout}.tensor_model_parallel_size=1",
+        f"{rollout}.n=2",
+        f"{rollout}.calculate_log_probs=True",
+        f"{rollout}.enforce_eager=True",
+        f"{rollout}.free_cache_engine=False",
+        f"+{rollout}.enable_sleep_mode=False",
+        f"{rollout}.max_model_len=64",
+        f"{rollout}.max_num_seqs=16",
+        f"{rollout}.log_prob_micro_batch_size_per_gpu=8",
+        f"{rollout}.checkpoint_engine.update_weights_bucket_megabytes=64",
+        f"{rollout}.agent.num_workers=1",
+        "reward.num_workers=1",
+        f"reward.custom_reward_function.path={place}/reward.py",
+        "reward.custom_reward_function.name=compute_score",
+        "algorithm.adv_estimator=grpo",
+        "trainer.logger=[console,file]",
+        "trainer.n_gpus_per_node=2",
+        "trainer.val_before_train=False",
+        f"trainer.total_training_steps={steps}",
+        "trainer.save_freq=2",
+        f"trainer.default_local_dir={place}/checkpoints",
+        "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
+        "+ray_kwargs.ray_init.num_gpus=2",
+        "+ray_kwargs.ray_init.include_dashboard=False",
+        "ray_kwargs.ray_init.num_cpus=12",
+        *more,
+    ]
+
+
+def train(place: Path, steps: int, *more: str, entry_points: Path, **changes: str) -> str:  # noqa: F811
+    """What a run prints."""
+    changes |= {
+        "LORA_MERGE_CHECK": "1",
+        "VERL_FILE_LOGGER_PATH": str(place / f"{steps}.jsonl"),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_PLUGINS": "lora_merge",
+        "RAY_DEDUP_LOGS": "0",
+        "HYDRA_FULL_ERROR": "1",
+    }
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *arguments(place, steps, *more)]
+    log = place / f"{steps}.log"
+    with (
+        log.open("w") as printed,
+        subprocess.Popen(
+            command,
+            cwd=place,
+            env=environment(entry_points, **changes),
+            stdout=printed,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        ) as running,
+    ):
+        try:
+            status: int | str = running.wait(timeout=LIMIT_S)
+        except subprocess.TimeoutExpired as expired:
+            status = str(expired)[-30:]
+        finally:
+            running.kill()
+    text = log.read_text()
+    assert status == 0, f"{status}: {text[-9000:]}"
+    return text
+
+
+def told(place: Path, steps: int, name: str) -> dict[int, float]:
+    """A metric of this package by step, as verl's loggers get it."""
+    lines = [json.loads(line) for line in (place / f"{steps}.jsonl").read_text().splitlines()]
+    metric = f"actor/lora_merge/{name}"
+    return {line["step"]: line["data"][metric] for line in lines if metric in line["data"]}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory, entry_points: Path) -> Path:  # noqa: F811
+    folder = tmp_path_factory.mktemp("ppo")
+    verl_model.save_task(folder)
+    verl_model.save_model(folder / "model")
+    vllm_by_name(entry_points)  # what this environment's own wheel does not say
+    return folder
+
+
+def assert_one_policy(place: Path, steps: range, capsys: pytest.CaptureFixture[str]) -> None:
+    """In float32 each token's ratio is 1 within rounding, in every step: not only on average."""
+    low, high = (told(place, steps[-1], f"ratio_{end}") for end in ("min", "max"))
+    with capsys.disabled():
+        print(f"\nratios by step: {low} to {high}; seconds of a sync: {told(place, steps[-1], 'seconds')}")
+    assert list(low) == list(high) == list(steps)
+    assert all(0.9999 < value <= 1 for value in low.values())
+    assert all(1 <= value < 1.0001 for value in high.values())
+
+
+@pytest.fixture(scope="module")
+def streamed(place: Path, entry_points: Path) -> str:  # noqa: F811
+    """What a run of two steps prints that streams; its checkpoint is where another run goes on."""
+    return train(place, 2, LOADED, entry_points=entry_points, LORA_MERGE_DTYPE="float32")
+
+
+def test_streams_into_verl(place: Path, streamed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Switched on by verl's own flag alone: verl's buckets carry our stream into its servers, and every step's
+    answers are the policy's."""
+    assert streamed.count("lora_merge takes over the merged weights of FSDPEngineWithLMHead") == 1
+    assert len(re.findall(r"lora_merge: merged@\d over verl's rollout: 27 tensors", streamed)) == 3
+    assert_one_policy(place, range(1, 3), capsys)
+    assert told(place, 2, "tensors") == {1: 27, 2: 27}
+
+
+@pytest.mark.usefixtures("streamed")
+def test_pushes_and_resumes(place: Path, entry_points: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+    """verl goes on from its own checkpoint, of the run before, with whole pushes into its servers: the adapter is there
+    once, and every element of the engines was written."""
+    assert (place / "checkpoints" / "global_step_2").exists(), "the run before left no checkpoint"
+    printed = train(place, 4, PUSHED, entry_points=entry_points, LORA_MERGE_VERIFY="1", LORA_MERGE_DTYPE="float32")
+    assert len(re.findall(r"lora_merge: merged@\d over shm: 27 tensors", printed)) == 3
+    assert_one_policy(place, range(3, 5), capsys)
+    assert told(place, 4, "coverage") == {3: 1.0, 4: 1.0}

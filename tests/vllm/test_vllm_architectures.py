@@ -1,0 +1,50 @@
+"""The table of architectures is of its record, and the script says right where a push is right."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from repository import ROOT
+
+SCRIPT = ROOT / "benchmarks" / "architectures.py"
+
+
+def python(*arguments: str, given: str = "") -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(SCRIPT.parent)])}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, input=given, capture_output=True, text=True, cwd=ROOT, env=environment)
+
+
+def test_the_table_is_of_the_record() -> None:
+    record = ROOT / "benchmarks" / "results" / "architectures-cpu.json"
+    rows = json.loads(record.read_text())["rows"]
+    assert len(rows) >= 30
+    show = "import json, sys, architectures as a; print(a.table([a.Row(**r) for r in json.load(sys.stdin)['rows']]))"
+    made = python("-c", show, given=record.read_text())
+    assert made.returncode == 0, made.stderr
+    assert made.stdout.strip() in (ROOT / "docs" / "architectures.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["Olmo2", "GPT2LMHeadModel"])
+def test_a_push_is_right(name: str, tmp_path: Path) -> None:
+    """One of vLLM's Transformers backend, in another process; one whose weights lie the other way round."""
+    record = tmp_path / "record.json"
+    made = python(str(SCRIPT), "--only", name, "--json", str(record))
+    assert made.returncode == 0, made.stdout + made.stderr
+    (row,) = json.loads(record.read_text())["rows"]
+    assert (row["vllm"], row["merged"]) == ("right", "right")
+    assert row["error"] < 12e-6
+
+
+def test_an_adapter_that_vllm_takes_apart_is_refused_before_it_is_sent(tmp_path: Path) -> None:
+    """GLM-4's gate and up are one weight in the checkpoint and two for vLLM's adapters: it broke off in the worker."""
+    record = tmp_path / "record.json"
+    python(str(SCRIPT), "--only", "Glm4", "--json", str(record))
+    rows = {row["name"]: row for row in json.loads(record.read_text())["rows"]}
+    assert rows["Glm4"]["merged"] == "right"
+    assert rows["Glm4"]["adapter"].startswith("PushRefused: vLLM has no LoRA layer for model.layers.0.mlp.gate_up_proj")
