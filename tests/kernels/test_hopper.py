@@ -24,6 +24,7 @@ from lora_merge.kernels.cuda import table as cuda_table
 from lora_merge.kernels.cuda import tracked as cuda_tracked
 from lora_merge.kernels.cuda.kernel import NONE, Work, arguments
 from lora_merge.kernels.cuda.merge import MERGES
+from lora_merge.kernels.plan import Plan
 from lora_merge.kernels.segments import (
     COLS,
     DESTINATION,
@@ -39,6 +40,7 @@ from lora_merge.kernels.segments import (
     pack,
 )
 from lora_merge.kernels.tracked import one_pass as fused
+from lora_merge.kernels.tracked.plan import TrackedPlan
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -97,6 +99,7 @@ def test_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
             "w", margin.source, margin.destination, margin.lora_A[:33], margin.lora_B[:, :33]
         ),
         "91 columns": segment(cols=91),
+        "91 columns of longer rows": segment(cols=91, layouts=("rows of vectors",) * 4),
         "odd start": columns(1),
         "transposed base": segment(layouts=("transposed", "contiguous", "contiguous", "contiguous")),
         "rank 392": segment(rank=392),
@@ -510,3 +513,20 @@ def test_tracked_there_and_back(base: torch.dtype, adapters: torch.dtype, monkey
     for update, room in ((1e-3, 64), (1.0, 1), (1.0, 17), (1e4, 64), (1.0, 10**9)):
         compare([(300, 776), (65, 256), (1024, 1024)], [32] * 3, update=update, room=room)
     compare([(37 * i + 1, 8 * (i % 90 + 1)) for i in range(40)], [8 * (i % 16 + 1) for i in range(40)])
+
+
+@on_hopper
+@pytest.mark.parametrize("tracked", [False, True], ids=["merged", "tracked"])
+@pytest.mark.parametrize(("rank", "adapters"), [(8, BF16), (1, FP32), (40, FP32)])
+def test_nothing_is_written_behind_a_row(rank: int, adapters: torch.dtype, tracked: bool) -> None:
+    """A store by a tensor map ends at a whole vector of 16 bytes, wherever the columns end."""
+    for rows, cols in itertools.product((1, 70), (1, 3, 8, 9, 31, 40, 63)):
+        memory = torch.full((rows, 64), 3.0, dtype=BF16, device="cuda")
+        weight, a = memory[:, :cols], torch.randn(rank, cols, dtype=adapters, device="cuda")
+        segment = Segment("w", weight, weight, a, torch.randn(rows, rank, dtype=adapters, device="cuda"), 1.0)
+        if tracked:
+            TrackedPlan([segment]).merge()
+        else:
+            Plan([segment]).run()
+        assert (memory[:, cols:] == 3.0).all(), (rows, cols)
+        assert (memory[:, :cols] != 3.0).any(), (rows, cols)

@@ -135,7 +135,9 @@ def assert_rounded_once(got: Mapping[str, Tensor], wanted_of: Mapping[str, Tenso
 
 # ---- tensors ---------------------------------------------------------------------------------------------------------
 
-LAYOUTS = ("contiguous", "padded rows", "transposed", "padded columns", "every second column", "odd start")
+LAYOUTS = (
+    "contiguous", "padded rows", "transposed", "padded columns", "every second column", "odd start", "rows of vectors"
+)  # fmt: skip
 
 
 def empty(layout: str, rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -152,6 +154,8 @@ def empty(layout: str, rows: int, cols: int, dtype: torch.dtype, device: torch.d
             return storage(rows, cols)
         case "padded rows":
             return storage(rows, cols + 3)[:, 2 : cols + 2]
+        case "rows of vectors":  # 16 bytes each, whatever the columns: what lies behind these is somebody else's
+            return storage(rows, (cols + 23) // 16 * 16)[:, :cols]
         case "transposed":
             return storage(cols, rows).t()
         case "padded columns":

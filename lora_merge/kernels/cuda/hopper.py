@@ -40,6 +40,8 @@ from ..segments import (
 from .kernel import Kernel, Units, Work
 from .table import memory, planes, products
 
+VECTOR = 16
+"""Bytes of what tensor maps align, and write at once."""
 RANKS = 8
 """Of a 16-bit adapter: a multiple of so many."""
 
@@ -78,6 +80,8 @@ class Hopper(Kernel[Tiles]):
         fits &= (table[:, COLS] <= HOPPER_COLS) & (table[:, DTYPES] >> 32 == FORMATS["Plain"])
         for address, stride, size in ((SOURCE, SOURCE_STRIDE, 2), (DESTINATION, DESTINATION_STRIDE, self.result_bytes)):
             fits &= _rows_of_vectors(table, address, stride, size, table[:, ROWS])
+        # Tensor maps write whole vectors: up to the end of the last one, zeros follow a row's last column. Counted.
+        fits &= table[:, COLS] * self.result_bytes % VECTOR == 0
         in_parts = (adapters == FP32) | (adapters == PAIRS)
         fits &= ~(in_parts & _turned(table))  # parts of float32 adapters are summed in one order here
         if not _available(device):

@@ -39,14 +39,12 @@ from ..segments import (
     SOURCE_STRIDE,
 )
 from . import hopper
-from .hopper import RANKS
+from .hopper import RANKS, VECTOR
 from .kernel import Kernel
 from .table import ceil, products
 
 WORTH = 16
 """An adapter is copied where it is less than one part in so many of the weight."""
-VECTOR = 16
-"""Bytes of what tensor maps align."""
 FACTORS = 64
 """Columns of lora_A as pairs, and factors of either half, are filled up to a multiple of so many: csrc/parts.h."""
 FACTOR_WORDS = FACTORS + 4
