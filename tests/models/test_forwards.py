@@ -246,7 +246,7 @@ def test_a_layer_of_pefts_with_a_forward_of_its_own_is_told() -> None:
     remove_hook_from_module(layer)
     inner = layer.forward
     layer.forward = lambda x: 2 * inner(x)
-    with pytest.warns(UserWarning, match=r"a peft.tuners.lora.layer.Linear computes by test_forwards"), merged(model):
+    with pytest.warns(UserWarning, match=f"a peft.tuners.lora.layer.Linear computes by {__name__}"), merged(model):
         pass
 
 

@@ -129,7 +129,7 @@ def read_folder(folder: str | Path, base: str | Path | None, dtype: torch.dtype,
             f"in the file, {len(problems.unexpected_keys)} of the file's have no place, {lacking[0]} for one; "
             f"{advice(matched, said, given=base is not None)}"
         )
-    _mark_whole(folder, adapted, {hf_name(key) for key in held if not _own(key)}, config.bias)
+    _mark_whole(folder, adapted, {hf_name(key) for key in held if not _own(key)}, getattr(config, "bias", "none"))
     view.give_back(model)
     adapted.base_model.model = model  # the whole base, of which the view is a part
     beside = read_beside(folder, Path(str(named)), adapted, held)
