@@ -504,14 +504,17 @@ def test_passes_in_several_threads(config: dict[str, Any]) -> None:
 
     def passes() -> None:
         for _ in range(20):
-            with weights.filler().passing():  # so that none lets go of the model while others begin
-                wrong.update(name for name, tensor in weights if not torch.equal(tensor, wanted[name]))
+            wrong.update(name for name, tensor in weights if not torch.equal(tensor, wanted[name]))
+        done.append(True)
 
+    done: list[bool] = []
     threads = [threading.Thread(target=passes) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with weights.filler(whole=True).passing():  # so that none lets go of the model while others begin
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(done) == 3
     assert not wrong
 
 
