@@ -50,9 +50,10 @@ def computing(config: Any) -> dict[str, Any]:
     return flat
 
 
-def config_of(model: nn.Module | Sequence[nn.Module]) -> Any:
-    """Find the transformers configuration of a model, however it is wrapped; None where it has none."""
-    for part in [model] if isinstance(model, nn.Module) else model:
+def config_of(model: Any) -> Any:
+    """Find the transformers configuration of a model, however it is wrapped; None where it has none (Megatron's)."""
+    parts: Sequence[nn.Module] = [model] if isinstance(model, nn.Module) else getattr(model, "list", model)
+    for part in parts:
         for module in part.modules():
             if hasattr(config := getattr(module, "config", None), "get_text_config"):
                 return config
