@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -20,6 +22,7 @@ import torch._inductor.config
 from helpers import assert_same_bits
 from peft import LoraConfig, PeftModel, get_peft_model
 from processes import spawn
+from repository import ROOT
 from torch import Tensor, nn
 
 import lora_merge
@@ -296,8 +299,8 @@ def test_a_claim_ends_with_its_holder() -> None:
     claims.check_readable(storage)
 
 
-def test_floods_of_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever they end, the base comes back, and the next block can be entered."""
+def floods() -> None:
+    """Interrupt blocks at all times, and again while they clean up."""
     model = models.with_lora(models.qwen2, dtype=torch.bfloat16)
     bits = {name: p.detach().clone() for name, p in model.named_parameters()}
     left = [0]
@@ -323,8 +326,6 @@ def test_floods_of_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
         except Again:
             pass
 
-    # One may end a destructor, and the next one pytest's report of that.
-    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
     before = signal.signal(signal.SIGALRM, handler)
     for number in range(300):
         survive(number)
@@ -334,6 +335,17 @@ def test_floods_of_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert signal.signal(signal.SIGALRM, before) is handler
     with merged(model):
         pass
+
+
+def test_floods_of_interrupts() -> None:
+    """Whatever they end, the base comes back, and the next block can be entered.
+
+    In a process of its own: one may end torch's way back from `no_grad`, or pytest's report of another.
+    """
+    code = "from tests.models.test_inside import floods; floods()"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
 
 
 def test_compiled_code_that_freezes_weights_is_told() -> None:
