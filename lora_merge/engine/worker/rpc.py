@@ -97,19 +97,8 @@ def respond(worker: Worker, ops: Mapping[str, Op], request: str, raised: tuple[t
         message = json.loads(request)
         call = message.pop("call", None)
         side = worker.side()
-        op, ours, still = message.pop("op"), "trainer" in message, message.pop("still", False)
-        sessions = message.pop("sessions", None) if ours else None
-        if op not in _FLYING:
-            side.land()
-        with worker.working(op):
-            if ours:  # what another push has left behind must not touch what comes to this one
-                side.claim.check(message.pop("trainer"), message.pop("push", None))
-            with nullcontext() if sessions is None else side.taking(sessions):
-                if still:
-                    side.claim.check_still(worker.stepped())
-                answer = ops[op](worker, side, **message)
-            if ours:  # it may have taken long
-                side.claim.hear()
+        with side.turn:  # as an engine in another process does one call after the other
+            answer = _done(worker, side, ops, message)
         return json.dumps({"rank": rank, "call": call, "process": process_id(), **answer})
     except raised:
         raise
@@ -119,3 +108,21 @@ def respond(worker: Worker, ops: Mapping[str, Op], request: str, raised: tuple[t
     except Exception as error:
         _log.exception("lora_merge")
         return json.dumps({"rank": rank, "call": call, "process": process_id(), "error": told(error)})
+
+
+def _done(worker: Worker, side: Side, ops: Mapping[str, Op], message: dict[str, Any]) -> dict[str, Any]:
+    """Run the operation of a message, and return its answer."""
+    op, ours, still = message.pop("op"), "trainer" in message, message.pop("still", False)
+    sessions = message.pop("sessions", None) if ours else None
+    if op not in _FLYING:
+        side.land()
+    with worker.working(op):
+        if ours:  # what another push has left behind must not touch what comes to this one
+            side.claim.check(message.pop("trainer"), message.pop("push", None))
+        with nullcontext() if sessions is None else side.taking(sessions):
+            if still:
+                side.claim.check_still(worker.stepped())
+            answer = ops[op](worker, side, **message)
+        if ours:  # it may have taken long
+            side.claim.hear()
+    return answer
