@@ -10,6 +10,7 @@ import engines
 import models
 import pytest
 from engines import ask, assert_answers, engine, train
+from vllm.config import get_current_vllm_config_or_none
 
 from lora_merge import InvalidInput, PushRefused, VllmSync
 from lora_merge.serve import load_adapter
@@ -53,5 +54,12 @@ def test_one_engine_and_many_callers(tmp_path: Path) -> None:
         train(model)
         sync.push(verify=True)
         assert_answers(ask(llm), model)
+        with engine(model, tmp_path / "base") as other:  # both are asked side by side
+            for step in range(5):
+                train(model, step)
+                VllmSync(model, [llm, other], bucket_bytes=1 << 17).push()
+            assert get_current_vllm_config_or_none() is None
+            assert_answers(ask(other), model)
+            assert_answers(ask(llm), model)
     with pytest.raises(PushRefused, match=r"engine 0 cannot be pushed to: .*this engine was shut down"):
         sync.push()

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeAlias
@@ -75,6 +77,19 @@ _FLYING = frozenset({"commit"})
 """Operations that begin while the device is still at what the one before has left under way (`Side.fly`): what they do
 on it comes after that, and they wait before they answer."""
 
+_turn = threading.RLock()
+"""Held by the call that is under way in this process: threads call engines that are in it, and what such a call works
+in (vLLM's current configuration) is the process's."""
+
+
+def _renew() -> None:
+    """In a process that was forked: the thread that held it is not there."""
+    global _turn
+    _turn = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew)
+
 
 def respond(worker: Worker, ops: Mapping[str, Op], request: str, raised: tuple[type[Exception], ...] = ()) -> str:
     """Run the operation that a request names.
@@ -97,7 +112,7 @@ def respond(worker: Worker, ops: Mapping[str, Op], request: str, raised: tuple[t
         message = json.loads(request)
         call = message.pop("call", None)
         side = worker.side()
-        with side.turn:  # as an engine in another process does one call after the other
+        with _turn:
             answer = _done(worker, side, ops, message)
         return json.dumps({"rank": rank, "call": call, "process": process_id(), **answer})
     except raised:

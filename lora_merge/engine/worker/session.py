@@ -61,7 +61,6 @@ class Side:
             2 (thrown away); 0 if they are awake.
 
     Attributes:
-        turn: held by the call that is under way: an engine in its caller's process is called from several threads.
         name: of this worker, which no other one has.
         claim: whose push the engine is in the middle of.
         tables: what was examined last, by digest; a trainer may come back to one in the same push.
@@ -82,7 +81,7 @@ class Side:
 
     def __init__(self, loader: Loader, asleep: Callable[[], int]) -> None:
         self.device, self.modules, self.loader, self.asleep = loader.device, loader.modules, loader, asleep
-        self.turn, self.name = threading.RLock(), secrets.token_hex(8)
+        self.name = secrets.token_hex(8)
         self.receiver: Receiver | None = None
         self.tables: dict[str, Table] = {}
         self.claim = Claim()
