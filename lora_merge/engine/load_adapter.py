@@ -223,7 +223,7 @@ def _trainer_of(engine: Any) -> Trainer:
     """This process alone as the one that pushes, whatever other ranks there are."""
     controls = _controls_of(engine)
     for index, control in enumerate(controls):
-        check_handle(index, control)
+        check_handle(index, control, controls[:index])
     return Trainer(controls, Ranks())
 
 

@@ -63,7 +63,7 @@ class EngineSync(Pushes):
         trainer = Trainer(controls, world)
         with world.vote(type(self).__name__):
             for index, control in enumerate(controls):
-                check_handle(index, control)
+                check_handle(index, control, controls[:index])
         if told := self._complaint(model):
             warnings.warn(told, stacklevel=3)
         passes = Passes(trainer, self._weights, self._base, merge)

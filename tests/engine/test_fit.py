@@ -17,7 +17,7 @@ from lora_merge.engine.control.base import Control
 from lora_merge.engine.control.calls import drive, side_by_side, together, while_alive
 from lora_merge.engine.push.channels import Trainer
 from lora_merge.engine.push.evaluation import judge
-from lora_merge.engine.push.replica import Replica, check_whole, engines_of, fail_together, failure
+from lora_merge.engine.push.replica import Replica, check_apart, check_whole, engines_of, fail_together, failure
 from lora_merge.engine.state import State, change
 from lora_merge.shards.ranks import Ranks
 from lora_merge.stream.buckets import Meta
@@ -124,6 +124,28 @@ def test_failures_say_what_each_engine_holds() -> None:
     replicas[0].gone_on = True
     told = str(failure(replicas))
     assert "engine 2 is valid; engine 0 holds what was pushed, but: injected" in told
+
+
+def test_of_an_engine_that_has_died_nothing_is_claimed() -> None:
+    replicas = [replica(i, (0,), 1) for i in range(3)]
+    for one, begun in zip(replicas, (True, False), strict=False):
+        one.error, one.begun = "EngineGone: process 7 has died", begun
+    error = failure(replicas)
+    assert isinstance(error, PushFailed)
+    assert str(error) == (
+        "engine 0 does not answer any more, and what it holds is not known: EngineGone: process 7 has died; engine 1 "
+        "does not answer any more, and whether it goes on is not known: EngineGone: process 7 has died; engine 2 is "
+        "valid. Start an engine that has died anew, and push again"
+    )
+
+
+def test_one_engine_under_two_handles() -> None:
+    replicas = [replica(i, (0,), 1) for i in range(3)]
+    for one, name in zip(replicas, "aba", strict=True):
+        one.workers[0] |= {"name": name, "pid": 7, "host": "here/1"}
+    check_apart(replicas[:2])
+    with pytest.raises(PushRefused, match=r"engine 2 is engine 0 under another handle \(process 7 on here\)"):
+        check_apart(replicas)
 
 
 class Slow(Control):

@@ -114,6 +114,15 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
         {"compilation_config": {"inductor_compile_config": {"max_autotune": True}}},
         "weights in as constants .*max_autotune",
     ),
+    "a classifier": ({"runner": "pooling", "convert": "classify"}, ""),
+    "a classifier of tokens": (
+        {
+            "runner": "pooling",
+            "convert": "classify",
+            "hf_overrides": {"method": "no_post_processing", "classifier_from_token": ["a", "b"]},
+        },
+        "its classifier of rows of a head .*classifier_from_token",
+    ),
 }
 
 

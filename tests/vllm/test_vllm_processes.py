@@ -214,6 +214,13 @@ def test_two_replicas_over_http(servers: list[Server]) -> None:
     with pytest.raises(PushRefused, match=r'(?s)API server does not know.*mode="merged"'):
         sync.push(mode="adapter")
     sync.push(mode="merged")
+    same = [servers[0].url, servers[0].url.replace("127.0.0.1", "localhost")]
+    with (
+        closing(VllmSync(model, same)) as twice,
+        pytest.raises(PushRefused, match=r"engine 1 is engine 0 under another handle"),
+    ):
+        twice.push()
+    assert servers[0].generate(prompt) == wanted
 
 
 def test_one_replica_fails_and_the_other_is_valid(servers: list[Server], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from ...stream.buckets import Table, metas, to_json
 from ...stream.filler import Filler
 from ...stream.places import Sent
 from ..configs import tell_of_differences
-from ..control.base import Call
+from ..control.base import Call, WorkerFailed
 from ..control.calls import bind, drive, side_by_side, together
 from ..control.http import NotReached, Unfit
 from ..payload.adapter import AdapterSource
@@ -23,13 +23,13 @@ from ..payload.checksums import Verified
 from ..payload.pull import Pull
 from ..payload.update import Update
 from ..state import State
-from ..transport.liveness import host_id
+from ..transport.liveness import host_id, told
 from ..transport.routing import Route, WorkerId
 from ..worker.lease import claim_of, under_way
 from .channels import Trainer
 from .heartbeat import Heartbeat
 from .planner import Pass, Told
-from .replica import Replica, SyncReport, check_whole, engines_of, failure, tell_of_calibrated
+from .replica import SILENT, Replica, SyncReport, check_apart, check_whole, engines_of, failure, tell_of_calibrated
 from .sequence import Steps
 
 _Settle: TypeAlias = Callable[[Replica, Call | None, bool, bool], Coroutine[Any, Any, None]]
@@ -263,7 +263,11 @@ class Pushes:
                 workers = await control.rpc("hello", **message)
             except (NotReached, Unfit) as error:
                 raise PushRefused(f"engine {index}: {error}") from error
+            except WorkerFailed as error:
+                raise PushRefused(f"engine {index} cannot be pushed to: {error}") from error
             except Exception as error:
+                if told(error).startswith(SILENT):
+                    raise PushRefused(f"engine {index} has died, start it anew: {error}") from error
                 raise PushRefused(
                     f"engine {index} does not answer as one of lora_merge's: {error}. If it does not know the method, "
                     f"is lora-merge installed where its workers run, and does {control.plugins} allow it?"
@@ -311,6 +315,7 @@ class Pushes:
                 replicas.append(Replica(len(replicas), control, workers))
         for replica in replicas:
             replica.check()
+        check_apart(replicas)
         check_whole(replicas)
         return replicas
 

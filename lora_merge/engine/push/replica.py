@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...errors import PushFailed, PushRefused
+from ...errors import InvalidInput, PushFailed, PushRefused
 from ..control.base import Call, Control
 from ..state import State, change
 
@@ -240,6 +240,19 @@ def check_whole(replicas: Sequence[Replica]) -> None:
             )
 
 
+def check_apart(replicas: Sequence[Replica]) -> None:
+    """Raise `PushRefused` if an engine has more than one handle: it would take each message twice."""
+    met: dict[str, int] = {}
+    for replica in replicas:
+        for name in {worker["name"] for worker in replica.workers if "name" in worker}:
+            if met.setdefault(name, replica.index) != replica.index:
+                raise PushRefused(
+                    f"engine {replica.index} is engine {met[name]} under another handle (process "
+                    f"{replica.workers[0]['pid']} on {replica.workers[0]['host'].partition('/')[0]}): give one handle "
+                    "for each engine, on all ranks together"
+                )
+
+
 def fail_together(replicas: Sequence[Replica]) -> None:
     """Give all replicas of one engine the error of the first that failed: one failed worker makes the whole engine
     dirty, if anything was written to any part of it."""
@@ -248,6 +261,10 @@ def fail_together(replicas: Sequence[Replica]) -> None:
         begun = any(replica.begun for replica in engine)
         for replica in engine if error else ():
             replica.error, replica.begun = replica.error or error, begun
+
+
+SILENT = tuple(f"{kind}: " for kind in ("EngineDeadError", "EngineGone", "NotReached"))
+"""How errors begin of engines that have died, or that nothing is heard of (`told`)."""
 
 
 def failure(
@@ -266,6 +283,13 @@ def failure(
     gone = [r for r in failed if r.index not in brought and r.lost and r.begun]
     taken = [f"engine {r.index} is another trainer's by now: {r.error}" for r in gone]
     broken = [r for r in failed if r.index not in brought and r not in gone]
+    silent = [
+        f"engine {r.index} does not answer any more, and {'what it holds' if r.begun else 'whether it goes on'} is not "
+        f"known: {r.error}"
+        for r in broken
+        if r.error.startswith(SILENT)
+    ]
+    broken = [r for r in broken if not r.error.startswith(SILENT)]
     dirty = [f"engine {r.index} is dirty: {r.error}" for r in broken if r.begun]
     left = "was not changed by this push"  # but perhaps by another one
     as_before = [
@@ -273,10 +297,12 @@ def failure(
     ]
     valid = [f"engine {r.index} is valid" for r in replicas if not r.error]
     valid += [f"engine {r.index} holds what was pushed, but: {r.error}" for r in replicas if r.error and r.gone_on]
-    text = "; ".join(dirty + late + taken + as_before + valid)
-    if not dirty and not late and not taken and not valid:
+    text = "; ".join(dirty + silent + late + taken + as_before + valid)
+    if not dirty and not silent and not late and not taken and not valid:
         return PushRefused(f"{text}. Nothing was sent; push again")
-    return PushFailed(f"{text}. {f'Dirty engines stay paused; {healing}' if dirty else 'Push again'}")
+    advice = [f"Dirty engines stay paused; {healing}"] if dirty else []
+    advice += ["Start an engine that has died anew, and push again"] if silent else [] if dirty else ["Push again"]
+    return PushFailed(". ".join([text, *advice]))
 
 
 def tell_of_calibrated(replicas: Sequence[Replica], told: set[int]) -> str:
@@ -305,7 +331,11 @@ def tell_of_calibrated(replicas: Sequence[Replica], told: set[int]) -> str:
     return found[0].calibrated if found else ""
 
 
-def check_handle(index: int, control: Control) -> None:
-    """Raise `PushRefused` if this process can already tell that no push can reach the engine behind a handle."""
+def check_handle(index: int, control: Control, before: Sequence[Control] = ()) -> None:
+    """Raise an error if this process can already tell that no push can reach the engine behind a handle, or that a
+    handle before it reaches the same one."""
+    for other, known in enumerate(before):
+        if known.engine is control.engine or (isinstance(known.engine, str) and known.engine == control.engine):
+            raise InvalidInput(f"engine must name each engine once, got one twice: handles {other} and {index}")
     if unfit := control.unfit():
         raise PushRefused(f"engine {index} {unfit}")

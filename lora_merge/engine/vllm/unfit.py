@@ -18,6 +18,8 @@ from .plugin import BACKEND
 
 _WITHOUT_WEIGHTS = {"ngram", "ngram_gpu", "suffix"}
 """Methods of speculative decoding that draft without a model."""
+_TOKENS = "classifier_from_token"
+"""The setting of rerankers that vLLM makes of generating models as it loads them."""
 _BARRED = "flashinfer_moe_ep"
 """Where vLLM has experts whose layout cannot be loaded again; it does not choose them for an engine that was started
 for weight transfer (0.32)."""
@@ -204,6 +206,18 @@ def _scores(worker: Any) -> str:
     )
 
 
+def _classifies_by_tokens(worker: Any) -> str:
+    model = worker.model_config
+    configs = model.hf_config, model.hf_config.get_text_config()
+    if model.runner_type != "pooling" or not any(getattr(one, _TOKENS, None) for one in configs):
+        return ""
+    return (
+        f"makes its classifier of rows of a head that it keeps no longer ({_TOKENS}), each time that it loads "
+        "anything: a push brings tensors one after another, and rows of one that has not come would take its place. "
+        "Start it on the model as a sequence classifier (with score.weight in its checkpoint), and train that"
+    )
+
+
 def _compiles_weights_in(worker: Any) -> str:
     options = worker.vllm_config.compilation_config.inductor_compile_config
     set_ = [name for name in ("freezing", "max_autotune") if options.get(name)]
@@ -225,6 +239,7 @@ _REFUSED: tuple[Reason, ...] = (
     _keeps_blocks,
     _keeps_encodings,
     _scores,
+    _classifies_by_tokens,
     _compiles_weights_in,
     _moves_experts,
 )

@@ -67,7 +67,10 @@ class VllmWorker:
         return stepped(self.raw.model_runner)
 
     def side(self) -> Side:
-        return side_of(self.raw.get_model(), self.raw.model_config, self.raw.device)
+        model = self.raw.get_model()
+        if model is None:
+            raise RuntimeError("this engine was shut down: start a new one")
+        return side_of(model, self.raw.model_config, self.raw.device)
 
     @contextmanager
     def working(self, op: str) -> Iterator[None]:

@@ -35,6 +35,7 @@ def _hello(
         return {
             **introduction(worker.device),
             **worker.about(side),
+            "name": side.name,
             "tied": side.loader.ties,
             "busy": "" if claim is None else side.claim.take(**claim),
             "asleep": side.asleep(),

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeAlias
@@ -75,6 +77,19 @@ _FLYING = frozenset({"commit"})
 """Operations that begin while the device is still at what the one before has left under way (`Side.fly`): what they do
 on it comes after that, and they wait before they answer."""
 
+_turn = threading.RLock()
+"""Held by the call that is under way in this process: threads call engines that are in it, and what such a call works
+in (vLLM's current configuration) is the process's."""
+
+
+def _renew() -> None:
+    """In a process that was forked: the thread that held it is not there."""
+    global _turn
+    _turn = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew)
+
 
 def respond(worker: Worker, ops: Mapping[str, Op], request: str, raised: tuple[type[Exception], ...] = ()) -> str:
     """Run the operation that a request names.
@@ -97,19 +112,8 @@ def respond(worker: Worker, ops: Mapping[str, Op], request: str, raised: tuple[t
         message = json.loads(request)
         call = message.pop("call", None)
         side = worker.side()
-        op, ours, still = message.pop("op"), "trainer" in message, message.pop("still", False)
-        sessions = message.pop("sessions", None) if ours else None
-        if op not in _FLYING:
-            side.land()
-        with worker.working(op):
-            if ours:  # what another push has left behind must not touch what comes to this one
-                side.claim.check(message.pop("trainer"), message.pop("push", None))
-            with nullcontext() if sessions is None else side.taking(sessions):
-                if still:
-                    side.claim.check_still(worker.stepped())
-                answer = ops[op](worker, side, **message)
-            if ours:  # it may have taken long
-                side.claim.hear()
+        with _turn:
+            answer = _done(worker, side, ops, message)
         return json.dumps({"rank": rank, "call": call, "process": process_id(), **answer})
     except raised:
         raise
@@ -119,3 +123,21 @@ def respond(worker: Worker, ops: Mapping[str, Op], request: str, raised: tuple[t
     except Exception as error:
         _log.exception("lora_merge")
         return json.dumps({"rank": rank, "call": call, "process": process_id(), "error": told(error)})
+
+
+def _done(worker: Worker, side: Side, ops: Mapping[str, Op], message: dict[str, Any]) -> dict[str, Any]:
+    """Run the operation of a message, and return its answer."""
+    op, ours, still = message.pop("op"), "trainer" in message, message.pop("still", False)
+    sessions = message.pop("sessions", None) if ours else None
+    if op not in _FLYING:
+        side.land()
+    with worker.working(op):
+        if ours:  # what another push has left behind must not touch what comes to this one
+            side.claim.check(message.pop("trainer"), message.pop("push", None))
+        with nullcontext() if sessions is None else side.taking(sessions):
+            if still:
+                side.claim.check_still(worker.stepped())
+            answer = ops[op](worker, side, **message)
+        if ours:  # it may have taken long
+            side.claim.hear()
+    return answer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -60,6 +61,7 @@ class Side:
             2 (thrown away); 0 if they are awake.
 
     Attributes:
+        name: of this worker, which no other one has.
         claim: whose push the engine is in the middle of.
         tables: what was examined last, by digest; a trainer may come back to one in the same push.
         held: what the weights were when this package last looked.
@@ -79,6 +81,7 @@ class Side:
 
     def __init__(self, loader: Loader, asleep: Callable[[], int]) -> None:
         self.device, self.modules, self.loader, self.asleep = loader.device, loader.modules, loader, asleep
+        self.name = secrets.token_hex(8)
         self.receiver: Receiver | None = None
         self.tables: dict[str, Table] = {}
         self.claim = Claim()
@@ -301,7 +304,7 @@ def _watch(side: ref[Side], pulled: ref[Pulled]) -> None:
 def side_of(model: nn.Module, make: Callable[[], Side]) -> Side:
     """Return the `Side` of a model for one call to a worker; it is made at first use."""
     if _SIDE not in model.__dict__:
-        model.__dict__[_SIDE] = make()
+        model.__dict__.setdefault(_SIDE, make())  # two threads may come first
     side: Side = model.__dict__[_SIDE]
     side.modules.doubt()
     return side
