@@ -163,7 +163,7 @@ def checkpoint_merge(base: Path, adapter: Path) -> dict[str, torch.Tensor]:
 def test_two_ranks(kind: str, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """trl_ranks.py compares each rank's engine with the policy in float64."""
     (tmp_path / "base").symlink_to(base)
-    run([*TORCHRUN, str(ROOT / "tests" / "trl_ranks.py"), kind, str(tmp_path)], tmp_path)
+    run([*TORCHRUN, str(SUPPORT / "trl_ranks.py"), kind, str(tmp_path)], tmp_path)
     for rank in range(2):
         seen = json.loads((tmp_path / f"{kind}.{rank}.json").read_text())
         assert seen["changed"] == 0
