@@ -276,7 +276,7 @@ def test_an_engine_killed_in_the_middle_of_a_push_and_a_new_one_under_a_living_t
                 sync.push()
         assert_answers(ask(survivor), model)
         train(model, size=0.01)
-        with pytest.raises(PushRefused, match="engine 1 does not answer"):
+        with pytest.raises(PushRefused, match="engine 1 has died, start it anew"):
             sync.push()
     with engine(model, tmp_path / "base", **options) as newcomer:
         sync = VllmSync(model, newcomer, bucket_bytes=BUCKET)
