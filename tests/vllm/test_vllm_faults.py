@@ -246,9 +246,9 @@ def test_a_worker_that_is_killed_in_the_middle(tmp_path: Path, monkeypatch: pyte
 
         with monkeypatch.context() as patched:
             patched.setattr(Filler, "fill", killing)
-            with pytest.raises(PushFailed, match="engine 0 is dirty"):
+            with pytest.raises(PushFailed, match="engine 0 (is dirty|does not answer any more)"):  # it ends just now
                 sync.push()
-        with pytest.raises(PushRefused, match="does not answer"):
+        with pytest.raises(PushRefused, match="does not answer|has died, start it anew"):
             sync.push()
         sync.close()
 

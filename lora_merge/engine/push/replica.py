@@ -302,7 +302,7 @@ def failure(
         return PushRefused(f"{text}. Nothing was sent; push again")
     advice = [f"Dirty engines stay paused; {healing}"] if dirty else []
     advice += ["Start an engine that has died anew, and push again"] if silent else [] if dirty else ["Push again"]
-    return PushFailed(". ".join([text, *advice]))
+    return PushFailed(f"{text}{' ' if text.endswith('?') else '. '}{'. '.join(advice)}")
 
 
 def tell_of_calibrated(replicas: Sequence[Replica], told: set[int]) -> str:
