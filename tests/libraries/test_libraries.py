@@ -47,7 +47,7 @@ def unknown() -> nn.Module:
 def test_quantised_bases() -> None:
     """Of what cannot be read: refused with or without adapters, and the message says what to do."""
     base = unknown()
-    message = r"q_proj.*the base is quantised \(a tests\.libraries\.test_libraries\.unknown.*Other.*from a checkpoint that is not quantised"
+    message = r"q_proj.*the base is quantised \(a tests.*unknown.*Other.*from a checkpoint that is not quantised"
     for attempt in (lambda: list(MergedWeights(base)), lambda: MergedWeights(base, adapters=False).metadata()):
         with pytest.raises(InvalidInput, match=message):
             attempt()

@@ -97,7 +97,7 @@ def faults(other: Other, folder: Path) -> None:
         act(url, "fail", "bucket", [0], 2, True)
         began = time.monotonic()
         policies.train(model)
-        with pytest.raises(PushFailed, match="engine 0 (is dirty|does not answer any more)"):  # it ends just now
+        with pytest.raises(PushFailed, match=r"engine 0 (is dirty|does not answer any more)"):  # it ends just now
             sync.push()
         assert time.monotonic() - began < SOON_S
         sync.close()

@@ -357,7 +357,7 @@ def test_a_scheduler_that_dies_in_the_middle(tmp_path: Path) -> None:
         sync.push()
         act(url, "fail", "bucket", [0], 2, True)
         began = time.monotonic()
-        with pytest.raises(PushFailed, match="engine 0 (is dirty|does not answer any more)"):  # it ends just now
+        with pytest.raises(PushFailed, match=r"engine 0 (is dirty|does not answer any more)"):  # it ends just now
             sync.push()
         with pytest.raises(PushRefused, match=r"does not answer|nothing listens"):  # it is ending, or has ended
             sync.push()

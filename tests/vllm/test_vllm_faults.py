@@ -246,9 +246,9 @@ def test_a_worker_that_is_killed_in_the_middle(tmp_path: Path, monkeypatch: pyte
 
         with monkeypatch.context() as patched:
             patched.setattr(Filler, "fill", killing)
-            with pytest.raises(PushFailed, match="engine 0 (is dirty|does not answer any more)"):  # it ends just now
+            with pytest.raises(PushFailed, match=r"engine 0 (is dirty|does not answer any more)"):  # it ends just now
                 sync.push()
-        with pytest.raises(PushRefused, match="does not answer|has died, start it anew"):
+        with pytest.raises(PushRefused, match=r"does not answer|has died, start it anew"):
             sync.push()
         sync.close()
 
