@@ -23,7 +23,7 @@ from torch import Tensor
 from lora_merge import Plan, Segment
 from lora_merge.bench import report, timing
 from lora_merge.kernels.cuda import backend as cuda
-from lora_merge.kernels.scaled.two_step import MergedFirst
+from lora_merge.kernels.scaled.two_step import TwoStepScaled
 from lora_merge.kernels.scaled.weights import Group, Scaled
 
 FUSED = [((3584, 512, 512), 3584), ((3584,), 3584), ((18944, 18944), 3584), ((3584,), 18944)]
@@ -52,7 +52,7 @@ def main() -> None:
             plan = planned(weights, group, rank, dtype)
             spent = measure(plan.run, args)
             found: dict[str, Any] = {"group": group, "rank": rank, "adapters": str(dtype).removeprefix("torch.")}
-            if isinstance(plan._scaled, MergedFirst):
+            if isinstance(plan._scaled, TwoStepScaled):
                 for number, what in enumerate(("merge_ms", "scale_ms")):
                     found[what] = measure(partial(each, plan, number), args)
             record["runs"].append(found | {"ms": spent, "x_copy": spent / copy})

@@ -20,7 +20,7 @@ from .kernels import cpu
 from .kernels.bindings import native
 from .kernels.cuda import backend as cuda
 from .kernels.cuda import hopper as cuda_hopper
-from .kernels.cuda.kernel import deal
+from .kernels.cuda.kernel import assign
 from .kernels.cuda.merge import MERGES
 from .kernels.cuda.scaled import HopperScaled, apart
 from .kernels.packed import Codes
@@ -142,7 +142,7 @@ def _kinds(device: torch.device) -> Iterator[tuple[str, str]]:
     }.items():
         lora_A, lora_B = plain(bf16, 8, weight.shape[1]), plain(bf16, 64, 8)
         segment = Segment(what, weight, plain(weight.dtype, *weight.shape), lora_A, lora_B)
-        ((kernel, _),) = deal(pack([segment]), MERGES, device)
+        ((kernel, _),) = assign(pack([segment]), MERGES, device)
         yield what, kernel.name
     values = plain(FP8, 64, 64)
     target = Scaled(values, plain(fp32, 1), "tensor", bf16)

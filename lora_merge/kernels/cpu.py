@@ -11,10 +11,10 @@ from torch import Tensor
 from ..errors import BackendUnavailable
 from .backend import Moves
 from .bindings import native, operators
-from .scaled.two_step import ByOperations, MergedFirst
+from .scaled.two_step import ByOperations, TwoStepScaled
 from .scaled.weights import Placed
 from .segments import DESTINATION, SOURCE, Segment, pack, same_weights
-from .tracked.one_pass import Fused, Journal, Kernels
+from .tracked.one_pass import OnePassTracked, Journal, Kernels
 
 _ISA = "LORA_MERGE_CPU_ISA"
 
@@ -47,9 +47,9 @@ def prepare(segments: Sequence[Segment], device: torch.device) -> _Launch:
     return _Launch(torch.from_numpy(pack(segments)))
 
 
-def prepare_scaled(placed: Sequence[Placed], device: torch.device) -> MergedFirst:
+def prepare_scaled(placed: Sequence[Placed], device: torch.device) -> TwoStepScaled:
     """Merged by launches of `prepare`, scaled by tensor operations."""
-    return MergedFirst(prepare, ByOperations, placed, device)
+    return TwoStepScaled(prepare, ByOperations, placed, device)
 
 
 class _Tracked:
@@ -90,6 +90,6 @@ class _Tracked:
         return {self._names[i] for i in torch.searchsorted(self._first, units, right=True) - 1}
 
 
-def prepare_tracked(segments: Sequence[Segment], device: torch.device) -> Fused:
+def prepare_tracked(segments: Sequence[Segment], device: torch.device) -> OnePassTracked:
     """One pass each way."""
-    return Fused(_Tracked(segments))
+    return OnePassTracked(_Tracked(segments))

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .scaled.two_step import ByOperations, MergedFirst
+from .scaled.two_step import ByOperations, TwoStepScaled
 from .scaled.weights import Placed
 from .segments import Segment, moves_bits, name_key
-from .tracked.composed import Composed
+from .tracked.composed import ComposedTracked
 
 BLOCK = 1 << 18
 """Elements worked on at a time: a few MiB of float64, whatever the size of the weight."""
@@ -44,14 +44,14 @@ def prepare(segments: Sequence[Segment], device: torch.device) -> _Launch:
     return _Launch(segments)
 
 
-def prepare_scaled(placed: Sequence[Placed], device: torch.device) -> MergedFirst:
+def prepare_scaled(placed: Sequence[Placed], device: torch.device) -> TwoStepScaled:
     """Merged by launches of `prepare`, scaled by tensor operations."""
-    return MergedFirst(prepare, ByOperations, placed, device)
+    return TwoStepScaled(prepare, ByOperations, placed, device)
 
 
-def prepare_tracked(segments: Sequence[Segment], device: torch.device) -> Composed:
+def prepare_tracked(segments: Sequence[Segment], device: torch.device) -> ComposedTracked:
     """Block by block, by launches of `prepare`."""
-    return Composed(prepare, segments)
+    return ComposedTracked(prepare, segments)
 
 
 def _row_blocks(s: Segment) -> list[slice]:

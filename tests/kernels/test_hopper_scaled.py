@@ -18,7 +18,7 @@ from lora_merge.kernels.cuda import hopper as cuda_hopper
 from lora_merge.kernels.cuda import table as cuda_table
 from lora_merge.kernels.cuda.kernel import Units, Work
 from lora_merge.kernels.cuda.scaled import CudaScale, HopperScaled, MergedAtOnce, apart
-from lora_merge.kernels.scaled.two_step import MergedFirst
+from lora_merge.kernels.scaled.two_step import TwoStepScaled
 from lora_merge.kernels.scaled.weights import Scaled, place
 from lora_merge.kernels.segments import seed_key
 from tests.kernels.test_hopper import on_hopper
@@ -50,7 +50,7 @@ def check(segments: Sequence[Segment], targets: Sequence[Scaled], stochastic: bo
     here, rest = apart(placed, GPU)
     assert here
     assert not rest
-    MergedFirst(cuda.prepare, CudaScale, placed, GPU)(stochastic, seed_key(3))
+    TwoStepScaled(cuda.prepare, CudaScale, placed, GPU)(stochastic, seed_key(3))
     expected = bits(targets)
     launch = MergedAtOnce(here, GPU)
     for _ in range(2):  # what was the largest before does not count

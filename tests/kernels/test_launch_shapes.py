@@ -266,7 +266,7 @@ def test_what_has_no_room_is_run_elsewhere(gpu: Callable[[int], None], monkeypat
 
 def test_parts_of_a_tracked_merge_go_back_together() -> None:
     """Where one part fails there, those before it are brought back; names of changed weights are of all parts."""
-    from lora_merge.kernels.tracked.split import Together
+    from lora_merge.kernels.tracked.split import SplitTracked
 
     class Part:
         nbytes = 3
@@ -287,7 +287,7 @@ def test_parts_of_a_tracked_merge_go_back_together() -> None:
             return {self.name}
 
     first, second = Part("a"), Part("b", fails="merge")
-    together = Together([first, second])
+    together = SplitTracked([first, second])
     with pytest.raises(MemoryError):
         together.merge()
     assert not together.merged

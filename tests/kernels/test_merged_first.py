@@ -21,7 +21,7 @@ from lora_merge.kernels.backend import name_of
 from lora_merge.kernels.bindings import layout, native, operators
 from lora_merge.kernels.cuda.scaled import CudaScale
 from lora_merge.kernels.scaled import two_step as merged_first
-from lora_merge.kernels.scaled.two_step import ByOperations, MergedFirst, between
+from lora_merge.kernels.scaled.two_step import ByOperations, TwoStepScaled, between
 from lora_merge.kernels.scaled.weights import Placed, Scaled, place, quantise
 from lora_merge.kernels.segments import FLOATS
 from tests.kernels.test_scaled import GROUPS, adapter, base, weight
@@ -63,7 +63,7 @@ def test_turns_do_not_show(backend: Any, group: str, run: tuple[bool, int]) -> N
     found = []
     for room in (1 << 30, 1, 150_000):
         placed, targets = work(group)
-        launch = MergedFirst(backend.prepare, ByOperations, placed, CPU, room)
+        launch = TwoStepScaled(backend.prepare, ByOperations, placed, CPU, room)
         merged = {p.scaled.weight.data_ptr(): p.scaled for p in placed if p.ready is None}
         groups = sum(s.grid[0] for s in merged.values())
         assert len(launch._steps) == {1 << 30: 1, 1: groups}.get(room, len(launch._steps))
@@ -101,7 +101,7 @@ def test_any_cut(data: st.DataObject) -> None:
         [replace(s, destination=merged[i:j, left:right]) for s, (i, j) in zip(segments, pairwise(edges), strict=True)]
     ).run()
     bits, scales = quantise(merged, group)  # type: ignore[arg-type]
-    MergedFirst(reference.prepare, ByOperations, place(segments, [target]), CPU, data.draw(st.integers(1, 100_000)))(
+    TwoStepScaled(reference.prepare, ByOperations, place(segments, [target]), CPU, data.draw(st.integers(1, 100_000)))(
         False, 0
     )
     here = torch.zeros(rows, cols, dtype=torch.bool)
@@ -175,7 +175,7 @@ def test_jobs_of_gpus(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for scale in (ByOperations, CudaScale):
         placed, targets = everything()
-        launch = MergedFirst(reference.prepare, scale, placed, CPU, 1 << 30)
+        launch = TwoStepScaled(reference.prepare, scale, placed, CPU, 1 << 30)
         if scale is CudaScale:
             assert max(len(one.args[0]) for one in launch._steps[0][1].launches) == layout.INLINE_ROUNDED
         launch(False, 0)

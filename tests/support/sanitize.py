@@ -21,7 +21,7 @@ from lora_merge.kernels.bindings import native
 from lora_merge.kernels.cuda import backend as cuda
 from lora_merge.kernels.cuda import tracked as cuda_tracked
 from lora_merge.kernels.cuda.scaled import CudaScale, MergedAtOnce, apart
-from lora_merge.kernels.scaled.two_step import MergedFirst
+from lora_merge.kernels.scaled.two_step import TwoStepScaled
 from lora_merge.kernels.scaled.weights import Group, Scaled, place
 from lora_merge.kernels.segments import FP8
 from lora_merge.kernels.tracked import one_pass as fused
@@ -113,7 +113,7 @@ def scaled(_: list[Segment]) -> None:
             target = Scaled(values, scales, group, BF16 if len(targets) % 2 else FP16)
             segments.append(dataclasses.replace(s, destination=target.weight))
             targets.append(target)
-        MergedFirst(cuda.prepare, CudaScale, place(segments, targets), DEVICE, room=1 << 15)(False, 0)
+        TwoStepScaled(cuda.prepare, CudaScale, place(segments, targets), DEVICE, room=1 << 15)(False, 0)
         assert all(target.scales.isfinite().all() for target in targets)
         if base != FP32:
             at_once(group, base)

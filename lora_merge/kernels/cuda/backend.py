@@ -14,13 +14,13 @@ from torch import Tensor
 from ..backend import Tracked, next_after
 from ..bindings import native, operators
 from ..bindings.layout import INLINE_SEGMENTS, NORM_ROWS
-from ..scaled.two_step import MergedFirst
+from ..scaled.two_step import TwoStepScaled
 from ..scaled.weights import Both, Placed, Scales
 from ..segments import ROWS, UNIT_BEGIN, UNITS_ACROSS, Segment, folded, pack
 from ..streams import Streams
-from ..tracked.one_pass import Fused
-from ..tracked.split import Together
-from .kernel import Work, deal, serves, tensors
+from ..tracked.one_pass import OnePassTracked
+from ..tracked.split import SplitTracked
+from .kernel import Work, assign, serves, tensors
 from .merge import MERGES, PLAIN_LOADS, Portable, launches
 from .repack import repack
 from .scaled import CudaScale, MergedAtOnce, apart
@@ -97,7 +97,7 @@ class _Launch:
     def _norms(self) -> tuple[list[partial[None]], Streams]:
         table = self.table.copy()
         table[:, UNITS_ACROSS] = np.cumsum(table[:, ROWS]) - table[:, ROWS]  # where its rows begin in the result
-        found = [kernel.launch(work) for kernel, work in deal(table, _NORMS, self.device)]
+        found = [kernel.launch(work) for kernel, work in assign(table, _NORMS, self.device)]
         return found, Streams(self.device, tensors(found))
 
 
@@ -112,7 +112,7 @@ def prepare_scaled(placed: Sequence[Placed], device: torch.device) -> Scales:
     here, rest = apart(placed, device)
     parts: list[Scales] = [MergedAtOnce(here, device)] if here else []
     if rest:
-        parts.append(MergedFirst(prepare, CudaScale, rest, device))
+        parts.append(TwoStepScaled(prepare, CudaScale, rest, device))
     return parts[0] if len(parts) == 1 else Both(parts)
 
 
@@ -120,10 +120,10 @@ def prepare_tracked(segments: Sequence[Segment], device: torch.device) -> Tracke
     """One pass each way."""
     table = pack(segments)
     here, rest = _apart(segments, table, device)
-    parts: list[Tracked] = [Fused(CudaTracked(here, pack(here) if rest else table, device))] if here else []
+    parts: list[Tracked] = [OnePassTracked(CudaTracked(here, pack(here) if rest else table, device))] if here else []
     if rest:
         parts.append(next_after("cuda", device, no_room(rest, device)).prepare_tracked(rest, device))
-    return parts[0] if len(parts) == 1 else Together(parts)
+    return parts[0] if len(parts) == 1 else SplitTracked(parts)
 
 
 def _apart(

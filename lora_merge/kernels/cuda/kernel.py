@@ -141,7 +141,7 @@ def serves(kernels: Sequence[Kernel[Any]], table: np.ndarray, device: torch.devi
     return np.any([kernel.serves(table, device) for kernel in kernels], axis=0)
 
 
-def deal(table: np.ndarray, kernels: Sequence[SomeKernel], device: torch.device) -> list[tuple[SomeKernel, Work]]:
+def assign(table: np.ndarray, kernels: Sequence[SomeKernel], device: torch.device) -> list[tuple[SomeKernel, Work]]:
     """What each launch runs: a segment goes to the last kernel that serves it, and one of them does."""
     taker = np.zeros(len(table), dtype=np.int64)
     for number, kernel in enumerate(kernels[1:], start=1):

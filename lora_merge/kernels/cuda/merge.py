@@ -14,7 +14,7 @@ from ..bindings import operators
 from ..bindings.layout import PACKED_SOURCE, PART_VECTORS, WARP_COLS
 from ..segments import BF16, COLS, DTYPES, FORMATS, FP32, RANK, RAW, ROWS, UNIT_BEGIN
 from .hopper import Hopper
-from .kernel import Kernel, Launch, Units, Work, deal
+from .kernel import Kernel, Launch, Units, Work, assign
 from .repack import Repacked
 from .table import BlockShape, block_shape, ceil, index_of, most_ranks, place, products, widest
 
@@ -94,7 +94,7 @@ def _split(table: np.ndarray, device: torch.device) -> Launch:
 def merges(table: np.ndarray, device: torch.device, kernels: Sequence[Kernel[Any]] = MERGES) -> list[Launch]:
     """A launch for each kind of segment, the largest first; raw copies ride along with it."""
     raw = table[:, DTYPES] & 0xFF >= min(RAW.values())
-    found, copies = deal(table[~raw], kernels, device), table[raw]
+    found, copies = assign(table[~raw], kernels, device), table[raw]
     found.sort(key=lambda dealt: -int((dealt[1].merges[:, ROWS] * dealt[1].merges[:, COLS]).sum()))
     if not found and len(copies):
         found.append((PLAIN_LOADS[0], Work((BF16, BF16, BF16), copies[:0], 0, device)))

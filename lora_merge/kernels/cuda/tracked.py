@@ -30,7 +30,7 @@ from ..segments import COLS, KEY, PITCH, RANK, ROW_SCALE, ROWS, Segment, same_we
 from ..streams import Streams
 from ..tracked.one_pass import Journal, Kernels
 from .hopper import Hopper, Tiles
-from .kernel import Launch, Units, Work, arguments, deal, tensors
+from .kernel import Launch, Units, Work, arguments, assign, tensors
 from .merge import Portable
 from .merge import before as launches_before
 from .repack import repack
@@ -117,7 +117,7 @@ class CudaTracked:
         made = repack(table, device, TRACKED)
         self._before = launches_before(made, device, 2 * len(table))
         warps = 0
-        for kernel, work in deal(made.table, TRACKED, device):
+        for kernel, work in assign(made.table, TRACKED, device):
             shape: Any = kernel.shape(work)
             rows, cols = kernel.tile(shape)
             self._number(work.merges, rows, cols)

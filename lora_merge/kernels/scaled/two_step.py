@@ -27,7 +27,7 @@ Prepare = Callable[[Sequence[Segment], torch.device], Launch]
 Scale = Callable[[Sequence[Rounded], torch.device], Launch]
 
 
-class MergedFirst(Scales):
+class TwoStepScaled(Scales):
     """See `Launch`. What needs no merge is scaled where it lies.
 
     Args:

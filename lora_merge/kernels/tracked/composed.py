@@ -43,7 +43,7 @@ def keeping_denormals() -> Iterator[None]:
         torch.set_flush_denormal(flushes)
 
 
-class Composed:
+class ComposedTracked:
     """See `Tracked` in this package."""
 
     def __init__(

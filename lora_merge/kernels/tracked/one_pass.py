@@ -96,7 +96,7 @@ class Journal:
         return sum(t.nbytes for t in (self.codes, self.records, self.arena, self.other) if t is not None)
 
 
-class Fused:
+class OnePassTracked:
     """See `Tracked` in this package."""
 
     def __init__(self, kernels: Kernels) -> None:
@@ -130,7 +130,7 @@ class Fused:
             raise
 
     def remerge(self, before: Tracked, meanwhile: Callable[[], object] = idle) -> set[str]:
-        if not isinstance(before, Fused):
+        if not isinstance(before, OnePassTracked):
             return in_two_passes(self, before, meanwhile)
         old = before._journal
         arena = None if old is None else self._second_arena(before, old)
@@ -179,13 +179,13 @@ class Fused:
     def moved(self, moves: Moves) -> bool:
         return self._kernels.moved(moves)
 
-    def _give_up(self, before: Fused) -> set[str]:
+    def _give_up(self, before: OnePassTracked) -> set[str]:
         """Back to the base, whichever of the two a unit is merged by; returns the names of what others wrote."""
         changed = self.unmerge() | before.unmerge()
         before._spare = None  # the two share it
         return changed
 
-    def _in_two_passes(self, before: Fused, meanwhile: Callable[[], object]) -> set[str]:
+    def _in_two_passes(self, before: OnePassTracked, meanwhile: Callable[[], object]) -> set[str]:
         """One after the other in one memory, where that fits both."""
         changed = before.unmerge()
         spare, before._spare = before._spare, None
@@ -196,7 +196,7 @@ class Fused:
             self.merge(meanwhile)
         return changed
 
-    def _second_arena(self, before: Fused, old: Journal) -> Tensor | None:
+    def _second_arena(self, before: OnePassTracked, old: Journal) -> Tensor | None:
         """One beside that of a plan that is merged; None where the two do not follow in one pass, for memory either."""
         size = max(self._first_room, before._first_room) // 4 * 4
         try:

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from ..backend import Moves, Tracked, idle, in_two_passes
 
 
-class Together:
+class SplitTracked:
     """See `Tracked` in this package."""
 
     def __init__(self, parts: Sequence[Tracked]) -> None:

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..scaled.two_step import ByOperations, MergedFirst
+from ..scaled.two_step import ByOperations, TwoStepScaled
 from ..scaled.weights import Placed
 from ..segments import ROWS, UNITS_ACROSS, Segment, pack
 from ..streams import Streams
-from ..tracked.one_pass import Fused
+from ..tracked.one_pass import OnePassTracked
 from .table import Variant, groups, merge_variant, norm_variant, streams_of
 from .tracked import TritonTracked
 
@@ -74,11 +74,11 @@ def prepare(segments: Sequence[Segment], device: torch.device) -> _Launch:
     return _Launch(pack(segments), device)
 
 
-def prepare_scaled(placed: Sequence[Placed], device: torch.device) -> MergedFirst:
+def prepare_scaled(placed: Sequence[Placed], device: torch.device) -> TwoStepScaled:
     """Merged by launches of `prepare`, scaled by tensor operations."""
-    return MergedFirst(prepare, ByOperations, placed, device)
+    return TwoStepScaled(prepare, ByOperations, placed, device)
 
 
-def prepare_tracked(segments: Sequence[Segment], device: torch.device) -> Fused:
+def prepare_tracked(segments: Sequence[Segment], device: torch.device) -> OnePassTracked:
     """One pass each way."""
-    return Fused(TritonTracked(segments, device))
+    return OnePassTracked(TritonTracked(segments, device))
