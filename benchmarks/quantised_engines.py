@@ -312,15 +312,15 @@ def served(llm: Any) -> nn.Module:
 def loading(way: str) -> Iterator[None]:
     """Layers that an engine quantises are written as they lie, or go through vLLM's own reload."""
     from lora_merge.engine.vllm.loading.fused import Fused
-    from lora_merge.stream.places import Places
+    from lora_merge.stream.direct_targets import DirectTargets
 
-    places = Fused.places
+    places = Fused.targets
     if way == "reloaded":
-        Fused.places = lambda *_: Places({})  # type: ignore[method-assign]
+        Fused.targets = lambda *_: DirectTargets({})  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Fused.places = places  # type: ignore[method-assign]
+        Fused.targets = places  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

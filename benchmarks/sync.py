@@ -288,9 +288,9 @@ def as_swift(model: Any, engine_model: Any, device: str, bucket_bytes: int) -> f
         return timed(run, device, 3)
 
 
-def fill_all(filler: Any, buffers: list[Tensor]) -> None:
-    for index in range(len(filler.table)):
-        filler.fill(index, buffers[index % 2], {})
+def fill_all(writer: Any, buffers: list[Tensor]) -> None:
+    for index in range(len(writer.table)):
+        writer.fill(index, buffers[index % 2], {})
 
 
 def part_same(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -304,10 +304,10 @@ def part_same(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         result = pushes(sync, args.repeats, "merged")
         result["extra_bytes"] = free - torch.cuda.mem_get_info()[0] if args.device == "cuda" else None
         result["check_of_all_bytes"] = str(sync.push(verify=True))
-        filler = sync._weights.filler()
-        with filler.buffers() as buffers:
-            result["merge_only_ms"] = timed(lambda: fill_all(filler, buffers), args.device, args.repeats)
-        filler._idle = []
+        writer = sync._weights.bucket_writer()
+        with writer.buffers() as buffers:
+            result["merge_only_ms"] = timed(lambda: fill_all(writer, buffers), args.device, args.repeats)
+        writer._idle = []
         used = torch.cuda.memory_allocated() if args.device == "cuda" else 0
         for _ in range(args.pushes):
             sync.push()
@@ -363,7 +363,7 @@ def part_engine(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             result["unmerge_and_merge_ms"] = timed(
                 lambda: (plan.tracked.unmerge(), plan.tracked.merge()), args.device, args.repeats
             )
-        model_bytes = sync._base.filler().nbytes
+        model_bytes = sync._base.bucket_writer().nbytes
         copy = copy_ms(model_bytes, args.device, args.repeats)
         return result | {"model_bytes": model_bytes, "copy_ms": copy, "x_copy": result["merge_and_load_ms"] / copy}
 

@@ -152,18 +152,18 @@ def measure(chunks: list[Any], args: argparse.Namespace, device: torch.device) -
     weights = MergedWeights(chunks, bucket_bytes=args.bucket_bytes)
 
     def export() -> None:
-        filler = weights.filler()
-        with filler.buffers() as buffers:
-            for index in range(len(filler.table)):
-                filler.fill(index, buffers[index % 2], {})
+        writer = weights.bucket_writer()
+        with writer.buffers() as buffers:
+            for index in range(len(writer.table)):
+                writer.fill(index, buffers[index % 2], {})
 
     tell(f"merging {len(deltas)} weights")
     record = merge_on_shards(model, device, args.repeats)
     dtypes = sorted({str(delta.weight.dtype).removeprefix("torch.") for delta in deltas})
     record |= {"weights": len(deltas), "experts": sum(".experts." in d.name for d in deltas), "dtypes": dtypes}
     tell("the stream")
-    record |= clocked({"export": export}, device, args.repeats) | {"tensors": len(weights.filler().entries)}
-    record["export_nbytes"] = weights.filler().nbytes
+    record |= clocked({"export": export}, device, args.repeats) | {"tensors": len(weights.bucket_writer().entries)}
+    record["export_nbytes"] = weights.bucket_writer().nbytes
     tell("the same as Megatron-Bridge does it")
     record |= clocked({"export_as_bridge": lambda: as_bridge(deltas, model.ranks.group)}, device, args.repeats)
     tell("done")

@@ -109,11 +109,11 @@ def ways_of(engine: Any, bucket_bytes: int) -> dict[str, Callable[[], int]]:
     weights, gathering = MergedWeights(engine, bucket_bytes=bucket_bytes), Gathering(engine)
 
     def buckets() -> int:
-        filler = weights.filler()
-        with filler.buffers() as buffers:
-            for _ in filler.filled(buffers, {"rounding": "nearest"}):
+        writer = weights.bucket_writer()
+        with writer.buffers() as buffers:
+            for _ in writer.filled(buffers, {"rounding": "nearest"}):
                 pass
-        return filler.nbytes
+        return writer.nbytes
 
     def stream() -> int:
         nbytes, tensor = 0, Tensor()

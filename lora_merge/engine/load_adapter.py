@@ -14,8 +14,8 @@ from ..errors import InvalidInput, PushRefused
 from ..kernels.checks import check_device
 from ..models.peft.folder import needs_values, notes_of, read_folder
 from ..shards.ranks import Ranks
+from ..stream.bucket_writer import BucketWriter
 from ..stream.buckets import dtype_of
-from ..stream.filler import Filler
 from ..stream.weights import MergedWeights
 from .configs import computing, config_of, tell_of_differences
 from .control.base import Control
@@ -67,7 +67,7 @@ class Loads:
             stream.release()
 
     async def __call__(
-        self, replicas: Sequence[Replica], report: SyncReport, verify: bool, read: Filler | None
+        self, replicas: Sequence[Replica], report: SyncReport, verify: bool, read: BucketWriter | None
     ) -> list[Pass]:
         """As of `Planner`."""
         for replica in replicas:
@@ -107,7 +107,7 @@ class Loads:
                 f"{self._folder}: the adapter's base is another model than the engine serves, or the engine cannot be "
                 f"pushed to: {error}"
             ) from error
-        update = await offer(bare, base, replicas, fit.takers())
+        update = await offer(bare, base, replicas, fit.recipients())
         update.device = self._device
         report.merge = "engine"
         report.left_out = tuple(sorted(bare.left_out))
@@ -122,7 +122,7 @@ class Loads:
         passes = [Pass(after, update, replicas, Route.of_buckets(update), merges=True)]
         return [Pass(before, Told("reread", message, writes=True), lost, _NOWHERE), *passes] if lost else passes
 
-    async def _lost(self, replica: Replica, base: Filler, update: Update) -> bool:
+    async def _lost(self, replica: Replica, base: BucketWriter, update: Update) -> bool:
         """Whether the engine's checkpoint has to be read again; if not, workers now have what merging takes of it."""
         if replica.state.kind == "dirty":
             return True
@@ -160,7 +160,7 @@ class Unloads:
         """Nothing is read."""
 
     async def __call__(
-        self, replicas: Sequence[Replica], report: SyncReport, verify: bool, read: Filler | None
+        self, replicas: Sequence[Replica], report: SyncReport, verify: bool, read: BucketWriter | None
     ) -> list[Pass]:
         """As of `Planner`."""
         for replica in replicas:
@@ -196,7 +196,7 @@ def _files(folder: Path) -> list[Path]:
 def _read(folder: Path, base: str | Path | None, dtype: torch.dtype) -> nn.Module:
     """The adapter; with the values of its base where what it adds depends on them."""
     model = None if needs_values(folder) else read_folder(folder, base, dtype)
-    if model is None or converted(MergedWeights(model).filler()):
+    if model is None or converted(MergedWeights(model).bucket_writer()):
         model = read_folder(folder, base, dtype, values=True)
     for note in notes_of(model):
         warnings.warn(note, stacklevel=2)

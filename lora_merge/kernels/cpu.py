@@ -14,7 +14,7 @@ from .bindings import native, operators
 from .scaled.two_step import ByOperations, TwoStepScaled
 from .scaled.weights import Placed
 from .segments import DESTINATION, SOURCE, Segment, pack, same_weights
-from .tracked.one_pass import OnePassTracked, Journal, Kernels
+from .tracked.one_pass import Journal, Kernels, OnePassTracked
 
 _ISA = "LORA_MERGE_CPU_ISA"
 

@@ -178,10 +178,10 @@ def _wanted(weights: MergedWeights) -> list[Wanted]:
 
 def _changed(weights: MergedWeights) -> int:
     """How many tensors of a stream have an adapter."""
-    filler = weights.filler(whole=True)
-    with filler.passing():
-        parts = filler.source.parts
-        return sum(any(parts[s].delta is not None for s in entry.sources) for entry in filler.entries.values())
+    writer = weights.bucket_writer(whole=True)
+    with writer.passing():
+        parts = writer.source.parts
+        return sum(any(parts[s].delta is not None for s in entry.sources) for entry in writer.entries.values())
 
 
 def _apart(model: Any, weights: MergedWeights, names: set[str]) -> dict[str, str]:
@@ -193,9 +193,9 @@ def _apart(model: Any, weights: MergedWeights, names: set[str]) -> dict[str, str
     bare = MergedWeights(model, adapters=False, bucket_bytes=weights.bucket_bytes)
     bare.keep_tied = True
     with originals(model):
-        filler = bare.filler()
-        pairs = {name: kept for name, kept in filler.ties.items() if name in names and kept in names}
-        sources = {name: filler.entries[name].sources[0] for name in (*pairs, *pairs.values())}
+        writer = bare.bucket_writer()
+        pairs = {name: kept for name, kept in writer.ties.items() if name in names and kept in names}
+        sources = {name: writer.entries[name].sources[0] for name in (*pairs, *pairs.values())}
     bare.release()
     return {sources[name]: sources[kept] for name, kept in pairs.items()}
 

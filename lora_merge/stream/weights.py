@@ -27,8 +27,8 @@ from ..models.snapshot import Snapshot
 from ..shards import Shard, cut
 from ..shards.exchange import check_strategy
 from ..shards.ranks import noted
+from .bucket_writer import BucketWriter
 from .buckets import BUCKET_BYTES, Bucket, Meta, Table, check_bucket_bytes, extent, lay_out, metas
-from .filler import Filler
 from .source import Entry, LazyParts, Source
 from .window import window_of
 
@@ -111,7 +111,7 @@ class MergedWeights:
         self.left_out: frozenset[str] = frozenset()
         """Names of tensors that are not streamed, for engines that hold no such part of the model."""
         self._passes = 0
-        self._fillers: dict[bool, Filler] = {}
+        self._writers: dict[bool, BucketWriter] = {}
         self._known: tuple[Any, torch.device, Conversion] | None = None
         """The key of the last reading, and what is kept of it."""
 
@@ -124,11 +124,11 @@ class MergedWeights:
         Raises:
             LoraMergeError: as iteration.
         """
-        filler = self.filler(whole=True)
-        with filler.passing():
-            if filler.ranks.alone:
-                return [entry.meta for entry in filler.entries.values()]
-            return [Meta(slot.name, slot.dtype, slot.whole) for slots in _completed(filler.table) for slot in slots]
+        writer = self.bucket_writer(whole=True)
+        with writer.passing():
+            if writer.ranks.alone:
+                return [entry.meta for entry in writer.entries.values()]
+            return [Meta(slot.name, slot.dtype, slot.whole) for slots in _completed(writer.table) for slot in slots]
 
     def __len__(self) -> int:
         """Return how many tensors iteration yields: the total of a progress bar. Collective, as iteration is."""
@@ -139,7 +139,7 @@ class MergedWeights:
         return True
 
     @outside_inference_mode
-    def filler(self, *, whole: bool = False) -> Filler:
+    def bucket_writer(self, *, whole: bool = False) -> BucketWriter:
         """The stream as it stands now: laid out, with plans that are kept as long as the model's tensors stay.
 
         Args:
@@ -148,7 +148,7 @@ class MergedWeights:
         with chosen(self.model, self.adapter_names):
             model = live(self.model)  # which looks at it already
         whole = whole and model.ranks.alone
-        known = self._fillers.get(whole)
+        known = self._writers.get(whole)
         with model.ranks.vote("MergedWeights") as ballot:
             source, key = self._read(model)
             ballot.flag = known is None or known.key != key
@@ -161,8 +161,8 @@ class MergedWeights:
             model.ranks.same(lines, lambda: lines)
             unshard = self.strategy is not None
             with model.ranks.vote("MergedWeights"):
-                known = Filler(source, entries, key, self.bucket_bytes, lines, whole=whole, unshard=unshard)
-            self._fillers[whole] = known
+                known = BucketWriter(source, entries, key, self.bucket_bytes, lines, whole=whole, unshard=unshard)
+            self._writers[whole] = known
         assert known is not None
         known.adopt(source)
         return known
@@ -186,35 +186,35 @@ class MergedWeights:
         Raises:
             LoraMergeError: as iteration.
         """
-        filler, run = self.filler(whole=True), self._run(seed)
-        with filler.buffers() as buffers:
-            filled = filler.filled(buffers, run)
-            if not filler.ranks.alone:
-                yield from _assembled(filler.table, filled)
+        writer, run = self.bucket_writer(whole=True), self._run(seed)
+        with writer.buffers() as buffers:
+            filled = writer.filled(buffers, run)
+            if not writer.ranks.alone:
+                yield from _assembled(writer.table, filled)
                 return
             for index, data in filled:
-                yield Bucket(index, filler.table[index], data[: extent(filler.table[index])])
+                yield Bucket(index, writer.table[index], data[: extent(writer.table[index])])
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        filler, run = self.filler(whole=True), self._run(None)
-        with filler.buffers() as buffers:
-            if not filler.ranks.alone:
-                for bucket in _assembled(filler.table, filler.filled(buffers, run)):
+        writer, run = self.bucket_writer(whole=True), self._run(None)
+        with writer.buffers() as buffers:
+            if not writer.ranks.alone:
+                for bucket in _assembled(writer.table, writer.filled(buffers, run)):
                     yield from bucket.tensors()
                 return
-            with closing(filler.handed(buffers, run)) as handed:
+            with closing(writer.handed(buffers, run)) as handed:
                 for index, buffer, fill_next in handed:
-                    data = filler.lend(buffer)
+                    data = writer.lend(buffer)
                     del buffer
-                    for slot in filler.table[index]:
+                    for slot in writer.table[index]:
                         yield slot.name, slot.view(data)
                         fill_next()  # only now: who loops over this held a tensor of the other buffer until it got one
                     del data
 
     def release(self) -> None:
         """Free what is kept of the model between passes, unless a pass is under way; the next pass builds it again."""
-        for filler in self._fillers.values():
-            filler.release()
+        for writer in self._writers.values():
+            writer.release()
 
     def describe(self) -> str:
         """Return a text that says how every tensor is made, and what a pass holds and sends between ranks. Collective.
@@ -224,9 +224,9 @@ class MergedWeights:
         Raises:
             LoraMergeError: as iteration.
         """
-        filler = self.filler()
-        with filler.passing():
-            return filler.describe()
+        writer = self.bucket_writer()
+        with writer.passing():
+            return writer.describe()
 
     def _run(self, seed: int | None) -> dict[str, Any]:
         self._passes += 1

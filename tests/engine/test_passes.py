@@ -32,7 +32,7 @@ def test_what_is_trained_beside_an_adapter_is_refused(name: str) -> None:
     kept what they had."""
     model = models.with_lora(models.qwen2)
     passes = planner(model, "trainer", [], Ranks())
-    stream = passes._base.filler()
+    stream = passes._base.bucket_writer()
     before = passes._of_frozen(stream, verify=False)
     parameter = model.get_base_model().get_parameter(name.replace("k_proj.", "k_proj.base_layer."))
     parameter.requires_grad_(True)
@@ -51,12 +51,12 @@ def out_of_memory_on_one(rank: int) -> None:
 
     async def fit(weights: MergedWeights, *_: Any) -> Any:
         fitted.append(weights)
-        return weights.filler()
+        return weights.bucket_writer()
 
     async def update(*_: Any) -> Any:
         return SimpleNamespace(whole_names=frozenset(), digest="", changed=frozenset())
 
-    fit.takers = lambda: None  # type: ignore[attr-defined]
+    fit.recipients = lambda: None  # type: ignore[attr-defined]
     passes._fit, passes._update, empty = fit, update, torch.empty
 
     def short(*args: Any, **options: Any) -> Any:

@@ -32,7 +32,7 @@ from lora_merge.engine.worker.pull import Pulled, nearest
 from lora_merge.engine.worker.session import Side
 from lora_merge.shards import Piece
 from lora_merge.stream.buckets import extent
-from lora_merge.stream.places import Places
+from lora_merge.stream.direct_targets import DirectTargets
 from lora_merge.stream.window import Window
 
 NEAREST = {"rounding": "nearest"}
@@ -63,9 +63,9 @@ def test_what_goes_beside_it_fills_another_buffer_at_each_pass() -> None:
     model, kept = shared(), list[Tensor]()
     weights = MergedWeights(model)
     pulls, blocked = Pulls(weights), frozenset({"model.layers.0.self_attn.q_proj.weight", "model.norm.weight"})
-    pull = pulls(weights.filler(), blocked)
+    pull = pulls(weights.bucket_writer(), blocked)
     for step in range(3):
-        assert pulls(weights.filler(), blocked) is pull, "it stays what it was"
+        assert pulls(weights.bucket_writer(), blocked) is pull, "it stays what it was"
         found = beside(pull, kept)
         assert found.keys() == blocked
         for name, tensor in MergedWeights(model):
@@ -76,7 +76,7 @@ def test_what_goes_beside_it_fills_another_buffer_at_each_pass() -> None:
 
 
 def exported(weight: Tensor) -> Exports:
-    exports = Exports(Places({"w": [(((0, 0), (4, 8)), weight)]}), (), "the trainer's")
+    exports = Exports(DirectTargets({"w": [(((0, 0), (4, 8)), weight)]}), (), "the trainer's")
     exports.release()
     return exports
 
@@ -115,7 +115,7 @@ def test_another_allocation_with_the_same_handle_is_another_one(monkeypatch: pyt
         mapped._Exporter, "__call__", lambda self, storage, mark: ({"handle": "h", "nbytes": 1, "mark": mark}, 0)
     )
     model = shared()
-    stream = MergedWeights(model).filler()
+    stream = MergedWeights(model).bucket_writer()
     first = Pulls(MergedWeights(model))(stream, frozenset())
     told = first.told("one", [first.exported()])
     assert first.stays()
@@ -130,17 +130,17 @@ def test_weights_have_to_stay_before_they_are_mapped(monkeypatch: pytest.MonkeyP
     would find its GPU full."""
     model = shared()
     weights, stayed = MergedWeights(model), Stayed()
-    assert not stayed(weights.filler())
-    assert stayed(weights.filler())
+    assert not stayed(weights.bucket_writer())
+    assert stayed(weights.bucket_writer())
     for parameter in model.parameters():
         parameter.data = parameter.detach().clone()
-    assert not stayed(weights.filler())
-    assert stayed(weights.filler())
-    assert stayed(MergedWeights(model, adapters=False).filler()), "another stream of the same model"
+    assert not stayed(weights.bucket_writer())
+    assert stayed(weights.bucket_writer())
+    assert stayed(MergedWeights(model, adapters=False).bucket_writer()), "another stream of the same model"
     mark = iter(range(1000))
     monkeypatch.setattr(mapped, "_marks", lambda storages: [next(mark)] * len(list(storages)))
-    stayed(weights.filler())
-    assert not stayed(weights.filler()), "freed, and taken again at the same address"
+    stayed(weights.bucket_writer())
+    assert not stayed(weights.bucket_writer()), "freed, and taken again at the same address"
 
 
 def rank(host: str = "a", pid: int = 1, device: str = "gpu-1", group: int = 0) -> dict[str, Any]:
@@ -207,7 +207,7 @@ def test_what_cannot_be_read_is_named() -> None:
     assert not unreadable(stub({"a": (tensor, gpu), "elsewhere": (None, cpu)}, gpu))
     assert unreadable(stub({"a": (tensor, gpu), "b": (tensor, cpu)}, gpu)) == "b is offloaded to cpu"
     assert unreadable(stub({"a": (tensor, torch.device("cuda", 0))}, gpu)) == "a is offloaded to cuda:0"
-    description = Exports(Places({"w": [(((0,), (1,)), tensor)]}), (), "the trainer's").description
+    description = Exports(DirectTargets({"w": [(((0,), (1,)), tensor)]}), (), "the trainer's").description
     assert description == {
         "why": "the trainer's weights cannot be mapped: it lies in memory of its own process; w is one"
     }
@@ -253,7 +253,7 @@ class Engine:
 
 
 def offered(model: Any) -> tuple[Pull, dict[str, Any], Described]:
-    made = Pulls(MergedWeights(model))(MergedWeights(model).filler(), frozenset())
+    made = Pulls(MergedWeights(model))(MergedWeights(model).bucket_writer(), frozenset())
     return made, made.exported(), Described.read(made.said)
 
 

@@ -38,7 +38,7 @@ from lora_merge.engine.transport.routing import Route, assign, clash
 from lora_merge.engine.transport.sender import Sender
 from lora_merge.shards.ranks import Ranks
 from lora_merge.stream.buckets import Meta, Table, extent, lay_out
-from lora_merge.stream.places import Places
+from lora_merge.stream.direct_targets import DirectTargets
 
 CPU = torch.device("cpu")
 BUCKETS = 7
@@ -60,9 +60,9 @@ class Counting:
         at: int = -1,
         then: Callable[[], None] = lambda: None,
         collective: bool = False,
-        takers: Mapping[int, frozenset[tuple[int, int]]] | None = None,
+        recipients: Mapping[int, frozenset[tuple[int, int]]] | None = None,
     ) -> None:
-        self.takers = takers or {}
+        self.recipients = recipients or {}
         self.table: Table = lay_out([Meta(str(i), torch.uint8, (1000,)) for i in range(BUCKETS)], NBYTES)
         self.device, self.capacity, self.collective, self.shared = device, NBYTES, collective, collective
         self._at, self._then = at, then
@@ -78,10 +78,10 @@ class Counting:
         buffer.fill_(index + 1)
         self.filled.append(index)
 
-    def straight(self, names: Container[str]) -> frozenset[int]:
+    def direct_buckets(self, names: Container[str]) -> frozenset[int]:
         return frozenset(index for index in range(BUCKETS) if str(index) in names)
 
-    def place(self, index: int, places: Places, run: Mapping[str, Any]) -> None:
+    def write_direct(self, index: int, places: DirectTargets, run: Mapping[str, Any]) -> None:
         if index == self._at:
             self._then()
         for _, view in places.views.get(str(index), ()):
@@ -320,12 +320,12 @@ def test_each_worker_gets_what_it_takes(kind: tuple[str, str, str], hosts: str, 
     places = channels(name, there)
     on = {place: "there" if hosts == "one" else str(place) for place in places}
     ours = Sender(places, NBYTES, torch.device(here), hosts=on)
-    takers = shares(list(places))
+    recipients = shares(list(places))
     served = dict.fromkeys(places, (0, name))
-    source = Counting(torch.device(here), collective=collective, takers=takers)
+    source = Counting(torch.device(here), collective=collective, recipients=recipients)
     told = {place: Route.of_buckets(source).told(place, served, on) for place in places}
     for place, what in told.items():
-        assert what["own"] == [index for index in ALL if place in takers.get(index, places)]
+        assert what["own"] == [index for index in ALL if place in recipients.get(index, places)]
         assert set(what["own"]) <= set(what["sent"])
         if name == "nccl" or (name == "tcp" and hosts == "each"):
             assert what["own"] == what["sent"], "nothing of the others'"
@@ -342,7 +342,7 @@ def test_each_worker_gets_what_it_takes(kind: tuple[str, str, str], hosts: str, 
             workers.wait()
             assert ours.outbox.nbytes - before == many * SIZES[0]
     # Nobody here takes the fifth bucket; filling the first one takes all ranks.
-    assert source.filled == [index for index in ALL if takers.get(index, places)] * 2
+    assert source.filled == [index for index in ALL if recipients.get(index, places)] * 2
     assert workers.wait() == {place: told[place]["sent"] + ALL + told[place]["sent"] for place in places}
     ours.close()
 
@@ -372,8 +372,8 @@ def test_sends_and_broadcasts_in_one_group(kind: tuple[str, str, str], monkeypat
 def test_a_rank_fills_what_the_others_need_of_it() -> None:
     """None of its workers takes the first bucket, which all ranks fill together, nor the third, which each fills."""
     ours = Sender({(0, 1): "shm"}, NBYTES, CPU)
-    takers = {index: frozenset([(0, 0)]) for index in (0, 2)}
-    route = Route.of_buckets(source := Counting(collective=True, takers=takers))
+    recipients = {index: frozenset([(0, 0)]) for index in (0, 2)}
+    route = Route.of_buckets(source := Counting(collective=True, recipients=recipients))
     told = {(0, 1): route.told((0, 1), {(0, 0): (1, "shm"), (0, 1): (0, "shm")}, {})}
     assert told[0, 1]["sent"] == told[0, 1]["own"] == [1, 3, 4, 5, 6]
     workers = Workers(ours, "cpu", told=told)
@@ -392,13 +392,13 @@ def test_workers_that_take_little_of_a_transfer(kind: tuple[str, str, str], take
     name, here, there = kind
     places = channels(name, there)
     few = min(places)
-    takers = {index: frozenset(set(places) - {few}) for index in ALL if index not in takes}
+    recipients = {index: frozenset(set(places) - {few}) for index in ALL if index not in takes}
     on = {place: str(place) for place in places}
     ours = Sender(places, NBYTES, torch.device(here), hosts=on)
     nobody = {index: frozenset([(7, 7)]) for index in ALL}
     served = dict.fromkeys(places, (0, name))
-    for turn, who in enumerate((takers, nobody)):
-        source = Counting(takers=who)
+    for turn, who in enumerate((recipients, nobody)):
+        source = Counting(recipients=who)
         told = {place: Route.of_buckets(source).told(place, served, on) for place in places}
         if not turn:
             workers = Workers(ours, there, transfers=2, told=told)
@@ -422,10 +422,10 @@ def test_a_worker_that_fails_at_a_bucket_of_its_own(kind: tuple[str, str, str], 
     """Nobody waits for who is left of it, and the trainer is through with all buckets."""
     name, here, there = kind
     places = channels(name, there)
-    takers = {2: frozenset([(0, 1)]), 3: frozenset([(0, 0)]), 5: frozenset([(0, 0), (1, 0)])}
+    recipients = {2: frozenset([(0, 1)]), 3: frozenset([(0, 0)]), 5: frozenset([(0, 0), (1, 0)])}
     on = {place: str(place) for place in places}
     ours = Sender(places, NBYTES, torch.device(here), hosts=on)
-    source = Counting(takers=takers)
+    source = Counting(recipients=recipients)
     served = dict.fromkeys(places, (0, name))
     told = {place: Route.of_buckets(source).told(place, served, on) for place in places}
     workers = Workers(ours, there, wrong=(0, 1), at=at, how=how, told=told)
@@ -836,7 +836,7 @@ def test_a_stranger_is_not_heard_in_the_store() -> None:
 # A worker in the trainer's own process
 
 
-def pull(ours: Sender, until: int = BUCKETS, places: Places | None = None, compare: bool = False) -> list[int]:
+def pull(ours: Sender, until: int = BUCKETS, places: DirectTargets | None = None, compare: bool = False) -> list[int]:
     receiver, seen = Receiver(ours.channel(0, 0), CPU), []
     with closing(receiver.receive(SIZES, (), places, compare)) as buckets:
         for received in buckets:
@@ -876,7 +876,7 @@ def test_a_local_worker_pulls_and_what_others_wait_for_is_filled(until: int, col
 def test_a_local_worker_has_buckets_placed(until: int, compare: bool) -> None:
     """Those that it has places for; a bucket is made where it has none, or where it wants to compare."""
     ours = Sender({(0, 0): "local"}, NBYTES, CPU)
-    places = Places({f"{i}": [(((0,), (4,)), torch.zeros(4, dtype=torch.uint8))] for i in ALL if i != 1})
+    places = DirectTargets({f"{i}": [(((0,), (4,)), torch.zeros(4, dtype=torch.uint8))] for i in ALL if i != 1})
     source = Counting()
     ours.begin(source)
     ours.offer(source, {})
@@ -952,9 +952,9 @@ def test_a_rank_that_breaks_joins_what_is_left(at: int, how: str) -> None:
 
     ours, source = Sender({}, NBYTES, CPU), Counting(collective=True)
     source.fill = lambda index, buffer, run: noted("fill", index)  # type: ignore[method-assign]
-    source.place = lambda index, places, run: noted("place", index)  # type: ignore[method-assign]
+    source.write_direct = lambda index, places, run: noted("place", index)  # type: ignore[method-assign]
     names = {str(index) for index in ALL} if how != "filled" else set()
-    route = Route.to(source, names, Places({}), compare=how == "both")
+    route = Route.to(source, names, DirectTargets({}), compare=how == "both")
     ours.begin(source, bool(route.sent))
     with pytest.raises(RuntimeError, match="injected"):
         ours.serve(source, {}, route=route)
@@ -978,7 +978,7 @@ def test_what_is_written_straight_is_handed_to_nobody_and_the_rest_is() -> None:
     """A worker in another process waits for the buckets that come, under their own numbers."""
     ours = Sender({(0, 0): "shm"}, NBYTES, CPU)
     there = {str(index): torch.zeros(4, dtype=torch.uint8) for index in ALL if index not in (1, 2, 6)}
-    places = Places({name: [(((0,), (4,)), tensor)] for name, tensor in there.items()})
+    places = DirectTargets({name: [(((0,), (4,)), tensor)] for name, tensor in there.items()})
     source = Counting()
     route = Route.to(source, set(there), places, compare=False)
     assert route.sent == (1, 2, 6)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lora_merge import MergedWeights, PushFailed, PushRefused, SglangSync
 from lora_merge.engine.payload.update import Update
-from lora_merge.stream.filler import Filler
+from lora_merge.stream.bucket_writer import BucketWriter
 from tests.sglang.test_sglang_models import MOE
 from tests.sglang.test_sglang_server import act, answers, serving
 
@@ -243,7 +243,7 @@ class TestDense:
         sync = SglangSync(model, started, merge=merge, bucket_bytes=BUCKET)
         sync.push()
         policies.train(model)
-        owner, name = (Filler, "place") if merge == "trainer" else (Update, "fill")
+        owner, name = (BucketWriter, "write_direct") if merge == "trainer" else (Update, "fill")
         works = getattr(owner, name)
 
         def breaks(self: Any, index: int, *args: Any) -> None:
@@ -421,12 +421,12 @@ def assert_told(sync: SglangSync, process: int, method: str, at: int, after: flo
     """A scheduler is killed when the trainer comes to a bucket; the trainer is told soon, and closes.
 
     Args:
-        method: of `Filler`, which the trainer calls for each bucket.
+        method: of `BucketWriter`, which the trainer calls for each bucket.
         after: seconds until it goes on.
     """
-    works = getattr(Filler, method)
+    works = getattr(BucketWriter, method)
 
-    def killing(self: Filler, index: int, *args: Any) -> None:
+    def killing(self: BucketWriter, index: int, *args: Any) -> None:
         if index == at:
             os.kill(process, signal.SIGKILL)
             time.sleep(after)
@@ -434,7 +434,7 @@ def assert_told(sync: SglangSync, process: int, method: str, at: int, after: flo
 
     began = time.monotonic()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Filler, method, killing)
+        patch.setattr(BucketWriter, method, killing)
         with pytest.raises(PushFailed, match="engine 0 is dirty"):
             sync.push()
     assert time.monotonic() - began < 60
@@ -454,5 +454,5 @@ def test_a_scheduler_that_dies_while_the_trainer_writes_to_it(tmp_path: Path) ->
                 sync.close()
                 break
             policies.train(model)
-            assert_told(sync, act(url, "process"), "place", 2, 0.5)
+            assert_told(sync, act(url, "process"), "write_direct", 2, 0.5)
     torch.cuda.synchronize()

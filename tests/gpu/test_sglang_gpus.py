@@ -18,7 +18,7 @@ import torch
 from sglang_engines import ask, do, engine
 
 from lora_merge import PushFailed, PushRefused, SglangSync
-from lora_merge.stream.filler import Filler
+from lora_merge.stream.bucket_writer import BucketWriter
 from tests.gpu.test_sglang_gpu import BUCKET, assert_answers, assert_bits, assert_told, policy, qwen3_moe
 from tests.sglang.test_sglang_models import MOE
 from tests.sglang.test_sglang_server import act, answers, serving
@@ -93,15 +93,15 @@ def test_nccl(tmp_path: Path) -> None:
             assert_answers(ask(started), model)
 
         policies.train(model)
-        fill = Filler.fill
+        fill = BucketWriter.fill
 
-        def breaks(self: Filler, index: int, *args: Any) -> None:
+        def breaks(self: BucketWriter, index: int, *args: Any) -> None:
             if index == 3:
                 raise MemoryError("injected")
             fill(self, index, *args)
 
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(Filler, "fill", breaks)
+            patched.setattr(BucketWriter, "fill", breaks)
             with pytest.raises(PushFailed, match="injected"):
                 sync.push()
         assert sync.states()[0].kind == "dirty"

@@ -25,7 +25,7 @@ from sharded_trainer import pushes
 from torch import nn
 
 from lora_merge import PushFailed, PushRefused, VllmSync
-from lora_merge.stream.filler import Filler
+from lora_merge.stream.bucket_writer import BucketWriter
 from lora_merge.verify import coverage
 from tests.shards.test_shards_merge import fsdp2
 
@@ -88,7 +88,7 @@ def test_experts(name: str, mode: str, tmp_path: Path) -> None:
             train(model, step)
             sync.push(verify=step == 1)
             assert_answers(ask(llm, sync.lora_request()), model)
-        examine = {"op": "examine", "digest": sync._weights.filler().digest}
+        examine = {"op": "examine", "digest": sync._weights.bucket_writer().digest}
         (worker,) = llm.collective_rpc("lora_merge", args=(json.dumps(examine),))
         assert mode == "adapter" or json.loads(worker)["reloaded"] == 0, "Triton's experts are filled where they are"
 
@@ -230,9 +230,9 @@ def test_an_engine_that_dies_while_the_trainer_writes_to_it(tp: int, tmp_path: P
             assert sync.push().transports == ("write",)
             assert_answers(ask(llm), model)
             train(model, life)
-            pids, place = llm.collective_rpc("process"), Filler.place
+            pids, place = llm.collective_rpc("process"), BucketWriter.write_direct
 
-            def killing(self: Filler, index: int, *args: Any, pids: Any = pids, place: Any = place) -> None:
+            def killing(self: BucketWriter, index: int, *args: Any, pids: Any = pids, place: Any = place) -> None:
                 if index == 1:
                     for pid in pids:
                         os.kill(pid, signal.SIGKILL)
@@ -240,7 +240,7 @@ def test_an_engine_that_dies_while_the_trainer_writes_to_it(tp: int, tmp_path: P
                 place(self, index, *args)
 
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(Filler, "place", killing)
+                patch.setattr(BucketWriter, "write_direct", killing)
                 with pytest.raises(PushFailed):
                     sync.push()
             with contextlib.suppress(Exception):

@@ -94,9 +94,9 @@ def memory(rank: int, configs: Sequence[str]) -> None:
         assert whole > 6 * bucket, whole
 
         def push(weights: MergedWeights = weights) -> None:
-            filler = weights.filler()
-            with filler.buffers() as buffers:
-                for _ in filler.filled(buffers, {"rounding": "nearest"}):
+            writer = weights.bucket_writer()
+            with writer.buffers() as buffers:
+                for _ in writer.filled(buffers, {"rounding": "nearest"}):
                     pass
 
         def loop(weights: MergedWeights = weights) -> None:

@@ -193,8 +193,8 @@ def test_what_is_decoded_at_a_time(case: str, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(Called, "decode", counted)
     weights = MergedWeights(model, bucket_bytes=1 << 14)
-    filler = weights.filler()
-    assert filler._staging._nbytes <= max(filler.capacity, 1 << 14)
+    writer = weights.bucket_writer()
+    assert writer._staging._nbytes <= max(writer.capacity, 1 << 14)
     for _ in weights:
         pass
     for path, layer in model.get_base_model().named_modules():

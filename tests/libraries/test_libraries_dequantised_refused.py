@@ -127,11 +127,11 @@ def test_in_place(case: str) -> None:
 def test_not_read_by_other_processes() -> None:
     model = with_lora(lambda: in_format("int8"))
     weights, stayed = MergedWeights(model), Stayed()
-    filler = weights.filler()
-    with filler.passing():
-        assert "is quantised" in unreadable(filler)
-        stayed(filler)
-        assert not filler.joins
+    writer = weights.bucket_writer()
+    with writer.passing():
+        assert "is quantised" in unreadable(writer)
+        stayed(writer)
+        assert not writer.joins
 
 
 def int4() -> nn.Module:

@@ -368,7 +368,7 @@ def test_nothing_is_decoded_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_other_processes_do_not_read_codes() -> None:
     """They are sent what codes stand for: no memory holds that."""
     model = with_lora(lambda: quantised(qwen2(), compress_statistics=False))
-    stream, stayed = MergedWeights(model).filler(), Stayed()
+    stream, stayed = MergedWeights(model).bucket_writer(), Stayed()
     assert unreadable(stream).endswith("is quantised")
     stayed(stream)
     assert stayed(stream), "what is not quantised stays where it is"

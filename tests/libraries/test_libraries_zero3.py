@@ -352,7 +352,7 @@ def learning(rank: int) -> None:
 
     found = []
     for model in (trained(), engine(trained(), **CONFIGS["some persist"])):
-        source = MergedWeights(model).filler().source
+        source = MergedWeights(model).bucket_writer().source
         modules = getattr(model, "module", model).modules()
         found.append(Learning(modules).names(source.parts, source.ranks, buffers=False))
     assert found[0] == found[1]

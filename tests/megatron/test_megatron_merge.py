@@ -64,9 +64,9 @@ def work(case: Case, bucket_bytes: int) -> dict[str, Any]:
     for name, tensor in MergedWeights(model, strategy="unshard"):
         assert_same_bits(tensor, answer["stream"][name], f'{name} with strategy="unshard"')
     answer["metadata"] = [tuple(meta) for meta in stream.metadata()]
-    filler = stream.filler()
-    answer["sends"] = sum(slot.nbytes for index in range(len(filler.table)) for slot in filler.mine(index))
-    answer["ranks"] = filler.ranks.size
+    writer = stream.bucket_writer()
+    answer["sends"] = sum(slot.nbytes for index in range(len(writer.table)) for slot in writer.mine(index))
+    answer["ranks"] = writer.ranks.size
     for p, was in zip(parameters, before, strict=True):
         assert_same_bits(p.detach(), was, "a shard after everything")
     found = read(chunks, vocab_size=101)
@@ -162,7 +162,7 @@ def test_merged_in_place_and_streamed(case: Case) -> None:
 def slots(case: Case) -> dict[str, int]:
     """In how many slots each tensor travels."""
     chunks = mm.megatron(case.kind, mm.hf_model(case.kind, **case.hf), case.grid)
-    table = MergedWeights(Chunks(chunks, vocab_size=101)).filler().table
+    table = MergedWeights(Chunks(chunks, vocab_size=101)).bucket_writer().table
     return Counter(slot.name.rpartition("layers.0.")[2] for part in table for slot in part)
 
 

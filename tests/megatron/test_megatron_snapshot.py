@@ -141,7 +141,7 @@ def see(change: str) -> bool:
     before = outcome(lambda: weights), outcome(lambda: bare)
     assert (outcome(lambda: weights), outcome(lambda: bare)) == before
     with unread():
-        weights.filler(whole=True), bare.filler(whole=True)
+        weights.bucket_writer(whole=True), bare.bucket_writer(whole=True)
     entered = outcome(lambda: inside(model))
     with unread():
         assert outcome(lambda: inside(model)) == entered

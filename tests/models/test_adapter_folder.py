@@ -86,7 +86,7 @@ model.save_pretrained({str(tmp_path / "adapter")!r}, save_embedding_layers=False
 from lora_merge.models.peft.folder import read_folder
 from lora_merge.stream.weights import MergedWeights
 read = read_folder({str(tmp_path / "adapter")!r}, {str(tmp_path / "base")!r}, torch.bfloat16)
-filler = MergedWeights(read, adapters=False).filler()
+filler = MergedWeights(read, adapters=False).bucket_writer()
 assert filler.nbytes > 15e9, filler.nbytes
 assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300_000
 """

@@ -129,13 +129,13 @@ class Source:
     def alone(self, index: int) -> bool:
         return True
 
-    def straight(self, names: Any) -> frozenset[int]:
+    def direct_buckets(self, names: Any) -> frozenset[int]:
         return frozenset()
 
     def fill(self, index: int, buffer: Tensor, run: Any) -> None:
         buffer.view(torch.float32)[:1024] = float(index)
 
-    def place(self, index: int, places: Any, run: Any) -> None:
+    def write_direct(self, index: int, places: Any, run: Any) -> None:
         raise NotImplementedError
 
 

@@ -60,7 +60,7 @@ def assert_streams(weights: MergedWeights, wanted: dict[str, torch.Tensor]) -> N
 
 
 def largest(weights: MergedWeights) -> int:
-    return max(sum(slot.nbytes for slot in slots) for slots in weights.filler(whole=True).table)
+    return max(sum(slot.nbytes for slot in slots) for slots in weights.bucket_writer(whole=True).table)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -77,7 +77,7 @@ def test_the_same_bits(
     elsewhere(monkeypatch, model=model)
     weights = MergedWeights(model, bucket_bytes=BUCKET, **options)
     assert_streams(weights, first)
-    assert weights.filler(whole=True)._staging._nbytes
+    assert weights.bucket_writer(whole=True)._staging._nbytes
     changes = [
         lambda: None,
         lambda: [p.data.mul_(1.5) for p in model.parameters()],
@@ -131,8 +131,8 @@ def test_memory(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> Non
     weights = MergedWeights(model, bucket_bytes=BUCKET)
     with Allocations() as allocations:
         for _ in weights.buckets():
-            filler = weights.filler(whole=True)
-            staging = filler._staging.memory
+            writer = weights.bucket_writer(whole=True)
+            staging = writer._staging.memory
             assert staging is not None
             assert staging.nbytes <= 2 * largest(weights) < size / 3
             memory = StorageWeakRef(staging.untyped_storage())
@@ -142,7 +142,7 @@ def test_memory(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> Non
         held = allocations.held()
         known = {p.untyped_storage()._cdata for p in model.parameters()}
         held -= sum(nbytes for key, (_, nbytes) in allocations.seen.items() if key in known)
-        assert held <= 2 * filler.capacity + 4 * adapters + filler._operands.held < size
+        assert held <= 2 * writer.capacity + 4 * adapters + writer._operands.held < size
     assert_nobody_holds_weights(model)
 
 

@@ -81,7 +81,7 @@ def test_a_server_is_sent_them(tmp_path: Path) -> None:
     """`load` sends whole what the folder brings whole; other buffers stay the engine's."""
     policy("statistics of norms", tmp_path)
     read = read_folder(tmp_path / "adapter", tmp_path / "base", torch.float32)
-    parts = MergedWeights(read).filler().source.parts
+    parts = MergedWeights(read).bucket_writer().source.parts
     names = Learning(read.modules(), brought(read)).names(parts, Ranks(), buffers=False)
     buffers = {name for name, part in parts.items() if not part.trained}
     assert buffers

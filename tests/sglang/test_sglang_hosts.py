@@ -17,7 +17,7 @@ from sglang_engines import assert_answers
 from lora_merge import LoraMergeError, PushFailed, PushRefused, SglangSync
 from lora_merge.engine.payload.update import Update
 from lora_merge.engine.transport import tcp_link as links
-from lora_merge.stream.filler import Filler
+from lora_merge.stream.bucket_writer import BucketWriter
 from tests.sglang.test_sglang_server import act, answers, policy, serving
 
 BUCKET = 1 << 17
@@ -75,7 +75,7 @@ def faults(other: Other, folder: Path) -> None:
         sync.push()
         assert_answers(answers(url), model)
 
-        failing(sync, model, Filler, 3, other.cut)
+        failing(sync, model, BucketWriter, 3, other.cut)
         other.plug()
         assert sync.states()[0].kind == "dirty"
         assert sync.push(verify=True).transports == ("tcp",)

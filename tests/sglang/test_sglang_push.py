@@ -21,7 +21,7 @@ from torch import nn
 
 import lora_merge.verify
 from lora_merge import InvalidInput, MergedWeights, PushFailed, PushRefused, SglangSync
-from lora_merge.stream.filler import Filler
+from lora_merge.stream.bucket_writer import BucketWriter
 
 DENSE = {"target_modules": policies.LINEARS}
 no_leftovers = sglang_engines.no_leftovers
@@ -192,15 +192,15 @@ def test_the_trainer_fails_in_the_middle(started: Any, at: int, monkeypatch: pyt
     sync = SglangSync(model, started, bucket_bytes=BUCKET)
     sync.push()
     policies.train(model)
-    fill = Filler.fill
+    fill = BucketWriter.fill
 
-    def breaks(self: Filler, index: int, *args: Any) -> None:
+    def breaks(self: BucketWriter, index: int, *args: Any) -> None:
         if index == at:
             raise MemoryError("injected")
         fill(self, index, *args)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Filler, "fill", breaks)
+        patched.setattr(BucketWriter, "fill", breaks)
         with pytest.raises(PushFailed, match="injected"):
             sync.push()
     assert sync.states()[0].kind == "dirty"
@@ -219,17 +219,17 @@ def test_ctrl_c_in_the_middle(started: Any, monkeypatch: pytest.MonkeyPatch) -> 
     model = policy()
     sync = SglangSync(model, started, bucket_bytes=BUCKET)
     sync.push()
-    fill = Filler.fill
-    for number in (0, 2, len(sync._weights.filler().table) - 1):
+    fill = BucketWriter.fill
+    for number in (0, 2, len(sync._weights.bucket_writer().table) - 1):
 
-        def interrupted(self: Filler, index: int, *args: Any, number: int = number) -> None:
+        def interrupted(self: BucketWriter, index: int, *args: Any, number: int = number) -> None:
             fill(self, index, *args)
             if index == number:
                 threading.Timer(0.002, os.kill, (os.getpid(), signal.SIGINT)).start()
                 time.sleep(0.01 if number != 2 else 0)
 
         with monkeypatch.context() as patched:
-            patched.setattr(Filler, "fill", interrupted)
+            patched.setattr(BucketWriter, "fill", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 push_and_wait(sync)
         assert sync.states()[0].kind in ("dirty", "merged")

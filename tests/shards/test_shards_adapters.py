@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lora_merge import MergedWeights
 from lora_merge.kernels.plan import Plan
 from lora_merge.shards.ranks import Ranks
-from lora_merge.stream.filler import Filler
+from lora_merge.stream.bucket_writer import BucketWriter
 from tests.shards.test_shards_merge import Wrap, device, fsdp1_one_unit, fsdp2, fsdp2_columns, hsdp
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -49,11 +49,11 @@ def scaled_up(model: nn.Module) -> None:
                 parameter.mul_(0.5)
 
 
-def filled(filler: Filler) -> Generator[Tensor]:
+def filled(writer: BucketWriter) -> Generator[Tensor]:
     """One pass into buffers of its own."""
-    buffers = [torch.empty(filler.capacity, dtype=torch.uint8, device=filler.device) for _ in range(2)]
-    with filler.passing():
-        for _, buffer in filler.filled(buffers, {}):
+    buffers = [torch.empty(writer.capacity, dtype=torch.uint8, device=writer.device) for _ in range(2)]
+    with writer.passing():
+        for _, buffer in writer.filled(buffers, {}):
             yield buffer
 
 
@@ -64,10 +64,10 @@ def alive() -> dict[int, int]:
     return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in found}
 
 
-def halves(filler: Filler, index: int) -> int:
+def halves(writer: BucketWriter, index: int) -> int:
     """Bytes of both halves, and magnitudes, of every adapter whose weight has a box in a bucket, padding included."""
-    sources = {source for slot in filler.table[index] for source in filler.entries[slot.name].sources}
-    deltas = [delta for source in sources if (delta := filler.source.parts[source].delta) is not None]
+    sources = {source for slot in writer.table[index] for source in writer.entries[slot.name].sources}
+    deltas = [delta for source in sources if (delta := writer.source.parts[source].delta) is not None]
     shards = {id(s): s for d in deltas for s in (*d.shards(), d.magnitude) if s is not None}
     return sum(s.nbytes + PADDING * (dist.get_world_size() + 1) for s in shards.values())
 
@@ -83,24 +83,24 @@ def assert_bounded(model: nn.Module, *, several: bool, what: str) -> None:
     gc.collect()
     before = alive()
     gc.freeze()  # what is there now need not be looked through again
-    filler = weights.filler()
-    with filler.passing():
-        largest = max(halves(filler, index) for index in range(len(filler.table)))
-        deltas = [part.delta for part in filler.source.parts.values() if part.delta is not None]
-    assert len(filler.table) > 8, what
+    writer = weights.bucket_writer()
+    with writer.passing():
+        largest = max(halves(writer, index) for index in range(len(writer.table)))
+        deltas = [part.delta for part in writer.source.parts.values() if part.delta is not None]
+    assert len(writer.table) > 8, what
     allowed = (3 if several else 2) * largest  # packed and whole; several side by side as well
     rows = sum(12 * delta.shape[0] for delta in deltas if delta.magnitude is not None)  # norms and factors
     assert allowed < sum(shard.nbytes for delta in deltas for shard in delta.shards()), "else it bounds nothing"
     del deltas
     peak = 0
-    for _ in filled(weights.filler()):
+    for _ in filled(weights.bucket_writer()):
         peak = max(peak, sum(size for place, size in alive().items() if place not in before))
     gc.unfreeze()
-    beside = peak - 2 * filler.capacity
+    beside = peak - 2 * writer.capacity
     most = allowed + rows + largest // dist.get_world_size()  # what gloo sends is a copy
     assert 0 < beside <= most, f"{what}: {beside} bytes beside the buckets, not {most} at most"
-    assert filler._operands.held <= allowed, what
-    assert f"beside two buckets: {filler._operands.held:,} bytes" in weights.describe(), what
+    assert writer._operands.held <= allowed, what
+    assert f"beside two buckets: {writer._operands.held:,} bytes" in weights.describe(), what
 
 
 def changing(rank: int, wraps: Sequence[Wrap] = (fsdp2, fsdp1_one_unit)) -> None:
@@ -110,7 +110,7 @@ def changing(rank: int, wraps: Sequence[Wrap] = (fsdp2, fsdp1_one_unit)) -> None
             plain, model = built(kind), wrap(built(kind))
             reference, weights = MergedWeights(plain), MergedWeights(model, bucket_bytes=8_000)
             for step in range(2):
-                begun = filled(weights.filler())
+                begun = filled(weights.bucket_writer())
                 for _ in range(1 + 2 * step):
                     next(begun)
                 begun.close()
@@ -138,16 +138,16 @@ def listening() -> Iterator[list[int]]:
 
 def ahead(rank: int) -> None:
     """One collective a bucket for what it needs, begun before the bucket in front is filled."""
-    filler = MergedWeights(fsdp2(built("one")), bucket_bytes=8_000).filler()
-    gathered = [sum(turn.sizes) for turn in filler._operands._exchange._turns]
+    writer = MergedWeights(fsdp2(built("one")), bucket_bytes=8_000).bucket_writer()
+    gathered = [sum(turn.sizes) for turn in writer._operands._exchange._turns]
     wanted = gathered[:1]
-    for index, sizes in enumerate(filler._sizes):
+    for index, sizes in enumerate(writer._sizes):
         wanted += [*gathered[index + 1 : index + 2], sum(sizes)]
     with listening() as begun:
-        for _ in filled(filler):
+        for _ in filled(writer):
             pass
     assert begun == [nbytes for nbytes in wanted if nbytes]
-    assert sum(gathered) // 2 == filler._operands.nbytes
+    assert sum(gathered) // 2 == writer._operands.nbytes
 
 
 def failing(rank: int) -> None:
@@ -160,20 +160,20 @@ def failing(rank: int) -> None:
         model = fsdp2_columns(built(kind))  # rows are split: norms are summed over ranks
         weights = MergedWeights(model, bucket_bytes=8_000)
         wanted = {name: t.clone() for name, t in weights}
-        filler = weights.filler()
-        operands, errors = filler._operands, []
+        writer = weights.bucket_writer()
+        operands, errors = writer._operands, []
         plans: list[Plan]
         if kind == "one":
             plans = [t.pack for t in operands._exchange._turns if t.sizes]
         else:
             assert operands._dora is not None
             plans = [one.plan for turn in operands._dora._turns if turn is not None for one in turn.rounds]
-        buffer = torch.empty(filler.capacity, dtype=torch.uint8, device=filler.device)
+        buffer = torch.empty(writer.capacity, dtype=torch.uint8, device=writer.device)
         fault = mock.patch.object(plans[len(plans) // 2], method, fail) if rank else contextlib.nullcontext()
-        with fault, filler.passing():
-            for index in range(len(filler.table)):
+        with fault, writer.passing():
+            for index in range(len(writer.table)):
                 try:
-                    filler.fill(index, buffer, {})
+                    writer.fill(index, buffer, {})
                 except RuntimeError as error:
                     errors.append(str(error))
         assert errors == ["injected"] * rank, (kind, errors)

@@ -271,10 +271,10 @@ FAULTS: list[tuple[str, Callable[..., None], dict[str, Any]]] = [
     ("lora_merge.shards.exchange._Turn.lie_in", enter, {}),
     ("lora_merge.context._Merge.merge", enter, {}),
     ("lora_merge.context._Unshard._merge_wholes", enter, {"strategy": "unshard"}),
-    ("lora_merge.stream.filler.Filler._make_plan", to_the_end_of, {}),
-    ("lora_merge.stream.filler.Filler._turns", to_the_end_of, {}),
+    ("lora_merge.stream.bucket_writer.Filler._make_plan", to_the_end_of, {}),
+    ("lora_merge.stream.bucket_writer.Filler._turns", to_the_end_of, {}),
     ("lora_merge.shards.exchange._Turn.lie_in", to_the_end_of, {"strategy": "unshard"}),
-    ("lora_merge.stream.filler.Filler._merged", to_the_end_of, {"strategy": "unshard"}),
+    ("lora_merge.stream.bucket_writer.Filler._merged", to_the_end_of, {"strategy": "unshard"}),
     ("lora_merge.models.operands._Beside.run", to_the_end_of, {}),
 ]
 

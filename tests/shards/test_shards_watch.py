@@ -74,7 +74,7 @@ def read(model: Any) -> Any:
     """The watch over what a reading looked at, if it stands."""
     stream = MergedWeights(model)
     for _ in range(4):
-        stream.filler()
+        stream.bucket_writer()
     noted = snapshot._noted[model].get((True, True))
     return None if noted is None or noted.watch is None else noted.again(model)
 
@@ -200,7 +200,7 @@ def inside_a_forward(rank: int) -> None:
 
     def look(*_: Any) -> None:
         with pytest.raises(InvalidInput) as raised:
-            MergedWeights(model).filler()
+            MergedWeights(model).bucket_writer()
         found.append(str(raised.value))
 
     layers(model)[0].mlp.register_forward_hook(look)

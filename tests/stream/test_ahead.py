@@ -13,7 +13,7 @@ from helpers import assert_same_bits
 from torch import Tensor
 
 from lora_merge import MergedWeights
-from lora_merge.stream.ahead import Ahead
+from lora_merge.stream.double_buffer import DoubleBuffer
 
 COUNT = 5
 
@@ -58,7 +58,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "stream", on)
 
 
-def consume(ahead: Ahead, run: int, stops: int, ends: str) -> None:
+def consume(ahead: DoubleBuffer, run: int, stops: int, ends: str) -> None:
     """One run, read where it is consumed; checked against everything that was enqueued in this and earlier runs."""
     enqueued: set[Any] = set(Stream.current.before)
 
@@ -91,7 +91,7 @@ def consume(ahead: Ahead, run: int, stops: int, ends: str) -> None:
 @pytest.mark.parametrize("stops", [0, 2, COUNT - 1])
 def test_fills_and_reads_wait_for_each_other(ends: str, stops: int) -> None:
     """Also from run to run, each consumed on another stream."""
-    ahead = Ahead(torch.device("cuda"))
+    ahead = DoubleBuffer(torch.device("cuda"))
     consume(ahead, 0, stops, ends)
     before = {work for work in Stream.current.before if work[0] == "read"}
     with on(Stream()):

@@ -20,9 +20,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lora_merge import InvalidInput, MergedWeights, UnsupportedAdapter, save_merged
-from lora_merge.engine.payload.adapter import AdapterSource, filler_of
+from lora_merge.engine.payload.adapter import AdapterSource, writer_of
 from lora_merge.stream.buckets import ALIGNMENT, Meta, checksum, extent, from_json, lay_out, to_json
-from lora_merge.stream.places import Places
+from lora_merge.stream.direct_targets import DirectTargets
 
 
 def gemma4() -> nn.Module:
@@ -113,7 +113,7 @@ def test_a_wrong_table_off_the_wire_is_refused(change: dict[int, object]) -> Non
         from_json([slots])
 
 
-def engine_like(weights: MergedWeights) -> tuple[Places, dict[str, Tensor]]:
+def engine_like(weights: MergedWeights) -> tuple[DirectTargets, dict[str, Tensor]]:
     """Parameters as an engine has them: two tensors of the stream in one (the second one stored transposed where it is
     a matrix), and each tensor cut into two boxes, as fused and padded layers are loaded."""
     views, whole = {}, {}
@@ -133,7 +133,7 @@ def engine_like(weights: MergedWeights) -> tuple[Places, dict[str, Tensor]]:
             ]
         else:
             views[meta.name] = [((start, meta.shape), inner)]
-    return Places(views), whole
+    return DirectTargets(views), whole
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
@@ -147,34 +147,34 @@ def test_what_is_placed_is_what_a_bucket_holds(case: str, rounding: str) -> None
     wanted = {name: t.clone() for bucket in weights.buckets(seed=run.get("seed")) for name, t in bucket.tensors()}
     places, engine = engine_like(weights)
     for step in range(2):
-        filler, placed = weights.filler(), set()
-        with filler.passing():
-            straight = filler.straight(places.on(filler.device))
-            for index, slots in enumerate(filler.table):
+        writer, placed = weights.bucket_writer(), set()
+        with writer.passing():
+            straight = writer.direct_buckets(places.on(writer.device))
+            for index, slots in enumerate(writer.table):
                 if index in straight:
-                    filler.place(index, places, run)
+                    writer.write_direct(index, places, run)
                     placed |= {slot.name for slot in slots}
                 else:
-                    assert any(filler.entries[slot.name].window is None for slot in slots)
+                    assert any(writer.entries[slot.name].window is None for slot in slots)
         assert placed, "nothing was placed"
         for name in placed:
             assert_same_bits(engine[name], wanted[name], f"{name}, pass {step}")
             engine[name].fill_(9)
     beyond = [t._base for t in engine.values() if t._base is not None]
     assert all(bool((t[..., -3:] == 7).all() or (t[-3:] == 7).all()) for t in beyond), "written beside its place"
-    lacking = Places({name: views for name, views in places.views.items() if not name.endswith("norm.weight")})
-    filler = weights.filler()
-    for index in filler.straight(lacking.on(filler.device)):
-        assert not any(slot.name.endswith("norm.weight") for slot in filler.table[index])
+    lacking = DirectTargets({name: views for name, views in places.views.items() if not name.endswith("norm.weight")})
+    writer = weights.bucket_writer()
+    for index in writer.direct_buckets(lacking.on(writer.device)):
+        assert not any(slot.name.endswith("norm.weight") for slot in writer.table[index])
 
 
 def test_an_engine_that_is_gone_is_not_kept() -> None:
     weights = MergedWeights(models.with_lora(models.qwen2))
     places, engine = engine_like(weights)
     gone = [weakref.ref(t) for t in (*engine.values(), places)]
-    filler = weights.filler()
-    with filler.passing():
-        filler.place(0, places, {})
+    writer = weights.bucket_writer()
+    with writer.passing():
+        writer.write_direct(0, places, {})
     del places, engine
     gc.collect()
     assert all(r() is None for r in gone), "plans that lie idle hold the tensors of an engine"
@@ -212,7 +212,7 @@ def test_consumers_that_keep_tensors_stop_early_or_raise() -> None:
 def test_two_buffers_suffice_for_who_lets_go(held: int) -> None:
     """Also for a plain loop, which has the last tensor until it gets the next one; then plans are kept, too."""
     weights = MergedWeights(models.with_lora(models.qwen2), bucket_bytes=4096)
-    assert len(weights.filler(whole=True).table) > 10
+    assert len(weights.bucket_writer(whole=True).table) > 10
     places = set()
     plans: list[list[object]] = []
     for _ in range(2):
@@ -220,7 +220,7 @@ def test_two_buffers_suffice_for_who_lets_go(held: int) -> None:
             places.add(tensor.untyped_storage().data_ptr())
             if not held:
                 del tensor
-        plans.append([plan for _, plan in weights.filler(whole=True)._plans.values()])
+        plans.append([plan for _, plan in weights.bucket_writer(whole=True)._plans.values()])
     assert len(places) == 2
     assert plans[0] == plans[1]
 
@@ -228,7 +228,7 @@ def test_two_buffers_suffice_for_who_lets_go(held: int) -> None:
 def test_buffers_go_with_who_holds_them() -> None:
     """A consumer that collects some tensors at a time (a trainer's own buckets) does not make the stream keep all."""
     weights = MergedWeights(models.with_lora(models.qwen2), bucket_bytes=4096)
-    capacity = weights.filler(whole=True).capacity
+    capacity = weights.bucket_writer(whole=True).capacity
     with Allocations() as allocations:
         some: list[Tensor] = []
         most = 0
@@ -408,7 +408,7 @@ def test_replicated_layers_and_a_head_tied_by_hand(tmp_path: Path) -> None:
 def test_an_adapter_in_two_places_is_sent_under_both_names() -> None:
     """An engine has a module for each."""
     weights = MergedWeights(models.with_lora(block_in_two_places, target_modules=["q_proj"]))
-    source = AdapterSource(weights, filler_of(weights), torch.float32)
+    source = AdapterSource(weights, writer_of(weights), torch.float32)
     assert source.modules == [f"model.layers.{layer}.self_attn.q_proj" for layer in (0, 1)]
     buffer = torch.empty(source.capacity, dtype=torch.uint8)
     source.fill(0, buffer, {})
@@ -509,7 +509,7 @@ def test_passes_in_several_threads(config: dict[str, Any]) -> None:
 
     done: list[bool] = []
     threads = [threading.Thread(target=passes) for _ in range(3)]
-    with weights.filler(whole=True).passing():  # so that none lets go of the model while others begin
+    with weights.bucket_writer(whole=True).passing():  # so that none lets go of the model while others begin
         for thread in threads:
             thread.start()
         for thread in threads:

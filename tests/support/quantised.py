@@ -17,8 +17,8 @@ import weight_bits
 from torch import Tensor, nn
 
 from lora_merge import MergedWeights, PushFailed, VllmSync
-from lora_merge.stream.filler import Filler
-from lora_merge.stream.places import Places
+from lora_merge.stream.bucket_writer import BucketWriter
+from lora_merge.stream.direct_targets import DirectTargets
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max
@@ -126,15 +126,15 @@ def assert_heals(llm: Any, sync: VllmSync, held: Callable[[Any], Any]) -> None:
 
 
 def wrong_in_one_bit(part: str, name: str) -> Callable[..., None]:
-    """`Filler.place` that changes one bit of a written weight, or of its scales, after its last bucket.
+    """`BucketWriter.write_direct` that changes one bit of a written weight, or of its scales, after its last bucket.
 
     Args:
         part: "weight" or "scales".
         name: of a tensor of the stream.
     """
-    place = Filler.place
+    place = BucketWriter.write_direct
 
-    def wrong(self: Filler, index: int, places: Places, run: Any) -> None:
+    def wrong(self: BucketWriter, index: int, places: DirectTargets, run: Any) -> None:
         place(self, index, places, run)
         if index == max(at for at, slots in enumerate(self.table) for slot in slots if slot.name == name):
             [scaled] = places.scaled[name]

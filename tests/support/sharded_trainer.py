@@ -21,7 +21,7 @@ from lora_merge import LoraMergeError, PushFailed, VllmSync
 from lora_merge.engine.payload.adapter import AdapterSource
 from lora_merge.shards import here
 from lora_merge.shards.ranks import Ranks
-from lora_merge.stream.filler import Filler
+from lora_merge.stream.bucket_writer import BucketWriter
 from tests.shards.test_shards_merge import (
     device,
     forward,
@@ -117,9 +117,9 @@ def pushes(
 
         for mode, at in (("merged", 1), ("merged", -1), ("adapter", -1)):
             with pytest.MonkeyPatch.context() as patch:
-                for kind in (Filler, AdapterSource):
+                for kind in (BucketWriter, AdapterSource):
                     patch.setattr(kind, "fill", broken(kind.fill, at, rank))
-                    patch.setattr(kind, "place", broken(kind.place, at, rank))
+                    patch.setattr(kind, "write_direct", broken(kind.write_direct, at, rank))
                 with pytest.raises(PushFailed, match="injected"):
                     sync.push(mode=mode)
             assert [state.kind for state in sync.states()] == ["dirty"] * len(llms)

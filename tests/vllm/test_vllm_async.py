@@ -30,7 +30,7 @@ from lora_merge.engine.push import pusher as push
 from lora_merge.engine.push.sequence import Steps
 from lora_merge.engine.transport.sender import Sender
 from lora_merge.engine.worker import lease as claim
-from lora_merge.stream.filler import Filler
+from lora_merge.stream.bucket_writer import BucketWriter
 
 pytestmark = pytest.mark.usefixtures("no_leftovers")
 no_leftovers = engines.no_leftovers
@@ -104,9 +104,9 @@ async def cancelled(llm: AsyncLLM, model: Any) -> None:
     """Once, twice, many times, while a thread fills: when the push has ended, nothing of it runs any more."""
     sync = VllmSync(model, llm, bucket_bytes=1 << 17)
     await sync.apush()
-    fill, filling, inside = Filler.fill, threading.Event(), []
+    fill, filling, inside = BucketWriter.fill, threading.Event(), []
 
-    def slow(self: Filler, *args: Any) -> None:
+    def slow(self: BucketWriter, *args: Any) -> None:
         inside.append(args)
         filling.set()
         time.sleep(0.3)
@@ -116,7 +116,7 @@ async def cancelled(llm: AsyncLLM, model: Any) -> None:
     for times in (1, 2, 5):
         filling.clear()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Filler, "fill", slow)
+            patch.setattr(BucketWriter, "fill", slow)
             push = asyncio.ensure_future(sync.apush())
             while not filling.is_set():
                 await asyncio.sleep(0.01)
@@ -153,7 +153,7 @@ async def healed_in_the_other_mode(llm: AsyncLLM, model: Any) -> None:
     """Requests that stand still since a push that failed began with an adapter, or without one, that the next push
     leaves no weights for: they end, and the engine lives."""
     sync = VllmSync(model, llm, bucket_bytes=1 << 17)
-    for mode, other, source in (("adapter", "merged", AdapterSource), ("merged", "adapter", Filler)):
+    for mode, other, source in (("adapter", "merged", AdapterSource), ("merged", "adapter", BucketWriter)):
         await sync.apush(mode=mode)
         lora = sync.lora_request() if mode == "adapter" else None
         running = await in_flight(llm, f"begun in mode {mode}", lora)
@@ -175,7 +175,7 @@ async def healed_by_one_who_waits(llm: AsyncLLM, model: Any) -> None:
     await sync.apush()
     running = await in_flight(llm, "stands still")
     train(model, 4)
-    with failing(Filler, 4):
+    with failing(BucketWriter, 4):
         await sync.apush()
     other = VllmSync(model, llm, pause="wait", bucket_bytes=1 << 17)
     await other.apush()

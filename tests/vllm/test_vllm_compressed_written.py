@@ -32,8 +32,8 @@ from lora_merge.engine.vllm.loading.reload import on_meta
 from lora_merge.engine.worker.dry_run import Capture, feed
 from lora_merge.engine.worker.loader import everything
 from lora_merge.kernels.segments import copies
-from lora_merge.stream.filler import Filler
-from lora_merge.stream.places import Places
+from lora_merge.stream.bucket_writer import BucketWriter
+from lora_merge.stream.direct_targets import DirectTargets
 from lora_merge.verify import coverage
 from tests.vllm.test_vllm_compressed import BUCKET, READ, assert_close, even, held, policy
 
@@ -93,7 +93,7 @@ def test_adapters_of_several_ranks(one: Any) -> None:
     for written in (False, True):
         with pytest.MonkeyPatch.context() as patched, closing(VllmSync(model, llm, bucket_bytes=NARROW)) as sync:
             if not written:
-                patched.setattr(fused.Fused, "places", lambda *_: Places({}))
+                patched.setattr(fused.Fused, "places", lambda *_: DirectTargets({}))
             forget(llm)
             with quantised.reloaded(llm) as found:
                 sync.push(verify=True)
@@ -120,7 +120,9 @@ def test_a_layer_that_is_written_wrong_shows(one: Any, part: str, monkeypatch: p
     llm, model, fresh = one
     with closing(VllmSync(model, llm, bucket_bytes=NARROW)) as sync:
         with monkeypatch.context() as patched:
-            patched.setattr(Filler, "place", quantised.wrong_in_one_bit(part, "model.layers.1.self_attn.v_proj.weight"))
+            patched.setattr(
+                BucketWriter, "write_direct", quantised.wrong_in_one_bit(part, "model.layers.1.self_attn.v_proj.weight")
+            )
             with pytest.raises(PushFailed, match="did not arrive as they were sent"):
                 sync.push(verify=True)
         assert [state.kind for state in sync.states()] == ["dirty"]
@@ -361,7 +363,7 @@ def test_experts(
     refused, of_scales = named_back(capture, {}, schemes, torch.bfloat16)
     assert not refused
     records = [*capture.records, *of_scales]
-    places = fused.Fused().places([layer], records, fed, dict.fromkeys(owners, layer), schemes)
+    places = fused.Fused().targets([layer], records, fed, dict.fromkeys(owners, layer), schemes)
     assert said in caplog.text
     assert bool(places.views) == (not said)
     if said:

@@ -22,7 +22,7 @@ from lora_merge import LoraMergeError, PushFailed, PushRefused, VllmSync
 from lora_merge.engine.control.base import OutOfStep, WorkerFailed
 from lora_merge.engine.control.calls import drive
 from lora_merge.engine.vllm.control import LlmControl
-from lora_merge.stream.filler import Filler
+from lora_merge.stream.bucket_writer import BucketWriter
 from lora_merge.verify import coverage
 
 DENSE = {"target_modules": engines.LINEARS}
@@ -140,14 +140,14 @@ def test_the_trainer_fails_at_each_bucket(
     model = policy()
     sync = VllmSync(model, wide, bucket_bytes=1 << 17)
     sync.push()
-    fill, at = Filler.fill, index % len(sync._weights.filler().table)
+    fill, at = BucketWriter.fill, index % len(sync._weights.bucket_writer().table)
 
-    def broken(self: Filler, number: int, *args: Any) -> None:
+    def broken(self: BucketWriter, number: int, *args: Any) -> None:
         if number == at:
             raise error("injected")
         fill(self, number, *args)
 
-    monkeypatch.setattr(Filler, "fill", broken)
+    monkeypatch.setattr(BucketWriter, "fill", broken)
     with pytest.raises(PushFailed if error is RuntimeError else KeyboardInterrupt):
         sync.push()
     monkeypatch.undo()
@@ -168,17 +168,17 @@ def test_ctrl_c_in_the_middle(wide: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     model = policy()
     sync = VllmSync(model, wide, bucket_bytes=1 << 17)
     sync.push()
-    fill = Filler.fill
-    for number in (0, 2, len(sync._weights.filler().table) - 1):
+    fill = BucketWriter.fill
+    for number in (0, 2, len(sync._weights.bucket_writer().table) - 1):
 
-        def interrupted(self: Filler, index: int, *args: Any, number: int = number) -> None:
+        def interrupted(self: BucketWriter, index: int, *args: Any, number: int = number) -> None:
             fill(self, index, *args)
             if index == number:
                 threading.Timer(0.002, os.kill, (os.getpid(), signal.SIGINT)).start()
                 time.sleep(0.01 if number != 2 else 0)
 
         with monkeypatch.context() as patched:
-            patched.setattr(Filler, "fill", interrupted)
+            patched.setattr(BucketWriter, "fill", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 push_and_wait(sync)
         assert sync.states()[0].kind in ("dirty", "merged")
@@ -237,15 +237,15 @@ def test_a_worker_that_is_killed_in_the_middle(tmp_path: Path, monkeypatch: pyte
         sync = VllmSync(model, llm, bucket_bytes=1 << 17)
         sync.push()
         pids = llm.collective_rpc("process")
-        fill = Filler.fill
+        fill = BucketWriter.fill
 
-        def killing(self: Filler, index: int, *args: Any) -> None:
+        def killing(self: BucketWriter, index: int, *args: Any) -> None:
             if index == 2:
                 os.kill(pids[1], signal.SIGKILL)
             fill(self, index, *args)
 
         with monkeypatch.context() as patched:
-            patched.setattr(Filler, "fill", killing)
+            patched.setattr(BucketWriter, "fill", killing)
             with pytest.raises(PushFailed, match=r"engine 0 (is dirty|does not answer any more)"):  # it ends just now
                 sync.push()
         with pytest.raises(PushRefused, match=r"does not answer|has died, start it anew"):

@@ -25,7 +25,7 @@ from lora_merge.engine.payload.update import Update
 from lora_merge.engine.transport import tcp_link as links
 from lora_merge.engine.transport.sender import Sender
 from lora_merge.engine.worker.lease import SILENT_S
-from lora_merge.stream.filler import Filler
+from lora_merge.stream.bucket_writer import BucketWriter
 from tests.vllm.test_vllm_processes import Server, greedy, push_and_die
 
 DENSE = {"target_modules": engines.LINEARS}
@@ -101,8 +101,8 @@ def halves_of_experts(other: Other, folder: Path) -> None:
             assert (report.merge, report.base_sent, report.transports) == ("engine", False, ("tcp",)), report
             update = sync._passes._update._updates._known[-1]  # type: ignore[index]
             sizes = [sum(slot.nbytes for slot in slots) for slots in update.table]
-            assert {len(who) for who in update.takers.values()} == {1}
-            common = sum(size for index, size in enumerate(sizes) if index not in update.takers)
+            assert {len(who) for who in update.recipients.values()} == {1}
+            common = sum(size for index, size in enumerate(sizes) if index not in update.recipients)
             own = sum(sizes) - common
             assert own > common > 0
             assert 2 * common + own < went < 1.1 * (2 * common + own) + 100_000, (went, common, own)
@@ -152,7 +152,7 @@ def faults(other: Other, folder: Path) -> None:
             train(model)
             began = time.monotonic()
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(Filler, "fill", interrupted(then))
+                patch.setattr(BucketWriter, "fill", interrupted(then))
                 with pytest.raises(PushFailed, match=word):
                     sync.push()
             print(f"{then.__name__}: {time.monotonic() - began:.1f} s", flush=True)
@@ -226,10 +226,10 @@ def heals(sync: VllmSync, server: Server, model: Any) -> None:
 
 
 def interrupted(then: Callable[[], object]) -> Callable[..., None]:
-    """`Filler.fill`, but for what happens at the fourth bucket."""
-    fill = Filler.fill
+    """`BucketWriter.fill`, but for what happens at the fourth bucket."""
+    fill = BucketWriter.fill
 
-    def filling(self: Filler, index: int, *args: Any) -> None:
+    def filling(self: BucketWriter, index: int, *args: Any) -> None:
         if index == 3:
             then()
         fill(self, index, *args)

@@ -28,7 +28,7 @@ from vllm import SamplingParams
 
 from lora_merge import InvalidInput, LoraMergeError, PushFailed, PushRefused, VllmSync
 from lora_merge.engine.transport.sender import Sender
-from lora_merge.stream.weights import Filler
+from lora_merge.stream.weights import BucketWriter
 from lora_merge.verify import coverage
 
 DENSE = {"target_modules": engines.LINEARS}
@@ -82,14 +82,14 @@ def test_another_process_and_a_trainer_that_breaks(tmp_path: Path, monkeypatch: 
         sync = VllmSync(model, llm, bucket_bytes=1 << 17)
         sync.push(verify=True)
         assert_answers(ask(llm), model)
-        fill = Filler.fill
+        fill = BucketWriter.fill
 
-        def broken(self: Filler, index: int, *args: Any) -> None:
+        def broken(self: BucketWriter, index: int, *args: Any) -> None:
             if index == 3:
                 raise RuntimeError("injected")
             fill(self, index, *args)
 
-        monkeypatch.setattr(Filler, "fill", broken)
+        monkeypatch.setattr(BucketWriter, "fill", broken)
         with pytest.raises(PushFailed, match="injected"):
             sync.push()
         assert sync.states()[0].kind == "dirty"
@@ -325,14 +325,14 @@ def test_a_users_pause_stays(servers: list[Server]) -> None:
 
 def push_and_die(url: str) -> None:
     """A trainer that is killed in the middle of a push."""
-    fill = Filler.fill
+    fill = BucketWriter.fill
 
-    def broken(self: Filler, index: int, *args: Any) -> None:
+    def broken(self: BucketWriter, index: int, *args: Any) -> None:
         if index == 3:
             os.kill(os.getpid(), signal.SIGKILL)
         fill(self, index, *args)
 
-    Filler.fill = broken  # type: ignore[method-assign]
+    BucketWriter.fill = broken  # type: ignore[method-assign]
     VllmSync(models.with_lora(engines.qwen2, **DENSE), url, merge="trainer", bucket_bytes=1 << 16).push()
 
 

@@ -19,7 +19,7 @@ from engines import ask, assert_answers, engine, train
 from vllm import LLM, SamplingParams
 
 from lora_merge import PushFailed, PushRefused, VllmSync
-from lora_merge.stream.filler import Filler
+from lora_merge.stream.bucket_writer import BucketWriter
 
 DENSE = {"target_modules": engines.LINEARS}
 BUCKET = 1 << 16
@@ -44,10 +44,10 @@ def kill(pid: int) -> None:
 
 
 def in_the_middle(do: Callable[[], None]) -> Callable[..., None]:
-    """In the place of `Filler.fill`: does something before the fourth bucket."""
-    fill = Filler.fill
+    """In the place of `BucketWriter.fill`: does something before the fourth bucket."""
+    fill = BucketWriter.fill
 
-    def instead(self: Filler, index: int, *args: Any) -> None:
+    def instead(self: BucketWriter, index: int, *args: Any) -> None:
         if index == 3:
             do()
         fill(self, index, *args)
@@ -196,7 +196,7 @@ def test_a_dirty_engine_generates_nothing_until_a_push_has_healed_it(
         (flying,) = await running.flying(sync, 1)
         train(model)
         with monkeypatch.context() as patched:
-            patched.setattr(Filler, "fill", in_the_middle(breaks))
+            patched.setattr(BucketWriter, "fill", in_the_middle(breaks))
             with pytest.raises(PushFailed, match=r"engine 0 is dirty: .*injected.*stay paused"):
                 await sync.apush()
         late = asyncio.create_task(running.request(1, 10))
@@ -271,7 +271,7 @@ def test_an_engine_killed_in_the_middle_of_a_push_and_a_new_one_under_a_living_t
         pid = worker_of(victim)
         train(model, size=0.01)
         with monkeypatch.context() as patched:
-            patched.setattr(Filler, "fill", in_the_middle(lambda: kill(pid)))
+            patched.setattr(BucketWriter, "fill", in_the_middle(lambda: kill(pid)))
             with pytest.raises(PushFailed, match=r"engine 1 is dirty: .*engine 0 is valid"):
                 sync.push()
         assert_answers(ask(survivor), model)

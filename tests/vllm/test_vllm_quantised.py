@@ -26,8 +26,8 @@ from lora_merge.engine.vllm.loading.formats import bring_scales_back, calibrated
 from lora_merge.engine.vllm.loading.fused import Fused
 from lora_merge.engine.worker.modules import Modules
 from lora_merge.serve import load_adapter, unload_adapter
-from lora_merge.stream.filler import Filler
-from lora_merge.stream.places import Places
+from lora_merge.stream.bucket_writer import BucketWriter
+from lora_merge.stream.direct_targets import DirectTargets
 from lora_merge.verify import coverage
 
 DENSE = {"target_modules": engines.LINEARS}
@@ -159,7 +159,9 @@ def test_a_layer_that_is_written_wrong_shows(one: Any, part: str, monkeypatch: p
     llm, model, fresh = one
     with closing(VllmSync(model, llm, bucket_bytes=1 << 16)) as sync:
         with monkeypatch.context() as patched:
-            patched.setattr(Filler, "place", quantised.wrong_in_one_bit(part, "model.layers.1.mlp.down_proj.weight"))
+            patched.setattr(
+                BucketWriter, "write_direct", quantised.wrong_in_one_bit(part, "model.layers.1.mlp.down_proj.weight")
+            )
             with pytest.raises(PushFailed, match="did not arrive as they were sent"):
                 sync.push(verify=True)
         assert [state.kind for state in sync.states()] == ["dirty"]
@@ -335,7 +337,7 @@ def test_an_adapter_beside_the_quantised_base(one: Any) -> None:
 def test_a_push_that_breaks_off_in_the_middle_of_a_layer(anew: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The layer is closed again, the engine dirty, and the next push heals it."""
     llm, model, _ = anew
-    monkeypatch.setattr(Fused, "places", lambda *_: Places({}))  # all are reloaded
+    monkeypatch.setattr(Fused, "places", lambda *_: DirectTargets({}))  # all are reloaded
     with closing(VllmSync(model, llm, bucket_bytes=BUCKET)) as sync:
         quantised.assert_heals(llm, sync, bits)
 
@@ -545,21 +547,21 @@ def test_nobody_waits_for_a_worker_that_failed(wide: Any, ranks: list[int]) -> N
 
 
 def test_the_trainer_fails_while_scales_are_agreed_on(wide: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lora_merge.stream.filler import Filler
+    from lora_merge.stream.bucket_writer import BucketWriter
 
     llm, model, _ = wide
-    fill = Filler.fill
+    fill = BucketWriter.fill
     with closing(VllmSync(model, llm, bucket_bytes=BUCKET)) as sync:
         sync.push()
-        for at in (0, 2, len(sync._weights.filler().table) - 1):
+        for at in (0, 2, len(sync._weights.bucket_writer().table) - 1):
 
-            def broken(self: Filler, number: int, *args: Any, at: int = at) -> None:
+            def broken(self: BucketWriter, number: int, *args: Any, at: int = at) -> None:
                 if number == at:
                     raise RuntimeError("injected")
                 fill(self, number, *args)
 
             with monkeypatch.context() as patched:
-                patched.setattr(Filler, "fill", broken)
+                patched.setattr(BucketWriter, "fill", broken)
                 with pytest.raises(PushFailed, match="injected"):
                     sync.push()
             assert [state.kind for state in sync.states()] == ["dirty"]

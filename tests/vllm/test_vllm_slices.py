@@ -66,8 +66,8 @@ def counted() -> Iterator[Counter[WorkerId]]:
     went: Counter[WorkerId] = Counter()
     hand = Outbox.hand
 
-    def handing(self: Outbox, turn: int, data: Any, takers: Any) -> None:
-        hand(self, turn, data, takers)
+    def handing(self: Outbox, turn: int, data: Any, recipients: Any) -> None:
+        hand(self, turn, data, recipients)
         went.update({place: data.numel() for place, member in self._members.items() if turn in member.due})
 
     with pytest.MonkeyPatch.context() as patch:
@@ -84,7 +84,7 @@ def halves_of(report: SyncReport, sync: VllmSync) -> tuple[int, int]:
     """Bytes of an update that all workers take, and of one half of the experts."""
     update = update_of(sync)
     sizes = {i: sum(slot.nbytes for slot in slots) for i, slots in enumerate(update.table)}
-    one, other = (sum(sizes[i] for i, who in update.takers.items() if who == {(0, at)}) for at in range(2))
+    one, other = (sum(sizes[i] for i, who in update.recipients.items() if who == {(0, at)}) for at in range(2))
     assert one == other > 0
     assert report.nbytes == sum(sizes.values())
     return report.nbytes - one - other, one
@@ -168,7 +168,7 @@ def test_the_trainer_fails_at_each_bucket(halves: Any, error: type[BaseException
     model = policy()
     with closing(VllmSync(model, halves, merge="engine", bucket_bytes=1 << 15)) as sync:
         sync.push()
-        assert len(update_of(sync).takers) < len(update_of(sync).table)
+        assert len(update_of(sync).recipients) < len(update_of(sync).table)
         for report in fail_at_each_bucket(sync, halves, model, error):
             adapters_alone(report)
         merged_there(halves, model, sync)
@@ -183,7 +183,7 @@ def test_a_worker_that_lacks_an_adapter_says_so(halves: Any, hosts: list[str], m
 
     def forgetful(self: Route, places: Any) -> list[int]:
         found = by(self, places)
-        return found if len(places) > 1 else [i for i in found if self.takers.get(i) != {(0, 1)}]
+        return found if len(places) > 1 else [i for i in found if self.recipients.get(i) != {(0, 1)}]
 
     with closing(VllmSync(model, halves, merge="engine", bucket_bytes=1 << 15)) as sync:
         sync.push()
@@ -205,7 +205,7 @@ def test_where_experts_are_changes(halves: Any) -> None:
             sync.push()
             train(model, 1, size=0.5)
             adapters_alone(sync.push(verify=True))
-            assert update_of(sync).takers
+            assert update_of(sync).recipients
             merged_there(halves, model, sync)
 
 
@@ -250,7 +250,7 @@ def shards(rank: int, folder: Path) -> None:
         adapters_alone(sync.push(), base=True)
         fill, count = Update.fill, len(update_of(sync).table)
         for failing in range(2):
-            own = [i for i in range(count) if update_of(sync).takers.get(i, {(0, failing)}) == {(0, failing)}]
+            own = [i for i in range(count) if update_of(sync).recipients.get(i, {(0, failing)}) == {(0, failing)}]
             assert len(own) < count, "others are not filled there"
             for at in {0, own[1], own[-1]}:
                 train_alike(model)
@@ -304,6 +304,6 @@ def test_stages_of_a_pipeline(tmp_path: Path) -> None:
                         sync.push()
                         train(policy, 3, size=0.5)
                         adapters_alone(sync.push(verify=True))
-                        who = set(update_of(sync).takers.values())
+                        who = set(update_of(sync).recipients.values())
                         assert who == {frozenset([(0, 0)])} | ({frozenset([(0, 1)])} if policy is model else set())
                         merged_there(llm, policy, sync)

@@ -26,7 +26,7 @@ import lora_merge.engine.vllm.side
 from lora_merge import MergedWeights, PushFailed, PushRefused, UnsupportedAdapter, VllmSync
 from lora_merge.engine.push.planner import Passes
 from lora_merge.engine.vllm.loading.loader import Loader
-from lora_merge.stream.weights import Filler
+from lora_merge.stream.weights import BucketWriter
 
 DENSE = {"target_modules": engines.LINEARS}
 
@@ -303,7 +303,7 @@ def test_the_mode_changes_when_the_weights_do(llm: LLM, monkeypatch: pytest.Monk
     del layer.extra
     assert sync.lora_request() == request
     assert_answers(sync.generate([{"prompt_token_ids": p} for p in engines.prompts()], engines.GREEDY), model)
-    fill, plan = Filler.fill, Passes.__call__
+    fill, plan = BucketWriter.fill, Passes.__call__
 
     def filling(*args: Any) -> None:
         seen.append(sync.lora_request())
@@ -313,7 +313,7 @@ def test_the_mode_changes_when_the_weights_do(llm: LLM, monkeypatch: pytest.Monk
         seen.append(sync.lora_request())
         return plan(*args)
 
-    monkeypatch.setattr(Filler, "fill", filling)
+    monkeypatch.setattr(BucketWriter, "fill", filling)
     monkeypatch.setattr(Passes, "__call__", planning)
     sync.push(mode="merged")
     assert seen[0] == request, "while it is checked"
@@ -321,14 +321,14 @@ def test_the_mode_changes_when_the_weights_do(llm: LLM, monkeypatch: pytest.Monk
     assert_answers(ask(llm, sync.lora_request()), model)
 
 
-@pytest.mark.parametrize(("mode", "where"), [("merged", Filler), ("merged", Loader), ("adapter", Loader)])
+@pytest.mark.parametrize(("mode", "where"), [("merged", BucketWriter), ("merged", Loader), ("adapter", Loader)])
 def test_a_push_that_breaks_leaves_the_engine_dirty_and_the_next_heals_it(
     llm: LLM, mode: str, where: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = policy()
     sync = VllmSync(model, llm, mode=mode, bucket_bytes=1 << 16)
     sync.push()
-    method = "fill" if where is Filler else "load"
+    method = "fill" if where is BucketWriter else "load"
     works, calls = getattr(where, method), []
 
     def broken(self: Any, *args: Any) -> None:
@@ -365,7 +365,7 @@ def test_what_slept_wakes_wholly_when_a_push_has_healed_it(llm: LLM, monkeypatch
     monkeypatch.setattr(lora_merge.engine.vllm.side, "asleep", lambda: sleeping[0])
     monkeypatch.setattr(sync._trainer.controls[0], "wake", wake)
     with monkeypatch.context() as patched:
-        patched.setattr(Filler, "fill", breaks)
+        patched.setattr(BucketWriter, "fill", breaks)
         with pytest.raises(PushFailed, match="injected"):
             sync.push()
     assert woken == ["weights"]
@@ -379,13 +379,13 @@ def test_what_the_engine_holds_as_loaded_is_merged_there(llm: LLM, monkeypatch: 
     """In one process no bucket lies between. (A CPU engine packs its linear layers: norms are what it holds as loaded;
     tests/stream/test_weights.py places whole models, tests/gpu/test_vllm_gpu.py does so in an engine.)"""
     model = policy()
-    sync, placed, place = VllmSync(model, llm, bucket_bytes=512), [], Filler.place
+    sync, placed, place = VllmSync(model, llm, bucket_bytes=512), [], BucketWriter.write_direct
 
-    def counted(self: Filler, index: int, *args: Any) -> None:
+    def counted(self: BucketWriter, index: int, *args: Any) -> None:
         place(self, index, *args)
         placed.extend(slot.name for slot in self.table[index])
 
-    monkeypatch.setattr(Filler, "place", counted)
+    monkeypatch.setattr(BucketWriter, "write_direct", counted)
     for verify in (False, True):
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -401,14 +401,14 @@ def test_what_the_engine_holds_as_loaded_is_merged_there(llm: LLM, monkeypatch: 
 def test_two_pushes_at_the_same_time_are_an_error(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     model = policy()
     sync, inside, go = VllmSync(model, llm), threading.Event(), threading.Event()
-    fill = Filler.fill
+    fill = BucketWriter.fill
 
-    def slow(self: Filler, *args: Any) -> None:
+    def slow(self: BucketWriter, *args: Any) -> None:
         inside.set()
         go.wait(120)
         fill(self, *args)
 
-    monkeypatch.setattr(Filler, "fill", slow)
+    monkeypatch.setattr(BucketWriter, "fill", slow)
     errors: list[BaseException] = []
 
     def second() -> None:
@@ -431,9 +431,9 @@ def test_two_trainers_cannot_be_in_the_middle_of_one_engine(llm: LLM, monkeypatc
     """Both pushes reported success, and the engine served a mixture."""
     model, other = policy(), policy(9)
     first, second = VllmSync(model, llm), VllmSync(other, llm)
-    fill, refused = Filler.fill, []
+    fill, refused = BucketWriter.fill, []
 
-    def interrupted(self: Filler, *args: Any) -> None:
+    def interrupted(self: BucketWriter, *args: Any) -> None:
         if not refused:
             with pytest.raises(PushRefused, match="in the middle of another trainer") as raised:
                 second.push()
@@ -441,11 +441,11 @@ def test_two_trainers_cannot_be_in_the_middle_of_one_engine(llm: LLM, monkeypatc
         fill(self, *args)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Filler, "fill", interrupted)
+        patched.setattr(BucketWriter, "fill", interrupted)
         first.push()
     assert_answers(first.generate([{"prompt_token_ids": p} for p in engines.prompts()], engines.GREEDY), model)
     with monkeypatch.context() as patched:  # whatever ends a push, the engine is free afterwards
-        patched.setattr(Filler, "fill", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patched.setattr(BucketWriter, "fill", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             first.push()
     second.push()

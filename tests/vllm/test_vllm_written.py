@@ -23,7 +23,7 @@ from sharded_trainer import check_answers, train_alike
 
 from lora_merge import LoraMergeError, PushFailed, VllmSync
 from lora_merge.engine.push.replica import SyncReport
-from lora_merge.stream.filler import Filler
+from lora_merge.stream.bucket_writer import BucketWriter
 from lora_merge.verify import coverage
 from tests.shards.test_shards_merge import fsdp1, fsdp2, fsdp2_columns
 
@@ -169,15 +169,15 @@ def test_a_trainer_that_breaks_while_it_writes(wide: Any, at: Any, monkeypatch: 
     sync = VllmSync(model, wide, bucket_bytes=1 << 17)
     written(sync.push())
     train(model)
-    place = Filler.place
+    place = BucketWriter.write_direct
 
-    def broken(self: Filler, index: int, *args: Any) -> None:
+    def broken(self: BucketWriter, index: int, *args: Any) -> None:
         place(self, index, *args)
         if index == (len(self.table) - 1 if at == "last" else at):
             raise RuntimeError("injected")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Filler, "place", broken)
+        patch.setattr(BucketWriter, "write_direct", broken)
         with pytest.raises(PushFailed, match="injected"):
             sync.push()
     assert sync.states()[0].kind == "dirty"
@@ -214,13 +214,13 @@ def test_a_replica_that_fails_before_is_not_written_to(wide: Any, tmp_path: Path
 def test_the_new_state_is_noted_when_all_is_written(wide: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not while the trainer writes: what a worker takes a sample of then changes behind its back."""
     model = policy()
-    place = Filler.place
+    place = BucketWriter.write_direct
 
-    def slow(self: Filler, index: int, *args: Any) -> None:
+    def slow(self: BucketWriter, index: int, *args: Any) -> None:
         time.sleep(0.3)
         place(self, index, *args)
 
-    monkeypatch.setattr(Filler, "place", slow)
+    monkeypatch.setattr(BucketWriter, "write_direct", slow)
     with closing(VllmSync(model, wide, bucket_bytes=1 << 17)) as sync:
         for step in range(2):
             train(model, step)
@@ -231,16 +231,16 @@ def test_the_new_state_is_noted_when_all_is_written(wide: Any, monkeypatch: pyte
 def test_an_interrupt_while_it_writes(wide: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = policy()
     sync = VllmSync(model, wide, bucket_bytes=1 << 17)
-    place = Filler.place
+    place = BucketWriter.write_direct
 
-    def slow(self: Filler, index: int, *args: Any) -> None:
+    def slow(self: BucketWriter, index: int, *args: Any) -> None:
         place(self, index, *args)
         if index == 1:
             threading.Timer(0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
             time.sleep(0.5)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Filler, "place", slow)
+        patch.setattr(BucketWriter, "write_direct", slow)
         with pytest.raises(KeyboardInterrupt):
             sync.push()
     assert sync.states()[0].kind == "dirty"
@@ -299,7 +299,7 @@ def shards(rank: int, folder: Path) -> None:
             model = wrap(models.with_lora(engines.qwen2, **build))
             again = models.with_lora(engines.qwen2, **build)
             sync = VllmSync(model, llms or None, bucket_bytes=1 << 17)
-            place = Filler.place
+            place = BucketWriter.write_direct
             for _ in range(2):
                 train_alike(model)
                 train_alike(again)
@@ -307,13 +307,13 @@ def shards(rank: int, folder: Path) -> None:
                 for llm in llms:
                     check_answers(llm, sync, again, 12e-6, True)
 
-            def broken(self: Filler, index: int, *args: Any, place: Any = place) -> None:
+            def broken(self: BucketWriter, index: int, *args: Any, place: Any = place) -> None:
                 place(self, index, *args)
                 if index == 1 and rank == 1:
                     raise RuntimeError("injected")
 
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(Filler, "place", broken)
+                patch.setattr(BucketWriter, "write_direct", broken)
                 with pytest.raises(PushFailed, match="injected"):
                     sync.push()
             assert [state.kind for state in sync.states()] == ["dirty"] * len(llms)

@@ -20,9 +20,9 @@ from ...models.live import Live, live
 from ...models.operands import Operands, Turn
 from ...names import lineage
 from ...shards.quantised import is_matrix
+from ...stream.bucket_writer import BucketWriter
 from ...stream.buckets import ALIGNMENT, Meta, Table, extent, lay_out
-from ...stream.filler import Filler
-from ...stream.places import Places
+from ...stream.direct_targets import DirectTargets
 from ...stream.source import Entry
 from ...stream.weights import MergedWeights
 
@@ -34,11 +34,11 @@ _EXPERT = re.compile(r"((.+\.experts)\.\d+(\.\w+))\.weight")
 _INSTEAD = '; push with mode="merged" instead'
 
 
-def filler_of(weights: MergedWeights) -> Filler:
+def writer_of(weights: MergedWeights) -> BucketWriter:
     """The stream of which `AdapterSource` takes the names: all of them, since an engine has a module for each, whether
     or not they are one in the model."""
     weights.keep_tied = True
-    return weights.filler()
+    return weights.bucket_writer()
 
 
 class AdapterSource:
@@ -46,35 +46,35 @@ class AdapterSource:
 
     Args:
         weights: the stream with adapters.
-        filler: `filler_of` it; its entries say which checkpoint tensor each delta belongs to.
+        writer: `writer_of` it; its entries say which checkpoint tensor each delta belongs to.
         dtype: of the engine's LoRA weights.
 
     Raises:
         UnsupportedAdapter: something of the adapter that no engine serves beside its base; says what.
     """
 
-    def __init__(self, weights: MergedWeights, filler: Filler, dtype: torch.dtype) -> None:
+    def __init__(self, weights: MergedWeights, writer: BucketWriter, dtype: torch.dtype) -> None:
         _check_model(live(weights.model))
-        self.device = filler.device
-        self.collective = self.shared = not filler.source.ranks.alone
-        self.takers: Mapping[int, frozenset[tuple[int, int]]] = {}
+        self.device = writer.device
+        self.collective = self.shared = not writer.source.ranks.alone
+        self.recipients: Mapping[int, frozenset[tuple[int, int]]] = {}
         self.joins = False
-        parts = filler.source.parts
+        parts = writer.source.parts
         adapted = {
             name: delta
-            for name, entry in filler.entries.items()
+            for name, entry in writer.entries.items()
             for source in entry.sources
             if (delta := parts[source].delta) is not None
         }
         for name, delta in adapted.items():
-            _check_served(name, delta, filler.entries[name])
+            _check_served(name, delta, writer.entries[name])
         deltas = list({delta.name: delta for delta in adapted.values()}.values())
         together = Turn(deltas, everything={delta.name for delta in deltas})
-        self._operands = Operands([together], filler.source.ranks, self.device)
-        pairs = [_factors(name, delta, filler.entries[name], self._operands) for name, delta in adapted.items()]
+        self._operands = Operands([together], writer.source.ranks, self.device)
+        pairs = [_factors(name, delta, writer.entries[name], self._operands) for name, delta in adapted.items()]
         self.rank = max((a.shape[0] for _, _, a, _, _ in pairs), default=0)
         self.modules = [name for name, _, _, _, _ in pairs]
-        _check_experts({name: a.shape[0] for name, _, a, _, _ in pairs}, filler.entries)
+        _check_experts({name: a.shape[0] for name, _, a, _, _ in pairs}, writer.entries)
         metas, self._plain, self._scaled, self._scaling = [], [], [], []
         for name, (a_name, b_name), a, b, scaling in pairs:
             metas += [Meta(f"{name}.{a_name}", dtype, tuple(a.shape)), Meta(f"{name}.{b_name}", dtype, tuple(b.shape))]
@@ -96,14 +96,14 @@ class AdapterSource:
         torch._foreach_copy_(views[1::2], torch._foreach_mul([b.float() for b in self._scaled], self._scaling))
 
     def passing(self) -> AbstractContextManager[None]:
-        """As `Filler.passing`: an adapter's memory is its own."""
+        """As `BucketWriter.passing`: an adapter's memory is its own."""
         return nullcontext()
 
-    def straight(self, names: Container[str]) -> frozenset[int]:
+    def direct_buckets(self, names: Container[str]) -> frozenset[int]:
         """None: engines make their own tensors of an adapter."""
         return frozenset()
 
-    def place(self, index: int, places: Places, run: Mapping[str, Any]) -> None:
+    def write_direct(self, index: int, targets: DirectTargets, run: Mapping[str, Any]) -> None:
         raise NotImplementedError("an adapter goes in buckets")
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ...kernels.packed import memory
+from ...stream.bucket_writer import BucketWriter
 from ...stream.buckets import Slot, checksum, combined
-from ...stream.filler import Filler
-from ...stream.places import Places, Sent
+from ...stream.direct_targets import DirectTargets, Sent
 from ..fingerprint import Sampler
 
 
@@ -28,7 +28,7 @@ class Verified:
 
     def __init__(self, inner: Sent) -> None:
         self.inner, self.table, self.device, self.capacity = inner, inner.table, inner.device, inner.capacity
-        self.shared, self.takers, self.joins = inner.shared, inner.takers, inner.joins
+        self.shared, self.recipients, self.joins = inner.shared, inner.recipients, inner.joins
         self.collective = True  # checksums are of what was filled on this rank
         self.checksums: dict[str, int] = {}
 
@@ -42,11 +42,11 @@ class Verified:
             self.checksums = {}
         add_checksums(self.checksums, self.table[index], buffer)
 
-    def straight(self, names: Container[str]) -> frozenset[int]:
-        return self.inner.straight(names)
+    def direct_buckets(self, names: Container[str]) -> frozenset[int]:
+        return self.inner.direct_buckets(names)
 
-    def place(self, index: int, places: Places, run: Mapping[str, Any]) -> None:
-        self.inner.place(index, places, run)
+    def write_direct(self, index: int, targets: DirectTargets, run: Mapping[str, Any]) -> None:
+        self.inner.write_direct(index, targets, run)
 
 
 def _version(tensor: Tensor) -> int:
@@ -63,7 +63,7 @@ class Fingerprint:
         self._key: Any = None
         self._value = ""
 
-    def __call__(self, filler: Filler, without: Collection[str] = (), again: bool = False) -> str:
+    def __call__(self, writer: BucketWriter, without: Collection[str] = (), again: bool = False) -> str:
         """Collective over the ranks of the stream.
 
         Args:
@@ -71,28 +71,28 @@ class Fingerprint:
             again: compute it whatever the versions and the sample say: what writes through `.data` changes no version,
                 and a sample misses most rows.
         """
-        tensors: Sequence[Tensor] = filler.source.tensors
+        tensors: Sequence[Tensor] = writer.source.tensors
         if without:
-            entries = [entry for name, entry in filler.entries.items() if name not in without]
+            entries = [entry for name, entry in writer.entries.items() if name not in without]
             parts = dict.fromkeys(source for entry in entries for source in entry.sources)
-            pieces = [piece for name in parts for piece in filler.source.parts[name].shard.pieces]
+            pieces = [piece for name in parts for piece in writer.source.parts[name].shard.pieces]
             tensors = [tensor for piece in pieces for tensor in memory(piece.tensor)]
         by_device: defaultdict[torch.device, list[Tensor]] = defaultdict(list)  # offloaded weights, buffers on a GPU
         for tensor in tensors:
             by_device[tensor.device].append(tensor)
         samples = [self._samplers[device](some) for device, some in by_device.items()]
-        key = (filler.key, without, list(map(_version, tensors)), samples)
-        if filler.ranks.any(again or key != self._key):
+        key = (writer.key, without, list(map(_version, tensors)), samples)
+        if writer.ranks.any(again or key != self._key):
             sums: dict[str, int] = {}
-            source = filler.source
-            with filler.buffers() as buffers:
-                for index, data in filler.filled(buffers, {}):
-                    add_checksums(sums, filler.table[index], data)
+            source = writer.source
+            with writer.buffers() as buffers:
+                for index, data in writer.filled(buffers, {}):
+                    add_checksums(sums, writer.table[index], data)
                 buffers.clear()  # not needed again for long
-            filler.source = source
+            writer.source = source
             lines = sorted(
                 (name, str(entry.meta.dtype), entry.meta.shape, sums[name])
-                for name, entry in filler.entries.items()
+                for name, entry in writer.entries.items()
                 if name not in without
             )
             digest = hashlib.blake2b(repr(lines).encode(), digest_size=16)

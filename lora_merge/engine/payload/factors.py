@@ -22,10 +22,10 @@ from .recipients import Share
 def slots_of(deltas: Sequence[Delta], shares: Sequence[Share]) -> Iterator[tuple[frozenset[WorkerId] | None, Meta]]:
     """All that goes of the deltas beside whole tensors, and who takes it."""
     for share, side, slot, factor in _factors(deltas, shares):
-        yield share.takers, Meta(slot, factor.dtype, _shape(factor, share, deltas[share.number].experts or 1, side))
+        yield share.recipients, Meta(slot, factor.dtype, _shape(factor, share, deltas[share.number].experts or 1, side))
     for number, delta in enumerate(deltas):
         if delta.magnitude is not None:
-            them = {share.takers for share in shares if share.number == number}
+            them = {share.recipients for share in shares if share.number == number}
             together = None if None in them else frozenset().union(*(some for some in them if some is not None))
             yield together, Meta(f"{number}.row_scale", torch.float32, (delta.shape[0],))
 
@@ -89,7 +89,7 @@ class Brought:
         wanted: dict[str, Wanted] = {}
         for share, side, slot, factor in _factors(deltas, shares):
             delta = deltas[share.number]
-            if not self.for_some_of(share.takers):
+            if not self.for_some_of(share.recipients):
                 continue
             if share.number in dealt:
                 number = numbers[id(factor)]
@@ -103,9 +103,9 @@ class Brought:
         if self._parts is not None:
             self.tensors |= zip(wanted, self._parts.tensors, strict=True)
 
-    def for_some_of(self, takers: frozenset[WorkerId] | None) -> bool:
+    def for_some_of(self, recipients: frozenset[WorkerId] | None) -> bool:
         """Whether what these workers take (None: all) is wanted here."""
-        return self._workers is None or takers is None or any(place in self._workers for place in takers)
+        return self._workers is None or recipients is None or any(place in self._workers for place in recipients)
 
     @property
     def nbytes(self) -> int:
@@ -135,7 +135,7 @@ class Brought:
 
 def _dealt(deltas: Sequence[Delta], shares: Sequence[Share], ranks: Ranks) -> frozenset[int]:
     """Numbers of the deltas of which each rank gets what it wants: the same on every rank."""
-    some = {share.number for share in shares if share.takers is not None}
+    some = {share.number for share in shares if share.recipients is not None}
     fit = [
         n
         for n in some

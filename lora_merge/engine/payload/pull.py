@@ -24,8 +24,8 @@ from torch import Tensor
 
 from ...kernels.packed import Packed
 from ...shards import Box
-from ...stream.filler import Filler
-from ...stream.places import Places
+from ...stream.bucket_writer import BucketWriter
+from ...stream.direct_targets import DirectTargets
 from ...stream.weights import MergedWeights
 from ..transport.peer_memory import Exports, Memory, exportable
 from .update import Beside
@@ -53,7 +53,9 @@ class Pull(Beside):
 
     offered = ""
 
-    def __init__(self, stream: Filler, whole: Filler | None, names: Container[str], bucket_bytes: int) -> None:
+    def __init__(
+        self, stream: BucketWriter, whole: BucketWriter | None, names: Container[str], bucket_bytes: int
+    ) -> None:
         straight = {name: entry for name, entry in stream.entries.items() if name in names}
         super().__init__(stream, whole, "", straight, bucket_bytes, read=lambda factors: _readable(factors, stream))
         self.stream, self.straight_names = stream, frozenset(straight)
@@ -94,7 +96,7 @@ class Pull(Beside):
         return {"digest": hashlib.blake2b(key.encode(), digest_size=16).hexdigest(), **told}
 
 
-def _boxes(stream: Filler, names: Container[str]) -> Places:
+def _boxes(stream: BucketWriter, names: Container[str]) -> DirectTargets:
     """The boxes of parameters that this rank sends of these tensors, in coordinates of the whole parameter."""
     views: dict[str, list[tuple[Box, Tensor]]] = {}
     for index in range(len(stream.table)):
@@ -102,20 +104,20 @@ def _boxes(stream: Filler, names: Container[str]) -> Places:
             if slot.name in names:
                 found = [((start, tuple(view.shape)), view) for start, view in stream.held(slot.name, slot.box)]
                 views.setdefault(slot.name, []).extend(found)
-    return Places(views)
+    return DirectTargets(views)
 
 
-def _wholes(tensors: Mapping[str, Tensor]) -> Places:
-    return Places({name: [(((0,) * t.dim(), tuple(t.shape)), t)] for name, t in tensors.items()})
+def _wholes(tensors: Mapping[str, Tensor]) -> DirectTargets:
+    return DirectTargets({name: [(((0,) * t.dim(), tuple(t.shape)), t)] for name, t in tensors.items()})
 
 
-def _readable(factors: Mapping[str, Tensor], stream: Filler) -> set[str]:
+def _readable(factors: Mapping[str, Tensor], stream: BucketWriter) -> set[str]:
     """Names of the factors that workers can read where every rank has them. Collective over the ranks of the model."""
     here = {n: t for n, t in factors.items() if t.device == stream.device and t.is_contiguous() and t.numel()}
     return set[str].intersection(*stream.ranks.gather(exportable(here)))
 
 
-def unreadable(stream: Filler) -> str:
+def unreadable(stream: BucketWriter) -> str:
     """Why other processes cannot read what this rank holds of a stream, in words; "" where they can, as far as that can
     be said without asking CUDA."""
     for part in stream.source.parts.values():
@@ -132,7 +134,7 @@ class Stayed:
     def __init__(self) -> None:
         self._memory: Memory | None = None
 
-    def __call__(self, stream: Filler) -> bool:
+    def __call__(self, stream: BucketWriter) -> bool:
         """Of what this rank holds of a stream."""
         pieces = [piece.tensor for part in stream.source.parts.values() for piece in part.shard.pieces]
         # What codes stand for lies nowhere (`unreadable` says so).
@@ -153,7 +155,7 @@ class Pulls:
         self._whole = MergedWeights(weights.model, bucket_bytes=weights.bucket_bytes, adapters=weights.adapters)
         self._known: tuple[frozenset[str], Pull] | None = None
 
-    def __call__(self, stream: Filler, blocked: frozenset[str]) -> Pull:
+    def __call__(self, stream: BucketWriter, blocked: frozenset[str]) -> Pull:
         """The stream. Collective over the ranks of the model.
 
         Args:
@@ -167,15 +169,15 @@ class Pulls:
         assert known is not None
         return known
 
-    def stands(self, stream: Filler, pull: Pull | None) -> bool:
+    def stands(self, stream: BucketWriter, pull: Pull | None) -> bool:
         """Whether what was made last is what would be made of the stream now, as far as this rank can say: then it
         serves another pass. Collective, as making streams is."""
         if pull is None or pull.stream is not stream:
             return False
-        whole = None if pull.whole is None else self._whole.filler()
+        whole = None if pull.whole is None else self._whole.bucket_writer()
         return whole is pull.whole and pull.stays()
 
-    def _made(self, stream: Filler, blocked: frozenset[str]) -> Pull:
+    def _made(self, stream: BucketWriter, blocked: frozenset[str]) -> Pull:
         parts = stream.source.parts
         replaced = {name for name, part in parts.items() if part.delta is not None and part.delta.rows}
         names = frozenset(
@@ -186,7 +188,7 @@ class Pulls:
         for setting in ("keep_tied", "dtypes", "rounding", "dtype"):
             setattr(self._whole, setting, getattr(self._weights, setting))
         self._whole.left_out = names | self._weights.left_out
-        whole = self._whole.filler() if names != frozenset(stream.entries) else None
+        whole = self._whole.bucket_writer() if names != frozenset(stream.entries) else None
         return Pull(stream, whole, names, self._weights.bucket_bytes)
 
     def forget(self) -> None:

@@ -53,25 +53,25 @@ class Share(NamedTuple):
     Args:
         number: of the delta.
         first, many: its experts; 0 and 1 for one matrix.
-        takers: who takes it; None for everybody.
+        recipients: who takes it; None for everybody.
     """
 
     number: int
     first: int
     many: int
-    takers: frozenset[WorkerId] | None
+    recipients: frozenset[WorkerId] | None
 
 
 def shares_of(
-    deltas: Sequence[Delta], tensors: Iterable[tuple[str, int, Window]], takers: Takers | None
+    deltas: Sequence[Delta], tensors: Iterable[tuple[str, int, Window]], recipients: Takers | None
 ) -> list[Share]:
     """The deltas in shares, in order.
 
     Args:
         tensors: that a product is added to: name, number of the delta, and the window in its parameter.
-        takers: None where everybody takes everything.
+        recipients: None where everybody takes everything.
     """
-    if takers is None:
+    if recipients is None:
         return [Share(number, 0, delta.experts or 1, None) for number, delta in enumerate(deltas)]
     names: list[list[list[str]]] = [[[] for _ in range(delta.experts or 1)] for delta in deltas]
     for name, number, window in tensors:
@@ -84,10 +84,10 @@ def shares_of(
         for expert, some in enumerate(experts):
             key = tuple(some)
             if key not in known:
-                found = takers.of(some)
-                known[key] = None if found == takers.all else found
+                found = recipients.of(some)
+                known[key] = None if found == recipients.all else found
             last = shares[-1] if shares and shares[-1].number == number else None
-            if last is not None and last.takers == known[key]:
+            if last is not None and last.recipients == known[key]:
                 shares[-1] = last._replace(many=last.many + 1)
             else:
                 shares.append(Share(number, expert, 1, known[key]))

@@ -26,9 +26,9 @@ from ...models.conversion import TRAIN_AS_ONE
 from ...models.delta import Delta
 from ...models.live import live
 from ...models.part import Learning, Part
+from ...stream.bucket_writer import BucketWriter
 from ...stream.buckets import ALIGNMENT, Meta, Table, contents_of, dtype_name, extent, lay_out, to_json
-from ...stream.filler import Filler
-from ...stream.places import Places
+from ...stream.direct_targets import DirectTargets
 from ...stream.source import Entry
 from ...stream.weights import MergedWeights
 from ...stream.window import Window
@@ -45,12 +45,12 @@ class Beside:
         whole: the stream of the tensors that go whole; None where there are none.
         base: digest of what is in the table of the base (`contents_of`); "" where the base is read with it.
         straight: of the adapted stream, by name, what the engine makes of boxes of parameters and factors.
-        takers: which workers take which tensors; None where all take all.
+        recipients: which workers take which tensors; None where all take all.
         read: of factors, by name: which of them workers read where they lie; they go in no bucket. The same on every
             rank. None: all go in buckets.
 
     Attributes:
-        takers: of buckets that not all workers take: who does.
+        recipients: of buckets that not all workers take: who does.
         device: on which buckets are filled; may be set to another one than the model's.
         said: what workers have to know to merge it, as JSON values, but for the scalings.
         scalings: of each adapter of each delta.
@@ -62,12 +62,12 @@ class Beside:
 
     def __init__(
         self,
-        adapted: Filler,
-        whole: Filler | None,
+        adapted: BucketWriter,
+        whole: BucketWriter | None,
         base: str,
         straight: Mapping[str, Entry],
         bucket_bytes: int,
-        takers: Takers | None = None,
+        recipients: Takers | None = None,
         read: Callable[[Mapping[str, Tensor]], Container[str]] | None = None,
     ) -> None:
         self.device, self._adapted, self.whole = adapted.device, adapted, whole
@@ -86,7 +86,7 @@ class Beside:
         self.scalings = [[f.scaling for f in delta.factors] for delta in deltas]
         self._fresh = False
         windows = ((name, numbers[id(delta)], _box(straight[name])) for name, delta in merged.items())
-        self._shares = shares_of(deltas, windows, takers)
+        self._shares = shares_of(deltas, windows, recipients)
         self._factors: Brought | None = None
         there: list[str] = []
         known = list(slots_of(deltas, self._shares))
@@ -101,7 +101,7 @@ class Beside:
         laid = {them: lay_out(metas, max(bucket_bytes, ALIGNMENT)) for them, metas in groups.items()}
         factors = tuple(slots for table in laid.values() for slots in table)
         who = [them for them, table in laid.items() for _ in table]
-        self.takers = {index: them for index, them in enumerate(who) if them is not None}
+        self.recipients = {index: them for index, them in enumerate(who) if them is not None}
         self._count = len(factors)
         self.table: Table = (*factors, *(() if whole is None else whole.table))
         self.capacity = max([extent(slots) for slots in factors] + [0 if whole is None else whole.capacity])
@@ -153,7 +153,7 @@ class Beside:
                 buffer.copy_(here)
             return
         brought = self._brought()
-        if not brought.for_some_of(self.takers.get(index)):
+        if not brought.for_some_of(self.recipients.get(index)):
             return  # it is filled for the sake of other ranks
         at, plan = self._plans.get(index, (0, None))
         if plan is None or at != buffer.data_ptr():
@@ -167,21 +167,21 @@ class Beside:
         """The factors as the live adapters have them now."""
         self._brought().refresh(self._adapted.storages)
 
-    def straight(self, names: Container[str]) -> frozenset[int]:
+    def direct_buckets(self, names: Container[str]) -> frozenset[int]:
         """None: workers merge what they got."""
         return frozenset()
 
-    def place(self, index: int, places: Places, run: Mapping[str, Any]) -> None:
+    def write_direct(self, index: int, targets: DirectTargets, run: Mapping[str, Any]) -> None:
         raise NotImplementedError("an update goes in buckets")
 
     @contextmanager
     def passing(self) -> Iterator[None]:
-        """As `Filler.passing`."""
+        """As `BucketWriter.passing`."""
         self._fresh = False
         with ExitStack() as stack:
-            for filler in (self._adapted, self.whole):
-                if filler is not None:
-                    stack.enter_context(filler.passing())
+            for writer in (self._adapted, self.whole):
+                if writer is not None:
+                    stack.enter_context(writer.passing())
             try:
                 yield
             finally:
@@ -217,12 +217,12 @@ class Update(Beside):
     def apart(self) -> bool:
         """Whether workers take more by themselves than it costs to send each of them what all take."""
         sizes = [sum(slot.nbytes for slot in slots) for slots in self.table]
-        own = sum(size * len(self.takers[index]) for index, size in enumerate(sizes) if index in self.takers)
-        workers = frozenset().union(*self.takers.values())
-        return own > len(workers) * sum(size for index, size in enumerate(sizes) if index not in self.takers)
+        own = sum(size * len(self.recipients[index]) for index, size in enumerate(sizes) if index in self.recipients)
+        workers = frozenset().union(*self.recipients.values())
+        return own > len(workers) * sum(size for index, size in enumerate(sizes) if index not in self.recipients)
 
 
-def converted(adapted: Filler) -> list[str]:
+def converted(adapted: BucketWriter) -> list[str]:
     """Names of the tensors that adapters change and that go whole, as only a conversion makes them: of the base's
     values."""
     parts = adapted.source.parts
@@ -288,15 +288,15 @@ class Updates:
         self._adapted = MergedWeights(weights.model, bucket_bytes=weights.bucket_bytes)
         self._whole = MergedWeights(weights.model, bucket_bytes=weights.bucket_bytes)
         self._learning = Learning(())
-        self._known: tuple[Filler, Any, Update] | None = None
+        self._known: tuple[BucketWriter, Any, Update] | None = None
 
-    def __call__(self, weights: MergedWeights, base: Filler, takers: Takers) -> Update:
+    def __call__(self, weights: MergedWeights, base: BucketWriter, recipients: Takers) -> Update:
         """The update of the model as it is now. Collective over the ranks of the model.
 
         Args:
             weights: the stream of the base, with the settings with which it fits the engines.
             base: that stream.
-            takers: which workers take which tensors of it.
+            recipients: which workers take which tensors of it.
 
         Raises:
             PushRefused: only the trainer can merge this; says why.
@@ -304,13 +304,13 @@ class Updates:
         for stream in (self._adapted, self._whole):
             stream.keep_tied, stream.dtypes = weights.keep_tied, weights.dtypes
         self._adapted.left_out = weights.left_out
-        adapted = self._adapted.filler()
+        adapted = self._adapted.bucket_writer()
         moved = self._learning.moved
-        known, key = self._known, (base.digest, takers.key)
-        whole = None if known is None or known[2].whole is None else self._whole.filler()
+        known, key = self._known, (base.digest, recipients.key)
+        whole = None if known is None or known[2].whole is None else self._whole.bucket_writer()
         fresh = known is None or known[0] is not adapted or known[1] != key or known[2].whole is not whole
         if adapted.ranks.any(fresh or moved):
-            known = self._known = adapted, key, self._made(adapted, base, takers)
+            known = self._known = adapted, key, self._made(adapted, base, recipients)
         assert known is not None
         return known[2]
 
@@ -319,7 +319,7 @@ class Updates:
         for stream in (self._adapted, self._whole):
             stream.release()
 
-    def _made(self, adapted: Filler, base: Filler, takers: Takers) -> Update:
+    def _made(self, adapted: BucketWriter, base: BucketWriter, recipients: Takers) -> Update:
         parts = adapted.source.parts
         if not any(part.delta is not None for part in parts.values()):
             raise PushRefused(f"the model has no active adapter, so there is nothing to merge; {self.instead}")
@@ -344,10 +344,10 @@ class Updates:
             or (not _by_factors(entry, parts) and any(parts[source].delta for source in entry.sources))
         )
         self._whole.left_out = frozenset(adapted.entries) - whole | self._adapted.left_out
-        whole_filler = self._whole.filler() if whole else None
+        whole_writer = self._whole.bucket_writer() if whole else None
         straight = {
             name: entry for name, entry in adapted.entries.items() if name not in whole and _by_factors(entry, parts)
         }
         _check(straight, parts, self.instead)
         contents = contents_of(base.table)
-        return Update(adapted, whole_filler, contents, straight, self._adapted.bucket_bytes, takers)
+        return Update(adapted, whole_writer, contents, straight, self._adapted.bucket_bytes, recipients)

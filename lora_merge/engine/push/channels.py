@@ -9,8 +9,8 @@ import torch
 
 from ...errors import PushRefused
 from ...shards.ranks import Ranks
-from ...stream.filler import Filler
-from ...stream.places import Places, Sent
+from ...stream.bucket_writer import BucketWriter
+from ...stream.direct_targets import DirectTargets, Sent
 from ..control.base import Control
 from ..control.calls import bind, side_by_side, together
 from ..transport.liveness import told
@@ -57,12 +57,12 @@ class Trainer(TrainerRanks):
 
     # Channels
 
-    def introduced(self, source: Filler) -> dict[str, Any]:
+    def introduced(self, source: BucketWriter) -> dict[str, Any]:
         """This rank's `introduction`, and its `group`: a number that those have who hold the model together."""
         first = source.ranks.global_rank(0) if source.collective else self.world.rank
         return {**introduction(source.device), "group": first}
 
-    async def map(self, source: Filler, replicas: Sequence[Replica], at: Mapping[int, Sequence[str]]) -> Direct:
+    async def map(self, source: BucketWriter, replicas: Sequence[Replica], at: Mapping[int, Sequence[str]]) -> Direct:
         """Map the engines' own tensors into the ranks that will write to them, where that goes; kept while they stay
         where they are.
 
@@ -100,7 +100,7 @@ class Trainer(TrainerRanks):
         return direct
 
     async def _exports(
-        self, source: Filler, replicas: Sequence[Replica], away: Container[WorkerId]
+        self, source: BucketWriter, replicas: Sequence[Replica], away: Container[WorkerId]
     ) -> dict[WorkerId, Mapping[str, Any]]:
         """What each worker in another process exports, on every rank."""
         mine: dict[WorkerId, Mapping[str, Any]] = {}
@@ -151,14 +151,14 @@ class Trainer(TrainerRanks):
         known = self._mapped.get(digest)
         if known is None or not known.direct.names:
             return Route.of_buckets(source)
-        return Route.to(source, known.direct.names, known.places, compare)
+        return Route.to(source, known.direct.names, known.targets, compare)
 
     def _spared(self, route: Route, failed: Container[int]) -> Route:
         """A route that writes to none of the replicas that have failed: they may be somebody else's by now."""
         for known in self._mapped.values():
-            if known.places is route.places and any(index in failed for index, _ in known.mapped):
+            if known.targets is route.targets and any(index in failed for index, _ in known.mapped):
                 left = [mapped for (index, _), mapped in known.mapped.items() if index not in failed]
-                return route._replace(places=united(left))
+                return route._replace(targets=united(left))
         return route
 
     async def connect(
@@ -267,7 +267,7 @@ class Trainer(TrainerRanks):
 
     def told(self, replica: Replica, route: Route) -> dict[str, dict[str, list[int]]] | None:
         """`Route.told` of every worker of a replica, by its rank; None where all workers take everything."""
-        if not route.takers:
+        if not route.recipients:
             return None
         ranked = ((str(worker["rank"]), (replica.index, at)) for at, worker in enumerate(replica.workers))
         return {rank: route.told(place, self._places, self._hosts) for rank, place in ranked}
@@ -381,13 +381,13 @@ class _Mapping(NamedTuple):
         key: `Exports.digest` of every worker then.
         direct: what goes straight.
         mapped: those of the workers that this rank writes to.
-        places: theirs, together.
+        targets: theirs, together.
     """
 
     key: list[Sequence[str]]
     direct: Direct
     mapped: dict[WorkerId, Mapped]
-    places: Places
+    targets: DirectTargets
 
 
 def _rounds(places: Mapping[WorkerId, tuple[int, str]]) -> list[list[WorkerId]]:

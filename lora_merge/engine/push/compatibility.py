@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ...errors import PushRefused
+from ...stream.bucket_writer import BucketWriter
 from ...stream.buckets import metas, to_json
-from ...stream.filler import Filler
 from ...stream.weights import MergedWeights
 from ..payload.recipients import Takers
 from .channels import Trainer
@@ -50,14 +50,16 @@ class Fit:
         """The digest of the stream as it fitted last, if it ever did."""
         return [self._fitted[weights].stream] if weights in self._fitted else []
 
-    def takers(self) -> Takers:
+    def recipients(self) -> Takers:
         """Which workers take which tensors of the stream that was fitted last."""
         return Takers(
             {(index, w): digest for index, workers in self._found.items() for w, digest in enumerate(workers)},
             {digest: found["ignored"] for digest, found in self._said.items()},
         )
 
-    async def __call__(self, weights: MergedWeights, replicas: Sequence[Replica], read: Filler | None = None) -> Filler:
+    async def __call__(
+        self, weights: MergedWeights, replicas: Sequence[Replica], read: BucketWriter | None = None
+    ) -> BucketWriter:
         """The stream that fits every engine; its settings in `weights` are kept for the next push.
 
         Args:
@@ -73,12 +75,12 @@ class Fit:
         read = read if keep_tied == weights.keep_tied else None
         weights.keep_tied = keep_tied
         for last in (False, False, True):
-            filler, answers = await self._ask(weights, replicas, read)
+            writer, answers = await self._ask(weights, replicas, read)
             read = None
             if self._fitted.get(weights) == answers:  # as at the push before: judging takes a look at every name
-                return filler
+                return writer
             found = {engine: [self._said[digest] for digest in workers] for engine, workers in answers.workers}
-            problems, choice = judge(metas(filler.table), found, filler.ties)
+            problems, choice = judge(metas(writer.table), found, writer.ties)
             if problems and weights.left_out and not last:
                 # Perhaps an engine was started anew, with the parts that it had been without.
                 weights.left_out = frozenset()
@@ -86,26 +88,26 @@ class Fit:
             if problems:
                 raise PushRefused("the weights do not fit the engine:\n  " + "\n  ".join(problems))
             if not choice.left_out and all(
-                meta.dtype == choice.dtypes.get(name, meta.dtype) for name, meta in metas(filler.table).items()
+                meta.dtype == choice.dtypes.get(name, meta.dtype) for name, meta in metas(writer.table).items()
             ):
                 self._fitted[weights] = answers
-                return filler
+                return writer
             weights.left_out |= choice.left_out
             weights.dtypes = choice.dtypes
         raise PushRefused("the engines take another stream at every try; push to them apart, each by itself")
 
     async def _ask(
-        self, weights: MergedWeights, replicas: Sequence[Replica], read: Filler | None
-    ) -> tuple[Filler, Answers]:
+        self, weights: MergedWeights, replicas: Sequence[Replica], read: BucketWriter | None
+    ) -> tuple[BucketWriter, Answers]:
         """The stream as it stands, and what the engines say of it; the same on every rank."""
         trainer = self._trainer
-        made: list[Filler] = []
+        made: list[BucketWriter] = []
         fresh: dict[str, Any] = {}
         answers = await trainer.everywhere(self._ask_own(weights, replicas, read, made, fresh))
-        (filler,) = made
+        (writer,) = made
         if len({lines for lines, _ in answers}) > 1:
             # The ranks that share a model agree; its replicas may not.
-            trainer.world.same(filler.lines, partial(list, filler.lines))
+            trainer.world.same(writer.lines, partial(list, writer.lines))
         heard: dict[int, list[str]] = {}
         for rank, (_, digests) in enumerate(answers):
             for index, workers in digests.items():
@@ -121,14 +123,14 @@ class Fit:
             (f"engine {engine[0].index}", tuple(digest for replica in engine for digest in heard[replica.index]))
             for engine in engines_of(replicas)
         )
-        return filler, Answers(filler.digest, tuple(by_engine))
+        return writer, Answers(writer.digest, tuple(by_engine))
 
     async def _ask_own(
         self,
         weights: MergedWeights,
         replicas: Sequence[Replica],
-        read: Filler | None,
-        made: list[Filler],
+        read: BucketWriter | None,
+        made: list[BucketWriter],
         fresh: dict[str, Any],
     ) -> tuple[int, dict[int, list[tuple[str, str]]]]:
         """Ask the engines whose handles are here.
@@ -140,21 +142,21 @@ class Fit:
         Returns:
             the key of the stream, and for each engine the digests of what its workers found, and where it is.
         """
-        filler = await self._trainer.blocking(weights.filler) if read is None else read
-        made.append(filler)
+        writer = await self._trainer.blocking(weights.bucket_writer) if read is None else read
+        made.append(writer)
         digests: dict[int, list[tuple[str, str]]] = {}
 
         async def ask(replica: Replica) -> None:
             known = list(self._said)
             # Usually the answers to `hello` have said it.
-            found = [worker["fits"].get(filler.digest, {"same": ""}) for worker in replica.workers]
+            found = [worker["fits"].get(writer.digest, {"same": ""}) for worker in replica.workers]
             if any(worker["same"] not in self._said for worker in found):
-                found = await replica.handle.rpc("examine", digest=filler.digest, known=known)
+                found = await replica.handle.rpc("examine", digest=writer.digest, known=known)
             if any("unknown" in worker for worker in found):
-                table = to_json(filler.table)
-                found = await replica.handle.rpc("examine", digest=filler.digest, known=known, table=table)
+                table = to_json(writer.table)
+                found = await replica.handle.rpc("examine", digest=writer.digest, known=known, table=table)
             digests[replica.index] = [(worker["same"], worker["at"]) for worker in found]
             fresh.update({worker["same"]: worker for worker in found if "refused" in worker})
 
         await self._trainer.all_own(replicas, ask)
-        return filler.lines_key, digests
+        return writer.lines_key, digests

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from ...errors import PushRefused
+from ...stream.bucket_writer import BucketWriter
 from ...stream.buckets import dtype_of
-from ...stream.filler import Filler
 from ...stream.weights import MergedWeights
-from ..payload.adapter import AdapterSource, filler_of
+from ..payload.adapter import AdapterSource, writer_of
 from ..payload.pull import MOVED, Pull, Pulls, Stayed, readable, unreadable
 from ..payload.recipients import Takers
 from ..payload.update import Update, Updates
@@ -31,7 +31,7 @@ class Offer:
 
     def __init__(self, trainer: Trainer, weights: MergedWeights) -> None:
         self._trainer, self._weights = trainer, weights
-        self._known: tuple[Filler, torch.dtype, AdapterSource] | None = None
+        self._known: tuple[BucketWriter, torch.dtype, AdapterSource] | None = None
 
     async def __call__(self, replicas: Sequence[Replica]) -> AdapterSource:
         """The adapter.
@@ -53,9 +53,9 @@ class Offer:
         return made[0]
 
     def _read(self, dtype: torch.dtype) -> AdapterSource:
-        filler = filler_of(self._weights)
-        if self._known is None or self._known[0] is not filler or self._known[1] != dtype:
-            self._known = filler, dtype, AdapterSource(self._weights, filler, dtype)
+        writer = writer_of(self._weights)
+        if self._known is None or self._known[0] is not writer or self._known[1] != dtype:
+            self._known = writer, dtype, AdapterSource(self._weights, writer, dtype)
         return self._known[2]
 
     async def _try(
@@ -100,18 +100,18 @@ class UpdateOffer:
         self._updates.release()
 
     async def __call__(
-        self, weights: MergedWeights, base: Filler, replicas: Sequence[Replica], takers: Takers
+        self, weights: MergedWeights, base: BucketWriter, replicas: Sequence[Replica], recipients: Takers
     ) -> Update:
         """The update; what the workers of `replicas` are ready for is noted in them.
 
         Args:
-            weights, base, takers: as of `Updates`.
+            weights, base, recipients: as of `Updates`.
 
         Raises:
             PushRefused: some engine cannot merge it, or nobody but the trainer; says why.
         """
         made: list[Update] = []
-        for answers in await self._trainer.everywhere(self._try(weights, base, made, replicas, takers)):
+        for answers in await self._trainer.everywhere(self._try(weights, base, made, replicas, recipients)):
             for replica in replicas:
                 for worker, ready in zip(replica.workers, answers.get(replica.index, ()), strict=False):
                     worker["ready"] = [made[0].digest] if ready else []
@@ -121,12 +121,12 @@ class UpdateOffer:
     async def _try(
         self,
         weights: MergedWeights,
-        base: Filler,
+        base: BucketWriter,
         made: list[Update],
         replicas: Sequence[Replica],
-        takers: Takers,
+        recipients: Takers,
     ) -> dict[int, list[bool]]:
-        update = await self._trainer.blocking(lambda: self._updates(weights, base, takers))
+        update = await self._trainer.blocking(lambda: self._updates(weights, base, recipients))
         made.append(update)
         ready: dict[int, list[bool]] = {}
 
@@ -159,7 +159,7 @@ class PullOffer:
     def __init__(self, trainer: Trainer, weights: MergedWeights, stayed: Stayed) -> None:
         self._trainer, self._pulls, self._stayed = trainer, Pulls(weights), stayed
         self._last: Pull | None = None
-        self._looked: tuple[Filler, bool] | None = None
+        self._looked: tuple[BucketWriter, bool] | None = None
         self._refused: tuple[Any, ...] = (None, (), "")
 
     def known(self) -> list[str]:
@@ -171,11 +171,11 @@ class PullOffer:
         self._looked = None
         self._pulls.release()
 
-    def look(self, stream: Filler) -> None:
+    def look(self, stream: BucketWriter) -> None:
         """Look already, in this push, whether the last one serves again. Collective, as making streams is."""
         self._looked = stream, self._pulls.stands(stream, self._last)
 
-    async def __call__(self, stream: Filler, replicas: Sequence[Replica]) -> tuple[Pull | None, str]:
+    async def __call__(self, stream: BucketWriter, replicas: Sequence[Replica]) -> tuple[Pull | None, str]:
         """The stream; None where some worker cannot read it, and why, in words. Collective.
 
         Args:
@@ -201,7 +201,7 @@ class PullOffer:
             self._trainer.offered = False
 
     async def _offered(
-        self, stream: Filler, replicas: Sequence[Replica], workers: Sequence[Mapping[str, Any]]
+        self, stream: BucketWriter, replicas: Sequence[Replica], workers: Sequence[Mapping[str, Any]]
     ) -> tuple[Pull | None, str]:
         trainer, last = self._trainer, self._last
         looked, self._looked = self._looked, None
@@ -231,7 +231,7 @@ class PullOffer:
         await trainer.close_channels()  # those of a push before have room for all that is read from now on
         return pull, ""
 
-    async def _made(self, stream: Filler, blocked: frozenset[str]) -> tuple[list[Pull], list[dict[str, Any]]]:
+    async def _made(self, stream: BucketWriter, blocked: frozenset[str]) -> tuple[list[Pull], list[dict[str, Any]]]:
         """This rank's, and what all ranks export."""
         made: list[Pull] = []
 
@@ -241,7 +241,7 @@ class PullOffer:
 
         return made, await self._trainer.everywhere(make())
 
-    async def _blocked(self, stream: Filler, replicas: Sequence[Replica]) -> set[str]:
+    async def _blocked(self, stream: BucketWriter, replicas: Sequence[Replica]) -> set[str]:
         """Names of the tensors that some worker does not take as a box of a parameter, in their dtype."""
         mine: set[str] = set()
 

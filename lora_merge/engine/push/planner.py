@@ -11,8 +11,8 @@ from typing import Any
 from ...errors import LoraMergeError, PushRefused, UnsupportedAdapter
 from ...models.live import live
 from ...models.part import Learning
+from ...stream.bucket_writer import BucketWriter
 from ...stream.buckets import Table
-from ...stream.filler import Filler
 from ...stream.weights import MergedWeights
 from ..payload.adapter import AdapterSource
 from ..payload.checksums import Fingerprint
@@ -56,7 +56,7 @@ class Pass:
     """
 
     state: State
-    source: Filler | Pull | AdapterSource | Update | Told
+    source: BucketWriter | Pull | AdapterSource | Update | Told
     replicas: Sequence[Replica]
     route: Route
     changed: frozenset[str] | None = None
@@ -78,19 +78,19 @@ class Passes:
         self._trainer, self._weights, self._base, self._merge = trainer, weights, base, merge
         self._fit = Fit(trainer)
         self._fingerprint, self._frozen = Fingerprint(), Fingerprint()
-        self._trained: tuple[Filler | None, Learning, list[str]] = None, Learning(()), []
+        self._trained: tuple[BucketWriter | None, Learning, list[str]] = None, Learning(()), []
         self._adapter, self._update = Offer(trainer, weights), UpdateOffer(trainer, weights)
         stayed = Stayed()
         self._pulls = {stream: PullOffer(trainer, stream, stayed) for stream in (weights, base)}
         self._who = "trainer" if merge == "auto" else merge
         self._why = ""
 
-    def read(self, mode: str) -> Filler:
+    def read(self, mode: str) -> BucketWriter:
         """The stream that a push most likely begins with, and whether workers may pull it as they did. Collective."""
         stream = self._stream(mode)
-        filler = stream.filler()
-        self._pulls[stream].look(filler)
-        return filler
+        writer = stream.bucket_writer()
+        self._pulls[stream].look(writer)
+        return writer
 
     def _stream(self, mode: str) -> MergedWeights:
         return self._weights if mode == "merged" and self._who == "trainer" else self._base
@@ -113,7 +113,7 @@ class Passes:
             stream.release()
 
     async def __call__(
-        self, replicas: Sequence[Replica], report: SyncReport, verify: bool, read: Filler | None
+        self, replicas: Sequence[Replica], report: SyncReport, verify: bool, read: BucketWriter | None
     ) -> list[Pass]:
         """What has to be sent to whom.
 
@@ -141,10 +141,10 @@ class Passes:
                 self._why, of_base = str(error), None
         self._who = report.merge = "trainer"
         report.merge_why = self._why
-        filler = await self._fit(self._weights, replicas, read if begun is self._weights else None)
+        writer = await self._fit(self._weights, replicas, read if begun is self._weights else None)
         report.left_out = tuple(sorted(self._weights.left_out))
         state = State("merged", report.version, trainer=self._trainer.name)
-        return [await self._full(state, self._weights, filler, replicas, report, verify)]
+        return [await self._full(state, self._weights, writer, replicas, report, verify)]
 
     def _in_engine(self, replicas: Sequence[Replica]) -> bool:
         """Whether the engines are to merge; the same on every rank."""
@@ -159,7 +159,7 @@ class Passes:
         replicas: Sequence[Replica],
         report: SyncReport,
         verify: bool,
-        read: Filler | None,
+        read: BucketWriter | None,
     ) -> list[Pass]:
         """Plan what follows the base, and the base itself for engines that do not hold this one.
 
@@ -173,7 +173,7 @@ class Passes:
             )
         base = await self._fit(self._base, replicas, read)
         if adapter is None:
-            update = await self._update(self._base, base, replicas, self._fit.takers())
+            update = await self._update(self._base, base, replicas, self._fit.recipients())
             fingerprint = await self._same(lambda: self._frozen(base, update.whole_names, verify))
             lacks = partial(_lacks_update, fingerprint=fingerprint, digest=update.digest)
             source: AdapterSource | Update = update
@@ -193,7 +193,7 @@ class Passes:
             [await self._full(bare, self._base, base, without, report, verify, changed), *passes] if without else passes
         )
 
-    def _of_frozen(self, base: Filler, verify: bool) -> str:
+    def _of_frozen(self, base: BucketWriter, verify: bool) -> str:
         """The fingerprint of a base that training leaves alone. Collective over the ranks of the model.
 
         Args:
@@ -230,7 +230,7 @@ class Passes:
         self,
         state: State,
         weights: MergedWeights,
-        filler: Filler,
+        writer: BucketWriter,
         replicas: Sequence[Replica],
         report: SyncReport,
         verify: bool,
@@ -238,15 +238,15 @@ class Passes:
     ) -> Pass:
         """A pass of all weights: straight into the engines, where these can be mapped; else read by them, where the
         trainer's can."""
-        found = await self._trainer.map(filler, replicas, self._fit.at)
+        found = await self._trainer.map(writer, replicas, self._fit.at)
         report.buckets = found.why
         if found.why:
-            pull, why = await self._pulls[weights](filler, replicas)
+            pull, why = await self._pulls[weights](writer, replicas)
             if pull is not None:
                 report.buckets = ""
                 return Pass(state, pull, replicas, Route.of_buckets(pull), changed)
             report.buckets = f"{found.why}; and {why}"
-        return Pass(state, filler, replicas, self._trainer.route(filler, filler.digest, verify), changed)
+        return Pass(state, writer, replicas, self._trainer.route(writer, writer.digest, verify), changed)
 
 
 def _lacks_base(replica: Replica, fingerprint: str) -> bool:

@@ -11,9 +11,9 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from ...errors import InvalidInput, PushFailed, PushRefused
+from ...stream.bucket_writer import BucketWriter
 from ...stream.buckets import Table, metas, to_json
-from ...stream.filler import Filler
-from ...stream.places import Sent
+from ...stream.direct_targets import Sent
 from ..configs import tell_of_differences
 from ..control.base import Call, WorkerFailed
 from ..control.calls import bind, drive, side_by_side, together
@@ -38,7 +38,7 @@ _Settle: TypeAlias = Callable[[Replica, Call | None, bool, bool], Coroutine[Any,
 class Planner(Protocol):
     """Plans what a push sends to which engines."""
 
-    def read(self, mode: str) -> Filler | None:
+    def read(self, mode: str) -> BucketWriter | None:
         """What a push most likely begins with, read while engines say who they are. Collective."""
 
     def known(self, mode: str) -> tuple[list[str], list[str]]:
@@ -46,7 +46,7 @@ class Planner(Protocol):
         they introduce themselves."""
 
     async def __call__(
-        self, replicas: Sequence[Replica], report: SyncReport, verify: bool, read: Filler | None
+        self, replicas: Sequence[Replica], report: SyncReport, verify: bool, read: BucketWriter | None
     ) -> list[Pass]:
         """What has to be sent to whom; everything that can be checked is checked then.
 
@@ -165,7 +165,7 @@ class Pushes:
         if torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()
         with report.timed("check"):
-            read: list[Filler | None] = []
+            read: list[BucketWriter | None] = []
             known = self._passes.known(mode)
 
             def beside() -> None:  # while engines elsewhere answer, as the push before left its settings
@@ -385,7 +385,7 @@ class Pushes:
     async def _send(
         self,
         one: Pass,
-        source: Filler | Pull | AdapterSource | Update,
+        source: BucketWriter | Pull | AdapterSource | Update,
         sent: Sent,
         replicas: Sequence[Replica],
         settle: _Settle,
@@ -410,7 +410,7 @@ class Pushes:
             if isinstance(source, Pull):
                 return  # nobody waits for an engine that does not read
             calls = []
-            if isinstance(source, Filler):
+            if isinstance(source, BucketWriter):
                 calls = [self._steps.told("start", digest=source.digest, sent=bool(route.sent), **begin)]
             await self._steps.make(replica, calls, begins=bool(calls))
 
@@ -443,7 +443,7 @@ class Pushes:
             await self._compare(source.stream, beside, sent, run, replicas)
 
     async def _compare(
-        self, stream: Filler, beside: Verified, sent: Sent, run: Mapping[str, Any], replicas: Sequence[Replica]
+        self, stream: BucketWriter, beside: Verified, sent: Sent, run: Mapping[str, Any], replicas: Sequence[Replica]
     ) -> None:
         """Also hand over, in buckets that workers only compare, what was pulled.
 

@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...shards import Box
 from ...stream.buckets import dtype_name, dtype_of
-from ...stream.places import Places
+from ...stream.direct_targets import DirectTargets
 from .liveness import SHARED
 from .memory import CudaMemory, NotExported, SharedFiles, allocations, exported
 
@@ -67,7 +67,7 @@ class Exports:
     """What other processes of this host need to map tensors of this one, as these lie at the moment.
 
     Args:
-        places: of an engine's tensors, boxes of tensors of a stream; of a trainer's, boxes of parameters, by the name
+        targets: of an engine's tensors, boxes of tensors of a stream; of a trainer's, boxes of parameters, by the name
             of the tensor of the stream that they go to.
         blocked: names of tensors of the stream of which the engine takes a part another way.
         whose: in words.
@@ -79,12 +79,12 @@ class Exports:
         digest: equal as long as a mapping stays good; "" where nothing can be mapped.
     """
 
-    def __init__(self, places: Places, blocked: Collection[str], whose: str = "the engine's") -> None:
-        storages = (view.untyped_storage() for found in places.views.values() for _, view in found)
+    def __init__(self, targets: DirectTargets, blocked: Collection[str], whose: str = "the engine's") -> None:
+        storages = (view.untyped_storage() for found in targets.views.values() for _, view in found)
         self._storages = list({storage.data_ptr(): storage for storage in storages}.values())
         self.lies = Memory(self._storages)
         try:
-            memory, views = self._describe(places)
+            memory, views = self._describe(targets)
             self.description: dict[str, Any] = {"why": "", "memory": memory, "views": views, "blocked": sorted(blocked)}
             said = repr((self.lies.marks, self.description))
             self.digest = hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
@@ -105,11 +105,11 @@ class Exports:
         """Drop the references to the tensors."""
         self._storages = []
 
-    def _describe(self, places: Places) -> tuple[list[dict[str, Any]], dict[str, list[Any]]]:
+    def _describe(self, targets: DirectTargets) -> tuple[list[dict[str, Any]], dict[str, list[Any]]]:
         export = _Exporter()
         memory: dict[str, dict[str, Any]] = {}
         where: dict[int, tuple[int, int]] = {}
-        names = {view.untyped_storage().data_ptr(): name for name, some in places.views.items() for _, view in some}
+        names = {view.untyped_storage().data_ptr(): name for name, some in targets.views.items() for _, view in some}
         for storage, mark in zip(self._storages, self.lies.marks, strict=True):
             try:
                 told, offset = export(storage, mark)
@@ -119,7 +119,7 @@ class Exports:
             memory.setdefault(key, told)
             where[storage.data_ptr()] = list(memory).index(key), offset
         views: dict[str, list[Any]] = {}
-        for name, found in places.views.items():
+        for name, found in targets.views.items():
             views[name] = []
             for (start, size), view in found:
                 number, offset = where[view.untyped_storage().data_ptr()]
@@ -259,10 +259,10 @@ def direct(workers: Sequence[Found]) -> Direct:
     return Direct(some.difference(*(worker["blocked"] for worker in workers)))
 
 
-def united(mapped: Iterable[Mapped]) -> Places:
+def united(mapped: Iterable[Mapped]) -> DirectTargets:
     """Join the places of several workers: a tensor is written to every worker that has it."""
     views: dict[str, list[tuple[Box, Tensor]]] = {}
     for one in mapped:
         for name, found in one.views.items():
             views.setdefault(name, []).extend(found)
-    return Places(views)
+    return DirectTargets(views)

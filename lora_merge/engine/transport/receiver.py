@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...stream.places import Places
+from ...stream.direct_targets import DirectTargets
 from .liveness import TransferAborted, alive, until
 from .memory import CudaMemory, SharedMemory
 from .nccl import Done, Group
@@ -69,7 +69,7 @@ class Receiver:
         self,
         sizes: Mapping[int, int],
         placed: Container[int] = (),
-        places: Places | None = None,
+        targets: DirectTargets | None = None,
         compare: bool = False,
         apart: Container[int] = (),
     ) -> Generator[Received, None, None]:
@@ -78,7 +78,7 @@ class Receiver:
         Args:
             sizes: bytes of each bucket that comes, by its number, in order.
             placed: those of them that the trainer writes to their places by itself.
-            places: of this worker's tensors, for a trainer in this process, which decides what it places.
+            targets: of this worker's tensors, for a trainer in this process, which decides what it places.
             compare: get the bucket of what was placed, too.
             apart: those of them that not all workers of an NCCL group take.
 
@@ -90,7 +90,7 @@ class Receiver:
                 sender = SENDERS.get(self.session)
                 if sender is None:
                     raise TransferAborted("the trainer of this process is gone; push again")
-                yield from sender.pull(places or Places({}), compare)
+                yield from sender.pull(targets or DirectTargets({}), compare)
             else:
                 every = list(sizes.values())
                 if self._inbox is not None:

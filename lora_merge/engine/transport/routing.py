@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...stream.places import Places, Sent
+from ...stream.direct_targets import DirectTargets, Sent
 from .liveness import host_id
 
 WorkerId = tuple[int, int]
@@ -68,23 +68,23 @@ class Route(NamedTuple):
     Args:
         placed: buckets that the trainer merges straight into the engines' tensors.
         sent: buckets that are handed over, in order. A bucket may be both, to be compared.
-        places: the tensors that this rank writes to.
-        takers: for buckets that not all workers take: which workers do.
+        targets: the tensors that this rank writes to.
+        recipients: for buckets that not all workers take: which workers do.
     """
 
     placed: frozenset[int]
     sent: tuple[int, ...]
-    places: Places | None = None
-    takers: Mapping[int, frozenset[WorkerId]] = MappingProxyType({})
+    targets: DirectTargets | None = None
+    recipients: Mapping[int, frozenset[WorkerId]] = MappingProxyType({})
 
     @classmethod
     def of_buckets(cls, source: Sent) -> Route:
         """Hand over every bucket."""
-        return cls(frozenset(), tuple(range(len(source.table))), None, source.takers)
+        return cls(frozenset(), tuple(range(len(source.table))), None, source.recipients)
 
-    def by(self, places: Container[WorkerId]) -> list[int]:
+    def by(self, workers: Container[WorkerId]) -> list[int]:
         """Return the buckets that at least one of these workers takes."""
-        return [i for i in self.sent if i not in self.takers or any(place in places for place in self.takers[i])]
+        return [i for i in self.sent if i not in self.recipients or any(one in workers for one in self.recipients[i])]
 
     def told(
         self, place: WorkerId, served: Mapping[WorkerId, tuple[int, str]], hosts: Mapping[WorkerId, str]
@@ -100,23 +100,23 @@ class Route(NamedTuple):
         own = self.by({place})
         if kind == "nccl":
             group = {at for at in beside if at[0] == place[0] and served[at][1] == kind}
-            apart = [i for i in own if i in self.takers and not group <= self.takers[i]]
+            apart = [i for i in own if i in self.recipients and not group <= self.recipients[i]]
             return {"sent": own, "own": own, "apart": apart}
         if kind == "tcp":  # a bucket comes to a host once
             beside = {at for at in beside if (at[0], hosts.get(at)) == (place[0], hosts.get(place))}
         return {"sent": self.by(beside), "own": own, "apart": []}
 
     @classmethod
-    def to(cls, source: Sent, names: Container[str], places: Places, compare: bool) -> Route:
-        """Write tensors straight to their places, and hand over the other buckets.
+    def to(cls, source: Sent, names: Container[str], targets: DirectTargets, compare: bool) -> Route:
+        """Write tensors straight to their targets, and hand over the other buckets.
 
         Args:
             names: of the tensors that engines take straight.
             compare: hand every bucket over, too.
         """
-        placed = source.straight(names)
+        placed = source.direct_buckets(names)
         sent = (index for index in range(len(source.table)) if compare or index not in placed)
-        return cls(placed, tuple(sent), places, source.takers)
+        return cls(placed, tuple(sent), targets, source.recipients)
 
 
 def nobody() -> set[int]:

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...stream.ahead import Ahead
 from ...stream.buckets import extent
-from ...stream.places import Places, Sent, joined
+from ...stream.direct_targets import DirectTargets, Sent, joined
+from ...stream.double_buffer import DoubleBuffer
 from .liveness import TransferAborted, alive, until
 from .memory import CudaMemory, SharedMemory
 from .nccl import Done, Group
@@ -71,7 +71,7 @@ class Sender:
         kinds = set(channels.values())
         self.local = "local" in kinds
         self._together = max((BUCKETS_TOGETHER[kind] for kind in kinds if kind in BUCKETS_TOGETHER), default=1)
-        self._ahead = Ahead(device)
+        self._ahead = DoubleBuffer(device)
         self._files: list[SharedMemory] = []
         self._memory: CudaMemory | None = None
         self.buffers = self._allocate(kinds)
@@ -230,19 +230,19 @@ class Sender:
         elif offered is not None:
             offered.close()
 
-    def pull(self, places: Places, compare: bool) -> Iterator[Received]:
+    def pull(self, targets: DirectTargets, compare: bool) -> Iterator[Received]:
         """The buckets on offer: to be read on the current stream until the next one is asked for.
 
         Args:
-            places: of the worker's tensors; buckets of which all lie there are merged to there.
+            targets: of the worker's tensors; buckets of which all lie there are merged to there.
             compare: make these as buckets, too.
         """
         if self._offered is None or self._source is None:
             raise TransferAborted("the trainer of this process offers nothing; push again")
         if not self._source.shared:
-            here = joined(self._source, places.on(self.device), places)
+            here = joined(self._source, targets.on(self.device), targets)
             others = len(self.kinds) > 1  # workers that take buckets
-            self._route = Route.to(self._source, here, places, compare or others)
+            self._route = Route.to(self._source, here, targets, compare or others)
         for received in self._offered:  # noqa: UP028, a worker that stops must not close the flow for `drain`
             yield received
 
@@ -295,8 +295,8 @@ class Sender:
 
         def steps(index: int) -> Iterator[Callable[[], None]]:
             """What makes a bucket. Each may take all ranks."""
-            if index in route.placed and not self._drained and route.places is not None:
-                yield partial(source.place, index, route.places, run)
+            if index in route.placed and not self._drained and route.targets is not None:
+                yield partial(source.write_direct, index, route.targets, run)
             if index in turns or index in others:
                 yield lambda: source.fill(index, self._buffer(at[index]), run)
 
@@ -311,12 +311,12 @@ class Sender:
                 return Received(index, None, placed)
             if turns[index] == 0:
                 self._decide(gone)
-            self._hand_over(source, index, turns[index], len(turns), route.takers.get(index, self.kinds.keys()))
+            self._hand_over(source, index, turns[index], len(turns), route.recipients.get(index, self.kinds.keys()))
             return Received(index, self._buffer(turns[index]), placed)
 
         try:
             yield from self._ahead(free, make, count)
-            if route.takers and not turns:
+            if route.recipients and not turns:
                 self._decide(gone)  # workers that take nothing ask, too
             for replica, sent in self._sent.items():
                 self._groups[replica].wait(next((done for done in reversed(sent) if done is not None), None))
@@ -334,18 +334,18 @@ class Sender:
             for group in self._groups.values():
                 group.rest()
 
-    def _hand_over(self, source: Sent, index: int, turn: int, count: int, takers: Collection[WorkerId]) -> None:
+    def _hand_over(self, source: Sent, index: int, turn: int, count: int, recipients: Collection[WorkerId]) -> None:
         """Hand over a filled bucket, number `turn` of the `count` that are handed over.
 
         Args:
-            takers: who takes it.
+            recipients: who takes it.
         """
         data = self._buffer(turn)[: extent(source.table[index])]
         for replica, sent in self._sent.items():
-            ranks = [rank for place, rank in self._nccl_ranks.items() if place[0] == replica and place in takers]
+            ranks = [rank for place, rank in self._nccl_ranks.items() if place[0] == replica and place in recipients]
             sent.append(self._groups[replica].hand(data, ranks))
         if self.outbox is not None:
-            self.outbox.hand(turn, data, takers)
+            self.outbox.hand(turn, data, recipients)
         if self._box is not None and hands_over(turn, self._together, count):
             if self._ahead.stream is not None:
                 self._ahead.stream.synchronize()

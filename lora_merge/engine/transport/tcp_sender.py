@@ -141,15 +141,15 @@ class Outbox:
             for member in self._members.values():
                 member.due, member.sent = [], 0
 
-    def hand(self, turn: int, data: Tensor, takers: Container[WorkerId]) -> None:
+    def hand(self, turn: int, data: Tensor, recipients: Container[WorkerId]) -> None:
         """Queue a bucket for sending.
 
         Args:
             turn: its number in this transfer.
             data: uint8; stays as it is until `wait` has returned for it. Work on the current stream counts.
-            takers: workers that take it: it goes to each host that has one.
+            recipients: workers that take it: it goes to each host that has one.
         """
-        leaders = {member.leader for place, member in self._members.items() if place in takers}
+        leaders = {member.leader for place, member in self._members.items() if place in recipients}
         if not leaders:
             return
         ready: Callable[[], object] = _at_once

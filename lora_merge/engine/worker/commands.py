@@ -67,11 +67,11 @@ def _receive(
         if not received.placed:
             side.loader.load(examination, received.index, slots, received.data, keep)
         if verify:
-            side.look(examination, slots, received.data, received.placed and places is examination.near)
+            side.look(examination, slots, received.data, received.placed and targets is examination.near)
 
     # Of what is written to layers as they lie no base could be kept.
-    places = examination.near if side.coming.merger is None else examination.places
-    side.take(table, load, verify, places, sent, placed)
+    targets = examination.near if side.coming.merger is None else examination.targets
+    side.take(table, load, verify, targets, sent, placed)
     side.fly()
     side.came()
     return {}

@@ -24,7 +24,7 @@ from ...kernels.plan import Plan
 from ...kernels.segments import copies
 from ...shards import Box, Piece, cut, numel, overlap
 from ...stream.buckets import Slot, Table, dtype_name, metas
-from ...stream.places import Places
+from ...stream.direct_targets import DirectTargets
 from ...stream.window import Window
 from ..transport.peer_memory import Exports
 from .dry_run import Capture, Copy, Record, coverage, feed, torn
@@ -37,7 +37,7 @@ class Examination:
 
     Args:
         copies: what goes straight, by name.
-        places: the same for a trainer that writes there, of tensors that the engine holds in the stream's dtype.
+        targets: the same for a trainer that writes there, of tensors that the engine holds in the stream's dtype.
         near: the same for a trainer in this process, which writes to some layers that are laid out anew, too.
         staged: names that go through `load_weights`, whole.
         fills: constants that loading writes (padding).
@@ -53,8 +53,8 @@ class Examination:
     """
 
     copies: dict[str, list[Copy]]
-    places: Places
-    near: Places
+    targets: DirectTargets
+    near: DirectTargets
     staged: set[str]
     fills: list[tuple[Tensor, Any]] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
@@ -72,8 +72,8 @@ class Examination:
     def exports(self) -> Exports:
         """How trainers in other processes of this host map the places."""
         if self._exports is None or (self._exports.digest and not self._exports.hold()):
-            blocked = self.staged.union(self.copies).difference(self.places.views)
-            self._exports = Exports(self.places, blocked)
+            blocked = self.staged.union(self.copies).difference(self.targets.views)
+            self._exports = Exports(self.targets, blocked)
         return self._exports
 
     def pieces(self, name: str, window: Window) -> Iterator[Piece]:
@@ -238,22 +238,22 @@ class Loader:
 
     def _near(
         self,
-        places: Places,
+        targets: DirectTargets,
         roots: Sequence[nn.Module],
         records: Sequence[Record],
         fed: Mapping[str, Tensor],
         owners: Mapping[str, nn.Module],
-    ) -> Places:
+    ) -> DirectTargets:
         """Where a trainer in this process writes to; see `Examination`.
 
         Args:
-            places: where any trainer does.
+            targets: where any trainer does.
             roots: layers that are laid out anew after loading.
             records: what loading copies.
             fed: the stream, on the meta device.
             owners: of the engine's parameters, by path.
         """
-        return places
+        return targets
 
     def _through(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
         """Load whole tensors that do not go straight."""
@@ -302,7 +302,7 @@ class Loader:
                 straight.setdefault(record.name, []).append(record.copy)
         taken = straight.keys() | staged
         dtypes = {meta.name: meta.dtype for meta in metas(table).values()}
-        places = Places(
+        targets = DirectTargets(
             {
                 name: [(copy.window.box, copy.window.unfold(copy.destination)) for copy in found]
                 for name, found in straight.items()
@@ -312,8 +312,8 @@ class Loader:
         ignored = {name: tensor for name, tensor in fed if name not in taken and name not in refused}
         return Examination(
             straight,
-            places,
-            self._near(places, roots, capture.records, dict(fed), owners),
+            targets,
+            self._near(targets, roots, capture.records, dict(fed), owners),
             staged,
             [(view, value) for path, view, value in capture.fills if path not in staged_paths],
             refused,

@@ -118,7 +118,7 @@ def _exports(worker: Worker, side: Side, digest: str) -> dict[str, Any]:
 def _blocked(worker: Worker, side: Side, digest: str) -> dict[str, Any]:
     """Names of the tensors of an examined table that are more here than boxes of parameters in their dtype."""
     found = side.loader.examine(digest, side.tables[digest])
-    return {"blocked": sorted(found.staged.union(found.copies).difference(found.places.views))}
+    return {"blocked": sorted(found.staged.union(found.copies).difference(found.targets.views))}
 
 
 def _offer(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...stream.buckets import Slot, Table, extent
-from ...stream.places import Places
+from ...stream.direct_targets import DirectTargets
 from ..fingerprint import Sampler
 from ..payload.checksums import add_checksums
 from ..payload.spec import Described, Update
@@ -261,7 +261,7 @@ class Side:
         table: Table,
         use: Callable[[Sequence[Slot], Received], None],
         verify: bool,
-        places: Places | None = None,
+        targets: DirectTargets | None = None,
         sent: Sequence[int] | None = None,
         placed: Sequence[int] = (),
         apart: Sequence[int] = (),
@@ -275,7 +275,7 @@ class Side:
             raise RuntimeError("no trainer is connected")
         self.checksums, self.arrived = {}, {}
         sizes = {index: extent(table[index]) for index in (range(len(table)) if sent is None else sent)}
-        with closing(self.receiver.receive(sizes, frozenset(placed), places, verify, frozenset(apart))) as buckets:
+        with closing(self.receiver.receive(sizes, frozenset(placed), targets, verify, frozenset(apart))) as buckets:
             for received in buckets:
                 if verify and received.data is not None:
                     add_checksums(self.checksums, table[received.index], received.data)

@@ -222,6 +222,6 @@ class Server(Rollout):
         assert self._weights is not None
         version = 1 if self.report is None else self.report.version + 1
         # TRL sends from the first rank; the others are needed where the model is sharded.
-        idle = not self.generation.accelerator.is_main_process and self._weights.filler(whole=True).ranks.alone
+        idle = not self.generation.accelerator.is_main_process and self._weights.bucket_writer(whole=True).ranks.alone
         self._passing = Counted(() if idle else self._weights, version, "TRL's server")
         return iter(self._passing)

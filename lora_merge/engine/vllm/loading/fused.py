@@ -23,7 +23,7 @@ from ....kernels.plan import Plan
 from ....kernels.scaled.weights import SCALED_FROM, Group, Scaled, trials
 from ....kernels.segments import FP8, copies
 from ....shards import cut
-from ....stream.places import Places
+from ....stream.direct_targets import DirectTargets
 from ...worker.dry_run import Copy, Record
 from .. import internals
 from .compressed import Scheme, weights_of
@@ -162,10 +162,10 @@ class Fused:
         """Layers that can be written, each with its kind."""
         self._held = Held(())
 
-    def places(
+    def targets(
         self, roots: Sequence[nn.Module], records: Sequence[Record], fed: Mapping[str, Tensor],
         owners: Mapping[str, nn.Module], schemes: Mapping[str, Scheme],
-    ) -> Places:  # fmt: skip
+    ) -> DirectTargets:  # fmt: skip
         """Where the tensors of the stream lie that go to layers which can be written.
 
         Args:
@@ -217,7 +217,7 @@ class Fused:
             together.append(names)
             self._written.append((loading, _kind(loading)))
         self._held = Held(loading.root for loading, _ in self._written)
-        return Places(views, scaled, together)
+        return DirectTargets(views, scaled, together)
 
     @property
     def lost(self) -> bool:
@@ -269,12 +269,12 @@ class Compared:
     more, in memory of their own, a group of tensors that share scales at a time.
 
     Args:
-        places: that it writes to.
+        targets: that it writes to.
     """
 
-    def __init__(self, places: Places) -> None:
-        self._places = places
-        self.of = {name: group for group in places.together for name in group}
+    def __init__(self, targets: DirectTargets) -> None:
+        self._targets = targets
+        self.of = {name: group for group in targets.together for name in group}
         """The tensors that it looks at, each with the group that it is in."""
         self._came: dict[str, Tensor] = {}
 
@@ -297,7 +297,7 @@ class Compared:
             room = rooms.setdefault(storage.data_ptr(), tensor.new_empty(storage.nbytes(), dtype=torch.uint8))
             return room.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
-        weights = {id(s): s for name in tensors for s in self._places.scaled.get(name, ())}
+        weights = {id(s): s for name in tensors for s in self._targets.scaled.get(name, ())}
         pairs = [(t, again(t)) for s in weights.values() for t in (s.weight, s.scales)]
         made = [
             Scaled(weight, scales, s.group, s.dtype)
@@ -305,7 +305,7 @@ class Compared:
         ]
         segments = []
         for name, tensor in tensors.items():
-            for box, view in self._places.views[name]:
+            for box, view in self._targets.views[name]:
                 segments += copies(name, cut(tensor, box), again(view))
                 pairs += [(view, again(view))] if view.dtype != FP8 else []
         Plan(segments, made).run()

@@ -33,13 +33,13 @@ class Held:
             for key, value in inside.items()
             if (number >= len(own) or not key.startswith("_")) and type(value) not in _COUNTED
         ]
-        self._places = [inside for inside, _, _ in found], [key for _, key, _ in found]
+        self._targets = [inside for inside, _, _ in found], [key for _, key, _ in found]
         self._things = [value for _, _, value in found]  # alive, so that nothing else comes to lie there
 
     @property
     def same(self) -> bool:
         """Whether that is what they hold now."""
-        same = all(map(is_, map(dict.get, *self._places), self._things))
+        same = all(map(is_, map(dict.get, *self._targets), self._things))
         return same and list(map(len, self._dicts)) == self._sizes
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ....stream.buckets import Slot, Table
-from ....stream.places import Places
+from ....stream.direct_targets import DirectTargets
 from ...worker import loader
 from ...worker.dry_run import Capture, Record, feed
 from ...worker.loader import Examination, everything
@@ -101,14 +101,14 @@ class Loader(loader.Loader):
 
     def _near(
         self,
-        places: Places,
+        targets: DirectTargets,
         roots: Sequence[nn.Module],
         records: Sequence[Record],
         fed: Mapping[str, Tensor],
         owners: Mapping[str, nn.Module],
-    ) -> Places:
-        found = self._fused.places(roots, [*records, *self._of_scales], fed, owners, self._schemes)
-        return Places({**places.views, **found.views}, found.scaled, found.together)
+    ) -> DirectTargets:
+        found = self._fused.targets(roots, [*records, *self._of_scales], fed, owners, self._schemes)
+        return DirectTargets({**targets.views, **found.views}, found.scaled, found.together)
 
     def _through(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
         assert self._reload is not None

@@ -34,9 +34,9 @@ from ..shards import Box, cut, overlap
 from ..shards.exchange import Exchange
 from ..shards.owners import divide
 from ..shards.ranks import noted
-from .ahead import Ahead
 from .buckets import Meta, Slot, Table, digest_of, extent, lay_out, lay_out_parts
-from .places import Places
+from .direct_targets import DirectTargets
+from .double_buffer import DoubleBuffer
 from .source import Entry, LazyParts, Source
 from .unwritten import Unwritten, layers_of, unwritten
 
@@ -48,7 +48,7 @@ _WAYS = {
 }
 
 
-class Filler:
+class BucketWriter:
     """Writes the buckets of a stream into buffers, with one plan for each bucket, made at its first use.
 
     Making one, and filling, are collective over `source.ranks`.
@@ -94,7 +94,7 @@ class Filler:
         self.digest = digest_of(self.table)
         """Under which name an engine knows the table."""
         self.collective = self.shared = not self.ranks.alone
-        self.takers: Mapping[int, frozenset[tuple[int, int]]] = {}
+        self.recipients: Mapping[int, frozenset[tuple[int, int]]] = {}
         with self.ranks.vote("MergedWeights"):
             turns, staged = self._turns(), self._staged()
         ranks = self.ranks if any(turn.everything for turn in turns) else source.merging
@@ -103,9 +103,9 @@ class Filler:
         self._staging = Staging(self.device, staged)
         self.joins = self.ranks.alone and not staged and not self._operands.held
         """What a bucket is merged from lies there all the time, and is all here."""
-        self._due: tuple[ref[Places], list[list[tuple[int, Slot]]]] | None = None
+        self._due: tuple[ref[DirectTargets], list[list[tuple[int, Slot]]]] | None = None
         self._by_address: Mapping[int, torch.UntypedStorage] | None = None
-        self._ahead = Ahead(self.device)
+        self._ahead = DoubleBuffer(self.device)
         self._filling = threading.Lock()
         """Of passes in several threads, which share the operands of a bucket, one fills at a time."""
         self._idle: list[Tensor] = []
@@ -239,7 +239,7 @@ class Filler:
             self.source = replace(source, parts={}, tensors=(), counted=(), modules=(), held=())
 
     def filled(self, buffers: list[Tensor], run: Mapping[str, Any]) -> Iterator[tuple[int, Tensor]]:
-        """Fill bucket after bucket; yield `(index, buffer)`, to be read as `Ahead` says.
+        """Fill bucket after bucket; yield `(index, buffer)`, to be read as `DoubleBuffer` says.
 
         Args:
             buffers: two; one of which the consumer still holds what was lent is left to it and replaced here.
@@ -256,7 +256,7 @@ class Filler:
     def handed(
         self, buffers: list[Tensor], run: Mapping[str, Any]
     ) -> Generator[tuple[int, Tensor, Callable[[], None]], None, None]:
-        """As `filled`, but the consumer says when the next bucket is filled, as `Ahead.handed` says."""
+        """As `filled`, but the consumer says when the next bucket is filled, as `DoubleBuffer.handed` says."""
         errors: list[Exception] = []
         read = None if self.ranks.alone else Unwritten(self.source, self._layers)
 
@@ -342,8 +342,8 @@ class Filler:
         if errors:
             raise errors[0]
 
-    def straight(self, names: Container[str]) -> frozenset[int]:
-        """As `Sent.straight`: those whose tensors all have a place and are windows of what the ranks hold."""
+    def direct_buckets(self, names: Container[str]) -> frozenset[int]:
+        """As `Sent.direct_buckets`: those whose tensors all have a place and are windows of what the ranks hold."""
         return frozenset(
             index
             for index, slots in enumerate(self.table)
@@ -351,40 +351,40 @@ class Filler:
         )
 
     @outside_inference_mode
-    def place(self, index: int, places: Places, run: Mapping[str, Any]) -> None:
-        """As `Sent.place`. An error of this rank is raised after the collectives of the bucket."""
+    def write_direct(self, index: int, targets: DirectTargets, run: Mapping[str, Any]) -> None:
+        """As `Sent.write_direct`. An error of this rank is raised after the collectives of the bucket."""
         with self._filling:
             self._operands.refresh(index, self.storages)
-            if self._plan((index, True), ref(places), self._targets(index, places), places.scaled).run(run):
+            if self._plan((index, True), ref(targets), self._targets(index, targets), targets.scaled).run(run):
                 return
-            if narrow := self._narrow | places.narrow:
-                written = [target for target in self._targets(index, places) if target[0] in narrow]
+            if narrow := self._narrow | targets.narrow:
+                written = [target for target in self._targets(index, targets) if target[0] in narrow]
                 views = ((name, view) for name, _, view, _ in written)
-                check_range(views, lambda: self._made(written), places.scaled)
+                check_range(views, lambda: self._made(written), targets.scaled)
 
-    def _targets(self, index: int, places: Places) -> Iterator[tuple[str, Box, Tensor, int]]:
+    def _targets(self, index: int, targets: DirectTargets) -> Iterator[tuple[str, Box, Tensor, int]]:
         """As of `_plan`, of a bucket that is placed."""
         return (
             (slot.name, met, cut(view, (tuple(map(sub, met[0], box[0])), met[1])), turn)
-            for turn, slot in self._due_with(index, places)
-            for box, view in places.views.get(slot.name, ())
+            for turn, slot in self._due_with(index, targets)
+            for box, view in targets.views.get(slot.name, ())
             if (met := overlap(slot.box, box)) is not None
         )
 
-    def _due_with(self, index: int, places: Places) -> list[tuple[int, Slot]]:
+    def _due_with(self, index: int, targets: DirectTargets) -> list[tuple[int, Slot]]:
         """The slots that are placed with a bucket, each with its own bucket: tensors that are written as one come with
         the last of them."""
-        if not places.together:
+        if not targets.together:
             return [(index, slot) for slot in self.mine(index)]
-        if self._due is None or self._due[0]() is not places:
+        if self._due is None or self._due[0]() is not targets:
             last = {slot.name: at for at, slots in enumerate(self.table) for slot in slots}
-            for some in places.together:
+            for some in targets.together:
                 last |= dict.fromkeys(some, max(last[name] for name in some))
             due: list[list[tuple[int, Slot]]] = [[] for _ in self.table]
             for at in range(len(self.table)):
                 for slot in self.mine(at):
-                    due[last[slot.name] if slot.name in places.views else at].append((at, slot))
-            self._due = ref(places), due
+                    due[last[slot.name] if slot.name in targets.views else at].append((at, slot))
+            self._due = ref(targets), due
         return self._due[1][index]
 
     def _plan(
@@ -400,7 +400,7 @@ class Filler:
             key: the bucket; whether it is placed.
             at: where the targets are.
             targets: boxes of tensors of the stream, where they go, and the bucket that each is in.
-            scaled: as of `Places`.
+            scaled: as of `DirectTargets`.
         """
         known, plan = self._plans.get(key, (None, None))
         if plan is None or known != (at, self._staging.address) or not plan.hold(self._staging.memory, self.storages):

@@ -13,7 +13,7 @@ import torch
 _T = TypeVar("_T")
 
 
-class Ahead:
+class DoubleBuffer:
     """Fills two buffers in turns, one ahead of the consumer, on a stream of its own.
 
     Args:

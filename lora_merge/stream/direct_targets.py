@@ -17,7 +17,7 @@ from .buckets import Table
 
 
 @dataclass(frozen=True, eq=False)
-class Places:
+class DirectTargets:
     """Where engines keep the stream's tensors, in memory that this process can write to: they are merged straight to
     there.
 
@@ -60,7 +60,7 @@ class Sent(Protocol):
     """Whether tensors of several buckets can be placed at once."""
 
     @property
-    def takers(self) -> Mapping[int, frozenset[tuple[int, int]]]:
+    def recipients(self) -> Mapping[int, frozenset[tuple[int, int]]]:
         """Of the buckets that not all workers take: which ones do, by replica, and by position in it."""
 
     def alone(self, index: int) -> bool:
@@ -69,26 +69,26 @@ class Sent(Protocol):
     def fill(self, index: int, buffer: Tensor, run: Mapping[str, Any]) -> None:
         """Write bucket `index` into `buffer`, on the current stream. `run` are arguments of `Plan.run`."""
 
-    def straight(self, names: Container[str]) -> frozenset[int]:
-        """The buckets that `place` can serve where an engine has places for these tensors."""
+    def direct_buckets(self, names: Container[str]) -> frozenset[int]:
+        """The buckets that `write_direct` can serve where an engine has places for these tensors."""
 
-    def place(self, index: int, places: Places, run: Mapping[str, Any]) -> None:
-        """Write bucket `index` straight to `places`, on the current stream; where several ranks fill, each writes what
+    def write_direct(self, index: int, targets: DirectTargets, run: Mapping[str, Any]) -> None:
+        """Write bucket `index` straight to `targets`, on the current stream; where several ranks fill, each writes what
         it owns."""
 
 
-def joined(source: Sent, names: frozenset[str], places: Places) -> frozenset[str]:
+def joined(source: Sent, names: frozenset[str], targets: DirectTargets) -> frozenset[str]:
     """Return those tensors that can be written to their places: tensors that share scales only together."""
-    if not places.together:
+    if not targets.together:
         return names
     if not source.joins:
-        return names.difference(*places.together)
+        return names.difference(*targets.together)
     while True:
-        straight = source.straight(names)
+        straight = source.direct_buckets(names)
         there, elsewhere = set[str](), set[str]()  # a large tensor is in several buckets, and has to come with all
         for index, slots in enumerate(source.table):
             (there if index in straight else elsewhere).update(slot.name for slot in slots)
-        torn = [some for some in places.together if not some.isdisjoint(names) and not some <= there - elsewhere]
+        torn = [some for some in targets.together if not some.isdisjoint(names) and not some <= there - elsewhere]
         if not torn:
             return names
         names = names.difference(*torn)
