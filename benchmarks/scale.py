@@ -177,7 +177,7 @@ class Job:
 
     def card(self, rank: int, m: Machine) -> float:
         """GB of adapters that a rank of the trainer sends: what a host of an engine holds; or, where most of what goes
-        to it is its GPUs' own experts and each has a card, what one GPU holds (`Update.apart`)."""
+        to it is its GPUs' own experts and each has a card, what one GPU holds (`UpdatePayload.apart`)."""
         together, experts = self.apart(rank)
         return together + experts * self.beside(rank, m) / self.tp
 

@@ -35,16 +35,16 @@ class Timeline:
     def note_events(self) -> None:
         """Begin to note. Where the engine's core is in this process, its own steps are noted, too."""
         from lora_merge.engine.vllm import core, worker
-        from lora_merge.engine.worker.pull import Pulled
-        from lora_merge.engine.worker.session import Side
+        from lora_merge.engine.worker.pull import PullTarget
+        from lora_merge.engine.worker.session import WorkerSession
 
         self._events: list[Event] = []
         operations, method = cast(Any, worker), core._Calls._method
         operations.respond = noting(
             self._events, lambda at, ops, request, raised: f"worker: {json.loads(request)['op']}", operations.respond
         )
-        cast(Any, Pulled).merge = noting(self._events, "worker: launches", Pulled.merge)
-        cast(Any, Side).land = noting(self._events, "worker: waits for its GPU", Side.land)
+        cast(Any, PullTarget).merge = noting(self._events, "worker: launches", PullTarget.merge)
+        cast(Any, WorkerSession).land = noting(self._events, "worker: waits for its GPU", WorkerSession.land)
 
         def method_of(calls: core._Calls, name: str) -> Callable[..., Any]:
             return noting(self._events, "" if name == "collective_rpc" else f"core: {name}", method(calls, name))

@@ -20,12 +20,12 @@ from ..stream.weights import MergedWeights
 from .configs import computing, config_of, tell_of_differences
 from .control.base import Control
 from .handles import control_of
-from .payload.update import Update, converted
+from .payload.update import UpdatePayload, converted
 from .push.channels import Trainer
-from .push.compatibility import Fit
-from .push.offers import UpdateOffer
-from .push.planner import Pass, Told
-from .push.pusher import Pushes
+from .push.compatibility import CompatibilityCheck
+from .push.negotiators import UpdateNegotiator
+from .push.planner import LocalOp, Transfer
+from .push.pusher import Pusher
 from .push.replica import Replica, SyncReport, check_handle, engines_of
 from .sglang.control import SglangControl
 from .stamps import difference, stamps
@@ -51,7 +51,7 @@ class Loads:
         self, trainer: Trainer, folder: Path, base: str | Path | None, name: str, device: torch.device
     ) -> None:
         self._trainer, self._folder, self._base, self._name, self._device = trainer, folder, base, name, device
-        self._streams: list[MergedWeights | UpdateOffer] = []
+        self._streams: list[MergedWeights | UpdateNegotiator] = []
 
     def read(self, mode: str) -> None:
         """Nothing is read before the engine has said its dtype."""
@@ -68,8 +68,8 @@ class Loads:
 
     async def __call__(
         self, replicas: Sequence[Replica], report: SyncReport, verify: bool, read: BucketWriter | None
-    ) -> list[Pass]:
-        """As of `Planner`."""
+    ) -> list[Transfer]:
+        """As of `Plans`."""
         for replica in replicas:
             if replica.state.kind not in ("nothing", "dirty") and replica.state.base != OWN:
                 raise PushRefused(
@@ -97,10 +97,10 @@ class Loads:
             )
         report.differs = tell_of_differences(replicas, computing(config_of(model)), set())
         weights, bare = MergedWeights(model), MergedWeights(model, adapters=False)
-        offer = UpdateOffer(self._trainer, weights, trains=False)
+        offer = UpdateNegotiator(self._trainer, weights, trains=False)
         self._streams = [weights, bare, offer]
         try:
-            fit = Fit(self._trainer)
+            fit = CompatibilityCheck(self._trainer)
             base = await fit(bare, replicas)
         except PushRefused as error:
             raise PushRefused(
@@ -119,10 +119,14 @@ class Loads:
             for kind, name in (("base", ""), ("merged", self._name))
         )
         message = {"digest": base.digest, "update": update.digest, "state": before.to_json()}
-        passes = [Pass(after, update, replicas, Route.of_buckets(update), merges=True)]
-        return [Pass(before, Told("reread", message, writes=True), lost, _NOWHERE), *passes] if lost else passes
+        transfers = [Transfer(after, update, replicas, Route.of_buckets(update), merges=True)]
+        return (
+            [Transfer(before, LocalOp("reload_checkpoint", message, writes=True), lost, _NOWHERE), *transfers]
+            if lost
+            else transfers
+        )
 
-    async def _lost(self, replica: Replica, base: BucketWriter, update: Update) -> bool:
+    async def _lost(self, replica: Replica, base: BucketWriter, update: UpdatePayload) -> bool:
         """Whether the engine's checkpoint has to be read again; if not, workers now have what merging takes of it."""
         if replica.state.kind == "dirty":
             return True
@@ -130,7 +134,9 @@ class Loads:
 
         async def own(one: Replica) -> None:
             nonlocal lost
-            answers = await one.handle.rpc("own", trainer=self._trainer.name, digest=base.digest, update=update.digest)
+            answers = await one.handle.rpc(
+                "adopt_checkpoint", trainer=self._trainer.name, digest=base.digest, update=update.digest
+            )
             lost = any(answer["lost"] for answer in answers)
 
         await self._trainer.all_own([replica], own)
@@ -161,14 +167,14 @@ class Unloads:
 
     async def __call__(
         self, replicas: Sequence[Replica], report: SyncReport, verify: bool, read: BucketWriter | None
-    ) -> list[Pass]:
-        """As of `Planner`."""
+    ) -> list[Transfer]:
+        """As of `Plans`."""
         for replica in replicas:
             if why := _not_unloadable(replica):
                 raise PushRefused(f"engine {replica.index} holds {replica.state}{why}")
         report.merge = "engine"
         state = State("base", report.version, OWN, trainer=self._trainer.name)
-        return [Pass(state, Told("unload", {}, writes=False), replicas, _NOWHERE, merges=True)]
+        return [Transfer(state, LocalOp("unload", {}, writes=False), replicas, _NOWHERE, merges=True)]
 
 
 def _not_unloadable(replica: Replica) -> str:
@@ -241,7 +247,7 @@ async def load(
     trainer, folder = _trainer_of(engine), Path(folder)
     name = folder.resolve().name if name is None else name
     return await _push(
-        Pushes(
+        Pusher(
             trainer,
             Loads(trainer, folder, base, name, check_device(device)),
             pause=pause,
@@ -255,10 +261,10 @@ async def load(
 async def unload(engine: Any, *, pause: str) -> SyncReport:
     """As `serve.unload_adapter`."""
     trainer = _trainer_of(engine)
-    return await _push(Pushes(trainer, Unloads(trainer), pause=pause, mode="base", healing=_HEALING), False)
+    return await _push(Pusher(trainer, Unloads(trainer), pause=pause, mode="base", healing=_HEALING), False)
 
 
-async def _push(pushes: Pushes, verify: bool) -> SyncReport:
+async def _push(pushes: Pusher, verify: bool) -> SyncReport:
     try:
         return await pushes._push(None, verify)
     finally:

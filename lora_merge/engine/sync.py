@@ -17,15 +17,15 @@ from .configs import computing, config_of
 from .control.base import Control
 from .control.calls import drive
 from .push.channels import Trainer
-from .push.planner import MERGES, Passes
-from .push.pusher import Pushes
+from .push.planner import MERGES, PushPlanner
+from .push.pusher import Pusher
 from .push.replica import SyncReport, check_handle
 from .push.sequence import check_pause
 
 MODES = ("merged", "adapter")
 
 
-class EngineSync(Pushes):
+class EngineSync(Pusher):
     """Pushes the model that is being trained into one or several engines of one kind; `VllmSync` and `SglangSync`
     derive from it, and document the arguments.
 
@@ -66,7 +66,7 @@ class EngineSync(Pushes):
                 check_handle(index, control, controls[:index])
         if told := self._complaint(model):
             warnings.warn(told, stacklevel=3)
-        passes = Passes(trainer, self._weights, self._base, merge)
+        passes = PushPlanner(trainer, self._weights, self._base, merge)
         super().__init__(
             trainer, passes, pause=pause, mode=mode, rounding=rounding, computing=partial(computing, config_of(model))
         )

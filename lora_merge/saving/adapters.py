@@ -91,9 +91,9 @@ def read_adapter(name: str, folder: Path, base: Checkpoint, dtype: torch.dtype, 
         base.turn({n for n in base.tensors if n in turned or renamed(n) in turned})
     weights, bare = MergedWeights(model), MergedWeights(model, adapters=False)
     weights.keep_tied = bare.keep_tied = True
-    filler = weights.filler()
+    filler = weights.bucket_writer()
     with originals(model):
-        plain = bare.filler()
+        plain = bare.bucket_writer()
     parts = dict(filler.source.parts)
     whole = learning_of(parts, brought(model), buffers=False)
     # PEFT saves embeddings along that an adapter targets: they are the base's own, and those of every such adapter.

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from lora_merge.engine.control.base import Control
 from lora_merge.engine.fingerprint import Sampler, facts
 from lora_merge.engine.push import heartbeat
-from lora_merge.engine.push.sequence import Steps
+from lora_merge.engine.push.sequence import EngineSequence
 from lora_merge.engine.transport.liveness import born, host_id
 from lora_merge.engine.vllm.core import lora_merge_calls
-from lora_merge.engine.worker.lease import SILENT_S, Claim, ClaimLost, Stepped, claim_of, under_way
+from lora_merge.engine.worker.lease import SILENT_S, Lease, LeaseLost, Stepped, lease_of, under_way
 from lora_merge.engine.worker.modules import Modules
 from tests.models.test_steady import python_calls
 
@@ -196,7 +196,7 @@ def test_a_look_takes_no_python_for_each_module_and_tensor() -> None:
 
 
 def test_an_engine_is_in_the_middle_of_one_push_at_a_time() -> None:
-    claim, here = Claim(), (host_id(), os.getpid())
+    claim, here = Lease(), (host_id(), os.getpid())
     assert not claim.take("first", *here)
     assert str(os.getpid()) in claim.take("second", *here)
     with pytest.raises(RuntimeError, match="another trainer holds it"):
@@ -216,7 +216,7 @@ def test_an_engine_is_in_the_middle_of_one_push_at_a_time() -> None:
 
 
 def test_nobody_waits_for_a_trainer_that_died_in_a_push(monkeypatch: pytest.MonkeyPatch) -> None:
-    claim, gone = Claim(), subprocess.Popen(["true"])
+    claim, gone = Lease(), subprocess.Popen(["true"])
     # Ended, but not waited for: nobody else is given its process id.
     os.waitid(os.P_PID, gone.pid, os.WEXITED | os.WNOWAIT)
     assert not claim.take("dead", host_id(), gone.pid)
@@ -234,27 +234,27 @@ def test_nobody_waits_for_a_trainer_that_died_in_a_push(monkeypatch: pytest.Monk
 
 def test_a_push_of_this_process_that_is_over_holds_no_engine() -> None:
     """Its end was never heard: the object that made it may be gone, and nobody else would ever push again."""
-    claim = Claim()
+    claim = Lease()
     with under_way("first"):
-        assert not claim.take(**claim_of("first", "a push"))
+        assert not claim.take(**lease_of("first", "a push"))
         with under_way("second"):
-            assert claim.take(**claim_of("second", "another"))
+            assert claim.take(**lease_of("second", "another"))
     with under_way("second"):
-        said = claim_of("second", "another")
+        said = lease_of("second", "another")
         with under_way("first"):
-            assert not claim.take(**claim_of("first", "its next"))
+            assert not claim.take(**lease_of("first", "its next"))
             assert claim.take(**said), "it was written before the first began, and comes after"
-        assert not claim.take(**claim_of("second", "another"))
-    with pytest.raises(ClaimLost):
+        assert not claim.take(**lease_of("second", "another"))
+    with pytest.raises(LeaseLost):
         claim.check("first", "a push")
 
 
 def test_a_process_that_was_given_the_number_of_a_dead_one_is_another_one() -> None:
-    claim = Claim()
+    claim = Lease()
     assert born(os.getpid()) > 0
     assert not claim.take("dead", host_id(), os.getpid(), born=born(os.getpid()) - 1, living=["dead"])
     with under_way("second"):
-        assert not claim.take(**claim_of("second", "a push"))
+        assert not claim.take(**lease_of("second", "a push"))
     assert born(1 << 22) == 0, "no process has this number"
 
 
@@ -262,12 +262,12 @@ def test_parent_and_forked_child_are_two_trainers() -> None:
     from lora_merge.engine.push.channels import Trainer
     from lora_merge.shards.ranks import Ranks
 
-    claim, trainer, (reads, writes) = Claim(), Trainer([], Ranks()), os.pipe()
+    claim, trainer, (reads, writes) = Lease(), Trainer([], Ranks()), os.pipe()
     with under_way(trainer.name):
-        assert not claim.take(**claim_of(trainer.name, "the parent's"))
+        assert not claim.take(**lease_of(trainer.name, "the parent's"))
         if not (child := os.fork()):
             with under_way(trainer.name):
-                os.write(writes, json.dumps(claim_of(trainer.name, "the child's")).encode())
+                os.write(writes, json.dumps(lease_of(trainer.name, "the child's")).encode())
                 time.sleep(60)
             os._exit(0)
         theirs = json.loads(os.read(reads, 1 << 16))
@@ -276,10 +276,10 @@ def test_parent_and_forked_child_are_two_trainers() -> None:
         assert not claim.end(theirs["owner"])
         assert claim.end(trainer.name)
         assert not claim.take(**theirs)
-        assert claim.take(**claim_of(trainer.name, "the parent's next")), "the child lives"
+        assert claim.take(**lease_of(trainer.name, "the parent's next")), "the child lives"
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        assert not claim.take(**claim_of(trainer.name, "the parent's next"))
+        assert not claim.take(**lease_of(trainer.name, "the parent's next"))
 
 
 class Far(Control):
@@ -301,7 +301,7 @@ class Far(Control):
 def test_engines_elsewhere_hear_that_a_trainer_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a thread, or in the event loop; a call that fails is not the last, and nothing comes behind the end."""
     monkeypatch.setattr(heartbeat, "BEAT_S", 0.01)
-    steps, threads = Steps("mine", "keep"), threading.active_count()
+    steps, threads = EngineSequence("mine", "keep"), threading.active_count()
     called, awaited, near = Far(False), Far(True), Far(True)
     near.far = False
 
@@ -324,7 +324,7 @@ def test_engines_elsewhere_hear_that_a_trainer_lives(monkeypatch: pytest.MonkeyP
 
 
 def test_an_engine_stands_still_from_the_first_call_behind_the_pause() -> None:
-    claim = Claim()
+    claim = Lease()
     claim.take("mine", host_id(), os.getpid(), "a push")
     for _ in range(2):
         claim.check_still(7)

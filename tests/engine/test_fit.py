@@ -16,7 +16,7 @@ from lora_merge.engine.configs import computing, differences
 from lora_merge.engine.control.base import Control
 from lora_merge.engine.control.calls import drive, side_by_side, together, while_alive
 from lora_merge.engine.push.channels import Trainer
-from lora_merge.engine.push.evaluation import judge
+from lora_merge.engine.push.evaluation import evaluate
 from lora_merge.engine.push.replica import Replica, check_apart, check_whole, engines_of, fail_together, failure
 from lora_merge.engine.state import State, change
 from lora_merge.shards.ranks import Ranks
@@ -66,7 +66,7 @@ CASES: dict[str, tuple[Mapping[str, Sequence[Mapping[str, Any]]], list[str], set
 @pytest.mark.parametrize("case", CASES)
 def test_judge(case: str) -> None:
     engines, wanted, left_out, dtypes = CASES[case]
-    problems, choice = judge(STREAM, engines, {})
+    problems, choice = evaluate(STREAM, engines, {})
     assert [problem.startswith(start) for problem, start in zip(problems, wanted, strict=True)] == [True] * len(wanted)
     if not wanted:
         assert choice.left_out == left_out
@@ -121,7 +121,7 @@ def test_failures_say_what_each_engine_holds() -> None:
     assert isinstance(error, PushFailed)
     assert "engine 0 is dirty: injected; engine 1 holds what it held before: injected; engine 2 is valid" in str(error)
     assert isinstance(failure(replicas[1:2]), PushRefused)
-    replicas[0].gone_on = True
+    replicas[0].resumed = True
     told = str(failure(replicas))
     assert "engine 2 is valid; engine 0 holds what was pushed, but: injected" in told
 

@@ -15,15 +15,15 @@ from torch.distributed.fsdp import fully_shard
 from lora_merge import MergedWeights, UnsupportedAdapter
 from lora_merge.engine.control.calls import drive
 from lora_merge.engine.push.channels import Trainer
-from lora_merge.engine.push.planner import Passes
+from lora_merge.engine.push.planner import PushPlanner
 from lora_merge.engine.push.replica import Replica, SyncReport
 from lora_merge.engine.state import State
 from lora_merge.shards.ranks import Ranks
 
 
-def planner(model: Any, merge: str, controls: list[Any], ranks: Ranks) -> Passes:
+def planner(model: Any, merge: str, controls: list[Any], ranks: Ranks) -> PushPlanner:
     weights, base = MergedWeights(model), MergedWeights(model, adapters=False)
-    return Passes(Trainer(controls, ranks), weights, base, merge)
+    return PushPlanner(Trainer(controls, ranks), weights, base, merge)
 
 
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.self_attn.k_proj.bias", "lm_head.weight"])
@@ -57,7 +57,7 @@ def out_of_memory_on_one(rank: int) -> None:
         return SimpleNamespace(whole_names=frozenset(), digest="", changed=frozenset())
 
     fit.recipients = lambda: None  # type: ignore[attr-defined]
-    passes._fit, passes._update, empty = fit, update, torch.empty
+    passes._check, passes._update, empty = fit, update, torch.empty
 
     def short(*args: Any, **options: Any) -> Any:
         if rank and sys._getframe(1).f_code.co_name == "_room":

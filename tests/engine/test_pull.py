@@ -21,15 +21,15 @@ from helpers import assert_same_bits
 from torch import Tensor
 
 from lora_merge import MergedWeights
-from lora_merge.engine.payload.pull import Pull, Pulls, Stayed, readable, unreadable
-from lora_merge.engine.payload.spec import Described, Update, _bring
+from lora_merge.engine.payload.pull import PullBuilder, PullSource, Unmoved, readable, unreadable
+from lora_merge.engine.payload.spec import ReceivedUpdate, UpdateSpec, _bring
 from lora_merge.engine.transport import memory
 from lora_merge.engine.transport import peer_memory as mapped
 from lora_merge.engine.transport.memory import NotExported
-from lora_merge.engine.transport.peer_memory import Exports, Mapped
+from lora_merge.engine.transport.peer_memory import ExportedMemory, MappedMemory
 from lora_merge.engine.worker import session as side
-from lora_merge.engine.worker.pull import Pulled, nearest
-from lora_merge.engine.worker.session import Side
+from lora_merge.engine.worker.pull import PullTarget, nearest
+from lora_merge.engine.worker.session import WorkerSession
 from lora_merge.shards import Piece
 from lora_merge.stream.buckets import extent
 from lora_merge.stream.direct_targets import DirectTargets
@@ -47,7 +47,7 @@ def shared(*, adapters: bool = True, **options: Any) -> Any:
     return model
 
 
-def beside(pull: Pull, kept: list[Tensor]) -> dict[str, Tensor]:
+def beside(pull: PullSource, kept: list[Tensor]) -> dict[str, Tensor]:
     """The tensors that go whole, out of a buffer that lies elsewhere each time."""
     pull.settle()
     kept.append(torch.empty(pull.capacity, dtype=torch.uint8))
@@ -62,7 +62,7 @@ def beside(pull: Pull, kept: list[Tensor]) -> dict[str, Tensor]:
 def test_what_goes_beside_it_fills_another_buffer_at_each_pass() -> None:
     model, kept = shared(), list[Tensor]()
     weights = MergedWeights(model)
-    pulls, blocked = Pulls(weights), frozenset({"model.layers.0.self_attn.q_proj.weight", "model.norm.weight"})
+    pulls, blocked = PullBuilder(weights), frozenset({"model.layers.0.self_attn.q_proj.weight", "model.norm.weight"})
     pull = pulls(weights.bucket_writer(), blocked)
     for step in range(3):
         assert pulls(weights.bucket_writer(), blocked) is pull, "it stays what it was"
@@ -75,8 +75,8 @@ def test_what_goes_beside_it_fills_another_buffer_at_each_pass() -> None:
                 parameter.mul_(1.25)
 
 
-def exported(weight: Tensor) -> Exports:
-    exports = Exports(DirectTargets({"w": [(((0, 0), (4, 8)), weight)]}), (), "the trainer's")
+def exported(weight: Tensor) -> ExportedMemory:
+    exports = ExportedMemory(DirectTargets({"w": [(((0, 0), (4, 8)), weight)]}), (), "the trainer's")
     exports.release()
     return exports
 
@@ -96,7 +96,7 @@ def test_another_file_under_the_same_path_is_another_file() -> None:
     """A descriptor that was closed is the next one's number."""
     weight = torch.ones(4, 8).share_memory_()
     exports = exported(weight)
-    assert torch.equal(Mapped(exports.description, torch.device("cpu"), os.getpid()).views["w"][0][1], weight)
+    assert torch.equal(MappedMemory(exports.description, torch.device("cpu"), os.getpid()).views["w"][0][1], weight)
     path = exports.description["memory"][0]["path"]
     del weight
     other = torch.full((4, 8), 2.0).share_memory_()
@@ -104,7 +104,7 @@ def test_another_file_under_the_same_path_is_another_file() -> None:
     assert again.description["memory"][0]["path"] == path
     assert again.digest != exports.digest
     with pytest.raises(RuntimeError, match="another file by now"):
-        Mapped(exports.description, torch.device("cpu"), os.getpid())
+        MappedMemory(exports.description, torch.device("cpu"), os.getpid())
 
 
 def test_another_allocation_with_the_same_handle_is_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,20 +116,20 @@ def test_another_allocation_with_the_same_handle_is_another_one(monkeypatch: pyt
     )
     model = shared()
     stream = MergedWeights(model).bucket_writer()
-    first = Pulls(MergedWeights(model))(stream, frozenset())
-    told = first.told("one", [first.exported()])
+    first = PullBuilder(MergedWeights(model))(stream, frozenset())
+    told = first.offer("one", [first.exported()])
     assert first.stays()
     marks[0] = 8
     assert not first.stays()
-    second = Pulls(MergedWeights(model))(stream, frozenset())
-    assert second.told("one", [second.exported()])["digest"] != told["digest"], "workers map it anew"
+    second = PullBuilder(MergedWeights(model))(stream, frozenset())
+    assert second.offer("one", [second.exported()])["digest"] != told["digest"], "workers map it anew"
 
 
 def test_weights_have_to_stay_before_they_are_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
     """What others have mapped is not free when its owner frees it: a trainer that offloads its weights between pushes
     would find its GPU full."""
     model = shared()
-    weights, stayed = MergedWeights(model), Stayed()
+    weights, stayed = MergedWeights(model), Unmoved()
     assert not stayed(weights.bucket_writer())
     assert stayed(weights.bucket_writer())
     for parameter in model.parameters():
@@ -207,7 +207,7 @@ def test_what_cannot_be_read_is_named() -> None:
     assert not unreadable(stub({"a": (tensor, gpu), "elsewhere": (None, cpu)}, gpu))
     assert unreadable(stub({"a": (tensor, gpu), "b": (tensor, cpu)}, gpu)) == "b is offloaded to cpu"
     assert unreadable(stub({"a": (tensor, torch.device("cuda", 0))}, gpu)) == "a is offloaded to cuda:0"
-    description = Exports(DirectTargets({"w": [(((0,), (1,)), tensor)]}), (), "the trainer's").description
+    description = ExportedMemory(DirectTargets({"w": [(((0,), (1,)), tensor)]}), (), "the trainer's").description
     assert description == {
         "why": "the trainer's weights cannot be mapped: it lies in memory of its own process; w is one"
     }
@@ -238,7 +238,7 @@ def test_who_made_what_cuda_does_not_export(attribute: int | None, why: str, mon
 class Engine:
     """Places of an engine: of each tensor of the stream that is read, some rows."""
 
-    def __init__(self, said: Described, share: float = 1.0) -> None:
+    def __init__(self, said: UpdateSpec, share: float = 1.0) -> None:
         windows = {name: window for name, (_, window) in said.tensors.items()} | dict(said.copied)
         self.held: dict[str, tuple[int, Tensor]] = {}
         for name, window in windows.items():
@@ -252,9 +252,9 @@ class Engine:
         yield Piece(start, tensor)
 
 
-def offered(model: Any) -> tuple[Pull, dict[str, Any], Described]:
-    made = Pulls(MergedWeights(model))(MergedWeights(model).bucket_writer(), frozenset())
-    return made, made.exported(), Described.read(made.said)
+def offered(model: Any) -> tuple[PullSource, dict[str, Any], UpdateSpec]:
+    made = PullBuilder(MergedWeights(model))(MergedWeights(model).bucket_writer(), frozenset())
+    return made, made.exported(), UpdateSpec.read(made.spec)
 
 
 def of(sources: Sequence[dict[str, Any]], device: str = "gpu-1", **options: Any) -> dict[str, Any]:
@@ -262,8 +262,8 @@ def of(sources: Sequence[dict[str, Any]], device: str = "gpu-1", **options: Any)
     return {"sources": sources, "here": here, "device": torch.device("cpu"), **options}
 
 
-def bucketed(made: Pull, said: Described) -> Update:
-    update = Update(said, made.scalings)
+def bucketed(made: PullSource, said: UpdateSpec) -> ReceivedUpdate:
+    update = ReceivedUpdate(said, made.scalings)
     with made.passing():
         made.settle()
         for index in range(said.factors):
@@ -289,7 +289,7 @@ def test_what_two_ranks_hold_is_merged_in_a_worker(adapters: bool, share: float,
         for number, views in enumerate(halves, 1)
     ]
     engine: Any = Engine(said, share)
-    pulled = Pulled(said, "table", engine, **of(sources, device))
+    pulled = PullTarget(said, "table", engine, **of(sources, device))
     assert pulled.pids == {os.getpid()}
     for step in range(3):
         pulled.merge(bucketed(made, said), NEAREST)
@@ -321,7 +321,7 @@ def test_only_what_a_worker_holds_is_mapped(monkeypatch: pytest.MonkeyPatch) -> 
     names = list(engine.held)[::3]
     engine.held = {name: engine.held[name] for name in names}
     engine.pieces = lambda name, window: Engine.pieces(engine, name, window) if name in engine.held else iter(())
-    pulled = Pulled(said, "table", engine, **of(sources))
+    pulled = PullTarget(said, "table", engine, **of(sources))
     memory = {view[2] for name in names for view in found["views"][name]}
     factors = {view[2] for some in found["factors"]["views"].values() for view in some}
     assert len(opened) == len(memory) + len(factors) < len(found["memory"]) + len(factors)
@@ -335,16 +335,16 @@ def test_what_nobody_exports_is_refused() -> None:
     lacking = dict(list(found["views"].items())[1:])
     engine: Any = Engine(said)
     with pytest.raises(RuntimeError, match=r"0 of \d+ elements that this worker holds are exported"):
-        Pulled(said, "table", engine, **of([{**whole, "views": lacking}]))
+        PullTarget(said, "table", engine, **of([{**whole, "views": lacking}]))
     with pytest.raises(RuntimeError, match="lora_A is not exported"):
-        Pulled(said, "table", engine, **of([{**whole, "factors": {"memory": [], "views": {}}}]))
+        PullTarget(said, "table", engine, **of([{**whole, "factors": {"memory": [], "views": {}}}]))
 
 
 def test_scalings_that_change_are_of_another_plan() -> None:
     model = shared()
     made, found, said = offered(model)
     engine: Any = Engine(said)
-    pulled = Pulled(said, "table", engine, **of([{**found, **rank("a", os.getpid())}]))
+    pulled = PullTarget(said, "table", engine, **of([{**found, **rank("a", os.getpid())}]))
     pulled.merge(bucketed(made, said), NEAREST)
     update = bucketed(made, said)
     update.scalings = [[scaling * 2 for scaling in some] for some in update.scalings]
@@ -360,11 +360,11 @@ def test_scalings_that_change_are_of_another_plan() -> None:
 def test_memory_of_a_trainer_that_died_is_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when nobody pushes any more; not while it is read."""
     monkeypatch.setattr(side, "_WATCH_S", 0.01)
-    here: Any = Side.__new__(Side)
-    here.pulls, here.claim, here.puller = {}, SimpleNamespace(owner="x"), ""
+    here: Any = WorkerSession.__new__(WorkerSession)
+    here.pulls, here.lease, here.puller = {}, SimpleNamespace(owner="x"), ""
     here.pulling = threading.RLock()
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        pulled: Any = Pulled.__new__(Pulled)
+        pulled: Any = PullTarget.__new__(PullTarget)
         pulled._made, pulled._views, pulled._read, pulled._mapped = None, {}, {}, []
         pulled.closed, pulled.pids = False, {process.pid, os.getpid()}
         here.keep_pull("d", pulled)

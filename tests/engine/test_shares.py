@@ -15,8 +15,8 @@ from memory import assert_nobody_holds_weights
 from torch import Tensor
 
 from lora_merge import MergedWeights
-from lora_merge.engine.payload.recipients import Takers, shares_of
-from lora_merge.engine.payload.update import Update, Updates
+from lora_merge.engine.payload.recipients import Recipients, shares_of
+from lora_merge.engine.payload.update import UpdateBuilder, UpdatePayload
 from lora_merge.engine.transport.routing import Route
 from lora_merge.stream.window import Window
 
@@ -38,7 +38,7 @@ def plain() -> Window:
 def test_nothing_is_cut_where_all_take_all() -> None:
     deltas = [delta(None), delta(4)]
     tensors = [("plain", 0, plain()), *((f"expert {e}", 1, expert(e)) for e in range(4))]
-    everybody = Takers(dict.fromkeys(WORKERS, "same"), {"same": []})
+    everybody = Recipients(dict.fromkeys(WORKERS, "same"), {"same": []})
     for recipients in (None, everybody):
         assert shares_of(deltas, tensors, recipients) == [(0, 0, 1, None), (1, 0, 4, None)]
 
@@ -48,7 +48,7 @@ def test_experts_of_two_workers(owner: Any) -> None:
     """Each engine has one worker for each half; several tensors are made of the same expert."""
     names = {e: [f"gate {e}", f"up {e}"] for e in range(4)}
     ignored = {str(w): [name for e in range(4) if owner(e) != w for name in names[e]] for w in range(2)}
-    recipients = Takers({place: str(place[1]) for place in WORKERS}, ignored)
+    recipients = Recipients({place: str(place[1]) for place in WORKERS}, ignored)
     tensors = [("plain", 0, plain()), *((name, 1, expert(e)) for e in range(4) for name in names[e])]
     first, *found = shares_of([delta(None), delta(4)], tensors, recipients)
     assert first == (0, 0, 1, None)
@@ -60,13 +60,13 @@ def test_experts_of_two_workers(owner: Any) -> None:
 
 def test_a_tensor_of_all_experts_goes_to_all() -> None:
     """Of a checkpoint that holds them in one tensor: who ignores its neighbour takes it all the same."""
-    recipients = Takers({(0, 0): "a", (0, 1): "b"}, {"a": ["bias 1"], "b": ["bias 0"]})
+    recipients = Recipients({(0, 0): "a", (0, 1): "b"}, {"a": ["bias 1"], "b": ["bias 0"]})
     tensors = [("experts", 0, expert(0, 4)), *((f"bias {e}", 0, expert(e)) for e in range(2))]
     assert shares_of([delta(4)], tensors, recipients) == [(0, 0, 4, None)]
 
 
 def test_what_nobody_takes_goes_to_nobody() -> None:
-    recipients = Takers({(0, 0): "a", (0, 1): "b"}, {"a": ["x", "y"], "b": ["y"]})
+    recipients = Recipients({(0, 0): "a", (0, 1): "b"}, {"a": ["x", "y"], "b": ["y"]})
     tensors = [("x", 0, plain()), ("y", 1, plain())]
     assert shares_of([delta(None), delta(None)], tensors, recipients) == [
         (0, 0, 1, frozenset([(0, 1)])),
@@ -81,8 +81,8 @@ def test_a_rank_that_begins_with_any_bucket_sends_what_the_adapters_are_now() ->
     base = MergedWeights(model, adapters=False)
     names = list(base.bucket_writer().entries)
     ignored = {str(layer): [name for name in names if f"layers.{layer}." in name] for layer in range(2)}
-    recipients = Takers({(0, 0): "1", (0, 1): "0"}, ignored)
-    updates = Updates(MergedWeights(model, bucket_bytes=1 << 14))
+    recipients = Recipients({(0, 0): "1", (0, 1): "0"}, ignored)
+    updates = UpdateBuilder(MergedWeights(model, bucket_bytes=1 << 14))
     update = updates(base, base.bucket_writer(), recipients)
     assert set(update.recipients.values()) == {frozenset([(0, 0)]), frozenset([(0, 1)])}
     factors = [i for i, slots in enumerate(update.table) if i in update.recipients]
@@ -103,16 +103,16 @@ def test_a_rank_that_begins_with_any_bucket_sends_what_the_adapters_are_now() ->
         assert torch.equal(alone, filled(list(range(at + 1)))[-1]), at
 
 
-def made(model: Any) -> Update:
+def made(model: Any) -> UpdatePayload:
     """The update of a model that one worker takes."""
     base = MergedWeights(model, adapters=False)
-    updates = Updates(MergedWeights(model))
-    update = updates(base, base.bucket_writer(), Takers({(0, 0): "a"}, {"a": []}))
+    updates = UpdateBuilder(MergedWeights(model))
+    update = updates(base, base.bucket_writer(), Recipients({(0, 0): "a"}, {"a": []}))
     base.release()
     return update
 
 
-def filled(update: Update) -> list[Tensor]:
+def filled(update: UpdatePayload) -> list[Tensor]:
     buffers = [torch.zeros(update.capacity, dtype=torch.uint8) for _ in update.table]
     with update.passing():
         for index, buffer in enumerate(buffers):
@@ -138,7 +138,7 @@ def test_buckets_on_another_device_than_the_model() -> None:
     for mine, wanted in zip(filled(other), filled(update), strict=True):
         assert torch.equal(mine, wanted)
     live = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    assert live.isdisjoint(t.untyped_storage().data_ptr() for t in other._brought().tensors.values())
+    assert live.isdisjoint(t.untyped_storage().data_ptr() for t in other._gathered().tensors.values())
 
 
 @given(data=st.data())
@@ -148,7 +148,7 @@ def test_each_worker_hears_of_its_buckets_and_no_host_of_the_others(data: Any) -
     hosts = {place: data.draw(st.sampled_from("ab")) for place in WORKERS}
     recipients = data.draw(st.dictionaries(st.integers(0, 5), st.frozensets(st.sampled_from(WORKERS))))
     route = Route(frozenset(), tuple(range(6)), None, recipients)
-    told = {place: route.told(place, served, hosts) for place in WORKERS}
+    told = {place: route.wire_spec(place, served, hosts) for place in WORKERS}
     for place, what in told.items():
         assert what["own"] == [i for i in range(6) if place in recipients.get(i, WORKERS)]
         assert set(what["own"]) <= set(what["sent"])

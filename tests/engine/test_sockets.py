@@ -523,7 +523,7 @@ def test_descriptors_above_1023_are_as_good() -> None:
 def test_a_large_bucket_is_digested_in_pieces() -> None:
     """As one of several pieces, the last one short; what is not a multiple of anything."""
     near, far = socket.socketpair()
-    left, right = links.Link(near, b"a" * 32, b"b" * 32, "right"), links.Link(far, b"b" * 32, b"a" * 32, "left")
+    left, right = links.TcpLink(near, b"a" * 32, b"b" * 32, "right"), links.TcpLink(far, b"b" * 32, b"a" * 32, "left")
     data = torch.randint(0, 256, (2 * links.PIECE + 12345,), dtype=torch.uint8)
     into = torch.zeros_like(data)
     frame = Frame(Kind.BUCKET, 1, 2, data.numel())

@@ -12,17 +12,17 @@ import pytest
 from lora_merge import PushFailed, PushRefused
 from lora_merge.engine.control.base import Call, Control, Moved, NotOurs, WorkerFailed
 from lora_merge.engine.control.calls import EngineGone, drive
-from lora_merge.engine.push.planner import Pass, Told
+from lora_merge.engine.push.planner import LocalOp, Transfer
 from lora_merge.engine.push.replica import Replica, failure
-from lora_merge.engine.push.sequence import Steps
+from lora_merge.engine.push.sequence import EngineSequence
 from lora_merge.engine.state import State
 from lora_merge.engine.transport.routing import Route
 from lora_merge.engine.vllm.control import RayControl
 
 NEW = State("merged", 7, trainer="mine")
-READ = Told("read", {}, writes=True)
-DONE = Pass(NEW, READ, [], Route(frozenset(), ()))
-UPDATE = Pass(NEW, READ, [], Route(frozenset(), ()), merges=True)
+READ = LocalOp("read", {}, writes=True)
+DONE = Transfer(NEW, READ, [], Route(frozenset(), ()))
+UPDATE = Transfer(NEW, READ, [], Route(frozenset(), ()), merges=True)
 STEADY = ["stands", "note_pause", "pause", "read", "reset_prefix_cache", "label", "name_adapter", "commit", "resume"]
 PULLED = [*STEADY, "end"]
 WRITTEN = [["stands", "note_pause", "pause", "start"], ["reset_prefix_cache", "label", "name_adapter"]]
@@ -111,21 +111,21 @@ def replica(engine: Engine, **more: Any) -> Replica:
     return Replica(0, engine, [worker])
 
 
-def push(one: Replica, steps: Steps, *, written: bool = False, merges: bool = False, ends: bool = True) -> str:
-    """A push into one engine, as `Pushes` makes it; the error of its steps."""
+def push(one: Replica, steps: EngineSequence, *, written: bool = False, merges: bool = False, ends: bool = True) -> str:
+    """A push into one engine, as `Pusher` makes it; the error of its steps."""
 
     async def go() -> None:
         await steps.pause(one, "merged")
         if written:
-            await steps.make(one, [steps.told("start")], begins=True)
+            await steps.make(one, [steps.make_call("start")], begins=True)
             await steps.settle(one, DONE, None, name="v", begins=True, commits=False, ends=False)
             await steps.finish(one, DONE, name="v", ends=ends)
         elif merges:
-            told = steps.told("update")
+            told = steps.make_call("update")
             await steps.settle(one, UPDATE, told, name="v", begins=False, commits=False, ends=False)
             await steps.finish(one, UPDATE, name="v", ends=ends)
         else:
-            await steps.settle(one, DONE, steps.told("read"), name="v", begins=True, commits=True, ends=ends)
+            await steps.settle(one, DONE, steps.make_call("read"), name="v", begins=True, commits=True, ends=ends)
 
     try:
         drive(go())
@@ -140,32 +140,32 @@ def push(one: Replica, steps: Steps, *, written: bool = False, merges: bool = Fa
 
 def test_a_steady_push_is_one_message_to_an_engine_that_reads() -> None:
     one = replica(engine := Engine())
-    assert not push(one, Steps("mine", "keep"))
+    assert not push(one, EngineSequence("mine", "keep"))
     assert engine.messages == [PULLED]
-    assert one.gone_on
+    assert one.resumed
     assert one.state == NEW
     assert not engine.still
 
 
 def test_a_push_that_is_written_or_merged_there_takes_one_to_begin_and_one_to_end() -> None:
     one = replica(engine := Engine())
-    assert not push(one, Steps("mine", "keep"), written=True)
+    assert not push(one, EngineSequence("mine", "keep"), written=True)
     assert engine.messages == [*WRITTEN, ["commit", "resume", "end"]]
     one = replica(engine := Engine())
-    assert not push(one, Steps("mine", "keep"), merges=True)
+    assert not push(one, EngineSequence("mine", "keep"), merges=True)
     assert engine.messages == [["stands", "note_pause", "pause", "update", "reset_prefix_cache"], MERGED]
 
 
 @pytest.mark.parametrize("pause", ["wait", "abort"])
 def test_requests_that_end_are_waited_for_in_a_message_of_its_own(pause: str) -> None:
     one = replica(engine := Engine())
-    assert not push(one, Steps("mine", pause))
+    assert not push(one, EngineSequence("mine", pause))
     assert engine.messages == [STEADY[:3], [*STEADY[3:], "end"]]
 
 
 def test_what_does_not_go_on_by_itself_waits_for_the_others() -> None:
     one = replica(engine := Engine())
-    assert not push(one, Steps("mine", "keep"), ends=False)
+    assert not push(one, EngineSequence("mine", "keep"), ends=False)
     assert engine.messages == [STEADY[:-1], ["claimed", "resume", "end"]]
 
 
@@ -173,7 +173,7 @@ def test_what_does_not_go_on_by_itself_waits_for_the_others() -> None:
 @pytest.mark.parametrize("pause", ["keep", "wait", "abort"])
 def test_a_users_own_pause_stays(shape: dict[str, bool], pause: str) -> None:
     one = replica(engine := Engine(paused=True))
-    assert not push(one, Steps("mine", pause), **shape)
+    assert not push(one, EngineSequence("mine", pause), **shape)
     asked = [name for message in engine.messages for name in message]
     assert not {"note_pause", "pause", "resume"}.intersection(asked)
     assert engine.still
@@ -185,20 +185,22 @@ def test_requests_that_a_user_has_kept_do_not_go_on_in_another_mode(pause: str) 
     """They would, on the bare base, when that user resumes."""
     one = replica(engine := Engine(paused=True))
     with pytest.raises(PushRefused, match="mode 'merged' and was paused by somebody else"):
-        drive(Steps("mine", pause).pause(one, "adapter"))
+        drive(EngineSequence("mine", pause).pause(one, "adapter"))
     assert not one.begun
     assert engine.messages == [["stands"]]
     assert engine.still
     slept = replica(Engine(paused=True))
-    drive(Steps("mine", pause).pause(slept, "adapter", {0: 1}))  # vLLM says so of an engine that a push woke, too
+    drive(
+        EngineSequence("mine", pause).pause(slept, "adapter", {0: 1})
+    )  # vLLM says so of an engine that a push woke, too
     works_in_calls = replica(Actor(paused=True))
-    drive(Steps("mine", pause).pause(works_in_calls, "adapter"))
+    drive(EngineSequence("mine", pause).pause(works_in_calls, "adapter"))
 
 
 @pytest.mark.parametrize("shape", [{}, {"written": True}, {"merges": True}])
 def test_an_engine_that_stands_since_a_broken_push_goes_on(shape: dict[str, bool]) -> None:
     one = replica(engine := Engine(paused=True), paused=True, state=State("dirty", 6, reason="x").to_json())
-    assert not push(one, Steps("mine", "keep"), **shape)
+    assert not push(one, EngineSequence("mine", "keep"), **shape)
     assert "stands" not in engine.messages[0]
     assert not engine.still
 
@@ -225,13 +227,13 @@ def test_each_call_fails(broken: str, ends: bool, late: bool) -> None:
     """Nothing of an engine that could not be paused has changed: it is not called off, and resumed if it was paused."""
     begun, came = FAILING[broken]
     one = replica(engine := Engine(broken, late=late))
-    assert "injected" in push(one, Steps("mine", "keep"), ends=ends)
+    assert "injected" in push(one, EngineSequence("mine", "keep"), ends=ends)
     asked = [name for message in engine.messages for name in message]
     assert one.begun == begun
     assert ("abort" in asked) == (begun and not came)
     assert (one.state == NEW) == came
-    assert not one.gone_on
-    assert (one.late is not None) == (came and ends)
+    assert not one.resumed
+    assert (one.resume_error is not None) == (came and ends)
     if broken in ("note_pause", "pause"):
         assert asked[-2:] == ["resume", "end"]
         assert not engine.still
@@ -245,13 +247,13 @@ def test_an_engine_that_another_trainer_holds_is_left_alone(broken: str, ends: b
     """It is that one's to resume, and neither as before nor dirty by this push."""
     one = replica(engine := Engine(broken))
     engine.refuses = NotOurs
-    assert bool(push(one, Steps("mine", "keep"), ends=ends)) == (broken != "claimed" or not ends)
+    assert bool(push(one, EngineSequence("mine", "keep"), ends=ends)) == (broken != "claimed" or not ends)
     asked = [name for message in engine.messages for name in message]
     if one.error:
         assert asked[-1] == broken
         assert one.lost
         assert one.begun == (broken in ("commit", "claimed")), "what was refused did nothing"
-        assert not one.gone_on
+        assert not one.resumed
         failed = failure([one])
         word = "is another trainer's by now" if one.begun else "was not changed by this push"
         assert word in str(failed)
@@ -263,7 +265,7 @@ def test_an_engine_that_was_resumed_in_a_push_stands_still_again() -> None:
     for resumed in (True, False):
         one = replica(engine := Engine("commit"))
         engine.refuses = Moved if resumed else WorkerFailed
-        assert push(one, Steps("mine", "keep"))
+        assert push(one, EngineSequence("mine", "keep"))
         again = ["note_pause", "pause", "reset_prefix_cache"] if resumed else []
         assert engine.messages[1:] == [["abort", "paused", *again], ["end"]]
         assert engine.still
@@ -290,7 +292,7 @@ def test_an_actor_that_generates_beside_a_push_does_not_stand_still() -> None:
 def test_data_parallel_engines_are_paused_before_their_work() -> None:
     """vLLM's come to a stop together: one whose pause is still to be said would be waited for."""
     one = replica(engine := Engine(), shares={"name": "a", "engines": 2})
-    assert not push(one, Steps("mine", "keep"), ends=False)
+    assert not push(one, EngineSequence("mine", "keep"), ends=False)
     assert engine.messages == [STEADY[:3], STEADY[3:-1], ["claimed", "resume", "end"]]
 
 
@@ -298,32 +300,32 @@ def test_data_parallel_engines_are_paused_before_their_work() -> None:
 def test_an_engine_dies_in_a_message(broken: str) -> None:
     """How far it came, nobody knows: it counts as begun."""
     one = replica(Engine(broken, dies=True))
-    assert "EngineGone" in push(one, Steps("mine", "keep"))
+    assert "EngineGone" in push(one, EngineSequence("mine", "keep"))
     assert one.begun
-    assert not one.gone_on
+    assert not one.resumed
     assert one.state != NEW
 
 
 def test_a_prefix_cache_that_cannot_be_reset_ends_the_message() -> None:
     one = replica(engine := Engine(forgets=False))
-    assert "the prefix cache could not be reset" in push(one, Steps("mine", "keep"))
+    assert "the prefix cache could not be reset" in push(one, EngineSequence("mine", "keep"))
     assert engine.messages == [STEADY[:5], ["abort", "paused"], ["end"]]
     assert PushFailed.__name__ in one.error
 
 
 def test_an_engine_that_was_never_asked_is_not_paused() -> None:
     """A rank of the trainer failed before."""
-    one, steps = replica(engine := Engine()), Steps("mine", "keep")
+    one, steps = replica(engine := Engine()), EngineSequence("mine", "keep")
     drive(steps.pause(one, "merged"))
     one.error = "another rank's"
     drive(steps.go_on(one, {}))
     assert engine.messages == [["end"]]
-    assert not one.due
+    assert not one.queued_calls
 
 
 def test_a_push_is_told_from_the_one_before() -> None:
     """Whatever that one has left behind, in a message that was interrupted, is refused."""
-    steps, told = Steps("mine", "keep"), list[set[str]]()
+    steps, told = EngineSequence("mine", "keep"), list[set[str]]()
     for _ in range(2):
         steps.begin("mine")
         one = replica(engine := Engine())
@@ -334,7 +336,7 @@ def test_a_push_is_told_from_the_one_before() -> None:
 
 
 def test_an_engine_that_has_gone_on_is_left_alone_when_another_rank_fails() -> None:
-    one, steps = replica(engine := Engine()), Steps("mine", "keep")
+    one, steps = replica(engine := Engine()), EngineSequence("mine", "keep")
     assert not push(one, steps)
     one.error = "another rank's"
     drive(steps.go_on(one, {}))

@@ -323,7 +323,7 @@ def test_each_worker_gets_what_it_takes(kind: tuple[str, str, str], hosts: str, 
     recipients = shares(list(places))
     served = dict.fromkeys(places, (0, name))
     source = Counting(torch.device(here), collective=collective, recipients=recipients)
-    told = {place: Route.of_buckets(source).told(place, served, on) for place in places}
+    told = {place: Route.of_buckets(source).wire_spec(place, served, on) for place in places}
     for place, what in told.items():
         assert what["own"] == [index for index in ALL if place in recipients.get(index, places)]
         assert set(what["own"]) <= set(what["sent"])
@@ -374,7 +374,7 @@ def test_a_rank_fills_what_the_others_need_of_it() -> None:
     ours = Sender({(0, 1): "shm"}, NBYTES, CPU)
     recipients = {index: frozenset([(0, 0)]) for index in (0, 2)}
     route = Route.of_buckets(source := Counting(collective=True, recipients=recipients))
-    told = {(0, 1): route.told((0, 1), {(0, 0): (1, "shm"), (0, 1): (0, "shm")}, {})}
+    told = {(0, 1): route.wire_spec((0, 1), {(0, 0): (1, "shm"), (0, 1): (0, "shm")}, {})}
     assert told[0, 1]["sent"] == told[0, 1]["own"] == [1, 3, 4, 5, 6]
     workers = Workers(ours, "cpu", told=told)
     ours.begin(source)
@@ -399,7 +399,7 @@ def test_workers_that_take_little_of_a_transfer(kind: tuple[str, str, str], take
     served = dict.fromkeys(places, (0, name))
     for turn, who in enumerate((recipients, nobody)):
         source = Counting(recipients=who)
-        told = {place: Route.of_buckets(source).told(place, served, on) for place in places}
+        told = {place: Route.of_buckets(source).wire_spec(place, served, on) for place in places}
         if not turn:
             workers = Workers(ours, there, transfers=2, told=told)
             ours.connect()
@@ -427,7 +427,7 @@ def test_a_worker_that_fails_at_a_bucket_of_its_own(kind: tuple[str, str, str], 
     ours = Sender(places, NBYTES, torch.device(here), hosts=on)
     source = Counting(recipients=recipients)
     served = dict.fromkeys(places, (0, name))
-    told = {place: Route.of_buckets(source).told(place, served, on) for place in places}
+    told = {place: Route.of_buckets(source).wire_spec(place, served, on) for place in places}
     workers = Workers(ours, there, wrong=(0, 1), at=at, how=how, told=told)
     ours.connect()
     ours.begin(source)

@@ -21,7 +21,7 @@ from sglang_engines import ask, do, engine, follow_the_scaling, pushed_in_flight
 from torch import Tensor, nn
 
 from lora_merge import MergedWeights, PushFailed, PushRefused, SglangSync
-from lora_merge.engine.payload.update import Update
+from lora_merge.engine.payload.update import UpdatePayload
 from lora_merge.stream.bucket_writer import BucketWriter
 from tests.sglang.test_sglang_models import MOE
 from tests.sglang.test_sglang_server import act, answers, serving
@@ -243,7 +243,7 @@ class TestDense:
         sync = SglangSync(model, started, merge=merge, bucket_bytes=BUCKET)
         sync.push()
         policies.train(model)
-        owner, name = (BucketWriter, "write_direct") if merge == "trainer" else (Update, "fill")
+        owner, name = (BucketWriter, "write_direct") if merge == "trainer" else (UpdatePayload, "fill")
         works = getattr(owner, name)
 
         def breaks(self: Any, index: int, *args: Any) -> None:

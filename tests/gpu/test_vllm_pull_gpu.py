@@ -26,8 +26,8 @@ from sharded_trainer import check_answers, train_alike
 from torch import nn
 
 from lora_merge import MergedWeights, PushFailed, VllmSync
-from lora_merge.engine.payload.pull import MOVED, Pull
-from lora_merge.engine.push import offers as offer
+from lora_merge.engine.payload.pull import MOVED, PullSource
+from lora_merge.engine.push import negotiators as offer
 from lora_merge.engine.push.replica import SyncReport
 from tests.gpu.test_vllm_gpu import BF16, DENSE, ENGINE, MOE, TOLERANCE, needs, policy
 from tests.shards.test_shards_merge import fsdp2, fsdp2_columns
@@ -209,15 +209,15 @@ def test_a_worker_that_is_killed_when_it_is_to_read(tmp_path: Path) -> None:
                 sync.close()
                 break
             (pid,) = llm.collective_rpc("process")
-            settle = Pull.settle
+            settle = PullSource.settle
 
-            def killing(self: Pull, pid: int = pid, settle: Any = settle) -> None:
+            def killing(self: PullSource, pid: int = pid, settle: Any = settle) -> None:
                 settle(self)
                 os.kill(pid, signal.SIGKILL)
                 time.sleep(0.5)
 
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(Pull, "settle", killing)
+                patch.setattr(PullSource, "settle", killing)
                 with pytest.raises(PushFailed):
                     sync.push()
             with contextlib.suppress(Exception):
@@ -312,7 +312,7 @@ def sharded(rank: int, folder: Path) -> None:
                     raise RuntimeError("injected")
 
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(Pull, "settle", broken)
+                patch.setattr(PullSource, "settle", broken)
                 with pytest.raises(Exception, match="injected"):
                     sync.push()
             train_alike(model)

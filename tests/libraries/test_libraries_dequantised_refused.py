@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 from torchao.quantization import Int4Tensor
 
 from lora_merge import InvalidInput, LoraMergeError, MergedWeights, UnsupportedAdapter, merged
-from lora_merge.engine.payload.pull import Stayed, unreadable
+from lora_merge.engine.payload.pull import Unmoved, unreadable
 from tests.libraries.test_libraries_dequantised import ROW, assert_streams, base_of, in_format, with_lora
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -126,7 +126,7 @@ def test_in_place(case: str) -> None:
 
 def test_not_read_by_other_processes() -> None:
     model = with_lora(lambda: in_format("int8"))
-    weights, stayed = MergedWeights(model), Stayed()
+    weights, stayed = MergedWeights(model), Unmoved()
     writer = weights.bucket_writer()
     with writer.passing():
         assert "is quantised" in unreadable(writer)

@@ -31,7 +31,7 @@ from lora_merge import (
     read_deltas,
     save_merged,
 )
-from lora_merge.engine.payload.pull import Stayed, unreadable
+from lora_merge.engine.payload.pull import Unmoved, unreadable
 from lora_merge.kernels.packed import Packed
 from lora_merge.kernels.reference import round_once
 from lora_merge.shards.bitsandbytes import _decodes_rows, bits, shard_of
@@ -368,7 +368,7 @@ def test_nothing_is_decoded_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_other_processes_do_not_read_codes() -> None:
     """They are sent what codes stand for: no memory holds that."""
     model = with_lora(lambda: quantised(qwen2(), compress_statistics=False))
-    stream, stayed = MergedWeights(model).bucket_writer(), Stayed()
+    stream, stayed = MergedWeights(model).bucket_writer(), Unmoved()
     assert unreadable(stream).endswith("is quantised")
     stayed(stream)
     assert stayed(stream), "what is not quantised stays where it is"

@@ -18,16 +18,16 @@ from torch import Tensor, nn
 from lora_merge import PushFailed
 from lora_merge.engine.control.calls import drive
 from lora_merge.engine.push.channels import Trainer
-from lora_merge.engine.push.pusher import Pushes
+from lora_merge.engine.push.pusher import Pusher
 from lora_merge.engine.push.replica import Replica
 from lora_merge.engine.state import State
 from lora_merge.engine.transport.liveness import host_id
 from lora_merge.engine.transport.sender import Sender
-from lora_merge.engine.worker.commands import OPS
+from lora_merge.engine.worker.commands import OPERATIONS
 from lora_merge.engine.worker.loader import Loader
 from lora_merge.engine.worker.modules import Modules
 from lora_merge.engine.worker.rpc import respond
-from lora_merge.engine.worker.session import Side
+from lora_merge.engine.worker.session import WorkerSession
 from lora_merge.shards.ranks import Ranks
 from lora_merge.stream.buckets import Meta, lay_out
 from tests.engine.test_steps import Engine
@@ -66,8 +66,8 @@ class Halted(Engine):
 
 def after_ctrl_c(engine: Halted, replicas: list[Replica]) -> list[str]:
     """What the engine is asked then."""
-    pushes = Pushes(Trainer([engine], Ranks()), SimpleNamespace(), pause="keep", mode="adapter")  # type: ignore[arg-type]
-    pushes._steps.begin(pushes._trainer.name)
+    pushes = Pusher(Trainer([engine], Ranks()), SimpleNamespace(), pause="keep", mode="adapter")  # type: ignore[arg-type]
+    pushes._sequence.begin(pushes._trainer.name)
     drive(pushes._back(replicas, dict.fromkeys(range(len(replicas)), OLD), NEW, "lora_merge", {}))
     return [name for message in engine.messages for name in message]
 
@@ -108,7 +108,7 @@ def test_who_could_not_be_told_of_the_end_is_told_when_the_trainer_closes() -> N
 
     engine = Halted({0: OLD}, broken="end")
     passes = SimpleNamespace(known=broken, release=lambda: None)
-    pushes = Pushes(Trainer([engine], Ranks()), passes, pause="keep", mode="adapter")  # type: ignore[arg-type]
+    pushes = Pusher(Trainer([engine], Ranks()), passes, pause="keep", mode="adapter")  # type: ignore[arg-type]
     with pytest.raises(PushFailed, match="injected"):
         drive(pushes._push(None, False))
     engine.broken, engine.messages = "", []
@@ -122,7 +122,7 @@ def test_who_could_not_be_told_of_the_end_is_told_when_the_trainer_closes() -> N
 class Source:
     """Buckets of one tensor each, that holds its number."""
 
-    device, capacity, takers = torch.device("cpu"), 4096, dict[int, Any]()
+    device, capacity, recipients = torch.device("cpu"), 4096, dict[int, Any]()
     collective = shared = joins = False
     table = lay_out([Meta(f"t{i}", torch.float32, (1024,)) for i in range(8)], 4096)
 
@@ -145,9 +145,9 @@ class Worker:
     rank, device = 0, Source.device
 
     def __init__(self) -> None:
-        self._side = Side(Loader(Modules(nn.Linear(4, 4)), self.device), lambda: 0)
+        self._side = WorkerSession(Loader(Modules(nn.Linear(4, 4)), self.device), lambda: 0)
 
-    def side(self) -> Side:
+    def session(self) -> WorkerSession:
         return self._side
 
     def working(self, op: str) -> AbstractContextManager[None]:
@@ -159,16 +159,16 @@ def test_a_refused_call_leaves_the_transfer_of_the_next_push_alone(op: str) -> N
     """It told the trainer not to wait for the worker: buckets that were being read got the next ones' bytes."""
     worker: Any = Worker()
     sender = Sender({(0, 0): "shm"}, 4096, Source.device)
-    worker.side().claim.take("trainer", host_id(), os.getpid(), "this push")
-    worker.side().connect(sender.channel(0, 0))
+    worker.session().lease.take("trainer", host_id(), os.getpid(), "this push")
+    worker.session().connect(sender.channel(0, 0))
     sender.opened()
     sender.begin(Source())
     stale = {"op": op, "trainer": "trainer", "push": "the one before", "sessions": [sender.session]}
-    assert "error" in json.loads(respond(worker, OPS, json.dumps(stale)))
+    assert "error" in json.loads(respond(worker, OPERATIONS, json.dumps(stale)))
     serving = threading.Thread(target=sender.serve, args=(Source(), {}), daemon=True)
     serving.start()
     got = []
-    for received in worker.side().receiver.receive(dict.fromkeys(range(8), 4096)):
+    for received in worker.session().receiver.receive(dict.fromkeys(range(8), 4096)):
         time.sleep(0.02)  # it is loaded
         got.append(received.data.view(torch.float32)[0].item())
     serving.join(10)

@@ -21,7 +21,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lora_merge import MergedWeights, read_deltas
-from lora_merge.engine.payload.factors import Brought
+from lora_merge.engine.payload.factors import GatheredFactors
 from lora_merge.engine.payload.recipients import Share
 from lora_merge.kernels import plan
 from lora_merge.kernels.segments import Segment
@@ -101,12 +101,12 @@ def sharded(rank: int) -> None:
         stream = MergedWeights(model, bucket_bytes=BUCKET)
         for _ in range(2):
             with pytest.MonkeyPatch.context() as patch:
-                plain = Brought(deltas, shares, None, ranks, torch.device("cpu"))
+                plain = GatheredFactors(deltas, shares, None, ranks, torch.device("cpu"))
                 plain.refresh()
                 wanted = dict(MergedWeights(model))
                 patch.setattr(row_scales, "_BROUGHT", 1 << 12)
                 elsewhere(patch, model=model)
-                brought = Brought(deltas, shares, None, ranks, torch.device("cpu:0"))
+                brought = GatheredFactors(deltas, shares, None, ranks, torch.device("cpu:0"))
                 brought.refresh()
                 for name, tensor in plain.tensors.items():
                     assert_same_bits(brought.tensors[name], tensor, name)

@@ -15,7 +15,7 @@ from hosts import Other, run_on_two
 from sglang_engines import assert_answers
 
 from lora_merge import LoraMergeError, PushFailed, PushRefused, SglangSync
-from lora_merge.engine.payload.update import Update
+from lora_merge.engine.payload.update import UpdatePayload
 from lora_merge.engine.transport import tcp_link as links
 from lora_merge.stream.bucket_writer import BucketWriter
 from tests.sglang.test_sglang_server import act, answers, policy, serving
@@ -85,7 +85,7 @@ def faults(other: Other, folder: Path) -> None:
         with contextlib.closing(SglangSync(model, url, merge="engine", bucket_bytes=BUCKET)) as alone:
             assert alone.push().base_sent
             (held,) = alone.states()
-            failing(alone, model, Update, 0, other.cut)
+            failing(alone, model, UpdatePayload, 0, other.cut)
             other.plug()
             assert alone.states() == [held]
             assert not alone.push().base_sent

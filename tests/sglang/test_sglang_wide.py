@@ -16,7 +16,7 @@ from sglang_faults import BUCKET, PAUSES, TOKENS, WIDE_FLIGHTS, fail_at_the_end,
 from torch import nn
 
 from lora_merge import PushFailed, PushRefused, SglangSync
-from lora_merge.engine.push.sequence import Steps
+from lora_merge.engine.push.sequence import EngineSequence
 from tests.sglang.test_sglang_models import DENSE, push_and_ask
 
 no_leftovers = sglang_engines.no_leftovers
@@ -173,12 +173,12 @@ def test_somebody_resumes_it_in_the_middle(wide: Any, monkeypatch: pytest.Monkey
     """What it answers then is no policy's: the push says so, and the engine stands still until the next one."""
     from sglang.srt.managers.io_struct import ContinueGenerationReqInput
 
-    model, manager, settle = policy(), wide.tokenizer_manager, Steps.settle
+    model, manager, settle = policy(), wide.tokenizer_manager, EngineSequence.settle
     sync = SglangSync(model, wide, bucket_bytes=BUCKET)
     sync.push()
     policies.train(model, size=0.2)
 
-    async def meddled(self: Steps, *args: Any, **options: Any) -> None:
+    async def meddled(self: EngineSequence, *args: Any, **options: Any) -> None:
         await manager.continue_generation(ContinueGenerationReqInput())
         await asyncio.sleep(0.5)
         await settle(self, *args, **options)
@@ -186,7 +186,7 @@ def test_somebody_resumes_it_in_the_middle(wide: Any, monkeypatch: pytest.Monkey
     async def scenario() -> list[Any]:
         tasks = await flying(wide, TOKENS)
         with monkeypatch.context() as patch:
-            patch.setattr(Steps, "settle", meddled)
+            patch.setattr(EngineSequence, "settle", meddled)
             with pytest.raises(PushFailed, match=r"engine 0 is dirty: .*somebody has resumed it"):
                 await sync.apush()
         assert manager.is_pause

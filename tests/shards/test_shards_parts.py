@@ -16,7 +16,7 @@ from processes import spawn
 from torch import Tensor
 
 from lora_merge import InvalidInput, read_deltas
-from lora_merge.engine.payload.factors import Brought, slots_of
+from lora_merge.engine.payload.factors import GatheredFactors, slots_of
 from lora_merge.engine.payload.recipients import Share
 from lora_merge.shards import Box, Piece, Shard, cut
 from lora_merge.shards.parts import Parts
@@ -143,9 +143,9 @@ def experts_of(rank: int, wrap: Any, options: dict[str, Any]) -> None:
         else:
             shares.append(Share(number, 0, delta.experts or 1, None))
     slots = [meta for _, meta in slots_of(deltas, shares)]
-    whole = Brought(deltas, shares, None, ranks, device())
-    mine = Brought(deltas, shares, {(0, rank)}, ranks, device())
-    nobodys = Brought(deltas, shares, (), ranks, device())
+    whole = GatheredFactors(deltas, shares, None, ranks, device())
+    mine = GatheredFactors(deltas, shares, {(0, rank)}, ranks, device())
+    nobodys = GatheredFactors(deltas, shares, (), ranks, device())
     assert whole.tensors.keys() == {meta.name for meta in slots}
     own = {meta.name for who, meta in slots_of(deltas, shares) if who is None or (0, rank) in who}
     for step in range(2):

@@ -315,21 +315,21 @@ def fail_at_each_bucket(sync: Any, llm: Any, model: Any, error: type[BaseExcepti
         the report of the push after each failure, which goes through.
     """
     from lora_merge import LoraMergeError
-    from lora_merge.engine.payload.update import Update
+    from lora_merge.engine.payload.update import UpdatePayload
 
-    fill, count = Update.fill, len(sync._passes._update._updates._known[2].table)
+    fill, count = UpdatePayload.fill, len(sync._planner._update._updates._known[2].table)
     assert count > 1
     for at in range(count):
         train(model, at, size=0.02)
         before, bits = sync.states(), llm.collective_rpc("bits")
 
-        def broken(self: Update, index: int, *args: Any, at: int = at) -> None:
+        def broken(self: UpdatePayload, index: int, *args: Any, at: int = at) -> None:
             if index == at:
                 raise error("injected")
             fill(self, index, *args)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Update, "fill", broken)
+            patch.setattr(UpdatePayload, "fill", broken)
             with pytest.raises(KeyboardInterrupt if error is KeyboardInterrupt else LoraMergeError):
                 sync.push()
         assert sync.states() == before, "the engine is as before"

@@ -11,14 +11,14 @@ import first_calls
 from lora_merge.engine.vllm import worker as ours
 from lora_merge.engine.vllm.loading.loader import Loader
 from lora_merge.engine.worker.merger import _Products
-from lora_merge.engine.worker.session import Side
+from lora_merge.engine.worker.session import WorkerSession
 from lora_merge.kernels.tracked.plan import TrackedPlan
 
 _WHERE: dict[str, tuple[Any, str]] = {
     "bucket": (Loader, "load"),
     "finish": (Loader, "finish"),
     "checksums": (Loader, "arrived"),
-    "connect": (Side, "connect"),
+    "connect": (WorkerSession, "connect"),
     "unmerge": (TrackedPlan, "unmerge"),
     "remerge": (TrackedPlan, "remerge"),
     "products": (_Products, "merge"),

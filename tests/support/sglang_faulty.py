@@ -76,13 +76,13 @@ def _where(name: str) -> tuple[Any, str]:
 
     from lora_merge.engine.worker.loader import Loader
     from lora_merge.engine.worker.merger import _Products
-    from lora_merge.engine.worker.session import Side
+    from lora_merge.engine.worker.session import WorkerSession
 
     return {
         "bucket": (Loader, "load"),
         "finish": (Loader, "finish"),
         "checksums": (Loader, "arrived"),
-        "connect": (Side, "connect"),
+        "connect": (WorkerSession, "connect"),
         "products": (_Products, "merge"),
         "load adapter": (LoRAManager, "load_lora_adapter_from_tensors"),
     }[name]
@@ -251,7 +251,7 @@ def _pulls(manager: Any) -> int:
     """How many offers of a trainer's memory are mapped."""
     from lora_merge.engine.sglang import worker
 
-    return len(worker.SglangWorker(manager).side().pulls)
+    return len(worker.SglangWorker(manager).session().pulls)
 
 
 def _process(manager: Any) -> int:

@@ -27,7 +27,7 @@ from lora_merge import PushFailed, PushRefused, VllmSync
 from lora_merge.engine.payload.adapter import AdapterSource
 from lora_merge.engine.push import heartbeat
 from lora_merge.engine.push import pusher as push
-from lora_merge.engine.push.sequence import Steps
+from lora_merge.engine.push.sequence import EngineSequence
 from lora_merge.engine.transport.sender import Sender
 from lora_merge.engine.worker import lease as claim
 from lora_merge.stream.bucket_writer import BucketWriter
@@ -230,9 +230,9 @@ async def cancelled_before_the_first_byte(llm: AsyncLLM, model: Any) -> None:
 
 async def resumed_in_the_middle(llm: AsyncLLM, model: Any) -> None:
     """By the rollout's own controller: what it answers then is no policy's. The push says so, and the engine stands."""
-    settle, names = Steps.settle, itertools.count()
+    settle, names = EngineSequence.settle, itertools.count()
 
-    async def meddled(self: Steps, *args: Any, **options: Any) -> None:
+    async def meddled(self: EngineSequence, *args: Any, **options: Any) -> None:
         await llm.resume_generation()
         await request(llm, f"in the middle, {next(names)}", 3)
         await settle(self, *args, **options)
@@ -245,7 +245,7 @@ async def resumed_in_the_middle(llm: AsyncLLM, model: Any) -> None:
             model.base_model.model.model.norm.weight.mul_(1.01)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Steps, "settle", meddled)
+            patch.setattr(EngineSequence, "settle", meddled)
             with pytest.raises(PushFailed, match=r"engine 0 is dirty: .*somebody has resumed it"):
                 await sync.apush()
         assert (await sync.astates())[0].kind == "dirty"

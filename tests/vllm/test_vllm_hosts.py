@@ -21,7 +21,7 @@ from engines import train
 from hosts import Other, run_on_two
 
 from lora_merge import LoraMergeError, PushFailed, PushRefused, VllmSync
-from lora_merge.engine.payload.update import Update
+from lora_merge.engine.payload.update import UpdatePayload
 from lora_merge.engine.transport import tcp_link as links
 from lora_merge.engine.transport.sender import Sender
 from lora_merge.engine.worker.lease import SILENT_S
@@ -99,7 +99,7 @@ def halves_of_experts(other: Other, folder: Path) -> None:
             report = sync.push(verify=step == 1)
             went = hosts.sent() - before
             assert (report.merge, report.base_sent, report.transports) == ("engine", False, ("tcp",)), report
-            update = sync._passes._update._updates._known[-1]  # type: ignore[index]
+            update = sync._planner._update._updates._known[-1]  # type: ignore[index]
             sizes = [sum(slot.nbytes for slot in slots) for slots in update.table]
             assert {len(who) for who in update.recipients.values()} == {1}
             common = sum(size for index, size in enumerate(sizes) if index not in update.recipients)
@@ -201,15 +201,15 @@ def cut_while_adapters_cross(other: Other, sync: VllmSync, server: Server, model
     """Nothing of the engine has changed by then; the next push says where it goes on."""
     assert sync.push().merge == "engine"
     check(server, model)
-    (before,), fill = sync.states(), Update.fill
+    (before,), fill = sync.states(), UpdatePayload.fill
     train(model, size=0.02)
 
-    def filling(self: Update, *args: Any) -> None:
+    def filling(self: UpdatePayload, *args: Any) -> None:
         other.cut()
         fill(self, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Update, "fill", filling)
+        patch.setattr(UpdatePayload, "fill", filling)
         with pytest.raises(LoraMergeError):
             sync.push()
     other.plug()

@@ -261,7 +261,7 @@ def test_reading_again_fails(wide: tuple[Any, Path], tmp_path: Path) -> None:
     llm, base = wide
     model, folder = policy(), saved(policy(), tmp_path / "adapter", base)
     load_adapter(llm, folder)
-    for where in ("reread", "bucket", "commit"):
+    for where in ("reload_checkpoint", "bucket", "commit"):
         llm.collective_rpc("scale")
         llm.collective_rpc("fail", args=(where, [1], 0))
         with pytest.raises(PushFailed, match=rf"injected into {where}.*start the engine anew"):

@@ -110,7 +110,7 @@ def paths(rank: int, folder: Path, kind: str, grid: Grid, parallel: dict[str, An
             assert report.coverage == 1.0
             assert not report.buckets or ways == ("shm",)
             if "pull" in ways:  # what comes in buckets is adapters alone
-                assert not sync._passes._pulls[sync._passes._weights]._last.whole_names
+                assert not sync._planner._pulls[sync._planner._weights]._last.whole_names
             bits = [one.collective_rpc("bits") for one in llms]
             merged = {name: tensor.clone() for name, tensor in MergedWeights(model)}
             accurate(mm.checkpoint(hf), exported(model), merged)

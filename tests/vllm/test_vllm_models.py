@@ -120,7 +120,7 @@ def test_experts_that_pass_by_their_loaders(tmp_path: Path) -> None:
             assert_answers(ask(llm), model)
         before = ask(llm)
         worker = llm.llm_engine.model_executor.driver_worker.worker
-        side, load = worker_module.side_of(worker.get_model(), worker.model_config, worker.device), Loader.load
+        side, load = worker_module.session_of(worker.get_model(), worker.model_config, worker.device), Loader.load
         # A push that breaks off while a layer's tensors lie where they are loaded: the layer is closed again.
         with pytest.MonkeyPatch.context() as patch:
 

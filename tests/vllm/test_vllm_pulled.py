@@ -25,9 +25,9 @@ from sharded_trainer import check_answers, train_alike
 from torch import nn
 
 from lora_merge import LoraMergeError, MergedWeights, PushFailed, PushRefused, VllmSync
-from lora_merge.engine.payload.pull import MOVED, Pull, Pulls
-from lora_merge.engine.push import offers as offer
-from lora_merge.engine.push.pusher import Pushes
+from lora_merge.engine.payload.pull import MOVED, PullBuilder, PullSource
+from lora_merge.engine.push import negotiators as offer
+from lora_merge.engine.push.pusher import Pusher
 from lora_merge.engine.push.replica import SyncReport
 from lora_merge.shards import here
 from lora_merge.verify import coverage
@@ -149,13 +149,13 @@ def test_experts_come_in_buckets_and_what_lies_beside_them_is_read(
     experts = {"target_modules": engines.LINEARS[:4], "target_parameters": engines.EXPERTS}
     model = shared(models.with_lora(engines.qwen3_moe, **experts))
     sums: list[set[str]] = []
-    check = Pushes._check_arrived
+    check = Pusher._check_arrived
 
-    async def checked(self: Pushes, replica: Any, sent: Any) -> None:
+    async def checked(self: Pusher, replica: Any, sent: Any) -> None:
         sums.append(set(sent.checksums))
         await check(self, replica, sent)
 
-    monkeypatch.setattr(Pushes, "_check_arrived", checked)
+    monkeypatch.setattr(Pusher, "_check_arrived", checked)
     with engine(model, tmp_path / "base", processes=True, **EXTENDED) as llm:
         sync = begun(VllmSync(model, llm, bucket_bytes=1 << 16))
         plans = []
@@ -308,7 +308,7 @@ def test_a_trainer_that_breaks_while_adapters_come(wide: Any, monkeypatch: pytes
         raise RuntimeError("injected")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Pull, "fill", broken)
+        patch.setattr(PullSource, "fill", broken)
         with pytest.raises(PushFailed, match="injected"):
             sync.push()
     assert sync.states()[0].kind == "dirty"
@@ -316,7 +316,7 @@ def test_a_trainer_that_breaks_while_adapters_come(wide: Any, monkeypatch: pytes
     assert_answers(ask(wide), model)
     before = sync.states()
     with monkeypatch.context() as patch:
-        patch.setattr(Pull, "settle", broken)
+        patch.setattr(PullSource, "settle", broken)
         with pytest.raises(PushRefused, match="injected"):
             sync.push()
     assert sync.states() == before
@@ -328,15 +328,15 @@ def test_a_trainer_that_breaks_while_adapters_come(wide: Any, monkeypatch: pytes
 def test_an_interrupt_while_adapters_come(wide: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = shared(policy(), adapters=False)
     sync = begun(VllmSync(model, wide, bucket_bytes=1 << 17))
-    fill = Pull.fill
+    fill = PullSource.fill
 
-    def slow(self: Pull, index: int, *args: Any) -> None:
+    def slow(self: PullSource, index: int, *args: Any) -> None:
         fill(self, index, *args)
         threading.Timer(0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
         time.sleep(0.5)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Pull, "fill", slow)
+        patch.setattr(PullSource, "fill", slow)
         with pytest.raises(KeyboardInterrupt):
             sync.push()
     assert sync.states()[0].kind == "dirty"
@@ -366,18 +366,18 @@ def test_workers_that_forgot_are_told_again(wide: Any) -> None:
 
 def test_what_is_no_shared_memory_is_not_mapped(wide: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A description is not taken at its word: the stream goes through buckets then, and says why."""
-    told = Pull.told
+    told = PullSource.offer
 
-    def forged(self: Pull, trainer: str, sources: Any) -> Any:
+    def forged(self: PullSource, trainer: str, sources: Any) -> Any:
         views = next(iter(sources[0]["views"].values()))
         views[0][3] = sources[0]["memory"][views[0][2]]["nbytes"]
         return told(self, trainer, sources)
 
-    def elsewhere(self: Pull, trainer: str, sources: Any) -> Any:
+    def elsewhere(self: PullSource, trainer: str, sources: Any) -> Any:
         sources[0]["memory"][0]["path"] = f"/proc/{os.getpid()}/fd/1"
         return told(self, trainer, sources)
 
-    def without(self: Pull, trainer: str, sources: Any) -> Any:
+    def without(self: PullSource, trainer: str, sources: Any) -> Any:
         sources[0]["views"].pop(next(name for name in sources[0]["views"] if "q_proj.weight" in name))
         return told(self, trainer, sources)
 
@@ -389,7 +389,7 @@ def test_what_is_no_shared_memory_is_not_mapped(wide: Any, monkeypatch: pytest.M
     }
     for number, (forge, reason) in enumerate(why.items()):
         with monkeypatch.context() as patch:
-            patch.setattr(Pull, "told", forge)
+            patch.setattr(PullSource, "offer", forge)
             sync = begun(VllmSync(model, wide, bucket_bytes=1 << 17))
             report = sync.push()
         assert report.transports == ("shm",)
@@ -440,7 +440,7 @@ def shards(rank: int, folder: Path) -> None:
                     raise RuntimeError("injected")
 
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(Pull, "fill", broken)
+                patch.setattr(PullSource, "fill", broken)
                 with pytest.raises(PushFailed, match="injected"):
                     sync.push()
             assert [state.kind for state in sync.states()] == ["dirty"] * len(llms)
@@ -450,7 +450,7 @@ def shards(rank: int, folder: Path) -> None:
             for llm in llms:
                 check_answers(llm, sync, again, 12e-6, True)
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(Pulls, "stands", lambda *args: False)
+                patch.setattr(PullBuilder, "stands", lambda *args: False)
                 patch.setattr(offer, "unreadable", lambda stream: "not to be read from now on")
                 for llm in llms:
                     llm.collective_rpc("fail", args=("let_go", [1], 0))

@@ -73,7 +73,7 @@ def check_ways(model: nn.Module, plain: nn.Module, llms: list[Any], looks: Any =
         assert (report.transports, report.coverage) == (ways, 1.0), report
         assert not report.buckets or ways == ("shm",)
         if "pull" in ways:  # what comes in buckets is adapters alone
-            assert not sync._passes._pulls[sync._passes._weights]._last.whole_names
+            assert not sync._planner._pulls[sync._planner._weights]._last.whole_names
         if looks is not None:
             looks(ways[0], sync)
         bits = [llm.collective_rpc("bits") for llm in llms]

@@ -20,10 +20,10 @@ from processes import spawn
 from sharded_trainer import train_alike
 
 from lora_merge import LoraMergeError, VllmSync
-from lora_merge.engine.payload.update import Update
+from lora_merge.engine.payload.update import UpdatePayload
 from lora_merge.engine.push.replica import SyncReport
 from lora_merge.engine.transport.routing import Route, WorkerId
-from lora_merge.engine.transport.tcp_sender import Outbox
+from lora_merge.engine.transport.tcp_sender import TcpSender
 from lora_merge.shards.parts import Parts
 from tests.shards.test_shards_merge import fsdp2
 
@@ -64,20 +64,20 @@ def halves(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 def counted() -> Iterator[Counter[WorkerId]]:
     """Bytes of buckets that go to each host, by the worker that takes them there."""
     went: Counter[WorkerId] = Counter()
-    hand = Outbox.hand
+    hand = TcpSender.hand
 
-    def handing(self: Outbox, turn: int, data: Any, recipients: Any) -> None:
+    def handing(self: TcpSender, turn: int, data: Any, recipients: Any) -> None:
         hand(self, turn, data, recipients)
         went.update({place: data.numel() for place, member in self._members.items() if turn in member.due})
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Outbox, "hand", handing)
+        patch.setattr(TcpSender, "hand", handing)
         yield went
 
 
-def update_of(sync: VllmSync) -> Update:
+def update_of(sync: VllmSync) -> UpdatePayload:
     """The one that was pushed last."""
-    return sync._passes._update._updates._known[-1]  # type: ignore[index, no-any-return]
+    return sync._planner._update._updates._known[-1]  # type: ignore[index, no-any-return]
 
 
 def halves_of(report: SyncReport, sync: VllmSync) -> tuple[int, int]:
@@ -243,24 +243,24 @@ def shards(rank: int, folder: Path) -> None:
             assert went.keys() == {(0, rank)}, "each rank serves a host"
             assert common + half <= went[0, rank] < common + half + 64 * 256
             if step:  # `verify` has every rank make everything
-                assert update_of(sync)._brought().nbytes < common + half, "it gets what it sends, and that once"
+                assert update_of(sync)._gathered().nbytes < common + half, "it gets what it sends, and that once"
             bits = [llm.collective_rpc("bits") for llm in llms]
             here.push()
             assert [llm.collective_rpc("bits") for llm in llms] == bits
         adapters_alone(sync.push(), base=True)
-        fill, count = Update.fill, len(update_of(sync).table)
+        fill, count = UpdatePayload.fill, len(update_of(sync).table)
         for failing in range(2):
             own = [i for i in range(count) if update_of(sync).recipients.get(i, {(0, failing)}) == {(0, failing)}]
             assert len(own) < count, "others are not filled there"
             for at in {0, own[1], own[-1]}:
                 train_alike(model)
 
-                def broken(self: Update, index: int, *args: Any, at: int = at, failing: int = failing) -> None:
+                def broken(self: UpdatePayload, index: int, *args: Any, at: int = at, failing: int = failing) -> None:
                     fill(self, index, *args)
                     if rank == failing and index == at:
                         raise RuntimeError("injected")
 
-                fails_and_heals(sync, llms, Update, "fill", broken)
+                fails_and_heals(sync, llms, UpdatePayload, "fill", broken)
         lay_out = Parts._out
         for failing in range(2):
             adapters_alone(sync.push(verify=True))  # every rank makes everything: the next push lays it out anew

@@ -22,9 +22,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from vllm import LLM
 
 import lora_merge.engine.sync
-import lora_merge.engine.vllm.side
+import lora_merge.engine.vllm.session
 from lora_merge import MergedWeights, PushFailed, PushRefused, UnsupportedAdapter, VllmSync
-from lora_merge.engine.push.planner import Passes
+from lora_merge.engine.push.planner import PushPlanner
 from lora_merge.engine.vllm.loading.loader import Loader
 from lora_merge.stream.weights import BucketWriter
 
@@ -109,15 +109,15 @@ def test_what_the_trainer_lets_go_of_between_pushes_is_freed(llm: LLM, monkeypat
     model = policy()
     sync = VllmSync(model, llm, mode="adapter")
 
-    plan = Passes.__call__
+    plan = PushPlanner.__call__
 
-    async def after_planning(self: Passes, *args: Any) -> Any:
+    async def after_planning(self: PushPlanner, *args: Any) -> Any:
         await plan(self, *args)
         raise PushRefused("injected")
 
     def refused() -> None:
         with monkeypatch.context() as patched:
-            patched.setattr(Passes, "__call__", after_planning)
+            patched.setattr(PushPlanner, "__call__", after_planning)
             with pytest.raises(PushRefused, match="injected"):
                 sync.push(mode="merged")
 
@@ -266,7 +266,7 @@ def test_names_shapes_and_fused_groups_are_checked_before_the_first_byte(llm: LL
 def test_engines_are_judged_anew_when_something_changed(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Judging looks at every name; what stream and engines said at the last push need not be looked at again."""
     judged = []
-    real = lora_merge.engine.push.compatibility.judge
+    real = lora_merge.engine.push.compatibility.evaluate
     monkeypatch.setattr(
         lora_merge.engine.push.compatibility, "judge", lambda *args: (judged.append(args), real(*args))[1]
     )
@@ -303,7 +303,7 @@ def test_the_mode_changes_when_the_weights_do(llm: LLM, monkeypatch: pytest.Monk
     del layer.extra
     assert sync.lora_request() == request
     assert_answers(sync.generate([{"prompt_token_ids": p} for p in engines.prompts()], engines.GREEDY), model)
-    fill, plan = BucketWriter.fill, Passes.__call__
+    fill, plan = BucketWriter.fill, PushPlanner.__call__
 
     def filling(*args: Any) -> None:
         seen.append(sync.lora_request())
@@ -314,7 +314,7 @@ def test_the_mode_changes_when_the_weights_do(llm: LLM, monkeypatch: pytest.Monk
         return plan(*args)
 
     monkeypatch.setattr(BucketWriter, "fill", filling)
-    monkeypatch.setattr(Passes, "__call__", planning)
+    monkeypatch.setattr(PushPlanner, "__call__", planning)
     sync.push(mode="merged")
     assert seen[0] == request, "while it is checked"
     assert set(seen[1:]) == {None}, "while generation stands still for it"
@@ -362,7 +362,7 @@ def test_what_slept_wakes_wholly_when_a_push_has_healed_it(llm: LLM, monkeypatch
     def breaks(*args: Any) -> None:
         raise RuntimeError("injected")
 
-    monkeypatch.setattr(lora_merge.engine.vllm.side, "asleep", lambda: sleeping[0])
+    monkeypatch.setattr(lora_merge.engine.vllm.session, "asleep", lambda: sleeping[0])
     monkeypatch.setattr(sync._trainer.controls[0], "wake", wake)
     with monkeypatch.context() as patched:
         patched.setattr(BucketWriter, "fill", breaks)
@@ -709,7 +709,7 @@ def pretend_sleep(
         calls.append(to)
         level[0] = level[0] if deaf else to
 
-    monkeypatch.setattr(lora_merge.engine.vllm.side, "asleep", lambda: level[0])
+    monkeypatch.setattr(lora_merge.engine.vllm.session, "asleep", lambda: level[0])
     monkeypatch.setattr(sync._trainer.controls[0], "wake", wake)
     monkeypatch.setattr(sync._trainer.controls[0], "sleep", sleep)
     return level, calls

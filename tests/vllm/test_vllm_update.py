@@ -21,7 +21,7 @@ from sharded_trainer import check_answers, train_alike
 from torch import nn
 
 from lora_merge import InvalidInput, LoraMergeError, PushFailed, PushRefused, VllmSync
-from lora_merge.engine.payload.update import Update
+from lora_merge.engine.payload.update import UpdatePayload
 from lora_merge.engine.push.replica import SyncReport
 from lora_merge.kernels.tracked.plan import TrackedPlan
 from lora_merge.verify import coverage
@@ -343,14 +343,14 @@ def test_a_replica_that_dies_and_one_that_lives(wide: Any, tmp_path: Path) -> No
         sync = VllmSync(model, [wide, llm], merge="engine")
         sync.push()
         train(model)
-        pid, fill = llm.collective_rpc("process")[0], Update.fill
+        pid, fill = llm.collective_rpc("process")[0], UpdatePayload.fill
 
-        def killing(self: Update, *args: Any) -> None:
+        def killing(self: UpdatePayload, *args: Any) -> None:
             os.kill(pid, signal.SIGKILL)
             fill(self, *args)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Update, "fill", killing)
+            patch.setattr(UpdatePayload, "fill", killing)
             with pytest.raises(LoraMergeError, match="engine 1"):
                 sync.push()
         with closing(VllmSync(model, wide, merge="engine")) as alone:
@@ -453,15 +453,15 @@ def shards(rank: int, folder: Path) -> None:
                 adapters_alone(sync.push(verify=step == 1), base=turn == 0 and step == 0)
                 for llm in llms:
                     check_answers(llm, sync, again, 12e-6, True)
-            fill = Update.fill
+            fill = UpdatePayload.fill
 
-            def broken(self: Update, *args: Any, fill: Any = fill) -> None:
+            def broken(self: UpdatePayload, *args: Any, fill: Any = fill) -> None:
                 fill(self, *args)
                 if rank == 1:
                     raise RuntimeError("injected")
 
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(Update, "fill", broken)
+                patch.setattr(UpdatePayload, "fill", broken)
                 with pytest.raises(LoraMergeError, match="injected"):
                     sync.push()
             adapters_alone(sync.push())

@@ -217,7 +217,7 @@ class Control:
     async def name_adapter(self, there: bool) -> None:
         """Allow requests to name the loaded adapter from now on, or forbid it."""
 
-    async def end_strangers(self, adapter: bool) -> None:
+    async def end_wrong_mode_requests(self, adapter: bool) -> None:
         """End requests that came while a push changed the mode and were made for the other one: their clients hear
         "abort". Where nobody can tell them, none is.
 

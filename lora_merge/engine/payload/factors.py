@@ -46,7 +46,7 @@ def _shape(factor: Shard, share: Share, experts: int, side: str) -> tuple[int, .
     return (rows // experts * share.many, cols) if side == "lora_A" else (rows, cols // experts * share.many)
 
 
-class Brought:
+class GatheredFactors:
     """The factors of deltas on this rank: all of them, or those parts that some workers take.
 
     Where all ranks want a delta, or DoRA takes the norms of its rows, its factors are gathered; of the others each rank

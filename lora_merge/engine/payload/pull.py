@@ -27,8 +27,8 @@ from ...shards import Box
 from ...stream.bucket_writer import BucketWriter
 from ...stream.direct_targets import DirectTargets
 from ...stream.weights import MergedWeights
-from ..transport.peer_memory import Exports, Memory, exportable
-from .update import Beside
+from ..transport.peer_memory import ExportedMemory, Memory, exportable
+from .update import SidePayload
 
 MOVED = (
     "the trainer's weights do not lie where they lay at the push before, and are mapped once they stay (what workers "
@@ -36,7 +36,7 @@ MOVED = (
 )
 
 
-class Pull(Beside):
+class PullSource(SidePayload):
     """A stream as workers pull it.
 
     Args:
@@ -59,10 +59,10 @@ class Pull(Beside):
         straight = {name: entry for name, entry in stream.entries.items() if name in names}
         super().__init__(stream, whole, "", straight, bucket_bytes, read=lambda factors: _readable(factors, stream))
         self.stream, self.straight_names = stream, frozenset(straight)
-        self.exports = Exports(_boxes(stream, straight), (), "the trainer's")
+        self.exports = ExportedMemory(_boxes(stream, straight), (), "the trainer's")
         self.exports.release()
-        there = {name: self._brought().tensors[name] for name in self.said["there"]}
-        self.factors = Exports(_wholes(there), (), "the trainer's")
+        there = {name: self._gathered().tensors[name] for name in self.spec["there"]}
+        self.factors = ExportedMemory(_wholes(there), (), "the trainer's")
 
     def stays(self) -> bool:
         """Whether what this rank exports lies in the same memory still. (Adapters do: they are held.)"""
@@ -71,7 +71,7 @@ class Pull(Beside):
     def settle(self) -> None:
         """Read the adapters and wait for the device: from here on workers may read the weights. Collective over the
         ranks of the model; an error of this rank is raised after the collectives."""
-        self._brought().refresh()
+        self._gathered().refresh()
         if self.stream.device.type == "cuda":
             torch.cuda.synchronize(self.stream.device)
 
@@ -84,8 +84,8 @@ class Pull(Beside):
         factors = {"memory": [], "views": {}, **self.factors.description}
         return {**self.exports.description, "why": why, "factors": factors}
 
-    def told(self, trainer: str, sources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """What a worker has to know, beside `said`: JSON values.
+    def offer(self, trainer: str, sources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """What a worker has to know, beside `spec`: JSON values.
 
         Args:
             trainer: its name: a worker keeps what one of them offers, also of two that push the same model.
@@ -128,7 +128,7 @@ def unreadable(stream: BucketWriter) -> str:
     return ""
 
 
-class Stayed:
+class Unmoved:
     """Whether a model's weights lie where they lay at the last call."""
 
     def __init__(self) -> None:
@@ -143,7 +143,7 @@ class Stayed:
         return before is not None and before.same(found) and self._memory.same_as(before)
 
 
-class Pulls:
+class PullBuilder:
     """Makes streams something that workers can pull; kept while a stream, and its memory, stay what they were.
 
     Args:
@@ -153,9 +153,9 @@ class Pulls:
     def __init__(self, weights: MergedWeights) -> None:
         self._weights = weights
         self._whole = MergedWeights(weights.model, bucket_bytes=weights.bucket_bytes, adapters=weights.adapters)
-        self._known: tuple[frozenset[str], Pull] | None = None
+        self._known: tuple[frozenset[str], PullSource] | None = None
 
-    def __call__(self, stream: BucketWriter, blocked: frozenset[str]) -> Pull:
+    def __call__(self, stream: BucketWriter, blocked: frozenset[str]) -> PullSource:
         """The stream. Collective over the ranks of the model.
 
         Args:
@@ -169,7 +169,7 @@ class Pulls:
         assert known is not None
         return known
 
-    def stands(self, stream: BucketWriter, pull: Pull | None) -> bool:
+    def stands(self, stream: BucketWriter, pull: PullSource | None) -> bool:
         """Whether what was made last is what would be made of the stream now, as far as this rank can say: then it
         serves another pass. Collective, as making streams is."""
         if pull is None or pull.stream is not stream:
@@ -177,7 +177,7 @@ class Pulls:
         whole = None if pull.whole is None else self._whole.bucket_writer()
         return whole is pull.whole and pull.stays()
 
-    def _made(self, stream: BucketWriter, blocked: frozenset[str]) -> Pull:
+    def _made(self, stream: BucketWriter, blocked: frozenset[str]) -> PullSource:
         parts = stream.source.parts
         replaced = {name for name, part in parts.items() if part.delta is not None and part.delta.rows}
         names = frozenset(
@@ -189,7 +189,7 @@ class Pulls:
             setattr(self._whole, setting, getattr(self._weights, setting))
         self._whole.left_out = names | self._weights.left_out
         whole = self._whole.bucket_writer() if names != frozenset(stream.entries) else None
-        return Pull(stream, whole, names, self._weights.bucket_bytes)
+        return PullSource(stream, whole, names, self._weights.bucket_bytes)
 
     def forget(self) -> None:
         """Drop the adapters: nobody pulls any more."""

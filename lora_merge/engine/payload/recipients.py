@@ -15,7 +15,7 @@ from ...stream.window import Window
 from ..transport.routing import WorkerId
 
 
-class Takers:
+class Recipients:
     """Which workers take which tensors of a base.
 
     Args:
@@ -63,7 +63,7 @@ class Share(NamedTuple):
 
 
 def shares_of(
-    deltas: Sequence[Delta], tensors: Iterable[tuple[str, int, Window]], recipients: Takers | None
+    deltas: Sequence[Delta], tensors: Iterable[tuple[str, int, Window]], recipients: Recipients | None
 ) -> list[Share]:
     """The deltas in shares, in order.
 

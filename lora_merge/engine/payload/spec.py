@@ -20,8 +20,8 @@ from ...stream.window import Window
 
 
 @dataclass(frozen=True, eq=False)
-class Described:
-    """An update as `Update.said` tells it.
+class UpdateSpec:
+    """An update as `UpdatePayload.spec` tells it.
 
     Args:
         base: digest of what is in the table of the base (`contents_of`).
@@ -44,13 +44,13 @@ class Described:
     copied: Mapping[str, Window]
 
     @classmethod
-    def read(cls, said: Mapping[str, Any]) -> Described:
+    def read(cls, spec: Mapping[str, Any]) -> UpdateSpec:
         """Off the wire."""
-        windows = {name: Window(tuple(start), tuple(size), tuple(dims)) for name, start, size, dims in said["windows"]}
-        tensors = {name: (number, windows.pop(name)) for name, number in said["tensors"]}
-        shares = [(number, first, many) for number, first, many in said["shares"]]
-        table = from_json(said["slots"])
-        return cls(said["base"], table, said["factors"], said["deltas"], shares, said["there"], tensors, windows)
+        windows = {name: Window(tuple(start), tuple(size), tuple(dims)) for name, start, size, dims in spec["windows"]}
+        tensors = {name: (number, windows.pop(name)) for name, number in spec["tensors"]}
+        shares = [(number, first, many) for number, first, many in spec["shares"]]
+        table = from_json(spec["slots"])
+        return cls(spec["base"], table, spec["factors"], spec["deltas"], shares, spec["there"], tensors, windows)
 
     @property
     def whole(self) -> frozenset[str]:
@@ -64,7 +64,7 @@ class Described:
 
 
 @dataclass(eq=False)
-class Update:
+class ReceivedUpdate:
     """An update that comes, and is merged when all workers of the engine have it.
 
     Args:
@@ -72,18 +72,18 @@ class Update:
         data: its buckets, by number: those that this worker takes.
     """
 
-    said: Described
+    spec: UpdateSpec
     scalings: list[list[float]]
     data: dict[int, Tensor] = field(default_factory=dict)
 
     def whole(self) -> Iterator[tuple[Slot, Tensor]]:
         """The slots of tensors that came whole, each with its bucket."""
-        for index in range(self.said.factors, len(self.said.table)):
-            for slot in self.said.table[index]:
+        for index in range(self.spec.factors, len(self.spec.table)):
+            for slot in self.spec.table[index]:
                 yield slot, self.data[index]
 
 
-class Factored:
+class DeviceFactors:
     """The adapters of an update, in memory of this worker's own, as kernels read them.
 
     Args:
@@ -96,40 +96,40 @@ class Factored:
 
     def __init__(
         self,
-        coming: Update,
+        coming: ReceivedUpdate,
         pieces: Mapping[int, Sequence[Piece]],
         device: torch.device,
         read: Mapping[str, Tensor] = {},
         far: Mapping[str, Tensor] = {},
     ) -> None:
-        said = coming.said
-        self._said, self._scalings, self._came = said, coming.scalings, frozenset(coming.data)
+        spec = coming.spec
+        self._spec, self._scalings, self._came = spec, coming.scalings, frozenset(coming.data)
         self.memory = {
-            index: torch.empty(extent(said.table[index]), dtype=torch.uint8, device=device)
+            index: torch.empty(extent(spec.table[index]), dtype=torch.uint8, device=device)
             for index in coming.data
-            if index < said.factors
+            if index < spec.factors
         }
         self._tensors = {
-            slot.name: slot.view(data) for index, data in self.memory.items() for slot in said.table[index]
+            slot.name: slot.view(data) for index, data in self.memory.items() for slot in spec.table[index]
         }
         brought = {name: torch.empty_like(there) for name, there in far.items()}
         self._bring = _bring(far, brought) if far else None
         self._tensors |= {**read, **brought}
         self.deltas = [
-            _delta(told, told["shape"], [], pieces.get(number, ()), device) for number, told in enumerate(said.deltas)
+            _delta(told, told["shape"], [], pieces.get(number, ()), device) for number, told in enumerate(spec.deltas)
         ]
         self._shares: dict[int, list[tuple[int, int, Delta]]] = {}
-        for number, first, many in said.shares:
+        for number, first, many in spec.shares:
             if f"{number}.{first}.0.lora_A" in self._tensors:
                 self._shares.setdefault(number, []).append((first, many, self._share(number, first, many, device)))
         held = [delta for shares in self._shares.values() for _, _, delta in shares]
         self._operands = Operands([Turn(held)], Ranks(), device)
 
-    def is_like(self, coming: Update) -> bool:
+    def is_like(self, coming: ReceivedUpdate) -> bool:
         """Whether another update has the same tensors."""
-        return coming.said is self._said and coming.data.keys() == self._came
+        return coming.spec is self._spec and coming.data.keys() == self._came
 
-    def serves(self, coming: Update) -> bool:
+    def serves(self, coming: ReceivedUpdate) -> bool:
         """Whether it goes the same way: scalings are the plan's."""
         return self.is_like(coming) and coming.scalings == self._scalings
 
@@ -139,7 +139,7 @@ class Factored:
         Raises:
             RuntimeError: a factor that it takes has not come to this worker.
         """
-        told = self._said.deltas[number]
+        told = self._spec.deltas[number]
         scale = self._tensors.get(f"{number}.row_scale")
         shares = self._shares.get(number, [])
         if told["experts"] is None:
@@ -159,7 +159,7 @@ class Factored:
             raise RuntimeError(f"{told['name']} lies in this worker, and its adapter was not sent here: push again")
         return [segment for some in found for segment in some]
 
-    def take(self, coming: Update) -> None:
+    def take(self, coming: ReceivedUpdate) -> None:
         """The factors of an update come to lie here."""
         for index, to in self.memory.items():
             to.copy_(coming.data[index])
@@ -168,7 +168,7 @@ class Factored:
         self._operands.refresh()
 
     def _share(self, number: int, first: int, many: int, device: torch.device) -> Delta:
-        told = self._said.deltas[number]
+        told = self._spec.deltas[number]
         factors = []
         for which, scaling in enumerate(self._scalings[number]):
             lora_A, lora_B = (self._tensors[f"{number}.{first}.{which}.lora_{half}"] for half in "AB")

@@ -33,11 +33,11 @@ from ...stream.source import Entry
 from ...stream.weights import MergedWeights
 from ...stream.window import Window
 from ..transport.routing import WorkerId
-from .factors import Brought, slots_of
-from .recipients import Takers, shares_of
+from .factors import GatheredFactors, slots_of
+from .recipients import Recipients, shares_of
 
 
-class Beside:
+class SidePayload:
     """What workers need beside a base that they can read, as buckets: adapters' factors first, then whole tensors.
 
     Args:
@@ -52,9 +52,9 @@ class Beside:
     Attributes:
         recipients: of buckets that not all workers take: who does.
         device: on which buckets are filled; may be set to another one than the model's.
-        said: what workers have to know to merge it, as JSON values, but for the scalings.
+        spec: what workers have to know to merge it, as JSON values, but for the scalings.
         scalings: of each adapter of each delta.
-        digest: of `said`.
+        digest: of `spec`.
         changed: names of the tensors that it changes.
         whole_names: those of them that go whole.
 
@@ -67,7 +67,7 @@ class Beside:
         base: str,
         straight: Mapping[str, Entry],
         bucket_bytes: int,
-        recipients: Takers | None = None,
+        recipients: Recipients | None = None,
         read: Callable[[Mapping[str, Tensor]], Container[str]] | None = None,
     ) -> None:
         self.device, self._adapted, self.whole = adapted.device, adapted, whole
@@ -87,11 +87,11 @@ class Beside:
         self._fresh = False
         windows = ((name, numbers[id(delta)], _box(straight[name])) for name, delta in merged.items())
         self._shares = shares_of(deltas, windows, recipients)
-        self._factors: Brought | None = None
+        self._factors: GatheredFactors | None = None
         there: list[str] = []
         known = list(slots_of(deltas, self._shares))
         if read is not None:
-            found = read(self._brought().tensors)
+            found = read(self._gathered().tensors)
             there = [meta.name for _, meta in known if meta.name in found]
         groups: dict[frozenset[WorkerId] | None, list[Meta]] = {}
         for them, meta in known:
@@ -106,7 +106,7 @@ class Beside:
         self.table: Table = (*factors, *(() if whole is None else whole.table))
         self.capacity = max([extent(slots) for slots in factors] + [0 if whole is None else whole.capacity])
         self.changed = self.whole_names.union(straight)
-        self.said: dict[str, Any] = {
+        self.spec: dict[str, Any] = {
             "base": base,
             "slots": to_json(self.table),
             "factors": self._count,
@@ -116,14 +116,14 @@ class Beside:
             "tensors": [[name, numbers[id(delta)]] for name, delta in merged.items()],
             "windows": [[name, *_window(entry)] for name, entry in straight.items()],
         }
-        self.digest = hashlib.blake2b(json.dumps(self.said).encode(), digest_size=16).hexdigest()
+        self.digest = hashlib.blake2b(json.dumps(self.spec).encode(), digest_size=16).hexdigest()
 
     def _deltas(self) -> list[Delta]:
         """Asked for anew: a delta holds its weight, and a model's weights are not held between pushes."""
         deltas = [self._adapted.source.parts[name].delta for name in self._parts]
         return [delta for delta in deltas if delta is not None]
 
-    def _brought(self, workers: Container[WorkerId] | None = None) -> Brought:
+    def _gathered(self, workers: Container[WorkerId] | None = None) -> GatheredFactors:
         """The factors on this rank; laid out when they are first asked for, which is collective.
 
         Args:
@@ -131,7 +131,7 @@ class Beside:
         """
         if self._factors is None:
             ranks = self._adapted.source.ranks
-            self._factors = Brought(self._deltas(), self._shares, workers, ranks, self.device)
+            self._factors = GatheredFactors(self._deltas(), self._shares, workers, ranks, self.device)
         return self._factors
 
     def alone(self, index: int) -> bool:
@@ -152,7 +152,7 @@ class Beside:
             if here is not buffer:
                 buffer.copy_(here)
             return
-        brought = self._brought()
+        brought = self._gathered()
         if not brought.for_some_of(self.recipients.get(index)):
             return  # it is filled for the sake of other ranks
         at, plan = self._plans.get(index, (0, None))
@@ -165,7 +165,7 @@ class Beside:
 
     def _refresh(self) -> None:
         """The factors as the live adapters have them now."""
-        self._brought().refresh(self._adapted.storages)
+        self._gathered().refresh(self._adapted.storages)
 
     def direct_buckets(self, names: Container[str]) -> frozenset[int]:
         """None: workers merge what they got."""
@@ -189,7 +189,7 @@ class Beside:
                     self._factors.release()
 
 
-class Update(Beside):
+class UpdatePayload(SidePayload):
     """What training has changed since the base that an engine holds."""
 
     _served: Mapping[WorkerId, int] | None = None
@@ -206,7 +206,7 @@ class Update(Beside):
             rank: this one of them.
         """
         self.forget()
-        self._brought(None if served is None else {place for place, by in served.items() if by == rank})
+        self._gathered(None if served is None else {place for place, by in served.items() if by == rank})
         self._served = served
 
     def forget(self) -> None:
@@ -274,7 +274,7 @@ def _described(delta: Delta) -> dict[str, Any]:
     }
 
 
-class Updates:
+class UpdateBuilder:
     """Makes what training changes in a model something that engines can be sent; kept while it stays what it was.
 
     Args:
@@ -288,9 +288,9 @@ class Updates:
         self._adapted = MergedWeights(weights.model, bucket_bytes=weights.bucket_bytes)
         self._whole = MergedWeights(weights.model, bucket_bytes=weights.bucket_bytes)
         self._learning = Learning(())
-        self._known: tuple[BucketWriter, Any, Update] | None = None
+        self._known: tuple[BucketWriter, Any, UpdatePayload] | None = None
 
-    def __call__(self, weights: MergedWeights, base: BucketWriter, recipients: Takers) -> Update:
+    def __call__(self, weights: MergedWeights, base: BucketWriter, recipients: Recipients) -> UpdatePayload:
         """The update of the model as it is now. Collective over the ranks of the model.
 
         Args:
@@ -319,7 +319,7 @@ class Updates:
         for stream in (self._adapted, self._whole):
             stream.release()
 
-    def _made(self, adapted: BucketWriter, base: BucketWriter, recipients: Takers) -> Update:
+    def _made(self, adapted: BucketWriter, base: BucketWriter, recipients: Recipients) -> UpdatePayload:
         parts = adapted.source.parts
         if not any(part.delta is not None for part in parts.values()):
             raise PushRefused(f"the model has no active adapter, so there is nothing to merge; {self.instead}")
@@ -350,4 +350,4 @@ class Updates:
         }
         _check(straight, parts, self.instead)
         contents = contents_of(base.table)
-        return Update(adapted, whole_writer, contents, straight, self._adapted.bucket_bytes, recipients)
+        return UpdatePayload(adapted, whole_writer, contents, straight, self._adapted.bucket_bytes, recipients)

@@ -13,8 +13,8 @@ from ...stream.bucket_writer import BucketWriter
 from ...stream.direct_targets import DirectTargets, Sent
 from ..control.base import Control
 from ..control.calls import bind, side_by_side, together
-from ..transport.liveness import told
-from ..transport.peer_memory import Direct, Mapped, direct, united
+from ..transport.liveness import error_text
+from ..transport.peer_memory import DirectWriteSet, MappedMemory, direct, united
 from ..transport.rendezvous import interface
 from ..transport.routing import Route, WorkerId, assign, clash, introduction
 from ..transport.sender import Sender
@@ -62,13 +62,15 @@ class Trainer(TrainerRanks):
         first = source.ranks.global_rank(0) if source.collective else self.world.rank
         return {**introduction(source.device), "group": first}
 
-    async def map(self, source: BucketWriter, replicas: Sequence[Replica], at: Mapping[int, Sequence[str]]) -> Direct:
+    async def map(
+        self, source: BucketWriter, replicas: Sequence[Replica], at: Mapping[int, Sequence[str]]
+    ) -> DirectWriteSet:
         """Map the engines' own tensors into the ranks that will write to them, where that goes; kept while they stay
         where they are.
 
         Args:
             source: what will be written.
-            at: of each replica the `Exports.digest` of every worker.
+            at: of each replica the `ExportedMemory.digest` of every worker.
 
         Returns:
             what goes straight into the engines of other processes; the same on every rank.
@@ -83,19 +85,19 @@ class Trainer(TrainerRanks):
         away = {(replicas[r].index, w): rank for (r, w), (rank, kind) in serving.items() if kind != "local"}
         workers = {(r.index, w): worker for r in replicas for w, worker in enumerate(r.workers)}
         found = await self._exports(source, replicas, away)
-        direct, made = self._direct(trainers, workers, away, found), dict[WorkerId, Mapped]()
+        direct, made = self._direct(trainers, workers, away, found), dict[WorkerId, MappedMemory]()
         failed = ""
         try:
             for place, exports in found.items() if direct.names else ():
                 if trainers[away[place]]["group"] == trainers[self.world.rank]["group"]:
-                    made[place] = Mapped(exports, source.device, workers[place]["pid"])
+                    made[place] = MappedMemory(exports, source.device, workers[place]["pid"])
         except Exception as error:
-            failed = f"a worker's memory cannot be mapped here: {told(error)}"
+            failed = f"a worker's memory cannot be mapped here: {error_text(error)}"
         failures = [text for text in await self.gather(failed) if text]
         if failures:
             for mapped in made.values():
                 mapped.close()
-            direct, made = Direct(frozenset(), failures[0]), {}
+            direct, made = DirectWriteSet(frozenset(), failures[0]), {}
         self._mapped[source.digest] = _Mapping(key, direct, made, united(made.values()))
         return direct
 
@@ -125,17 +127,17 @@ class Trainer(TrainerRanks):
         workers: Mapping[WorkerId, Mapping[str, Any]],
         away: Mapping[WorkerId, int],
         found: Mapping[WorkerId, Mapping[str, Any]],
-    ) -> Direct:
+    ) -> DirectWriteSet:
         """What goes straight; nothing where some rank that would write shares no host with some worker. To each worker
         those write that hold the model with the rank that serves it."""
         for (r, w), rank in away.items():
             writers = [trainer for trainer in trainers if trainer["group"] == trainers[rank]["group"]]
             if any((trainer["device"] == "cpu") != (workers[r, w]["device"] == "cpu") for trainer in writers):
-                return Direct(
+                return DirectWriteSet(
                     frozenset(), f"worker {w} of engine {r} is on a GPU and the trainer is not, or vice versa"
                 )
             if any(trainer["host"] != workers[r, w]["host"] for trainer in writers):
-                return Direct(
+                return DirectWriteSet(
                     frozenset(), f"worker {w} of engine {r} shares no memory with every rank that would write"
                 )
         return direct([found[place] for place in away])
@@ -214,7 +216,7 @@ class Trainer(TrainerRanks):
             [r.handle for r in own], calls, join, ended=lambda i: ended.add(own[i].index), stop=self._stop
         )
         # An engine's own error comes first: this rank's is often no more than that nobody came.
-        failed = next((told(error) for error in (*errors, failure) if error is not None), "")
+        failed = next((error_text(error) for error in (*errors, failure) if error is not None), "")
         failures = [text for text in await self.gather(failed) if text]
         if failures:
             await self.close_channels()
@@ -265,12 +267,12 @@ class Trainer(TrainerRanks):
 
     # One transfer
 
-    def told(self, replica: Replica, route: Route) -> dict[str, dict[str, list[int]]] | None:
-        """`Route.told` of every worker of a replica, by its rank; None where all workers take everything."""
+    def wire_specs(self, replica: Replica, route: Route) -> dict[str, dict[str, list[int]]] | None:
+        """`Route.wire_spec` of every worker of a replica, by its rank; None where all workers take everything."""
         if not route.recipients:
             return None
         ranked = ((str(worker["rank"]), (replica.index, at)) for at, worker in enumerate(replica.workers))
-        return {rank: route.told(place, self._places, self._hosts) for rank, place in ranked}
+        return {rank: route.wire_spec(place, self._places, self._hosts) for rank, place in ranked}
 
     def kinds(self, route: Route) -> tuple[str, ...]:
         """Names of the transports that a transfer takes."""
@@ -307,7 +309,7 @@ class Trainer(TrainerRanks):
                 await self.blocking(settle)
                 sender.begin(source, bool(how.sent))
             except Exception as error:
-                failure = told(error)
+                failure = error_text(error)
             if await self.share(replicas, failure):
                 continue  # on every rank: none may wait for the one that cannot fill
             failed = indices - {r.index for r in group if not r.error}
@@ -337,7 +339,7 @@ class Trainer(TrainerRanks):
             try:
                 await self.blocking(sender.drain)
             except Exception as error:
-                return told(error)
+                return error_text(error)
             return ""
 
         if not source.table:  # workers read all there is
@@ -359,8 +361,8 @@ class Trainer(TrainerRanks):
             give_up=sender.abort,
         )  # fmt: skip
         for replica, raised in zip(own, errors, strict=True):
-            replica.error = replica.error or (told(raised) if raised is not None else "")
-        return "" if failure is None else told(failure)
+            replica.error = replica.error or (error_text(raised) if raised is not None else "")
+        return "" if failure is None else error_text(failure)
 
     def _stop(self) -> None:
         """The push was cancelled: fill no more, and tell the workers."""
@@ -378,15 +380,15 @@ class _Mapping(NamedTuple):
     """Engines' tensors, mapped for a stream.
 
     Args:
-        key: `Exports.digest` of every worker then.
+        key: `ExportedMemory.digest` of every worker then.
         direct: what goes straight.
         mapped: those of the workers that this rank writes to.
         targets: theirs, together.
     """
 
     key: list[Sequence[str]]
-    direct: Direct
-    mapped: dict[WorkerId, Mapped]
+    direct: DirectWriteSet
+    mapped: dict[WorkerId, MappedMemory]
     targets: DirectTargets
 
 

@@ -14,9 +14,9 @@ from ...errors import PushRefused
 from ...stream.bucket_writer import BucketWriter
 from ...stream.buckets import metas, to_json
 from ...stream.weights import MergedWeights
-from ..payload.recipients import Takers
+from ..payload.recipients import Recipients
 from .channels import Trainer
-from .evaluation import judge
+from .evaluation import evaluate
 from .replica import Replica, engines_of
 
 
@@ -32,7 +32,7 @@ class Answers(NamedTuple):
     workers: tuple[tuple[str, tuple[str, ...]], ...]
 
 
-class Fit:
+class CompatibilityCheck:
     """Fits streams to the engines of a trainer, and remembers the engines' answers."""
 
     def __init__(self, trainer: Trainer) -> None:
@@ -44,15 +44,16 @@ class Fit:
         self._found: dict[int, list[str]] = {}
         """Of each replica that was asked last, digests of what its workers found."""
         self.at: dict[int, list[str]] = {}
-        """Of each replica that was asked last, where its workers have what the stream fills: see `Exports.digest`."""
+        """Of each replica that was asked last, where its workers have what the stream fills: see
+        `ExportedMemory.digest`."""
 
     def known(self, weights: MergedWeights) -> list[str]:
         """The digest of the stream as it fitted last, if it ever did."""
         return [self._fitted[weights].stream] if weights in self._fitted else []
 
-    def recipients(self) -> Takers:
+    def recipients(self) -> Recipients:
         """Which workers take which tensors of the stream that was fitted last."""
-        return Takers(
+        return Recipients(
             {(index, w): digest for index, workers in self._found.items() for w, digest in enumerate(workers)},
             {digest: found["ignored"] for digest, found in self._said.items()},
         )
@@ -80,7 +81,7 @@ class Fit:
             if self._fitted.get(weights) == answers:  # as at the push before: judging takes a look at every name
                 return writer
             found = {engine: [self._said[digest] for digest in workers] for engine, workers in answers.workers}
-            problems, choice = judge(metas(writer.table), found, writer.ties)
+            problems, choice = evaluate(metas(writer.table), found, writer.ties)
             if problems and weights.left_out and not last:
                 # Perhaps an engine was started anew, with the parts that it had been without.
                 weights.left_out = frozenset()

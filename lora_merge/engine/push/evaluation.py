@@ -18,7 +18,7 @@ ANOTHER_SIZE = "another size: "
 """How a worker's reason begins where a tensor is refused for its size: `[256, 64] here and [256, 128] there`."""
 
 
-class Fit(NamedTuple):
+class Evaluation(NamedTuple):
     """How a stream fits one engine.
 
     Args:
@@ -42,7 +42,9 @@ class Choice(NamedTuple):
     dtypes: Mapping[str, torch.dtype]
 
 
-def judge(stream: Mapping[str, Meta], found: Mapping[str, Found], ties: Mapping[str, str]) -> tuple[list[str], Choice]:
+def evaluate(
+    stream: Mapping[str, Meta], found: Mapping[str, Found], ties: Mapping[str, str]
+) -> tuple[list[str], Choice]:
     """Judge the answers of all engines: list what does not fit, or decide what the stream leaves out and to which
     dtypes it rounds.
 
@@ -56,7 +58,7 @@ def judge(stream: Mapping[str, Meta], found: Mapping[str, Found], ties: Mapping[
     held: dict[str, dict[torch.dtype, str]] = {}
     absent: list[set[str]] = []
     for engine, workers in found.items():
-        fitted = fit(workers, ties)
+        fitted = evaluate_engine(workers, ties)
         problems += [f"{engine}: {problem}" for problem in [*fitted.problems, *_left(workers, elements)]]
         absent.append(fitted.absent)
         for name, dtype in ((name, dtype_of(dtype)) for worker in workers for name, dtype in worker["dtypes"].items()):
@@ -84,7 +86,7 @@ def _differing(held: Mapping[str, Mapping[torch.dtype, str]]) -> list[str]:
     ]
 
 
-def fit(found: Found, ties: Mapping[str, str]) -> Fit:
+def evaluate_engine(found: Found, ties: Mapping[str, str]) -> Evaluation:
     """How a stream fits one engine.
 
     A name that no worker takes is left out where one takes the name that it is tied to: some of vLLM's models have no
@@ -111,7 +113,7 @@ def fit(found: Found, ties: Mapping[str, str]) -> Fit:
     else:  # what nothing would fill otherwise is what is of another size
         problems += [f"nothing would fill {what}" for worker in found for what in worker["missing"]]
     problems += [f"{name} is surplus: the engine has no place for it" for name in sorted(ignored - absent)]
-    return Fit(list(dict.fromkeys(problems)), absent)
+    return Evaluation(list(dict.fromkeys(problems)), absent)
 
 
 def _left(found: Found, sizes: Mapping[str, int]) -> list[str]:

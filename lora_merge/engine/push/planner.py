@@ -16,20 +16,20 @@ from ...stream.buckets import Table
 from ...stream.weights import MergedWeights
 from ..payload.adapter import AdapterSource
 from ..payload.checksums import Fingerprint
-from ..payload.pull import Pull, Stayed
-from ..payload.update import Update
+from ..payload.pull import PullSource, Unmoved
+from ..payload.update import UpdatePayload
 from ..state import State
 from ..transport.routing import Route
 from .channels import Trainer
-from .compatibility import Fit
-from .offers import Offer, PullOffer, UpdateOffer
+from .compatibility import CompatibilityCheck
+from .negotiators import AdapterNegotiator, PullNegotiator, UpdateNegotiator
 from .replica import Replica, SyncReport, engines_of
 
 MERGES = ("auto", "trainer", "engine")
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class LocalOp:
     """An operation that workers run without receiving anything, such as going back to their own checkpoint.
 
     Args:
@@ -44,7 +44,7 @@ class Told:
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class Transfer:
     """One transfer of a push: a source, and the replicas that get it.
 
     Args:
@@ -56,14 +56,14 @@ class Pass:
     """
 
     state: State
-    source: BucketWriter | Pull | AdapterSource | Update | Told
+    source: BucketWriter | PullSource | AdapterSource | UpdatePayload | LocalOp
     replicas: Sequence[Replica]
     route: Route
     changed: frozenset[str] | None = None
     merges: bool = False
 
 
-class Passes:
+class PushPlanner:
     """Plans the passes of a push; everything that can be checked is checked then.
 
     Args:
@@ -76,12 +76,12 @@ class Passes:
 
     def __init__(self, trainer: Trainer, weights: MergedWeights, base: MergedWeights, merge: str) -> None:
         self._trainer, self._weights, self._base, self._merge = trainer, weights, base, merge
-        self._fit = Fit(trainer)
+        self._check = CompatibilityCheck(trainer)
         self._fingerprint, self._frozen = Fingerprint(), Fingerprint()
         self._trained: tuple[BucketWriter | None, Learning, list[str]] = None, Learning(()), []
-        self._adapter, self._update = Offer(trainer, weights), UpdateOffer(trainer, weights)
-        stayed = Stayed()
-        self._pulls = {stream: PullOffer(trainer, stream, stayed) for stream in (weights, base)}
+        self._adapter, self._update = AdapterNegotiator(trainer, weights), UpdateNegotiator(trainer, weights)
+        stayed = Unmoved()
+        self._pulls = {stream: PullNegotiator(trainer, stream, stayed) for stream in (weights, base)}
         self._who = "trainer" if merge == "auto" else merge
         self._why = ""
 
@@ -99,7 +99,7 @@ class Passes:
         """Digests of the tables of that stream, and of updates, that engines are asked for when they introduce
         themselves."""
         stream = self._stream(mode)
-        return self._fit.known(stream), [*self._update.known(), *self._pulls[stream].known()]
+        return self._check.known(stream), [*self._update.known(), *self._pulls[stream].known()]
 
     def broke(self, error: BaseException) -> None:
         """Note that a push which engines merge has failed: with "auto" the trainer merges from now on."""
@@ -108,13 +108,13 @@ class Passes:
 
     def release(self) -> None:
         """As `MergedWeights.release`, of all streams."""
-        streams: list[MergedWeights | UpdateOffer | PullOffer] = [self._weights, self._base, self._update]
+        streams: list[MergedWeights | UpdateNegotiator | PullNegotiator] = [self._weights, self._base, self._update]
         for stream in (*streams, *self._pulls.values()):
             stream.release()
 
     async def __call__(
         self, replicas: Sequence[Replica], report: SyncReport, verify: bool, read: BucketWriter | None
-    ) -> list[Pass]:
+    ) -> list[Transfer]:
         """What has to be sent to whom.
 
         Args:
@@ -131,9 +131,9 @@ class Passes:
             return await self._after_base(await self._adapter(replicas), replicas, report, verify, of_base)
         if self._in_engine(replicas):
             try:
-                passes = await self._after_base(None, replicas, report, verify, of_base)
+                transfers = await self._after_base(None, replicas, report, verify, of_base)
                 self._who = report.merge = "engine"
-                return passes
+                return transfers
             except LoraMergeError as error:
                 # An error is one on every rank, but not of the same kind on each: they go on together, or none does.
                 if self._merge == "engine" or not all(await self._trainer.gather(isinstance(error, PushRefused))):
@@ -141,7 +141,7 @@ class Passes:
                 self._why, of_base = str(error), None
         self._who = report.merge = "trainer"
         report.merge_why = self._why
-        writer = await self._fit(self._weights, replicas, read if begun is self._weights else None)
+        writer = await self._check(self._weights, replicas, read if begun is self._weights else None)
         report.left_out = tuple(sorted(self._weights.left_out))
         state = State("merged", report.version, trainer=self._trainer.name)
         return [await self._full(state, self._weights, writer, replicas, report, verify)]
@@ -160,7 +160,7 @@ class Passes:
         report: SyncReport,
         verify: bool,
         read: BucketWriter | None,
-    ) -> list[Pass]:
+    ) -> list[Transfer]:
         """Plan what follows the base, and the base itself for engines that do not hold this one.
 
         Args:
@@ -171,12 +171,12 @@ class Passes:
                 f"rounding={self._weights.rounding!r} is drawn where the trainer merges: engines round to nearest; "
                 'pass merge="trainer"'
             )
-        base = await self._fit(self._base, replicas, read)
+        base = await self._check(self._base, replicas, read)
         if adapter is None:
-            update = await self._update(self._base, base, replicas, self._fit.recipients())
+            update = await self._update(self._base, base, replicas, self._check.recipients())
             fingerprint = await self._same(lambda: self._frozen(base, update.whole_names, verify))
             lacks = partial(_lacks_update, fingerprint=fingerprint, digest=update.digest)
-            source: AdapterSource | Update = update
+            source: AdapterSource | UpdatePayload = update
             changed: frozenset[str] | None = update.changed
         else:
             fingerprint = await self._same(lambda: self._of_frozen(base, verify))
@@ -188,9 +188,11 @@ class Passes:
             State(kind, report.version, fingerprint, trainer=self._trainer.name)
             for kind in ("base", "merged" if adapter is None else "adapter")
         )
-        passes = [Pass(after, source, replicas, Route.of_buckets(source), merges=adapter is None)]
+        transfers = [Transfer(after, source, replicas, Route.of_buckets(source), merges=adapter is None)]
         return (
-            [await self._full(bare, self._base, base, without, report, verify, changed), *passes] if without else passes
+            [await self._full(bare, self._base, base, without, report, verify, changed), *transfers]
+            if without
+            else transfers
         )
 
     def _of_frozen(self, base: BucketWriter, verify: bool) -> str:
@@ -235,18 +237,18 @@ class Passes:
         report: SyncReport,
         verify: bool,
         changed: frozenset[str] | None = None,
-    ) -> Pass:
+    ) -> Transfer:
         """A pass of all weights: straight into the engines, where these can be mapped; else read by them, where the
         trainer's can."""
-        found = await self._trainer.map(writer, replicas, self._fit.at)
+        found = await self._trainer.map(writer, replicas, self._check.at)
         report.buckets = found.why
         if found.why:
             pull, why = await self._pulls[weights](writer, replicas)
             if pull is not None:
                 report.buckets = ""
-                return Pass(state, pull, replicas, Route.of_buckets(pull), changed)
+                return Transfer(state, pull, replicas, Route.of_buckets(pull), changed)
             report.buckets = f"{found.why}; and {why}"
-        return Pass(state, writer, replicas, self._trainer.route(writer, writer.digest, verify), changed)
+        return Transfer(state, writer, replicas, self._trainer.route(writer, writer.digest, verify), changed)
 
 
 def _lacks_base(replica: Replica, fingerprint: str) -> bool:

@@ -20,23 +20,23 @@ from ..control.calls import bind, drive, side_by_side, together
 from ..control.http import NotReached, Unfit
 from ..payload.adapter import AdapterSource
 from ..payload.checksums import Verified
-from ..payload.pull import Pull
-from ..payload.update import Update
+from ..payload.pull import PullSource
+from ..payload.update import UpdatePayload
 from ..state import State
-from ..transport.liveness import host_id, told
+from ..transport.liveness import error_text, host_id
 from ..transport.routing import Route, WorkerId
-from ..worker.lease import claim_of, under_way
+from ..worker.lease import lease_of, under_way
 from .channels import Trainer
 from .heartbeat import Heartbeat
-from .planner import Pass, Told
+from .planner import LocalOp, Transfer
 from .replica import SILENT, Replica, SyncReport, check_apart, check_whole, engines_of, failure, tell_of_calibrated
-from .sequence import Steps
+from .sequence import EngineSequence
 
 _Settle: TypeAlias = Callable[[Replica, Call | None, bool, bool], Coroutine[Any, Any, None]]
 
 
 class Planner(Protocol):
-    """Plans what a push sends to which engines."""
+    """Planner what a push sends to which engines."""
 
     def read(self, mode: str) -> BucketWriter | None:
         """What a push most likely begins with, read while engines say who they are. Collective."""
@@ -47,7 +47,7 @@ class Planner(Protocol):
 
     async def __call__(
         self, replicas: Sequence[Replica], report: SyncReport, verify: bool, read: BucketWriter | None
-    ) -> list[Pass]:
+    ) -> list[Transfer]:
         """What has to be sent to whom; everything that can be checked is checked then.
 
         Args:
@@ -66,12 +66,12 @@ class Planner(Protocol):
         """As `MergedWeights.release`, of all streams."""
 
 
-class Pushes:
+class Pusher:
     """Pushes to some engines, one after another.
 
     Args:
         trainer: the ranks that push, with their engines.
-        passes: what is sent.
+        transfers: what is sent.
         pause: what becomes of requests in flight; one of `PAUSES`.
         mode: of the first push, unless it says another.
         rounding: of merged weights.
@@ -82,7 +82,7 @@ class Pushes:
     def __init__(
         self,
         trainer: Trainer,
-        passes: Planner,
+        transfers: Planner,
         *,
         pause: str,
         mode: str,
@@ -90,7 +90,7 @@ class Pushes:
         healing: str = "the next push heals them",
         computing: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
-        self._trainer, self._passes, self._steps = trainer, passes, Steps(trainer.name, pause)
+        self._trainer, self._planner, self._sequence = trainer, transfers, EngineSequence(trainer.name, pause)
         self._mode, self._rounding, self._healing = mode, rounding, healing
         self._computing, self._told_to_differ = computing, set[tuple[int, str]]()
         self._closed = self._held = False
@@ -98,7 +98,7 @@ class Pushes:
         self._told_of: set[int] = set()  # engines with calibrated caches
         self._counted: tuple[Table, int, int] = ((), 0, 0)  # the last push's table, its tensors and bytes
         self._lock = threading.Lock()
-        self._beats = Heartbeat(self._steps.beat)
+        self._beats = Heartbeat(self._sequence.beat)
 
     def states(self) -> list[State]:
         """Ask each engine whose handle this rank holds what it holds now. Not collective.
@@ -148,7 +148,7 @@ class Pushes:
             self._held = not await self._let_go() or not isinstance(error, Exception)
             raise
         finally:
-            self._passes.release()  # read, perhaps, but not sent: a refusal, an adapter alone
+            self._planner.release()  # read, perhaps, but not sent: a refusal, an adapter alone
             self._lock.release()
             await self._beats.end()
 
@@ -161,15 +161,15 @@ class Pushes:
 
     async def _locked_push(self, mode: str, verify: bool) -> SyncReport:
         trainer, report = self._trainer, SyncReport(0, mode)
-        self._steps.begin(trainer.name)
+        self._sequence.begin(trainer.name)
         if torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()
         with report.timed("check"):
             read: list[BucketWriter | None] = []
-            known = self._passes.known(mode)
+            known = self._planner.known(mode)
 
             def beside() -> None:  # while engines elsewhere answer, as the push before left its settings
-                read.append(self._passes.read(mode))
+                read.append(self._planner.read(mode))
 
             replicas = await self._introduce(*known, beside)
             report.differs = tell_of_differences(replicas, self._computing(), self._told_to_differ)
@@ -180,18 +180,18 @@ class Pushes:
                     # Map the weights of sleeping engines; the KV cache follows after the push.
                     await trainer.everywhere(trainer.all_own(replicas, self._wake))
                     replicas = await self._introduce(*known)
-                passes = await self._passes(replicas, report, verify, read[0])
-                sources = [one.source for one in passes if not isinstance(one.source, Told)]
+                transfers = await self._planner(replicas, report, verify, read[0])
+                sources = [one.source for one in transfers if not isinstance(one.source, LocalOp)]
                 if sources:
                     # What was pulled is compared with buckets of it.
-                    compared = [source.stream for source in sources if isinstance(source, Pull) and verify]
+                    compared = [source.stream for source in sources if isinstance(source, PullSource) and verify]
                     nbytes, device = max(source.capacity for source in (*sources, *compared)), sources[0].device
-                    apart = any(isinstance(source, Update) and source.apart for source in sources)
-                    sent = verify or any(one.route.sent for one in passes)
+                    apart = any(isinstance(source, UpdatePayload) and source.apart for source in sources)
+                    sent = verify or any(one.route.sent for one in transfers)
                     await trainer.connect(replicas, nbytes, device, sent, apart)
                 served = None if verify else trainer.served
                 for source in sources:
-                    if isinstance(source, Update) and not source.serves(served):
+                    if isinstance(source, UpdatePayload) and not source.serves(served):
                         await self._serve(source, served)
             except BaseException:
                 await self._sleep_again(replicas, slept)
@@ -201,36 +201,36 @@ class Pushes:
         # Requests that are made from here on wait for what this push brings.
         before, held = self._mode, {replica.index: replica.state for replica in replicas}
         self._mode = mode
-        name = passes[-1].state.adapter or f"{mode}@{report.version}"
+        name = transfers[-1].state.adapter or f"{mode}@{report.version}"
         try:
             with report.timed("pause"):
-                await trainer.each(replicas, partial(self._steps.pause, mode=mode, slept=slept))
-            for one in passes[:-1]:
+                await trainer.each(replicas, partial(self._sequence.pause, mode=mode, slept=slept))
+            for one in transfers[:-1]:
                 await self._pass(one, report, verify, "", ())
-            await self._pass(passes[-1], report, verify, name, () if verify else through)
+            await self._pass(transfers[-1], report, verify, name, () if verify else through)
         except BaseException:
-            await self._back(replicas, held, passes[-1].state, name, slept)
+            await self._back(replicas, held, transfers[-1].state, name, slept)
             self._keep_mode(before, replicas, held)
             raise
         await trainer.share(replicas)
-        came = [replica for replica in replicas if not replica.error or replica.late]
-        brought = {replica.index: passes[-1].state for replica in came}
+        came = [replica for replica in replicas if not replica.error or replica.resume_error]
+        brought = {replica.index: transfers[-1].state for replica in came}
         with report.timed("resume"):
-            await trainer.each(replicas, partial(self._steps.go_on, slept=slept), failed=True)
+            await trainer.each(replicas, partial(self._sequence.go_on, slept=slept), failed=True)
             await trainer.share(replicas)
         if any(replica.error for replica in replicas):
             self._keep_mode(before, replicas, held)
             await trainer.close()
             error = failure(replicas, self._healing, brought)
-            self._passes.broke(error)
+            self._planner.broke(error)
             raise error
-        self._pushed, last = passes[-1].state, passes[-1].source
-        table = last.stream.table if isinstance(last, Pull) else last.table
+        self._pushed, last = transfers[-1].state, transfers[-1].source
+        table = last.stream.table if isinstance(last, PullSource) else last.table
         if table is not self._counted[0]:
             self._counted = table, len(metas(table)), sum(slot.nbytes for slots in table for slot in slots)
         _, report.tensors, report.nbytes = self._counted
-        kinds = {kind for one in passes for kind in trainer.kinds(one.route)}
-        pulled = any(isinstance(one.source, Pull) for one in passes)
+        kinds = {kind for one in transfers for kind in trainer.kinds(one.route)}
+        pulled = any(isinstance(one.source, PullSource) for one in transfers)
         report.transports = tuple(sorted(kinds | {"pull"} if pulled else kinds))
         shares = [replica.coverage for replica in replicas]
         report.coverage = None if None in shares else min(share or 0.0 for share in shares)
@@ -266,7 +266,7 @@ class Pushes:
             except WorkerFailed as error:
                 raise PushRefused(f"engine {index} cannot be pushed to: {error}") from error
             except Exception as error:
-                if told(error).startswith(SILENT):
+                if error_text(error).startswith(SILENT):
                     raise PushRefused(f"engine {index} has died, start it anew: {error}") from error
                 raise PushRefused(
                     f"engine {index} does not answer as one of lora_merge's: {error}. If it does not know the method, "
@@ -304,7 +304,7 @@ class Pushes:
             beside: as of `_hello`.
         """
         replicas: list[Replica] = []
-        claim = claim_of(self._trainer.name, self._steps.push)
+        claim = lease_of(self._trainer.name, self._sequence.push)
         hello = self._hello(beside, claim=claim, streams=streams, updates=updates)
         everyone = await self._trainer.everywhere(hello)
         self._beats.begin(self._trainer.controls)
@@ -319,7 +319,7 @@ class Pushes:
         check_whole(replicas)
         return replicas
 
-    async def _serve(self, update: Update, served: Mapping[WorkerId, int] | None) -> None:
+    async def _serve(self, update: UpdatePayload, served: Mapping[WorkerId, int] | None) -> None:
         """Have each rank collect the part of an update that it sends; all of it if every rank makes checksums (`served`
         is None)."""
 
@@ -340,11 +340,11 @@ class Pushes:
         """After a refusal, put engines that were asleep back to sleep at their level."""
 
         async def again(replica: Replica) -> None:
-            await self._steps.sleep_again(replica, slept[replica.index])
+            await self._sequence.sleep_again(replica, slept[replica.index])
 
         await self._trainer.each([r for r in replicas if r.index in slept], again, failed=True)
 
-    async def _pass(self, one: Pass, report: SyncReport, verify: bool, name: str, through: Container[int]) -> None:
+    async def _pass(self, one: Transfer, report: SyncReport, verify: bool, name: str, through: Container[int]) -> None:
         """Send one source to its replicas, or tell them what to do by themselves. Errors are noted in them.
 
         Args:
@@ -352,7 +352,7 @@ class Pushes:
                 pass follows.
             through: engines for which the push ends with their last call of this pass.
         """
-        source, sent, steps = one.source, None, self._steps
+        source, sent, steps = one.source, None, self._sequence
         replicas = [replica for replica in one.replicas if not replica.error]
         committed: set[int] = set()
 
@@ -363,8 +363,8 @@ class Pushes:
             if commits:
                 committed.add(replica.index)
 
-        async def do(replica: Replica, told: Told) -> None:
-            await settle(replica, steps.told(told.op, **told.message), told.writes, True)
+        async def do(replica: Replica, told: LocalOp) -> None:
+            await settle(replica, steps.make_call(told.op, **told.message), told.writes, True)
 
         async def finish(replica: Replica) -> None:
             if replica.index not in committed:
@@ -373,10 +373,10 @@ class Pushes:
                 await self._check_arrived(replica, sent)
 
         with report.timed("transfer"):
-            if isinstance(source, Told):
+            if isinstance(source, LocalOp):
                 await self._trainer.each(replicas, partial(do, told=source))
             else:
-                sent = Verified(source.stream if isinstance(source, Pull) else source) if verify else source
+                sent = Verified(source.stream if isinstance(source, PullSource) else source) if verify else source
                 with source.passing():
                     await self._send(one, source, sent, replicas, settle)
         with report.timed("finish"):
@@ -384,8 +384,8 @@ class Pushes:
 
     async def _send(
         self,
-        one: Pass,
-        source: BucketWriter | Pull | AdapterSource | Update,
+        one: Transfer,
+        source: BucketWriter | PullSource | AdapterSource | UpdatePayload,
         sent: Sent,
         replicas: Sequence[Replica],
         settle: _Settle,
@@ -407,34 +407,34 @@ class Pushes:
         begin = {"state": state.to_json(), "changed": changed}
 
         async def prepare(replica: Replica, route: Route) -> None:
-            if isinstance(source, Pull):
+            if isinstance(source, PullSource):
                 return  # nobody waits for an engine that does not read
             calls = []
             if isinstance(source, BucketWriter):
-                calls = [self._steps.told("start", digest=source.digest, sent=bool(route.sent), **begin)]
-            await self._steps.make(replica, calls, begins=bool(calls))
+                calls = [self._sequence.make_call("start", digest=source.digest, sent=bool(route.sent), **begin)]
+            await self._sequence.make(replica, calls, begins=bool(calls))
 
         async def receive(replica: Replica, route: Route) -> None:
             message: dict[str, Any] = {"sessions": self._trainer.sessions, "verify": verify}
-            told, call = None, self._steps.told
-            if isinstance(source, Pull):
+            told, call = None, self._sequence.make_call
+            if isinstance(source, PullSource):
                 message |= {"scalings": source.scalings, "run": run}
                 told = call("pull", digest=source.offered, **begin, **message)
             elif isinstance(source, AdapterSource):
                 table = to_json(source.table)
                 told = call("adapter", table=table, rank=source.rank, state=state.to_json(), **message)
-            elif isinstance(source, Update):
-                message |= {"scalings": source.scalings, "comes": self._trainer.told(replica, route)}
+            elif isinstance(source, UpdatePayload):
+                message |= {"scalings": source.scalings, "comes": self._trainer.wire_specs(replica, route)}
                 told = call("update", digest=source.digest, **message)
             elif route.sent:
                 placed = sorted(route.placed.intersection(route.sent))
                 told = call("receive", sent=route.sent, placed=placed, **message)
-            begins = not isinstance(source, Update)  # which is merged when all workers have it
+            begins = not isinstance(source, UpdatePayload)  # which is merged when all workers have it
             # What is placed may be on its way; and a rank that could not do its part of a bucket says so after it.
             whole = not route.placed and not (sent.collective and sent.table)
             await settle(replica, told, begins, whole)
 
-        if not isinstance(source, Pull):
+        if not isinstance(source, PullSource):
             await self._trainer.transfer(sent, run, replicas, one.route, prepare, receive)
             return
         beside = Verified(source) if verify else source
@@ -458,7 +458,7 @@ class Pushes:
         async def receive(replica: Replica, route: Route) -> None:
             message: dict[str, Any] = {"sessions": self._trainer.sessions, "verify": True}
             message |= {"sent": route.sent, "placed": route.sent}
-            await self._steps.tell(replica, "receive", **message)
+            await self._sequence.tell(replica, "receive", **message)
 
         left, every = [replica for replica in replicas if not replica.error], range(len(stream.table))
         await self._trainer.transfer(sent, run, left, Route(frozenset(every), tuple(every)), prepare, receive)
@@ -466,7 +466,7 @@ class Pushes:
     async def _check_arrived(self, replica: Replica, sent: Verified) -> None:
         """Raise `PushFailed` unless what came last is what was sent."""
         route = Route.of_buckets(sent)
-        for at, answer in enumerate(await self._steps.tell(replica, "verified")):
+        for at, answer in enumerate(await self._sequence.tell(replica, "verified")):
             taken = {slot.name for index in route.by({(replica.index, at)}) for slot in sent.table[index]}
             wrong = [name for name in taken if answer["checksums"].get(name) != sent.checksums[name]]
             wrong += answer["damaged"]
@@ -491,21 +491,21 @@ class Pushes:
         Args:
             held: by replicas before it.
             name: of what it was to bring.
-            slept: as of `Steps.go_on`.
+            slept: as of `EngineSequence.go_on`.
         """
         well: set[int] = set()
 
         async def ask(replica: Replica) -> None:
             replica.workers = await replica.handle.rpc("hello")
             if replica.state == brought:
-                await self._steps.catch_up(replica, brought, name)  # workers have it before the engine knows of it
+                await self._sequence.catch_up(replica, brought, name)  # workers have it before the engine knows of it
             if replica.state in (held[replica.index], brought) and replica.state.kind != "dirty":
                 well.add(replica.index)
 
         async def back(replica: Replica) -> None:
-            replica.paused_by_us = replica.paused_by_us or replica.stands
+            replica.paused_by_us = replica.paused_by_us or replica.still_paused
             replica.error, replica.begun = "interrupted", replica.index not in well  # what it holds says the rest
-            await self._steps.go_on(replica, slept)
+            await self._sequence.go_on(replica, slept)
 
         await self._trainer.each(replicas, ask, failed=True)
         for engine in engines_of(replicas):

@@ -15,7 +15,7 @@ from ...errors import LoraMergeError, PushRefused
 from ...shards.ranks import Ranks
 from ..control.base import Control
 from ..control.calls import on_this_device, side_by_side, to_its_end
-from ..transport.liveness import host_id, told
+from ..transport.liveness import error_text, host_id
 from .replica import Replica, fail_together
 
 _T = TypeVar("_T")
@@ -106,11 +106,11 @@ class TrainerRanks:
             value = await call
         except Exception as raised:
             error = raised
-        answers = await self.gather((None if error is None else told(error), value))
+        answers = await self.gather((None if error is None else error_text(error), value))
         if isinstance(error, LoraMergeError):
             raise error
         if error is not None:
-            raise PushRefused(told(error)) from error
+            raise PushRefused(error_text(error)) from error
         for rank, (other, _) in enumerate(answers):
             if other is not None:
                 raise PushRefused(f"trainer rank {rank}: {other}")
@@ -128,7 +128,7 @@ class TrainerRanks:
         own = [r for r in replicas if r.control is not None and (failed or not r.error)]
         for replica, error in zip(own, await side_by_side([r.handle for r in own], step, own), strict=True):
             if error is not None:
-                replica.error = replica.error or told(error)
+                replica.error = replica.error or error_text(error)
 
     async def all_own(self, replicas: Sequence[Replica], step: Callable[[Replica], Coroutine[Any, Any, Any]]) -> None:
         """Run a step of every replica whose handle is here, side by side.
@@ -141,7 +141,7 @@ class TrainerRanks:
             if isinstance(error, LoraMergeError):
                 raise error
             if error is not None:
-                raise PushRefused(f"engine {replica.index}: {told(error)}") from error
+                raise PushRefused(f"engine {replica.index}: {error_text(error)}") from error
 
     async def spread(self, value: _T | None, rank: int) -> _T:
         """A rank's value, on every rank."""
@@ -150,13 +150,13 @@ class TrainerRanks:
     async def share(self, replicas: Sequence[Replica], error: str = "") -> bool:
         """Let every rank know which replicas have failed, and what is known of them; an error of a rank itself fails
         them all, and is told."""
-        known = {r.index: (r.error, r.begun, r.lost, r.gone_on, r.coverage) for r in replicas if r.error or r.begun}
+        known = {r.index: (r.error, r.begun, r.lost, r.resumed, r.coverage) for r in replicas if r.error or r.begun}
         answers = await self.gather((known, error))
         for others, failed in answers:
             for replica in replicas:
                 theirs, begun, lost, gone_on, coverage = others.get(replica.index, ("", False, False, False, None))
                 replica.error = failed or replica.error or theirs  # the cause comes first
-                replica.begun, replica.gone_on = replica.begun or begun, replica.gone_on or gone_on
+                replica.begun, replica.resumed = replica.begun or begun, replica.resumed or gone_on
                 replica.lost = replica.lost or lost
                 replica.coverage = coverage if replica.coverage is None else replica.coverage
         fail_together(replicas)

@@ -114,9 +114,9 @@ class Replica:
         lost: whether it is not in the middle of this push any more: what becomes of it is for another trainer to say.
         moved: whether it has generated in the middle of this push.
         error: what failed in it.
-        due: calls that are made with the next message to it.
-        gone_on: whether it holds what the push brought, and generates with it: it is through.
-        late: what failed when it was to go on, as all had come.
+        queued_calls: calls that are made with the next message to it.
+        resumed: whether it holds what the push brought, and generates with it: it is through.
+        resume_error: what failed when it was to go on, as all had come.
         coverage: the share of its elements that the last full push wrote, in the worker with the least.
         reloaded: as of `SyncReport`.
     """
@@ -130,9 +130,9 @@ class Replica:
     lost: bool = False
     moved: bool = False
     error: str = ""
-    due: list[Call] = field(default_factory=list)
-    gone_on: bool = False
-    late: Exception | None = None
+    queued_calls: list[Call] = field(default_factory=list)
+    resumed: bool = False
+    resume_error: Exception | None = None
     coverage: float | None = None
     reloaded: int = 0
 
@@ -173,7 +173,7 @@ class Replica:
         return dict(self.workers[0].get("computing") or {})
 
     @property
-    def stands(self) -> bool:
+    def still_paused(self) -> bool:
         """Whether the engine is still paused by a push that failed or whose trainer died."""
         return any(worker["paused"] for worker in self.workers)
 
@@ -277,7 +277,7 @@ def failure(
         brought: by index, what engines hold that failed as they were to go on, when all had come.
     """
     brought = brought or {}
-    failed = [replica for replica in replicas if replica.error and not replica.gone_on]
+    failed = [replica for replica in replicas if replica.error and not replica.resumed]
     stuck = [r for r in failed if r.index in brought]
     late = [f"engine {r.index} holds {brought[r.index]}, but going on with it failed: {r.error}" for r in stuck]
     gone = [r for r in failed if r.index not in brought and r.lost and r.begun]
@@ -296,7 +296,7 @@ def failure(
         f"engine {r.index} {left if r.lost else 'holds what it held before'}: {r.error}" for r in broken if not r.begun
     ]
     valid = [f"engine {r.index} is valid" for r in replicas if not r.error]
-    valid += [f"engine {r.index} holds what was pushed, but: {r.error}" for r in replicas if r.error and r.gone_on]
+    valid += [f"engine {r.index} holds what was pushed, but: {r.error}" for r in replicas if r.error and r.resumed]
     text = "; ".join(dirty + silent + late + taken + as_before + valid)
     if not dirty and not silent and not late and not taken and not valid:
         return PushRefused(f"{text}. Nothing was sent; push again")

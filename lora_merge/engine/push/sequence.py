@@ -17,7 +17,7 @@ from ...errors import InvalidInput, PushFailed, PushRefused
 from ..control.base import Call, Control, Moved, NotOurs, Unheard
 from ..control.calls import EngineGone
 from ..state import State
-from .planner import Pass
+from .planner import Transfer
 from .replica import Replica
 
 PAUSES = ("keep", "wait", "abort")
@@ -25,7 +25,7 @@ _ANY_TIME = frozenset({"note_pause", "claimed", "abort", "verified"})
 """Operations that are told before an engine stands still, or when all has come, or nothing more will."""
 
 
-class Steps:
+class EngineSequence:
     """The steps of one trainer's pushes, each for one engine whose handle is here.
 
     Args:
@@ -44,10 +44,10 @@ class Steps:
 
     async def beat(self, control: Control) -> None:
         """Have workers hear that this trainer lives."""
-        call = self.told("claimed")
+        call = self.make_call("claimed")
         await control.rpc(*call.arguments, **call.options)
 
-    def told(self, op: str, **message: Any) -> Call:
+    def make_call(self, op: str, **message: Any) -> Call:
         """An operation of this push in all workers of an engine; they refuse it if another push has claimed the
         engine. Those that write refuse it, too, if the engine has generated since the first of them."""
         still = {} if op in _ANY_TIME else {"still": True}
@@ -68,7 +68,7 @@ class Steps:
         Raises:
             what a call raises. Where a due one did, the engine is as before, and `Replica.begun` says so.
         """
-        due, replica.due = replica.due, []
+        due, replica.queued_calls = replica.queued_calls, []
         made, returned = list[Any](), [] if returned is None else returned
         lost = False  # how far it came, nobody knows
         try:
@@ -96,7 +96,7 @@ class Steps:
 
     async def tell(self, replica: Replica, op: str, **message: Any) -> list[dict[str, Any]]:
         """Make the calls that are due, and an operation in all workers; returns their answers."""
-        [answers] = await self.make(replica, [self.told(op, **message)])
+        [answers] = await self.make(replica, [self.make_call(op, **message)])
         return answers
 
     # ---- pause -------------------------------------------------------------------------------------------------------
@@ -116,14 +116,19 @@ class Steps:
         switches, holders = {replica.served, mode} == {"merged", "adapter"}, Call("holders", wanted=("",))
         replica.to_adapter = mode == "adapter" if switches else None
         pause = self._pause_of(replica, switches)
-        if replica.stands:
+        if replica.still_paused:
             replica.paused_by_us = True
-            replica.due = [self.told("claimed"), Call("pause", (pause,)), holders]
+            replica.queued_calls = [self.make_call("claimed"), Call("pause", (pause,)), holders]
         else:
             paused = Call("stands")
             # Said before: a call that ends here, in a timeout, takes effect there.
-            noted = self.told("note_pause", paused=True)
-            replica.due = [paused, replace(noted, unless=paused), Call("pause", (pause,), unless=paused), holders]
+            noted = self.make_call("note_pause", paused=True)
+            replica.queued_calls = [
+                paused,
+                replace(noted, unless=paused),
+                Call("pause", (pause,), unless=paused),
+                holders,
+            ]
         if pause != "keep" or replica.shares is not None:  # such engines come to a stop when all of them are told
             await self.make(replica, [])
             stays = not replica.paused_by_us and replica.handle.keeps
@@ -139,14 +144,14 @@ class Steps:
         Args:
             switches: whether the mode changes.
         """
-        if replica.stands and replica.state.kind == "dirty" and self._pause != "abort":
+        if replica.still_paused and replica.state.kind == "dirty" and self._pause != "abort":
             return "abort" if switches else "keep"
         return "wait" if switches and self._pause == "keep" else self._pause
 
     # ---- the work ----------------------------------------------------------------------------------------------------
 
     async def settle(
-        self, replica: Replica, one: Pass, told: Call | None, *, name: str, begins: bool, commits: bool, ends: bool
+        self, replica: Replica, one: Transfer, told: Call | None, *, name: str, begins: bool, commits: bool, ends: bool
     ) -> None:
         """Bring a pass to its end in one replica, in one message: workers run their operation, caches of the old
         weights are reset, every worker records the new state, and generation goes on.
@@ -170,7 +175,7 @@ class Steps:
         if commits:
             _committed(replica, one, returned[len(calls)])
 
-    async def finish(self, replica: Replica, one: Pass, *, name: str, ends: bool) -> None:
+    async def finish(self, replica: Replica, one: Transfer, *, name: str, ends: bool) -> None:
         """End a pass in a replica: workers that merge by themselves do so, as all of them have what has come; others
         record the new state, as the trainer has written all.
 
@@ -179,7 +184,7 @@ class Steps:
         """
         calls = [self._commit(one)]
         if one.merges:
-            calls = [self.told("merge", state=one.state.to_json()), *(_names(name, one.state) if name else [])]
+            calls = [self.make_call("merge", state=one.state.to_json()), *(_names(name, one.state) if name else [])]
         _committed(replica, one, (await self._made(replica, calls, one.merges, ends))[0])
 
     def _forgets(self, replica: Replica) -> list[Call]:
@@ -189,8 +194,8 @@ class Steps:
         reset = Call("reset_prefix_cache", (running, bool(replica.workers[0]["connector"])), wanted=(True,))
         return [reset, *([Call("reset_media_caches")] if replica.workers[0]["multimodal"] else [])]
 
-    def _commit(self, one: Pass) -> Call:
-        return self.told("commit", full=one.state.kind != "adapter", state=one.state.to_json())
+    def _commit(self, one: Transfer) -> Call:
+        return self.make_call("commit", full=one.state.kind != "adapter", state=one.state.to_json())
 
     async def _made(self, replica: Replica, calls: Sequence[Call], begins: bool, ends: bool) -> list[Any]:
         """Make calls, and let generation go on after them if they are the push's last. Where that fails, all has come:
@@ -208,15 +213,15 @@ class Steps:
         except Exception as error:
             if not ends or len(returned) < len(calls):
                 raise
-            replica.late = error
-        replica.gone_on = ends and len(returned) == len(calls) + len(on)
+            replica.resume_error = error
+        replica.resumed = ends and len(returned) == len(calls) + len(on)
         return returned
 
     def _on(self, replica: Replica) -> list[Call]:
         """Generation goes on, if this push has paused it, and the push is over."""
-        paused = next((call for call in replica.due if call.method == "stands"), None)
+        paused = next((call for call in replica.queued_calls if call.method == "stands"), None)
         resume = [Call("resume", unless=paused)] if replica.paused_by_us or paused is not None else []
-        return [*_ends_strangers(replica), *resume, self._end(serves=True, paused=False)]
+        return [*_ends_wrong_mode_requests(replica), *resume, self._end(serves=True, paused=False)]
 
     def _end(self, **notes: bool) -> Call:
         return Call("rpc", ("end",), {"owner": self._owner, "push": self.push, **notes})
@@ -232,10 +237,10 @@ class Steps:
         Args:
             slept: engines that this push woke -> the level at which their weights slept (0: the KV cache alone did).
         """
-        if replica.late is not None:
-            raise replica.late
-        replica.due = []  # a pause that nobody has asked for yet
-        if replica.gone_on or replica.lost:
+        if replica.resume_error is not None:
+            raise replica.resume_error
+        replica.queued_calls = []  # a pause that nobody has asked for yet
+        if replica.resumed or replica.lost:
             return
         asleep, notes, calls = replica.index in slept, dict[str, bool](), list[Call]()
         if replica.error and replica.begun:
@@ -254,12 +259,12 @@ class Steps:
                 await replica.handle.wake("kv_cache")
                 notes["waking"] = False
             if not replica.error:
-                calls += _ends_strangers(replica)
+                calls += _ends_wrong_mode_requests(replica)
             if replica.paused_by_us:
                 calls.append(Call("resume"))
                 # A pause that timed out may take effect yet: the next push then knows that it is none of the user's.
                 notes["paused"] = bool(replica.error)
-        claimed = [self.told("claimed")] if calls else []  # they ask for no claim by themselves
+        claimed = [self.make_call("claimed")] if calls else []  # they ask for no claim by themselves
         await self.make(replica, [*claimed, *calls, self._end(**notes)])
 
     async def _stop(self, replica: Replica) -> None:
@@ -268,17 +273,17 @@ class Steps:
         paused = Call("paused")
         unless = None if replica.moved else paused  # one whose requests are to end first steps on
         stops = [
-            replace(self.told("note_pause", paused=True), unless=unless),
+            replace(self.make_call("note_pause", paused=True), unless=unless),
             Call("pause", ("keep",), unless=unless),
             Call("reset_prefix_cache", (True, bool(replica.workers[0]["connector"])), unless=unless),
         ]
-        await self.make(replica, [self.told("abort", reason=f"a push failed: {replica.error}"), paused, *stops])
+        await self.make(replica, [self.make_call("abort", reason=f"a push failed: {replica.error}"), paused, *stops])
 
     async def catch_up(self, replica: Replica, state: State, name: str) -> None:
         """After an interrupt, do once more what follows the new weights in an engine that has them: its caches are
         reset, and it is told their name."""
-        replica.due = []
-        calls = [self.told("claimed"), *self._forgets(replica), *_names(name, state)]
+        replica.queued_calls = []
+        calls = [self.make_call("claimed"), *self._forgets(replica), *_names(name, state)]
         _check_reset(replica, (await self.make(replica, calls))[1])
 
     async def sleep_again(self, replica: Replica, level: int) -> None:
@@ -300,9 +305,9 @@ def _names(name: str, state: State) -> list[Call]:
     return [Call("label", (name,)), Call("name_adapter", (state.kind == "adapter",))]
 
 
-def _ends_strangers(replica: Replica) -> list[Call]:
+def _ends_wrong_mode_requests(replica: Replica) -> list[Call]:
     """The call that ends requests which came while the mode changed, and were made for the other one."""
-    return [] if replica.to_adapter is None else [Call("end_strangers", (replica.to_adapter,))]
+    return [] if replica.to_adapter is None else [Call("end_wrong_mode_requests", (replica.to_adapter,))]
 
 
 def _check_reset(replica: Replica, done: bool) -> None:
@@ -317,7 +322,7 @@ def _check_reset(replica: Replica, done: bool) -> None:
     )
 
 
-def _committed(replica: Replica, one: Pass, answers: Sequence[Mapping[str, Any]]) -> None:
+def _committed(replica: Replica, one: Transfer, answers: Sequence[Mapping[str, Any]]) -> None:
     """Note that every worker holds the new state.
 
     Args:

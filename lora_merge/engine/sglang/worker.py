@@ -15,10 +15,10 @@ from torch import Tensor
 from ...stream.buckets import dtype_name
 from ..configs import computing
 from ..state import State
-from ..worker.commands import OPS
+from ..worker.commands import OPERATIONS
 from ..worker.modules import Modules
 from ..worker.rpc import Op, respond
-from ..worker.session import Side, side_of
+from ..worker.session import WorkerSession, session_of
 from .adapter import ADAPTER_ID, load_adapter, remove_adapter, unserved_modules
 from .loader import Loader
 from .unfit import unfit
@@ -73,9 +73,11 @@ class SglangWorker:
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
-    def side(self) -> Side:
+    def session(self) -> WorkerSession:
         manager = self.manager
-        return side_of(self.model, lambda: Side(Loader(Modules(self.model), self.device), lambda: asleep(manager)))
+        return session_of(
+            self.model, lambda: WorkerSession(Loader(Modules(self.model), self.device), lambda: asleep(manager))
+        )
 
     def stepped(self) -> int:
         return int(self.scheduler.forward_ct)
@@ -83,7 +85,7 @@ class SglangWorker:
     def working(self, op: str) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def about(self, side: Side) -> dict[str, Any]:
+    def about(self, session: WorkerSession) -> dict[str, Any]:
         lora = self._lora
         return {
             "world": dist.get_world_size(self.manager.tp_cpu_group),
@@ -102,14 +104,14 @@ class SglangWorker:
         runner = self.manager.tp_worker.model_runner
         return runner.lora_manager if self.scheduler.server_args.enable_lora else None
 
-    def served(self, side: Side, state: State) -> State:
+    def served(self, session: WorkerSession, state: State) -> State:
         if state.kind == "adapter" and (self._lora is None or ADAPTER_ID not in self._lora.loras):
-            side.evicted()
-            return side.held
+            session.evicted()
+            return session.held
         return state
 
-    def settle(self, side: Side, weights: bool) -> None:
-        if self._lora is not None and side.held.kind != "adapter":
+    def settle(self, session: WorkerSession, weights: bool) -> None:
+        if self._lora is not None and session.held.kind != "adapter":
             remove_adapter(self._lora)
 
     def unserved(self, modules: Sequence[str]) -> list[str]:
@@ -120,7 +122,7 @@ class SglangWorker:
 
 
 def asleep(manager: Any) -> int:
-    """As of `Side`: whether the memory saver has unmapped the weights."""
+    """As of `WorkerSession`: whether the memory saver has unmapped the weights."""
     if _WEIGHTS not in manager.offload_tags:
         return 0
     return 1 if manager.scheduler.server_args.enable_weights_cpu_backup else 2
@@ -131,12 +133,12 @@ def released(manager: Any) -> None:
     engine, and what a push notes of the weights still shows that they are others."""
     try:
         if asleep(manager) == 2 and manager.memory_saver_adapter.enabled:
-            SglangWorker(manager).side().gone("its weights were thrown away: release_memory_occupation")
+            SglangWorker(manager).session().gone("its weights were thrown away: release_memory_occupation")
     except Exception:
         _log.exception("lora_merge")
 
 
-def _requests(worker: SglangWorker, side: Side) -> dict[str, Any]:
+def _requests(worker: SglangWorker, session: WorkerSession) -> dict[str, Any]:
     """Which requests the scheduler has, and whether it stands still."""
     return {"requests": sorted(_in_flight(worker.scheduler)), "paused": bool(worker.scheduler._engine_paused)}
 
@@ -148,7 +150,7 @@ def _in_flight(scheduler: Any) -> Iterator[str]:
     yield from {request.rid for request in found if request is not None and not request.finished()}
 
 
-def _forget(worker: SglangWorker, side: Side) -> dict[str, Any]:
+def _forget(worker: SglangWorker, session: WorkerSession) -> dict[str, Any]:
     """Forget all cached blocks. Requests that hold some go back to the queue, and are computed anew when generation
     goes on; those that wait hold none, and need not be in the way (SGLang's own `flush_cache` takes them for a reason
     not to)."""
@@ -165,7 +167,7 @@ def _forget(worker: SglangWorker, side: Side) -> dict[str, Any]:
         scheduler.waiting_queue, grammars.grammar_queue = waiting, compiling
 
 
-def _map(worker: SglangWorker, side: Side, weights: bool) -> dict[str, Any]:
+def _map(worker: SglangWorker, session: WorkerSession, weights: bool) -> dict[str, Any]:
     """Map memory again that the memory saver has unmapped: the weights, or all else."""
     from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 
@@ -175,7 +177,7 @@ def _map(worker: SglangWorker, side: Side, weights: bool) -> dict[str, Any]:
     return {}
 
 
-def _unmap(worker: SglangWorker, side: Side) -> dict[str, Any]:
+def _unmap(worker: SglangWorker, session: WorkerSession) -> dict[str, Any]:
     """Unmap the weights again."""
     from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
@@ -183,4 +185,4 @@ def _unmap(worker: SglangWorker, side: Side) -> dict[str, Any]:
     return {}
 
 
-_OPS: dict[str, Op] = {**OPS, "requests": _requests, "forget": _forget, "map": _map, "unmap": _unmap}
+_OPS: dict[str, Op] = {**OPERATIONS, "requests": _requests, "forget": _forget, "map": _map, "unmap": _unmap}

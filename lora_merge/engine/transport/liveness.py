@@ -24,12 +24,12 @@ class TransferAborted(RuntimeError):
     """The other side ended a transfer before it was complete."""
 
 
-def told(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Return an error as text."""
     return f"{type(error).__name__}: {error}"
 
 
-def until(ready: Callable[[], bool], check: Callable[[], None]) -> None:
+def wait_until(ready: Callable[[], bool], check: Callable[[], None]) -> None:
     """Wait for `ready`, asked every 0.2 ms, at first all the time; `check`, called every `CHECK_S`, may raise."""
     began = now = time.monotonic()
     due = began + CHECK_S

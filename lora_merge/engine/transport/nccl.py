@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .liveness import CHECK_S, TransferAborted, until
+from .liveness import CHECK_S, TransferAborted, wait_until
 from .nccl_library import Library
 from .rendezvous import TIMEOUT, Store
 
@@ -84,7 +84,7 @@ class Nccl:
 def _told(store: Store) -> bytes:
     """The communicator's id, as the trainer has put it into the store. Not by a `get` that waits: nobody else of this
     process could ask the store meanwhile who has left."""
-    until(lambda: store.has("id") or bool(store.get("left")), lambda: None)
+    wait_until(lambda: store.has("id") or bool(store.get("left")), lambda: None)
     told = store.get("id") if store.has("id") else None
     if told is None:
         raise TransferAborted((store.get("left") or b"").decode())
@@ -166,7 +166,7 @@ class Group:
                 raise TransferAborted(reason)
 
         thread.start()
-        until(lambda: not thread.is_alive(), look)
+        wait_until(lambda: not thread.is_alive(), look)
         if raised:
             raise raised[0]
 
@@ -192,7 +192,7 @@ class Group:
             why = self._reason() or (_MISSING if over else "")
             return bool(why) or all(int(n or -1) == self._number for n in self._store.multi_get(self._ready_keys()))
 
-        until(settled, lambda: None)
+        wait_until(settled, lambda: None)
         with suppress(Exception):
             self._store.set("verdict", f"{self._number} {why}")
         return why
@@ -221,7 +221,7 @@ class Group:
                 raise TransferAborted(reason)
             return decided == str(number)
 
-        until(settled, lambda: None)
+        wait_until(settled, lambda: None)
 
     # Both
 
@@ -259,7 +259,7 @@ class Group:
     def wait(self, done: Done | None) -> bool:
         """Wait for a broadcast; whether it went through."""
         self._awaited = done
-        until(lambda: bool(self.lost) or done is None or done.query(), lambda: None)
+        wait_until(lambda: bool(self.lost) or done is None or done.query(), lambda: None)
         return not self.lost and done is not None
 
     def leave(self, reason: str) -> None:

@@ -27,7 +27,7 @@ from .liveness import SHARED
 from .memory import CudaMemory, NotExported, SharedFiles, allocations, exported
 
 Found: TypeAlias = Mapping[str, Any]
-"""A worker's `Exports.description`."""
+"""A worker's `ExportedMemory.description`."""
 
 
 class Memory:
@@ -63,7 +63,7 @@ class Memory:
         return len(found) == len(self._at) and self.stays(found)
 
 
-class Exports:
+class ExportedMemory:
     """What other processes of this host need to map tensors of this one, as these lie at the moment.
 
     Args:
@@ -169,7 +169,7 @@ def _marks(storages: Sequence[torch.UntypedStorage]) -> list[int]:
     return [next(numbers) if storage.device.type == "cuda" else storage.nbytes() for storage in storages]
 
 
-class Mapped:
+class MappedMemory:
     """The tensors of another process in this one. Closed, or given up, it is unmapped; no view may be used after that.
 
     Args:
@@ -238,7 +238,7 @@ def _view(told: Sequence[Any], memory: Mapping[int, Tensor]) -> tuple[Box, Tenso
     return (tuple(start), tuple(size)), view
 
 
-class Direct(NamedTuple):
+class DirectWriteSet(NamedTuple):
     """Which tensors of a stream the trainer writes straight into engines of other processes; the same on every rank.
 
     Args:
@@ -250,16 +250,16 @@ class Direct(NamedTuple):
     why: str = ""
 
 
-def direct(workers: Sequence[Found]) -> Direct:
+def direct(workers: Sequence[Found]) -> DirectWriteSet:
     """Find which tensors can be written straight into all of these workers."""
     why = next((worker["why"] for worker in workers if worker["why"]), "")
     if why or not workers:
-        return Direct(frozenset(), why)
+        return DirectWriteSet(frozenset(), why)
     some = frozenset().union(*(worker["views"] for worker in workers))
-    return Direct(some.difference(*(worker["blocked"] for worker in workers)))
+    return DirectWriteSet(some.difference(*(worker["blocked"] for worker in workers)))
 
 
-def united(mapped: Iterable[Mapped]) -> DirectTargets:
+def united(mapped: Iterable[MappedMemory]) -> DirectTargets:
     """Join the places of several workers: a tensor is written to every worker that has it."""
     views: dict[str, list[tuple[Box, Tensor]]] = {}
     for one in mapped:

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from ...stream.direct_targets import DirectTargets
-from .liveness import TransferAborted, alive, until
+from .liveness import TransferAborted, alive, wait_until
 from .memory import CudaMemory, SharedMemory
 from .nccl import Done, Group
 from .rendezvous import reach_store
 from .routing import ABORTED, BUCKETS_TOGETHER, DONE, FILLED, LEFT, PID, Received, hands_over
 from .sender import SENDERS
-from .tcp_receiver import Inbox
+from .tcp_receiver import TcpReceiver
 
 
 class Receiver:
@@ -40,7 +40,7 @@ class Receiver:
         self._nbytes, self._device = channel["nbytes"], device
         self.over = False
         self._group: Group | None = None
-        self._inbox: Inbox | None = None
+        self._inbox: TcpReceiver | None = None
         self._memory: CudaMemory | None = None
         self._box: Any = None
         self._buffers: list[Tensor] = []
@@ -54,7 +54,7 @@ class Receiver:
             self._memory = CudaMemory(2 * self._nbytes, device, base64.b64decode(channel["handle"]))
             self._buffers = list(self._memory.tensor.split(self._nbytes))
         elif self.kind == "tcp":
-            self._inbox = Inbox(channel, self._nbytes, device)
+            self._inbox = TcpReceiver(channel, self._nbytes, device)
         elif self.kind == "nccl":
             store = reach_store(channel["store"])
             self._group = Group(store, channel["group"], channel["rank"], channel["world"], device)
@@ -123,7 +123,7 @@ class Receiver:
                 raise TransferAborted("the trainer died in the middle of a push")
 
         for index in range(count):
-            until(lambda: box[FILLED] > index or box[ABORTED], look)  # noqa: B023, it is called at once
+            wait_until(lambda: box[FILLED] > index or box[ABORTED], look)  # noqa: B023, it is called at once
             if box[FILLED] <= index:
                 raise TransferAborted("the trainer gave up in the middle of a push")
             yield self._buffers[index % 2]

@@ -86,7 +86,7 @@ class Route(NamedTuple):
         """Return the buckets that at least one of these workers takes."""
         return [i for i in self.sent if i not in self.recipients or any(one in workers for one in self.recipients[i])]
 
-    def told(
+    def wire_spec(
         self, place: WorkerId, served: Mapping[WorkerId, tuple[int, str]], hosts: Mapping[WorkerId, str]
     ) -> dict[str, list[int]]:
         """What comes to a worker where not all take everything: `sent` to it, `own` of these, and which come `apart`.

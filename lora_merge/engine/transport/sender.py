@@ -18,7 +18,7 @@ from torch import Tensor
 from ...stream.buckets import extent
 from ...stream.direct_targets import DirectTargets, Sent, joined
 from ...stream.double_buffer import DoubleBuffer
-from .liveness import TransferAborted, alive, until
+from .liveness import TransferAborted, alive, wait_until
 from .memory import CudaMemory, SharedMemory
 from .nccl import Done, Group
 from .rendezvous import serve_store
@@ -37,7 +37,7 @@ from .routing import (
     hands_over,
     nobody,
 )
-from .tcp_sender import Outbox
+from .tcp_sender import TcpSender
 
 SENDERS: weakref.WeakValueDictionary[str, Sender] = weakref.WeakValueDictionary()
 """Of this process, by session: workers in it pull from them."""
@@ -92,9 +92,9 @@ class Sender:
             self._store = serve_store(address)
             self._groups = {r: Group(self._store, str(r), 0, len(ws) + 1, device) for r, ws in members.items()}
         over_sockets = {at: (hosts or {}).get(at, str(at)) for at, kind in channels.items() if kind == "tcp"}
-        self.outbox: Outbox | None = None
+        self.outbox: TcpSender | None = None
         if over_sockets:
-            self.outbox = Outbox(address, over_sockets, nbytes, device)
+            self.outbox = TcpSender(address, over_sockets, nbytes, device)
             weakref.finalize(self, self.outbox.close)
         self._sent: dict[int, list[Done | None]] = {}
         self._begun = 0
@@ -386,7 +386,7 @@ class Sender:
         def look() -> None:
             self._dead |= {place for place, at in self._at.items() if box[at + PID] and not alive(box[at + PID])}
 
-        until(done, look)
+        wait_until(done, look)
 
 
 def _among(gone: Callable[[], set[int]], replica: int) -> Callable[[], bool]:

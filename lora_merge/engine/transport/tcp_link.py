@@ -43,7 +43,7 @@ _PROTOCOL = b"lora_merge 1"
 """Whoever speaks another one is a stranger."""
 _NONCE = 32
 _PLACE = struct.Struct("<II")
-_LINKS: weakref.WeakSet[Link] = weakref.WeakSet()
+_LINKS: weakref.WeakSet[TcpLink] = weakref.WeakSet()
 
 
 class Kind(IntEnum):
@@ -78,7 +78,7 @@ class Frame(NamedTuple):
     nbytes: int = 0
 
 
-class Link:
+class TcpLink:
     """One end of a connection, after the greeting. One thread sends and receives; `close` is for any.
 
     Args:
@@ -217,7 +217,7 @@ def secret_of(secret: bytes, place: tuple[int, int]) -> bytes:
     return hmac.digest(secret, _PROTOCOL + _PLACE.pack(*place), "sha256")
 
 
-def welcome(connection: socket.socket, secret: bytes) -> tuple[tuple[int, int], Link] | None:
+def welcome(connection: socket.socket, secret: bytes) -> tuple[tuple[int, int], TcpLink] | None:
     """Greet whoever has connected.
 
     Args:
@@ -240,10 +240,10 @@ def welcome(connection: socket.socket, secret: bytes) -> tuple[tuple[int, int], 
     except (OSError, EOFError):
         return None
     keys = _keys(own, said)
-    return worker, Link(connection, keys[0], keys[1], f"worker {worker[1]} of engine {worker[0]}")
+    return worker, TcpLink(connection, keys[0], keys[1], f"worker {worker[1]} of engine {worker[0]}")
 
 
-def reach(address: str, port: int, secret: bytes, place: tuple[int, int]) -> Link:
+def reach(address: str, port: int, secret: bytes, place: tuple[int, int]) -> TcpLink:
     """Connect to a trainer.
 
     Args:
@@ -273,7 +273,7 @@ def reach(address: str, port: int, secret: bytes, place: tuple[int, int]) -> Lin
         connection.close()
         raise TransferAborted(f"the trainer at {address}, port {port}, did not greet this worker: {error}") from error
     keys = _keys(secret, said)
-    return Link(connection, keys[1], keys[0], "the trainer")
+    return TcpLink(connection, keys[1], keys[0], "the trainer")
 
 
 def watched(connection: socket.socket) -> None:

@@ -17,21 +17,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .liveness import TransferAborted, alive, told, until
+from .liveness import TransferAborted, alive, error_text, wait_until
 from .memory import SharedMemory, bytes_of, host_buffers, shared_path
 from .routing import ABORTED, DONE, FILLED, LEFT, PID, WORDS, WORKERS
-from .tcp_link import Frame, Kind, Link, reach
+from .tcp_link import Frame, Kind, TcpLink, reach
 
 _GAVE_UP = "the trainer gave up in the middle of a push"
 _PAGE = 4096
 """Bytes: the buffers in shared memory begin at a page behind the mailbox."""
 
 
-class Inbox:
+class TcpReceiver:
     """A worker's end.
 
     Args:
-        channel: this worker's `Outbox.channel`.
+        channel: this worker's `TcpSender.channel`.
         nbytes: of a buffer.
         device: of the worker.
 
@@ -44,7 +44,7 @@ class Inbox:
         self._at, self._members, self._device = channel["at"], channel["members"], device
         self._nbytes, self._why = nbytes, ""
         self._file: SharedMemory | None = None
-        self._link: Link | None = None
+        self._link: TcpLink | None = None
         self._box: Any = None  # int64
         self._buffers: list[Tensor] = []
         self._bucket: Tensor | None = None
@@ -115,7 +115,7 @@ class Inbox:
             self._thread.start()
         for index, size in enumerate(sizes):
             mark = _mark(number, index + 1)
-            until(lambda: box[FILLED] >= mark or box[ABORTED], self._look)  # noqa: B023, it is called at once
+            wait_until(lambda: box[FILLED] >= mark or box[ABORTED], self._look)  # noqa: B023, it is called at once
             if box[FILLED] < mark:
                 raise TransferAborted(self._why or _ABORTED[int(box[ABORTED])])
             data = self._buffers[index % 2]
@@ -157,7 +157,7 @@ class Inbox:
 
     # The leader's thread
 
-    def _receive(self, link: Link, number: int, sizes: Sequence[int]) -> None:
+    def _receive(self, link: TcpLink, number: int, sizes: Sequence[int]) -> None:
         """Ask for buckets as there is room, and publish them."""
         box, before = self._box, int(self._box[FILLED])
         try:
@@ -175,7 +175,7 @@ class Inbox:
 
     def _tell(self, error: BaseException) -> None:
         """Tell the others on this host why no more comes, before `leave` says that this worker failed."""
-        self._why = str(error) if isinstance(error, TransferAborted) else told(error)
+        self._why = str(error) if isinstance(error, TransferAborted) else error_text(error)
         self._give_up(_TRAINER if self._why == _GAVE_UP else _BROKE)
 
     def _room(self, mark: int) -> None:
@@ -190,7 +190,7 @@ class Inbox:
                 if box[at + PID] and not alive(int(box[at + PID])):
                     box[at + LEFT] = 1
 
-        until(free, look)
+        wait_until(free, look)
         if box[ABORTED]:
             raise TransferAborted(_ABORTED[int(box[ABORTED])])
 
@@ -207,12 +207,12 @@ _ABORTED = {
 """Why no more comes, as the leader says it to the others."""
 
 
-def _reached(channel: Mapping[str, Any]) -> Link:
+def _reached(channel: Mapping[str, Any]) -> TcpLink:
     r, w = channel["place"]
     return reach(channel["address"], channel["port"], bytes.fromhex(channel["secret"]), (r, w))
 
 
-def _told(link: Link, wanted: Kind) -> Frame:
+def _told(link: TcpLink, wanted: Kind) -> Frame:
     """What the trainer says.
 
     Raises:

@@ -28,7 +28,7 @@ from .liveness import CHECK_S, TransferAborted
 from .memory import bytes_of, host_buffers
 from .rendezvous import listen
 from .routing import WorkerId, nobody
-from .tcp_link import GREETING_S, Frame, Kind, Link, digest, secret_of, welcome
+from .tcp_link import GREETING_S, Frame, Kind, TcpLink, digest, secret_of, welcome
 
 STRANGERS = 64
 """Who has connected and not greeted yet: of more, the first one is shown out."""
@@ -60,13 +60,13 @@ class _Member:
     """
 
     leader: WorkerId
-    link: Link | None = None
+    link: TcpLink | None = None
     lost: bool = False
     due: list[int] = field(default_factory=list)
     sent: int = 0
 
 
-class Outbox:
+class TcpSender:
     """The trainer's end: hands buckets to workers as they ask for them.
 
     Args:
@@ -102,7 +102,7 @@ class Outbox:
         self._run(self._accept)
 
     def channel(self, place: WorkerId) -> dict[str, Any]:
-        """How this worker's `Inbox` reaches it: JSON values. Whoever has them is heard as this worker."""
+        """How this worker's `TcpReceiver` reaches it: JSON values. Whoever has them is heard as this worker."""
         leader = self._members[place].leader
         together = [other for other, member in self._members.items() if member.leader == leader]
         return {"address": self._address, "port": self._port, "secret": secret_of(self._secret, place).hex()} | {
@@ -253,7 +253,7 @@ class Outbox:
                 member.lost = True
                 self._changed.notify_all()
 
-    def _serve(self, member: _Member, link: Link) -> None:
+    def _serve(self, member: _Member, link: TcpLink) -> None:
         leader = self._members[member.leader]
         self._until(lambda: leader.link is not None or leader.lost, link)
         link.send(Frame(Kind.READY))
@@ -268,7 +268,7 @@ class Outbox:
             else:
                 raise TransferAborted(f"a worker says {asked.kind.name}")
 
-    def _send(self, member: _Member, link: Link, asked: Frame) -> None:
+    def _send(self, member: _Member, link: TcpLink, asked: Frame) -> None:
         """Answer who has room for a bucket."""
 
         def over() -> bool:
@@ -294,7 +294,7 @@ class Outbox:
                 member.sent = asked.bucket + 1
             self._changed.notify_all()
 
-    def _until(self, ready: Callable[[], bool], link: Link) -> None:
+    def _until(self, ready: Callable[[], bool], link: TcpLink) -> None:
         """Wait for something while nothing is due from the other side of a link."""
         with self._changed:
             while not ready():

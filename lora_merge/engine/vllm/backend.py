@@ -15,7 +15,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from .side import side_of
+from .session import session_of
 
 
 @dataclass
@@ -48,7 +48,7 @@ class LoraMergeWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         _refuse()
 
     def shutdown(self) -> None:
-        side_of(self.model, self.model_config, self.device).disconnect()
+        session_of(self.model, self.model_config, self.device).disconnect()
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:

@@ -15,7 +15,7 @@ from ..control.base import Call, Control, Unheard, judges
 from ..control.calls import EngineGone, watched, while_alive
 from ..control.http import NoRoute, Server
 from ..control.one_server import OneServer
-from .core import HOLDERS, NAME, STANDS, STRANGERS
+from .core import HOLDERS, NAME, STANDS, WRONG_MODE
 from .plugin import BACKEND, registered
 
 _OfCore: TypeAlias = dict[str, Callable[..., tuple[str, Sequence[Any]]]]
@@ -26,7 +26,7 @@ _SYNCHRONOUS: _OfCore = {
     "resume": lambda: ("wake_up", (["scheduling"],)),
     "label": lambda version: ("set_weight_version?", (version,)),  # 0.26 has none
     "name_adapter": lambda there: ("nothing?", ()),
-    "end_strangers": lambda adapter: (STRANGERS, (adapter,)),
+    "end_wrong_mode_requests": lambda adapter: (WRONG_MODE, (adapter,)),
     "reset_prefix_cache": lambda running, connector: ("reset_prefix_cache", (running, connector)),
     "reset_media_caches": lambda: ("reset_encoder_cache", ()),
     "holders": lambda: (HOLDERS, ()),
@@ -193,9 +193,9 @@ class AsyncControl(LlmControl):
         if hasattr(self.engine, "update_weight_version"):
             await self._call("update_weight_version", version)
 
-    async def end_strangers(self, adapter: bool) -> None:
+    async def end_wrong_mode_requests(self, adapter: bool) -> None:
         if self._reaches_core():
-            await self._call("engine_core.call_utility_async", STRANGERS, adapter)
+            await self._call("engine_core.call_utility_async", WRONG_MODE, adapter)
 
     async def _holders_elsewhere(self) -> str:
         return str(await self._call("engine_core.call_utility_async", HOLDERS))

@@ -1,5 +1,5 @@
 """Methods of vLLM's engine core: `lora_merge_calls`, several of its calls in one message, and
-`lora_merge_end_strangers`, `lora_merge_stands` and `lora_merge_holders`, for what it does not do by itself.
+`lora_merge_end_wrong_mode_requests`, `lora_merge_stands` and `lora_merge_holders`, for what it does not do by itself.
 
 A message to an engine in another process goes through six threads there and back, most of a millisecond, and a push
 has ten small calls. What one of them finds decides whether the next is made: so it is looked at here.
@@ -15,7 +15,7 @@ from typing import Any
 from . import internals
 from .adapter import ADAPTER_ID
 
-NAME, STRANGERS = "lora_merge_calls", "lora_merge_end_strangers"
+NAME, WRONG_MODE = "lora_merge_calls", "lora_merge_end_wrong_mode_requests"
 STANDS, HOLDERS = "lora_merge_stands", "lora_merge_holders"
 
 
@@ -37,7 +37,7 @@ def lora_merge_calls(core: Any, calls: Sequence[Sequence[Any]]) -> str | Future[
     return done.ended if not done.ended.done() else done.ended.result()
 
 
-def lora_merge_end_strangers(core: Any, adapter: bool) -> None:
+def lora_merge_end_wrong_mode_requests(core: Any, adapter: bool) -> None:
     """End requests that were made for the other mode: they would go on with the bare base, or ask for an adapter that
     has gone, which ends a worker. Nothing of them was computed yet, and their clients hear "abort".
 
@@ -166,7 +166,7 @@ def _nothing(*arguments: Any) -> None:
 
 OF_CORE: dict[str, Callable[..., Any]] = {
     NAME: lora_merge_calls,
-    STRANGERS: lora_merge_end_strangers,
+    WRONG_MODE: lora_merge_end_wrong_mode_requests,
     STANDS: lora_merge_stands,
     HOLDERS: lora_merge_holders,
 }

@@ -9,7 +9,7 @@ from vllm import envs
 
 from ..push.replica import ONE_ENGINE
 from ..unfit import Reason, first
-from ..worker.session import Side
+from ..worker.session import WorkerSession
 from . import internals
 from .backend import LoraMergeWeightTransferEngine
 from .control import other_backend
@@ -36,12 +36,12 @@ class NotFirst(RuntimeError):
     one's answer only, so a push through this handle is refused."""
 
 
-def unfit(worker: Any, side: Side) -> str:
+def unfit(worker: Any, session: WorkerSession) -> str:
     """Return why no push can reach an engine, in words that follow its name; "" where one can.
 
     Args:
         worker: vLLM's own.
-        side: what lora_merge keeps beside it.
+        session: what lora_merge keeps beside it.
 
     Raises:
         NotFirst: as of `_engines`.
@@ -52,17 +52,17 @@ def unfit(worker: Any, side: Side) -> str:
         return f"runs vLLM {vllm.__version__}, which does not offer {', '.join(lacks)}; 0.26 and 0.32 are supported"
     if (backend := backend_of(worker)) not in ("", BACKEND):
         return other_backend(backend)
-    if barred := _barred(worker, side):
+    if barred := _barred(worker, session):
         return (
             f"chose a layout for {barred} that cannot be loaded again, which vLLM avoids in engines that are started "
             f'for weight transfer: pass weight_transfer_config=WeightTransferConfig(backend="{BACKEND}")'
         )
     if why := first(_REFUSED, worker):
         return why
-    if refused := side.modules.kept(refusal):
+    if refused := session.modules.kept(refusal):
         return refused
     load_format = str(worker.model_runner.load_config.load_format)
-    if stale := stale_scales(worker.cache_config, load_format, calibrated_scales(side.modules)):
+    if stale := stale_scales(worker.cache_config, load_format, calibrated_scales(session.modules)):
         return stale
     if _engines(worker.parallel_config) > 1:
         return f"is {ONE_ENGINE}"
@@ -272,12 +272,12 @@ def backend_of(worker: Any) -> str:
     return "" if config is None else str(config.backend)
 
 
-def _barred(worker: Any, side: Side) -> str:
+def _barred(worker: Any, session: WorkerSession) -> str:
     """Return a module whose packed layout vLLM would not have chosen for an engine started for weight transfer; "" for
     none."""
     if backend_of(worker):
         return ""
-    for path, module in side.modules.paths():
+    for path, module in session.modules.paths():
         method = getattr(module, "quant_method", None)
         kernel = getattr(method, "moe_kernel", None)
         for part in (module, method, kernel, getattr(kernel, "fused_experts", None)):

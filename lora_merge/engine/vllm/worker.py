@@ -18,18 +18,18 @@ from vllm.config import set_current_vllm_config
 
 from ..configs import computing
 from ..state import State
-from ..worker.commands import OPS
+from ..worker.commands import OPERATIONS
 from ..worker.rpc import respond
-from ..worker.session import Side
-from . import own
+from ..worker.session import WorkerSession
+from . import adopt_checkpoint
 from .adapter import ADAPTER_ID, load_adapter, remove_adapter, unserved_modules
 from .loading.formats import calibrated_scales, quantised_checkpoint
-from .side import side_of
+from .session import session_of
 from .stepped import stepped
 from .unfit import NotFirst, unfit
 
-_OPS = {**OPS, **own.OPS}
-_LOADING = {"receive", "pull", "merge", "reread"}
+_OPS = {**OPERATIONS, **adopt_checkpoint.OPS}
+_LOADING = {"receive", "pull", "merge", "reload_checkpoint"}
 """Operations in which layers are laid out anew, on all workers of an engine at once."""
 
 
@@ -66,49 +66,49 @@ class VllmWorker:
     def stepped(self) -> int:
         return stepped(self.raw.model_runner)
 
-    def side(self) -> Side:
+    def session(self) -> WorkerSession:
         model = self.raw.get_model()
         if model is None:
             raise RuntimeError("this engine was shut down: start a new one")
-        return side_of(model, self.raw.model_config, self.raw.device)
+        return session_of(model, self.raw.model_config, self.raw.device)
 
     @contextmanager
     def working(self, op: str) -> Iterator[None]:
         with set_current_vllm_config(self.raw.vllm_config):
             if op in _LOADING:
-                loader: Any = self.side().loader
+                loader: Any = self.session().loader
                 with loader.together.at_work():
                     yield
             else:
                 yield
 
-    def about(self, side: Side) -> dict[str, Any]:
+    def about(self, session: WorkerSession) -> dict[str, Any]:
         config, parallel = self.raw.vllm_config, self.raw.parallel_config
         lora = config.lora_config
         return {
             "world": parallel.world_size,
             "launcher": parallel.distributed_executor_backend == "external_launcher",
-            "unfit": unfit(self.raw, side),
+            "unfit": unfit(self.raw, session),
             "dtype": str(self.raw.model_config.dtype).removeprefix("torch."),
             "lora": None if lora is None else {"max_rank": lora.max_lora_rank, "dtype": _lora_dtype(lora)},
             "connector": (config.kv_transfer_config and config.kv_transfer_config.kv_connector) or "",
             "multimodal": self.raw.model_config.is_multimodal_model or self.raw.model_config.runner_type == "pooling",
-            "quantised": side.modules.kept(quantised_checkpoint),
-            "calibrated": calibrated_scales(side.modules),
+            "quantised": session.modules.kept(quantised_checkpoint),
+            "calibrated": calibrated_scales(session.modules),
             "shares": _shares(parallel),
             "computing": computing(self.raw.model_config.hf_config),
         }
 
-    def served(self, side: Side, state: State) -> State:
+    def served(self, session: WorkerSession, state: State) -> State:
         if state.kind == "adapter" and ADAPTER_ID not in self.raw.list_loras():
-            side.evicted()
-            return side.held
+            session.evicted()
+            return session.held
         return state
 
-    def settle(self, side: Side, weights: bool) -> None:
+    def settle(self, session: WorkerSession, weights: bool) -> None:
         if weights and hasattr(self.raw.model_runner, "reset_lora_state"):  # vLLM 0.32 on
             self.raw.model_runner.reset_lora_state()
-        if self.raw.vllm_config.lora_config is not None and side.held.kind != "adapter":
+        if self.raw.vllm_config.lora_config is not None and session.held.kind != "adapter":
             remove_adapter(self.raw.model_runner.lora_manager)
 
     def unserved(self, modules: Sequence[str]) -> list[str]:

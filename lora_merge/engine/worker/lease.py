@@ -19,7 +19,7 @@ _under_way: set[str] = set()
 os.register_at_fork(after_in_child=_under_way.clear)
 
 
-class ClaimLost(RuntimeError):
+class LeaseLost(RuntimeError):
     """A trainer asks for something in an engine that is not in the middle of its push (any more)."""
 
 
@@ -37,8 +37,8 @@ def under_way(owner: str) -> Iterator[None]:
         _under_way.discard(owner)
 
 
-def claim_of(owner: str, push: str) -> dict[str, Any]:
-    """What `Claim.take` takes, of a push of this process."""
+def lease_of(owner: str, push: str) -> dict[str, Any]:
+    """What `Lease.take` takes, of a push of this process."""
     pid = os.getpid()
     return {
         "owner": owner,
@@ -51,7 +51,7 @@ def claim_of(owner: str, push: str) -> dict[str, Any]:
     }
 
 
-class Claim:
+class Lease:
     """A worker's reservation for one trainer, from the first call of a push to the last, or until that trainer dies."""
 
     def __init__(self) -> None:
@@ -106,10 +106,10 @@ class Claim:
             ClaimLost: it has not, or another of its pushes has begun.
         """
         if owner == self._owner and push not in (None, self._push):
-            raise ClaimLost("this call was left behind by a push that was broken off; another one has begun")
+            raise LeaseLost("this call was left behind by a push that was broken off; another one has begun")
         if owner != self._owner:
             whose = "another" if self._owner else "no"
-            raise ClaimLost(
+            raise LeaseLost(
                 f"this engine is not in the middle of this trainer's push: {whose} trainer holds it now; push again "
                 "when nobody else does"
             )

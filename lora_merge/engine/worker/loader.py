@@ -26,13 +26,13 @@ from ...shards import Box, Piece, cut, numel, overlap
 from ...stream.buckets import Slot, Table, dtype_name, metas
 from ...stream.direct_targets import DirectTargets
 from ...stream.window import Window
-from ..transport.peer_memory import Exports
+from ..transport.peer_memory import ExportedMemory
 from .dry_run import Capture, Copy, Record, coverage, feed, torn
 from .modules import Modules, ties_of, unchanged
 
 
 @dataclass(eq=False)
-class Examination:
+class DryRunReport:
     """What the dry run of one table showed.
 
     Args:
@@ -66,14 +66,14 @@ class Examination:
     dtypes: dict[str, str] = field(default_factory=dict)
     layers: list[tuple[nn.Module, frozenset[str]]] = field(default_factory=list)
     touched: frozenset[int] = frozenset()
-    _exports: Exports | None = None
+    _exports: ExportedMemory | None = None
 
     @property
-    def exports(self) -> Exports:
+    def exports(self) -> ExportedMemory:
         """How trainers in other processes of this host map the places."""
         if self._exports is None or (self._exports.digest and not self._exports.hold()):
             blocked = self.staged.union(self.copies).difference(self.targets.views)
-            self._exports = Exports(self.targets, blocked)
+            self._exports = ExportedMemory(self.targets, blocked)
         return self._exports
 
     def pieces(self, name: str, window: Window) -> Iterator[Piece]:
@@ -101,7 +101,7 @@ class Loader:
     def __init__(self, modules: Modules, device: torch.device) -> None:
         self.model: Any = modules.model
         self.modules, self.device = modules, device
-        self._examined: tuple[Any, Examination] | None = None
+        self._examined: tuple[Any, DryRunReport] | None = None
         self._plans: dict[Hashable, tuple[int, Sequence[Slot], Plan]] = {}
         self._begun: dict[str, tuple[Tensor, int]] = {}
         self.reloaded = 0
@@ -110,9 +110,9 @@ class Loader:
     @property
     def ties(self) -> bool:
         """Whether some parameter has two names here (a head tied to the embedding)."""
-        return bool(self.modules.told(ties_of))
+        return bool(self.modules.answer(ties_of))
 
-    def examine(self, digest: str, table: Table) -> Examination:
+    def examine(self, digest: str, table: Table) -> DryRunReport:
         """The dry run; kept for as long as table (by its digest) and parameters stay the same. Nothing is written."""
         key = digest, self.modules.look().facts
         if self._examined is None or self._examined[0] != key:
@@ -121,15 +121,15 @@ class Loader:
             self._plans.clear()
         return self._examined[1]
 
-    def begin(self, examination: Examination) -> None:
+    def begin(self, report: DryRunReport) -> None:
         """Fill what loading fills with constants."""
         with torch.no_grad():
-            for view, value in examination.fills:
+            for view, value in report.fills:
                 view.fill_(value)
 
     def load(
         self,
-        examination: Examination,
+        report: DryRunReport,
         index: Hashable,
         slots: Sequence[Slot],
         data: Tensor,
@@ -143,11 +143,11 @@ class Loader:
         """
         at, known, plan = self._plans.get(index, (0, (), None))
         if plan is None or at != data.data_ptr() or known is not slots:
-            found = [pair for slot in slots for pair in pairs(examination, slot, data)]
+            found = [pair for slot in slots for pair in pairs(report, slot, data)]
             plan = Plan([segment for source, to in found for segment in copies("engine", source, to)])
             self._plans[index] = (data.data_ptr(), slots, plan)
         plan.run()
-        tensors = [whole for slot in slots if slot.name in examination.staged for whole in self._staged(slot, data)]
+        tensors = [whole for slot in slots if slot.name in report.staged for whole in self._staged(slot, data)]
         if tensors:
             for name, tensor in tensors:
                 keep(name, tensor)
@@ -159,7 +159,7 @@ class Loader:
 
     def load_layers(
         self,
-        examination: Examination,
+        report: DryRunReport,
         layers: Sequence[tuple[nn.Module, frozenset[str]]],
         tensor: Callable[[str], Tensor],
     ) -> None:
@@ -185,7 +185,7 @@ class Loader:
             yield slot.name, tensor
 
     def arrived(
-        self, examination: Examination, slots: Sequence[Slot], data: Tensor, placed: bool = False
+        self, report: DryRunReport, slots: Sequence[Slot], data: Tensor, placed: bool = False
     ) -> dict[str, bool]:
         """Whether the engine's parameters hold the bucket's values, bit for bit: of what went straight, and of what the
         trainer has written, once all that shares scales is there.
@@ -195,11 +195,11 @@ class Loader:
         """
         equal: dict[str, bool] = {}
         for slot in slots:
-            found = pairs(examination, slot, data)
+            found = pairs(report, slot, data)
             if slot.shape == slot.whole:
                 # Not by way of windows, so that a mistake there shows.
                 flat = slot.view(data).view(-1)
-                straight = examination.copies.get(slot.name, ())
+                straight = report.copies.get(slot.name, ())
                 found = ((flat[c.offset :].as_strided(c.destination.shape, c.stride), c.destination) for c in straight)
             for source, to in found:
                 there = source.to(to.dtype).contiguous().view(-1).view(torch.uint8)
@@ -244,7 +244,7 @@ class Loader:
         fed: Mapping[str, Tensor],
         owners: Mapping[str, nn.Module],
     ) -> DirectTargets:
-        """Where a trainer in this process writes to; see `Examination`.
+        """Where a trainer in this process writes to; see `DryRunReport`.
 
         Args:
             targets: where any trainer does.
@@ -274,7 +274,7 @@ class Loader:
 
     # The dry run
 
-    def _dry_run(self, table: Table) -> Examination:
+    def _dry_run(self, table: Table) -> DryRunReport:
         fed = [(meta.name, torch.empty(meta.shape, dtype=meta.dtype, device="meta")) for meta in metas(table).values()]
         ties = ties_of(self.modules)
         roots = self._laid_anew()
@@ -310,7 +310,7 @@ class Loader:
             }
         )
         ignored = {name: tensor for name, tensor in fed if name not in taken and name not in refused}
-        return Examination(
+        return DryRunReport(
             straight,
             targets,
             self._near(targets, roots, capture.records, dict(fed), owners),
@@ -360,10 +360,10 @@ def _partial(records: Sequence[Record], fed: Mapping[str, Tensor]) -> dict[str, 
     return {name: count for name, count in taken.items() if count < fed[name].numel()}
 
 
-def pairs(examination: Examination, slot: Slot, data: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def pairs(report: DryRunReport, slot: Slot, data: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """What of a slot goes straight: its view in the bucket, and its place in the engine."""
     view = slot.view(data)
-    for copy in examination.copies.get(slot.name, ()):
+    for copy in report.copies.get(slot.name, ()):
         box = overlap(slot.box, copy.window.box)
         if box is not None:
             inside = tuple(b - s for b, s in zip(box[0], slot.start, strict=True)), box[1]

@@ -24,9 +24,9 @@ from ...kernels.tracked.plan import TrackedPlan
 from ...models.delta import Job, in_place
 from ...shards import Piece, cut
 from ...stream.buckets import Meta, Table, contents_of, dtype_of, lay_out
-from ..payload.spec import Described, Factored, Update
+from ..payload.spec import DeviceFactors, ReceivedUpdate, UpdateSpec
 from ..state import OWN
-from .loader import Examination, Loader, pairs
+from .loader import DryRunReport, Loader, pairs
 
 
 class Merger:
@@ -34,7 +34,7 @@ class Merger:
 
     Args:
         loader: into the model.
-        examination: of the base's table.
+        report: of the base's table.
         table: the base's.
         base: fingerprint of the base, or `OWN`.
         changed: names of the tensors that updates will change; of the engine's own base `adopt` is told.
@@ -43,18 +43,18 @@ class Merger:
     def __init__(
         self,
         loader: Loader,
-        examination: Examination,
+        report: DryRunReport,
         table: Table,
         base: str,
         changed: frozenset[str],
     ) -> None:
-        self._loader, self._examination = loader, examination
+        self._loader, self._examination = loader, report
         self.base, self.own, self._contents = base, base == OWN, contents_of(table)
         self._needed = self._layers_of(changed)
         self._kept: dict[str, Tensor] = {}
         self._plan: _Products | None = None
         self._spare: _Products | None = None  # of the update before: the next one's may come to lie there
-        self._before: Described | None = None
+        self._before: UpdateSpec | None = None
         self._facts: list[Any] = []
 
     def keep(self, name: str, tensor: Tensor) -> None:
@@ -66,44 +66,44 @@ class Merger:
         """Tensors of the engine's own checkpoint, as `wanted` says."""
         self._kept.update(tensors)
 
-    def wanted(self, said: Described) -> frozenset[str]:
+    def wanted(self, spec: UpdateSpec) -> frozenset[str]:
         """Names of the tensors of the base that have to be kept here for an update and what follows it, and are not."""
-        return self._needs(said).difference(self._kept)
+        return self._needs(spec).difference(self._kept)
 
-    def _needs(self, said: Described) -> frozenset[str]:
-        layers = self._layers_of(self._touched(said))
-        return layers | said.whole if self.own else layers - said.whole
+    def _needs(self, spec: UpdateSpec) -> frozenset[str]:
+        layers = self._layers_of(self._touched(spec))
+        return layers | spec.whole if self.own else layers - spec.whole
 
     def holds(self, contents: str) -> bool:
         """Whether the base still lies where it was, with the same contents."""
         return contents == self._contents and self._facts == self._loader.modules.look().facts
 
-    def nothing(self) -> Update:
+    def nothing(self) -> ReceivedUpdate:
         """Drop what is kept to restore the base."""
-        return Update(Described(self._contents, (), 0, (), (), (), {}, {}), [])
+        return ReceivedUpdate(UpdateSpec(self._contents, (), 0, (), (), (), {}, {}), [])
 
     def settle(self) -> None:
         """Note where the weights lie, after all of a base or update has arrived."""
         self._facts = self._loader.modules.look().facts
 
-    def lacks(self, said: Described) -> bool:
+    def lacks(self, spec: UpdateSpec) -> bool:
         """Whether an update cannot be merged onto what is kept here, so that the base has to be sent again."""
-        if not self.holds(said.base):
+        if not self.holds(spec.base):
             return True
         before = self._before
-        if not self.own and before is not None and not before.whole <= said.whole:
+        if not self.own and before is not None and not before.whole <= spec.whole:
             return True  # their base was overwritten
-        return bool(self.wanted(said))
+        return bool(self.wanted(spec))
 
-    def _touched(self, said: Described) -> frozenset[str]:
+    def _touched(self, spec: UpdateSpec) -> frozenset[str]:
         """Names of the tensors that are not what they were, when this update follows the one before."""
-        return said.changed if self._before is None else said.changed | self._before.changed
+        return spec.changed if self._before is None else spec.changed | self._before.changed
 
     def _layers_of(self, names: frozenset[str]) -> frozenset[str]:
         """All names that the layers are made of which are laid out anew and have some of these."""
         return frozenset().union(*(own for _, own in self._examination.layers if own & names))
 
-    def merge(self, coming: Update) -> None:
+    def merge(self, coming: ReceivedUpdate) -> None:
         """Take the update before off, and merge this one.
 
         Raises:
@@ -112,22 +112,22 @@ class Merger:
             torch.OutOfMemoryError: no memory for the way back.
             After either, the weights are neither the base nor anything else.
         """
-        touched = self._touched(coming.said)
+        touched = self._touched(coming.spec)
         plan = self._merge_products(coming)
-        gone = frozenset() if self._before is None else self._before.whole - coming.said.whole
-        self._plan, self._before = plan, coming.said
+        gone = frozenset() if self._before is None else self._before.whole - coming.spec.whole
+        self._plan, self._before = plan, coming.spec
         self._write_whole(coming, gone)
         self._make_layers(coming, plan, touched)
         self._loader.finish()
 
-    def _merge_products(self, coming: Update) -> _Products | None:
+    def _merge_products(self, coming: ReceivedUpdate) -> _Products | None:
         """Merge what an update adds where parameters lie, in the place of what the one before added."""
         before, self._plan = self._plan, None
         plan, self._spare = self._spare, None
         if before is not None and not before.is_like(coming):
             before.tracked.unmerge()
             plan = before = None  # their memory is free before the next one's is taken
-        if not coming.said.tensors:
+        if not coming.spec.tensors:
             return None
         if plan is None or not plan.serves(coming):
             plan = None
@@ -136,7 +136,7 @@ class Merger:
         self._spare = before
         return plan
 
-    def _write_whole(self, coming: Update, gone: frozenset[str]) -> None:
+    def _write_whole(self, coming: ReceivedUpdate, gone: frozenset[str]) -> None:
         """What goes straight of the tensors that came whole, and the base of those that came before and do not now."""
         moved = [pair for slot, data in coming.whole() for pair in pairs(self._examination, slot, data)]
         for name in gone.intersection(self._examination.copies):
@@ -146,7 +146,7 @@ class Merger:
         if moved:
             Plan([segment for source, to in moved for segment in copies("engine", source, to)]).run()
 
-    def _make_layers(self, coming: Update, plan: _Products | None, touched: frozenset[str]) -> None:
+    def _make_layers(self, coming: ReceivedUpdate, plan: _Products | None, touched: frozenset[str]) -> None:
         """Layers that are laid out anew, of their base and what has changed."""
         layers = [(layer, names) for layer, names in self._examination.layers if names & touched]
         staged = self._layers_of(touched)
@@ -160,7 +160,7 @@ class Merger:
         def tensor(name: str) -> Tensor:
             if name in came:
                 return came[name]
-            if plan is not None and name in coming.said.tensors:
+            if plan is not None and name in coming.spec.tensors:
                 return plan.merged(name, self._kept[name].to(self._loader.device))
             return self._kept[name].to(self._loader.device, copy=True)
 
@@ -168,19 +168,19 @@ class Merger:
             self._loader.load_layers(self._examination, layers, tensor)
 
 
-class _Products(Factored):
+class _Products(DeviceFactors):
     """The products of one update on their way into a worker's tensors, and back.
 
     Args:
         coming: an update like it.
-        examination: of the base's table.
+        report: of the base's table.
         device: of the worker.
     """
 
-    def __init__(self, coming: Update, examination: Examination, device: torch.device) -> None:
+    def __init__(self, coming: ReceivedUpdate, report: DryRunReport, device: torch.device) -> None:
         places: dict[int, list[Piece]] = {}
-        for name, (number, window) in coming.said.tensors.items():
-            places.setdefault(number, []).extend(examination.pieces(name, window))
+        for name, (number, window) in coming.spec.tensors.items():
+            places.setdefault(number, []).extend(report.pieces(name, window))
         super().__init__(coming, places, device)
         self.tracked = TrackedPlan(
             [
@@ -192,7 +192,7 @@ class _Products(Factored):
             keep=True,
         )
 
-    def merge(self, coming: Update, before: _Products | None) -> None:
+    def merge(self, coming: ReceivedUpdate, before: _Products | None) -> None:
         """Merge the products of an update in the place of those before. They come to lie here: taking them off needs
         them again."""
         self.take(coming)
@@ -205,22 +205,22 @@ class _Products(Factored):
 
     def merged(self, name: str, base: Tensor) -> Tensor:
         """A tensor of the stream with its product, in memory of its own."""
-        number, window = self._said.tensors[name]
+        number, window = self._spec.tensors[name]
         out = torch.empty_like(base)
         job = Job(self.deltas[number], window.start, window.unfold(base), window.unfold(out))
         run_in_range(Plan(self.segments(number, job)))
         return out
 
 
-def problems(said: Described, examination: Examination) -> list[str]:
+def problems(spec: UpdateSpec, report: DryRunReport) -> list[str]:
     """Why updates cannot be merged into what a dry run of their base showed, in words; none where they can."""
     found = []
-    for name, (number, _) in said.tensors.items():
-        wanted = dtype_of(said.deltas[number]["dtype"])
-        held = {copy.destination.dtype for copy in examination.copies.get(name, ())}
+    for name, (number, _) in spec.tensors.items():
+        wanted = dtype_of(spec.deltas[number]["dtype"])
+        held = {copy.destination.dtype for copy in report.copies.get(name, ())}
         if held - {wanted}:
             found.append(f"{name}: {wanted} in the trainer, {held.pop()} in the engine")
-    anew = frozenset[str]().union(*(names for _, names in examination.layers))
-    for name in sorted(said.changed & examination.staged - anew):
+    anew = frozenset[str]().union(*(names for _, names in report.layers))
+    for name in sorted(spec.changed & report.staged - anew):
         found.append(f"{name}: loading makes something else of it in the engine, which a merge there would not")
     return found

@@ -119,7 +119,7 @@ class Modules:
             self._kept[find] = find(self)
         return self._kept[find]
 
-    def told(self, find: Callable[[Modules], _T]) -> _T:
+    def answer(self, find: Callable[[Modules], _T]) -> _T:
         """What a function finds here; it is asked again when modules or their tensors may have changed."""
         if self._watched() is None:
             return find(self)

@@ -14,9 +14,9 @@ from ...kernels.ranges import run_in_range
 from ...kernels.segments import Segment, copies
 from ...models.delta import Job
 from ...shards import Box, cut, overlap
-from ..payload.spec import Described, Factored, Update
-from ..transport.peer_memory import Mapped
-from .loader import Examination
+from ..payload.spec import DeviceFactors, ReceivedUpdate, UpdateSpec
+from ..transport.peer_memory import MappedMemory
+from .loader import DryRunReport
 
 
 class _There(NamedTuple):
@@ -40,13 +40,13 @@ class _Taken(NamedTuple):
     peer: bool
 
 
-class Pulled:
+class PullTarget:
     """What a trainer exports, and where it goes here.
 
     Args:
-        said: what goes how.
+        spec: what goes how.
         table: digest of the stream's table.
-        examination: of that table.
+        report: of that table.
         sources: what each rank of the trainer exports, and as it introduces itself: those of a `group` export the
             model between them. The nearest group is read.
         here: the `introduction` of this worker.
@@ -62,16 +62,16 @@ class Pulled:
 
     def __init__(
         self,
-        said: Described,
+        spec: UpdateSpec,
         table: str,
-        examination: Examination,
+        report: DryRunReport,
         sources: Sequence[Mapping[str, Any]],
         here: Mapping[str, Any],
         device: torch.device,
     ) -> None:
-        self.said, self.table, self.examination, self.device = said, table, examination, device
-        self._made: tuple[Factored, Plan] | None = None
-        self._mapped: list[Mapped] = []
+        self.spec, self.table, self.report, self.device = spec, table, report, device
+        self._made: tuple[DeviceFactors, Plan] | None = None
+        self._mapped: list[MappedMemory] = []
         self.pids: set[int] = set()
         self.closed = False
         self._views: dict[str, list[_There]] = {}
@@ -86,31 +86,31 @@ class Pulled:
                 peer = source["device"] != here["device"]
                 for name, found in mapped.views.items():
                     self._views.setdefault(name, []).extend(_There(box, view, peer) for box, view in found)
-            if said.there:
+            if spec.there:
                 lie = self._map({**near, **near["factors"]}, near["factors"]["views"]).views
-                if lacking := [name for name in said.there if name not in lie]:
+                if lacking := [name for name in spec.there if name not in lie]:
                     raise RuntimeError(f"an adapter's {lacking[0]} is not exported")
-                self._read = {name: lie[name][0][1] for name in said.there}
-            for name in (*said.tensors, *said.copied):
+                self._read = {name: lie[name][0][1] for name in spec.there}
+            for name in (*spec.tensors, *spec.copied):
                 self._check(name)
         except BaseException:
             self.close()
             raise
 
-    def _map(self, source: Mapping[str, Any], views: Mapping[str, Any]) -> Mapped:
+    def _map(self, source: Mapping[str, Any], views: Mapping[str, Any]) -> MappedMemory:
         self.pids.add(source["pid"])
-        self._mapped.append(Mapped({**source, "views": views}, self.device, source["pid"]))
+        self._mapped.append(MappedMemory({**source, "views": views}, self.device, source["pid"]))
         return self._mapped[-1]
 
     def _met(self, name: str, found: Sequence[Any]) -> list[Any]:
         """Those of a rank's boxes of a tensor of which this worker holds some."""
-        if name not in self.said.tensors and name not in self.said.copied:
+        if name not in self.spec.tensors and name not in self.spec.copied:
             return []
-        boxes = [piece.box for piece in self.examination.pieces(name, self._window(name))]
+        boxes = [piece.box for piece in self.report.pieces(name, self._window(name))]
         return [told for told in found if any(overlap((tuple(told[0]), tuple(told[1])), box) for box in boxes)]
 
     def _window(self, name: str) -> Any:
-        return self.said.tensors[name][1] if name in self.said.tensors else self.said.copied[name]
+        return self.spec.tensors[name][1] if name in self.spec.tensors else self.spec.copied[name]
 
     def _check(self, name: str) -> None:
         """Nothing of the engine may be left as it was because nobody exports it."""
@@ -121,7 +121,7 @@ class Pulled:
 
     def _places(self, name: str) -> Iterator[tuple[Tensor, list[_Taken]]]:
         """Each place of a tensor in this engine, and what of it comes from where."""
-        for piece in self.examination.pieces(name, self._window(name)):
+        for piece in self.report.pieces(name, self._window(name)):
             boxes = []
             for there in self._views.get(name, ()):
                 met = overlap(there.box, piece.box)
@@ -130,7 +130,7 @@ class Pulled:
                     boxes.append(_Taken(met[0], source, to, there.peer))
             yield piece.tensor, boxes
 
-    def merge(self, coming: Update, run: Mapping[str, Any]) -> None:
+    def merge(self, coming: ReceivedUpdate, run: Mapping[str, Any]) -> None:
         """Merge what came beside it with what lies there, into the engine's tensors.
 
         Args:
@@ -139,19 +139,19 @@ class Pulled:
         if self._made is None or not self._made[0].serves(coming):
             self._made = None
             near, far = ({}, self._read) if self._far else (self._read, {})
-            factored = Factored(coming, {}, self.device, near, far)
+            factored = DeviceFactors(coming, {}, self.device, near, far)
             self._made = factored, Plan(list(self._segments(factored)))
         factored, plan = self._made
         factored.take(coming)
         run_in_range(plan, run)
 
-    def _segments(self, factored: Factored) -> Iterator[Segment]:
-        for name, (number, _) in self.said.tensors.items():
+    def _segments(self, factored: DeviceFactors) -> Iterator[Segment]:
+        for name, (number, _) in self.spec.tensors.items():
             for _, boxes in self._places(name):
                 for taken in boxes:
                     job = Job(factored.deltas[number], taken.start, taken.source, taken.destination)
                     yield from _from_there(factored.segments(number, job), taken)
-        for name, window in self.said.copied.items():
+        for name, window in self.spec.copied.items():
             _, shape = window.inner(window.box)
             for _, boxes in self._places(name):
                 for taken in boxes:

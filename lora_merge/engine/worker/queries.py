@@ -8,19 +8,19 @@ from contextlib import suppress
 from typing import Any
 
 from ...stream.buckets import from_json
-from ..payload.spec import Described
-from ..transport.liveness import told
+from ..payload.spec import UpdateSpec
+from ..transport.liveness import error_text
 from ..transport.routing import introduction
-from .loader import Examination
+from .loader import DryRunReport
 from .merger import problems
-from .pull import Pulled
+from .pull import PullTarget
 from .rpc import Op, Worker
-from .session import Side
+from .session import WorkerSession
 
 
 def _hello(
     worker: Worker,
-    side: Side,
+    session: WorkerSession,
     claim: Mapping[str, Any] | None = None,
     streams: Sequence[str] = (),
     updates: Sequence[str] = (),
@@ -31,53 +31,55 @@ def _hello(
         streams: digests of tables: what `examine` says of them in brief, where they are known here.
         updates: digests of updates: which of them can be merged onto what lies here.
     """
-    with side.modules.still():
+    with session.modules.still():
         return {
             **introduction(worker.device),
-            **worker.about(side),
-            "name": side.name,
-            "tied": side.loader.ties,
-            "busy": "" if claim is None else side.claim.take(**claim),
-            "asleep": side.asleep(),
-            "paused": side.paused,
-            "served": side.served,
-            "waking": side.waking,
-            "session": None if side.receiver is None or side.receiver.over else side.receiver.session,
-            "state": worker.served(side, side.state()).to_json(),
-            "fits": _fits(side, streams),
-            "base": "" if side.merger is None else side.merger.base,
-            "ready": [digest for digest in updates if side.ready(digest)],
+            **worker.about(session),
+            "name": session.name,
+            "tied": session.loader.ties,
+            "busy": "" if claim is None else session.lease.take(**claim),
+            "asleep": session.asleep(),
+            "paused": session.paused,
+            "served": session.served,
+            "waking": session.waking,
+            "session": None if session.receiver is None or session.receiver.over else session.receiver.session,
+            "state": worker.served(session, session.state()).to_json(),
+            "fits": _fits(session, streams),
+            "base": "" if session.merger is None else session.merger.base,
+            "ready": [digest for digest in updates if session.ready(digest)],
         }
 
 
-def _fits(side: Side, streams: Sequence[str]) -> dict[str, dict[str, str]]:
+def _fits(session: WorkerSession, streams: Sequence[str]) -> dict[str, dict[str, str]]:
     """What is known of streams; nothing of one that cannot be looked at now (`examine` says why)."""
     fits = {}
     with suppress(Exception):
-        for digest in () if side.asleep() else side.tables.keys() & set(streams):
-            side.keep_table(digest)
-            fits[digest] = _brief(side, digest)
+        for digest in () if session.asleep() else session.tables.keys() & set(streams):
+            session.keep_table(digest)
+            fits[digest] = _brief(session, digest)
     return fits
 
 
-def _brief(side: Side, digest: str) -> dict[str, str]:
+def _brief(session: WorkerSession, digest: str) -> dict[str, str]:
     """Summarise what was found in a table, by digest, and where the engine has what it fills."""
-    found = side.loader.examine(digest, side.tables[digest])
+    found = session.loader.examine(digest, session.tables[digest])
     return {"same": found.digest, "at": found.exports.digest}
 
 
-def _examine(worker: Worker, side: Side, digest: str, table: Any = None, known: Sequence[str] = ()) -> dict[str, Any]:
+def _examine(
+    worker: Worker, session: WorkerSession, digest: str, table: Any = None, known: Sequence[str] = ()
+) -> dict[str, Any]:
     """Dry run of a table; without one, of the table that was sent before under this digest.
 
     Args:
         known: digests of findings that the trainer has: these are not sent again.
     """
     if table is not None:
-        side.keep_table(digest, from_json(table))
-    if digest not in side.tables:
+        session.keep_table(digest, from_json(table))
+    if digest not in session.tables:
         return {"unknown": True}
-    brief = _brief(side, digest)
-    found: Examination = side.loader.examine(digest, side.tables[digest])
+    brief = _brief(session, digest)
+    found: DryRunReport = session.loader.examine(digest, session.tables[digest])
     if found.digest in known:
         return brief
     return {
@@ -94,95 +96,95 @@ def _examine(worker: Worker, side: Side, digest: str, table: Any = None, known: 
     }
 
 
-def _examine_update(worker: Worker, side: Side, digest: str, base: str, said: Any = None) -> dict[str, Any]:
+def _examine_update(worker: Worker, session: WorkerSession, digest: str, base: str, spec: Any = None) -> dict[str, Any]:
     """Whether updates like this one can be merged here.
 
     Args:
-        digest: of `said`.
+        digest: of `spec`.
         base: digest of the table of the base, which was examined.
-        said: `Update.said`; without it, what was told before under this digest.
+        spec: `UpdatePayload.spec`; without it, what was told before under this digest.
     """
-    if said is not None:
-        side.keep_update(digest, Described.read(said))
-    if digest not in side.updates:
+    if spec is not None:
+        session.keep_update(digest, UpdateSpec.read(spec))
+    if digest not in session.updates:
         return {"unknown": True}
-    found = side.loader.examine(base, side.tables[base])
-    return {"problems": problems(side.updates[digest], found), "ready": side.ready(digest)}
+    found = session.loader.examine(base, session.tables[base])
+    return {"problems": problems(session.updates[digest], found), "ready": session.ready(digest)}
 
 
-def _exports(worker: Worker, side: Side, digest: str) -> dict[str, Any]:
+def _exports(worker: Worker, session: WorkerSession, digest: str) -> dict[str, Any]:
     """How a trainer in another process of this host maps what an examined table fills."""
-    return side.loader.examine(digest, side.tables[digest]).exports.description
+    return session.loader.examine(digest, session.tables[digest]).exports.description
 
 
-def _blocked(worker: Worker, side: Side, digest: str) -> dict[str, Any]:
+def _blocked(worker: Worker, session: WorkerSession, digest: str) -> dict[str, Any]:
     """Names of the tensors of an examined table that are more here than boxes of parameters in their dtype."""
-    found = side.loader.examine(digest, side.tables[digest])
+    found = session.loader.examine(digest, session.tables[digest])
     return {"blocked": sorted(found.staged.union(found.copies).difference(found.targets.views))}
 
 
 def _offer(
     worker: Worker,
-    side: Side,
+    session: WorkerSession,
     digest: str,
     update: str,
     table: str,
     sources: Sequence[Mapping[str, Any]],
-    said: Any = None,
+    spec: Any = None,
 ) -> dict[str, Any]:
     """Map what a trainer exports, to be pulled from. What was mapped before is let go of first: memory that lies at the
     same address since may have the same handle.
 
     Args:
         digest: of all of this.
-        update: digest of `said`.
+        update: digest of `spec`.
         table: digest of the table of the stream, which was examined.
-        sources: what each rank exports, as of `Pulled`.
-        said: as of `_examine_update`.
+        sources: what each rank exports, as of `PullTarget`.
+        spec: as of `_examine_update`.
     """
-    if said is not None:
-        side.keep_update(update, Described.read(said))
-    if update not in side.updates:
+    if spec is not None:
+        session.keep_update(update, UpdateSpec.read(spec))
+    if update not in session.updates:
         return {"unknown": True}
-    if side.ready(digest):
+    if session.ready(digest):
         return {"why": ""}
-    side.drop_pulls()
-    examination, here = side.loader.examine(table, side.tables[table]), introduction(worker.device)
+    session.drop_pulls()
+    report, here = session.loader.examine(table, session.tables[table]), introduction(worker.device)
     try:
-        pulled = Pulled(side.updates[update], table, examination, sources, here, worker.device)
+        target = PullTarget(session.updates[update], table, report, sources, here, worker.device)
     except (RuntimeError, OSError) as error:
-        return {"why": f"the trainer's memory cannot be mapped there: {told(error)}"}
-    side.keep_pull(digest, pulled)
+        return {"why": f"the trainer's memory cannot be mapped there: {error_text(error)}"}
+    session.keep_pull(digest, target)
     return {"why": ""}
 
 
-def _let_go(worker: Worker, side: Side) -> dict[str, Any]:
+def _let_go(worker: Worker, session: WorkerSession) -> dict[str, Any]:
     """Unmap the memory that a trainer exports."""
-    side.drop_pulls()
+    session.drop_pulls()
     return {}
 
 
-def _adapter_modules(worker: Worker, side: Side, modules: list[str]) -> dict[str, Any]:
+def _adapter_modules(worker: Worker, session: WorkerSession, modules: list[str]) -> dict[str, Any]:
     """Modules that this engine cannot adapt."""
     return {"unserved": worker.unserved(modules)}
 
 
-def _connect(worker: Worker, side: Side, channels: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+def _connect(worker: Worker, session: WorkerSession, channels: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     """Open this worker's channel to a trainer.
 
     Args:
         channels: for each worker of the engine its `Sender.channel`, by rank.
     """
-    side.connect(channels[str(worker.rank)])
+    session.connect(channels[str(worker.rank)])
     return {}
 
 
-def _coverage(worker: Worker, side: Side) -> dict[str, Any]:
+def _coverage(worker: Worker, session: WorkerSession) -> dict[str, Any]:
     """Elements that the last full push wrote, and elements there are."""
-    return {"elements": side.coverage, "state": side.state().to_json()}
+    return {"elements": session.coverage, "state": session.state().to_json()}
 
 
-QUESTIONS: dict[str, Op] = {
+QUERIES: dict[str, Op] = {
     "hello": _hello,
     "examine": _examine,
     "examine_update": _examine_update,

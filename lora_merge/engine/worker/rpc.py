@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ..state import State
-from ..transport.liveness import process_id, told
-from .lease import ClaimLost, Stepped
-from .session import Side
+from ..transport.liveness import error_text, process_id
+from .lease import LeaseLost, Stepped
+from .session import WorkerSession
 
 _log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class Worker(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def side(self) -> Side:
+    def session(self) -> WorkerSession:
         """What is kept here between calls."""
 
     def stepped(self) -> int:
@@ -45,7 +45,7 @@ class Worker(Protocol):
     def working(self, op: str) -> AbstractContextManager[Any]:
         """What an operation runs in."""
 
-    def about(self, side: Side) -> dict[str, Any]:
+    def about(self, session: WorkerSession) -> dict[str, Any]:
         """What it says of itself in `hello`: `rank`, `world` (workers of the engine), `launcher` (whether each has a
         handle of its own), `unfit` (why no push can reach the engine, in words that follow its name; "" where one can),
         `dtype` (of its model), `lora` (`max_rank` and `dtype` of its adapters, None where it serves none), `connector`
@@ -55,10 +55,10 @@ class Worker(Protocol):
         layers that have, in words, "" where none has), and where engines can compute their experts together `shares`
         (as of `Replica`). And `computing`: how its configuration says that it computes (configs.py)."""
 
-    def served(self, side: Side, state: State) -> State:
+    def served(self, session: WorkerSession, state: State) -> State:
         """What it holds, where the weights are in `state`: an adapter may have gone since."""
 
-    def settle(self, side: Side, weights: bool) -> None:
+    def settle(self, session: WorkerSession, weights: bool) -> None:
         """Called when a push is over: remove adapters that do not belong to the weights any more.
 
         Args:
@@ -74,8 +74,8 @@ class Worker(Protocol):
 
 Op: TypeAlias = Callable[..., dict[str, Any]]
 _FLYING = frozenset({"commit"})
-"""Operations that begin while the device is still at what the one before has left under way (`Side.fly`): what they do
-on it comes after that, and they wait before they answer."""
+"""Operations that begin while the device is still at what the one before has left under way (`WorkerSession.fly`):
+what they do on it comes after that, and they wait before they answer."""
 
 _turn = threading.RLock()
 """Held by the call that is under way in this process: threads call engines that are in it, and what such a call works
@@ -97,47 +97,47 @@ def respond(worker: Worker, ops: Mapping[str, Op], request: str, raised: tuple[t
     Args:
         ops: the operations of this engine, by name.
         request: `{"op": ..., "call": ..., "trainer": ..., "push": ..., "still": ..., "sessions": ..., **arguments}`;
-            `trainer` and `push` where it is a call of one (`Claim`), `still` where that one has paused the engine,
+            `trainer` and `push` where it is a call of one (`Lease`), `still` where that one has paused the engine,
             and `sessions` where buckets come in it: those of the channels through which they come.
         raised: errors that are no answer.
 
     Returns:
         `{"rank": ..., "call": ..., "process": ..., **answer}`; `call` is the request's, so that an answer to another
         one shows, and `process` is the same as long as this process lives. An error is the answer `{"error": ...}`,
-        with `why` for those that a push has to know: "lost" (`ClaimLost`) and "stepped" (`Stepped`).
+        with `why` for those that a push has to know: "lost" (`LeaseLost`) and "stepped" (`Stepped`).
     """
     call, rank = None, -1
     try:
         rank = worker.rank
         message = json.loads(request)
         call = message.pop("call", None)
-        side = worker.side()
+        session = worker.session()
         with _turn:
-            answer = _done(worker, side, ops, message)
+            answer = _done(worker, session, ops, message)
         return json.dumps({"rank": rank, "call": call, "process": process_id(), **answer})
     except raised:
         raise
-    except (ClaimLost, Stepped) as error:
-        why = "lost" if isinstance(error, ClaimLost) else "stepped"
+    except (LeaseLost, Stepped) as error:
+        why = "lost" if isinstance(error, LeaseLost) else "stepped"
         return json.dumps({"rank": rank, "call": call, "process": process_id(), "error": str(error), "why": why})
     except Exception as error:
         _log.exception("lora_merge")
-        return json.dumps({"rank": rank, "call": call, "process": process_id(), "error": told(error)})
+        return json.dumps({"rank": rank, "call": call, "process": process_id(), "error": error_text(error)})
 
 
-def _done(worker: Worker, side: Side, ops: Mapping[str, Op], message: dict[str, Any]) -> dict[str, Any]:
+def _done(worker: Worker, session: WorkerSession, ops: Mapping[str, Op], message: dict[str, Any]) -> dict[str, Any]:
     """Run the operation of a message, and return its answer."""
     op, ours, still = message.pop("op"), "trainer" in message, message.pop("still", False)
     sessions = message.pop("sessions", None) if ours else None
     if op not in _FLYING:
-        side.land()
+        session.land()
     with worker.working(op):
         if ours:  # what another push has left behind must not touch what comes to this one
-            side.claim.check(message.pop("trainer"), message.pop("push", None))
-        with nullcontext() if sessions is None else side.taking(sessions):
+            session.lease.check(message.pop("trainer"), message.pop("push", None))
+        with nullcontext() if sessions is None else session.taking(sessions):
             if still:
-                side.claim.check_still(worker.stepped())
-            answer = ops[op](worker, side, **message)
+                session.lease.check_still(worker.stepped())
+            answer = ops[op](worker, session, **message)
         if ours:  # it may have taken long
-            side.claim.hear()
+            session.lease.hear()
     return answer

@@ -17,15 +17,15 @@ from ...stream.buckets import Slot, Table, extent
 from ...stream.direct_targets import DirectTargets
 from ..fingerprint import Sampler
 from ..payload.checksums import add_checksums
-from ..payload.spec import Described, Update
+from ..payload.spec import ReceivedUpdate, UpdateSpec
 from ..state import WEIGHTS, State, change
 from ..transport.liveness import alive
 from ..transport.receiver import Receiver
 from ..transport.routing import Received
-from .lease import Claim
-from .loader import Examination, Loader
+from .lease import Lease
+from .loader import DryRunReport, Loader
 from .merger import Merger
-from .pull import Pulled
+from .pull import PullTarget
 
 _SIDE = "_lora_merge"
 _TABLES = 8
@@ -40,19 +40,19 @@ class Coming(NamedTuple):
     """A full push that has begun.
 
     Args:
-        examination: of its table.
+        report: of its table.
         digest: of the table.
         state: that it brings.
         merger: keeps what merging updates onto it takes; None where none will come.
     """
 
-    examination: Examination
+    report: DryRunReport
     digest: str
     state: State
     merger: Merger | None = None
 
 
-class Side:
+class WorkerSession:
     """The worker's side of all pushes.
 
     Args:
@@ -84,13 +84,13 @@ class Side:
         self.name = secrets.token_hex(8)
         self.receiver: Receiver | None = None
         self.tables: dict[str, Table] = {}
-        self.claim = Claim()
+        self.lease = Lease()
         self.held, self.coming, self.pending, self.began = State(), None, None, False
         self.served = self.held.kind
         self.merger: Merger | None = None
-        self.updates: dict[str, Described] = {}
-        self.update: Update | None = None
-        self.pulls: dict[str, Pulled] = {}
+        self.updates: dict[str, UpdateSpec] = {}
+        self.update: ReceivedUpdate | None = None
+        self.pulls: dict[str, PullTarget] = {}
         self.pulling = threading.RLock()
         self.puller = ""
         self.paused, self.waking = False, False
@@ -121,9 +121,9 @@ class Side:
         """Whether the update with this digest can be merged onto the present weights, or the stream that was offered
         under it can be pulled."""
         if digest in self.pulls:
-            pulled = self.pulls[digest]
-            table = None if self.asleep() else self.tables.get(pulled.table)
-            return table is not None and self.loader.examine(pulled.table, table) is pulled.examination
+            target = self.pulls[digest]
+            table = None if self.asleep() else self.tables.get(target.table)
+            return table is not None and self.loader.examine(target.table, table) is target.report
         if self.merger is None or self.held.kind == "dirty":
             return False
         return digest in self.updates and not self.merger.lacks(self.updates[digest])
@@ -135,7 +135,7 @@ class Side:
     def came(self) -> None:
         """Note that all buckets of a full push have arrived."""
         assert self.coming is not None
-        self.pending, self.coverage = self.coming.state, self.coming.examination.elements
+        self.pending, self.coverage = self.coming.state, self.coming.report.elements
 
     def end(self, brought: State) -> None:
         """End a push: record the new state and a fingerprint of the weights."""
@@ -189,19 +189,19 @@ class Side:
         for old in list(self.tables)[:-_TABLES]:
             del self.tables[old]
 
-    def keep_update(self, digest: str, said: Described) -> None:
+    def keep_update(self, digest: str, spec: UpdateSpec) -> None:
         """Keep the description of an update."""
-        self.updates[digest] = said
+        self.updates[digest] = spec
         for old in list(self.updates)[:-_UPDATES]:
             del self.updates[old]
 
-    def keep_pull(self, digest: str, pulled: Pulled) -> None:
+    def keep_pull(self, digest: str, target: PullTarget) -> None:
         """Keep the mapped memory of a trainer; it is unmapped when that trainer dies."""
         self.drop_pulls()
-        self.pulls[digest], self.puller = pulled, self.claim.owner
-        threading.Thread(target=_watch, args=(ref(self), ref(pulled)), daemon=True, name="lora_merge").start()
+        self.pulls[digest], self.puller = target, self.lease.owner
+        threading.Thread(target=_watch, args=(ref(self), ref(target)), daemon=True, name="lora_merge").start()
 
-    def drop_pulls(self, only: Pulled | None = None) -> None:
+    def drop_pulls(self, only: PullTarget | None = None) -> None:
         """Unmap what a trainer exports.
 
         Args:
@@ -229,7 +229,7 @@ class Side:
         """Open a channel to a trainer and close the one before. Memory mapped from another trainer, which may be dead,
         is unmapped."""
         self.disconnect()
-        if self.puller != self.claim.owner:
+        if self.puller != self.lease.owner:
             self.drop_pulls()
         self.receiver = Receiver(channel, self.device)
 
@@ -281,18 +281,18 @@ class Side:
                     add_checksums(self.checksums, table[received.index], received.data)
                 use(table[received.index], received)
 
-    def look(self, examination: Examination, slots: Sequence[Slot], data: Tensor, placed: bool = False) -> None:
+    def look(self, report: DryRunReport, slots: Sequence[Slot], data: Tensor, placed: bool = False) -> None:
         """Note whether the parameters hold the values of a bucket."""
-        for name, same in self.loader.arrived(examination, slots, data, placed).items():
+        for name, same in self.loader.arrived(report, slots, data, placed).items():
             self.arrived[name] = self.arrived.get(name, True) and same
 
 
-def _watch(side: ref[Side], pulled: ref[Pulled]) -> None:
+def _watch(session: ref[WorkerSession], target: ref[PullTarget]) -> None:
     """Watch a trainer whose memory is mapped here: if it dies and nobody pushes again, unmap its memory, which is not
     freed before."""
     while True:
         time.sleep(_WATCH_S)
-        here, what = side(), pulled()
+        here, what = session(), target()
         if here is None or what is None or what.closed:
             return
         if not all(map(alive, what.pids)):
@@ -301,10 +301,10 @@ def _watch(side: ref[Side], pulled: ref[Pulled]) -> None:
         del here, what
 
 
-def side_of(model: nn.Module, make: Callable[[], Side]) -> Side:
-    """Return the `Side` of a model for one call to a worker; it is made at first use."""
+def session_of(model: nn.Module, make: Callable[[], WorkerSession]) -> WorkerSession:
+    """Return the `WorkerSession` of a model for one call to a worker; it is made at first use."""
     if _SIDE not in model.__dict__:
         model.__dict__.setdefault(_SIDE, make())  # two threads may come first
-    side: Side = model.__dict__[_SIDE]
-    side.modules.doubt()
-    return side
+    session: WorkerSession = model.__dict__[_SIDE]
+    session.modules.doubt()
+    return session

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...engine.push.replica import SyncReport
-from ...engine.transport.liveness import told
+from ...engine.transport.liveness import error_text
 from ...errors import PushFailed, PushRefused
 from ...models.live import live
 from ...shards.ranks import Ranks, noted
@@ -99,7 +99,7 @@ class Served:
         except Exception as raised:
             error = raised
         world = Ranks(dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
-        failures = world.gather(None if error is None else told(error))
+        failures = world.gather(None if error is None else error_text(error))
         if error is not None:
             raise error
         for rank, failure in enumerate(failures):
@@ -125,7 +125,8 @@ class Served:
                     self._finish()
         if errors:
             raise PushFailed(
-                f"the server may hold a part of an update ({told(errors[0])}); the next push that goes through heals it"
+                f"the server may hold a part of an update ({error_text(errors[0])}); the next push that goes through "
+                "heals it"
             ) from errors[0]
 
     def check(self) -> None:

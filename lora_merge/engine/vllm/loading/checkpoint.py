@@ -18,7 +18,7 @@ from torch import Tensor
 from ....shards import cut
 from ....stream.buckets import Meta, Slot, Table, extent, lay_out, metas
 from ...stamps import Stamp, difference, stamp
-from ...worker.loader import Examination, Loader
+from ...worker.loader import DryRunReport, Loader
 from .. import internals
 from .reads import Sources, changed, check_unchanged, read_by
 
@@ -122,17 +122,17 @@ class Checkpoint:
         where = f"the checkpoint {self._config.model}"
         return Kept(self.check_unchanged(), where)
 
-    def check(self, loader: Loader, examination: Examination, table: Table) -> None:
+    def check(self, loader: Loader, report: DryRunReport, table: Table) -> None:
         """Raise `RuntimeError` where the engine holds something else than its checkpoint: small tensors are compared
         that keep their layout."""
         some = {
             name: meta
             for name, meta in metas(table).items()
-            if name in examination.copies and meta.nbytes <= _SMALL * meta.dtype.itemsize
+            if name in report.copies and meta.nbytes <= _SMALL * meta.dtype.itemsize
         }
         for slots in lay_out(list(some.values()), 1 << 24) if some else ():
             data = _bucket(slots, self.read({slot.name: some[slot.name] for slot in slots}), loader.device)
-            same = loader.arrived(examination, slots, data)
+            same = loader.arrived(report, slots, data)
             if differing := sorted(name for name, equal in same.items() if not equal):
                 raise RuntimeError(
                     f"the engine's {differing[0]}{_more(differing)} is not what {self._config.model} holds: something "
@@ -140,11 +140,11 @@ class Checkpoint:
                 )
 
 
-def load_again(loader: Loader, examination: Examination, table: Table, tensors: Mapping[str, Tensor]) -> None:
+def load_again(loader: Loader, report: DryRunReport, table: Table, tensors: Mapping[str, Tensor]) -> None:
     """All tensors of a checkpoint into the engine, between the loader's `begin` and `finish`."""
     for index, slots in enumerate(table):
         loader.let_go()  # of plans that read the bucket before
-        loader.load(examination, index, slots, _bucket(slots, tensors, loader.device), _nothing)
+        loader.load(report, index, slots, _bucket(slots, tensors, loader.device), _nothing)
     loader.let_go()
 
 

@@ -17,7 +17,7 @@ from ....stream.buckets import Slot, Table
 from ....stream.direct_targets import DirectTargets
 from ...worker import loader
 from ...worker.dry_run import Capture, Record, feed
-from ...worker.loader import Examination, everything
+from ...worker.loader import DryRunReport, everything
 from ...worker.modules import Modules, unwrapped, wrapped
 from .. import internals
 from .compressed import Scheme, as_in_checkpoint, named_back, schemes_of
@@ -71,31 +71,31 @@ class Loader(loader.Loader):
         self._schemes: dict[str, Scheme] = {}  # by name of the stream; of any that came, as it depends on the model
         self._of_scales: list[Record] = []  # of the last dry run
 
-    def examine(self, digest: str, table: Table) -> Examination:
+    def examine(self, digest: str, table: Table) -> DryRunReport:
         """As of the base; kept also for as long as layers hold nothing else."""
         if self._fused.lost:
             self._examined = None
         return super().examine(digest, table)
 
-    def begin(self, examination: Examination) -> None:
+    def begin(self, report: DryRunReport) -> None:
         """As of the base; waits for layers whose layout changes after loading."""
-        super().begin(examination)
+        super().begin(report)
         self._compared, self.reloaded = None, 0
-        if examination.staged:
-            self._reload = Reload(examination.layers, examination.touched, self.device.type, self.together)
+        if report.staged:
+            self._reload = Reload(report.layers, report.touched, self.device.type, self.together)
 
     def written(self, names: Collection[str]) -> None:
         if self._reload is not None:
             self._reload.written(names)
 
     def arrived(
-        self, examination: Examination, slots: Sequence[Slot], data: Tensor, placed: bool = False
+        self, report: DryRunReport, slots: Sequence[Slot], data: Tensor, placed: bool = False
     ) -> dict[str, bool]:
-        equal = super().arrived(examination, slots, data, placed)
-        if not placed or not examination.near.together:
+        equal = super().arrived(report, slots, data, placed)
+        if not placed or not report.near.together:
             return equal
         if self._compared is None:
-            self._compared = Compared(examination.near)
+            self._compared = Compared(report.near)
         whole = [found for slot in slots if slot.name in self._compared.of for found in self._staged(slot, data)]
         return equal | self._compared.add(whole)
 
@@ -132,11 +132,11 @@ class Loader(loader.Loader):
 
     def load_layers(
         self,
-        examination: Examination,
+        report: DryRunReport,
         layers: Sequence[tuple[nn.Module, frozenset[str]]],
         tensor: Callable[[str], Tensor],
     ) -> None:
-        self._reload = Reload(layers, examination.touched, self.device.type, self.together)
+        self._reload = Reload(layers, report.touched, self.device.type, self.together)
         done: set[str] = set()
         with torch.no_grad(), self._bare():
             for _, names in layers:

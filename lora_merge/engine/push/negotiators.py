@@ -13,16 +13,16 @@ from ...stream.bucket_writer import BucketWriter
 from ...stream.buckets import dtype_of
 from ...stream.weights import MergedWeights
 from ..payload.adapter import AdapterSource, writer_of
-from ..payload.pull import MOVED, Pull, Pulls, Stayed, readable, unreadable
-from ..payload.recipients import Takers
-from ..payload.update import Update, Updates
+from ..payload.pull import MOVED, PullBuilder, PullSource, Unmoved, readable, unreadable
+from ..payload.recipients import Recipients
+from ..payload.update import UpdateBuilder, UpdatePayload
 from .channels import Trainer
 from .replica import Replica
 
 _INSTEAD = '; push with mode="merged" instead'
 
 
-class Offer:
+class AdapterNegotiator:
     """Makes the adapter of a model something that engines can be sent; kept while it stays what it was.
 
     Args:
@@ -79,16 +79,16 @@ class Offer:
         await self._trainer.all_own(replicas, ask)
 
 
-class UpdateOffer:
+class UpdateNegotiator:
     """Makes what training has changed in a model something that engines can merge.
 
     Args:
         weights: the stream of the model.
-        trains: as of `Updates`.
+        trains: as of `UpdateBuilder`.
     """
 
     def __init__(self, trainer: Trainer, weights: MergedWeights, *, trains: bool = True) -> None:
-        self._trainer, self._updates = trainer, Updates(weights, trains=trains)
+        self._trainer, self._updates = trainer, UpdateBuilder(weights, trains=trains)
         self._last = ""
 
     def known(self) -> list[str]:
@@ -100,17 +100,17 @@ class UpdateOffer:
         self._updates.release()
 
     async def __call__(
-        self, weights: MergedWeights, base: BucketWriter, replicas: Sequence[Replica], recipients: Takers
-    ) -> Update:
+        self, weights: MergedWeights, base: BucketWriter, replicas: Sequence[Replica], recipients: Recipients
+    ) -> UpdatePayload:
         """The update; what the workers of `replicas` are ready for is noted in them.
 
         Args:
-            weights, base, recipients: as of `Updates`.
+            weights, base, recipients: as of `UpdateBuilder`.
 
         Raises:
             PushRefused: some engine cannot merge it, or nobody but the trainer; says why.
         """
-        made: list[Update] = []
+        made: list[UpdatePayload] = []
         for answers in await self._trainer.everywhere(self._try(weights, base, made, replicas, recipients)):
             for replica in replicas:
                 for worker, ready in zip(replica.workers, answers.get(replica.index, ()), strict=False):
@@ -122,9 +122,9 @@ class UpdateOffer:
         self,
         weights: MergedWeights,
         base: BucketWriter,
-        made: list[Update],
+        made: list[UpdatePayload],
         replicas: Sequence[Replica],
-        recipients: Takers,
+        recipients: Recipients,
     ) -> dict[int, list[bool]]:
         update = await self._trainer.blocking(lambda: self._updates(weights, base, recipients))
         made.append(update)
@@ -136,7 +136,7 @@ class UpdateOffer:
             call = partial(replica.handle.rpc, "examine_update", digest=update.digest, base=base.digest)
             answers = await call()
             if any("unknown" in answer for answer in answers):
-                answers = await call(said=update.said)
+                answers = await call(spec=update.spec)
             if found := [problem for answer in answers for problem in answer["problems"]]:
                 raise PushRefused(
                     f"engine {replica.index} cannot merge by itself: {found[0]}"
@@ -148,7 +148,7 @@ class UpdateOffer:
         return ready
 
 
-class PullOffer:
+class PullNegotiator:
     """Makes a stream something that workers on this host can read where the trainer has it.
 
     Args:
@@ -156,9 +156,9 @@ class PullOffer:
         stayed: whether the model's weights lie where they lay, for all streams of it.
     """
 
-    def __init__(self, trainer: Trainer, weights: MergedWeights, stayed: Stayed) -> None:
-        self._trainer, self._pulls, self._stayed = trainer, Pulls(weights), stayed
-        self._last: Pull | None = None
+    def __init__(self, trainer: Trainer, weights: MergedWeights, stayed: Unmoved) -> None:
+        self._trainer, self._pulls, self._stayed = trainer, PullBuilder(weights), stayed
+        self._last: PullSource | None = None
         self._looked: tuple[BucketWriter, bool] | None = None
         self._refused: tuple[Any, ...] = (None, (), "")
 
@@ -175,7 +175,7 @@ class PullOffer:
         """Look already, in this push, whether the last one serves again. Collective, as making streams is."""
         self._looked = stream, self._pulls.stands(stream, self._last)
 
-    async def __call__(self, stream: BucketWriter, replicas: Sequence[Replica]) -> tuple[Pull | None, str]:
+    async def __call__(self, stream: BucketWriter, replicas: Sequence[Replica]) -> tuple[PullSource | None, str]:
         """The stream; None where some worker cannot read it, and why, in words. Collective.
 
         Args:
@@ -202,7 +202,7 @@ class PullOffer:
 
     async def _offered(
         self, stream: BucketWriter, replicas: Sequence[Replica], workers: Sequence[Mapping[str, Any]]
-    ) -> tuple[Pull | None, str]:
+    ) -> tuple[PullSource | None, str]:
         trainer, last = self._trainer, self._last
         looked, self._looked = self._looked, None
         if looked is not None and looked[0] is stream:
@@ -231,9 +231,11 @@ class PullOffer:
         await trainer.close_channels()  # those of a push before have room for all that is read from now on
         return pull, ""
 
-    async def _made(self, stream: BucketWriter, blocked: frozenset[str]) -> tuple[list[Pull], list[dict[str, Any]]]:
+    async def _made(
+        self, stream: BucketWriter, blocked: frozenset[str]
+    ) -> tuple[list[PullSource], list[dict[str, Any]]]:
         """This rank's, and what all ranks export."""
-        made: list[Pull] = []
+        made: list[PullSource] = []
 
         async def make() -> dict[str, Any]:
             made.append(await self._trainer.blocking(lambda: self._pulls(stream, blocked)))
@@ -255,9 +257,9 @@ class PullOffer:
 
         return set().union(*await self._trainer.everywhere(asked()))
 
-    async def _map(self, pull: Pull, sources: Sequence[dict[str, Any]], replicas: Sequence[Replica]) -> str:
+    async def _map(self, pull: PullSource, sources: Sequence[dict[str, Any]], replicas: Sequence[Replica]) -> str:
         """Why some worker cannot map what the ranks export, in words; "" where all have."""
-        message = pull.told(self._trainer.name, sources)
+        message = pull.offer(self._trainer.name, sources)
         self._trainer.offered = True
         found: list[str] = []
 
@@ -265,7 +267,7 @@ class PullOffer:
             call = partial(replica.handle.rpc, "offer", trainer=self._trainer.name, **message)
             answers = await call()
             if any("unknown" in answer for answer in answers):
-                answers = await call(said=pull.said)
+                answers = await call(spec=pull.spec)
             found.extend(f"engine {replica.index}: {answer['why']}" for answer in answers if answer["why"])
 
         async def asked() -> list[str]:

@@ -7,15 +7,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..worker import session as side
 from ..worker.modules import Modules
+from ..worker.session import WorkerSession
+from ..worker.session import session_of as kept
 from . import internals
 from .loading.loader import Loader
 
 
-def side_of(model: nn.Module, model_config: Any, device: torch.device) -> side.Side:
-    """The `Side` of a model, for one call to a worker."""
-    return side.side_of(model, lambda: side.Side(Loader(Modules(model), model_config, device), lambda: asleep()))
+def session_of(model: nn.Module, model_config: Any, device: torch.device) -> WorkerSession:
+    """The `WorkerSession` of a model, for one call to a worker."""
+    return kept(model, lambda: WorkerSession(Loader(Modules(model), model_config, device), lambda: asleep()))
 
 
 def asleep() -> int:
