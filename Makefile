@@ -1,4 +1,5 @@
 # Two commands from a bare clone: `make bench` and `make test`. Both make .venv on the first run and reuse it later.
+# `make help` lists all: what follows ## behind a target.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 PEFT_OLDEST ?= peft==0.18.1
@@ -20,63 +21,66 @@ SGLANG := .venv-sglang
 # Where DeepSpeed builds what it compiles when it is first used.
 EXTENSIONS := $(CURDIR)/build/extensions
 
-.PHONY: environments docs bench test test-all test-vllm test-peft test-megatron test-libraries test-trainers lint cuda wheel test-wheel clean test-sglang
+.PHONY: help environments docs bench test test-all test-vllm test-peft test-megatron test-libraries test-trainers lint cuda wheel test-wheel clean test-sglang
 .PHONY: test-installs test-sglang-next test-sglang-verl aarch64 wheel-aarch64 test-aarch64 test-wheel-aarch64
 
-bench: $(VENV)/installed
+bench: $(VENV)/installed ## Every way to merge a checkpoint: a table, and benchmarks/work/merge.png
 	$(PY) benchmarks/merge.py --plot benchmarks/work/merge.png $(ARGS)
 
-test: $(VENV)/installed
+test: $(VENV)/installed ## The tests that need no engine, no trainer and no GPU; ARGS go to pytest
 	$(PY) -m pytest $(CORE) $(ARGS)
 
-# All environments that tests run in, so that suites can run side by side afterwards.
+help: ## This list
+	@awk -F ':.*## ' '/^[a-z0-9 -]+:.*## / {printf "%-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+environments: ## All environments that tests run in, so that suites can run side by side afterwards
 environments: $(VENV)/installed $(foreach kind,peft-oldest megatron libraries,$(VENV)/$(kind)/done) $(VLLM)/installed \
 	$(SGLANG)/installed $(foreach trainer,plain trl swift verl,$(VLLM)/$(trainer)/done)
 
-# Every test that needs no GPU. `.ci/run` leaves those of tests/whole.txt out.
+test-all: ## Every test that needs no GPU (`.ci/run` leaves those of tests/whole.txt out)
 test-all: test test-installs test-aarch64 test-peft test-vllm test-sglang test-sglang-next test-sglang-verl test-megatron test-libraries \
 	test-trainers
 
-# The tests that start vLLM: about 3 GB of packages. One of them trains with megatron-core, one with DeepSpeed.
-test-vllm: $(VLLM)/installed $(VENV)/megatron/done $(VENV)/libraries/done
+# One of them trains with megatron-core, one with DeepSpeed.
+test-vllm: $(VLLM)/installed $(VENV)/megatron/done $(VENV)/libraries/done ## Real vLLM engines on the CPU: about 3 GB of packages
 	PYTHONPATH=$(VENV)/megatron $(VLLM)/bin/python -m pytest $(ARGS) tests/vllm
 	PYTHONPATH=$(VENV)/libraries TORCH_EXTENSIONS_DIR=$(EXTENSIONS)/vllm $(VLLM)/bin/python -m pytest $(ARGS) tests/libraries_vllm
 
-# The tests that start SGLang: about 2 GB of packages. Of some the trainer has bitsandbytes or DeepSpeed.
-test-sglang: $(SGLANG)/installed $(VENV)/libraries/done
+# Of some the trainer has bitsandbytes or DeepSpeed.
+test-sglang: $(SGLANG)/installed $(VENV)/libraries/done ## Real SGLang engines on the CPU: about 2 GB of packages
 	$(SGLANG)/bin/python -m pytest $(ARGS) tests/sglang
 	PYTHONPATH=$(VENV)/libraries TORCH_EXTENSIONS_DIR=$(EXTENSIONS)/sglang $(SGLANG)/bin/python -m pytest $(ARGS) tests/libraries_sglang
 
-# SGLang's other supported release, in the place of the one there: by `make test-all` alone.
-test-sglang-next: $(SGLANG)/next/done
+# In the place of the release there: by `make test-all` alone.
+test-sglang-next: $(SGLANG)/next/done ## The main ones with SGLang's other supported release
 	PYTHONPATH=$(CURDIR)/$(SGLANG)/next $(SGLANG)/bin/python -m pytest $(ARGS) \
 		$(foreach part,push refused models adapters wide server,tests/sglang/test_sglang_$(part).py)
 
-# verl, whose rollouts SGLang serves: by `make test-all` alone.
-test-sglang-verl: $(SGLANG)/verl/done
+# By `make test-all` alone.
+test-sglang-verl: $(SGLANG)/verl/done ## verl, whose rollouts SGLang serves
 	PYTHONPATH=$(CURDIR)/$(SGLANG)/verl $(SGLANG)/bin/python -m pytest $(ARGS) tests/trainers/verl_sglang
 
-# The tests that use PEFT, once more with the oldest release that is supported, which has no MiCA.
-test-peft: $(VENV)/installed $(VENV)/peft-oldest/done
+# It has no MiCA.
+test-peft: $(VENV)/installed $(VENV)/peft-oldest/done ## The tests that use PEFT, with the oldest release that is supported
 	PYTHONPATH=$(VENV)/peft-oldest $(PY) -m pytest $(ARGS) --deselect tests/models/test_adapter_folder.py::test_a_mica_adapter \
 		$$(grep -rlE --include='test_*.py' '^ *(import|from) (models|peft)' $(CORE))
 
-# The tests on real megatron-core models, with Megatron-Bridge's adapters.
-test-megatron: $(VENV)/installed $(VENV)/megatron/done
+test-megatron: $(VENV)/installed $(VENV)/megatron/done ## Real megatron-core models, with Megatron-Bridge's adapters
 	PYTHONPATH=$(VENV)/megatron $(PY) -m pytest $(ARGS) tests/megatron
 
-lint: $(VENV)/installed
+lint: $(VENV)/installed ## ruff, its format, mypy
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
 
-# The tests with libraries that trainers bring: DeepSpeed, bitsandbytes, torchao, HQQ.
-test-libraries: $(VENV)/installed $(VENV)/libraries/done
+test-libraries: $(VENV)/installed $(VENV)/libraries/done ## DeepSpeed, bitsandbytes, torchao, HQQ
 	PYTHONPATH=$(VENV)/libraries TORCH_EXTENSIONS_DIR=$(EXTENSIONS) $(PY) -m pytest $(ARGS) tests/libraries
 
-# Real trainers with real vLLM engines. They exclude each other, so each has packages of its own beside vLLM's.
+# They exclude each other, so each has packages of its own beside vLLM's.
 TRAINERS := plain trl swift verl
+test-trainers: ## Real TRL, ms-swift, verl, Transformers, accelerate, Lightning with real vLLM engines
 test-trainers: $(foreach trainer,$(TRAINERS),test-$(trainer))
+test-trl test-swift test-verl test-plain: ## One of them
 test-verl: $(VENV)/megatron/done
 test-trl test-swift: $(VENV)/libraries/done
 test-%: $(VLLM)/%/done
@@ -87,6 +91,7 @@ test-%: $(VLLM)/%/done
 
 # Proof that every kernel source compiles and links for each architecture, and that what comes of it loads where there is
 # no GPU; needs nvcc, but neither a GPU nor torch.
+cuda: ## Every kernel source for each architecture, linked and loaded; needs nvcc, no GPU
 ifeq ($(shell command -v nvcc),)
 cuda:
 	@echo "make cuda: skipped, there is no nvcc on the PATH"
@@ -98,14 +103,14 @@ endif
 
 # One wheel for every Python from 3.11 and every torch from 2.10 on, with kernels for all GPUs where nvcc is; for systems
 # with glibc 2.28 or newer.
-wheel: $(VENV)/installed
+wheel: $(VENV)/installed ## dist/: one wheel for every Python and torch, with kernels for GPUs where nvcc is
 	rm -rf dist
 	LORA_MERGE_GLIBC=2.28 $(PY) -m pip wheel -q --no-build-isolation --no-deps -w dist .
 	@ls -l dist
 
 # The wheel in a fresh environment, with no compiler in reach; its module in what other Pythons there are; its size.
 WHEEL := .venv-wheel
-test-wheel: wheel
+test-wheel: wheel ## The wheel in a fresh environment without a compiler
 	rm -rf $(WHEEL) && $(PYTHON) -m venv $(WHEEL)
 	$(WHEEL)/bin/python -m pip install -qq "$(TORCH)" dist/lora_merge-*manylinux*.whl hypothesis pytest pytest-timeout triton
 	env PATH=$(CURDIR)/$(WHEEL)/bin $(WHEEL)/bin/pytest tests/kernels/test_kernels.py tests/kernels/test_cpu_kernel.py tests/kernels/test_restore.py $(ARGS)
@@ -118,7 +123,7 @@ test-wheel: wheel
 	$(PY) -c 'import glob, os; [size] = map(os.path.getsize, glob.glob("dist/*manylinux*")); assert size < 30e6, size'
 
 # What pip makes of the sources by itself: the checkout, the source distribution, the pure wheel; how long an import takes.
-test-installs: $(VENV)/installed
+test-installs: $(VENV)/installed ## What pip makes of the checkout, the source distribution and the pure wheel
 	$(PY) -m pytest $(ARGS) tests/builds/test_installs.py
 
 # The same for aarch64, compiled here: by Debian's g++-aarch64-linux-gnu or what CXX_AARCH64 names. Where nvcc is, the
@@ -127,7 +132,7 @@ CXX_AARCH64 ?= aarch64-linux-gnu-g++
 AARCH64 := build/aarch64
 CUDA_RELEASE := $(shell nvcc --version 2> /dev/null | sed -n 's/.*release \([0-9]*\.[0-9]*\).*/\1/p')
 CUDART := $(if $(CUDA_RELEASE),$(AARCH64)/cudart-$(CUDA_RELEASE))
-wheel-aarch64: $(VENV)/installed $(CUDART)
+wheel-aarch64: $(VENV)/installed $(CUDART) ## The wheel for aarch64, compiled here
 	rm -f dist/*aarch64.whl
 	CXX="$(CXX_AARCH64)" LORA_MERGE_GLIBC=2.28 LORA_MERGE_CUDART="$$(echo $(CUDART)/nvidia/*/lib)" \
 		$(PY) -m pip wheel -q --no-build-isolation --no-deps -w dist .
@@ -139,20 +144,19 @@ $(AARCH64)/cudart-%: $(VENV)/torch
 		"nvidia-cuda-runtime$(if $(filter 12.%,$*),-cu12)==$*.*"
 
 # The module for aarch64 alone, by zig, for CPUs; and a Python for it that qemu emulates.
-aarch64: $(VENV)/installed $(AARCH64)/python
+aarch64: $(VENV)/installed $(AARCH64)/python ## The module for aarch64 alone, for CPUs, and an emulated Python
 	CXX="$(abspath $(PY)) -m ziglang c++ -target aarch64-linux-gnu.2.28" LORA_MERGE_CUDA=0 \
 		$(PY) setup.py -q build_ext --build-temp $(AARCH64)/temp --build-lib $(AARCH64)/lib
 
 $(AARCH64)/python: tests/support/emulator.sh
 	sh $< $(@D)
 
-# Its bits, beside those of this machine.
-test-aarch64: aarch64
+test-aarch64: aarch64 ## Its bits, beside those of this machine
 	$(PY) -m pytest tests/builds/test_aarch64.py $(ARGS)
 
 # The wheel for aarch64 with its torch and tests, emulated: some 20 minutes, 1 GB of packages.
 TREE := $(AARCH64)/tree
-test-wheel-aarch64: wheel-aarch64 $(AARCH64)/python $(AARCH64)/packages
+test-wheel-aarch64: wheel-aarch64 $(AARCH64)/python $(AARCH64)/packages ## The wheel for aarch64, emulated: some 20 minutes
 	rm -rf $(TREE) && mkdir -p $(TREE)
 	$(PY) -m zipfile -e dist/lora_merge-*aarch64.whl $(TREE)
 	cp -r pyproject.toml tests $(TREE)
@@ -166,7 +170,7 @@ $(AARCH64)/packages: $(AARCH64)/python requirements/aarch64.txt
 		--python-version $$($< -c 'import sys; print("%d.%d" % sys.version_info[:2])') -r requirements/aarch64.txt
 	@touch $@
 
-clean:
+clean: ## Remove environments, builds and the compiled module
 	rm -rf $(VENV) $(VLLM) $(SGLANG) $(WHEEL) $(DOCS) build dist lora_merge/_C*.so
 
 # Kernels for CPUs alone: `make wheel` has those of GPUs.
@@ -222,7 +226,7 @@ $(VENV)/libraries/done: $(VENV)/installed requirements/libraries.txt
 
 # The site in build/site, from README, CONTRIBUTING, SECURITY, CHANGELOG and docs/, in an environment of its own. Broken links fail.
 DOCS := .venv-docs
-docs: $(DOCS)/installed
+docs: $(DOCS)/installed ## The site in build/site; broken links fail
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
 	@echo "build/site/index.html"
 
