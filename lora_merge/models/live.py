@@ -19,6 +19,7 @@ from ..shards.ranks import Ranks
 from .conversion import Conversion
 from .delta import Delta, Job
 from .part import Part
+from .pausing import pause
 from .snapshot import Layed, Owners, Snapshot
 
 
@@ -106,6 +107,7 @@ def live(model: Any) -> Live:
     from .megatron.live import Megatron
     from .peft.live import Peft
 
+    pause(model)
     return Megatron(model) if check_model(model) else Peft(model)
 
 

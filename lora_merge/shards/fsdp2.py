@@ -157,6 +157,9 @@ def reshard(units: Sequence[Any]) -> None:
         for group in _groups(unit):
             # Not `unit.reshard()`: after a forward that raised it does nothing, and it leaves an all-gather under way.
             group.wait_for_unshard()
+            for held in group.fsdp_params:
+                if str(held.sharded_state).endswith(".UNSHARDED"):  # what was set on the parameter that modules show
+                    held.sharded_param.requires_grad_(held._unsharded_param.requires_grad)
             group._to_sharded()
 
 
