@@ -68,11 +68,6 @@ class Training:
             self._hooks.append(module.register_forward_hook(self._leave_model, always_call=True))
         for _, layer in layers_of(model):
             pausing(layer, self.pause)
-        try:
-            self.refresh()
-        except BaseException:
-            self.close()
-            raise
 
     # What users call
 
