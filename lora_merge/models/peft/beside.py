@@ -21,6 +21,7 @@ from ...errors import InvalidInput
 from ...names import hf_name, lineage, named_tensors, own_parameters
 from ..brought import bring
 from .files import FILES, TENSORS, file_of
+from .layer import TUNER_LAYER
 
 _ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 _STATE = re.compile(
@@ -33,7 +34,6 @@ _MODEL = re.compile(r"(model|pytorch_model|consolidated)([-.].*)?\.(safetensors|
 """How whole models are called: their files belong together."""
 _VALUE_HEAD = re.compile(r"(.*\.)?(v_head|value_head)\..*")
 _FACTORS = "lora_"
-_TUNER_LAYER = "peft.tuners.tuners_utils.BaseTunerLayer"
 
 
 @dataclass
@@ -135,7 +135,7 @@ def put(model: nn.Module, beside: Beside) -> None:
 def _adapted(model: nn.Module) -> Iterator[str]:
     """Names of the parameters that the adapter's factors change."""
     for name, module in model.named_modules():
-        if _TUNER_LAYER in lineage(type(module)):
+        if TUNER_LAYER in lineage(type(module)):
             yield f"{hf_name(name)}.{getattr(module, 'parameter_name', 'weight')}"
 
 

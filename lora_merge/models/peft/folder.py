@@ -27,7 +27,7 @@ from .beside import put, read_beside
 from .experts import as_laid_out_here, scale_as_trained
 from .files import CONFIG, TENSORS, file_of
 from .matching import advice, match
-from .read import _KINDS
+from .read import ADAPTER_TYPES
 from .tokens import TRAINED
 from .tying import tie_again
 
@@ -258,7 +258,7 @@ def _check_known(folder: Path, said: Mapping[str, Any], config: Any) -> None:
 def _check_kind(folder: Path, said: Mapping[str, Any]) -> None:
     """Refuse, by what its configuration says, what no weight of its base can express."""
     kind = str(said.get("peft_type"))
-    if kind not in _KINDS:
+    if kind not in ADAPTER_TYPES:
         raise UnsupportedAdapter(
             f"{folder}: an adapter of type {kind}; only LoRA adapters and trainable tokens can be merged here"
         )

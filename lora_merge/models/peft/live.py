@@ -40,7 +40,8 @@ from ..snapshot import (
     take,
 )
 from .idle import warn_if_idle
-from .read import Adapters, PeftLayer, read_adapters
+from .layer import PeftLayer
+from .read import Adapters, read_adapters
 
 _cut: WeakSet[nn.Module] = WeakSet()
 """Models that were sharded when they were last looked at: nothing but their layout says what to look at."""
