@@ -285,12 +285,12 @@ def goes_wrong_on_one_rank(rank: int) -> None:
 
 
 FAULTS: list[tuple[str, Callable[..., None], dict[str, Any]]] = [
-    ("lora_merge.context.TrackedPlan", enter, {}),
+    ("lora_merge.merge_in_place.TrackedPlan", enter, {}),
     ("lora_merge.models.operands.Operands._made_private", enter, {}),
     ("lora_merge.models.operands._Beside.run", enter, {}),
     ("lora_merge.shards.exchange._Turn.lie_in", enter, {}),
-    ("lora_merge.context._Merge.merge", enter, {}),
-    ("lora_merge.context._Unshard._merge_wholes", enter, {"strategy": "unshard"}),
+    ("lora_merge.merge_in_place.InPlaceMerge.merge", enter, {}),
+    ("lora_merge.merge_in_place.UnshardedMerge._merge_wholes", enter, {"strategy": "unshard"}),
     ("lora_merge.stream.bucket_writer.BucketWriter._make_plan", to_the_end_of, {}),
     ("lora_merge.stream.bucket_writer.BucketWriter._turns", to_the_end_of, {}),
     ("lora_merge.shards.exchange._Turn.lie_in", to_the_end_of, {"strategy": "unshard"}),
