@@ -195,7 +195,7 @@ class _Restore:
         self.merges: list[InPlaceMerge] = []
 
     def copy(self, where: Address) -> Tensor:
-        """A copy of the base of a weight: for users of a tied one that must not see it merged."""
+        """Return a copy of the base of a weight: for users of a tied one that must not see it merged."""
         if where not in self._copies:
             with torch.inference_mode(False):
                 self._copies[where] = torch.empty_like(self._weights[where].data)
@@ -207,13 +207,13 @@ class _Restore:
         return self
 
     def merge(self) -> None:
-        """All of it. What is noted for the way back, and PEFT told, while a device works."""
+        """Merge all. While a device works, note what the way back needs and switch PEFT's layers off."""
         for merge in self.merges:
             merge.merge(self.note, self._weights.values())
         self.note()
 
     def note(self) -> None:
-        """What the way back needs, and that PEFT's layers are told; when it is first called."""
+        """Note what the way back needs, and switch PEFT's layers off; the first call does it."""
         if self._noted:
             return
         weights = list(self._weights.values())
@@ -240,7 +240,7 @@ class _Restore:
             to_the_end(self._leave)
 
     def _leave(self) -> None:
-        """May be begun again after an interrupt."""
+        """Put everything back. May be begun again after an interrupt."""
         self._check_memory()
         found: list[tuple[list[bool], list[Tensor | str], list[Tensor | str]]] = []
 
@@ -268,8 +268,8 @@ class _Restore:
         self._left = True
 
     def _check_memory(self) -> None:
-        """Nothing is restored by address if an address is no longer what it was: what became shared memory (a weight
-        was sent to another process) is found there, and all else is lost."""
+        """Check that the memory is where it was. What became shared memory (a weight was sent to another process) is
+        found there; nothing is restored by address if an address is no longer what it was."""
         now = list(map(torch.UntypedStorage.data_ptr, self._storages))
         if now == self._found:
             return
@@ -299,8 +299,8 @@ class _Restore:
         )
 
     def _check_places(self, lost: Sequence[Tensor | str], what: str, those: str) -> None:
-        """What another Parameter than the restored one, or a module with one, would do in the model is not known
-        here."""
+        """Refuse another Parameter in the place of the restored one, or a module with one: what it does in the model is
+        not known here."""
         if lost:
             ids = set(map(id, lost))
             spans = [
@@ -317,18 +317,18 @@ class _Restore:
             )
 
     def _names(self, there: Callable[[int], bool]) -> str:
-        """Of what is merged at some addresses."""
+        """Return the names of what is merged at some addresses."""
         places = (place for merge in self.merges for place in merge.places)
         return ", ".join(dict.fromkeys(name for name, place in places if there(place)))
 
     def _moved(self) -> list[bool]:
-        """Of each weight whether it is elsewhere now; nothing where none is."""
+        """Return for each weight whether it is elsewhere now; nothing where none is."""
         now = list(map(Tensor.data_ptr, self._weights.values()))
         begins = [begin for begin, _ in self._weights]
         return [] if now == begins or not self._storages else list(map(ne, now, begins))
 
     def _put(self, moved: Sequence[bool]) -> None:
-        """The base to where the parameters are now."""
+        """Copy the base to where the parameters are now."""
         if not moved:
             return
         everything = zip(self._weights.items(), self._storages, self._places, self._layouts, strict=True)
@@ -359,7 +359,7 @@ class _Once:
 def _merges_for(
     model: Live, adapted: bool, deltas: Sequence[Delta], jobs: Sequence[Job], strategy: str | None
 ) -> list[InPlaceMerge]:
-    """The merges of an earlier entry if nothing that they depend on has changed on any rank, or new ones."""
+    """Return the merges of an earlier entry if nothing that they depend on has changed on any rank, or new ones."""
     known, ranks, facts = _merges.get(model.key), model.ranks, model.snapshot().facts
     if not ranks.any(known is None or not known.stand(facts, strategy)):
         assert known is not None

@@ -44,13 +44,13 @@ class InPlaceMerge:
         self._rows = {job.delta.name for job in here if job.delta.magnitude is not None}
 
     def release(self) -> None:
-        """As `Plan.release`."""
+        """See `Plan.release`."""
         self._operands.release()
         self._tracked.release()
         self._apart.release()
 
     def gather(self, first: Callable[[], object]) -> None:
-        """What is collective over the ranks; `first`: to be called before a weight is written here."""
+        """Do what is collective over the ranks; `first`: to be called before a weight is written here."""
         self._operands.refresh()
 
     def merge(self, aside: Callable[[], object], weights: Iterable[Tensor]) -> None:
@@ -77,7 +77,7 @@ class InPlaceMerge:
         run_in_range(self._apart.plan)
 
     def unmerge(self, aside: Callable[[], object]) -> None:
-        """Puts back what was merged in place, where something was; `aside` as for `merge`."""
+        """Put back what was merged in place, where something was; `aside` as for `merge`."""
         errors: list[Exception] = []
         with noted(errors):
             self._tracked.unmerge(aside)
@@ -87,7 +87,7 @@ class InPlaceMerge:
             raise errors[0] if len(errors) == 1 else NotRestored("; ".join(map(str, errors)))
 
     def moved(self, moves: kernels.Moves) -> bool:
-        """As `TrackedPlan.moved`."""
+        """See `TrackedPlan.moved`."""
         return self._tracked.moved(moves)
 
 
@@ -101,7 +101,7 @@ class UnshardedMerge(InPlaceMerge):
         self._bases: list[Tensor] = []
 
     def gather(self, first: Callable[[], object]) -> None:
-        """All of it. An error of this rank is raised after the collectives."""
+        """Gather and merge. An error of this rank is raised after the collectives."""
         errors: list[Exception] = []
         with noted(errors):
             super().gather(first)
@@ -125,7 +125,7 @@ class UnshardedMerge(InPlaceMerge):
             job.destination.copy_(cut(wholes[job.delta.name], (job.start, tuple(job.destination.shape))))
 
     def merge(self, aside: Callable[[], object], weights: Iterable[Tensor]) -> None:
-        """Done already, but for the look at what it made; raises as `InPlaceMerge.merge`."""
+        """Check the range of what `gather` merged; raises as `InPlaceMerge.merge`."""
         made = [
             Made(job.delta.name, base, job.destination, job.delta.magnitude is not None)
             for job, base in zip(self._jobs, self._bases, strict=True)
@@ -142,6 +142,6 @@ class UnshardedMerge(InPlaceMerge):
 
 @writes
 def copy_bits(to: Tensor, source: Tensor) -> None:
-    """The bits; the values where a parameter was converted."""
+    """Copy the bits; the values where a parameter was converted."""
     with torch.inference_mode():
         raw(to).copy_(raw(source)) if to.dtype == source.dtype else to.copy_(source)

@@ -64,7 +64,7 @@ class Saved:
 
 
 def bytes_told(nbytes: int) -> str:
-    """A number of bytes in words."""
+    """Return a number of bytes in words."""
     return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.2f} MB"
 
 
@@ -170,7 +170,8 @@ def merge_checkpoint(
 
 
 def _names(folders: Sequence[Path], given: Sequence[str | Path]) -> list[str]:
-    """What adapters are called: by the last part of what was given (a folder of a hub's cache has a hash's name)."""
+    """Return what adapters are called: by the last part of what was given (a folder of a hub's cache has a hash's
+    name)."""
     names = [absolute(one).name if Path(one).expanduser().is_dir() else Path(one).name for one in given]
     for number, name in enumerate(names):
         if name in names[:number]:
@@ -286,7 +287,7 @@ def _pass(
 
 
 def _works(base: Checkpoint, outputs: Sequence[Output]) -> Iterator[_Work]:
-    """The base's tensors, in the order of its files, in chunks."""
+    """Yield the base's tensors, in the order of its files, in chunks."""
     for names in base.files.values():
         for name in names:
             stored = base.tensors[name]
@@ -296,7 +297,7 @@ def _works(base: Checkpoint, outputs: Sequence[Output]) -> Iterator[_Work]:
 
 
 def _wholes(base: Checkpoint, outputs: Sequence[Output]) -> Iterator[tuple[Output, str, Tensor]]:
-    """The tensors that are made of whole parameters."""
+    """Yield the tensors that are made of whole parameters."""
     for output in outputs:
         groups: dict[tuple[str, ...], dict[str, tuple[str, Target]]] = {}
         for name, targets in output.targets.items():

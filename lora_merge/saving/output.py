@@ -96,8 +96,8 @@ class Output:
         )
 
     def _add_apart(self, apart: Mapping[str, str]) -> dict[str, Any]:
-        """Where tied tensors are two once merged: write each tied one under all its names, as a config that unties some
-        unties all; returns the config."""
+        """Write tied tensors that differ once merged under all their names, as a config that unties some unties all;
+        return the config."""
         if not apart:
             return dict(self.base.config)
         config = untied(self.base, self.adapters, apart)
@@ -115,7 +115,7 @@ class Output:
         return Wanted(target.name, self.dtype_of(base_name, target), self.base.tensors[base_name].shape)
 
     def dtype_of(self, base_name: str, target: Target) -> torch.dtype:
-        """Of a tensor of the output."""
+        """Return the dtype of a tensor of the output."""
         kept = self.base.kept(base_name)
         trained = target.entry is not None and self.adapters.part(target.entry.sources[0]).trained
         return self._dtype if self._dtype is not None and trained and kept in FLOATS else kept
@@ -124,18 +124,19 @@ class Output:
         return target.entry is not None and any(self.adapters.changes(source) for source in target.entry.sources)
 
     def reads(self, target: Target) -> bool:
-        """Whether the base's values are needed for it."""
+        """Return True if the base's values are needed for it."""
         return target.entry is None or any(self.adapters.whole(s) is None for s in target.entry.sources)
 
     def wholly(self, target: Target) -> bool:
-        """Whether it is made of whole parameters: of DoRA, whose rows have norms, or computed by a conversion."""
+        """Return True if it is made of whole parameters: of DoRA, whose rows have norms, or computed by a
+        conversion."""
         if target.entry is None or not self.changes(target):
             return False
         deltas = [self._deltas.get(source) for source in target.entry.sources]
         return target.entry.window is None or any(d is not None and d.magnitude is not None for d in deltas)
 
     def make(self, target: Target, rows: Rows, chunk: Tensor | None, out: Tensor) -> None:
-        """Rows of a tensor.
+        """Make rows of a tensor.
 
         Args:
             chunk: the same rows of the base's tensor; None where they were not read.
@@ -168,7 +169,7 @@ class Output:
             out.copy_(there)
 
     def _copy(self, name: str, source: Tensor, out: Tensor, rows: Rows) -> bool | None:
-        """As `Plan.run`."""
+        """Copy rows to the output's dtype; return what `Plan.run` returns."""
         if isinstance(source, Packed):
             return Plan([Segment(name, source, out, first=rows.begin * source.shape[1])]).run(**self.run)
         if source.dtype == out.dtype or source.dtype not in FLOATS:
@@ -179,7 +180,7 @@ class Output:
         return Plan([flat]).run(**self.run)
 
     def make_wholly(self, targets: Mapping[str, tuple[str, Target]]) -> Iterator[tuple[str, Tensor]]:
-        """Tensors that share their parameters, each whole.
+        """Yield tensors that share their parameters, each whole.
 
         Args:
             targets: name -> the base's tensor, and the target; all tensors of these parameters.
@@ -214,7 +215,7 @@ class Output:
 
 
 def _on(delta: Delta, device: torch.device) -> Delta:
-    """A delta whose factors are read on a device."""
+    """Return a delta whose factors are read on a device."""
 
     def there(shard: Shard) -> Shard:
         return whole(shard.pieces[0].tensor.to(device))

@@ -118,7 +118,7 @@ class BucketWriter:
         return adopted
 
     def _boxes(self, source: Source) -> list[list[tuple[Meta, Box]]]:
-        """What each rank sends: of every tensor, the boxes that it owns."""
+        """Return what each rank sends: of every tensor, the boxes that it owns."""
         direct = dict.fromkeys(e.sources[0] for e in self.entries.values() if e.meta.name not in self._wholly)
         names = [name for name in source.parts if name in direct]
         owned = dict(zip(names, divide(names, [source.parts[n].shard for n in names], self.ranks), strict=True))
@@ -140,17 +140,17 @@ class BucketWriter:
         return sum(entry.meta.nbytes for entry in self.entries.values())
 
     def alone(self, index: int) -> bool:
-        """As of `Sent`."""
+        """See `Sent.alone`."""
         return not self.collective
 
     def mine(self, index: int) -> list[Slot]:
-        """The slots of a bucket that this rank fills."""
+        """Return the slots of a bucket that this rank fills."""
         begin = sum(self._sizes[index][: self.ranks.rank])
         end = begin + self._sizes[index][self.ranks.rank]
         return [slot for slot in self.table[index] if begin <= slot.offset < end]
 
     def _turns(self) -> list[Turn]:
-        """What merging needs of the adapters, bucket by bucket: all of an adapter for what is merged whole."""
+        """Return what merging needs of the adapters, bucket by bucket: all of an adapter for what is merged whole."""
         parts, turns = self.source.parts, []
         for index, slots in enumerate(self.table):
             entries = {slot.name: self.entries[slot.name] for slot in slots}
@@ -168,7 +168,7 @@ class BucketWriter:
         return turns
 
     def _staged(self) -> int:
-        """Bytes of weights that are brought for the largest bucket of this rank."""
+        """Return the bytes of weights that are brought for the largest bucket of this rank."""
         pieces = (piece for part in self.source.parts.values() for piece in part.shard.pieces)
         if all(in_reach(piece.tensor, self.device) for piece in pieces):
             return 0
@@ -191,7 +191,7 @@ class BucketWriter:
         return self.source.storages
 
     def windows(self) -> list[str]:
-        """Names of the tensors of which each rank sends boxes of parameters, as it holds them."""
+        """Return the names of the tensors of which each rank sends boxes of parameters, as it holds them."""
         return [name for name in self.entries if name not in self._wholly]
 
     @contextmanager
@@ -232,7 +232,7 @@ class BucketWriter:
                 self.release()
 
     def release(self) -> None:
-        """As `Plan.release`, unless a pass is under way."""
+        """Release plans and the model, like `Plan.release`, unless a pass is under way."""
         with self._lock:
             if self._passes:
                 return
@@ -263,7 +263,7 @@ class BucketWriter:
     def handed(
         self, buffers: list[Tensor], run: Mapping[str, Any], source: Source | None = None
     ) -> Generator[tuple[int, Tensor, Callable[[], None]], None, None]:
-        """As `filled`, but the consumer says when the next bucket is filled, as `DoubleBuffer.handed` says."""
+        """Fill like `filled`, but the consumer says when the next bucket is filled, as `DoubleBuffer.handed` says."""
         errors: list[Exception] = []
         pass_source = source or self.source
         read = None if self.ranks.alone else Unwritten(pass_source, self._layers)
@@ -295,19 +295,20 @@ class BucketWriter:
                 read.check()
 
     def lend(self, buffer: Tensor) -> Tensor:
-        """A buffer's memory under a storage of its own, which lives as long as somebody holds views of it."""
+        """Return a buffer's memory under a storage of its own, which lives as long as somebody holds views of it."""
         data = from_dlpack(buffer)
         self._lent[buffer.data_ptr()] = StorageWeakRef(data.untyped_storage())
         return data
 
     def _held_outside(self, buffer: Tensor) -> bool:
-        """Whether somebody holds views of what was lent of a buffer."""
+        """Return True if somebody holds views of what was lent of a buffer."""
         lent = self._lent.get(buffer.data_ptr())
         return lent is not None and not lent.expired()
 
     @outside_inference_mode
     def fill(self, index: int, buffer: Tensor, run: Mapping[str, Any], source: Source | None = None) -> None:
-        """As `Sent.fill`; `source` as in `passing`. An error of this rank is raised after the bucket's collectives."""
+        """Fill a bucket, see `Sent.fill`; `source` as in `passing`. An error of this rank is raised after the bucket's
+        collectives."""
         errors: list[Exception] = []
         source = source or self.source
         with self._filling:
@@ -327,7 +328,8 @@ class BucketWriter:
             raise errors[0]
 
     def direct_buckets(self, names: Container[str]) -> frozenset[int]:
-        """As `Sent.direct_buckets`: those whose tensors all have a place and are windows of what the ranks hold."""
+        """Return the buckets whose tensors all have a place and are windows of what the ranks hold; see
+        `Sent.direct_buckets`."""
         return frozenset(
             index
             for index, slots in enumerate(self.table)
@@ -336,7 +338,8 @@ class BucketWriter:
 
     @outside_inference_mode
     def write_direct(self, index: int, targets: DirectTargets, run: Mapping[str, Any]) -> None:
-        """As `Sent.write_direct`. An error of this rank is raised after the collectives of the bucket."""
+        """Write a bucket, see `Sent.write_direct`. An error of this rank is raised after the collectives of the
+        bucket."""
         source = self.source
         with self._filling:
             self.operands.refresh(index, lambda: source.storages)
@@ -348,7 +351,7 @@ class BucketWriter:
                 check_range(views, lambda: source.made(self.entries, written), targets.scaled)
 
     def _targets(self, index: int, targets: DirectTargets) -> Iterator[tuple[str, Box, Tensor, int]]:
-        """As of `_plan`, of a bucket that is placed."""
+        """Yield the `targets` of `_plan` for a bucket that is written directly."""
         return (
             (slot.name, met, cut(view, (tuple(map(sub, met[0], box[0])), met[1])), turn)
             for turn, slot in self._due_with(index, targets)
@@ -357,8 +360,8 @@ class BucketWriter:
         )
 
     def _due_with(self, index: int, targets: DirectTargets) -> list[tuple[int, Slot]]:
-        """The slots that are placed with a bucket, each with its own bucket: tensors that are written as one come with
-        the last of them."""
+        """Return the slots that are written with a bucket, each with its own bucket: tensors that are written as one
+        come with the last of them."""
         if not targets.together:
             return [(index, slot) for slot in self.mine(index)]
         if self._due is None or self._due[0]() is not targets:
@@ -380,7 +383,7 @@ class BucketWriter:
         targets: Iterable[tuple[str, Box, Tensor, int]],
         scaled: Mapping[str, Sequence[Scaled]] = MappingProxyType({}),
     ) -> _BucketPlan:
-        """The plan of a bucket, made anew when what it writes to has moved.
+        """Return the plan of a bucket, made anew when what it writes to has moved.
 
         Args:
             key: the bucket; whether it is placed.
@@ -450,7 +453,7 @@ class BucketWriter:
     def _merged(
         self, index: int, parts: Sequence[Part], wholes: Sequence[Tensor], dtype: torch.dtype, run: Mapping[str, Any]
     ) -> dict[str, Tensor]:
-        """Whole parameters of one bucket, merged, by name."""
+        """Merge the whole parameters of one bucket; return them by name."""
         merged = {}
         for part, whole in zip(parts, wholes, strict=True):
             merged[part.name] = out = torch.empty(whole.shape, dtype=dtype, device=self.device)
@@ -461,7 +464,7 @@ class BucketWriter:
 
 
 def _narrow(entry: Entry, parts: Mapping[str, Part]) -> bool:
-    """Whether its merged values can be infinite where what they are made of is not."""
+    """Return True if an entry's merged values can be infinite where what they are made of is not."""
     some = [parts[name] for name in entry.sources]
     return any(narrows(part.shard.dtype, entry.meta.dtype, part.delta is not None) for part in some)
 
@@ -473,7 +476,7 @@ class _BucketPlan:
         self._plan, self._copied, self._staging = plan, copied, staging
 
     def hold(self, memory: Tensor | None, storages: Storages) -> bool:
-        """As `Copies.hold`."""
+        """See `Copies.hold`."""
         return self._copied.hold(memory, storages)
 
     def release(self) -> None:
@@ -481,7 +484,7 @@ class _BucketPlan:
         self._copied.release()
 
     def run(self, run: Mapping[str, Any]) -> bool | None:
-        """As `Plan.run`."""
+        """See `Plan.run`."""
         self._staging.bring(self._copied)
         return self._plan.run(**run)
 

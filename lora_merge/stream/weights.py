@@ -182,7 +182,7 @@ class MergedWeights:
         return known, known.adopt(source)
 
     def buckets(self, *, seed: int | None = None) -> Iterator[Bucket]:
-        """The stream as filled buckets of whole tensors, for a sender that ships buckets.
+        """Yield the stream as filled buckets of whole tensors, for a sender that ships buckets.
 
             for bucket in weights.buckets():
                 send([(slot.name, slot.dtype, slot.shape, slot.offset) for slot in bucket.slots], bucket.data)
@@ -249,8 +249,8 @@ class MergedWeights:
         return {"rounding": "stochastic", "seed": number if seed is None else seed}
 
     def _read(self, model: Live) -> tuple[Source, Any]:
-        """What the stream is made from, and a key that changes whenever a plan made from it would be wrong: all that
-        reading depends on. So the parts are read for a new key, and then for whoever asks for them."""
+        """Return what the stream is made from, and a key of all that reading depends on: it changes whenever a plan
+        would be wrong. Parts are read for a new key, and else for whoever asks for them."""
         with chosen(self.model, self.adapter_names), Look() as left:
             snapshot = model.snapshot(adapters=self.adapters)
             key = (snapshot.facts, self.keep_tied, tuple(self.dtypes.items()), self.left_out)
@@ -326,7 +326,7 @@ def _line(entry: Entry, parts: Mapping[str, Part]) -> str:
 
 
 def _completed(table: Table) -> list[tuple[Any, ...]]:
-    """For each bucket the whole tensors that it completes, laid out in a buffer of their own."""
+    """Return for each bucket the whole tensors that it completes, laid out in a buffer of their own."""
     last = {slot.name: index for index, slots in enumerate(table) for slot in slots}
     groups: list[list[Meta]] = [[] for _ in table]
     for meta in metas(table).values():
@@ -335,7 +335,7 @@ def _completed(table: Table) -> list[tuple[Any, ...]]:
 
 
 def _assembled(table: Table, filled: Iterator[tuple[int, Tensor]]) -> Iterator[Bucket]:
-    """Buckets of whole tensors out of buckets of boxes."""
+    """Yield buckets of whole tensors out of buckets of boxes."""
     groups = _completed(table)
     where = {slot.name: (index, slot) for index, slots in enumerate(groups) for slot in slots}
     begun: dict[int, Tensor] = {}

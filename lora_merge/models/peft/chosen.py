@@ -20,7 +20,7 @@ _WRAPPER = "peft.utils.other.ModulesToSaveWrapper"
 
 
 def check_names(names: Any) -> tuple[str, ...] | None:
-    """Names of adapters as an argument; None for those that act.
+    """Return names of adapters that were an argument; None for those that act.
 
     Raises:
         InvalidInput: it is no list of different names.

@@ -57,7 +57,7 @@ class AdapterFacts(NamedTuple):
 
 
 def adapter_facts(seen: Trail) -> AdapterFacts:
-    """Of the modules of a model."""
+    """Return the facts of the modules of a model."""
     found = AdapterFacts([], [], set(), [], [])
     modules, classes, insides, _ = seen
     for cls in dict.fromkeys(classes):
@@ -93,8 +93,9 @@ def adapter_facts(seen: Trail) -> AdapterFacts:
 
 
 def _alike(cls: type, layers: Sequence[PeftLayer], insides: Sequence[dict[str, Any]]) -> AdapterFacts | None:
-    """Of linear layers in all of which the same adapters act, attribute by attribute: of thousands of experts,
-    `_layer_facts` would take longer than merging them. None where they are not like that, or not as PEFT makes them."""
+    """Return the facts of linear layers in all of which the same adapters act, attribute by attribute: of thousands of
+    experts, `_layer_facts` would take longer than merging them. None where they are not like that, or not as PEFT makes
+    them."""
     if path_of(cls) != LINEAR or not _keeps_fields(cls):
         return None
     try:
@@ -142,7 +143,7 @@ _PROPERTIES = {
 
 @cache
 def _keeps_fields(cls: type) -> bool:
-    """Whether a layer's properties are what its `_FIELDS` say, and nothing of its class hides one of these."""
+    """Return True if a layer's properties are what its `_FIELDS` say, and nothing of its class hides one of these."""
     own = all(not hasattr(getattr(cls, name, None), "__set__") for name in (*_FIELDS, "fan_in_fan_out", "_modules"))
     gets = {name: getattr(getattr(cls, name, None), "fget", None) for name in _PROPERTIES}
     codes = {name: getattr(get, "__code__", None) for name, get in gets.items()}
@@ -158,7 +159,7 @@ def _answer(layer: PeftLayer) -> list[Any]:
 
 
 def _token_facts(layer: PeftLayer, parts: list[nn.Module]) -> list[Any]:
-    """Of a layer of trainable tokens."""
+    """Return the facts of a layer of trainable tokens."""
     inside, base = layer._modules, vars(layer._modules["base_layer"])
     parts.append(inside[TRAINED])
     facts = [*layer.merged_adapters, layer.disable_adapters, *layer.active_adapters]
@@ -168,7 +169,7 @@ def _token_facts(layer: PeftLayer, parts: list[nn.Module]) -> list[Any]:
 
 
 def _layer_facts(layer: PeftLayer, parts: list[nn.Module]) -> list[Any]:
-    """Of one layer; adds the modules of its active adapters to `parts`."""
+    """Return the facts of one layer; add the modules of its active adapters to `parts`."""
     path = path_of(type(layer))
     if path not in READERS:
         there = frozenset() if layer.disable_adapters else frozenset(layer._get_available_adapters())

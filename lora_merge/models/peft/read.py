@@ -89,11 +89,11 @@ class Adapters:
         return {(id(delta.owner), delta.attribute): delta.update() for delta in self.deltas}
 
     def place(self, delta: Delta) -> Hashable:
-        """Under which the places of its parameter are among `users`."""
+        """Return the key under which the places of its parameter are among `users`."""
         return self._places[id(delta.owner), delta.attribute]
 
     def alike(self, where: Hashable) -> bool:
-        """Whether adapters do the same to a parameter at all its places."""
+        """Return True if adapters do the same to a parameter at all its places."""
         return len({self._updates.get((id(owner), key)) for owner, key in self.users[where]}) == 1
 
 
@@ -121,7 +121,7 @@ def read_deltas(model: nn.Module) -> list[Delta]:
 
 
 def read_adapters(model: nn.Module, layout: Layout | None = None) -> Adapters:
-    """As `read_deltas`, with the layers and the places of parameters."""
+    """Read deltas as `read_deltas` does, with the layers and the places of parameters."""
     check_module(model)
     layout = layout or Layout(model)
     found = Adapters([], [], {}, layout)
@@ -182,7 +182,7 @@ def _check_called(name: str, classes: Mapping[str, type]) -> None:
 
 @contextmanager
 def _readable(name: str, module: PeftLayer) -> Iterator[None]:
-    """What is missing in a module, or of another type than PEFT makes it, is an error that names the module."""
+    """Raise an error that names the module for what is missing in it, or of another type than PEFT makes it."""
     try:
         yield
     except LoraMergeError:
@@ -195,7 +195,8 @@ def _readable(name: str, module: PeftLayer) -> Iterator[None]:
 
 
 def adapter_types(model: PeftLayer) -> list[tuple[str, str]]:
-    """The active adapters of a `PeftModel` and their types; X-LoRA is none of those that it mixes, and acts as well."""
+    """Return the active adapters of a `PeftModel` and their types; X-LoRA is none of those that it mixes, and acts as
+    well."""
     active = model.active_adapters
     adapters = [active] if isinstance(active, str) else active
     kinds = {a: str(getattr(config.peft_type, "value", "unknown")) for a, config in model.peft_config.items()}
@@ -211,8 +212,8 @@ def _check_peft_type(model: PeftLayer) -> None:
 
 
 def _active(name: str, layer: PeftLayer) -> list[str]:
-    """The adapters that act in the layer's forward, by name: their sum has no order, and ranks may have them in others
-    (`set_adapter` of a set)."""
+    """Return the names of the adapters that act in the layer's forward, sorted: their sum has no order, and ranks may
+    have them in others (`set_adapter` of a set)."""
     if layer.merged_adapters:
         raise AlreadyMerged(
             f"{name or 'the model'}: the base weight already holds the adapters {', '.join(layer.merged_adapters)}. "
@@ -226,7 +227,6 @@ def _active(name: str, layer: PeftLayer) -> list[str]:
 
 
 def _layer_deltas(name: str, layer: PeftLayer, active: list[str], layout: Layout) -> list[Delta]:
-    """The deltas of one layer, each checked."""
     path = path_of(type(layer))
     read = READERS.get(path)
     if read is None:

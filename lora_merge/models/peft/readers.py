@@ -18,14 +18,14 @@ from .tokens import TOKENS, read_tokens
 
 
 def _read_linear(reading: LayerReader) -> list[Delta]:
-    """nn.Linear, and Conv1D with `fan_in_fan_out`."""
+    """Read an nn.Linear, or a Conv1D with `fan_in_fan_out`."""
     transposed = bool(reading.layer.fan_in_fan_out)
     return [reading.delta("weight", reading.factors(), None, transposed), *_read_bias(reading)]
 
 
 def _read_conv(reading: LayerReader) -> list[Delta]:
-    """A convolution. lora_A strides over the input as the base does and lora_B is 1x1, so that the composed kernel is
-    the product of the flattened factors."""
+    """Read a convolution. lora_A strides over the input as the base does and lora_B is 1x1, so that the composed kernel
+    is the product of the flattened factors."""
     name, base = reading.name, reading.base
     if base.groups > 1:
         raise UnsupportedAdapter(f"{name}: a convolution with {base.groups} groups cannot be merged (nor does PEFT)")
@@ -45,7 +45,7 @@ def _read_conv(reading: LayerReader) -> list[Delta]:
 
 
 def _read_bias(reading: LayerReader) -> list[Delta]:
-    """`lora_bias` adds `scaling * lora_B.bias` to the base's bias: rank 1, with a one as lora_A."""
+    """Read `lora_bias`, which adds `scaling * lora_B.bias` to the base's bias: rank 1, with a one as lora_A."""
     layer, base = reading.layer, reading.base
     factors = []
     for adapter in reading.active:
@@ -71,7 +71,8 @@ def _one(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 
 def _read_embedding(reading: LayerReader) -> list[Delta]:
-    """Stored `[vocabulary, dim]`; lora_A is `[r, vocabulary]` and lora_B `[dim, r]`, so out = dim, in = vocabulary."""
+    """Read an Embedding, stored `[vocabulary, dim]`; lora_A is `[r, vocabulary]` and lora_B `[dim, r]`, so out = dim,
+    in = vocabulary."""
     layer = reading.layer
     if reading.base.max_norm is not None:
         raise UnsupportedAdapter(
@@ -90,7 +91,7 @@ def _read_embedding(reading: LayerReader) -> list[Delta]:
 
 
 def _read_parameter(reading: LayerReader) -> list[Delta]:
-    """A parameter of its own (`target_parameters`), mostly the fused experts of a layer.
+    """Read a parameter of its own (`target_parameters`), mostly the fused experts of a layer.
 
     PEFT before 0.19 takes every 3-D parameter as `[E, in, out]`; later it asks the module (`is_transposed`) and notes
     in `_did_swap_in_out_features` that it is `[E, out, in]`. With one expert it adds `lora_B @ lora_A` as it is.

@@ -50,7 +50,6 @@ def read_tokens(reading: LayerReader) -> list[Delta]:
 
 
 def _rows(reading: LayerReader, adapter: str) -> Rows:
-    """Those of one adapter."""
     name, layer = reading.name, reading.layer
     indices = tuple(map(int, layer.token_indices[adapter]))
     values = reading.shard(layer._modules[TRAINED], adapter)
