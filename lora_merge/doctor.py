@@ -109,7 +109,7 @@ def _architecture(device: torch.device) -> str:
 
 
 def _first(device: torch.device, names: Sequence[str], found: Findings) -> str:
-    """The backend for a device, and why those before it cannot run."""
+    """Return the backend for a device, and why those before it cannot run."""
     modules = {"cpu": cpu, "cuda": cuda, "triton": triton}
     try:
         reasons = [(name, modules[name].unavailable(device)) for name in names if name in modules]
@@ -127,7 +127,7 @@ def _first(device: torch.device, names: Sequence[str], found: Findings) -> str:
 
 
 def _kinds(device: torch.device) -> Iterator[tuple[str, str]]:
-    """Which compiled kernel takes which kind of segment: they are asked."""
+    """Yield which compiled kernel takes which kind of segment: they are asked."""
 
     def plain(dtype: torch.dtype, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="cpu")
