@@ -109,8 +109,8 @@ void untrack_cpu(const Segment* table, int64_t segments, uint8_t* codes, int64_t
 void retrack_cpu(const Segment* table, int64_t segments, const Segment* table_before, int64_t segments_before, uint8_t* codes, int64_t n_codes, int64_t* records, int64_t n_records, uint8_t* arena, int64_t room, int64_t mark, int64_t* asked, uint8_t* before);
 std::vector<int64_t> merge_shape(int64_t max_rank, int64_t planes, int64_t element_bytes, int64_t narrowest, int64_t widest, int64_t per_block, int64_t per_processor);
 bool accepts_shape(int64_t col_warps, int64_t stages, bool staged_B, int64_t pad, int64_t max_rank, int64_t planes, int64_t element_bytes, int64_t per_block);
-std::vector<int64_t> hopper_tiles(int64_t max_rank, int64_t planes, int64_t beside, int64_t per_block, bool ahead);
-bool accepts_tiles(int64_t strip_cols, int64_t held, int64_t stages, int64_t max_rank, int64_t planes, int64_t beside, bool ahead, int64_t per_block);
+std::vector<int64_t> hopper_tiles(int64_t max_rank, int64_t planes, int64_t extra, int64_t per_block, bool ahead);
+bool accepts_tiles(int64_t strip_cols, int64_t held, int64_t stages, int64_t max_rank, int64_t planes, int64_t extra, bool ahead, int64_t per_block);
 std::string cuda_problem();
 void launch_cuda(const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment, int64_t n_unit_segment, int32_t* counter, int64_t source_dtype, int64_t destination_dtype, int64_t adapters, int64_t n_units, int64_t n_raw_units, int64_t rows_per_unit, int64_t col_warps, int64_t stages, bool staged_B, int64_t pad, int64_t max_rank, bool stochastic, int64_t seed, int64_t device, void* stream);
 void scale_cuda(const Rounded* jobs, int64_t n_jobs, int64_t dtype, int64_t group, int64_t part, int64_t device, void* stream);
@@ -125,6 +125,6 @@ void track_hopper(const Segment* table, int64_t segments, bool on_device, const 
 #define LORA_MERGE_OPERATORS(X) X(layout_hash) X(cuda_architectures) X(cpu_isas) X(use_threads) X(launch_cpu) X(row_norms_cpu) X(tracked_sizes_cpu) X(track_cpu) X(untrack_cpu) X(retrack_cpu) X(merge_shape) X(accepts_shape) X(hopper_tiles) X(accepts_tiles)
 #define LORA_MERGE_CUDA_OPERATORS(X) X(cuda_problem) X(launch_cuda) X(scale_cuda) X(launch_hopper) X(launch_hopper_scaled) X(tensor_maps) X(split_adapters) X(row_norms_cuda) X(track_cuda) X(track_hopper)
 
-constexpr const char* kLayoutHash = "8a07c060a8891978";
+constexpr const char* kLayoutHash = "cf89bf74ab265fee";
 
 }  // namespace lora_merge

@@ -112,17 +112,16 @@ bool accepts_shape(int64_t col_warps, int64_t stages, bool staged_B, int64_t pad
   return accepts(shape, max_rank, planes, element_bytes, per_block);
 }
 
-std::vector<int64_t> hopper_tiles(int64_t max_rank, int64_t planes, int64_t beside, int64_t per_block,
-                                  bool ahead) {
-  const auto t = hopper::choose_tiles(max_rank, planes, beside, per_block, ahead);
+std::vector<int64_t> hopper_tiles(int64_t max_rank, int64_t planes, int64_t extra, int64_t per_block, bool ahead) {
+  const auto t = hopper::choose_tiles(max_rank, planes, extra, per_block, ahead);
   if (!t) return {};
   return {t->strip_cols, t->held, t->stages};
 }
 
-bool accepts_tiles(int64_t strip_cols, int64_t held, int64_t stages, int64_t max_rank, int64_t planes, int64_t beside,
+bool accepts_tiles(int64_t strip_cols, int64_t held, int64_t stages, int64_t max_rank, int64_t planes, int64_t extra,
                    bool ahead, int64_t per_block) {
   const hopper::Tiles tiles{static_cast<int>(strip_cols), static_cast<int>(held), static_cast<int>(stages)};
-  return hopper::accepts(tiles, max_rank, planes, beside, ahead, per_block);
+  return hopper::accepts(tiles, max_rank, planes, extra, ahead, per_block);
 }
 
 }  // namespace operators

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import lora_merge
 
 from ..extras import root_of
-from ..kernels import backend as kernels
+from ..kernels import backend
 from ..kernels.cuda.table import PARTS_RANK
 from . import checkpoint, report, shapes, timing
 from .accuracy import Accuracy, accuracy_of, compare, same_bits
@@ -271,7 +271,7 @@ def compare_methods(
         "products_ms": products_ms,
         "operations_s": operations,
         "repeat": args.repeat,
-        "backend": kernels.name_of(kernels.pick(args.device)),
+        "backend": backend.name_of(backend.pick(args.device)),
         "methods": measured,
         "skipped": skipped,
         **report.provenance(args.device),

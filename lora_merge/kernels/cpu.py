@@ -53,7 +53,7 @@ def prepare_scaled(placed: Sequence[Placed], device: torch.device) -> TwoStepSca
 
 
 class _Tracked:
-    """`fused.Kernels` of a table."""
+    """`one_pass.Kernels` of a table."""
 
     chunk, slack = 0, 0
 

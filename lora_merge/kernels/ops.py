@@ -112,8 +112,8 @@ def merge(
         InvalidInput: something does not fit; nothing was written.
     """
     check_rounding(rounding, seed)
-    beside = {} if out is None else {"out": out}
-    factor = _check_arguments(scaling, weight=weight, lora_A=lora_A, lora_B=lora_B, **beside)
+    given = {} if out is None else {"out": out}
+    factor = _check_arguments(scaling, weight=weight, lora_A=lora_A, lora_B=lora_B, **given)
     dtype = check_dtype(dtype)
     weight, lora_A, lora_B = _resolved(weight, lora_A, lora_B)
     if out is None:

@@ -214,11 +214,11 @@ OPERATORS = {
         "int64_t element_bytes, int64_t per_block",
     ),
     "hopper_tiles": (
-        "std::vector<int64_t>", "int64_t max_rank, int64_t planes, int64_t beside, int64_t per_block, bool ahead",
+        "std::vector<int64_t>", "int64_t max_rank, int64_t planes, int64_t extra, int64_t per_block, bool ahead",
     ),
     "accepts_tiles": (
         "bool",
-        "int64_t strip_cols, int64_t held, int64_t stages, int64_t max_rank, int64_t planes, int64_t beside, "
+        "int64_t strip_cols, int64_t held, int64_t stages, int64_t max_rank, int64_t planes, int64_t extra, "
         "bool ahead, int64_t per_block",
     ),
 }  # fmt: skip

@@ -23,7 +23,7 @@ from ..tracked.split import SplitTracked
 from .kernel import Work, assign, serves, tensors
 from .merge import MERGES, PLAIN_LOADS, Portable, launches
 from .repack import repack
-from .scaled import CudaScale, MergedAtOnce, apart
+from .scaled import CudaScale, MergedAtOnce, separate
 from .table import BlockShape, ceil, no_room, place
 from .tracked import CudaTracked
 
@@ -68,7 +68,7 @@ _NORMS = tuple(_Norms(kernel.name, kernel.formats, kernel.source) for kernel in 
 class _Launch:
     def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:
         self.table, self.device = pack(segments), device
-        here, rest = _apart(segments, self.table, device)
+        here, rest = _separate(segments, self.table, device)
         peers = pack([s for s in here if s.peer])
         near = pack([s for s in here if not s.peer]) if rest or len(peers) else self.table
         with torch.cuda.device(device):
@@ -109,7 +109,7 @@ def prepare(segments: Sequence[Segment], device: torch.device) -> _Launch:
 def prepare_scaled(placed: Sequence[Placed], device: torch.device) -> Scales:
     """Merged, scaled and converted by one kernel where there is one for it; else merged by launches of `prepare`, and
     scaled from there, by blocks of threads that have whole groups in their registers."""
-    here, rest = apart(placed, device)
+    here, rest = separate(placed, device)
     parts: list[Scales] = [MergedAtOnce(here, device)] if here else []
     if rest:
         parts.append(TwoStepScaled(prepare, CudaScale, rest, device))
@@ -119,14 +119,14 @@ def prepare_scaled(placed: Sequence[Placed], device: torch.device) -> Scales:
 def prepare_tracked(segments: Sequence[Segment], device: torch.device) -> Tracked:
     """One pass each way."""
     table = pack(segments)
-    here, rest = _apart(segments, table, device)
+    here, rest = _separate(segments, table, device)
     parts: list[Tracked] = [OnePassTracked(CudaTracked(here, pack(here) if rest else table, device))] if here else []
     if rest:
         parts.append(next_after("cuda", device, no_room(rest, device)).prepare_tracked(rest, device))
     return parts[0] if len(parts) == 1 else SplitTracked(parts)
 
 
-def _apart(
+def _separate(
     segments: Sequence[Segment], table: np.ndarray, device: torch.device
 ) -> tuple[Sequence[Segment], Sequence[Segment]]:
     """Those that have room, and those that do not; `table` is all of them."""

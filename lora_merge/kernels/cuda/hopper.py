@@ -60,7 +60,7 @@ class Hopper(Kernel[Tiles]):
     name = "kernel for compute capability 9 (tensor maps, wgmma)"
     operator: ClassVar[Callable[..., None]] = staticmethod(operators.launch_hopper)
     blocks = 1
-    beside_box = 0
+    extra_box = 0
     """That a launch wants in shared memory for each box of a tile."""
     result_bytes = 2
     narrowest = 0
@@ -86,8 +86,8 @@ class Hopper(Kernel[Tiles]):
         fits &= ~(in_parts & _turned(table))  # parts of float32 adapters are summed in one order here
         if not _available(device):
             return fits & False
-        beside = self.beside_box, memory(device).per_block, self.ahead
-        most = np.array([_most_rank(planes(code), *beside, self.narrowest) for code in range(PAIRS + 1)])
+        extra = self.extra_box, memory(device).per_block, self.ahead
+        most = np.array([_most_rank(planes(code), *extra, self.narrowest) for code in range(PAIRS + 1)])
         return fits & (rank <= most[adapters])
 
     def kinds(self, table: np.ndarray) -> Sequence[np.ndarray]:
@@ -97,7 +97,7 @@ class Hopper(Kernel[Tiles]):
         if work.max_rank > MAX_RANK:
             return None
         room = memory(work.device).per_block
-        return _tiles(work.max_rank, planes(work.kind[-1]), self.beside_box, room, self.ahead)
+        return _tiles(work.max_rank, planes(work.kind[-1]), self.extra_box, room, self.ahead)
 
     def units(self, work: Work, shape: Tiles) -> Units:
         """Of few rows, so that blocks that share rows stay side by side; more where there is much of lora_A to bring,
@@ -111,7 +111,7 @@ class Hopper(Kernel[Tiles]):
         elements = (work.merges[:, ROWS] * work.merges[:, COLS]).astype(float)
         return bool((elements**2).sum() >= elements.sum() * 128 * 256 * 8 * work.processors)
 
-    def beside(self, work: Work, table: np.ndarray, device: torch.device) -> Sequence[Tensor]:
+    def extra(self, work: Work, table: np.ndarray, device: torch.device) -> Sequence[Tensor]:
         return (operators.tensor_maps(torch.from_numpy(table), work.kind[-1]).to(device),)
 
 
@@ -152,19 +152,19 @@ def _rows_of_vectors(
 
 
 @cache
-def _tiles(max_rank: int, planes: int, beside: int, per_block: int, ahead: bool) -> Tiles | None:
+def _tiles(max_rank: int, planes: int, extra: int, per_block: int, ahead: bool) -> Tiles | None:
     """Chosen where launches check it: csrc/cuda/shapes.h. None if the rank leaves no room."""
-    numbers = native.compiled.hopper_tiles(max_rank, planes, beside, per_block, ahead)
+    numbers = native.compiled.hopper_tiles(max_rank, planes, extra, per_block, ahead)
     return Tiles(*numbers) if numbers else None
 
 
 @cache
-def _most_rank(planes: int, beside: int, per_block: int, ahead: bool, narrowest: int) -> int:
+def _most_rank(planes: int, extra: int, per_block: int, ahead: bool, narrowest: int) -> int:
     def fits(tiles: Tiles | None) -> bool:
         return tiles is not None and tiles.strip_cols >= narrowest
 
     ranks = range(CHUNK, MAX_RANK + 1, CHUNK)
-    return max((r for r in ranks if fits(_tiles(r, planes, beside, per_block, ahead))), default=0)
+    return max((r for r in ranks if fits(_tiles(r, planes, extra, per_block, ahead))), default=0)
 
 
 def _available(device: torch.device) -> bool:

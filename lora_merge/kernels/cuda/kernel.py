@@ -1,7 +1,7 @@
 """What a compiled CUDA kernel is to Python: an object that says which segments it serves, which of them go into one
 launch, and how that is made.
 
-A table is dealt to a list of them: `cuda_launch.MERGES` or `cuda_tracked.TRACKED`. A kernel more, or a loader or an
+Segments are assigned to a list of them: `merge.MERGES` or `tracked.TRACKED`. A kernel more, or a loader or an
 epilogue of one that is there, is an object more in such a list.
 """
 
@@ -22,9 +22,9 @@ from ..bindings.layout import INLINE_SEGMENTS, RAW_COLS, RAW_COLS_1, RAW_ROWS, W
 from ..segments import COLS, RANK, ROWS, UNIT_BEGIN, UNITS_ACROSS
 from .table import ceil, index_of, place
 
-UNITS_DEALT = 1024
-"""Units that a small table deals round the blocks; more are handed out by a counter, which takes an allocation, because
-blocks do not run at one pace."""
+MAX_STATIC_UNITS = 1024
+"""Units that blocks take round robin. More are handed out by a counter, as blocks do not run at one pace; it takes an
+allocation."""
 
 Shape = TypeVar("Shape", bound=tuple[int, ...])
 Launch = partial[None]
@@ -42,7 +42,7 @@ class Work(NamedTuple):
         merges: the segments.
         max_rank: of the launch: theirs, or one with room for more.
         device: of the tensors.
-        numbers: of the segments in the table that was dealt.
+        numbers: of the segments in the table that was assigned.
         copies: raw copies that ride along.
         behind: segments behind the others, which have no units of work.
     """
@@ -88,7 +88,7 @@ class Kernel(ABC, Generic[Shape]):
         """Which segments of a packed table it can run, bool `[segments]`."""
 
     def could_serve(self, table: np.ndarray, device: torch.device) -> np.ndarray:
-        """Which ones it would serve if tensor maps could read their adapters: `cuda_repack.py` lays them out so."""
+        """Which ones it would serve if tensor maps could read their adapters: `repack.py` lays them out so."""
         return np.zeros(len(table), dtype=bool)
 
     @abstractmethod
@@ -105,7 +105,7 @@ class Kernel(ABC, Generic[Shape]):
     def units(self, work: Work, shape: Shape) -> Units:
         """How the work is cut for them."""
 
-    def beside(self, work: Work, table: np.ndarray, device: torch.device) -> Sequence[Tensor]:
+    def extra(self, work: Work, table: np.ndarray, device: torch.device) -> Sequence[Tensor]:
         """What its operator takes after what all of them do: of a cut table, for where that lies."""
         return ()
 
@@ -123,12 +123,12 @@ class Kernel(ABC, Generic[Shape]):
         table, units = np.concatenate([merges, copies, work.behind]), np.concatenate([merge_units, copy_units, none])
         table[:, UNIT_BEGIN] = np.cumsum(units) - units
         table[:, UNITS_ACROSS] = np.concatenate([merge_across, copy_across, none])
-        counted = len(table) > INLINE_SEGMENTS or units.sum() > UNITS_DEALT
+        counted = len(table) > INLINE_SEGMENTS or units.sum() > MAX_STATIC_UNITS
         counter = torch.zeros(2 if counted else 0, dtype=torch.int32, device=work.device if counted else "cpu")
         placed, unit_segment = place(table, units, work.device)
         return partial(
             self.operator, placed, unit_segment, counter, index_of(work.device), *work.kind, int(merge_units.sum()),
-            int(copy_units.sum()), rows_per_unit, *shape, work.max_rank, *self.beside(work, table, placed.device),
+            int(copy_units.sum()), rows_per_unit, *shape, work.max_rank, *self.extra(work, table, placed.device),
             **self.options,
         )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Launches of the compiled merge kernels: the kernel for any GPU, and which kernels a table is dealt to."""
+"""Launches of the compiled merge kernels: the kernel for any GPU, and which kernels segments are assigned to."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Portable(Kernel[BlockShape]):
 
     Args:
         formats: of the sources that it reads.
-        source: what its operator has beside their dtype.
+        source: what its operator adds to the code of their dtype.
     """
 
     name: str = "portable kernel (cp.async, mma)"
@@ -95,7 +95,7 @@ def merges(table: np.ndarray, device: torch.device, kernels: Sequence[Kernel[Any
     """A launch for each kind of segment, the largest first; raw copies ride along with it."""
     raw = table[:, DTYPES] & 0xFF >= min(RAW.values())
     found, copies = assign(table[~raw], kernels, device), table[raw]
-    found.sort(key=lambda dealt: -int((dealt[1].merges[:, ROWS] * dealt[1].merges[:, COLS]).sum()))
+    found.sort(key=lambda pair: -int((pair[1].merges[:, ROWS] * pair[1].merges[:, COLS]).sum()))
     if not found and len(copies):
         found.append((PLAIN_LOADS[0], Work((BF16, BF16, BF16), copies[:0], 0, device)))
     return [kernel.launch(work if i else work._replace(copies=copies)) for i, (kernel, work) in enumerate(found)]

@@ -62,7 +62,7 @@ class MergedAtOnce(Scales):
     than a block of threads has.
 
     Args:
-        placed: those that `apart` gave it.
+        placed: those that `separate` gave it.
     """
 
     def __init__(self, placed: Sequence[Placed], device: torch.device) -> None:
@@ -89,7 +89,7 @@ class MergedAtOnce(Scales):
             launch(stochastic, seed)
 
 
-def apart(placed: Sequence[Placed], device: torch.device) -> tuple[list[Placed], list[Placed]]:
+def separate(placed: Sequence[Placed], device: torch.device) -> tuple[list[Placed], list[Placed]]:
     """What of weights of 8 bits `MergedAtOnce` takes, weight by weight, and the rest."""
     kernel, found = HopperScaled(), [p for p in placed if _fits(p)]
     found = list(compress(found, kernel.could_serve(_table(found), device)))

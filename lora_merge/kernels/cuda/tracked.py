@@ -67,7 +67,7 @@ class TrackedHopper(Hopper):
     operator = staticmethod(operators.track_hopper)
     warps = 12
     """That multiply at most."""
-    beside_box = TILE_ROWS * BOX_COLS // UNIT_ELEMENTS * (RECORD_BYTES + CODE_BYTES)
+    extra_box = TILE_ROWS * BOX_COLS // UNIT_ELEMENTS * (RECORD_BYTES + CODE_BYTES)
     """The records and codes of its four units."""
     ahead = True
 
@@ -104,7 +104,7 @@ class _After(NamedTuple):
 
 
 class CudaTracked:
-    """`fused.Kernels` of a table. Units of all groups are numbered in a row; a segment's `key` is its first tile, or
+    """`one_pass.Kernels` of a table. Units of all groups are numbered in a row; a segment's `key` is its first tile, or
     box."""
 
     def __init__(self, segments: Sequence[Segment], table: np.ndarray, device: torch.device) -> None:

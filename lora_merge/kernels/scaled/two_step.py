@@ -106,25 +106,25 @@ class Lanes:
 
     def __init__(self, device: torch.device, *, two: bool) -> None:
         self._device = device
-        self._beside = torch.cuda.Stream(device) if two and device.type == "cuda" else None
+        self._second = torch.cuda.Stream(device) if two and device.type == "cuda" else None
 
     @property
     def count(self) -> int:
-        return 1 if self._beside is None else 2
+        return 1 if self._second is None else 2
 
     def run(self, steps: Sequence[tuple[Launch, Launch]], stochastic: bool, seed: int) -> None:
         """All steps; what follows on the current stream follows them."""
-        if self._beside is None:
+        if self._second is None:
             _run(steps, stochastic, seed)
             return
         current = torch.cuda.current_stream(self._device)
-        self._beside.wait_stream(current)
+        self._second.wait_stream(current)
         try:
-            with torch.cuda.stream(self._beside):
+            with torch.cuda.stream(self._second):
                 _run(steps[1::2], stochastic, seed)
             _run(steps[::2], stochastic, seed)
         finally:
-            current.wait_stream(self._beside)
+            current.wait_stream(self._second)
 
 
 def _run(steps: Sequence[tuple[Launch, Launch]], stochastic: bool, seed: int) -> None:

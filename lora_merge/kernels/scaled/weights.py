@@ -243,8 +243,8 @@ def rectangles(scaled: Scaled, placed: Sequence[Placed]) -> list[tuple[slice, sl
     for top, bottom in pairwise(edges):  # rows of groups that are alike
         changes = np.flatnonzero(np.diff(written[top], prepend=False, append=False)).tolist()
         for left, right in zip(changes[::2], changes[1::2], strict=True):
-            below, beside = min(bottom * down, rows), min(right * across, cols)
-            found.append((slice(top * down, below), slice(left * across, beside)))
+            end_row, end_col = min(bottom * down, rows), min(right * across, cols)
+            found.append((slice(top * down, end_row), slice(left * across, end_col)))
     return found
 
 

@@ -1,6 +1,6 @@
 """A tracked merge by a backend's launches and tensor operations around them, for backends without one of their own.
 
-Block by block, several passes over each: right on any device, not fast. `fused.py` does the same in one pass.
+Block by block, several passes over each: right on any device, not fast. `one_pass.py` does the same in one pass.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The Triton kernels (`triton_device.py`): one launch for each combination of dtypes and alignment in a table."""
+"""The Triton kernels (`merge_kernels.py`): one launch for each combination of dtypes and alignment in a table."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def unavailable(device: torch.device) -> str | None:
         return "it needs CUDA tensors"
     if find_spec("triton") is None:
         return "triton is not installed"
-    from . import merge_kernels as triton_device
+    from . import merge_kernels
 
-    interpreted = bool(triton_device.INTERPRETED.value)
+    interpreted = bool(merge_kernels.INTERPRETED.value)
     if device.type == "cpu":
         return None if interpreted else "on CPU tensors it needs TRITON_INTERPRET=1, set before triton is imported"
     if interpreted:

@@ -124,7 +124,7 @@ def groups(table: np.ndarray) -> list[tuple[np.ndarray, dict[str, Any]]]:
 
 
 def _block_size(table: np.ndarray) -> np.ndarray:
-    """See `weights` in `triton_device.py`."""
+    """See `weights` in `merge_kernels.py`."""
     block = table[:, BLOCK]
     by_row = (table[:, SOURCE_STRIDE] == block) & (table[:, SOURCE_STRIDE + 1] == 1) & (table[:, ROWS] > 1)
     size = np.where(by_row, -1, np.where(block & (block - 1) == 0, block, 0))
