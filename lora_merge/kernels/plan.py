@@ -23,8 +23,8 @@ _T = TypeVar("_T")
 
 
 def untraced(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """`torch.compiler.disable`, taken when torch._dynamo is there: importing that takes seconds, which nobody should
-    pay who compiles nothing, and before it is imported nothing can be traced."""
+    """Apply `torch.compiler.disable` once torch._dynamo is imported: importing it takes seconds, and nothing is traced
+    before."""
     disabled: Callable[_P, _T] | None = None
 
     @wraps(function)

@@ -29,7 +29,7 @@ from .tracked import CudaTracked
 
 
 def unavailable(device: torch.device) -> str | None:
-    """Why the CUDA kernels cannot run on `device`; None if they can."""
+    """Return why the CUDA kernels cannot run on `device`; None if they can."""
     if device.type != "cuda":
         return "it needs CUDA tensors"
     if torch.version.hip is not None:  # whose numbers of compute capability mean other GPUs
@@ -45,7 +45,7 @@ def unavailable(device: torch.device) -> str | None:
 
 
 class _Norms(Portable):
-    """Squared norms of rows: of any rank, as lora_A is brought part by part, and whatever the result is."""
+    """Squared norms of rows, of any rank and any result: lora_A is loaded part by part."""
 
     operator: ClassVar[Callable[..., None]] = staticmethod(operators.row_norms_cuda)
 
@@ -107,8 +107,8 @@ def prepare(segments: Sequence[Segment], device: torch.device) -> _Launch:
 
 
 def prepare_scaled(placed: Sequence[Placed], device: torch.device) -> Scales:
-    """Merged, scaled and converted by one kernel where there is one for it; else merged by launches of `prepare`, and
-    scaled from there, by blocks of threads that have whole groups in their registers."""
+    """Merge, scale and convert by one kernel where one serves; else merge by launches of `prepare` and scale from
+    there."""
     here, rest = separate(placed, device)
     parts: list[Scales] = [MergedAtOnce(here, device)] if here else []
     if rest:
@@ -129,7 +129,7 @@ def prepare_tracked(segments: Sequence[Segment], device: torch.device) -> Tracke
 def _separate(
     segments: Sequence[Segment], table: np.ndarray, device: torch.device
 ) -> tuple[Sequence[Segment], Sequence[Segment]]:
-    """Those that have room, and those that do not; `table` is all of them."""
+    """Return the segments whose adapters have room in shared memory, and the rest; `table` is all of them packed."""
     served = serves(PLAIN_LOADS, table, device)
     if served.all():
         return segments, []

@@ -61,14 +61,13 @@ class Hopper(Kernel[Tiles]):
     operator: ClassVar[Callable[..., None]] = staticmethod(operators.launch_hopper)
     blocks = 1
     extra_box = 0
-    """That a launch wants in shared memory for each box of a tile."""
+    """Bytes of shared memory that a launch wants for each box of a tile."""
     result_bytes = 2
     narrowest = 0
     """Columns of the least strip that a launch takes."""
     ahead = False
-    """Whether lora_A of the next unit is brought as early as there is room for it, and float32 lora_A split ahead
-    (csrc/cuda/sm90/merge.cuh: `kAhead`). Else blocks of threads that wait for it stay side by side, and read rows of W
-    and lora_B together."""
+    """Whether lora_A of the next unit is loaded as early as there is room for it, and float32 lora_A split ahead
+    (csrc/cuda/sm90/merge.cuh: `kAhead`). Else blocks that wait for it stay side by side, and share reads."""
 
     def serves(self, table: np.ndarray, device: torch.device) -> np.ndarray:
         there = np.where(products(table) == PAIRS, table[:, PARTS_A] != 0, reads_lora_A(table) & reads_lora_B(table))
@@ -100,14 +99,14 @@ class Hopper(Kernel[Tiles]):
         return _tiles(work.max_rank, planes(work.kind[-1]), self.extra_box, room, self.ahead)
 
     def units(self, work: Work, shape: Tiles) -> Units:
-        """Of few rows, so that blocks that share rows stay side by side; more where there is much of lora_A to bring,
-        or where the next unit is mostly of another segment: its tensor maps take time, too. As measured."""
+        """Cut units of few rows, so that blocks that share rows stay side by side; more where there is much of lora_A
+        to load, or where the next unit is mostly of another segment: its tensor maps take time, too. As measured."""
         chunks = -(-work.max_rank // CHUNK) * planes(work.kind[-1])
         short = chunks <= 2 and self.are_large(work)
         return Units(shape.strip_cols, 512 if chunks > 4 else 128 if short else 256)
 
     def are_large(self, work: Work) -> bool:
-        """Whether most elements lie in segments that have several units of 128 rows for each block."""
+        """Return True if most elements lie in segments that have several units of 128 rows for each block."""
         elements = (work.merges[:, ROWS] * work.merges[:, COLS]).astype(float)
         return bool((elements**2).sum() >= elements.sum() * 128 * 256 * 8 * work.processors)
 
@@ -116,13 +115,13 @@ class Hopper(Kernel[Tiles]):
 
 
 def reads_lora_A(table: np.ndarray) -> np.ndarray:
-    """Of which segments without pairs this kernel can read lora_A where it lies: of the products' dtype, rows of whole
-    vectors."""
+    """Return which segments without pairs have a lora_A that this kernel reads where it lies: of the products' dtype,
+    rows of whole vectors."""
     return _reads(table, 16) & _rows_of_vectors(table, LORA_A, LORA_A_STRIDE, _size(table), table[:, RANK])
 
 
 def reads_lora_B(table: np.ndarray) -> np.ndarray:
-    """The same of lora_B."""
+    """Return the same for lora_B."""
     return _reads(table, 24) & _rows_of_vectors(table, LORA_B, LORA_B_STRIDE, _size(table), table[:, ROWS])
 
 
@@ -145,7 +144,7 @@ def _turned(table: np.ndarray) -> np.ndarray:
 def _rows_of_vectors(
     table: np.ndarray, address: int, stride: int, size: np.ndarray | int, rows: np.ndarray
 ) -> np.ndarray:
-    """Whether rows are runs of elements that start at whole 16-byte vectors."""
+    """Return which segments have rows of adjacent elements that start at whole 16-byte vectors."""
     row, col = table[:, stride], table[:, stride + 1]
     starts = (table[:, address] % 16 == 0) & ((row * size % 16 == 0) & (row > 0) | (rows == 1))
     return starts & (col == 1)
@@ -153,7 +152,7 @@ def _rows_of_vectors(
 
 @cache
 def _tiles(max_rank: int, planes: int, extra: int, per_block: int, ahead: bool) -> Tiles | None:
-    """Chosen where launches check it: csrc/cuda/shapes.h. None if the rank leaves no room."""
+    """Return the best tiles (csrc/cuda/shapes.h, where launches check them); None if the rank leaves no room."""
     numbers = native.compiled.hopper_tiles(max_rank, planes, extra, per_block, ahead)
     return Tiles(*numbers) if numbers else None
 
@@ -168,5 +167,5 @@ def _most_rank(planes: int, extra: int, per_block: int, ahead: bool, narrowest: 
 
 
 def _available(device: torch.device) -> bool:
-    """Whether the device is of this kind, and the extension was compiled for it (for sm_90a, not only for sm_80)."""
+    """Return True if the device has compute capability 9.0 and the extension code for sm_90a."""
     return torch.cuda.get_device_capability(device) == (9, 0) and "90a" in native.architectures()

@@ -65,7 +65,7 @@ class TrackedPlan:
             self._tracked.keep = keep
 
     def release(self) -> None:
-        """As `Plan.release`. (The reference backend goes on holding the tensors.)"""
+        """Do `Plan.release`. (The reference backend goes on holding the tensors.)"""
         self.segments = ()
 
     @property
@@ -117,8 +117,8 @@ class TrackedPlan:
             _check_restored(self._tracked.unmerge(meanwhile))
 
     def moved(self, moves: Moves) -> bool:
-        """Weights of a merged plan lie elsewhere now, with all their bits. Whether `unmerge` finds them there; where
-        not, it must not be called."""
+        """Tell a merged plan that weights lie elsewhere now, with all their bits. Return True if `unmerge` finds them
+        there; else it must not be called."""
         return self._tracked is None or self._tracked.moved(moves)
 
     @untraced

@@ -20,7 +20,7 @@ from .tracked import TritonTracked
 
 
 def unavailable(device: torch.device) -> str | None:
-    """Why the Triton kernels cannot run on `device`; None if they can."""
+    """Return why the Triton kernels cannot run on `device`; None if they can."""
     if device.type not in ("cuda", "cpu"):
         return "it needs CUDA tensors"
     if find_spec("triton") is None:
@@ -75,7 +75,7 @@ def prepare(segments: Sequence[Segment], device: torch.device) -> _Launch:
 
 
 def prepare_scaled(placed: Sequence[Placed], device: torch.device) -> TwoStepScaled:
-    """Merged by launches of `prepare`, scaled by tensor operations."""
+    """Merge by launches of `prepare`, then scale by tensor operations."""
     return TwoStepScaled(prepare, ByOperations, placed, device)
 
 
