@@ -63,7 +63,6 @@ struct Rounded {
 static_assert(sizeof(Rounded) == 10 * 8, "what is scaled is 10 words");
 
 constexpr int kPairs = 3;
-constexpr int kPartVectors = 256;
 constexpr int kMaxRank = 512;
 constexpr int kMaxSide = 2147479552;
 constexpr int kPackedSource = 256;
@@ -72,6 +71,7 @@ constexpr int kInlineSegments = 8;
 constexpr int kWarps = 8;
 constexpr int kWarpCols = 64;
 constexpr int kNormRows = 64;
+constexpr int kPartVectors = 256;
 constexpr int kRawRows = 64;
 constexpr int kRawCols = 2048;
 constexpr int kRawCols1 = 131072;
@@ -134,6 +134,6 @@ void track_hopper(Placed placed, int32_t* counter, int64_t dtype, int64_t adapte
 #define LORA_MERGE_OPERATORS(X) X(layout_hash) X(cuda_architectures) X(cpu_isas) X(use_threads) X(launch_cpu) X(row_norms_cpu) X(tracked_sizes_cpu) X(track_cpu) X(untrack_cpu) X(retrack_cpu) X(merge_shape) X(accepts_shape) X(hopper_tiles) X(accepts_tiles)
 #define LORA_MERGE_CUDA_OPERATORS(X) X(cuda_problem) X(launch_cuda) X(scale_cuda) X(launch_hopper) X(launch_hopper_scaled) X(tensor_maps) X(split_adapters) X(row_norms_cuda) X(track_cuda) X(track_hopper)
 
-constexpr const char* kLayoutHash = "56402b0d284a82cb";
+constexpr const char* kLayoutHash = "c64acba29259c7e9";
 
 }  // namespace lora_merge

@@ -27,7 +27,7 @@ namespace operators {
 
 std::string layout_hash() { return kLayoutHash; }
 
-// As nvcc was told them: "80", "90a"; "120+PTX" is code that later GPUs compile for themselves.
+// As nvcc names them: "80", "90a"; "120+PTX" is code that later GPUs compile for themselves.
 std::vector<std::string> cuda_architectures() {
   std::vector<std::string> names;
 #ifdef LORA_MERGE_CUDA_ARCHITECTURES

@@ -62,7 +62,7 @@ PyObject* object(const std::vector<T>& values) {
 
 // ---- calls ---------------------------------------------------------------------------------------------------------
 
-// What a function wants said as a Python warning once it has returned; empty: nothing.
+// The Python warning to issue once a function has returned; empty: none.
 std::string take_warning();
 
 // Other threads of Python run meanwhile.

@@ -23,9 +23,9 @@ def check_device(device: str | torch.device) -> torch.device:
             raise ValueError("tensors on meta hold no values")
         torch.empty(1, device=found)
     except Exception as error:
-        told = str(error).strip().partition("\n")[0]
+        message = str(error).strip().partition("\n")[0]
         raise InvalidInput(
-            f"device {str(device)!r} cannot be used here ({told}): expected cpu, or cuda where torch sees a GPU; "
+            f"device {str(device)!r} cannot be used here ({message}): expected cpu, or cuda where torch sees a GPU; "
             "lora-merge doctor says more"
         ) from error
     return found

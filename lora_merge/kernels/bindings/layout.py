@@ -142,42 +142,7 @@ SECOND_ARENA = 2**62
 WATCH_ADD, WATCH_TENSORS, WATCH_GIVE, WATCH_DONE, WATCH_AGAIN = 4, 2, 1, 0, 1
 """How many arguments its methods take."""
 
-_CONSTANTS = [
-    "PAIRS",
-    "PART_VECTORS",
-    "MAX_RANK",
-    "MAX_SIDE",
-    "PACKED_SOURCE",
-    "CHUNK",
-    "INLINE_SEGMENTS",
-    "WARPS",
-    "WARP_COLS",
-    "NORM_ROWS",
-    "RAW_ROWS",
-    "RAW_COLS",
-    "RAW_COLS_1",
-    "TILE_ROWS",
-    "BOX_COLS",
-    "HOPPER_COLS",
-    "MAP_BYTES",
-    "SCALED_BLOCK",
-    "INLINE_ROUNDED",
-    "SCALE_MEASURE",
-    "SCALE_CONVERT",
-    "SCALE_WHOLE",
-    "UNIT_ELEMENTS",
-    "RECORD_BYTES",
-    "CODE_BYTES",
-    "TRACK_MERGE",
-    "TRACK_UNMERGE",
-    "TRACK_REMERGE",
-    "SECOND_ARENA",
-    "WATCH_ADD",
-    "WATCH_TENSORS",
-    "WATCH_GIVE",
-    "WATCH_DONE",
-    "WATCH_AGAIN",
-]
+_CONSTANTS = [name for name, value in globals().items() if isinstance(value, int) and not name.endswith("WORDS")]
 
 STRUCTS = {
     "Placed": "const Segment* table, int64_t segments, bool on_device, const int32_t* unit_segment, "

@@ -92,8 +92,8 @@ def has_cuda() -> bool:
 @cache
 def cuda_problem() -> str | None:
     """Return why the CUDA kernels cannot be launched in this process; None if they can."""
-    told = compiled.cuda_problem()
-    return f"the compiled kernels do not start: {told}; a newer driver runs them" if told else None
+    problem = compiled.cuda_problem()
+    return f"the compiled kernels do not start: {problem}; a newer driver runs them" if problem else None
 
 
 def no_image(capability: tuple[int, int]) -> str | None:
