@@ -18,7 +18,7 @@ from sglang_faults import BUCKET
 
 from lora_merge import InvalidInput, PushRefused, SglangSync
 from lora_merge.engine.sglang import internals, plugin
-from lora_merge.engine.sglang.plugin import GOES, HOOKED, REGISTRY
+from lora_merge.engine.sglang.internals import GOES, HOOKED, REGISTRY
 from lora_merge.serve import load_adapter, unload_adapter
 
 no_leftovers = sglang_engines.no_leftovers

@@ -18,7 +18,6 @@ from ..control.one_server import OneServer
 from ..payload.adapter import ADAPTER_NAME
 from . import internals
 from .adapter import reference
-from .plugin import HOOKED, PREFIX
 
 _DONE = {"status": "ok"}
 """What its server answers when it has done something."""
@@ -31,7 +30,7 @@ class SglangControl(Control):
     plugins = "SGLANG_PLUGINS"
 
     async def _ask(self, request: str) -> Sequence[str]:
-        message = await self._checked(PREFIX + request)
+        message = await self._checked(internals.PREFIX + request)
         try:
             # Of several data-parallel engines the first one's: the others refuse a push in the same words.
             answers, _ = json.JSONDecoder().raw_decode(message)
@@ -254,7 +253,7 @@ def _without_plugin(release: str, told: str) -> Unfit:
         "?"
         if release in internals.RELEASES
         else f"? {internals.SUPPORTED} are supported, and where a release does not offer what the plugin hooks, its "
-        f'log says "Failed to apply hooks to {HOOKED}": install one of these'
+        f'log says "Failed to apply hooks to {internals.HOOKED}": install one of these'
     )
     return Unfit(
         f"SGLang {release} itself answers ({told}), and not lora_merge's plugin for it: is lora-merge installed where "

@@ -5,15 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-REGISTRY = "sglang.srt.plugins.hook_registry.HookRegistry"
-"""By which hooks are registered."""
-PREFIX = "lora_merge:"
-"""How an action of `check_weights` begins that is a request of this package; JSON follows."""
-_MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-HOOKED = f"{_MANAGER}.check_weights"
-"""Of a scheduler. It takes a string and gives one back, on every rank, also while generation stands still."""
-GOES = f"{_MANAGER}.release_memory_occupation"
-"""Of a scheduler: unmaps what its memory saver has made."""
+from .internals import GOES, HOOKED, PREFIX
 
 
 def register() -> None:

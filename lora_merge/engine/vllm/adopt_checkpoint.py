@@ -1,16 +1,15 @@
 """What a worker does where the base is what its engine started with, and nobody has pushed one: operations of the
-worker method, as in operations.py."""
+worker method, as in worker/commands.py."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from ...stream.buckets import metas
 from ..state import OWN, WEIGHTS, State
-from ..worker import commands as operations
 from ..worker.merger import Merger
+from ..worker.rpc import Op
 from ..worker.session import Coming, WorkerSession
 from .loading.checkpoint import Checkpoint, Kept, load_again
 
@@ -75,10 +74,14 @@ def _unload(worker: Any, session: WorkerSession) -> dict[str, Any]:
     return {}
 
 
-def _merge(worker: Any, session: WorkerSession, **message: Any) -> dict[str, Any]:
-    """As of operations.py; but what is kept for it may lie in files."""
-    _check_kept(session.merger)
-    return operations.OPERATIONS["merge"](worker, session, **message)
+def checked_before(merge: Op) -> Op:
+    """Return the operation `merge`, which first checks the files that the base is brought back from."""
+
+    def checked(worker: Any, session: WorkerSession, **message: Any) -> dict[str, Any]:
+        _check_kept(session.merger)
+        return merge(worker, session, **message)
+
+    return checked
 
 
 def _check_kept(merger: Merger | None) -> None:
@@ -91,9 +94,8 @@ def _checkpoint(worker: Any, session: WorkerSession) -> Checkpoint:
     return Checkpoint(worker.raw.vllm_config.load_config, worker.raw.model_config, session.modules.model)
 
 
-OPS: dict[str, Callable[..., dict[str, Any]]] = {
+OPS: dict[str, Op] = {
     "adopt_checkpoint": _adopt,
     "reload_checkpoint": _reload,
     "unload": _unload,
-    "merge": _merge,
 }

@@ -15,13 +15,12 @@ from ..control.base import Call, Control, Unheard, judges
 from ..control.calls import EngineGone, watched, while_alive
 from ..control.http import NoRoute, Server
 from ..control.one_server import OneServer
-from .core import HOLDERS, NAME, STANDS, WRONG_MODE
-from .plugin import BACKEND, registered
+from .names import BACKEND, CALLS, HOLDERS, STILL_PAUSED, WORKER_METHOD, WRONG_MODE, other_backend, registered
 
 _OfCore: TypeAlias = dict[str, Callable[..., tuple[str, Sequence[Any]]]]
 _SYNCHRONOUS: _OfCore = {
     "paused": lambda: ("is_sleeping", ()),
-    "stands": lambda: (STANDS, ("is_sleeping",)),
+    "stands": lambda: (STILL_PAUSED, ("is_sleeping",)),
     "pause": lambda mode: ("sleep", (0, mode)),
     "resume": lambda: ("wake_up", (["scheduling"],)),
     "label": lambda version: ("set_weight_version?", (version,)),  # 0.26 has none
@@ -34,7 +33,7 @@ _SYNCHRONOUS: _OfCore = {
 """What is asked of an engine, as `lora_merge_calls` names methods of its core."""
 _ASYNCHRONOUS: _OfCore = _SYNCHRONOUS | {
     "paused": lambda: ("is_scheduler_paused", ()),
-    "stands": lambda: (STANDS, ("is_scheduler_paused",)),
+    "stands": lambda: (STILL_PAUSED, ("is_scheduler_paused",)),
     "pause": lambda mode: ("pause_scheduler", (mode, False)),
     "resume": lambda: ("resume_scheduler", ()),
 }
@@ -72,7 +71,7 @@ class LlmControl(Control):
         return "" if transfer is None or transfer.backend == BACKEND else other_backend(transfer.backend)
 
     async def _ask(self, request: str) -> Sequence[str]:
-        return await self._call("collective_rpc", "lora_merge", args=(request,))
+        return await self._call("collective_rpc", WORKER_METHOD, args=(request,))
 
     async def paused(self) -> bool:
         return bool(await self._call("is_sleeping"))
@@ -137,7 +136,7 @@ class LlmControl(Control):
         for call, unless in zip(calls, judges(calls), strict=True):
             if call.method == "rpc":
                 number, request = self._request(call.arguments[0], call.options)
-                asked.append(["collective_rpc", ("lora_merge", None, (request,), {}), call.wanted, unless])
+                asked.append(["collective_rpc", (WORKER_METHOD, None, (request,), {}), call.wanted, unless])
                 reads.append(partial(self._answers, number))
             else:
                 asked.append([*self._of_core[call.method](*call.arguments), call.wanted, unless])
@@ -163,7 +162,7 @@ class LlmControl(Control):
 
     async def _in_core(self, asked: Sequence[Sequence[Any]]) -> str:
         """What `lora_merge_calls` returns."""
-        return str(await self._call("engine_core.call_utility", NAME, asked))
+        return str(await self._call("engine_core.call_utility", CALLS, asked))
 
     async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         call = partial(attrgetter(method)(self.engine), *args, **kwargs)
@@ -204,7 +203,7 @@ class AsyncControl(LlmControl):
         return hasattr(getattr(self.engine, "engine_core", None), "call_utility_async")
 
     async def _in_core(self, asked: Sequence[Sequence[Any]]) -> str:
-        return str(await self._call("engine_core.call_utility_async", NAME, asked))
+        return str(await self._call("engine_core.call_utility_async", CALLS, asked))
 
     async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return await watched(attrgetter(method)(self.engine)(*args, **kwargs), self.workers)
@@ -275,7 +274,7 @@ class HttpControl(OneServer, LlmControl):
         return None
 
     async def _ask(self, request: str) -> Sequence[str]:
-        answer = self._server.post("collective_rpc", body={"method": "lora_merge", "args": [request]})
+        answer = self._server.post("collective_rpc", body={"method": WORKER_METHOD, "args": [request]})
         results = answer.get("results")
         if not isinstance(results, list) or not results or not all(map(_is_object, results)):
             raise self._server.unlike(answer)
@@ -339,14 +338,6 @@ async def _stands(control: Control) -> bool:
 
 def _as_it_is(found: Any) -> Any:
     return found
-
-
-def other_backend(backend: str) -> str:
-    """What is wrong with an engine that was started for another weight-transfer backend."""
-    return (
-        f"was started for vLLM's weight-transfer backend {backend!r}: pass "
-        f'weight_transfer_config=WeightTransferConfig(backend="{BACKEND}"), or none'
-    )
 
 
 def control_of(engine: Any) -> Control:

@@ -1,8 +1,8 @@
-"""Methods of vLLM's engine core: `lora_merge_calls`, several of its calls in one message, and
-`lora_merge_end_wrong_mode_requests`, `lora_merge_stands` and `lora_merge_holders`, for what it does not do by itself.
+"""Methods that vLLM's engine core gets. `lora_merge_calls` makes several of the core's calls for one message; the
+others do what the core does not do by itself.
 
 A message to an engine in another process goes through six threads there and back, most of a millisecond, and a push
-has ten small calls. What one of them finds decides whether the next is made: so it is looked at here.
+has ten small calls. What one of them returns decides whether the next is made, so it is judged here.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ from typing import Any
 
 from . import internals
 from .adapter import ADAPTER_ID
-
-NAME, WRONG_MODE = "lora_merge_calls", "lora_merge_end_wrong_mode_requests"
-STANDS, HOLDERS = "lora_merge_stands", "lora_merge_holders"
+from .names import CALLS, HOLDERS, STILL_PAUSED, WRONG_MODE
 
 
 def lora_merge_calls(core: Any, calls: Sequence[Sequence[Any]]) -> str | Future[str]:
@@ -55,7 +53,7 @@ def lora_merge_end_wrong_mode_requests(core: Any, adapter: bool) -> None:
         core._send_abort_outputs(ended)
 
 
-def lora_merge_stands(core: Any, paused: str) -> bool | Future[bool]:
+def lora_merge_still_paused(core: Any, paused: str) -> bool | Future[bool]:
     """Whether generation is paused, when it stands still: requests that its user's pause lets end first are waited for.
 
     Args:
@@ -165,9 +163,9 @@ def _nothing(*arguments: Any) -> None:
 
 
 OF_CORE: dict[str, Callable[..., Any]] = {
-    NAME: lora_merge_calls,
+    CALLS: lora_merge_calls,
     WRONG_MODE: lora_merge_end_wrong_mode_requests,
-    STANDS: lora_merge_stands,
+    STILL_PAUSED: lora_merge_still_paused,
     HOLDERS: lora_merge_holders,
 }
 """What vLLM's `EngineCore` gets, by the names that it is called by."""

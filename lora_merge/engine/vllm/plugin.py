@@ -10,7 +10,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
-BACKEND = "lora_merge"
+from .names import BACKEND, registered
 
 
 def early() -> None:
@@ -50,7 +50,7 @@ def register() -> None:
 
         return lora_merge(self, request)
 
-    if not hasattr(WorkerBase, "lora_merge"):
+    if not registered():
         WorkerBase.__init__ = _watching(WorkerBase.__init__)
     WorkerBase.lora_merge = lora_merge
     core = sys.modules.get("vllm.v1.engine.core")  # where one is made, or runs in this process, it is there by now
@@ -73,10 +73,3 @@ def _watching(make: Callable[..., None]) -> Callable[..., None]:
         make(worker, *args, **kwargs)
 
     return __init__
-
-
-def registered() -> bool:
-    """Whether vLLM has loaded this plugin here: its other processes read the same VLLM_PLUGINS."""
-    from vllm.v1.worker.worker_base import WorkerBase
-
-    return hasattr(WorkerBase, "lora_merge")

@@ -12,9 +12,8 @@ from ..unfit import Reason, first
 from ..worker.session import WorkerSession
 from . import internals
 from .backend import LoraMergeWeightTransferEngine
-from .control import other_backend
 from .loading.formats import calibrated_scales, refusal, stale_scales
-from .plugin import BACKEND
+from .names import BACKEND, other_backend
 
 _WITHOUT_WEIGHTS = {"ngram", "ngram_gpu", "suffix"}
 """Methods of speculative decoding that draft without a model."""
@@ -267,7 +266,7 @@ def _engines(parallel: Any) -> int:
 def backend_of(worker: Any) -> str:
     """Return for which weight-transfer backend an engine was started: "" for none."""
     if isinstance(getattr(worker, "weight_transfer_engine", None), LoraMergeWeightTransferEngine):
-        return "lora_merge"
+        return BACKEND
     config = getattr(worker.vllm_config, "weight_transfer_config", None)
     return "" if config is None else str(config.backend)
 

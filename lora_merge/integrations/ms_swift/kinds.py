@@ -6,10 +6,9 @@ import sys
 from importlib import import_module
 from typing import Any
 
-from ..compat import Release
 from ..options import switched_off
+from .release import RELEASE
 
-RELEASE = Release("ms-swift", "ms_swift", ("4.6.0",))
 TAKEN = ("grpo", "gkd")
 """The types of training that have answers of a vLLM engine."""
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from ...models.megatron.read import Chunks
 from ..metrics import both_float32
 from ..options import Options
-from .kinds import RELEASE
 from .pushes import Pushes, compared
 from .refusals import refuse_megatron
+from .release import RELEASE
 
 _USED = {
     "swift.megatron.trainers.rollout_mixin:MegatronRolloutMixin": (

@@ -15,8 +15,8 @@ from ..compat import TrainerRefused, off
 from ..metrics import PREFIX, PolicyGap, gap_of_tokens, hold, metrics
 from ..options import Options
 from .delivery import Colocated, Served
-from .kinds import RELEASE
 from .refusals import refuse_server
+from .release import RELEASE
 
 _log = get_logger()
 Compared = Sequence[tuple[Tensor, Tensor] | None]

@@ -10,9 +10,9 @@ import torch
 
 from ..metrics import both_float32
 from ..options import Options
-from .kinds import RELEASE
 from .pushes import Compared, Pushes, compared
 from .refusals import refuse, refuse_check
+from .release import RELEASE
 
 _USED = {
     "swift.rlhf_trainers.rollout_mixin:RolloutTrainerMixin": (

@@ -12,7 +12,7 @@ from ..compat import TrainerRefused, off
 from ..metrics import metrics
 from ..options import SWITCH
 from .check import check_batch
-from .registry import RELEASE, merges
+from .release import RELEASE, merges
 from .stream import FLAG, Stream
 
 

@@ -7,10 +7,10 @@ import os
 from contextlib import suppress
 from typing import Any
 
-from ..compat import Release, TrainerRefused
+from ..compat import TrainerRefused
 from ..options import switched_off
+from .release import RELEASE, merges
 
-RELEASE = Release("verl", "verl", ("0.9.1",))
 _MODEL = "language_model"
 _BACKENDS = ("fsdp", "fsdp2", "megatron")
 _VENDOR = "nvidia"
@@ -62,13 +62,6 @@ def take_over_quietly() -> None:
         _register(only=_VENDOR)
     except TrainerRefused as error:
         logger.warning("lora_merge takes nothing of verl over: %s", error)
-
-
-def merges(model_config: Any, engine_config: Any) -> bool:
-    """Whether an engine of this configuration trains an adapter that verl is told to merge."""
-    lora = model_config.lora
-    rank = max(model_config.lora_rank, lora.get("rank", 0) or 0)
-    return bool(rank > 0 and lora.get("merge", False) and not engine_config.forward_only)
 
 
 def place() -> tuple[str, str]:

@@ -18,7 +18,7 @@ from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
 from ...engine.control.calls import while_alive
 from ...engine.vllm.control import AsyncControl
-from ...engine.vllm.plugin import BACKEND
+from ...engine.vllm.names import BACKEND
 from ...engine.vllm.sync import VllmSync
 from ..compat import TrainerRefused
 from ..pushing import KeptSync

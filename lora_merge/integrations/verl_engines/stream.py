@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...engine.push.replica import SyncReport
-from ...engine.vllm.plugin import BACKEND
+from ...engine.vllm.names import BACKEND
 from ...engine.vllm.sync import VllmSync
 from ...errors import InvalidInput, LoraMergeError
 from ...stream.buckets import dtype_of
