@@ -37,14 +37,14 @@ class SglangControl(Control):
             if not isinstance(answers, list) or not answers or not all(isinstance(one, dict) for one in answers):
                 raise ValueError
         except ValueError as error:
-            raise self._stranger(message.replace(request, "...")) from error
+            raise self._not_the_plugin(message.replace(request, "...")) from error
         return [json.dumps(answer) for answer in answers]
 
     async def _checked(self, action: str) -> str:
         """What `check_weights` says."""
         raise NotImplementedError
 
-    def _stranger(self, told: str) -> Unfit:
+    def _not_the_plugin(self, told: str) -> Unfit:
         """The error for an engine whose `check_weights` has answered this, which is not the plugin's."""
         raise NotImplementedError
 
@@ -112,7 +112,7 @@ class EngineControl(SglangControl):
         _, message, *_ = await (to_its_end(asyncio.ensure_future(call)) if self.suspends else call)
         return str(message)
 
-    def _stranger(self, told: str) -> Unfit:
+    def _not_the_plugin(self, told: str) -> Unfit:
         return _without_plugin(internals.installed(), told)
 
     async def paused(self) -> bool:
@@ -224,7 +224,7 @@ class HttpControl(OneServer, SglangControl):
                     return str(answer["version"])
         return ""
 
-    def _stranger(self, told: str) -> Unfit:
+    def _not_the_plugin(self, told: str) -> Unfit:
         release = self._release()
         return _without_plugin(release, told) if release else self._server.unlike({"message": told})
 

@@ -19,9 +19,9 @@ PREFIX = "lora_merge:"
 _MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 HOOKED = f"{_MANAGER}.check_weights"
 """Of a scheduler. It takes a string and gives one back, on every rank, also while generation stands still."""
-GOES = f"{_MANAGER}.release_memory_occupation"
+RELEASE_MEMORY = f"{_MANAGER}.release_memory_occupation"
 """Of a scheduler: unmaps what its memory saver has made."""
-_PLUGIN = (REGISTRY, HOOKED, GOES)
+_PLUGIN = (REGISTRY, HOOKED, RELEASE_MEMORY)
 """By path, as all names that follow: what the plugin takes, and hooks."""
 _STRUCTURES = "sglang.srt.managers.io_struct."
 _OF_CALLERS = tuple(

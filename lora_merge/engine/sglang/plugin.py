@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .internals import GOES, HOOKED, PREFIX
+from .internals import HOOKED, PREFIX, RELEASE_MEMORY
 
 
 def register() -> None:
@@ -13,7 +13,7 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(HOOKED, check_weights, HookType.AROUND)
-    HookRegistry.register(GOES, release_memory_occupation, HookType.AROUND)
+    HookRegistry.register(RELEASE_MEMORY, release_memory_occupation, HookType.AROUND)
 
 
 def check_weights(original: Any, manager: Any, request: Any) -> Any:

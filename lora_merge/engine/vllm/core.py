@@ -43,12 +43,12 @@ def lora_merge_end_wrong_mode_requests(core: Any, adapter: bool) -> None:
         core: vLLM's `EngineCore`, which is paused.
         adapter: whether adapter mode is the one from now on. Requests with other adapters of the user's stay.
     """
-    strangers = []
+    wrong_mode = []
     for name, request in core.scheduler.requests.items():
         lora = request.lora_request
         if lora is None if adapter else (lora is not None and lora.lora_int_id == ADAPTER_ID):
-            strangers.append(name)
-    ended = core.scheduler.finish_requests(strangers, internals.RequestStatus.FINISHED_ABORTED) if strangers else []
+            wrong_mode.append(name)
+    ended = core.scheduler.finish_requests(wrong_mode, internals.RequestStatus.FINISHED_ABORTED) if wrong_mode else []
     if ended and hasattr(core, "_send_abort_outputs"):
         core._send_abort_outputs(ended)
 

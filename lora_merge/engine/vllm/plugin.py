@@ -67,7 +67,7 @@ def _watching(make: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(make)
     def __init__(worker: Any, *args: Any, **kwargs: Any) -> None:
-        from .loading.reads import watch
+        from .loading.loaded_files import watch
 
         watch()
         make(worker, *args, **kwargs)

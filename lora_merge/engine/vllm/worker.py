@@ -25,7 +25,7 @@ from . import adopt_checkpoint
 from .adapter import ADAPTER_ID, load_adapter, remove_adapter, unserved_modules
 from .loading.formats import calibrated_scales, quantised_checkpoint
 from .session import session_of
-from .stepped import stepped
+from .step_counter import count_steps
 from .unfit import NotFirst, unfit
 
 _OPS = {**OPERATIONS, **adopt_checkpoint.OPS, "merge": adopt_checkpoint.checked_before(OPERATIONS["merge"])}
@@ -64,7 +64,7 @@ class VllmWorker:
         return self.raw.device
 
     def stepped(self) -> int:
-        return stepped(self.raw.model_runner)
+        return count_steps(self.raw.model_runner)
 
     def session(self) -> WorkerSession:
         model = self.raw.get_model()
@@ -77,7 +77,7 @@ class VllmWorker:
         with set_current_vllm_config(self.raw.vllm_config):
             if op in _LOADING:
                 loader: Any = self.session().loader
-                with loader.together.at_work():
+                with loader.peers.operation():
                     yield
             else:
                 yield

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...models.megatron.read import Chunks
 from ..metrics import both_float32
 from ..options import Options
-from .pushes import Pushes, compared
+from .pushes import Pushes, token_logprobs
 from .refusals import refuse_megatron
 from .release import RELEASE
 
@@ -74,7 +74,7 @@ class Pushing(Pushes):
         if self._lora_merge_options.check is not None:
             last = [batch["grpo_batch"] for batch in batches]
             last = [grpo for grpo in last if grpo.old_per_token_logps is not None]  # of the last pipeline stage
-            self._hold(compared(last), self._lora_merge_options.check)
+            self._hold(token_logprobs(last), self._lora_merge_options.check)
         return batches
 
     def _tell(self, figures: dict[str, float]) -> None:

@@ -19,7 +19,7 @@ from .refusals import refuse_server
 from .release import RELEASE
 
 _log = get_logger()
-Compared = Sequence[tuple[Tensor, Tensor] | None]
+TokenLogprobs = Sequence[tuple[Tensor, Tensor] | None]
 """Of each micro-batch the log-probs of its tokens by the trainer and by the engine; None where swift lacks one."""
 
 
@@ -78,7 +78,7 @@ class Pushes:
         _log.info(f"lora_merge: {report}")
         self._tell(metrics(report))
 
-    def _hold(self, found: Compared, bound: float) -> None:
+    def _hold(self, found: TokenLogprobs, bound: float) -> None:
         """The importance ratios of all answers, within bounds on every rank."""
         lined_up = [pair for pair in found if pair is not None]
         tokens, failure, figures = sum(ours.numel() for ours, _ in lined_up), "", {}
@@ -109,7 +109,7 @@ class Pushes:
         self._tell(figures | {f"{PREFIX}compared_tokens": float(tokens)})
 
 
-def compared(batches: Sequence[Any]) -> Compared:
+def token_logprobs(batches: Sequence[Any]) -> TokenLogprobs:
     """Of GRPO's batches, which have both log-probs of every token in one frame.
 
     Args:

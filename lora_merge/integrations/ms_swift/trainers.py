@@ -10,7 +10,7 @@ import torch
 
 from ..metrics import both_float32
 from ..options import Options
-from .pushes import Compared, Pushes, compared
+from .pushes import Pushes, TokenLogprobs, token_logprobs
 from .refusals import refuse, refuse_check
 from .release import RELEASE
 
@@ -78,7 +78,7 @@ class Pushing(Pushes):
                 self._hold(found, bound)
         return batches
 
-    def _logprobs(self, samples: Sequence[Any], batches: Sequence[Any]) -> Compared | None:
+    def _logprobs(self, samples: Sequence[Any], batches: Sequence[Any]) -> TokenLogprobs | None:
         """As `_hold` takes them; None where these are no answers of the engine."""
         raise NotImplementedError
 
@@ -92,15 +92,15 @@ class Pushing(Pushes):
 class GRPO(Pushing):
     """swift has both log-probs of every batch already, in one frame."""
 
-    def _logprobs(self, samples: Sequence[Any], batches: Sequence[Any]) -> Compared:
-        return compared([batch["grpo_batch"] for batch in batches])
+    def _logprobs(self, samples: Sequence[Any], batches: Sequence[Any]) -> TokenLogprobs:
+        return token_logprobs([batch["grpo_batch"] for batch in batches])
 
 
 class GKD(Pushing):
     """swift has the student's logits in the loss alone, which may come after optimizer steps: one more forward."""
 
     @torch.no_grad()
-    def _logprobs(self, samples: Sequence[Any], batches: Sequence[Any]) -> Compared | None:
+    def _logprobs(self, samples: Sequence[Any], batches: Sequence[Any]) -> TokenLogprobs | None:
         from swift.rlhf_trainers.gkd_loss import DataSource
 
         trainer: Any = self

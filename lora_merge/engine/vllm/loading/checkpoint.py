@@ -20,7 +20,7 @@ from ....stream.buckets import Meta, Slot, Table, extent, lay_out, metas
 from ...stamps import Stamp, difference, stamp
 from ...worker.loader import DryRunReport, Loader
 from .. import internals
-from .reads import Sources, changed, check_unchanged, read_by
+from .loaded_files import Sources, changed, check_unchanged, read_by
 
 Files: TypeAlias = Mapping[str, Stamp]
 _SMALL = 1 << 16

@@ -3,8 +3,8 @@
 Layers of such an engine are loaded with values of 8 bits and their scales, under two names (`q_proj.weight`,
 `q_proj.weight_scale`). The stream is merged weights in the engine's own dtype, whoever it is for; each worker quantises
 what goes to such a layer as the checkpoint's own tools do, and gives vLLM's `load_weights` both, unless a trainer in
-its process writes the layer (fused.py). What these tools cannot make of weights alone (scales of activations, which are
-calibrated) is refused.
+its process writes the layer (direct.py). Scales of activations, which are calibrated, cannot be made of weights alone:
+layers with them are refused.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ def _shared_with_other_engines(method: Any) -> bool:
     return bool(parts > internals.get_tp_group().world_size)
 
 
-class Together:
+class QuantisingPeers:
     """The workers that quantise a layer together: of a matrix that is cut, each scale is of the whole, and vLLM (0.32)
     takes the largest element over all of them. Who failed does not come, and the others would wait for ever; so before
     each of these layers everybody says that he is there, and who fails says so instead.
@@ -175,20 +175,20 @@ class Together:
         self._last: Any = None
 
     @contextmanager
-    def at_work(self) -> Iterator[None]:
+    def operation(self) -> Iterator[None]:
         """One operation of the worker method, on all workers of the engine. If it fails on one, it fails on all of them
         that share scales."""
         self._group = self._modules.kept(_sharing)
         try:
             yield
-            self.go_on()
+            self.wait()
         except BaseException:
-            self._leave()
+            self._report_failure()
             raise
         finally:
             self._group = None
 
-    def go_on(self) -> None:
+    def wait(self) -> None:
         """Wait for the other workers before a layer that is quantised together with them.
 
         Raises:
@@ -202,7 +202,7 @@ class Together:
             self._group = None
             raise RuntimeError("another worker of this engine failed, with which this one quantises its weights")
 
-    def _leave(self) -> None:
+    def _report_failure(self) -> None:
         """Tell the workers that wait, or will wait, that this one has failed. Nobody is waited for: the others may wait
         for this process."""
         if self._group is not None:

@@ -21,8 +21,8 @@ from ...worker.loader import DryRunReport, everything
 from ...worker.modules import Modules, unwrapped, wrapped
 from .. import internals
 from .compressed import Scheme, as_in_checkpoint, named_back, schemes_of
-from .formats import Together, bring_scales_back, method_of
-from .fused import Compared, Fused
+from .direct import DirectComparison, DirectLayers
+from .formats import QuantisingPeers, bring_scales_back, method_of
 from .reload import Reload, on_meta, packed_kernels, same_layout
 
 _AS_LOADED = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
@@ -64,25 +64,25 @@ class Loader(loader.Loader):
     def __init__(self, modules: Modules, model_config: Any, device: torch.device) -> None:
         super().__init__(modules, device)
         self._config = model_config
-        self.together = Together(modules)
-        self._fused = Fused()
+        self.peers = QuantisingPeers(modules)
+        self._direct = DirectLayers()
         self._reload: Reload | None = None
-        self._compared: Compared | None = None
+        self._comparison: DirectComparison | None = None
         self._schemes: dict[str, Scheme] = {}  # by name of the stream; of any that came, as it depends on the model
         self._of_scales: list[Record] = []  # of the last dry run
 
     def examine(self, digest: str, table: Table) -> DryRunReport:
         """As of the base; kept also for as long as layers hold nothing else."""
-        if self._fused.lost:
+        if self._direct.outdated:
             self._examined = None
         return super().examine(digest, table)
 
     def begin(self, report: DryRunReport) -> None:
         """As of the base; waits for layers whose layout changes after loading."""
         super().begin(report)
-        self._compared, self.reloaded = None, 0
+        self._comparison, self.reloaded = None, 0
         if report.staged:
-            self._reload = Reload(report.layers, report.touched, self.device.type, self.together)
+            self._reload = Reload(report.layers, report.touched, self.device.type, self.peers)
 
     def written(self, names: Collection[str]) -> None:
         if self._reload is not None:
@@ -94,10 +94,10 @@ class Loader(loader.Loader):
         equal = super().arrived(report, slots, data, placed)
         if not placed or not report.near.together:
             return equal
-        if self._compared is None:
-            self._compared = Compared(report.near)
-        whole = [found for slot in slots if slot.name in self._compared.of for found in self._staged(slot, data)]
-        return equal | self._compared.add(whole)
+        if self._comparison is None:
+            self._comparison = DirectComparison(report.near)
+        whole = [found for slot in slots if slot.name in self._comparison.of for found in self._staged(slot, data)]
+        return equal | self._comparison.add(whole)
 
     def _near(
         self,
@@ -107,7 +107,7 @@ class Loader(loader.Loader):
         fed: Mapping[str, Tensor],
         owners: Mapping[str, nn.Module],
     ) -> DirectTargets:
-        found = self._fused.targets(roots, [*records, *self._of_scales], fed, owners, self._schemes)
+        found = self._direct.targets(roots, [*records, *self._of_scales], fed, owners, self._schemes)
         return DirectTargets({**targets.views, **found.views}, found.scaled, found.together)
 
     def _through(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
@@ -136,7 +136,7 @@ class Loader(loader.Loader):
         layers: Sequence[tuple[nn.Module, frozenset[str]]],
         tensor: Callable[[str], Tensor],
     ) -> None:
-        self._reload = Reload(layers, report.touched, self.device.type, self.together)
+        self._reload = Reload(layers, report.touched, self.device.type, self.peers)
         done: set[str] = set()
         with torch.no_grad(), self._bare():
             for _, names in layers:

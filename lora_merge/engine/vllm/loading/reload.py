@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from .. import internals
-from .formats import Together, quantises
+from .formats import QuantisingPeers, quantises
 
 _HANDLER = "dnnl_handler"
 """What vLLM's INT8 kernel for CPUs holds a layer's weights in."""
@@ -27,7 +27,7 @@ class Reload:
         layers: outermost layers, each with the names of the stream that it is made of.
         touched: modules in them that get something of the stream, by `id`; the others stay as they are.
         device: type of the worker's.
-        together: the workers that quantise with this one.
+        peers: the workers that quantise with this one.
     """
 
     def __init__(
@@ -35,9 +35,9 @@ class Reload:
         layers: Sequence[tuple[nn.Module, frozenset[str]]],
         touched: frozenset[int],
         device: str,
-        together: Together,
+        peers: QuantisingPeers,
     ) -> None:
-        self._touched, self._device, self._together = touched, device, together
+        self._touched, self._device, self._peers = touched, device, peers
         self._waiting = [(layer, set(names)) for layer, names in layers if names]
         self._of: dict[str, list[tuple[Any, set[str]]]] = {}
         for entry in self._waiting:
@@ -107,7 +107,7 @@ class Reload:
                 if parameter is not None and name not in info.kernel_tensors[0] | info.restore_metadata[0]:
                     info.kernel_tensors[0][name] = parameter  # made while loading: the bias of a head
             if quantises(layer):
-                self._together.go_on()
+                self._peers.wait()
             with _keeping_what_kernels_read(layer):
                 internals._layerwise_process(layer, info)
         del self._open[id(root)]

@@ -28,7 +28,7 @@ from ...worker.dry_run import Copy, Record
 from .. import internals
 from .compressed import Scheme, weights_of
 from .formats import quantises
-from .held import Held
+from .layer_snapshot import LayerSnapshot
 from .reload import on_meta
 
 _log = logging.getLogger(__name__)
@@ -152,7 +152,7 @@ class _Reloaded(Exception):
     """Why a layer goes through vLLM's reload."""
 
 
-class Fused:
+class DirectLayers:
     """What of one model can be written, as far as it is known."""
 
     def __init__(self) -> None:
@@ -160,7 +160,7 @@ class Fused:
         """By the kind of layer: groups of its weights; or why it is reloaded, in words: errors hold what was tried."""
         self._written: list[tuple[_Loading, Any]] = []
         """Layers that can be written, each with its kind."""
-        self._held = Held(())
+        self._snapshot = LayerSnapshot(())
 
     def targets(
         self, roots: Sequence[nn.Module], records: Sequence[Record], fed: Mapping[str, Tensor],
@@ -216,16 +216,16 @@ class Fused:
                 scaled.setdefault(record.name, []).extend(weights[key][1] if key in weights else [])
             together.append(names)
             self._written.append((loading, _kind(loading)))
-        self._held = Held(loading.root for loading, _ in self._written)
+        self._snapshot = LayerSnapshot(loading.root for loading, _ in self._written)
         return DirectTargets(views, scaled, together)
 
     @property
-    def lost(self) -> bool:
+    def outdated(self) -> bool:
         """Whether some layer that could be written computes in another way by now, or with tensors of its own: vLLM has
         reloaded it, asked by whoever."""
-        if self._held.same:
+        if self._snapshot.unchanged:
             return False
-        self._held = Held(loading.root for loading, _ in self._written)
+        self._snapshot = LayerSnapshot(loading.root for loading, _ in self._written)
         try:
             for loading, kind in self._written:
                 _check_holds_only(loading.root)
@@ -264,7 +264,7 @@ class Fused:
         return {key: (w.values.view(recorded[key].shape), w.scaled(groups[key])) for key, w in found.items()}
 
 
-class Compared:
+class DirectComparison:
     """What a trainer has written to layers, beside what came of the same tensors in buckets: these are scaled once
     more, in memory of their own, a group of tensors that share scales at a time.
 

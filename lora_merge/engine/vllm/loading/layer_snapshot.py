@@ -13,7 +13,7 @@ _COUNTED = {int, float}
 """What changes as a layer computes, and what no tensor takes the place of."""
 
 
-class Held:
+class LayerSnapshot:
     """What layers and their methods hold at the moment beside parameters, buffers and numbers. No Python runs for each
     layer to compare it: some fifty microseconds for a hundred layers.
 
@@ -37,7 +37,7 @@ class Held:
         self._things = [value for _, _, value in found]  # alive, so that nothing else comes to lie there
 
     @property
-    def same(self) -> bool:
+    def unchanged(self) -> bool:
         """Whether that is what they hold now."""
         same = all(map(is_, map(dict.get, *self._targets), self._things))
         return same and list(map(len, self._dicts)) == self._sizes
