@@ -38,7 +38,7 @@ def check_tied(weights: MergedWeights, flag: str) -> None:
 
 
 def _tied(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Names that transformers ties, with the names that they are tied to."""
+    """Yield names that transformers ties, with the names that they are tied to."""
     for prefix, module in walk(model):
         before = f"{prefix}." if prefix else ""
         known: Any = getattr(module, "all_tied_weights_keys", None)  # transformers 5

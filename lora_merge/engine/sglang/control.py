@@ -24,7 +24,7 @@ _DONE = {"status": "ok"}
 
 
 class SglangControl(Control):
-    """What all handles share."""
+    """Base of the control planes for all handles."""
 
     name = "SGLang"
     plugins = "SGLANG_PLUGINS"
@@ -41,11 +41,11 @@ class SglangControl(Control):
         return [json.dumps(answer) for answer in answers]
 
     async def _checked(self, action: str) -> str:
-        """What `check_weights` says."""
+        """Return the message of `check_weights`."""
         raise NotImplementedError
 
     def _not_the_plugin(self, told: str) -> Unfit:
-        """The error for an engine whose `check_weights` has answered this, which is not the plugin's."""
+        """Return the error for an answer of `check_weights` that is not the plugin's."""
         raise NotImplementedError
 
     async def pause(self, mode: str) -> None:
@@ -60,8 +60,8 @@ class SglangControl(Control):
         raise NotImplementedError
 
     async def _ended(self) -> None:
-        """Wait for the requests that are in flight now. Where generation stands still (a push has failed) none would
-        end: these are kept."""
+        """Wait for the requests that are in flight now. In an engine that stands still (a push has failed) none would
+        end, and these are kept."""
         begun: set[str] | None = None
         while begun is None or begun:
             answers = await self.rpc("requests")
@@ -82,11 +82,11 @@ class SglangControl(Control):
         return all(answer["forgotten"] for answer in await self.rpc("forget"))
 
     async def reset_media_caches(self) -> None:
-        """Engines that have any are refused."""
+        """Do nothing: engines that have any are refused."""
 
 
 class EngineControl(SglangControl):
-    """A `sglang.Engine`. Its calls are run in its event loop, or awaited there, where it is in use."""
+    """An `sglang.Engine`. Its calls run in its event loop, or are awaited there where it is in use."""
 
     def __init__(self, handle: Any) -> None:
         super().__init__(handle)
@@ -170,8 +170,7 @@ class EngineControl(SglangControl):
         return await watched(call, self.workers)
 
     def _alone(self, call: Coroutine[Any, Any, Any]) -> Any:
-        """Run a call in the engine's event loop, which is idle otherwise, after a call that an interrupt left
-        behind."""
+        """Run a call in the engine's idle event loop, after a call that an interrupt left behind."""
         with self._turn:
             self._ours = True
             try:
@@ -181,7 +180,7 @@ class EngineControl(SglangControl):
 
 
 async def _named(registry: Any, there: bool) -> None:
-    """Have the adapter in, or not in, the registry that requests are looked up in."""
+    """Register the adapter where requests are looked up, or remove it there."""
     lacks = bool(await registry.get_unregistered_loras({ADAPTER_NAME}))
     if there and lacks:
         await registry.register(reference())
@@ -216,7 +215,7 @@ class HttpControl(OneServer, SglangControl):
         return str(answer["message"])
 
     def _release(self) -> str:
-        """Which SGLang runs there; "" where nothing says that it is one."""
+        """Return the release of SGLang that runs there; "" where nothing says that one does."""
         for route in ("server_info", "get_server_info"):  # the second one of older releases
             with contextlib.suppress(OSError, RuntimeError):
                 answer: Any = self._server.get(route)
@@ -248,7 +247,7 @@ class HttpControl(OneServer, SglangControl):
 
 
 def _without_plugin(release: str, told: str) -> Unfit:
-    """The error for an engine of a release of SGLang whose own `check_weights` has answered this."""
+    """Return the error for an engine whose own `check_weights`, of this release, has answered."""
     others = (
         "?"
         if release in internals.RELEASES
@@ -273,8 +272,7 @@ def _told(answer: Any) -> bool:
 
 
 def control_of(engine: Any) -> Control:
-    """The control plane of a handle: an `sglang.Engine`, or a server's URL. One that is a control plane already is
-    taken as it is.
+    """Return the control plane of a handle: an `sglang.Engine`, or a server's URL. A `Control` is returned as it is.
 
     Raises:
         InvalidInput: it is none of them.

@@ -1,5 +1,5 @@
-"""Every name of SGLang's that is used, in its schedulers and of an `sglang.Engine`, and belongs to no interface that
-SGLang promises.
+"""Names of SGLang's that are used, in its schedulers and of an `sglang.Engine`, and belong to no interface that SGLang
+promises.
 
 Read in SGLang 0.5.17 and 0.5.23; run with both.
 """
@@ -108,14 +108,15 @@ _OF_REGISTRIES = ("get_unregistered_loras", "register", "unregister")
 
 
 def installed() -> str:
-    """Which SGLang this process has."""
+    """Return the version of SGLang in this process."""
     import sglang
 
     return str(sglang.__version__)
 
 
 def unknown_release(lacks: list[str]) -> str:
-    """Why an SGLang that lacks this cannot be pushed to, in words that follow the engine's name; "" for nothing."""
+    """Return why an SGLang that lacks these names cannot be pushed to, in words that follow the engine's name; "" for
+    none."""
     return (
         f"runs SGLang {installed()}, which does not offer {', '.join(lacks)}; {SUPPORTED} are supported: "
         "install one of these"
@@ -125,7 +126,8 @@ def unknown_release(lacks: list[str]) -> str:
 
 
 def handle_lacks(engine: Any) -> list[str]:
-    """As `lacks`, of an `sglang.Engine` in the process that started it, whose schedulers run the same SGLang."""
+    """Return the names that an `sglang.Engine` lacks in the process that started it; its schedulers run the same
+    SGLang."""
     manager = engine.tokenizer_manager
     registry = getattr(manager, "lora_registry", None)
     asked, paths = [(engine, ("loop",)), (manager, _OF_TOKENIZERS)], _PLUGIN + _OF_CALLERS
@@ -137,7 +139,7 @@ def handle_lacks(engine: Any) -> list[str]:
 
 
 def lacks(manager: Any) -> list[str]:
-    """What the SGLang of a scheduler does not have of all that is used here, by dotted name."""
+    """Return the names, dotted, that a scheduler's SGLang lacks of all that is used here."""
     scheduler = getattr(manager, "scheduler", None)
     arguments = getattr(scheduler, "server_args", None)
     runner = getattr(getattr(manager, "tp_worker", None), "model_runner", None)
@@ -155,7 +157,7 @@ def _lacking(asked: list[tuple[Any, tuple[str, ...]]]) -> list[str]:
 
 @functools.cache  # a hello asks, in every push
 def _unresolved(paths: tuple[str, ...]) -> tuple[str, ...]:
-    """Which of these are not where they were: SGLang itself says so in a log alone when a hook finds no target."""
+    """Return the paths that lead nowhere. When a hook finds no target, SGLang only logs it."""
     lacking = []
     for path in paths:
         try:

@@ -9,7 +9,7 @@ from .internals import HOOKED, PREFIX, RELEASE_MEMORY
 
 
 def register() -> None:
-    """Have requests of this package answered by `check_weights`, and hear of weights that go."""
+    """Answer requests of this package by `check_weights`, and notice weights that are unmapped."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(HOOKED, check_weights, HookType.AROUND)
@@ -17,7 +17,7 @@ def register() -> None:
 
 
 def check_weights(original: Any, manager: Any, request: Any) -> Any:
-    """In the place of SGLang's own `check_weights`, which gets what is not for this package."""
+    """Answer requests of this package; pass all others to SGLang's own `check_weights`."""
     if not request.action.startswith(PREFIX):
         return original(manager, request)
     from .worker import lora_merge
@@ -26,8 +26,8 @@ def check_weights(original: Any, manager: Any, request: Any) -> Any:
 
 
 def release_memory_occupation(original: Any, manager: Any, request: Any) -> Any:
-    """SGLang's own; then what the weights were is forgotten, where they went. What is mapped again in their place may
-    look like them here and there."""
+    """Call SGLang's own, then forget the weights that went. What is mapped again in their place may look like them in
+    part."""
     answer = original(manager, request)
     from .worker import released
 

@@ -17,7 +17,7 @@ _UPDATING = ("_session", "_weight_update_in_progress")
 
 
 def unfit(manager: Any) -> str:
-    """Why no push can reach the engine of a scheduler, in words that follow its name; "" where one can.
+    """Return why no push can reach the engine of a scheduler, in words that follow its name; "" where one can.
 
     Args:
         manager: SGLang's `SchedulerWeightUpdaterManager`.
@@ -57,7 +57,7 @@ def unfit(manager: Any) -> str:
 
 
 def _has(*names: str) -> Any:
-    """Whether arguments have one of these set; releases have not all of them."""
+    """Return a test whether arguments have one of these set; not all releases have all of them."""
     return lambda arguments: any(getattr(arguments, name, None) not in (None, False, 0, "none") for name in names)
 
 

@@ -1,5 +1,5 @@
-"""What reaches the schedulers of an SGLang engine: requests of this package, answered on every rank, in step with each
-other. Nothing raises here: an error in a scheduler ends the whole engine."""
+"""Requests of this package in the schedulers of an SGLang engine, answered on every rank, in step with each other.
+Nothing raises here: an error in a scheduler ends the whole engine."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def lora_merge(manager: Any, request: str) -> Any:
 
 
 def _gathered(text: str, group: Any) -> list[str]:
-    """The texts of all ranks, on every rank."""
+    """Return the texts of all ranks, on every rank."""
     world = dist.get_world_size(group)
     if world == 1:
         return [text]
@@ -55,10 +55,10 @@ def _gathered(text: str, group: Any) -> list[str]:
 
 
 class SglangWorker:
-    """A scheduler in a push: a `Worker`.
+    """Implements `Worker` for a scheduler.
 
     Args:
-        manager: as of `lora_merge`.
+        manager: as for `lora_merge`.
     """
 
     def __init__(self, manager: Any) -> None:
@@ -100,7 +100,7 @@ class SglangWorker:
 
     @property
     def _lora(self) -> Any:
-        """SGLang's `LoRAManager`; None where the engine serves no adapters."""
+        """Return SGLang's `LoRAManager`; None where the engine serves no adapters."""
         runner = self.manager.tp_worker.model_runner
         return runner.lora_manager if self.scheduler.server_args.enable_lora else None
 
@@ -122,15 +122,16 @@ class SglangWorker:
 
 
 def asleep(manager: Any) -> int:
-    """As of `WorkerSession`: whether the memory saver has unmapped the weights."""
+    """Return the level at which the weights sleep, as `WorkerSession` wants it: whether the memory saver has unmapped
+    them."""
     if _WEIGHTS not in manager.offload_tags:
         return 0
     return 1 if manager.scheduler.server_args.enable_weights_cpu_backup else 2
 
 
 def released(manager: Any) -> None:
-    """Memory has been unmapped: weights of which no copy is kept are gone. An error stays here: it would end the
-    engine, and what a push notes of the weights still shows that they are others."""
+    """Note that memory was unmapped: weights of which no copy is kept are gone. Errors are logged, as they would end
+    the engine; what a push notes of the weights still shows that they are others."""
     try:
         if asleep(manager) == 2 and manager.memory_saver_adapter.enabled:
             SglangWorker(manager).session().gone("its weights were thrown away: release_memory_occupation")
@@ -139,7 +140,7 @@ def released(manager: Any) -> None:
 
 
 def _requests(worker: SglangWorker, session: WorkerSession) -> dict[str, Any]:
-    """Which requests the scheduler has, and whether it stands still."""
+    """Return the ids of the scheduler's requests, and whether it stands still."""
     return {"requests": sorted(_in_flight(worker.scheduler)), "paused": bool(worker.scheduler._engine_paused)}
 
 
@@ -151,9 +152,9 @@ def _in_flight(scheduler: Any) -> Iterator[str]:
 
 
 def _forget(worker: SglangWorker, session: WorkerSession) -> dict[str, Any]:
-    """Forget all cached blocks. Requests that hold some go back to the queue, and are computed anew when generation
-    goes on; those that wait hold none, and need not be in the way (SGLang's own `flush_cache` takes them for a reason
-    not to)."""
+    """Forget all cached blocks. Requests that hold some return to the queue, and are computed anew when generation
+    resumes. Those that wait hold none; SGLang's own `flush_cache` would refuse because of them, so they are put aside.
+    """
     from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
     scheduler = worker.scheduler
@@ -168,7 +169,7 @@ def _forget(worker: SglangWorker, session: WorkerSession) -> dict[str, Any]:
 
 
 def _map(worker: SglangWorker, session: WorkerSession, weights: bool) -> dict[str, Any]:
-    """Map memory again that the memory saver has unmapped: the weights, or all else."""
+    """Map memory that the memory saver has unmapped: the weights, or all else."""
     from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 
     gone = worker.manager.offload_tags
@@ -178,7 +179,6 @@ def _map(worker: SglangWorker, session: WorkerSession, weights: bool) -> dict[st
 
 
 def _unmap(worker: SglangWorker, session: WorkerSession) -> dict[str, Any]:
-    """Unmap the weights again."""
     from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
     worker.manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=[_WEIGHTS]))

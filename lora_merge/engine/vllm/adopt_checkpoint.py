@@ -1,5 +1,4 @@
-"""What a worker does where the base is what its engine started with, and nobody has pushed one: operations of the
-worker method, as in worker/commands.py."""
+"""Operations of the worker method for an engine whose base is what it started with, and nobody has pushed one."""
 
 from __future__ import annotations
 
@@ -18,8 +17,8 @@ _KEPT: WeakKeyDictionary[Merger, Kept] = WeakKeyDictionary()
 
 
 def _adopt(worker: Any, session: WorkerSession, digest: str, update: str) -> dict[str, Any]:
-    """Take the engine's own checkpoint for the base of updates, and keep what one of them needs of it. No weight
-    changes. Where the base cannot be brought back that was there, says so.
+    """Adopt the engine's own checkpoint as the base of updates, and keep what one of them needs of it; no weight
+    changes. Answer `lost` where the base cannot be brought back.
 
     Args:
         digest: of the examined table of the base.
@@ -47,7 +46,7 @@ def _reload(worker: Any, session: WorkerSession, digest: str, update: str, state
     """Load the engine's own checkpoint again, as a full push would bring it; `commit` ends it.
 
     Args:
-        digest, update: as of `own`.
+        digest, update: as for `_adopt`.
         state: that it brings.
     """
     session.abort(None)
@@ -65,7 +64,7 @@ def _reload(worker: Any, session: WorkerSession, digest: str, update: str, state
 
 
 def _unload(worker: Any, session: WorkerSession) -> dict[str, Any]:
-    """Prepare to take off what was merged onto the engine's own checkpoint; nothing changes before `merge`."""
+    """Prepare to remove what was merged onto the engine's own checkpoint; nothing changes before `merge`."""
     held = session.state()
     if session.merger is None or not session.merger.own or held.kind not in WEIGHTS:
         raise RuntimeError(f"this engine holds {held}, and no adapter on its own checkpoint: load one first")
@@ -75,7 +74,7 @@ def _unload(worker: Any, session: WorkerSession) -> dict[str, Any]:
 
 
 def checked_before(merge: Op) -> Op:
-    """Return the operation `merge`, which first checks the files that the base is brought back from."""
+    """Return the operation `merge`, preceded by a check of the files that the base is restored from."""
 
     def checked(worker: Any, session: WorkerSession, **message: Any) -> dict[str, Any]:
         _check_kept(session.merger)
@@ -85,7 +84,7 @@ def checked_before(merge: Op) -> Op:
 
 
 def _check_kept(merger: Merger | None) -> None:
-    """Raise where what is kept to bring the base back has changed."""
+    """Raise `RuntimeError` if files that the base is restored from have changed."""
     if merger is not None and merger in _KEPT:
         _KEPT[merger].check()
 

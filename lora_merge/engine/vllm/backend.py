@@ -1,7 +1,8 @@
 """vLLM's weight-transfer backend `lora_merge`: a name for `weight_transfer_config`, by which an engine is started for
-pushes (vLLM then picks layouts that can be loaded again). The pushes themselves go through the worker method of the
-same name: vLLM's own methods return nothing, and an error that one worker raises through them leaves the answers of the
-other workers to be read by the next call.
+pushes (vLLM then picks layouts that can be loaded again).
+
+Pushes go through the worker method of the same name. vLLM's own methods return nothing, and an error that one worker
+raises through them leaves the other workers' answers to be read by the next call.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class LlmControl(Control):
         return False  # its client has one socket, for one thread
 
     def config(self) -> Any:
-        """The engine's `VllmConfig`, where this process has it; else None."""
+        """Return the engine's `VllmConfig` where this process has it; else None."""
         return getattr(self.engine, "vllm_config", None)
 
     def unfit(self) -> str:
@@ -120,7 +120,7 @@ class LlmControl(Control):
         return str(await self._call("engine_core.call_utility", HOLDERS))
 
     async def _tried(self) -> str:
-        """As `holders`, of an engine whose core cannot be asked: it has them where it cannot drop its blocks now."""
+        """Implement `holders` where the core cannot be asked: there are some if a reset of its blocks fails now."""
         try:
             done = await self.reset_prefix_cache(True, False)
         except Exception as error:
@@ -155,13 +155,13 @@ class LlmControl(Control):
         return returned
 
     def _reaches_core(self) -> bool:
-        """Whether its core, in another process, can be asked by `lora_merge_calls`."""
+        """Return True if `lora_merge_calls` can be called in the engine's core, in another process."""
         # The logger is told of some calls on their way.
         core, logs = getattr(self.engine, "engine_core", None), getattr(self.engine, "logger_manager", None)
         return bool(self.workers) and hasattr(core, "call_utility") and not logs
 
     async def _in_core(self, asked: Sequence[Sequence[Any]]) -> str:
-        """What `lora_merge_calls` returns."""
+        """Return the answer of `lora_merge_calls`."""
         return str(await self._call("engine_core.call_utility", CALLS, asked))
 
     async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -321,7 +321,6 @@ class HttpControl(OneServer, LlmControl):
 
 
 def _is_object(answer: Any) -> bool:
-    """Whether something is JSON of an object, as workers answer."""
     try:
         return isinstance(json.loads(answer), dict)
     except (TypeError, ValueError):
@@ -329,8 +328,8 @@ def _is_object(answer: Any) -> bool:
 
 
 async def _stands(control: Control) -> bool:
-    """As `Control.stands`, of an engine whose core cannot be asked. One that is paused and generates all the same does
-    so in a pause that lets requests end first."""
+    """Implement `Control.stands` for an engine whose core cannot be asked. One that generates although it is paused
+    lets requests end first; wait for that."""
     if await control.paused() and await control.moves():
         await control.pause("wait")
     return await control.paused()
@@ -341,8 +340,8 @@ def _as_it_is(found: Any) -> Any:
 
 
 def control_of(engine: Any) -> Control:
-    """The control plane of a handle: an LLM, an AsyncLLM, a Ray actor, or a server's URL. One that is a control plane
-    already (a trainer's integration made it) is taken as it is.
+    """Return the control plane of a handle: an LLM, an AsyncLLM, a Ray actor, or a server's URL. A `Control` (made by a
+    trainer's integration) is returned as it is.
 
     Raises:
         InvalidInput: it is none of them.

@@ -14,7 +14,7 @@ from .names import BACKEND, registered
 
 
 def early() -> None:
-    """Install TRL's switch when a process imports vLLM, if LORA_MERGE=1 asks for it; registers no platform. A trainer
+    """Install TRL's switch when a process imports vLLM, if LORA_MERGE=1 asks for it; register no platform. A trainer
     whose rollout is a server starts no engine in its process, so `register` would not be called before it is made."""
     try:
         _switch_trainers_on()
@@ -62,8 +62,8 @@ def register() -> None:
 
 
 def _watching(make: Callable[..., None]) -> Callable[..., None]:
-    """The constructor of workers, in front of which it begins to be noted what is read. (Here vLLM's loaders would be
-    imported in every process.)"""
+    """Return the constructor of workers, which first begins to note what loaders read. (`register` itself would import
+    vLLM's loaders in every process.)"""
 
     @functools.wraps(make)
     def __init__(worker: Any, *args: Any, **kwargs: Any) -> None:

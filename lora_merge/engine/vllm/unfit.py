@@ -40,10 +40,10 @@ def unfit(worker: Any, session: WorkerSession) -> str:
 
     Args:
         worker: vLLM's own.
-        session: what lora_merge keeps beside it.
+        session: of this worker.
 
     Raises:
-        NotFirst: as of `_engines`.
+        NotFirst: the worker belongs to an engine of a data-parallel group other than the first.
     """
     import vllm
 
@@ -264,7 +264,7 @@ def _engines(parallel: Any) -> int:
 
 
 def backend_of(worker: Any) -> str:
-    """Return for which weight-transfer backend an engine was started: "" for none."""
+    """Return the weight-transfer backend that an engine was started for; "" for none."""
     if isinstance(getattr(worker, "weight_transfer_engine", None), LoraMergeWeightTransferEngine):
         return BACKEND
     config = getattr(worker.vllm_config, "weight_transfer_config", None)

@@ -34,7 +34,7 @@ _LOADING = {"receive", "pull", "merge", "reload_checkpoint"}
 
 
 def lora_merge(worker: Any, request: str) -> str:
-    """The worker method; see `respond`."""
+    """Answer a request; see `respond`."""
     try:
         return respond(VllmWorker(worker), _OPS, request, (NotFirst,))
     except NotFirst:
@@ -46,7 +46,7 @@ def lora_merge(worker: Any, request: str) -> str:
 
 
 class VllmWorker:
-    """A worker of vLLM's in a push: a `Worker`.
+    """Implements `Worker` for a worker of vLLM's.
 
     Args:
         raw: vLLM's own.
@@ -119,8 +119,8 @@ class VllmWorker:
 
 
 def _shares(parallel: Any) -> dict[str, Any] | None:
-    """With which engines this one computes its experts, as of `Replica`. (vLLM lets data-parallel engines of dense
-    models run each on its own, and counts one then; the processes of others are one world.)"""
+    """Return which engines compute their experts together with this one, as `Replica` has it. (vLLM lets data-parallel
+    engines of dense models run each on its own, and counts one then; the processes of others are one world.)"""
     if parallel.data_parallel_size == 1:
         return None
     store: Any = dist.distributed_c10d._get_default_store()

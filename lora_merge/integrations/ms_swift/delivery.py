@@ -1,4 +1,4 @@
-"""How weights get to swift's engines: into the one in each rank's process, or to a `swift rollout` server."""
+"""Brings weights to swift's engines: into the one in each rank's process, or to a `swift rollout` server."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Colocated:
         return report
 
     def check(self) -> None:
-        """Whether this rank's engine still has what was pushed last.
+        """Check that this rank's engine still holds what was pushed last.
 
         Raises:
             PushRefused: it does not.
@@ -130,7 +130,7 @@ class Served:
             ) from errors[0]
 
     def check(self) -> None:
-        """Whether the last push went through: the server itself cannot be asked.
+        """Check that the last push went through; the server itself cannot be asked.
 
         Raises:
             PushRefused: it did not.

@@ -35,7 +35,7 @@ _USED = {
 
 
 class Pushing(Pushes):
-    """Stands in front of a Megatron trainer of swift's."""
+    """Mixed in before a Megatron trainer of swift's."""
 
     def __init__(self, args: Any, template: Any, **kwargs: Any) -> None:
         self._lora_merge_options = Options.from_environment()
@@ -82,14 +82,14 @@ class Pushing(Pushes):
             self._lora_merge_told[name].append(value)
 
     def on_log(self, logs: dict[str, Any], prefix: str = "") -> None:
-        """swift's, with what pushes have told since the last time."""
+        """Log as swift does, with the figures of pushes since the last call."""
         logs |= {name: sum(values) / len(values) for name, values in self._lora_merge_told.items()}
         self._lora_merge_told.clear()
         super().on_log(logs, prefix)  # type: ignore[misc]
 
 
 def pushing(trainer: type) -> type:
-    """A Megatron trainer class of swift's that pushes; itself, if it does already.
+    """Return a Megatron trainer class of swift's that pushes; the class itself, if it does already.
 
     Raises:
         TrainerRefused: this release lacks what is used.

@@ -1,4 +1,4 @@
-"""What all pushing trainers of swift's share: they push the policy, compare log-probs and log figures."""
+"""Base of swift's pushing trainers: they push the policy, compare log-probs and log figures."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Pushes:
     _lora_merge_compared = False
 
     def _begin(self, load: Callable[[Mapping[str, Tensor]], object], sends: bool) -> None:
-        """Find the engine that swift has made, and say what was taken over.
+        """Find the engine that swift has made, and announce what was taken over.
 
         Args:
             load: sends some tensors to swift's server.
@@ -50,15 +50,15 @@ class Pushes:
         RELEASE.announce(f"{name}: merged weights, streamed to swift's server")
 
     def _policy(self) -> Any:
-        """What is pushed, wrapped as it is trained."""
+        """Return the model that is pushed, wrapped as it is trained."""
         raise NotImplementedError
 
     def _exact(self) -> bool:
-        """Whether trainer and engine compute in float32."""
+        """Return True if trainer and engine compute in float32."""
         raise NotImplementedError
 
     def _tell(self, figures: dict[str, float]) -> None:
-        """Into what swift logs at its next logging step, averaged over the pushes since the last one."""
+        """Add figures to what swift logs at its next logging step, averaged over the pushes since the last one."""
         raise NotImplementedError
 
     def _move_full_model_to_vllm(self) -> None:
@@ -79,7 +79,7 @@ class Pushes:
         self._tell(metrics(report))
 
     def _hold(self, found: TokenLogprobs, bound: float) -> None:
-        """The importance ratios of all answers, within bounds on every rank."""
+        """Log the importance ratios of all answers; raise `PolicyGap` on every rank if one rank's are out of bounds."""
         lined_up = [pair for pair in found if pair is not None]
         tokens, failure, figures = sum(ours.numel() for ours, _ in lined_up), "", {}
         if tokens:
@@ -110,7 +110,7 @@ class Pushes:
 
 
 def token_logprobs(batches: Sequence[Any]) -> TokenLogprobs:
-    """Of GRPO's batches, which have both log-probs of every token in one frame.
+    """Return both log-probs of GRPO's batches, which have those of every token in one frame.
 
     Args:
         batches: swift's `GRPOBatch` of each micro-batch.

@@ -32,7 +32,7 @@ _USED = {
 
 
 class Pushing(Pushes):
-    """Stands in front of a trainer of swift's: replaces what moves weights, and looks at what the engine answers."""
+    """Mixed in before a trainer of swift's: replaces what moves weights, and checks what the engine answers."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._lora_merge_options = options = Options.from_environment()
@@ -53,8 +53,8 @@ class Pushing(Pushes):
         return both_float32(trainer.model.model_info.torch_dtype) and not (trainer.args.bf16 or trainer.args.fp16)
 
     def _prepare_vllm_engine(self) -> Any:
-        """Of a QLoRA policy unquantised, from the same checkpoint: what is pushed is what the codes stand for, and the
-        adapters. swift would have vLLM quantise the base."""
+        """Start the engine of a QLoRA policy unquantised, from the same checkpoint: a push brings what the codes stand
+        for, and the adapters. swift would have vLLM quantise the base."""
         trainer: Any = self
         model = trainer.model
         known = model.model_info
@@ -79,7 +79,7 @@ class Pushing(Pushes):
         return batches
 
     def _logprobs(self, samples: Sequence[Any], batches: Sequence[Any]) -> TokenLogprobs | None:
-        """As `_hold` takes them; None where these are no answers of the engine."""
+        """Return both log-probs, as `_hold` takes them; None where these are no answers of the engine."""
         raise NotImplementedError
 
     def _tell(self, figures: dict[str, float]) -> None:
@@ -97,7 +97,8 @@ class GRPO(Pushing):
 
 
 class GKD(Pushing):
-    """swift has the student's logits in the loss alone, which may come after optimizer steps: one more forward."""
+    """swift has the student's logits only in the loss, which may come after optimizer steps: the check runs one more
+    forward."""
 
     @torch.no_grad()
     def _logprobs(self, samples: Sequence[Any], batches: Sequence[Any]) -> TokenLogprobs | None:
@@ -120,7 +121,7 @@ class GKD(Pushing):
 
 
 def pushing(kind: str, trainer: type) -> type:
-    """A trainer class of swift's, or one derived from it, that pushes.
+    """Return a trainer class that pushes, derived from one of swift's.
 
     Raises:
         TrainerRefused: this release lacks what is used.

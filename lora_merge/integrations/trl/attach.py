@@ -1,4 +1,4 @@
-"""The call that a user makes to take a TRL trainer over; everything is checked before the trainer is changed."""
+"""The call that takes a TRL trainer over; everything is checked before the trainer is changed."""
 
 from __future__ import annotations
 

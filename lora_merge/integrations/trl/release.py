@@ -22,15 +22,15 @@ SHARED = "GRPO, RLOO, Distillation, SDPO, GOLD, IW-OPD and SDFT (and what is der
 
 
 def apart(trainer: Any) -> str | None:
-    """The name of the class if a trainer has code of its own for vLLM, which is not taken over."""
+    """Return the class of a trainer that has code of its own for vLLM, which is not taken over; else None."""
     return next((c.__name__ for c in type(trainer).__mro__ if c.__name__ in _APART), None)
 
 
 def generation_of(trainer: Any) -> Any:
-    """The `VLLMGeneration` of a trainer, which has all that is used of it.
+    """Return the `VLLMGeneration` of a trainer, which has all that is used of it.
 
     Raises:
-        TrainerRefused: there is none, or this release of TRL is another than those that are known.
+        TrainerRefused: there is none, or this release of TRL lacks names that are used.
     """
     kind, other = type(trainer), apart(trainer)
     if other is not None:

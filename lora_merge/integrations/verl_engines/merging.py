@@ -1,4 +1,4 @@
-"""What this package's verl engines share, whatever shards the model."""
+"""Base of this package's verl engines, whatever shards the model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Merging:
     _told: int = 0
 
     def initialize(self) -> None:
-        """Build the model as verl does; what cannot be served is refused at once."""
+        """Build the model as verl does; refuse at once what cannot be served."""
         if not self.merging:
             super().initialize()  # type: ignore[misc]
             return
@@ -44,11 +44,11 @@ class Merging:
 
     @property
     def merging(self) -> bool:
-        """Whether this engine trains an adapter that verl is told to merge."""
+        """Return True if this engine trains an adapter that verl is told to merge."""
         return merges(self.model_config, self.engine_config)
 
     def stream(self) -> Stream:
-        """The kept stream of the model."""
+        """Return the kept stream of the model."""
         if self._stream is None:
             raise TrainerRefused(f"the engine was not initialised with {FLAG}: start the run with it")
         return self._stream
@@ -57,7 +57,7 @@ class Merging:
         return Stream(self.module, self.rank)
 
     def train_batch(self, data: Any, loss_function: Any) -> Any:
-        """verl's, with what the last sync has cost, and with how far rollout and trainer lie apart, in its metrics."""
+        """Train as verl does, with the cost of the last sync and the gap between rollout and trainer in the metrics."""
         found: dict[str, float] = {}
         if self.merging:
             stream = self.stream()
@@ -75,7 +75,7 @@ class Merging:
         return outputs
 
     def get_per_tensor_param_shard(self, **options: Any) -> Any:
-        """Refused while adapters are merged: shards of verl's own export lack what the adapters add."""
+        """Refuse shards of verl's own export while adapters are merged: they lack what the adapters add."""
         if self.merging:
             raise TrainerRefused(
                 "actor_rollout_ref.rollout.checkpoint_engine.backend=delta_sharded sends shards of the base alone, "
@@ -84,7 +84,7 @@ class Merging:
         return super().get_per_tensor_param_shard(**options)  # type: ignore[misc]
 
     def _autocast(self) -> torch.dtype:
-        """What the forward computes in."""
+        """Return the dtype that the forward computes in."""
         return getattr(self, "_autocast_dtype", torch.bfloat16)
 
     def _refuse(self) -> None:

@@ -10,7 +10,7 @@ RELEASE = Release("verl", "verl", ("0.9.1",))
 
 
 def merges(model_config: Any, engine_config: Any) -> bool:
-    """Whether an engine of this configuration trains an adapter that verl is told to merge."""
+    """Return True if an engine of this configuration trains an adapter that verl is told to merge."""
     lora = model_config.lora
     rank = max(model_config.lora_rank, lora.get("rank", 0) or 0)
     return bool(rank > 0 and lora.get("merge", False) and not engine_config.forward_only)

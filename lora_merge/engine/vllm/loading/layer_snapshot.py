@@ -1,4 +1,4 @@
-"""What layers hold, to be compared: vLLM makes anew what it changes there, when it reloads a layer."""
+"""Detects that vLLM has replaced what a layer holds, as a reload does."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _COUNTED = {int, float}
 
 
 class LayerSnapshot:
-    """What layers and their methods hold at the moment beside parameters, buffers and numbers. No Python runs for each
-    layer to compare it: some fifty microseconds for a hundred layers.
+    """What layers and their methods hold beside parameters, buffers and numbers. Comparing runs no Python for each
+    layer: some fifty microseconds for a hundred layers.
 
     Args:
-        layers: which, with their methods and what is in these.
+        layers: with their methods and what these hold.
     """
 
     def __init__(self, layers: Iterable[Any]) -> None:
@@ -38,7 +38,7 @@ class LayerSnapshot:
 
     @property
     def unchanged(self) -> bool:
-        """Whether that is what they hold now."""
+        """Return True if the layers still hold the same objects."""
         same = all(map(is_, map(dict.get, *self._targets), self._things))
         return same and list(map(len, self._dicts)) == self._sizes
 

@@ -1,7 +1,7 @@
-"""Into vLLM's parameters: what is different there from engine/worker/loader.py.
+"""Loads into vLLM's parameters: what differs from engine/worker/loader.py.
 
 Layers that vLLM lays out anew after loading (prepacked on CPUs, shuffled experts) go through `load_weights` into memory
-of their own (reload.py), and what it makes of several layers' weights is made again.
+of their own (reload.py); what vLLM makes of several layers' weights is made again.
 """
 
 from __future__ import annotations
@@ -72,13 +72,13 @@ class Loader(loader.Loader):
         self._of_scales: list[Record] = []  # of the last dry run
 
     def examine(self, digest: str, table: Table) -> DryRunReport:
-        """As of the base; kept also for as long as layers hold nothing else."""
+        """Return the base's report, kept for as long as layers hold nothing else."""
         if self._direct.outdated:
             self._examined = None
         return super().examine(digest, table)
 
     def begin(self, report: DryRunReport) -> None:
-        """As of the base; waits for layers whose layout changes after loading."""
+        """Begin as the base does, and expect layers whose layout changes after loading."""
         super().begin(report)
         self._comparison, self.reloaded = None, 0
         if report.staged:
@@ -120,7 +120,7 @@ class Loader(loader.Loader):
     def _recorded(
         self, tensors: dict[str, Tensor], owners: Mapping[str, nn.Module], fed: list[tuple[str, Tensor]]
     ) -> tuple[Capture, dict[str, str]]:
-        """As of the base; of layers whose checkpoint is quantised, of what that holds in the place of a weight."""
+        """Record as the base does; for layers on a quantised checkpoint, record the pair that it holds for a weight."""
         capture, refused = super()._recorded(tensors, owners, fed)
         schemes, unfit = schemes_of(capture.records, owners, dict(fed))
         self._of_scales = []
@@ -163,14 +163,13 @@ class Loader(loader.Loader):
                 self._compute(layer)
 
     def _compute(self, layer: nn.Module) -> None:
-        """Bring buffers that vLLM makes itself to what it would make them now."""
+        """Set buffers that vLLM computes to what it would compute now."""
         made = internals.build_mm_input_norm(self._config)
         for key, buffer in layer._buffers.items():
             if buffer is not None:
                 buffer.copy_(made._buffers[key])
 
     def abort(self) -> None:
-        """Put the engine's own tensors back into layers that a broken load left open."""
         if self._reload is not None:
             with torch.no_grad(), self._bare():
                 self._reload.abort()
@@ -178,7 +177,7 @@ class Loader(loader.Loader):
         super().abort()
 
     def kernels(self) -> list[Any]:
-        """What vLLM's CPU layers compute with instead of their parameters."""
+        """Return what vLLM's CPU layers compute with instead of their parameters."""
         if self.device.type != "cpu":
             return []
         linear = [module.__dict__["cpu_linear"] for module in self.modules if "cpu_linear" in module.__dict__]
@@ -204,8 +203,8 @@ class Loader(loader.Loader):
         return _unreachable(self.modules)
 
     def _absent(self, fed: Sequence[tuple[str, Tensor]]) -> list[str]:
-        """Which tensors are for parts that vLLM did not build (`limit_mm_per_prompt` of 0) but keeps on the meta device
-        beside the model: with these in their places, `load_weights` takes or refuses them, and passes over others."""
+        """Return the tensors of parts that vLLM did not build (`limit_mm_per_prompt` of 0) but keeps on the meta device
+        beside the model. With these in place, `load_weights` takes or refuses their tensors, and passes over others."""
         parts = [
             (parent, key, stage)
             for parent in self.modules
@@ -227,7 +226,7 @@ class Loader(loader.Loader):
         return sorted(refused.keys() | {record.name for record in capture.records})
 
     def _laid_anew(self) -> list[Any]:
-        """Layers that vLLM processes after loading; the outermost where they nest."""
+        """Return the layers that vLLM processes after loading; the outermost where they nest."""
         tied = {id(layer) for layer in self._tied_layers()}
         inside: set[int] = set()
         layers = []
@@ -242,7 +241,7 @@ class Loader(loader.Loader):
         return layers
 
     def _tied_layers(self) -> list[Any]:
-        """Layers on a CPU that compute from a packed copy of a parameter that another layer loads (a tied head)."""
+        """Return layers on a CPU that compute from a packed copy of another layer's parameter (a tied head)."""
         if self.device.type != "cpu":
             return []
         seen: set[int] = set()
@@ -256,7 +255,7 @@ class Loader(loader.Loader):
 
 
 def _as_loaded(method: Any) -> bool:
-    """Whether a layer with this method keeps its weights on a GPU as `load_weights` puts them."""
+    """Return True if a layer with this method keeps its weights on a GPU as `load_weights` puts them."""
     kind = type(method).__name__
     if kind == _EXPERTS:
         backend = getattr(getattr(method, "unquantized_backend", None), "name", "")
@@ -265,7 +264,7 @@ def _as_loaded(method: Any) -> bool:
 
 
 def _deferred(module: nn.Module) -> bool:
-    """Whether vLLM calls this module's hook after loads and reloads, when all other layers are done."""
+    """Return True if vLLM calls this module's hook after loads and reloads, when all other layers are done."""
     if internals.has("is_deferred_attention_layer"):
         return bool(internals.is_deferred_attention_layer(module))
     kinds = internals.Attention, internals.MLAAttention, internals.MMEncoderAttention  # vLLM 0.26
@@ -273,19 +272,20 @@ def _deferred(module: nn.Module) -> bool:
 
 
 def _derived(modules: Modules) -> list[Any]:
-    """Attention layers whose hook may keep something that it makes of weights: MLA's matrices, sinks in float32."""
+    """Return attention layers whose hook may keep something made of weights: MLA's matrices, sinks in float32."""
     return [module for module in modules if _deferred(module) and not _keeps_nothing(module)]
 
 
 def _keeps_nothing(layer: Any) -> bool:
-    """Plain attention over a backend without a hook: only the scales of its cache would be set back, in six small
-    steps a layer."""
+    """Return True for plain attention over a backend without a hook: its hook only resets the cache's scales, in six
+    small steps a layer."""
     plain = getattr(type(layer), _HOOK) is getattr(internals.Attention, _HOOK)
     return plain and getattr(layer.impl, _HOOK).__module__ == _IDLE
 
 
 def _unreachable(modules: Modules) -> dict[str, str]:
-    """Parts of a model that make something of weights which no reload makes again, and why they are refused."""
+    """Return the parts of a model that make something of weights which no reload makes again, each with why it is
+    refused."""
     why = {}
     for path, module in modules.paths():
         if _deferred(module):
