@@ -203,14 +203,14 @@ class HttpControl(OneServer, SglangControl):
             answer = self._server.post("weights_checker", body={"action": action})
         except Answered as error:
             answer = _json(error.body)
-            if not _told(answer):
+            if not _has_message(answer):
                 raise
         except NoRoute as error:
             if release := self._release():
                 told = f"runs SGLang {release}, which does not offer /weights_checker"
                 raise Unfit(f"{self._server.url} {told}; {internals.SUPPORTED} are supported") from error
             raise
-        if not _told(answer):
+        if not _has_message(answer):
             raise self._server.unlike(answer)
         return str(answer["message"])
 
@@ -267,7 +267,7 @@ def _json(text: str) -> Any:
         return None
 
 
-def _told(answer: Any) -> bool:
+def _has_message(answer: Any) -> bool:
     return isinstance(answer, dict) and "message" in answer
 
 

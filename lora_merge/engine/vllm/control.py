@@ -132,26 +132,26 @@ class LlmControl(Control):
     async def chain(self, calls: Sequence[Call], returned: list[Any] | None = None) -> list[Any]:
         if not all(call.method in ("rpc", *self._of_core) for call in calls) or not self._reaches_core():
             return await super().chain(calls, returned)
-        asked, reads = list[Sequence[Any]](), list[Callable[[Any], Any]]()
+        asked, readers = list[Sequence[Any]](), list[Callable[[Any], Any]]()
         for call, unless in zip(calls, judges(calls), strict=True):
             if call.method == "rpc":
                 number, request = self._request(call.arguments[0], call.options)
                 asked.append(["collective_rpc", (WORKER_METHOD, None, (request,), {}), call.wanted, unless])
-                reads.append(partial(self._answers, number))
+                readers.append(partial(self._answers, number))
             else:
                 asked.append([*self._of_core[call.method](*call.arguments), call.wanted, unless])
-                reads.append(_as_it_is)
+                readers.append(lambda found: found)
         try:
-            told = json.loads(await self._in_core(asked))
+            answer = json.loads(await self._in_core(asked))
         except EngineGone:
             raise
         except Exception as error:
             raise Unheard(f"{type(error).__name__}: {error}") from error
         returned = [] if returned is None else returned
-        for found, read in zip(told["returned"], reads, strict=False):  # fewer where one ended it
+        for found, read in zip(answer["returned"], readers, strict=False):  # fewer where one ended it
             returned.append(None if found is None else read(found))
-        if told["failed"]:
-            raise RuntimeError(f"a call to the engine failed: {told['failed']}")
+        if answer["failed"]:
+            raise RuntimeError(f"a call to the engine failed: {answer['failed']}")
         return returned
 
     def _reaches_core(self) -> bool:
@@ -333,10 +333,6 @@ async def _stands(control: Control) -> bool:
     if await control.paused() and await control.moves():
         await control.pause("wait")
     return await control.paused()
-
-
-def _as_it_is(found: Any) -> Any:
-    return found
 
 
 def control_of(engine: Any) -> Control:

@@ -8,7 +8,7 @@ from typing import Any
 from vllm import envs
 
 from ..push.replica import ONE_ENGINE
-from ..unfit import Reason, first
+from ..unfit import Reason, first, where
 from ..worker.session import WorkerSession
 from . import internals
 from .backend import LoraMergeWeightTransferEngine
@@ -68,12 +68,6 @@ def unfit(worker: Any, session: WorkerSession) -> str:
     return ""
 
 
-def _updating(worker: Any) -> str:
-    if not getattr(worker, "_weight_update_active", False):
-        return ""
-    return "is in the middle of a weight update of vLLM's own: finish it first (finish_weight_update)"
-
-
 def _drafts(worker: Any) -> str:
     speculative = worker.vllm_config.speculative_config
     method = "" if speculative is None else str(speculative.method)
@@ -83,15 +77,6 @@ def _drafts(worker: Any) -> str:
         f"drafts tokens with a model ({method}), which would keep the weights that it started with, and no push "
         "reaches it: start the engine without speculative_config, or with a method that has no weights "
         '("ngram", "suffix")'
-    )
-
-
-def _moves_experts(worker: Any) -> str:
-    if not worker.parallel_config.enable_eplb:
-        return ""
-    return (
-        "moves its experts about (enable_eplb), and a push would put them where they were at first: start it with "
-        "enable_eplb=False"
     )
 
 
@@ -114,15 +99,6 @@ def _offloads(worker: Any) -> str:
     return (
         f"keeps weights in the host's memory ({found}), and fetches them from there over what a push has written: "
         "start it without this setting, on more GPUs if need be (tensor_parallel_size)"
-    )
-
-
-def _shares_weights(worker: Any) -> str:
-    if str(worker.vllm_config.load_config.load_format) != "ipc_cache":  # vLLM 0.32 on
-        return ""
-    return (
-        'has its weights from a daemon that gives the same memory to other engines (load_format="ipc_cache"), which a '
-        "push to one of them would change: start it with another load_format"
     )
 
 
@@ -231,16 +207,27 @@ def _compiles_weights_in(worker: Any) -> str:
 
 
 _REFUSED: tuple[Reason, ...] = (
-    _updating,
+    where(
+        lambda worker: getattr(worker, "_weight_update_active", False),
+        "is in the middle of a weight update of vLLM's own: finish it first (finish_weight_update)",
+    ),
     _drafts,
     _offloads,
-    _shares_weights,
+    where(
+        lambda worker: str(worker.vllm_config.load_config.load_format) == "ipc_cache",  # vLLM 0.32 on
+        'has its weights from a daemon that gives the same memory to other engines (load_format="ipc_cache"), which a '
+        "push to one of them would change: start it with another load_format",
+    ),
     _keeps_blocks,
     _keeps_encodings,
     _scores,
     _classifies_by_tokens,
     _compiles_weights_in,
-    _moves_experts,
+    where(
+        lambda worker: worker.parallel_config.enable_eplb,
+        "moves its experts about (enable_eplb), and a push would put them where they were at first: start it with "
+        "enable_eplb=False",
+    ),
 )
 """Settings under which something that belongs to the old weights outlives a push, of vLLM's worker."""
 

@@ -21,9 +21,11 @@ from .release import RELEASE
 _log = get_logger()
 TokenLogprobs = Sequence[tuple[Tensor, Tensor] | None]
 """Of each micro-batch the log-probs of its tokens by the trainer and by the engine; None where swift lacks one."""
+_Trainer: Any = object
+"""The trainer of swift's behind `Pushes`, of which no types are known."""
 
 
-class Pushes:
+class Pushes(_Trainer):
     """Mixed in before a trainer of swift's, whose `__init__` sets `_lora_merge_options` and ends with `_begin`."""
 
     _lora_merge_options: Options
@@ -37,15 +39,14 @@ class Pushes:
             load: sends some tensors to swift's server.
             sends: whether this rank is the one that talks to the server.
         """
-        trainer: Any = self
         name = f"{type(self).__name__}._move_model_to_vllm"
-        if trainer.vllm_mode == "colocate":
-            mode = "adapter" if trainer.rollout_enable_lora else "merged"
-            self._lora_merge = Colocated(trainer.engine, mode, self._lora_merge_options)
+        if self.vllm_mode == "colocate":
+            mode = "adapter" if self.rollout_enable_lora else "merged"
+            self._lora_merge = Colocated(self.engine, mode, self._lora_merge_options)
             RELEASE.announce(f"{name}: {mode} pushes into the colocated engine")
             return
-        refuse_server(trainer.rollout_enable_lora)
-        finish = trainer.vllm_client.process_weights_after_loading if sends else None
+        refuse_server(self.rollout_enable_lora)
+        finish = self.vllm_client.process_weights_after_loading if sends else None
         self._lora_merge = Served(load, finish, self._lora_merge_options)
         RELEASE.announce(f"{name}: merged weights, streamed to swift's server")
 
@@ -69,11 +70,10 @@ class Pushes:
         self._push()
 
     def _push(self) -> None:
-        trainer: Any = self
         try:
             report = self._lora_merge.push(self._policy())
         except (AlreadyMerged, InvalidInput, PushRefused, UnsupportedAdapter) as error:
-            instead = "; --vllm_enable_lora false pushes merged weights" if trainer.rollout_enable_lora else ""
+            instead = "; --vllm_enable_lora false pushes merged weights" if self.rollout_enable_lora else ""
             raise TrainerRefused(f"{error}{instead}. {off('ms-swift')}") from error
         _log.info(f"lora_merge: {report}")
         self._tell(metrics(report))

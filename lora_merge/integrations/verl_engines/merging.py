@@ -15,8 +15,11 @@ from .check import check_batch
 from .release import RELEASE, merges
 from .stream import FLAG, Stream
 
+_Engine: Any = object
+"""The engine of verl's behind `Merging`, of which no types are known."""
 
-class Merging:
+
+class Merging(_Engine):
     """Mixed in before an engine of verl's.
 
     With `model.lora.merge=True` weights for the rollout come from a kept `Stream`, its report is among the metrics of
@@ -24,20 +27,17 @@ class Merging:
     without an adapter, the engine is verl's.
     """
 
-    module: Any
-    model_config: Any
-    engine_config: Any
-    rank: int
     _stream: Stream | None = None
-    _told: int = 0
+    _reported: int = 0
+    """The version of the last report among the metrics."""
 
     def initialize(self) -> None:
         """Build the model as verl does; refuse at once what cannot be served."""
         if not self.merging:
-            super().initialize()  # type: ignore[misc]
+            super().initialize()
             return
         self._refuse()
-        super().initialize()  # type: ignore[misc]
+        super().initialize()
         self._stream = self._make_stream()
         theirs = next(kind for kind in type(self).__mro__ if kind.__module__.startswith("verl."))
         RELEASE.announce(f"the merged weights of {theirs.__qualname__} (actor_rollout_ref.model.lora.merge)")
@@ -64,14 +64,13 @@ class Merging:
             if stream.options.check is not None:
                 with Ranks(dist.group.WORLD).vote(f"{SWITCH}_CHECK"):
                     found |= check_batch(data, stream.options.check, exact=stream.exact(self._autocast()))
-            if stream.report is not None and stream.report.version != self._told:
-                self._told = stream.report.version
+            if stream.report is not None and stream.report.version != self._reported:
+                self._reported = stream.report.version
                 found |= metrics(stream.report)
-        outputs = super().train_batch(data, loss_function)  # type: ignore[misc]
-        if self.is_mp_src_rank_with_outputs():  # type: ignore[attr-defined]
-            outputs["metrics"] |= {
-                name: [value] for name, value in found.items()
-            }  # verl's are one for each micro-batch
+        outputs = super().train_batch(data, loss_function)
+        if self.is_mp_src_rank_with_outputs():
+            # verl's are one for each micro-batch.
+            outputs["metrics"] |= {name: [value] for name, value in found.items()}
         return outputs
 
     def get_per_tensor_param_shard(self, **options: Any) -> Any:
@@ -81,7 +80,7 @@ class Merging:
                 "actor_rollout_ref.rollout.checkpoint_engine.backend=delta_sharded sends shards of the base alone, "
                 f"without what the adapter adds: choose another backend with {FLAG}"
             )
-        return super().get_per_tensor_param_shard(**options)  # type: ignore[misc]
+        return super().get_per_tensor_param_shard(**options)
 
     def _autocast(self) -> torch.dtype:
         """Return the dtype that the forward computes in."""
