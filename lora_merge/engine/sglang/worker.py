@@ -130,8 +130,8 @@ def asleep(manager: Any) -> int:
 
 
 def released(manager: Any) -> None:
-    """Note that memory was unmapped: weights of which no copy is kept are gone. Errors are logged, as they would end
-    the engine; what a push notes of the weights still shows that they are others."""
+    """Memory has been unmapped: weights of which no copy is kept are gone. An error stays here: it would end the
+    engine, and what a push notes of the weights still shows that they are others."""
     try:
         if asleep(manager) == 2 and manager.memory_saver_adapter.enabled:
             SglangWorker(manager).session().gone("its weights were thrown away: release_memory_occupation")
@@ -140,7 +140,7 @@ def released(manager: Any) -> None:
 
 
 def _requests(worker: SglangWorker, session: WorkerSession) -> dict[str, Any]:
-    """Return the ids of the scheduler's requests, and whether it stands still."""
+    """Which requests the scheduler has, and whether it stands still."""
     return {"requests": sorted(_in_flight(worker.scheduler)), "paused": bool(worker.scheduler._engine_paused)}
 
 
@@ -152,9 +152,9 @@ def _in_flight(scheduler: Any) -> Iterator[str]:
 
 
 def _forget(worker: SglangWorker, session: WorkerSession) -> dict[str, Any]:
-    """Forget all cached blocks. Requests that hold some return to the queue, and are computed anew when generation
-    resumes. Those that wait hold none; SGLang's own `flush_cache` would refuse because of them, so they are put aside.
-    """
+    """Forget all cached blocks. Requests that hold some go back to the queue, and are computed anew when generation
+    goes on; those that wait hold none, and need not be in the way (SGLang's own `flush_cache` takes them for a reason
+    not to)."""
     from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
     scheduler = worker.scheduler
@@ -169,7 +169,7 @@ def _forget(worker: SglangWorker, session: WorkerSession) -> dict[str, Any]:
 
 
 def _map(worker: SglangWorker, session: WorkerSession, weights: bool) -> dict[str, Any]:
-    """Map memory that the memory saver has unmapped: the weights, or all else."""
+    """Map memory again that the memory saver has unmapped: the weights, or all else."""
     from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 
     gone = worker.manager.offload_tags
@@ -179,6 +179,7 @@ def _map(worker: SglangWorker, session: WorkerSession, weights: bool) -> dict[st
 
 
 def _unmap(worker: SglangWorker, session: WorkerSession) -> dict[str, Any]:
+    """Unmap the weights again."""
     from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
     worker.manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=[_WEIGHTS]))

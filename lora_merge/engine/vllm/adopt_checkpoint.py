@@ -1,14 +1,16 @@
-"""Operations of the worker method for an engine whose base is what it started with, and nobody has pushed one."""
+"""What a worker does where the base is what its engine started with, and nobody has pushed one: operations of the
+worker method, as in operations.py."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from ...stream.buckets import metas
 from ..state import OWN, WEIGHTS, State
+from ..worker import commands as operations
 from ..worker.merger import Merger
-from ..worker.rpc import Op
 from ..worker.session import Coming, WorkerSession
 from .loading.checkpoint import Checkpoint, Kept, load_again
 
@@ -17,8 +19,8 @@ _KEPT: WeakKeyDictionary[Merger, Kept] = WeakKeyDictionary()
 
 
 def _adopt(worker: Any, session: WorkerSession, digest: str, update: str) -> dict[str, Any]:
-    """Adopt the engine's own checkpoint as the base of updates, and keep what one of them needs of it; no weight
-    changes. Answer `lost` where the base cannot be brought back.
+    """Take the engine's own checkpoint for the base of updates, and keep what one of them needs of it. No weight
+    changes. Where the base cannot be brought back that was there, says so.
 
     Args:
         digest: of the examined table of the base.
@@ -46,7 +48,7 @@ def _reload(worker: Any, session: WorkerSession, digest: str, update: str, state
     """Load the engine's own checkpoint again, as a full push would bring it; `commit` ends it.
 
     Args:
-        digest, update: as for `_adopt`.
+        digest, update: as of `own`.
         state: that it brings.
     """
     session.abort(None)
@@ -64,7 +66,7 @@ def _reload(worker: Any, session: WorkerSession, digest: str, update: str, state
 
 
 def _unload(worker: Any, session: WorkerSession) -> dict[str, Any]:
-    """Prepare to remove what was merged onto the engine's own checkpoint; nothing changes before `merge`."""
+    """Prepare to take off what was merged onto the engine's own checkpoint; nothing changes before `merge`."""
     held = session.state()
     if session.merger is None or not session.merger.own or held.kind not in WEIGHTS:
         raise RuntimeError(f"this engine holds {held}, and no adapter on its own checkpoint: load one first")
@@ -73,18 +75,14 @@ def _unload(worker: Any, session: WorkerSession) -> dict[str, Any]:
     return {}
 
 
-def checked_before(merge: Op) -> Op:
-    """Return the operation `merge`, preceded by a check of the files that the base is restored from."""
-
-    def checked(worker: Any, session: WorkerSession, **message: Any) -> dict[str, Any]:
-        _check_kept(session.merger)
-        return merge(worker, session, **message)
-
-    return checked
+def _merge(worker: Any, session: WorkerSession, **message: Any) -> dict[str, Any]:
+    """As of operations.py; but what is kept for it may lie in files."""
+    _check_kept(session.merger)
+    return operations.OPERATIONS["merge"](worker, session, **message)
 
 
 def _check_kept(merger: Merger | None) -> None:
-    """Raise `RuntimeError` if files that the base is restored from have changed."""
+    """Raise where what is kept to bring the base back has changed."""
     if merger is not None and merger in _KEPT:
         _KEPT[merger].check()
 
@@ -93,8 +91,9 @@ def _checkpoint(worker: Any, session: WorkerSession) -> Checkpoint:
     return Checkpoint(worker.raw.vllm_config.load_config, worker.raw.model_config, session.modules.model)
 
 
-OPS: dict[str, Op] = {
+OPS: dict[str, Callable[..., dict[str, Any]]] = {
     "adopt_checkpoint": _adopt,
     "reload_checkpoint": _reload,
     "unload": _unload,
+    "merge": _merge,
 }

@@ -28,7 +28,7 @@ from .session import session_of
 from .step_counter import count_steps
 from .unfit import NotFirst, unfit
 
-_OPS = {**OPERATIONS, **adopt_checkpoint.OPS, "merge": adopt_checkpoint.checked_before(OPERATIONS["merge"])}
+_OPS = {**OPERATIONS, **adopt_checkpoint.OPS}
 _LOADING = {"receive", "pull", "merge", "reload_checkpoint"}
 """Operations in which layers are laid out anew, on all workers of an engine at once."""
 

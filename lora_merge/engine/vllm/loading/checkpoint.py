@@ -141,9 +141,9 @@ class Checkpoint:
 
 def load_again(loader: Loader, report: DryRunReport, table: Table, tensors: Mapping[str, Tensor]) -> None:
     """Load all tensors of a checkpoint into the engine, between the loader's `begin` and `finish`."""
-    for index, slots in enumerate(table):  # nothing of a tensor is kept: its base is in the checkpoint
+    for index, slots in enumerate(table):
         loader.let_go()  # of plans that read the bucket before
-        loader.load(report, index, slots, _bucket(slots, tensors, loader.device), lambda *_: None)
+        loader.load(report, index, slots, _bucket(slots, tensors, loader.device), _nothing)
     loader.let_go()
 
 
@@ -153,6 +153,10 @@ def _bucket(slots: Sequence[Slot], tensors: Mapping[str, Tensor], device: torch.
     for slot in slots:
         slot.view(data).copy_(cut(tensors[slot.name], slot.box))
     return data
+
+
+def _nothing(name: str, tensor: Tensor) -> None:
+    """Keep nothing of a tensor: its base is in the checkpoint."""
 
 
 def _more(names: Collection[str]) -> str:
