@@ -91,9 +91,9 @@ def bind(bridge: _Bridge, *, dtype: torch.dtype | None = None, rounding: str = "
 
 
 def _check_all(given: Sequence[Any], whole: Sequence[Any]) -> None:
-    there, wanted = ({task.global_param_name for task in tasks if task is not None} for tasks in (given, whole))
-    if there != wanted:
-        missing = sorted(wanted - there) or sorted(there - wanted)
+    named, wanted = ({task.global_param_name for task in tasks if task is not None} for tasks in (given, whole))
+    if named != wanted:
+        missing = sorted(wanted - named) or sorted(named - wanted)
         raise InvalidInput(
             f"export_hf_weights(conversion_tasks=...) of a part of the model ({missing[0]} and {len(missing) - 1} more "
             "make the difference): lora_merge exports everything; pass None or all of get_conversion_tasks, or take "

@@ -71,8 +71,8 @@ def gap_of_tokens(trainer: Sequence[Tensor], rollout: Sequence[Tensor]) -> Logpr
     """
     ours, theirs = (torch.cat(tuple(pieces)) for pieces in (trainer, rollout))
     # One sequence of all tokens, after a token that stands for its prompt.
-    behind = F.pad(ours, (1, 0))
-    return logprob_gap(behind, [theirs], shifted=False, prompt_lengths=[1], cu_seqlens=[0, behind.numel()])
+    padded = F.pad(ours, (1, 0))
+    return logprob_gap(padded, [theirs], shifted=False, prompt_lengths=[1], cu_seqlens=[0, padded.numel()])
 
 
 def hold(gap: LogprobGap, bound: float, exact: bool) -> dict[str, float]:

@@ -33,12 +33,12 @@ def unserved_modules(manager: Any, modules: Sequence[str]) -> list[str]:
     """
     from sglang.srt.lora.utils import get_normalized_target_modules
 
-    known, there = manager.target_modules, set(modules)
+    known, adapted = manager.target_modules, set(modules)
     found = []
     for module in modules:
         parent, _, kind = module.rpartition(".")
         group = next((group for group in _TOGETHER if kind in group), (kind,))
-        whole = all(f"{parent}.{part}" in there for part in group)
+        whole = all(f"{parent}.{part}" in adapted for part in group)
         linear = ".experts." not in module and kind not in _EMBEDDINGS
         if not (linear and whole and get_normalized_target_modules([kind]) <= known):
             found.append(module)

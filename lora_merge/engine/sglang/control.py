@@ -44,7 +44,7 @@ class SglangControl(Control):
         """Return the message of `check_weights`."""
         raise NotImplementedError
 
-    def _not_the_plugin(self, told: str) -> Unfit:
+    def _not_the_plugin(self, message: str) -> Unfit:
         """Return the error for an answer of `check_weights` that is not the plugin's."""
         raise NotImplementedError
 
@@ -112,8 +112,8 @@ class EngineControl(SglangControl):
         _, message, *_ = await (to_its_end(asyncio.ensure_future(call)) if self.suspends else call)
         return str(message)
 
-    def _not_the_plugin(self, told: str) -> Unfit:
-        return _without_plugin(internals.installed(), told)
+    def _not_the_plugin(self, message: str) -> Unfit:
+        return _without_plugin(internals.installed(), message)
 
     async def paused(self) -> bool:
         return bool(self.engine.is_pause)
@@ -149,8 +149,8 @@ class EngineControl(SglangControl):
             return
         from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
 
-        told = UpdateWeightVersionReqInput(new_version=version, abort_all_requests=False)
-        await self._run(self.engine.update_weight_version(told))
+        request = UpdateWeightVersionReqInput(new_version=version, abort_all_requests=False)
+        await self._run(self.engine.update_weight_version(request))
 
     async def name_adapter(self, there: bool) -> None:
         registry = getattr(self.engine, "lora_registry", None)
@@ -179,12 +179,12 @@ class EngineControl(SglangControl):
                 self._ours = False
 
 
-async def _named(registry: Any, there: bool) -> None:
+async def _named(registry: Any, registered: bool) -> None:
     """Register the adapter where requests are looked up, or remove it there."""
     lacks = bool(await registry.get_unregistered_loras({ADAPTER_NAME}))
-    if there and lacks:
+    if registered and lacks:
         await registry.register(reference())
-    elif not there and not lacks:
+    elif not registered and not lacks:
         await registry.unregister(ADAPTER_NAME)
 
 
@@ -207,8 +207,10 @@ class HttpControl(OneServer, SglangControl):
                 raise
         except NoRoute as error:
             if release := self._release():
-                told = f"runs SGLang {release}, which does not offer /weights_checker"
-                raise Unfit(f"{self._server.url} {told}; {internals.SUPPORTED} are supported") from error
+                raise Unfit(
+                    f"{self._server.url} runs SGLang {release}, which does not offer /weights_checker; "
+                    f"{internals.SUPPORTED} are supported"
+                ) from error
             raise
         if not _has_message(answer):
             raise self._server.unlike(answer)
@@ -223,9 +225,9 @@ class HttpControl(OneServer, SglangControl):
                     return str(answer["version"])
         return ""
 
-    def _not_the_plugin(self, told: str) -> Unfit:
+    def _not_the_plugin(self, message: str) -> Unfit:
         release = self._release()
-        return _without_plugin(release, told) if release else self._server.unlike({"message": told})
+        return _without_plugin(release, message) if release else self._server.unlike({"message": message})
 
     async def paused(self) -> bool:
         return any(answer["paused"] for answer in await self.rpc("requests"))
@@ -246,7 +248,7 @@ class HttpControl(OneServer, SglangControl):
         self._server.do("update_weight_version", done, body)
 
 
-def _without_plugin(release: str, told: str) -> Unfit:
+def _without_plugin(release: str, message: str) -> Unfit:
     """Return the error for an engine whose own `check_weights`, of this release, has answered."""
     others = (
         "?"
@@ -255,8 +257,8 @@ def _without_plugin(release: str, told: str) -> Unfit:
         f'log says "Failed to apply hooks to {internals.HOOKED}": install one of these'
     )
     return Unfit(
-        f"SGLang {release} itself answers ({told}), and not lora_merge's plugin for it: is lora-merge installed where "
-        f"its schedulers run, and does SGLANG_PLUGINS allow it{others}"
+        f"SGLang {release} itself answers ({message}), and not lora_merge's plugin for it: is lora-merge installed "
+        f"where its schedulers run, and does SGLANG_PLUGINS allow it{others}"
     )
 
 
@@ -280,8 +282,6 @@ def control_of(engine: Any) -> Control:
     if isinstance(engine, Control):
         return engine
     if isinstance(engine, str):
-        if not engine.startswith(("http://", "https://")):
-            raise InvalidInput(f"engine must be a URL like http://host:30000, got {engine!r}")
         return HttpControl(engine)
     if hasattr(engine, "tokenizer_manager"):
         return EngineControl(engine)

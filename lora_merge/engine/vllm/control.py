@@ -249,8 +249,8 @@ class RayControl(AsyncControl):
 
     @property
     def media(self) -> str | None:  # type: ignore[override]
-        there = hasattr(self.engine, "reset_encoder_cache")
-        return None if there else "an actor around an LLM does not offer its reset: make one around an AsyncLLM"
+        offered = hasattr(self.engine, "reset_encoder_cache")
+        return None if offered else "an actor around an LLM does not offer its reset: make one around an AsyncLLM"
 
     async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         import ray
@@ -269,9 +269,6 @@ class HttpControl(OneServer, LlmControl):
         self._server = Server(
             handle, "is this the URL of a vLLM server, and was it started with VLLM_SERVER_DEV_MODE=1?"
         )
-
-    def config(self) -> Any:
-        return None
 
     async def _ask(self, request: str) -> Sequence[str]:
         answer = self._server.post("collective_rpc", body={"method": WORKER_METHOD, "args": [request]})
@@ -345,8 +342,6 @@ def control_of(engine: Any) -> Control:
     if isinstance(engine, Control):
         return engine
     if isinstance(engine, str):
-        if not engine.startswith(("http://", "https://")):
-            raise InvalidInput(f"engine must be a URL like http://host:8000, got {engine!r}")
         return HttpControl(engine)
     if type(engine).__module__.startswith("ray."):
         return RayControl(engine)

@@ -39,7 +39,7 @@ class Pushing(Pushes):
 
     def __init__(self, args: Any, template: Any, **kwargs: Any) -> None:
         self._lora_merge_options = Options.from_environment()
-        self._lora_merge_told: dict[str, list[float]] = defaultdict(list)
+        self._lora_merge_figures: dict[str, list[float]] = defaultdict(list)
         refuse_megatron(args, self._lora_merge_options)
         super().__init__(args, template, **kwargs)
         self._begin(self._send, self.is_main_process)
@@ -75,12 +75,12 @@ class Pushing(Pushes):
 
     def _tell(self, figures: dict[str, float]) -> None:
         for name, value in figures.items():
-            self._lora_merge_told[name].append(value)
+            self._lora_merge_figures[name].append(value)
 
     def on_log(self, logs: dict[str, Any], prefix: str = "") -> None:
         """Log as swift does, with the figures of pushes since the last call."""
-        logs |= {name: sum(values) / len(values) for name, values in self._lora_merge_told.items()}
-        self._lora_merge_told.clear()
+        logs |= {name: sum(values) / len(values) for name, values in self._lora_merge_figures.items()}
+        self._lora_merge_figures.clear()
         super().on_log(logs, prefix)
 
 

@@ -182,11 +182,11 @@ class Server(Rollout):
         if self._dtype is None:
             from accelerate.utils import broadcast_object_list
 
-            told = [None]
+            answer = [None]
             if self.generation.accelerator.is_main_process:
-                told = [self.generation.vllm_client.get_server_info()["model_config"]["dtype"]]
-            broadcast_object_list(told)
-            self._dtype = dtype_of(str(told[0]).removeprefix("torch."))
+                answer = [self.generation.vllm_client.get_server_info()["model_config"]["dtype"]]
+            broadcast_object_list(answer)
+            self._dtype = dtype_of(str(answer[0]).removeprefix("torch."))
         return self._dtype
 
     def check(self) -> None:

@@ -13,7 +13,7 @@ from ..compat import TrainerRefused
 from ..options import Options
 from .attach import attach, attached
 from .engine import engine_options
-from .release import GENERATION, OFF, apart
+from .release import GENERATION, OFF, own_rollout
 
 _INSTALLED = "_lora_merge_attaches"
 
@@ -45,7 +45,8 @@ def _rolls_out_by_trl(trainer: Any) -> bool:
     """Return True if there is a sync to take over or to refuse. (Trainers built on TRL that roll out in their own way
     are left alone.)"""
     own = type(trainer).__module__.partition(".")[0] == "trl"
-    by_vllm = getattr(trainer.args, "use_vllm", apart(trainer) is not None)  # the asynchronous ones know no other way
+    # The asynchronous ones have no `use_vllm`: they know no other way.
+    by_vllm = getattr(trainer.args, "use_vllm", own_rollout(trainer) is not None)
     return hasattr(trainer, "vllm_generation") or (own and bool(by_vllm))
 
 

@@ -118,8 +118,7 @@ class Checkpoint:
 
     def kept(self) -> Kept:
         """Return the files that tensors are mapped from, just after they were read."""
-        where = f"the checkpoint {self._config.model}"
-        return Kept(self.check_unchanged(), where)
+        return Kept(self.check_unchanged(), f"the checkpoint {self._config.model}")
 
     def check(self, loader: Loader, report: DryRunReport, table: Table) -> None:
         """Raise `RuntimeError` if the engine holds something else than its checkpoint. Small tensors that keep their

@@ -126,12 +126,12 @@ def scheme_of(path: str, layer: Any) -> Scheme | str | None:
         return None
     method = getattr(layer, "scheme", None) or layer.quant_method
     kind = type(method).__name__
-    said = f"was started on a checkpoint that is quantised: {path}.{other[0]} is loaded as {other[1]} ({kind})"
+    unsuitable = f"was started on a checkpoint that is quantised: {path}.{other[0]} is loaded as {other[1]} ({kind})"
     for part, why in _NOT_OF_WEIGHTS.items():
         if found := next((name for name in loaded if part in name), None):
-            return f"{said} with {found}, {why}; {_INSTEAD}"
+            return f"{unsuitable} with {found}, {why}; {_INSTEAD}"
     found = _scheme(method, kind, loaded)
-    return found or f"{said}, and merged weights are not quantised to that format: {_KNOWN}; {_INSTEAD}"
+    return found or f"{unsuitable}, and merged weights are not quantised to that format: {_KNOWN}; {_INSTEAD}"
 
 
 def _scheme(method: Any, kind: str, loaded: Mapping[str, Tensor]) -> Scheme | None:
@@ -228,8 +228,8 @@ def named_back(
         if record.name not in of_scales
     ]
     capture.made = [(frozenset(of_scales.get(n, n) for n in names), tensor) for names, tensor in capture.made]
-    why = {of_scales[name]: f"{name}: {said}" for name, said in refused.items() if name in of_scales}
-    return why | {name: said for name, said in refused.items() if name not in of_scales}, scales
+    why = {of_scales[name]: f"{name}: {reason}" for name, reason in refused.items() if name in of_scales}
+    return why | {name: reason for name, reason in refused.items() if name not in of_scales}, scales
 
 
 def weights_of(schemes: Mapping[str, Scheme]) -> dict[str, str]:

@@ -143,6 +143,19 @@ def _place(tensor: Tensor, copy: Copy) -> Tensor:
     return tensor.as_strided(view.shape, view.stride(), tensor.storage_offset() + view.storage_offset())
 
 
+def _target(root: Any, record: Record, live: Tensor | None) -> tuple[Any, Tensor]:
+    """Return the box of a tensor that loading copies into a layer, and the memory of the layer where it belongs.
+
+    Args:
+        live: the parameter of 8 bits that it goes to, as it is loaded; None for other parameters.
+    """
+    assert record.copy is not None
+    view, window = record.copy.destination, record.copy.window
+    if view.is_meta:  # it was recorded in the parameter that the layer has while it is loaded
+        view = _place(root._parameters[_key(record)].detach() if live is None else live, record.copy)
+    return window.box, window.unfold(view)
+
+
 def _key(record: Record) -> str:
     """Return the name of a parameter in its layer."""
     return record.path.rpartition(".")[2]
@@ -204,16 +217,10 @@ class DirectLayers:
                 _log.debug("%s of %s is reloaded: %s", type(root).__name__, min(names), reason)
                 continue
             for record in some:
-                if record.name in of_scales:
-                    continue
-                assert record.copy is not None
-                key, window, view = _key(record), record.copy.window, record.copy.destination
-                if view.is_meta:  # of what there is while the layer is loaded
-                    parameter: Any = root._parameters[key]
-                    live = weights[key][0] if key in weights else parameter.detach()
-                    view = _place(live, record.copy)
-                views.setdefault(record.name, []).append((window.box, window.unfold(view)))
-                scaled.setdefault(record.name, []).extend(weights[key][1] if key in weights else [])
+                if record.name not in of_scales:
+                    live, matrices = weights.get(_key(record), (None, []))
+                    views.setdefault(record.name, []).append(_target(root, record, live))
+                    scaled.setdefault(record.name, []).extend(matrices)
             together.append(names)
             self._written.append((loading, _kind(loading)))
         self._snapshot = LayerSnapshot(loading.root for loading, _ in self._written)
@@ -458,9 +465,8 @@ def _same_bits(source: Tensor, theirs: _Weight, group: Group) -> bool:
     if not scaled:
         return False
     Plan(copies("trial", source, ours.values), scaled).run()
-    return torch.equal(ours.values.view(torch.uint8), theirs.values.view(torch.uint8)) and torch.equal(
-        ours.scales.view(torch.int32), theirs.scales.view(torch.int32)
-    )
+    pairs = (ours.values, theirs.values), (ours.scales, theirs.scales)
+    return all(torch.equal(_bytes(here), _bytes(there)) for here, there in pairs)
 
 
 @contextmanager

@@ -200,7 +200,23 @@ class Loader(loader.Loader):
         return {key: tensor for key, tensor in found.items() if key not in _ENGINE_OWNED}
 
     def _unreachable(self) -> dict[str, str]:
-        return _unreachable(self.modules)
+        """Return the parts of a model that make something of weights which no reload makes again, each with why it is
+        refused."""
+        why = {}
+        for path, module in self.modules.paths():
+            if _deferred(module):
+                projection = module._modules.get("kv_b_proj")
+                if isinstance(projection, nn.Module) and not getattr(projection, "weight", torch.empty(1)).numel():
+                    why[f"{path}.kv_b_proj"] = (
+                        "the engine's attention backend packed this weight and dropped it, which vLLM cannot reload: "
+                        'start the engine with attention_backend="CPU_MLA"'
+                    )
+            elif hasattr(module, _HOOK) and hasattr(module, "load_weights"):
+                why[path or type(module).__name__] = (
+                    f"{type(module).__name__}.{_HOOK} makes something of all its weights when the engine starts, and "
+                    "vLLM does not make it again after a reload: start a new engine on a checkpoint instead"
+                )
+        return why
 
     def _absent(self, fed: Sequence[tuple[str, Tensor]]) -> list[str]:
         """Return the tensors of parts that vLLM did not build (`limit_mm_per_prompt` of 0) but keeps on the meta device
@@ -281,26 +297,6 @@ def _keeps_nothing(layer: Any) -> bool:
     small steps a layer."""
     plain = getattr(type(layer), _HOOK) is getattr(internals.Attention, _HOOK)
     return plain and getattr(layer.impl, _HOOK).__module__ == _IDLE
-
-
-def _unreachable(modules: Modules) -> dict[str, str]:
-    """Return the parts of a model that make something of weights which no reload makes again, each with why it is
-    refused."""
-    why = {}
-    for path, module in modules.paths():
-        if _deferred(module):
-            projection = module._modules.get("kv_b_proj")
-            if isinstance(projection, nn.Module) and not getattr(projection, "weight", torch.empty(1)).numel():
-                why[f"{path}.kv_b_proj"] = (
-                    "the engine's attention backend packed this weight and dropped it, which vLLM cannot reload: start "
-                    'the engine with attention_backend="CPU_MLA"'
-                )
-        elif hasattr(module, _HOOK) and hasattr(module, "load_weights"):
-            why[path or type(module).__name__] = (
-                f"{type(module).__name__}.{_HOOK} makes something of all its weights when the engine starts, and vLLM "
-                "does not make it again after a reload: start a new engine on a checkpoint instead"
-            )
-    return why
 
 
 def _wrapped(modules: Modules) -> list[tuple[nn.Module, str, Any]]:
