@@ -17,7 +17,7 @@ _ON = ("1", "true", "yes", "on")
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How an integration brings weights to the engine.
+    """Options of an integration.
 
     Args:
         mode: "merged" or "adapter", as for `VllmSync`. LORA_MERGE_MODE.

@@ -20,7 +20,7 @@ from . import internals
 from .adapter import reference
 
 _DONE = {"status": "ok"}
-"""What its server answers when it has done something."""
+"""The answer of its server to a call that succeeded."""
 
 
 class SglangControl(Control):
@@ -108,7 +108,7 @@ class EngineControl(SglangControl):
         from sglang.srt.managers.io_struct import CheckWeightsReqInput
 
         call = self._run(self.engine.check_weights(CheckWeightsReqInput(action=action)))
-        # SGLang would take an answer that nobody waited for to its end for that of the next call.
+        # Wait to the end: SGLang would take an unread answer for that of the next call.
         _, message, *_ = await (to_its_end(asyncio.ensure_future(call)) if self.suspends else call)
         return str(message)
 

@@ -13,14 +13,14 @@ from typing import Any
 RELEASES = ("0.5.17", "0.5.23")
 SUPPORTED = " and ".join(RELEASES)
 REGISTRY = "sglang.srt.plugins.hook_registry.HookRegistry"
-"""By which hooks are registered."""
+"""The registry of hooks."""
 PREFIX = "lora_merge:"
-"""How an action of `check_weights` begins that is a request of this package; JSON follows."""
+"""Begins actions of `check_weights` that are requests of this package; JSON follows."""
 _MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 HOOKED = f"{_MANAGER}.check_weights"
-"""Of a scheduler. It takes a string and gives one back, on every rank, also while generation stands still."""
+"""A scheduler's method that takes a string and returns one, on every rank, also while generation stands still."""
 RELEASE_MEMORY = f"{_MANAGER}.release_memory_occupation"
-"""Of a scheduler: unmaps what its memory saver has made."""
+"""A scheduler's method that unmaps what its memory saver has made."""
 _PLUGIN = (REGISTRY, HOOKED, RELEASE_MEMORY)
 """By path, as all names that follow: what the plugin takes, and hooks."""
 _STRUCTURES = "sglang.srt.managers.io_struct."

@@ -11,9 +11,9 @@ from . import internals
 _WITHOUT_WEIGHTS = {"NGRAM"}
 """Algorithms of speculative decoding that draft without a model."""
 _BY_TRANSFORMERS = "Transformers"
-"""How the classes are called by which SGLang runs transformers' own code."""
+"""Begins the names of classes by which SGLang runs transformers' own code."""
 _UPDATING = ("_session", "_weight_update_in_progress")
-"""By which SGLang knows, from 0.5.21 on, that an update of its own has begun and not ended."""
+"""Attributes that are set from the beginning to the end of an update of SGLang's own (0.5.21 on)."""
 
 
 def unfit(manager: Any) -> str:

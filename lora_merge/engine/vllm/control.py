@@ -30,7 +30,7 @@ _SYNCHRONOUS: _OfCore = {
     "reset_media_caches": lambda: ("reset_encoder_cache", ()),
     "holders": lambda: (HOLDERS, ()),
 }
-"""What is asked of an engine, as `lora_merge_calls` names methods of its core."""
+"""Calls to an engine -> the core's methods, as `lora_merge_calls` takes them."""
 _ASYNCHRONOUS: _OfCore = _SYNCHRONOUS | {
     "paused": lambda: ("is_scheduler_paused", ()),
     "stands": lambda: (STILL_PAUSED, ("is_scheduler_paused",)),

@@ -163,4 +163,4 @@ OF_CORE: dict[str, Callable[..., Any]] = {
     STILL_PAUSED: lora_merge_still_paused,
     HOLDERS: lora_merge_holders,
 }
-"""What vLLM's `EngineCore` gets, by the names that it is called by."""
+"""Methods that the plugin adds to vLLM's `EngineCore`, by name."""

@@ -43,7 +43,7 @@ _LATER = {
     "DefaultModelLoader": "vllm.model_executor.model_loader.default_loader",
     "RunaiModelStreamerLoader": "vllm.model_executor.model_loader.runai_streamer_loader",
 }
-"""What pushes do without where a release does not have it, as 0.26 has no norms of inputs."""
+"""Names that pushes do without where a release lacks them: 0.26 has no norms of inputs."""
 _MEMBERS = {
     "LayerReloadingInfo": ("restore_metadata", "kernel_tensors", "kernel_non_persistent_buffers", "reset"),
     "LoRAModel": ("from_lora_tensors",),

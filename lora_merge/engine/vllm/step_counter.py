@@ -12,7 +12,7 @@ class StepCounter:
 
     Args:
         execute: the method in whose place it stands.
-        count: one number, kept where this is made anew.
+        count: one number, kept when another counter takes this one's place.
     """
 
     def __init__(self, execute: Any, count: list[int]) -> None:

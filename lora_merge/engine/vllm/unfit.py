@@ -26,8 +26,7 @@ _SHARED_STORES = {"MooncakeStoreConnector"}
 """KV connectors whose blocks lie in a store that other engines fill, too: forgetting what one has put there is not
 enough."""
 _RESET_SPECS = {"CPUOffloadingSpec"}
-"""What vLLM's `OffloadingConnector` may keep blocks in: of these its reset forgets all. (Of tiers it leaves all but the
-first.)"""
+"""Stores of vLLM's `OffloadingConnector` that its reset empties. (Of tiers it empties the first alone.)"""
 
 
 class NotFirst(RuntimeError):

@@ -30,7 +30,7 @@ from .unfit import NotFirst, unfit
 
 _OPS = {**OPERATIONS, **adopt_checkpoint.OPS}
 _LOADING = {"receive", "pull", "merge", "reload_checkpoint"}
-"""Operations in which layers are laid out anew, on all workers of an engine at once."""
+"""Operations that may lay layers out anew, on all workers of an engine at once."""
 
 
 def lora_merge(worker: Any, request: str) -> str:

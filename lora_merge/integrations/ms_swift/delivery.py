@@ -49,7 +49,7 @@ class Colocated:
         """
         sync = self._kept.of(model, self._engine.engine, self._options)
         report = sync.push(verify=self._options.verify)
-        # What swift asks the engine for carries this, unless it has an adapter of its own.
+        # swift's requests carry this, unless they have an adapter of their own.
         self._engine.default_adapter_request = sync.lora_request()
         return report
 

@@ -22,7 +22,7 @@ from ..tied import check_tied
 from .release import GENERATION, OFF
 
 QUANTISED = "bitsandbytes"
-"""What vLLM calls engines that hold their weights in its codes."""
+"""vLLM's name for engines that hold their weights in its codes."""
 
 
 class Rollout:
@@ -96,7 +96,7 @@ class Colocated(Rollout):
         self.takes_over = f"VLLMGeneration.sync_weights: {options.mode} pushes into the colocated engine"
         self._kept = KeptSync()
         self._synced = False
-        """Whether the last push went through; there is none in a trainer that resumed between two of its syncs."""
+        """True if the last push went through; there is none in a trainer that resumed between two of its syncs."""
 
     @property
     def engine_dtype(self) -> torch.dtype:

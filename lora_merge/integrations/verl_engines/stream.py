@@ -1,4 +1,4 @@
-"""What an engine of verl's gives its rollout: merged weights, checked before the first one, and a report of them."""
+"""The stream of merged weights from an engine of verl's to its rollout, checked before the first, and its report."""
 
 from __future__ import annotations
 

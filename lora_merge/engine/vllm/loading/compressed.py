@@ -38,7 +38,7 @@ _NOT_OF_WEIGHTS = {
     "zero_point": "of an asymmetric format, and merged weights are quantised symmetrically: quantise the checkpoint "
     "with symmetric weights and dynamic activations",
 }
-"""What layers may be loaded with that is not made of a weight by its largest elements, and why that is refused."""
+"""Parts of a checkpoint that cannot be made of a weight's largest elements, and why they are refused."""
 _INSTEAD = (
     "or start the engine on the unquantised checkpoint, without quantization or with vLLM quantising as it loads "
     '(quantization="fp8_per_block", "fp8_per_channel" and their like)'
@@ -54,7 +54,7 @@ _WEIGHT = ".weight"
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How the weights of a layer are quantised in its checkpoint.
+    """The format of a layer's weights in a quantised checkpoint.
 
     Args:
         values: dtype of the values: e4m3 or int8.

@@ -32,7 +32,7 @@ from .reload import on_meta
 
 _log = logging.getLogger(__name__)
 _DEPTH = 6
-"""How far objects are looked through for tensors that a layer computes with."""
+"""Depth to which objects are searched for tensors that a layer computes with."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,7 +55,7 @@ class _Weight:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Loading:
-    """How a layer is filled.
+    """A layer and what is copied into it as it is loaded.
 
     Args:
         root: the layer.
@@ -239,7 +239,7 @@ class DirectLayers:
                 if _kind(loading) != kind:
                     raise _Reloaded("its format is another")
         except _Reloaded as reason:
-            _log.debug("layers are looked at anew: %s", reason)
+            _log.debug("layers are examined again: %s", reason)
             return True
         return False
 

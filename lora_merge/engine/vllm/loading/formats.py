@@ -21,9 +21,9 @@ from .. import internals
 from .compressed import Scheme, scheme_of
 
 _PLAIN = "Unquantized"
-"""How the names of vLLM's methods begin that compute with weights as they were loaded."""
+"""Begins the names of vLLM's methods that compute with weights as they were loaded."""
 _SCALED_CACHES = ("fp8", "nvfp4")
-"""How vLLM's names for dtypes of a KV cache begin whose numbers have a scale; those by token and head have 1 there."""
+"""Begins vLLM's names for dtypes of a KV cache with scales; those by token and head have 1 there."""
 _INSTEAD = (
     "start the engine on the unquantised checkpoint and let vLLM quantise it as it loads "
     '(quantization="fp8_per_block", "fp8_per_channel" and their like), or without quantization'

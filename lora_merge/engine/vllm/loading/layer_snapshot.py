@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 _COUNTED = {int, float}
-"""What changes as a layer computes, and what no tensor takes the place of."""
+"""Types of values that change as a layer computes; no tensor is among them."""
 
 
 class LayerSnapshot:

@@ -44,12 +44,12 @@ _COMPUTED = {"FusedMMInputNorm"}
 """Modules whose persistent buffers vLLM makes from the processor's settings: in no checkpoint, and random after a dummy
 load."""
 _OF_CACHE = ("q_scale", "k_scale", "v_scale", "prob_scale", "_zero_point")
-"""How the names of such parameters end; vLLM 0.26 has them where a checkpoint is of compressed-tensors."""
+"""Ends the names of scales of a quantised cache; vLLM 0.26 has them as parameters (compressed-tensors)."""
 _HOOK = "process_weights_after_loading"
 _IDLE = "vllm.v1.attention.backend"
 """Where the hook of attention backends is defined that does nothing."""
 _NOT_BUILT = "StageMissingLayer"
-"""What vLLM puts in the place of a part that its settings leave out."""
+"""The class that vLLM puts in the place of a part that its settings leave out."""
 
 
 class Loader(loader.Loader):
@@ -113,9 +113,9 @@ class Loader(loader.Loader):
     def _through(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
         assert self._reload is not None
         names = [name for name, _ in tensors]
-        self._reload.before(names)
+        self._reload.open_layers(names)
         super()._through(as_in_checkpoint(tensors, self._schemes))
-        self._reload.after(names)
+        self._reload.process_complete(names)
 
     def _recorded(
         self, tensors: dict[str, Tensor], owners: Mapping[str, nn.Module], fed: list[tuple[str, Tensor]]

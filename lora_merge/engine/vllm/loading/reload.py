@@ -17,7 +17,7 @@ from .. import internals
 from .formats import QuantisingPeers, quantises
 
 _HANDLER = "dnnl_handler"
-"""What vLLM's INT8 kernel for CPUs holds a layer's weights in."""
+"""The attribute in which vLLM's INT8 kernel for CPUs holds a layer's weights."""
 
 
 class Reload:
@@ -39,37 +39,37 @@ class Reload:
     ) -> None:
         self._touched, self._device, self._peers = touched, device, peers
         self._waiting = [(layer, set(names)) for layer, names in layers if names]
-        self._of: dict[str, list[tuple[Any, set[str]]]] = {}
+        self._layers_of: dict[str, list[tuple[Any, set[str]]]] = {}
         for entry in self._waiting:
             for name in entry[1]:
-                self._of.setdefault(name, []).append(entry)
+                self._layers_of.setdefault(name, []).append(entry)
         self._open: dict[int, tuple[Any, Any]] = {}
         self.began = False
-        """Whether anything is loaded by vLLM's own code."""
+        """True once anything was loaded by vLLM's own code."""
         self.done = 0
         """Layers that were processed."""
 
-    def before(self, names: Iterable[str]) -> None:
+    def open_layers(self, names: Iterable[str]) -> None:
         """Open the layers that these tensors are part of."""
         self.began = True
         for name in names:
-            for layer, _ in self._of.get(name, ()):
+            for layer, _ in self._layers_of.get(name, ()):
                 if id(layer) not in self._open:
-                    self._begin(layer)
+                    self._open_layer(layer)
 
-    def after(self, names: Iterable[str]) -> None:
+    def process_complete(self, names: Iterable[str]) -> None:
         """Process the layers that have all of their tensors, now that these are loaded."""
         for name in names:
-            for layer, waiting in self._of.get(name, ()):
+            for layer, waiting in self._layers_of.get(name, ()):
                 waiting.discard(name)
                 if not waiting and id(layer) in self._open:
-                    self._end(layer)
+                    self._process(layer)
 
     def written(self, names: Iterable[str]) -> None:
         """Note that these tensors were written where they lie, so that their layers are not processed. All of a layer's
         tensors come this way, or none."""
         for name in names:
-            for layer, waiting in self._of.get(name, ()):
+            for layer, waiting in self._layers_of.get(name, ()):
                 if id(layer) in self._open:
                     raise RuntimeError(f"{name} was written to a layer of which another tensor is loaded")
                 waiting.discard(name)
@@ -88,7 +88,7 @@ class Reload:
                 root.quant_method.moe_kernel = kernel
         self._open = {}
 
-    def _begin(self, root: Any) -> None:
+    def _open_layer(self, root: Any) -> None:
         self._open[id(root)] = root, getattr(root.quant_method, "moe_kernel", None)
         if self._device == "cpu" and hasattr(root.quant_method, "moe_kernel"):
             # vLLM's CPU experts prepack once, when their kernel is made: have it made again.
@@ -97,7 +97,7 @@ class Reload:
             internals.materialize_layer(layer, _as_loaded(layer))
             _own_loaders(layer)
 
-    def _end(self, root: Any) -> None:
+    def _process(self, root: Any) -> None:
         for layer in root.modules():
             info = internals.get_layerwise_info(layer)
             if id(layer) not in self._touched:
