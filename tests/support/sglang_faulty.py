@@ -18,7 +18,7 @@ _MENDED: list[Callable[[], object]] = []
 def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from lora_merge.engine.sglang.plugin import HOOKED
+    from lora_merge.engine.sglang.internals import HOOKED
 
     HookRegistry.register(HOOKED, _check_weights, HookType.AROUND)
 

@@ -1,5 +1,5 @@
-"""What reaches the schedulers of an SGLang engine: requests of this package, answered on every rank, in step with each
-other. Nothing raises here: an error in a scheduler ends the whole engine."""
+"""Requests of this package in the schedulers of an SGLang engine, answered on every rank, in step with each other.
+Nothing raises here: an error in a scheduler ends the whole engine."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def lora_merge(manager: Any, request: str) -> Any:
 
 
 def _gathered(text: str, group: Any) -> list[str]:
-    """The texts of all ranks, on every rank."""
+    """Return the texts of all ranks, on every rank."""
     world = dist.get_world_size(group)
     if world == 1:
         return [text]
@@ -55,10 +55,10 @@ def _gathered(text: str, group: Any) -> list[str]:
 
 
 class SglangWorker:
-    """A scheduler in a push: a `Worker`.
+    """Implements `Worker` for a scheduler.
 
     Args:
-        manager: as of `lora_merge`.
+        manager: as for `lora_merge`.
     """
 
     def __init__(self, manager: Any) -> None:
@@ -100,7 +100,7 @@ class SglangWorker:
 
     @property
     def _lora(self) -> Any:
-        """SGLang's `LoRAManager`; None where the engine serves no adapters."""
+        """Return SGLang's `LoRAManager`; None where the engine serves no adapters."""
         runner = self.manager.tp_worker.model_runner
         return runner.lora_manager if self.scheduler.server_args.enable_lora else None
 
@@ -122,7 +122,8 @@ class SglangWorker:
 
 
 def asleep(manager: Any) -> int:
-    """As of `WorkerSession`: whether the memory saver has unmapped the weights."""
+    """Return the level at which the weights sleep, as `WorkerSession` wants it: whether the memory saver has unmapped
+    them."""
     if _WEIGHTS not in manager.offload_tags:
         return 0
     return 1 if manager.scheduler.server_args.enable_weights_cpu_backup else 2
