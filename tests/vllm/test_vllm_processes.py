@@ -231,7 +231,7 @@ def test_one_replica_fails_and_the_other_is_valid(servers: list[Server], monkeyp
     rpc = failing.rpc
 
     async def broken(op: str, **message: Any) -> Any:
-        if op == "start":
+        if op == "begin_full":
             raise RuntimeError("injected")
         return await rpc(op, **message)
 

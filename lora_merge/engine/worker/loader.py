@@ -214,8 +214,8 @@ class Loader:
         """Forget what a broken load left open."""
         self._begun = {}
 
-    def let_go(self) -> None:
-        """Forget plans that read buckets: their memory goes away."""
+    def drop_plans(self) -> None:
+        """Forget plans that read buckets, whose memory goes away."""
         self._plans.clear()
 
     # What is different from engine to engine
