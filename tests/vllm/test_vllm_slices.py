@@ -66,8 +66,8 @@ def counted() -> Iterator[Counter[WorkerId]]:
     went: Counter[WorkerId] = Counter()
     hand = TcpSender.hand
 
-    def handing(self: TcpSender, turn: int, data: Any, recipients: Any) -> None:
-        hand(self, turn, data, recipients)
+    def handing(self: TcpSender, turn: int, data: Any, recipients: Any, last: bool) -> None:
+        hand(self, turn, data, recipients, last)
         went.update({place: data.numel() for place, member in self._members.items() if turn in member.due})
 
     with pytest.MonkeyPatch.context() as patch:

@@ -13,16 +13,17 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from .base import Gone, Setup, TrainerEnd, WorkerEnd, WorkerId
 from .liveness import CHECK_S, TransferAborted, wait_until
 from .nccl_library import Library
-from .rendezvous import TIMEOUT, Store
+from .rendezvous import TIMEOUT, Store, reach_store, serve_store
 
 GRACE_S = 2.0
 """Seconds in which a broadcast ends whose receivers have all it carries."""
@@ -298,3 +299,128 @@ class Group:
 
     def _ready_keys(self) -> list[str]:
         return [f"ready/{rank}" for rank in range(1, self._world)]
+
+
+class NcclSender(TrainerEnd):
+    """A group for each replica: a broadcast a bucket, or sends of one that not all of its workers take."""
+
+    def __init__(self, setup: Setup, places: Sequence[WorkerId]) -> None:
+        super().__init__(setup, places)
+        members: dict[int, list[WorkerId]] = {}
+        for place in places:
+            members.setdefault(place[0], []).append(place)
+        self._ranks = {place: rank for some in members.values() for rank, place in enumerate(some, 1)}
+        self._worlds = {replica: 1 + len(some) for replica, some in members.items()}
+        self._store = serve_store(setup.address)
+        self.groups = {r: Group(self._store, str(r), 0, world, setup.device) for r, world in self._worlds.items()}
+        self._sent: dict[int, list[Done | None]] = {}
+
+    @staticmethod
+    def reaches(trainer: Mapping[str, Any], worker: Mapping[str, Any], group: Collection[str]) -> bool:
+        # NCCL takes every GPU once in a group.
+        return worker["device"] not in group and "cpu" not in (trainer["device"], worker["device"])
+
+    @staticmethod
+    def shared_with(
+        place: WorkerId, peers: Mapping[WorkerId, str], hosts: Mapping[WorkerId, str]
+    ) -> Collection[WorkerId]:
+        return {place}
+
+    @staticmethod
+    def group(place: WorkerId, peers: Mapping[WorkerId, str]) -> set[WorkerId]:
+        return {other for other, kind in peers.items() if other[0] == place[0] and kind == peers[place]}
+
+    def channel(self, place: WorkerId) -> dict[str, Any]:
+        group = {"group": str(place[0]), "rank": self._ranks[place], "world": self._worlds[place[0]]}
+        return {"store": self._store.channel(), **group}
+
+    def connect(self, gone: Gone) -> None:
+        for replica, group in self.groups.items():
+            group.open(_among(gone, replica))
+
+    def begin(self) -> None:
+        self._sent = {}
+        for group in self.groups.values():
+            group.announce()
+
+    def decide(self, gone: Gone) -> None:
+        for replica, group in self.groups.items():
+            ended = _among(gone, replica)
+            if not group.decide(ended):
+                self._sent[replica] = []
+                group.watch(ended)
+
+    def hand(self, turn: int, data: Tensor, recipients: Collection[WorkerId], last: bool) -> None:
+        for replica, sent in self._sent.items():
+            ranks = [rank for place, rank in self._ranks.items() if place[0] == replica and place in recipients]
+            sent.append(self.groups[replica].hand(data, ranks))
+
+    def reclaim(self, turn: int, gone: Gone, stopped: Callable[[], bool]) -> None:
+        for replica, sent in self._sent.items():
+            self.groups[replica].wait(sent[turn])
+
+    def finish(self, count: int, gone: Gone, stopped: Callable[[], bool]) -> None:
+        for replica, sent in self._sent.items():
+            self.groups[replica].wait(next((done for done in reversed(sent) if done is not None), None))
+
+    def rest(self) -> None:
+        for group in self.groups.values():
+            group.rest()
+
+    def abort(self, reason: str) -> None:
+        for group in self.groups.values():
+            group.leave(reason)
+
+    def close(self) -> None:
+        for group in self.groups.values():
+            group.close()
+
+
+class NcclReceiver(WorkerEnd):
+    once = True
+
+    def __init__(self, channel: Mapping[str, Any], device: torch.device) -> None:
+        super().__init__(channel, device)
+        store = reach_store(channel["store"])
+        self._group = Group(store, channel["group"], channel["rank"], channel["world"], device)
+        self._buffers: list[Tensor] = []
+        try:
+            self._buffers = [torch.empty(self._nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
+            self._group.open()
+        except BaseException:
+            self.leave()
+            raise
+
+    def take(self, sizes: Mapping[int, int], apart: Container[int]) -> Iterator[Tensor]:
+        group, due = self._group, list(sizes.items())
+        group.join()
+        group.watch()
+
+        def start(turn: int) -> Done | None:
+            index, size = due[turn]
+            return group.take(self._buffers[turn % 2][:size], index in apart)
+
+        try:
+            # One bucket comes in while the one before is loaded.
+            started = [start(0)] if due else []
+            for turn in range(len(due)):
+                if turn + 1 < len(due):
+                    started.append(start(turn + 1))
+                if not group.wait(started[turn]):
+                    raise TransferAborted(group.lost)
+                yield self._buffers[turn % 2]
+        finally:
+            group.rest()
+
+    def leave(self) -> None:
+        self._group.leave("a worker of the engine failed in the middle of a push")
+
+    def close(self) -> None:
+        self._group.close()
+        self._buffers = []
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # or torch keeps what the buffers took
+
+
+def _among(gone: Gone, replica: int) -> Callable[[], bool]:
+    return lambda: replica in gone()

@@ -23,6 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ...shards import Box
 from ...stream.buckets import dtype_name, dtype_of
 from ...stream.direct_targets import DirectTargets
+from .base import TrainerEnd, WorkerEnd
 from .liveness import SHARED
 from .memory import CudaMemory, NotExported, SharedFiles, allocations, exported
 
@@ -266,3 +267,13 @@ def united(mapped: Iterable[MappedMemory]) -> DirectTargets:
         for name, found in one.views.items():
             views.setdefault(name, []).extend(found)
     return DirectTargets(views)
+
+
+class WriteSender(TrainerEnd):
+    """No buckets: the trainer writes through `DirectTargets` of a `Route`."""
+
+    needs_buffers = False
+
+
+class WriteReceiver(WorkerEnd):
+    """Takes nothing."""

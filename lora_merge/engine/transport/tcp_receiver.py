@@ -10,16 +10,17 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .base import WorkerEnd
 from .liveness import TransferAborted, alive, error_text, wait_until
+from .mailbox import ABORTED, DONE, FILLED, LEFT, PID, WORDS, WORKERS
 from .memory import SharedMemory, bytes_of, host_buffers, shared_path
-from .routing import ABORTED, DONE, FILLED, LEFT, PID, WORDS, WORKERS
 from .tcp_link import Frame, Kind, TcpLink, reach
 
 _GAVE_UP = "the trainer gave up in the middle of a push"
@@ -27,22 +28,19 @@ _PAGE = 4096
 """Bytes: the buffers in shared memory begin at a page behind the mailbox."""
 
 
-class TcpReceiver:
+class TcpReceiver(WorkerEnd):
     """A worker's end.
-
-    Args:
-        channel: this worker's `TcpSender.channel`.
-        nbytes: of a buffer.
-        device: of the worker.
 
     Raises:
         TransferAborted: the trainer is not reached, or has given up.
         InvalidInput: there is not enough shared memory.
     """
 
-    def __init__(self, channel: Mapping[str, Any], nbytes: int, device: torch.device) -> None:
-        self._at, self._members, self._device = channel["at"], channel["members"], device
-        self._nbytes, self._why = nbytes, ""
+    once = True
+
+    def __init__(self, channel: Mapping[str, Any], device: torch.device) -> None:
+        super().__init__(channel, device)
+        self._at, self._members, self._why = channel["at"], channel["members"], ""
         self._file: SharedMemory | None = None
         self._link: TcpLink | None = None
         self._box: Any = None  # int64
@@ -59,7 +57,7 @@ class TcpReceiver:
                 self._prepare(channel["shared"])
             self._sign()
             if device.type != "cpu":
-                self._bucket = torch.empty(nbytes, dtype=torch.uint8, device=device)
+                self._bucket = torch.empty(self._nbytes, dtype=torch.uint8, device=device)
         except BaseException:
             self.close()
             raise
@@ -93,14 +91,8 @@ class TcpReceiver:
             self._unpin = weakref.finalize(self, _pin(data))
         self._buffers = list(data.split(self._nbytes))
 
-    def take(self, sizes: Sequence[int]) -> Iterator[Tensor]:
-        """The buckets of a transfer, of these sizes: on the worker's device, to be read until the next one is asked
-        for; work on the current stream counts.
-
-        Raises:
-            TransferAborted: no more comes.
-        """
-        link, box = self._link, self._box
+    def take(self, sizes: Mapping[int, int], apart: Container[int]) -> Iterator[Tensor]:
+        link, box, due = self._link, self._box, list(sizes.values())
         if link is None:
             raise TransferAborted("this channel is closed; push again")
         try:
@@ -111,9 +103,9 @@ class TcpReceiver:
                 self._tell(error)
             raise
         if self._leads:
-            self._thread = threading.Thread(target=self._receive, args=(link, number, sizes), daemon=True)
+            self._thread = threading.Thread(target=self._receive, args=(link, number, due), daemon=True)
             self._thread.start()
-        for index, size in enumerate(sizes):
+        for index, size in enumerate(due):
             mark = _mark(number, index + 1)
             wait_until(lambda: box[FILLED] >= mark or box[ABORTED], self._look)  # noqa: B023, it is called at once
             if box[FILLED] < mark:

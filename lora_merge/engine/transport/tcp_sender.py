@@ -15,7 +15,7 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -24,10 +24,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .base import Gone, Setup, TrainerEnd, WorkerId, nobody
 from .liveness import CHECK_S, TransferAborted
 from .memory import bytes_of, host_buffers
 from .rendezvous import listen
-from .routing import WorkerId, nobody
 from .tcp_link import GREETING_S, Frame, Kind, TcpLink, digest, secret_of, welcome
 
 STRANGERS = 64
@@ -66,14 +66,9 @@ class _Member:
     sent: int = 0
 
 
-class TcpSender:
-    """The trainer's end: hands buckets to workers as they ask for them.
-
-    Args:
-        address: at which it listens.
-        hosts: of each worker.
-        nbytes: of a buffer.
-        device: of the buckets.
+class TcpSender(TrainerEnd):
+    """The trainer's end: sends buckets to workers as they ask for them. Without its host in `Setup.hosts`, a worker has
+    a host to itself.
 
     Attributes:
         nbytes: bytes of buckets that have gone out so far.
@@ -82,8 +77,12 @@ class TcpSender:
         InvalidInput: this machine has no such address.
     """
 
-    def __init__(self, address: str, hosts: Mapping[WorkerId, str], nbytes: int, device: torch.device) -> None:
-        self._secret, self._address = os.urandom(32), address
+    has_threads = True
+
+    def __init__(self, setup: Setup, places: Sequence[WorkerId]) -> None:
+        super().__init__(setup, places)
+        self._secret, self._address = os.urandom(32), setup.address
+        hosts = {place: setup.hosts.get(place, str(place)) for place in places}
         first: dict[tuple[int, str], WorkerId] = {}
         leaders = {place: first.setdefault((place[0], host), place) for place, host in hosts.items()}
         self._members = {place: _Member(leader) for place, leader in leaders.items()}
@@ -95,29 +94,33 @@ class TcpSender:
         self._past = 0
         self._greeted: list[socket.socket] = []
         self.nbytes = 0
-        self._pinned = host_buffers(nbytes, pinned=True) if device.type == "cuda" else []
-        self._listening = listen(address)
+        self._pinned = host_buffers(setup.nbytes, pinned=True) if setup.device.type == "cuda" else []
+        self._listening = listen(setup.address)
         self._port = self._listening.getsockname()[1]
         self._threads: list[threading.Thread] = []
         self._run(self._accept)
 
+    @staticmethod
+    def reaches(trainer: Mapping[str, Any], worker: Mapping[str, Any], group: Collection[str]) -> bool:
+        return True
+
+    @staticmethod
+    def shared_with(
+        place: WorkerId, peers: Mapping[WorkerId, str], hosts: Mapping[WorkerId, str]
+    ) -> Collection[WorkerId]:
+        # A bucket comes to a host once.
+        return {at for at in peers if (at[0], hosts.get(at)) == (place[0], hosts.get(place))}
+
     def channel(self, place: WorkerId) -> dict[str, Any]:
-        """How this worker's `TcpReceiver` reaches it: JSON values. Whoever has them is heard as this worker."""
+        # Whoever has these values is heard as this worker.
         leader = self._members[place].leader
         together = [other for other, member in self._members.items() if member.leader == leader]
         return {"address": self._address, "port": self._port, "secret": secret_of(self._secret, place).hex()} | {
             "place": list(place), "at": together.index(place), "members": len(together), "shared": self._shared[leader]
         }  # fmt: skip
 
-    def connect(self, gone: Callable[[], set[int]] = nobody) -> None:
-        """Wait until all workers have come. From then on nobody else can connect.
-
-        Args:
-            gone: replicas whose control call has ended in which workers come.
-
-        Raises:
-            TransferAborted: a worker did not.
-        """
+    def connect(self, gone: Gone = nobody) -> None:
+        """Wait until all workers have connected. From then on nobody else can."""
         while True:
             ended = gone()  # asked first: a worker comes before its control call ends
             with self._changed:
@@ -133,22 +136,15 @@ class TcpSender:
                 self._changed.wait(CHECK_S)
         self._shut()
 
-    def announce(self) -> None:
-        """A transfer begins."""
+    def begin(self) -> None:
         with self._changed:
             self._number, self._aborted = self._number + 1, False
             self._filled, self._past = {}, 0
             for member in self._members.values():
                 member.due, member.sent = [], 0
 
-    def hand(self, turn: int, data: Tensor, recipients: Container[WorkerId]) -> None:
-        """Queue a bucket for sending.
-
-        Args:
-            turn: its number in this transfer.
-            data: uint8; stays as it is until `wait` has returned for it. Work on the current stream counts.
-            recipients: workers that take it: it goes to each host that has one.
-        """
+    def hand(self, turn: int, data: Tensor, recipients: Collection[WorkerId], last: bool = False) -> None:
+        """Queue a bucket for sending to each host that has a recipient."""
         leaders = {member.leader for place, member in self._members.items() if place in recipients}
         if not leaders:
             return
@@ -163,13 +159,7 @@ class TcpSender:
                 self._members[leader].due.append(turn)
             self._changed.notify_all()
 
-    def wait(self, turn: int, gone: Callable[[], set[int]], stopped: Callable[[], bool]) -> None:
-        """Wait until everybody who is still there has the buckets up to this one.
-
-        Args:
-            gone: replicas whose control call has ended, or that have none.
-            stopped: nobody is waited for any more.
-        """
+    def reclaim(self, turn: int, gone: Gone, stopped: Callable[[], bool]) -> None:
         while not stopped():
             left = gone()
             with self._changed:
@@ -185,7 +175,11 @@ class TcpSender:
             self._past = turn + 1
             self._filled.pop(turn, None)
 
-    def abort(self) -> None:
+    def finish(self, count: int, gone: Gone, stopped: Callable[[], bool]) -> None:
+        if count:
+            self.reclaim(count - 1, gone, stopped)
+
+    def abort(self, reason: str = "") -> None:
         """End this transfer. Workers that have not connected yet cannot any more."""
         self._shut()
         with self._changed:

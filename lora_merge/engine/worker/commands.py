@@ -11,8 +11,8 @@ from torch import Tensor
 from ...stream.buckets import Slot, extent, from_json
 from ..payload.spec import ReceivedUpdate
 from ..state import State
+from ..transport.base import Received
 from ..transport.liveness import error_text
-from ..transport.routing import Received
 from . import queries
 from .operations import Operations
 from .rpc import Worker

@@ -19,9 +19,9 @@ from ..fingerprint import Sampler
 from ..payload.checksums import add_checksums
 from ..payload.spec import ReceivedUpdate, UpdateSpec
 from ..state import WEIGHTS, State, change
+from ..transport.base import Received
 from ..transport.liveness import alive
 from ..transport.receiver import Receiver
-from ..transport.routing import Received
 from .lease import Lease
 from .loader import DryRunReport, Loader
 from .merger import Merger
@@ -259,7 +259,7 @@ class WorkerSession:
         except BaseException:
             self.loader.abort()
             if self.receiver is not None and self.receiver.session in sessions:
-                self.receiver.left()
+                self.receiver.leave()
             raise
 
     def receive(
