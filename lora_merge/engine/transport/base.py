@@ -40,11 +40,8 @@ WorkerId: TypeAlias = tuple[int, int]
 """Replica, and position of the worker in it."""
 Gone: TypeAlias = Callable[[], set[int]]
 """Returns the replicas whose control call has ended, or that have none: their workers are not waited for."""
-
-
-def nobody() -> set[int]:
-    """Return the empty set: no replica's control call has ended."""
-    return set()
+nobody: Gone = set
+"""No replica's control call has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +59,7 @@ class Received:
 
 
 class Setup(NamedTuple):
-    """What a trainer's ends have in common.
-
-    Args:
-        session: name of the channels.
-        nbytes: of a buffer.
-        device: of the training weights.
-        address: at which this process listens.
-        hosts: of workers that are reached over a network.
-    """
+    """Arguments of `Sender` for its ends, and the name of its channels."""
 
     session: str
     nbytes: int
@@ -80,10 +69,7 @@ class Setup(NamedTuple):
 
 
 class TrainerEnd:
-    """The end of one trainer's rank, to all workers that it serves over one kind of transport.
-
-    Args:
-        places: these workers.
+    """The end of one trainer's rank, to the workers (`places`) that it serves over one kind of transport.
 
     Attributes:
         shares_memory: whether `reaches` is asked of processes of one host alone.
@@ -101,28 +87,18 @@ class TrainerEnd:
     def __init__(self, setup: Setup, places: Sequence[WorkerId]) -> None:
         self.buffers: list[Tensor] = []
 
-    # Routing
-
     @staticmethod
     def reaches(trainer: Mapping[str, Any], worker: Mapping[str, Any], group: Collection[str]) -> bool:
-        """Return True if a rank can serve a worker this way.
-
-        Args:
-            trainer, worker: their `introduction`.
-            group: devices that this rank and the workers of the replica that it serves already have.
-        """
+        """Return True if a rank can serve a worker this way, by the `introduction` of both. `group` has the devices of
+        the rank, and of the workers of the same replica that it serves already."""
         return False
 
     @staticmethod
     def shared_with(
         place: WorkerId, peers: Mapping[WorkerId, str], hosts: Mapping[WorkerId, str]
     ) -> Collection[WorkerId]:
-        """Return the workers whose buckets come to this one, too.
-
-        Args:
-            peers: workers that the same rank serves at the same time, and over which transport.
-            hosts: of workers that are reached over a network.
-        """
+        """Return the workers whose buckets come to this one, too, among `peers`: those that the same rank serves at the
+        same time, and over which transport."""
         return peers
 
     @staticmethod
@@ -152,21 +128,11 @@ class TrainerEnd:
         """Decide which workers take part."""
 
     def hand(self, turn: int, data: Tensor, recipients: Collection[WorkerId], last: bool) -> None:
-        """Hand a filled bucket over; work on the current stream counts.
-
-        Args:
-            turn: its number in this transfer.
-            data: uint8; not changed until `reclaim` has returned for it.
-            recipients: workers that take it.
-            last: whether no other one follows.
-        """
+        """Hand over a bucket that work on the current stream fills, number `turn` of this transfer. `data` (uint8) does
+        not change until `reclaim` has returned for it."""
 
     def reclaim(self, turn: int, gone: Gone, stopped: Callable[[], bool]) -> None:
-        """Wait until nobody reads a bucket that was handed over, nor those before it.
-
-        Args:
-            stopped: returns True once nobody is to be waited for.
-        """
+        """Wait until nobody reads the buckets up to this one, or until nobody is to be waited for (`stopped`)."""
 
     def finish(self, count: int, gone: Gone, stopped: Callable[[], bool]) -> None:
         """Wait, after `count` buckets, for what no control call waits for."""
@@ -182,17 +148,10 @@ class TrainerEnd:
 
 
 class WorkerEnd:
-    """A worker's end.
-
-    Args:
-        channel: `TrainerEnd.channel`, with the `session` and the `nbytes` of a buffer.
-        device: of the worker.
+    """A worker's end: see `Receiver`. `channel` is `TrainerEnd.channel`, and has `session` and `nbytes`, too.
 
     Attributes:
         once: whether a worker that has left one transfer cannot take part in another.
-
-    Raises:
-        TransferAborted: the trainer, or another worker, failed at the same time.
     """
 
     once: ClassVar[bool] = False

@@ -34,24 +34,29 @@ class _Sender(TrainerEnd):
 
     shares_memory = True
     together: ClassVar[int]
+    _where: str
 
     def __init__(self, setup: Setup, places: Sequence[WorkerId]) -> None:
         super().__init__(setup, places)
-        self._memory: Any = self._allocate(setup)
-        self.buffers = list(self._memory.tensor.split(setup.nbytes))
+        self._files: list[SharedMemory] = []
+        self.buffers = list(self._allocate(setup).split(setup.nbytes))
         self._at = {place: WORKERS + WORDS * i for i, place in enumerate(places)}
         self._dead: set[WorkerId] = set()
-        self._mailbox = SharedMemory(f"{setup.session}-mailbox", 8 * (WORKERS + WORDS * len(places)), create=True)
-        self.box: Any = self._mailbox.tensor.view(torch.int64).numpy()
+        mailbox = SharedMemory(f"{setup.session}-mailbox", 8 * (WORKERS + WORDS * len(places)), create=True)
+        self._files.append(mailbox)
+        self.box: Any = mailbox.tensor.view(torch.int64).numpy()
+        self._channel = {"mailbox": mailbox.path, "words": len(self.box), "pid": os.getpid(), "data": self._where}
 
-    def _allocate(self, setup: Setup) -> Any:
+    def _allocate(self, setup: Setup) -> Tensor:
+        """Return the memory of both buffers, and set `_where`: how workers map it."""
         raise NotImplementedError
 
     def channel(self, place: WorkerId) -> dict[str, Any]:
-        return {"mailbox": self._mailbox.path, "words": len(self.box), "at": self._at[place], "pid": os.getpid()}
+        return {**self._channel, "at": self._at[place]}
 
     def opened(self) -> None:
-        self._mailbox.hide()
+        for file in self._files:
+            file.hide()
 
     def begin(self) -> None:
         self.box[:WORKERS] = 0
@@ -94,15 +99,10 @@ class ShmSender(_Sender):
     def reaches(trainer: Mapping[str, Any], worker: Mapping[str, Any], group: Collection[str]) -> bool:
         return trainer["device"] == worker["device"] == "cpu"
 
-    def _allocate(self, setup: Setup) -> SharedMemory:
-        return SharedMemory(f"{setup.session}-data", 2 * setup.nbytes, create=True)
-
-    def channel(self, place: WorkerId) -> dict[str, Any]:
-        return {**super().channel(place), "data": self._memory.path}
-
-    def opened(self) -> None:
-        super().opened()
-        self._memory.hide()
+    def _allocate(self, setup: Setup) -> Tensor:
+        self._files.append(memory := SharedMemory(f"{setup.session}-data", 2 * setup.nbytes, create=True))
+        self._where = memory.path
+        return memory.tensor
 
 
 class IpcSender(_Sender):
@@ -112,11 +112,10 @@ class IpcSender(_Sender):
     def reaches(trainer: Mapping[str, Any], worker: Mapping[str, Any], group: Collection[str]) -> bool:
         return trainer["device"] == worker["device"] != "cpu"
 
-    def _allocate(self, setup: Setup) -> CudaMemory:
-        return CudaMemory(2 * setup.nbytes, setup.device)
-
-    def channel(self, place: WorkerId) -> dict[str, Any]:
-        return {**super().channel(place), "handle": base64.b64encode(self._memory.handle).decode()}
+    def _allocate(self, setup: Setup) -> Tensor:
+        self._memory = CudaMemory(2 * setup.nbytes, setup.device)
+        self._where = base64.b64encode(self._memory.handle).decode()
+        return self._memory.tensor
 
     def close(self) -> None:
         super().close()
@@ -133,10 +132,9 @@ class _Receiver(WorkerEnd):
         self._box: Any = SharedMemory(channel["mailbox"], 8 * channel["words"]).tensor.view(torch.int64).numpy()
         self._at, self._trainer = channel["at"], channel["pid"]
         self._box[self._at + PID] = os.getpid()
-        self._memory: Any = self._map(channel)
-        self._buffers: list[Tensor] = list(self._memory.tensor.split(self._nbytes))
+        self._buffers = list(self._map(channel["data"]).split(self._nbytes))
 
-    def _map(self, channel: Mapping[str, Any]) -> Any:
+    def _map(self, where: str) -> Tensor:
         raise NotImplementedError
 
     def take(self, sizes: Mapping[int, int], apart: Container[int]) -> Iterator[Tensor]:
@@ -167,19 +165,16 @@ class _Receiver(WorkerEnd):
 class ShmReceiver(_Receiver):
     together = ShmSender.together
 
-    def _map(self, channel: Mapping[str, Any]) -> SharedMemory:
-        return SharedMemory(channel["data"], 2 * self._nbytes)
-
-    def close(self) -> None:
-        super().close()
-        self._memory = None
+    def _map(self, where: str) -> Tensor:
+        return SharedMemory(where, 2 * self._nbytes).tensor
 
 
 class IpcReceiver(_Receiver):
     together = IpcSender.together
 
-    def _map(self, channel: Mapping[str, Any]) -> CudaMemory:
-        return CudaMemory(2 * self._nbytes, self._device, base64.b64decode(channel["handle"]))
+    def _map(self, where: str) -> Tensor:
+        self._memory = CudaMemory(2 * self._nbytes, self._device, base64.b64decode(where))
+        return self._memory.tensor
 
     def close(self) -> None:
         super().close()

@@ -117,13 +117,7 @@ class Sender:
         for end in self.ends.values():
             end.begin()
 
-    def serve(
-        self,
-        source: Sent,
-        run: Mapping[str, Any],
-        gone: Gone = nobody,
-        route: Route | None = None,
-    ) -> None:
+    def serve(self, source: Sent, run: Mapping[str, Any], gone: Gone = nobody, route: Route | None = None) -> None:
         """Place, or fill and hand over, every bucket of a source, in order.
 
         Workers that left, died, or belong to a replica that is gone are not waited for; the last bucket is filled in
@@ -216,11 +210,9 @@ class Sender:
                 end.decide(gone)
 
         def free(index: int) -> None:
-            if index in turns or index in others:
-                turn = at[index] - 2
+            if (index in turns or index in others) and at[index] >= 2:  # both buffers are free at first
                 for end in ends:
-                    if turn >= 0:
-                        end.reclaim(turn, gone, stopped)
+                    end.reclaim(at[index] - 2, gone, stopped)
 
         def steps(index: int) -> Iterator[Callable[[], None]]:
             """Yield what makes a bucket; each step may take all ranks."""

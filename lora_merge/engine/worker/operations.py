@@ -17,7 +17,7 @@ An operation that raises is answered by its error (`rpc.respond`), and the push 
 - A query leaves the weights and their state as they were.
 - A command that writes first calls `WorkerSession.begin`: the engine is dirty until `commit`, `merge` or
   `receive_adapter` has ended well, also where a worker dies.
-- The trainer then calls `abort` and `end` (`push/sequence.py`). If it cannot, because it died, see `lease.py`.
+- The trainer then calls `abort` and `end` (`push/sequence.py`). If it died, see `session.py`.
 """
 
 from __future__ import annotations

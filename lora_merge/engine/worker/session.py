@@ -1,4 +1,16 @@
-"""State that this package keeps in a worker between the calls of a push, beside the model's weights."""
+"""State that this package keeps in a worker between the calls of a push, beside the model's weights.
+
+**Who resumes an engine whose trainer died?** The next push does, of any trainer; nothing else does.
+
+- Before its first byte changes an engine is dirty (`begin`), until it commits (`end`). A push that pauses it has noted
+  that first (`paused`). So it holds the old weights, or is dirty, or has the new ones if the message in hand ran to its
+  end; and it stays paused, so that nothing is generated from weights that are half written.
+- Workers that wait for buckets give up (`TransferAborted`): over `shm` and `ipc` they look for the trainer's process,
+  `nccl` asks its store, `tcp` loses its connection. Memory that is mapped from the trainer is unmapped (`_watch`).
+- The trainer's lease ends with its process, or after 60 s without a sign of life from another host (`lease.py`).
+- The next push takes the lease (`hello`), sees `paused` and the state in the answer, sends a dirty engine all weights,
+  base included, and resumes it (`EngineSequence.go_on`). An engine in the trainer's own process dies with it.
+"""
 
 from __future__ import annotations
 
