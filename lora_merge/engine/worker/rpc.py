@@ -24,15 +24,10 @@ _log = logging.getLogger(__name__)
 
 
 class Worker(Protocol):
-    """A worker, as far as it differs from engine to engine.
-
-    Attributes:
-        rank: among the workers of its engine.
-        device: on which its weights are.
-    """
+    """A worker, as far as it differs from engine to engine."""
 
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int: ...  # among the workers of its engine
 
     @property
     def device(self) -> torch.device: ...
