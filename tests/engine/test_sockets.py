@@ -542,4 +542,4 @@ def test_a_large_bucket_is_digested_in_pieces() -> None:
     assert torch.equal(data, into)
     left.close()
     with pytest.raises(TransferAborted):
-        right.look()
+        right.check()

@@ -1,5 +1,5 @@
-"""Memory of buffers: files in POSIX shared memory and plain allocations on a GPU, which other processes map, and buffers
-on the host."""
+"""Memory of buffers: files in POSIX shared memory and plain allocations on a GPU, which other processes map, and
+buffers on the host."""
 
 from __future__ import annotations
 
@@ -109,8 +109,8 @@ def _give_back(free: Any, pointer: ctypes.c_void_p, device: torch.device) -> Non
 
 
 def exported(storage: torch.UntypedStorage, handles: dict[int, bytes]) -> tuple[bytes, int, int]:
-    """Return how other processes map a storage on a GPU: the handle of its allocation, the bytes of that, and the offset
-    of the storage in it.
+    """Return how other processes map a storage on a GPU: the handle of its allocation, the bytes of that, and the
+    offset of the storage in it.
 
     Args:
         handles: known ones, by the address of the allocation: CUDA takes half a millisecond for each.

@@ -1,12 +1,10 @@
-"""The trainer's end of buckets over plain sockets, to hosts that share neither memory nor an NCCL group with it; the
-workers' is inbox.py.
+"""`tcp`, the trainer's end: buckets over plain sockets, to hosts that share neither memory nor an NCCL group with it.
+The workers' end is tcp_receiver.py.
 
-Every worker has a link to the trainer's rank that serves it (links.py), which listens until all have come. Of an
-engine's workers on one host the first one leads: it asks for a bucket whenever it has room for one, and publishes it
-where the others of that host read it, too. So a bucket crosses to a host once.
-
-As a worker asks for each bucket, nothing is on its way that nobody has room for, and one that leaves just closes its
-link. Buckets of a GPU go through pinned memory on either side.
+Every worker has a link (tcp_link.py) to the trainer's rank that serves it, which listens until all are connected. Of an
+engine's workers on one host the first one leads: it asks for a bucket whenever it has room for one, and publishes it to
+the others on that host. So a bucket crosses to a host once, nothing is sent that nobody has room for, and a worker
+leaves by closing its link. Buckets of a GPU go through pinned memory on either side.
 """
 
 from __future__ import annotations
@@ -31,17 +29,11 @@ from .rendezvous import listen
 from .tcp_link import GREETING_S, Frame, Kind, TcpLink, digest, secret_of, welcome
 
 STRANGERS = 64
-"""Who has connected and not greeted yet: of more, the first one is shown out."""
+"""Connections that have not greeted yet; the oldest is closed if there are more."""
 
 
 class _Filled(NamedTuple):
-    """A bucket to be sent.
-
-    Args:
-        data: its bytes.
-        ready: returns when they are there.
-        digests: of its pieces.
-    """
+    """A bucket to be sent, once `ready` has returned; `digests` of its pieces."""
 
     data: memoryview
     ready: Callable[[], object]
@@ -53,10 +45,10 @@ class _Member:
     """A worker as the trainer sees it.
 
     Args:
-        leader: who takes the buckets for its host.
-        link: once it has come.
+        leader: takes the buckets for its host.
+        link: None until it is connected.
         due: buckets of this transfer that it takes, of those that were handed over so far.
-        sent: how many of these have gone out.
+        sent: how many of these were sent.
     """
 
     leader: WorkerId
@@ -71,7 +63,7 @@ class TcpSender(TrainerEnd):
     a host to itself.
 
     Attributes:
-        nbytes: bytes of buckets that have gone out so far.
+        nbytes: bytes of buckets that were sent so far.
 
     Raises:
         InvalidInput: this machine has no such address.
@@ -122,7 +114,7 @@ class TcpSender(TrainerEnd):
     def connect(self, gone: Gone = nobody) -> None:
         """Wait until all workers have connected. From then on nobody else can."""
         while True:
-            ended = gone()  # asked first: a worker comes before its control call ends
+            ended = gone()  # asked first: a worker connects before its control call ends
             with self._changed:
                 lacking = [place for place, member in self._members.items() if member.link is None]
                 left = [place for place, member in self._members.items() if member.lost]
@@ -180,7 +172,7 @@ class TcpSender(TrainerEnd):
             self.reclaim(count - 1, gone, stopped)
 
     def abort(self, reason: str = "") -> None:
-        """End this transfer. Workers that have not connected yet cannot any more."""
+        """End this transfer. Workers that are not connected yet cannot connect any more."""
         self._shut()
         with self._changed:
             self._aborted = True
@@ -190,7 +182,6 @@ class TcpSender(TrainerEnd):
             self.close()
 
     def close(self) -> None:
-        """End all connections."""
         self._shut()
         with self._changed:
             self._closed, self._filled = True, {}
@@ -217,7 +208,7 @@ class TcpSender(TrainerEnd):
         thread.start()
 
     def _accept(self) -> None:
-        with suppress(OSError):  # it was shut
+        with suppress(OSError):  # closed
             while True:
                 connection, _ = self._listening.accept()
                 with self._changed:
@@ -227,22 +218,22 @@ class TcpSender(TrainerEnd):
                 self._run(self._meet, connection)
 
     def _meet(self, connection: socket.socket) -> None:
-        """Somebody has connected."""
-        came = welcome(connection, self._secret)
+        """Greet a connection, and serve it if it is a worker's."""
+        place, link = welcome(connection, self._secret) or (None, None)
         with self._changed:
             self._greeted = [other for other in self._greeted if other is not connection]
-            member = self._members.get(came[0]) if came is not None else None
-            if came is None or member is None or member.link is not None or self._closed:
+            member = self._members.get(place) if place is not None else None
+            if link is None or member is None or member.link is not None or self._closed:
                 connection.close()
                 return
-            member.link = came[1]
+            member.link = link
             self._changed.notify_all()
         try:
-            self._serve(member, came[1])
+            self._serve(member, link)
         except TransferAborted:
             pass
         finally:
-            came[1].close()
+            link.close()
             with self._changed:
                 member.lost = True
                 self._changed.notify_all()
@@ -263,10 +254,10 @@ class TcpSender(TrainerEnd):
                 raise TransferAborted(f"a worker says {asked.kind.name}")
 
     def _send(self, member: _Member, link: TcpLink, asked: Frame) -> None:
-        """Answer who has room for a bucket."""
+        """Answer a worker that has room for a bucket."""
 
         def over() -> bool:
-            # What is past was not waited for on behalf of an engine whose control call has ended.
+            # Buckets in the past were not kept for an engine whose control call has ended.
             if self._aborted or self._number != asked.transfer:
                 return True
             return asked.bucket < len(member.due) and member.due[asked.bucket] < self._past
@@ -289,20 +280,20 @@ class TcpSender(TrainerEnd):
             self._changed.notify_all()
 
     def _until(self, ready: Callable[[], bool], link: TcpLink) -> None:
-        """Wait for something while nothing is due from the other side of a link."""
+        """Wait for something while the other side of a link has nothing to say."""
         with self._changed:
             while not ready():
                 if self._closed:
                     raise TransferAborted("the channel was closed")
-                link.look()
+                link.check()
                 self._changed.wait(CHECK_S)
 
 
 def _at_once() -> None:
-    """Nothing has to be waited for."""
+    """Return: nothing has to be waited for."""
 
 
 def _hang_up(connection: socket.socket) -> None:
-    """Close a socket while another thread waits in it."""
+    """End a socket's connection under a thread that waits in it."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
