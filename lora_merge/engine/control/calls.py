@@ -161,26 +161,28 @@ async def together(
     if not any(control.suspends for control in controls):
         return _in_threads(calls, work, ended, give_up)
 
-    async def one(position: int) -> BaseException | None:
-        try:
-            control = controls[position]
-            await (calls[position]() if control.suspends else asyncio.to_thread(drive, calls[position]()))
-        except Exception as error:
-            return error
-        finally:
-            ended(position)
-        return None
+    def made(position: int) -> Awaitable[None]:
+        call = calls[position]()
+        return call if controls[position].suspends else asyncio.to_thread(drive, call)
 
-    async def beside() -> BaseException | None:
-        try:
-            await asyncio.to_thread(on_this_device(work))
-        except Exception as error:
-            return error
-        return None
-
-    tasks = [asyncio.ensure_future(one(position)) for position in range(len(calls))]
-    *errors, failure = await to_its_end(asyncio.gather(*tasks, beside()), stop)
+    every = range(len(calls))
+    tasks = [asyncio.ensure_future(_error_of(partial(made, at), partial(ended, at))) for at in every]
+    beside = _error_of(lambda: asyncio.to_thread(on_this_device(work)))
+    *errors, failure = await to_its_end(asyncio.gather(*tasks, beside), stop)
     return errors, failure
+
+
+async def _error_of(
+    call: Callable[[], Awaitable[Any]], ended: Callable[[], object] = lambda: None
+) -> BaseException | None:
+    """Make a call, and return its error; None if there is none."""
+    try:
+        await call()
+    except Exception as error:
+        return error
+    finally:
+        ended()
+    return None
 
 
 async def side_by_side(
@@ -190,14 +192,7 @@ async def side_by_side(
     runs in this thread."""
     if len(items) > 1:
         return (await together(controls, [bind(step, item) for item in items]))[0]
-    errors: list[BaseException | None] = []
-    for item in items:
-        try:
-            await step(item)
-            errors.append(None)
-        except Exception as error:
-            errors.append(error)
-    return errors
+    return [await _error_of(bind(step, item)) for item in items]
 
 
 async def to_its_end(running: asyncio.Future[_T], stop: Callable[[], None] = lambda: None) -> _T:
@@ -230,12 +225,12 @@ def on_this_device(work: Callable[[], _T]) -> Callable[[], _T]:
     """Wrap work for another thread, so that it runs on this thread's GPU (a new thread begins with GPU 0)."""
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
-    def there() -> _T:
+    def run() -> _T:
         if device is not None:
             torch.cuda.set_device(device)
         return work()
 
-    return there
+    return run
 
 
 def _in_threads(
@@ -245,13 +240,7 @@ def _in_threads(
     give_up: Callable[[], None],
 ) -> tuple[list[BaseException | None], BaseException | None]:
     def one(position: int) -> BaseException | None:
-        try:
-            drive(calls[position]())
-        except Exception as error:
-            return error
-        finally:
-            ended(position)
-        return None
+        return drive(_error_of(calls[position], partial(ended, position)))
 
     failure: BaseException | None = None
     futures: list[Future[BaseException | None]] = []
