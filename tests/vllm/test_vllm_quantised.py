@@ -524,7 +524,7 @@ def test_nobody_waits_for_a_worker_that_failed(wide: Any, ranks: list[int]) -> N
     """The other one stood in a collective for a scale, for ever."""
     llm, model, _ = wide
     for merge, phases in (
-        ("trainer", ["start", "receive", "bucket", "bucket 3", "finish", "commit"]),
+        ("trainer", ["begin_full", "receive", "bucket", "bucket 3", "finish", "commit"]),
         ("engine", ["merge", "products", "unmerge", "receive"]),
     ):
         with closing(VllmSync(model, llm, merge=merge, bucket_bytes=BUCKET)) as sync:

@@ -109,7 +109,7 @@ class Trainer(TrainerRanks):
 
         async def ask(replica: Replica) -> None:
             if any((replica.index, w) in away for w in range(len(replica.workers))):
-                for w, answer in enumerate(await replica.handle.rpc("exports", digest=source.digest)):
+                for w, answer in enumerate(await replica.handle.rpc("export_memory", digest=source.digest)):
                     mine[replica.index, w] = answer
 
         answers = await self.everywhere(self._ask_all(replicas, ask, mine))

@@ -152,10 +152,10 @@ class CompatibilityCheck:
             # Usually the answers to `hello` have said it.
             found = [worker["fits"].get(writer.digest, {"same": ""}) for worker in replica.workers]
             if any(worker["same"] not in self._said for worker in found):
-                found = await replica.handle.rpc("examine", digest=writer.digest, known=known)
+                found = await replica.handle.rpc("dry_run", digest=writer.digest, known=known)
             if any("unknown" in worker for worker in found):
                 table = to_json(writer.table)
-                found = await replica.handle.rpc("examine", digest=writer.digest, known=known, table=table)
+                found = await replica.handle.rpc("dry_run", digest=writer.digest, known=known, table=table)
             digests[replica.index] = [(worker["same"], worker["at"]) for worker in found]
             fresh.update({worker["same"]: worker for worker in found if "refused" in worker})
 

@@ -71,7 +71,7 @@ class AdapterNegotiator:
             raise PushRefused(f"the adapter's rank {source.rank} is above the engine's max_lora_rank {limit}{_INSTEAD}")
 
         async def ask(replica: Replica) -> None:
-            answers = await replica.handle.rpc("adapter_modules", modules=source.modules)
+            answers = await replica.handle.rpc("unserved_modules", modules=source.modules)
             unserved = sorted({name for answer in answers for name in answer["unserved"]})
             if unserved:
                 raise PushRefused(f"{replica.handle.name} has no LoRA layer for {', '.join(unserved)}{_INSTEAD}")
@@ -133,7 +133,7 @@ class UpdateNegotiator:
         async def ask(replica: Replica) -> None:
             if all(update.digest in worker["ready"] for worker in replica.workers):
                 return
-            call = partial(replica.handle.rpc, "examine_update", digest=update.digest, base=base.digest)
+            call = partial(replica.handle.rpc, "check_update", digest=update.digest, base=base.digest)
             answers = await call()
             if any("unknown" in answer for answer in answers):
                 answers = await call(spec=update.spec)
@@ -196,7 +196,7 @@ class PullNegotiator:
     async def _let_go(self, replicas: Sequence[Replica]) -> None:
         """Workers unmap what was offered; the same on every rank. Where one fails, the next push asks again."""
         if self._trainer.offered:
-            calls = self._trainer.all_own(replicas, lambda r: r.handle.rpc("let_go", trainer=self._trainer.name))
+            calls = self._trainer.all_own(replicas, lambda r: r.handle.rpc("unmap_source", trainer=self._trainer.name))
             await self._trainer.everywhere(calls)
             self._trainer.offered = False
 
@@ -248,7 +248,7 @@ class PullNegotiator:
         mine: set[str] = set()
 
         async def ask(replica: Replica) -> None:
-            for answer in await replica.handle.rpc("blocked", digest=stream.digest):
+            for answer in await replica.handle.rpc("blocked_tensors", digest=stream.digest):
                 mine.update(answer["blocked"])
 
         async def asked() -> set[str]:
@@ -264,7 +264,7 @@ class PullNegotiator:
         found: list[str] = []
 
         async def ask(replica: Replica) -> None:
-            call = partial(replica.handle.rpc, "offer", trainer=self._trainer.name, **message)
+            call = partial(replica.handle.rpc, "map_source", trainer=self._trainer.name, **message)
             answers = await call()
             if any("unknown" in answer for answer in answers):
                 answers = await call(spec=pull.spec)

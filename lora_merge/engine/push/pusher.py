@@ -411,7 +411,7 @@ class Pusher:
                 return  # nobody waits for an engine that does not read
             calls = []
             if isinstance(source, BucketWriter):
-                calls = [self._sequence.make_call("start", digest=source.digest, sent=bool(route.sent), **begin)]
+                calls = [self._sequence.make_call("begin_full", digest=source.digest, sent=bool(route.sent), **begin)]
             await self._sequence.make(replica, calls, begins=bool(calls))
 
         async def receive(replica: Replica, route: Route) -> None:
@@ -422,10 +422,10 @@ class Pusher:
                 told = call("pull", digest=source.offered, **begin, **message)
             elif isinstance(source, AdapterSource):
                 table = to_json(source.table)
-                told = call("adapter", table=table, rank=source.rank, state=state.to_json(), **message)
+                told = call("receive_adapter", table=table, rank=source.rank, state=state.to_json(), **message)
             elif isinstance(source, UpdatePayload):
                 message |= {"scalings": source.scalings, "comes": self._trainer.wire_specs(replica, route)}
-                told = call("update", digest=source.digest, **message)
+                told = call("receive_update", digest=source.digest, **message)
             elif route.sent:
                 placed = sorted(route.placed.intersection(route.sent))
                 told = call("receive", sent=route.sent, placed=placed, **message)
@@ -466,7 +466,7 @@ class Pusher:
     async def _check_arrived(self, replica: Replica, sent: Verified) -> None:
         """Raise `PushFailed` unless what came last is what was sent."""
         route = Route.of_buckets(sent)
-        for at, answer in enumerate(await self._sequence.tell(replica, "verified")):
+        for at, answer in enumerate(await self._sequence.tell(replica, "received_checksums")):
             taken = {slot.name for index in route.by({(replica.index, at)}) for slot in sent.table[index]}
             wrong = [name for name in taken if answer["checksums"].get(name) != sent.checksums[name]]
             wrong += answer["damaged"]

@@ -73,13 +73,13 @@ class SglangControl(Control):
                 await self._rest()
 
     async def sleep(self, level: int) -> None:
-        await self.rpc("unmap")
+        await self.rpc("unmap_memory")
 
     async def wake(self, tag: str) -> None:
-        await self.rpc("map", weights=tag == "weights")
+        await self.rpc("map_memory", weights=tag == "weights")
 
     async def reset_prefix_cache(self, running: bool, connector: bool) -> bool:
-        return all(answer["forgotten"] for answer in await self.rpc("forget"))
+        return all(answer["forgotten"] for answer in await self.rpc("flush_cache"))
 
     async def reset_media_caches(self) -> None:
         """Do nothing: engines that have any are refused."""

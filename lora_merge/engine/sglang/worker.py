@@ -15,15 +15,18 @@ from torch import Tensor
 from ...stream.buckets import dtype_name
 from ..configs import computing
 from ..state import State
-from ..worker.commands import OPERATIONS
+from ..worker import commands
 from ..worker.modules import Modules
-from ..worker.rpc import Op, respond
+from ..worker.operations import Operations
+from ..worker.rpc import respond
 from ..worker.session import WorkerSession, session_of
 from .adapter import ADAPTER_ID, load_adapter, remove_adapter, unserved_modules
 from .loader import Loader
 from .unfit import unfit
 
 _log = logging.getLogger(__name__)
+OPERATIONS = Operations(commands.OPERATIONS)
+"""Those of an SGLang scheduler."""
 _WEIGHTS = "weights"
 """The tag under which SGLang's memory saver knows the weights."""
 
@@ -36,7 +39,7 @@ def lora_merge(manager: Any, request: str) -> Any:
     """
     from sglang.srt.managers.io_struct import CheckWeightsReqOutput
 
-    answers = _gathered(respond(SglangWorker(manager), _OPS, request), manager.tp_cpu_group)
+    answers = _gathered(respond(SglangWorker(manager), OPERATIONS, request), manager.tp_cpu_group)
     return CheckWeightsReqOutput(success=True, message=f"[{', '.join(answers)}]")
 
 
@@ -134,13 +137,14 @@ def released(manager: Any) -> None:
     engine, and what a push notes of the weights still shows that they are others."""
     try:
         if asleep(manager) == 2 and manager.memory_saver_adapter.enabled:
-            SglangWorker(manager).session().gone("its weights were thrown away: release_memory_occupation")
+            SglangWorker(manager).session().mark_overwritten("its weights were thrown away: release_memory_occupation")
     except Exception:
         _log.exception("lora_merge")
 
 
-def _requests(worker: SglangWorker, session: WorkerSession) -> dict[str, Any]:
-    """Which requests the scheduler has, and whether it stands still."""
+@OPERATIONS.register
+def requests(worker: SglangWorker, session: WorkerSession) -> dict[str, Any]:
+    """Return the `requests` that the scheduler has, and whether it is `paused`."""
     return {"requests": sorted(_in_flight(worker.scheduler)), "paused": bool(worker.scheduler._engine_paused)}
 
 
@@ -151,10 +155,11 @@ def _in_flight(scheduler: Any) -> Iterator[str]:
     yield from {request.rid for request in found if request is not None and not request.finished()}
 
 
-def _forget(worker: SglangWorker, session: WorkerSession) -> dict[str, Any]:
-    """Forget all cached blocks. Requests that hold some go back to the queue, and are computed anew when generation
-    goes on; those that wait hold none, and need not be in the way (SGLang's own `flush_cache` takes them for a reason
-    not to)."""
+@OPERATIONS.register
+def flush_cache(worker: SglangWorker, session: WorkerSession) -> dict[str, Any]:
+    """Drop all cached blocks; return whether that was possible, as `forgotten`. Requests that hold blocks go back to
+    the queue, and are computed anew when generation goes on. Waiting requests hold none, but SGLang's own `flush_cache`
+    would refuse because of them: they are hidden meanwhile."""
     from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
     scheduler = worker.scheduler
@@ -168,7 +173,8 @@ def _forget(worker: SglangWorker, session: WorkerSession) -> dict[str, Any]:
         scheduler.waiting_queue, grammars.grammar_queue = waiting, compiling
 
 
-def _map(worker: SglangWorker, session: WorkerSession, weights: bool) -> dict[str, Any]:
+@OPERATIONS.register
+def map_memory(worker: SglangWorker, session: WorkerSession, weights: bool) -> dict[str, Any]:
     """Map memory again that the memory saver has unmapped: the weights, or all else."""
     from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 
@@ -178,12 +184,10 @@ def _map(worker: SglangWorker, session: WorkerSession, weights: bool) -> dict[st
     return {}
 
 
-def _unmap(worker: SglangWorker, session: WorkerSession) -> dict[str, Any]:
+@OPERATIONS.register
+def unmap_memory(worker: SglangWorker, session: WorkerSession) -> dict[str, Any]:
     """Unmap the weights again."""
     from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
     worker.manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=[_WEIGHTS]))
     return {}
-
-
-_OPS: dict[str, Op] = {**OPERATIONS, "requests": _requests, "forget": _forget, "map": _map, "unmap": _unmap}

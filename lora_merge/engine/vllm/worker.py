@@ -18,17 +18,15 @@ from vllm.config import set_current_vllm_config
 
 from ..configs import computing
 from ..state import State
-from ..worker.commands import OPERATIONS
 from ..worker.rpc import respond
 from ..worker.session import WorkerSession
-from . import adopt_checkpoint
 from .adapter import ADAPTER_ID, load_adapter, remove_adapter, unserved_modules
+from .adopt_checkpoint import OPERATIONS
 from .loading.formats import calibrated_scales, quantised_checkpoint
 from .session import session_of
 from .step_counter import count_steps
 from .unfit import NotFirst, unfit
 
-_OPS = {**OPERATIONS, **adopt_checkpoint.OPS}
 _LOADING = {"receive", "pull", "merge", "reload_checkpoint"}
 """Operations that may lay layers out anew, on all workers of an engine at once."""
 
@@ -36,7 +34,7 @@ _LOADING = {"receive", "pull", "merge", "reload_checkpoint"}
 def lora_merge(worker: Any, request: str) -> str:
     """Answer a request; see `respond`."""
     try:
-        return respond(VllmWorker(worker), _OPS, request, (NotFirst,))
+        return respond(VllmWorker(worker), OPERATIONS, request, (NotFirst,))
     except NotFirst:
         # The caller reads the answers of the first engine alone; this is how it hears of others. Only the last worker
         # raises: all other answers have been read by then.

@@ -141,9 +141,9 @@ class Checkpoint:
 def load_again(loader: Loader, report: DryRunReport, table: Table, tensors: Mapping[str, Tensor]) -> None:
     """Load all tensors of a checkpoint into the engine, between the loader's `begin` and `finish`."""
     for index, slots in enumerate(table):
-        loader.let_go()  # of plans that read the bucket before
+        loader.drop_plans()  # of plans that read the bucket before
         loader.load(report, index, slots, _bucket(slots, tensors, loader.device), _nothing)
-    loader.let_go()
+    loader.drop_plans()
 
 
 def _bucket(slots: Sequence[Slot], tensors: Mapping[str, Tensor], device: torch.device) -> Tensor:
