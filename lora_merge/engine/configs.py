@@ -4,13 +4,10 @@ differ there, and the engine would answer with the right weights and another mod
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
-
-from .push.replica import Replica
 
 _KEYS = (
     "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon",
@@ -64,29 +61,6 @@ def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
     """Say in which settings that both have a trainer and an engine differ; "" for none."""
     both = [key for key in ours if key in theirs and ours[key] != theirs[key]]
     return ", ".join(f"{key} {_shown(ours[key])} (engine: {_shown(theirs[key])})" for key in both)
-
-
-def tell_of_differences(replicas: Sequence[Replica], ours: Mapping[str, Any], told: set[tuple[int, str]]) -> str:
-    """Warn of engines that compute otherwise than the trainer: once of each, on the rank that has its handle.
-
-    Args:
-        told: of what was warned before; gets the rest.
-
-    Returns:
-        The differences of the first of these engines, in words; "" where there is none.
-    """
-    found = [(replica, differences(ours, replica.computing)) for replica in replicas]
-    for replica, said in found:
-        if not said or replica.control is None or (replica.index, said) in told:
-            continue
-        told.add((replica.index, said))
-        warnings.warn(
-            f"engine {replica.index} computes otherwise than the model whose weights it takes, because its "
-            f"configuration is another one: {said}. Its answers are not that model's. Start the engine on that model's "
-            "own folder, without hf_overrides that the model does not have",
-            stacklevel=2,
-        )
-    return next((said for _, said in found if said), "")
 
 
 def _flat(found: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:

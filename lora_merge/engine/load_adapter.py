@@ -17,7 +17,7 @@ from ..shards.ranks import Ranks
 from ..stream.bucket_writer import BucketWriter
 from ..stream.buckets import dtype_of
 from ..stream.weights import MergedWeights
-from .configs import computing, config_of, tell_of_differences
+from .configs import computing, config_of
 from .control.base import Control
 from .handles import control_of
 from .payload.update import UpdatePayload, converted
@@ -27,6 +27,7 @@ from .push.negotiators import UpdateNegotiator
 from .push.planner import LocalOp, Transfer
 from .push.pusher import Pusher
 from .push.replica import Replica, SyncReport, check_handle, engines_of
+from .push.warn import warn_of_differences
 from .sglang.control import SglangControl
 from .stamps import difference, stamps
 from .state import OWN, State
@@ -95,7 +96,7 @@ class Loads:
                 f"{self._folder} was written to while it was read, so that its tensors may be of two adapters: "
                 f"{differs}. Load it when it is saved"
             )
-        report.differs = tell_of_differences(replicas, computing(config_of(model)), set())
+        report.differs = warn_of_differences(replicas, computing(config_of(model)), set())
         weights, bare = MergedWeights(model), MergedWeights(model, adapters=False)
         offer = UpdateNegotiator(self._trainer, weights, trains=False)
         self._streams = [weights, bare, offer]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from lora_merge.engine.push.evaluation import ANOTHER_SIZE, evaluate_engine
+from lora_merge.engine.messages import ANOTHER_SIZE
+from lora_merge.engine.push.evaluation import evaluate_engine
 
 TIES = {"lm_head.weight": "embed.weight"}
 

@@ -24,12 +24,12 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from lora_merge import PushFailed, PushRefused, VllmSync
+from lora_merge.engine import lease as claim
 from lora_merge.engine.payload.adapter import AdapterSource
 from lora_merge.engine.push import heartbeat
 from lora_merge.engine.push import pusher as push
 from lora_merge.engine.push.sequence import EngineSequence
 from lora_merge.engine.transport.sender import Sender
-from lora_merge.engine.worker import lease as claim
 from lora_merge.stream.bucket_writer import BucketWriter
 
 pytestmark = pytest.mark.usefixtures("no_leftovers")

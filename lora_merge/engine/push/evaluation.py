@@ -11,11 +11,10 @@ import torch
 
 from ...kernels.segments import FLOATS
 from ...stream.buckets import Meta, dtype_of
+from ..messages import ANOTHER_SIZE
 
 Found: TypeAlias = Sequence[Mapping[str, Any]]
 """What the workers of one engine found in their dry runs."""
-ANOTHER_SIZE = "another size: "
-"""How a worker's reason begins where a tensor is refused for its size: `[256, 64] here and [256, 128] there`."""
 
 
 class Evaluation(NamedTuple):

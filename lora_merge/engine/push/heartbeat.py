@@ -1,5 +1,5 @@
 """Signs of life to engines that cannot look this process up, while a push waits or works: they would take it for dead
-(`claim.SILENT_S`)."""
+(`lease.SILENT_S`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from ..control.base import Control
 from ..control.calls import drive
-from ..worker.lease import SILENT_S
+from ..lease import SILENT_S
 
 BEAT_S = SILENT_S / 4
 """Seconds between two signs of life."""

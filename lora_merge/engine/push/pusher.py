@@ -14,10 +14,10 @@ from ...errors import InvalidInput, PushFailed, PushRefused
 from ...stream.bucket_writer import BucketWriter
 from ...stream.buckets import Table, metas, to_json
 from ...stream.direct_targets import Sent
-from ..configs import tell_of_differences
 from ..control.base import Call, WorkerFailed
 from ..control.calls import bind, drive, side_by_side, together
 from ..control.http import NotReached, Unfit
+from ..lease import lease_of, under_way
 from ..payload.adapter import AdapterSource
 from ..payload.checksums import Verified
 from ..payload.pull import PullSource
@@ -25,12 +25,12 @@ from ..payload.update import UpdatePayload
 from ..state import State
 from ..transport.liveness import error_text, host_id
 from ..transport.routing import Route, WorkerId
-from ..worker.lease import lease_of, under_way
 from .channels import Trainer
 from .heartbeat import Heartbeat
 from .planner import LocalOp, Transfer
-from .replica import SILENT, Replica, SyncReport, check_apart, check_whole, engines_of, failure, tell_of_calibrated
+from .replica import SILENT, Replica, SyncReport, check_apart, check_whole, engines_of, failure
 from .sequence import EngineSequence
+from .warn import warn_of_calibrated, warn_of_differences
 
 _Settle: TypeAlias = Callable[[Replica, Call | None, bool, bool], Coroutine[Any, Any, None]]
 
@@ -172,7 +172,7 @@ class Pusher:
                 read.append(self._planner.read(mode))
 
             replicas = await self._introduce(*known, beside)
-            report.differs = tell_of_differences(replicas, self._computing(), self._told_to_differ)
+            report.differs = warn_of_differences(replicas, self._computing(), self._told_to_differ)
             report.version = max(replica.state.version for replica in replicas) + 1
             slept = {replica.index: replica.asleep for replica in replicas if replica.asleep or replica.waking}
             try:
@@ -236,7 +236,7 @@ class Pusher:
         report.coverage = None if None in shares else min(share or 0.0 for share in shares)
         report.reloaded = max((replica.reloaded for replica in replicas), default=0)
         if self._pushed.kind != "base":  # whose weights the scales are of
-            report.calibrated = tell_of_calibrated(replicas, self._told_of)
+            report.calibrated = warn_of_calibrated(replicas, self._told_of)
         return report
 
     def _keep_mode(self, mode: str, replicas: Sequence[Replica], held: Mapping[int, State]) -> None:

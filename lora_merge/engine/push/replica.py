@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -303,32 +302,6 @@ def failure(
     advice = [f"Dirty engines stay paused; {healing}"] if dirty else []
     advice += ["Start an engine that has died anew, and push again"] if silent else [] if dirty else ["Push again"]
     return PushFailed(f"{text}{' ' if text.endswith('?') else '. '}{'. '.join(advice)}")
-
-
-def tell_of_calibrated(replicas: Sequence[Replica], told: set[int]) -> str:
-    """Warn of engines whose KV cache keeps scales that were calibrated for other weights than they now hold: once of
-    each, on the rank that has its handle.
-
-    Args:
-        told: which of them were named before; gets the others.
-
-    Returns:
-        The layers of the first of these engines, in words; "" where there is none.
-    """
-    found = [replica for replica in replicas if replica.calibrated]
-    for replica in found:
-        if replica.control is None or replica.index in told:
-            continue
-        told.add(replica.index)
-        warnings.warn(
-            f"engine {replica.index}: its KV cache keeps the scales of the checkpoint that it was started from, which "
-            f"were calibrated for that one's weights and not for those that are pushed: {replica.calibrated}. Keys and "
-            "values that outgrow the calibrated range (FP8: 448 times the scale) are cut off there. Where the policy "
-            "moves far, start the engine on a checkpoint without k_scale and v_scale, or calibrate them again for a "
-            "merged checkpoint and start it anew on that",
-            stacklevel=2,
-        )
-    return found[0].calibrated if found else ""
 
 
 def check_handle(index: int, control: Control, before: Sequence[Control] = ()) -> None:
