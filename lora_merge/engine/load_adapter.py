@@ -20,11 +20,12 @@ from ..stream.weights import MergedWeights
 from .configs import computing, config_of
 from .control.base import Control
 from .handles import control_of
+from .payload.base import LocalOp
 from .payload.update import UpdatePayload, converted
 from .push.channels import Trainer
 from .push.compatibility import CompatibilityCheck
 from .push.negotiators import UpdateNegotiator
-from .push.planner import LocalOp, Transfer
+from .push.planner import Planner, Transfer
 from .push.pusher import Pusher
 from .push.replica import Replica, SyncReport, check_handle, engines_of
 from .push.warn import warn_of_differences
@@ -35,11 +36,10 @@ from .transport.routing import Route
 
 _HEALING = "load it again, which reads the engine's own checkpoint again; where that is refused, start the engine anew"
 _READ = (".json", ".safetensors", ".bin", ".pt")
-_NOWHERE = Route(frozenset(), ())
 
 
-class Loads:
-    """Plans the passes of a load.
+class LoadPlanner(Planner):
+    """Plans the transfers of a load.
 
     Args:
         trainer: this process, with the engines.
@@ -54,15 +54,6 @@ class Loads:
         self._trainer, self._folder, self._base, self._name, self._device = trainer, folder, base, name, device
         self._streams: list[MergedWeights | UpdateNegotiator] = []
 
-    def read(self, mode: str) -> None:
-        """Nothing is read before the engine has said its dtype."""
-
-    def known(self, mode: str) -> tuple[list[str], list[str]]:
-        return [], []
-
-    def broke(self, error: BaseException) -> None:
-        """It is made once."""
-
     def release(self) -> None:
         for stream in self._streams:
             stream.release()
@@ -70,7 +61,6 @@ class Loads:
     async def __call__(
         self, replicas: Sequence[Replica], report: SyncReport, verify: bool, read: BucketWriter | None
     ) -> list[Transfer]:
-        """As of `Plans`."""
         for replica in replicas:
             if replica.state.kind not in ("nothing", "dirty") and replica.state.base != OWN:
                 raise PushRefused(
@@ -120,9 +110,9 @@ class Loads:
             for kind, name in (("base", ""), ("merged", self._name))
         )
         message = {"digest": base.digest, "update": update.digest, "state": before.to_json()}
-        transfers = [Transfer(after, update, replicas, Route.of_buckets(update), merges=True)]
+        transfers = [Transfer(after, update, replicas, Route.of_buckets(update))]
         return (
-            [Transfer(before, LocalOp("reload_checkpoint", message, writes=True), lost, _NOWHERE), *transfers]
+            [Transfer(before, LocalOp("reload_checkpoint", message, writes=True), lost), *transfers]
             if lost
             else transfers
         )
@@ -144,8 +134,8 @@ class Loads:
         return lost
 
 
-class Unloads:
-    """Plans the pass of an unload.
+class UnloadPlanner(Planner):
+    """Plans the transfer of an unload.
 
     Args:
         trainer: this process, with the engines.
@@ -154,28 +144,15 @@ class Unloads:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
 
-    def read(self, mode: str) -> None:
-        """There is nothing to read."""
-
-    def known(self, mode: str) -> tuple[list[str], list[str]]:
-        return [], []
-
-    def broke(self, error: BaseException) -> None:
-        """It is made once."""
-
-    def release(self) -> None:
-        """Nothing is read."""
-
     async def __call__(
         self, replicas: Sequence[Replica], report: SyncReport, verify: bool, read: BucketWriter | None
     ) -> list[Transfer]:
-        """As of `Plans`."""
         for replica in replicas:
             if why := _not_unloadable(replica):
                 raise PushRefused(f"engine {replica.index} holds {replica.state}{why}")
         report.merge = "engine"
         state = State("base", report.version, OWN, trainer=self._trainer.name)
-        return [Transfer(state, LocalOp("unload", {}, writes=False), replicas, _NOWHERE, merges=True)]
+        return [Transfer(state, LocalOp("unload", {}, writes=False, merges=True), replicas)]
 
 
 def _not_unloadable(replica: Replica) -> str:
@@ -250,7 +227,7 @@ async def load(
     return await _push(
         Pusher(
             trainer,
-            Loads(trainer, folder, base, name, check_device(device)),
+            LoadPlanner(trainer, folder, base, name, check_device(device)),
             pause=pause,
             mode="merged",
             healing=_HEALING,
@@ -262,7 +239,7 @@ async def load(
 async def unload(engine: Any, *, pause: str) -> SyncReport:
     """As `serve.unload_adapter`."""
     trainer = _trainer_of(engine)
-    return await _push(Pusher(trainer, Unloads(trainer), pause=pause, mode="base", healing=_HEALING), False)
+    return await _push(Pusher(trainer, UnloadPlanner(trainer), pause=pause, mode="base", healing=_HEALING), False)
 
 
 async def _push(pushes: Pusher, verify: bool) -> SyncReport:

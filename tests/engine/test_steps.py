@@ -12,17 +12,17 @@ import pytest
 from lora_merge import PushFailed, PushRefused
 from lora_merge.engine.control.base import Call, Control, Moved, NotOurs, WorkerFailed
 from lora_merge.engine.control.calls import EngineGone, drive
-from lora_merge.engine.push.planner import LocalOp, Transfer
+from lora_merge.engine.payload.base import LocalOp
+from lora_merge.engine.push.planner import Transfer
 from lora_merge.engine.push.replica import Replica, failure
 from lora_merge.engine.push.sequence import EngineSequence
 from lora_merge.engine.state import State
-from lora_merge.engine.transport.routing import Route
 from lora_merge.engine.vllm.control import RayControl
 
 NEW = State("merged", 7, trainer="mine")
 READ = LocalOp("read", {}, writes=True)
-DONE = Transfer(NEW, READ, [], Route(frozenset(), ()))
-UPDATE = Transfer(NEW, READ, [], Route(frozenset(), ()), merges=True)
+DONE = Transfer(NEW, READ, [])
+UPDATE = Transfer(NEW, LocalOp("read", {}, writes=True, merges=True), [])
 STEADY = ["stands", "note_pause", "pause", "read", "reset_prefix_cache", "label", "name_adapter", "commit", "resume"]
 PULLED = [*STEADY, "end"]
 WRITTEN = [["stands", "note_pause", "pause", "start"], ["reset_prefix_cache", "label", "name_adapter"]]

@@ -7,8 +7,7 @@ into lora_B; the worker makes the engine's own kind of adapter of them, without 
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -21,10 +20,11 @@ from ...models.operands import Operands, Turn
 from ...names import lineage
 from ...shards.quantised import is_matrix
 from ...stream.bucket_writer import BucketWriter
-from ...stream.buckets import ALIGNMENT, Meta, Table, extent, lay_out
-from ...stream.direct_targets import DirectTargets
+from ...stream.buckets import ALIGNMENT, Meta, Table, extent, lay_out, to_json
 from ...stream.source import Entry
 from ...stream.weights import MergedWeights
+from ..transport.routing import Route
+from .base import BucketPayload, Terms, WorkerOp
 
 ADAPTER_NAME = "lora_merge"
 """The one name of the adapter, in loading and in every request."""
@@ -41,7 +41,7 @@ def writer_of(weights: MergedWeights) -> BucketWriter:
     return weights.bucket_writer()
 
 
-class AdapterSource:
+class AdapterSource(BucketPayload):
     """The active adapters of a model as one bucket.
 
     Args:
@@ -55,10 +55,7 @@ class AdapterSource:
 
     def __init__(self, weights: MergedWeights, writer: BucketWriter, dtype: torch.dtype) -> None:
         _check_model(live(weights.model))
-        self.device = writer.device
-        self.collective = self.shared = not writer.source.ranks.alone
-        self.recipients: Mapping[int, frozenset[tuple[int, int]]] = {}
-        self.joins = False
+        super().__init__(writer.device, not writer.source.ranks.alone)
         parts = writer.source.parts
         adapted = {
             name: delta
@@ -95,16 +92,11 @@ class AdapterSource:
         torch._foreach_copy_(views[::2], self._plain)
         torch._foreach_copy_(views[1::2], torch._foreach_mul([b.float() for b in self._scaled], self._scaling))
 
-    def passing(self) -> AbstractContextManager[None]:
-        """As `BucketWriter.passing`: an adapter's memory is its own."""
-        return nullcontext()
-
-    def direct_buckets(self, names: Container[str]) -> frozenset[int]:
-        """None: engines make their own tensors of an adapter."""
-        return frozenset()
-
-    def write_direct(self, index: int, targets: DirectTargets, run: Mapping[str, Any]) -> None:
-        raise NotImplementedError("an adapter goes in buckets")
+    def transfer_op(
+        self, terms: Terms, route: Route, comes: Mapping[str, Mapping[str, list[int]]] | None
+    ) -> WorkerOp | None:
+        state = terms.state.to_json()
+        return WorkerOp("adapter", {"table": to_json(self.table), "rank": self.rank, "state": state})
 
 
 def _check_served(name: str, delta: Delta, entry: Entry) -> None:

@@ -25,9 +25,12 @@ from torch import Tensor
 from ...kernels.packed import Packed
 from ...shards import Box
 from ...stream.bucket_writer import BucketWriter
-from ...stream.direct_targets import DirectTargets
+from ...stream.buckets import Table
+from ...stream.direct_targets import DirectTargets, Sent
 from ...stream.weights import MergedWeights
 from ..transport.peer_memory import ExportedMemory, Memory, exportable
+from ..transport.routing import Route
+from .base import Terms, WorkerOp
 from .update import SidePayload
 
 MOVED = (
@@ -51,6 +54,8 @@ class PullSource(SidePayload):
         offered: under which workers know it, with what all ranks export.
     """
 
+    announced = False  # nobody waits for an engine that does not read
+    transport = "pull"
     offered = ""
 
     def __init__(
@@ -67,6 +72,20 @@ class PullSource(SidePayload):
     def stays(self) -> bool:
         """Whether what this rank exports lies in the same memory still. (Adapters do: they are held.)"""
         return self.exports.hold({storage.data_ptr(): storage for storage in self.stream.source.held})
+
+    @property
+    def compared(self) -> Sent:
+        return self.stream
+
+    @property
+    def contents(self) -> Table:
+        return self.stream.table
+
+    def transfer_op(
+        self, terms: Terms, route: Route, comes: Mapping[str, Mapping[str, list[int]]] | None
+    ) -> WorkerOp | None:
+        how = {"digest": self.offered, "scalings": self.scalings, "run": terms.run}
+        return WorkerOp("pull", {**how, **terms.begin})
 
     def settle(self) -> None:
         """Read the adapters and wait for the device: from here on workers may read the weights. Collective over the

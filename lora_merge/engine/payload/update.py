@@ -28,16 +28,16 @@ from ...models.live import live
 from ...models.part import Learning, Part
 from ...stream.bucket_writer import BucketWriter
 from ...stream.buckets import ALIGNMENT, Meta, Table, contents_of, dtype_name, extent, lay_out, to_json
-from ...stream.direct_targets import DirectTargets
 from ...stream.source import Entry
 from ...stream.weights import MergedWeights
 from ...stream.window import Window
-from ..transport.routing import WorkerId
+from ..transport.routing import Route, WorkerId
+from .base import BucketPayload, Terms, WorkerOp
 from .factors import GatheredFactors, slots_of
 from .recipients import Recipients, shares_of
 
 
-class SidePayload:
+class SidePayload(BucketPayload):
     """What workers need beside a base that they can read, as buckets: adapters' factors first, then whole tensors.
 
     Args:
@@ -70,9 +70,8 @@ class SidePayload:
         recipients: Recipients | None = None,
         read: Callable[[Mapping[str, Tensor]], Container[str]] | None = None,
     ) -> None:
-        self.device, self._adapted, self.whole = adapted.device, adapted, whole
-        self.collective = self.shared = not adapted.source.ranks.alone
-        self.joins = False
+        super().__init__(adapted.device, not adapted.source.ranks.alone)
+        self._adapted, self.whole = adapted, whole
         parts = adapted.source.parts
         self.whole_names = frozenset(() if whole is None else whole.entries)
         numbers: dict[int, int] = {}
@@ -167,16 +166,8 @@ class SidePayload:
         """The factors as the live adapters have them now."""
         self._gathered().refresh(self._adapted.storages)
 
-    def direct_buckets(self, names: Container[str]) -> frozenset[int]:
-        """None: workers merge what they got."""
-        return frozenset()
-
-    def write_direct(self, index: int, targets: DirectTargets, run: Mapping[str, Any]) -> None:
-        raise NotImplementedError("an update goes in buckets")
-
     @contextmanager
     def passing(self) -> Iterator[None]:
-        """As `BucketWriter.passing`."""
         self._fresh = False
         with ExitStack() as stack:
             for writer in (self._adapted, self.whole):
@@ -192,30 +183,28 @@ class SidePayload:
 class UpdatePayload(SidePayload):
     """What training has changed since the base that an engine holds."""
 
+    writes = False  # before `merge`
+    merges = True
     _served: Mapping[WorkerId, int] | None = None
 
+    def transfer_op(
+        self, terms: Terms, route: Route, comes: Mapping[str, Mapping[str, list[int]]] | None
+    ) -> WorkerOp | None:
+        return WorkerOp("update", {"digest": self.digest, "scalings": self.scalings, "comes": comes})
+
     def serves(self, served: Mapping[WorkerId, int] | None) -> bool:
-        """Whether `serve` was called with this last; the same on every rank."""
         return self._factors is not None and served == self._served
 
     def serve(self, served: Mapping[WorkerId, int] | None, rank: int) -> None:
-        """From now on bring to each rank what its workers take; collective over the ranks of the model.
-
-        Args:
-            served: each worker's rank of the trainer; None where every rank makes everything.
-            rank: this one of them.
-        """
         self.forget()
         self._gathered(None if served is None else {place for place, by in served.items() if by == rank})
         self._served = served
 
     def forget(self) -> None:
-        """Until `serve` is called again, serve nobody."""
         self._factors, self._plans = None, {}
 
     @cached_property
-    def apart(self) -> bool:
-        """Whether workers take more by themselves than it costs to send each of them what all take."""
+    def separate(self) -> bool:  # type: ignore[override]
         sizes = [sum(slot.nbytes for slot in slots) for slots in self.table]
         own = sum(size * len(self.recipients[index]) for index, size in enumerate(sizes) if index in self.recipients)
         workers = frozenset().union(*self.recipients.values())

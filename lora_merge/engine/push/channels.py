@@ -148,9 +148,9 @@ class Trainer(TrainerRanks):
             for mapped in self._mapped.pop(digest).mapped.values():
                 mapped.close()
 
-    def route(self, source: Sent, digest: str, compare: bool) -> Route:
-        """How a source goes to engines in other processes: as `map` found."""
-        known = self._mapped.get(digest)
+    def route(self, source: BucketWriter, compare: bool) -> Route:
+        """Return how a stream goes to engines in other processes: as `map` found."""
+        known = self._mapped.get(source.digest)
         if known is None or not known.direct.names:
             return Route.of_buckets(source)
         return Route.to(source, known.direct.names, known.targets, compare)

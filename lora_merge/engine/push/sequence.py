@@ -1,6 +1,6 @@
 """What a push asks of one engine, from its pause to its resume, in as few messages as may be.
 
-A message to an engine in another process takes a millisecond. So calls that nobody waits for are `Replica.due` until
+A message to an engine in another process takes a millisecond. So calls that nobody waits for are `Replica.queued_calls` until
 the next message: a pause that keeps requests goes with the first work, and where nothing can be against it any more,
 going on goes with the last.
 """
@@ -167,7 +167,7 @@ class EngineSequence:
         reset = len(calls)
         if name:
             calls += self._forgets(replica)
-            calls += [] if one.merges else _names(name, one.state)  # else when it is merged
+            calls += [] if one.payload.merges else _names(name, one.state)  # else when it is merged
         commit = [self._commit(one)] if commits else []
         returned = await self._made(replica, [*calls, *commit], begins, ends)
         if name:
@@ -183,9 +183,9 @@ class EngineSequence:
             name, ends: as of `settle`.
         """
         calls = [self._commit(one)]
-        if one.merges:
+        if one.payload.merges:
             calls = [self.make_call("merge", state=one.state.to_json()), *(_names(name, one.state) if name else [])]
-        _committed(replica, one, (await self._made(replica, calls, one.merges, ends))[0])
+        _committed(replica, one, (await self._made(replica, calls, one.payload.merges, ends))[0])
 
     def _forgets(self, replica: Replica) -> list[Call]:
         """The calls that reset an engine's caches of the old weights; the first returns whether it could."""
@@ -332,7 +332,7 @@ def _committed(replica: Replica, one: Transfer, answers: Sequence[Mapping[str, A
     replica.workers = [worker | {"state": held[worker["rank"]]} for worker in replica.workers]
     shares = [written / elements if elements else None for written, elements in (a["elements"] for a in answers)]
     replica.coverage = None if None in shares else min(share or 0.0 for share in shares)
-    replica.reloaded = max(a["reloaded"] for a in answers) if one.merges or one.state.kind != "adapter" else 0
+    replica.reloaded = max(a["reloaded"] for a in answers) if one.payload.merges or one.state.kind != "adapter" else 0
 
 
 def check_pause(pause: str) -> str:
