@@ -21,7 +21,7 @@ from .configs import computing, config_of
 from .control.base import Control
 from .handles import control_of
 from .payload.base import LocalOp
-from .payload.update import UpdatePayload, converted
+from .payload.update import converted
 from .push.channels import Trainer
 from .push.compatibility import CompatibilityCheck
 from .push.negotiators import UpdateNegotiator
@@ -102,7 +102,14 @@ class LoadPlanner(Planner):
         update.device = self._device
         report.merge = "engine"
         report.left_out = tuple(sorted(bare.left_out))
-        gone = {replica.index for replica in replicas if await self._lost(replica, base, update)}
+        # Asked of all workers: what they keep of the checkpoint may have been written to since. Those of an engine that
+        # has not lost it then have what merging takes of it.
+        whole = [replica for replica in replicas if replica.state.kind != "dirty"]
+        answers = await self._trainer.ask(
+            whole, "adopt_checkpoint", trainer=self._trainer.name, digest=base.digest, update=update.digest
+        )
+        kept = {index for index, workers in answers.items() if not any(answer["lost"] for answer in workers)}
+        gone = {replica.index for replica in replicas}.difference(kept)
         engines = [engine for engine in engines_of(replicas) if any(one.index in gone for one in engine)]
         lost = [replica for engine in engines for replica in engine]
         before, after = (
@@ -116,22 +123,6 @@ class LoadPlanner(Planner):
             if lost
             else transfers
         )
-
-    async def _lost(self, replica: Replica, base: BucketWriter, update: UpdatePayload) -> bool:
-        """Whether the engine's checkpoint has to be read again; if not, workers now have what merging takes of it."""
-        if replica.state.kind == "dirty":
-            return True
-        lost = False  # asked of all: what they keep of the checkpoint may have been written to since
-
-        async def own(one: Replica) -> None:
-            nonlocal lost
-            answers = await one.handle.rpc(
-                "adopt_checkpoint", trainer=self._trainer.name, digest=base.digest, update=update.digest
-            )
-            lost = any(answer["lost"] for answer in answers)
-
-        await self._trainer.all_own([replica], own)
-        return lost
 
 
 class UnloadPlanner(Planner):

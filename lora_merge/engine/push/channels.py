@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Coroutine, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,8 +20,6 @@ from ..transport.routing import Route, WorkerId, assign, clash, introduction
 from ..transport.sender import Sender
 from .ranks import Ended, TrainerRanks
 from .replica import Replica
-
-_T = TypeVar("_T")
 
 
 class Trainer(TrainerRanks):
@@ -104,22 +102,11 @@ class Trainer(TrainerRanks):
     async def _exports(
         self, source: BucketWriter, replicas: Sequence[Replica], away: Container[WorkerId]
     ) -> dict[WorkerId, Mapping[str, Any]]:
-        """What each worker in another process exports, on every rank."""
-        mine: dict[WorkerId, Mapping[str, Any]] = {}
-
-        async def ask(replica: Replica) -> None:
-            if any((replica.index, w) in away for w in range(len(replica.workers))):
-                for w, answer in enumerate(await replica.handle.rpc("exports", digest=source.digest)):
-                    mine[replica.index, w] = answer
-
-        answers = await self.everywhere(self._ask_all(replicas, ask, mine))
-        return {place: found for some in answers for place, found in some.items() if place in away}
-
-    async def _ask_all(
-        self, replicas: Sequence[Replica], ask: Callable[[Replica], Coroutine[Any, Any, None]], answers: _T
-    ) -> _T:
-        await self.all_own(replicas, ask)
-        return answers
+        """Ask what each worker in another process exports, on every rank."""
+        asked = [r for r in replicas if any((r.index, w) in away for w in range(len(r.workers)))]
+        answers = await self.ask(asked, "exports", digest=source.digest)
+        found = {(index, w): answer for index, workers in answers.items() for w, answer in enumerate(workers)}
+        return {place: exports for place, exports in found.items() if place in away}
 
     def _direct(
         self,

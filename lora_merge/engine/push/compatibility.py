@@ -145,19 +145,15 @@ class CompatibilityCheck:
         """
         writer = await self._trainer.blocking(weights.bucket_writer) if read is None else read
         made.append(writer)
-        digests: dict[int, list[tuple[str, str]]] = {}
-
-        async def ask(replica: Replica) -> None:
-            known = list(self._said)
-            # Usually the answers to `hello` have said it.
-            found = [worker["fits"].get(writer.digest, {"same": ""}) for worker in replica.workers]
-            if any(worker["same"] not in self._said for worker in found):
-                found = await replica.handle.rpc("examine", digest=writer.digest, known=known)
-            if any("unknown" in worker for worker in found):
-                table = to_json(writer.table)
-                found = await replica.handle.rpc("examine", digest=writer.digest, known=known, table=table)
-            digests[replica.index] = [(worker["same"], worker["at"]) for worker in found]
-            fresh.update({worker["same"]: worker for worker in found if "refused" in worker})
-
-        await self._trainer.all_own(replicas, ask)
-        return writer.lines_key, digests
+        # Usually the answers to `hello` have said it.
+        answers = {
+            replica.index: [worker["fits"].get(writer.digest, {"same": ""}) for worker in replica.workers]
+            for replica in replicas
+            if replica.control is not None
+        }
+        new = [r for r in replicas if any(found["same"] not in self._said for found in answers.get(r.index, ()))]
+        answers |= await self._trainer.ask_own(
+            new, "examine", lambda: {"table": to_json(writer.table)}, digest=writer.digest, known=list(self._said)
+        )
+        fresh.update({w["same"]: w for found in answers.values() for w in found if "refused" in w})
+        return writer.lines_key, {index: [(w["same"], w["at"]) for w in found] for index, found in answers.items()}

@@ -70,13 +70,11 @@ class AdapterNegotiator:
         if source.rank > limit:
             raise PushRefused(f"the adapter's rank {source.rank} is above the engine's max_lora_rank {limit}{_INSTEAD}")
 
-        async def ask(replica: Replica) -> None:
-            answers = await replica.handle.rpc("adapter_modules", modules=source.modules)
-            unserved = sorted({name for answer in answers for name in answer["unserved"]})
+        answers = await self._trainer.ask_own(replicas, "adapter_modules", modules=source.modules)
+        for replica in replicas:
+            unserved = sorted({name for answer in answers.get(replica.index, ()) for name in answer["unserved"]})
             if unserved:
                 raise PushRefused(f"{replica.handle.name} has no LoRA layer for {', '.join(unserved)}{_INSTEAD}")
-
-        await self._trainer.all_own(replicas, ask)
 
 
 class UpdateNegotiator:
@@ -128,24 +126,17 @@ class UpdateNegotiator:
     ) -> dict[int, list[bool]]:
         update = await self._trainer.blocking(lambda: self._updates(weights, base, recipients))
         made.append(update)
-        ready: dict[int, list[bool]] = {}
-
-        async def ask(replica: Replica) -> None:
-            if all(update.digest in worker["ready"] for worker in replica.workers):
-                return
-            call = partial(replica.handle.rpc, "examine_update", digest=update.digest, base=base.digest)
-            answers = await call()
-            if any("unknown" in answer for answer in answers):
-                answers = await call(spec=update.spec)
-            if found := [problem for answer in answers for problem in answer["problems"]]:
+        new = [r for r in replicas if any(update.digest not in worker["ready"] for worker in r.workers)]
+        answers = await self._trainer.ask_own(
+            new, "examine_update", lambda: {"spec": update.spec}, digest=update.digest, base=base.digest
+        )
+        for index, workers in answers.items():
+            if problems := [problem for answer in workers for problem in answer["problems"]]:
                 raise PushRefused(
-                    f"engine {replica.index} cannot merge by itself: {found[0]}"
-                    f"{f' (and {len(found) - 1} more)' if len(found) > 1 else ''}; {self._updates.instead}"
+                    f"engine {index} cannot merge by itself: {problems[0]}"
+                    f"{f' (and {len(problems) - 1} more)' if len(problems) > 1 else ''}; {self._updates.instead}"
                 )
-            ready[replica.index] = [answer["ready"] for answer in answers]
-
-        await self._trainer.all_own(replicas, ask)
-        return ready
+        return {index: [answer["ready"] for answer in workers] for index, workers in answers.items()}
 
 
 class PullNegotiator:
@@ -196,8 +187,7 @@ class PullNegotiator:
     async def _let_go(self, replicas: Sequence[Replica]) -> None:
         """Workers unmap what was offered; the same on every rank. Where one fails, the next push asks again."""
         if self._trainer.offered:
-            calls = self._trainer.all_own(replicas, lambda r: r.handle.rpc("let_go", trainer=self._trainer.name))
-            await self._trainer.everywhere(calls)
+            await self._trainer.ask(replicas, "let_go", trainer=self._trainer.name)
             self._trainer.offered = False
 
     async def _offered(
@@ -245,35 +235,16 @@ class PullNegotiator:
 
     async def _blocked(self, stream: BucketWriter, replicas: Sequence[Replica]) -> set[str]:
         """Names of the tensors that some worker does not take as a box of a parameter, in their dtype."""
-        mine: set[str] = set()
-
-        async def ask(replica: Replica) -> None:
-            for answer in await replica.handle.rpc("blocked", digest=stream.digest):
-                mine.update(answer["blocked"])
-
-        async def asked() -> set[str]:
-            await self._trainer.all_own(replicas, ask)
-            return mine
-
-        return set().union(*await self._trainer.everywhere(asked()))
+        answers = await self._trainer.ask(replicas, "blocked", digest=stream.digest)
+        return {name for workers in answers.values() for answer in workers for name in answer["blocked"]}
 
     async def _map(self, pull: PullSource, sources: Sequence[dict[str, Any]], replicas: Sequence[Replica]) -> str:
         """Why some worker cannot map what the ranks export, in words; "" where all have."""
         message = pull.offer(self._trainer.name, sources)
         self._trainer.offered = True
-        found: list[str] = []
-
-        async def ask(replica: Replica) -> None:
-            call = partial(replica.handle.rpc, "offer", trainer=self._trainer.name, **message)
-            answers = await call()
-            if any("unknown" in answer for answer in answers):
-                answers = await call(spec=pull.spec)
-            found.extend(f"engine {replica.index}: {answer['why']}" for answer in answers if answer["why"])
-
-        async def asked() -> list[str]:
-            await self._trainer.all_own(replicas, ask)
-            return found
-
-        failures = [why for some in await self._trainer.everywhere(asked()) for why in some]
+        answers = await self._trainer.ask(
+            replicas, "offer", lambda: {"spec": pull.spec}, trainer=self._trainer.name, **message
+        )
         pull.offered = message["digest"]
-        return failures[0] if failures else ""
+        whys = (f"engine {i}: {a['why']}" for i, workers in answers.items() for a in workers if a["why"])
+        return next(whys, "")

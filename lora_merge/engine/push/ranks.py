@@ -6,7 +6,7 @@ import asyncio
 import os
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -142,6 +142,40 @@ class TrainerRanks:
                 raise error
             if error is not None:
                 raise PushRefused(f"engine {replica.index}: {error_text(error)}") from error
+
+    async def ask_own(
+        self, replicas: Sequence[Replica], op: str, in_full: Callable[[], Mapping[str, Any]] = dict, **message: Any
+    ) -> dict[int, list[dict[str, Any]]]:
+        """Ask the workers of every replica whose handle is here, side by side.
+
+        Args:
+            in_full: makes further arguments, with which engines are asked again of which a worker answers "unknown":
+                what a digest in the message stands for.
+
+        Returns:
+            the answers of the workers, by index of the replica.
+
+        Raises:
+            as `all_own`.
+        """
+        answers: dict[int, list[dict[str, Any]]] = {}
+
+        async def ask(replica: Replica) -> None:
+            found = await replica.handle.rpc(op, **message)
+            if any("unknown" in answer for answer in found):
+                found = await replica.handle.rpc(op, **message, **in_full())
+            answers[replica.index] = found
+
+        await self.all_own(replicas, ask)
+        return answers
+
+    async def ask(
+        self, replicas: Sequence[Replica], op: str, in_full: Callable[[], Mapping[str, Any]] = dict, **message: Any
+    ) -> dict[int, list[dict[str, Any]]]:
+        """Ask the workers of all replicas, and return the answers on every rank, as of `ask_own`; an error is one on
+        every rank."""
+        answers = await self.everywhere(self.ask_own(replicas, op, in_full, **message))
+        return {index: found for some in answers for index, found in some.items()}
 
     async def spread(self, value: _T | None, rank: int) -> _T:
         """A rank's value, on every rank."""

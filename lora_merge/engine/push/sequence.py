@@ -1,8 +1,8 @@
 """What a push asks of one engine, from its pause to its resume, in as few messages as may be.
 
-A message to an engine in another process takes a millisecond. So calls that nobody waits for are `Replica.queued_calls` until
-the next message: a pause that keeps requests goes with the first work, and where nothing can be against it any more,
-going on goes with the last.
+A message to an engine in another process takes a millisecond. So calls that nobody waits for are kept in
+`Replica.queued_calls` until the next message: a pause that keeps requests goes with the first work, and the resume goes
+with the last call where nothing can be against it any more.
 """
 
 from __future__ import annotations
