@@ -68,13 +68,13 @@ class LoadPlanner(Planner):
                     "was started from, and an adapter is loaded onto that: push it from a trainer, or start the engine "
                     "anew"
                 )
-            if layer := next((w["quantised"] for w in replica.workers if w.get("quantised")), ""):
+            if layer := next((w.quantised for w in replica.workers if w.quantised), ""):
                 raise PushRefused(
                     f"engine {replica.index} was started on a checkpoint that is quantised ({layer}), and an adapter "
                     "is merged onto what that was quantised from, which the engine does not hold: push from a trainer "
                     "that does (VllmSync), or start the engine on the unquantised checkpoint and let vLLM quantise it"
                 )
-        dtypes = {worker["dtype"] for replica in replicas for worker in replica.workers}
+        dtypes = {worker.dtype for replica in replicas for worker in replica.workers}
         if len(dtypes) > 1:
             raise PushRefused(
                 f"the engines compute in {' and '.join(sorted(dtypes))}: load the adapter into each by itself"
@@ -158,7 +158,7 @@ def _not_unloadable(replica: Replica) -> str:
             ", which a trainer pushed over the checkpoint that it was started from: push from there without the "
             "adapter (model.disable_adapter()), or start the engine anew"
         )
-    if any(worker["base"] != OWN for worker in replica.workers):
+    if any(worker.base != OWN for worker in replica.workers):
         return ", and cannot take it off any more: load the adapter again, which reads its checkpoint, and unload then"
     return ""
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from workers import worker
 
 from lora_merge import PushFailed, PushRefused
 from lora_merge.engine.control.base import Call, Control, Moved, NotOurs, WorkerFailed
@@ -106,9 +107,7 @@ class Actor(Engine):
 
 
 def replica(engine: Engine, **more: Any) -> Replica:
-    known = {"connector": False, "multimodal": False, "paused": False, "served": "merged", "shares": None}
-    worker = {"rank": 0, "world": 1, "launcher": False, "state": State("merged", 6).to_json(), **known, **more}
-    return Replica(0, engine, [worker])
+    return Replica(0, engine, [worker(**{"state": State("merged", 6).to_json(), **more})])
 
 
 def push(one: Replica, steps: EngineSequence, *, written: bool = False, merges: bool = False, ends: bool = True) -> str:

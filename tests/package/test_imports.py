@@ -10,8 +10,8 @@ import pytest
 
 ENGINE = Path(__file__).resolve().parents[2] / "lora_merge" / "engine"
 FLOORS = (
-    {"state", "messages", "configs", "fingerprint", "stamps", "unfit"},
-    {"transport"},
+    {"state", "configs", "fingerprint", "stamps", "unfit"},
+    {"messages", "transport"},
     {"lease", "control", "payload"},
     {"worker", "push"},
     {"sync"},

@@ -13,6 +13,7 @@ from ...stream.bucket_writer import BucketWriter
 from ...stream.direct_targets import DirectTargets, Sent
 from ..control.base import Control
 from ..control.calls import bind, side_by_side, together
+from ..messages import WorkerInfo
 from ..transport.liveness import error_text
 from ..transport.peer_memory import DirectWriteSet, MappedMemory, direct, united
 from ..transport.rendezvous import interface
@@ -79,7 +80,7 @@ class Trainer(TrainerRanks):
             return known.direct
         await self.unmap(source.digest)
         trainers = await self.gather(self.introduced(source))
-        serving = assign(trainers, [replica.workers for replica in replicas])
+        serving = assign(trainers, _introductions(replicas))
         away = {(replicas[r].index, w): rank for (r, w), (rank, kind) in serving.items() if kind != "local"}
         workers = {(r.index, w): worker for r in replicas for w, worker in enumerate(r.workers)}
         found = await self._exports(source, replicas, away)
@@ -88,7 +89,7 @@ class Trainer(TrainerRanks):
         try:
             for place, exports in found.items() if direct.names else ():
                 if trainers[away[place]]["group"] == trainers[self.world.rank]["group"]:
-                    made[place] = MappedMemory(exports, source.device, workers[place]["pid"])
+                    made[place] = MappedMemory(exports, source.device, workers[place].pid)
         except Exception as error:
             failed = f"a worker's memory cannot be mapped here: {error_text(error)}"
         failures = [text for text in await self.gather(failed) if text]
@@ -111,7 +112,7 @@ class Trainer(TrainerRanks):
     def _direct(
         self,
         trainers: Sequence[Mapping[str, Any]],
-        workers: Mapping[WorkerId, Mapping[str, Any]],
+        workers: Mapping[WorkerId, WorkerInfo],
         away: Mapping[WorkerId, int],
         found: Mapping[WorkerId, Mapping[str, Any]],
     ) -> DirectWriteSet:
@@ -119,11 +120,11 @@ class Trainer(TrainerRanks):
         those write that hold the model with the rank that serves it."""
         for (r, w), rank in away.items():
             writers = [trainer for trainer in trainers if trainer["group"] == trainers[rank]["group"]]
-            if any((trainer["device"] == "cpu") != (workers[r, w]["device"] == "cpu") for trainer in writers):
+            if any((trainer["device"] == "cpu") != (workers[r, w].device == "cpu") for trainer in writers):
                 return DirectWriteSet(
                     frozenset(), f"worker {w} of engine {r} is on a GPU and the trainer is not, or vice versa"
                 )
-            if any(trainer["host"] != workers[r, w]["host"] for trainer in writers):
+            if any(trainer["host"] != workers[r, w].host for trainer in writers):
                 return DirectWriteSet(
                     frozenset(), f"worker {w} of engine {r} shares no memory with every rank that would write"
                 )
@@ -162,7 +163,7 @@ class Trainer(TrainerRanks):
         Raises:
             PushRefused: some engine cannot be reached; no channel is left open.
         """
-        open_ = {(r.index, w): worker["session"] for r in replicas for w, worker in enumerate(r.workers)}
+        open_ = {(r.index, w): worker.session for r in replicas for w, worker in enumerate(r.workers)}
         apart = apart and sent
         enough = not sent or (self._nbytes >= nbytes and all(kind != "write" for _, kind in self._places.values()))
         if open_ == self._sessions and enough and apart == self._apart:
@@ -170,14 +171,14 @@ class Trainer(TrainerRanks):
         await self.close_channels()
         size = max(nbytes, 1)
         trainers = await self.gather(introduction(device))
-        places = assign(trainers, [r.workers for r in replicas], apart)
+        places = assign(trainers, _introductions(replicas), apart)
         if not sent:
             places = {at: (rank, kind if kind == "local" else "write") for at, (rank, kind) in places.items()}
-        if why := clash(trainers[0], [r.workers for r in replicas], {at: kind for at, (_, kind) in places.items()}):
+        if why := clash(trainers[0], _introductions(replicas), {at: kind for at, (_, kind) in places.items()}):
             raise PushRefused(f"no channel to the engine: {why}")
         try:
             hosts = {
-                (r.index, w): worker["host"]
+                (r.index, w): worker.host
                 for r in replicas
                 for w, worker in enumerate(r.workers)
                 if places[r.index, w][1] in ("nccl", "tcp")
@@ -191,7 +192,7 @@ class Trainer(TrainerRanks):
         ended = self.ended(replicas)
 
         async def connect(replica: Replica) -> None:
-            ranked = {str(w["rank"]): channels[replica.index, at] for at, w in enumerate(replica.workers)}
+            ranked = {str(w.rank): channels[replica.index, at] for at, w in enumerate(replica.workers)}
             await replica.handle.rpc("connect", trainer=self.name, channels=ranked)
 
         def join() -> None:
@@ -258,7 +259,7 @@ class Trainer(TrainerRanks):
         """`Route.wire_spec` of every worker of a replica, by its rank; None where all workers take everything."""
         if not route.recipients:
             return None
-        ranked = ((str(worker["rank"]), (replica.index, at)) for at, worker in enumerate(replica.workers))
+        ranked = ((str(worker.rank), (replica.index, at)) for at, worker in enumerate(replica.workers))
         return {rank: route.wire_spec(place, self._places, self._hosts) for rank, place in ranked}
 
     def kinds(self, route: Route) -> tuple[str, ...]:
@@ -355,6 +356,10 @@ class Trainer(TrainerRanks):
         """The push was cancelled: fill no more, and tell the workers."""
         for sender, _ in self._rounds:
             sender.stop()
+
+
+def _introductions(replicas: Sequence[Replica]) -> list[list[dict[str, Any]]]:
+    return [[worker.introduction for worker in replica.workers] for replica in replicas]
 
 
 def _along(

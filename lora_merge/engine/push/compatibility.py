@@ -14,6 +14,7 @@ from ...errors import PushRefused
 from ...stream.bucket_writer import BucketWriter
 from ...stream.buckets import metas, to_json
 from ...stream.weights import MergedWeights
+from ..messages import DryRunAnswer
 from ..payload.recipients import Recipients
 from .channels import Trainer
 from .evaluation import evaluate
@@ -37,7 +38,7 @@ class CompatibilityCheck:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._said: dict[str, Any] = {}
+        self._said: dict[str, DryRunAnswer] = {}
         """What workers found, by its digest; known to every rank."""
         self._fitted: dict[MergedWeights, Answers] = {}
         """What the engines said of each stream when it fitted last."""
@@ -55,7 +56,7 @@ class CompatibilityCheck:
         """Which workers take which tensors of the stream that was fitted last."""
         return Recipients(
             {(index, w): digest for index, workers in self._found.items() for w, digest in enumerate(workers)},
-            {digest: found["ignored"] for digest, found in self._said.items()},
+            {digest: found.ignored for digest, found in self._said.items()},
         )
 
     async def __call__(
@@ -71,7 +72,7 @@ class CompatibilityCheck:
         """
         # Of a pipeline only the last stage has the head, and can tie it.
         keep_tied = not all(
-            any(worker["tied"] for replica in engine for worker in replica.workers) for engine in engines_of(replicas)
+            any(worker.tied for replica in engine for worker in replica.workers) for engine in engines_of(replicas)
         )
         read = read if keep_tied == weights.keep_tied else None
         weights.keep_tied = keep_tied
@@ -103,7 +104,7 @@ class CompatibilityCheck:
         """The stream as it stands, and what the engines say of it; the same on every rank."""
         trainer = self._trainer
         made: list[BucketWriter] = []
-        fresh: dict[str, Any] = {}
+        fresh: dict[str, DryRunAnswer] = {}
         answers = await trainer.everywhere(self._ask_own(weights, replicas, read, made, fresh))
         (writer,) = made
         if len({lines for lines, _ in answers}) > 1:
@@ -132,7 +133,7 @@ class CompatibilityCheck:
         replicas: Sequence[Replica],
         read: BucketWriter | None,
         made: list[BucketWriter],
-        fresh: dict[str, Any],
+        fresh: dict[str, DryRunAnswer],
     ) -> tuple[int, dict[int, list[tuple[str, str]]]]:
         """Ask the engines whose handles are here.
 
@@ -146,8 +147,8 @@ class CompatibilityCheck:
         writer = await self._trainer.blocking(weights.bucket_writer) if read is None else read
         made.append(writer)
         # Usually the answers to `hello` have said it.
-        answers = {
-            replica.index: [worker["fits"].get(writer.digest, {"same": ""}) for worker in replica.workers]
+        answers: dict[int, list[Any]] = {
+            replica.index: [worker.fits.get(writer.digest, {"same": ""}) for worker in replica.workers]
             for replica in replicas
             if replica.control is not None
         }
@@ -155,5 +156,5 @@ class CompatibilityCheck:
         answers |= await self._trainer.ask_own(
             new, "examine", lambda: {"table": to_json(writer.table)}, digest=writer.digest, known=list(self._said)
         )
-        fresh.update({w["same"]: w for found in answers.values() for w in found if "refused" in w})
+        fresh.update({w["same"]: DryRunAnswer.read(w) for found in answers.values() for w in found if "refused" in w})
         return writer.lines_key, {index: [(w["same"], w["at"]) for w in found] for index, found in answers.items()}

@@ -5,15 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 
 from ...kernels.segments import FLOATS
 from ...stream.buckets import Meta, dtype_of
-from ..messages import ANOTHER_SIZE
+from ..messages import ANOTHER_SIZE, DryRunAnswer
 
-Found: TypeAlias = Sequence[Mapping[str, Any]]
+Found: TypeAlias = Sequence[DryRunAnswer]
 """What the workers of one engine found in their dry runs."""
 
 
@@ -60,7 +60,7 @@ def evaluate(
         fitted = evaluate_engine(workers, ties)
         problems += [f"{engine}: {problem}" for problem in [*fitted.problems, *_left(workers, elements)]]
         absent.append(fitted.absent)
-        for name, dtype in ((name, dtype_of(dtype)) for worker in workers for name, dtype in worker["dtypes"].items()):
+        for name, dtype in ((name, dtype_of(dtype)) for worker in workers for name, dtype in worker.dtypes.items()):
             if dtype in FLOATS and name in stream and stream[name].dtype in FLOATS:
                 held.setdefault(name, {}).setdefault(dtype, engine)
     problems += _differing(held)
@@ -96,21 +96,21 @@ def evaluate_engine(found: Found, ties: Mapping[str, str]) -> Evaluation:
             for parts of the model that the engine was started without) and `missing` (what nothing would fill).
         ties: name -> name of the tensor of the stream that is the same one.
     """
-    ignored = set.intersection(*(set(worker["ignored"]) for worker in found))
-    refused = {name for worker in found for name in worker["refused"]}
-    untaken = set.intersection(*({*worker["ignored"], *worker["refused"]} for worker in found))
+    ignored = set.intersection(*(set(worker.ignored) for worker in found))
+    refused = {name for worker in found for name in worker.refused}
+    untaken = set.intersection(*({*worker.ignored, *worker.refused} for worker in found))
     groups: dict[str, set[str]] = {}
     for name, first in ties.items():
         groups.setdefault(first, {first}).add(name)
     spare = {name for names in groups.values() if names - untaken - refused for name in names & untaken}
-    absent = spare | ignored.intersection(name for worker in found for name in worker["absent"])
-    reasons = {name: why for worker in found for name, why in worker["refused"].items() if name not in spare}
+    absent = spare | ignored.intersection(name for worker in found for name in worker.absent)
+    reasons = {name: why for worker in found for name, why in worker.refused.items() if name not in spare}
     other = {name: why for name, why in reasons.items() if why.startswith(ANOTHER_SIZE)}
     problems = [f"{name} is refused: {why}" for name, why in reasons.items() if name not in other]
     if other:
         problems.insert(0, _sizes(other))
     else:  # what nothing would fill otherwise is what is of another size
-        problems += [f"nothing would fill {what}" for worker in found for what in worker["missing"]]
+        problems += [f"nothing would fill {what}" for worker in found for what in worker.missing]
     problems += [f"{name} is surplus: the engine has no place for it" for name in sorted(ignored - absent)]
     return Evaluation(list(dict.fromkeys(problems)), absent)
 
@@ -124,9 +124,9 @@ def _left(found: Found, sizes: Mapping[str, int]) -> list[str]:
             `dtypes` (of those that it takes).
         sizes: elements of each tensor.
     """
-    split = set[str]().union(*(worker["partial"] for worker in found))
+    split = set[str]().union(*(worker.partial for worker in found))
     taken = {
-        name: sum(worker["partial"].get(name, sizes[name] if name in worker["dtypes"] else 0) for worker in found)
+        name: sum(worker.partial.get(name, sizes[name] if name in worker.dtypes else 0) for worker in found)
         for name in split
     }
     left = sorted(name for name, count in taken.items() if count < sizes[name])

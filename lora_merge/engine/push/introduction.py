@@ -10,23 +10,24 @@ from ...errors import PushRefused
 from ..control.base import WorkerFailed
 from ..control.calls import bind, side_by_side, together
 from ..control.http import NotReached, Unfit
+from ..messages import WorkerInfo
 from ..transport.liveness import error_text, host_id
 from .channels import Trainer
 from .replica import SILENT, Replica, check_apart, check_whole
 
 
-async def hello(trainer: Trainer, work: Callable[[], None] | None = None, **message: Any) -> list[list[dict[str, Any]]]:
+async def hello(trainer: Trainer, work: Callable[[], None] | None = None, **message: Any) -> list[list[WorkerInfo]]:
     """Ask the engines whose handles are here what they are and what they hold.
 
     Args:
         work: of this rank's own, done meanwhile; it is done in any case.
     """
-    introduced: dict[int, list[dict[str, Any]]] = {}
+    introduced: dict[int, list[WorkerInfo]] = {}
 
     async def ask(index: int) -> None:
         control = trainer.controls[index]
         try:
-            workers = await control.rpc("hello", **message)
+            answers = await control.rpc("hello", **message)
         except (NotReached, Unfit) as error:
             raise PushRefused(f"engine {index}: {error}") from error
         except WorkerFailed as error:
@@ -38,11 +39,16 @@ async def hello(trainer: Trainer, work: Callable[[], None] | None = None, **mess
                 f"engine {index} does not answer as one of lora_merge's: {error}. If it does not know the method, "
                 f"is lora-merge installed where its workers run, and does {control.plugins} allow it?"
             ) from error
-        here = [worker["pid"] for worker in workers if worker["host"] == host_id()]
+        try:
+            workers = [WorkerInfo.read(answer) for answer in answers]
+        except PushRefused as error:
+            raise PushRefused(f"engine {index}: {error}") from error
+        here = [worker.pid for worker in workers if worker.host == host_id()]
         control.far = len(here) < len(workers)
         control.workers = [pid for pid in here if pid != os.getpid()]
-        lacks = {"no_adapters": control.adapters, "no_media": control.media}
-        introduced[index] = [worker | lacks for worker in workers]
+        for worker in workers:
+            worker.no_adapters, worker.no_media = control.adapters, control.media
+        introduced[index] = workers
 
     controls = trainer.controls
     failure: BaseException | None = None
@@ -58,7 +64,7 @@ async def hello(trainer: Trainer, work: Callable[[], None] | None = None, **mess
     return [introduced[index] for index in range(len(controls))]
 
 
-def replicas_of(trainer: Trainer, everyone: Sequence[Sequence[list[dict[str, Any]]]]) -> list[Replica]:
+def replicas_of(trainer: Trainer, everyone: Sequence[Sequence[list[WorkerInfo]]]) -> list[Replica]:
     """Number the engines of all ranks.
 
     Args:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from ...errors import PushRefused
 from ...stream.bucket_writer import BucketWriter
 from ...stream.buckets import dtype_of
 from ...stream.weights import MergedWeights
+from ..messages import WorkerInfo
 from ..payload.adapter import AdapterSource, writer_of
 from ..payload.pull import MOVED, PullBuilder, PullSource, Unmoved, readable, unreadable
 from ..payload.recipients import Recipients
@@ -40,14 +41,14 @@ class AdapterNegotiator:
             PushRefused: some engine cannot serve it; says so, and that merged mode can.
         """
         for replica in replicas:
-            if replica.workers[0]["no_adapters"]:
+            if replica.workers[0].no_adapters:
                 raise PushRefused(
-                    f"engine {replica.index} cannot take an adapter: {replica.workers[0]['no_adapters']}{_INSTEAD}"
+                    f"engine {replica.index} cannot take an adapter: {replica.workers[0].no_adapters}{_INSTEAD}"
                 )
-            if any(worker["lora"] is None for worker in replica.workers):
+            if any(worker.lora is None for worker in replica.workers):
                 raise PushRefused(f"engine {replica.index} was started without enable_lora=True{_INSTEAD}")
-        loras = [worker["lora"] for replica in replicas for worker in replica.workers]
-        dtype, limit = dtype_of(loras[0]["dtype"]), min(lora["max_rank"] for lora in loras)
+        loras = [worker.lora for replica in replicas for worker in replica.workers if worker.lora]
+        dtype, limit = dtype_of(loras[0].dtype), min(lora.max_rank for lora in loras)
         made: list[AdapterSource] = []
         await self._trainer.everywhere(self._try(dtype, limit, made, replicas))
         return made[0]
@@ -112,7 +113,7 @@ class UpdateNegotiator:
         for answers in await self._trainer.everywhere(self._try(weights, base, made, replicas, recipients)):
             for replica in replicas:
                 for worker, ready in zip(replica.workers, answers.get(replica.index, ()), strict=False):
-                    worker["ready"] = [made[0].digest] if ready else []
+                    worker.ready = [made[0].digest] if ready else []
         self._last = made[0].digest
         return made[0]
 
@@ -126,7 +127,7 @@ class UpdateNegotiator:
     ) -> dict[int, list[bool]]:
         update = await self._trainer.blocking(lambda: self._updates(weights, base, recipients))
         made.append(update)
-        new = [r for r in replicas if any(update.digest not in worker["ready"] for worker in r.workers)]
+        new = [r for r in replicas if any(update.digest not in worker.ready for worker in r.workers)]
         answers = await self._trainer.ask_own(
             new, "examine_update", lambda: {"spec": update.spec}, digest=update.digest, base=base.digest
         )
@@ -173,7 +174,7 @@ class PullNegotiator:
             stream: as it fits the engines, which know its table.
         """
         workers = [worker for replica in replicas for worker in replica.workers]
-        who = [(worker["host"], worker["pid"], worker["device"]) for worker in workers]
+        who = [(worker.host, worker.pid, worker.device) for worker in workers]
         if self._refused[:2] == (stream, who):  # a model whose memory is elsewhere is another stream
             return None, self._refused[2]
         pull, why = await self._offered(stream, replicas, workers)
@@ -191,7 +192,7 @@ class PullNegotiator:
             self._trainer.offered = False
 
     async def _offered(
-        self, stream: BucketWriter, replicas: Sequence[Replica], workers: Sequence[Mapping[str, Any]]
+        self, stream: BucketWriter, replicas: Sequence[Replica], workers: Sequence[WorkerInfo]
     ) -> tuple[PullSource | None, str]:
         trainer, last = self._trainer, self._last
         looked, self._looked = self._looked, None
@@ -199,12 +200,12 @@ class PullNegotiator:
             stands = looked[1]
         else:
             stands = await trainer.blocking(partial(self._pulls.stands, stream, last))
-        ready = stands and last is not None and all(last.offered in worker["ready"] for worker in workers)
+        ready = stands and last is not None and all(last.offered in worker.ready for worker in workers)
         if not await trainer.blocking(lambda: trainer.world.any(not ready)):
             return last, ""
         told = await trainer.gather((unreadable(stream), trainer.introduced(stream), self._stayed(stream)))
         ranks = [rank for _, rank, _ in told]
-        why = next((why for why, *_ in told if why), "") or readable(workers, ranks)
+        why = next((why for why, *_ in told if why), "") or readable([worker.introduction for worker in workers], ranks)
         if not why and not all(stayed for *_, stayed in told):
             why = MOVED
         if why:

@@ -154,7 +154,7 @@ class PushPlanner(Planner):
         if self._merge != "auto":
             return self._merge == "engine"
         workers = (worker for replica in replicas for worker in replica.workers)
-        return not self._why and any(worker["host"] not in self._trainer.hosts for worker in workers)
+        return not self._why and any(worker.host not in self._trainer.hosts for worker in workers)
 
     async def _after_base(
         self,
@@ -261,4 +261,4 @@ def _lacks_base(replica: Replica, fingerprint: str) -> bool:
 
 def _lacks_update(replica: Replica, fingerprint: str, digest: str) -> bool:
     """Whether some worker cannot merge an update onto what it holds now."""
-    return any(worker["base"] != fingerprint or digest not in worker["ready"] for worker in replica.workers)
+    return any(worker.base != fingerprint or digest not in worker.ready for worker in replica.workers)

@@ -15,6 +15,7 @@ from ...stream.bucket_writer import BucketWriter
 from ...stream.buckets import Table, metas
 from ..control.calls import drive, side_by_side
 from ..lease import lease_of, under_way
+from ..messages import WorkerInfo
 from ..payload.base import Payload
 from ..state import State
 from ..transport.routing import WorkerId
@@ -307,7 +308,7 @@ class Pusher:
         well: set[int] = set()
 
         async def ask(replica: Replica) -> None:
-            replica.workers = await replica.handle.rpc("hello")
+            replica.workers = [WorkerInfo.read(answer) for answer in await replica.handle.rpc("hello")]
             if replica.state == brought:
                 await self._sequence.catch_up(replica, brought, name)  # workers have it before the engine knows of it
             if replica.state in (held[replica.index], brought) and replica.state.kind != "dirty":

@@ -10,6 +10,7 @@ from typing import Any
 
 from ...errors import InvalidInput, PushFailed, PushRefused
 from ..control.base import Call, Control
+from ..messages import SharedExperts, WorkerInfo
 from ..state import State, change
 
 ONE_ENGINE = (
@@ -122,7 +123,7 @@ class Replica:
 
     index: int
     control: Control | None
-    workers: list[dict[str, Any]]
+    workers: list[WorkerInfo]
     paused_by_us: bool = False
     to_adapter: bool | None = None
     begun: bool = False
@@ -144,7 +145,7 @@ class Replica:
     @property
     def state(self) -> State:
         """What the engine holds: the state that all its workers report, or dirty if they differ."""
-        states = [State(**worker["state"]) for worker in self.workers]
+        states = [worker.state for worker in self.workers]
         broken = next((s for s in states if s.kind == "dirty"), None)
         if broken is None and any(s != states[0] for s in states):
             return change(states[0], "break", reason=f"its workers disagree: {', '.join(map(str, states))}")
@@ -153,54 +154,48 @@ class Replica:
     @property
     def served(self) -> str:
         """The kind of state with which requests in flight began, even if the engine is dirty now."""
-        return self.state.kind if self.state.kind != "dirty" else str(self.workers[0]["served"])
+        return self.state.kind if self.state.kind != "dirty" else self.workers[0].served
 
     @property
-    def shares(self) -> dict[str, Any] | None:
-        """Of a data-parallel engine that computes its experts together with others: the `name` that they have in
-        common, and how many `engines` they are; None of one that computes alone."""
-        return next((worker["shares"] for worker in self.workers if worker.get("shares")), None)
+    def shares(self) -> SharedExperts | None:
+        """The data-parallel engines that it computes its experts together with; None where it computes alone."""
+        return next((worker.shares for worker in self.workers if worker.shares), None)
 
     @property
     def calibrated(self) -> str:
         """The layers whose KV cache has scales of the engine's checkpoint, in words."""
-        return next((str(worker["calibrated"]) for worker in self.workers if worker.get("calibrated")), "")
-
-    @property
-    def computing(self) -> dict[str, Any]:
-        """How its configuration says that it computes, as of `computing` in configs.py; empty where nothing is said."""
-        return dict(self.workers[0].get("computing") or {})
+        return next((worker.calibrated for worker in self.workers if worker.calibrated), "")
 
     @property
     def still_paused(self) -> bool:
         """Whether the engine is still paused by a push that failed or whose trainer died."""
-        return any(worker["paused"] for worker in self.workers)
+        return any(worker.paused for worker in self.workers)
 
     @property
     def asleep(self) -> int:
         """The sleep level of its weights; 0 if they are awake."""
-        return max(int(worker["asleep"]) for worker in self.workers)
+        return max(worker.asleep for worker in self.workers)
 
     @property
     def waking(self) -> bool:
         """Whether a failed push woke its weights but not its KV cache."""
-        return any(worker["waking"] for worker in self.workers)
+        return any(worker.waking for worker in self.workers)
 
     def check(self) -> None:
         """Raise `PushRefused` if the engine cannot be pushed to."""
         for worker in self.workers:
-            if worker["busy"]:
+            if worker.busy:
                 raise PushRefused(
-                    f"engine {self.index} is in the middle of another trainer's push ({worker['busy']}); two at the "
+                    f"engine {self.index} is in the middle of another trainer's push ({worker.busy}); two at the "
                     "same time cannot both win: push again when that one has ended"
                 )
-            if worker["unfit"]:
-                raise PushRefused(f"engine {self.index} {worker['unfit']}")
-            if worker["multimodal"] and worker.get("no_media"):
-                raise PushRefused(f"engine {self.index} caches what its encoder made, but {worker['no_media']}")
-            if worker["world"] != len(self.workers) and not worker["launcher"]:
+            if worker.unfit:
+                raise PushRefused(f"engine {self.index} {worker.unfit}")
+            if worker.multimodal and worker.no_media:
+                raise PushRefused(f"engine {self.index} caches what its encoder made, but {worker.no_media}")
+            if worker.world != len(self.workers) and not worker.launcher:
                 raise PushRefused(
-                    f"engine {self.index} has {worker['world']} workers, of which {len(self.workers)} answer; give a "
+                    f"engine {self.index} has {worker.world} workers, of which {len(self.workers)} answer; give a "
                     "handle that reaches all of them"
                 )
 
@@ -210,10 +205,10 @@ def engines_of(replicas: Sequence[Replica]) -> list[list[Replica]]:
     and under vLLM's "external_launcher", where each worker of an engine is a trainer rank with a handle of its own."""
     engines: dict[tuple[str, Any], list[Replica]] = {}
     for replica in replicas:
-        in_pieces = [w["rank"] // w["world"] for w in replica.workers if w["world"] != len(replica.workers)]
+        in_pieces = [w.rank // w.world for w in replica.workers if w.world != len(replica.workers)]
         key: tuple[str, Any] = ("in pieces", in_pieces[0]) if in_pieces else ("whole", replica.index)
         if replica.shares is not None:
-            key = ("sharing", replica.shares["name"])
+            key = ("sharing", replica.shares.name)
         engines.setdefault(key, []).append(replica)
     return list(engines.values())
 
@@ -223,14 +218,14 @@ def check_whole(replicas: Sequence[Replica]) -> None:
     trainer rank."""
     for engine in engines_of(replicas):
         shares = engine[0].shares
-        if shares is not None and len(engine) < shares["engines"]:
+        if shares is not None and len(engine) < shares.engines:
             raise PushRefused(
-                f"engine {engine[0].index} computes its experts together with {shares['engines'] - 1} other "
-                f"data-parallel engines, and {shares['engines'] - len(engine)} of these have no handle here: they "
+                f"engine {engine[0].index} computes its experts together with {shares.engines - 1} other "
+                f"data-parallel engines, and {shares.engines - len(engine)} of these have no handle here: they "
                 "would answer with old experts. Give a list of handles, one for each data-parallel rank"
             )
-        world, first = engine[0].workers[0]["world"], engine[0].workers[0]["rank"]
-        there = {worker["rank"] for replica in engine for worker in replica.workers}
+        world, first = engine[0].workers[0].world, engine[0].workers[0].rank
+        there = {worker.rank for replica in engine for worker in replica.workers}
         lacking = set(range(first // world * world, (first // world + 1) * world)) - there
         if len(there) != world and lacking:
             raise PushRefused(
@@ -243,11 +238,11 @@ def check_apart(replicas: Sequence[Replica]) -> None:
     """Raise `PushRefused` if an engine has more than one handle: it would take each message twice."""
     met: dict[str, int] = {}
     for replica in replicas:
-        for name in {worker["name"] for worker in replica.workers if "name" in worker}:
+        for name in {worker.name for worker in replica.workers if worker.name}:
             if met.setdefault(name, replica.index) != replica.index:
                 raise PushRefused(
                     f"engine {replica.index} is engine {met[name]} under another handle (process "
-                    f"{replica.workers[0]['pid']} on {replica.workers[0]['host'].partition('/')[0]}): give one handle "
+                    f"{replica.workers[0].pid} on {replica.workers[0].host.partition('/')[0]}): give one handle "
                     "for each engine, on all ranks together"
                 )
 

@@ -16,6 +16,7 @@ from typing import Any
 from ...errors import InvalidInput, PushFailed, PushRefused
 from ..control.base import Call, Control, Moved, NotOurs, Unheard
 from ..control.calls import EngineGone
+from ..messages import WorkerInfo
 from ..state import State
 from .planner import Transfer
 from .replica import Replica
@@ -191,8 +192,8 @@ class EngineSequence:
         """The calls that reset an engine's caches of the old weights; the first returns whether it could."""
         # Nothing runs before it goes on. Requests that were kept, by us or by a user's own pause, hold its blocks.
         running = self._pause != "abort" or not replica.paused_by_us
-        reset = Call("reset_prefix_cache", (running, bool(replica.workers[0]["connector"])), wanted=(True,))
-        return [reset, *([Call("reset_media_caches")] if replica.workers[0]["multimodal"] else [])]
+        reset = Call("reset_prefix_cache", (running, bool(replica.workers[0].connector)), wanted=(True,))
+        return [reset, *([Call("reset_media_caches")] if replica.workers[0].multimodal else [])]
 
     def _commit(self, one: Transfer) -> Call:
         return self.make_call("commit", full=one.state.kind != "adapter", state=one.state.to_json())
@@ -275,7 +276,7 @@ class EngineSequence:
         stops = [
             replace(self.make_call("note_pause", paused=True), unless=unless),
             Call("pause", ("keep",), unless=unless),
-            Call("reset_prefix_cache", (True, bool(replica.workers[0]["connector"])), unless=unless),
+            Call("reset_prefix_cache", (True, bool(replica.workers[0].connector)), unless=unless),
         ]
         await self.make(replica, [self.make_call("abort", reason=f"a push failed: {replica.error}"), paused, *stops])
 
@@ -296,7 +297,7 @@ class EngineSequence:
         finally:
             # vLLM 0.26 takes one whose KV cache sleeps for asleep, and leaves its weights where they are, as a call
             # that fails does: then the next push has the KV cache alone to wake.
-            if not any(worker["asleep"] for worker in await replica.handle.rpc("hello")):
+            if not any(WorkerInfo.read(answer).asleep for answer in await replica.handle.rpc("hello")):
                 await self.tell(replica, "note_pause", waking=True)
 
 
@@ -314,7 +315,7 @@ def _check_reset(replica: Replica, done: bool) -> None:
     """Raise `PushFailed` if the prefix cache was not reset."""
     if done:
         return
-    connector = replica.workers[0]["connector"]
+    connector = replica.workers[0].connector
     outside = f", or its KV connector ({connector}) said that it cannot forget its own" if connector else ""
     raise PushFailed(
         f"the prefix cache could not be reset: requests hold blocks of the old weights{outside}; push with "
@@ -328,8 +329,9 @@ def _committed(replica: Replica, one: Transfer, answers: Sequence[Mapping[str, A
     Args:
         answers: the workers'.
     """
-    held = {answer["rank"]: answer["state"] for answer in answers}
-    replica.workers = [worker | {"state": held[worker["rank"]]} for worker in replica.workers]
+    held = {answer["rank"]: State(**answer["state"]) for answer in answers}
+    for worker in replica.workers:
+        worker.state = held[worker.rank]
     shares = [written / elements if elements else None for written, elements in (a["elements"] for a in answers)]
     replica.coverage = None if None in shares else min(share or 0.0 for share in shares)
     replica.reloaded = max(a["reloaded"] for a in answers) if one.payload.merges or one.state.kind != "adapter" else 0

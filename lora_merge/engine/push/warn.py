@@ -21,7 +21,7 @@ def warn_of_differences(replicas: Sequence[Replica], ours: Mapping[str, Any], wa
     Returns:
         The differences of the first of these engines, in words; "" where there is none.
     """
-    found = [(replica, differences(ours, replica.computing)) for replica in replicas]
+    found = [(replica, differences(ours, replica.workers[0].computing)) for replica in replicas]
     for replica, differs in found:
         if not differs or replica.control is None or (replica.index, differs) in warned:
             continue
