@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,8 +58,8 @@ class Halted(Engine):
         where = {"host": host_id(), "pid": os.getpid(), "rank": rank, "world": self.world, "launcher": self.world > 1}
         return hello(**where, paused=True, served="adapter", state=self.states[rank].to_json())
 
-    def info(self, rank: int, **more: Any) -> WorkerInfo:
-        return WorkerInfo.read(self.about(rank) | more)
+    def info(self, rank: int) -> WorkerInfo:
+        return WorkerInfo.read(self.about(rank))
 
 
 def after_ctrl_c(engine: Halted, replicas: list[Replica]) -> list[str]:
@@ -96,7 +97,7 @@ def test_one_that_cannot_stays_paused(more: dict[str, Any]) -> None:
 def test_a_piece_of_an_engine_does_not_go_on_by_itself(state: State) -> None:
     """Under vLLM's external_launcher each rank has a worker of its own, and nobody knows what the others hold."""
     engine = Halted({0: state}, world=2)
-    replicas = [Replica(rank, None if rank else engine, [engine.info(0, rank=rank)]) for rank in (0, 1)]
+    replicas = [Replica(rank, None if rank else engine, [replace(engine.info(0), rank=rank)]) for rank in (0, 1)]
     asked = after_ctrl_c(engine, replicas)
     assert "resume" not in asked
     assert engine.still
